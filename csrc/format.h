@@ -1,0 +1,122 @@
+/* format.h - the bit rules of FORMAT.md section 5 as inline functions, shared by gcc, g++ and nvcc.
+ *
+ * Everything works on 32-bit words of a row (byte 4w is the low byte of word w): because kept bits are stored in
+ * increasing position, only ibp_keep_word and ibp_match_word know what a chunk is. */
+#ifndef IBP_FORMAT_H
+#define IBP_FORMAT_H
+
+#include <stdint.h>
+
+#if defined(__CUDACC__)
+#define IBP_INLINE static __host__ __device__ __forceinline__
+#else
+#define IBP_INLINE static inline
+#endif
+
+#define IBP_ROWS_PER_BASE 32u     /* rows that share an entry of bases */
+#define IBP_OVERFLOW_ALIGN 32u    /* of overflow parts where slot_bytes > 0 */
+#define IBP_FLAG_POS_BITS 28u     /* split of an entry of ibp_codebook.flags */
+#define IBP_FLAG_POS_MASK ((1u << IBP_FLAG_POS_BITS) - 1u)
+
+IBP_INLINE uint32_t ibp_popcount(uint32_t x)
+{
+#if defined(__CUDA_ARCH__)
+    return (uint32_t)__popc((int)x);
+#else
+    return (uint32_t)__builtin_popcount(x);
+#endif
+}
+
+IBP_INLINE uint32_t ibp_min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+/* The lowest run of ones in x, as a mask. */
+IBP_INLINE uint32_t ibp_lowest_run(uint32_t x) { return x & ~(x + (x & (0u - x))); }
+
+/* Parallel bit deposit: the low popcount(keep) bits of bits, in order, at the ones of keep. One step a run of ones: floating
+ * point masks have one to three. */
+IBP_INLINE uint32_t ibp_deposit(uint32_t bits, uint32_t keep)
+{
+    uint32_t word = 0;
+    while (keep != 0) {
+        const uint32_t run = ibp_lowest_run(keep);
+        const uint32_t start = run & (0u - run);
+        word |= (bits * start) & run;
+        bits = (uint32_t)((uint64_t)bits >> ibp_popcount(run));
+        keep ^= run;
+    }
+    return word;
+}
+
+/* Parallel bit extract, the inverse: the bits of word at the ones of keep, packed from bit 0. */
+IBP_INLINE uint32_t ibp_extract(uint32_t word, uint32_t keep)
+{
+    uint32_t bits = 0, filled = 0;
+    while (keep != 0) {
+        const uint32_t run = ibp_lowest_run(keep);
+        const uint32_t below = (run & (0u - run)) - 1u; /* ones under the run: their count is the run's start */
+        bits |= ((word & run) >> ibp_popcount(below)) << filled;
+        filled += ibp_popcount(run);
+        keep ^= run;
+    }
+    return bits;
+}
+
+/* Ones at the bits of word w that belong to a row of row_bytes bytes. */
+IBP_INLINE uint32_t ibp_row_bits_of_word(uint32_t row_bytes, uint32_t w)
+{
+    if (4u * w + 4u <= row_bytes) return ~0u;
+    return 4u * w >= row_bytes ? 0u : (1u << (8u * (row_bytes - 4u * w))) - 1u;
+}
+
+/* Where a word's first participation bit is, and which of its (up to four) chunks have one. */
+IBP_INLINE uint32_t ibp_flag_position(uint32_t flags_entry) { return flags_entry & IBP_FLAG_POS_MASK; }
+IBP_INLINE uint32_t ibp_flagged_chunks(uint32_t flags_entry) { return flags_entry >> IBP_FLAG_POS_BITS; }
+
+/* Kept bits of a word, from its mask, its flags entry and the participation bits that start at its flag position.
+ * A chunk of 4 or 8 bytes has one participation bit for the whole word; where such a chunk is not flagged its mask is 0, so that
+ * the stray bit read for it does not matter. */
+IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_t flags_entry, uint32_t chunk_bytes)
+{
+    if (chunk_bytes >= 4u) return (participation & 1u) ? ~mask : ~0u;
+    const uint32_t chunk_bits = 8u * chunk_bytes, ones = (1u << chunk_bits) - 1u, flagged = ibp_flagged_chunks(flags_entry);
+    uint32_t removed = 0;
+    for (uint32_t chunk = 0; chunk * chunk_bytes < 4u; chunk++) {
+        if (!((flagged >> chunk) & 1u)) continue;
+        if (participation & 1u) removed |= mask & (ones << (chunk * chunk_bits));
+        participation >>= 1;
+    }
+    return ~removed;
+}
+
+/* The participation bits of the flagged chunks that start in a word, packed. mismatch = (word ^ bitval) & mask; for chunks of 8
+ * bytes the OR of both words' mismatches. */
+IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint32_t chunk_bytes)
+{
+    const uint32_t flagged = ibp_flagged_chunks(flags_entry);
+    if (chunk_bytes >= 4u) return mismatch == 0u;
+    const uint32_t chunk_bits = 8u * chunk_bytes, ones = (1u << chunk_bits) - 1u;
+    uint32_t participation = 0, filled = 0;
+    for (uint32_t chunk = 0; chunk * chunk_bytes < 4u; chunk++) {
+        if (!((flagged >> chunk) & 1u)) continue;
+        if ((mismatch & (ones << (chunk * chunk_bits))) == 0u) participation |= 1u << filled;
+        filled++;
+    }
+    return participation;
+}
+
+/* Bytes of row r before coding; stored bytes of a row; what of them lies in overflow, exactly and with its padding (section 3). */
+IBP_INLINE uint32_t ibp_valid_bytes(int64_t num_bytes, uint32_t row_bytes, int64_t row)
+{
+    const int64_t left = num_bytes - row * (int64_t)row_bytes;
+    return left < (int64_t)row_bytes ? (uint32_t)left : row_bytes;
+}
+IBP_INLINE uint32_t ibp_overflow_part(uint32_t stored_bytes, uint32_t slot_bytes)
+{
+    return stored_bytes > slot_bytes ? stored_bytes - slot_bytes : 0u;
+}
+IBP_INLINE uint32_t ibp_overflow_room(uint32_t part_bytes, uint32_t slot_bytes)
+{
+    return slot_bytes == 0u ? part_bytes : (part_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN * IBP_OVERFLOW_ALIGN;
+}
+
+#endif

@@ -1,0 +1,169 @@
+/* ibp.h - public C API of the ibp core: codebooks, rows and tables in host memory.
+ *
+ * Lossless compression of tensors by invariant bits. The bytes are specified in FORMAT.md; section numbers
+ * below refer to it. No function here allocates, prints, reads the environment or keeps state: callers give
+ * buffers. Every function may be called from several threads at once on different outputs.
+ * The CUDA twins, with device pointers and a stream, are in ibp_cuda.h.
+ */
+#ifndef IBP_H
+#define IBP_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(_WIN32)
+#define IBP_API
+#else
+#define IBP_API __attribute__((visibility("default")))
+#endif
+
+#define IBP_VERSION "0.1.0"
+#define IBP_FORMAT_VERSION 0
+#define IBP_MAX_ROW_BYTES 65536u
+
+/* ---- status ------------------------------------------------------------------------------------------------ */
+
+#define IBP_STATUS_LIST(X)                                                                          \
+    X(IBP_OK, 0, "no error")                                                                        \
+    X(IBP_INVALID_ARGUMENT, 1, "an argument is outside its documented range")                       \
+    X(IBP_INDEX_OUT_OF_RANGE, 2, "an item id is outside [0, num_items)")                            \
+    X(IBP_CORRUPT_ROW, 3, "a coded row contradicts its length, its codebook or its buffer")         \
+    X(IBP_BUFFER_TOO_SMALL, 4, "an output buffer is smaller than documented")                       \
+    X(IBP_NO_CUDA, 5, "this build has no CUDA support")                                             \
+    X(IBP_CUDA_ERROR, 6, "a CUDA call failed")
+
+typedef enum ibp_status {
+#define IBP_STATUS_ENUM(name, value, text) name = value,
+    IBP_STATUS_LIST(IBP_STATUS_ENUM)
+#undef IBP_STATUS_ENUM
+} ibp_status;
+
+/* One sentence for a status; never NULL, also for values that are none. */
+IBP_API const char *ibp_status_string(ibp_status status);
+/* "0.1.0": the version of the library that is linked, where IBP_VERSION is that of the header. */
+IBP_API const char *ibp_version(void);
+
+/* ---- codebook ---------------------------------------------------------------------------------------------- */
+
+typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1 } ibp_scheme;
+
+/* Codebook of scheme ibp in its working form: one entry for each 32-bit word of a row, as ibp_build_codebook makes it.
+ * The pointers are host pointers for the functions of this file and device pointers for those of ibp_cuda.h.
+ * Each array has ibp_codebook_words(row_bytes) entries, 16-byte aligned; those past the row are zero. */
+typedef struct ibp_codebook {
+    const uint32_t *mask;   /* 1: the bit is invariant */
+    const uint32_t *bitval; /* its value; 0 where mask is 0 */
+    const uint32_t *flags;  /* bits 0-27: bit position of the word's first participation bit; bits 28-31: which of
+                               the chunks that start in the word are flagged */
+    uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES */
+    uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
+    uint32_t num_flags;     /* participation bits of a row */
+} ibp_codebook;
+
+/* Entries of each array of a codebook: row_bytes / 4, rounded up to a multiple of 4. */
+IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
+
+/* Builds the working form from the masks and bitvals of a whole row (row_bytes bytes each).
+ * flag_all: every chunk has a participation bit (the paper's bytes), not only those with a mask.
+ * words: 3 * ibp_codebook_words(row_bytes) entries, 16-byte aligned, filled with mask, bitval and flags; out points into it.
+ * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range or a bitval bit is set where the mask is clear. */
+IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes, uint32_t chunk_bytes,
+                                      bool flag_all, uint32_t *words, ibp_codebook *out);
+
+/* ---- analysis (the paper's section 4.1) ---------------------------------------------------------------------- */
+
+/* Adds to counts[8 * i + b] the number of rows whose bit b of byte i is 1. counts: 8 * row_bytes entries, set to 0 by the caller. */
+IBP_API void ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts);
+
+/* The paper's threshold: a bit is invariant with value 1 if count > tau * num_rows, with value 0 if count < (1 - tau) * num_rows;
+ * with tau = 1, if all rows agree. 0.5 <= tau <= 1. mask, bitval: row_bytes bytes each. */
+IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows, uint32_t row_bytes, double tau, uint8_t *mask,
+                                      uint8_t *bitval);
+
+/* Adds to hits[i] the number of rows whose chunk i participates under the codebook. hits: ceil(row_bytes / chunk_bytes) entries. */
+IBP_API void ibp_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits);
+
+/* ---- one row (section 5) ------------------------------------------------------------------------------------- */
+
+/* Exact size of a row as coded, in bytes, whether or not it is smaller than the row. row: codebook->row_bytes bytes. */
+IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row);
+
+/* Writes the coded row to dst. @return IBP_BUFFER_TOO_SMALL, with nothing useful in dst, if it needs more than dst_bytes;
+ * else IBP_OK and the exact size in *coded_bytes. Writes nothing past dst_bytes. */
+IBP_API ibp_status ibp_encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                                  size_t *coded_bytes);
+
+/* Rebuilds a row (codebook->row_bytes bytes) from exactly src_bytes coded bytes. Reads nothing outside src.
+ * @return IBP_CORRUPT_ROW, with unspecified bytes in row, if the coded row does not have exactly src_bytes bytes. */
+IBP_API ibp_status ibp_decode_row(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row);
+
+/* ---- a table of rows (sections 1 to 3) ----------------------------------------------------------------------- */
+
+/* Where a table's bytes are and how they are coded. Host pointers here; device-accessible ones in ibp_cuda.h. */
+typedef struct ibp_table {
+    int64_t num_items;       /* items of the original tensor */
+    int64_t item_bytes;      /* bytes of one item */
+    const uint8_t *slots;    /* NULL if slots_bytes is 0 */
+    const uint8_t *overflow; /* NULL if overflow_bytes is 0 */
+    const uint16_t *lengths; /* one a row, or NULL: every row is raw */
+    const uint64_t *bases;   /* one for 32 rows, or NULL: no overflow parts */
+    int64_t slots_bytes;
+    int64_t overflow_bytes;
+    uint64_t overflow_start; /* subtracted from every base: 0, but for a block of rows of a larger table */
+    uint32_t slot_bytes;
+    ibp_scheme scheme;
+    ibp_codebook codebook; /* row_bytes is read in every scheme, the rest in scheme ibp only */
+} ibp_table;
+
+/* Rows of a table: ceil(num_items * item_bytes / row_bytes). */
+IBP_API int64_t ibp_num_rows(const ibp_table *table);
+
+/* lengths[r] for rows 0 to num_rows - 1 of data (num_bytes bytes, the last row may be short): the coded size, or 0 if not smaller. */
+IBP_API void ibp_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint16_t *lengths);
+
+/* Fills bases (ceil(num_rows / 32) entries) for the given slot size, and *overflow_bytes with the size that overflow must have.
+ * lengths: num_rows entries as ibp_measure_rows makes them, or NULL (all rows raw). num_rows = ceil(num_bytes / row_bytes). */
+IBP_API void ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
+                            int64_t *overflow_bytes);
+
+/* Codes the rows first_row to last_row - 1 of data into the table's slots and overflow (written through the const pointers'
+ * non-const twins given here). data: the whole tensor. scratch: row_bytes bytes.
+ * @return IBP_CORRUPT_ROW if table->lengths does not belong to data, IBP_BUFFER_TOO_SMALL if a part lies outside its array. */
+IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
+                                   uint8_t *slots, uint8_t *overflow, uint8_t *scratch);
+
+/* What went wrong first in a gather; all zero when nothing did. Eight-byte fields so that a GPU can write it into mapped memory. */
+typedef struct ibp_fault {
+    int64_t status;   /* an ibp_status: IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW */
+    int64_t position; /* position in ids; a row number where there are no ids */
+    int64_t id;       /* the id there; a row number where there are no ids */
+    int64_t taken;    /* used by the GPU to let the first fault win */
+} ibp_fault;
+
+/* Item ids of a gather: int32_t (id_bytes 4) or int64_t (id_bytes 8). */
+typedef struct ibp_ids {
+    const void *data;
+    int64_t count;
+    uint32_t id_bytes;
+} ibp_ids;
+
+/* out[k] = item ids[k], for first <= k < last, item_bytes bytes each; out points to position 0.
+ * A bad id or a corrupt row leaves zeros in its place and is noted in *fault if that is still clear.
+ * scratch: 2 * row_bytes bytes. @return the first fault's status, or IBP_OK. */
+IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out,
+                                    uint8_t *scratch, ibp_fault *fault);
+
+/* out = bytes [start, end) of the original tensor, 0 <= start <= end <= num_items * item_bytes. Otherwise as ibp_gather_items.
+ * @return IBP_INVALID_ARGUMENT for another range. */
+IBP_API ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, uint8_t *scratch,
+                                    ibp_fault *fault);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

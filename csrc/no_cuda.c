@@ -1,0 +1,78 @@
+/* no_cuda.c - the CUDA API of a build without nvcc: everything says IBP_NO_CUDA. */
+#include "ibp_cuda.h"
+
+bool ibp_cuda_is_built(void) { return false; }
+int ibp_cuda_device_count(void) { return 0; }
+const char *ibp_cuda_last_error(void) { return ""; }
+
+ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts, ibp_stream stream)
+{
+    (void)data, (void)num_rows, (void)row_bytes, (void)counts, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits, ibp_stream stream)
+{
+    (void)codebook, (void)data, (void)num_rows, (void)hits, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint16_t *lengths,
+                                 ibp_stream stream)
+{
+    (void)codebook, (void)data, (void)num_bytes, (void)lengths, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow, ibp_fault *fault,
+                                ibp_stream stream)
+{
+    (void)table, (void)data, (void)slots, (void)overflow, (void)fault, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms,
+                                 ibp_stream stream)
+{
+    (void)table, (void)ids, (void)out, (void)fault, (void)max_sms, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault, int max_sms,
+                                 ibp_stream stream)
+{
+    (void)table, (void)start, (void)end, (void)out, (void)fault, (void)max_sms, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host)
+{
+    (void)num_bytes;
+    *host = 0;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_free_pinned(void *host)
+{
+    (void)host;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes)
+{
+    (void)host, (void)num_bytes;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_unregister_pinned(void *host)
+{
+    (void)host;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_map_pinned(void *host, void **device)
+{
+    (void)host;
+    *device = 0;
+    return IBP_NO_CUDA;
+}

@@ -1,0 +1,154 @@
+// python_module.cpp - ibp._core: what is not a tensor operation, for tools and tests without torch.
+#include "ibp.h"
+#include "ibp_cuda.h"
+
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+void check(ibp_status status)
+{
+    if (status == IBP_OK) return;
+    std::string message = ibp_status_string(status);
+    if (status == IBP_CUDA_ERROR) message += std::string(": ") + ibp_cuda_last_error();
+    if (status == IBP_CUDA_ERROR || status == IBP_NO_CUDA) throw std::runtime_error(message);
+    throw py::value_error(message);
+}
+
+std::vector<uint8_t> bytes_of(const py::buffer &buffer)
+{
+    const py::buffer_info info = buffer.request();
+    py::ssize_t expected = info.itemsize;
+    for (py::ssize_t d = info.ndim; d-- > 0; expected *= info.shape[static_cast<size_t>(d)])
+        if (info.strides[static_cast<size_t>(d)] != expected) throw py::value_error("the buffer is not contiguous");
+    const auto *data = static_cast<const uint8_t *>(info.ptr);
+    return {data, data + info.size * info.itemsize};
+}
+
+py::bytes to_bytes(const std::vector<uint8_t> &v, size_t size) { return {reinterpret_cast<const char *>(v.data()), size}; }
+
+// Codes single rows with a codebook given by its masks (FORMAT.md section 5), through the C core's oracle.
+class RowCodec {
+  public:
+    RowCodec(const py::buffer &mask, const py::buffer &bitval, uint32_t chunk_bytes, bool flag_all)
+    {
+        const std::vector<uint8_t> m = bytes_of(mask), v = bytes_of(bitval);
+        if (m.size() != v.size()) throw py::value_error("mask and bitval must have the same size");
+        if (m.empty() || m.size() > IBP_MAX_ROW_BYTES) throw py::value_error("a row has 1 to 65536 bytes");
+        words_.resize(3 * ibp_codebook_words(static_cast<uint32_t>(m.size())));
+        check(ibp_build_codebook(m.data(), v.data(), static_cast<uint32_t>(m.size()), chunk_bytes, flag_all, words_.data(), &codebook_));
+    }
+
+    uint32_t row_bytes() const { return codebook_.row_bytes; }
+    uint32_t num_flags() const { return codebook_.num_flags; }
+    size_t coded_bytes(const py::buffer &row) const { return ibp_coded_row_bytes(&codebook_, checked_row(row).data()); }
+
+    py::bytes encode(const py::buffer &row) const
+    {
+        const std::vector<uint8_t> bytes = checked_row(row);
+        std::vector<uint8_t> coded(ibp_coded_row_bytes(&codebook_, bytes.data()));
+        size_t size = 0;
+        check(ibp_encode_row(&codebook_, bytes.data(), coded.data(), coded.size(), &size));
+        return to_bytes(coded, size);
+    }
+
+    py::bytes decode(const py::buffer &coded) const
+    {
+        const std::vector<uint8_t> bytes = bytes_of(coded);
+        std::vector<uint8_t> row(codebook_.row_bytes);
+        check(ibp_decode_row(&codebook_, bytes.data(), bytes.size(), row.data()));
+        return to_bytes(row, row.size());
+    }
+
+  private:
+    std::vector<uint8_t> checked_row(const py::buffer &row) const
+    {
+        std::vector<uint8_t> bytes = bytes_of(row);
+        if (bytes.size() != codebook_.row_bytes)
+            throw py::value_error("the row has " + std::to_string(bytes.size()) + " bytes, the codebook wants " +
+                                  std::to_string(codebook_.row_bytes));
+        return bytes;
+    }
+
+    std::vector<uint32_t> words_;
+    ibp_codebook codebook_{};
+};
+
+// Pinned host memory of its own, exactly as large as asked for. A writable buffer, so that torch.frombuffer keeps it alive.
+class PinnedBuffer {
+  public:
+    explicit PinnedBuffer(size_t num_bytes) : num_bytes_(num_bytes)
+    {
+        const py::gil_scoped_release release;
+        check_without_gil(ibp_cuda_alloc_pinned(num_bytes, &data_));
+    }
+    PinnedBuffer(const PinnedBuffer &) = delete;
+    PinnedBuffer &operator=(const PinnedBuffer &) = delete;
+    ~PinnedBuffer() { ibp_cuda_free_pinned(data_); }
+
+    py::buffer_info buffer() const { return {static_cast<uint8_t *>(data_), static_cast<py::ssize_t>(num_bytes_)}; }
+
+    static void check_without_gil(ibp_status status)
+    {
+        if (status == IBP_OK) return;
+        const py::gil_scoped_acquire acquire;
+        check(status);
+    }
+
+  private:
+    void *data_ = nullptr;
+    size_t num_bytes_;
+};
+
+// Pins memory where it is; the owner is kept alive until it is unpinned.
+class PinnedRange {
+  public:
+    PinnedRange(py::object owner, uintptr_t address, size_t num_bytes) : owner_(std::move(owner)), data_(reinterpret_cast<void *>(address))
+    {
+        const py::gil_scoped_release release;
+        PinnedBuffer::check_without_gil(ibp_cuda_register_pinned(data_, num_bytes));
+    }
+    PinnedRange(const PinnedRange &) = delete;
+    PinnedRange &operator=(const PinnedRange &) = delete;
+    ~PinnedRange() { ibp_cuda_unregister_pinned(data_); }
+
+  private:
+    py::object owner_;
+    void *data_;
+};
+
+} // namespace
+
+PYBIND11_MODULE(_core, m)
+{
+    m.doc() = "The ibp core without torch: status, versions, single rows, pinned memory.";
+    m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
+    m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
+    m.def("version", &ibp_version, "Version of the linked core library.");
+    m.def("status_string", [](int status) { return ibp_status_string(static_cast<ibp_status>(status)); }, py::arg("status"),
+          "One sentence for a status code of the C API.");
+    m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
+    m.def("cuda_device_count", &ibp_cuda_device_count, "CUDA devices that the core library can see; 0 without a driver.");
+
+    py::class_<RowCodec>(m, "RowCodec", "Codes and decodes single rows (FORMAT.md section 5).")
+        .def(py::init<const py::buffer &, const py::buffer &, uint32_t, bool>(), py::arg("mask"), py::arg("bitval"), py::arg("chunk_bytes"),
+             py::arg("flag_all") = false)
+        .def_property_readonly("row_bytes", &RowCodec::row_bytes)
+        .def_property_readonly("num_flags", &RowCodec::num_flags)
+        .def("coded_bytes", &RowCodec::coded_bytes, py::arg("row"), "Exact coded size of a row in bytes.")
+        .def("encode", &RowCodec::encode, py::arg("row"), "The coded row, whether or not it is smaller than the row.")
+        .def("decode", &RowCodec::decode, py::arg("coded"), "The row; ValueError if coded has not exactly its size.");
+
+    py::class_<PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
+        .def(py::init<size_t>(), py::arg("num_bytes"))
+        .def_buffer([](PinnedBuffer &self) { return self.buffer(); });
+
+    py::class_<PinnedRange>(m, "PinnedRange", "Pins the memory of an object while this one lives.")
+        .def(py::init<py::object, uintptr_t, size_t>(), py::arg("owner"), py::arg("address"), py::arg("num_bytes"));
+}

@@ -1,0 +1,189 @@
+/* table.c - tables in host memory: the row index, coding rows into slots and overflow, and gathering items (FORMAT.md 1 to 3). */
+#include "format.h"
+#include "ibp.h"
+
+#include <string.h>
+
+static int64_t num_bytes_of(const ibp_table *table) { return table->num_items * table->item_bytes; }
+
+static int64_t rows_of_bytes(int64_t num_bytes, uint32_t row_bytes) { return (num_bytes + row_bytes - 1) / row_bytes; }
+
+int64_t ibp_num_rows(const ibp_table *table) { return rows_of_bytes(num_bytes_of(table), table->codebook.row_bytes); }
+
+/* A row of codebook->row_bytes bytes: where it lies in data, or extended with zeros in scratch if it is the short last one. */
+static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row, uint8_t *scratch)
+{
+    const uint32_t valid = ibp_valid_bytes(num_bytes, row_bytes, row);
+    const uint8_t *const start = data + row * (int64_t)row_bytes;
+    if (valid == row_bytes) return start;
+    memcpy(scratch, start, valid);
+    memset(scratch + valid, 0, row_bytes - valid);
+    return scratch;
+}
+
+void ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint16_t *lengths)
+{
+    uint8_t last_row[IBP_MAX_ROW_BYTES];
+    const int64_t num_rows = rows_of_bytes(num_bytes, cb->row_bytes);
+    for (int64_t r = 0; r < num_rows; r++) {
+        const size_t coded = ibp_coded_row_bytes(cb, whole_row(data, num_bytes, cb->row_bytes, r, last_row));
+        lengths[r] = coded < ibp_valid_bytes(num_bytes, cb->row_bytes, r) ? (uint16_t)coded : 0;
+    }
+}
+
+static uint32_t stored_bytes_of(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, int64_t row)
+{
+    const uint32_t length = lengths ? lengths[row] : 0;
+    return length ? length : ibp_valid_bytes(num_bytes, row_bytes, row);
+}
+
+static uint32_t room_of(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, int64_t row)
+{
+    return ibp_overflow_room(ibp_overflow_part(stored_bytes_of(lengths, num_bytes, row_bytes, row), slot_bytes), slot_bytes);
+}
+
+void ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
+                    int64_t *overflow_bytes)
+{
+    const int64_t num_rows = rows_of_bytes(num_bytes, row_bytes);
+    uint64_t end = 0;
+    for (int64_t r = 0; r < num_rows; r++) {
+        if (r % IBP_ROWS_PER_BASE == 0) bases[r / IBP_ROWS_PER_BASE] = end;
+        end += room_of(lengths, num_bytes, row_bytes, slot_bytes, r);
+    }
+    *overflow_bytes = (int64_t)end;
+}
+
+/* The two places of a row's stored bytes (FORMAT.md section 3). */
+typedef struct row_span {
+    uint64_t slot_start, overflow_start;
+    uint32_t in_slot, in_overflow, valid;
+    bool raw;
+} row_span;
+
+/* @return false if the index contradicts the table's buffers. */
+static bool locate_row(const ibp_table *table, int64_t row, row_span *span)
+{
+    const int64_t num_bytes = num_bytes_of(table);
+    const uint32_t row_bytes = table->codebook.row_bytes;
+    const uint32_t stored = stored_bytes_of(table->lengths, num_bytes, row_bytes, row);
+    span->valid = ibp_valid_bytes(num_bytes, row_bytes, row);
+    span->raw = !table->lengths || table->lengths[row] == 0;
+    span->in_overflow = ibp_overflow_part(stored, table->slot_bytes);
+    span->in_slot = stored - span->in_overflow;
+    span->slot_start = (uint64_t)row * table->slot_bytes;
+    span->overflow_start = 0;
+    if (stored > span->valid || span->slot_start + span->in_slot > (uint64_t)table->slots_bytes) return false;
+    if (span->in_overflow == 0) return true;
+    if (!table->bases) return false;
+    const int64_t group = row / IBP_ROWS_PER_BASE;
+    uint64_t before = 0; /* at most 31 rooms: no overflow here, but the base itself may be anything */
+    for (int64_t q = group * IBP_ROWS_PER_BASE; q < row; q++)
+        before += room_of(table->lengths, num_bytes, row_bytes, table->slot_bytes, q);
+    const uint64_t start = table->bases[group] - table->overflow_start, end = (uint64_t)table->overflow_bytes;
+    span->overflow_start = start + before;
+    return start <= end && before + span->in_overflow <= end - start;
+}
+
+ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
+                           uint8_t *overflow, uint8_t *scratch)
+{
+    const int64_t num_bytes = num_bytes_of(table);
+    const uint32_t row_bytes = table->codebook.row_bytes;
+    uint8_t last[IBP_MAX_ROW_BYTES];
+    for (int64_t r = first_row; r < last_row; r++) {
+        row_span span;
+        if (!locate_row(table, r, &span)) return IBP_BUFFER_TOO_SMALL;
+        const uint8_t *const row = whole_row(data, num_bytes, row_bytes, r, last);
+        const uint8_t *coded = row;
+        if (!span.raw) {
+            size_t coded_bytes;
+            const ibp_status status = ibp_encode_row(&table->codebook, row, scratch, row_bytes, &coded_bytes);
+            if (status != IBP_OK || coded_bytes != table->lengths[r]) return IBP_CORRUPT_ROW;
+            coded = scratch;
+        }
+        if (span.in_slot) memcpy(slots + span.slot_start, coded, span.in_slot);
+        if (span.in_overflow) memcpy(overflow + span.overflow_start, coded + span.in_slot, span.in_overflow);
+    }
+    return IBP_OK;
+}
+
+/* Row r of the table. scratch: 2 * row_bytes bytes; *row points into it, or into the table where no byte has to move. */
+static ibp_status read_row(const ibp_table *table, int64_t r, uint8_t *scratch, const uint8_t **row)
+{
+    row_span span;
+    if (!locate_row(table, r, &span)) return IBP_CORRUPT_ROW;
+    const uint8_t *stored = table->slots + span.slot_start;
+    if (span.in_slot == 0) {
+        stored = table->overflow + span.overflow_start;
+    } else if (span.in_overflow != 0) {
+        memcpy(scratch, stored, span.in_slot);
+        memcpy(scratch + span.in_slot, table->overflow + span.overflow_start, span.in_overflow);
+        stored = scratch;
+    }
+    *row = stored;
+    if (span.raw) return IBP_OK;
+    *row = scratch + table->codebook.row_bytes;
+    return ibp_decode_row(&table->codebook, stored, span.in_slot + span.in_overflow, scratch + table->codebook.row_bytes);
+}
+
+/* Bytes [start, end) of the original tensor. A corrupt row leaves zeros; *bad_row is the first one. */
+static ibp_status read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, uint8_t *scratch, int64_t *bad_row)
+{
+    const int64_t row_bytes = table->codebook.row_bytes;
+    ibp_status first_fault = IBP_OK;
+    while (start < end) {
+        const int64_t r = start / row_bytes, row_start = r * row_bytes;
+        const int64_t stop = end < row_start + row_bytes ? end : row_start + row_bytes;
+        const uint8_t *row = scratch;
+        const ibp_status status = read_row(table, r, scratch, &row);
+        if (status == IBP_OK) {
+            memcpy(out, row + (start - row_start), (size_t)(stop - start));
+        } else {
+            memset(out, 0, (size_t)(stop - start));
+            if (first_fault == IBP_OK) *bad_row = r;
+            first_fault = IBP_CORRUPT_ROW;
+        }
+        out += stop - start;
+        start = stop;
+    }
+    return first_fault;
+}
+
+static void note_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
+{
+    if (status != IBP_OK && fault->status == IBP_OK) *fault = (ibp_fault){status, position, id, 1};
+}
+
+static int64_t id_at(const ibp_ids *ids, int64_t position)
+{
+    return ids->id_bytes == 8 ? ((const int64_t *)ids->data)[position] : ((const int32_t *)ids->data)[position];
+}
+
+ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out,
+                            uint8_t *scratch, ibp_fault *fault)
+{
+    ibp_status first_fault = IBP_OK;
+    for (int64_t k = first; k < last; k++) {
+        const int64_t id = id_at(ids, k);
+        uint8_t *const item = out + k * table->item_bytes;
+        ibp_status status = IBP_INDEX_OUT_OF_RANGE;
+        int64_t bad_row;
+        if (id >= 0 && id < table->num_items)
+            status = read_bytes(table, id * table->item_bytes, (id + 1) * table->item_bytes, item, scratch, &bad_row);
+        else
+            memset(item, 0, (size_t)table->item_bytes);
+        note_fault(fault, status, k, id);
+        if (first_fault == IBP_OK) first_fault = status;
+    }
+    return first_fault;
+}
+
+ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, uint8_t *scratch, ibp_fault *fault)
+{
+    if (start < 0 || start > end || end > num_bytes_of(table)) return IBP_INVALID_ARGUMENT;
+    int64_t bad_row = 0;
+    const ibp_status status = read_bytes(table, start, end, out, scratch, &bad_row);
+    note_fault(fault, status, bad_row, bad_row);
+    return status;
+}

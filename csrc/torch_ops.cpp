@@ -1,0 +1,391 @@
+// torch_ops.cpp - torch.ops.ibp.*: tensors to pointers, nothing else. Schemas and fake implementations are in ibp/_ops.py.
+//
+// Built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without CUDA.
+#include "ibp.h"
+#include "ibp_cuda.h"
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <vector>
+
+// Absent from a torch without CUDA.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void **) __attribute__((weak));
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kGrainBytes = 1 << 16; // least work of a CPU thread
+
+void check(ibp_status status, const char *what)
+{
+    if (status == IBP_OK) return;
+    std::string message = std::string(what) + ": " + ibp_status_string(status);
+    if (status == IBP_CUDA_ERROR) message += std::string(" (") + ibp_cuda_last_error() + ")";
+    STD_TORCH_CHECK(false, message);
+}
+
+// The data of a contiguous tensor of the given dtype and at least the given number of elements; nullptr if it is empty.
+template <typename T> T *data_of(const Tensor &tensor, ScalarType dtype, int64_t least, const char *name)
+{
+    STD_TORCH_CHECK(tensor.scalar_type() == dtype, "ibp: ", name, " has the wrong dtype");
+    STD_TORCH_CHECK(tensor.is_contiguous(), "ibp: ", name, " is not contiguous");
+    STD_TORCH_CHECK(tensor.numel() >= least, "ibp: ", name, " has ", tensor.numel(), " elements, ", least, " are needed");
+    return tensor.numel() == 0 ? nullptr : static_cast<T *>(tensor.data_ptr());
+}
+
+uint8_t *bytes_of(const Tensor &tensor, int64_t least, const char *name) { return data_of<uint8_t>(tensor, ScalarType::Byte, least, name); }
+
+uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *name)
+{
+    STD_TORCH_CHECK(value >= low && value <= high, "ibp: ", name, " is ", value, ", outside [", low, ", ", high, "]");
+    return static_cast<uint32_t>(value);
+}
+
+int64_t rows_of(int64_t num_bytes, uint32_t row_bytes) { return (num_bytes + row_bytes - 1) / row_bytes; }
+
+ibp_codebook codebook_of(const Tensor &words, int64_t row_bytes, int64_t chunk_bytes, int64_t num_flags)
+{
+    ibp_codebook codebook{};
+    codebook.row_bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
+    codebook.chunk_bytes = to_u32(chunk_bytes, 1, 8, "chunk_bytes");
+    codebook.num_flags = to_u32(num_flags, 0, IBP_MAX_ROW_BYTES, "num_flags");
+    const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook.row_bytes));
+    const auto *data = static_cast<const uint32_t *>(static_cast<const void *>(data_of<int32_t>(words, ScalarType::Int, 3 * num_words, "codebook")));
+    codebook.mask = data;
+    codebook.bitval = data + num_words;
+    codebook.flags = data + 2 * num_words;
+    return codebook;
+}
+
+// The arguments that describe a table, as in TABLE of ibp/_ops.py.
+struct TableArgs {
+    Tensor slots, overflow, lengths, bases, codebook;
+    int64_t scheme, row_bytes, chunk_bytes, num_flags, slot_bytes, overflow_start, num_items, item_bytes;
+
+    ibp_table table() const
+    {
+        ibp_table t{};
+        STD_TORCH_CHECK(num_items >= 0 && item_bytes >= 0, "ibp: negative num_items or item_bytes");
+        t.num_items = num_items;
+        t.item_bytes = item_bytes;
+        t.scheme = scheme == IBP_SCHEME_RAW ? IBP_SCHEME_RAW : IBP_SCHEME_IBP;
+        STD_TORCH_CHECK(t.scheme == scheme, "ibp: unknown scheme ", scheme);
+        if (t.scheme == IBP_SCHEME_RAW)
+            t.codebook.row_bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
+        else
+            t.codebook = codebook_of(codebook, row_bytes, chunk_bytes, num_flags);
+        t.slot_bytes = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
+        STD_TORCH_CHECK(overflow_start >= 0, "ibp: negative overflow_start");
+        t.overflow_start = static_cast<uint64_t>(overflow_start);
+        const int64_t num_rows = rows_of(num_items * item_bytes, t.codebook.row_bytes);
+        t.slots = bytes_of(slots, 0, "slots");
+        t.slots_bytes = slots.numel();
+        t.overflow = bytes_of(overflow, 0, "overflow");
+        t.overflow_bytes = overflow.numel();
+        t.lengths = data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
+        t.bases = static_cast<const uint64_t *>(
+            static_cast<const void *>(data_of<int64_t>(bases, ScalarType::Long, bases.numel() ? (num_rows + 31) / 32 : 0, "bases")));
+        STD_TORCH_CHECK(t.scheme != IBP_SCHEME_RAW || !t.lengths, "ibp: scheme raw has no lengths");
+        return t;
+    }
+};
+
+ibp_fault *fault_of(const Tensor &fault) { return static_cast<ibp_fault *>(static_cast<void *>(data_of<int64_t>(fault, ScalarType::Long, 4, "fault"))); }
+
+// ---- CUDA plumbing ----
+
+void on_device(const Tensor &expected, std::initializer_list<const Tensor *> tensors)
+{
+    for (const Tensor *tensor : tensors)
+        STD_TORCH_CHECK(tensor->is_cuda() && tensor->get_device_index() == expected.get_device_index(),
+                        "ibp: all tensors must be on the same CUDA device");
+}
+
+ibp_stream current_stream(const Tensor &tensor)
+{
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "ibp: this torch has no CUDA support");
+    void *stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    return static_cast<ibp_stream>(stream);
+}
+
+torch::stable::accelerator::DeviceGuard guard(const Tensor &tensor) { return torch::stable::accelerator::DeviceGuard(tensor.get_device_index()); }
+
+// ---- threads of the CPU implementations ----
+
+// Runs work(first, last, scratch, fault) over ranges of [0, count) and keeps the fault with the lowest position.
+template <typename Work> void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
+{
+    std::mutex mutex;
+    const int64_t grain = std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, bytes_each));
+    torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
+        std::vector<uint8_t> scratch(scratch_bytes);
+        ibp_fault mine{};
+        work(first, last, scratch.data(), &mine);
+        if (mine.status == IBP_OK) return;
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (fault->status == IBP_OK || mine.position < fault->position) *fault = mine;
+    });
+}
+
+Tensor new_tensor(const Tensor &like, std::vector<int64_t> sizes, ScalarType dtype) { return torch::stable::new_empty(like, sizes, dtype); }
+
+Tensor new_counts(const Tensor &like, int64_t size)
+{
+    Tensor counts = new_tensor(like, {size}, ScalarType::Long);
+    torch::stable::zero_(counts);
+    return counts;
+}
+
+uint64_t *counts_of(const Tensor &counts) { return static_cast<uint64_t *>(counts.data_ptr()); }
+
+// Sums partial counts of row ranges, one range a thread.
+template <typename Count> Tensor count_on_cpu(const Tensor &data, int64_t num_counts, uint32_t row_bytes, const Count &count)
+{
+    const uint8_t *const rows = bytes_of(data, 0, "data");
+    const int64_t num_rows = data.numel() / row_bytes;
+    Tensor counts = new_counts(data, num_counts);
+    std::mutex mutex;
+    torch::stable::parallel_for(0, num_rows, std::max<int64_t>(1, 16 * kGrainBytes / row_bytes), [&](int64_t first, int64_t last) {
+        std::vector<uint64_t> partial(static_cast<size_t>(num_counts));
+        count(rows + first * row_bytes, static_cast<size_t>(last - first), partial.data());
+        const std::lock_guard<std::mutex> lock(mutex);
+        for (size_t i = 0; i < partial.size(); i++) counts_of(counts)[i] += partial[i];
+    });
+    return counts;
+}
+
+// ---- codebooks and analysis ----
+
+Tensor codebook_words(Tensor mask, Tensor bitval, int64_t chunk_bytes, bool flag_all)
+{
+    const uint32_t row_bytes = to_u32(mask.numel(), 1, IBP_MAX_ROW_BYTES, "the size of mask");
+    const auto num_words = static_cast<int64_t>(ibp_codebook_words(row_bytes));
+    Tensor words = new_tensor(mask, {3, num_words}, ScalarType::Int);
+    ibp_codebook unused;
+    check(ibp_build_codebook(bytes_of(mask, 1, "mask"), bytes_of(bitval, row_bytes, "bitval"), row_bytes,
+                             to_u32(chunk_bytes, 1, 8, "chunk_bytes"), flag_all, static_cast<uint32_t *>(words.data_ptr()), &unused),
+          "ibp::codebook_words");
+    return words;
+}
+
+std::tuple<Tensor, Tensor> threshold_bits(Tensor counts, int64_t num_rows, double tau)
+{
+    const uint32_t row_bytes = to_u32(counts.numel() / 8, 1, IBP_MAX_ROW_BYTES, "row_bytes");
+    Tensor mask = new_tensor(counts, {row_bytes}, ScalarType::Byte), bitval = new_tensor(counts, {row_bytes}, ScalarType::Byte);
+    data_of<int64_t>(counts, ScalarType::Long, 8, "counts");
+    check(ibp_threshold_bits(counts_of(counts), static_cast<uint64_t>(num_rows), row_bytes, tau, bytes_of(mask, row_bytes, "mask"),
+                             bytes_of(bitval, row_bytes, "bitval")),
+          "ibp::threshold_bits");
+    return {mask, bitval};
+}
+
+Tensor count_bits_cpu(Tensor data, int64_t row_bytes)
+{
+    const uint32_t bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
+    return count_on_cpu(data, 8 * row_bytes, bytes, [&](const uint8_t *rows, size_t num_rows, uint64_t *counts) {
+        ibp_count_bits(rows, num_rows, bytes, counts);
+    });
+}
+
+Tensor count_bits_cuda(Tensor data, int64_t row_bytes)
+{
+    const auto device = guard(data);
+    const uint32_t bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
+    Tensor counts = new_counts(data, 8 * row_bytes);
+    check(ibp_cuda_count_bits(bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes), bytes, counts_of(counts), current_stream(data)),
+          "ibp::count_bits");
+    return counts;
+}
+
+int64_t chunks_of(const ibp_codebook &cb) { return (cb.row_bytes + cb.chunk_bytes - 1) / cb.chunk_bytes; }
+
+Tensor count_hits_cpu(Tensor data, Tensor codebook, int64_t row_bytes, int64_t chunk_bytes)
+{
+    const ibp_codebook cb = codebook_of(codebook, row_bytes, chunk_bytes, 0);
+    return count_on_cpu(data, chunks_of(cb), cb.row_bytes,
+                        [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) { ibp_count_hits(&cb, rows, num_rows, hits); });
+}
+
+Tensor count_hits_cuda(Tensor data, Tensor codebook, int64_t row_bytes, int64_t chunk_bytes)
+{
+    const auto device = guard(data);
+    on_device(data, {&codebook});
+    const ibp_codebook cb = codebook_of(codebook, row_bytes, chunk_bytes, 0);
+    Tensor hits = new_counts(data, chunks_of(cb));
+    check(ibp_cuda_count_hits(&cb, bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes), counts_of(hits), current_stream(data)),
+          "ibp::count_hits");
+    return hits;
+}
+
+// ---- measuring, indexing and coding rows ----
+
+Tensor measure_rows_cpu(Tensor data, Tensor codebook, int64_t row_bytes, int64_t chunk_bytes, int64_t num_flags)
+{
+    const ibp_codebook cb = codebook_of(codebook, row_bytes, chunk_bytes, num_flags);
+    const uint8_t *const bytes = bytes_of(data, 0, "data");
+    const int64_t num_rows = rows_of(data.numel(), cb.row_bytes);
+    Tensor lengths = new_tensor(data, {num_rows}, ScalarType::UInt16);
+    auto *const out = static_cast<uint16_t *>(lengths.data_ptr());
+    torch::stable::parallel_for(0, num_rows, std::max<int64_t>(1, kGrainBytes / row_bytes), [&](int64_t first, int64_t last) {
+        ibp_measure_rows(&cb, bytes + first * row_bytes, std::min(data.numel(), last * row_bytes) - first * row_bytes, out + first);
+    });
+    return lengths;
+}
+
+Tensor measure_rows_cuda(Tensor data, Tensor codebook, int64_t row_bytes, int64_t chunk_bytes, int64_t num_flags)
+{
+    const auto device = guard(data);
+    on_device(data, {&codebook});
+    const ibp_codebook cb = codebook_of(codebook, row_bytes, chunk_bytes, num_flags);
+    Tensor lengths = new_tensor(data, {rows_of(data.numel(), cb.row_bytes)}, ScalarType::UInt16);
+    check(ibp_cuda_measure_rows(&cb, bytes_of(data, 0, "data"), data.numel(), static_cast<uint16_t *>(lengths.data_ptr()), current_stream(data)),
+          "ibp::measure_rows");
+    return lengths;
+}
+
+Tensor index_rows(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes)
+{
+    const uint32_t bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
+    const int64_t num_rows = rows_of(num_bytes, bytes), num_bases = (num_rows + 31) / 32;
+    Tensor bases = new_tensor(lengths, {num_bases + 1}, ScalarType::Long);
+    auto *const out = static_cast<int64_t *>(bases.data_ptr());
+    ibp_index_rows(data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths"), num_bytes, bytes,
+                   to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes"), static_cast<uint64_t *>(static_cast<void *>(out)), out + num_bases);
+    return bases;
+}
+
+// The unpacking of TABLE's fields into TableArgs, the same in every op that takes a table.
+#define IBP_TABLE_PARAMETERS                                                                                                       \
+    Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, int64_t scheme, int64_t row_bytes,               \
+        int64_t chunk_bytes, int64_t num_flags, int64_t slot_bytes, int64_t overflow_start, int64_t num_items, int64_t item_bytes
+#define IBP_TABLE_ARGUMENTS                                                                                                        \
+    TableArgs                                                                                                                      \
+    {                                                                                                                              \
+        slots, overflow, lengths, bases, codebook, scheme, row_bytes, chunk_bytes, num_flags, slot_bytes, overflow_start,          \
+            num_items, item_bytes                                                                                                  \
+    }
+
+void encode_rows_cpu(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
+{
+    const ibp_table table = IBP_TABLE_ARGUMENTS.table();
+    const uint8_t *const bytes = bytes_of(data, num_items * item_bytes, "data");
+    over_ranges(ibp_num_rows(&table), row_bytes, static_cast<size_t>(row_bytes), fault_of(fault),
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                    const ibp_status status = ibp_encode_rows(&table, bytes, first, last, static_cast<uint8_t *>(slots.data_ptr()),
+                                                              static_cast<uint8_t *>(overflow.data_ptr()), scratch);
+                    if (status != IBP_OK) *mine = {status, first, first, 1};
+                });
+}
+
+void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
+{
+    const auto device = guard(data);
+    on_device(data, {&slots, &overflow, &lengths, &bases, &codebook, &fault});
+    const ibp_table table = IBP_TABLE_ARGUMENTS.table();
+    check(ibp_cuda_encode_rows(&table, bytes_of(data, num_items * item_bytes, "data"), static_cast<uint8_t *>(slots.data_ptr()),
+                               static_cast<uint8_t *>(overflow.data_ptr()), fault_of(fault), current_stream(data)),
+          "ibp::encode_rows");
+}
+
+// ---- gathering and decoding ----
+
+ibp_ids ids_of(const Tensor &ids)
+{
+    STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Long || ids.scalar_type() == ScalarType::Int, "ibp: ids must be int32 or int64");
+    STD_TORCH_CHECK(ids.is_contiguous(), "ibp: ids is not contiguous");
+    return {ids.numel() == 0 ? nullptr : ids.data_ptr(), ids.numel(), ids.scalar_type() == ScalarType::Long ? 8u : 4u};
+}
+
+void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t /*max_sms*/, Tensor out, Tensor fault)
+{
+    const ibp_table table = IBP_TABLE_ARGUMENTS.table();
+    const ibp_ids items = ids_of(ids);
+    uint8_t *const to = bytes_of(out, items.count * item_bytes, "out");
+    over_ranges(items.count, std::max(item_bytes, row_bytes), static_cast<size_t>(2 * row_bytes), fault_of(fault),
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                    ibp_gather_items(&table, &items, first, last, to, scratch, mine);
+                });
+}
+
+void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor out, Tensor fault)
+{
+    const auto device = guard(out);
+    on_device(out, {&slots, &overflow, &lengths, &bases, &codebook, &ids, &fault});
+    const ibp_table table = IBP_TABLE_ARGUMENTS.table();
+    const ibp_ids items = ids_of(ids);
+    check(ibp_cuda_gather_items(&table, &items, bytes_of(out, items.count * item_bytes, "out"), fault_of(fault),
+                                static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")), current_stream(out)),
+          "ibp::gather_items");
+}
+
+void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t /*max_sms*/, Tensor out, Tensor fault)
+{
+    const ibp_table table = IBP_TABLE_ARGUMENTS.table();
+    STD_TORCH_CHECK(0 <= start && start <= end && end <= num_items * item_bytes, "ibp: bytes [", start, ", ", end, ") are not in the table");
+    if (start == end) return;
+    uint8_t *const to = bytes_of(out, end - start, "out");
+    const int64_t first_row = start / row_bytes, last_row = (end - 1) / row_bytes + 1;
+    over_ranges(last_row - first_row, row_bytes, static_cast<size_t>(2 * row_bytes), fault_of(fault),
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                    const int64_t from = std::max(start, (first_row + first) * row_bytes), stop = std::min(end, (first_row + last) * row_bytes);
+                    ibp_decode_bytes(&table, from, stop, to + (from - start), scratch, mine);
+                });
+}
+
+void decode_bytes_cuda(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t max_sms, Tensor out, Tensor fault)
+{
+    const auto device = guard(out);
+    on_device(out, {&slots, &overflow, &lengths, &bases, &codebook, &fault});
+    const ibp_table table = IBP_TABLE_ARGUMENTS.table();
+    check(ibp_cuda_decode_bytes(&table, start, end, bytes_of(out, end - start, "out"), fault_of(fault),
+                                static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")), current_stream(out)),
+          "ibp::decode_bytes");
+}
+
+// A CUDA tensor over the memory of a pinned one, which must outlive it.
+Tensor map_pinned(Tensor host, int64_t device_index)
+{
+    const auto index = static_cast<int32_t>(to_u32(device_index, 0, 1 << 10, "device_index"));
+    const torch::stable::accelerator::DeviceGuard device(index);
+    void *mapped = nullptr;
+    check(ibp_cuda_map_pinned(host.data_ptr(), &mapped), "ibp::map_pinned");
+    return torch::stable::from_blob(mapped, host.sizes(), host.strides(), torch::stable::Device(torch::headeronly::DeviceType::CUDA, index),
+                                    host.scalar_type());
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
+{
+    m.impl("codebook_words", TORCH_BOX(&codebook_words));
+    m.impl("threshold_bits", TORCH_BOX(&threshold_bits));
+    m.impl("count_bits", TORCH_BOX(&count_bits_cpu));
+    m.impl("count_hits", TORCH_BOX(&count_hits_cpu));
+    m.impl("measure_rows", TORCH_BOX(&measure_rows_cpu));
+    m.impl("index_rows", TORCH_BOX(&index_rows));
+    m.impl("encode_rows", TORCH_BOX(&encode_rows_cpu));
+    m.impl("gather_items", TORCH_BOX(&gather_items_cpu));
+    m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cpu));
+    m.impl("map_pinned", TORCH_BOX(&map_pinned));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
+{
+    m.impl("count_bits", TORCH_BOX(&count_bits_cuda));
+    m.impl("count_hits", TORCH_BOX(&count_hits_cuda));
+    m.impl("measure_rows", TORCH_BOX(&measure_rows_cuda));
+    m.impl("encode_rows", TORCH_BOX(&encode_rows_cuda));
+    m.impl("gather_items", TORCH_BOX(&gather_items_cuda));
+    m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cuda));
+}
