@@ -1,0 +1,50 @@
+"""Lossless compression of tensors that makes moving them faster.
+
+    import torch, ibp
+    table = ibp.compress(x)                                # x: [N, ...] tensor on the CPU or a GPU
+    y     = ibp.index_select(table, ids, device="cuda")    # the same bits as x[ids].to("cuda")
+    x2    = ibp.decompress(table)                          # the whole tensor again
+
+The method is that of the paper Invariant Bit Packing (EuroSys 2026); the bytes are specified in FORMAT.md
+beside the installed headers (`ibp.get_include()`).
+"""
+
+from pathlib import Path
+
+from . import _core, _ops
+from .analysis import analyze, estimate
+from .codebook import Codebook
+from .compression import compress, compress_
+from .table import CompressedTensor, CorruptTableError, decompress, index_select
+
+__version__ = _core.version()
+
+__all__ = [
+    "Codebook",
+    "CompressedTensor",
+    "CorruptTableError",
+    "analyze",
+    "compress",
+    "compress_",
+    "cuda_is_available",
+    "decompress",
+    "estimate",
+    "get_include",
+    "get_library_dir",
+    "index_select",
+]
+
+
+def cuda_is_available() -> bool:
+    """Whether this build of ibp has CUDA kernels and torch can see a CUDA device."""
+    return _ops.cuda_is_available()
+
+
+def get_include() -> str:
+    """The directory of ibp.h, ibp_cuda.h, format.h and FORMAT.md, for programs that link the core."""
+    return str(Path(__file__).parent / "include")
+
+
+def get_library_dir() -> str:
+    """The directory of libibp.so, the core library."""
+    return str(Path(__file__).parent / "_lib")

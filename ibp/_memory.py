@@ -1,0 +1,47 @@
+"""Pinned host memory of exact size, and views of it as tensors of a CUDA device."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _core
+
+
+def empty(num_bytes: int, device: torch.device, pin: bool) -> torch.Tensor:
+    """Uninitialised uint8 tensor; pinned memory of exactly this size where pin is set (torch's own allocator rounds up to a power of two)."""
+    if not pin or num_bytes == 0:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return torch.frombuffer(_core.PinnedBuffer(num_bytes), dtype=torch.uint8)
+
+
+def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is pinned or empty, else a pinned copy of a CPU tensor."""
+    if tensor.numel() == 0 or tensor.is_pinned():
+        return tensor
+    pinned = empty(tensor.numel() * tensor.element_size(), tensor.device, pin=True).view(tensor.dtype).view(tensor.shape)
+    return pinned.copy_(tensor)
+
+
+def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CUDA device over the memory of a pinned one. The host tensor must outlive it."""
+    if host.numel() == 0:
+        return torch.empty_like(host, device=device)
+    return torch.ops.ibp.map_pinned(host, device.index)
+
+
+def canonical(device: torch.device | str | int | None) -> torch.device | None:
+    """The device with its index: "cuda" is the current CUDA device."""
+    if device is None:
+        return None
+    device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {str(device)!r}; wanted a CPU or CUDA device")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    from . import _ops
+
+    if not _core.cuda_is_built():
+        raise ValueError(f"device is {str(device)!r}, but this build of ibp has no CUDA kernels (nvcc was not found when it was installed)")
+    if not _ops.cuda_is_available():
+        raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

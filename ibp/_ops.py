@@ -1,0 +1,87 @@
+"""The torch operations of ibp: schemas, the compiled implementations, and fake ones for tracing.
+
+All of them work on flat tensors: `data`, `slots`, `overflow`, `out` are uint8 bytes, `lengths` uint16, `bases`, `counts`,
+`hits` int64, `codebook` int32 [3, words] as `codebook_words` makes it, `fault` int64 [4] (the struct ibp_fault of ibp.h). Empty `lengths` or
+`bases` stand for none (FORMAT.md section 2). CPU implementations run on torch's intra-op threads; CUDA ones on the current stream of the
+tensors' device, without allocating or synchronising where they write to given tensors.
+"""
+
+from pathlib import Path
+
+import torch
+
+from . import _core
+
+_lib = torch.library.Library("ibp", "FRAGMENT")
+
+# How a table is described to an operation; see struct ibp_table in ibp.h.
+_TABLE = (
+    "Tensor{0} slots, Tensor{1} overflow, Tensor lengths, Tensor bases, Tensor codebook, int scheme, int row_bytes, "
+    "int chunk_bytes, int num_flags, int slot_bytes, int overflow_start, int num_items, int item_bytes"
+)
+_READ = _TABLE.format("", "")
+_WRITE = _TABLE.format("(a!)", "(b!)")
+
+_lib.define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
+_lib.define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
+_lib.define("count_bits(Tensor data, int row_bytes) -> Tensor")
+_lib.define("count_hits(Tensor data, Tensor codebook, int row_bytes, int chunk_bytes) -> Tensor")
+_lib.define("measure_rows(Tensor data, Tensor codebook, int row_bytes, int chunk_bytes, int num_flags) -> Tensor")
+_lib.define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
+_lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
+_lib.define(f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_lib.define("map_pinned(Tensor host, int device_index) -> Tensor")
+
+torch.ops.load_library(str(Path(__file__).parent / "_lib" / "libibp_torch.so"))
+
+
+def _words(row_bytes):
+    return (row_bytes + 15) // 16 * 4
+
+
+@torch.library.register_fake("ibp::codebook_words", lib=_lib)
+def _(mask, bitval, chunk_bytes, flag_all):
+    return mask.new_empty((3, _words(mask.numel())), dtype=torch.int32)
+
+
+@torch.library.register_fake("ibp::threshold_bits", lib=_lib)
+def _(counts, num_rows, tau):
+    return tuple(counts.new_empty((counts.numel() // 8,), dtype=torch.uint8) for _ in range(2))
+
+
+@torch.library.register_fake("ibp::count_bits", lib=_lib)
+def _(data, row_bytes):
+    return data.new_empty((8 * row_bytes,), dtype=torch.int64)
+
+
+@torch.library.register_fake("ibp::count_hits", lib=_lib)
+def _(data, codebook, row_bytes, chunk_bytes):
+    return data.new_empty((-(-row_bytes // chunk_bytes),), dtype=torch.int64)
+
+
+@torch.library.register_fake("ibp::measure_rows", lib=_lib)
+def _(data, codebook, row_bytes, chunk_bytes, num_flags):
+    return data.new_empty((-(-data.numel() // row_bytes),), dtype=torch.uint16)
+
+
+@torch.library.register_fake("ibp::index_rows", lib=_lib)
+def _(lengths, num_bytes, row_bytes, slot_bytes):
+    return lengths.new_empty((-(-num_bytes // (32 * row_bytes)) + 1,), dtype=torch.int64)
+
+
+@torch.library.register_fake("ibp::map_pinned", lib=_lib)
+def _(host, device_index):
+    return host.new_empty(host.shape, device=torch.device("cuda", device_index))
+
+
+def _writes_only(*args):
+    return None
+
+
+for _name in ("encode_rows", "gather_items", "decode_bytes"):
+    torch.library.register_fake(f"ibp::{_name}", _writes_only, lib=_lib)
+
+
+def cuda_is_available() -> bool:
+    return _core.cuda_is_built() and torch.cuda.is_available()

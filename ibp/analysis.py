@@ -1,0 +1,166 @@
+"""Which bits are invariant: codebooks learned from rows (the paper's sections 4.1 and 6.1)."""
+
+from __future__ import annotations
+
+import torch
+from tqdm import tqdm
+
+from . import rows as _rows
+from .codebook import CHUNK_BYTES, Codebook, check_chunk_bytes
+
+TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)
+_LEAST_SAMPLE_ROWS = 1024
+_SWEEP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # what an analysis without a given sample looks at
+_BITS_SET = torch.tensor([bin(byte).count("1") for byte in range(256)])
+
+
+def analyze(x: torch.Tensor, *, sample: float | None = 0.1, chunk_bytes: int | None = None, tau: float | None = None, paper: bool = False,
+            row_bytes: int | None = None, device: torch.device | str | int | None = None, progress: bool = False) -> Codebook:
+    """Learns a codebook from a sample of the rows of a tensor (the paper's sections 4.1 and, for samples, 6.1).
+
+    Args:
+        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, on the CPU or a GPU.
+        sample: fraction of the rows to look at, in (0, 1]; at least 1,024 rows are. None: as many as fit 64 MiB on a GPU, 16 MiB on the CPU.
+        chunk_bytes: 1, 2, 4 or 8; None takes the best.
+        tau: one threshold for all chunks, in [0.5, 1], as in the paper. None sweeps 0.55 to 1 and takes the best one of each chunk.
+        paper: sweep one threshold for all chunks, and give every chunk a participation bit: the paper's own choice and bytes.
+        row_bytes: bytes of a row, see `compress`.
+        device: where the analysis runs. None: x's GPU, else the current GPU if there is one, else the CPU.
+        progress: show a progress bar.
+
+    Raises:
+        TypeError: x is not a dense tensor of a supported dtype.
+        ValueError: an argument is outside its range.
+    """
+    _rows.check_tensor(x)
+    geometry = _rows.Geometry.of(x, row_bytes)
+    return learn(_rows.bytes_of(x), geometry.row_bytes, _rows.working_device(x, device), sample, chunk_bytes, tau, paper, progress)
+
+
+def estimate(x: torch.Tensor, codebook: Codebook, *, device: torch.device | str | int | None = None, progress: bool = False) -> int:
+    """Exact bytes of x as compressed with a codebook, rows and codebook, without compressing it.
+
+    What `compress(x, codebook=codebook)` reports as `stored_bytes`, x's own size included where nothing would be saved.
+
+    Args:
+        x: tensor [N, ...], cut into rows of `codebook.row_bytes`.
+        codebook: from `analyze` or `Codebook.from_masks`.
+        device: where rows are measured, as in `analyze`.
+
+    Raises:
+        TypeError, ValueError: as `compress`.
+    """
+    _rows.check_tensor(x)
+    check_codebook(codebook)
+    geometry = _rows.Geometry.of(x, codebook.row_bytes)
+    lengths = measure(_rows.bytes_of(x), codebook, _rows.working_device(x, device), progress)
+    return min(total_stored(lengths, geometry) + codebook.nbytes, geometry.num_bytes)
+
+
+def check_codebook(codebook: Codebook) -> None:
+    if not isinstance(codebook, Codebook):
+        raise TypeError(f"codebook is a {type(codebook).__name__}; wanted an ibp.Codebook")
+
+
+def measure(data: torch.Tensor, codebook: Codebook, device: torch.device, progress: bool = False) -> torch.Tensor:
+    """The `lengths` of all rows of the bytes (FORMAT.md section 2), uint16 on the CPU."""
+    words, parts = codebook.words(device), [torch.empty(0, dtype=torch.uint16)]
+    num_rows = -(-data.numel() // codebook.row_bytes)
+    with tqdm(total=num_rows, desc="measure", unit="row", unit_scale=True, disable=not progress) as bar:
+        for first, last, block in _rows.blocks(data, codebook.row_bytes, device):
+            parts.append(torch.ops.ibp.measure_rows(block, words, codebook.row_bytes, codebook.chunk_bytes, codebook.num_flags).cpu())
+            bar.update(last - first)
+    return torch.cat(parts)
+
+
+def total_stored(lengths: torch.Tensor, geometry: _rows.Geometry) -> int:
+    """Bytes of the coded and raw rows that `lengths` describes."""
+    total, raw_rows = 0, 0
+    for part in lengths.split(1 << 22):
+        total += int(part.to(torch.int64).sum())
+        raw_rows += int((part == 0).sum())
+    short = geometry.num_rows * geometry.row_bytes - geometry.num_bytes
+    last_is_raw = bool(short) and int(lengths[-1]) == 0
+    return total + raw_rows * geometry.row_bytes - (short if last_is_raw else 0)
+
+
+def learn(data: torch.Tensor, row_bytes: int, device: torch.device, sample: float | None, chunk_bytes: int | None, tau: float | None,
+          paper: bool, progress: bool) -> Codebook:
+    """The best codebook for the bytes of a tensor; arguments as `analyze`."""
+    if chunk_bytes is not None:
+        check_chunk_bytes(chunk_bytes)
+    if tau is not None and not 0.5 <= tau <= 1:
+        raise ValueError(f"tau is {tau}; wanted 0.5 to 1, or None to sweep")
+    if sample is not None and not 0 < sample <= 1:
+        raise ValueError(f"sample is {sample}; wanted a fraction in (0, 1], or None")
+    num_rows = data.numel() // row_bytes
+    if num_rows == 0:  # nothing to learn from, but for one short row
+        short = torch.zeros(row_bytes, dtype=torch.uint8)
+        short[: data.numel()] = data.cpu()
+        return learn(short, row_bytes, torch.device("cpu"), None, chunk_bytes, tau, paper, False) if data.numel() else _empty_codebook(row_bytes)
+    if sample is None:
+        wanted = max(_LEAST_SAMPLE_ROWS, _SWEEP_BYTES[device.type] // row_bytes)
+    else:
+        wanted = max(_LEAST_SAMPLE_ROWS, -int(-num_rows * sample // 1))
+    sweep = _Sweep(_rows.sample(data, row_bytes, wanted), row_bytes, num_rows, device)
+    sizes = CHUNK_BYTES if chunk_bytes is None else (chunk_bytes,)
+    with tqdm(total=len(sizes) * (len(TAUS) if tau is None else 1), desc="analyze", disable=not progress) as bar:
+        found = [codebook for size in sizes for codebook in sweep.codebooks(size, tau, paper, bar)]
+    return max(found, key=lambda codebook: codebook.expected_savings)
+
+
+def _empty_codebook(row_bytes):
+    nothing = torch.zeros(row_bytes, dtype=torch.uint8)
+    return Codebook.from_masks(nothing, nothing, 4)
+
+
+class _Sweep:
+    """Thresholds and chunk sizes tried on the same sampled rows."""
+
+    def __init__(self, data, row_bytes, num_rows, device):
+        self.data, self.row_bytes, self.num_rows, self.device = data, row_bytes, num_rows, device
+        self.num_sampled = data.numel() // row_bytes
+        self.counts = sum(torch.ops.ibp.count_bits(block, row_bytes).cpu() for block in self._blocks())
+
+    def _blocks(self):
+        return (block for _, _, block in _rows.blocks(self.data, self.row_bytes, self.device))
+
+    def codebooks(self, chunk_bytes, tau, paper, bar):
+        """One threshold for all chunks, each a candidate; or, where no tau is given, the best threshold of each chunk, one candidate."""
+        best_mask = torch.zeros(self.row_bytes, dtype=torch.uint8)
+        best_bitval, best_gain, last = best_mask.clone(), self._per_chunk(best_mask, chunk_bytes), None
+        for threshold in TAUS if tau is None else (tau,):
+            mask, bitval = torch.ops.ibp.threshold_bits(self.counts, self.num_sampled, float(threshold))
+            bar.update(1)
+            if last is not None and torch.equal(mask, last):
+                continue
+            last = mask
+            gain = self._gain(mask, bitval, chunk_bytes, paper)
+            if paper or tau is not None:
+                yield self._codebook(mask, bitval, chunk_bytes, paper, threshold, gain)
+                continue
+            better = (gain > best_gain).repeat_interleave(chunk_bytes)[: self.row_bytes]
+            best_gain = torch.maximum(gain, best_gain)
+            best_mask, best_bitval = torch.where(better, mask, best_mask), torch.where(better, bitval, best_bitval)
+        if not paper and tau is None:
+            yield self._codebook(best_mask, best_bitval, chunk_bytes, False, None, best_gain)
+
+    def _per_chunk(self, mask, chunk_bytes):
+        """Bits set in each chunk of a mask."""
+        padded = torch.zeros(-(-self.row_bytes // chunk_bytes) * chunk_bytes, dtype=torch.int64)
+        padded[: self.row_bytes] = _BITS_SET[mask.to(torch.int64)]
+        return padded.view(-1, chunk_bytes).sum(1)
+
+    def _gain(self, mask, bitval, chunk_bytes, flag_all):
+        """Bits that each chunk saves over all sampled rows, its participation bits paid."""
+        words = torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all).to(self.device)
+        hits = sum(torch.ops.ibp.count_hits(block, words, self.row_bytes, chunk_bytes).cpu() for block in self._blocks())
+        fixed = self._per_chunk(mask, chunk_bytes)
+        flagged = torch.ones_like(fixed) if flag_all else (fixed > 0).to(torch.int64)
+        return hits * fixed - self.num_sampled * flagged
+
+    def _codebook(self, mask, bitval, chunk_bytes, flag_all, tau, gain):
+        codebook = Codebook.from_masks(mask, bitval, chunk_bytes, flag_all, tau=tau)
+        saved_bytes_a_row = float(gain.sum()) / 8 / self.num_sampled
+        codebook.expected_savings = (saved_bytes_a_row - codebook.nbytes / self.num_rows) / self.row_bytes
+        return codebook

@@ -1,0 +1,193 @@
+"""Compressing tensors: `compress` into new memory, `compress_` in the tensor's own."""
+
+from __future__ import annotations
+
+import torch
+from tqdm import tqdm
+
+from . import _memory, _ops, layout as _layout, rows as _rows
+from .analysis import check_codebook, learn, measure, total_stored
+from .codebook import Codebook
+from .table import SCHEMES, CompressedTensor
+
+
+def compress(x: torch.Tensor, *, scheme: str = "ibp", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | None = None,
+             sample: float | None = None, layout: str = "slots", slot_bytes: int | None = None, row_bytes: int | None = None,
+             device: torch.device | str | int | None = None, pin_memory: bool | None = None, progress: bool = False) -> CompressedTensor:
+    """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
+
+    The table lives where x lives: on its GPU, or in host memory, pinned unless pin_memory says otherwise. A table that would not be smaller
+    keeps its rows as they are and says so: `table.scheme == "raw"`.
+
+    Args:
+        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed.
+        scheme: "ibp", invariant bits; or "raw", rows as they are (to gather them by the same kernels).
+        chunk_bytes, tau: as in `analyze`; used if no codebook is given.
+        codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
+        sample: fraction of the rows to learn the codebook from; None: as many as fit 64 MiB (16 MiB without a GPU).
+        layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and files.
+        slot_bytes: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place layout). None: chosen from the row lengths.
+        row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is not 1-D,
+            else 4,096 bytes of the flat tensor.
+        device: where analysis and compression run. None: x's GPU, else the current GPU if there is one, else the CPU.
+        pin_memory: whether a table in host memory is pinned, at exactly its size. None: if there is a CUDA device.
+        progress: show progress bars.
+
+    Raises:
+        TypeError: x is not a dense tensor of a supported dtype, or codebook is none.
+        ValueError: an argument is outside its range or contradicts another.
+        RuntimeError: memory cannot be pinned.
+    """
+    _rows.check_tensor(x)
+    if scheme not in SCHEMES:
+        raise ValueError(f"scheme is {scheme!r}; wanted one of {sorted(SCHEMES)}")
+    if layout not in ("slots", "packed"):
+        raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
+    if layout == "packed" and slot_bytes is not None:
+        raise ValueError(f"slot_bytes is {slot_bytes}, but the packed layout has no slots")
+    if pin_memory and not _ops.cuda_is_available():
+        raise RuntimeError("pin_memory=True needs a CUDA device and a build of ibp with CUDA")
+    geometry = _geometry(x, row_bytes, codebook)
+    if slot_bytes is not None:
+        _layout.check_slot_bytes(slot_bytes, geometry.row_bytes)
+    worker = _rows.working_device(x, device)
+    pin = not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else pin_memory)
+    data = _rows.bytes_of(x)
+    if scheme == "ibp" and geometry.num_bytes:
+        codebook = codebook or learn(data, geometry.row_bytes, worker, sample, chunk_bytes, tau, False, progress)
+        lengths = measure(data, codebook, worker, progress)
+        if total_stored(lengths, geometry) + codebook.nbytes < geometry.num_bytes:
+            if layout == "packed":
+                slot_bytes = 0
+            elif slot_bytes is None:
+                slot_bytes = _layout.choose_slot_bytes(lengths, geometry)
+            return _encode(data, geometry, codebook, lengths, slot_bytes, worker, pin, progress)
+    slots = _memory.empty(geometry.num_bytes, data.device, pin).copy_(data)
+    return _table(geometry, "raw", geometry.row_bytes, slots, None, None)
+
+
+def compress_(x: torch.Tensor, *, chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | None = None,
+              sample: float | None = None, row_bytes: int | None = None, device: torch.device | str | int | None = None,
+              pin_memory: bool | None = None, progress: bool = False) -> CompressedTensor:
+    """Compresses a tensor within its own memory (the paper's in-place layout, section 5), so that one that fills memory can be compressed.
+
+    Every row keeps its address and uses only the first bytes of it. x's values are gone afterwards: its memory belongs to the table. Besides
+    x this takes 2.25 bytes a row and about 128 MiB. All analysis is done before the first write; rows are then rewritten in
+    blocks. If that is interrupted, the exception has the table as its attribute `table`, and that table decompresses to x.
+
+    Args:
+        x: contiguous tensor that owns its whole storage and does not require grad.
+        Others: as in `compress`.
+
+    Raises:
+        TypeError: as `compress`.
+        ValueError: x is not contiguous, is a part of a larger storage, or requires grad; or as `compress`.
+    """
+    _rows.check_tensor(x)
+    _check_owns_memory(x)
+    geometry = _geometry(x, row_bytes, codebook)
+    worker = _rows.working_device(x, device)
+    pin = not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else pin_memory)
+    data = _rows.bytes_of(x)
+    codebook = codebook or learn(data, geometry.row_bytes, worker, sample, chunk_bytes, tau, False, progress)
+    lengths = measure(data, codebook, worker, progress)
+    if total_stored(lengths, geometry) + codebook.nbytes >= geometry.num_bytes:
+        table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
+    else:
+        coded = torch.zeros_like(lengths)  # all rows raw: what the memory holds
+        table = _table(geometry, "ibp", geometry.row_bytes, data, codebook, coded)
+        try:
+            _encode_in_place(table, data, lengths, worker, progress)
+        except BaseException as interruption:
+            interruption.table = table
+            raise
+        finally:
+            table._refresh()
+    table._owner = x
+    return table.pin_memory() if pin else table
+
+
+def _geometry(x, row_bytes, codebook):
+    if codebook is None:
+        return _rows.Geometry.of(x, row_bytes)
+    check_codebook(codebook)
+    if row_bytes is not None and row_bytes != codebook.row_bytes:
+        raise ValueError(f"row_bytes is {row_bytes}, but the codebook is for rows of {codebook.row_bytes} bytes")
+    return _rows.Geometry.of(x, codebook.row_bytes)
+
+
+def _check_owns_memory(x):
+    if not x.is_contiguous() or x.is_conj() or x.is_neg():
+        raise ValueError(f"x has strides {x.stride()}; compress_ wants a contiguous tensor")
+    held = x.untyped_storage().nbytes()
+    if x.storage_offset() != 0 or held != x.numel() * x.element_size():
+        raise ValueError(f"x has {x.numel() * x.element_size()} bytes of a storage of {held}; compress_ wants a tensor that owns all of its storage")
+    if x.requires_grad:
+        raise ValueError("x requires grad; compress_ would destroy its values: detach it first")
+
+
+def _table(geometry, scheme, slot_bytes, slots, codebook, lengths, overflow=None, bases=None):
+    def on_home(tensor, dtype):
+        return torch.empty(0, dtype=dtype, device=slots.device) if tensor is None else tensor.to(slots.device)
+
+    return CompressedTensor(shape=geometry.shape, dtype=geometry.dtype, scheme=scheme, row_bytes=geometry.row_bytes, slot_bytes=slot_bytes,
+                            slots=slots, overflow=on_home(overflow, torch.uint8), lengths=on_home(lengths, torch.uint16),
+                            bases=on_home(bases, torch.int64), codebook=codebook)
+
+
+def _encode(data, geometry, codebook, lengths, slot_bytes, worker, pin, progress):
+    bases, overflow_bytes = _layout.index_rows(lengths, geometry, slot_bytes)
+    slots = _memory.empty(_layout.slots_size(geometry, slot_bytes), data.device, pin)
+    overflow = _memory.empty(overflow_bytes, data.device, pin)
+    with tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
+        for first, last, block in _rows.blocks(data, geometry.row_bytes, worker):
+            row_range = slice(first, last)
+            in_slots = slots[first * slot_bytes : last * slot_bytes]
+            ends = [int(bases[r // 32]) if r < geometry.num_rows else overflow_bytes for r in (first, last)] if overflow_bytes else [0, 0]
+            in_overflow = overflow[ends[0] : ends[1]]
+            part = bases[first // 32 : -(-last // 32)] if overflow_bytes else bases
+            _encode_block(block, codebook, lengths[row_range], part, slot_bytes, ends[0], in_slots, in_overflow)
+            bar.update(last - first)
+    return _table(geometry, "ibp", slot_bytes, slots, codebook, lengths, overflow, bases)
+
+
+def _encode_block(block, codebook, lengths, bases, slot_bytes, overflow_start, slots, overflow):
+    """Codes a block of rows on the device where it is, into slices of slots and overflow anywhere."""
+    device = block.device
+
+    def near(tensor):  # zeros between the rows' bytes: equal tables have equal tensors
+        return tensor.zero_() if tensor.device == device else torch.zeros_like(tensor, device=device)
+
+    near_slots, near_overflow = near(slots), near(overflow)
+    fault = torch.zeros(4, dtype=torch.int64, device=device)
+    torch.ops.ibp.encode_rows(near_slots, near_overflow, lengths.to(device), bases.to(device), codebook.words(device), SCHEMES["ibp"],
+                              codebook.row_bytes, codebook.chunk_bytes, codebook.num_flags, slot_bytes, overflow_start, 1, block.numel(), block, fault)
+    for target, source in ((slots, near_slots), (overflow, near_overflow)):
+        if target is not source:
+            target.copy_(source)
+    if int(fault[0]):
+        raise RuntimeError(f"x changed while it was being compressed: row {int(fault[1])} of a block no longer has the length measured before")
+
+
+def _encode_in_place(table, data, lengths, worker, progress):
+    codebook, row_bytes, coded = table.codebook, table.row_bytes, table.lengths
+    no_bases, no_overflow = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.uint8, device=data.device)
+    with tqdm(total=table.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
+        for first, last, block in _rows.blocks(data, row_bytes, worker):
+            home = data[first * row_bytes : last * row_bytes]
+            original = block.clone() if block.data_ptr() == home.data_ptr() else block
+            staged = torch.empty_like(original)
+            _encode_block(original, codebook, lengths[first:last], no_bases, row_bytes, 0, staged, no_overflow.to(staged.device))
+            _replace(home, staged, original, coded[first:last], lengths[first:last])
+            bar.update(last - first)
+
+
+def _replace(home, staged, original, coded, lengths):
+    """Writes a block of coded rows and its lengths, or, if interrupted, neither."""
+    try:
+        home.copy_(staged)
+        coded.copy_(lengths)
+    except BaseException:
+        coded.zero_()
+        home.copy_(original)
+        raise

@@ -1,0 +1,106 @@
+"""A tensor as bytes cut into rows (FORMAT.md section 1), brought block by block to the device that works on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from . import _core, _memory, _ops
+
+LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
+_BLOCK_BYTES = 64 << 20
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a tensor of a shape and dtype is cut. An item is x[i]; a 0-D tensor is one item."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    row_bytes: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor, row_bytes: int | None = None) -> Geometry:
+        natural = cls(x.shape, x.dtype, 1)
+        if row_bytes is None:
+            is_row = x.dim() > 1 and natural.item_bytes <= _core.MAX_ROW_BYTES
+            row_bytes = natural.item_bytes if is_row else min(LONG_ITEM_ROW_BYTES, natural.num_bytes)
+            row_bytes = max(1, row_bytes)
+        if not 1 <= row_bytes <= _core.MAX_ROW_BYTES:
+            raise ValueError(f"row_bytes is {row_bytes}; wanted 1 to {_core.MAX_ROW_BYTES}")
+        return cls(x.shape, x.dtype, int(row_bytes))
+
+    @property
+    def num_items(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def item_bytes(self) -> int:
+        return self.shape[1:].numel() * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_items * self.item_bytes
+
+    @property
+    def num_rows(self) -> int:
+        return -(-self.num_bytes // self.row_bytes)
+
+
+def check_tensor(x: torch.Tensor) -> None:
+    """Raises TypeError for what cannot be compressed."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; wanted a torch.Tensor")
+    if x.layout != torch.strided or x.is_quantized or x.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"x is a {x.layout} tensor of {x.dtype} on {x.device}; wanted a dense, not quantized tensor on the CPU or a CUDA device")
+    if x.dtype.itemsize not in _INTEGERS:
+        raise TypeError(f"x has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted 1, 2, 4 or 8")
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, uint8 [num_bytes]: a view where it is contiguous, else a copy."""
+    x = x.detach().resolve_conj().resolve_neg()
+    if x.dtype.is_complex:
+        x = torch.view_as_real(x)
+    return x.view(_INTEGERS[x.element_size()]).contiguous().reshape(-1).view(torch.uint8)
+
+
+def tensor_of(data: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """The inverse of bytes_of: a view of the bytes as the tensor they came from."""
+    return data.view(geometry.dtype).view(geometry.shape)
+
+
+def working_device(x: torch.Tensor, device: torch.device | str | int | None) -> torch.device:
+    """Where analysis and compression of x run: the device asked for, else x's own if it is a GPU, else the GPU if there is one."""
+    if device is not None:
+        return _memory.canonical(device)
+    if x.is_cuda:
+        return _memory.canonical(x.device)
+    return _memory.canonical("cuda" if _ops.cuda_is_available() else "cpu")
+
+
+def blocks(data: torch.Tensor, row_bytes: int, device: torch.device) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(first row, last row, bytes on the device) of about 64 MiB each; the first row is a multiple of 32."""
+    num_rows = -(-data.numel() // row_bytes)
+    step = max(1, _BLOCK_BYTES // (32 * row_bytes)) * 32
+    for first in range(0, num_rows, step):
+        last = min(first + step, num_rows)
+        yield first, last, data[first * row_bytes : last * row_bytes].to(device, non_blocking=True)
+
+
+def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
+    """The bytes of num_sampled whole rows, drawn without repetition and in order; all whole rows without a copy if there are no more."""
+    num_rows = data.numel() // row_bytes
+    rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
+    if num_sampled >= num_rows:
+        return rows.reshape(-1)
+    generator = torch.Generator().manual_seed(seed)
+    if 4 * num_sampled > num_rows:
+        chosen = torch.randperm(num_rows, generator=generator)[:num_sampled]
+    else:  # without an array as long as the table
+        chosen = torch.randint(num_rows, (num_sampled + num_sampled // 4,), generator=generator).unique()
+        chosen = chosen[torch.randperm(len(chosen), generator=generator)[:num_sampled]]
+    return rows[chosen.sort().values.to(rows.device)].reshape(-1)

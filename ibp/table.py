@@ -1,0 +1,465 @@
+"""CompressedTensor: a tensor as a table of coded rows, and what can be asked of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import _core, _memory, layout as _layout
+from .analysis import total_stored
+from .codebook import Codebook
+from .rows import Geometry, bytes_of
+
+SCHEMES = {"raw": 0, "ibp": 1}
+_INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
+
+
+class CorruptTableError(ValueError):
+    """A table's bytes contradict each other: it was damaged or made up."""
+
+
+class _Place(NamedTuple):
+    """A table's tensors as a device's kernels read them."""
+
+    slots: torch.Tensor
+    overflow: torch.Tensor
+    lengths: torch.Tensor
+    bases: torch.Tensor
+    words: torch.Tensor
+
+
+class CompressedTensor:
+    """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress`, `ibp.compress_` and by unpickling.
+
+    Attributes:
+        shape, dtype: of the original tensor.
+        device: where the coded rows are.
+        scheme: "ibp", or "raw" where compression would have saved nothing.
+        codebook: the `ibp.Codebook`; None for scheme "raw".
+        row_bytes, num_rows: the unit of coding: an item x[i] of up to 64 KiB, else a piece of the flat tensor.
+        slot_bytes: bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
+        slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3); not to be changed.
+
+    Pickling and `torch.save` keep everything but pinning: call `pin_memory` after loading.
+    """
+
+    def __init__(self, *, shape, dtype, scheme, row_bytes, slot_bytes, slots, overflow, lengths, bases, codebook):
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.scheme = scheme
+        self.row_bytes = row_bytes
+        self.slot_bytes = slot_bytes
+        self.slots = slots
+        self.overflow = overflow
+        self.lengths = lengths
+        self.bases = bases
+        self.codebook = codebook
+        self._geometry = Geometry(self.shape, dtype, row_bytes)
+        self._check_state()
+        self._places: dict[torch.device, _Place] = {}
+        self._faults: dict[torch.device, tuple] = {}
+        self._pinned_range = None
+        self._refresh()
+
+    # ---- what it is ----
+
+    @property
+    def device(self) -> torch.device:
+        return self.slots.device
+
+    @property
+    def layout(self) -> str:
+        """"slots" or "packed" (FORMAT.md section 3)."""
+        return "slots" if self.slot_bytes else "packed"
+
+    @property
+    def num_rows(self) -> int:
+        return self._geometry.num_rows
+
+    @property
+    def original_bytes(self) -> int:
+        """Bytes of the original tensor."""
+        return self._geometry.num_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Exact bytes of the coded rows and the codebook."""
+        if self._stored_bytes is None:
+            coded = total_stored(self.lengths.cpu(), self._geometry) if self.lengths.numel() else self.original_bytes
+            self._stored_bytes = coded + (self.codebook.nbytes if self.codebook else 0)
+        return self._stored_bytes
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the row index (lengths and bases): at most 2.25 a row."""
+        return _nbytes(self.lengths) + _nbytes(self.bases)
+
+    @property
+    def savings(self) -> float:
+        """1 - stored_bytes / original bytes; 0 for an empty tensor."""
+        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working form."""
+        codebook = self.codebook.nbytes + _nbytes(self.codebook.words(torch.device("cpu"))) if self.codebook else 0
+        return _nbytes(self.slots) + _nbytes(self.overflow) + self.index_bytes + codebook
+
+    @property
+    def link_bytes(self) -> int:
+        """Bytes that fetching every row once reads over the link, in whole 32-byte sectors."""
+        if self._link_bytes is None:
+            self._link_bytes = _layout.link_bytes(self.lengths.cpu(), self._geometry, self.slot_bytes)
+        return self._link_bytes
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether GPUs can fetch rows from the table's host memory themselves."""
+        return self._is_pinned
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        where = str(self.device) if self.device.type == "cuda" else "pinned" if self.is_pinned else "pageable"
+        slots = f", slot_bytes={self.slot_bytes}" if self.slot_bytes else ""
+        return (f"ibp.CompressedTensor(shape={list(self.shape)}, dtype={self.dtype}, scheme={self.scheme!r}, layout={self.layout!r}{slots}, "
+                f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, {where})")
+
+    # ---- where it is ----
+
+    def pin_memory(self) -> CompressedTensor:
+        """Moves the rows to pinned host memory of exactly their size, so that GPUs fetch them by themselves. Returns self.
+
+        A table made by `compress_` is pinned where it is. No-op if already pinned or on a GPU.
+
+        Raises:
+            RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
+        """
+        if self._is_pinned or self.device.type != "cpu":
+            return self
+        if self._owner is not None:
+            data = self.slots
+            self._pinned_range = _core.PinnedRange(data, data.data_ptr(), data.numel()) if data.numel() else None
+        else:
+            self.slots, self.overflow = _memory.to_pinned(self.slots), _memory.to_pinned(self.overflow)
+        self._refresh()
+        return self
+
+    def to(self, device: torch.device | str | int) -> CompressedTensor:
+        """The table on another device: itself if it is there, else a copy of its coded bytes (not pinned)."""
+        device = _memory.canonical(device)
+        if device == self.device:
+            return self
+        moved = {name: getattr(self, name).to(device) for name in ("slots", "overflow", "lengths", "bases")}
+        return CompressedTensor(shape=self.shape, dtype=self.dtype, scheme=self.scheme, row_bytes=self.row_bytes, slot_bytes=self.slot_bytes,
+                                codebook=self.codebook, **moved)
+
+    # ---- what can be asked of it ----
+
+    def index_select(self, ids, *, device=None, out=None, check=False, max_sms=None) -> torch.Tensor:
+        """See `ibp.index_select`."""
+        return index_select(self, ids, device=device, out=out, check=check, max_sms=max_sms)
+
+    def decompress(self, *, device=None, out=None, check=False, max_sms=None) -> torch.Tensor:
+        """See `ibp.decompress`."""
+        return decompress(self, device=device, out=out, check=check, max_sms=max_sms)
+
+    def __getitem__(self, key) -> torch.Tensor:
+        """x[key] for an int, a slice, or an index tensor or list (bool masks too); on the table's device, or on the index tensor's."""
+        if isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            if step <= 0:
+                raise ValueError(f"the slice has step {step}; wanted a step greater than zero")
+            if step == 1:
+                return _decode(self, start, max(start, stop), None, None, check=self.device.type == "cuda", max_sms=None)
+            return index_select(self, torch.arange(start, stop, step), device=self.device)
+        if isinstance(key, (bool, tuple, type(None), type(Ellipsis), str, float)):
+            raise TypeError(f"index is a {type(key).__name__}; wanted an int, a slice, an index tensor or a list of ints")
+        ids = torch.as_tensor(key)
+        if ids.dtype == torch.bool:
+            if ids.shape != self.shape[:1]:
+                raise IndexError(f"the mask has shape {list(ids.shape)}; wanted [{len(self)}]")
+            ids = ids.nonzero().reshape(-1)
+        if ids.dtype not in (torch.int32, torch.int64):
+            ids = _check_ids_dtype(ids.to(torch.int64) if ids.dtype in (torch.int8, torch.int16, torch.uint8) or ids.numel() == 0 else ids)
+        device = ids.device if isinstance(key, torch.Tensor) and key.dim() else self.device
+        flat = ids.reshape(-1)
+        flat = torch.where(flat < 0, flat + len(self), flat)
+        return index_select(self, flat, device=device).reshape(*ids.shape, *self.shape[1:])
+
+    def check(self) -> None:
+        """Waits for this table's work on all GPUs and raises what went wrong there: IndexError or CorruptTableError."""
+        for device in list(self._faults):
+            torch.cuda.synchronize(device)
+            self._raise_pending(device)
+
+    # ---- pickling ----
+
+    def __getstate__(self):
+        return {"format_version": _core.FORMAT_VERSION, "shape": tuple(self.shape), "dtype": self.dtype, "scheme": self.scheme,
+                "row_bytes": self.row_bytes, "slot_bytes": self.slot_bytes, "slots": self.slots, "overflow": self.overflow,
+                "lengths": self.lengths.view(torch.int16),  # plain pickle cannot load uint16 tensors
+                "bases": self.bases, "codebook": self.codebook}
+
+    def __setstate__(self, state):
+        state = dict(state)
+        version = state.pop("format_version", None)
+        if version != _core.FORMAT_VERSION:
+            raise ValueError(f"the table has format version {version}; this ibp reads version {_core.FORMAT_VERSION}")
+        missing = {"shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook"} ^ state.keys()
+        if missing:
+            raise ValueError(f"the table's state lacks or has too many of: {sorted(missing)}")
+        if isinstance(state["lengths"], torch.Tensor) and state["lengths"].dtype == torch.int16:
+            state["lengths"] = state["lengths"].view(torch.uint16)
+        self.__init__(**state)
+
+    # ---- inside ----
+
+    def _refresh(self):
+        """Forgets what was derived from the tensors."""
+        self._stored_bytes = self._link_bytes = None
+        self._places.clear()
+        self._owner = getattr(self, "_owner", None)
+        held = [tensor for tensor in (self.slots, self.overflow) if tensor.numel()]
+        self._is_pinned = self.device.type == "cpu" and torch.cuda.is_available() and all(tensor.is_pinned() for tensor in held)
+
+    def _check_state(self):
+        """Raises ValueError unless sizes, dtypes and devices fit each other; what the bytes say is checked when they are decoded."""
+        geometry, want = self._geometry, []
+        if self.scheme not in SCHEMES:
+            raise ValueError(f"the table has scheme {self.scheme!r}; this ibp knows {sorted(SCHEMES)}")
+        if not 1 <= self.row_bytes <= _core.MAX_ROW_BYTES:
+            raise ValueError(f"the table has rows of {self.row_bytes} bytes; wanted 1 to {_core.MAX_ROW_BYTES}")
+        if self.slot_bytes != 0:
+            _layout.check_slot_bytes(self.slot_bytes, self.row_bytes)
+        num_bases = -(-geometry.num_rows // 32)
+        want.append(("slots", self.slots, torch.uint8, {_layout.slots_size(geometry, self.slot_bytes)}))
+        want.append(("overflow", self.overflow, torch.uint8, None))
+        want.append(("lengths", self.lengths, torch.uint16, {geometry.num_rows} if self.scheme == "ibp" else {0}))
+        want.append(("bases", self.bases, torch.int64, {0, num_bases}))
+        for name, tensor, dtype, sizes in want:
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != 1 or (sizes and tensor.numel() not in sizes):
+                got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                size = f"[{' or '.join(str(s) for s in sorted(sizes))}]" if sizes else "[any size]"
+                raise ValueError(f"the table's {name} is {got}; wanted {dtype} {size}: it is truncated or was not made by ibp")
+            if tensor.device != self.slots.device:
+                raise ValueError(f"the table's {name} is on {tensor.device}, its slots on {self.slots.device}; wanted one device")
+        if self.scheme == "ibp" and (not isinstance(self.codebook, Codebook) or self.codebook.row_bytes != self.row_bytes):
+            raise ValueError(f"the table's codebook is {self.codebook!r}; wanted one for rows of {self.row_bytes} bytes")
+
+    def _place_on(self, device):
+        """The table's tensors for work on a device. Made once a device: the index and the codebook are copied to a GPU, pinned rows are mapped."""
+        if device in self._places:
+            return self._places[device]
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
+                               "call index_select or decompress once before capturing")
+        words = self.codebook.words(device) if self.codebook else torch.empty(0, dtype=torch.int32, device=device)
+        slots, overflow = self.slots, self.overflow
+        if device != self.device:
+            slots, overflow = _memory.device_view(slots, device), _memory.device_view(overflow, device)
+        place = _Place(slots, overflow, self.lengths.to(device), self.bases.to(device), words)
+        self._places[device] = place
+        return place
+
+    def _arguments(self, device):
+        """What every table operation starts with (see _ops)."""
+        cb = self.codebook
+        return (*self._place_on(device), SCHEMES[self.scheme], self.row_bytes, cb.chunk_bytes if cb else 4, cb.num_flags if cb else 0,
+                self.slot_bytes, 0, self._geometry.num_items, self._geometry.item_bytes)
+
+    def _fault_on(self, device):
+        """Where the kernels of a GPU note faults: mapped host memory, readable without waiting for them."""
+        if device not in self._faults:
+            host = _memory.empty(32, torch.device("cpu"), pin=True).view(torch.int64).zero_()
+            self._faults[device] = (host, host.numpy(), _memory.device_view(host, device))
+        return self._faults[device][2]
+
+    def _raise_pending(self, device):
+        if device not in self._faults:
+            return
+        fault = self._faults[device][1]
+        if fault[0]:
+            noted = fault.tolist()
+            fault[:] = 0
+            self._raise_fault(noted, f" (noted by an earlier call on {device}; its row was filled with zeros)")
+
+    def _raise_fault(self, fault, when=""):
+        status, position, value, _ = fault
+        if status == _INDEX_OUT_OF_RANGE:
+            raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self._geometry.num_items - 1}{when}")
+        if status == _CORRUPT_ROW:
+            raise CorruptTableError(f"{_core.status_string(status)}: item or row {value} at position {position}{when}")
+
+
+def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.device | str | int | None = None,
+                 out: torch.Tensor | None = None, check: bool = False, max_sms: int | None = None) -> torch.Tensor:
+    """The items ids of a table, as torch.index_select(x, 0, ids), moved to a device (the paper's sections 4.3 and 4.4).
+
+    A table in pinned host memory is fetched and rebuilt by the GPU itself in one kernel on the current stream, and a table on a GPU
+    likewise; an unpinned table is gathered on the CPU and copied. With ids and out on the GPU and the table pinned or on that GPU, the call
+    neither allocates nor synchronises and can be captured in a CUDA graph (after one call outside it).
+
+    CPU ids out of range raise IndexError at once. CUDA ids are checked by the kernel, without synchronising: a bad id's item is
+    zeros, and the first bad one met raises in the next call on the table, in `table.check()`, or here with check=True.
+
+    Args:
+        table: a table of N items of shape [...].
+        ids: int32 or int64 [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all.
+        device: where the result goes; None: out's device, else the ids'.
+        out: contiguous tensor [K, ...] of the table's dtype to write to.
+        check: wait for the result and raise here what went wrong.
+        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all.
+
+    Returns:
+        Tensor [K, ...]; out if it was given.
+
+    Raises:
+        TypeError: ids is not int32 or int64, or out has another dtype.
+        ValueError: ids is not 1-D, or out has another shape, is not contiguous or is not on `device`.
+        IndexError: an id is out of range.
+        CorruptTableError: the table's bytes contradict each other.
+    """
+    _check_table(table)
+    if not isinstance(ids, torch.Tensor):
+        ids = torch.as_tensor(ids)
+        ids = ids.to(torch.int64) if ids.numel() == 0 else ids
+    _check_ids_dtype(ids)
+    if ids.dim() > 1:
+        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+    ids = ids.reshape(-1)
+    target = _target(device, out, ids.device)
+    worker = _worker(table, target)
+    if not ids.is_cuda:
+        _check_range(ids, table._geometry.num_items)
+    ids = ids.to(worker).contiguous()
+    shape = (ids.numel(), *table.shape[1:])
+
+    def run(data, fault):
+        torch.ops.ibp.gather_items(*table._arguments(worker), ids, _sms(max_sms), data, fault)
+
+    return _produce(table, shape, target, worker, out, check, run)
+
+
+def decompress(table: CompressedTensor, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
+               check: bool = False, max_sms: int | None = None) -> torch.Tensor:
+    """The whole tensor again.
+
+    Args:
+        table: a table made from a tensor x.
+        device: where the result goes; None: out's device, else the table's.
+        out: contiguous tensor of x's shape and dtype to write to.
+        check, max_sms: as in `index_select`.
+
+    Returns:
+        Tensor of x's shape and dtype; out if it was given.
+
+    Raises:
+        TypeError, ValueError: out does not fit.
+        CorruptTableError: the table's bytes contradict each other; from a GPU as `index_select` reports faults.
+    """
+    _check_table(table)
+    return _decode(table, 0, None, device, out, check, max_sms)
+
+
+def _decode(table, first_item, last_item, device, out, check, max_sms):
+    """Items first_item to last_item - 1 in order; all of the tensor, in its own shape, if last_item is None."""
+    geometry = table._geometry
+    shape = table.shape if last_item is None else (last_item - first_item, *table.shape[1:])
+    start, end = first_item * geometry.item_bytes, (geometry.num_items if last_item is None else last_item) * geometry.item_bytes
+    target = _target(device, out, table.device)
+    worker = _worker(table, target)
+
+    def run(data, fault):
+        torch.ops.ibp.decode_bytes(*table._arguments(worker), start, end, _sms(max_sms), data, fault)
+
+    return _produce(table, shape, target, worker, out, check, run)
+
+
+def _produce(table, shape, target, worker, out, check, run):
+    """Runs an operation that writes bytes on the worker device, into out where that is there, and brings the result to the target."""
+    if out is not None:
+        _check_out(out, shape, table.dtype)
+    result = out if out is not None and out.device == worker else torch.empty(shape, dtype=table.dtype, device=worker)
+    if worker.type == "cpu":
+        fault = torch.zeros(4, dtype=torch.int64)
+        run(bytes_of(result), fault)
+        table._raise_fault(fault.tolist())
+    else:
+        table._raise_pending(worker)
+        run(bytes_of(result), table._fault_on(worker))
+        if check:
+            torch.cuda.current_stream(worker).synchronize()
+            table._raise_pending(worker)
+    if out is not None and out is not result:
+        return out.copy_(result)
+    return result.to(target)
+
+
+def _check_table(table):
+    if not isinstance(table, CompressedTensor):
+        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
+
+
+def _check_ids_dtype(ids):
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids has dtype {ids.dtype}; wanted torch.int32 or torch.int64")
+    return ids
+
+
+def _check_range(ids, num_items):
+    if ids.numel() == 0:
+        return
+    low, high = (int(v) for v in torch.aminmax(ids))
+    if low < 0 or high >= num_items:
+        position = int(((ids < 0) | (ids >= num_items)).nonzero()[0])
+        raise IndexError(f"ids[{position}] is {int(ids[position])}; wanted 0 to {num_items - 1}")
+
+
+def _check_out(out, shape, dtype):
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}; wanted a torch.Tensor")
+    if out.dtype != dtype:
+        raise TypeError(f"out has dtype {out.dtype}; wanted {dtype}")
+    if out.shape != torch.Size(shape):
+        raise ValueError(f"out has shape {list(out.shape)}; wanted {list(shape)}")
+    if not out.is_contiguous():
+        raise ValueError("out is not contiguous")
+    if out.requires_grad:
+        raise ValueError("out requires grad")
+
+
+def _target(device, out, default):
+    """Where a result goes."""
+    if out is None:
+        return _memory.canonical(default if device is None else device)
+    target = _memory.canonical(out.device)
+    if device is not None and _memory.canonical(device) != target:
+        raise ValueError(f"device is {device}, but out is on {out.device}")
+    return target
+
+
+def _worker(table, target):
+    """Which device decodes."""
+    if table.device.type == "cuda":
+        return table.device
+    return target if table.is_pinned else torch.device("cpu")
+
+
+def _sms(max_sms):
+    if max_sms is None:
+        return 0
+    if max_sms < 1:
+        raise ValueError(f"max_sms is {max_sms}; wanted at least 1, or None for all")
+    return int(max_sms)
+
+
+def _nbytes(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+torch.serialization.add_safe_globals([CompressedTensor])
