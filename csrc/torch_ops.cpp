@@ -53,12 +53,22 @@ uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *name)
 
 int64_t rows_of(int64_t num_bytes, uint32_t row_bytes) { return (num_bytes + row_bytes - 1) / row_bytes; }
 
-ibp_codebook codebook_of(const Tensor &words, int64_t row_bytes, int64_t chunk_bytes, int64_t num_flags)
+// codec: [scheme, row_bytes] and, in scheme ibp, [chunk_bytes, num_flags].
+ibp_scheme scheme_of(const std::vector<int64_t> &codec)
 {
+    const bool raw = codec.size() == 2 && codec[0] == IBP_SCHEME_RAW, masks = codec.size() == 4 && codec[0] == IBP_SCHEME_IBP;
+    STD_TORCH_CHECK(raw || masks, "ibp: codec is not [scheme, row_bytes, ...] of a known scheme");
+    return raw ? IBP_SCHEME_RAW : IBP_SCHEME_IBP;
+}
+
+ibp_codebook codebook_of(const Tensor &words, const std::vector<int64_t> &codec)
+{
+    const ibp_scheme scheme = scheme_of(codec);
     ibp_codebook codebook{};
-    codebook.row_bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
-    codebook.chunk_bytes = to_u32(chunk_bytes, 1, 8, "chunk_bytes");
-    codebook.num_flags = to_u32(num_flags, 0, IBP_MAX_ROW_BYTES, "num_flags");
+    codebook.row_bytes = to_u32(codec[1], 1, IBP_MAX_ROW_BYTES, "row_bytes");
+    if (scheme == IBP_SCHEME_RAW) return codebook;
+    codebook.chunk_bytes = to_u32(codec[2], 1, 8, "chunk_bytes");
+    codebook.num_flags = to_u32(codec[3], 0, IBP_MAX_ROW_BYTES, "num_flags");
     const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook.row_bytes));
     const auto *data = static_cast<const uint32_t *>(static_cast<const void *>(data_of<int32_t>(words, ScalarType::Int, 3 * num_words, "codebook")));
     codebook.mask = data;
@@ -70,7 +80,8 @@ ibp_codebook codebook_of(const Tensor &words, int64_t row_bytes, int64_t chunk_b
 // The arguments that describe a table, as in TABLE of ibp/_ops.py.
 struct TableArgs {
     Tensor slots, overflow, lengths, bases, codebook;
-    int64_t scheme, row_bytes, chunk_bytes, num_flags, slot_bytes, overflow_start, num_items, item_bytes;
+    std::vector<int64_t> codec;
+    int64_t slot_bytes, overflow_start, num_items, item_bytes;
 
     ibp_table table() const
     {
@@ -78,12 +89,8 @@ struct TableArgs {
         STD_TORCH_CHECK(num_items >= 0 && item_bytes >= 0, "ibp: negative num_items or item_bytes");
         t.num_items = num_items;
         t.item_bytes = item_bytes;
-        t.scheme = scheme == IBP_SCHEME_RAW ? IBP_SCHEME_RAW : IBP_SCHEME_IBP;
-        STD_TORCH_CHECK(t.scheme == scheme, "ibp: unknown scheme ", scheme);
-        if (t.scheme == IBP_SCHEME_RAW)
-            t.codebook.row_bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
-        else
-            t.codebook = codebook_of(codebook, row_bytes, chunk_bytes, num_flags);
+        t.scheme = scheme_of(codec);
+        t.codebook = codebook_of(codebook, codec);
         t.slot_bytes = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
         STD_TORCH_CHECK(overflow_start >= 0, "ibp: negative overflow_start");
         t.overflow_start = static_cast<uint64_t>(overflow_start);
@@ -210,44 +217,45 @@ Tensor count_bits_cuda(Tensor data, int64_t row_bytes)
 
 int64_t chunks_of(const ibp_codebook &cb) { return (cb.row_bytes + cb.chunk_bytes - 1) / cb.chunk_bytes; }
 
-Tensor count_hits_cpu(Tensor data, Tensor codebook, int64_t row_bytes, int64_t chunk_bytes)
+Tensor count_hits_cpu(Tensor data, Tensor codebook, std::vector<int64_t> codec)
 {
-    const ibp_codebook cb = codebook_of(codebook, row_bytes, chunk_bytes, 0);
+    const ibp_codebook cb = codebook_of(codebook, codec);
     return count_on_cpu(data, chunks_of(cb), cb.row_bytes,
                         [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) { ibp_count_hits(&cb, rows, num_rows, hits); });
 }
 
-Tensor count_hits_cuda(Tensor data, Tensor codebook, int64_t row_bytes, int64_t chunk_bytes)
+Tensor count_hits_cuda(Tensor data, Tensor codebook, std::vector<int64_t> codec)
 {
     const auto device = guard(data);
     on_device(data, {&codebook});
-    const ibp_codebook cb = codebook_of(codebook, row_bytes, chunk_bytes, 0);
+    const ibp_codebook cb = codebook_of(codebook, codec);
     Tensor hits = new_counts(data, chunks_of(cb));
-    check(ibp_cuda_count_hits(&cb, bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes), counts_of(hits), current_stream(data)),
+    check(ibp_cuda_count_hits(&cb, bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / cb.row_bytes), counts_of(hits), current_stream(data)),
           "ibp::count_hits");
     return hits;
 }
 
 // ---- measuring, indexing and coding rows ----
 
-Tensor measure_rows_cpu(Tensor data, Tensor codebook, int64_t row_bytes, int64_t chunk_bytes, int64_t num_flags)
+Tensor measure_rows_cpu(Tensor data, Tensor codebook, std::vector<int64_t> codec)
 {
-    const ibp_codebook cb = codebook_of(codebook, row_bytes, chunk_bytes, num_flags);
+    const ibp_codebook cb = codebook_of(codebook, codec);
     const uint8_t *const bytes = bytes_of(data, 0, "data");
     const int64_t num_rows = rows_of(data.numel(), cb.row_bytes);
     Tensor lengths = new_tensor(data, {num_rows}, ScalarType::UInt16);
     auto *const out = static_cast<uint16_t *>(lengths.data_ptr());
-    torch::stable::parallel_for(0, num_rows, std::max<int64_t>(1, kGrainBytes / row_bytes), [&](int64_t first, int64_t last) {
-        ibp_measure_rows(&cb, bytes + first * row_bytes, std::min(data.numel(), last * row_bytes) - first * row_bytes, out + first);
+    torch::stable::parallel_for(0, num_rows, std::max<int64_t>(1, kGrainBytes / cb.row_bytes), [&](int64_t first, int64_t last) {
+        const int64_t start = first * cb.row_bytes, end = std::min<int64_t>(data.numel(), last * cb.row_bytes);
+        ibp_measure_rows(&cb, bytes + start, end - start, out + first);
     });
     return lengths;
 }
 
-Tensor measure_rows_cuda(Tensor data, Tensor codebook, int64_t row_bytes, int64_t chunk_bytes, int64_t num_flags)
+Tensor measure_rows_cuda(Tensor data, Tensor codebook, std::vector<int64_t> codec)
 {
     const auto device = guard(data);
     on_device(data, {&codebook});
-    const ibp_codebook cb = codebook_of(codebook, row_bytes, chunk_bytes, num_flags);
+    const ibp_codebook cb = codebook_of(codebook, codec);
     Tensor lengths = new_tensor(data, {rows_of(data.numel(), cb.row_bytes)}, ScalarType::UInt16);
     check(ibp_cuda_measure_rows(&cb, bytes_of(data, 0, "data"), data.numel(), static_cast<uint16_t *>(lengths.data_ptr()), current_stream(data)),
           "ibp::measure_rows");
@@ -267,20 +275,20 @@ Tensor index_rows(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int64_t 
 
 // The unpacking of TABLE's fields into TableArgs, the same in every op that takes a table.
 #define IBP_TABLE_PARAMETERS                                                                                                       \
-    Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, int64_t scheme, int64_t row_bytes,               \
-        int64_t chunk_bytes, int64_t num_flags, int64_t slot_bytes, int64_t overflow_start, int64_t num_items, int64_t item_bytes
+    Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, std::vector<int64_t> codec,                      \
+        int64_t slot_bytes, int64_t overflow_start, int64_t num_items, int64_t item_bytes
 #define IBP_TABLE_ARGUMENTS                                                                                                        \
     TableArgs                                                                                                                      \
     {                                                                                                                              \
-        slots, overflow, lengths, bases, codebook, scheme, row_bytes, chunk_bytes, num_flags, slot_bytes, overflow_start,          \
-            num_items, item_bytes                                                                                                  \
+        slots, overflow, lengths, bases, codebook, codec, slot_bytes, overflow_start, num_items, item_bytes                        \
     }
 
 void encode_rows_cpu(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
 {
     const ibp_table table = IBP_TABLE_ARGUMENTS.table();
     const uint8_t *const bytes = bytes_of(data, num_items * item_bytes, "data");
-    over_ranges(ibp_num_rows(&table), row_bytes, static_cast<size_t>(row_bytes), fault_of(fault),
+    const uint32_t row_bytes = table.codebook.row_bytes;
+    over_ranges(ibp_num_rows(&table), row_bytes, row_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
                     const ibp_status status = ibp_encode_rows(&table, bytes, first, last, static_cast<uint8_t *>(slots.data_ptr()),
                                                               static_cast<uint8_t *>(overflow.data_ptr()), scratch);
@@ -312,6 +320,7 @@ void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t /*max_sms*/, Ten
     const ibp_table table = IBP_TABLE_ARGUMENTS.table();
     const ibp_ids items = ids_of(ids);
     uint8_t *const to = bytes_of(out, items.count * item_bytes, "out");
+    const int64_t row_bytes = table.codebook.row_bytes;
     over_ranges(items.count, std::max(item_bytes, row_bytes), static_cast<size_t>(2 * row_bytes), fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
                     ibp_gather_items(&table, &items, first, last, to, scratch, mine);
@@ -335,7 +344,7 @@ void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t 
     STD_TORCH_CHECK(0 <= start && start <= end && end <= num_items * item_bytes, "ibp: bytes [", start, ", ", end, ") are not in the table");
     if (start == end) return;
     uint8_t *const to = bytes_of(out, end - start, "out");
-    const int64_t first_row = start / row_bytes, last_row = (end - 1) / row_bytes + 1;
+    const int64_t row_bytes = table.codebook.row_bytes, first_row = start / row_bytes, last_row = (end - 1) / row_bytes + 1;
     over_ranges(last_row - first_row, row_bytes, static_cast<size_t>(2 * row_bytes), fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
                     const int64_t from = std::max(start, (first_row + first) * row_bytes), stop = std::min(end, (first_row + last) * row_bytes);

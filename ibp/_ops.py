@@ -1,7 +1,8 @@
 """The torch operations of ibp: schemas, the compiled implementations, and fake ones for tracing.
 
 All of them work on flat tensors: `data`, `slots`, `overflow`, `out` are uint8 bytes, `lengths` uint16, `bases`, `counts`,
-`hits` int64, `codebook` int32 [3, words] as `codebook_words` makes it, `fault` int64 [4] (the struct ibp_fault of ibp.h). Empty `lengths` or
+`hits` int64, `codebook` int32 [3, words] as `codebook_words` makes it, `fault` int64 [4] (the struct ibp_fault of ibp.h), and
+`codec` is [scheme, row_bytes] and, in scheme ibp (1), [chunk_bytes, num_flags]. Empty `lengths` or
 `bases` stand for none (FORMAT.md section 2). CPU implementations run on torch's intra-op threads; CUDA ones on the current stream of the
 tensors' device, without allocating or synchronising where they write to given tensors.
 """
@@ -16,8 +17,8 @@ _lib = torch.library.Library("ibp", "FRAGMENT")
 
 # How a table is described to an operation; see struct ibp_table in ibp.h.
 _TABLE = (
-    "Tensor{0} slots, Tensor{1} overflow, Tensor lengths, Tensor bases, Tensor codebook, int scheme, int row_bytes, "
-    "int chunk_bytes, int num_flags, int slot_bytes, int overflow_start, int num_items, int item_bytes"
+    "Tensor{0} slots, Tensor{1} overflow, Tensor lengths, Tensor bases, Tensor codebook, int[] codec, "
+    "int slot_bytes, int overflow_start, int num_items, int item_bytes"
 )
 _READ = _TABLE.format("", "")
 _WRITE = _TABLE.format("(a!)", "(b!)")
@@ -25,8 +26,8 @@ _WRITE = _TABLE.format("(a!)", "(b!)")
 _lib.define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
 _lib.define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
 _lib.define("count_bits(Tensor data, int row_bytes) -> Tensor")
-_lib.define("count_hits(Tensor data, Tensor codebook, int row_bytes, int chunk_bytes) -> Tensor")
-_lib.define("measure_rows(Tensor data, Tensor codebook, int row_bytes, int chunk_bytes, int num_flags) -> Tensor")
+_lib.define("count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor")
+_lib.define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
 _lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
 _lib.define(f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
@@ -56,13 +57,13 @@ def _(data, row_bytes):
 
 
 @torch.library.register_fake("ibp::count_hits", lib=_lib)
-def _(data, codebook, row_bytes, chunk_bytes):
-    return data.new_empty((-(-row_bytes // chunk_bytes),), dtype=torch.int64)
+def _(data, codebook, codec):
+    return data.new_empty((-(-codec[1] // codec[2]),), dtype=torch.int64)
 
 
 @torch.library.register_fake("ibp::measure_rows", lib=_lib)
-def _(data, codebook, row_bytes, chunk_bytes, num_flags):
-    return data.new_empty((-(-data.numel() // row_bytes),), dtype=torch.uint16)
+def _(data, codebook, codec):
+    return data.new_empty((-(-data.numel() // codec[1]),), dtype=torch.uint16)
 
 
 @torch.library.register_fake("ibp::index_rows", lib=_lib)

@@ -6,7 +6,7 @@ import torch
 from tqdm import tqdm
 
 from . import rows as _rows
-from .codebook import CHUNK_BYTES, Codebook, check_chunk_bytes
+from .codebook import CHUNK_BYTES, SCHEMES, Codebook, check_chunk_bytes
 
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)
 _LEAST_SAMPLE_ROWS = 1024
@@ -68,7 +68,7 @@ def measure(data: torch.Tensor, codebook: Codebook, device: torch.device, progre
     num_rows = -(-data.numel() // codebook.row_bytes)
     with tqdm(total=num_rows, desc="measure", unit="row", unit_scale=True, disable=not progress) as bar:
         for first, last, block in _rows.blocks(data, codebook.row_bytes, device):
-            parts.append(torch.ops.ibp.measure_rows(block, words, codebook.row_bytes, codebook.chunk_bytes, codebook.num_flags).cpu())
+            parts.append(torch.ops.ibp.measure_rows(block, words, codebook.codec).cpu())
             bar.update(last - first)
     return torch.cat(parts)
 
@@ -154,7 +154,7 @@ class _Sweep:
     def _gain(self, mask, bitval, chunk_bytes, flag_all):
         """Bits that each chunk saves over all sampled rows, its participation bits paid."""
         words = torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all).to(self.device)
-        hits = sum(torch.ops.ibp.count_hits(block, words, self.row_bytes, chunk_bytes).cpu() for block in self._blocks())
+        hits = sum(torch.ops.ibp.count_hits(block, words, [SCHEMES["ibp"], self.row_bytes, chunk_bytes, 0]).cpu() for block in self._blocks())
         fixed = self._per_chunk(mask, chunk_bytes)
         flagged = torch.ones_like(fixed) if flag_all else (fixed > 0).to(torch.int64)
         return hits * fixed - self.num_sampled * flagged

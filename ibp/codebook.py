@@ -6,6 +6,7 @@ import torch
 
 from . import _core
 
+SCHEMES = {"raw": 0, "ibp": 1}  # enum ibp_scheme
 CHUNK_BYTES = (1, 2, 4, 8)
 
 
@@ -80,6 +81,11 @@ class Codebook:
     def nbytes(self) -> int:
         """Bytes of the codebook as stored: palette and index."""
         return self.palette.numel() + self.index.numel() * self.index.element_size()
+
+    @property
+    def codec(self) -> list[int]:
+        """What the operations want to know besides the words: [scheme, row_bytes, chunk_bytes, num_flags]."""
+        return [SCHEMES["ibp"], self.row_bytes, self.chunk_bytes, self.num_flags]
 
     def words(self, device: torch.device) -> torch.Tensor:
         """The working form that the coders read, int32 [3, words] on the device; kept once made."""

@@ -7,8 +7,8 @@ from tqdm import tqdm
 
 from . import _memory, _ops, layout as _layout, rows as _rows
 from .analysis import check_codebook, learn, measure, total_stored
-from .codebook import Codebook
-from .table import SCHEMES, CompressedTensor
+from .codebook import SCHEMES, Codebook
+from .table import CompressedTensor
 
 
 def compress(x: torch.Tensor, *, scheme: str = "ibp", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | None = None,
@@ -160,8 +160,7 @@ def _encode_block(block, codebook, lengths, bases, slot_bytes, overflow_start, s
 
     near_slots, near_overflow = near(slots), near(overflow)
     fault = torch.zeros(4, dtype=torch.int64, device=device)
-    torch.ops.ibp.encode_rows(near_slots, near_overflow, lengths.to(device), bases.to(device), codebook.words(device), SCHEMES["ibp"],
-                              codebook.row_bytes, codebook.chunk_bytes, codebook.num_flags, slot_bytes, overflow_start, 1, block.numel(), block, fault)
+    torch.ops.ibp.encode_rows(near_slots, near_overflow, lengths.to(device), bases.to(device), codebook.words(device), codebook.codec, slot_bytes, overflow_start, 1, block.numel(), block, fault)
     for target, source in ((slots, near_slots), (overflow, near_overflow)):
         if target is not source:
             target.copy_(source)

@@ -8,10 +8,9 @@ import torch
 
 from . import _core, _memory, layout as _layout
 from .analysis import total_stored
-from .codebook import Codebook
+from .codebook import SCHEMES, Codebook
 from .rows import Geometry, bytes_of
 
-SCHEMES = {"raw": 0, "ibp": 1}
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 
 
@@ -268,9 +267,8 @@ class CompressedTensor:
 
     def _arguments(self, device):
         """What every table operation starts with (see _ops)."""
-        cb = self.codebook
-        return (*self._place_on(device), SCHEMES[self.scheme], self.row_bytes, cb.chunk_bytes if cb else 4, cb.num_flags if cb else 0,
-                self.slot_bytes, 0, self._geometry.num_items, self._geometry.item_bytes)
+        codec = self.codebook.codec if self.codebook else [SCHEMES["raw"], self.row_bytes]
+        return (*self._place_on(device), codec, self.slot_bytes, 0, self._geometry.num_items, self._geometry.item_bytes)
 
     def _fault_on(self, device):
         """Where the kernels of a GPU note faults: mapped host memory, readable without waiting for them."""
