@@ -1,0 +1,50 @@
+# make demo and make test do everything on a machine with Python 3.10+ (headers, venv), C and C++ compilers and make.
+# With nvcc the CUDA kernels are built as well; with a GPU they are used.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
+
+.PHONY: help demo test bench lint clean
+
+help:
+	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
+	@echo "make test    every test that this machine can run (PYTEST_ARGS=..., IBP_REQUIRE_CUDA=1: no GPU test may skip)"
+	@echo "make bench   python -m benchmarks (BENCH_ARGS=...)"
+	@echo "make lint    clang-format in check mode, where it is installed"
+	@echo "make clean   remove $(VENV) and everything built"
+	@echo "PYTHON=$(PYTHON) makes $(VENV); its torch is used if it imports one, else a pinned one is installed"
+
+demo: $(VENV)/.ibp $(VENV)/.demo
+	$(RUN) examples/demo.py
+
+test: $(VENV)/.ibp $(VENV)/.test
+	$(RUN) -m pytest -q tests benchmarks $(PYTEST_ARGS)
+
+bench: $(VENV)/.ibp $(VENV)/.demo
+	$(RUN) -m benchmarks $(BENCH_ARGS)
+
+# Each stamp is a step done; a later one runs again when an earlier one, or a source of the library, is newer.
+$(VENV)/.build: tools/make_venv.py
+	$(PYTHON) tools/make_venv.py $(VENV) torch numpy tqdm pybind11 setuptools
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.build
+	$(PYTHON) tools/make_venv.py $(VENV) pytest hypothesis matplotlib
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.build
+	$(PYTHON) tools/make_venv.py $(VENV) matplotlib rich
+	@touch $@
+
+$(VENV)/.ibp: $(VENV)/.build $(SOURCES)
+	$(RUN) -m pip --disable-pip-version-check --quiet install --no-build-isolation --no-deps --no-index -e .
+	@touch $@
+
+lint:
+	@if command -v clang-format > /dev/null; then clang-format --dry-run --Werror $(filter %.c %.h %.cu %.cuh %.cpp,$(SOURCES)); \
+	else echo "clang-format is not installed: nothing checked"; fi
+
+clean:
+	rm -rf $(VENV) build ibp.egg-info ibp/_lib ibp/include ibp/_core.*

@@ -1,0 +1,20 @@
+"""All benchmarks, then the charts: `python -m benchmarks [--out DIR] [--device cpu] [--quick]`."""
+
+import sys
+
+from . import charts, codec, gather, harness
+
+
+def main():
+    argv = sys.argv[1:]
+    args = harness.parse_args(argv, __doc__)
+    status = 0
+    for script in (gather, codec):
+        status = max(status, script.main(argv))
+        print(flush=True)
+    charts.draw(args.out)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The rate that the hardware allows: what a measured rate is compared with.
+
+The constants are rates of an H200 on PCIe 5 x16; a run on another GPU says which in its CSV, and its ideal is then a
+comparison with an H200's link.
+"""
+
+import torch
+
+SECTOR_BYTES = 32
+LINK_KERNEL_GBPS = 51.4  # kernels reading pinned host memory
+LINK_COPY_GBPS = 55.4  # copy engine, host to device, from 64 MiB up
+LINK_ROW_NS = 1.45  # a row read by a kernel costs at least this, however short
+
+ROWS_PER_BASE = 32  # FORMAT.md section 2
+OVERFLOW_ALIGN = 32  # FORMAT.md section 3
+
+
+def sectors_of_range(start, num_bytes):
+    """32-byte sectors touched by num_bytes bytes from address start (int64 tensors); 0 where num_bytes is 0."""
+    last = (start + num_bytes - 1) // SECTOR_BYTES
+    return torch.where(num_bytes > 0, last - start // SECTOR_BYTES + 1, 0)
+
+
+def stored_row_bytes(table):
+    """Bytes of every row as stored: its entry of `lengths`, or all its bytes where that is 0 or there is none. int64, on the CPU."""
+    original = original_bytes(table)
+    valid = torch.full((table.num_rows,), table.row_bytes, dtype=torch.int64)
+    if table.num_rows:
+        valid[-1] = original - (table.num_rows - 1) * table.row_bytes
+    if table.lengths is None or table.lengths.numel() == 0:
+        return valid
+    lengths = table.lengths.cpu().to(torch.int64)
+    return torch.where(lengths > 0, lengths, valid)
+
+
+def original_bytes(table):
+    """Bytes of the tensor that the table holds."""
+    num_elements = 1
+    for extent in table.shape:
+        num_elements *= extent
+    return num_elements * table.dtype.itemsize
+
+
+def overflow_starts(table, part):
+    """Where each row's overflow part begins in `overflow` (FORMAT.md section 3). part: bytes of every row's part."""
+    if table.bases is None or table.bases.numel() == 0:
+        return torch.zeros_like(part)
+    room = part if table.slot_bytes == 0 else (part + OVERFLOW_ALIGN - 1) // OVERFLOW_ALIGN * OVERFLOW_ALIGN
+    before = torch.cumsum(room, 0) - room
+    group = torch.arange(len(part)) // ROWS_PER_BASE
+    return table.bases.cpu()[group] + before - before[group * ROWS_PER_BASE]
+
+
+def row_sectors(table, rows=None):
+    """Sectors that fetching each of `rows` alone touches, from the stored lengths and the real addresses. Row bytes only: not
+    the row index, which is a copy in device memory. rows: int64 row numbers, or None for all rows. int64, on the CPU."""
+    stored = stored_row_bytes(table)
+    in_slot = torch.clamp(stored, max=table.slot_bytes)
+    part = stored - in_slot
+    slot_start = table.slots.data_ptr() % SECTOR_BYTES + torch.arange(table.num_rows) * table.slot_bytes
+    part_start = table.overflow.data_ptr() % SECTOR_BYTES + overflow_starts(table, part)
+    sectors = sectors_of_range(slot_start, in_slot) + sectors_of_range(part_start, part)
+    return sectors if rows is None else sectors[rows.cpu().to(torch.int64)]
+
+
+def link_seconds(sectors):
+    """Time of the link for a kernel that fetches rows of so many sectors each."""
+    per_row = torch.clamp(sectors.to(torch.float64) * SECTOR_BYTES / LINK_KERNEL_GBPS, min=LINK_ROW_NS)
+    return float(per_row.sum()) * 1e-9
+
+
+def gather_gbps(output_bytes, sectors, memset_gbps):
+    """Ideal rate of a gather from pinned memory: the link or the writing of the output, whichever takes longer."""
+    return output_bytes * 1e-9 / max(link_seconds(sectors), output_bytes * 1e-9 / memset_gbps)
+
+
+def device_gbps(num_bytes, moved_bytes, copy_gbps, memset_gbps=float("inf")):
+    """Ideal rate of num_bytes bytes from device memory to device memory: moved_bytes read and written at the traffic of a
+    device copy (twice its rate), and not faster than a memset where num_bytes is what is written."""
+    return min(2 * copy_gbps * num_bytes / moved_bytes, memset_gbps)
