@@ -11,7 +11,8 @@ __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t r
 {
     if (aligned(row, 4) && 4u * w + 4u <= row_bytes) return reinterpret_cast<const uint32_t *>(row)[w];
     uint32_t word = 0;
-    for (uint32_t i = 4u * w; i < ibp_min_u32(row_bytes, 4u * w + 4u); i++) word |= static_cast<uint32_t>(row[i]) << (8u * (i % 4u));
+    for (uint32_t i = 4u * w; i < ibp_min_u32(row_bytes, 4u * w + 4u); i++)
+        word |= static_cast<uint32_t>(row[i]) << (8u * (i % 4u));
     return word;
 }
 
@@ -41,8 +42,8 @@ struct BitCounters {
     }
 };
 
-__global__ void __launch_bounds__(kThreads)
-    count_bits(const uint8_t *data, const int64_t num_rows, const uint32_t row_bytes, const uint32_t num_slices, unsigned long long *counts)
+__global__ void __launch_bounds__(kThreads) count_bits(const uint8_t *data, const int64_t num_rows, const uint32_t row_bytes,
+                                                       const uint32_t num_slices, unsigned long long *counts)
 {
     const uint32_t num_words = (row_bytes + 3u) / 4u;
     const uint64_t thread = static_cast<uint64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -60,12 +61,13 @@ __global__ void __launch_bounds__(kThreads)
     counters.flush(sums);
 #pragma unroll
     for (uint32_t b = 0; b < 32; b++)
-        if (sums[b] != 0 && 32u * w + b < 8u * row_bytes) atomicAdd(counts + 32ull * w + b, static_cast<unsigned long long>(sums[b]));
+        if (sums[b] != 0 && 32u * w + b < 8u * row_bytes)
+            atomicAdd(counts + 32ull * w + b, static_cast<unsigned long long>(sums[b]));
 }
 
 // A thread's unit is a word, or two words of a chunk of 8 bytes; a word has up to four chunks.
-__global__ void __launch_bounds__(kThreads)
-    count_hits(const ibp_codebook cb, const uint8_t *data, const int64_t num_rows, const uint32_t num_slices, unsigned long long *hits)
+__global__ void __launch_bounds__(kThreads) count_hits(const ibp_codebook cb, const uint8_t *data, const int64_t num_rows,
+                                                       const uint32_t num_slices, unsigned long long *hits)
 {
     const uint32_t unit_bytes = max(cb.chunk_bytes, 4u), num_units = (cb.row_bytes + unit_bytes - 1u) / unit_bytes;
     const uint64_t thread = static_cast<uint64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -105,7 +107,8 @@ static ibp_status plan_slices(int64_t num_rows, uint32_t num_units, uint32_t *nu
 
 } // namespace ibp
 
-extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
+                                          ibp_stream stream)
 {
     if (num_rows == 0) return IBP_OK;
     uint32_t slices, blocks;
@@ -116,12 +119,14 @@ extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, 
     return ibp::check_cuda(cudaGetLastError());
 }
 
-extern "C" ibp_status ibp_cuda_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits,
+                                          ibp_stream stream)
 {
     if (num_rows == 0) return IBP_OK;
     const uint32_t unit_bytes = cb->chunk_bytes > 4 ? cb->chunk_bytes : 4;
     uint32_t slices, blocks;
-    const ibp_status status = ibp::plan_slices(static_cast<int64_t>(num_rows), (cb->row_bytes + unit_bytes - 1) / unit_bytes, &slices, &blocks);
+    const ibp_status status =
+        ibp::plan_slices(static_cast<int64_t>(num_rows), (cb->row_bytes + unit_bytes - 1) / unit_bytes, &slices, &blocks);
     if (status != IBP_OK) return status;
     ibp::count_hits<<<blocks, ibp::kThreads, 0, stream>>>(*cb, data, static_cast<int64_t>(num_rows), slices,
                                                           reinterpret_cast<unsigned long long *>(hits));

@@ -31,7 +31,8 @@ ibp_status plan_launch(const void *kernel, uint32_t row_bytes, int64_t num_jobs,
     const int64_t blocks = std::min((num_jobs + warps - 1) / warps, sms * blocks_an_sm);
     *launch = {static_cast<uint32_t>(blocks), static_cast<uint32_t>(warps * kWarp),
                static_cast<uint32_t>(warps * stage_bytes(row_bytes))};
-    return check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch->shared_bytes)));
+    return check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch->shared_bytes)));
 }
 
 } // namespace ibp

@@ -84,7 +84,8 @@ __device__ __forceinline__ uint32_t encode_row(const ibp_codebook &cb, const uin
 }
 
 template <int WORDS>
-__global__ void measure_rows(const ibp_codebook cb, const uint8_t *data, const int64_t num_bytes, const int64_t num_rows, uint16_t *lengths)
+__global__ void measure_rows(const ibp_codebook cb, const uint8_t *data, const int64_t num_bytes, const int64_t num_rows,
+                             uint16_t *lengths)
 {
     const int64_t step = static_cast<int64_t>(gridDim.x) * (blockDim.x / kWarp);
     for (int64_t r = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp; r < num_rows; r += step) {
@@ -127,10 +128,14 @@ __global__ void __launch_bounds__(1024)
     }
 }
 
-static bool by_16(const uint8_t *data, uint32_t row_bytes) { return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0; }
+static bool by_16(const uint8_t *data, uint32_t row_bytes)
+{
+    return reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_bytes % 16 == 0;
+}
 
 template <int WORDS>
-static ibp_status launch_encode(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow, ibp_fault *fault, ibp_stream stream)
+static ibp_status launch_encode(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow, ibp_fault *fault,
+                                ibp_stream stream)
 {
     Launch launch;
     const ibp_status status =
@@ -142,7 +147,8 @@ static ibp_status launch_encode(const ibp_table *table, const uint8_t *data, uin
 
 } // namespace ibp
 
-extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint16_t *lengths, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint16_t *lengths,
+                                            ibp_stream stream)
 {
     const int64_t num_rows = (num_bytes + cb->row_bytes - 1) / cb->row_bytes;
     if (num_rows == 0) return IBP_OK;
@@ -155,8 +161,8 @@ extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *cb, const uint8_
     return ibp::check_cuda(cudaGetLastError());
 }
 
-extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow, ibp_fault *fault,
-                                           ibp_stream stream)
+extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
+                                           ibp_fault *fault, ibp_stream stream)
 {
     if (ibp_num_rows(table) == 0) return IBP_OK;
     return ibp::by_16(data, table->codebook.row_bytes) ? ibp::launch_encode<4>(table, data, slots, overflow, fault, stream)

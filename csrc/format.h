@@ -13,9 +13,9 @@
 #define IBP_INLINE static inline
 #endif
 
-#define IBP_ROWS_PER_BASE 32u     /* rows that share an entry of bases */
-#define IBP_OVERFLOW_ALIGN 32u    /* of overflow parts where slot_bytes > 0 */
-#define IBP_FLAG_POS_BITS 28u     /* split of an entry of ibp_codebook.flags */
+#define IBP_ROWS_PER_BASE 32u  /* rows that share an entry of bases */
+#define IBP_OVERFLOW_ALIGN 32u /* of overflow parts where slot_bytes > 0 */
+#define IBP_FLAG_POS_BITS 28u  /* split of an entry of ibp_codebook.flags */
 #define IBP_FLAG_POS_MASK ((1u << IBP_FLAG_POS_BITS) - 1u)
 
 IBP_INLINE uint32_t ibp_popcount(uint32_t x)

@@ -10,7 +10,8 @@ struct Window {
 };
 
 // Writes the bytes of WORDS words that lie in the window: one vector store where it is aligned and whole, else bytes.
-template <int WORDS> __device__ __forceinline__ void store_words(const Window &window, bool vectors, uint32_t w, const uint32_t (&words)[WORDS])
+template <int WORDS>
+__device__ __forceinline__ void store_words(const Window &window, bool vectors, uint32_t w, const uint32_t (&words)[WORDS])
 {
     const uint32_t first = 4u * w, end = first + 4u * WORDS;
     if (first >= window.high || end <= window.low) return;
@@ -46,7 +47,8 @@ __device__ __forceinline__ uint32_t decode_row(const ibp_codebook &cb, Stage sta
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             const uint32_t flags_before = (ibp_flag_position(flags[i]) - ibp_flag_position(flags[0])) % 32u;
-            keep[i] = ibp_keep_word(participation >> flags_before, mask[i], flags[i], cb.chunk_bytes) & ibp_row_bits_of_word(cb.row_bytes, w + i);
+            keep[i] = ibp_keep_word(participation >> flags_before, mask[i], flags[i], cb.chunk_bytes) &
+                      ibp_row_bits_of_word(cb.row_bytes, w + i);
             num_kept += ibp_popcount(keep[i]);
         }
         uint32_t from = start_bit + position + exclusive_scan(num_kept, total);
@@ -66,13 +68,15 @@ __device__ __forceinline__ void copy_raw(const RowSpan &span, const Window &wind
 {
     const uint32_t split = min(max(span.in_slot, window.low), window.high);
     if (split > window.low) copy_bytes(window.dst, span.slot + window.low, split - window.low);
-    if (window.high > split) copy_bytes(window.dst + (split - window.low), span.overflow + (split - span.in_slot), window.high - split);
+    if (window.high > split)
+        copy_bytes(window.dst + (split - window.low), span.overflow + (split - span.in_slot), window.high - split);
 }
 
 // Brings a coded row, in one or two parts, into the stage. Returns the stage byte where it starts.
 __device__ __forceinline__ uint32_t stage_span(const ibp_table &table, const RowSpan &span, Stage stage)
 {
-    if (span.in_slot == 0) return stage_row(stage, span.overflow, span.in_overflow, table.overflow, table.overflow + table.overflow_bytes);
+    if (span.in_slot == 0)
+        return stage_row(stage, span.overflow, span.in_overflow, table.overflow, table.overflow + table.overflow_bytes);
     const uint32_t shift = stage_row(stage, span.slot, span.in_slot, table.slots, table.slots + table.slots_bytes);
     if (span.in_overflow == 0) return shift;
     __syncwarp(); // the last vector of the slot may carry bytes past in_slot
@@ -82,8 +86,8 @@ __device__ __forceinline__ uint32_t stage_span(const ibp_table &table, const Row
 
 // One row's part of an item.
 template <int WORDS>
-__device__ __forceinline__ ibp_status fetch_row(const ibp_table &table, int64_t num_bytes, int64_t num_rows, int64_t row, Stage stage,
-                                                const Window &window)
+__device__ __forceinline__ ibp_status fetch_row(const ibp_table &table, int64_t num_bytes, int64_t num_rows, int64_t row,
+                                                Stage stage, const Window &window)
 {
     const RowSpan span = locate_row(table, num_bytes, num_rows, row);
     ibp_status status = span.in_bounds ? IBP_OK : IBP_CORRUPT_ROW;
@@ -108,7 +112,8 @@ struct Request {
 
 __device__ __forceinline__ int64_t id_at(const ibp_ids &ids, int64_t position)
 {
-    return ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(ids.data) + position) : __ldg(static_cast<const int *>(ids.data) + position);
+    return ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(ids.data) + position)
+                             : __ldg(static_cast<const int *>(ids.data) + position);
 }
 
 // Rows that an item can touch.
@@ -148,23 +153,27 @@ __global__ void __launch_bounds__(1024) gather_items(const ibp_table table, cons
 }
 
 template <int WORDS>
-static ibp_status launch_gather(const ibp_table *table, const Request &request, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+static ibp_status launch_gather(const ibp_table *table, const Request &request, uint8_t *out, ibp_fault *fault, int max_sms,
+                                ibp_stream stream)
 {
     const void *const kernel = reinterpret_cast<const void *>(gather_items<WORDS>);
     Launch launch;
-    const ibp_status status = plan_launch(kernel, table->codebook.row_bytes, request.ids.count * request.rows_per_item, max_sms, &launch);
+    const ibp_status status =
+        plan_launch(kernel, table->codebook.row_bytes, request.ids.count * request.rows_per_item, max_sms, &launch);
     if (status != IBP_OK) return status;
     gather_items<WORDS><<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(*table, request, out, fault);
     return check_cuda(cudaGetLastError());
 }
 
 // Vector stores need every row's part of the output to start at a multiple of 16 bytes.
-static ibp_status gather(const ibp_table *table, const Request &request, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+static ibp_status gather(const ibp_table *table, const Request &request, uint8_t *out, ibp_fault *fault, int max_sms,
+                         ibp_stream stream)
 {
     if (fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
     const int64_t pitch = request.ids.data ? table->item_bytes : request.start;
     const bool by_16 = reinterpret_cast<uintptr_t>(out) % 16 == 0 && pitch % 16 == 0 && table->codebook.row_bytes % 16 == 0;
-    return by_16 ? launch_gather<4>(table, request, out, fault, max_sms, stream) : launch_gather<1>(table, request, out, fault, max_sms, stream);
+    return by_16 ? launch_gather<4>(table, request, out, fault, max_sms, stream)
+                 : launch_gather<1>(table, request, out, fault, max_sms, stream);
 }
 
 } // namespace ibp
@@ -173,11 +182,12 @@ extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_id
                                             ibp_stream stream)
 {
     if (ids->count == 0 || table->item_bytes == 0) return IBP_OK;
-    return ibp::gather(table, {*ids, ibp::rows_an_item(table->item_bytes, table->codebook.row_bytes), 0, 0}, out, fault, max_sms, stream);
+    return ibp::gather(table, {*ids, ibp::rows_an_item(table->item_bytes, table->codebook.row_bytes), 0, 0}, out, fault, max_sms,
+                       stream);
 }
 
-extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault, int max_sms,
-                                            ibp_stream stream)
+extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
+                                            int max_sms, ibp_stream stream)
 {
     if (start < 0 || start > end || end > table->num_items * table->item_bytes) return IBP_INVALID_ARGUMENT;
     if (start == end) return IBP_OK;

@@ -28,13 +28,13 @@ extern "C" {
 
 /* ---- status ------------------------------------------------------------------------------------------------ */
 
-#define IBP_STATUS_LIST(X)                                                                          \
-    X(IBP_OK, 0, "no error")                                                                        \
-    X(IBP_INVALID_ARGUMENT, 1, "an argument is outside its documented range")                       \
-    X(IBP_INDEX_OUT_OF_RANGE, 2, "an item id is outside [0, num_items)")                            \
-    X(IBP_CORRUPT_ROW, 3, "a coded row contradicts its length, its codebook or its buffer")         \
-    X(IBP_BUFFER_TOO_SMALL, 4, "an output buffer is smaller than documented")                       \
-    X(IBP_NO_CUDA, 5, "this build has no CUDA support")                                             \
+#define IBP_STATUS_LIST(X)                                                                  \
+    X(IBP_OK, 0, "no error")                                                                \
+    X(IBP_INVALID_ARGUMENT, 1, "an argument is outside its documented range")               \
+    X(IBP_INDEX_OUT_OF_RANGE, 2, "an item id is outside [0, num_items)")                    \
+    X(IBP_CORRUPT_ROW, 3, "a coded row contradicts its length, its codebook or its buffer") \
+    X(IBP_BUFFER_TOO_SMALL, 4, "an output buffer is smaller than documented")               \
+    X(IBP_NO_CUDA, 5, "this build has no CUDA support")                                     \
     X(IBP_CUDA_ERROR, 6, "a CUDA call failed")
 
 typedef enum ibp_status {
@@ -134,8 +134,8 @@ IBP_API void ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t
 /* Codes the rows first_row to last_row - 1 of data into the table's slots and overflow (written through the const pointers'
  * non-const twins given here). data: the whole tensor. scratch: row_bytes bytes.
  * @return IBP_CORRUPT_ROW if table->lengths does not belong to data, IBP_BUFFER_TOO_SMALL if a part lies outside its array. */
-IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
-                                   uint8_t *slots, uint8_t *overflow, uint8_t *scratch);
+IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
+                                   uint8_t *overflow, uint8_t *scratch);
 
 /* What went wrong first in a gather; all zero when nothing did. Eight-byte fields so that a GPU can write it into mapped memory. */
 typedef struct ibp_fault {

@@ -29,8 +29,8 @@ IBP_API ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uin
 IBP_API ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits,
                                        ibp_stream stream);
 /* As ibp_measure_rows. */
-IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
-                                         uint16_t *lengths, ibp_stream stream);
+IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint16_t *lengths,
+                                         ibp_stream stream);
 /* As ibp_encode_rows for all rows of data. Codes exactly the bytes that ibp_encode_rows does; other bytes of a slot are left alone.
  * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,

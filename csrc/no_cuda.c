@@ -11,7 +11,8 @@ ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t ro
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits, ibp_stream stream)
+ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits,
+                               ibp_stream stream)
 {
     (void)codebook, (void)data, (void)num_rows, (void)hits, (void)stream;
     return IBP_NO_CUDA;

@@ -42,7 +42,8 @@ class RowCodec {
         if (m.size() != v.size()) throw py::value_error("mask and bitval must have the same size");
         if (m.empty() || m.size() > IBP_MAX_ROW_BYTES) throw py::value_error("a row has 1 to 65536 bytes");
         words_.resize(3 * ibp_codebook_words(static_cast<uint32_t>(m.size())));
-        check(ibp_build_codebook(m.data(), v.data(), static_cast<uint32_t>(m.size()), chunk_bytes, flag_all, words_.data(), &codebook_));
+        check(ibp_build_codebook(m.data(), v.data(), static_cast<uint32_t>(m.size()), chunk_bytes, flag_all, words_.data(),
+                                 &codebook_));
     }
 
     uint32_t row_bytes() const { return codebook_.row_bytes; }
@@ -109,7 +110,8 @@ class PinnedBuffer {
 // Pins memory where it is; the owner is kept alive until it is unpinned.
 class PinnedRange {
   public:
-    PinnedRange(py::object owner, uintptr_t address, size_t num_bytes) : owner_(std::move(owner)), data_(reinterpret_cast<void *>(address))
+    PinnedRange(py::object owner, uintptr_t address, size_t num_bytes)
+        : owner_(std::move(owner)), data_(reinterpret_cast<void *>(address))
     {
         const py::gil_scoped_release release;
         PinnedBuffer::check_without_gil(ibp_cuda_register_pinned(data_, num_bytes));
@@ -131,14 +133,15 @@ PYBIND11_MODULE(_core, m)
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.def("version", &ibp_version, "Version of the linked core library.");
-    m.def("status_string", [](int status) { return ibp_status_string(static_cast<ibp_status>(status)); }, py::arg("status"),
-          "One sentence for a status code of the C API.");
+    m.def(
+        "status_string", [](int status) { return ibp_status_string(static_cast<ibp_status>(status)); }, py::arg("status"),
+        "One sentence for a status code of the C API.");
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
     m.def("cuda_device_count", &ibp_cuda_device_count, "CUDA devices that the core library can see; 0 without a driver.");
 
     py::class_<RowCodec>(m, "RowCodec", "Codes and decodes single rows (FORMAT.md section 5).")
-        .def(py::init<const py::buffer &, const py::buffer &, uint32_t, bool>(), py::arg("mask"), py::arg("bitval"), py::arg("chunk_bytes"),
-             py::arg("flag_all") = false)
+        .def(py::init<const py::buffer &, const py::buffer &, uint32_t, bool>(), py::arg("mask"), py::arg("bitval"),
+             py::arg("chunk_bytes"), py::arg("flag_all") = false)
         .def_property_readonly("row_bytes", &RowCodec::row_bytes)
         .def_property_readonly("num_flags", &RowCodec::num_flags)
         .def("coded_bytes", &RowCodec::coded_bytes, py::arg("row"), "Exact coded size of a row in bytes.")

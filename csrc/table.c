@@ -160,8 +160,8 @@ static int64_t id_at(const ibp_ids *ids, int64_t position)
     return ids->id_bytes == 8 ? ((const int64_t *)ids->data)[position] : ((const int32_t *)ids->data)[position];
 }
 
-ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out,
-                            uint8_t *scratch, ibp_fault *fault)
+ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out, uint8_t *scratch,
+                            ibp_fault *fault)
 {
     ibp_status first_fault = IBP_OK;
     for (int64_t k = first; k < last; k++) {

@@ -43,7 +43,10 @@ template <typename T> T *data_of(const Tensor &tensor, ScalarType dtype, int64_t
     return tensor.numel() == 0 ? nullptr : static_cast<T *>(tensor.data_ptr());
 }
 
-uint8_t *bytes_of(const Tensor &tensor, int64_t least, const char *name) { return data_of<uint8_t>(tensor, ScalarType::Byte, least, name); }
+uint8_t *bytes_of(const Tensor &tensor, int64_t least, const char *name)
+{
+    return data_of<uint8_t>(tensor, ScalarType::Byte, least, name);
+}
 
 uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *name)
 {
@@ -70,7 +73,8 @@ ibp_codebook codebook_of(const Tensor &words, const std::vector<int64_t> &codec)
     codebook.chunk_bytes = to_u32(codec[2], 1, 8, "chunk_bytes");
     codebook.num_flags = to_u32(codec[3], 0, IBP_MAX_ROW_BYTES, "num_flags");
     const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook.row_bytes));
-    const auto *data = static_cast<const uint32_t *>(static_cast<const void *>(data_of<int32_t>(words, ScalarType::Int, 3 * num_words, "codebook")));
+    const auto *data = static_cast<const uint32_t *>(
+        static_cast<const void *>(data_of<int32_t>(words, ScalarType::Int, 3 * num_words, "codebook")));
     codebook.mask = data;
     codebook.bitval = data + num_words;
     codebook.flags = data + 2 * num_words;
@@ -100,14 +104,17 @@ struct TableArgs {
         t.overflow = bytes_of(overflow, 0, "overflow");
         t.overflow_bytes = overflow.numel();
         t.lengths = data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
-        t.bases = static_cast<const uint64_t *>(
-            static_cast<const void *>(data_of<int64_t>(bases, ScalarType::Long, bases.numel() ? (num_rows + 31) / 32 : 0, "bases")));
+        t.bases = static_cast<const uint64_t *>(static_cast<const void *>(
+            data_of<int64_t>(bases, ScalarType::Long, bases.numel() ? (num_rows + 31) / 32 : 0, "bases")));
         STD_TORCH_CHECK(t.scheme != IBP_SCHEME_RAW || !t.lengths, "ibp: scheme raw has no lengths");
         return t;
     }
 };
 
-ibp_fault *fault_of(const Tensor &fault) { return static_cast<ibp_fault *>(static_cast<void *>(data_of<int64_t>(fault, ScalarType::Long, 4, "fault"))); }
+ibp_fault *fault_of(const Tensor &fault)
+{
+    return static_cast<ibp_fault *>(static_cast<void *>(data_of<int64_t>(fault, ScalarType::Long, 4, "fault")));
+}
 
 // ---- CUDA plumbing ----
 
@@ -126,12 +133,16 @@ ibp_stream current_stream(const Tensor &tensor)
     return static_cast<ibp_stream>(stream);
 }
 
-torch::stable::accelerator::DeviceGuard guard(const Tensor &tensor) { return torch::stable::accelerator::DeviceGuard(tensor.get_device_index()); }
+torch::stable::accelerator::DeviceGuard guard(const Tensor &tensor)
+{
+    return torch::stable::accelerator::DeviceGuard(tensor.get_device_index());
+}
 
 // ---- threads of the CPU implementations ----
 
 // Runs work(first, last, scratch, fault) over ranges of [0, count) and keeps the fault with the lowest position.
-template <typename Work> void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
+template <typename Work>
+void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {
     std::mutex mutex;
     const int64_t grain = std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, bytes_each));
@@ -145,7 +156,10 @@ template <typename Work> void over_ranges(int64_t count, int64_t bytes_each, siz
     });
 }
 
-Tensor new_tensor(const Tensor &like, std::vector<int64_t> sizes, ScalarType dtype) { return torch::stable::new_empty(like, sizes, dtype); }
+Tensor new_tensor(const Tensor &like, std::vector<int64_t> sizes, ScalarType dtype)
+{
+    return torch::stable::new_empty(like, sizes, dtype);
+}
 
 Tensor new_counts(const Tensor &like, int64_t size)
 {
@@ -181,7 +195,8 @@ Tensor codebook_words(Tensor mask, Tensor bitval, int64_t chunk_bytes, bool flag
     Tensor words = new_tensor(mask, {3, num_words}, ScalarType::Int);
     ibp_codebook unused;
     check(ibp_build_codebook(bytes_of(mask, 1, "mask"), bytes_of(bitval, row_bytes, "bitval"), row_bytes,
-                             to_u32(chunk_bytes, 1, 8, "chunk_bytes"), flag_all, static_cast<uint32_t *>(words.data_ptr()), &unused),
+                             to_u32(chunk_bytes, 1, 8, "chunk_bytes"), flag_all, static_cast<uint32_t *>(words.data_ptr()),
+                             &unused),
           "ibp::codebook_words");
     return words;
 }
@@ -210,7 +225,8 @@ Tensor count_bits_cuda(Tensor data, int64_t row_bytes)
     const auto device = guard(data);
     const uint32_t bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
     Tensor counts = new_counts(data, 8 * row_bytes);
-    check(ibp_cuda_count_bits(bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes), bytes, counts_of(counts), current_stream(data)),
+    check(ibp_cuda_count_bits(bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes), bytes, counts_of(counts),
+                              current_stream(data)),
           "ibp::count_bits");
     return counts;
 }
@@ -230,7 +246,8 @@ Tensor count_hits_cuda(Tensor data, Tensor codebook, std::vector<int64_t> codec)
     on_device(data, {&codebook});
     const ibp_codebook cb = codebook_of(codebook, codec);
     Tensor hits = new_counts(data, chunks_of(cb));
-    check(ibp_cuda_count_hits(&cb, bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / cb.row_bytes), counts_of(hits), current_stream(data)),
+    check(ibp_cuda_count_hits(&cb, bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / cb.row_bytes), counts_of(hits),
+                              current_stream(data)),
           "ibp::count_hits");
     return hits;
 }
@@ -257,7 +274,8 @@ Tensor measure_rows_cuda(Tensor data, Tensor codebook, std::vector<int64_t> code
     on_device(data, {&codebook});
     const ibp_codebook cb = codebook_of(codebook, codec);
     Tensor lengths = new_tensor(data, {rows_of(data.numel(), cb.row_bytes)}, ScalarType::UInt16);
-    check(ibp_cuda_measure_rows(&cb, bytes_of(data, 0, "data"), data.numel(), static_cast<uint16_t *>(lengths.data_ptr()), current_stream(data)),
+    check(ibp_cuda_measure_rows(&cb, bytes_of(data, 0, "data"), data.numel(), static_cast<uint16_t *>(lengths.data_ptr()),
+                                current_stream(data)),
           "ibp::measure_rows");
     return lengths;
 }
@@ -269,19 +287,17 @@ Tensor index_rows(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int64_t 
     Tensor bases = new_tensor(lengths, {num_bases + 1}, ScalarType::Long);
     auto *const out = static_cast<int64_t *>(bases.data_ptr());
     ibp_index_rows(data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths"), num_bytes, bytes,
-                   to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes"), static_cast<uint64_t *>(static_cast<void *>(out)), out + num_bases);
+                   to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes"), static_cast<uint64_t *>(static_cast<void *>(out)),
+                   out + num_bases);
     return bases;
 }
 
 // The unpacking of TABLE's fields into TableArgs, the same in every op that takes a table.
-#define IBP_TABLE_PARAMETERS                                                                                                       \
-    Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, std::vector<int64_t> codec,                      \
-        int64_t slot_bytes, int64_t overflow_start, int64_t num_items, int64_t item_bytes
-#define IBP_TABLE_ARGUMENTS                                                                                                        \
-    TableArgs                                                                                                                      \
-    {                                                                                                                              \
-        slots, overflow, lengths, bases, codebook, codec, slot_bytes, overflow_start, num_items, item_bytes                        \
-    }
+#define IBP_TABLE_PARAMETERS                                                                                                      \
+    Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, std::vector<int64_t> codec, int64_t slot_bytes, \
+        int64_t overflow_start, int64_t num_items, int64_t item_bytes
+#define IBP_TABLE_ARGUMENTS \
+    TableArgs { slots, overflow, lengths, bases, codebook, codec, slot_bytes, overflow_start, num_items, item_bytes }
 
 void encode_rows_cpu(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
 {
@@ -310,7 +326,8 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
 
 ibp_ids ids_of(const Tensor &ids)
 {
-    STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Long || ids.scalar_type() == ScalarType::Int, "ibp: ids must be int32 or int64");
+    STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Long || ids.scalar_type() == ScalarType::Int,
+                    "ibp: ids must be int32 or int64");
     STD_TORCH_CHECK(ids.is_contiguous(), "ibp: ids is not contiguous");
     return {ids.numel() == 0 ? nullptr : ids.data_ptr(), ids.numel(), ids.scalar_type() == ScalarType::Long ? 8u : 4u};
 }
@@ -341,13 +358,15 @@ void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor
 void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t /*max_sms*/, Tensor out, Tensor fault)
 {
     const ibp_table table = IBP_TABLE_ARGUMENTS.table();
-    STD_TORCH_CHECK(0 <= start && start <= end && end <= num_items * item_bytes, "ibp: bytes [", start, ", ", end, ") are not in the table");
+    STD_TORCH_CHECK(0 <= start && start <= end && end <= num_items * item_bytes, "ibp: bytes [", start, ", ", end,
+                    ") are not in the table");
     if (start == end) return;
     uint8_t *const to = bytes_of(out, end - start, "out");
     const int64_t row_bytes = table.codebook.row_bytes, first_row = start / row_bytes, last_row = (end - 1) / row_bytes + 1;
     over_ranges(last_row - first_row, row_bytes, static_cast<size_t>(2 * row_bytes), fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    const int64_t from = std::max(start, (first_row + first) * row_bytes), stop = std::min(end, (first_row + last) * row_bytes);
+                    const int64_t from = std::max(start, (first_row + first) * row_bytes),
+                                  stop = std::min(end, (first_row + last) * row_bytes);
                     ibp_decode_bytes(&table, from, stop, to + (from - start), scratch, mine);
                 });
 }
@@ -369,8 +388,8 @@ Tensor map_pinned(Tensor host, int64_t device_index)
     const torch::stable::accelerator::DeviceGuard device(index);
     void *mapped = nullptr;
     check(ibp_cuda_map_pinned(host.data_ptr(), &mapped), "ibp::map_pinned");
-    return torch::stable::from_blob(mapped, host.sizes(), host.strides(), torch::stable::Device(torch::headeronly::DeviceType::CUDA, index),
-                                    host.scalar_type());
+    return torch::stable::from_blob(mapped, host.sizes(), host.strides(),
+                                    torch::stable::Device(torch::headeronly::DeviceType::CUDA, index), host.scalar_type());
 }
 
 } // namespace

@@ -81,7 +81,8 @@ __device__ __forceinline__ Stage warp_stage(uint32_t row_bytes)
 
 // Brings bytes [src, src + num_bytes) to stage byte src % 16 with aligned 16-byte loads and returns that shift. The loads stay within
 // [begin, end), the array that src lies in; where they would leave it, bytes are loaded.
-__device__ __forceinline__ uint32_t stage_row(Stage stage, const uint8_t *src, uint32_t num_bytes, const uint8_t *begin, const uint8_t *end)
+__device__ __forceinline__ uint32_t stage_row(Stage stage, const uint8_t *src, uint32_t num_bytes, const uint8_t *begin,
+                                              const uint8_t *end)
 {
     const uint32_t shift = reinterpret_cast<uintptr_t>(src) % 16u;
     const uint8_t *const from = src - shift;
@@ -159,7 +160,8 @@ __device__ __forceinline__ RowSpan locate_row(const ibp_table &table, int64_t nu
     if (neighbour < row && neighbour < num_rows)
         room = ibp_overflow_room(ibp_overflow_part(stored_bytes(table, num_bytes, neighbour), slot_bytes), slot_bytes);
     const uint32_t before = __reduce_add_sync(kAllLanes, room);
-    const uint64_t start = __ldg(table.bases + row / kWarp) - table.overflow_start, end = static_cast<uint64_t>(table.overflow_bytes);
+    const uint64_t start = __ldg(table.bases + row / kWarp) - table.overflow_start,
+                   end = static_cast<uint64_t>(table.overflow_bytes);
     span.overflow = table.overflow + start + before;
     span.in_bounds = span.in_bounds && start <= end && uint64_t{before} + span.in_overflow <= end - start;
     return span;
