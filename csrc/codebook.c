@@ -37,7 +37,13 @@ ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32
         position += flagged;
         if (chunk_bytes == 8 && first + 4 < row_bytes) flags[first / 4 + 1] = chunk_position;
     }
-    *out = (ibp_codebook){mask_words, bitval_words, flags, row_bytes, chunk_bytes, position};
+    *out = (ibp_codebook){.scheme = IBP_SCHEME_IBP,
+                          .row_bytes = row_bytes,
+                          .mask = mask_words,
+                          .bitval = bitval_words,
+                          .flags = flags,
+                          .chunk_bytes = chunk_bytes,
+                          .num_flags = position};
     return IBP_OK;
 }
 

@@ -1,6 +1,6 @@
-/* format.h - the bit rules of FORMAT.md section 5 as inline functions, shared by gcc, g++ and nvcc.
+/* format.h - the rules of FORMAT.md as inline functions, shared by gcc, g++ and nvcc.
  *
- * Everything works on 32-bit words of a row (byte 4w is the low byte of word w): because kept bits are stored in
+ * Scheme ibp works on 32-bit words of a row (byte 4w is the low byte of word w): because kept bits are stored in
  * increasing position, only ibp_keep_word and ibp_match_word know what a chunk is. */
 #ifndef IBP_FORMAT_H
 #define IBP_FORMAT_H
@@ -103,6 +103,42 @@ IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint
     }
     return participation;
 }
+
+/* ---- scheme planes (section 6) ---- */
+
+#define IBP_MAX_LOW_BITS 13u
+
+/* Bytes of a listed row's header, and the bit of it that says is_closed. */
+IBP_INLINE uint32_t ibp_header_bytes(uint32_t columns) { return columns < 128u ? 1u : columns < 32768u ? 2u : 3u; }
+IBP_INLINE uint32_t ibp_closed_bit(uint32_t columns) { return 1u << (8u * ibp_header_bytes(columns) - 1u); }
+
+/* The form in which k listed positions of a row are stored. */
+typedef struct ibp_position_form {
+    uint32_t is_list;       /* else a bitmap */
+    uint32_t is_complement; /* the list names the positions that are not listed */
+    uint32_t low_bits;      /* of each position of a list */
+    uint32_t num_positions; /* in the list */
+    uint32_t upper_bits;    /* of the list, or bits of the bitmap */
+    uint32_t num_bytes;     /* in all */
+} ibp_position_form;
+
+IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t columns)
+{
+    ibp_position_form best = {0, 0, 0, k, columns, (columns + 7u) / 8u};
+    for (uint32_t complement = 0; complement < 2u; complement++) {
+        const uint32_t m = complement ? columns - k : k;
+        for (uint32_t l = 0; l <= IBP_MAX_LOW_BITS; l++) {
+            const uint32_t upper = m + ((columns - 1u) >> l);
+            const uint32_t num_bytes = (upper + 7u) / 8u + (m * l + 7u) / 8u;
+            if (num_bytes >= best.num_bytes) continue;
+            const ibp_position_form form = {1, complement, l, m, upper, num_bytes};
+            best = form;
+        }
+    }
+    return best;
+}
+
+/* ---- rows of a table (section 3) ---- */
 
 /* Bytes of row r before coding; stored bytes of a row; what of them lies in overflow, exactly and with its padding (section 3). */
 IBP_INLINE uint32_t ibp_valid_bytes(int64_t num_bytes, uint32_t row_bytes, int64_t row)

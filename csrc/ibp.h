@@ -50,19 +50,39 @@ IBP_API const char *ibp_version(void);
 
 /* ---- codebook ---------------------------------------------------------------------------------------------- */
 
-typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1 } ibp_scheme;
+typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLANES = 2 } ibp_scheme;
 
-/* Codebook of scheme ibp in its working form: one entry for each 32-bit word of a row, as ibp_build_codebook makes it.
- * The pointers are host pointers for the functions of this file and device pointers for those of ibp_cuda.h.
- * Each array has ibp_codebook_words(row_bytes) entries, 16-byte aligned; those past the row are zero. */
+#define IBP_MAX_PLANES 4u
+#define IBP_MAX_DIGIT_BITS 4u
+
+/* Codebook of scheme planes (section 6). */
+typedef struct ibp_planes {
+    const void *entries;    /* symbols, symbol_bytes each, [columns or 1][num_entries]; NULL if there are none */
+    uint64_t default_value; /* element that a listed row leaves out */
+    uint64_t closed_value;  /* element that a closed row's listed elements equal */
+    uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
+    uint32_t residual_bits; /* 0 to 8 * element_bytes */
+    uint32_t rotate;        /* 0 or 1 */
+    uint32_t num_planes;    /* 0 to IBP_MAX_PLANES */
+    uint32_t num_entries;   /* sum of 2^b - 1 over the planes */
+    uint32_t symbol_bytes;  /* 1, 2, 4 or 8: the smallest that holds 8 * element_bytes - residual_bits bits */
+    uint8_t digit_bits[IBP_MAX_PLANES]; /* 1 to IBP_MAX_DIGIT_BITS */
+    bool per_column, listed;            /* not both */
+} ibp_planes;
+
+/* How the rows of a table are coded. The pointers are host pointers for the functions of this file and device pointers for those of
+ * ibp_cuda.h. Scheme ibp has a working form with one entry for each 32-bit word of a row, as ibp_build_codebook makes it: each array
+ * has ibp_codebook_words(row_bytes) entries, 16-byte aligned; those past the row are zero. */
 typedef struct ibp_codebook {
-    const uint32_t *mask;   /* 1: the bit is invariant */
+    ibp_scheme scheme;
+    uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES; read in every scheme */
+    const uint32_t *mask;   /* scheme ibp: 1: the bit is invariant */
     const uint32_t *bitval; /* its value; 0 where mask is 0 */
     const uint32_t *flags;  /* bits 0-27: bit position of the word's first participation bit; bits 28-31: which of
                                the chunks that start in the word are flagged */
-    uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES */
     uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
     uint32_t num_flags;     /* participation bits of a row */
+    ibp_planes planes;      /* scheme planes */
 } ibp_codebook;
 
 /* Entries of each array of a codebook: row_bytes / 4, rounded up to a multiple of 4. */
@@ -74,6 +94,10 @@ IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
  * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range or a bitval bit is set where the mask is clear. */
 IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes, uint32_t chunk_bytes,
                                       bool flag_all, uint32_t *words, ibp_codebook *out);
+
+/* Whether the fields of a codebook of scheme planes fit each other and its row_bytes, num_entries and symbol_bytes included.
+ * @return IBP_INVALID_ARGUMENT if not. Every function below trusts a codebook. */
+IBP_API ibp_status ibp_check_planes(const ibp_codebook *codebook);
 
 /* ---- analysis (the paper's section 4.1) ---------------------------------------------------------------------- */
 
@@ -88,7 +112,7 @@ IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows,
 /* Adds to hits[i] the number of rows whose chunk i participates under the codebook. hits: ceil(row_bytes / chunk_bytes) entries. */
 IBP_API void ibp_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits);
 
-/* ---- one row (section 5) ------------------------------------------------------------------------------------- */
+/* ---- one row (sections 5 and 6) ------------------------------------------------------------------------------------- */
 
 /* Exact size of a row as coded, in bytes, whether or not it is smaller than the row. row: codebook->row_bytes bytes. */
 IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row);
@@ -116,8 +140,7 @@ typedef struct ibp_table {
     int64_t overflow_bytes;
     uint64_t overflow_start; /* subtracted from every base: 0, but for a block of rows of a larger table */
     uint32_t slot_bytes;
-    ibp_scheme scheme;
-    ibp_codebook codebook; /* row_bytes is read in every scheme, the rest in scheme ibp only */
+    ibp_codebook codebook;
 } ibp_table;
 
 /* Rows of a table: ceil(num_items * item_bytes / row_bytes). */

@@ -3,6 +3,7 @@
 #include "ibp_cuda.h"
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <stdexcept>
 #include <string>
@@ -33,19 +34,9 @@ std::vector<uint8_t> bytes_of(const py::buffer &buffer)
 
 py::bytes to_bytes(const std::vector<uint8_t> &v, size_t size) { return {reinterpret_cast<const char *>(v.data()), size}; }
 
-// Codes single rows with a codebook given by its masks (FORMAT.md section 5), through the C core's oracle.
+// Codes single rows through the C core's oracle.
 class RowCodec {
   public:
-    RowCodec(const py::buffer &mask, const py::buffer &bitval, uint32_t chunk_bytes, bool flag_all)
-    {
-        const std::vector<uint8_t> m = bytes_of(mask), v = bytes_of(bitval);
-        if (m.size() != v.size()) throw py::value_error("mask and bitval must have the same size");
-        if (m.empty() || m.size() > IBP_MAX_ROW_BYTES) throw py::value_error("a row has 1 to 65536 bytes");
-        words_.resize(3 * ibp_codebook_words(static_cast<uint32_t>(m.size())));
-        check(ibp_build_codebook(m.data(), v.data(), static_cast<uint32_t>(m.size()), chunk_bytes, flag_all, words_.data(),
-                                 &codebook_));
-    }
-
     uint32_t row_bytes() const { return codebook_.row_bytes; }
     uint32_t num_flags() const { return codebook_.num_flags; }
     size_t coded_bytes(const py::buffer &row) const { return ibp_coded_row_bytes(&codebook_, checked_row(row).data()); }
@@ -67,6 +58,9 @@ class RowCodec {
         return to_bytes(row, row.size());
     }
 
+  protected:
+    ibp_codebook codebook_{};
+
   private:
     std::vector<uint8_t> checked_row(const py::buffer &row) const
     {
@@ -77,8 +71,52 @@ class RowCodec {
         return bytes;
     }
 
+};
+
+// Scheme ibp, a codebook given by its masks (FORMAT.md section 5).
+class MaskCodec : public RowCodec {
+  public:
+    MaskCodec(const py::buffer &mask, const py::buffer &bitval, uint32_t chunk_bytes, bool flag_all)
+    {
+        const std::vector<uint8_t> m = bytes_of(mask), v = bytes_of(bitval);
+        if (m.size() != v.size()) throw py::value_error("mask and bitval must have the same size");
+        if (m.empty() || m.size() > IBP_MAX_ROW_BYTES) throw py::value_error("a row has 1 to 65536 bytes");
+        words_.resize(3 * ibp_codebook_words(static_cast<uint32_t>(m.size())));
+        check(ibp_build_codebook(m.data(), v.data(), static_cast<uint32_t>(m.size()), chunk_bytes, flag_all, words_.data(), &codebook_));
+    }
+
+  private:
     std::vector<uint32_t> words_;
-    ibp_codebook codebook_{};
+};
+
+// Scheme planes (FORMAT.md section 6).
+class PlanesCodec : public RowCodec {
+  public:
+    PlanesCodec(uint32_t row_bytes, uint32_t element_bytes, uint32_t rotate, uint32_t residual_bits, const std::vector<uint32_t> &digit_bits,
+                bool per_column, bool listed, uint64_t default_value, uint64_t closed_value, const py::buffer &entries)
+        : entries_(bytes_of(entries))
+    {
+        if (digit_bits.size() > IBP_MAX_PLANES) throw py::value_error("there are at most 4 planes");
+        codebook_.scheme = IBP_SCHEME_PLANES;
+        codebook_.row_bytes = row_bytes;
+        ibp_planes &planes = codebook_.planes;
+        planes = ibp_planes{entries_.data(), default_value, closed_value, element_bytes, residual_bits, rotate,
+                            static_cast<uint32_t>(digit_bits.size()), 0, 1, {}, per_column, listed};
+        for (size_t p = 0; p < digit_bits.size(); p++) {
+            planes.digit_bits[p] = static_cast<uint8_t>(digit_bits[p] > IBP_MAX_DIGIT_BITS ? 0 : digit_bits[p]); // 0 is refused
+            planes.num_entries += (1u << planes.digit_bits[p]) - 1u;
+        }
+        if (element_bytes > 8 || residual_bits > 8 * element_bytes) throw py::value_error("element_bytes or residual_bits is out of range");
+        while (8 * planes.symbol_bytes < 8 * element_bytes - residual_bits) planes.symbol_bytes *= 2;
+        check(ibp_check_planes(&codebook_));
+        const size_t sets = per_column ? row_bytes / element_bytes : 1;
+        if (entries_.size() != sets * planes.num_entries * planes.symbol_bytes)
+            throw py::value_error("entries has " + std::to_string(entries_.size()) + " bytes, the codebook wants " +
+                                  std::to_string(sets * planes.num_entries * planes.symbol_bytes));
+    }
+
+  private:
+    std::vector<uint8_t> entries_;
 };
 
 // Pinned host memory of its own, exactly as large as asked for. A writable buffer, so that torch.frombuffer keeps it alive.
@@ -139,14 +177,20 @@ PYBIND11_MODULE(_core, m)
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
     m.def("cuda_device_count", &ibp_cuda_device_count, "CUDA devices that the core library can see; 0 without a driver.");
 
-    py::class_<RowCodec>(m, "RowCodec", "Codes and decodes single rows (FORMAT.md section 5).")
-        .def(py::init<const py::buffer &, const py::buffer &, uint32_t, bool>(), py::arg("mask"), py::arg("bitval"),
-             py::arg("chunk_bytes"), py::arg("flag_all") = false)
+    py::class_<RowCodec>(m, "_RowCodec")
         .def_property_readonly("row_bytes", &RowCodec::row_bytes)
-        .def_property_readonly("num_flags", &RowCodec::num_flags)
         .def("coded_bytes", &RowCodec::coded_bytes, py::arg("row"), "Exact coded size of a row in bytes.")
         .def("encode", &RowCodec::encode, py::arg("row"), "The coded row, whether or not it is smaller than the row.")
-        .def("decode", &RowCodec::decode, py::arg("coded"), "The row; ValueError if coded has not exactly its size.");
+        .def("decode", &RowCodec::decode, py::arg("coded"), "The row; ValueError if coded is not one, or not of its size.");
+    py::class_<MaskCodec, RowCodec>(m, "RowCodec", "Codes single rows of scheme ibp (FORMAT.md section 5).")
+        .def(py::init<const py::buffer &, const py::buffer &, uint32_t, bool>(), py::arg("mask"), py::arg("bitval"),
+             py::arg("chunk_bytes"), py::arg("flag_all") = false)
+        .def_property_readonly("num_flags", &RowCodec::num_flags);
+    py::class_<PlanesCodec, RowCodec>(m, "PlanesCodec", "Codes single rows of scheme planes (FORMAT.md section 6).")
+        .def(py::init<uint32_t, uint32_t, uint32_t, uint32_t, const std::vector<uint32_t> &, bool, bool, uint64_t, uint64_t,
+                      const py::buffer &>(),
+             py::arg("row_bytes"), py::arg("element_bytes"), py::arg("rotate"), py::arg("residual_bits"), py::arg("digit_bits"),
+             py::arg("per_column"), py::arg("listed"), py::arg("default"), py::arg("closed"), py::arg("entries"));
 
     py::class_<PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
         .def(py::init<size_t>(), py::arg("num_bytes"))

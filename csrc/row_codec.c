@@ -1,110 +1,18 @@
-/* row_codec.c - one coded row in plain C (FORMAT.md section 5): the oracle that every other encoder and decoder is compared to. */
-#include "format.h"
-#include "ibp.h"
-
-#include <string.h>
-
-static uint32_t load_word(const uint8_t *row, uint32_t row_bytes, uint32_t w)
-{
-    uint32_t word = 0;
-    if (4 * w + 4 <= row_bytes)
-        memcpy(&word, row + 4 * w, 4);
-    else
-        for (uint32_t i = 4 * w; i < row_bytes; i++) word |= (uint32_t)row[i] << (8 * (i % 4));
-    return word;
-}
-
-static void store_word(uint8_t *row, uint32_t row_bytes, uint32_t w, uint32_t word)
-{
-    if (4 * w + 4 <= row_bytes)
-        memcpy(row + 4 * w, &word, 4);
-    else
-        for (uint32_t i = 4 * w; i < row_bytes; i++) row[i] = (uint8_t)(word >> (8 * (i % 4)));
-}
-
-/* Up to 32 bits from any bit position; bits past the end of src read as zero. */
-static uint32_t load_bits(const uint8_t *src, size_t src_bytes, size_t position)
-{
-    const size_t byte = position / 8;
-    uint64_t bits = 0;
-    if (byte + 8 <= src_bytes)
-        memcpy(&bits, src + byte, 8);
-    else
-        for (size_t i = byte; i < src_bytes; i++) bits |= (uint64_t)src[i] << (8 * (i - byte));
-    return (uint32_t)(bits >> (position % 8));
-}
-
-/* ORs up to 32 bits to any bit position of a buffer that is still zero there. */
-static void or_bits(uint8_t *dst, size_t position, uint32_t bits)
-{
-    uint64_t shifted = (uint64_t)bits << (position % 8);
-    for (size_t byte = position / 8; shifted != 0; byte++, shifted >>= 8) dst[byte] |= (uint8_t)shifted;
-}
-
-/* Participation bits that start in word w of row, and the bits kept of it. */
-static uint32_t match_row_word(const ibp_codebook *cb, const uint8_t *row, uint32_t w, uint32_t *keep)
-{
-    uint32_t mismatch = (load_word(row, cb->row_bytes, w) ^ cb->bitval[w]) & cb->mask[w];
-    if (cb->chunk_bytes == 8) {
-        const uint32_t other = w ^ 1u; /* words past the row have mask 0 */
-        mismatch |= (load_word(row, cb->row_bytes, other) ^ cb->bitval[other]) & cb->mask[other];
-    }
-    const uint32_t participation = ibp_match_word(mismatch, cb->flags[w], cb->chunk_bytes);
-    *keep = ibp_keep_word(participation, cb->mask[w], cb->flags[w], cb->chunk_bytes) & ibp_row_bits_of_word(cb->row_bytes, w);
-    return participation;
-}
+/* row_codec.c - one coded row in whichever scheme its codebook names. */
+#include "rows.h"
 
 size_t ibp_coded_row_bytes(const ibp_codebook *cb, const uint8_t *row)
 {
-    size_t bits = cb->num_flags;
-    for (uint32_t w = 0; 4 * w < cb->row_bytes; w++) {
-        uint32_t keep;
-        match_row_word(cb, row, w, &keep);
-        bits += ibp_popcount(keep);
-    }
-    return (bits + 7) / 8;
+    return cb->scheme == IBP_SCHEME_PLANES ? ibp_planes_coded_bytes(cb, row) : ibp_masks_coded_bytes(cb, row);
 }
 
 ibp_status ibp_encode_row(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
 {
-    *coded_bytes = ibp_coded_row_bytes(cb, row);
-    if (*coded_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
-    memset(dst, 0, *coded_bytes);
-    size_t position = cb->num_flags;
-    for (uint32_t w = 0; 4 * w < cb->row_bytes; w++) {
-        uint32_t keep;
-        const uint32_t participation = match_row_word(cb, row, w, &keep);
-        if (ibp_flagged_chunks(cb->flags[w])) or_bits(dst, ibp_flag_position(cb->flags[w]), participation);
-        or_bits(dst, position, ibp_extract(load_word(row, cb->row_bytes, w), keep));
-        position += ibp_popcount(keep);
-    }
-    return IBP_OK;
+    return cb->scheme == IBP_SCHEME_PLANES ? ibp_planes_encode(cb, row, dst, dst_bytes, coded_bytes)
+                                           : ibp_masks_encode(cb, row, dst, dst_bytes, coded_bytes);
 }
 
 ibp_status ibp_decode_row(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
 {
-    size_t position = cb->num_flags;
-    for (uint32_t w = 0; 4 * w < cb->row_bytes; w++) {
-        const uint32_t participation = load_bits(src, src_bytes, ibp_flag_position(cb->flags[w]));
-        const uint32_t keep =
-            ibp_keep_word(participation, cb->mask[w], cb->flags[w], cb->chunk_bytes) & ibp_row_bits_of_word(cb->row_bytes, w);
-        const uint32_t kept = ibp_deposit(load_bits(src, src_bytes, position), keep);
-        store_word(row, cb->row_bytes, w, kept | (cb->bitval[w] & ~keep));
-        position += ibp_popcount(keep);
-    }
-    return (position + 7) / 8 == src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
-}
-
-void ibp_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits)
-{
-    const uint32_t chunk_bytes = cb->chunk_bytes, num_chunks = (cb->row_bytes + chunk_bytes - 1) / chunk_bytes;
-    for (size_t r = 0; r < num_rows; r++)
-        for (uint32_t chunk = 0; chunk < num_chunks; chunk++) {
-            const uint8_t *const row = data + r * cb->row_bytes;
-            const uint32_t w = chunk * chunk_bytes / 4;
-            uint32_t mismatch = (load_word(row, cb->row_bytes, w) ^ cb->bitval[w]) & cb->mask[w];
-            if (chunk_bytes == 8) mismatch |= (load_word(row, cb->row_bytes, w + 1) ^ cb->bitval[w + 1]) & cb->mask[w + 1];
-            if (chunk_bytes < 4) mismatch &= ((1u << (8 * chunk_bytes)) - 1u) << (8 * (chunk * chunk_bytes % 4));
-            hits[chunk] += mismatch == 0;
-        }
+    return cb->scheme == IBP_SCHEME_PLANES ? ibp_planes_decode(cb, src, src_bytes, row) : ibp_masks_decode(cb, src, src_bytes, row);
 }

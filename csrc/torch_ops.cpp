@@ -56,28 +56,56 @@ uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *name)
 
 int64_t rows_of(int64_t num_bytes, uint32_t row_bytes) { return (num_bytes + row_bytes - 1) / row_bytes; }
 
-// codec: [scheme, row_bytes] and, in scheme ibp, [chunk_bytes, num_flags].
-ibp_scheme scheme_of(const std::vector<int64_t> &codec)
+// Scheme ibp: codec is [1, row_bytes, chunk_bytes, num_flags], words as codebook_words makes them.
+void read_masks(const Tensor &words, const std::vector<int64_t> &codec, ibp_codebook *codebook)
 {
-    const bool raw = codec.size() == 2 && codec[0] == IBP_SCHEME_RAW, masks = codec.size() == 4 && codec[0] == IBP_SCHEME_IBP;
-    STD_TORCH_CHECK(raw || masks, "ibp: codec is not [scheme, row_bytes, ...] of a known scheme");
-    return raw ? IBP_SCHEME_RAW : IBP_SCHEME_IBP;
+    STD_TORCH_CHECK(codec.size() == 4, "ibp: codec of scheme ibp has ", codec.size(), " numbers, 4 are needed");
+    codebook->chunk_bytes = to_u32(codec[2], 1, 8, "chunk_bytes");
+    codebook->num_flags = to_u32(codec[3], 0, IBP_MAX_ROW_BYTES, "num_flags");
+    const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook->row_bytes));
+    const auto *data = static_cast<const uint32_t *>(
+        static_cast<const void *>(data_of<int32_t>(words, ScalarType::Int, 3 * num_words, "codebook")));
+    codebook->mask = data;
+    codebook->bitval = data + num_words;
+    codebook->flags = data + 2 * num_words;
+}
+
+// Scheme planes: codec is [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, digit_bits ...],
+// entries the packed symbols.
+void read_planes(const Tensor &entries, const std::vector<int64_t> &codec, ibp_codebook *codebook)
+{
+    STD_TORCH_CHECK(codec.size() >= 9 && codec.size() <= 9 + IBP_MAX_PLANES, "ibp: codec of scheme planes has ", codec.size(),
+                    " numbers, 9 to 13 are needed");
+    ibp_planes &planes = codebook->planes;
+    planes.element_bytes = to_u32(codec[2], 1, 8, "element_bytes");
+    planes.rotate = to_u32(codec[3], 0, 1, "rotate");
+    planes.residual_bits = to_u32(codec[4], 0, 8 * codec[2], "residual_bits");
+    planes.per_column = codec[5] != 0;
+    planes.listed = codec[6] != 0;
+    planes.default_value = static_cast<uint64_t>(codec[7]);
+    planes.closed_value = static_cast<uint64_t>(codec[8]);
+    planes.num_planes = static_cast<uint32_t>(codec.size()) - 9;
+    for (uint32_t p = 0; p < planes.num_planes; p++) {
+        planes.digit_bits[p] = static_cast<uint8_t>(to_u32(codec[9 + p], 1, IBP_MAX_DIGIT_BITS, "digit_bits"));
+        planes.num_entries += (1u << planes.digit_bits[p]) - 1u;
+    }
+    for (planes.symbol_bytes = 1; 8 * planes.symbol_bytes < 8 * planes.element_bytes - planes.residual_bits;) planes.symbol_bytes *= 2;
+    const int64_t sets = planes.per_column ? codebook->row_bytes / planes.element_bytes : 1;
+    planes.entries = bytes_of(entries, sets * planes.num_entries * planes.symbol_bytes, "codebook");
+    check(ibp_check_planes(codebook), "ibp: codec of scheme planes");
 }
 
 ibp_codebook codebook_of(const Tensor &words, const std::vector<int64_t> &codec)
 {
-    const ibp_scheme scheme = scheme_of(codec);
+    STD_TORCH_CHECK(codec.size() >= 2, "ibp: codec is not [scheme, row_bytes, ...]");
     ibp_codebook codebook{};
     codebook.row_bytes = to_u32(codec[1], 1, IBP_MAX_ROW_BYTES, "row_bytes");
-    if (scheme == IBP_SCHEME_RAW) return codebook;
-    codebook.chunk_bytes = to_u32(codec[2], 1, 8, "chunk_bytes");
-    codebook.num_flags = to_u32(codec[3], 0, IBP_MAX_ROW_BYTES, "num_flags");
-    const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook.row_bytes));
-    const auto *data = static_cast<const uint32_t *>(
-        static_cast<const void *>(data_of<int32_t>(words, ScalarType::Int, 3 * num_words, "codebook")));
-    codebook.mask = data;
-    codebook.bitval = data + num_words;
-    codebook.flags = data + 2 * num_words;
+    switch (codec[0]) {
+    case IBP_SCHEME_RAW: codebook.scheme = IBP_SCHEME_RAW; break;
+    case IBP_SCHEME_IBP: codebook.scheme = IBP_SCHEME_IBP, read_masks(words, codec, &codebook); break;
+    case IBP_SCHEME_PLANES: codebook.scheme = IBP_SCHEME_PLANES, read_planes(words, codec, &codebook); break;
+    default: STD_TORCH_CHECK(false, "ibp: unknown scheme ", codec[0]);
+    }
     return codebook;
 }
 
@@ -93,7 +121,6 @@ struct TableArgs {
         STD_TORCH_CHECK(num_items >= 0 && item_bytes >= 0, "ibp: negative num_items or item_bytes");
         t.num_items = num_items;
         t.item_bytes = item_bytes;
-        t.scheme = scheme_of(codec);
         t.codebook = codebook_of(codebook, codec);
         t.slot_bytes = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
         STD_TORCH_CHECK(overflow_start >= 0, "ibp: negative overflow_start");
@@ -106,7 +133,7 @@ struct TableArgs {
         t.lengths = data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
         t.bases = static_cast<const uint64_t *>(static_cast<const void *>(
             data_of<int64_t>(bases, ScalarType::Long, bases.numel() ? (num_rows + 31) / 32 : 0, "bases")));
-        STD_TORCH_CHECK(t.scheme != IBP_SCHEME_RAW || !t.lengths, "ibp: scheme raw has no lengths");
+        STD_TORCH_CHECK(t.codebook.scheme != IBP_SCHEME_RAW || !t.lengths, "ibp: scheme raw has no lengths");
         return t;
     }
 };
@@ -231,11 +258,17 @@ Tensor count_bits_cuda(Tensor data, int64_t row_bytes)
     return counts;
 }
 
+ibp_codebook masks_of(const Tensor &words, const std::vector<int64_t> &codec)
+{
+    STD_TORCH_CHECK(!codec.empty() && codec[0] == IBP_SCHEME_IBP, "ibp: only scheme ibp has chunks");
+    return codebook_of(words, codec);
+}
+
 int64_t chunks_of(const ibp_codebook &cb) { return (cb.row_bytes + cb.chunk_bytes - 1) / cb.chunk_bytes; }
 
 Tensor count_hits_cpu(Tensor data, Tensor codebook, std::vector<int64_t> codec)
 {
-    const ibp_codebook cb = codebook_of(codebook, codec);
+    const ibp_codebook cb = masks_of(codebook, codec);
     return count_on_cpu(data, chunks_of(cb), cb.row_bytes,
                         [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) { ibp_count_hits(&cb, rows, num_rows, hits); });
 }
@@ -244,7 +277,7 @@ Tensor count_hits_cuda(Tensor data, Tensor codebook, std::vector<int64_t> codec)
 {
     const auto device = guard(data);
     on_device(data, {&codebook});
-    const ibp_codebook cb = codebook_of(codebook, codec);
+    const ibp_codebook cb = masks_of(codebook, codec);
     Tensor hits = new_counts(data, chunks_of(cb));
     check(ibp_cuda_count_hits(&cb, bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / cb.row_bytes), counts_of(hits),
                               current_stream(data)),

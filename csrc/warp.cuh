@@ -59,6 +59,10 @@ struct Stage {
         const uint32_t w = ibp_min_u32(position / 32u, last_word);
         return __funnelshift_r(words[w], words[w + 1], position);
     }
+    __device__ __forceinline__ uint64_t bits64_at(uint32_t position) const
+    {
+        return bits_at(position) | static_cast<uint64_t>(bits_at(position + 32u)) << 32;
+    }
     __device__ __forceinline__ void or_bits(uint32_t position, uint32_t bits) const
     {
         const uint32_t w = position / 32u, shift = position % 32u;
@@ -69,14 +73,26 @@ struct Stage {
 };
 
 // Room for a row of row_bytes that starts anywhere in its first 16 bytes, and the word after it.
-__host__ __device__ __forceinline__ uint32_t stage_bytes(uint32_t row_bytes) { return (row_bytes + 15u) / 16u * 16u + 32u; }
+__host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes) { return (row_bytes + 15u) / 16u * 16u + 32u; }
 
-__device__ __forceinline__ Stage warp_stage(uint32_t row_bytes)
+// Room for a queue of listed positions and for a bitmap of all positions, behind the row's stage.
+constexpr uint32_t kQueue = 2 * kWarp;
+__host__ __device__ __forceinline__ uint32_t listed_bytes(const ibp_codebook &cb)
+{
+    if (cb.scheme != IBP_SCHEME_PLANES || !cb.planes.listed) return 0;
+    return 4u * kQueue + (cb.row_bytes / cb.planes.element_bytes + 127u) / 128u * 16u + 16u;
+}
+
+__host__ __device__ __forceinline__ uint32_t stage_bytes(const ibp_codebook &cb)
+{
+    return row_stage_bytes(cb.row_bytes) + listed_bytes(cb);
+}
+
+__device__ __forceinline__ Stage warp_stage(const ibp_codebook &cb)
 {
     extern __shared__ uint4 shared[];
-    const uint32_t size = stage_bytes(row_bytes);
-    uint8_t *const start = reinterpret_cast<uint8_t *>(shared) + (threadIdx.x / kWarp) * size;
-    return {reinterpret_cast<uint32_t *>(start), size / 4u - 2u};
+    uint8_t *const start = reinterpret_cast<uint8_t *>(shared) + (threadIdx.x / kWarp) * stage_bytes(cb);
+    return {reinterpret_cast<uint32_t *>(start), row_stage_bytes(cb.row_bytes) / 4u - 2u};
 }
 
 // Brings bytes [src, src + num_bytes) to stage byte src % 16 with aligned 16-byte loads and returns that shift. The loads stay within
@@ -100,17 +116,30 @@ __device__ __forceinline__ uint32_t stage_row(Stage stage, const uint8_t *src, u
     return shift;
 }
 
-// WORDS consecutive entries of a codebook array from entry w on; zeros past the row.
+// The bytes [low, high) of one row, and where they go.
+struct Window {
+    uint8_t *dst;
+    uint32_t low, high;
+};
+
+// Writes the bytes of WORDS words that lie in the window: one vector store where it is aligned and whole, else bytes.
 template <int WORDS>
-__device__ __forceinline__ void load_entries(const uint32_t *entries, uint32_t w, uint32_t num_words, uint32_t (&out)[WORDS])
+__device__ __forceinline__ void store_words(const Window &window, bool vectors, uint32_t w, const uint32_t (&words)[WORDS])
 {
-    if (WORDS == 4 && w < num_words) {
-        const uint4 v = __ldg(reinterpret_cast<const uint4 *>(entries + w));
-        out[0] = v.x, out[1 % WORDS] = v.y, out[2 % WORDS] = v.z, out[3 % WORDS] = v.w;
-    } else {
-#pragma unroll
-        for (int i = 0; i < WORDS; i++) out[i] = w + i < num_words ? __ldg(entries + w + i) : 0u;
+    const uint32_t first = 4u * w, end = first + 4u * WORDS;
+    if (first >= window.high || end <= window.low) return;
+    if (vectors && first >= window.low && end <= window.high) {
+        uint32_t *const dst = reinterpret_cast<uint32_t *>(window.dst + (first - window.low));
+        if (WORDS == 4)
+            *reinterpret_cast<uint4 *>(dst) = make_uint4(words[0], words[1 % WORDS], words[2 % WORDS], words[3 % WORDS]);
+        else
+            dst[0] = words[0];
+        return;
     }
+#pragma unroll
+    for (uint32_t i = 0; i < 4u * WORDS; i++)
+        if (first + i >= window.low && first + i < window.high)
+            window.dst[first + i - window.low] = static_cast<uint8_t>(words[i / 4u] >> (8u * (i % 4u)));
 }
 
 // Notes the first fault that any warp meets.
@@ -176,7 +205,7 @@ struct Launch {
 ibp_status check_cuda(cudaError_t error);
 
 // Blocks of up to 32 warps, as many as shared memory allows, one or two an SM; never more SMs than max_sms (0: all).
-ibp_status plan_launch(const void *kernel, uint32_t row_bytes, int64_t num_jobs, int max_sms, Launch *launch);
+ibp_status plan_launch(const void *kernel, const ibp_codebook &codebook, int64_t num_jobs, int max_sms, Launch *launch);
 
 } // namespace ibp
 

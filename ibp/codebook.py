@@ -6,7 +6,7 @@ import torch
 
 from . import _core
 
-SCHEMES = {"raw": 0, "ibp": 1}  # enum ibp_scheme
+SCHEMES = {"raw": 0, "ibp": 1, "planes": 2}  # enum ibp_scheme
 CHUNK_BYTES = (1, 2, 4, 8)
 
 
@@ -24,6 +24,8 @@ class Codebook:
         tau: the paper's threshold, where one was used for all chunks, else None.
         expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if made from masks.
     """
+
+    scheme = "ibp"
 
     def __init__(self, row_bytes, chunk_bytes, flag_all, palette, index, tau=None, expected_savings=None):
         self.row_bytes = int(row_bytes)

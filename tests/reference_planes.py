@@ -1,0 +1,309 @@
+"""An encoder and a decoder of rows of scheme `planes` in plain numpy, written from csrc/FORMAT.md, section 6, alone.
+
+Slow and simple on purpose: this is what the C and CUDA code is compared with. Storing a row raw is the caller's (section 2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+MAX_ROW_BYTES = 65536
+
+
+class CorruptRow(ValueError):
+    """A coded row that contradicts its length or its codebook (section 7)."""
+
+
+@dataclasses.dataclass
+class Codebook:
+    """The fields of FORMAT.md. ValueError if they contradict each other."""
+
+    element_bytes: int
+    row_bytes: int
+    rotate: int
+    residual_bits: int
+    digit_bits: tuple[int, ...]
+    per_column: bool
+    listed: bool
+    default: int  # default and closed are elements as they are in the row, not rotated
+    closed: int
+    entries: np.ndarray  # symbol_type(symbol_bits) [columns or 1, E]
+
+    def __post_init__(self):
+        self.digit_bits = tuple(self.digit_bits)
+        require(self.element_bytes in (1, 2, 4, 8), "an element has 1, 2, 4 or 8 bytes")
+        require(1 <= self.row_bytes <= MAX_ROW_BYTES and self.row_bytes % self.element_bytes == 0, "a row is 1 to 65536 bytes of whole elements")
+        require(self.rotate in (0, 1), "elements are rotated by 0 or 1 bit")
+        require(0 <= self.residual_bits <= self.width, "a residual is no wider than an element")
+        require(len(self.digit_bits) <= 4 and all(1 <= b <= 4 for b in self.digit_bits), "at most 4 planes of 1 to 4 bits")
+        require(not (self.per_column and self.listed), "listed elements have no entries of their column")
+        require(max(self.default, self.closed) < 2**self.width, "default and closed are elements")
+        dtype, shape = symbol_type(self.symbol_bits), (self.columns if self.per_column else 1, sum(2**b - 1 for b in self.digit_bits))
+        require(self.entries.shape == shape and self.entries.dtype == dtype, f"entries must be {dtype} {list(shape)}")
+        require(not np.any(high_part(self.entries.astype(np.uint64), self.symbol_bits)), f"entries are symbols of {self.symbol_bits} bits")
+
+    @property
+    def width(self) -> int:
+        return 8 * self.element_bytes
+
+    @property
+    def split(self) -> tuple[int, int, int]:
+        """How an element is split: the arguments of split() and join()."""
+        return self.width, self.rotate, self.residual_bits
+
+    @property
+    def columns(self) -> int:
+        return self.row_bytes // self.element_bytes
+
+    @property
+    def symbol_bits(self) -> int:
+        return self.width - self.residual_bits
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def symbol_type(symbol_bits: int) -> np.dtype:
+    """The smallest unsigned type that holds a symbol."""
+    return next(np.dtype(f"<u{size}") for size in (1, 2, 4, 8) if 8 * size >= symbol_bits)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def low_bits(width: int) -> np.uint64:
+    return np.uint64(2**width - 1)
+
+
+def high_part(values: np.ndarray, shift: int) -> np.ndarray:
+    """values >> shift, for a shift of all 64 bits too."""
+    return values >> np.uint64(shift) if shift < 64 else np.zeros_like(values)
+
+
+# ---- fields of bits -------------------------------------------------------------------------------------------------
+
+
+def pack_fields(values: np.ndarray, width: int) -> bytes:
+    """Fields of `width` bits, lowest bits first, padded with zero bits to a whole byte."""
+    bits = (values.astype(np.uint64)[:, None] >> np.arange(width, dtype=np.uint64)) & np.uint64(1)
+    return np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
+
+
+class Reader:
+    """Takes fields from a coded row, part by part."""
+
+    def __init__(self, coded: bytes):
+        self.coded = np.frombuffer(coded, np.uint8)
+        self.at = 0
+
+    def fields(self, count: int, width: int) -> np.ndarray:
+        """`count` fields of `width` bits: uint64 [count]. What pads them to a whole byte is skipped."""
+        size = ceil_div(count * width, 8)
+        if self.at + size > len(self.coded):
+            raise CorruptRow(f"byte {self.at + size} of a row of {len(self.coded)} bytes is asked for")
+        bits = np.unpackbits(self.coded[self.at : self.at + size], bitorder="little")[: count * width].reshape(count, width)
+        self.at += size
+        return (bits.astype(np.uint64) << np.arange(width, dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
+
+    def finish(self) -> None:
+        if self.at != len(self.coded):
+            raise CorruptRow(f"the row asks for {self.at} bytes, there are {len(self.coded)}")
+
+
+# ---- elements -------------------------------------------------------------------------------------------------------
+
+
+def elements_of(row: bytes, element_bytes: int) -> np.ndarray:
+    return np.frombuffer(row, f"<u{element_bytes}").astype(np.uint64)
+
+
+def rotate_left(elements: np.ndarray, count: int, width: int) -> np.ndarray:
+    """Rotates elements of `width` bits by 0 <= count < width bits."""
+    if count == 0:
+        return elements
+    return ((elements << np.uint64(count)) | (elements >> np.uint64(width - count))) & low_bits(width)
+
+
+def split(elements: np.ndarray, width: int, rotate: int, residual_bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """(symbols, residuals) of elements."""
+    rotated = rotate_left(elements, rotate, width)
+    return high_part(rotated, residual_bits), rotated & low_bits(residual_bits)
+
+
+def join(symbols: np.ndarray, residuals: np.ndarray, width: int, rotate: int, residual_bits: int) -> np.ndarray:
+    """The elements that split() takes apart."""
+    high = symbols << np.uint64(residual_bits) if residual_bits < width else np.uint64(0)
+    return rotate_left(high | residuals, width - rotate if rotate else 0, width)
+
+
+# ---- values of n elements -------------------------------------------------------------------------------------------
+
+
+def planes_of(codebook: Codebook, n: int) -> list[tuple[int, np.ndarray]]:
+    """For every plane the bits of a digit, and its entries for each of n elements: [n, 2^b - 1]."""
+    entries = np.broadcast_to(codebook.entries.astype(np.uint64), (n, codebook.entries.shape[1]))
+    firsts = np.cumsum([0] + [2**b - 1 for b in codebook.digit_bits])
+    return [(b, entries[:, first : first + 2**b - 1]) for b, first in zip(codebook.digit_bits, firsts)]
+
+
+def encode_values(codebook: Codebook, elements: np.ndarray) -> bytes:
+    symbols, residuals = split(elements, *codebook.split)
+    parts = [pack_fields(residuals, codebook.residual_bits)]
+    left = np.arange(len(elements))  # the elements that every plane so far has escaped
+    for bits, entries in planes_of(codebook, len(elements)):
+        equal = entries[left] == symbols[left, None]
+        digits = np.where(equal.any(axis=1), equal.argmax(axis=1), 2**bits - 1)
+        parts.append(pack_fields(digits, bits))
+        left = left[digits == 2**bits - 1]
+    parts.append(pack_fields(symbols[left], codebook.symbol_bits))
+    return b"".join(parts)
+
+
+def decode_values(codebook: Codebook, n: int, reader: Reader) -> np.ndarray:
+    residuals = reader.fields(n, codebook.residual_bits)
+    symbols = np.zeros(n, np.uint64)
+    left = np.arange(n)
+    for bits, entries in planes_of(codebook, n):
+        digits = reader.fields(len(left), bits).astype(np.int64)
+        named = digits < 2**bits - 1
+        symbols[left[named]] = entries[left[named], digits[named]]
+        left = left[~named]
+    symbols[left] = reader.fields(len(left), codebook.symbol_bits)
+    return join(symbols, residuals, *codebook.split)
+
+
+# ---- positions of listed elements -----------------------------------------------------------------------------------
+
+BITMAP = ("bitmap", None)
+FORMS = [BITMAP] + [(of, low) for of in ("listed", "not listed") for low in range(14)]
+
+
+def num_positions(form: tuple, columns: int, k: int) -> int:
+    """m: how many positions a list holds."""
+    return k if form[0] == "listed" else columns - k
+
+
+def num_upper_bits(m: int, low: int, columns: int) -> int:
+    return m + ceil_div(columns, 2**low) - 1
+
+
+def form_bytes(form: tuple, columns: int, k: int) -> int:
+    if form == BITMAP:
+        return ceil_div(columns, 8)
+    m, low = num_positions(form, columns, k), form[1]
+    return ceil_div(num_upper_bits(m, low, columns), 8) + ceil_div(m * low, 8)
+
+
+def choose_form(columns: int, k: int) -> tuple:
+    """The form of the fewest bytes; min() takes the first of equals."""
+    return min(FORMS, key=lambda form: form_bytes(form, columns, k))
+
+
+def encode_positions(is_listed: np.ndarray, form: tuple) -> bytes:
+    """is_listed: bool [columns]."""
+    if form == BITMAP:
+        return pack_fields(is_listed, 1)
+    of, low = form
+    positions = np.flatnonzero(is_listed if of == "listed" else ~is_listed)
+    upper = np.zeros(num_upper_bits(len(positions), low, len(is_listed)), np.uint8)
+    upper[np.arange(len(positions)) + (positions >> low)] = 1
+    return pack_fields(upper, 1) + pack_fields(positions & (2**low - 1), low)
+
+
+def decode_positions(columns: int, k: int, form: tuple, reader: Reader) -> np.ndarray:
+    """is_listed: bool [columns]."""
+    if form == BITMAP:
+        is_listed = reader.fields(columns, 1) == 1
+        if is_listed.sum() != k:
+            raise CorruptRow(f"a bitmap of {k} positions has {is_listed.sum()} bits set")
+        return is_listed
+    of, low = form
+    m = num_positions(form, columns, k)
+    ones = np.flatnonzero(reader.fields(num_upper_bits(m, low, columns), 1))
+    if len(ones) != m:
+        raise CorruptRow(f"a list of {m} positions has {len(ones)} upper bits set")
+    positions = ((ones - np.arange(m)) << low) | reader.fields(m, low).astype(np.int64)
+    if np.any(positions >= columns):
+        raise CorruptRow(f"position {positions.max()} in a row of {columns} elements")
+    if np.any(positions[1:] <= positions[:-1]):
+        raise CorruptRow("the positions of a list do not increase")
+    in_list = np.zeros(columns, bool)
+    in_list[positions] = True
+    return in_list if of == "listed" else ~in_list
+
+
+# ---- a row ----------------------------------------------------------------------------------------------------------
+
+
+def header_bytes(columns: int) -> int:
+    return 1 if columns < 128 else 2 if columns < 32768 else 3
+
+
+def encode_row(codebook: Codebook, row: bytes) -> bytes:
+    """The coded row, whether or not it is smaller than the row."""
+    require(len(row) == codebook.row_bytes, f"a row has {codebook.row_bytes} bytes, not {len(row)}")
+    elements = elements_of(row, codebook.element_bytes)
+    if not codebook.listed:
+        return encode_values(codebook, elements)
+    is_listed = elements != np.uint64(codebook.default)
+    k, size = int(is_listed.sum()), header_bytes(codebook.columns)
+    if k == 0:
+        return bytes(size)
+    is_closed = bool((elements[is_listed] == np.uint64(codebook.closed)).all())
+    header = (k | is_closed << (8 * size - 1)).to_bytes(size, "little")
+    positions = encode_positions(is_listed, choose_form(codebook.columns, k))
+    return header + positions + (b"" if is_closed else encode_values(codebook, elements[is_listed]))
+
+
+def decode_listed(codebook: Codebook, reader: Reader) -> np.ndarray:
+    size = header_bytes(codebook.columns)
+    header = int(reader.fields(1, 8 * size)[0])
+    is_closed, k = header >> (8 * size - 1), header & (2 ** (8 * size - 1) - 1)
+    if k > codebook.columns:
+        raise CorruptRow(f"{k} elements of {codebook.columns} are listed")
+    elements = np.full(codebook.columns, codebook.default, np.uint64)
+    if k > 0:
+        is_listed = decode_positions(codebook.columns, k, choose_form(codebook.columns, k), reader)
+        elements[is_listed] = np.uint64(codebook.closed) if is_closed else decode_values(codebook, k, reader)
+    return elements
+
+
+def decode_row(codebook: Codebook, coded: bytes) -> bytes:
+    """The row; raises CorruptRow if coded is none."""
+    reader = Reader(coded)
+    if codebook.listed:
+        elements = decode_listed(codebook, reader)
+    else:
+        elements = decode_values(codebook, codebook.columns, reader)
+    reader.finish()
+    return elements.astype(f"<u{codebook.element_bytes}").tobytes()
+
+
+# ---- a codebook for given rows --------------------------------------------------------------------------------------
+
+
+def frequent(values: np.ndarray, count: int) -> list[int]:
+    """The `count` most frequent values, of equally frequent ones the smaller first; zeros where there are fewer."""
+    distinct, counts = np.unique(values, return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:count]
+    return [int(value) for value in distinct[order]] + [0] * (count - len(order))
+
+
+def make_codebook(rows: np.ndarray, element_bytes: int, *, rotate=0, residual_bits=0, digit_bits=(), per_column=False, listed=False) -> Codebook:
+    """A codebook for rows, uint8 [num_rows, row_bytes]: default, closed and entries are what is most frequent in them.
+
+    The bytes of a coded row do not depend on how a codebook was found: this is one way.
+    """
+    row_bytes, num_entries = rows.shape[1], sum(2**b - 1 for b in digit_bits)
+    elements = elements_of(rows.tobytes(), element_bytes)
+    default, closed = frequent(elements, 2) if listed else (0, 0)
+    symbols, _ = split(elements[elements != np.uint64(default)] if listed else elements, 8 * element_bytes, rotate, residual_bits)
+    columns = symbols.reshape(-1, row_bytes // element_bytes).T if per_column else [symbols]
+    entries = np.array([frequent(column, num_entries) for column in columns], np.uint64)
+    return Codebook(element_bytes, row_bytes, rotate, residual_bits, digit_bits, per_column, listed, default, closed,
+                    entries.astype(symbol_type(8 * element_bytes - residual_bits)))
