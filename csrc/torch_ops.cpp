@@ -71,6 +71,7 @@ ibp_codebook codebook_of(const Tensor &words, const std::vector<int64_t> &codec)
     codebook.row_bytes = to_u32(codec[1], 1, IBP_MAX_ROW_BYTES, "row_bytes");
     if (scheme == IBP_SCHEME_RAW) return codebook;
     codebook.chunk_bytes = to_u32(codec[2], 1, 8, "chunk_bytes");
+    STD_TORCH_CHECK((codebook.chunk_bytes & (codebook.chunk_bytes - 1)) == 0, "ibp: chunk_bytes is ", codec[2], ", not 1, 2, 4 or 8");
     codebook.num_flags = to_u32(codec[3], 0, IBP_MAX_ROW_BYTES, "num_flags");
     const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook.row_bytes));
     const auto *data = static_cast<const uint32_t *>(
