@@ -288,7 +288,7 @@ static ibp_status decode_listed(const ibp_codebook *cb, value_reader *reader, ui
     if (start > 8 * reader->src_bytes || !read_positions(reader, columns, &form, bitmap)) return IBP_CORRUPT_ROW;
     if (closed ? start != 8 * reader->src_bytes : !open_values(reader, start, k)) return IBP_CORRUPT_ROW;
     for (uint32_t column = 0; column < columns; column++)
-        if ((bitmap[column / 8] >> (column % 8)) & 1u)
+        if (bitmap[column / 8] & (1 << (column % 8)))
             store_element(planes, row, column, closed ? planes->closed_value : read_value(reader, column));
     return IBP_OK;
 }

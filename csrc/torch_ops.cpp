@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -26,20 +27,28 @@ using torch::stable::Tensor;
 
 constexpr int64_t kGrainBytes = 1 << 16; // least work of a CPU thread
 
+// Messages are put together without streams: a compiler that links libstdc++ statically makes those unusable beside torch's.
+std::string to_text(const char *text) { return text; }
+std::string to_text(int64_t number) { return std::to_string(number); }
+
+// Throws what becomes a RuntimeError in Python unless the condition holds.
+template <typename... Parts> void require(bool condition, const Parts &...parts)
+{
+    if (!condition) throw std::runtime_error("ibp: " + (to_text(parts) + ...));
+}
+
 void check(ibp_status status, const char *what)
 {
-    if (status == IBP_OK) return;
-    std::string message = std::string(what) + ": " + ibp_status_string(status);
-    if (status == IBP_CUDA_ERROR) message += std::string(" (") + ibp_cuda_last_error() + ")";
-    STD_TORCH_CHECK(false, message);
+    const bool is_cuda = status == IBP_CUDA_ERROR;
+    require(status == IBP_OK, what, ": ", ibp_status_string(status), is_cuda ? ": " : "", is_cuda ? ibp_cuda_last_error() : "");
 }
 
 // The data of a contiguous tensor of the given dtype and at least the given number of elements; nullptr if it is empty.
 template <typename T> T *data_of(const Tensor &tensor, ScalarType dtype, int64_t least, const char *name)
 {
-    STD_TORCH_CHECK(tensor.scalar_type() == dtype, "ibp: ", name, " has the wrong dtype");
-    STD_TORCH_CHECK(tensor.is_contiguous(), "ibp: ", name, " is not contiguous");
-    STD_TORCH_CHECK(tensor.numel() >= least, "ibp: ", name, " has ", tensor.numel(), " elements, ", least, " are needed");
+    require(tensor.scalar_type() == dtype, name, " has the wrong dtype");
+    require(tensor.is_contiguous(), name, " is not contiguous");
+    require(tensor.numel() >= least, name, " has ", tensor.numel(), " elements, ", least, " are needed");
     return tensor.numel() == 0 ? nullptr : static_cast<T *>(tensor.data_ptr());
 }
 
@@ -50,7 +59,7 @@ uint8_t *bytes_of(const Tensor &tensor, int64_t least, const char *name)
 
 uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *name)
 {
-    STD_TORCH_CHECK(value >= low && value <= high, "ibp: ", name, " is ", value, ", outside [", low, ", ", high, "]");
+    require(value >= low && value <= high, name, " is ", value, ", outside [", low, ", ", high, "]");
     return static_cast<uint32_t>(value);
 }
 
@@ -59,8 +68,9 @@ int64_t rows_of(int64_t num_bytes, uint32_t row_bytes) { return (num_bytes + row
 // Scheme ibp: codec is [1, row_bytes, chunk_bytes, num_flags], words as codebook_words makes them.
 void read_masks(const Tensor &words, const std::vector<int64_t> &codec, ibp_codebook *codebook)
 {
-    STD_TORCH_CHECK(codec.size() == 4, "ibp: codec of scheme ibp has ", codec.size(), " numbers, 4 are needed");
+    require(codec.size() == 4, "codec of scheme ibp has ", codec.size(), " numbers, 4 are needed");
     codebook->chunk_bytes = to_u32(codec[2], 1, 8, "chunk_bytes");
+    require((codebook->chunk_bytes & (codebook->chunk_bytes - 1)) == 0, "chunk_bytes is ", codec[2], ", not 1, 2, 4 or 8");
     codebook->num_flags = to_u32(codec[3], 0, IBP_MAX_ROW_BYTES, "num_flags");
     const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook->row_bytes));
     const auto *data = static_cast<const uint32_t *>(
@@ -74,7 +84,7 @@ void read_masks(const Tensor &words, const std::vector<int64_t> &codec, ibp_code
 // entries the packed symbols.
 void read_planes(const Tensor &entries, const std::vector<int64_t> &codec, ibp_codebook *codebook)
 {
-    STD_TORCH_CHECK(codec.size() >= 9 && codec.size() <= 9 + IBP_MAX_PLANES, "ibp: codec of scheme planes has ", codec.size(),
+    require(codec.size() >= 9 && codec.size() <= 9 + IBP_MAX_PLANES, "codec of scheme planes has ", codec.size(),
                     " numbers, 9 to 13 are needed");
     ibp_planes &planes = codebook->planes;
     planes.element_bytes = to_u32(codec[2], 1, 8, "element_bytes");
@@ -92,19 +102,19 @@ void read_planes(const Tensor &entries, const std::vector<int64_t> &codec, ibp_c
     for (planes.symbol_bytes = 1; 8 * planes.symbol_bytes < 8 * planes.element_bytes - planes.residual_bits;) planes.symbol_bytes *= 2;
     const int64_t sets = planes.per_column ? codebook->row_bytes / planes.element_bytes : 1;
     planes.entries = bytes_of(entries, sets * planes.num_entries * planes.symbol_bytes, "codebook");
-    check(ibp_check_planes(codebook), "ibp: codec of scheme planes");
+    check(ibp_check_planes(codebook), "codec of scheme planes");
 }
 
 ibp_codebook codebook_of(const Tensor &words, const std::vector<int64_t> &codec)
 {
-    STD_TORCH_CHECK(codec.size() >= 2, "ibp: codec is not [scheme, row_bytes, ...]");
+    require(codec.size() >= 2, "codec is not [scheme, row_bytes, ...]");
     ibp_codebook codebook{};
     codebook.row_bytes = to_u32(codec[1], 1, IBP_MAX_ROW_BYTES, "row_bytes");
     switch (codec[0]) {
     case IBP_SCHEME_RAW: codebook.scheme = IBP_SCHEME_RAW; break;
     case IBP_SCHEME_IBP: codebook.scheme = IBP_SCHEME_IBP, read_masks(words, codec, &codebook); break;
     case IBP_SCHEME_PLANES: codebook.scheme = IBP_SCHEME_PLANES, read_planes(words, codec, &codebook); break;
-    default: STD_TORCH_CHECK(false, "ibp: unknown scheme ", codec[0]);
+    default: require(false, "unknown scheme ", codec[0]);
     }
     return codebook;
 }
@@ -118,12 +128,12 @@ struct TableArgs {
     ibp_table table() const
     {
         ibp_table t{};
-        STD_TORCH_CHECK(num_items >= 0 && item_bytes >= 0, "ibp: negative num_items or item_bytes");
+        require(num_items >= 0 && item_bytes >= 0, "negative num_items or item_bytes");
         t.num_items = num_items;
         t.item_bytes = item_bytes;
         t.codebook = codebook_of(codebook, codec);
         t.slot_bytes = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
-        STD_TORCH_CHECK(overflow_start >= 0, "ibp: negative overflow_start");
+        require(overflow_start >= 0, "negative overflow_start");
         t.overflow_start = static_cast<uint64_t>(overflow_start);
         const int64_t num_rows = rows_of(num_items * item_bytes, t.codebook.row_bytes);
         t.slots = bytes_of(slots, 0, "slots");
@@ -133,7 +143,7 @@ struct TableArgs {
         t.lengths = data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
         t.bases = static_cast<const uint64_t *>(static_cast<const void *>(
             data_of<int64_t>(bases, ScalarType::Long, bases.numel() ? (num_rows + 31) / 32 : 0, "bases")));
-        STD_TORCH_CHECK(t.codebook.scheme != IBP_SCHEME_RAW || !t.lengths, "ibp: scheme raw has no lengths");
+        require(t.codebook.scheme != IBP_SCHEME_RAW || !t.lengths, "scheme raw has no lengths");
         return t;
     }
 };
@@ -148,15 +158,15 @@ ibp_fault *fault_of(const Tensor &fault)
 void on_device(const Tensor &expected, std::initializer_list<const Tensor *> tensors)
 {
     for (const Tensor *tensor : tensors)
-        STD_TORCH_CHECK(tensor->is_cuda() && tensor->get_device_index() == expected.get_device_index(),
-                        "ibp: all tensors must be on the same CUDA device");
+        require(tensor->is_cuda() && tensor->get_device_index() == expected.get_device_index(),
+                        "all tensors must be on the same CUDA device");
 }
 
 ibp_stream current_stream(const Tensor &tensor)
 {
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "ibp: this torch has no CUDA support");
+    require(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA support");
     void *stream = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    require(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == 0, "no current CUDA stream");
     return static_cast<ibp_stream>(stream);
 }
 
@@ -224,7 +234,7 @@ Tensor codebook_words(Tensor mask, Tensor bitval, int64_t chunk_bytes, bool flag
     check(ibp_build_codebook(bytes_of(mask, 1, "mask"), bytes_of(bitval, row_bytes, "bitval"), row_bytes,
                              to_u32(chunk_bytes, 1, 8, "chunk_bytes"), flag_all, static_cast<uint32_t *>(words.data_ptr()),
                              &unused),
-          "ibp::codebook_words");
+          "codebook_words");
     return words;
 }
 
@@ -235,7 +245,7 @@ std::tuple<Tensor, Tensor> threshold_bits(Tensor counts, int64_t num_rows, doubl
     data_of<int64_t>(counts, ScalarType::Long, 8, "counts");
     check(ibp_threshold_bits(counts_of(counts), static_cast<uint64_t>(num_rows), row_bytes, tau, bytes_of(mask, row_bytes, "mask"),
                              bytes_of(bitval, row_bytes, "bitval")),
-          "ibp::threshold_bits");
+          "threshold_bits");
     return {mask, bitval};
 }
 
@@ -254,13 +264,13 @@ Tensor count_bits_cuda(Tensor data, int64_t row_bytes)
     Tensor counts = new_counts(data, 8 * row_bytes);
     check(ibp_cuda_count_bits(bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes), bytes, counts_of(counts),
                               current_stream(data)),
-          "ibp::count_bits");
+          "count_bits");
     return counts;
 }
 
 ibp_codebook masks_of(const Tensor &words, const std::vector<int64_t> &codec)
 {
-    STD_TORCH_CHECK(!codec.empty() && codec[0] == IBP_SCHEME_IBP, "ibp: only scheme ibp has chunks");
+    require(!codec.empty() && codec[0] == IBP_SCHEME_IBP, "only scheme ibp has chunks");
     return codebook_of(words, codec);
 }
 
@@ -281,7 +291,7 @@ Tensor count_hits_cuda(Tensor data, Tensor codebook, std::vector<int64_t> codec)
     Tensor hits = new_counts(data, chunks_of(cb));
     check(ibp_cuda_count_hits(&cb, bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / cb.row_bytes), counts_of(hits),
                               current_stream(data)),
-          "ibp::count_hits");
+          "count_hits");
     return hits;
 }
 
@@ -309,7 +319,7 @@ Tensor measure_rows_cuda(Tensor data, Tensor codebook, std::vector<int64_t> code
     Tensor lengths = new_tensor(data, {rows_of(data.numel(), cb.row_bytes)}, ScalarType::UInt16);
     check(ibp_cuda_measure_rows(&cb, bytes_of(data, 0, "data"), data.numel(), static_cast<uint16_t *>(lengths.data_ptr()),
                                 current_stream(data)),
-          "ibp::measure_rows");
+          "measure_rows");
     return lengths;
 }
 
@@ -352,16 +362,16 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
     const ibp_table table = IBP_TABLE_ARGUMENTS.table();
     check(ibp_cuda_encode_rows(&table, bytes_of(data, num_items * item_bytes, "data"), static_cast<uint8_t *>(slots.data_ptr()),
                                static_cast<uint8_t *>(overflow.data_ptr()), fault_of(fault), current_stream(data)),
-          "ibp::encode_rows");
+          "encode_rows");
 }
 
 // ---- gathering and decoding ----
 
 ibp_ids ids_of(const Tensor &ids)
 {
-    STD_TORCH_CHECK(ids.scalar_type() == ScalarType::Long || ids.scalar_type() == ScalarType::Int,
-                    "ibp: ids must be int32 or int64");
-    STD_TORCH_CHECK(ids.is_contiguous(), "ibp: ids is not contiguous");
+    require(ids.scalar_type() == ScalarType::Long || ids.scalar_type() == ScalarType::Int,
+                    "ids must be int32 or int64");
+    require(ids.is_contiguous(), "ids is not contiguous");
     return {ids.numel() == 0 ? nullptr : ids.data_ptr(), ids.numel(), ids.scalar_type() == ScalarType::Long ? 8u : 4u};
 }
 
@@ -385,13 +395,13 @@ void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor
     const ibp_ids items = ids_of(ids);
     check(ibp_cuda_gather_items(&table, &items, bytes_of(out, items.count * item_bytes, "out"), fault_of(fault),
                                 static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")), current_stream(out)),
-          "ibp::gather_items");
+          "gather_items");
 }
 
 void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t /*max_sms*/, Tensor out, Tensor fault)
 {
     const ibp_table table = IBP_TABLE_ARGUMENTS.table();
-    STD_TORCH_CHECK(0 <= start && start <= end && end <= num_items * item_bytes, "ibp: bytes [", start, ", ", end,
+    require(0 <= start && start <= end && end <= num_items * item_bytes, "bytes [", start, ", ", end,
                     ") are not in the table");
     if (start == end) return;
     uint8_t *const to = bytes_of(out, end - start, "out");
@@ -411,7 +421,7 @@ void decode_bytes_cuda(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t
     const ibp_table table = IBP_TABLE_ARGUMENTS.table();
     check(ibp_cuda_decode_bytes(&table, start, end, bytes_of(out, end - start, "out"), fault_of(fault),
                                 static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")), current_stream(out)),
-          "ibp::decode_bytes");
+          "decode_bytes");
 }
 
 // A CUDA tensor over the memory of a pinned one, which must outlive it.
@@ -420,7 +430,7 @@ Tensor map_pinned(Tensor host, int64_t device_index)
     const auto index = static_cast<int32_t>(to_u32(device_index, 0, 1 << 10, "device_index"));
     const torch::stable::accelerator::DeviceGuard device(index);
     void *mapped = nullptr;
-    check(ibp_cuda_map_pinned(host.data_ptr(), &mapped), "ibp::map_pinned");
+    check(ibp_cuda_map_pinned(host.data_ptr(), &mapped), "map_pinned");
     return torch::stable::from_blob(mapped, host.sizes(), host.strides(),
                                     torch::stable::Device(torch::headeronly::DeviceType::CUDA, index), host.scalar_type());
 }

@@ -84,15 +84,20 @@ def total_stored(lengths: torch.Tensor, geometry: _rows.Geometry) -> int:
     return total + raw_rows * geometry.row_bytes - (short if last_is_raw else 0)
 
 
-def learn(data: torch.Tensor, row_bytes: int, device: torch.device, sample: float | None, chunk_bytes: int | None, tau: float | None,
-          paper: bool, progress: bool) -> Codebook:
-    """The best codebook for the bytes of a tensor; arguments as `analyze`."""
+def check_learning(sample: float | None, chunk_bytes: int | None, tau: float | None) -> None:
+    """Raises ValueError for arguments that `learn` would not take."""
     if chunk_bytes is not None:
         check_chunk_bytes(chunk_bytes)
     if tau is not None and not 0.5 <= tau <= 1:
         raise ValueError(f"tau is {tau}; wanted 0.5 to 1, or None to sweep")
     if sample is not None and not 0 < sample <= 1:
         raise ValueError(f"sample is {sample}; wanted a fraction in (0, 1], or None")
+
+
+def learn(data: torch.Tensor, row_bytes: int, device: torch.device, sample: float | None, chunk_bytes: int | None, tau: float | None,
+          paper: bool, progress: bool) -> Codebook:
+    """The best codebook for the bytes of a tensor; arguments as `analyze`."""
+    check_learning(sample, chunk_bytes, tau)
     num_rows = data.numel() // row_bytes
     if num_rows == 0:  # nothing to learn from, but for one short row
         short = torch.zeros(row_bytes, dtype=torch.uint8)

@@ -98,6 +98,8 @@ class Codebook:
     def _check(self):
         _check_sizes(self.row_bytes, self.chunk_bytes)
         palette, index = self.palette, self.index
+        if not isinstance(palette, torch.Tensor) or not isinstance(index, torch.Tensor):
+            raise ValueError(f"palette and index are {_kind(palette)} and {_kind(index)}; wanted two tensors")
         if palette.dtype != torch.uint8 or palette.dim() != 3 or palette.shape[1:] != (2, self.chunk_bytes) or len(palette) < 1:
             raise ValueError(f"palette is {_kind(palette)}; wanted uint8 [P, 2, {self.chunk_bytes}] with P of at least 1")
         num_pairs = len(palette)
@@ -131,7 +133,7 @@ class Codebook:
 
     def __setstate__(self, state):
         state = dict(state)
-        if state["index"].dtype == torch.int16:  # plain pickle cannot load uint16 tensors
+        if isinstance(state["index"], torch.Tensor) and state["index"].dtype == torch.int16:  # plain pickle cannot load uint16 tensors
             state["index"] = state["index"].view(torch.uint16)
         self.__init__(**state)
 

@@ -6,7 +6,7 @@ import torch
 from tqdm import tqdm
 
 from . import _memory, _ops, layout as _layout, rows as _rows
-from .analysis import check_codebook, learn, measure, total_stored
+from .analysis import check_codebook, check_learning, learn, measure, total_stored
 from .codebook import SCHEMES, Codebook
 from .table import CompressedTensor
 
@@ -41,6 +41,7 @@ def compress(x: torch.Tensor, *, scheme: str = "ibp", chunk_bytes: int | None = 
     _rows.check_tensor(x)
     if scheme not in SCHEMES:
         raise ValueError(f"scheme is {scheme!r}; wanted one of {sorted(SCHEMES)}")
+    check_learning(sample, chunk_bytes, tau)
     if layout not in ("slots", "packed"):
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
     if layout == "packed" and slot_bytes is not None:
@@ -85,6 +86,7 @@ def compress_(x: torch.Tensor, *, chunk_bytes: int | None = None, tau: float | N
     """
     _rows.check_tensor(x)
     _check_owns_memory(x)
+    check_learning(sample, chunk_bytes, tau)
     geometry = _geometry(x, row_bytes, codebook)
     worker = _rows.working_device(x, device)
     pin = not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else pin_memory)

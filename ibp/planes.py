@@ -377,13 +377,14 @@ def _listed_values(x, width, default, closed):
 # ---- learning -------------------------------------------------------------------------------------------------------
 
 _GUESS_ELEMENTS = 1 << 17  # from which the symbols' frequencies are guessed
-_LEARN_ELEMENTS = 1 << 20  # from which candidates are learned, and
+_LEARN_ELEMENTS = 1 << 19  # from which candidates are learned, and
 _TEST_ELEMENTS = 1 << 18  # on which they are compared, always whole rows
+_WHOLE_ELEMENTS = 1 << 20  # of a table that candidates are learned from as a whole
 _LEAST_ROWS = 64
-_TABLE_CANDIDATES, _COLUMN_CANDIDATES = 10, 4  # that are compared exactly, of all shapes and of each
-_COLUMN_SHAPES = 4  # that entries a column are tried for,
-_COLUMNS_GAIN = 1.25  # as these make rows this much smaller at the most
-_AS_GOOD = 1.001  # a cost within this of the least is as good; then fewer entries are better
+_CANDIDATES = 10  # that are compared exactly
+_COLUMNS_GAIN = 1.5  # rows with entries a column are taken to be smaller than others by this factor at the most
+_AS_GOOD = 1.001  # a cost within this of the least is as good; then dense rows, fewer planes and fewer entries are better, for the decoder
+_LEAST_SHARE = 1 / 256  # of a default
 _PSEUDO_COUNTS = 8.0  # of the table's symbols that every column has besides its own
 _DICTIONARY, _COLUMN_CELLS = 255, 1 << 20  # the table's symbols that columns choose from, and columns * symbols, at most
 _MAX_BINS_BITS = 16
@@ -476,8 +477,8 @@ def _shapes(width, exponent_bits):
         return [(0, bits) for bits in range(width + 1)]
     if width == 8:
         return [(0, bits) for bits in range(width + 1)] + [(1, bits) for bits in range(1, width)]
-    around = range(max(1, exponent_bits - 2), exponent_bits + 5)
-    return [(0, 0), (0, width)] + [(1, bits) for bits in around if bits < width] + [(0, bits + 1) for bits in around if bits + 1 < width]
+    around = range(max(1, exponent_bits - 2), _MAX_BINS_BITS)
+    return [(0, 0)] + [(1, bits) for bits in around] + [(0, bits + 1) for bits in around] + [(0, width)] * (width > _MAX_BINS_BITS)
 
 
 class _Search:
@@ -493,10 +494,11 @@ class _Search:
     def _parts(self, rows):
         """Elements [n, C] of the rows to learn on and of others to compare on, or of the same if no others are to come."""
         order, half = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)), len(rows) // 2
-        self.is_whole = len(rows) >= self.num_rows and len(rows) * self.columns <= _LEARN_ELEMENTS
+        self.is_whole = len(rows) >= self.num_rows and len(rows) * self.columns <= _WHOLE_ELEMENTS
         self.is_apart = not self.is_whole and half > 0
         parts = (order[:half], order[half:]) if self.is_apart else (order, order)
-        sizes = (max(_LEAST_ROWS, most // self.columns) for most in (_LEARN_ELEMENTS, _TEST_ELEMENTS))
+        learned = _WHOLE_ELEMENTS if self.is_whole else _LEARN_ELEMENTS
+        sizes = (max(_LEAST_ROWS, most // self.columns) for most in (learned, _TEST_ELEMENTS))
         return [self._elements(rows[part[:size].sort().values.to(rows.device)]) for part, size in zip(parts, sizes)]
 
     def _elements(self, rows):
@@ -509,7 +511,7 @@ class _Search:
         plans += self._table_plans(_Plan(self.width), _COLUMNS_GAIN * least)
         least = min(cost for cost, _ in plans)
         as_good = [plan for cost, plan in plans if cost <= _AS_GOOD * least]
-        return self._learned(min(as_good, key=lambda plan: (plan.codebook_bytes(self.columns), len(plan.digit_bits))))
+        return self._learned(min(as_good, key=lambda plan: (plan.listed, len(plan.digit_bits), plan.codebook_bytes(self.columns))))
 
     def _learned(self, plan):
         """The plan's codebook, its entries from all sampled rows."""
@@ -529,7 +531,7 @@ class _Search:
         """A plan that lists, or None where no value is frequent enough for that to pay."""
         picked = _some(self.learn)
         default, share = _most_frequent(picked)
-        if share * self.width <= 2 * _entropy(share) and share < 1:
+        if share < _LEAST_SHARE or share * self.width < 2 * _entropy(share):
             return None
         others = self.learn[self.learn != default]
         closed = _most_frequent(_some(others))[0] if others.numel() else default
@@ -546,22 +548,19 @@ class _Search:
         learn, test = _values_of(plan, self.learn), _values_of(plan, self.test)
         bits = self._model(_tails(learn, self.shapes), self.shapes, learn.rows is None, 1)
         found = []
-        for shape, digit_lists in _best_groups(bits, self.shapes, _TABLE_CANDIDATES):
-            entries = _top_symbols(learn.symbols(*shape), shape[1])
-            found += self._compare(plan, shape, digit_lists, False, entries, test)
+        for shape, digit_lists in _best_groups(bits, self.shapes):
+            ranks = _ranks(test.symbols(*shape), _top_symbols(learn.symbols(*shape), shape[1]), shape[1])
+            found += self._compare(replace(plan, rotate=shape[0], symbol_bits=shape[1]), digit_lists, ranks, test)
         if self._columns_may_pay() and min(cost for cost, _ in found) <= worth:
-            order = bits.min(1).values.argsort().tolist()
-            for shape in [self.shapes[i] for i in order if self.shapes[i][1]][:_COLUMN_SHAPES]:
-                found += self._column_plans(plan, shape, learn, test)
+            found += self._column_plans(plan, bits.min(1).values.tolist(), learn, test)
         return found
 
-    def _compare(self, plan, shape, digit_lists, per_column, entries, test):
-        """Digits of several widths for the same shape and entries, of which each takes as many as it wants."""
+    def _compare(self, plan, digit_lists, ranks, test):
+        """Digits of several widths for the same ranks, which say how many entries they want."""
         found, counts = [], {}
-        ranks = _ranks(test.symbols(*shape), entries, shape[1])
-        for digits in digit_lists or self._best_digits(ranks, shape, entries.shape[1], test):
-            tried = replace(plan, rotate=shape[0], symbol_bits=shape[1], digit_bits=digits, per_column=per_column)
-            lengths = test.lengths(ranks, shape[1], digits, counts)
+        for digits in digit_lists:
+            tried = replace(plan, digit_bits=digits)
+            lengths = test.lengths(ranks, plan.symbol_bits, digits, counts)
             found.append((float(lengths.sum()) / test.num_rows + tried.codebook_bytes(self.columns) / self.num_rows, tried))
         return found
 
@@ -588,15 +587,32 @@ class _Search:
         """Whether there are rows to compare on, and one entry a column is less than a tenth of the table."""
         return self.columns > 1 and (self.is_whole or self.is_apart) and self.columns < 0.1 * self.row_bytes * self.num_rows
 
-    def _column_plans(self, plan, shape, learn, test):
-        entries = self._column_entries(learn.symbols(*shape), shape[1])
-        return self._compare(plan, shape, None, True, entries, test)
+    def _column_plans(self, plan, table_bits, learn, test):
+        """Symbols of more and fewer bits, from those on that are best with entries a table, as long as they are better."""
+        tried = {}
 
-    def _best_digits(self, ranks, shape, count, test):
-        hist = torch.bincount(ranks.flatten(), minlength=count + 1).cpu()
-        tails = _tails_of(hist[:count], ranks.numel()) / test.num_rows
-        groups = _best_groups(self._model(tails[None], [shape], True, self.columns), [shape], _COLUMN_CANDIDATES)
-        return groups[0][1]
+        def cost(shape):
+            if shape not in tried:
+                tried[shape] = self._column_digits(shape, learn, test)
+            return tried[shape][0]
+
+        for rotate in sorted({rotate for rotate, _ in self.shapes}):
+            own = [(shape, bits) for shape, bits in zip(self.shapes, table_bits) if shape[0] == rotate and shape[1]]
+            best = min(range(len(own)), key=lambda i: own[i][1])
+            for step in (1, -1):
+                while 0 <= best + step < len(own) and cost(own[best + step][0]) < cost(own[best][0]):
+                    best += step
+        shape, (_, digit_lists, ranks) = min(tried.items(), key=lambda item: item[1][0])
+        return self._compare(replace(plan, rotate=shape[0], symbol_bits=shape[1], per_column=True), digit_lists, ranks, test)
+
+    def _column_digits(self, shape, learn, test):
+        """(bits of a mean row, the best lists of digits, ranks of the elements to compare on) with entries a column."""
+        entries = self._column_entries(learn.symbols(*shape), shape[1])
+        ranks = _ranks(test.symbols(*shape), entries, shape[1])
+        count = entries.shape[1]
+        tails = _tails_of(torch.bincount(ranks.flatten(), minlength=count + 1).cpu()[:count], ranks.numel()) / test.num_rows
+        bits = self._model(tails[None], [shape], True, self.columns)
+        return float(bits.min()), _best_groups(bits, [shape])[0][1], ranks
 
     def _column_entries(self, symbols, bits):
         """Entries a column, int64 [C, up to _MOST_ENTRIES], out of the table's most frequent symbols."""
@@ -706,10 +722,10 @@ def _digit_tables():
     return widths, firsts, firsts[:, -1]
 
 
-def _best_groups(bits, shapes, count):
-    """The `count` best of bits [shapes, lists of digits]: [(shape, lists)], the best shape first."""
+def _best_groups(bits, shapes):
+    """The _CANDIDATES least of bits [shapes, lists of digits]: [(shape, lists)], the best shape first."""
     groups = {}
-    for at in bits.flatten().argsort(stable=True)[:count].tolist():
+    for at in bits.flatten().argsort(stable=True)[:_CANDIDATES].tolist():
         shape, digits = divmod(at, len(_DIGIT_LISTS))
         groups.setdefault(shapes[shape], []).append(_DIGIT_LISTS[digits])
     return list(groups.items())

@@ -49,11 +49,9 @@ class CompressedTensor:
         self.scheme = scheme
         self.row_bytes = row_bytes
         self.slot_bytes = slot_bytes
-        self.slots = slots
-        self.overflow = overflow
-        self.lengths = lengths
-        self.bases = bases
+        self.slots, self.overflow, self.lengths, self.bases = (_contiguous(tensor) for tensor in (slots, overflow, lengths, bases))
         self.codebook = codebook
+        self._check_fields()
         self._geometry = Geometry(self.shape, dtype, row_bytes)
         self._check_state()
         self._places: dict[torch.device, _Place] = {}
@@ -188,7 +186,7 @@ class CompressedTensor:
         device = ids.device if isinstance(key, torch.Tensor) and key.dim() else self.device
         flat = ids.reshape(-1)
         flat = torch.where(flat < 0, flat + len(self), flat)
-        return index_select(self, flat, device=device).reshape(*ids.shape, *self.shape[1:])
+        return index_select(self, flat, device=device).reshape((*ids.shape, *self.shape[1:]))
 
     def check(self) -> None:
         """Waits for this table's work on all GPUs and raises what went wrong there: IndexError or CorruptTableError."""
@@ -226,11 +224,17 @@ class CompressedTensor:
         held = [tensor for tensor in (self.slots, self.overflow) if tensor.numel()]
         self._is_pinned = self.device.type == "cpu" and torch.cuda.is_available() and all(tensor.is_pinned() for tensor in held)
 
+    def _check_fields(self):
+        if self.scheme not in SCHEMES:
+            raise ValueError(f"the table has scheme {self.scheme!r}; this ibp knows {sorted(SCHEMES)}")
+        if not isinstance(self.dtype, torch.dtype) or min(self.shape, default=0) < 0:
+            raise ValueError(f"the table has dtype {self.dtype!r} and shape {list(self.shape)}; wanted a torch.dtype and sizes of at least 0")
+        if type(self.row_bytes) is not int or type(self.slot_bytes) is not int:
+            raise TypeError(f"the table has row_bytes {self.row_bytes!r} and slot_bytes {self.slot_bytes!r}; wanted ints")
+
     def _check_state(self):
         """Raises ValueError unless sizes, dtypes and devices fit each other; what the bytes say is checked when they are decoded."""
         geometry, want = self._geometry, []
-        if self.scheme not in SCHEMES:
-            raise ValueError(f"the table has scheme {self.scheme!r}; this ibp knows {sorted(SCHEMES)}")
         if not 1 <= self.row_bytes <= _core.MAX_ROW_BYTES:
             raise ValueError(f"the table has rows of {self.row_bytes} bytes; wanted 1 to {_core.MAX_ROW_BYTES}")
         if self.slot_bytes != 0:
@@ -454,6 +458,10 @@ def _sms(max_sms):
     if max_sms < 1:
         raise ValueError(f"max_sms is {max_sms}; wanted at least 1, or None for all")
     return int(max_sms)
+
+
+def _contiguous(value):
+    return value.contiguous() if isinstance(value, torch.Tensor) else value
 
 
 def _nbytes(tensor):

@@ -1,0 +1,31 @@
+/* main.c - runs every C unit test and says how many checks held. */
+#include "check.h"
+
+#include <time.h>
+
+long num_passed, num_failed;
+
+static void run(const char *name, void (*test)(void))
+{
+    const long passed = num_passed, failed = num_failed;
+    const clock_t start = clock();
+    test();
+    printf("%-24s %9ld passed, %ld failed, %.1f s\n", name, num_passed - passed, num_failed - failed,
+           (double)(clock() - start) / CLOCKS_PER_SEC);
+}
+
+int main(void)
+{
+    run("bits", test_bits);
+    run("status", test_status);
+    run("codebook", test_codebook);
+    run("analysis", test_analysis);
+    run("rows", test_rows);
+    run("corrupt rows", test_corrupt_rows);
+    run("tables", test_tables);
+    run("corrupt tables", test_corrupt_tables);
+    run("offsets past 4 GiB", test_offsets_past_4_gib);
+    run("no cuda", test_no_cuda);
+    printf("%ld passed, %ld failed\n", num_passed, num_failed);
+    return num_failed != 0;
+}

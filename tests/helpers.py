@@ -1,0 +1,78 @@
+"""What several test files share: tensors to compress, and comparison by bits."""
+
+import numpy as np
+import torch
+
+import reference
+
+FLOAT8_DTYPES = [getattr(torch, name) for name in sorted(dir(torch)) if name.startswith("float8_")]
+DTYPES = FLOAT8_DTYPES + [
+    torch.bool, torch.int8, torch.uint8, torch.float16, torch.bfloat16, torch.int16, torch.uint16, torch.float32, torch.int32,
+    torch.uint32, torch.complex32, torch.float64, torch.int64, torch.uint64, torch.complex64,
+]  # fmt: skip
+
+
+def bytes_of(x):
+    """The bytes of a tensor: uint8 [numel * itemsize] on the CPU."""
+    x = x.detach().cpu().contiguous().reshape(-1)
+    return torch.view_as_real(x).reshape(-1).view(torch.uint8) if x.dtype.is_complex else x.view(torch.uint8)
+
+
+def tensor_from(data, shape, dtype):
+    """A tensor of the shape and dtype with the given bytes (a numpy uint8 array, as long as needed or longer)."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(np.ascontiguousarray(data[:size])).view(dtype).reshape(shape)
+
+
+def assert_same_bits(a, b):
+    assert a.dtype == b.dtype and a.shape == b.shape, f"{a.dtype} {list(a.shape)} is not {b.dtype} {list(b.shape)}"
+    differs = (bytes_of(a) != bytes_of(b)).nonzero()
+    assert len(differs) == 0, f"{len(differs)} of {bytes_of(a).numel()} bytes differ, the first at {int(differs[0])}"
+
+
+def take(x, ids):
+    """x[ids] by bytes, for dtypes that torch cannot index."""
+    ids = ids.cpu().to(torch.int64)
+    item_bytes = x.shape[1:].numel() * x.dtype.itemsize
+    rows = bytes_of(x).reshape(x.shape[0], item_bytes)[ids]
+    return rows.reshape(-1).view(x.dtype).reshape(len(ids), *x.shape[1:])
+
+
+def make_tensor(shape, dtype, kind="sparse", seed=0):
+    """Kinds: `sparse` few bytes not 0, `narrow` the high half of each element nearly fixed, `random`, `equal` all elements alike."""
+    rng = np.random.default_rng([seed, len(kind)])
+    count = int(np.prod(shape, dtype=np.int64))
+    elements = rng.integers(0, 256, (count, dtype.itemsize), np.uint8)
+    if kind == "sparse":
+        elements[rng.random(count) < 0.9] = 0
+    elif kind == "narrow":
+        elements[:, dtype.itemsize // 2 :] &= np.where(rng.random((count, 1)) < 0.98, 0x03, 0xFF).astype(np.uint8)
+    elif kind == "equal":
+        elements[:] = elements[:1]
+    if dtype == torch.bool:
+        elements &= 1
+    return tensor_from(elements.reshape(-1), shape, dtype)
+
+
+def embedding(num_rows, num_columns, dtype=torch.float32, seed=0):
+    """Normal values of a small spread, as trained weights have them."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(num_rows, num_columns, generator=generator) * 0.02).to(dtype)
+
+
+def one_hot_rows(num_rows, num_columns, seed=0):
+    """float32 zeros with a few ones in each row, some rows far fuller than others."""
+    rng = np.random.default_rng(seed)
+    density = rng.choice([0.002, 0.02, 0.5], (num_rows, 1), p=[0.8, 0.15, 0.05])
+    return torch.from_numpy((rng.random((num_rows, num_columns)) < density).astype(np.float32))
+
+
+def reference_table(table):
+    """The same table for the numpy decoder."""
+    codebook = None
+    if table.codebook is not None:
+        c = table.codebook
+        codebook = reference.Codebook(c.row_bytes, c.chunk_bytes, c.flag_all, c.palette.numpy(), c.index.numpy())
+    num_bytes = table.shape.numel() * table.dtype.itemsize
+    return reference.Table(num_bytes, table.row_bytes, table.slot_bytes, codebook, table.lengths.numpy(), table.bases.numpy().view(np.uint64),
+                           table.slots.numpy(), table.overflow.numpy())

@@ -1,0 +1,227 @@
+"""An encoder and a decoder of compressed tables in plain numpy, written from csrc/FORMAT.md alone.
+
+Slow and simple on purpose: this is what the C and CUDA code is compared with. Section numbers are those of FORMAT.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+ROWS_PER_BASE = 32
+OVERFLOW_ALIGN = 32
+
+
+class CorruptRow(ValueError):
+    """A row that contradicts its length, its codebook or its buffers (section 6)."""
+
+
+@dataclasses.dataclass
+class Codebook:
+    """Section 5: the distinct (mask, bitval) pairs of the chunks of a row, and which pair each chunk has."""
+
+    row_bytes: int
+    chunk_bytes: int
+    flag_all: bool
+    palette: np.ndarray  # uint8 [P, 2, chunk_bytes]
+    index: np.ndarray  # uint8 or uint16 [num_chunks]; empty if P is 1
+
+    @property
+    def num_chunks(self) -> int:
+        return ceil_div(self.row_bytes, self.chunk_bytes)
+
+    def pairs(self) -> np.ndarray:
+        """(mask, bitval) of every chunk: uint8 [num_chunks, 2, chunk_bytes]."""
+        if len(self.palette) == 1:
+            return np.repeat(self.palette, self.num_chunks, axis=0)
+        return self.palette[self.index]
+
+    def flagged(self) -> np.ndarray:
+        """Which chunks have a participation bit: bool [num_chunks]."""
+        return self.pairs()[:, 0].any(axis=1) | self.flag_all
+
+
+@dataclasses.dataclass
+class Table:
+    """Sections 1 to 3. codebook None: scheme raw (section 4)."""
+
+    num_bytes: int
+    row_bytes: int
+    slot_bytes: int
+    codebook: Codebook | None
+    lengths: np.ndarray  # uint16 [num_rows], or empty: every row is raw
+    bases: np.ndarray  # uint64 [ceil(num_rows / 32)], or empty: no row has an overflow part
+    slots: np.ndarray  # uint8
+    overflow: np.ndarray  # uint8
+
+    @property
+    def num_rows(self) -> int:
+        return ceil_div(self.num_bytes, self.row_bytes)
+
+    def valid(self, row: int) -> int:
+        return min(self.row_bytes, self.num_bytes - row * self.row_bytes)
+
+    def stored(self, row: int) -> int:
+        length = int(self.lengths[row]) if len(self.lengths) else 0
+        return length or self.valid(row)
+
+    def part(self, row: int) -> int:
+        return max(0, self.stored(row) - self.slot_bytes)
+
+    def room(self, row: int) -> int:
+        part = self.part(row)
+        return ceil_div(part, OVERFLOW_ALIGN) * OVERFLOW_ALIGN if self.slot_bytes > 0 else part
+
+    def overflow_start(self, row: int) -> int:
+        group = row // ROWS_PER_BASE
+        return int(self.bases[group]) + sum(self.room(q) for q in range(group * ROWS_PER_BASE, row))
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def bits_of(data: bytes | np.ndarray) -> np.ndarray:
+    return np.unpackbits(as_bytes(data), bitorder="little")
+
+
+def as_bytes(data: bytes | np.ndarray) -> np.ndarray:
+    return data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+
+
+def padded(data: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([data, np.zeros(size - len(data), np.uint8)])
+
+
+# ---- codebook -------------------------------------------------------------------------------------------------------
+
+
+def make_codebook(mask: bytes | np.ndarray, bitval: bytes | np.ndarray, chunk_bytes: int, flag_all: bool = False) -> Codebook:
+    """The codebook of a row's masks and bitvals, pairs numbered in order of appearance."""
+    mask, bitval = as_bytes(mask), as_bytes(bitval)
+    assert mask.shape == bitval.shape and not np.any(bitval & ~mask)
+    size = ceil_div(len(mask), chunk_bytes) * chunk_bytes
+    chunks = np.stack([padded(mask, size).reshape(-1, chunk_bytes), padded(bitval, size).reshape(-1, chunk_bytes)], axis=1)
+    numbers: dict[bytes, int] = {}
+    index = [numbers.setdefault(pair.tobytes(), len(numbers)) for pair in chunks]
+    palette = np.frombuffer(b"".join(numbers), np.uint8).reshape(-1, 2, chunk_bytes)
+    index_type = np.uint8 if len(palette) <= 256 else np.uint16
+    return Codebook(len(mask), chunk_bytes, flag_all, palette, np.array(index if len(palette) > 1 else [], index_type))
+
+
+def masks_of(codebook: Codebook) -> tuple[np.ndarray, np.ndarray]:
+    """mask and bitval of a whole row, row_bytes bytes each."""
+    pairs = codebook.pairs()
+    return tuple(pairs[:, i].reshape(-1)[: codebook.row_bytes] for i in (0, 1))
+
+
+# ---- one row --------------------------------------------------------------------------------------------------------
+
+
+def kept_bits(codebook: Codebook, participates: np.ndarray) -> np.ndarray:
+    """Which bits of a row are stored: bool [8 * row_bytes]."""
+    removed = codebook.pairs()[:, 0] * participates[:, None].astype(np.uint8)
+    return bits_of(removed.reshape(-1)[: codebook.row_bytes]) == 0
+
+
+def encode_row(codebook: Codebook, row: bytes | np.ndarray) -> bytes:
+    """The coded row, whether or not it is smaller than the row."""
+    row = as_bytes(row)
+    assert len(row) == codebook.row_bytes
+    chunks = padded(row, codebook.num_chunks * codebook.chunk_bytes).reshape(-1, codebook.chunk_bytes)
+    pairs, flagged = codebook.pairs(), codebook.flagged()
+    participates = flagged & ((chunks & pairs[:, 0]) == pairs[:, 1]).all(axis=1)
+    kept = bits_of(row)[kept_bits(codebook, participates)]
+    return np.packbits(np.concatenate([participates[flagged], kept]).astype(np.uint8), bitorder="little").tobytes()
+
+
+def decode_row(codebook: Codebook, coded: bytes | np.ndarray) -> bytes:
+    bits, flagged = bits_of(coded), codebook.flagged()
+    num_flags = int(flagged.sum())
+    if len(bits) < num_flags:
+        raise CorruptRow(f"{len(coded)} bytes cannot hold {num_flags} participation bits")
+    participates = np.zeros(codebook.num_chunks, bool)
+    participates[flagged] = bits[:num_flags] == 1
+    kept = kept_bits(codebook, participates)
+    num_bits = num_flags + int(kept.sum())
+    if ceil_div(num_bits, 8) != len(coded):
+        raise CorruptRow(f"the participation bits ask for {ceil_div(num_bits, 8)} bytes, there are {len(coded)}")
+    row = bits_of(masks_of(codebook)[1]).copy()
+    row[kept] = bits[num_flags:num_bits]
+    return np.packbits(row, bitorder="little").tobytes()
+
+
+# ---- a table --------------------------------------------------------------------------------------------------------
+
+
+def encode_table(data: bytes | np.ndarray, row_bytes: int, slot_bytes: int, codebook: Codebook | None) -> Table:
+    """Codes a whole tensor's bytes. slot_bytes: 0 (packed), a multiple of 32 below row_bytes (slots), or row_bytes (in place)."""
+    data = as_bytes(data)
+    none = {"lengths": np.zeros(0, np.uint16), "bases": np.zeros(0, np.uint64), "overflow": np.zeros(0, np.uint8)}
+    if codebook is None:
+        return Table(len(data), row_bytes, row_bytes, None, slots=data, **none)
+    table = Table(len(data), row_bytes, slot_bytes, codebook, slots=np.zeros(0, np.uint8), **none)
+    rows = []
+    for r in range(table.num_rows):
+        row = data[r * row_bytes : r * row_bytes + table.valid(r)]
+        coded = encode_row(codebook, padded(row, row_bytes))
+        rows.append(np.frombuffer(coded, np.uint8) if len(coded) < len(row) else row)
+    lengths = [len(row) if len(row) < table.valid(r) else 0 for r, row in enumerate(rows)]
+    table.lengths = np.array(lengths if any(lengths) else [], np.uint16)
+    place_rows(table, rows)
+    return table
+
+
+def place_rows(table: Table, rows: list[np.ndarray]) -> None:
+    """Fills bases, slots and overflow. rows: the stored bytes of each row."""
+    rooms = [table.room(r) for r in range(table.num_rows)]
+    starts = np.concatenate([[0], np.cumsum(rooms)]).astype(np.int64)
+    if starts[-1] > 0:
+        table.bases = starts[: table.num_rows : ROWS_PER_BASE].astype(np.uint64)
+    in_place = table.slot_bytes == table.row_bytes
+    table.slots = np.zeros(table.num_bytes if in_place else table.num_rows * table.slot_bytes, np.uint8)
+    table.overflow = np.zeros(starts[-1], np.uint8)
+    for r, row in enumerate(rows):
+        in_slot, part = row[: table.slot_bytes], row[table.slot_bytes :]
+        table.slots[r * table.slot_bytes :][: len(in_slot)] = in_slot
+        table.overflow[starts[r] : starts[r] + len(part)] = part
+
+
+def stored_row(table: Table, row: int) -> np.ndarray:
+    """The stored bytes of a row, from its slot and its part of overflow."""
+    stored, part = table.stored(row), table.part(row)
+    if stored > table.valid(row):
+        raise CorruptRow(f"row {row} stores {stored} bytes, more than its {table.valid(row)}")
+    start = row * table.slot_bytes
+    in_slot = table.slots[start : start + stored - part]
+    if len(in_slot) < stored - part:
+        raise CorruptRow(f"the slot of row {row} is not inside slots")
+    if part == 0:
+        return in_slot
+    if len(table.bases) == 0:
+        raise CorruptRow(f"row {row} needs overflow, and there are no bases")
+    start = table.overflow_start(row)
+    if start + part > len(table.overflow):
+        raise CorruptRow(f"the overflow part of row {row} is not inside overflow")
+    return np.concatenate([in_slot, table.overflow[start : start + part]])
+
+
+def decode_table_row(table: Table, row: int) -> bytes:
+    """The valid(row) original bytes of a row."""
+    stored = stored_row(table, row)
+    if len(table.lengths) == 0 or table.lengths[row] == 0:
+        return stored.tobytes()
+    return decode_row(table.codebook, stored)[: table.valid(row)]
+
+
+def decode_table(table: Table) -> bytes:
+    """The original bytes; raises CorruptRow at the first bad row."""
+    return b"".join(decode_table_row(table, r) for r in range(table.num_rows))
+
+
+def stored_bytes(table: Table) -> int:
+    """Bytes of the coded rows and of the codebook, without the row index."""
+    codebook = table.codebook
+    codebook_bytes = 0 if codebook is None else codebook.palette.nbytes + codebook.index.nbytes
+    return sum(table.stored(r) for r in range(table.num_rows)) + codebook_bytes

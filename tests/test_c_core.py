@@ -1,0 +1,62 @@
+"""Builds and runs the C unit tests of tests/c, once plainly and once under the address and undefined behaviour sanitizers."""
+
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+CSRC, TESTS = ROOT / "csrc", ROOT / "tests" / "c"
+WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+
+
+def compiler(variable, *names):
+    """The compiler that the library is built with: the environment's, else the first one there is."""
+    if os.environ.get(variable):
+        return shlex.split(os.environ[variable])
+    found = [name for name in names if shutil.which(name)]
+    assert found, f"no compiler: none of {names} is on the PATH, and {variable} is not set"
+    return found[:1]
+
+
+def run(command, **options):
+    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options)
+    return done.returncode, done.stdout
+
+
+def can_sanitize(directory):
+    source = directory / "empty.c"
+    source.write_text("int main(void) { return 0; }\n")
+    built, _ = run([*compiler("CC", "cc", "gcc", "clang"), *SANITIZE, source, "-o", directory / "empty"])
+    return built == 0 and run([directory / "empty"])[0] == 0
+
+
+@pytest.mark.parametrize("flags", [["-O2"], ["-O1", "-g", *SANITIZE]], ids=["plain", "sanitized"])
+def test_c_core(flags, tmp_path):
+    if SANITIZE[0] in flags and not can_sanitize(tmp_path):
+        pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
+    program = tmp_path / "test_core"
+    sources = sorted(TESTS.glob("*.c")) + sorted(CSRC.glob("*.c"))
+    code, output = run([*compiler("CC", "cc", "gcc", "clang"), "-std=c11", *flags, *WARNINGS, f"-I{CSRC}", *sources, "-o", program])
+    assert code == 0, output
+    code, output = run([program], env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}, timeout=300)
+    print(output)
+    passed, failed = map(int, re.search(r"^(\d+) passed, (\d+) failed$", output, re.M).groups())
+    assert code == 0 and failed == 0 and passed > 1_000_000, output
+
+
+@pytest.mark.parametrize("header", ["ibp.h", "ibp_cuda.h", "format.h"])
+@pytest.mark.parametrize("language", ["c", "c++"])
+def test_headers_stand_alone(header, language, tmp_path):
+    """Each public header compiles by itself, as C11 and as C++17, without a warning."""
+    is_c = language == "c"
+    command = compiler("CC", "cc", "gcc", "clang") if is_c else compiler("CXX", "c++", "g++", "clang++")
+    source = tmp_path / ("main.c" if is_c else "main.cpp")
+    source.write_text(f'#include "{header}"\n#include "{header}"\n')
+    code, output = run([*command, "-std=c11" if is_c else "-std=c++17", *WARNINGS, f"-I{CSRC}", "-c", source, "-o", tmp_path / "main.o"])
+    assert code == 0, output

@@ -1,0 +1,194 @@
+"""Every dtype, every shape and every bit pattern comes back as it was, on the CPU."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import ibp
+from helpers import DTYPES, assert_same_bits, bytes_of, make_tensor, take, tensor_from
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+LAYOUTS = ["slots", "packed"]
+KINDS = ["sparse", "narrow", "random", "equal"]
+
+
+def check(x, **arguments):
+    """Compresses, decompresses, and takes items out of x. Returns the table."""
+    table = ibp.compress(x, device="cpu", pin_memory=False, **arguments)
+    assert table.shape == x.shape and table.dtype == x.dtype and table.scheme in ("ibp", "raw")
+    assert 0 <= table.stored_bytes <= x.numel() * x.element_size()
+    assert_same_bits(table.decompress(), x)
+    if x.dim():
+        n = len(x)
+        ids = torch.tensor([n - 1, 0, n // 2, 0] if n else [], dtype=torch.int64)
+        assert_same_bits(table.index_select(ids), take(x, ids))
+        assert_same_bits(table.index_select(ids.to(torch.int32)), take(x, ids))
+        assert_same_bits(table[n // 3 :], take(x, torch.arange(n // 3, n)))
+    return table
+
+
+def layout_arguments(layout, x):
+    row_bytes = x.shape[1:].numel() * x.element_size()
+    return {"slots": {}, "packed": {"layout": "packed"}, "in place": {"slot_bytes": row_bytes}, "slots of 32": {"slot_bytes": 32}}[layout]
+
+
+@pytest.mark.parametrize("layout", ["slots", "packed", "in place", "slots of 32"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(dtype, kind, layout):
+    x = make_tensor((70, 50), dtype, kind)
+    table = check(x, **layout_arguments(layout, x))
+    if kind in ("sparse", "equal"):
+        assert table.scheme == "ibp" and table.savings > 0.4
+    if kind == "random" and dtype != torch.bool:
+        assert table.scheme == "raw" and table.savings == 0
+
+
+def test_every_dtype_of_torch_is_tried():
+    """A new dtype of torch must be added to the list, unless its elements share bytes or are quantized."""
+    left_out = re.compile(r"torch\.(q.*|bits.*|u?int[1-7]|float4.*)")
+    fitting = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.itemsize in (1, 2, 4, 8)}
+    assert {str(dtype) for dtype in fitting if not left_out.fullmatch(str(dtype))} == {str(dtype) for dtype in DTYPES}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 31, 32, 33, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_row_counts(dtype, num_rows, layout):
+    x = make_tensor((num_rows, 40), dtype, "sparse")
+    table = check(x, layout=layout)
+    assert table.num_rows == num_rows and len(table) == num_rows
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(), (1,), (5000,), (0,), (0, 7), (7, 0), (3, 0, 5), (1, 1), (4, 1), (6, 5, 4), (6, 5, 4, 3), (2, 3, 2, 3, 2)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.complex64], ids=str)
+def test_shapes(dtype, shape, layout):
+    x = make_tensor(shape, dtype, "sparse")
+    table = check(x, layout=layout)
+    if x.numel() == 0:
+        assert table.scheme == "raw" and table.stored_bytes == table.nbytes == table.savings == 0
+
+
+def test_zero_dimensions():
+    x = torch.tensor(3.25)
+    table = ibp.compress(x)
+    assert_same_bits(table.decompress(), x)
+    with pytest.raises(TypeError):
+        len(table)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 255, 600, 2408, 4095, 4097, 14812, 16384, 65535, 65536])
+def test_row_sizes(row_bytes, layout):
+    for kind in ("sparse", "random"):
+        x = make_tensor((35, row_bytes), torch.uint8, kind, seed=row_bytes)
+        table = check(x, layout=layout)
+        assert table.row_bytes == row_bytes and table.num_rows == 35
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 4, 8])
+@pytest.mark.parametrize("row_bytes", [1, 2, 3, 5, 7, 9, 12, 21, 100, 1003])
+def test_tails_shorter_than_a_chunk(row_bytes, chunk_bytes):
+    """The savings are in the tail as elsewhere: rows of zeros are all participation bits."""
+    x = torch.zeros(300, row_bytes, dtype=torch.uint8)
+    table = check(x, chunk_bytes=chunk_bytes)
+    coded = -(-(-(-row_bytes // chunk_bytes)) // 8)
+    if coded < row_bytes:
+        assert table.lengths.tolist() == [coded] * 300
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("item_bytes", [65537, 65536 + 4096, 100_001, 1 << 18])
+def test_items_longer_than_a_row(item_bytes, layout):
+    """Such items start in the middle of rows, and the last row is short."""
+    for kind in ("sparse", "random"):
+        x = make_tensor((5, item_bytes), torch.uint8, kind, seed=item_bytes)
+        table = check(x, layout=layout)
+        assert table.row_bytes == 4096 and table.num_rows == -(-5 * item_bytes // 4096)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("row_bytes", [1, 10, 33, 64, 1000, 65536])
+@pytest.mark.parametrize("shape", [(997,), (50, 20), (7, 11, 13)], ids=str)
+def test_rows_that_are_not_items(shape, row_bytes, layout):
+    x = make_tensor(shape, torch.int16, "sparse")
+    table = check(x, row_bytes=row_bytes, layout=layout)
+    assert table.num_rows == -(-2 * x.numel() // row_bytes)
+
+
+NON_CONTIGUOUS = {
+    "transposed": lambda x: x.t(),
+    "every other row": lambda x: x[::2],
+    "every third column": lambda x: x[:, 1::3],
+    "expanded": lambda x: x[:1].expand(40, 64),
+    "permuted": lambda x: x.reshape(4, 16, 64).permute(2, 0, 1),
+    "part of a storage": lambda x: x[5:20],
+    "odd offset": lambda x: x.reshape(-1)[3 : 3 + 63 * 64].view(63, 64),
+    "flipped": lambda x: x.flip(0),
+}
+
+
+@pytest.mark.parametrize("name", NON_CONTIGUOUS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str)
+def test_non_contiguous(dtype, name):
+    x = NON_CONTIGUOUS[name](make_tensor((64, 64), dtype, "sparse"))
+    check(x)
+
+
+def test_lazily_conjugated_and_negated():
+    x = torch.randn(30, 8, dtype=torch.complex64)
+    for lazy in (x.conj(), x.conj().imag, x.real, x.imag):
+        assert_same_bits(ibp.compress(lazy).decompress(), lazy.resolve_conj().resolve_neg().contiguous())
+
+
+def test_unaligned_memory():
+    """Bytes that start at an odd address."""
+    data = np.zeros(1 + 33 * 50, np.uint8)
+    data[1:] = bytes_of(make_tensor((33, 50), torch.uint8, "sparse")).numpy()
+    x = torch.from_numpy(data)[1:].view(33, 50)
+    assert x.data_ptr() % 2 == 1
+    check(x)
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGER_OF = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+FRACTION_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
+
+
+def special_values(dtype):
+    """Bit patterns of one float dtype: zeros, infinities, denormals, quiet and signalling NaNs with payloads, of both signs."""
+    bits, fraction = 8 * dtype.itemsize, FRACTION_BITS[dtype]
+    infinity, quiet = ((1 << (bits - 1 - fraction)) - 1) << fraction, 1 << (fraction - 1)
+    patterns = [0, 1, 2, (1 << fraction) - 1, 1 << fraction, infinity - 1, infinity, infinity | quiet, infinity | 1, infinity | quiet | 5]
+    patterns += [infinity | ((1 << fraction) - 1), (infinity >> 1) & ~((1 << fraction) - 1)]
+    patterns += [pattern | 1 << (bits - 1) for pattern in patterns]
+    return np.array(patterns, INTEGER_OF[dtype.itemsize])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_special_floats(dtype, layout):
+    values = special_values(dtype)
+    rng = np.random.default_rng(0)
+    mostly_zero = np.where(rng.random((200, 32)) < 0.95, values[0], rng.choice(values, (200, 32)))
+    for array in (np.resize(values, (200, 32)), rng.choice(values, (200, 32)), mostly_zero.astype(values.dtype)):
+        x = tensor_from(array.reshape(-1).view(np.uint8), (200, 32), dtype)
+        assert_same_bits(torch.from_numpy(array.reshape(-1)), bytes_of(x).view(torch.from_numpy(array).dtype))
+        check(x, layout=layout)
+    assert ibp.compress(tensor_from(mostly_zero.astype(values.dtype).reshape(-1).view(np.uint8), (200, 32), dtype)).scheme == "ibp"
+
+
+@pytest.mark.parametrize("value", [0x00, 0xFF, 0x80, 0x01, 0xA5])
+@pytest.mark.parametrize("num_rows", [1, 33, 5000])
+def test_all_rows_equal(num_rows, value):
+    """One participation bit a chunk is all that is left of a row."""
+    x = torch.full((num_rows, 256), value, dtype=torch.uint8)
+    table = check(x)
+    assert table.scheme == "ibp" and int(table.lengths.to(torch.int64).max()) <= 4 * (1 if num_rows > 1 else 8)
+
+
+def test_every_byte_value():
+    check(torch.arange(256, dtype=torch.uint8).repeat(20).view(40, 128))

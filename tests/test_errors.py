@@ -1,0 +1,320 @@
+"""Bad input raises ValueError, TypeError or IndexError that says what was wrong and what was wanted."""
+
+import numpy as np
+import pytest
+import torch
+
+import ibp
+from helpers import assert_same_bits, make_tensor, one_hot_rows
+
+
+@pytest.fixture(scope="module")
+def x():
+    return one_hot_rows(100, 60)
+
+
+@pytest.fixture(scope="module")
+def table(x):
+    return ibp.compress(x, device="cpu", pin_memory=False)
+
+
+@pytest.fixture(scope="module")
+def codebook(x):
+    return ibp.analyze(x, device="cpu")
+
+
+# ---- compress, analyze, estimate ----
+
+
+@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: [1.0, 2.0], "list"),
+        (lambda: np.zeros((3, 3), np.float32), "ndarray"),
+        (lambda: None, "NoneType"),
+        (lambda: torch.zeros(3, 3, dtype=torch.complex128), "complex128.*16"),
+        (lambda: torch.eye(3).to_sparse(), "sparse"),
+        (lambda: torch.zeros(3, 3, device="meta"), "meta"),
+    ],
+    ids=["list", "numpy", "None", "complex128", "sparse", "meta"],
+)
+def test_what_cannot_be_compressed(function, make, message):
+    with pytest.raises(TypeError, match=message):
+        function(make())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"scheme": "zip"}, "scheme.*zip.*ibp"),
+        ({"layout": "diagonal"}, "layout.*diagonal.*packed"),
+        ({"chunk_bytes": 3}, r"chunk_bytes.*3.*\(1, 2, 4, 8\)"),
+        ({"chunk_bytes": 0}, "chunk_bytes.*0"),
+        ({"chunk_bytes": 16}, "chunk_bytes.*16"),
+        ({"tau": 0.49}, "tau.*0.49.*0.5"),
+        ({"tau": 1.01}, "tau.*1.01"),
+        ({"tau": float("nan")}, "tau.*nan"),
+        ({"sample": 0}, "sample.*0"),
+        ({"sample": 1.5}, "sample.*1.5"),
+        ({"sample": -0.1}, "sample.*-0.1"),
+        ({"row_bytes": 0}, "row_bytes.*0.*65536"),
+        ({"row_bytes": -4}, "row_bytes.*-4"),
+        ({"row_bytes": 65537}, "row_bytes.*65537"),
+        ({"slot_bytes": 33}, "slot_bytes.*33.*32.*240"),
+        ({"slot_bytes": 0}, "slot_bytes.*0"),
+        ({"slot_bytes": -32}, "slot_bytes.*-32"),
+        ({"slot_bytes": 256}, "slot_bytes.*256.*240"),
+        ({"layout": "packed", "slot_bytes": 32}, "slot_bytes.*32.*packed"),
+        ({"device": "meta"}, "device.*meta"),
+    ],
+    ids=str,
+)
+def test_arguments_of_compress(x, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ibp.compress(x, **arguments)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"chunk_bytes": 5}, "chunk_bytes.*5"), ({"tau": 2.0}, "tau.*2"), ({"sample": 2.0}, "sample.*2"), ({"row_bytes": 1 << 20}, "row_bytes"),
+], ids=str)  # fmt: skip
+def test_arguments_of_analyze(x, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ibp.analyze(x, **arguments)
+
+
+def test_bad_arguments_are_refused_for_empty_and_tiny_tensors_too():
+    for x in (torch.zeros(0, 8), torch.zeros(1, 1)):
+        for arguments in ({"chunk_bytes": 3}, {"tau": 0.1}, {"sample": 7.0}, {"layout": "diagonal"}, {"scheme": "zip"}):
+            with pytest.raises(ValueError):
+                ibp.compress(x, **arguments)
+
+
+@pytest.mark.parametrize("codebook_", ["codebook", 3, {"mask": 1}], ids=str)
+def test_what_is_no_codebook(x, codebook_):
+    with pytest.raises(TypeError, match="codebook.*" + type(codebook_).__name__):
+        ibp.compress(x, codebook=codebook_)
+    with pytest.raises(TypeError, match="codebook"):
+        ibp.estimate(x, codebook_)
+
+
+def test_row_bytes_against_the_codebook(x, codebook):
+    with pytest.raises(ValueError, match="row_bytes.*100.*240"):
+        ibp.compress(x, codebook=codebook, row_bytes=100)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_cuda(x, table):
+    for call in (lambda: ibp.compress(x, device="cuda"), lambda: table.decompress(device="cuda"), lambda: ibp.analyze(x, device="cuda"),
+                 lambda: ibp.index_select(table, torch.tensor([0]), device="cuda")):
+        with pytest.raises(ValueError, match="cuda"):
+            call()
+    for call in (lambda: ibp.compress(x, pin_memory=True), lambda: ibp.compress(x).pin_memory()):
+        with pytest.raises(RuntimeError, match="CUDA"):
+            call()
+
+
+# ---- codebooks ----
+
+
+BYTES = torch.zeros(8, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("mask, bitval, chunk_bytes, error, message", [
+    (BYTES, BYTES + 1, 4, ValueError, "bitval"),
+    (BYTES, BYTES[:7], 4, ValueError, "8.*7"),
+    (BYTES.view(2, 4), BYTES.view(2, 4), 4, ValueError, r"\[2, 4\]"),
+    (BYTES[:0], BYTES[:0], 4, ValueError, "row_bytes.*0"),
+    (torch.zeros(65537, dtype=torch.uint8), torch.zeros(65537, dtype=torch.uint8), 4, ValueError, "65537.*65536"),
+    (BYTES, BYTES, 3, ValueError, "chunk_bytes.*3"),
+    (BYTES.to(torch.int32), BYTES, 4, TypeError, "mask.*int32.*uint8"),
+    (BYTES, b"12345678", 4, TypeError, "bitval.*bytes"),
+])  # fmt: skip
+def test_codebook_from_masks(mask, bitval, chunk_bytes, error, message):
+    with pytest.raises(error, match=message):
+        ibp.Codebook.from_masks(mask, bitval, chunk_bytes)
+
+
+PAIR = torch.tensor([[[255], [1]], [[15], [0]]], dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("palette, index, message", [
+    (PAIR[:0], torch.zeros(0, dtype=torch.uint8), "palette"),
+    (PAIR.to(torch.int16), torch.zeros(4, dtype=torch.uint8), "palette.*int16"),
+    (PAIR[:, :1], torch.zeros(4, dtype=torch.uint8), "palette"),
+    (PAIR, torch.zeros(3, dtype=torch.uint8), r"index.*\[3\].*\[4\]"),
+    (PAIR, torch.zeros(4, dtype=torch.uint16), "index.*uint16"),
+    (PAIR, torch.full((4,), 2, dtype=torch.uint8), "index.*2"),
+    (PAIR[:1], torch.zeros(4, dtype=torch.uint8), "index"),
+    (PAIR.flip(1), torch.zeros(4, dtype=torch.uint8), "bitval"),
+])  # fmt: skip
+def test_codebook_of_parts(palette, index, message):
+    with pytest.raises(ValueError, match=message):
+        ibp.Codebook(4, 1, False, palette, index)
+
+
+def test_codebook_with_bits_past_the_row():
+    palette = torch.tensor([[[255, 255], [0, 0]]], dtype=torch.uint8)
+    ibp.Codebook(4, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="past the end"):
+        ibp.Codebook(3, 2, False, palette, torch.zeros(0, dtype=torch.uint8))
+
+
+def test_row_codec():
+    with pytest.raises(ValueError):
+        ibp._core.RowCodec(b"\x00", b"\x01", 4)
+    with pytest.raises(ValueError):
+        ibp._core.RowCodec(b"\x00", b"\x00", 3)
+    with pytest.raises(ValueError):
+        ibp._core.RowCodec(b"", b"", 4)
+    with pytest.raises(ValueError):
+        ibp._core.RowCodec(b"\xff\xff", b"\x00", 4)
+    with pytest.raises(TypeError):
+        ibp._core.RowCodec("mask", b"\x00", 4)
+    with pytest.raises(ValueError, match="contiguous"):
+        ibp._core.RowCodec(np.zeros((8, 2), np.uint8)[:, 0], bytes(8), 4)
+
+
+# ---- index_select, decompress, [] ----
+
+
+@pytest.mark.parametrize("ids, position, bad", [([100], 0, 100), ([0, -1], 1, -1), ([5, 6, 2**40, -7], 2, 2**40), ([-(2**63)], 0, -(2**63))])
+def test_ids_out_of_range(table, ids, position, bad):
+    with pytest.raises(IndexError, match=rf"ids\[{position}\] is {bad}; wanted 0 to 99"):
+        ibp.index_select(table, torch.tensor(ids))
+    if abs(bad) < 2**31:
+        with pytest.raises(IndexError, match=f"{bad}"):
+            ibp.index_select(table, torch.tensor(ids, dtype=torch.int32))
+
+
+def test_ids_of_an_empty_table():
+    table = ibp.compress(torch.zeros(0, 4))
+    assert ibp.index_select(table, torch.zeros(0, dtype=torch.int64)).shape == (0, 4)
+    with pytest.raises(IndexError):
+        ibp.index_select(table, torch.tensor([0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.uint8, torch.uint64], ids=str)
+def test_dtype_of_ids(table, dtype):
+    with pytest.raises(TypeError, match=f"ids.*{dtype}.*int32.*int64"):
+        ibp.index_select(table, torch.zeros(3).to(dtype))
+
+
+def test_shape_of_ids(table):
+    with pytest.raises(ValueError, match=r"ids.*\[2, 3\]"):
+        ibp.index_select(table, torch.zeros(2, 3, dtype=torch.int64))
+
+
+def test_what_is_no_table(x):
+    with pytest.raises(TypeError, match="table.*Tensor"):
+        ibp.index_select(x, torch.tensor([0]))
+    with pytest.raises(TypeError, match="table.*Tensor"):
+        ibp.decompress(x)
+
+
+@pytest.mark.parametrize("make_out, error, message", [
+    (lambda: torch.empty(3, 60, dtype=torch.float64), TypeError, "out.*float64.*float32"),
+    (lambda: torch.empty(3, 59), ValueError, r"out.*\[3, 59\].*\[3, 60\]"),
+    (lambda: torch.empty(2, 60), ValueError, r"out.*\[2, 60\].*\[3, 60\]"),
+    (lambda: torch.empty(180), ValueError, r"out.*\[180\]"),
+    (lambda: torch.empty(60, 3).t(), ValueError, "out.*contiguous"),
+    (lambda: torch.empty(3, 60, requires_grad=True), ValueError, "out.*grad"),
+    (lambda: np.empty((3, 60), np.float32), TypeError, "out.*ndarray"),
+    (lambda: torch.empty(3, 60, device="meta"), ValueError, "meta"),
+])  # fmt: skip
+def test_out(table, make_out, error, message):
+    with pytest.raises(error, match=message):
+        ibp.index_select(table, torch.tensor([1, 2, 3]), out=make_out())
+
+
+def test_out_of_decompress(table):
+    for out, error in ((torch.empty(100, 61), ValueError), (torch.empty(100, 60, dtype=torch.int32), TypeError), (torch.empty(60, 100).t(), ValueError)):
+        with pytest.raises(error, match="out"):
+            table.decompress(out=out)
+
+
+@pytest.mark.parametrize("max_sms", [0, -1])
+def test_max_sms(table, max_sms):
+    with pytest.raises(ValueError, match=f"max_sms.*{max_sms}"):
+        ibp.index_select(table, torch.tensor([0]), max_sms=max_sms)
+
+
+def test_getitem(x, table):
+    for key in (100, -101, [0, 100], torch.tensor([[0], [-101]]), torch.ones(99, dtype=torch.bool)):
+        with pytest.raises(IndexError):
+            table[key]
+    for key in (1.5, "1", None, ..., (0, 1), True, torch.tensor([0.5])):
+        with pytest.raises(TypeError):
+            table[key]
+    for key in (slice(None, None, -1), slice(0, 5, 0)):
+        with pytest.raises(ValueError):
+            table[key]
+
+
+def test_a_list_that_is_iterated_ends(x, table):
+    """__getitem__ with __len__ makes a table iterable; the IndexError at its end stops that."""
+    rows = list(table)
+    assert len(rows) == 100
+    assert_same_bits(torch.stack(rows), x)
+
+
+# ---- compress_ ----
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: one_hot_rows(60, 60).t(), "strides.*contiguous"),
+    (lambda: one_hot_rows(60, 60)[::2], "strides.*contiguous"),
+    (lambda: one_hot_rows(60, 60)[10:], "own"),
+    (lambda: one_hot_rows(60, 60)[:10], "own"),
+    (lambda: one_hot_rows(60, 60).requires_grad_(), "grad"),
+    (lambda: torch.nn.Parameter(one_hot_rows(60, 60)), "grad"),
+], ids=["transposed", "every other row", "end of a storage", "start of a storage", "requires grad", "parameter"])  # fmt: skip
+def test_compress_in_place_refuses(make, message):
+    x = make()
+    before = x.detach().clone()
+    with pytest.raises(ValueError, match=message):
+        ibp.compress_(x)
+    assert_same_bits(x.detach().contiguous(), before.contiguous())
+
+
+def test_compress_in_place_refuses_bad_arguments_before_it_writes(codebook):
+    x = one_hot_rows(50, 60)
+    before = x.clone()
+    for arguments in ({"chunk_bytes": 3}, {"tau": 7.0}, {"row_bytes": 70000}, {"codebook": codebook, "row_bytes": 100}, {"device": "meta"}, {"sample": 9.0}):
+        with pytest.raises(ValueError):
+            ibp.compress_(x, **arguments)
+    with pytest.raises(TypeError):
+        ibp.compress_(x, codebook="codebook")
+    assert_same_bits(x, before)
+
+
+# ---- the operations beneath ----
+
+
+def test_ops_check_their_arguments(table):
+    ids, fault = torch.tensor([0]), torch.zeros(4, dtype=torch.int64)
+    out = torch.zeros(240, dtype=torch.uint8)
+    arguments = list(table._arguments(torch.device("cpu")))
+    slots, _, lengths, _, words, (_, row_bytes, chunk_bytes, num_flags) = arguments[:6]
+    changes = [(0, slots.to(torch.int16)), (2, lengths[:-1]), (2, lengths.view(torch.int16)), (4, words[:, :-1].contiguous()), (6, -1), (6, 65537), (8, -5)]
+    codecs = [[7, row_bytes, chunk_bytes, num_flags], [], [1], [1, row_bytes], [1, 0, chunk_bytes, num_flags], [1, 65537, chunk_bytes, num_flags],
+              [1, row_bytes, 9, num_flags], [1, row_bytes, 3, num_flags], [1, row_bytes, chunk_bytes, -1], [0, row_bytes]]
+    for place, wrong in changes + [(5, codec) for codec in codecs]:
+        with pytest.raises(RuntimeError, match="ibp"):
+            torch.ops.ibp.gather_items(*arguments[:place], wrong, *arguments[place + 1 :], ids, 0, out, fault)
+    for wrong_ids, wrong_out, wrong_fault in ((ids.float(), out, fault), (ids, out[:-1], fault), (ids, out, fault[:3]), (ids, out.float(), fault)):
+        with pytest.raises(RuntimeError, match="ibp"):
+            torch.ops.ibp.gather_items(*arguments, wrong_ids, 0, wrong_out, wrong_fault)
+    for start, end in ((-1, 5), (5, 4), (0, 24001)):
+        with pytest.raises(RuntimeError, match="ibp"):
+            torch.ops.ibp.decode_bytes(*arguments, start, end, 0, torch.zeros(30000, dtype=torch.uint8), fault)
+    torch.ops.ibp.gather_items(*arguments, ids, 0, out, fault)
+    assert fault[0] == 0
+
+
+def test_a_raw_tensor_is_not_mistaken(x):
+    """Errors leave no table half used: the same table answers right afterwards."""
+    table = ibp.compress(make_tensor((50, 8), torch.int32, "random"), device="cpu")
+    with pytest.raises(IndexError):
+        table[50]
+    assert table[49].shape == (8,)

@@ -1,0 +1,141 @@
+"""torch.ops.ibp: schemas and fake implementations agree with the real ones, and the operations can be traced and compiled."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ibp
+from helpers import assert_same_bits, bytes_of, embedding, make_tensor, one_hot_rows
+
+OPS = torch.ops.ibp
+CPU = torch.device("cpu")
+
+
+def fault():
+    return torch.zeros(4, dtype=torch.int64)
+
+
+def table_arguments(**arguments):
+    x = one_hot_rows(100, 60)
+    return x, ibp.compress(x, device="cpu", pin_memory=False, **arguments)._arguments(CPU)
+
+
+def encode_arguments():
+    x = one_hot_rows(100, 60)
+    table = ibp.compress(x, slot_bytes=32, device="cpu", pin_memory=False)
+    slots, overflow, *rest = table._arguments(CPU)
+    return (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, bytes_of(x), fault())
+
+
+def samples():
+    """One call of every operation that runs on the CPU: (operation, arguments)."""
+    x, slots_table = table_arguments(slot_bytes=32)
+    _, packed_table = table_arguments(layout="packed")
+    data, codebook = bytes_of(x), ibp.analyze(x)
+    words, mask = codebook.words(CPU), make_tensor((50,), torch.uint8, "random")
+    raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", pin_memory=False)._arguments(CPU)
+    lengths = OPS.measure_rows(data, words, codebook.codec)
+    ids, ids32 = torch.tensor([5, 99, 5, 0]), torch.tensor([1, 2], dtype=torch.int32)
+    yield "codebook_words", (mask, mask & 7, 4, False)
+    yield "codebook_words", (mask, mask & 7, 8, True)
+    yield "threshold_bits", (OPS.count_bits(data, 240), 100, 0.8)
+    yield "count_bits", (data, 240)
+    yield "count_hits", (data, words, codebook.codec)
+    yield "measure_rows", (data, words, codebook.codec)
+    yield "measure_rows", (data[:-100], words, codebook.codec)
+    yield "index_rows", (lengths, data.numel(), 240, 32)
+    yield "index_rows", (lengths[:0], data.numel() - 7, 240, 0)
+    yield "encode_rows", encode_arguments()
+    for arguments in (slots_table, packed_table):
+        yield "gather_items", (*arguments, ids, 0, torch.zeros(4 * 240, dtype=torch.uint8), fault())
+        yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
+    yield "gather_items", (*slots_table, ids32, 5, torch.zeros(2 * 240, dtype=torch.uint8), fault())
+    yield "gather_items", (*raw, ids32, 0, torch.zeros(2 * 32, dtype=torch.uint8), fault())
+    yield "decode_bytes", (*raw, 0, 9 * 32, 0, torch.zeros(9 * 32, dtype=torch.uint8), fault())
+
+
+SAMPLES = list(samples())
+NAMES = {"codebook_words", "threshold_bits", "count_bits", "count_hits", "measure_rows", "index_rows", "encode_rows", "gather_items", "decode_bytes"}
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda number: f"{SAMPLES[number][0]}-{number}")
+def test_opcheck(number):
+    name, arguments = SAMPLES[number]
+    torch.library.opcheck(getattr(OPS, name).default, arguments)
+
+
+def test_every_operation_is_checked():
+    """map_pinned needs a GPU: tests/test_cuda.py checks it."""
+    defined = {schema.name.removeprefix("ibp::") for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("ibp::")}
+    assert defined == NAMES | {"map_pinned"}
+    assert {name for name, _ in SAMPLES} == NAMES
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda number: f"{SAMPLES[number][0]}-{number}")
+def test_fake_tensors_have_the_real_shapes(number):
+    name, arguments = SAMPLES[number]
+    real = getattr(OPS, name)(*arguments)
+    with FakeTensorMode() as mode:
+        fake = getattr(OPS, name)(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+    as_tuple = lambda value: value if isinstance(value, tuple) else () if value is None else (value,)  # noqa: E731
+    assert [(t.shape, t.dtype, t.device) for t in as_tuple(fake)] == [(t.shape, t.dtype, t.device) for t in as_tuple(real)]
+
+
+def test_operations_give_what_the_methods_give():
+    x, arguments = table_arguments(layout="packed")
+    out, noted = torch.zeros(3 * 240, dtype=torch.uint8), fault()
+    OPS.gather_items(*arguments, torch.tensor([9, 0, 99]), 0, out, noted)
+    assert_same_bits(out.view(torch.float32).view(3, 60), x[[9, 0, 99]])
+    assert noted.tolist() == [0, 0, 0, 0]
+    OPS.gather_items(*arguments, torch.tensor([9, 100, -1]), 0, out, noted)
+    assert noted.tolist()[:3] == [2, 1, 100] and (out[240:] == 0).all()
+    assert_same_bits(out[:240].view(torch.float32), x[9])
+
+
+def test_encode_rows_writes_the_table():
+    *arguments, data, noted = encode_arguments()
+    OPS.encode_rows(*arguments, data, noted)
+    out = torch.zeros_like(data)
+    OPS.decode_bytes(*arguments, 0, data.numel(), 0, out, noted)
+    assert noted[0] == 0
+    assert_same_bits(out, data)
+    data[:240] = 0xA5
+    OPS.encode_rows(*arguments, data, noted)
+    assert noted[0] == 3
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile(backend):
+    x, arguments = table_arguments(slot_bytes=32)
+
+    def gather_and_sum(table, ids):
+        out, noted = torch.zeros(ids.numel() * 240, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        OPS.gather_items(*table, ids, 0, out, noted)
+        return out.view(torch.float32).view(-1, 60).sum(0), noted
+
+    compiled = torch.compile(gather_and_sum, fullgraph=True, backend=backend)
+    for ids in (torch.tensor([3, 4, 99]), torch.tensor([0, 0, 1]), torch.tensor([17, 18, 19, 20, 21])):
+        total, noted = compiled(arguments, ids)
+        assert_same_bits(total, x[ids].sum(0))
+        assert noted.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_the_coding(backend):
+    """From bytes to a table and back in one traced function."""
+    x = embedding(300, 16)
+    codebook = ibp.analyze(x)
+
+    def round_trip(data, words):
+        lengths = OPS.measure_rows(data, words, codebook.codec)
+        bases = OPS.index_rows(lengths, data.numel(), 64, 32)
+        slots, overflow = torch.zeros(300 * 32, dtype=torch.uint8), torch.zeros(300 * 64, dtype=torch.uint8)
+        table = (slots, overflow, lengths, bases[:-1], words, codebook.codec, 32, 0, 300, 64)
+        out, noted = torch.zeros_like(data), torch.zeros(4, dtype=torch.int64)
+        OPS.encode_rows(*table, data, noted)
+        OPS.decode_bytes(*table, 0, data.numel(), 0, out, noted)
+        return out, noted, lengths
+
+    out, noted, lengths = torch.compile(round_trip, fullgraph=True, backend=backend)(bytes_of(x), codebook.words(CPU))
+    assert noted[0] == 0 and int(lengths.to(torch.int64).sum()) > 0
+    assert_same_bits(out, bytes_of(x))
