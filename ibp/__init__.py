@@ -12,9 +12,10 @@ beside the installed headers (`ibp.get_include()`).
 from pathlib import Path
 
 from . import _core, _ops
-from .analysis import analyze, estimate
 from .codebook import Codebook
 from .compression import compress, compress_
+from .estimation import analyze, estimate
+from .planes import PlanesCodebook
 from .table import CompressedTensor, CorruptTableError, decompress, index_select
 
 __version__ = _core.version()
@@ -23,6 +24,7 @@ __all__ = [
     "Codebook",
     "CompressedTensor",
     "CorruptTableError",
+    "PlanesCodebook",
     "analyze",
     "compress",
     "compress_",

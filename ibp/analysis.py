@@ -1,4 +1,4 @@
-"""Which bits are invariant: codebooks learned from rows (the paper's sections 4.1 and 6.1)."""
+"""Which bits are invariant: codebooks of scheme ibp learned from rows (the paper's sections 4.1 and 6.1), and what rows cost with a codebook."""
 
 from __future__ import annotations
 
@@ -14,55 +14,7 @@ _SWEEP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # what an analysis without a
 _BITS_SET = torch.tensor([bin(byte).count("1") for byte in range(256)])
 
 
-def analyze(x: torch.Tensor, *, sample: float | None = 0.1, chunk_bytes: int | None = None, tau: float | None = None, paper: bool = False,
-            row_bytes: int | None = None, device: torch.device | str | int | None = None, progress: bool = False) -> Codebook:
-    """Learns a codebook from a sample of the rows of a tensor (the paper's sections 4.1 and, for samples, 6.1).
-
-    Args:
-        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, on the CPU or a GPU.
-        sample: fraction of the rows to look at, in (0, 1]; at least 1,024 rows are. None: as many as fit 64 MiB on a GPU, 16 MiB on the CPU.
-        chunk_bytes: 1, 2, 4 or 8; None takes the best.
-        tau: one threshold for all chunks, in [0.5, 1], as in the paper. None sweeps 0.55 to 1 and takes the best one of each chunk.
-        paper: sweep one threshold for all chunks, and give every chunk a participation bit: the paper's own choice and bytes.
-        row_bytes: bytes of a row, see `compress`.
-        device: where the analysis runs. None: x's GPU, else the current GPU if there is one, else the CPU.
-        progress: show a progress bar.
-
-    Raises:
-        TypeError: x is not a dense tensor of a supported dtype.
-        ValueError: an argument is outside its range.
-    """
-    _rows.check_tensor(x)
-    geometry = _rows.Geometry.of(x, row_bytes)
-    return learn(_rows.bytes_of(x), geometry.row_bytes, _rows.working_device(x, device), sample, chunk_bytes, tau, paper, progress)
-
-
-def estimate(x: torch.Tensor, codebook: Codebook, *, device: torch.device | str | int | None = None, progress: bool = False) -> int:
-    """Exact bytes of x as compressed with a codebook, rows and codebook, without compressing it.
-
-    What `compress(x, codebook=codebook)` reports as `stored_bytes`, x's own size included where nothing would be saved.
-
-    Args:
-        x: tensor [N, ...], cut into rows of `codebook.row_bytes`.
-        codebook: from `analyze` or `Codebook.from_masks`.
-        device: where rows are measured, as in `analyze`.
-
-    Raises:
-        TypeError, ValueError: as `compress`.
-    """
-    _rows.check_tensor(x)
-    check_codebook(codebook)
-    geometry = _rows.Geometry.of(x, codebook.row_bytes)
-    lengths = measure(_rows.bytes_of(x), codebook, _rows.working_device(x, device), progress)
-    return min(total_stored(lengths, geometry) + codebook.nbytes, geometry.num_bytes)
-
-
-def check_codebook(codebook: Codebook) -> None:
-    if not isinstance(codebook, Codebook):
-        raise TypeError(f"codebook is a {type(codebook).__name__}; wanted an ibp.Codebook")
-
-
-def measure(data: torch.Tensor, codebook: Codebook, device: torch.device, progress: bool = False) -> torch.Tensor:
+def measure(data: torch.Tensor, codebook, device: torch.device, progress: bool = False) -> torch.Tensor:
     """The `lengths` of all rows of the bytes (FORMAT.md section 2), uint16 on the CPU."""
     words, parts = codebook.words(device), [torch.empty(0, dtype=torch.uint16)]
     num_rows = -(-data.numel() // codebook.row_bytes)

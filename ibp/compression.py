@@ -6,12 +6,15 @@ import torch
 from tqdm import tqdm
 
 from . import _memory, _ops, layout as _layout, rows as _rows
-from .analysis import check_codebook, check_learning, learn, measure, total_stored
-from .codebook import SCHEMES, Codebook
+from .analysis import check_learning, measure, total_stored
+from .codebook import Codebook
+from .estimation import check_codebook
+from .planes import PlanesCodebook
+from .schemes import Request, check_scheme, learn
 from .table import CompressedTensor
 
 
-def compress(x: torch.Tensor, *, scheme: str = "ibp", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | None = None,
+def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | None = None,
              sample: float | None = None, layout: str = "slots", slot_bytes: int | None = None, row_bytes: int | None = None,
              device: torch.device | str | int | None = None, pin_memory: bool | None = None, progress: bool = False) -> CompressedTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
@@ -21,8 +24,9 @@ def compress(x: torch.Tensor, *, scheme: str = "ibp", chunk_bytes: int | None = 
 
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed.
-        scheme: "ibp", invariant bits; or "raw", rows as they are (to gather them by the same kernels).
-        chunk_bytes, tau: as in `analyze`; used if no codebook is given.
+        scheme: "auto", the best for the layout by exact cost on a sample of rows; "ibp", invariant bits (the paper's); "planes", ranked symbols;
+            or "raw", rows as they are (to gather them by the same kernels).
+        chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
         sample: fraction of the rows to learn the codebook from; None: as many as fit 64 MiB (16 MiB without a GPU).
         layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and files.
@@ -39,8 +43,7 @@ def compress(x: torch.Tensor, *, scheme: str = "ibp", chunk_bytes: int | None = 
         RuntimeError: memory cannot be pinned.
     """
     _rows.check_tensor(x)
-    if scheme not in SCHEMES:
-        raise ValueError(f"scheme is {scheme!r}; wanted one of {sorted(SCHEMES)}")
+    check_scheme(scheme, chunk_bytes, tau)
     check_learning(sample, chunk_bytes, tau)
     if layout not in ("slots", "packed"):
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
@@ -54,20 +57,21 @@ def compress(x: torch.Tensor, *, scheme: str = "ibp", chunk_bytes: int | None = 
     worker = _rows.working_device(x, device)
     pin = not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else pin_memory)
     data = _rows.bytes_of(x)
-    if scheme == "ibp" and geometry.num_bytes:
-        codebook = codebook or learn(data, geometry.row_bytes, worker, sample, chunk_bytes, tau, False, progress)
+    if layout == "packed":
+        slot_bytes = 0
+    if codebook is None and geometry.num_bytes:
+        codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=slot_bytes, progress=progress))
+    if codebook is not None and geometry.num_bytes:
         lengths = measure(data, codebook, worker, progress)
         if total_stored(lengths, geometry) + codebook.nbytes < geometry.num_bytes:
-            if layout == "packed":
-                slot_bytes = 0
-            elif slot_bytes is None:
+            if slot_bytes is None:
                 slot_bytes = _layout.choose_slot_bytes(lengths, geometry)
             return _encode(data, geometry, codebook, lengths, slot_bytes, worker, pin, progress)
     slots = _memory.empty(geometry.num_bytes, data.device, pin).copy_(data)
     return _table(geometry, "raw", geometry.row_bytes, slots, None, None)
 
 
-def compress_(x: torch.Tensor, *, chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | None = None,
+def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | None = None,
               sample: float | None = None, row_bytes: int | None = None, device: torch.device | str | int | None = None,
               pin_memory: bool | None = None, progress: bool = False) -> CompressedTensor:
     """Compresses a tensor within its own memory (the paper's in-place layout, section 5), so that one that fills memory can be compressed.
@@ -86,18 +90,20 @@ def compress_(x: torch.Tensor, *, chunk_bytes: int | None = None, tau: float | N
     """
     _rows.check_tensor(x)
     _check_owns_memory(x)
+    check_scheme(scheme, chunk_bytes, tau)
     check_learning(sample, chunk_bytes, tau)
     geometry = _geometry(x, row_bytes, codebook)
     worker = _rows.working_device(x, device)
     pin = not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else pin_memory)
     data = _rows.bytes_of(x)
-    codebook = codebook or learn(data, geometry.row_bytes, worker, sample, chunk_bytes, tau, False, progress)
-    lengths = measure(data, codebook, worker, progress)
-    if total_stored(lengths, geometry) + codebook.nbytes >= geometry.num_bytes:
+    if codebook is None and geometry.num_bytes:
+        codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=0, progress=progress))
+    lengths = measure(data, codebook, worker, progress) if codebook else None
+    if lengths is None or total_stored(lengths, geometry) + codebook.nbytes >= geometry.num_bytes:
         table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
     else:
         coded = torch.zeros_like(lengths)  # all rows raw: what the memory holds
-        table = _table(geometry, "ibp", geometry.row_bytes, data, codebook, coded)
+        table = _table(geometry, codebook.scheme, geometry.row_bytes, data, codebook, coded)
         try:
             _encode_in_place(table, data, lengths, worker, progress)
         except BaseException as interruption:
@@ -150,7 +156,7 @@ def _encode(data, geometry, codebook, lengths, slot_bytes, worker, pin, progress
             part = bases[first // 32 : -(-last // 32)] if overflow_bytes else bases
             _encode_block(block, codebook, lengths[row_range], part, slot_bytes, ends[0], in_slots, in_overflow)
             bar.update(last - first)
-    return _table(geometry, "ibp", slot_bytes, slots, codebook, lengths, overflow, bases)
+    return _table(geometry, codebook.scheme, slot_bytes, slots, codebook, lengths, overflow, bases)
 
 
 def _encode_block(block, codebook, lengths, bases, slot_bytes, overflow_start, slots, overflow):

@@ -23,17 +23,21 @@ def stored_sectors(lengths: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return histogram
 
 
-def choose_slot_bytes(lengths: torch.Tensor, geometry: Geometry) -> int:
-    """The slot size with the least memory, a second fetch priced in; row_bytes itself where no multiple of 32 below it is better."""
+def slot_costs(lengths: torch.Tensor, geometry: Geometry) -> dict[int, float]:
+    """Bytes that slots and overflow occupy by slot size, each row's second fetch priced in: for the multiples of 32 below row_bytes, and row_bytes."""
     histogram = stored_sectors(lengths, geometry).to(torch.float64)
     slots = torch.arange(len(histogram), dtype=torch.float64)
     rows_above = histogram.flip(0).cumsum(0).flip(0) - histogram  # rows that overflow a slot of k sectors
     sectors_above = (histogram * slots).flip(0).cumsum(0).flip(0) - histogram * slots - rows_above * slots
-    cost = geometry.num_rows * slots * SECTOR_BYTES + sectors_above * SECTOR_BYTES + rows_above * _SECOND_FETCH_BYTES
-    cost[0] = float("inf")
-    cost[slots * SECTOR_BYTES >= geometry.row_bytes] = float("inf")
-    best = int(cost.argmin())
-    return best * SECTOR_BYTES if float(cost[best]) < geometry.num_rows * geometry.row_bytes else geometry.row_bytes
+    costs = (geometry.num_rows * slots * SECTOR_BYTES + sectors_above * SECTOR_BYTES + rows_above * _SECOND_FETCH_BYTES).tolist()
+    below = range(1, -(-geometry.row_bytes // SECTOR_BYTES))
+    return {k * SECTOR_BYTES: costs[k] for k in below} | {geometry.row_bytes: float(geometry.num_rows * geometry.row_bytes)}
+
+
+def choose_slot_bytes(lengths: torch.Tensor, geometry: Geometry) -> int:
+    """The slot size with the least cost; of equal ones the largest."""
+    costs = slot_costs(lengths, geometry)
+    return max(costs, key=lambda slot_bytes: (-costs[slot_bytes], slot_bytes))
 
 
 def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:

@@ -22,7 +22,8 @@ SCHEME = 2  # enum ibp_scheme
 ELEMENT_BYTES = (1, 2, 4, 8)
 MAX_PLANES, MAX_DIGIT_BITS = 4, 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LEAST_LOW_BITS, _MOST_LOW_BITS = 0, 13  # of a list of positions
+_MOST_LOW_BITS = 13  # of a list of positions
+_MAX_BINS_BITS = 16  # of symbols that are counted and looked up in arrays of all symbols
 
 
 # ---- the codebook ---------------------------------------------------------------------------------------------------
@@ -91,7 +92,7 @@ class PlanesCodebook:
         if not isinstance(entries, torch.Tensor) or entries.layout != torch.strided or entries.dtype != torch.int64 or entries.shape != shape:
             kind = f"{entries.dtype} {list(entries.shape)}" if isinstance(entries, torch.Tensor) else type(entries).__name__
             raise ValueError(f"entries is {kind}; wanted torch.int64 {list(shape)}")
-        entries = entries.detach().to("cpu", copy=True).contiguous()
+        entries = torch.empty(shape, dtype=torch.int64).copy_(entries.detach())
         if entries.numel() and self.symbol_bits < 64 and not 0 <= int(entries.min()) <= int(entries.max()) < 2**self.symbol_bits:
             raise ValueError(f"entries are {int(entries.min())} to {int(entries.max())}; wanted symbols of {self.symbol_bits} bits")
         return entries
@@ -136,7 +137,7 @@ class PlanesCodebook:
         device = torch.device(device)
         if device not in self._words:
             in_bytes = self.entries.view(torch.uint8).view(*self.entries.shape, 8)
-            self._words[device] = in_bytes[..., : self.symbol_bytes].reshape(-1).to(device)
+            self._words[device] = in_bytes[..., : self.symbol_bytes].reshape(-1).contiguous().to(device)
         return self._words[device]
 
     def __getstate__(self):
@@ -149,16 +150,13 @@ class PlanesCodebook:
             raise ValueError(f"the state of a PlanesCodebook has not just the fields {sorted(names)}")
         self.__init__(**state)
 
-    def _identity(self):
-        return (*self.codec, tuple(self.entries.flatten().tolist()))
-
     def __eq__(self, other):
         if not isinstance(other, PlanesCodebook):
             return NotImplemented
         return self.codec == other.codec and torch.equal(self.entries, other.entries)
 
     def __hash__(self):
-        return hash(self._identity())
+        return hash((*self.codec, *self.entries.flatten().tolist()))
 
     def __repr__(self):
         parts = [f"{name}={getattr(self, name)!r}" for name in ("row_bytes", "element_bytes", "rotate", "residual_bits", "digit_bits")]
@@ -260,7 +258,7 @@ def _ranks(symbols: torch.Tensor, entries: torch.Tensor, bits: int) -> torch.Ten
     if count == 0:
         return torch.zeros_like(symbols, dtype=torch.uint8)
     entries = entries.to(symbols.device)
-    if len(entries) == 1 and bits <= 16:
+    if len(entries) == 1 and bits <= _MAX_BINS_BITS:
         places = torch.arange(count, device=symbols.device)
         table = torch.full((2**bits,), count, device=symbols.device).scatter_reduce_(0, entries[0], places, "amin")
         return table.to(torch.uint8).index_select(0, symbols.reshape(-1)).view(symbols.shape)
@@ -279,7 +277,7 @@ def positions_bytes(columns: int) -> torch.Tensor:
     """Bytes of the positions of k listed elements, for every k from 0 to columns: int64 [columns + 1]."""
     listed = torch.arange(columns + 1)
     best = torch.full_like(listed, _whole_bytes(columns))
-    for low in range(_LEAST_LOW_BITS, _MOST_LOW_BITS + 1):
+    for low in range(_MOST_LOW_BITS + 1):
         for held in (listed, columns - listed):
             upper = held + (-(-columns // 2**low) - 1)
             best = torch.minimum(best, _whole_bytes(upper) + _whole_bytes(held * low))
@@ -380,14 +378,13 @@ _GUESS_ELEMENTS = 1 << 17  # from which the symbols' frequencies are guessed
 _LEARN_ELEMENTS = 1 << 19  # from which candidates are learned, and
 _TEST_ELEMENTS = 1 << 18  # on which they are compared, always whole rows
 _WHOLE_ELEMENTS = 1 << 20  # of a table that candidates are learned from as a whole
-_LEAST_ROWS = 64
+_LEAST_ROWS = 32
 _CANDIDATES = 10  # that are compared exactly
 _COLUMNS_GAIN = 1.5  # rows with entries a column are taken to be smaller than others by this factor at the most
 _AS_GOOD = 1.001  # a cost within this of the least is as good; then dense rows, fewer planes and fewer entries are better, for the decoder
 _LEAST_SHARE = 1 / 256  # of a default
 _PSEUDO_COUNTS = 8.0  # of the table's symbols that every column has besides its own
 _DICTIONARY, _COLUMN_CELLS = 255, 1 << 20  # the table's symbols that columns choose from, and columns * symbols, at most
-_MAX_BINS_BITS = 16
 
 
 def _all_digit_lists():
@@ -441,6 +438,8 @@ def learn_planes(sample: torch.Tensor, row_bytes: int, num_rows: int, dtype: tor
     Symbol widths, rotation, digit widths, dense or listed rows and entries a table or a column are compared by the exact bytes of coded
     rows. Entries a column are learned on one half of the sample and compared on the other, unless the sample is the whole table.
 
+    What is found for few rows is flattered by the very rows it was learned from: expect 2 points of savings less from 30 rows, 0.2 from 300.
+
     Args:
         sample: uint8 [n * row_bytes], whole rows in any order, on the CPU or a GPU, where the work is then done.
         row_bytes: bytes of a row.
@@ -463,7 +462,7 @@ def _element_of(dtype, row_bytes, element_bytes):
     exponent_bits, own_bytes = 0, dtype.itemsize
     if dtype.is_floating_point or dtype.is_complex:
         own_bytes = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
-        exponent_bits = 8 * own_bytes - 1 + round(math.log2(torch.finfo(dtype).eps))
+        exponent_bits = 8 * own_bytes - 1 + round(math.log2(torch.finfo(dtype).eps)) if own_bytes > 1 else 4  # of a byte all bits are tried
     if element_bytes is None:
         element_bytes = math.gcd(own_bytes, row_bytes)
     if element_bytes not in ELEMENT_BYTES or row_bytes % element_bytes:
@@ -647,7 +646,7 @@ def _runs(x):
 def _most_frequent(x):
     """(the most frequent of elements, its share)."""
     values, counts = _runs(x)
-    at = int(counts.argmax())
+    at = int((counts == counts.max()).nonzero()[0])  # the smallest; argmax may take any
     return int(values[at]), float(counts[at]) / x.numel()
 
 

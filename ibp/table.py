@@ -8,7 +8,7 @@ import torch
 
 from . import _core, _memory, layout as _layout
 from .analysis import total_stored
-from .codebook import SCHEMES, Codebook
+from .codebook import SCHEMES
 from .rows import Geometry, bytes_of
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
@@ -34,8 +34,8 @@ class CompressedTensor:
     Attributes:
         shape, dtype: of the original tensor.
         device: where the coded rows are.
-        scheme: "ibp", or "raw" where compression would have saved nothing.
-        codebook: the `ibp.Codebook`; None for scheme "raw".
+        scheme: "ibp", "planes", or "raw" where compression would have saved nothing.
+        codebook: the `ibp.Codebook` or `ibp.PlanesCodebook`; None for scheme "raw".
         row_bytes, num_rows: the unit of coding: an item x[i] of up to 64 KiB, else a piece of the flat tensor.
         slot_bytes: bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
         slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3); not to be changed.
@@ -242,7 +242,7 @@ class CompressedTensor:
         num_bases = -(-geometry.num_rows // 32)
         want.append(("slots", self.slots, torch.uint8, {_layout.slots_size(geometry, self.slot_bytes)}))
         want.append(("overflow", self.overflow, torch.uint8, None))
-        want.append(("lengths", self.lengths, torch.uint16, {geometry.num_rows} if self.scheme == "ibp" else {0}))
+        want.append(("lengths", self.lengths, torch.uint16, {0} if self.scheme == "raw" else {geometry.num_rows}))
         want.append(("bases", self.bases, torch.int64, {0, num_bases}))
         for name, tensor, dtype, sizes in want:
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != 1 or (sizes and tensor.numel() not in sizes):
@@ -251,8 +251,9 @@ class CompressedTensor:
                 raise ValueError(f"the table's {name} is {got}; wanted {dtype} {size}: it is truncated or was not made by ibp")
             if tensor.device != self.slots.device:
                 raise ValueError(f"the table's {name} is on {tensor.device}, its slots on {self.slots.device}; wanted one device")
-        if self.scheme == "ibp" and (not isinstance(self.codebook, Codebook) or self.codebook.row_bytes != self.row_bytes):
-            raise ValueError(f"the table's codebook is {self.codebook!r}; wanted one for rows of {self.row_bytes} bytes")
+        of_scheme = getattr(self.codebook, "scheme", "raw") == self.scheme
+        if not of_scheme or (self.codebook is not None and self.codebook.row_bytes != self.row_bytes):
+            raise ValueError(f"the table's codebook is {self.codebook!r}; wanted one of scheme {self.scheme!r} for rows of {self.row_bytes} bytes")
 
     def _place_on(self, device):
         """The table's tensors for work on a device. Made once a device: the index and the codebook are copied to a GPU, pinned rows are mapped."""

@@ -319,8 +319,8 @@ def test_random_bytes(digit_bits, kind):
 
 @pytest.mark.parametrize("changes", [
     {"element_bytes": 3}, {"element_bytes": 8}, {"row_bytes": 13}, {"row_bytes": 0}, {"row_bytes": 65538}, {"rotate": 2}, {"residual_bits": 17},
-    {"residual_bits": -1}, {"digit_bits": (1, 1, 1)}, {"digit_bits": (1, 0)}, {"digit_bits": (5,)}, {"per_column": True},
-    {"listed": True, "per_column": True}, {"default": 65536}, {"closed": 65536}, {"entries": np.array([[1, 2, 3]], np.uint8)},
+    {"residual_bits": -1}, {"digit_bits": (1, 1, 1)}, {"digit_bits": (1, 0, 1)}, {"digit_bits": (5,), "entries": np.zeros((1, 31), np.uint8)},
+    {"per_column": True}, {"listed": True, "per_column": True, "entries": np.zeros((6, 2), np.uint8)}, {"default": 65536}, {"closed": 65536}, {"entries": np.array([[1, 2, 3]], np.uint8)},
     {"entries": np.array([[1, 2]], np.uint16)}, {"residual_bits": 10, "entries": np.array([[1, 64]], np.uint8)},
     {"digit_bits": (1,) * 5, "entries": np.zeros((1, 5), np.uint8)},
 ])  # fmt: skip

@@ -1,0 +1,111 @@
+"""The registry of schemes, and the choice between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from . import analysis, layout as _layout, rows as _rows
+from .codebook import Codebook
+from .planes import PlanesCodebook, learn_planes
+
+AnyCodebook = Codebook | PlanesCodebook
+
+_SAMPLE_SHARE, _LEAST_SAMPLE_ROWS = 0.01, 4096
+_SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # of what schemes are compared on
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `compress` was asked for, as far as it matters to learning a codebook."""
+
+    data: torch.Tensor
+    geometry: _rows.Geometry
+    device: torch.device
+    sample: float | None = None
+    chunk_bytes: int | None = None
+    tau: float | None = None
+    paper: bool = False
+    slot_bytes: int | None = None  # 0: packed; None: to be chosen
+    progress: bool = False
+
+
+def _learn_masks(request: Request) -> Codebook:
+    return analysis.learn(request.data, request.geometry.row_bytes, request.device, request.sample, request.chunk_bytes, request.tau,
+                          request.paper, request.progress)
+
+
+def _learn_ranks(request: Request) -> PlanesCodebook:
+    return learn_planes(sample_rows(request), request.geometry.row_bytes, request.geometry.num_rows, request.geometry.dtype).codebook
+
+
+# How each scheme learns a codebook; "raw" has none.
+LEARNERS: dict[str, Callable[[Request], AnyCodebook | None]] = {"raw": lambda request: None, "ibp": _learn_masks, "planes": _learn_ranks}
+SCHEME_NAMES = ("auto", *LEARNERS)
+
+
+def check_scheme(scheme: str, chunk_bytes: int | None = None, tau: float | None = None) -> None:
+    if scheme not in SCHEME_NAMES:
+        raise ValueError(f"scheme is {scheme!r}; wanted one of {list(SCHEME_NAMES)}")
+    if scheme not in ("auto", "ibp") and (chunk_bytes is not None or tau is not None):
+        raise ValueError(f"chunk_bytes and tau belong to scheme 'ibp', but scheme is {scheme!r}")
+
+
+def learn(scheme: str, request: Request) -> AnyCodebook | None:
+    """A codebook of a scheme for a table; None for raw rows. "auto" compares all schemes on a sample, or is "ibp" where chunk_bytes or tau is given."""
+    if scheme == "auto" and (request.chunk_bytes is not None or request.tau is not None):
+        scheme = "ibp"
+    if scheme == "auto":
+        candidates = compare(request)
+        return min(candidates, key=lambda candidate: (candidate.cost, candidate.stored)).codebook
+    return LEARNERS[scheme](request)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scheme with its codebook, and what it is expected to cost for the whole table, in bytes.
+
+    cost: what the layout occupies: whole sectors for slots, a second fetch priced in; exact bytes for packed rows; the codebook included.
+    stored: exact bytes of rows and codebook.
+    """
+
+    scheme: str
+    codebook: AnyCodebook | None
+    cost: float
+    stored: float
+
+
+def compare(request: Request) -> list[Candidate]:
+    """Every scheme, measured on the same sample of the table's rows; raw rows first."""
+    geometry = request.geometry
+    raw = Candidate("raw", None, float(geometry.num_bytes), float(geometry.num_bytes))
+    rows = sample_rows(request)
+    if rows.numel() == 0:
+        return [raw]
+    return [raw] + [_measured(scheme, LEARNERS[scheme](request), rows, request) for scheme in LEARNERS if scheme != "raw"]
+
+
+def sample_rows(request: Request) -> torch.Tensor:
+    """Whole rows of the table for learning and comparing, uint8 on the working device; a table of one short row gives that row, with zeros."""
+    geometry = request.geometry
+    share = _SAMPLE_SHARE if request.sample is None else request.sample
+    most = max(1, _SAMPLE_BYTES[request.device.type] // geometry.row_bytes)
+    wanted = min(most, max(_LEAST_SAMPLE_ROWS, int(geometry.num_rows * share))) if request.sample is None else int(geometry.num_rows * share) + 1
+    if 0 < geometry.num_bytes < geometry.row_bytes:
+        return torch.nn.functional.pad(request.data, (0, geometry.row_bytes - geometry.num_bytes)).to(request.device)
+    return _rows.sample(request.data, geometry.row_bytes, wanted).to(request.device)
+
+
+def _measured(scheme, codebook, rows, request):
+    geometry = request.geometry
+    sampled = _rows.Geometry(torch.Size((rows.numel() // geometry.row_bytes, geometry.row_bytes)), torch.uint8, geometry.row_bytes)
+    lengths = analysis.measure(rows, codebook, request.device)
+    scale = geometry.num_rows / sampled.num_rows
+    stored = analysis.total_stored(lengths, sampled) * scale + codebook.nbytes
+    if request.slot_bytes == 0:
+        return Candidate(scheme, codebook, stored, stored)
+    costs = _layout.slot_costs(lengths, sampled)
+    cost = min(costs.values()) if request.slot_bytes is None else costs.get(request.slot_bytes, float(sampled.num_bytes))
+    return Candidate(scheme, codebook, cost * scale + codebook.nbytes, stored)
