@@ -288,6 +288,15 @@ def test_compress_in_place_refuses_bad_arguments_before_it_writes(codebook):
     assert_same_bits(x, before)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_compress_in_place_that_cannot_pin_leaves_x():
+    x = one_hot_rows(50, 60)
+    before = x.clone()
+    with pytest.raises(RuntimeError, match="CUDA"):
+        ibp.compress_(x, pin_memory=True)
+    assert_same_bits(x, before)
+
+
 # ---- the operations beneath ----
 
 
@@ -296,7 +305,8 @@ def test_ops_check_their_arguments(table):
     out = torch.zeros(240, dtype=torch.uint8)
     arguments = list(table._arguments(torch.device("cpu")))
     slots, _, lengths, _, words, (_, row_bytes, chunk_bytes, num_flags) = arguments[:6]
-    changes = [(0, slots.to(torch.int16)), (2, lengths[:-1]), (2, lengths.view(torch.int16)), (4, words[:, :-1].contiguous()), (6, -1), (6, 65537), (8, -5)]
+    changes = [(0, slots.to(torch.int16)), (2, lengths[:-1]), (2, lengths.view(torch.int16)), (4, words[:, :-1].contiguous()), (6, -1), (6, 65537),
+               (7, -1), (8, -5), (8, 2**62), (8, 2**56), (9, -240), (9, 2**62)]
     codecs = [[7, row_bytes, chunk_bytes, num_flags], [], [1], [1, row_bytes], [1, 0, chunk_bytes, num_flags], [1, 65537, chunk_bytes, num_flags],
               [1, row_bytes, 9, num_flags], [1, row_bytes, 3, num_flags], [1, row_bytes, chunk_bytes, -1], [0, row_bytes]]
     for place, wrong in changes + [(5, codec) for codec in codecs]:
