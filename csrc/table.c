@@ -113,10 +113,8 @@ static ibp_status read_row(const ibp_table *table, int64_t r, uint8_t *scratch, 
 {
     row_span span;
     if (!locate_row(table, r, &span)) return IBP_CORRUPT_ROW;
-    const uint8_t *stored = table->slots + span.slot_start;
-    if (span.in_slot == 0) {
-        stored = table->overflow + span.overflow_start;
-    } else if (span.in_overflow != 0) {
+    const uint8_t *stored = span.in_slot ? table->slots + span.slot_start : table->overflow + span.overflow_start;
+    if (span.in_slot != 0 && span.in_overflow != 0) {
         memcpy(scratch, stored, span.in_slot);
         memcpy(scratch + span.in_slot, table->overflow + span.overflow_start, span.in_overflow);
         stored = scratch;

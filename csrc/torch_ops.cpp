@@ -128,14 +128,16 @@ struct TableArgs {
     ibp_table table() const
     {
         ibp_table t{};
-        require(num_items >= 0 && item_bytes >= 0, "negative num_items or item_bytes");
+        int64_t num_bytes = 0;
+        const bool fits = !__builtin_mul_overflow(num_items, item_bytes, &num_bytes) && num_bytes <= INT64_MAX - IBP_MAX_ROW_BYTES;
+        require(num_items >= 0 && item_bytes >= 0 && fits, "num_items ", num_items, " or item_bytes ", item_bytes, " is out of range");
         t.num_items = num_items;
         t.item_bytes = item_bytes;
         t.codebook = codebook_of(codebook, codec);
         t.slot_bytes = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
         require(overflow_start >= 0, "negative overflow_start");
         t.overflow_start = static_cast<uint64_t>(overflow_start);
-        const int64_t num_rows = rows_of(num_items * item_bytes, t.codebook.row_bytes);
+        const int64_t num_rows = rows_of(num_bytes, t.codebook.row_bytes);
         t.slots = bytes_of(slots, 0, "slots");
         t.slots_bytes = slots.numel();
         t.overflow = bytes_of(overflow, 0, "overflow");

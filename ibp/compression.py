@@ -49,13 +49,11 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
     if layout == "packed" and slot_bytes is not None:
         raise ValueError(f"slot_bytes is {slot_bytes}, but the packed layout has no slots")
-    if pin_memory and not _ops.cuda_is_available():
-        raise RuntimeError("pin_memory=True needs a CUDA device and a build of ibp with CUDA")
+    pin = _wants_pinning(x, pin_memory)
     geometry = _geometry(x, row_bytes, codebook)
     if slot_bytes is not None:
         _layout.check_slot_bytes(slot_bytes, geometry.row_bytes)
     worker = _rows.working_device(x, device)
-    pin = not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else pin_memory)
     data = _rows.bytes_of(x)
     if layout == "packed":
         slot_bytes = 0
@@ -78,7 +76,8 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
 
     Every row keeps its address and uses only the first bytes of it. x's values are gone afterwards: its memory belongs to the table. Besides
     x this takes 2.25 bytes a row and about 128 MiB. All analysis is done before the first write; rows are then rewritten in
-    blocks. If that is interrupted, the exception has the table as its attribute `table`, and that table decompresses to x.
+    blocks. If that is interrupted, or the memory cannot be pinned afterwards, the exception has the table as its attribute `table`, and
+    that table decompresses to x.
 
     Args:
         x: contiguous tensor that owns its whole storage and does not require grad.
@@ -93,17 +92,18 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
     check_scheme(scheme, chunk_bytes, tau)
     check_learning(sample, chunk_bytes, tau)
     geometry = _geometry(x, row_bytes, codebook)
-    worker = _rows.working_device(x, device)
-    pin = not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else pin_memory)
+    worker, pin = _rows.working_device(x, device), _wants_pinning(x, pin_memory)
     data = _rows.bytes_of(x)
     if codebook is None and geometry.num_bytes:
         codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=0, progress=progress))
     lengths = measure(data, codebook, worker, progress) if codebook else None
     if lengths is None or total_stored(lengths, geometry) + codebook.nbytes >= geometry.num_bytes:
         table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
+        table._owner = x
     else:
         coded = torch.zeros_like(lengths)  # all rows raw: what the memory holds
         table = _table(geometry, codebook.scheme, geometry.row_bytes, data, codebook, coded)
+        table._owner = x
         try:
             _encode_in_place(table, data, lengths, worker, progress)
         except BaseException as interruption:
@@ -111,8 +111,18 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
             raise
         finally:
             table._refresh()
-    table._owner = x
-    return table.pin_memory() if pin else table
+    try:
+        return table.pin_memory() if pin else table
+    except BaseException as refusal:
+        refusal.table = table
+        raise
+
+
+def _wants_pinning(x, pin_memory):
+    """Whether a table of x is to be pinned; RuntimeError if it cannot be."""
+    if pin_memory and not _ops.cuda_is_available():
+        raise RuntimeError("pin_memory=True needs a CUDA device and a build of ibp with CUDA")
+    return not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else pin_memory)
 
 
 def _geometry(x, row_bytes, codebook):

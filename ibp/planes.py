@@ -74,8 +74,9 @@ class PlanesCodebook:
         put("element_bytes", _whole("element_bytes", self.element_bytes, 1, 8))
         if self.element_bytes not in ELEMENT_BYTES or self.row_bytes % self.element_bytes:
             raise ValueError(f"element_bytes is {self.element_bytes}; wanted one of {ELEMENT_BYTES} that divides row_bytes, {self.row_bytes}")
-        for name, most in (("rotate", 1), ("residual_bits", self.width), ("per_column", 1), ("listed", 1), ("default", 2**self.width - 1), ("closed", 2**self.width - 1)):
-            put(name, _whole(name, getattr(self, name), 0, most))
+        most = {"rotate": 1, "residual_bits": self.width, "per_column": 1, "listed": 1, "default": 2**self.width - 1, "closed": 2**self.width - 1}
+        for name in most:
+            put(name, _whole(name, getattr(self, name), 0, most[name]))
         put("per_column", bool(self.per_column))
         put("listed", bool(self.listed))
         if self.per_column and self.listed:

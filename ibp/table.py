@@ -185,6 +185,8 @@ class CompressedTensor:
             ids = _check_ids_dtype(ids.to(torch.int64) if ids.dtype in (torch.int8, torch.int16, torch.uint8) or ids.numel() == 0 else ids)
         device = ids.device if isinstance(key, torch.Tensor) and key.dim() else self.device
         flat = ids.reshape(-1)
+        if not flat.is_cuda:
+            _check_range(flat, len(self), least=-len(self))
         flat = torch.where(flat < 0, flat + len(self), flat)
         return index_select(self, flat, device=device).reshape((*ids.shape, *self.shape[1:]))
 
@@ -394,6 +396,7 @@ def _produce(table, shape, target, worker, out, check, run):
         table._raise_fault(fault.tolist())
     else:
         table._raise_pending(worker)
+        table._place_on(worker)  # refuses to be captured, before anything is allocated
         run(bytes_of(result), table._fault_on(worker))
         if check:
             torch.cuda.current_stream(worker).synchronize()
@@ -414,13 +417,13 @@ def _check_ids_dtype(ids):
     return ids
 
 
-def _check_range(ids, num_items):
+def _check_range(ids, num_items, least=0):
     if ids.numel() == 0:
         return
     low, high = (int(v) for v in torch.aminmax(ids))
-    if low < 0 or high >= num_items:
-        position = int(((ids < 0) | (ids >= num_items)).nonzero()[0])
-        raise IndexError(f"ids[{position}] is {int(ids[position])}; wanted 0 to {num_items - 1}")
+    if low < least or high >= num_items:
+        position = int(((ids < least) | (ids >= num_items)).nonzero()[0])
+        raise IndexError(f"ids[{position}] is {int(ids[position])}; wanted {least} to {num_items - 1}")
 
 
 def _check_out(out, shape, dtype):

@@ -256,8 +256,9 @@ GOOD = {"row_bytes": 12, "element_bytes": 2, "rotate": 1, "residual_bits": 8, "d
 
 
 @pytest.mark.parametrize("changes", [
-    {"row_bytes": 0}, {"row_bytes": 13}, {"row_bytes": 65538}, {"row_bytes": 2**32 - 2}, {"element_bytes": 0}, {"element_bytes": 3, "entries": bytes(4)},
-    {"element_bytes": 8, "entries": bytes(16)}, {"element_bytes": 16, "row_bytes": 48, "residual_bits": 120}, {"rotate": 2}, {"residual_bits": 17},
+    {"row_bytes": 0}, {"row_bytes": 13}, {"row_bytes": 65538}, {"row_bytes": 2**32 - 2}, {"element_bytes": 0},
+    {"element_bytes": 3, "entries": bytes(4)}, {"element_bytes": 8, "entries": bytes(16)}, {"element_bytes": 16, "row_bytes": 48, "residual_bits": 120},
+    {"rotate": 2}, {"residual_bits": 17},
     {"digit_bits": [1, 0, 1]}, {"digit_bits": [5], "entries": bytes(31)}, {"digit_bits": [1, 257]}, {"digit_bits": [1] * 5, "entries": bytes(5)},
     {"digit_bits": [1]}, {"per_column": True}, {"per_column": True, "listed": True, "entries": bytes(12)},
     {"default": 65536}, {"closed": 65536}, {"entries": b""}, {"entries": b"\x7E"}, {"entries": b"\x7E\x7F\x80"}, {"residual_bits": 7},
