@@ -74,17 +74,3 @@ ibp_status ibp_masks_decode(const ibp_codebook *cb, const uint8_t *src, size_t s
     }
     return (position + 7) / 8 == src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
 }
-
-void ibp_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits)
-{
-    const uint32_t chunk_bytes = cb->chunk_bytes, num_chunks = (cb->row_bytes + chunk_bytes - 1) / chunk_bytes;
-    for (size_t r = 0; r < num_rows; r++)
-        for (uint32_t chunk = 0; chunk < num_chunks; chunk++) {
-            const uint8_t *const row = data + r * cb->row_bytes;
-            const uint32_t w = chunk * chunk_bytes / 4;
-            uint32_t mismatch = (load_word(row, cb->row_bytes, w) ^ cb->bitval[w]) & cb->mask[w];
-            if (chunk_bytes == 8) mismatch |= (load_word(row, cb->row_bytes, w + 1) ^ cb->bitval[w + 1]) & cb->mask[w + 1];
-            if (chunk_bytes < 4) mismatch &= ((1u << (8 * chunk_bytes)) - 1u) << (8 * (chunk * chunk_bytes % 4));
-            hits[chunk] += mismatch == 0;
-        }
-}

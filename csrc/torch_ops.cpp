@@ -251,6 +251,21 @@ std::tuple<Tensor, Tensor> threshold_bits(Tensor counts, int64_t num_rows, doubl
     return {mask, bitval};
 }
 
+// data: whole rows on the CPU. Returns (mask, bitval).
+std::tuple<Tensor, Tensor> choose_masks(Tensor data, int64_t row_bytes, int64_t chunk_bytes)
+{
+    const uint32_t bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes"), chunk = to_u32(chunk_bytes, 1, 8, "chunk_bytes");
+    const uint8_t *const rows = bytes_of(data, 0, "data");
+    Tensor mask = new_tensor(data, {row_bytes}, ScalarType::Byte), bitval = new_tensor(data, {row_bytes}, ScalarType::Byte);
+    require((chunk & (chunk - 1)) == 0, "chunk_bytes is ", chunk_bytes, ", not 1, 2, 4 or 8");
+    uint8_t *const to_mask = bytes_of(mask, bytes, "mask"), *const to_bitval = bytes_of(bitval, bytes, "bitval");
+    const auto num_rows = static_cast<size_t>(data.numel() / row_bytes);
+    torch::stable::parallel_for(0, (row_bytes + chunk_bytes - 1) / chunk_bytes, 8, [&](int64_t first, int64_t last) {
+        ibp_choose_masks(rows, num_rows, bytes, chunk, static_cast<uint32_t>(first), static_cast<uint32_t>(last), to_mask, to_bitval);
+    });
+    return {mask, bitval};
+}
+
 Tensor count_bits_cpu(Tensor data, int64_t row_bytes)
 {
     const uint32_t bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
@@ -443,6 +458,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
 {
     m.impl("codebook_words", TORCH_BOX(&codebook_words));
     m.impl("threshold_bits", TORCH_BOX(&threshold_bits));
+    m.impl("choose_masks", TORCH_BOX(&choose_masks));
     m.impl("count_bits", TORCH_BOX(&count_bits_cpu));
     m.impl("count_hits", TORCH_BOX(&count_hits_cpu));
     m.impl("measure_rows", TORCH_BOX(&measure_rows_cpu));

@@ -25,6 +25,7 @@ _WRITE = _TABLE.format("(a!)", "(b!)")
 
 _lib.define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
 _lib.define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
+_lib.define("choose_masks(Tensor data, int row_bytes, int chunk_bytes) -> (Tensor, Tensor)")
 _lib.define("count_bits(Tensor data, int row_bytes) -> Tensor")
 _lib.define("count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
@@ -49,6 +50,11 @@ def _(mask, bitval, chunk_bytes, flag_all):
 @torch.library.register_fake("ibp::threshold_bits", lib=_lib)
 def _(counts, num_rows, tau):
     return tuple(counts.new_empty((counts.numel() // 8,), dtype=torch.uint8) for _ in range(2))
+
+
+@torch.library.register_fake("ibp::choose_masks", lib=_lib)
+def _(data, row_bytes, chunk_bytes):
+    return tuple(data.new_empty((row_bytes,), dtype=torch.uint8) for _ in range(2))
 
 
 @torch.library.register_fake("ibp::count_bits", lib=_lib)

@@ -10,6 +10,7 @@ from .codebook import CHUNK_BYTES, SCHEMES, Codebook, check_chunk_bytes
 
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)
 _LEAST_SAMPLE_ROWS = 1024
+_GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256  # what the greedy choice of masks looks at
 _SWEEP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # what an analysis without a given sample looks at
 _BITS_SET = torch.tensor([bin(byte).count("1") for byte in range(256)])
 
@@ -61,8 +62,10 @@ def learn(data: torch.Tensor, row_bytes: int, device: torch.device, sample: floa
         wanted = max(_LEAST_SAMPLE_ROWS, -int(-num_rows * sample // 1))
     sweep = _Sweep(_rows.sample(data, row_bytes, wanted), row_bytes, num_rows, device)
     sizes = CHUNK_BYTES if chunk_bytes is None else (chunk_bytes,)
-    with tqdm(total=len(sizes) * (len(TAUS) if tau is None else 1), desc="analyze", disable=not progress) as bar:
-        found = [codebook for size in sizes for codebook in sweep.codebooks(size, tau, paper, bar)]
+    taus = TAUS if tau is None else (tau,)
+    is_one = paper or tau is not None
+    found = [sweep.with_one_threshold(size, taus, paper) if is_one else sweep.with_best_masks(size)
+             for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not progress)]
     return max(found, key=lambda codebook: codebook.expected_savings)
 
 
@@ -82,25 +85,37 @@ class _Sweep:
     def _blocks(self):
         return (block for _, _, block in _rows.blocks(self.data, self.row_bytes, self.device))
 
-    def codebooks(self, chunk_bytes, tau, paper, bar):
-        """One threshold for all chunks, each a candidate; or, where no tau is given, the best threshold of each chunk, one candidate."""
-        best_mask = torch.zeros(self.row_bytes, dtype=torch.uint8)
-        best_bitval, best_gain, last = best_mask.clone(), self._per_chunk(best_mask, chunk_bytes), None
-        for threshold in TAUS if tau is None else (tau,):
-            mask, bitval = torch.ops.ibp.threshold_bits(self.counts, self.num_sampled, float(threshold))
-            bar.update(1)
-            if last is not None and torch.equal(mask, last):
-                continue
+    def thresholds(self, taus):
+        """(tau, mask, bitval) of the thresholds that give different masks."""
+        last = None
+        for tau in taus:
+            mask, bitval = torch.ops.ibp.threshold_bits(self.counts, self.num_sampled, float(tau))
+            if last is None or not torch.equal(mask, last):
+                yield tau, mask, bitval
             last = mask
-            gain = self._gain(mask, bitval, chunk_bytes, paper)
-            if paper or tau is not None:
-                yield self._codebook(mask, bitval, chunk_bytes, paper, threshold, gain)
-                continue
+
+    def with_one_threshold(self, chunk_bytes, taus, paper):
+        """The paper's choice: one threshold for all chunks, the best of those given."""
+        found = [self._codebook(mask, bitval, chunk_bytes, paper, tau, self._gain(mask, bitval, chunk_bytes, paper))
+                 for tau, mask, bitval in self.thresholds(taus)]
+        return max(found, key=lambda codebook: codebook.expected_savings)
+
+    def with_best_masks(self, chunk_bytes):
+        """For each chunk the mask that saves most: of the thresholds', of the greedy one, or none."""
+        best_mask = torch.zeros(self.row_bytes, dtype=torch.uint8)
+        best_bitval, best_gain = best_mask.clone(), self._per_chunk(best_mask, chunk_bytes)
+        greedy = torch.ops.ibp.choose_masks(self._few_rows(), self.row_bytes, chunk_bytes)
+        for mask, bitval in [greedy, *((mask, bitval) for _, mask, bitval in self.thresholds(TAUS))]:
+            gain = self._gain(mask, bitval, chunk_bytes, False)
             better = (gain > best_gain).repeat_interleave(chunk_bytes)[: self.row_bytes]
             best_gain = torch.maximum(gain, best_gain)
             best_mask, best_bitval = torch.where(better, mask, best_mask), torch.where(better, bitval, best_bitval)
-        if not paper and tau is None:
-            yield self._codebook(best_mask, best_bitval, chunk_bytes, False, None, best_gain)
+        return self._codebook(best_mask, best_bitval, chunk_bytes, False, None, best_gain)
+
+    def _few_rows(self):
+        """Rows for the greedy choice, evenly spread over the sample, on the CPU."""
+        step = -(-self.num_sampled // max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes))
+        return self.data.view(self.num_sampled, self.row_bytes)[::step].reshape(-1).cpu()
 
     def _per_chunk(self, mask, chunk_bytes):
         """Bits set in each chunk of a mask."""

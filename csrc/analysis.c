@@ -1,0 +1,165 @@
+/* analysis.c - from rows to masks in plain C (the paper's section 4.1, and a choice of masks beyond it). */
+#include "bits.h"
+#include "format.h"
+#include "ibp.h"
+
+/* The bits of a byte as eight bytes of 0 or 1, bit 0 lowest. */
+static uint64_t spread_bits(uint8_t byte)
+{
+    const uint64_t one_bit_each = byte * 0x0101010101010101u & 0x8040201008040201u;
+    return (one_bit_each + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
+}
+
+enum { COLUMNS = 512, ROWS_BEFORE_CARRY = 255 };
+
+void ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts)
+{
+    for (uint32_t first = 0; first < row_bytes; first += COLUMNS) {
+        const uint32_t columns = row_bytes - first < COLUMNS ? row_bytes - first : COLUMNS;
+        for (size_t r = 0; r < num_rows; r += ROWS_BEFORE_CARRY) {
+            const size_t stop = num_rows - r < ROWS_BEFORE_CARRY ? num_rows : r + ROWS_BEFORE_CARRY;
+            uint64_t sums[COLUMNS] = {0}; /* eight counters of one byte each */
+            for (size_t q = r; q < stop; q++)
+                for (uint32_t i = 0; i < columns; i++) sums[i] += spread_bits(data[q * row_bytes + first + i]);
+            for (uint32_t i = 0; i < columns; i++)
+                for (uint32_t b = 0; b < 8; b++) counts[8 * (size_t)(first + i) + b] += (sums[i] >> (8 * b)) & 0xffu;
+        }
+    }
+}
+
+ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows, uint32_t row_bytes, double tau, uint8_t *mask,
+                              uint8_t *bitval)
+{
+    if (!(tau >= 0.5 && tau <= 1.0)) return IBP_INVALID_ARGUMENT;
+    const double high = tau * (double)num_rows, low = (1.0 - tau) * (double)num_rows;
+    for (uint32_t i = 0; i < row_bytes; i++) {
+        mask[i] = bitval[i] = 0;
+        for (uint32_t b = 0; b < 8; b++) {
+            const uint64_t count = counts[8 * (size_t)i + b];
+            const bool one = tau < 1.0 ? (double)count > high : count == num_rows;
+            const bool zero = tau < 1.0 ? (double)count < low : count == 0;
+            if (one) bitval[i] |= (uint8_t)(1u << b);
+            if (one || zero) mask[i] |= (uint8_t)(1u << b);
+        }
+    }
+    return IBP_OK;
+}
+
+/* A chunk as a number, extended with zeros past the end of the row. */
+static uint64_t load_chunk(const uint8_t *row, uint32_t row_bytes, uint32_t first, uint32_t chunk_bytes)
+{
+    uint64_t chunk = 0;
+    memcpy(&chunk, row + first, ibp_min_u32(chunk_bytes, row_bytes - first));
+    return chunk;
+}
+
+/* chunk_bytes is a constant where this is called, so that whole chunks are single loads. */
+static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint32_t chunk_bytes, uint64_t *hits)
+{
+    const uint8_t *const mask = (const uint8_t *)cb->mask, *const bitval = (const uint8_t *)cb->bitval; /* words are little-endian */
+    const uint32_t num_whole = cb->row_bytes / chunk_bytes, rest = num_whole * chunk_bytes;
+    for (size_t r = 0; r < num_rows; r++) {
+        const uint8_t *const row = data + r * cb->row_bytes;
+        for (uint32_t chunk = 0; chunk < num_whole; chunk++) {
+            const uint32_t first = chunk * chunk_bytes;
+            uint64_t value = 0, wanted = 0, invariant = 0;
+            memcpy(&value, row + first, chunk_bytes);
+            memcpy(&wanted, bitval + first, chunk_bytes);
+            memcpy(&invariant, mask + first, chunk_bytes);
+            hits[chunk] += ((value ^ wanted) & invariant) == 0;
+        }
+        if (rest == cb->row_bytes) continue;
+        const uint64_t differing = load_chunk(row, cb->row_bytes, rest, chunk_bytes) ^ load_chunk(bitval, cb->row_bytes, rest, chunk_bytes);
+        hits[num_whole] += (differing & load_chunk(mask, cb->row_bytes, rest, chunk_bytes)) == 0;
+    }
+}
+
+void ibp_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits)
+{
+    switch (cb->chunk_bytes) {
+    case 1: count_hits_of(cb, data, num_rows, 1, hits); break;
+    case 2: count_hits_of(cb, data, num_rows, 2, hits); break;
+    case 4: count_hits_of(cb, data, num_rows, 4, hits); break;
+    default: count_hits_of(cb, data, num_rows, 8, hits); break;
+    }
+}
+
+/* A mask that grows by one bit at a time, and how many rows agree with it. */
+typedef struct growing_mask {
+    uint64_t mask, bitval, num_matching;
+    uint32_t num_bits;
+} growing_mask;
+
+enum { CHUNK_BITS = 64 };
+
+/* ones[b]: rows that agree with the mask so far and have bit b of their chunk set. */
+static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes, const growing_mask *grown,
+                           uint64_t ones[CHUNK_BITS])
+{
+    uint64_t sums[CHUNK_BITS / 8] = {0}; /* eight counters of one byte each */
+    uint32_t added = 0;
+    memset(ones, 0, CHUNK_BITS * sizeof *ones);
+    for (size_t r = 0; r < num_rows; r++) {
+        uint64_t chunk = 0;
+        memcpy(&chunk, column + r * row_bytes, valid_bytes);
+        if (((chunk ^ grown->bitval) & grown->mask) == 0) {
+            for (uint32_t i = 0; i < valid_bytes; i++) sums[i] += spread_bits((uint8_t)(chunk >> (8 * i)));
+            added++;
+        }
+        if (added < ROWS_BEFORE_CARRY && r + 1 < num_rows) continue;
+        for (uint32_t b = 0; b < 8 * valid_bytes; b++) ones[b] += (sums[b / 8] >> (8 * (b % 8))) & 0xffu;
+        memset(sums, 0, sizeof sums);
+        added = 0;
+    }
+}
+
+/* Adds the bit that most of the matching rows agree on. @return false if no bit is left. */
+static bool grow_mask(growing_mask *grown, const uint64_t ones[CHUNK_BITS], uint32_t valid_bits)
+{
+    uint64_t most = 0;
+    uint32_t best = valid_bits;
+    for (uint32_t b = 0; b < valid_bits; b++) {
+        if (grown->mask >> b & 1) continue;
+        const uint64_t zeros = grown->num_matching - ones[b], agreeing = ones[b] > zeros ? ones[b] : zeros;
+        if (best < valid_bits && agreeing <= most) continue;
+        most = agreeing;
+        best = b;
+    }
+    if (best == valid_bits) return false;
+    grown->mask |= (uint64_t)1 << best;
+    if (2 * ones[best] > grown->num_matching) grown->bitval |= (uint64_t)1 << best;
+    grown->num_matching = most;
+    grown->num_bits++;
+    return true;
+}
+
+/* Bits that a mask saves over all rows, its participation bits paid. */
+static int64_t gain_of(const growing_mask *grown, size_t num_rows)
+{
+    return (int64_t)(grown->num_matching * grown->num_bits) - (int64_t)num_rows;
+}
+
+ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t first_chunk,
+                            uint32_t last_chunk, uint8_t *mask, uint8_t *bitval)
+{
+    if (chunk_bytes != 1 && chunk_bytes != 2 && chunk_bytes != 4 && chunk_bytes != 8) return IBP_INVALID_ARGUMENT;
+    for (uint32_t first = first_chunk * chunk_bytes; first < row_bytes && first < last_chunk * chunk_bytes; first += chunk_bytes) {
+        const uint32_t valid_bytes = ibp_min_u32(chunk_bytes, row_bytes - first), valid_bits = 8 * valid_bytes;
+        growing_mask grown = {0, 0, num_rows, 0}, best = grown;
+        int64_t best_gain = 0;
+        for (;;) {
+            /* Even if all other bits agreed in all rows that still match, would it be worth it? */
+            const growing_mask most = {0, 0, grown.num_matching, valid_bits};
+            if (gain_of(&most, num_rows) <= best_gain) break;
+            uint64_t ones[CHUNK_BITS];
+            count_matching(data + first, num_rows, row_bytes, valid_bytes, &grown, ones);
+            if (!grow_mask(&grown, ones, valid_bits)) break;
+            if (gain_of(&grown, num_rows) <= best_gain) continue;
+            best = grown;
+            best_gain = gain_of(&grown, num_rows);
+        }
+        memcpy(mask + first, &best.mask, valid_bytes);
+        memcpy(bitval + first, &best.bitval, valid_bytes);
+    }
+    return IBP_OK;
+}
