@@ -3,6 +3,32 @@
 
 namespace ibp {
 
+// The cluster that codes a row in the fewest bits, the first of equal ones; and the bits of the row with its number.
+struct Choice {
+    uint32_t cluster, bits;
+};
+template <class Codec>
+__device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Codec &codec, const uint8_t *row, uint32_t valid)
+{
+    if (cb.num_clusters <= 1u) return {0, codec.measure(row, valid)};
+    Choice best{0, ~0u};
+    for (uint32_t k = 0; k < cb.num_clusters; k++) {
+        const uint32_t bits = (codec.of_cluster(cb, k).measure(row, valid) + 7u) / 8u * 8u + 8u;
+        if (bits < best.bits) best = {k, bits};
+    }
+    return best;
+}
+
+// Codes a row into a stage that is all zeros. Returns the bits that it took.
+template <class Codec>
+__device__ __forceinline__ uint32_t encode_row(const ibp_codebook &cb, const Codec &codec, const uint8_t *row, uint32_t valid, Stage stage)
+{
+    if (cb.num_clusters <= 1u) return codec.encode(row, valid, stage, 0);
+    const Choice best = choose_cluster(cb, codec, row, valid);
+    if (lane_id() == 0) stage.or_bits(0, best.cluster);
+    return 8u + codec.of_cluster(cb, best.cluster).encode(row, valid, stage, 8u);
+}
+
 template <class Codec>
 __global__ void measure_rows(const ibp_codebook cb, const uint8_t *data, const int64_t num_bytes, const int64_t num_rows,
                              uint16_t *lengths)
@@ -11,7 +37,7 @@ __global__ void measure_rows(const ibp_codebook cb, const uint8_t *data, const i
     const Codec codec(cb);
     for (int64_t r = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp; r < num_rows; r += step) {
         const uint32_t valid = ibp_valid_bytes(num_bytes, cb.row_bytes, r);
-        const uint32_t coded = (codec.measure(data + r * cb.row_bytes, valid) + 7u) / 8u;
+        const uint32_t coded = (choose_cluster(cb, codec, data + r * cb.row_bytes, valid).bits + 7u) / 8u;
         if (lane_id() == 0) lengths[r] = coded < valid ? static_cast<uint16_t>(coded) : uint16_t{0};
     }
 }
@@ -32,7 +58,7 @@ __global__ void __launch_bounds__(1024, 1)
         if (good && !span.raw) {
             for (uint32_t i = lane_id(); i < stage.last_word + 2u; i += kWarp) stage.words[i] = 0;
             __syncwarp();
-            const uint32_t bits = codec.encode(coded, span.valid, stage);
+            const uint32_t bits = encode_row(cb, codec, coded, span.valid, stage);
             good = (bits + 7u) / 8u == span.in_slot + span.in_overflow;
             coded = stage.bytes();
             __syncwarp();

@@ -24,6 +24,17 @@ __device__ __forceinline__ uint32_t stage_span(const ibp_table &table, const Row
     return shift;
 }
 
+// Rebuilds a row that is staged from byte `first` on, with its cluster's codebook if there are several.
+template <class Codec>
+__device__ __forceinline__ bool decode_row(const ibp_codebook &cb, const Codec &codec, Stage stage, uint32_t first,
+                                           uint32_t coded_bytes, const Window &window)
+{
+    if (cb.num_clusters <= 1u) return codec.decode(stage, 8u * first, coded_bytes, window);
+    const uint32_t k = stage.bits_at(8u * first) & 0xffu;
+    if (coded_bytes < 1u || k >= cb.num_clusters) return false;
+    return codec.of_cluster(cb, k).decode(stage, 8u * first + 8u, coded_bytes - 1u, window);
+}
+
 // One row's part of an item.
 template <class Codec>
 __device__ __forceinline__ ibp_status fetch_row(const ibp_table &table, const Codec &codec, int64_t num_bytes, int64_t num_rows,
@@ -36,7 +47,7 @@ __device__ __forceinline__ ibp_status fetch_row(const ibp_table &table, const Co
     } else if (status == IBP_OK) {
         const uint32_t shift = stage_span(table, span, stage);
         __syncwarp();
-        if (!codec.decode(stage, 8u * shift, span.in_slot + span.in_overflow, window)) status = IBP_CORRUPT_ROW;
+        if (!decode_row(table.codebook, codec, stage, shift, span.in_slot + span.in_overflow, window)) status = IBP_CORRUPT_ROW;
         __syncwarp(); // the stage is free for the next row
     }
     if (status != IBP_OK) zero_bytes(window.dst, window.high - window.low);

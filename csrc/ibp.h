@@ -52,6 +52,7 @@ IBP_API const char *ibp_version(void);
 
 typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLANES = 2 } ibp_scheme;
 
+#define IBP_MAX_CLUSTERS 256u
 #define IBP_MAX_PLANES 4u
 #define IBP_MAX_DIGIT_BITS 4u
 
@@ -83,6 +84,10 @@ typedef struct ibp_codebook {
     uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
     uint32_t num_flags;     /* participation bits of a row */
     ibp_planes planes;      /* scheme planes */
+    /* Clusters (section 7): where there is more than one codebook, the fields above are the first one's. */
+    uint32_t num_clusters;         /* 0 or 1: one codebook; at most IBP_MAX_CLUSTERS */
+    uint32_t cluster_stride;       /* to the next one's: entries of mask, bitval and flags; bytes of planes.entries */
+    const uint32_t *cluster_flags; /* scheme ibp: num_flags of cluster k at [k * cluster_stride] */
 } ibp_codebook;
 
 /* Entries of each array of a codebook: row_bytes / 4, rounded up to a multiple of 4. */

@@ -6,6 +6,12 @@
 
 namespace ibp {
 
+// One codebook of scheme ibp, under the names of struct ibp_codebook.
+struct MaskView {
+    const uint32_t *mask, *bitval, *flags;
+    uint32_t row_bytes, chunk_bytes, num_flags;
+};
+
 // WORDS consecutive entries of a codebook array from entry w on; zeros past the row.
 template <int WORDS>
 __device__ __forceinline__ void load_entries(const uint32_t *entries, uint32_t w, uint32_t num_words, uint32_t (&out)[WORDS])
@@ -21,7 +27,7 @@ __device__ __forceinline__ void load_entries(const uint32_t *entries, uint32_t w
 
 // Rebuilds a staged row of coded_bytes whose first bit is at stage bit start_bit. Returns whether it took just those bytes.
 template <int WORDS>
-__device__ __forceinline__ bool decode_masks(const ibp_codebook &cb, Stage stage, uint32_t start_bit, uint32_t coded_bytes,
+__device__ __forceinline__ bool decode_masks(const MaskView &cb, Stage stage, uint32_t start_bit, uint32_t coded_bytes,
                                              const Window &window)
 {
     const bool vectors = (reinterpret_cast<uintptr_t>(window.dst) - window.low) % (4u * WORDS) == 0;
@@ -83,7 +89,7 @@ template <int WORDS> struct LaneWords {
 };
 
 template <int WORDS>
-__device__ __forceinline__ LaneWords<WORDS> match_words(const ibp_codebook &cb, const uint8_t *row, uint32_t valid, uint32_t w)
+__device__ __forceinline__ LaneWords<WORDS> match_words(const MaskView &cb, const uint8_t *row, uint32_t valid, uint32_t w)
 {
     const uint32_t num_words = (cb.row_bytes + 15u) / 16u * 4u;
     LaneWords<WORDS> lane;
@@ -117,7 +123,7 @@ __device__ __forceinline__ LaneWords<WORDS> match_words(const ibp_codebook &cb, 
 
 // Exact bits of a row as coded.
 template <int WORDS>
-__device__ __forceinline__ uint32_t measure_masks(const ibp_codebook &cb, const uint8_t *row, uint32_t valid)
+__device__ __forceinline__ uint32_t measure_masks(const MaskView &cb, const uint8_t *row, uint32_t valid)
 {
     uint32_t num_kept = 0;
     for (uint32_t base = 0; 4u * base < cb.row_bytes; base += kWarp * WORDS)
@@ -125,15 +131,16 @@ __device__ __forceinline__ uint32_t measure_masks(const ibp_codebook &cb, const 
     return cb.num_flags + __reduce_add_sync(kAllLanes, num_kept);
 }
 
-// Codes a row into a stage that is all zeros. Returns the bits that it took.
+// Codes a row into a stage that is all zeros from start_bit on. Returns the bits that it took.
 template <int WORDS>
-__device__ __forceinline__ uint32_t encode_masks(const ibp_codebook &cb, const uint8_t *row, uint32_t valid, Stage stage)
+__device__ __forceinline__ uint32_t encode_masks(const MaskView &cb, const uint8_t *row, uint32_t valid, Stage stage,
+                                                 uint32_t start_bit)
 {
     uint32_t position = cb.num_flags;
     for (uint32_t base = 0; 4u * base < cb.row_bytes; base += kWarp * WORDS) {
         const LaneWords<WORDS> lane = match_words<WORDS>(cb, row, valid, base + lane_id() * WORDS);
-        uint32_t total, to = position + exclusive_scan(lane.num_kept, total);
-        stage.or_bits(lane.flag_position, lane.participation);
+        uint32_t total, to = start_bit + position + exclusive_scan(lane.num_kept, total);
+        stage.or_bits(start_bit + lane.flag_position, lane.participation);
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             stage.or_bits(to, ibp_extract(lane.word[i], lane.keep[i]));
@@ -146,16 +153,27 @@ __device__ __forceinline__ uint32_t encode_masks(const ibp_codebook &cb, const u
 
 // The coder of scheme ibp as the kernels know it; 4 * WORDS bytes is the widest access that the rows' addresses allow.
 template <int WORDS> struct Masks {
-    const ibp_codebook &cb;
-    __device__ __forceinline__ explicit Masks(const ibp_codebook &codebook) : cb(codebook) {}
+    MaskView cb;
+    __device__ __forceinline__ explicit Masks(const ibp_codebook &codebook)
+        : cb{codebook.mask, codebook.bitval, codebook.flags, codebook.row_bytes, codebook.chunk_bytes, codebook.num_flags}
+    {
+    }
+    __device__ __forceinline__ Masks of_cluster(const ibp_codebook &codebook, uint32_t k) const
+    {
+        const uint64_t offset = uint64_t{k} * codebook.cluster_stride;
+        Masks one(codebook);
+        one.cb.mask += offset, one.cb.bitval += offset, one.cb.flags += offset;
+        one.cb.num_flags = __ldg(codebook.cluster_flags + offset);
+        return one;
+    }
     __device__ __forceinline__ bool decode(Stage stage, uint32_t start_bit, uint32_t coded_bytes, const Window &window) const
     {
         return decode_masks<WORDS>(cb, stage, start_bit, coded_bytes, window);
     }
     __device__ __forceinline__ uint32_t measure(const uint8_t *row, uint32_t valid) const { return measure_masks<WORDS>(cb, row, valid); }
-    __device__ __forceinline__ uint32_t encode(const uint8_t *row, uint32_t valid, Stage stage) const
+    __device__ __forceinline__ uint32_t encode(const uint8_t *row, uint32_t valid, Stage stage, uint32_t start_bit) const
     {
-        return encode_masks<WORDS>(cb, row, valid, stage);
+        return encode_masks<WORDS>(cb, row, valid, stage, start_bit);
     }
 };
 

@@ -40,19 +40,28 @@ template <typename T, bool LISTED> struct Planes {
     const ibp_codebook &cb;
     const ibp_planes &planes;
     const uint32_t columns, symbol_bits;
+    uint64_t cluster_offset = 0; // bytes to the entries of the row's cluster
 
     __device__ __forceinline__ explicit Planes(const ibp_codebook &codebook)
         : cb(codebook), planes(codebook.planes), columns(codebook.row_bytes / static_cast<uint32_t>(sizeof(T))),
           symbol_bits(kElementBits - codebook.planes.residual_bits)
     {
-        if (planes.per_column) return;
+        if (!is_shared()) return;
         for (uint32_t i = threadIdx.x; i < planes.num_entries; i += blockDim.x) shared_entries()[i] = load_entry(i);
         __syncthreads();
     }
 
     // ---- the codebook ----
 
-    // A table's entries; columns' are read where they are.
+    __device__ __forceinline__ Planes of_cluster(const ibp_codebook &codebook, uint32_t k) const
+    {
+        Planes one = *this;
+        one.cluster_offset = uint64_t{k} * codebook.cluster_stride;
+        return one;
+    }
+
+    // A table's entries are copied to shared memory; columns' and clusters' are read where they are.
+    __device__ __forceinline__ bool is_shared() const { return !planes.per_column && cb.num_clusters <= 1u; }
     static __device__ __forceinline__ T *shared_entries()
     {
         __shared__ T entries[IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u)];
@@ -60,16 +69,18 @@ template <typename T, bool LISTED> struct Planes {
     }
     __device__ __forceinline__ T load_entry(uint32_t i) const
     {
+        const uint8_t *const entries = static_cast<const uint8_t *>(planes.entries) + cluster_offset;
         switch (planes.symbol_bytes) {
-        case 1: return static_cast<T>(__ldg(static_cast<const uint8_t *>(planes.entries) + i));
-        case 2: return static_cast<T>(__ldg(static_cast<const uint16_t *>(planes.entries) + i));
-        case 4: return static_cast<T>(__ldg(static_cast<const uint32_t *>(planes.entries) + i));
-        default: return static_cast<T>(__ldg(static_cast<const unsigned long long *>(planes.entries) + i));
+        case 1: return static_cast<T>(__ldg(entries + i));
+        case 2: return static_cast<T>(__ldg(reinterpret_cast<const uint16_t *>(entries) + i));
+        case 4: return static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
+        default: return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
         }
     }
     __device__ __forceinline__ T entry(uint32_t column, uint32_t i) const
     {
-        return !LISTED && planes.per_column ? load_entry(column * planes.num_entries + i) : shared_entries()[i];
+        if (is_shared()) return shared_entries()[i];
+        return load_entry((planes.per_column ? column * planes.num_entries : 0u) + i);
     }
     __device__ __forceinline__ uint32_t escape_of(uint32_t plane) const { return (1u << planes.digit_bits[plane]) - 1u; }
 
@@ -482,15 +493,15 @@ template <typename T, bool LISTED> struct Planes {
         if (form.is_list) stage.or_bits(start + to_byte(form.upper_bits) + rank * form.low_bits, low_bits(coded.column, form.low_bits));
     }
 
-    // Codes a row into a stage that is all zeros. Returns the bits that it took.
-    __device__ __forceinline__ uint32_t encode(const uint8_t *row, uint32_t valid, Stage stage) const
+    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bits that it took.
+    __device__ __forceinline__ uint32_t encode(const uint8_t *row, uint32_t valid, Stage stage, uint32_t start_bit) const
     {
         const Census census = take_census(row, valid);
-        const uint32_t k = census.reaching[0], start = 8u * ibp_header_bytes(columns);
-        if (LISTED && lane_id() == 0) stage.or_bits(0, k | (census.closed ? ibp_closed_bit(columns) : 0u));
-        if (LISTED && k == 0) return start;
+        const uint32_t k = census.reaching[0], start = start_bit + 8u * ibp_header_bytes(columns);
+        if (LISTED && lane_id() == 0) stage.or_bits(start_bit, k | (census.closed ? ibp_closed_bit(columns) : 0u));
+        if (LISTED && k == 0) return start - start_bit;
         const ibp_position_form form = ibp_choose_position_form(k, columns);
-        const ValueParts parts = lay_out(bits_before_values(k), census.reaching);
+        const ValueParts parts = lay_out(start_bit + bits_before_values(k), census.reaching);
         uint32_t positions = 0, values = 0, before[IBP_MAX_PLANES] = {};
         for (uint32_t base = 0; base < columns; base += kWarp) {
             const Coded coded = code_element(row, valid, base);

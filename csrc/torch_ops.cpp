@@ -65,23 +65,30 @@ uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *name)
 
 int64_t rows_of(int64_t num_bytes, uint32_t row_bytes) { return (num_bytes + row_bytes - 1) / row_bytes; }
 
-// Scheme ibp: codec is [1, row_bytes, chunk_bytes, num_flags], words as codebook_words makes them.
+// Scheme ibp: codec is [1, row_bytes, chunk_bytes, num_flags], words as codebook_words makes them; of several clusters one after the
+// other, each followed by its num_flags and three numbers that mean nothing.
 void read_masks(const Tensor &words, const std::vector<int64_t> &codec, ibp_codebook *codebook)
 {
     require(codec.size() == 4, "codec of scheme ibp has ", codec.size(), " numbers, 4 are needed");
     codebook->chunk_bytes = to_u32(codec[2], 1, 8, "chunk_bytes");
     require((codebook->chunk_bytes & (codebook->chunk_bytes - 1)) == 0, "chunk_bytes is ", codec[2], ", not 1, 2, 4 or 8");
     codebook->num_flags = to_u32(codec[3], 0, IBP_MAX_ROW_BYTES, "num_flags");
-    const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook->row_bytes));
+    const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook->row_bytes)), stride = 3 * num_words + 4;
     const auto *data = static_cast<const uint32_t *>(
         static_cast<const void *>(data_of<int32_t>(words, ScalarType::Int, 3 * num_words, "codebook")));
     codebook->mask = data;
     codebook->bitval = data + num_words;
     codebook->flags = data + 2 * num_words;
+    if (words.numel() == 3 * num_words) return;
+    require(words.numel() % stride == 0 && words.numel() / stride <= IBP_MAX_CLUSTERS, "codebook has ", words.numel(), " numbers, ",
+            3 * num_words, " or some times ", stride, " are needed");
+    codebook->num_clusters = static_cast<uint32_t>(words.numel() / stride);
+    codebook->cluster_stride = static_cast<uint32_t>(stride);
+    codebook->cluster_flags = data + 3 * num_words;
 }
 
 // Scheme planes: codec is [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, digit_bits ...],
-// entries the packed symbols.
+// entries the packed symbols, those of several clusters one after the other.
 void read_planes(const Tensor &entries, const std::vector<int64_t> &codec, ibp_codebook *codebook)
 {
     require(codec.size() >= 9 && codec.size() <= 9 + IBP_MAX_PLANES, "codec of scheme planes has ", codec.size(),
@@ -101,7 +108,14 @@ void read_planes(const Tensor &entries, const std::vector<int64_t> &codec, ibp_c
     }
     for (planes.symbol_bytes = 1; 8 * planes.symbol_bytes < 8 * planes.element_bytes - planes.residual_bits;) planes.symbol_bytes *= 2;
     const int64_t sets = planes.per_column ? codebook->row_bytes / planes.element_bytes : 1;
-    planes.entries = bytes_of(entries, sets * planes.num_entries * planes.symbol_bytes, "codebook");
+    const int64_t one_bytes = sets * planes.num_entries * planes.symbol_bytes;
+    planes.entries = bytes_of(entries, one_bytes, "codebook");
+    if (one_bytes != 0 && entries.numel() != one_bytes) {
+        require(entries.numel() % one_bytes == 0 && entries.numel() / one_bytes <= IBP_MAX_CLUSTERS, "codebook has ", entries.numel(),
+                " bytes, some times ", one_bytes, " are needed");
+        codebook->num_clusters = static_cast<uint32_t>(entries.numel() / one_bytes);
+        codebook->cluster_stride = static_cast<uint32_t>(one_bytes);
+    }
     check(ibp_check_planes(codebook), "codec of scheme planes");
 }
 

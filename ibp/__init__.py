@@ -12,6 +12,7 @@ beside the installed headers (`ibp.get_include()`).
 from pathlib import Path
 
 from . import _core, _ops
+from .clusters import ClusteredCodebook
 from .codebook import Codebook
 from .compression import compress, compress_
 from .estimation import analyze, estimate
@@ -21,6 +22,7 @@ from .table import CompressedTensor, CorruptTableError, decompress, index_select
 __version__ = _core.version()
 
 __all__ = [
+    "ClusteredCodebook",
     "Codebook",
     "CompressedTensor",
     "CorruptTableError",

@@ -7,6 +7,7 @@ from tqdm import tqdm
 
 from . import _memory, _ops, layout as _layout, rows as _rows
 from .analysis import check_learning, measure, total_stored
+from .clusters import ClusteredCodebook, check_clusters
 from .codebook import Codebook
 from .estimation import check_codebook
 from .planes import PlanesCodebook
@@ -14,8 +15,8 @@ from .schemes import Request, check_scheme, learn
 from .table import CompressedTensor
 
 
-def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | None = None,
-             sample: float | None = None, layout: str = "slots", slot_bytes: int | None = None, row_bytes: int | None = None,
+def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | ClusteredCodebook | None = None,
+             sample: float | None = None, clusters: int | str | None = None, layout: str = "slots", slot_bytes: int | None = None, row_bytes: int | None = None,
              device: torch.device | str | int | None = None, pin_memory: bool | None = None, progress: bool = False) -> CompressedTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
 
@@ -29,6 +30,8 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
         sample: fraction of the rows to learn the codebook from; None: as many as fit 64 MiB (16 MiB without a GPU).
+        clusters: how many codebooks to divide the rows among, 1 to 256, by k-means over their bits and then by coded size (the paper's section
+            6.5); "auto": doubled for as long as the net saving grows. None: one.
         layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and files.
         slot_bytes: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place layout). None: chosen from the row lengths.
         row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is not 1-D,
@@ -45,6 +48,7 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
     _rows.check_tensor(x)
     check_scheme(scheme, chunk_bytes, tau)
     check_learning(sample, chunk_bytes, tau)
+    check_clusters(clusters)
     if layout not in ("slots", "packed"):
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
     if layout == "packed" and slot_bytes is not None:
@@ -58,7 +62,7 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
     if layout == "packed":
         slot_bytes = 0
     if codebook is None and geometry.num_bytes:
-        codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=slot_bytes, progress=progress))
+        codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=slot_bytes, clusters=clusters, progress=progress))
     if codebook is not None and geometry.num_bytes:
         lengths = measure(data, codebook, worker, progress)
         if total_stored(lengths, geometry) + codebook.nbytes < geometry.num_bytes:
@@ -69,9 +73,9 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
     return _table(geometry, "raw", geometry.row_bytes, slots, None, None)
 
 
-def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | None = None,
-              sample: float | None = None, row_bytes: int | None = None, device: torch.device | str | int | None = None,
-              pin_memory: bool | None = None, progress: bool = False) -> CompressedTensor:
+def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | ClusteredCodebook | None = None,
+              sample: float | None = None, clusters: int | str | None = None, row_bytes: int | None = None,
+              device: torch.device | str | int | None = None, pin_memory: bool | None = None, progress: bool = False) -> CompressedTensor:
     """Compresses a tensor within its own memory (the paper's in-place layout, section 5), so that one that fills memory can be compressed.
 
     Every row keeps its address and uses only the first bytes of it. x's values are gone afterwards: its memory belongs to the table. Besides
@@ -91,11 +95,12 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
     _check_owns_memory(x)
     check_scheme(scheme, chunk_bytes, tau)
     check_learning(sample, chunk_bytes, tau)
+    check_clusters(clusters)
     geometry = _geometry(x, row_bytes, codebook)
     worker, pin = _rows.working_device(x, device), _wants_pinning(x, pin_memory)
     data = _rows.bytes_of(x)
     if codebook is None and geometry.num_bytes:
-        codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=0, progress=progress))
+        codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=0, clusters=clusters, progress=progress))
     lengths = measure(data, codebook, worker, progress) if codebook else None
     if lengths is None or total_stored(lengths, geometry) + codebook.nbytes >= geometry.num_bytes:
         table = _table(geometry, "raw", geometry.row_bytes, data, None, None)

@@ -6,6 +6,7 @@ import torch
 
 from . import rows as _rows, schemes as _schemes
 from .analysis import check_learning, measure, total_stored
+from .clusters import ClusteredCodebook
 from .codebook import Codebook
 from .planes import PlanesCodebook
 
@@ -71,5 +72,5 @@ def estimate(x: torch.Tensor, codebook: Codebook | PlanesCodebook | None = None,
 
 
 def check_codebook(codebook) -> None:
-    if not isinstance(codebook, (Codebook, PlanesCodebook)):
-        raise TypeError(f"codebook is a {type(codebook).__name__}; wanted an ibp.Codebook or ibp.PlanesCodebook")
+    if not isinstance(codebook, (Codebook, PlanesCodebook, ClusteredCodebook)):
+        raise TypeError(f"codebook is a {type(codebook).__name__}; wanted an ibp.Codebook, PlanesCodebook or ClusteredCodebook")

@@ -458,6 +458,24 @@ def learn_planes(sample: torch.Tensor, row_bytes: int, num_rows: int, dtype: tor
     return _Search(sample, row_bytes, max(num_rows, sample.numel() // row_bytes), element_bytes, exponent_bits).best()
 
 
+def relearn(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
+    """A codebook that differs from another in its entries only: the most frequent symbols of other rows.
+
+    Args:
+        codebook: with at least one entry.
+        rows: uint8 [n * row_bytes], whole rows, at least one.
+    """
+    _check_sample(rows, codebook.row_bytes)
+    plan = _Plan(codebook.width, codebook.listed, codebook.default, codebook.closed, codebook.rotate, codebook.symbol_bits, codebook.digit_bits,
+                 codebook.per_column)
+    values = _values_of(plan, _elements(rows, codebook.element_bytes, codebook.columns))
+    symbols = values.symbols(*plan.shape)
+    if symbols.numel() == 0:
+        return codebook
+    entries = _column_entries(symbols, plan.symbol_bits, codebook.columns, False) if plan.per_column else _top_symbols(symbols, plan.symbol_bits)
+    return replace(codebook, entries=_exactly(entries, codebook.num_entries), expected_savings=None)
+
+
 def _element_of(dtype, row_bytes, element_bytes):
     """(bytes of an element, bits of its exponent or 0)."""
     exponent_bits, own_bytes = 0, dtype.itemsize
@@ -517,7 +535,7 @@ class _Search:
         """The plan's codebook, its entries from all sampled rows."""
         values = _values_of(plan, self._elements(self.sample))
         symbols = values.symbols(*plan.shape)
-        entries = self._column_entries(symbols, plan.symbol_bits) if plan.per_column else _top_symbols(symbols, plan.symbol_bits)
+        entries = _column_entries(symbols, plan.symbol_bits, self.columns, self.is_whole) if plan.per_column else _top_symbols(symbols, plan.symbol_bits)
         entries = _exactly(entries, num_entries(plan.digit_bits))
         lengths = values.lengths(_ranks(symbols, entries, plan.symbol_bits), plan.symbol_bits, plan.digit_bits)
         coded = float(lengths.sum()) / len(lengths) + plan.codebook_bytes(self.columns) / self.num_rows
@@ -607,27 +625,28 @@ class _Search:
 
     def _column_digits(self, shape, learn, test):
         """(bits of a mean row, the best lists of digits, ranks of the elements to compare on) with entries a column."""
-        entries = self._column_entries(learn.symbols(*shape), shape[1])
+        entries = _column_entries(learn.symbols(*shape), shape[1], self.columns, self.is_whole)
         ranks = _ranks(test.symbols(*shape), entries, shape[1])
         count = entries.shape[1]
         tails = _tails_of(torch.bincount(ranks.flatten(), minlength=count + 1).cpu()[:count], ranks.numel()) / test.num_rows
         bits = self._model(tails[None], [shape], True, self.columns)
         return float(bits.min()), _best_groups(bits, [shape])[0][1], ranks
 
-    def _column_entries(self, symbols, bits):
-        """Entries a column, int64 [C, up to _MOST_ENTRIES], out of the table's most frequent symbols."""
-        dictionary = _top_symbols(symbols, bits, max(16, min(_DICTIONARY, _COLUMN_CELLS // self.columns)))
-        size = dictionary.shape[1]
-        cells = _ranks(symbols, dictionary, bits).to(torch.int32)
-        cells += torch.arange(self.columns, dtype=torch.int32, device=cells.device) * (size + 1)
-        counts = torch.bincount(cells.flatten(), minlength=self.columns * (size + 1)).view(self.columns, size + 1)[:, :size].to(torch.float64)
-        if not self.is_whole:
-            counts = counts + counts.sum(0) * (_PSEUDO_COUNTS / symbols.numel())
-        order = counts.sort(dim=1, descending=True, stable=True).indices[:, :_MOST_ENTRIES]
-        return dictionary[0][order]
-
 
 # -- frequencies
+
+
+def _column_entries(symbols, bits, columns, is_whole):
+    """Entries a column, int64 [C, up to _MOST_ENTRIES], out of the table's most frequent symbols."""
+    dictionary = _top_symbols(symbols, bits, max(16, min(_DICTIONARY, _COLUMN_CELLS // columns)))
+    size = dictionary.shape[1]
+    cells = _ranks(symbols, dictionary, bits).to(torch.int32)
+    cells += torch.arange(columns, dtype=torch.int32, device=cells.device) * (size + 1)
+    counts = torch.bincount(cells.flatten(), minlength=columns * (size + 1)).view(columns, size + 1)[:, :size].to(torch.float64)
+    if not is_whole:
+        counts = counts + counts.sum(0) * (_PSEUDO_COUNTS / symbols.numel())
+    order = counts.sort(dim=1, descending=True, stable=True).indices[:, :_MOST_ENTRIES]
+    return dictionary[0][order]
 
 
 def _some(x, most=_GUESS_ELEMENTS):

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from . import analysis, layout as _layout, rows as _rows
+from .clusters import ClusteredCodebook, learn_clusters
 from .codebook import Codebook
 from .planes import PlanesCodebook, learn_planes
 
-AnyCodebook = Codebook | PlanesCodebook
+AnyCodebook = Codebook | PlanesCodebook | ClusteredCodebook
 
 _SAMPLE_SHARE, _LEAST_SAMPLE_ROWS = 0.01, 4096
 _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # of what schemes are compared on
@@ -29,16 +30,24 @@ class Request:
     tau: float | None = None
     paper: bool = False
     slot_bytes: int | None = None  # 0: packed; None: to be chosen
+    clusters: int | str | None = None
     progress: bool = False
 
 
-def _learn_masks(request: Request) -> Codebook:
-    return analysis.learn(request.data, request.geometry.row_bytes, request.device, request.sample, request.chunk_bytes, request.tau,
-                          request.paper, request.progress)
+def _learn_masks(request: Request) -> AnyCodebook:
+    return _split(analysis.learn(request.data, request.geometry.row_bytes, request.device, request.sample, request.chunk_bytes, request.tau,
+                                 request.paper, request.progress), request)
 
 
-def _learn_ranks(request: Request) -> PlanesCodebook:
-    return learn_planes(sample_rows(request), request.geometry.row_bytes, request.geometry.num_rows, request.geometry.dtype).codebook
+def _learn_ranks(request: Request) -> AnyCodebook:
+    return _split(learn_planes(sample_rows(request), request.geometry.row_bytes, request.geometry.num_rows, request.geometry.dtype).codebook, request)
+
+
+def _split(codebook, request):
+    """Into clusters, if they were asked for."""
+    if request.clusters in (None, 1) or request.geometry.num_rows < 2:
+        return codebook
+    return learn_clusters(codebook, sample_rows(request), request.geometry.num_rows, request.clusters)
 
 
 # How each scheme learns a codebook; "raw" has none.

@@ -3,7 +3,13 @@
 import numpy as np
 import torch
 
+import ibp
 import reference
+import reference_planes
+
+SCHEMES = ["ibp", "planes", "auto"]
+TENSORS = ("slots", "overflow", "lengths", "bases")
+LAYOUTS = ["slots", "slots of 32", "in place", "packed"]
 
 FLOAT8_DTYPES = [getattr(torch, name) for name in sorted(dir(torch)) if name.startswith("float8_")]
 DTYPES = FLOAT8_DTYPES + [
@@ -38,6 +44,20 @@ def take(x, ids):
     return rows.reshape(-1).view(x.dtype).reshape(len(ids), *x.shape[1:])
 
 
+def layout_arguments(layout, row_bytes):
+    """What compress() takes for one of LAYOUTS."""
+    if layout == "slots of 32":
+        return {"slot_bytes": 32} if row_bytes > 32 else {}
+    return {"slots": {}, "in place": {"slot_bytes": row_bytes}, "packed": {"layout": "packed"}}[layout]
+
+
+def assert_same_table(a, b):
+    for name in ("scheme", "layout", "row_bytes", "slot_bytes", "stored_bytes", "link_bytes", "codebook"):
+        assert getattr(a, name) == getattr(b, name), f"{name}: {getattr(a, name)} is not {getattr(b, name)}"
+    for name in TENSORS:
+        assert_same_bits(getattr(a, name).cpu(), getattr(b, name).cpu())
+
+
 def make_tensor(shape, dtype, kind="sparse", seed=0):
     """Kinds: `sparse` few bytes not 0, `narrow` the high half of each element nearly fixed, `random`, `equal` all elements alike."""
     rng = np.random.default_rng([seed, len(kind)])
@@ -67,12 +87,43 @@ def one_hot_rows(num_rows, num_columns, seed=0):
     return torch.from_numpy((rng.random((num_rows, num_columns)) < density).astype(np.float32))
 
 
+def planes_codebook(codebook):
+    """A codebook of the numpy reference as the library's."""
+    c = codebook
+    entries = torch.from_numpy(c.entries.astype(np.uint64).view(np.int64))
+    return ibp.PlanesCodebook(c.row_bytes, c.element_bytes, c.rotate, c.residual_bits, c.digit_bits, c.per_column, c.listed, c.default, c.closed, entries)
+
+
+def reference_planes_codebook(codebook):
+    """The inverse of planes_codebook."""
+    c = codebook
+    entries = c.entries.numpy().view(np.uint64).astype(reference_planes.symbol_type(c.symbol_bits))
+    return reference_planes.Codebook(c.element_bytes, c.row_bytes, c.rotate, c.residual_bits, c.digit_bits, c.per_column, c.listed, c.default, c.closed, entries)
+
+
+def reference_decode(table):
+    """The original bytes of a table of any scheme, by numpy."""
+    if table.scheme != "planes":
+        return reference.decode_table(reference_table(table))
+    codebook = reference_planes_codebook(table.codebook)
+    plain = plain_table(table, None)
+    rows = []
+    for r in range(plain.num_rows):
+        row = reference.stored_row(plain, r).tobytes()
+        rows.append(reference_planes.decode_row(codebook, row)[: plain.valid(r)] if plain.lengths[r] else row)
+    return b"".join(rows)
+
+
 def reference_table(table):
-    """The same table for the numpy decoder."""
+    """A table of scheme ibp or raw for the numpy decoder."""
     codebook = None
     if table.codebook is not None:
         c = table.codebook
         codebook = reference.Codebook(c.row_bytes, c.chunk_bytes, c.flag_all, c.palette.numpy(), c.index.numpy())
+    return plain_table(table, codebook)
+
+
+def plain_table(table, codebook):
     num_bytes = table.shape.numel() * table.dtype.itemsize
     return reference.Table(num_bytes, table.row_bytes, table.slot_bytes, codebook, table.lengths.numpy(), table.bases.numpy().view(np.uint64),
                            table.slots.numpy(), table.overflow.numpy())

@@ -14,25 +14,20 @@ import ibp
 import reference
 from golden.load import CORRUPT_TABLES, arrays_of, load, op_arguments, reference_table
 from golden.make import CASES, edit_table
-from helpers import DTYPES, assert_same_bits, bytes_of, embedding, make_tensor, one_hot_rows, take
+from helpers import (
+    DTYPES, LAYOUTS, SCHEMES, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, make_tensor, one_hot_rows, take,
+)  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
-TENSORS = ("slots", "overflow", "lengths", "bases")
 PLACES = ["pinned", "device"]
-LAYOUTS = ["slots", "slots of 32", "in place", "packed"]
+CODED = ["ibp", "planes"]  # the schemes that code rows, for what is asked of every coder
 LARGE_ROWS = [256, 600, 1024, 2408, 4096, 14812, 16384, 65535, 65536]
 
 
-def layout_arguments(layout, row_bytes):
-    if layout == "slots of 32":
-        return {"slot_bytes": 32} if row_bytes > 32 else {}
-    return {"slots": {}, "in place": {"slot_bytes": row_bytes}, "packed": {"layout": "packed"}}[layout]
-
-
 def make_table(x, layout, place, cuda, **arguments):
-    """A table in pinned host memory, or in device memory."""
+    """A table in pinned host memory, or in device memory. arguments: of compress(), which has either a codebook or a scheme."""
     row_bytes = arguments["codebook"].row_bytes if "codebook" in arguments else x.shape[1:].numel() * x.element_size()
     x = x.to(cuda) if place == "device" else x
     table = ibp.compress(x, **layout_arguments(layout, row_bytes), **arguments)
@@ -57,13 +52,6 @@ def matching_rows(num_rows, codebook, seed=0):
     matches = noise & ~codebook.mask.numpy() | codebook.bitval.numpy()
     keep = (rng.random(noise.shape) < 0.99) & (rng.random((num_rows, 1)) < 0.95)
     return torch.from_numpy(np.where(keep, matches, noise).astype(np.uint8))
-
-
-def assert_same_table(a, b):
-    for name in ("scheme", "layout", "row_bytes", "slot_bytes", "stored_bytes", "link_bytes", "codebook"):
-        assert getattr(a, name) == getattr(b, name), name
-    for name in TENSORS:
-        assert_same_bits(getattr(a, name).cpu(), getattr(b, name).cpu())
 
 
 def random_ids(num_items, count=200, dtype=torch.int64, device=CPU):
@@ -119,10 +107,11 @@ def check_coding(cuda, codebook, num_rows):
         assert_same_bits(on_gpu.decompress(device=cuda, check=True).cpu(), data)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_where_x_is_makes_no_difference(cuda, layout):
+def test_where_x_is_makes_no_difference(cuda, layout, scheme):
     x = one_hot_rows(3000, 60)
-    arguments = layout_arguments(layout, 240)
+    arguments = {"scheme": scheme, **layout_arguments(layout, 240)}
     tables = [ibp.compress(x, device="cpu", pin_memory=False, **arguments)]
     tables += [ibp.compress(where, device=cuda, **arguments) for where in (x, x.pin_memory(), x.to(cuda), x.to(cuda).t().contiguous().t())]
     for table in tables:
@@ -131,18 +120,21 @@ def test_where_x_is_makes_no_difference(cuda, layout):
     assert [table.is_pinned for table in tables] == [False, True, True, False, False]
 
 
-def test_a_tensor_of_many_blocks(cuda, monkeypatch):
+@pytest.mark.parametrize("scheme", CODED)
+def test_a_tensor_of_many_blocks(cuda, monkeypatch, scheme):
     """Coded piece by piece: 32 rows at a time."""
     monkeypatch.setattr("ibp.rows._BLOCK_BYTES", 1)
     x = one_hot_rows(777, 61)
+    codebook = ibp.analyze(x, scheme=scheme, device="cpu")
     for layout in LAYOUTS:
-        arguments = layout_arguments(layout, 244)
+        arguments = {"codebook": codebook, **layout_arguments(layout, 244)}
         assert_same_table(ibp.compress(x, device=cuda, **arguments), ibp.compress(x, device="cpu", **arguments))
 
 
-def test_estimate(cuda):
+@pytest.mark.parametrize("scheme", CODED)
+def test_estimate(cuda, scheme):
     x = one_hot_rows(3000, 60)
-    codebook = ibp.analyze(x)
+    codebook = ibp.analyze(x, scheme=scheme)
     assert ibp.estimate(x, codebook, device=cuda) == ibp.estimate(x.to(cuda), codebook) == ibp.estimate(x, codebook, device="cpu")
 
 
@@ -162,13 +154,16 @@ def test_encode_notes_lengths_of_other_data(cuda):
 # ---- fetching ----
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+DTYPE_CASES = [("ibp", layout, place) for layout in LAYOUTS for place in PLACES]
+DTYPE_CASES += [("planes", "slots", "pinned"), ("planes", "packed", "device"), ("auto", "slots of 32", "device"), ("auto", "in place", "pinned")]
+
+
+@pytest.mark.parametrize("scheme, layout, place", DTYPE_CASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(cuda, dtype, layout, place):
+def test_dtypes(cuda, dtype, scheme, layout, place):
     for kind in ("sparse", "narrow", "random"):
         x = make_tensor((300, 45), dtype, kind)
-        table = make_table(x, layout, place, cuda)
+        table = make_table(x, layout, place, cuda, scheme=scheme)
         ids = random_ids(300)
         assert_same_bits(ibp.index_select(table, ids.to(cuda), check=True).cpu(), take(x, ids))
         assert_same_bits(table.decompress(device=cuda, check=True).cpu(), x)
@@ -198,14 +193,14 @@ def test_large_rows(cuda, row_bytes, chunk_bytes, layout, place):
     assert_same_bits(table[20:50].cpu(), x[20:50])
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("scheme, place", [("ibp", "pinned"), ("ibp", "device"), ("planes", "device"), ("auto", "pinned")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("item_bytes, row_bytes", [(70000, None), (100_001, None), (4, 4096), (3, 100), (250, 64), (64, 250), (1, 1), (1000, 1)])
-def test_items_that_are_not_rows(cuda, item_bytes, row_bytes, layout, place):
+def test_items_that_are_not_rows(cuda, item_bytes, row_bytes, layout, scheme, place):
     """Items of several rows, several items a row, items that start in the middle of one; a short last row."""
     x = make_tensor((61, item_bytes), torch.uint8, "sparse", seed=item_bytes)
     row = row_bytes or 4096
-    table = ibp.compress(x.to(cuda) if place == "device" else x, row_bytes=row_bytes, **layout_arguments(layout, row))
+    table = ibp.compress(x.to(cuda) if place == "device" else x, scheme=scheme, row_bytes=row_bytes, **layout_arguments(layout, row))
     ids = random_ids(61)
     assert_same_bits(ibp.index_select(table, ids.to(cuda), check=True).cpu(), x[ids])
     assert_same_bits(table.decompress(device=cuda, check=True).cpu(), x)
@@ -214,10 +209,11 @@ def test_items_that_are_not_rows(cuda, item_bytes, row_bytes, layout, place):
 
 @pytest.mark.parametrize("shape", [(), (1,), (5000,), (0,), (0, 7), (7, 0), (1, 1), (33, 5), (6, 5, 4, 3)], ids=str)
 @pytest.mark.parametrize("place", PLACES)
-def test_shapes(cuda, shape, place):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_shapes(cuda, shape, scheme, place):
     for dtype in (torch.uint8, torch.float32, torch.complex64):
         x = make_tensor(shape, dtype)
-        table = ibp.compress(x.to(cuda) if place == "device" else x)
+        table = ibp.compress(x.to(cuda) if place == "device" else x, scheme=scheme)
         assert_same_bits(table.decompress(device=cuda, check=True).cpu(), x)
         if shape:
             ids = random_ids(len(x)) if len(x) else torch.empty(0, dtype=torch.int64)
@@ -234,10 +230,11 @@ def test_golden_tables(cuda, name):
     np.testing.assert_array_equal(out.cpu().numpy(), golden["original"])
 
 
+@pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("place", PLACES)
-def test_ids(cuda, place):
+def test_ids(cuda, place, scheme):
     x = one_hot_rows(500, 60)
-    table = make_table(x, "slots", place, cuda)
+    table = make_table(x, "slots", place, cuda, scheme=scheme)
     for dtype in (torch.int32, torch.int64):
         for device in (CPU, cuda):
             ids = random_ids(500, 333, dtype, device)
@@ -280,9 +277,10 @@ def test_pinned_memory_has_the_size_needed(cuda):
     assert table.slots.untyped_storage().nbytes() == 5000 * table.slot_bytes
 
 
-def test_moving_tables(cuda):
+@pytest.mark.parametrize("scheme", CODED)
+def test_moving_tables(cuda, scheme):
     x = one_hot_rows(500, 60)
-    table = ibp.compress(x)
+    table = ibp.compress(x, scheme=scheme)
     moved = table.to(cuda)
     assert moved.device == cuda and moved.to(cuda) is moved
     assert_same_table(moved, table)
@@ -308,11 +306,12 @@ def test_out_at_any_address(cuda, layout, place):
             assert_same_bits(memory.cpu(), expected)
 
 
+@pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("max_sms", [1, 2, 7, 100_000])
 @pytest.mark.parametrize("place", PLACES)
-def test_max_sms(cuda, place, max_sms):
+def test_max_sms(cuda, place, max_sms, scheme):
     x = one_hot_rows(5000, 60)
-    table = make_table(x, "slots", place, cuda)
+    table = make_table(x, "slots", place, cuda, scheme=scheme)
     ids = random_ids(5000, 20000)
     assert_same_bits(ibp.index_select(table, ids.to(cuda), max_sms=max_sms, check=True).cpu(), x[ids])
     assert_same_bits(table.decompress(device=cuda, max_sms=max_sms, check=True).cpu(), x)
@@ -321,11 +320,12 @@ def test_max_sms(cuda, place, max_sms):
 # ---- streams and graphs ----
 
 
+@pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("place", PLACES)
-def test_the_current_stream_is_used(cuda, place):
+def test_the_current_stream_is_used(cuda, place, scheme):
     """The ids arrive late on a side stream: work on any other stream would read the old ones."""
     x = one_hot_rows(500, 60)
-    table = make_table(x, "slots of 32", place, cuda)
+    table = make_table(x, "slots of 32", place, cuda, scheme=scheme)
     ids, out = torch.zeros(200, dtype=torch.int64, device=cuda), torch.empty(200, 60, device=cuda)
     ibp.index_select(table, ids, out=out)
     late = random_ids(500).pin_memory()
@@ -341,7 +341,7 @@ def test_the_current_stream_is_used(cuda, place):
 
 def test_many_streams(cuda):
     x = one_hot_rows(5000, 60)
-    tables = [make_table(x, layout, place, cuda) for layout in LAYOUTS for place in PLACES]
+    tables = [make_table(x, layout, place, cuda, scheme=scheme) for layout in LAYOUTS for place in PLACES for scheme in CODED]
     chosen = [random_ids(5000, 3000) for _ in tables]
     on_gpu = [ids.to(cuda) for ids in chosen]
     streams = [torch.cuda.Stream() for _ in tables]
@@ -371,11 +371,12 @@ def test_one_table_on_many_streams(cuda):
     table.check()
 
 
+@pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_graphs(cuda, layout, place):
+def test_graphs(cuda, layout, place, scheme):
     x = one_hot_rows(500, 60)
-    table = make_table(x, layout, place, cuda)
+    table = make_table(x, layout, place, cuda, scheme=scheme)
     ids, out, whole = random_ids(500).to(cuda), torch.empty(200, 60, device=cuda), torch.empty(500, 60, device=cuda)
     ibp.index_select(table, ids, out=out)
     table.decompress(out=whole)
@@ -409,10 +410,11 @@ def test_a_first_call_cannot_be_captured(cuda):
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_call_with_out_neither_allocates_nor_waits(cuda, place):
+def test_a_call_with_out_neither_allocates_nor_waits(cuda, place, scheme):
     x = one_hot_rows(500, 60)
-    table = make_table(x, "slots", place, cuda)
+    table = make_table(x, "slots", place, cuda, scheme=scheme)
     ids, out = random_ids(500).to(cuda), torch.empty(200, 60, device=cuda)
     ibp.index_select(table, ids, out=out)
     torch.cuda.synchronize()
@@ -434,12 +436,13 @@ def test_a_call_with_out_neither_allocates_nor_waits(cuda, place):
 # ---- errors ----
 
 
+@pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_bad_ids_on_the_gpu(cuda, dtype, place):
+def test_bad_ids_on_the_gpu(cuda, dtype, place, scheme):
     """A row of zeros; the error comes with the next call, check() or check=True; nothing is broken afterwards."""
     x = one_hot_rows(500, 60) + 1
-    table = make_table(x, "slots", place, cuda)
+    table = make_table(x, "slots", place, cuda, scheme=scheme)
     bad = {3: 500, 77: -1, 150: 2**31 - 1} | ({151: 2**40, 152: -(2**63)} if dtype == torch.int64 else {})
     ids = random_ids(500, dtype=dtype)
     for position, value in bad.items():
@@ -565,12 +568,13 @@ def test_bad_arguments(cuda):
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 @pytest.mark.parametrize("worker", ["cpu", "cuda", None])
-def test_compress_in_place(cuda, worker, where):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compress_in_place(cuda, scheme, worker, where):
     before = one_hot_rows(3000, 61)
     x = before.to(where)
-    table = ibp.compress_(x, device=worker)
+    table = ibp.compress_(x, scheme=scheme, device=worker)
     assert table.slots.data_ptr() == x.data_ptr() and table.device == x.device and table.is_pinned == (where == "cpu")
-    copied = ibp.compress(before, slot_bytes=244, device="cpu", pin_memory=False)
+    copied = ibp.compress(before, codebook=table.codebook, slot_bytes=244, device="cpu", pin_memory=False)
     assert table.stored_bytes == copied.stored_bytes
     assert_same_bits(table.lengths.cpu(), copied.lengths)
     ids = random_ids(3000)
@@ -587,10 +591,11 @@ def test_compress_in_place_unpins_what_it_pinned(cuda):
     assert not x.is_pinned()
 
 
+@pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("place", PLACES)
-def test_pickling(cuda, place):
+def test_pickling(cuda, place, scheme):
     x = one_hot_rows(500, 60)
-    table = make_table(x, "slots of 32", place, cuda)
+    table = make_table(x, "slots of 32", place, cuda, scheme=scheme)
     file = io.BytesIO()
     torch.save(table, file)
     file.seek(0)
@@ -607,8 +612,9 @@ def test_pickling(cuda, place):
 def cuda_samples(cuda):
     """One call of every operation that runs on a GPU."""
     x = one_hot_rows(100, 60)
-    data, codebook = bytes_of(x).to(cuda), ibp.analyze(x)
-    tables = [make_table(x, layout, place, cuda)._arguments(cuda) for layout in ("slots of 32", "packed") for place in PLACES]
+    data, masks = bytes_of(x).to(cuda), ibp.analyze(x)
+    kinds = [(layout, place, scheme) for layout in ("slots of 32", "packed") for place in PLACES for scheme in CODED]
+    tables = [make_table(x, layout, place, cuda, scheme=scheme)._arguments(cuda) for layout, place, scheme in kinds]
 
     def fault():
         return torch.zeros(4, dtype=torch.int64, device=cuda)
@@ -617,8 +623,9 @@ def cuda_samples(cuda):
         return torch.zeros(size, dtype=torch.uint8, device=cuda)
 
     yield "count_bits", (data, 240)
-    yield "count_hits", (data, codebook.words(cuda), codebook.codec)
-    yield "measure_rows", (data, codebook.words(cuda), codebook.codec)
+    yield "count_hits", (data, masks.words(cuda), masks.codec)
+    for codebook in (masks, ibp.analyze(x, scheme="planes")):
+        yield "measure_rows", (data, codebook.words(cuda), codebook.codec)
     for slots, overflow, *rest in tables:
         yield "encode_rows", (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, data, fault())
         yield "gather_items", (slots, overflow, *rest, torch.tensor([5, 99, 5], device=cuda), 0, out(720), fault())
@@ -630,9 +637,10 @@ def test_opcheck(cuda):
         torch.library.opcheck(getattr(OPS, name).default, arguments)
 
 
-def test_compile(cuda):
+@pytest.mark.parametrize("scheme", CODED)
+def test_compile(cuda, scheme):
     x = one_hot_rows(500, 60)
-    arguments = ibp.compress(x)._arguments(cuda)
+    arguments = ibp.compress(x, scheme=scheme)._arguments(cuda)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def gather_and_sum(ids):
@@ -701,7 +709,7 @@ def large(cuda, cannot_run):
 
 def check_large(table, block, cuda):
     num_rows = len(table)
-    assert table.scheme == "ibp" and table.original_bytes > 5 * GIB
+    assert table.original_bytes > 5 * GIB
     assert max(table.slots.numel(), table.overflow.numel()) > 4 * GIB
     last = torch.arange(num_rows - 5000, num_rows)
     middle = 4 * GIB // 1024 + torch.arange(-2500, 2500)
@@ -717,20 +725,21 @@ def check_large(table, block, cuda):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", ["slots", "packed"])
-def test_tables_over_4_gib(cuda, large, layout, place):
+@pytest.mark.parametrize("scheme, layout, place", [("ibp", "slots", "pinned"), ("ibp", "packed", "device"), ("planes", "slots", "device"), ("planes", "packed", "pinned")])
+def test_tables_over_4_gib(cuda, large, scheme, layout, place):
     x, block = large
-    table = ibp.compress(x, device=cuda, layout=layout)
-    assert table.is_pinned
+    table = ibp.compress(x, scheme=scheme, device=cuda, layout=layout)
+    assert table.is_pinned and table.scheme == scheme
     check_large(table if place == "pinned" else table.to(cuda), block, cuda)
 
 
 @pytest.mark.slow
-def test_tables_over_4_gib_on_the_cpu(cuda, large):
+@pytest.mark.parametrize("scheme", CODED)
+def test_tables_over_4_gib_on_the_cpu(cuda, large, scheme):
     """The same rows through the C core."""
     x, block = large
-    table = ibp.compress(x, device=cuda, layout="packed")
+    table = ibp.compress(x, scheme=scheme, device=cuda, layout="packed")
+    assert table.scheme == scheme
     for first in (0, len(x) - 4000, 4 * GIB // 1024 - 2000):
         assert_same_bits(table[first : first + 4000], x[first : first + 4000])
     ids = torch.randint(len(x), (20000,))
@@ -738,9 +747,11 @@ def test_tables_over_4_gib_on_the_cpu(cuda, large):
 
 
 @pytest.mark.slow
-def test_in_place_over_4_gib(cuda, large):
+@pytest.mark.parametrize("scheme", CODED)
+def test_in_place_over_4_gib(cuda, large, scheme):
     x, block = large
     on_gpu = x.to(cuda)
-    table = ibp.compress_(on_gpu)
+    table = ibp.compress_(on_gpu, scheme=scheme)
+    assert table.scheme == scheme
     assert table.slots.data_ptr() == on_gpu.data_ptr() and table.slots.numel() > 5 * GIB
     check_large(table, block, cuda)
