@@ -10,10 +10,10 @@ struct Choice {
 template <class Codec>
 __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Codec &codec, const uint8_t *row, uint32_t valid)
 {
-    if (cb.num_clusters <= 1u) return {0, codec.measure(row, valid)};
+    const bool several = cb.num_clusters > 1u;
     Choice best{0, ~0u};
-    for (uint32_t k = 0; k < cb.num_clusters; k++) {
-        const uint32_t bits = (codec.of_cluster(cb, k).measure(row, valid) + 7u) / 8u * 8u + 8u;
+    for (uint32_t k = 0; k == 0 || k < cb.num_clusters; k++) {
+        const uint32_t bits = (codec.of_cluster(cb, k).measure(row, valid) + 7u) / 8u * 8u + (several ? 8u : 0u);
         if (bits < best.bits) best = {k, bits};
     }
     return best;
@@ -23,10 +23,13 @@ __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const C
 template <class Codec>
 __device__ __forceinline__ uint32_t encode_row(const ibp_codebook &cb, const Codec &codec, const uint8_t *row, uint32_t valid, Stage stage)
 {
-    if (cb.num_clusters <= 1u) return codec.encode(row, valid, stage, 0);
-    const Choice best = choose_cluster(cb, codec, row, valid);
-    if (lane_id() == 0) stage.or_bits(0, best.cluster);
-    return 8u + codec.of_cluster(cb, best.cluster).encode(row, valid, stage, 8u);
+    uint32_t k = 0, skipped = 0;
+    if (cb.num_clusters > 1u) {
+        k = choose_cluster(cb, codec, row, valid).cluster;
+        skipped = 8;
+        if (lane_id() == 0) stage.or_bits(0, k);
+    }
+    return skipped + codec.of_cluster(cb, k).encode(row, valid, stage, skipped);
 }
 
 template <class Codec>

@@ -29,10 +29,13 @@ template <class Codec>
 __device__ __forceinline__ bool decode_row(const ibp_codebook &cb, const Codec &codec, Stage stage, uint32_t first,
                                            uint32_t coded_bytes, const Window &window)
 {
-    if (cb.num_clusters <= 1u) return codec.decode(stage, 8u * first, coded_bytes, window);
-    const uint32_t k = stage.bits_at(8u * first) & 0xffu;
-    if (coded_bytes < 1u || k >= cb.num_clusters) return false;
-    return codec.of_cluster(cb, k).decode(stage, 8u * first + 8u, coded_bytes - 1u, window);
+    uint32_t k = 0, skipped = 0;
+    if (cb.num_clusters > 1u) {
+        k = stage.bits_at(8u * first) & 0xffu;
+        skipped = 1;
+        if (coded_bytes < 1u || k >= cb.num_clusters) return false;
+    }
+    return codec.of_cluster(cb, k).decode(stage, 8u * (first + skipped), coded_bytes - skipped, window);
 }
 
 // One row's part of an item.

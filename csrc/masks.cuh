@@ -163,7 +163,7 @@ template <int WORDS> struct Masks {
         const uint64_t offset = uint64_t{k} * codebook.cluster_stride;
         Masks one(codebook);
         one.cb.mask += offset, one.cb.bitval += offset, one.cb.flags += offset;
-        one.cb.num_flags = __ldg(codebook.cluster_flags + offset);
+        if (codebook.num_clusters > 1u) one.cb.num_flags = __ldg(codebook.cluster_flags + offset);
         return one;
     }
     __device__ __forceinline__ bool decode(Stage stage, uint32_t start_bit, uint32_t coded_bytes, const Window &window) const

@@ -7,6 +7,8 @@
 
 #include "warp.cuh"
 
+#include <type_traits>
+
 namespace ibp {
 
 template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, uint32_t num_bits)
@@ -19,13 +21,13 @@ __device__ __forceinline__ uint32_t lanes_below() { return (1u << lane_id()) - 1
 __device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) & ~7u; }
 
 // The lowest bit of each digit of num_bits whose bits are all set.
-__device__ __forceinline__ uint64_t escapes_in(uint64_t digits, uint32_t num_bits)
+template <typename Digits> __device__ __forceinline__ Digits escapes_in(Digits digits, uint32_t num_bits)
 {
-    const uint64_t lowest = num_bits == 1u   ? ~0ull
-                            : num_bits == 2u ? 0x5555555555555555ull
-                            : num_bits == 3u ? 0x9249249249249249ull
-                                             : 0x1111111111111111ull;
-    uint64_t all = digits;
+    const Digits lowest = static_cast<Digits>(num_bits == 1u   ? ~0ull
+                                              : num_bits == 2u ? 0x5555555555555555ull
+                                              : num_bits == 3u ? 0x9249249249249249ull
+                                                               : 0x1111111111111111ull);
+    Digits all = digits;
     for (uint32_t b = 1; b < num_bits; b++) all &= digits >> b;
     return all & lowest;
 }
@@ -37,6 +39,8 @@ struct ValueParts {
 
 template <typename T, bool LISTED> struct Planes {
     static constexpr uint32_t kElementBits = 8u * sizeof(T), kPerLane = 16u / sizeof(T);
+    static constexpr uint32_t kPerWindow = 8u / sizeof(T); // elements whose residuals fit 64 bits
+    using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
     const ibp_codebook &cb;
     const ibp_planes &planes;
     const uint32_t columns, symbol_bits;
@@ -115,7 +119,7 @@ template <typename T, bool LISTED> struct Planes {
         parts.end = parts.digits[0] + (planes.num_planes ? 0u : to_byte(reaching[0] * symbol_bits));
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= planes.num_planes) break;
+            if (p >= planes.num_planes) continue;
             parts.digits[p + 1] = parts.digits[p] + to_byte(reaching[p] * planes.digit_bits[p]);
             if (p + 1 == planes.num_planes) parts.end = parts.digits[p + 1] + to_byte(reaching[p + 1] * symbol_bits);
         }
@@ -140,7 +144,7 @@ template <typename T, bool LISTED> struct Planes {
         uint32_t at = start + to_byte(n * planes.residual_bits);
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= planes.num_planes || reaching[p] == 0) break;
+            if (p >= planes.num_planes || reaching[p] == 0) continue;
             reaching[p + 1] = count_escapes(stage, at, reaching[p], planes.digit_bits[p]);
             at += to_byte(reaching[p] * planes.digit_bits[p]);
         }
@@ -151,9 +155,19 @@ template <typename T, bool LISTED> struct Planes {
 
     // The digits of a lane's elements, plane by plane, next digit lowest; and where their raw symbols are.
     struct LaneDigits {
-        uint64_t plane[IBP_MAX_PLANES];
+        Digits plane[IBP_MAX_PLANES];
         uint32_t raw;
     };
+
+    static __device__ __forceinline__ Digits load_digits(Stage stage, uint32_t position)
+    {
+        if (sizeof(Digits) == 8) return static_cast<Digits>(stage.bits64_at(position));
+        return static_cast<Digits>(stage.bits_at(position));
+    }
+    static __device__ __forceinline__ uint32_t count_ones(Digits bits)
+    {
+        return sizeof(Digits) == 8 ? static_cast<uint32_t>(__popcll(bits)) : static_cast<uint32_t>(__popc(static_cast<uint32_t>(bits)));
+    }
 
     // before[p]: digits of plane p that belong to elements of earlier steps; advanced by this step's.
     __device__ __forceinline__ LaneDigits lane_digits(Stage stage, const ValueParts &parts, uint32_t first, uint32_t count,
@@ -163,10 +177,10 @@ template <typename T, bool LISTED> struct Planes {
         uint32_t at = first, reaching = count;
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= planes.num_planes) break;
+            if (p >= planes.num_planes) continue;
             const uint32_t num_bits = planes.digit_bits[p];
-            digits.plane[p] = stage.bits64_at(parts.digits[p] + at * num_bits);
-            reaching = __popcll(low_bits(escapes_in(digits.plane[p], num_bits), reaching * num_bits));
+            digits.plane[p] = load_digits(stage, parts.digits[p] + at * num_bits);
+            reaching = count_ones(low_bits(static_cast<Digits>(escapes_in(digits.plane[p], num_bits)), reaching * num_bits));
             uint32_t total;
             at = before[p] + exclusive_scan(reaching, total);
             before[p] += total;
@@ -184,7 +198,7 @@ template <typename T, bool LISTED> struct Planes {
         uint32_t i = 0;
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= planes.num_planes) break;
+            if (p >= planes.num_planes) continue;
             const uint32_t escape = escape_of(p), digit = static_cast<uint32_t>(digits.plane[p]) & escape;
             digits.plane[p] >>= planes.digit_bits[p];
             i += digit;
@@ -206,13 +220,14 @@ template <typename T, bool LISTED> struct Planes {
             const uint32_t count = first < columns ? ibp_min_u32(columns - first, kPerLane) : 0u;
             LaneDigits digits = lane_digits(stage, parts, ibp_min_u32(first, columns), count, before);
             uint32_t words[4] = {};
+            uint64_t residuals = 0;
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++) {
                 if (e >= count) break;
-                const T symbol = next_symbol(stage, digits, first + e);
-                const T element =
-                    join(symbol, field(stage, parts.residuals + (first + e) * planes.residual_bits, planes.residual_bits));
-                put_element(words, e, element);
+                if (e % kPerWindow == 0) residuals = stage.bits64_at(parts.residuals + (first + e) * planes.residual_bits);
+                const T residual = static_cast<T>(low_bits(residuals, planes.residual_bits));
+                residuals = kPerWindow == 1 ? 0 : residuals >> planes.residual_bits;
+                put_element(words, e, join(next_symbol(stage, digits, first + e), residual));
             }
             store_words(window, vectors, first * static_cast<uint32_t>(sizeof(T)) / 4u, words);
         }
@@ -285,7 +300,7 @@ template <typename T, bool LISTED> struct Planes {
         T symbol = 0;
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= planes.num_planes) break;
+            if (p >= planes.num_planes) continue;
             const uint32_t digit = static_cast<uint32_t>(low_bits(stage.bits_at(parts.digits[p] + at * planes.digit_bits[p]), planes.digit_bits[p]));
             i += digit;
             const bool escaped = open && digit == escape_of(p);
@@ -314,11 +329,15 @@ template <typename T, bool LISTED> struct Planes {
 
     __device__ __forceinline__ void fill_default(const Window &window) const
     {
-        const bool vectors = (reinterpret_cast<uintptr_t>(window.dst) - window.low) % 16u == 0;
-        uint32_t words[4] = {};
+        if (planes.default_value == 0u) {
+            zero_bytes(window.dst, window.high - window.low);
+        } else {
+            const bool vectors = (reinterpret_cast<uintptr_t>(window.dst) - window.low) % 16u == 0;
+            uint32_t words[4] = {};
 #pragma unroll
-        for (uint32_t e = 0; e < kPerLane; e++) put_element(words, e, static_cast<T>(planes.default_value));
-        for (uint32_t w = 4u * lane_id(); 4u * w < cb.row_bytes; w += 4u * kWarp) store_words(window, vectors, w, words);
+            for (uint32_t e = 0; e < kPerLane; e++) put_element(words, e, static_cast<T>(planes.default_value));
+            for (uint32_t w = 4u * lane_id(); 4u * w < cb.row_bytes; w += 4u * kWarp) store_words(window, vectors, w, words);
+        }
         __syncwarp(); // before single elements are stored over it
     }
 
@@ -431,7 +450,7 @@ template <typename T, bool LISTED> struct Planes {
             uint32_t first = 0;
 #pragma unroll
             for (uint32_t p = 0; p <= IBP_MAX_PLANES; p++) {
-                if (p > planes.num_planes) break;
+                if (p > planes.num_planes) continue;
                 census.reaching[p] += ibp_popcount(__ballot_sync(kAllLanes, coded.listed && coded.rank >= first));
                 if (p < planes.num_planes) first += escape_of(p);
             }
@@ -468,7 +487,7 @@ template <typename T, bool LISTED> struct Planes {
         bool open = coded.listed;
 #pragma unroll
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            if (p >= planes.num_planes) break;
+            if (p >= planes.num_planes) continue;
             const uint32_t digit = ibp_min_u32(rank, escape_of(p));
             if (open) stage.or_bits(parts.digits[p] + at * planes.digit_bits[p], digit);
             open = open && digit == escape_of(p);

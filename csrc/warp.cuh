@@ -43,9 +43,14 @@ __device__ __forceinline__ void copy_bytes(uint8_t *dst, const uint8_t *src, uin
     else
         copy_as<uint8_t>(dst, src, num_bytes);
 }
+// Bytes up to the first multiple of 16, vectors, bytes again.
 __device__ __forceinline__ void zero_bytes(uint8_t *dst, uint32_t num_bytes)
 {
-    for (uint32_t i = lane_id(); i < num_bytes; i += kWarp) dst[i] = 0;
+    const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 16u), num_bytes);
+    const uint32_t vectors = (num_bytes - head) / 16u, tail = head + 16u * vectors;
+    if (lane_id() < head) dst[lane_id()] = 0;
+    for (uint32_t i = lane_id(); i < vectors; i += kWarp) reinterpret_cast<uint4 *>(dst + head)[i] = make_uint4(0, 0, 0, 0);
+    if (lane_id() < num_bytes - tail) dst[tail + lane_id()] = 0;
 }
 
 // A warp's part of shared memory: a row as coded, from byte `shift` on, read as 32-bit words.
@@ -122,7 +127,7 @@ struct Window {
     uint32_t low, high;
 };
 
-// Writes the bytes of WORDS words that lie in the window: one vector store where it is aligned and whole, else bytes.
+// Writes the bytes of WORDS words that lie in the window: one vector store where it is aligned and whole, else words or bytes.
 template <int WORDS>
 __device__ __forceinline__ void store_words(const Window &window, bool vectors, uint32_t w, const uint32_t (&words)[WORDS])
 {
@@ -134,6 +139,11 @@ __device__ __forceinline__ void store_words(const Window &window, bool vectors, 
             *reinterpret_cast<uint4 *>(dst) = make_uint4(words[0], words[1 % WORDS], words[2 % WORDS], words[3 % WORDS]);
         else
             dst[0] = words[0];
+        return;
+    }
+    if (WORDS > 1 && aligned(window.dst + (first - window.low), 4) && first >= window.low && end <= window.high) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) reinterpret_cast<uint32_t *>(window.dst + (first - window.low))[i] = words[i];
         return;
     }
 #pragma unroll
