@@ -109,36 +109,35 @@ def fetch_rate(x, scheme):
 
 # ---- the run ----
 
+SCHEMES = {"ibp": "invariant bits (the paper's)", "planes": "ranked symbols"}
+COLORS = {"raw": "#b0b0b0", "ibp": "#8fb4d9", "planes": "#2f5f95"}
+
 
 def measure(x, has_gpu):
-    table = ibp.compress(x)
-    row = {
-        "rows": len(x),
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "row_bytes": x[0].nbytes,
-        "before": x.nbytes,
-        "after": table.stored_bytes,
-        "savings": table.savings,
-        "link_savings": 1 - table.link_bytes / x.nbytes,
-        "lossless": is_lossless(table, x, "cuda" if has_gpu else "cpu"),
+    device = "cuda" if has_gpu else "cpu"
+    coded = {scheme: ibp.compress(x, scheme=scheme) for scheme in SCHEMES}
+    auto = ibp.compress(x)
+    return {
+        "x": x,
+        "coded": coded,
+        "auto": auto,
+        "lossless": all(is_lossless(table, x, device) for table in (*coded.values(), auto)),
+        "rates": {scheme: fetch_rate(x, scheme) for scheme in ("raw", *SCHEMES)} if has_gpu else {},
     }
-    if has_gpu:
-        row["raw_rate"], row["rate"] = fetch_rate(x, "raw"), fetch_rate(x, "ibp")
-    return row
 
 
 def print_table(console, results, has_gpu):
     grid = Table(box=box.SIMPLE_HEAD)
     grid.add_column("set")
-    headings = ["rows", "dtype", "row bytes", "bytes before", "bytes after", "savings", "link savings", "every bit"]
-    for heading in headings + (["GB/s raw", "GB/s ibp"] if has_gpu else []):
+    headings = ["rows", "dtype", "row bytes", "bytes before", "after: ibp", "planes", "saved: ibp", "planes", "auto takes", "link saved", "every bit"]
+    for heading in headings + (["GB/s: raw", "ibp", "planes"] if has_gpu else []):
         grid.add_column(heading, justify="right")
-    for name, row in results.items():
-        cells = [f"{row['rows']:,}", row["dtype"], f"{row['row_bytes']:,}", f"{row['before']:,}", f"{row['after']:,}"]
-        cells += [f"{row['savings']:.1%}", f"{row['link_savings']:.1%}", "same" if row["lossless"] else "DIFFERS"]
-        if has_gpu:
-            cells += [f"{row['raw_rate']:.1f}", f"{row['rate']:.1f}"]
-        grid.add_row(name, *cells)
+    for name, result in results.items():
+        x, coded, auto = result["x"], result["coded"], result["auto"]
+        cells = [f"{len(x):,}", str(x.dtype).removeprefix("torch."), f"{x[0].nbytes:,}", f"{x.nbytes:,}"]
+        cells += [f"{table.stored_bytes:,}" for table in coded.values()] + [f"{table.savings:.1%}" for table in coded.values()]
+        cells += [auto.scheme, f"{1 - auto.link_bytes / x.nbytes:.1%}", "same" if result["lossless"] else "DIFFERS"]
+        grid.add_row(name, *cells, *(f"{rate:.1f}" for rate in result["rates"].values()))
     console.print(grid)
 
 
@@ -147,22 +146,27 @@ def label_bars(axes, bars, texts):
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def draw_bars(axes, series, unit):
+    """Horizontal bars by set; series: {label: (color, [value of each set])}."""
+    height = 0.8 / len(series)
+    for i, (label, (color, values)) in enumerate(series.items()):
+        places = np.arange(len(values)) + (i - (len(series) - 1) / 2) * height
+        label_bars(axes, axes.barh(places, values, height=0.92 * height, color=color, label=label), [unit.format(value) for value in values])
+    axes.legend(loc="lower right", frameon=False, fontsize=8)
+
+
 def draw_chart(results, has_gpu):
     names, rows = list(results), list(results.values())
-    places = np.arange(len(names))
-    figure, panels = plt.subplots(1, 2 if has_gpu else 1, figsize=(11 if has_gpu else 7, 4), sharey=True, squeeze=False)
+    figure, panels = plt.subplots(1, 2 if has_gpu else 1, figsize=(12 if has_gpu else 8, 5), sharey=True, squeeze=False)
     savings = panels[0][0]
-    label_bars(savings, savings.barh(places, [100 * row["savings"] for row in rows], color="#3b6ea5"), [f"{row['savings']:.1%}" for row in rows])
-    savings.set(title="Bytes saved, lossless", xlabel="% of the original bytes", xlim=(0, 110), yticks=places, yticklabels=names)
+    draw_bars(savings, {label: (COLORS[scheme], [100 * row["coded"][scheme].savings for row in rows]) for scheme, label in SCHEMES.items()}, "{:.1f}")
+    savings.set(title="Bytes saved, lossless", xlabel="% of the original bytes", xlim=(0, 112), yticks=np.arange(len(names)), yticklabels=names)
     savings.invert_yaxis()
     if has_gpu:
-        rates = panels[0][1]
-        for shift, key, label, color in ((-0.2, "raw_rate", "raw rows", "#b0b0b0"), (0.2, "rate", "compressed rows", "#3b6ea5")):
-            bars = rates.barh(places + shift, [row[key] for row in rows], height=0.38, color=color, label=label)
-            label_bars(rates, bars, [f"{row[key]:.0f}" for row in rows])
-        rates.set(title="Random rows fetched from pinned host memory", xlabel="GB/s of original bytes")
-        rates.margins(x=0.12)
-        rates.legend(loc="lower right", frameon=False, fontsize=8)
+        labels = {"raw": "raw rows", **SCHEMES}
+        draw_bars(panels[0][1], {label: (COLORS[scheme], [row["rates"][scheme] for row in rows]) for scheme, label in labels.items()}, "{:.0f}")
+        panels[0][1].set(title="Random rows fetched from pinned host memory", xlabel="GB/s of original bytes")
+        panels[0][1].margins(x=0.12)
     figure.tight_layout()
     CHART.parent.mkdir(exist_ok=True)
     figure.savefig(CHART, dpi=150)
@@ -175,7 +179,8 @@ def main():
     console.print(f"ibp {ibp.__version__}, torch {torch.__version__}, {machine}", highlight=False)
     results = {name: measure(x, has_gpu) for name, x in load_sets().items()}
     print_table(console, results, has_gpu)
-    console.print("link savings: of what a gather of every row reads over the link, in whole 32-byte sectors.", highlight=False)
+    console.print("auto takes: what ibp.compress(x) chooses, raw rows where slots of whole 32-byte sectors would save nothing. link saved: of what a gather\n"
+                  "of every row reads over the link with that choice, in whole sectors.", highlight=False)
     if has_gpu:
         console.print(f"GB/s of original bytes: {FETCH_BYTES >> 20} MiB of random rows, from each set repeated to "
                       f"{TABLE_BYTES >> 20} MiB of pinned host memory.", highlight=False)
