@@ -571,7 +571,7 @@ def test_bad_arguments(cuda):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compress_in_place(cuda, scheme, worker, where):
     before = one_hot_rows(3000, 61)
-    x = before.to(where)
+    x = before.clone().to(where)
     table = ibp.compress_(x, scheme=scheme, device=worker)
     assert table.slots.data_ptr() == x.data_ptr() and table.device == x.device and table.is_pinned == (where == "cpu")
     copied = ibp.compress(before, codebook=table.codebook, slot_bytes=244, device="cpu", pin_memory=False)
@@ -610,10 +610,10 @@ def test_pickling(cuda, place, scheme):
 
 
 def cuda_samples(cuda):
-    """One call of every operation that runs on a GPU."""
+    """One call of every operation that runs on a GPU; tables on it, as torch refuses to clone views of pinned memory, which opcheck does."""
     x = one_hot_rows(100, 60)
     data, masks = bytes_of(x).to(cuda), ibp.analyze(x)
-    kinds = [(layout, place, scheme) for layout in ("slots of 32", "packed") for place in PLACES for scheme in CODED]
+    kinds = [(layout, place, scheme) for layout in ("slots of 32", "packed") for place in ("device",) for scheme in CODED]
     tables = [make_table(x, layout, place, cuda, scheme=scheme)._arguments(cuda) for layout, place, scheme in kinds]
 
     def fault():
