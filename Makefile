@@ -22,7 +22,7 @@ demo: $(VENV)/.ibp $(VENV)/.demo
 test: $(VENV)/.ibp $(VENV)/.test
 	$(RUN) -m pytest -q tests benchmarks $(PYTEST_ARGS)
 
-bench: $(VENV)/.ibp $(VENV)/.demo
+bench: $(VENV)/.ibp $(VENV)/.demo $(VENV)/.bench
 	$(RUN) -m benchmarks $(BENCH_ARGS)
 
 # Each stamp is a step done; a later one runs again when an earlier one, or a source of the library, is newer.
@@ -36,6 +36,10 @@ $(VENV)/.test: $(VENV)/.build
 
 $(VENV)/.demo: $(VENV)/.build
 	$(PYTHON) tools/make_venv.py $(VENV) matplotlib rich
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.build
+	$(PYTHON) tools/make_venv.py $(VENV) zstandard
 	@touch $@
 
 $(VENV)/.ibp: $(VENV)/.build $(SOURCES)

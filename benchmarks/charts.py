@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from . import harness
+from .sets import SYNTHETIC as SYNTHETIC_SETS
 
 try:
     import matplotlib
@@ -22,25 +23,36 @@ IBP_ARM, RAW_ARM = "ibp slots", "raw rows"
 # Arm: label, colour, line style. An arm is one thing in every chart.
 GATHER_STYLE = {
     IBP_ARM: ("ibp, slots", "#1f5fa8", "-"),
+    "planes slots": ("planes, slots", "#8e5ea2", "-"),
     "ibp in place": ("ibp, in place", "#d9822b", "-"),
     RAW_ARM: ("raw rows, same kernel", "#7a7a7a", "-"),
     "cpu pinned + copy": ("CPU gather, pinned, copy", "#5d8c3e", "-"),
     "cpu index + copy": ("CPU gather, copy", "#a5c78b", "-"),
 }
-CODEC_STYLE = {"decode": "#1f5fa8", "encode": "#d9822b", "compress": "#eab676", "analyze": "#5d8c3e", "analyze, sweep": "#a5c78b"}
+CODEC_STYLE = {"decode": "#1f5fa8", "planes decode": "#8e5ea2", "encode": "#d9822b", "compress": "#eab676", "analyze": "#5d8c3e", "analyze, sweep": "#a5c78b"}
+
+NVCOMP = "nvcomp "  # methods of ratio.csv that are codecs of nvCOMP
+RATIO_STYLE = {
+    "paper": ("the paper's choice", "#bdbdbd"),
+    "ibp": ("ibp", "#eab676"),
+    "planes": ("planes", "#7fb0de"),
+    "auto": ("auto", "#1f5fa8"),
+    "zstd -3": ("zstd -3, 64 KiB", "#a5c78b"),
+    NVCOMP: ("nvCOMP, its best codec", "#5d8c3e"),
+}
+SPARSE_SAVINGS = 0.8  # sets of which auto saves more are drawn as times smaller
 
 
 def read(path):
-    """Rows of a CSV with numbers as numbers; [] if there is no such file."""
+    """Rows of a CSV with numbers as numbers, None where there is none; [] if there is no such file."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        for name in ("rows", "row_bytes", "sms"):
-            row[name] = int(row[name])
-        for name in ("savings", "gbps", "ideal_gbps"):
-            row[name] = float(row[name])
+        for number, names in ((int, ("rows", "row_bytes", "sms")), (float, ("savings", "link_savings", "gbps", "ideal_gbps"))):
+            for name in row.keys() & set(names):
+                row[name] = number(row[name]) if row[name] else None
     return rows
 
 
@@ -131,6 +143,62 @@ def draw_codec(rows, path):
     save(figure, path, f"From device memory to device memory ({machine(rows)})")
 
 
+def draw_ratio(rows, path):
+    """Savings of every set by every method: synthetic sets and real ones in percent, very compressible ones as times smaller."""
+    if plt is None or not rows:
+        return
+    sets = {}
+    for row in rows:
+        methods = sets.setdefault((row["set"], f"{row['set']}\n{row['dtype']}, {size_name(row['row_bytes'])}"), {})
+        method = NVCOMP if row["method"].startswith(NVCOMP) else row["method"]
+        if method not in methods or row["savings"] > methods[method]["savings"]:
+            methods[method] = row
+    panels = {"synthetic": {}, "real": {}, "very compressible": {}}
+    synthetic = {name for name, _, _ in SYNTHETIC_SETS}
+    for (name, label), methods in sets.items():
+        is_sparse = max(row["savings"] for row in methods.values()) > SPARSE_SAVINGS
+        panels["very compressible" if is_sparse else "synthetic" if name in synthetic else "real"][label] = methods
+    panels = {title: shown for title, shown in panels.items() if shown}
+    figure, axes = plt.subplots(len(panels), 1, figsize=(15, 4.4 * len(panels)), squeeze=False)
+    for panel, (title, shown) in zip(axes[:, 0], panels.items()):
+        draw_ratio_panel(panel, shown, title == "very compressible")
+        panel.set_title(title, loc="left", fontsize=11)
+    axes[0, 0].legend(fontsize=9, ncols=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    save(figure, path, "Bytes saved, lossless, codebooks included")
+
+
+def draw_ratio_panel(panel, shown, as_times):
+    """Bars of the methods in groups, one a set; a tick on auto's bar where its rows are read over the link."""
+
+    def height(savings):
+        return 1 / (1 - savings) if as_times else 100 * max(0.0, savings)
+
+    arms = [arm for arm in RATIO_STYLE if any(arm in methods for methods in shown.values())]
+    width = 0.84 / len(arms)
+    for i, arm in enumerate(arms):
+        label, color = RATIO_STYLE[arm]
+        offset = (i - (len(arms) - 1) / 2) * width
+        places = [(at + offset, methods[arm]) for at, methods in enumerate(shown.values()) if arm in methods]
+        panel.bar([place for place, _ in places], [height(row["savings"]) for _, row in places], width, color=color, label=label)
+        if arm == "auto":
+            panel.hlines([height(row["link_savings"]) for _, row in places], [place - width / 2 for place, _ in places],
+                         [place + width / 2 for place, _ in places], color="black", linewidth=1.5, label="auto, over the link")
+            for place, row in places:
+                number = height(row["savings"])
+                panel.annotate(f"{number:.{0 if number >= 100 else 1}f}", (place, number), (0, 2), textcoords="offset points",
+                               ha="center", fontsize=7)
+    panel.set_xticks(range(len(shown)), shown, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
+    panel.set_xlim(-0.6, len(shown) - 0.4)
+    panel.set_ylabel("times smaller" if as_times else "percent saved")
+    panel.margins(y=0.1)
+    if as_times:
+        panel.set_yscale("log")
+        panel.set_ylim(bottom=1)
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+
+
 def draw_bars(panel, rows, labels, arm, position, num_arms, label, color):
     points = [(labels.index(case_label(row)), row["gbps"]) for row in rows if row["arm"] == arm and case_label(row) in labels]
     width = 0.84 / num_arms
@@ -172,6 +240,7 @@ def draw(directory):
     draw_gather_synthetic(gather, directory / "gather.png")
     draw_gather_real(gather, directory / "gather_real.png")
     draw_codec(codec, directory / "codec.png")
+    draw_ratio(read(directory / "ratio.csv"), directory / "ratio.png")
 
 
 def main(argv=None):

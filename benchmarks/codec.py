@@ -47,6 +47,7 @@ class Case:
         self.num_bytes = x.numel() * x.dtype.itemsize
         self.row_bytes = self.num_bytes // len(x)
         self.out = torch.empty_like(x)
+        self.scheme = "ibp"
 
     def check(self, table, arm):
         """Decodes a table on poisoned output and compares it with x."""
@@ -54,6 +55,7 @@ class Case:
         harness.check_bits(ibp.decompress(table, out=self.out), self.x, f"{self.name}, {arm}")
 
     def time(self, arm, call, savings, ideal_gbps, sms=None):
+        arm = arm if self.scheme == "ibp" else f"{self.scheme} {arm}"
         self.run.add(case=self.name, arm=arm, rows=len(self.x), row_bytes=self.row_bytes, dtype=self.x.dtype, savings=savings,
                      gbps=self.num_bytes * 1e-9 / self.run.seconds([call]), ideal_gbps=ideal_gbps, sms=sms)
 
@@ -97,9 +99,10 @@ def measure_compress(case, table, moved_bytes):
 def measure_codec(case, codebook):
     """Decoding and encoding under a given codebook. They move the coded rows' sectors and the original bytes."""
     table = ibp.compress(case.x, codebook=codebook, layout="slots")
+    case.scheme = codebook.scheme
     moved_bytes = ideal.SECTOR_BYTES * int(ideal.row_sectors(table).sum()) + case.num_bytes
     # Where nothing is saved, nothing is encoded.
-    for measure in (measure_decode, measure_encode, measure_compress) if table.scheme == "ibp" else (measure_decode,):
+    for measure in (measure_decode, measure_encode, measure_compress) if table.scheme != "raw" else (measure_decode,):
         with case.run.cell(f"{case.name}, {case.row_bytes} B, {measure.__name__}"):
             measure(case, table, moved_bytes)
 
@@ -138,6 +141,7 @@ def run_found(run, rates, name, x):
         case = Case(run, rates, name, x)
         measure_codec(case, ibp.analyze(x, sample=None))
         measure_analysis(case)
+        measure_codec(case, ibp.analyze(x, scheme="planes", sample=None))
 
 
 def main(argv=None):

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gather [--out DIR] [--device cpu] [--quick]
 
-100,000 random rows (fewer where rows are long) of a table of at most 0.5 GiB, which address translation does not bind. Arms:
-ibp's slots, the paper's in-place layout, raw rows by the same kernel, and the CPU gathering before a copy.
+100,000 random rows (fewer where rows are long) of a table of at most 0.5 GiB, which address translation does not bind. Arms: slots of both
+schemes, the paper's in-place layout, raw rows by the same kernel, and the CPU gathering before a copy.
 """
 
 import sys
@@ -69,12 +69,21 @@ def measure_table(run, case, arm, table, x, fetches):
         measure(run, case, arm, x, fetches, call, savings=table.savings, ideal_gbps=ideal_gbps, sms=sms)
 
 
-def measure_ibp(run, case, x, host, codebook, fetches):
+def measure_coded(run, case, x, host, codebook, fetches):
+    """Slots, and for scheme ibp the paper's in-place layout too."""
     row_bytes = x.shape[1] * x.dtype.itemsize
-    for arm, slot_bytes in (("ibp slots", None), ("ibp in place", row_bytes)):
+    arms = {f"{codebook.scheme} slots": None} | ({"ibp in place": row_bytes} if codebook.scheme == "ibp" else {})
+    for arm, slot_bytes in arms.items():
         with run.cell(f"{case}, {row_bytes} B, {arm}"):
             table = ibp.compress(host, codebook=codebook, layout="slots", slot_bytes=slot_bytes)
             measure_table(run, case, arm, table, x, fetches)
+
+
+def measure_found(run, case, rows, x, host, fetches):
+    """Raw rows, and both schemes with codebooks found by analysis of `rows`, as a user's are."""
+    measure_raw(run, case, x, host, fetches)
+    for scheme in ("ibp", "planes"):
+        measure_coded(run, case, x, host, ibp.analyze(rows, scheme=scheme, sample=None), fetches)
 
 
 def measure_raw(run, case, x, host, fetches):
@@ -122,20 +131,26 @@ def run_synthetic(run, buffer):
                 if i == 0:
                     measure_raw(run, "synthetic", x, host, fetches)
                 codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
-                measure_ibp(run, case, x, host, codebook, fetches)
+                measure_coded(run, case, x, host, codebook, fetches)
+
+
+def run_normal(run, buffer):
+    """BF16 weights as a network starts with them, in rows of several sizes."""
+    for row_bytes in inputs.QUICK_ROW_BYTES if run.quick else inputs.NORMAL_ROW_BYTES:
+        with run.cell(f"normal 0.02, {row_bytes} B"):
+            x = inputs.normal_rows(table_bytes(run, row_bytes), torch.bfloat16, 0.02, run.device, columns=row_bytes // 2)
+            measure_found(run, "normal 0.02", x, x, buffer.hold(x), Fetches(run, len(x), x.shape[1], x.dtype))
 
 
 def run_real(run, buffer, data_dir):
     for name, rows in inputs.real_sets(data_dir):
         with run.cell(f"{name} {harness.dtype_name(rows.dtype)}"):
-            codebook = ibp.analyze(rows.to(run.device), sample=None)
             row_bytes = rows.shape[1] * rows.dtype.itemsize
             num_rows = table_bytes(run, row_bytes) // row_bytes
             x = inputs.replicated(rows, num_rows, run.device)
             host = buffer.hold(x)
             fetches = Fetches(run, num_rows, rows.shape[1], rows.dtype)
-            measure_raw(run, name, x, host, fetches)
-            measure_ibp(run, name, x, host, codebook, fetches)
+            measure_found(run, name, rows.to(run.device), x, host, fetches)
 
 
 def main(argv=None):
@@ -144,6 +159,7 @@ def main(argv=None):
     torch.manual_seed(0)
     buffer = HostBuffer(run)
     run_synthetic(run, buffer)
+    run_normal(run, buffer)
     run_real(run, buffer, args.data)
     return run.finish()
 

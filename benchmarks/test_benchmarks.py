@@ -1,4 +1,4 @@
-"""Tests of what the benchmarks compute without a GPU: sectors and ideal rates, synthetic tables, CSV files, charts."""
+"""Tests of what the benchmarks compute without a GPU: sectors and ideal rates, synthetic tables, savings, CSV files, charts."""
 
 import csv
 import math
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import charts, harness, ideal, inputs
+from benchmarks import charts, harness, ideal, inputs, ratio, sampling, sets
 
 
 def make_table(lengths, *, num_rows, row_bytes, slot_bytes, num_bytes=None, offset=0):
@@ -176,3 +176,120 @@ def test_charts_from_csv(tmp_path):
     codec.add(case="device", arm="copy_", savings=0.0, sms=132, **same)
     charts.draw(tmp_path)
     assert {path.name for path in tmp_path.glob("*.png")} == {"gather.png", "gather_real.png", "codec.png"}
+
+
+def test_synthetic_sets_are_what_they_are_called():
+    found = {(case.name, case.dtype): case.tensors[0] for case in sets.synthetic_sets(32)}
+    assert all(x.shape == (32, sets.COLUMNS) and x.dtype == dtype for (_, dtype), x in found.items())
+    assert abs(float((found["half zeros", torch.bfloat16] == 0).float().mean()) - 0.5) < 0.02
+    assert float(found["clipped normal", torch.float16].min()) == 0
+    assert 0 <= int(found["ids below 2^20", torch.int64].min()) <= int(found["ids below 2^20", torch.int64].max()) < 1 << 20
+    assert int(found["counts", torch.int32].min()) == 1
+    for dtype, low, high in ((torch.int8, -127, 127), (torch.uint8, 1, 255), (torch.int16, -32767, 32767)):
+        x = found["quantised weights", dtype]
+        assert int(x.min()) == low or int(x.max()) == high
+    again = {(case.name, case.dtype): case.tensors[0] for case in sets.synthetic_sets(32)}
+    assert all(torch.equal(again[key], x) for key, x in found.items())
+
+
+def test_shipped_sets_of_savings():
+    found = {(case.name, case.dtype): case for case in sets.real_sets(inputs.DATA_DIR)}
+    assert found["citeseer", torch.float32].rows == 3327 and found["citeseer", torch.float32].row_bytes == 14812
+    assert {dtype for name, dtype in found if name == "pubmed_1060rows"} == {torch.float32, torch.float16, torch.bfloat16}
+    one, many = found["stories260k", torch.bfloat16], found["stories260k, codebook a tensor", torch.bfloat16]
+    assert len(one.tensors) == 1 and len(many.tensors) == 31 and one.num_bytes == many.num_bytes
+    assert torch.equal(torch.cat(many.tensors).view(torch.int16), one.tensors[0].view(torch.int16))
+    assert found["K-cache", torch.bfloat16].row_bytes == 320
+
+
+def tiny_set(rows=200, name="normal 1"):
+    return sets.Set(name, tuple(torch.randn(rows, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)))
+
+
+@pytest.mark.parametrize("method", ratio.OURS)
+def test_a_cell_of_ratio(method):
+    case = tiny_set()
+    cell = ratio.measure_cell(ratio.ours(method), case.tensors, torch.device("cpu"), with_times=True)
+    assert 0 < cell.stored_bytes < case.num_bytes and 0 < cell.link_bytes <= case.num_bytes
+    assert cell.metadata_bytes > 2 * case.rows and cell.seconds > 0
+
+
+def test_zstd_cell_of_ratio():
+    pytest.importorskip("zstandard")
+    x = torch.zeros(40_000, 1)  # 160,000 bytes, three blocks
+    cell = ratio.measure_cell(ratio.zstd_blocks, [x, torch.tensor([[1.5]])], torch.device("cpu"), with_times=False)
+    assert cell.metadata_bytes == 4 * ratio.BLOCK_INDEX_BYTES and cell.stored_bytes < 100
+    assert cell.link_bytes is None and cell.seconds is None
+
+
+class PlainCodec:
+    """Stands in for nvCOMP's: keeps the bytes as they are."""
+
+    made = []
+
+    def __init__(self, **options):
+        self.made.append(options)
+
+    def encode(self, array):
+        return types.SimpleNamespace(buffer_size=array.nbytes, kept=array)
+
+    def decode(self, coded):
+        return coded.kept
+
+
+def test_nvcomp_cells_of_ratio(monkeypatch):
+    monkeypatch.setattr(ratio, "nvcomp", types.SimpleNamespace(Codec=PlainCodec, as_array=lambda x: x))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for dtype, num_floats in ((torch.bfloat16, 1), (torch.float32, 1), (torch.float64, 0), (torch.int8, 0)):
+        methods = {name: measure for name, measure in ratio.methods_for(dtype, on_gpu=True).items() if name.startswith("nvcomp ")}
+        assert len(methods) == 6 + num_floats
+        for measure in methods.values():
+            cell = ratio.measure_cell(measure, [torch.ones(3, 5, dtype=dtype)], torch.device("cpu"), with_times=False)
+            assert cell.stored_bytes == 15 * dtype.itemsize and cell.metadata_bytes is None
+    assert {"algorithm": "ANS", "uncomp_chunk_size": 65536, "data_type": "<f2"} in PlainCodec.made
+    assert not any(name.startswith("nvcomp ") for name in ratio.methods_for(torch.bfloat16, on_gpu=False))
+
+
+def test_ratio_shows_and_judges_savings():
+    assert [ratio.show(s) for s in (-0.001, 0.334, 0.875, 0.9975)] == ["-0.1", "33.4", "8.0x", "400x"]
+    cells = {("a", "float32"): {"paper": 0.1, "ibp": 0.2, "auto": 0.1995}, ("b", "int8"): {"paper": 0.3, "ibp": 0.2, "auto": -0.1}}
+    assert ratio.shortfalls({("a", "float32"): cells["a", "float32"]}, {("a", "float32"): 0.19}) == []
+    below = [line.split(", less than ")[1].split(",")[0] for line in ratio.shortfalls(cells, {("a", "float32"): 0.25})]
+    assert below == ["its target", "raw rows", "ibp", "paper"]
+
+
+def lines_of(path):
+    with open(path, newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_ratio_writes_its_columns_table_and_chart(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([tiny_set(), tiny_set(40, "cora")]))
+    assert ratio.main(["--device", "cpu", "--quick", "--no-times", "--out", str(tmp_path)]) == 0
+    lines = lines_of(tmp_path / "ratio.csv")
+    assert ",".join(lines[0]) == "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds"
+    assert [line[4] for line in lines[1:5]] == list(ratio.OURS) and lines[1][:4] == ["normal 1", "float32", "400", "128"]
+    assert all(line[8] == "" for line in lines[1:])
+    assert "Percent saved" in capsys.readouterr().out
+    if charts.plt:
+        assert (tmp_path / "ratio.png").exists()
+
+
+def test_ratio_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
+    def broken(tensors, device):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([tiny_set()]))
+    monkeypatch.setattr(ratio, "methods_for", lambda dtype, on_gpu: {"auto": broken, "planes": ratio.ours("planes")})
+    assert ratio.main(["--device", "cpu", "--no-times", "--out", str(tmp_path)]) == 1
+    assert "FAILED auto, normal 1 float32: RuntimeError: no such kernel" in capsys.readouterr().out
+    assert [line[4] for line in lines_of(tmp_path / "ratio.csv")[1:]] == ["planes"]
+
+
+def test_sampling_writes_its_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter([tiny_set()]))
+    assert sampling.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    lines = lines_of(tmp_path / "sampling.csv")
+    assert ",".join(lines[0]) == "set,dtype,scheme,sample,savings"
+    assert [line[2:4] for line in lines[1:]] == [[scheme, str(share)] for scheme in sampling.SCHEMES for share in sampling.SAMPLES]
+    assert float(lines[6][4]) > 0.1 and "100%" in capsys.readouterr().out

@@ -63,9 +63,11 @@ def learn(data: torch.Tensor, row_bytes: int, device: torch.device, sample: floa
     sweep = _Sweep(_rows.sample(data, row_bytes, wanted), row_bytes, num_rows, device)
     sizes = CHUNK_BYTES if chunk_bytes is None else (chunk_bytes,)
     taus = TAUS if tau is None else (tau,)
-    is_one = paper or tau is not None
-    found = [sweep.with_one_threshold(size, taus, paper) if is_one else sweep.with_best_masks(size)
-             for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not progress)]
+    found = []
+    for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not progress):
+        found.append(sweep.with_one_threshold(size, taus, paper))
+        if not paper and tau is None:
+            found.append(sweep.with_best_masks(size))
     return max(found, key=lambda codebook: codebook.expected_savings)
 
 
@@ -96,8 +98,7 @@ class _Sweep:
 
     def with_one_threshold(self, chunk_bytes, taus, paper):
         """The paper's choice: one threshold for all chunks, the best of those given."""
-        found = [self._codebook(mask, bitval, chunk_bytes, paper, tau, self._gain(mask, bitval, chunk_bytes, paper))
-                 for tau, mask, bitval in self.thresholds(taus)]
+        found = [self._codebook(mask, bitval, chunk_bytes, paper, tau) for tau, mask, bitval in self.thresholds(taus)]
         return max(found, key=lambda codebook: codebook.expected_savings)
 
     def with_best_masks(self, chunk_bytes):
@@ -106,11 +107,11 @@ class _Sweep:
         best_bitval, best_gain = best_mask.clone(), self._per_chunk(best_mask, chunk_bytes)
         greedy = torch.ops.ibp.choose_masks(self._few_rows(), self.row_bytes, chunk_bytes)
         for mask, bitval in [greedy, *((mask, bitval) for _, mask, bitval in self.thresholds(TAUS))]:
-            gain = self._gain(mask, bitval, chunk_bytes, False)
+            gain = self._gain(mask, bitval, chunk_bytes)
             better = (gain > best_gain).repeat_interleave(chunk_bytes)[: self.row_bytes]
             best_gain = torch.maximum(gain, best_gain)
             best_mask, best_bitval = torch.where(better, mask, best_mask), torch.where(better, bitval, best_bitval)
-        return self._codebook(best_mask, best_bitval, chunk_bytes, False, None, best_gain)
+        return self._codebook(best_mask, best_bitval, chunk_bytes, False, None)
 
     def _few_rows(self):
         """Rows for the greedy choice, evenly spread over the sample, on the CPU."""
@@ -123,16 +124,20 @@ class _Sweep:
         padded[: self.row_bytes] = _BITS_SET[mask.to(torch.int64)]
         return padded.view(-1, chunk_bytes).sum(1)
 
-    def _gain(self, mask, bitval, chunk_bytes, flag_all):
+    def _gain(self, mask, bitval, chunk_bytes):
         """Bits that each chunk saves over all sampled rows, its participation bits paid."""
-        words = torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all).to(self.device)
+        words = torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, False).to(self.device)
         hits = sum(torch.ops.ibp.count_hits(block, words, [SCHEMES["ibp"], self.row_bytes, chunk_bytes, 0]).cpu() for block in self._blocks())
         fixed = self._per_chunk(mask, chunk_bytes)
-        flagged = torch.ones_like(fixed) if flag_all else (fixed > 0).to(torch.int64)
-        return hits * fixed - self.num_sampled * flagged
+        return hits * fixed - self.num_sampled * (fixed > 0)
 
-    def _codebook(self, mask, bitval, chunk_bytes, flag_all, tau, gain):
+    def _codebook(self, mask, bitval, chunk_bytes, flag_all, tau):
         codebook = Codebook.from_masks(mask, bitval, chunk_bytes, flag_all, tau=tau)
-        saved_bytes_a_row = float(gain.sum()) / 8 / self.num_sampled
-        codebook.expected_savings = (saved_bytes_a_row - codebook.nbytes / self.num_rows) / self.row_bytes
+        codebook.expected_savings = self._savings(codebook)
         return codebook
+
+    def _savings(self, codebook):
+        """Exact, on the sampled rows: rows are rounded to bytes, and those that would grow are raw."""
+        lengths = measure(self.data, codebook, self.device).to(torch.int64)
+        coded = float(torch.where(lengths == 0, self.row_bytes, lengths).sum()) / self.num_sampled
+        return 1 - (coded + codebook.nbytes / self.num_rows) / self.row_bytes

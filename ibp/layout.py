@@ -58,6 +58,12 @@ def index_rows(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> tu
     return (bases[:-1].clone() if overflow_bytes else bases[:0].clone()), overflow_bytes
 
 
+def fetch_cost(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> int:
+    """link_bytes with the second fetch of rows that overflow their slot priced in."""
+    overflowing = stored_sectors(lengths, geometry)[slot_bytes // SECTOR_BYTES + 1 :].sum() if 0 < slot_bytes < geometry.row_bytes else 0
+    return link_bytes(lengths, geometry, slot_bytes) + int(overflowing) * _SECOND_FETCH_BYTES
+
+
 def link_bytes(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> int:
     """Bytes of the whole 32-byte sectors that a fetch of every row reads, each row once; lengths on the CPU."""
     sectors, overflow_end, step = 0, 0, 1 << 22

@@ -68,7 +68,7 @@ def learn(scheme: str, request: Request) -> AnyCodebook | None:
         scheme = "ibp"
     if scheme == "auto":
         candidates = compare(request)
-        return min(candidates, key=lambda candidate: (candidate.cost, candidate.stored)).codebook
+        return min(candidates, key=lambda candidate: (candidate.cost, candidate.scheme != "raw", candidate.stored)).codebook
     return LEARNERS[scheme](request)
 
 
@@ -76,7 +76,7 @@ def learn(scheme: str, request: Request) -> AnyCodebook | None:
 class Candidate:
     """A scheme with its codebook, and what it is expected to cost for the whole table, in bytes.
 
-    cost: what the layout occupies: whole sectors for slots, a second fetch priced in; exact bytes for packed rows; the codebook included.
+    cost: what fetching every row once reads: whole sectors for slots, second fetches priced in; exact bytes for packed rows; and the codebook.
     stored: exact bytes of rows and codebook.
     """
 
@@ -88,12 +88,10 @@ class Candidate:
 
 def compare(request: Request) -> list[Candidate]:
     """Every scheme, measured on the same sample of the table's rows; raw rows first."""
-    geometry = request.geometry
-    raw = Candidate("raw", None, float(geometry.num_bytes), float(geometry.num_bytes))
     rows = sample_rows(request)
     if rows.numel() == 0:
-        return [raw]
-    return [raw] + [_measured(scheme, LEARNERS[scheme](request), rows, request) for scheme in LEARNERS if scheme != "raw"]
+        return [Candidate("raw", None, 0.0, 0.0)]
+    return [_measured(scheme, LEARNERS[scheme](request), rows, request) for scheme in LEARNERS]
 
 
 def sample_rows(request: Request) -> torch.Tensor:
@@ -110,11 +108,13 @@ def sample_rows(request: Request) -> torch.Tensor:
 def _measured(scheme, codebook, rows, request):
     geometry = request.geometry
     sampled = _rows.Geometry(torch.Size((rows.numel() // geometry.row_bytes, geometry.row_bytes)), torch.uint8, geometry.row_bytes)
-    lengths = analysis.measure(rows, codebook, request.device)
     scale = geometry.num_rows / sampled.num_rows
-    stored = analysis.total_stored(lengths, sampled) * scale + codebook.nbytes
+    if codebook is None:
+        lengths, codebook_bytes, stored = torch.zeros(sampled.num_rows, dtype=torch.uint16), 0, float(geometry.num_bytes)
+    else:
+        lengths, codebook_bytes = analysis.measure(rows, codebook, request.device), codebook.nbytes
+        stored = analysis.total_stored(lengths, sampled) * scale + codebook_bytes
     if request.slot_bytes == 0:
         return Candidate(scheme, codebook, stored, stored)
-    costs = _layout.slot_costs(lengths, sampled)
-    cost = min(costs.values()) if request.slot_bytes is None else costs.get(request.slot_bytes, float(sampled.num_bytes))
-    return Candidate(scheme, codebook, cost * scale + codebook.nbytes, stored)
+    slot_bytes = _layout.choose_slot_bytes(lengths, sampled) if request.slot_bytes is None else request.slot_bytes
+    return Candidate(scheme, codebook, _layout.fetch_cost(lengths, sampled, slot_bytes) * scale + codebook_bytes, stored)

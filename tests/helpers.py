@@ -87,6 +87,12 @@ def one_hot_rows(num_rows, num_columns, seed=0):
     return torch.from_numpy((rng.random((num_rows, num_columns)) < density).astype(np.float32))
 
 
+def spiky_rows(num_rows, num_columns, seed=0):
+    """The same with values of all kinds for the ones: long rows and short ones in every scheme."""
+    generator = torch.Generator().manual_seed(seed)
+    return one_hot_rows(num_rows, num_columns, seed) * torch.randn(num_rows, num_columns, generator=generator).abs()
+
+
 def planes_codebook(codebook):
     """A codebook of the numpy reference as the library's."""
     c = codebook

@@ -9,19 +9,22 @@ import torch
 
 import ibp
 import reference
-from helpers import assert_same_bits, bytes_of, embedding, make_tensor, one_hot_rows, reference_table, tensor_from
+from helpers import (
+    SCHEMES, assert_same_bits, assert_same_table, bytes_of, embedding, make_tensor, one_hot_rows, plain_table, reference_decode, spiky_rows,
+    tensor_from,
+)  # fmt: skip
 
 LAYOUTS = [{}, {"slot_bytes": 32}, {"slot_bytes": "row"}, {"layout": "packed"}]
 
 
 @pytest.fixture(scope="module")
 def x():
-    return one_hot_rows(500, 60)
+    return spiky_rows(500, 60)
 
 
-@pytest.fixture(scope="module")
-def table(x):
-    return ibp.compress(x, device="cpu")
+@pytest.fixture(scope="module", params=SCHEMES)
+def table(x, request):
+    return ibp.compress(x, scheme=request.param, device="cpu")
 
 
 def compress(x, **arguments):
@@ -33,23 +36,26 @@ def compress(x, **arguments):
 # ---- compress and what a table says of itself ----
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("arguments", LAYOUTS, ids=str)
-def test_numpy_decodes_what_compress_makes(x, arguments):
-    table = compress(x, **arguments)
-    assert reference.decode_table(reference_table(table)) == bytes_of(x).numpy().tobytes()
+def test_numpy_decodes_what_compress_makes(x, arguments, scheme):
+    table = compress(x, scheme=scheme, **arguments)
+    assert reference_decode(table) == bytes_of(x).numpy().tobytes()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("arguments", LAYOUTS, ids=str)
-def test_round_trip(x, arguments):
+def test_round_trip(x, arguments, scheme):
     before = x.clone()
-    table = compress(x, **arguments)
+    table = compress(x, scheme=scheme, **arguments)
     assert_same_bits(table.decompress(), before)
     assert_same_bits(x, before)
 
 
 def test_attributes(x, table):
     assert table.shape == x.shape and table.dtype == x.dtype and table.device == x.device
-    assert table.scheme == "ibp" and table.layout == "slots" and isinstance(table.codebook, ibp.Codebook)
+    assert table.layout == "slots" and table.codebook.scheme == table.scheme and table.codebook.row_bytes == 240
+    assert isinstance(table.codebook, {"ibp": ibp.Codebook, "planes": ibp.PlanesCodebook}[table.scheme])
     assert table.row_bytes == 240 and table.num_rows == 500 and len(table) == 500
     assert table.slot_bytes % 32 == 0 and 0 < table.slot_bytes < 240
     assert table.slots.dtype == torch.uint8 and table.slots.numel() == 500 * table.slot_bytes
@@ -57,12 +63,16 @@ def test_attributes(x, table):
     assert table.lengths.numel() == 500 and table.bases.numel() == 16
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("arguments", LAYOUTS, ids=str)
-def test_sizes(x, arguments):
-    table = compress(x, **arguments)
-    plain = reference_table(table)
-    assert table.stored_bytes == reference.stored_bytes(plain)
-    assert table.codebook.nbytes == table.codebook.palette.nbytes + table.codebook.index.nbytes
+def test_sizes(x, arguments, scheme):
+    table = compress(x, scheme=scheme, **arguments)
+    plain = plain_table(table, None)
+    assert table.stored_bytes == reference.stored_bytes(plain) + table.codebook.nbytes
+    if table.scheme == "ibp":
+        assert table.codebook.nbytes == table.codebook.palette.nbytes + table.codebook.index.nbytes
+    else:
+        assert table.codebook.nbytes == table.codebook.entries.numel() * table.codebook.symbol_bytes
     assert table.savings == pytest.approx(1 - table.stored_bytes / (500 * 240))
     assert table.index_bytes == table.lengths.nbytes + table.bases.nbytes <= 2.25 * 500 + 8
     assert table.nbytes >= table.slots.nbytes + table.overflow.nbytes + table.index_bytes + table.codebook.nbytes
@@ -83,9 +93,9 @@ def link_bytes(table):
 def test_compression_saves_memory(x, table):
     """The slots layout gives back what is saved; the in-place layout keeps every row's address."""
     assert table.savings > 0.7 and table.nbytes < 0.5 * x.nbytes
-    in_place = compress(x, slot_bytes="row")
+    in_place = compress(x, codebook=table.codebook, slot_bytes="row")
     assert in_place.slots.numel() == x.nbytes and in_place.overflow.numel() == 0 and in_place.bases.numel() == 0
-    packed = compress(x, layout="packed")
+    packed = compress(x, codebook=table.codebook, layout="packed")
     assert packed.layout == "packed" and packed.slot_bytes == 0 and packed.slots.numel() == 0
     assert packed.overflow.numel() == packed.stored_bytes - packed.codebook.nbytes
     assert packed.stored_bytes == in_place.stored_bytes == table.stored_bytes
@@ -96,22 +106,21 @@ def test_slot_bytes_is_taken(x):
         assert compress(x, slot_bytes=slot_bytes).slot_bytes == slot_bytes
 
 
-def test_equal_input_gives_equal_tables(x, table):
-    again = ibp.compress(x.clone(), device="cpu")
-    for name in ("slots", "overflow", "lengths", "bases"):
-        assert torch.equal(getattr(table, name), getattr(again, name)), name
-    assert table.codebook == again.codebook
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_equal_input_gives_equal_tables(x, scheme):
+    assert_same_table(*(ibp.compress(same, scheme=scheme, device="cpu") for same in (x, x.clone())))
 
 
 def test_repr_says_what_there_is(table):
     text = repr(table)
-    for part in ("[500, 60]", "torch.float32", "ibp", "slots", "120,000", f"{table.stored_bytes:,}", f"{table.savings:.1%}", "pageable"):
+    for part in ("[500, 60]", "torch.float32", f"scheme={table.scheme!r}", "slots", "120,000", f"{table.stored_bytes:,}", f"{table.savings:.1%}", "pageable"):
         assert part in text, f"{part} is not in {text}"
 
 
 def test_a_table_that_saves_nothing_is_raw():
     x = make_tensor((300, 64), torch.uint8, "random")
-    for arguments in ({}, {"layout": "packed"}, {"slot_bytes": 32}, {"chunk_bytes": 8, "tau": 0.9}):
+    arguments_of = [{"scheme": scheme, **layout} for scheme in SCHEMES for layout in ({}, {"layout": "packed"}, {"slot_bytes": 32})]
+    for arguments in (*arguments_of, {"chunk_bytes": 8, "tau": 0.9}):
         table = ibp.compress(x, device="cpu", **arguments)
         assert table.scheme == "raw" and table.codebook is None and table.savings == 0 and "raw" in repr(table)
         assert table.stored_bytes == x.nbytes and table.index_bytes == 0 and table.slot_bytes == table.row_bytes
@@ -127,18 +136,20 @@ def test_scheme_raw_on_request(x):
     assert_same_bits(ibp.index_select(table, torch.tensor([7, 7, 0])), x[[7, 7, 0]])
 
 
-def test_a_raw_row_in_a_coded_table(x):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_raw_row_in_a_coded_table(x, scheme):
     """One row of noise among sparse ones: kept as it is, at no more than its size."""
     mixed = x.clone()
-    mixed[123] = torch.randn(60)
-    table = ibp.compress(mixed, device="cpu")
-    assert table.scheme == "ibp" and int(table.lengths[123]) == 0
+    mixed[123] = torch.randint(-(2**31), 2**31, (60,)).to(torch.int32).view(torch.float32)
+    table = ibp.compress(mixed, scheme=scheme, device="cpu")
+    assert table.scheme in (scheme, "ibp", "planes") and int(table.lengths[123]) == 0
     assert_same_bits(table.decompress(), mixed)
 
 
-def test_row_bytes(x):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_row_bytes(x, scheme):
     for row_bytes in (1, 100, 240, 4096, 65536):
-        table = compress(x, row_bytes=row_bytes)
+        table = compress(x, scheme=scheme, row_bytes=row_bytes)
         assert table.row_bytes == row_bytes and table.num_rows == -(-x.nbytes // row_bytes)
         assert_same_bits(table.decompress(), x)
         assert_same_bits(table.index_select(torch.tensor([499, 0, 250])), x[[499, 0, 250]])
@@ -169,9 +180,10 @@ def test_progress_is_shown_only_if_asked_for(x, capfd):
     assert "compress" in capfd.readouterr().err
 
 
-def test_gradients_are_left_alone(x):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_gradients_are_left_alone(x, scheme):
     weight = torch.nn.Parameter(x.clone())
-    table = ibp.compress(weight, device="cpu")
+    table = ibp.compress(weight, scheme=scheme, device="cpu")
     result = table.decompress()
     assert not result.requires_grad and weight.grad is None
     assert_same_bits(result, weight.detach())
@@ -230,24 +242,26 @@ def test_expected_savings(x):
     assert sampled.expected_savings == pytest.approx(codebook.expected_savings, abs=0.05)
 
 
-def test_a_sample_loses_little():
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_sample_loses_little(scheme):
     x = embedding(20000, 32)
-    whole, sampled = (ibp.compress(x, sample=sample, device="cpu").savings for sample in (1.0, 0.06))
+    whole, sampled = (ibp.compress(x, scheme=scheme, layout="packed", sample=sample, device="cpu").savings for sample in (1.0, 0.06))
     assert 0.05 < whole and sampled > whole - 0.005
 
 
 def test_estimate_is_exact(x):
-    for codebook in (ibp.analyze(x), ibp.analyze(x, chunk_bytes=8, tau=0.9), ibp.analyze(x, paper=True), ibp.analyze(x, row_bytes=100)):
+    masks = [ibp.analyze(x), ibp.analyze(x, chunk_bytes=8, tau=0.9), ibp.analyze(x, paper=True), ibp.analyze(x, row_bytes=100)]
+    for codebook in (*masks, ibp.analyze(x, scheme="planes"), ibp.analyze(x, scheme="planes", row_bytes=100)):
         table = ibp.compress(x, codebook=codebook)
         assert ibp.estimate(x, codebook) == table.stored_bytes and table.codebook == codebook
 
 
 def test_a_codebook_of_another_tensor(x):
     """Codebooks are shared: they fit any tensor with rows of that size, of any dtype."""
-    codebook = ibp.analyze(x)
-    for other in (one_hot_rows(77, 60, seed=5), make_tensor((10, 120), torch.int16, "random"), embedding(40, 60)):
-        table = ibp.compress(other, codebook=codebook, device="cpu")
-        assert_same_bits(table.decompress(), other)
+    for codebook in (ibp.analyze(x), ibp.analyze(x, scheme="planes")):
+        for other in (one_hot_rows(77, 60, seed=5), make_tensor((10, 120), torch.int16, "random"), embedding(40, 60)):
+            table = ibp.compress(other, codebook=codebook, device="cpu")
+            assert_same_bits(table.decompress(), other)
 
 
 def test_chunk_bytes_and_tau_are_taken(x):
@@ -302,10 +316,11 @@ def test_row_codec(x):
 # ---- index_select ----
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("arguments", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_index_select(x, arguments, dtype):
-    table = compress(x, **arguments)
+def test_index_select(x, arguments, dtype, scheme):
+    table = compress(x, scheme=scheme, **arguments)
     ids = torch.randint(500, (1000,)).to(dtype)
     for chosen in (ids, ids[:0], ids[:1], ids[::3], ids.flip(0), torch.stack([ids, ids], 1)[:, 0], torch.full((40,), 7, dtype=dtype)):
         assert_same_bits(ibp.index_select(table, chosen), torch.index_select(x, 0, chosen))
@@ -366,9 +381,11 @@ def test_check_has_nothing_to_say(table):
     table.check()
 
 
-def test_a_corrupt_table_is_reported_and_harmless(x):
-    table = ibp.compress(x, slot_bytes=32, device="cpu")
-    table.lengths[17] = 1
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_corrupt_table_is_reported_and_harmless(x, scheme):
+    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu")
+    assert int(table.lengths[17]) > 0 and table.bases.numel()
+    table.lengths.view(torch.int16)[17] += 1
     with pytest.raises(ibp.CorruptTableError, match="17"):
         table.decompress()
     with pytest.raises(ValueError, match="position 2"):
@@ -382,30 +399,33 @@ def test_a_corrupt_table_is_reported_and_harmless(x):
 # ---- compress_ ----
 
 
-@pytest.mark.parametrize("make", [lambda: one_hot_rows(500, 60), lambda: embedding(999, 33), lambda: one_hot_rows(1, 5000).reshape(-1)])
-def test_compress_in_place(make):
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("make", [lambda: spiky_rows(500, 60), lambda: embedding(999, 33), lambda: one_hot_rows(1, 5000).reshape(-1)])
+def test_compress_in_place(make, scheme):
     x = make()
     before, address = x.clone(), x.data_ptr()
-    table = ibp.compress_(x, device="cpu", pin_memory=False)
-    assert table.scheme == "ibp" and table.slots.data_ptr() == address and table.slots.numel() == x.nbytes
+    table = ibp.compress_(x, scheme=scheme, device="cpu", pin_memory=False)
+    assert table.scheme in ("ibp", "planes") and scheme in ("auto", table.scheme) and table.slots.data_ptr() == address and table.slots.numel() == x.nbytes
     assert table.slot_bytes == table.row_bytes and table.overflow.numel() == 0 and table.bases.numel() == 0
-    copied = ibp.compress(before, slot_bytes=table.row_bytes, device="cpu")
+    copied = ibp.compress(before, codebook=table.codebook, slot_bytes=table.row_bytes, device="cpu")
     assert table.stored_bytes == copied.stored_bytes and torch.equal(table.lengths, copied.lengths)
     assert_same_bits(table.decompress(), before)
     assert_same_bits(table[len(x) - 1], before[len(x) - 1])
     assert not torch.equal(x, before)
 
 
-def test_compress_in_place_keeps_the_memory_alive():
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compress_in_place_keeps_the_memory_alive(scheme):
     before = one_hot_rows(500, 60)
-    table = ibp.compress_(before.clone(), device="cpu")
+    table = ibp.compress_(before.clone(), scheme=scheme, device="cpu")
     assert_same_bits(table.decompress(), before)
 
 
-def test_compress_in_place_of_noise_changes_nothing():
+@pytest.mark.parametrize("scheme", [*SCHEMES, "raw"])
+def test_compress_in_place_of_noise_changes_nothing(scheme):
     x = make_tensor((100, 64), torch.uint8, "random")
     before = x.clone()
-    table = ibp.compress_(x, device="cpu")
+    table = ibp.compress_(x, scheme=scheme, device="cpu")
     assert table.scheme == "raw" and table.slots.data_ptr() == x.data_ptr()
     assert_same_bits(x, before)
     assert_same_bits(table.decompress(), before)
@@ -415,8 +435,9 @@ class Interrupted(BaseException):
     pass
 
 
+@pytest.mark.parametrize("scheme", ["ibp", "planes"])
 @pytest.mark.parametrize("blocks_done", [1, 2, 7])
-def test_compress_in_place_interrupted_between_blocks(blocks_done, monkeypatch):
+def test_compress_in_place_interrupted_between_blocks(blocks_done, scheme, monkeypatch):
     class Bar:
         def __init__(self, *args, **kwargs):
             self.updates = 0
@@ -434,7 +455,7 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, monkeypatch):
 
     x = one_hot_rows(1000, 60)
     before = x.clone()
-    codebook = ibp.analyze(x)
+    codebook = ibp.analyze(x, scheme=scheme)
     monkeypatch.setattr("ibp.rows._BLOCK_BYTES", 240 * 96)
     monkeypatch.setattr("ibp.compression.tqdm", Bar)
     with pytest.raises(Interrupted) as interruption:
@@ -444,12 +465,13 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, monkeypatch):
     assert_same_bits(table.decompress(), before)
 
 
+@pytest.mark.parametrize("scheme", ["ibp", "planes"])
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
-def test_compress_in_place_interrupted_anywhere(share, monkeypatch):
+def test_compress_in_place_interrupted_anywhere(share, scheme, monkeypatch):
     """A signal at some moment of the work: x is as it was, or the exception brings a table that decompresses to it."""
     monkeypatch.setattr("ibp.rows._BLOCK_BYTES", 1 << 16)
     before = one_hot_rows(20000, 60)
-    codebook = ibp.analyze(before[:1000])
+    codebook = ibp.analyze(before[:1000], scheme=scheme)
     start = time.perf_counter()
     ibp.compress_(before.clone(), codebook=codebook, device="cpu", pin_memory=False)
     elapsed = time.perf_counter() - start

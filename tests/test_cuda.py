@@ -15,7 +15,8 @@ import reference
 from golden.load import CORRUPT_TABLES, arrays_of, load, op_arguments, reference_table
 from golden.make import CASES, edit_table
 from helpers import (
-    DTYPES, LAYOUTS, SCHEMES, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, make_tensor, one_hot_rows, take,
+    DTYPES, LAYOUTS, SCHEMES, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, make_tensor, one_hot_rows, spiky_rows,
+    take,
 )  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -110,7 +111,7 @@ def check_coding(cuda, codebook, num_rows):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_where_x_is_makes_no_difference(cuda, layout, scheme):
-    x = one_hot_rows(3000, 60)
+    x = spiky_rows(3000, 60)
     arguments = {"scheme": scheme, **layout_arguments(layout, 240)}
     tables = [ibp.compress(x, device="cpu", pin_memory=False, **arguments)]
     tables += [ibp.compress(where, device=cuda, **arguments) for where in (x, x.pin_memory(), x.to(cuda), x.to(cuda).t().contiguous().t())]
@@ -124,7 +125,7 @@ def test_where_x_is_makes_no_difference(cuda, layout, scheme):
 def test_a_tensor_of_many_blocks(cuda, monkeypatch, scheme):
     """Coded piece by piece: 32 rows at a time."""
     monkeypatch.setattr("ibp.rows._BLOCK_BYTES", 1)
-    x = one_hot_rows(777, 61)
+    x = spiky_rows(777, 61)
     codebook = ibp.analyze(x, scheme=scheme, device="cpu")
     for layout in LAYOUTS:
         arguments = {"codebook": codebook, **layout_arguments(layout, 244)}
@@ -133,7 +134,7 @@ def test_a_tensor_of_many_blocks(cuda, monkeypatch, scheme):
 
 @pytest.mark.parametrize("scheme", CODED)
 def test_estimate(cuda, scheme):
-    x = one_hot_rows(3000, 60)
+    x = spiky_rows(3000, 60)
     codebook = ibp.analyze(x, scheme=scheme)
     assert ibp.estimate(x, codebook, device=cuda) == ibp.estimate(x.to(cuda), codebook) == ibp.estimate(x, codebook, device="cpu")
 
@@ -233,7 +234,7 @@ def test_golden_tables(cuda, name):
 @pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("place", PLACES)
 def test_ids(cuda, place, scheme):
-    x = one_hot_rows(500, 60)
+    x = spiky_rows(500, 60)
     table = make_table(x, "slots", place, cuda, scheme=scheme)
     for dtype in (torch.int32, torch.int64):
         for device in (CPU, cuda):
@@ -279,7 +280,7 @@ def test_pinned_memory_has_the_size_needed(cuda):
 
 @pytest.mark.parametrize("scheme", CODED)
 def test_moving_tables(cuda, scheme):
-    x = one_hot_rows(500, 60)
+    x = spiky_rows(500, 60)
     table = ibp.compress(x, scheme=scheme)
     moved = table.to(cuda)
     assert moved.device == cuda and moved.to(cuda) is moved
@@ -310,7 +311,7 @@ def test_out_at_any_address(cuda, layout, place):
 @pytest.mark.parametrize("max_sms", [1, 2, 7, 100_000])
 @pytest.mark.parametrize("place", PLACES)
 def test_max_sms(cuda, place, max_sms, scheme):
-    x = one_hot_rows(5000, 60)
+    x = spiky_rows(5000, 60)
     table = make_table(x, "slots", place, cuda, scheme=scheme)
     ids = random_ids(5000, 20000)
     assert_same_bits(ibp.index_select(table, ids.to(cuda), max_sms=max_sms, check=True).cpu(), x[ids])
@@ -324,7 +325,7 @@ def test_max_sms(cuda, place, max_sms, scheme):
 @pytest.mark.parametrize("place", PLACES)
 def test_the_current_stream_is_used(cuda, place, scheme):
     """The ids arrive late on a side stream: work on any other stream would read the old ones."""
-    x = one_hot_rows(500, 60)
+    x = spiky_rows(500, 60)
     table = make_table(x, "slots of 32", place, cuda, scheme=scheme)
     ids, out = torch.zeros(200, dtype=torch.int64, device=cuda), torch.empty(200, 60, device=cuda)
     ibp.index_select(table, ids, out=out)
@@ -340,7 +341,7 @@ def test_the_current_stream_is_used(cuda, place, scheme):
 
 
 def test_many_streams(cuda):
-    x = one_hot_rows(5000, 60)
+    x = spiky_rows(5000, 60)
     tables = [make_table(x, layout, place, cuda, scheme=scheme) for layout in LAYOUTS for place in PLACES for scheme in CODED]
     chosen = [random_ids(5000, 3000) for _ in tables]
     on_gpu = [ids.to(cuda) for ids in chosen]
@@ -375,7 +376,7 @@ def test_one_table_on_many_streams(cuda):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_graphs(cuda, layout, place, scheme):
-    x = one_hot_rows(500, 60)
+    x = spiky_rows(500, 60)
     table = make_table(x, layout, place, cuda, scheme=scheme)
     ids, out, whole = random_ids(500).to(cuda), torch.empty(200, 60, device=cuda), torch.empty(500, 60, device=cuda)
     ibp.index_select(table, ids, out=out)
@@ -413,7 +414,7 @@ def test_a_first_call_cannot_be_captured(cuda):
 @pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_call_with_out_neither_allocates_nor_waits(cuda, place, scheme):
-    x = one_hot_rows(500, 60)
+    x = spiky_rows(500, 60)
     table = make_table(x, "slots", place, cuda, scheme=scheme)
     ids, out = random_ids(500).to(cuda), torch.empty(200, 60, device=cuda)
     ibp.index_select(table, ids, out=out)
@@ -570,7 +571,7 @@ def test_bad_arguments(cuda):
 @pytest.mark.parametrize("worker", ["cpu", "cuda", None])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_compress_in_place(cuda, scheme, worker, where):
-    before = one_hot_rows(3000, 61)
+    before = spiky_rows(3000, 61)
     x = before.clone().to(where)
     table = ibp.compress_(x, scheme=scheme, device=worker)
     assert table.slots.data_ptr() == x.data_ptr() and table.device == x.device and table.is_pinned == (where == "cpu")
@@ -594,7 +595,7 @@ def test_compress_in_place_unpins_what_it_pinned(cuda):
 @pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("place", PLACES)
 def test_pickling(cuda, place, scheme):
-    x = one_hot_rows(500, 60)
+    x = spiky_rows(500, 60)
     table = make_table(x, "slots of 32", place, cuda, scheme=scheme)
     file = io.BytesIO()
     torch.save(table, file)
@@ -611,7 +612,7 @@ def test_pickling(cuda, place, scheme):
 
 def cuda_samples(cuda):
     """One call of every operation that runs on a GPU; tables on it, as torch refuses to clone views of pinned memory, which opcheck does."""
-    x = one_hot_rows(100, 60)
+    x = spiky_rows(100, 60)
     data, masks = bytes_of(x).to(cuda), ibp.analyze(x)
     kinds = [(layout, place, scheme) for layout in ("slots of 32", "packed") for place in ("device",) for scheme in CODED]
     tables = [make_table(x, layout, place, cuda, scheme=scheme)._arguments(cuda) for layout, place, scheme in kinds]

@@ -408,6 +408,27 @@ def test_wrong_lists(cuda, columns, is_listed):
     assert refused > 10 and accepted >= 21
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_entries_that_are_no_symbols(cuda, kind):
+    """Entries with more bits than symbols have, which only the operations take: the same bytes from both."""
+    rng = np.random.default_rng(0)
+    for number in range(40):
+        element_bytes = ELEMENT_BYTES[number % 4]
+        codebook = any_codebook(rng, element_bytes, 24, number % 2, int(rng.integers(1, 8 * element_bytes)), (1, 2, 2), kind, number // 2)
+        rows = [codec_of(planes_codebook(codebook)).encode(row.tobytes()) for row in ranked_rows(rng, 40, codebook)]
+        table = as_table([row for row in rows if len(row) <= codebook.row_bytes], planes_codebook(codebook), 0)
+        words = torch.from_numpy(rng.integers(0, 256, table.codebook.nbytes, np.uint8))
+        out = []
+        for device, near in ((CPU, table), (cuda, table.to(cuda))):
+            arguments = list(near._arguments(device))
+            arguments[4] = words.to(device)
+            out.append(torch.full((len(table) * table.row_bytes,), 0xA5, dtype=torch.uint8, device=device))
+            fault = fault_on(device)
+            OPS.decode_bytes(*arguments, 0, len(out[-1]), 0, out[-1], fault)
+            assert fault.tolist() == [0, 0, 0, 0]
+        assert_same_bits(out[1].cpu(), out[0])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_damaged_tables(cuda, kind, layout):

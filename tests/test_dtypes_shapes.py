@@ -7,17 +7,19 @@ import pytest
 import torch
 
 import ibp
-from helpers import DTYPES, assert_same_bits, bytes_of, make_tensor, take, tensor_from
+from helpers import DTYPES, SCHEMES, assert_same_bits, bytes_of, make_tensor, take, tensor_from
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 LAYOUTS = ["slots", "packed"]
+LAYOUT_SCHEMES = [("slots", "ibp"), ("slots", "planes"), ("packed", "ibp"), ("packed", "planes"), ("slots", "auto")]
 KINDS = ["sparse", "narrow", "random", "equal"]
 
 
 def check(x, **arguments):
     """Compresses, decompresses, and takes items out of x. Returns the table."""
     table = ibp.compress(x, device="cpu", pin_memory=False, **arguments)
-    assert table.shape == x.shape and table.dtype == x.dtype and table.scheme in ("ibp", "raw")
+    assert table.shape == x.shape and table.dtype == x.dtype and table.scheme in ("ibp", "planes", "raw")
+    assert arguments.get("scheme", "auto") in ("auto", table.scheme) or table.scheme == "raw"
     assert 0 <= table.stored_bytes <= x.numel() * x.element_size()
     assert_same_bits(table.decompress(), x)
     if x.dim():
@@ -34,14 +36,15 @@ def layout_arguments(layout, x):
     return {"slots": {}, "packed": {"layout": "packed"}, "in place": {"slot_bytes": row_bytes}, "slots of 32": {"slot_bytes": 32}}[layout]
 
 
-@pytest.mark.parametrize("layout", ["slots", "packed", "in place", "slots of 32"])
+@pytest.mark.parametrize("layout, scheme", [("slots", "ibp"), ("packed", "ibp"), ("in place", "ibp"), ("slots of 32", "ibp"), ("slots", "auto"),
+                                            ("packed", "planes"), ("slots of 32", "planes")])  # fmt: skip
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(dtype, kind, layout):
+def test_dtypes(dtype, kind, layout, scheme):
     x = make_tensor((70, 50), dtype, kind)
-    table = check(x, **layout_arguments(layout, x))
+    table = check(x, scheme=scheme, **layout_arguments(layout, x))
     if kind in ("sparse", "equal"):
-        assert table.scheme == "ibp" and table.savings > 0.4
+        assert table.scheme in ("ibp", "planes") and table.savings > 0.4
     if kind == "random" and dtype != torch.bool:
         assert table.scheme == "raw" and table.savings == 0
 
@@ -53,39 +56,40 @@ def test_every_dtype_of_torch_is_tried():
     assert {str(dtype) for dtype in fitting if not left_out.fullmatch(str(dtype))} == {str(dtype) for dtype in DTYPES}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, scheme", LAYOUT_SCHEMES)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 31, 32, 33, 64, 65])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
-def test_row_counts(dtype, num_rows, layout):
+def test_row_counts(dtype, num_rows, layout, scheme):
     x = make_tensor((num_rows, 40), dtype, "sparse")
-    table = check(x, layout=layout)
+    table = check(x, scheme=scheme, layout=layout)
     assert table.num_rows == num_rows and len(table) == num_rows
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, scheme", LAYOUT_SCHEMES)
 @pytest.mark.parametrize("shape", [(), (1,), (5000,), (0,), (0, 7), (7, 0), (3, 0, 5), (1, 1), (4, 1), (6, 5, 4), (6, 5, 4, 3), (2, 3, 2, 3, 2)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.complex64], ids=str)
-def test_shapes(dtype, shape, layout):
+def test_shapes(dtype, shape, layout, scheme):
     x = make_tensor(shape, dtype, "sparse")
-    table = check(x, layout=layout)
+    table = check(x, scheme=scheme, layout=layout)
     if x.numel() == 0:
         assert table.scheme == "raw" and table.stored_bytes == table.nbytes == table.savings == 0
 
 
-def test_zero_dimensions():
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_zero_dimensions(scheme):
     x = torch.tensor(3.25)
-    table = ibp.compress(x)
+    table = ibp.compress(x, scheme=scheme)
     assert_same_bits(table.decompress(), x)
     with pytest.raises(TypeError):
         len(table)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, scheme", [("slots", "ibp"), ("packed", "planes")])
 @pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 255, 600, 2408, 4095, 4097, 14812, 16384, 65535, 65536])
-def test_row_sizes(row_bytes, layout):
+def test_row_sizes(row_bytes, layout, scheme):
     for kind in ("sparse", "random"):
         x = make_tensor((35, row_bytes), torch.uint8, kind, seed=row_bytes)
-        table = check(x, layout=layout)
+        table = check(x, scheme=scheme, layout=layout)
         assert table.row_bytes == row_bytes and table.num_rows == 35
 
 
@@ -94,28 +98,38 @@ def test_row_sizes(row_bytes, layout):
 def test_tails_shorter_than_a_chunk(row_bytes, chunk_bytes):
     """The savings are in the tail as elsewhere: rows of zeros are all participation bits."""
     x = torch.zeros(300, row_bytes, dtype=torch.uint8)
-    table = check(x, chunk_bytes=chunk_bytes)
+    table = check(x, scheme="ibp", chunk_bytes=chunk_bytes)
     coded = -(-(-(-row_bytes // chunk_bytes)) // 8)
     if coded < row_bytes:
         assert table.lengths.tolist() == [coded] * 300
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("row_bytes", [1, 2, 3, 5, 6, 7, 9, 12, 14, 21, 36, 100, 1003])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32, torch.float64], ids=str)
+def test_rows_that_cut_elements(dtype, row_bytes):
+    """Scheme planes takes smaller elements where a row does not hold whole ones."""
+    x = make_tensor((4000,), dtype, "sparse")
+    table = check(x, scheme="planes", row_bytes=row_bytes)
+    if row_bytes > 1:
+        assert table.scheme == "planes" and row_bytes % table.codebook.element_bytes == 0
+
+
+@pytest.mark.parametrize("layout, scheme", [("slots", "ibp"), ("packed", "planes")])
 @pytest.mark.parametrize("item_bytes", [65537, 65536 + 4096, 100_001, 1 << 18])
-def test_items_longer_than_a_row(item_bytes, layout):
+def test_items_longer_than_a_row(item_bytes, layout, scheme):
     """Such items start in the middle of rows, and the last row is short."""
     for kind in ("sparse", "random"):
         x = make_tensor((5, item_bytes), torch.uint8, kind, seed=item_bytes)
-        table = check(x, layout=layout)
+        table = check(x, scheme=scheme, layout=layout)
         assert table.row_bytes == 4096 and table.num_rows == -(-5 * item_bytes // 4096)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, scheme", LAYOUT_SCHEMES)
 @pytest.mark.parametrize("row_bytes", [1, 10, 33, 64, 1000, 65536])
 @pytest.mark.parametrize("shape", [(997,), (50, 20), (7, 11, 13)], ids=str)
-def test_rows_that_are_not_items(shape, row_bytes, layout):
+def test_rows_that_are_not_items(shape, row_bytes, layout, scheme):
     x = make_tensor(shape, torch.int16, "sparse")
-    table = check(x, row_bytes=row_bytes, layout=layout)
+    table = check(x, scheme=scheme, row_bytes=row_bytes, layout=layout)
     assert table.num_rows == -(-2 * x.numel() // row_bytes)
 
 
@@ -131,26 +145,29 @@ NON_CONTIGUOUS = {
 }
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", NON_CONTIGUOUS)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str)
-def test_non_contiguous(dtype, name):
+def test_non_contiguous(dtype, name, scheme):
     x = NON_CONTIGUOUS[name](make_tensor((64, 64), dtype, "sparse"))
-    check(x)
+    check(x, scheme=scheme)
 
 
-def test_lazily_conjugated_and_negated():
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_lazily_conjugated_and_negated(scheme):
     x = torch.randn(30, 8, dtype=torch.complex64)
     for lazy in (x.conj(), x.conj().imag, x.real, x.imag):
-        assert_same_bits(ibp.compress(lazy).decompress(), lazy.resolve_conj().resolve_neg().contiguous())
+        assert_same_bits(ibp.compress(lazy, scheme=scheme).decompress(), lazy.resolve_conj().resolve_neg().contiguous())
 
 
-def test_unaligned_memory():
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_unaligned_memory(scheme):
     """Bytes that start at an odd address."""
     data = np.zeros(1 + 33 * 50, np.uint8)
     data[1:] = bytes_of(make_tensor((33, 50), torch.uint8, "sparse")).numpy()
     x = torch.from_numpy(data)[1:].view(33, 50)
     assert x.data_ptr() % 2 == 1
-    check(x)
+    check(x, scheme=scheme)
 
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -168,26 +185,36 @@ def special_values(dtype):
     return np.array(patterns, INTEGER_OF[dtype.itemsize])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout, scheme", LAYOUT_SCHEMES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_special_floats(dtype, layout):
+def test_special_floats(dtype, layout, scheme):
     values = special_values(dtype)
     rng = np.random.default_rng(0)
     mostly_zero = np.where(rng.random((200, 32)) < 0.95, values[0], rng.choice(values, (200, 32)))
     for array in (np.resize(values, (200, 32)), rng.choice(values, (200, 32)), mostly_zero.astype(values.dtype)):
         x = tensor_from(array.reshape(-1).view(np.uint8), (200, 32), dtype)
         assert_same_bits(torch.from_numpy(array.reshape(-1)), bytes_of(x).view(torch.from_numpy(array).dtype))
-        check(x, layout=layout)
-    assert ibp.compress(tensor_from(mostly_zero.astype(values.dtype).reshape(-1).view(np.uint8), (200, 32), dtype)).scheme == "ibp"
+        table = check(x, scheme=scheme, layout=layout)
+    assert table.scheme in (("ibp", "planes") if scheme == "auto" else (scheme,))
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("value", [0x00, 0xFF, 0x80, 0x01, 0xA5])
 @pytest.mark.parametrize("num_rows", [1, 33, 5000])
-def test_all_rows_equal(num_rows, value):
-    """One participation bit a chunk is all that is left of a row."""
+def test_all_rows_equal(num_rows, value, scheme):
+    """All that is left of a row is one participation bit a chunk, or a header."""
     x = torch.full((num_rows, 256), value, dtype=torch.uint8)
-    table = check(x)
-    assert table.scheme == "ibp" and int(table.lengths.to(torch.int64).max()) <= 4 * (1 if num_rows > 1 else 8)
+    table = check(x, scheme=scheme)
+    longest = int(table.lengths.to(torch.int64).max())
+    assert longest <= 2 if table.scheme == "planes" else table.scheme == "ibp" and longest <= 4 * (1 if num_rows > 1 else 8)
+
+
+def test_every_bit_pattern_of_16_bits():
+    """Each value once, so that most symbols of the rows were never met before."""
+    for dtype in (torch.int16, torch.bfloat16, torch.float16):
+        values = torch.arange(1 << 16).to(torch.int32).to(torch.int16).view(dtype)
+        check(values.view(256, 256), scheme="planes", sample=0.05)
+        check(values.view(256, 256), codebook=ibp.analyze(torch.randn(2000, 256).to(torch.bfloat16), scheme="planes"))
 
 
 def test_every_byte_value():

@@ -13,14 +13,14 @@ def x():
     return one_hot_rows(100, 60)
 
 
-@pytest.fixture(scope="module")
-def table(x):
-    return ibp.compress(x, device="cpu", pin_memory=False)
+@pytest.fixture(scope="module", params=["ibp", "planes"])
+def table(x, request):
+    return ibp.compress(x, scheme=request.param, device="cpu", pin_memory=False)
 
 
-@pytest.fixture(scope="module")
-def codebook(x):
-    return ibp.analyze(x, device="cpu")
+@pytest.fixture(scope="module", params=["ibp", "planes"])
+def codebook(x, request):
+    return ibp.analyze(x, scheme=request.param, device="cpu")
 
 
 # ---- compress, analyze, estimate ----
@@ -47,7 +47,10 @@ def test_what_cannot_be_compressed(function, make, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"scheme": "zip"}, "scheme.*zip.*ibp"),
+        ({"scheme": "zip"}, "scheme.*zip.*auto.*ibp.*planes"),
+        ({"scheme": "planes", "chunk_bytes": 4}, "chunk_bytes.*'ibp'.*'planes'"),
+        ({"scheme": "planes", "tau": 0.8}, "tau.*'ibp'.*'planes'"),
+        ({"scheme": "raw", "tau": 0.8}, "tau.*'ibp'.*'raw'"),
         ({"layout": "diagonal"}, "layout.*diagonal.*packed"),
         ({"chunk_bytes": 3}, r"chunk_bytes.*3.*\(1, 2, 4, 8\)"),
         ({"chunk_bytes": 0}, "chunk_bytes.*0"),
@@ -76,6 +79,8 @@ def test_arguments_of_compress(x, arguments, message):
 
 
 @pytest.mark.parametrize("arguments, message", [
+    ({"scheme": "zip"}, "scheme.*zip"), ({"scheme": "planes", "paper": True}, "paper.*'ibp'.*'planes'"), ({"scheme": "auto", "paper": True}, "paper"),
+    ({"scheme": "planes", "tau": 0.9}, "tau"), ({"scheme": "planes", "chunk_bytes": 2}, "chunk_bytes"),
     ({"chunk_bytes": 5}, "chunk_bytes.*5"), ({"tau": 2.0}, "tau.*2"), ({"sample": 2.0}, "sample.*2"), ({"row_bytes": 1 << 20}, "row_bytes"),
 ], ids=str)  # fmt: skip
 def test_arguments_of_analyze(x, arguments, message):
@@ -280,7 +285,7 @@ def test_compress_in_place_refuses(make, message):
 def test_compress_in_place_refuses_bad_arguments_before_it_writes(codebook):
     x = one_hot_rows(50, 60)
     before = x.clone()
-    for arguments in ({"chunk_bytes": 3}, {"tau": 7.0}, {"row_bytes": 70000}, {"codebook": codebook, "row_bytes": 100}, {"device": "meta"}, {"sample": 9.0}):
+    for arguments in ({"chunk_bytes": 3}, {"tau": 7.0}, {"scheme": "zip"}, {"scheme": "planes", "tau": 0.9}, {"row_bytes": 70000}, {"codebook": codebook, "row_bytes": 100}, {"device": "meta"}, {"sample": 9.0}):
         with pytest.raises(ValueError):
             ibp.compress_(x, **arguments)
     with pytest.raises(TypeError):
@@ -300,7 +305,8 @@ def test_compress_in_place_that_cannot_pin_leaves_x():
 # ---- the operations beneath ----
 
 
-def test_ops_check_their_arguments(table):
+def test_ops_check_their_arguments(x):
+    table = ibp.compress(x, scheme="ibp", device="cpu", pin_memory=False)
     ids, fault = torch.tensor([0]), torch.zeros(4, dtype=torch.int64)
     out = torch.zeros(240, dtype=torch.uint8)
     arguments = list(table._arguments(torch.device("cpu")))

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ibp
-from helpers import assert_same_bits, bytes_of, embedding, make_tensor, one_hot_rows
+from helpers import assert_same_bits, bytes_of, embedding, make_tensor, spiky_rows
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -15,22 +15,34 @@ def fault():
     return torch.zeros(4, dtype=torch.int64)
 
 
-def table_arguments(**arguments):
-    x = one_hot_rows(100, 60)
-    return x, ibp.compress(x, device="cpu", pin_memory=False, **arguments)._arguments(CPU)
+CODED = ["ibp", "planes"]
 
 
-def encode_arguments():
-    x = one_hot_rows(100, 60)
-    table = ibp.compress(x, slot_bytes=32, device="cpu", pin_memory=False)
+def table_arguments(scheme, **arguments):
+    x = spiky_rows(100, 60)
+    return x, ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments)._arguments(CPU)
+
+
+def encode_arguments(scheme):
+    x = spiky_rows(100, 60)
+    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
     slots, overflow, *rest = table._arguments(CPU)
     return (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, bytes_of(x), fault())
 
 
+def any_planes(per_column=False, listed=False, default=0):
+    """A codebook for rows of 30 64-bit elements."""
+    entries = torch.arange(30 * 6).view(30, 6) if per_column else torch.arange(6).view(1, 6)
+    return ibp.PlanesCodebook(240, 8, 1, 50, (2, 2), per_column, listed, default, 0, entries)
+
+
 def samples():
     """One call of every operation that runs on the CPU: (operation, arguments)."""
-    x, slots_table = table_arguments(slot_bytes=32)
-    _, packed_table = table_arguments(layout="packed")
+    x, slots_table = table_arguments("ibp", slot_bytes=32)
+    tables = [slots_table] + [table_arguments(scheme, layout="packed")[1] for scheme in CODED] + [table_arguments("planes", slot_bytes=32)[1]]
+    dense = ibp.compress(embedding(100, 60), scheme="planes", layout="packed", device="cpu", pin_memory=False)
+    assert not dense.codebook.listed and len(dense.codebook.codec) > 9
+    tables.append(dense._arguments(CPU))
     data, codebook = bytes_of(x), ibp.analyze(x)
     words, mask = codebook.words(CPU), make_tensor((50,), torch.uint8, "random")
     raw = ibp.compress(make_tensor((9, 8), torch.int32, "random"), device="cpu", pin_memory=False)._arguments(CPU)
@@ -39,14 +51,19 @@ def samples():
     yield "codebook_words", (mask, mask & 7, 4, False)
     yield "codebook_words", (mask, mask & 7, 8, True)
     yield "threshold_bits", (OPS.count_bits(data, 240), 100, 0.8)
+    yield "choose_masks", (data, 240, 4)
+    yield "choose_masks", (data[: 7 * 239], 239, 2)
     yield "count_bits", (data, 240)
     yield "count_hits", (data, words, codebook.codec)
     yield "measure_rows", (data, words, codebook.codec)
     yield "measure_rows", (data[:-100], words, codebook.codec)
+    for planes in (ibp.analyze(x, scheme="planes"), dense.codebook, any_planes(per_column=True), any_planes(listed=True, default=2**64 - 1)):
+        yield "measure_rows", (data[:-100], planes.words(CPU), planes.codec)
     yield "index_rows", (lengths, data.numel(), 240, 32)
     yield "index_rows", (lengths[:0], data.numel() - 7, 240, 0)
-    yield "encode_rows", encode_arguments()
-    for arguments in (slots_table, packed_table):
+    for scheme in CODED:
+        yield "encode_rows", encode_arguments(scheme)
+    for arguments in tables:
         yield "gather_items", (*arguments, ids, 0, torch.zeros(4 * 240, dtype=torch.uint8), fault())
         yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 5, torch.zeros(2 * 240, dtype=torch.uint8), fault())
@@ -55,7 +72,7 @@ def samples():
 
 
 SAMPLES = list(samples())
-NAMES = {"codebook_words", "threshold_bits", "count_bits", "count_hits", "measure_rows", "index_rows", "encode_rows", "gather_items", "decode_bytes"}
+NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "count_hits", "measure_rows", "index_rows", "encode_rows", "gather_items", "decode_bytes"}
 
 
 @pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda number: f"{SAMPLES[number][0]}-{number}")
@@ -81,8 +98,9 @@ def test_fake_tensors_have_the_real_shapes(number):
     assert [(t.shape, t.dtype, t.device) for t in as_tuple(fake)] == [(t.shape, t.dtype, t.device) for t in as_tuple(real)]
 
 
-def test_operations_give_what_the_methods_give():
-    x, arguments = table_arguments(layout="packed")
+@pytest.mark.parametrize("scheme", CODED)
+def test_operations_give_what_the_methods_give(scheme):
+    x, arguments = table_arguments(scheme, layout="packed")
     out, noted = torch.zeros(3 * 240, dtype=torch.uint8), fault()
     OPS.gather_items(*arguments, torch.tensor([9, 0, 99]), 0, out, noted)
     assert_same_bits(out.view(torch.float32).view(3, 60), x[[9, 0, 99]])
@@ -92,8 +110,9 @@ def test_operations_give_what_the_methods_give():
     assert_same_bits(out[:240].view(torch.float32), x[9])
 
 
-def test_encode_rows_writes_the_table():
-    *arguments, data, noted = encode_arguments()
+@pytest.mark.parametrize("scheme", CODED)
+def test_encode_rows_writes_the_table(scheme):
+    *arguments, data, noted = encode_arguments(scheme)
     OPS.encode_rows(*arguments, data, noted)
     out = torch.zeros_like(data)
     OPS.decode_bytes(*arguments, 0, data.numel(), 0, out, noted)
@@ -104,9 +123,10 @@ def test_encode_rows_writes_the_table():
     assert noted[0] == 3
 
 
+@pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile(backend):
-    x, arguments = table_arguments(slot_bytes=32)
+def test_compile(backend, scheme):
+    x, arguments = table_arguments(scheme, slot_bytes=32)
 
     def gather_and_sum(table, ids):
         out, noted = torch.zeros(ids.numel() * 240, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
@@ -120,11 +140,12 @@ def test_compile(backend):
         assert noted.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("scheme", CODED)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile_the_coding(backend):
+def test_compile_the_coding(backend, scheme):
     """From bytes to a table and back in one traced function."""
     x = embedding(300, 16)
-    codebook = ibp.analyze(x)
+    codebook = ibp.analyze(x, scheme=scheme)
 
     def round_trip(data, words):
         lengths = OPS.measure_rows(data, words, codebook.codec)

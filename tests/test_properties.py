@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import ibp
 import reference
-from helpers import DTYPES, assert_same_bits, bytes_of, make_tensor, reference_table, take
+from helpers import DTYPES, SCHEMES, assert_same_bits, bytes_of, make_tensor, reference_decode, take
 
 ELEMENTS = [dtype for dtype in DTYPES if dtype != torch.complex32]  # torch warns of that one; it has tests of its own
-settings.register_profile("ibp", deadline=None, derandomize=True, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ibp", deadline=None, derandomize=True, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ibp")
 
 shapes = st.one_of(
@@ -19,6 +19,7 @@ shapes = st.one_of(
     st.lists(st.integers(0, 9), min_size=0, max_size=4).map(tuple),
 )
 tensors = st.builds(make_tensor, shapes, st.sampled_from(ELEMENTS), st.sampled_from(["sparse", "narrow", "random", "equal"]), st.integers(0, 1000))
+schemes = st.sampled_from(SCHEMES)
 chunks = st.sampled_from([None, 1, 2, 4, 8])
 taus = st.one_of(st.none(), st.floats(0.5, 1.0))
 
@@ -35,22 +36,24 @@ def row_sizes(draw, x):
     return {"row_bytes": row, "slot_bytes": draw(st.sampled_from(multiples[:40]))}
 
 
-@given(st.data(), tensors, chunks, taus)
-def test_round_trip(data, x, chunk_bytes, tau):
+@given(st.data(), tensors, schemes, chunks, taus)
+def test_round_trip(data, x, scheme, chunk_bytes, tau):
     arguments = data.draw(row_sizes(x))
-    table = ibp.compress(x, chunk_bytes=chunk_bytes, tau=tau, device="cpu", **arguments)
+    learning = {} if scheme == "planes" else {"chunk_bytes": chunk_bytes, "tau": tau}
+    table = ibp.compress(x, scheme=scheme, device="cpu", **learning, **arguments)
     assert_same_bits(table.decompress(), x)
     num_bytes = x.numel() * x.element_size()
     assert table.stored_bytes <= num_bytes and table.index_bytes <= 2.25 * table.num_rows + 8
-    assert reference.decode_table(reference_table(table)) == bytes_of(x).numpy().tobytes()
-    if table.scheme == "ibp":
+    assert reference_decode(table) == bytes_of(x).numpy().tobytes()
+    if table.scheme != "raw":
+        assert scheme in ("auto", table.scheme)
         assert ibp.estimate(x, table.codebook, device="cpu") == table.stored_bytes < num_bytes
 
 
-@given(st.data(), tensors, st.sampled_from([torch.int32, torch.int64]))
-def test_index_select(data, x, ids_dtype):
+@given(st.data(), tensors, schemes, st.sampled_from([torch.int32, torch.int64]))
+def test_index_select(data, x, scheme, ids_dtype):
     assume(x.dim() > 0 and len(x) > 0)
-    table = ibp.compress(x, device="cpu", **data.draw(row_sizes(x)))
+    table = ibp.compress(x, scheme=scheme, device="cpu", **data.draw(row_sizes(x)))
     ids = torch.tensor(data.draw(st.lists(st.integers(0, len(x) - 1), max_size=80)), dtype=ids_dtype)
     out = torch.empty(len(ids), *x.shape[1:], dtype=x.dtype) if data.draw(st.booleans()) else None
     assert_same_bits(ibp.index_select(table, ids, out=out), take(x, ids))
@@ -60,10 +63,10 @@ def test_index_select(data, x, ids_dtype):
     assert_same_bits(table[keys], take(x, keys % len(x)))
 
 
-@given(st.data(), tensors)
-def test_ids_out_of_range_raise(data, x):
+@given(st.data(), tensors, schemes)
+def test_ids_out_of_range_raise(data, x, scheme):
     assume(x.dim() > 0)
-    table = ibp.compress(x, device="cpu")
+    table = ibp.compress(x, scheme=scheme, device="cpu")
     bad = data.draw(st.one_of(st.integers(-(2**63), -1), st.integers(len(x), 2**63 - 1)))
     ids = torch.tensor([0] * min(len(x), 3) + [bad], dtype=torch.int64)
     try:
@@ -103,10 +106,10 @@ def test_any_bytes_decode_alike_or_not_at_all(coded, row_bytes, chunk_bytes, fla
     assert row == expected
 
 
-@given(st.data(), tensors)
-def test_in_place(data, x):
+@given(st.data(), tensors, schemes)
+def test_in_place(data, x, scheme):
     row_bytes = data.draw(st.one_of(st.none(), st.integers(1, 300)))
     mine = x.clone()
-    table = ibp.compress_(mine, row_bytes=row_bytes, device="cpu", pin_memory=False)
+    table = ibp.compress_(mine, scheme=scheme, row_bytes=row_bytes, device="cpu", pin_memory=False)
     assert x.numel() == 0 or table.slots.data_ptr() == mine.data_ptr()
     assert_same_bits(table.decompress(), x)

@@ -54,13 +54,18 @@ def refused(codebooks, coded):
 
 def encode_table(codebooks, data, slot_bytes):
     """Codes a whole tensor's bytes, uint8. The table's own codebook is None."""
-    row_bytes = codebooks[0].row_bytes
+    return place_rows(data, codebooks[0].row_bytes, slot_bytes, stored_rows(codebooks, data))
+
+
+def stored_rows(codebooks, data):
+    """The stored bytes of every row: coded ones where they are fewer."""
+    rows = np.split(data, range(codebooks[0].row_bytes, len(data), codebooks[0].row_bytes))
+    coded = [np.frombuffer(encode_row(codebooks, reference.padded(row, codebooks[0].row_bytes)), np.uint8) for row in rows]
+    return [c if len(c) < len(row) else row for c, row in zip(coded, rows)]
+
+
+def place_rows(data, row_bytes, slot_bytes, rows):
     table = reference.Table(len(data), row_bytes, slot_bytes, None, *(np.zeros(0, dtype) for dtype in (np.uint16, np.uint64, np.uint8, np.uint8)))
-    rows = []
-    for r in range(table.num_rows):
-        row = data[r * row_bytes : r * row_bytes + table.valid(r)]
-        coded = encode_row(codebooks, reference.padded(row, row_bytes))
-        rows.append(np.frombuffer(coded, np.uint8) if len(coded) < len(row) else row)
     table.lengths = np.array([len(row) if len(row) < table.valid(r) else 0 for r, row in enumerate(rows)], np.uint16)
     reference.place_rows(table, rows)
     return table
@@ -120,11 +125,11 @@ CASES = {
     "ibp_slots": (make_masks, 3, (60, 4), 40, 32, 0),
     "ibp_packed_short_last_row": (make_masks, 5, (45, 1), 40, 0, 5),
     "ibp_in_place_flag_all": (make_masks, 2, (99, 8, True), 40, 99, 50),
-    "ibp_256_clusters": (make_masks, 256, (16, 2), 130, 0, 0),
-    "planes_slots": (make_entries, 4, (4, 24, 1, 5, (2, 1), "dense"), 40, 64, 0),
+    "ibp_256_clusters": (make_masks, 256, (10, 2), 100, 0, 0),
+    "planes_slots": (make_entries, 4, (4, 24, 1, 5, (2, 1), "dense"), 36, 64, 0),
     "planes_packed_per_column": (make_entries, 3, (2, 30, 1, 2, (1, 2), "per_column"), 40, 0, 11),
-    "planes_in_place_listed": (make_entries, 2, (4, 40, 0, 9, (2, 2), "listed"), 40, 160, 4),
-    "planes_256_clusters": (make_entries, 256, (1, 24, 0, 2, (1, 1), "dense"), 130, 0, 0),
+    "planes_in_place_listed": (make_entries, 2, (4, 40, 0, 9, (2, 2), "listed"), 33, 160, 4),
+    "planes_256_clusters": (make_entries, 256, (1, 24, 0, 2, (1, 1), "dense"), 100, 0, 0),
 }
 
 

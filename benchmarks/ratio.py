@@ -1,0 +1,328 @@
+"""How much is saved: one table, sets x methods. Bit equality of what is decompressed is checked in every cell.
+
+Sets: synthetic ones and those in --data. Methods: the paper's own choice and bytes, scheme ibp, scheme planes, auto; zstd by blocks
+of 64 KiB where the package `zstandard` is there; nvCOMP's codecs where a GPU and the wheel `nvidia-nvcomp-cu13` are there.
+With --no-times the column `seconds` stays empty.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+
+import torch
+
+import ibp
+
+from . import charts, harness, sets
+
+try:
+    import zstandard
+except ImportError:
+    zstandard = None
+try:
+    from nvidia import nvcomp
+except ImportError:
+    nvcomp = None
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+except ImportError:
+    Console = None
+
+COLUMNS = "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds".split(",")
+BLOCK_BYTES = 64 << 10
+BLOCK_INDEX_BYTES = 4  # of a zstd block: without its length it cannot be found
+REPEATS = 3
+OURS = ("paper", "ibp", "planes", "auto")
+ZSTD = "zstd -3"
+RATIO_FROM = 0.8  # savings from which the table shows "5.0x" rather than "80.0"
+
+
+@dataclass
+class Cell:
+    """What a method did to a set; bytes are sums over the set's tables, seconds the median of whole runs."""
+
+    stored_bytes: int
+    link_bytes: int | None = None
+    metadata_bytes: int | None = None
+    seconds: float | None = None
+
+
+class Sheet:
+    """A script's CSV file, written row by row, and what failed."""
+
+    def __init__(self, path, columns):
+        self.path, self.columns, self.rows, self.failures, self.started = path, columns, [], [], time.perf_counter()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="") as file:
+            csv.DictWriter(file, columns, lineterminator="\n").writeheader()
+
+    def add(self, **row):
+        self.rows.append(row)
+        with open(self.path, "a", newline="") as file:
+            csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
+
+    def failed(self, what, error):
+        self.failures.append(f"{what}: {type(error).__name__}: {error}")
+        traceback.print_exception(error)
+
+    def finish(self):
+        """@return the exit status of the script."""
+        print(f"{self.path}: {len(self.rows)} rows in {time.perf_counter() - self.started:.0f} s")
+        for failure in self.failures:
+            print(f"FAILED {failure}")
+        return 1 if self.failures else 0
+
+
+# ---- methods: function(list of tensors on the device, device) -> (Cell without times, function that compresses once more) ---------
+
+
+def _compress(x, method, layout, device):
+    options = {"layout": layout, "device": device, "pin_memory": False}
+    if method == "paper":
+        codebook = ibp.analyze(x, paper=True, chunk_bytes=4, sample=1.0, device=device)
+        return ibp.compress(x, codebook=codebook, **options)
+    return ibp.compress(x, scheme=method, **options)
+
+
+def ours(method):
+    def measure(tensors, device):
+        total = Cell(0, 0, 0)
+        for x in tensors:
+            packed, slots = (_compress(x, method, layout, device) for layout in ("packed", "slots"))
+            for table in (packed, slots):
+                harness.check_bits(table.decompress(check=True), x, f"{method}, {table.layout}")
+            total.stored_bytes += packed.stored_bytes
+            total.metadata_bytes += packed.index_bytes + (packed.codebook.nbytes if packed.codebook else 0)
+            total.link_bytes += slots.link_bytes
+        return total, lambda: [_compress(x, method, "packed", device) for x in tensors]
+
+    return measure
+
+
+def _bytes(x):
+    return x.contiguous().view(torch.uint8).reshape(-1)
+
+
+def zstd_blocks(tensors, device):
+    """Blocks that would not shrink count as they are."""
+    coder, decoder, total = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor(), Cell(0, None, 0)
+    blocks = [[part.numpy().tobytes() for part in _bytes(x.cpu()).split(BLOCK_BYTES)] for x in tensors]
+    for part in (part for parts in blocks for part in parts):
+        coded = coder.compress(part)
+        if decoder.decompress(coded) != part:
+            raise AssertionError("zstd: bits differ")
+        total.stored_bytes += min(len(coded), len(part))
+        total.metadata_bytes += BLOCK_INDEX_BYTES
+    return total, lambda: [coder.compress(part) for parts in blocks for part in parts]
+
+
+def nvcomp_codec(algorithm, typestr, as_words):
+    """as_words: the codec is given words of the elements' size, else bytes. nvCOMP's own index is in its bytes."""
+
+    def measure(tensors, device):
+        torch.cuda.synchronize(device)
+        codec = nvcomp.Codec(algorithm=algorithm, uncomp_chunk_size=BLOCK_BYTES, **({"data_type": typestr} if typestr else {}))
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensors[0].element_size() if as_words else 1]
+        arrays, total = [nvcomp.as_array(_bytes(x).view(words)) for x in tensors], Cell(0)
+        for x, array in zip(tensors, arrays):
+            coded = codec.encode(array)
+            torch.cuda.synchronize(device)
+            total.stored_bytes += coded.buffer_size
+            back = codec.decode(coded)
+            torch.cuda.synchronize(device)
+            harness.check_bits(_bytes(torch.as_tensor(back, device=device)), _bytes(x), f"nvCOMP {algorithm}")
+        return total, lambda: [codec.encode(array) for array in arrays]
+
+    return measure
+
+
+def _nvcomp_methods(dtype):
+    """ANS knows floats of 2 bytes, and of 4 in newer versions, which split off the exponents; of other dtypes it codes the bytes."""
+    size, methods = dtype.itemsize, {}
+    if dtype.is_floating_point and size in (2, 4):
+        methods["nvcomp ANS float"] = nvcomp_codec("ANS", f"<f{size}", False)
+    unsigned = f"<u{size}" if size > 1 else "|u1"
+    methods |= {"nvcomp ANS": nvcomp_codec("ANS", "|u1", False), "nvcomp Bitcomp": nvcomp_codec("Bitcomp", unsigned, True)}
+    methods |= {"nvcomp GDeflate": nvcomp_codec("GDeflate", None, False), "nvcomp zstd": nvcomp_codec("Zstd", None, False)}
+    return methods | {"nvcomp LZ4": nvcomp_codec("LZ4", "|u1", False), "nvcomp Cascaded": nvcomp_codec("Cascaded", unsigned, True)}
+
+
+def methods_for(dtype, on_gpu):
+    methods = {name: ours(name) for name in OURS}
+    if zstandard:
+        methods[ZSTD] = zstd_blocks
+    return methods | (_nvcomp_methods(dtype) if nvcomp and on_gpu else {})
+
+
+def say_what_is_left_out(on_gpu):
+    if not zstandard:
+        print(f"{ZSTD}: the package zstandard is not installed, left out")
+    if not on_gpu:
+        print("nvCOMP: needs --device cuda, left out")
+    elif not nvcomp:
+        print("nvCOMP: the package nvidia-nvcomp-cu13 is not installed, left out")
+
+
+# ---- what auto should save -------------------------------------------------------------------------------------------------------
+
+
+def _times(ratio):
+    return 1 - 1 / ratio
+
+
+TARGETS = {  # savings by set and dtype, packed
+    ("normal 0.02", sets.BF16): 0.33, ("normal 0.02", sets.FP16): 0.144,
+    ("normal 1", sets.FP32): 0.165, ("normal 1", sets.FP64): 0.124,
+    ("half zeros", sets.FP16): 0.509, ("half zeros", sets.BF16): 0.6,
+    ("half zeros", sets.FP32): 0.55, ("half zeros", sets.FP64): 0.545,
+    ("clipped normal", sets.FP32): 0.56, ("clipped normal", sets.FP16): 0.535, ("clipped normal", sets.BF16): 0.63,
+    ("kokoro", sets.BF16): 0.339, ("kokoro", sets.FP16): 0.153, ("kokoro", sets.FP32): 0.17,
+    ("word2vec", sets.BF16): 0.33, ("stories260k, codebook a tensor", sets.BF16): 0.32,
+    ("K-cache", sets.BF16): 0.334, ("V-cache", sets.BF16): 0.32, ("ncf mlp_user", sets.FP32): 0.16,
+    ("citeseer", sets.FP32): _times(350), ("cora", sets.FP32): _times(240), ("amazon_photo", sets.FP32): _times(38),
+    ("pubmed_1060rows", sets.FP32): _times(10), ("pubmed_1060rows", sets.FP16): _times(8.5),
+    ("pubmed_1060rows", sets.BF16): _times(10),
+}
+TARGET_OF = {(name, harness.dtype_name(dtype)): target for (name, dtype), target in TARGETS.items()}
+
+
+def shortfalls(cells, targets):
+    """Lines that say where savings {method: fraction} of {(set, dtype): ...} are below what they should be."""
+    found = []
+    for (name, dtype), savings in cells.items():
+        wanted = [("auto", "its target", targets.get((name, dtype)), 0), ("auto", "raw rows", 0, 0),
+                  ("auto", "ibp", savings.get("ibp"), 0.001), ("ibp", "paper", savings.get("paper"), 1e-5)]
+        for method, other, least, slack in wanted:
+            if method in savings and least is not None and savings[method] < least - slack:
+                found.append(f"{name} {dtype}: {method} saves {show(savings[method], 2)}, less than {other}, {show(least, 2)}")
+    return found
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------------------
+
+
+def _seconds(again, device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    again()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def measure_cell(measure, tensors, device, with_times):
+    cell, again = measure(tensors, device)
+    if with_times:
+        cell.seconds = statistics.median(_seconds(again, device) for _ in range(REPEATS))
+    return cell
+
+
+def record(sheet, case, method, cell):
+    def savings(num_bytes):
+        return "" if num_bytes is None else f"{1 - num_bytes / case.num_bytes:.6f}"
+
+    sheet.add(set=case.name, dtype=harness.dtype_name(case.dtype), rows=case.rows, row_bytes=case.row_bytes, method=method,
+              savings=savings(cell.stored_bytes), link_savings=savings(cell.link_bytes),
+              metadata_bytes="" if cell.metadata_bytes is None else cell.metadata_bytes,
+              seconds="" if cell.seconds is None else harness.four_digits(cell.seconds))
+
+
+def run_set(sheet, case, device, with_times):
+    tensors = [x.to(device) for x in case.tensors]
+    for method, measure in methods_for(case.dtype, device.type == "cuda").items():
+        try:
+            record(sheet, case, method, measure_cell(measure, tensors, device, with_times))
+        except Exception as error:
+            what = f"{method}, {case.name} {harness.dtype_name(case.dtype)}"
+            if method.startswith("nvcomp ") and not isinstance(error, AssertionError):  # versions differ in the dtypes they take
+                print(f"{what}: left out: {error}")
+            else:
+                sheet.failed(what, error)
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------------------
+
+
+def show(savings, digits=1):
+    """Percent, or "12.3x" where most is saved."""
+    if savings < RATIO_FROM:
+        return f"{100 * savings:.{digits}f}"
+    ratio = 1 / (1 - savings)
+    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.{digits}f}x"
+
+
+def print_lines(title, heads, lines, num_left):
+    """A table of texts; the first num_left columns are aligned left."""
+    if Console is None:
+        widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
+        padded = ([text.ljust(width) for text, width in zip(line, widths)] for line in [heads, *lines])
+        print(title, *("  ".join(line).rstrip() for line in padded), sep="\n")
+        return
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+    for i, head in enumerate(heads):
+        table.add_column(head.replace(" ", "\n"), justify="left" if i < num_left else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    console = Console(highlight=False)
+    console.width = max(console.width, Console(width=1000).measure(table).maximum)
+    console.print(table)
+
+
+def _text(row):
+    text = show(float(row["savings"]))
+    return text if row["link_savings"] == "" else f"{text} ({show(float(row['link_savings']))})"
+
+
+def cells_of(rows):
+    """{(set, dtype): {method: savings}}"""
+    cells = {}
+    for row in rows:
+        cells.setdefault((row["set"], row["dtype"]), {})[row["method"]] = float(row["savings"])
+    return cells
+
+
+def print_table(rows, targets):
+    methods = charts.in_order(row["method"] for row in rows)
+    lines = {}
+    for row in rows:
+        lines.setdefault((row["set"], row["dtype"], str(row["row_bytes"])), {})[row["method"]] = _text(row)
+    saved, texts = cells_of(rows), []
+    for (name, dtype, row_bytes), values in lines.items():
+        target, auto = targets.get((name, dtype)), saved[name, dtype].get("auto")
+        verdict = "" if target is None or auto is None else f"{show(target)} {'yes' if auto >= target else 'NO'}"
+        texts.append([name, dtype, row_bytes, *(values.get(method, "") for method in methods), verdict])
+    heads = ["set", "dtype", "row bytes", *methods, "target"]
+    print_lines("Percent saved, or times smaller; in brackets over the link, in sectors", heads, texts, 2)
+
+
+def main(argv=None):
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--no-times", action="store_true")
+    options, others = own.parse_known_args(argv)
+    args = harness.parse_args(others, __doc__)
+    device, sheet = torch.device(args.device), Sheet(args.out / "ratio.csv", COLUMNS)
+    say_what_is_left_out(device.type == "cuda")
+    if not options.no_times:
+        for method in OURS:  # what only a first call does
+            _compress(torch.randn(64, 64, device=device), method, "packed", device)
+    for case in sets.all_sets(args.data, args.quick):
+        run_set(sheet, case, device, not options.no_times)
+        print(".", end="", flush=True)
+    print()
+    targets = {} if args.quick else TARGET_OF  # which few rows need not reach
+    print_table(sheet.rows, targets)
+    for line in shortfalls(cells_of(sheet.rows), targets):
+        print(f"BELOW {line}")
+    charts.draw_ratio(charts.read(sheet.path), sheet.path.with_suffix(".png"))
+    return sheet.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

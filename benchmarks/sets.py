@@ -1,0 +1,152 @@
+"""The sets whose savings are measured: synthetic tables, and the real ones of a data directory in all their dtypes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from . import inputs
+
+COLUMNS = 1024
+ROWS, QUICK_ROWS = 4096, 256
+FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Set:
+    """One table, or several that belong together, each compressed on its own; 2-D CPU tensors of one dtype and row size."""
+
+    name: str
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    @property
+    def rows(self) -> int:
+        return sum(len(x) for x in self.tensors)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.tensors[0].shape[1] * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+# ---- synthetic ----------------------------------------------------------------------------------------------------------------
+
+
+def _normal(rows, generator, dtype=FP32):
+    return torch.randn(rows, COLUMNS, generator=generator, dtype=dtype)
+
+
+def _half_zeros(rows, generator, dtype):
+    x = _normal(rows, generator, dtype if dtype == FP64 else FP32)
+    return x.masked_fill_(torch.rand(x.shape, generator=generator) < 0.5, 0).to(dtype)
+
+
+def _quantised(rows, generator, dtype):
+    """Normal weights as integers: the row's largest magnitude becomes the dtype's; of unsigned ones the middle is zero."""
+    x, most = _normal(rows, generator), (1 << 8 * dtype.itemsize - 1) - 1
+    x = (x / x.abs().amax(1, keepdim=True) * most).round()
+    return (x if dtype.is_signed else x + most + 1).to(dtype)
+
+
+SYNTHETIC = (  # name, dtypes, maker(rows, generator, dtype)
+    ("normal 0.02", (BF16, FP16), lambda rows, g, dtype: (0.02 * _normal(rows, g)).to(dtype)),
+    ("normal 1", (FP32, FP64), _normal),
+    ("half zeros", (FP16, BF16, FP32, FP64), _half_zeros),
+    ("clipped normal", (FP32, FP16, BF16), lambda rows, g, dtype: _normal(rows, g).clamp_(min=0).to(dtype)),
+    ("ids below 2^20", (torch.int64,), lambda rows, g, dtype: torch.randint(1 << 20, (rows, COLUMNS), generator=g)),
+    ("counts", (torch.int32,), lambda rows, g, dtype: (1 / (1 - torch.rand(rows, COLUMNS, generator=g))).to(dtype)),
+    ("quantised weights", (torch.int8, torch.uint8, torch.int16), _quantised),
+    ("random bytes", (torch.uint8,), lambda rows, g, dtype: torch.randint(256, (rows, COLUMNS), generator=g, dtype=dtype)),
+)
+
+
+def synthetic_sets(rows: int) -> Iterator[Set]:
+    """Seeded, and the same on every device."""
+    for name, dtypes, make in SYNTHETIC:
+        for dtype in dtypes:
+            yield Set(name, (make(rows, torch.Generator().manual_seed(0), dtype),))
+
+
+# ---- real ---------------------------------------------------------------------------------------------------------------------
+
+# The matrices with rows of 64 of the model in stories260k.npz, in the order in which `weights_bf16` has them one below the other.
+MATRICES = (("emb", 1, 512), ("wq", 5, 64), ("wk", 5, 32), ("wv", 5, 32), ("wo", 5, 64), ("w1", 5, 172), ("w3", 5, 172))
+
+
+def _csr(z):
+    x = np.zeros(z["shape"], np.float32)
+    x[np.repeat(np.arange(len(x)), np.diff(z["indptr"])), z["indices"]] = z["data"]
+    return (torch.from_numpy(x),)
+
+
+def _array(name):
+    return lambda z: (torch.from_numpy(z[name]),) if name in z else ()
+
+
+def _weights(z):
+    if "weights_bf16" in z:
+        return (torch.from_numpy(z["weights_bf16"]).view(BF16),)
+    return (torch.from_numpy(np.concatenate([z[name].reshape(-1, 64) for name, _, _ in MATRICES])),)
+
+
+def _matrices(z):
+    """Every matrix of every layer."""
+    return _weights(z)[0].split([rows for _, layers, rows in MATRICES for _ in range(layers)])
+
+
+def _cache(name):
+    """A row is what one token leaves in the cache, all layers of it."""
+
+    def load(z):
+        if f"{name}_bf16" in z:
+            return (torch.from_numpy(z[f"{name}_bf16"]).view(BF16),)
+        return (torch.from_numpy(np.concatenate(list(z[name]), axis=1)),)
+
+    return load
+
+
+REAL = (  # name, files of which the first that is there is taken, dtypes, loader: () if the file does not hold the set
+    ("citeseer", ("citeseer.npz",), (FP32,), _csr),
+    ("cora", ("cora.npz",), (FP32,), _csr),
+    ("amazon_photo", ("amazon_photo.npz",), (FP32,), _csr),
+    ("pubmed_1060rows", ("pubmed_1060rows.npz",), (FP32, FP16, BF16), _csr),
+    *((f"ncf {name}", ("ncf_ml1m.npz", "ncf_mlp.npz"), (FP32,), _array(name))
+      for name in ("mlp_user", "mlp_item", "gmf_user", "gmf_item")),
+    ("kokoro", ("kokoro_voices.npz",), (FP32, FP16, BF16), _array("x")),
+    ("word2vec", ("word2vec_1000x300.npz",), (FP32, FP16, BF16), _array("x")),
+    ("stories260k", ("stories260k.npz",), (FP32, FP16, BF16), _weights),
+    ("stories260k, codebook a tensor", ("stories260k.npz",), (FP32, FP16, BF16), _matrices),
+    ("K-cache", ("kv_stories260k.npz",), (FP16, BF16), _cache("k")),
+    ("V-cache", ("kv_stories260k.npz",), (FP16, BF16), _cache("v")),
+)
+
+
+def real_sets(data_dir: Path) -> Iterator[Set]:
+    """Every set that the directory holds, rounded to each of its dtypes; sets kept as BF16 in that one only. Names the missing."""
+    for name, files, dtypes, load in REAL:
+        path = next((path for file in files if (path := Path(data_dir) / file).exists()), None)
+        tensors = ()
+        if path:
+            with np.load(path) as z:
+                tensors = load(z)
+        if not tensors:
+            print(f"{name}: not in {data_dir}, left out", flush=True)
+            continue
+        for dtype in dtypes if tensors[0].dtype == FP32 else (BF16,):
+            yield Set(name, tuple(x.to(dtype) for x in tensors))
+
+
+def all_sets(data_dir: Path, quick: bool) -> Iterator[Set]:
+    """All sets; with quick, few rows of each."""
+    yield from synthetic_sets(QUICK_ROWS if quick else ROWS)
+    for found in real_sets(data_dir):
+        yield Set(found.name, tuple(x[:QUICK_ROWS] for x in found.tensors)) if quick else found
