@@ -76,6 +76,7 @@ void read_masks(const Tensor &words, const std::vector<int64_t> &codec, ibp_code
     const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook->row_bytes)), stride = 3 * num_words + 4;
     const auto *data = static_cast<const uint32_t *>(
         static_cast<const void *>(data_of<int32_t>(words, ScalarType::Int, 3 * num_words, "codebook")));
+    require(reinterpret_cast<uintptr_t>(data) % 16 == 0, "codebook is not aligned to 16 bytes");
     codebook->mask = data;
     codebook->bitval = data + num_words;
     codebook->flags = data + 2 * num_words;
@@ -110,6 +111,7 @@ void read_planes(const Tensor &entries, const std::vector<int64_t> &codec, ibp_c
     const int64_t sets = planes.per_column ? codebook->row_bytes / planes.element_bytes : 1;
     const int64_t one_bytes = sets * planes.num_entries * planes.symbol_bytes;
     planes.entries = bytes_of(entries, one_bytes, "codebook");
+    require(reinterpret_cast<uintptr_t>(planes.entries) % planes.symbol_bytes == 0, "codebook is not aligned to its symbols");
     if (one_bytes != 0 && entries.numel() != one_bytes) {
         require(entries.numel() % one_bytes == 0 && entries.numel() / one_bytes <= IBP_MAX_CLUSTERS, "codebook has ", entries.numel(),
                 " bytes, some times ", one_bytes, " are needed");

@@ -173,7 +173,7 @@ def draw_chart(results, has_gpu):
 
 
 def main():
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 190)
     has_gpu = torch.cuda.is_available() and ibp.cuda_is_available()
     machine = torch.cuda.get_device_name() if has_gpu else "no GPU that ibp can use: compressed and checked on the CPU, nothing timed"
     console.print(f"ibp {ibp.__version__}, torch {torch.__version__}, {machine}", highlight=False)

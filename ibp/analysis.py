@@ -116,7 +116,7 @@ class _Sweep:
     def _few_rows(self):
         """Rows for the greedy choice, evenly spread over the sample, on the CPU."""
         step = -(-self.num_sampled // max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes))
-        return self.data.view(self.num_sampled, self.row_bytes)[::step].reshape(-1).cpu()
+        return self.data.view(self.num_sampled, self.row_bytes)[::step].reshape(-1).contiguous().cpu()
 
     def _per_chunk(self, mask, chunk_bytes):
         """Bits set in each chunk of a mask."""

@@ -12,6 +12,7 @@ MAX_CLUSTERS = 256
 _STEPS = (2, 4, 8, 16, 32, 64)  # numbers of clusters that "auto" tries
 _SAMPLE_BITS = 1 << 26  # of the rows that k-means looks at
 _KMEANS_ROUNDS, _COST_ROUNDS = 8, 2
+_MOST_SEEDS = 1 << 16  # rows that k-means may start from
 
 
 class ClusteredCodebook:
@@ -28,6 +29,10 @@ class ClusteredCodebook:
     """
 
     def __init__(self, codebooks, expected_savings=None):
+        if not hasattr(codebooks, "__iter__"):
+            raise ValueError(f"codebooks is a {type(codebooks).__name__}; wanted a tuple of codebooks")
+        if expected_savings is not None and not isinstance(expected_savings, float):
+            raise ValueError(f"expected_savings is {expected_savings!r}; wanted a float or None")
         self.codebooks = tuple(codebooks)
         self.expected_savings = expected_savings
         self._check()
@@ -65,7 +70,9 @@ class ClusteredCodebook:
             raise ValueError(f"there are {len(self.codebooks)} codebooks; wanted 2 to {MAX_CLUSTERS}")
         first = self.codebooks[0]
         for codebook in self.codebooks:
-            if not isinstance(codebook, (Codebook, PlanesCodebook)) or _common(codebook) != _common(first):
+            if not isinstance(codebook, (Codebook, PlanesCodebook)) or "row_bytes" not in vars(codebook):
+                raise ValueError(f"there is a {type(codebook).__name__} among the codebooks; wanted finished ibp.Codebook or ibp.PlanesCodebook")
+            if _common(codebook) != _common(first):
                 raise ValueError(f"the codebooks {first!r} and {codebook!r} do not fit each other")
         if isinstance(first, PlanesCodebook) and first.num_entries == 0:
             raise ValueError("codebooks without entries cannot differ")
@@ -74,6 +81,8 @@ class ClusteredCodebook:
         return {"codebooks": self.codebooks, "expected_savings": self.expected_savings}
 
     def __setstate__(self, state):
+        if not isinstance(state, dict) or set(state) != {"codebooks", "expected_savings"}:
+            raise ValueError("the state of a ClusteredCodebook has not just the fields codebooks and expected_savings")
         self.__init__(**state)
 
     def __eq__(self, other):
@@ -118,17 +127,26 @@ def learn_clusters(codebook: Codebook | PlanesCodebook, rows: torch.Tensor, num_
     Returns:
         The codebooks, or `codebook` itself where more than one does not pay.
     """
-    best, least = codebook, _cost(codebook, rows, num_rows)
+    learned, compared = _halves(rows, codebook.row_bytes, num_rows)
+    best, least = codebook, _cost(codebook, compared, num_rows)
     for count in _STEPS if clusters == "auto" else (clusters,):
-        found = _with_count(codebook, rows, num_rows, count)
+        found = _with_count(codebook, learned, num_rows, count)
         if found is None:
             break
-        cost = _cost(found, rows, num_rows)
+        cost = _cost(found, compared, num_rows)
         if clusters == "auto" and cost >= least:
             break
         if cost < least:
             best, least = found, cost
     return best
+
+
+def _halves(rows, row_bytes, num_rows):
+    """Rows to learn on and others to compare on; the same, if they are the whole table."""
+    table = rows.view(-1, row_bytes)
+    if len(table) >= num_rows or len(table) < 2:
+        return rows, rows
+    return table[::2].reshape(-1), table[1::2].reshape(-1)
 
 
 def _cost(codebook, rows, num_rows):
@@ -200,6 +218,7 @@ def _distances(bits, centres):
 def _far_seeds(bits, count):
     """Rows to start from, each drawn with a probability that grows with its distance to those before (k-means++), seeded."""
     generator = torch.Generator().manual_seed(0)
+    bits = bits[:: -(-len(bits) // _MOST_SEEDS)]
     chosen = [int(torch.randint(len(bits), (1,), generator=generator))]
     nearest = _distances(bits, bits[chosen]).squeeze(1)
     while len(chosen) < min(count, len(bits)) and float(nearest.max()) > 0:

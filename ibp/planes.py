@@ -124,8 +124,8 @@ class PlanesCodebook:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries as stored."""
-        return self.entries.numel() * self.symbol_bytes
+        """Bytes of the codebook as stored: entries, and in a listed one default and closed."""
+        return self.entries.numel() * self.symbol_bytes + (2 * self.element_bytes if self.listed else 0)
 
     @property
     def codec(self) -> list[int]:
@@ -430,7 +430,8 @@ class _Plan:
         return self.rotate, self.symbol_bits
 
     def codebook_bytes(self, columns):
-        return num_entries(self.digit_bits) * (columns if self.per_column else 1) * symbol_bytes(self.symbol_bits)
+        values = 2 * self.width // 8 if self.listed else 0
+        return num_entries(self.digit_bits) * (columns if self.per_column else 1) * symbol_bytes(self.symbol_bits) + values
 
 
 def learn_planes(sample: torch.Tensor, row_bytes: int, num_rows: int, dtype: torch.dtype, *, element_bytes: int | None = None) -> Learned:

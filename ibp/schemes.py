@@ -108,7 +108,7 @@ def sample_rows(request: Request) -> torch.Tensor:
 def _measured(scheme, codebook, rows, request):
     geometry = request.geometry
     sampled = _rows.Geometry(torch.Size((rows.numel() // geometry.row_bytes, geometry.row_bytes)), torch.uint8, geometry.row_bytes)
-    scale = geometry.num_rows / sampled.num_rows
+    scale = geometry.num_bytes / sampled.num_bytes  # a short last row counts as what it is
     if codebook is None:
         lengths, codebook_bytes, stored = torch.zeros(sampled.num_rows, dtype=torch.uint16), 0, float(geometry.num_bytes)
     else:

@@ -68,10 +68,12 @@ def scales(num_rows, columns, kinds=8, seed=0):
 LOCAL = {"ibp": prototypes, "planes": scales}  # a scheme and data that clusters are good for
 
 
-def local_table(scheme, layout="slots", num_rows=700, **arguments):
-    """(x, a table with 8 clusters at the most)."""
+def local_table(scheme, layout="slots", num_rows=700):
+    """(x, a table of it with 2 to 8 clusters)."""
     x = LOCAL[scheme](num_rows, 16)
-    return x, ibp.compress(x, scheme=scheme, clusters=8, **layout_arguments(layout, 64), **{**ON_CPU, **arguments})
+    table = ibp.compress(x, scheme=scheme, clusters=8, **layout_arguments(layout, 64), **ON_CPU)
+    assert table.scheme == scheme and num_clusters(table) > 1
+    return x, table
 
 
 def num_clusters(table):
@@ -432,7 +434,6 @@ def test_never_worse_than_one_codebook(name, scheme):
         assert stored(x, clusters, scheme) <= one, clusters
 
 
-@pytest.mark.xfail(strict=True, reason="clusters are learned and compared on the same sample, and chosen although the whole table becomes larger")
 def test_never_worse_where_the_sample_is_a_part():
     x = embedding(20_000, 16)
     assert stored(x, 64, "ibp", sample=0.02) <= stored(x, None, "ibp", sample=0.02)
@@ -473,6 +474,22 @@ def test_learned_codebooks_keep_the_form_of_one():
         assert "tau" not in arguments or {codebook.tau for codebook in table.codebook.codebooks} == {arguments["tau"]}
 
 
+@pytest.mark.xfail(strict=True, reason="with a short last row every other row is left out of learning: here all rows of one kind")
+def test_kinds_that_take_turns_before_a_short_last_row():
+    rng = np.random.default_rng(0)
+    near = rng.integers(0, 2**32, (2, 16), np.uint32)[np.arange(2000) % 2] ^ rng.integers(0, 256, (2000, 16), np.uint32)
+    x = torch.from_numpy(near.view(np.int32).reshape(-1)[:-3])
+    assert stored(x, 2, "ibp", row_bytes=64) < 0.6 * stored(x, None, "ibp", row_bytes=64)
+
+
+@pytest.mark.xfail(strict=True, reason="a threshold that was found for one codebook, not asked for, binds those of the clusters")
+def test_only_a_threshold_that_was_asked_for_is_kept():
+    x = scales(3000, 16)
+    assert ibp.analyze(x, sample=1.0, device="cpu").tau is not None
+    table = ibp.compress(x, scheme="ibp", clusters=4, layout="packed", **ON_CPU)
+    assert len({codebook.tau for codebook in table.codebook.codebooks}) > 1 and table.savings > 0.05
+
+
 def test_as_many_clusters_as_asked_for_at_the_most():
     x = prototypes(1000, 16, kinds=40)
     for clusters in (2, 3, 17):
@@ -493,7 +510,6 @@ def test_fewer_rows_than_clusters():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="torch.multinomial takes up to 2^24 rows, and a sample may have more")
 def test_more_sampled_rows_than_2_to_the_24():
     x = torch.randint(0, 3, ((1 << 24) + 1, 1)).to(torch.uint8)
     assert_same_bits(ibp.compress(x, scheme="ibp", clusters=2, sample=1.0, **ON_CPU).decompress(), x)
@@ -600,19 +616,18 @@ def hostile_states():
     """States that nobody would write, as parameters of a test."""
     good = {"codebooks": (masks(seed=1), masks(seed=2)), "expected_savings": None}
     unfinished = ibp.Codebook.__new__(ibp.Codebook)
-    is_to_come = pytest.mark.xfail(strict=True, reason="raises TypeError or AttributeError, or is taken and breaks repr()")
-    for name, codebooks, marks in [
-        ("none", (), ()), ("one", good["codebooks"][:1], ()), ("too many", good["codebooks"] * 129, ()), ("of two schemes", (masks(), entries()), ()),
-        ("of other rows", (masks(), masks(row_bytes=12)), ()), ("nested", (ibp.ClusteredCodebook(good["codebooks"]),) * 2, ()), ("text", "ab", ()),
-        ("a tensor", torch.zeros(2), ()), ("tensors", (torch.zeros(2), torch.zeros(2)), ()), ("numbers", [1, 2], ()),
-        ("None", None, is_to_come), ("a number", 5, is_to_come), ("unfinished", (unfinished, unfinished), is_to_come),
-    ]:  # fmt: skip
-        yield pytest.param({**good, "codebooks": codebooks}, id=name, marks=marks)
-    yield pytest.param({"expected_savings": None}, id="no codebooks", marks=is_to_come)
-    yield pytest.param({**good, "colour": "red"}, id="one field more", marks=is_to_come)
-    yield pytest.param(None, id="no state", marks=is_to_come)
-    yield pytest.param({**good, "expected_savings": "much"}, id="savings of text", marks=is_to_come)
-    yield pytest.param({**good, "expected_savings": torch.zeros(3)}, id="savings of a tensor", marks=is_to_come)
+    for name, codebooks in {
+        "none": (), "one": good["codebooks"][:1], "too many": good["codebooks"] * 129, "of two schemes": (masks(), entries()),
+        "of other rows": (masks(), masks(row_bytes=12)), "nested": (ibp.ClusteredCodebook(good["codebooks"]),) * 2, "text": "ab",
+        "a tensor": torch.zeros(2), "tensors": (torch.zeros(2), torch.zeros(2)), "numbers": [1, 2], "None": None, "a number": 5,
+        "unfinished": (unfinished, unfinished),
+    }.items():  # fmt: skip
+        yield pytest.param({**good, "codebooks": codebooks}, id=name)
+    yield pytest.param({"expected_savings": None}, id="no codebooks")
+    yield pytest.param({**good, "colour": "red"}, id="one field more")
+    yield pytest.param(None, id="no state")
+    yield pytest.param({**good, "expected_savings": "much"}, id="savings of text")
+    yield pytest.param({**good, "expected_savings": torch.zeros(3)}, id="savings of a tensor")
 
 
 @pytest.mark.parametrize("state", list(hostile_states()))
@@ -771,7 +786,7 @@ def test_learning_on_gpu(cuda, scheme, clusters):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_in_place_on_gpu(cuda, scheme):
     x = LOCAL[scheme](700, 16)
-    for memory in (x.clone(), x.to(cuda)):
+    for memory in (x.clone(), x.to(cuda, copy=True)):
         table = ibp.compress_(memory, scheme=scheme, clusters=8, device=cuda)
         assert num_clusters(table) > 1 and table.slots.data_ptr() == memory.data_ptr()
         assert_same_bits(table.decompress(device=cuda, check=True).cpu(), x)

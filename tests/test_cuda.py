@@ -726,7 +726,8 @@ def check_large(table, block, cuda):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme, layout, place", [("ibp", "slots", "pinned"), ("ibp", "packed", "device"), ("planes", "slots", "device"), ("planes", "packed", "pinned")])
+@pytest.mark.parametrize("scheme, layout, place", [("ibp", "slots", "pinned"), ("ibp", "packed", "device"), ("planes", "slots", "device"),
+                                                   ("planes", "packed", "pinned")])  # fmt: skip
 def test_tables_over_4_gib(cuda, large, scheme, layout, place):
     x, block = large
     table = ibp.compress(x, scheme=scheme, device=cuda, layout=layout)

@@ -417,7 +417,7 @@ def test_entries_that_are_no_symbols(cuda, kind):
         codebook = any_codebook(rng, element_bytes, 24, number % 2, int(rng.integers(1, 8 * element_bytes)), (1, 2, 2), kind, number // 2)
         rows = [codec_of(planes_codebook(codebook)).encode(row.tobytes()) for row in ranked_rows(rng, 40, codebook)]
         table = as_table([row for row in rows if len(row) <= codebook.row_bytes], planes_codebook(codebook), 0)
-        words = torch.from_numpy(rng.integers(0, 256, table.codebook.nbytes, np.uint8))
+        words = torch.from_numpy(rng.integers(0, 256, table.codebook.words(torch.device("cpu")).numel(), np.uint8))
         out = []
         for device, near in ((CPU, table), (cuda, table.to(cuda))):
             arguments = list(near._arguments(device))

@@ -285,7 +285,8 @@ def test_compress_in_place_refuses(make, message):
 def test_compress_in_place_refuses_bad_arguments_before_it_writes(codebook):
     x = one_hot_rows(50, 60)
     before = x.clone()
-    for arguments in ({"chunk_bytes": 3}, {"tau": 7.0}, {"scheme": "zip"}, {"scheme": "planes", "tau": 0.9}, {"row_bytes": 70000}, {"codebook": codebook, "row_bytes": 100}, {"device": "meta"}, {"sample": 9.0}):
+    for arguments in ({"chunk_bytes": 3}, {"tau": 7.0}, {"scheme": "zip"}, {"scheme": "planes", "tau": 0.9},
+                      {"row_bytes": 70000}, {"codebook": codebook, "row_bytes": 100}, {"device": "meta"}, {"sample": 9.0}):
         with pytest.raises(ValueError):
             ibp.compress_(x, **arguments)
     with pytest.raises(TypeError):
