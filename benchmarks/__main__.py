@@ -2,14 +2,14 @@
 
 import sys
 
-from . import charts, codec, gather, harness, ratio, sampling
+from . import charts, clusters, codec, gather, harness, ratio, sampling
 
 
 def main():
     argv = sys.argv[1:]
     args = harness.parse_args(argv, __doc__)
     status = 0
-    for script in (gather, codec, ratio, sampling):
+    for script in (gather, codec, ratio, sampling, clusters):
         status = max(status, script.main(argv))
         print(flush=True)
     charts.draw(args.out)
