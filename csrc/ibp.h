@@ -149,7 +149,7 @@ typedef struct ibp_table {
     const uint64_t *bases;   /* one for 32 rows, or NULL: no overflow parts */
     int64_t slots_bytes;
     int64_t overflow_bytes;
-    uint64_t overflow_start; /* subtracted from every base: 0, but for a block of rows of a larger table */
+    uint64_t slots_start, overflow_start; /* which byte of the whole table's slots and overflow they begin with: 0, but for a block of its rows */
     uint32_t slot_bytes;
     ibp_codebook codebook;
 } ibp_table;

@@ -71,9 +71,11 @@ static bool locate_row(const ibp_table *table, int64_t row, row_span *span)
     span->raw = !table->lengths || table->lengths[row] == 0;
     span->in_overflow = ibp_overflow_part(stored, table->slot_bytes);
     span->in_slot = stored - span->in_overflow;
-    span->slot_start = (uint64_t)row * table->slot_bytes;
+    const uint64_t slots_end = (uint64_t)table->slots_bytes;
+    span->slot_start = (uint64_t)row * table->slot_bytes - table->slots_start;
     span->overflow_start = 0;
-    if (stored > span->valid || span->slot_start + span->in_slot > (uint64_t)table->slots_bytes) return false;
+    if (stored > span->valid) return false;
+    if (span->in_slot != 0 && (span->slot_start > slots_end || span->in_slot > slots_end - span->slot_start)) return false;
     if (span->in_overflow == 0) return true;
     if (!table->bases) return false;
     const int64_t group = row / IBP_ROWS_PER_BASE;

@@ -181,14 +181,14 @@ __device__ __forceinline__ RowSpan locate_row(const ibp_table &table, int64_t nu
 {
     RowSpan span;
     const uint32_t stored = stored_bytes(table, num_bytes, row), slot_bytes = table.slot_bytes;
-    const uint64_t slot_start = static_cast<uint64_t>(row) * slot_bytes;
+    const uint64_t slot_start = static_cast<uint64_t>(row) * slot_bytes - table.slots_start, slots_end = static_cast<uint64_t>(table.slots_bytes);
     span.valid = ibp_valid_bytes(num_bytes, table.codebook.row_bytes, row);
     span.raw = !table.lengths || __ldg(table.lengths + row) == 0;
     span.in_overflow = ibp_overflow_part(stored, slot_bytes);
     span.in_slot = stored - span.in_overflow;
     span.slot = table.slots + slot_start;
     span.overflow = table.overflow;
-    span.in_bounds = stored <= span.valid && slot_start + span.in_slot <= static_cast<uint64_t>(table.slots_bytes);
+    span.in_bounds = stored <= span.valid && (span.in_slot == 0 || (slot_start <= slots_end && span.in_slot <= slots_end - slot_start));
     if (span.in_overflow == 0) return span;
     if (!table.bases) {
         span.in_bounds = false;

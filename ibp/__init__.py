@@ -16,8 +16,10 @@ from .clusters import ClusteredCodebook
 from .codebook import Codebook
 from .compression import compress, compress_
 from .estimation import analyze, estimate
+from .gather import index_select
 from .planes import PlanesCodebook
-from .table import CompressedTensor, CorruptTableError, decompress, index_select
+from .streaming import decompress
+from .table import CompressedTensor, CorruptTableError
 
 __version__ = _core.version()
 

@@ -9,7 +9,7 @@ import torch
 from . import _core, _memory, layout as _layout
 from .analysis import total_stored
 from .codebook import SCHEMES
-from .rows import Geometry, bytes_of
+from .rows import Geometry
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 
@@ -159,20 +159,27 @@ class CompressedTensor:
 
     def index_select(self, ids, *, device=None, out=None, check=False, max_sms=None) -> torch.Tensor:
         """See `ibp.index_select`."""
+        from .gather import index_select
+
         return index_select(self, ids, device=device, out=out, check=check, max_sms=max_sms)
 
     def decompress(self, *, device=None, out=None, check=False, max_sms=None) -> torch.Tensor:
         """See `ibp.decompress`."""
+        from .streaming import decompress
+
         return decompress(self, device=device, out=out, check=check, max_sms=max_sms)
 
     def __getitem__(self, key) -> torch.Tensor:
         """x[key] for an int, a slice, or an index tensor or list (bool masks too); on the table's device, or on the index tensor's."""
+        from .gather import check_ids_dtype, check_range, index_select
+        from .streaming import decode_items
+
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))
             if step <= 0:
                 raise ValueError(f"the slice has step {step}; wanted a step greater than zero")
             if step == 1:
-                return _decode(self, start, max(start, stop), None, None, check=self.device.type == "cuda", max_sms=None)
+                return decode_items(self, start, max(start, stop), None, None, check=self.device.type == "cuda", max_sms=None)
             return index_select(self, torch.arange(start, stop, step), device=self.device)
         if isinstance(key, (bool, tuple, type(None), type(Ellipsis), str, float)):
             raise TypeError(f"index is a {type(key).__name__}; wanted an int, a slice, an index tensor or a list of ints")
@@ -182,11 +189,11 @@ class CompressedTensor:
                 raise IndexError(f"the mask has shape {list(ids.shape)}; wanted [{len(self)}]")
             ids = ids.nonzero().reshape(-1)
         if ids.dtype not in (torch.int32, torch.int64):
-            ids = _check_ids_dtype(ids.to(torch.int64) if ids.dtype in (torch.int8, torch.int16, torch.uint8) or ids.numel() == 0 else ids)
+            ids = check_ids_dtype(ids.to(torch.int64) if ids.dtype in (torch.int8, torch.int16, torch.uint8) or ids.numel() == 0 else ids)
         device = ids.device if isinstance(key, torch.Tensor) and key.dim() else self.device
         flat = ids.reshape(-1)
         if not flat.is_cuda:
-            _check_range(flat, len(self), least=-len(self))
+            check_range(flat, len(self), least=-len(self))
         flat = torch.where(flat < 0, flat + len(self), flat)
         return index_select(self, flat, device=device).reshape((*ids.shape, *self.shape[1:]))
 
@@ -299,169 +306,6 @@ class CompressedTensor:
             raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self._geometry.num_items - 1}{when}")
         if status == _CORRUPT_ROW:
             raise CorruptTableError(f"{_core.status_string(status)}: item or row {value} at position {position}{when}")
-
-
-def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.device | str | int | None = None,
-                 out: torch.Tensor | None = None, check: bool = False, max_sms: int | None = None) -> torch.Tensor:
-    """The items ids of a table, as torch.index_select(x, 0, ids), moved to a device (the paper's sections 4.3 and 4.4).
-
-    A table in pinned host memory is fetched and rebuilt by the GPU itself in one kernel on the current stream, and a table on a GPU
-    likewise; an unpinned table is gathered on the CPU and copied. With ids and out on the GPU and the table pinned or on that GPU, the call
-    neither allocates nor synchronises and can be captured in a CUDA graph (after one call outside it).
-
-    CPU ids out of range raise IndexError at once. CUDA ids are checked by the kernel, without synchronising: a bad id's item is
-    zeros, and the first bad one met raises in the next call on the table, in `table.check()`, or here with check=True.
-
-    Args:
-        table: a table of N items of shape [...].
-        ids: int32 or int64 [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all.
-        device: where the result goes; None: out's device, else the ids'.
-        out: contiguous tensor [K, ...] of the table's dtype to write to.
-        check: wait for the result and raise here what went wrong.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all.
-
-    Returns:
-        Tensor [K, ...]; out if it was given.
-
-    Raises:
-        TypeError: ids is not int32 or int64, or out has another dtype.
-        ValueError: ids is not 1-D, or out has another shape, is not contiguous or is not on `device`.
-        IndexError: an id is out of range.
-        CorruptTableError: the table's bytes contradict each other.
-    """
-    _check_table(table)
-    if not isinstance(ids, torch.Tensor):
-        ids = torch.as_tensor(ids)
-        ids = ids.to(torch.int64) if ids.numel() == 0 else ids
-    _check_ids_dtype(ids)
-    if ids.dim() > 1:
-        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
-    ids = ids.reshape(-1)
-    target = _target(device, out, ids.device)
-    worker = _worker(table, target)
-    if not ids.is_cuda:
-        _check_range(ids, table._geometry.num_items)
-    ids = ids.to(worker).contiguous()
-    shape = (ids.numel(), *table.shape[1:])
-
-    def run(data, fault):
-        torch.ops.ibp.gather_items(*table._arguments(worker), ids, _sms(max_sms), data, fault)
-
-    return _produce(table, shape, target, worker, out, check, run)
-
-
-def decompress(table: CompressedTensor, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
-               check: bool = False, max_sms: int | None = None) -> torch.Tensor:
-    """The whole tensor again.
-
-    Args:
-        table: a table made from a tensor x.
-        device: where the result goes; None: out's device, else the table's.
-        out: contiguous tensor of x's shape and dtype to write to.
-        check, max_sms: as in `index_select`.
-
-    Returns:
-        Tensor of x's shape and dtype; out if it was given.
-
-    Raises:
-        TypeError, ValueError: out does not fit.
-        CorruptTableError: the table's bytes contradict each other; from a GPU as `index_select` reports faults.
-    """
-    _check_table(table)
-    return _decode(table, 0, None, device, out, check, max_sms)
-
-
-def _decode(table, first_item, last_item, device, out, check, max_sms):
-    """Items first_item to last_item - 1 in order; all of the tensor, in its own shape, if last_item is None."""
-    geometry = table._geometry
-    shape = table.shape if last_item is None else (last_item - first_item, *table.shape[1:])
-    start, end = first_item * geometry.item_bytes, (geometry.num_items if last_item is None else last_item) * geometry.item_bytes
-    target = _target(device, out, table.device)
-    worker = _worker(table, target)
-
-    def run(data, fault):
-        torch.ops.ibp.decode_bytes(*table._arguments(worker), start, end, _sms(max_sms), data, fault)
-
-    return _produce(table, shape, target, worker, out, check, run)
-
-
-def _produce(table, shape, target, worker, out, check, run):
-    """Runs an operation that writes bytes on the worker device, into out where that is there, and brings the result to the target."""
-    if out is not None:
-        _check_out(out, shape, table.dtype)
-    result = out if out is not None and out.device == worker else torch.empty(shape, dtype=table.dtype, device=worker)
-    if worker.type == "cpu":
-        fault = torch.zeros(4, dtype=torch.int64)
-        run(bytes_of(result), fault)
-        table._raise_fault(fault.tolist())
-    else:
-        table._raise_pending(worker)
-        table._place_on(worker)  # refuses to be captured, before anything is allocated
-        run(bytes_of(result), table._fault_on(worker))
-        if check:
-            torch.cuda.current_stream(worker).synchronize()
-            table._raise_pending(worker)
-    if out is not None and out is not result:
-        return out.copy_(result)
-    return result.to(target)
-
-
-def _check_table(table):
-    if not isinstance(table, CompressedTensor):
-        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
-
-
-def _check_ids_dtype(ids):
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids has dtype {ids.dtype}; wanted torch.int32 or torch.int64")
-    return ids
-
-
-def _check_range(ids, num_items, least=0):
-    if ids.numel() == 0:
-        return
-    low, high = (int(v) for v in torch.aminmax(ids))
-    if low < least or high >= num_items:
-        position = int(((ids < least) | (ids >= num_items)).nonzero()[0])
-        raise IndexError(f"ids[{position}] is {int(ids[position])}; wanted {least} to {num_items - 1}")
-
-
-def _check_out(out, shape, dtype):
-    if not isinstance(out, torch.Tensor):
-        raise TypeError(f"out is a {type(out).__name__}; wanted a torch.Tensor")
-    if out.dtype != dtype:
-        raise TypeError(f"out has dtype {out.dtype}; wanted {dtype}")
-    if out.shape != torch.Size(shape):
-        raise ValueError(f"out has shape {list(out.shape)}; wanted {list(shape)}")
-    if not out.is_contiguous():
-        raise ValueError("out is not contiguous")
-    if out.requires_grad:
-        raise ValueError("out requires grad")
-
-
-def _target(device, out, default):
-    """Where a result goes."""
-    if out is None:
-        return _memory.canonical(default if device is None else device)
-    target = _memory.canonical(out.device)
-    if device is not None and _memory.canonical(device) != target:
-        raise ValueError(f"device is {device}, but out is on {out.device}")
-    return target
-
-
-def _worker(table, target):
-    """Which device decodes."""
-    if table.device.type == "cuda":
-        return table.device
-    return target if table.is_pinned else torch.device("cpu")
-
-
-def _sms(max_sms):
-    if max_sms is None:
-        return 0
-    if max_sms < 1:
-        raise ValueError(f"max_sms is {max_sms}; wanted at least 1, or None for all")
-    return int(max_sms)
 
 
 def _contiguous(value):
