@@ -18,6 +18,36 @@ ibp_status check_cuda(cudaError_t error)
     return IBP_CUDA_ERROR;
 }
 
+// What a block may have, and how many blocks.
+struct Limits {
+    int sms, shared_bytes;
+};
+static ibp_status limits_of(int max_sms, Limits *limits)
+{
+    int device = 0, num_sms = 0;
+    ibp_status status = check_cuda(cudaGetDevice(&device));
+    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    limits->sms = max_sms > 0 ? std::min(max_sms, num_sms) : num_sms;
+    return status;
+}
+
+ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
+{
+    Limits limits;
+    const ibp_status status = limits_of(max_sms, &limits);
+    if (status != IBP_OK) return status;
+    const uint32_t unit = std::max(group_threads, kWarp), groups_a_unit = unit / group_threads; // threads are added by whole warps and groups
+    const uint32_t unit_bytes = groups_a_unit * group_bytes;
+    const int64_t fitting = unit_bytes ? (limits.shared_bytes - kStaticSharedBytes) / unit_bytes : most_threads;
+    const int64_t units = (num_jobs + groups_a_unit - 1) / groups_a_unit, an_sm = (units + limits.sms - 1) / limits.sms;
+    const int64_t a_block = std::min({fitting, int64_t{most_threads / unit}, an_sm});
+    if (a_block < 1) return IBP_INVALID_ARGUMENT;
+    *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, limits.sms)), static_cast<uint32_t>(a_block * unit),
+               static_cast<uint32_t>(a_block * unit_bytes)};
+    return check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch->shared_bytes)));
+}
+
 ibp_status plan_launch(const void *kernel, const ibp_codebook &codebook, int64_t num_jobs, int max_sms, Launch *launch)
 {
     int device = 0, num_sms = 0, max_shared = 0;

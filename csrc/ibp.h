@@ -184,6 +184,7 @@ typedef struct ibp_ids {
     const void *data;
     int64_t count;
     uint32_t id_bytes;
+    const uint32_t *positions; /* item k of the ids goes to position positions[k] of out; NULL: to k. Read by the CUDA twin only */
 } ibp_ids;
 
 /* out[k] = item ids[k], for first <= k < last, item_bytes bytes each; out points to position 0.

@@ -405,7 +405,7 @@ ibp_ids ids_of(const Tensor &ids)
     require(ids.scalar_type() == ScalarType::Long || ids.scalar_type() == ScalarType::Int,
                     "ids must be int32 or int64");
     require(ids.is_contiguous(), "ids is not contiguous");
-    return {ids.numel() == 0 ? nullptr : ids.data_ptr(), ids.numel(), ids.scalar_type() == ScalarType::Long ? 8u : 4u};
+    return {ids.numel() == 0 ? nullptr : ids.data_ptr(), ids.numel(), ids.scalar_type() == ScalarType::Long ? 8u : 4u, nullptr};
 }
 
 void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t /*max_sms*/, Tensor out, Tensor fault)

@@ -152,15 +152,18 @@ __device__ __forceinline__ void store_words(const Window &window, bool vectors, 
             window.dst[first + i - window.low] = static_cast<uint8_t>(words[i / 4u] >> (8u * (i % 4u)));
 }
 
-// Notes the first fault that any warp meets.
-__device__ __forceinline__ void note_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
+// Records the first fault that any thread meets.
+__device__ __forceinline__ void record_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
 {
-    if (lane_id() != 0 || fault == nullptr) return;
     if (atomicCAS(reinterpret_cast<unsigned long long *>(&fault->taken), 0ull, 1ull) != 0ull) return;
     fault->position = position;
     fault->id = id;
     __threadfence_system();
     *reinterpret_cast<volatile int64_t *>(&fault->status) = status;
+}
+__device__ __forceinline__ void note_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id) // by a whole warp
+{
+    if (lane_id() == 0 && fault != nullptr) record_fault(fault, status, position, id);
 }
 
 // The two places of a row's stored bytes (FORMAT.md section 3).
@@ -213,6 +216,10 @@ struct Launch {
 
 // Records the current CUDA error, if any, for ibp_cuda_last_error.
 ibp_status check_cuda(cudaError_t error);
+
+// Blocks of up to most_threads threads, one an SM, for groups of threads that take group_bytes of shared memory each and a job at a time; never more SMs
+// than max_sms (0: all). Few jobs are spread over all of them.
+ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 
 // Blocks of up to 32 warps, as many as shared memory allows, one or two an SM; never more SMs than max_sms (0: all).
 ibp_status plan_launch(const void *kernel, const ibp_codebook &codebook, int64_t num_jobs, int max_sms, Launch *launch);

@@ -1,0 +1,106 @@
+// group.cuh - the threads that decode one row together: 8 or 16 lanes of a warp, a warp, or several warps of a block.
+#ifndef IBP_GROUP_CUH
+#define IBP_GROUP_CUH
+
+#include "warp.cuh"
+
+namespace ibp {
+
+// LANES lanes of a warp (WARPS == 1), or WARPS whole warps. Every function is called by all lanes of a warp together, whatever each group has to do.
+template <uint32_t LANES, uint32_t WARPS> struct Group {
+    static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
+    static constexpr uint32_t kLanes = LANES, kWarps = WARPS, kThreads = LANES * WARPS;
+    static constexpr uint32_t kPerWarp = kWarp / LANES;
+
+    static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
+    static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kThreads; }
+    static __device__ __forceinline__ uint32_t warp() { return threadIdx.x % kThreads / kWarp; } // of the group's warps; 0 if there is one
+    static __device__ __forceinline__ uint32_t in_block() { return threadIdx.x / kThreads; }
+
+    static __device__ __forceinline__ void sync()
+    {
+        if (WARPS == 1)
+            __syncwarp();
+        else
+            asm volatile("bar.sync %0, %1;" ::"r"(in_block() + 1u), "n"(kThreads) : "memory");
+    }
+    // Sums of v over the lanes up to this one; v may hold several numbers side by side that do not run over.
+    static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)
+    {
+#pragma unroll
+        for (uint32_t step = 1; step < LANES; step *= 2) {
+            const uint32_t below = __shfl_up_sync(kAllLanes, v, step, LANES);
+            if (lane() >= step) v += below;
+        }
+        return v;
+    }
+    static __device__ __forceinline__ uint32_t last_lane(uint32_t v) { return __shfl_sync(kAllLanes, v, LANES - 1u, LANES); }
+    static __device__ __forceinline__ uint32_t sum(uint32_t v)
+    {
+        if constexpr (LANES == kWarp) {
+            return __reduce_add_sync(kAllLanes, v);
+        } else {
+#pragma unroll
+            for (uint32_t step = LANES / 2; step > 0; step /= 2) v += __shfl_xor_sync(kAllLanes, v, step, LANES);
+            return v;
+        }
+    }
+    // One bit a lane of the group.
+    static __device__ __forceinline__ uint32_t ballot(bool vote)
+    {
+        const uint32_t votes = __ballot_sync(kAllLanes, vote);
+        return LANES == kWarp ? votes : votes >> (lane_id() / LANES * LANES) & ((1u << (LANES % kWarp)) - 1u);
+    }
+    static __device__ __forceinline__ uint32_t lanes_below() { return (1u << lane()) - 1u; }
+
+    // The sum of the numbers of the group's earlier warps, and of all of them. counts: WARPS numbers in shared memory that no
+    // other exchange uses at the same time.
+    static __device__ __forceinline__ uint32_t exchange(uint32_t *counts, uint32_t mine, uint32_t &total)
+    {
+        if (WARPS == 1) {
+            total = mine;
+            return 0;
+        }
+        if (lane() == 0) counts[warp()] = mine;
+        sync();
+        uint32_t before = 0;
+        total = 0;
+        for (uint32_t i = 0; i < WARPS; i++) {
+            if (i == warp()) before = total;
+            total += counts[i];
+        }
+        return before;
+    }
+};
+
+// Copies with the widest accesses that both addresses allow; no byte outside the ranges is touched.
+template <class G, typename T> __device__ __forceinline__ void group_copy_as(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+{
+    const uint32_t whole = num_bytes / sizeof(T);
+#pragma unroll 4
+    for (uint32_t i = G::rank(); i < whole; i += G::kThreads) reinterpret_cast<T *>(dst)[i] = reinterpret_cast<const T *>(src)[i];
+    for (uint32_t i = whole * sizeof(T) + G::rank(); i < num_bytes; i += G::kThreads) dst[i] = src[i];
+}
+template <class G> __device__ __forceinline__ void group_copy(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+{
+    if (aligned(dst, 16) && aligned(src, 16))
+        group_copy_as<G, uint4>(dst, src, num_bytes);
+    else if (aligned(dst, 4) && aligned(src, 4))
+        group_copy_as<G, uint32_t>(dst, src, num_bytes);
+    else
+        group_copy_as<G, uint8_t>(dst, src, num_bytes);
+}
+
+// Sets bytes to zero: up to the first multiple of 16, vectors, bytes again.
+template <class G> __device__ __forceinline__ void group_zero(uint8_t *dst, uint32_t num_bytes)
+{
+    const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 16u), num_bytes);
+    const uint32_t vectors = (num_bytes - head) / 16u, tail = head + 16u * vectors;
+    for (uint32_t i = G::rank(); i < head; i += G::kThreads) dst[i] = 0;
+    for (uint32_t i = G::rank(); i < vectors; i += G::kThreads) reinterpret_cast<uint4 *>(dst + head)[i] = make_uint4(0, 0, 0, 0);
+    for (uint32_t i = tail + G::rank(); i < num_bytes; i += G::kThreads) dst[i] = 0;
+}
+
+} // namespace ibp
+
+#endif
