@@ -62,16 +62,24 @@ IBP_X86 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t r
 /* ranks[i] = the first entry that equals symbols[i], num_entries if none does. Both padded. */
 IBP_X86 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
-    const lane *const lanes = (const lane *)symbols;
-    enum { TILE = 32 };
+    enum { TILE = LANE_BITS == 8 ? 64 : 32, VECTORS = TILE * LANE_BITS / 256 };
+    uint64_t entries[MAX_ENTRIES]; /* in every lane of each */
+    for (uint32_t e = 0; e < planes->num_entries; e++) entries[e] = (lane)load_entry(planes, e) * ibp_lane_fields(LANE_BITS / 8, 1);
+    const __m256i one = _mm256_set1_epi64x((int64_t)ibp_lane_fields(LANE_BITS / 8, 1));
+    const __m256i none = _mm256_set1_epi64x((int64_t)(planes->num_entries * ibp_lane_fields(LANE_BITS / 8, 1)));
     for (uint32_t i = 0; i < n; i += TILE) {
-        lane rank[TILE];
-        for (uint32_t j = 0; j < TILE; j++) rank[j] = (lane)planes->num_entries;
+        const __m256i *const from = (const __m256i *)(const void *)(symbols + (size_t)i * LANE_BITS / 8);
+        __m256i symbol[VECTORS], rank[VECTORS], number = none;
+        for (int v = 0; v < VECTORS; v++) symbol[v] = _mm256_loadu_si256(from + v), rank[v] = none;
         for (uint32_t e = planes->num_entries; e-- > 0;) {
-            const lane entry = (lane)load_entry(planes, e);
-            for (uint32_t j = 0; j < TILE; j++) rank[j] = lanes[i + j] == entry ? (lane)e : rank[j];
+            const __m256i entry = _mm256_set1_epi64x((int64_t)entries[e]);
+            number = _mm256_sub_epi8(number, one);
+            for (int v = 0; v < VECTORS; v++)
+                rank[v] = _mm256_blendv_epi8(rank[v], number, EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(symbol[v], entry));
         }
-        for (uint32_t j = 0; j < TILE; j++) ranks[i + j] = (uint8_t)rank[j];
+        lane wide[TILE];
+        memcpy(wide, rank, sizeof wide);
+        for (uint32_t j = 0; j < TILE; j++) ranks[i + j] = (uint8_t)wide[j];
     }
 }
 
