@@ -37,6 +37,82 @@ typedef uint16_t lane16 __attribute__((may_alias, aligned(1)));
 typedef uint32_t lane32 __attribute__((may_alias, aligned(1)));
 typedef uint64_t lane64 __attribute__((may_alias, aligned(1)));
 
+IBP_X86_INLINE __m256i load_vector(const uint8_t *src) { return _mm256_loadu_si256((const __m256i *)(const void *)src); }
+IBP_X86_INLINE void store_vector(uint8_t *dst, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)dst, x); }
+
+/* Shifts of all lanes by 0 or more bits. */
+IBP_X86_INLINE __m256i shift_left16(__m256i x, __m128i by) { return _mm256_sll_epi16(x, by); }
+IBP_X86_INLINE __m256i shift_left32(__m256i x, __m128i by) { return _mm256_sll_epi32(x, by); }
+IBP_X86_INLINE __m256i shift_left64(__m256i x, __m128i by) { return _mm256_sll_epi64(x, by); }
+IBP_X86_INLINE __m256i shift_right16(__m256i x, __m128i by) { return _mm256_srl_epi16(x, by); }
+IBP_X86_INLINE __m256i shift_right32(__m256i x, __m128i by) { return _mm256_srl_epi32(x, by); }
+IBP_X86_INLINE __m256i shift_right64(__m256i x, __m128i by) { return _mm256_srl_epi64(x, by); }
+IBP_X86_INLINE __m256i shift_left8(__m256i x, __m128i by)
+{
+    return _mm256_and_si256(_mm256_sll_epi16(x, by), _mm256_set1_epi8((char)(0xff << _mm_cvtsi128_si32(by))));
+}
+IBP_X86_INLINE __m256i shift_right8(__m256i x, __m128i by)
+{
+    return _mm256_and_si256(_mm256_srl_epi16(x, by), _mm256_set1_epi8((char)(0xff >> _mm_cvtsi128_si32(by))));
+}
+
+/* The low bytes of 32 lanes. */
+IBP_X86_INLINE __m256i low_bytes8(const __m256i *x) { return x[0]; }
+IBP_X86_INLINE __m256i low_bytes16(const __m256i *x)
+{
+    const __m256i low = _mm256_set1_epi16(0xff);
+    return _mm256_permute4x64_epi64(_mm256_packus_epi16(_mm256_and_si256(x[0], low), _mm256_and_si256(x[1], low)), 0xd8);
+}
+IBP_X86_INLINE __m256i low_bytes32(const __m256i *x)
+{
+    const __m256i low = _mm256_set1_epi32(0xff);
+    const __m256i a = _mm256_packus_epi32(_mm256_and_si256(x[0], low), _mm256_and_si256(x[1], low));
+    const __m256i b = _mm256_packus_epi32(_mm256_and_si256(x[2], low), _mm256_and_si256(x[3], low));
+    return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(a, b), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+IBP_X86_INLINE __m256i low_bytes64(const __m256i *x)
+{
+    __m256i halves[4]; /* the low 32 bits of the lanes */
+    for (int v = 0; v < 4; v++) {
+        const __m256 both = _mm256_shuffle_ps(_mm256_castsi256_ps(x[2 * v]), _mm256_castsi256_ps(x[2 * v + 1]), 0x88);
+        halves[v] = _mm256_permute4x64_epi64(_mm256_castps_si256(both), 0xd8);
+    }
+    return low_bytes32(halves);
+}
+
+/* A vector of lanes from bytes; reads up to 32. */
+IBP_X86_INLINE __m256i load_bytes8(const uint8_t *src) { return load_vector(src); }
+IBP_X86_INLINE __m256i load_bytes16(const uint8_t *src) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)src)); }
+IBP_X86_INLINE __m256i load_bytes32(const uint8_t *src) { return _mm256_cvtepu8_epi32(_mm_loadu_si128((const void *)src)); }
+IBP_X86_INLINE __m256i load_bytes64(const uint8_t *src) { return _mm256_cvtepu8_epi64(_mm_loadu_si128((const void *)src)); }
+
+/* ranks[i] = the first entry that equals symbols[i], both bytes; num_entries if none does. Both padded. One look-up for each high
+ * nibble that an entry has: adding 0x70 with saturation leaves bit 7 clear where the high nibble is that one, the low nibble as it is. */
+IBP_X86 static void rank8(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
+{
+    const uint8_t *const entries = planes->entries;
+    uint8_t tables[16][16] = {{0}}, high_nibbles[16]; /* num_entries less the rank */
+    uint32_t num_tables = 0, seen = 0;
+    for (uint32_t e = planes->num_entries; e-- > 0;) {
+        const uint32_t high = entries[e] >> 4;
+        if (!(seen >> high & 1)) high_nibbles[num_tables++] = (uint8_t)high;
+        seen |= 1u << high;
+        tables[high][entries[e] & 15] = (uint8_t)(planes->num_entries - e);
+    }
+    const __m256i none = _mm256_set1_epi8((char)planes->num_entries), to_index = _mm256_set1_epi8(0x70);
+    for (uint32_t i = 0; i < n; i += 32) {
+        const __m256i symbol = load_vector(symbols + i);
+        __m256i found = _mm256_setzero_si256();
+        for (uint32_t t = 0; t < num_tables; t++) {
+            const uint32_t high = high_nibbles[t];
+            const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)tables[high]));
+            const __m256i low = _mm256_xor_si256(symbol, _mm256_set1_epi8((char)(high << 4)));
+            found = _mm256_or_si256(found, _mm256_shuffle_epi8(table, _mm256_adds_epu8(low, to_index)));
+        }
+        store_vector(ranks + i, _mm256_sub_epi8(none, found));
+    }
+}
+
 #define LANE_BITS 8
 #include "planes_x86_lanes.h"
 #define LANE_BITS 16
@@ -48,6 +124,13 @@ typedef uint64_t lane64 __attribute__((may_alias, aligned(1)));
 
 /* The function of planes_x86_lanes.h for lanes of so many bytes. */
 #define FOR_LANES(lane_bytes, name) ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
+
+/* A bit for each of n ranks that no entry has. */
+IBP_X86 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
+{
+    find_others8(ranks, n, planes->num_entries, is_raw);
+    for (uint32_t i = 0; i < n; i += 64) is_raw[i / 64] = ibp_low_bits(~is_raw[i / 64], n - i);
+}
 
 /* ---- decoding ---- */
 
@@ -139,19 +222,36 @@ IBP_X86 static void build_levels(const ibp_planes *planes, const value_bytes *by
     }
 }
 
+/* The symbols of the elements of level 0, which is of ranks, as lanes of elements. */
+IBP_X86 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching, const uint8_t *level0,
+                                    uint8_t *symbols)
+{
+    const uint32_t n = reaching[0], num_raw = reaching[planes->num_planes], lane_bytes = planes->element_bytes;
+    uint64_t is_raw[(n + 63) / 64];
+    uint8_t raw[num_raw * lane_bytes + 1];
+    ibp_unpack_fields(bytes->digits[planes->num_planes], num_raw, ibp_symbol_bits(planes), lane_bytes, raw);
+    FOR_LANES(lane_bytes, name_symbols)(planes, level0, n, symbols);
+    find_raw(planes, level0, n, is_raw);
+    FOR_LANES(lane_bytes, scatter)(raw, 1, is_raw, n, symbols);
+}
+
 IBP_X86 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching, uint8_t *level0,
                                   uint8_t *elements)
 {
-    const uint32_t n = reaching[0], num_raw = reaching[planes->num_planes], r = planes->residual_bits, lane_bytes = planes->element_bytes;
-    ibp_unpack_fields(bytes->residuals, n, r, lane_bytes, elements);
+    const uint32_t n = reaching[0], lane_bytes = planes->element_bytes, r = planes->residual_bits % ibp_element_bits(planes);
+    if (planes->residual_bits == 8)
+        FOR_LANES(lane_bytes, widen_bytes)(bytes->residuals, n, elements);
+    else
+        ibp_unpack_fields(bytes->residuals, n, planes->residual_bits, lane_bytes, elements);
     if (levels_are_symbols(planes)) {
         if (ibp_symbol_bits(planes) == 0) memset(level0, 0, n);
-        FOR_LANES(lane_bytes, join)(elements, level0, n, r % (8 * lane_bytes), planes->rotate);
+        FOR_LANES(lane_bytes, join_bytes)(elements, level0, n, r, planes->rotate);
         return;
     }
-    uint8_t raw[num_raw * lane_bytes + 1];
-    ibp_unpack_fields(bytes->digits[planes->num_planes], num_raw, ibp_symbol_bits(planes), lane_bytes, raw);
-    FOR_LANES(lane_bytes, join_ranks)(planes, elements, level0, raw, n);
+    uint8_t symbols[n * lane_bytes];
+    look_up_symbols(planes, bytes, reaching, level0, symbols);
+    if (ibp_symbol_bits(planes) == 0) memset(symbols, 0, n * lane_bytes);
+    FOR_LANES(lane_bytes, join_lanes)(elements, symbols, n, r, planes->rotate);
 }
 
 /* The n elements whose values begin with bit `start` of src, into `elements`. */
@@ -242,24 +342,28 @@ static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_
 
 /* ---- encoding ---- */
 
-/* Elements as lanes of symbols: bytes where levels_are_symbols would hold with one set of entries, else lanes of the elements' width. */
-static uint32_t symbol_lane_bytes(const ibp_planes *planes) { return planes->symbol_bytes == 1 ? 1 : planes->element_bytes; }
-
+/* The symbols of elements in lanes of symbol_bytes; symbols has room for lanes of element_bytes. */
 IBP_X86 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *symbols)
 {
-    const uint32_t r = planes->residual_bits, lane_bytes = planes->element_bytes;
-    if (ibp_symbol_bits(planes) == 0)
+    const uint32_t r = planes->residual_bits, lane_bytes = planes->element_bytes, symbol_bytes = planes->symbol_bytes;
+    if (ibp_symbol_bits(planes) == 0) {
         memset(symbols, 0, n);
-    else if (planes->symbol_bytes == 1)
+    } else if (symbol_bytes == 1) {
         FOR_LANES(lane_bytes, shift_bytes)(elements, n, planes->rotate, r, symbols);
-    else
+    } else {
         FOR_LANES(lane_bytes, shift_lanes)(elements, n, planes->rotate, r, symbols);
+        for (uint32_t i = 1; i < n && symbol_bytes < lane_bytes; i++)
+            if (symbol_bytes == 2)
+                ((lane16 *)symbols)[i] = ((lane16 *)symbols)[i * lane_bytes / 2];
+            else
+                ((lane32 *)symbols)[i] = ((lane32 *)symbols)[2 * i];
+    }
 }
 
 /* Level 0 as ranks; zeros after it. symbols and ranks are padded. */
 IBP_X86 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
-    const uint32_t lane_bytes = symbol_lane_bytes(planes);
+    const uint32_t lane_bytes = planes->symbol_bytes;
     if (planes->per_column)
         FOR_LANES(lane_bytes, rank_in_column)(planes, symbols, n, ranks);
     else
@@ -303,15 +407,6 @@ IBP_X86 static void strip_level(uint8_t *level, uint32_t n, uint32_t b, uint8_t 
     memset(next, 0, 8);
 }
 
-/* The symbols whose rank is num_entries, as lanes. */
-IBP_X86 static void gather_raw(const ibp_planes *planes, const uint8_t *symbols, const uint8_t *ranks, uint32_t n, uint8_t *raw)
-{
-    uint64_t named[(n + 63) / 64], others[(n + 63) / 64];
-    find_others8(ranks, n, planes->num_entries, named);
-    for (uint32_t i = 0; i < n; i += 64) others[i / 64] = ibp_low_bits(~named[i / 64], n - i);
-    FOR_LANES(symbol_lane_bytes(planes), gather)(symbols, others, n, raw);
-}
-
 IBP_X86 static void write_residuals(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *dst, size_t at,
                                     size_t dst_bytes)
 {
@@ -331,9 +426,9 @@ IBP_X86 static size_t encode_values(const ibp_codebook *cb, const uint8_t *eleme
                                     size_t dst_bytes)
 {
     const ibp_planes *const planes = &cb->planes;
-    const uint32_t lane_bytes = symbol_lane_bytes(planes), num_planes = planes->num_planes;
+    const uint32_t lane_bytes = planes->symbol_bytes, num_planes = planes->num_planes;
     uint32_t reaching[IBP_MAX_PLANES + 1] = {n};
-    uint8_t symbols[n * lane_bytes + PADDING * lane_bytes], ranks[n + PADDING];
+    uint8_t symbols[(n + PADDING) * planes->element_bytes], ranks[n + PADDING];
     cut_symbols(planes, elements, n, symbols);
     rank_symbols(planes, symbols, n, ranks);
     count_ranks(planes, ranks, n, reaching);
@@ -341,8 +436,10 @@ IBP_X86 static size_t encode_values(const ibp_codebook *cb, const uint8_t *eleme
     if (parts.end > 8 * dst_bytes) return parts.end;
 
     const uint32_t num_raw = reaching[num_planes];
+    uint64_t is_raw[(n + 63) / 64];
     uint8_t raw[num_raw * lane_bytes + 8];
-    gather_raw(planes, symbols, ranks, n, raw);
+    find_raw(planes, ranks, n, is_raw);
+    FOR_LANES(lane_bytes, gather)(symbols, is_raw, n, raw);
     memset(raw + num_raw * lane_bytes, 0, 8);
     write_residuals(planes, elements, n, dst, parts.residuals / 8, dst_bytes);
     for (uint32_t p = 0; p < num_planes; p++)

@@ -4,105 +4,139 @@
 #define EXPAND_NAME(name, bits) NAME_OF(name, bits)
 #define NAME(name) EXPAND_NAME(name, LANE_BITS)
 #define lane NAME(lane)
-
-/* The element whose rotated bits are x. */
-IBP_X86_INLINE lane NAME(rotate_back)(lane x, uint32_t rotate) { return rotate ? (lane)(x >> 1 | x << (LANE_BITS - 1)) : x; }
+#define LANE_BYTES (LANE_BITS / 8)
+#define LANES (32 / LANE_BYTES) /* of a vector */
 
 IBP_X86_INLINE lane NAME(rotated)(lane x, uint32_t rotate) { return rotate ? (lane)(x << 1 | x >> (LANE_BITS - 1)) : x; }
 
-/* row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i]. */
-IBP_X86 static void NAME(join)(uint8_t *row, const uint8_t *restrict symbols, uint32_t n, uint32_t r, uint32_t rotate)
-{
-    lane *const restrict lanes = (lane *)row;
-    if (rotate)
-        for (uint32_t i = 0; i < n; i++) lanes[i] = NAME(rotate_back)((lane)(lanes[i] | (lane)((lane)symbols[i] << r)), 1);
-    else
-        for (uint32_t i = 0; i < n; i++) lanes[i] = (lane)(lanes[i] | (lane)((lane)symbols[i] << r));
-}
+IBP_X86_INLINE lane NAME(rotated_back)(lane x, uint32_t rotate) { return rotate ? (lane)(x >> 1 | x << (LANE_BITS - 1)) : x; }
 
-/* Likewise with the symbol that ranks[i] names among the entries of column i, or the next of the raw symbols. */
-IBP_X86 static void NAME(join_ranks)(const ibp_planes *planes, uint8_t *row, const uint8_t *ranks, const uint8_t *raw, uint32_t n)
+IBP_X86_INLINE __m256i NAME(rotated_vector)(__m256i x, uint32_t left)
 {
-    lane *const lanes = (lane *)row;
-    const lane *next = (const lane *)raw;
-    const uint32_t num_entries = planes->num_entries, r = planes->residual_bits % LANE_BITS;
-    lane entries[MAX_ENTRIES];
-    for (uint32_t e = 0; e < num_entries && !planes->per_column; e++) entries[e] = (lane)load_entry(planes, e);
-    for (uint32_t i = 0; i < n; i++) {
-        lane symbol;
-        if (ranks[i] == num_entries)
-            symbol = *next++;
-        else
-            symbol = planes->per_column ? (lane)load_entry(planes, (size_t)i * num_entries + ranks[i]) : entries[ranks[i]];
-        lanes[i] = NAME(rotate_back)((lane)(lanes[i] | (lane)(symbol << r)), planes->rotate);
-    }
+    return _mm256_or_si256(NAME(shift_left)(x, _mm_cvtsi32_si128((int)left)),
+                           NAME(shift_right)(x, _mm_cvtsi32_si128((int)(LANE_BITS - left))));
 }
 
 /* out[i] = row[i] rotated and shifted right by `shift` < LANE_BITS bits. */
 IBP_X86 static void NAME(shift_lanes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
 {
-    const lane *const restrict lanes = (const lane *)row;
-    lane *const restrict shifted = (lane *)out;
-    if (rotate)
-        for (uint32_t i = 0; i < n; i++) shifted[i] = (lane)(NAME(rotated)(lanes[i], 1) >> shift);
-    else
-        for (uint32_t i = 0; i < n; i++) shifted[i] = (lane)(lanes[i] >> shift);
+    const __m128i count = _mm_cvtsi32_si128((int)shift);
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        store_vector(out + i * LANE_BYTES, NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES), rotate), count));
+    for (; i < n; i++) ((lane *)out)[i] = (lane)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
 }
 
 /* Likewise, of each only the low byte. */
-IBP_X86 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *restrict out)
+IBP_X86 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
 {
-    const lane *const restrict lanes = (const lane *)row;
-    if (rotate)
-        for (uint32_t i = 0; i < n; i++) out[i] = (uint8_t)(NAME(rotated)(lanes[i], 1) >> shift);
-    else
-        for (uint32_t i = 0; i < n; i++) out[i] = (uint8_t)(lanes[i] >> shift);
+    const __m128i count = _mm_cvtsi32_si128((int)shift);
+    uint32_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        __m256i x[LANE_BYTES];
+        for (uint32_t v = 0; v < LANE_BYTES; v++)
+            x[v] = NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES + 32 * v), rotate), count);
+        store_vector(out + i, NAME(low_bytes)(x));
+    }
+    for (; i < n; i++) out[i] = (uint8_t)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
 }
 
-/* ranks[i] = the first entry that equals symbols[i], num_entries if none does. Both padded. */
+/* The inverse: row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i], a byte. Padded symbols. */
+IBP_X86 static void NAME(join_bytes)(uint8_t *row, const uint8_t *symbols, uint32_t n, uint32_t r, uint32_t rotate)
+{
+    const __m128i count = _mm_cvtsi32_si128((int)r);
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const __m256i symbol = NAME(shift_left)(NAME(load_bytes)(symbols + i), count);
+        const __m256i x = _mm256_or_si256(load_vector(row + i * LANE_BYTES), symbol);
+        store_vector(row + i * LANE_BYTES, rotate ? NAME(rotated_vector)(x, LANE_BITS - 1) : x);
+    }
+    for (; i < n; i++)
+        ((lane *)row)[i] = NAME(rotated_back)((lane)(((lane *)row)[i] | (lane)((lane)symbols[i] << r)), rotate);
+}
+
+/* Likewise from symbols in lanes. */
+IBP_X86 static void NAME(join_lanes)(uint8_t *row, const uint8_t *symbols, uint32_t n, uint32_t r, uint32_t rotate)
+{
+    const __m128i count = _mm_cvtsi32_si128((int)r);
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const __m256i symbol = NAME(shift_left)(load_vector(symbols + i * LANE_BYTES), count);
+        const __m256i x = _mm256_or_si256(load_vector(row + i * LANE_BYTES), symbol);
+        store_vector(row + i * LANE_BYTES, rotate ? NAME(rotated_vector)(x, LANE_BITS - 1) : x);
+    }
+    for (; i < n; i++)
+        ((lane *)row)[i] = NAME(rotated_back)((lane)(((lane *)row)[i] | (lane)(((const lane *)symbols)[i] << r)), rotate);
+}
+
+IBP_X86 static void NAME(widen_bytes)(const uint8_t *bytes, uint32_t n, uint8_t *row)
+{
+    for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = bytes[i];
+}
+
+/* symbols[i] = the entry ranks[i] of its column; anything where there is none. */
+IBP_X86 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
+{
+    const uint32_t num_entries = planes->num_entries;
+    lane *const lanes = (lane *)symbols;
+    lane entries[MAX_ENTRIES] = {0};
+    if (planes->per_column && num_entries > 0) {
+        for (uint32_t i = 0; i < n; i++)
+            lanes[i] = (lane)load_entry(planes, (size_t)i * num_entries + (ranks[i] == num_entries ? 0 : ranks[i]));
+        return;
+    }
+    for (uint32_t e = 0; e < num_entries; e++) entries[e] = (lane)load_entry(planes, e);
+    for (uint32_t i = 0; i < n; i++) lanes[i] = entries[ranks[i]];
+}
+
+#if LANE_BITS > 8
+/* ranks[i] = the first of the entries, as wide as a lane, that equals symbols[i]; num_entries if none does. Both padded. */
 IBP_X86 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
-    enum { TILE = LANE_BITS == 8 ? 64 : 32, VECTORS = TILE * LANE_BITS / 256 };
-    uint64_t entries[MAX_ENTRIES]; /* in every lane of each */
-    for (uint32_t e = 0; e < planes->num_entries; e++) entries[e] = (lane)load_entry(planes, e) * ibp_lane_fields(LANE_BITS / 8, 1);
-    const __m256i one = _mm256_set1_epi64x((int64_t)ibp_lane_fields(LANE_BITS / 8, 1));
-    const __m256i none = _mm256_set1_epi64x((int64_t)(planes->num_entries * ibp_lane_fields(LANE_BITS / 8, 1)));
-    for (uint32_t i = 0; i < n; i += TILE) {
-        const __m256i *const from = (const __m256i *)(const void *)(symbols + (size_t)i * LANE_BITS / 8);
-        __m256i symbol[VECTORS], rank[VECTORS], number = none;
-        for (int v = 0; v < VECTORS; v++) symbol[v] = _mm256_loadu_si256(from + v), rank[v] = none;
+    const uint64_t ones = ibp_lane_fields(LANE_BYTES, 1);
+    uint64_t entries[MAX_ENTRIES]; /* in all lanes of a word */
+    for (uint32_t e = 0; e < planes->num_entries; e++) entries[e] = ((const lane *)planes->entries)[e] * ones;
+    const __m256i one = _mm256_set1_epi64x((int64_t)ones), none = _mm256_set1_epi64x((int64_t)(planes->num_entries * ones));
+    for (uint32_t i = 0; i < n; i += 32) {
+        __m256i symbol[LANE_BYTES], rank[LANE_BYTES], number = none;
+        for (uint32_t v = 0; v < LANE_BYTES; v++) symbol[v] = load_vector(symbols + i * LANE_BYTES + 32 * v), rank[v] = none;
         for (uint32_t e = planes->num_entries; e-- > 0;) {
             const __m256i entry = _mm256_set1_epi64x((int64_t)entries[e]);
             number = _mm256_sub_epi8(number, one);
-            for (int v = 0; v < VECTORS; v++)
+            for (uint32_t v = 0; v < LANE_BYTES; v++)
                 rank[v] = _mm256_blendv_epi8(rank[v], number, EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(symbol[v], entry));
         }
-        lane wide[TILE];
-        memcpy(wide, rank, sizeof wide);
-        for (uint32_t j = 0; j < TILE; j++) ranks[i + j] = (uint8_t)wide[j];
+        store_vector(ranks + i, NAME(low_bytes)(rank));
     }
 }
+#endif
 
-/* Likewise among the entries of column i. */
+/* Likewise among the entries of column i, for all widths. */
 IBP_X86 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
-    const lane *const lanes = (const lane *)symbols;
+    const uint32_t num_entries = planes->num_entries;
+    const lane *const entries = (const lane *)planes->entries;
+    const size_t end = (size_t)n * num_entries;
     for (uint32_t i = 0; i < n; i++) {
-        const size_t first = (size_t)i * planes->num_entries;
-        uint32_t rank = 0;
-        while (rank < planes->num_entries && (lane)load_entry(planes, first + rank) != lanes[i]) rank++;
-        ranks[i] = (uint8_t)rank;
+        const lane symbol = ((const lane *)symbols)[i];
+        const size_t first = (size_t)i * num_entries;
+        const __m256i wanted = _mm256_set1_epi64x((int64_t)(symbol * ibp_lane_fields(LANE_BYTES, 1)));
+        uint32_t rank = 0, equal = 0;
+        for (; rank < num_entries && equal == 0 && first + rank + LANES <= end; rank += equal ? (uint32_t)_tzcnt_u32(equal) / LANE_BYTES : LANES)
+            equal = (uint32_t)_mm256_movemask_epi8(
+                EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(load_vector((const uint8_t *)(entries + first + rank)), wanted));
+        if (equal == 0)
+            while (rank < num_entries && entries[first + rank] != symbol) rank++;
+        ranks[i] = (uint8_t)ibp_min_u32(rank, num_entries); /* what was found may be the next column's */
     }
 }
 
-/* The lanes whose bits are set, one after the other. @return how many. */
-IBP_X86 static uint32_t NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uint32_t n, uint8_t *out)
+/* The lanes whose bits are set, one after the other. */
+IBP_X86 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uint32_t n, uint8_t *out)
 {
-    const lane *const lanes = (const lane *)row;
     lane *next = (lane *)out;
     for (uint32_t i = 0; i < n; i += 64)
-        for (uint64_t bits = bitmap[i / 64]; bits != 0; bits &= bits - 1) *next++ = lanes[i + (uint32_t)_tzcnt_u64(bits)];
-    return (uint32_t)(next - (lane *)out);
+        for (uint64_t bits = bitmap[i / 64]; bits != 0; bits &= bits - 1) *next++ = ((const lane *)row)[i + (uint32_t)_tzcnt_u64(bits)];
 }
 
 /* The inverse: row[i] = the next lane for each bit set; `step` 0: always the first. */
@@ -122,23 +156,23 @@ IBP_X86 static void NAME(fill)(uint8_t *row, uint32_t n, uint64_t value)
 /* A bit for each lane that is not `value`; bits from n up to a whole word are 0. */
 IBP_X86 static void NAME(find_others)(const uint8_t *row, uint32_t n, uint64_t value, uint64_t *bitmap)
 {
-    enum { LANES = 256 / LANE_BITS };
-    const lane *const lanes = (const lane *)row;
-    const __m256i values = _mm256_set1_epi64x((int64_t)(value * ibp_lane_fields(LANE_BITS / 8, 1)));
-    const uint32_t one_a_lane = UINT32_MAX / ((1u << (LANE_BITS / 8)) - 1);
+    const __m256i values = _mm256_set1_epi64x((int64_t)(value * ibp_lane_fields(LANE_BYTES, 1)));
+    const uint32_t one_a_lane = UINT32_MAX / ((1u << LANE_BYTES) - 1);
     for (uint32_t i = 0; i < n; i += 64) {
         const uint32_t end = n - i < 64 ? n - i : 64;
         uint64_t bits = 0;
         uint32_t j = 0;
         for (; j + LANES <= end; j += LANES) {
-            const __m256i same = EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(_mm256_loadu_si256((const void *)(lanes + i + j)), values);
+            const __m256i same = EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(load_vector(row + (i + j) * LANE_BYTES), values);
             bits |= (uint64_t)_pext_u32(~(uint32_t)_mm256_movemask_epi8(same), one_a_lane) << j;
         }
-        for (; j < end; j++) bits |= (uint64_t)(lanes[i + j] != (lane)value) << j;
+        for (; j < end; j++) bits |= (uint64_t)(((const lane *)row)[i + j] != (lane)value) << j;
         bitmap[i / 64] = bits;
     }
 }
 
+#undef LANES
+#undef LANE_BYTES
 #undef lane
 #undef NAME
 #undef EXPAND_NAME
