@@ -19,19 +19,6 @@ enum {
 /* Whether the bytes of a level are symbols, not ranks. */
 static bool levels_are_symbols(const ibp_planes *planes) { return planes->symbol_bytes == 1 && !planes->per_column; }
 
-static inline uint64_t load_entry(const ibp_planes *planes, size_t i)
-{
-    const uint8_t *const entries = planes->entries;
-    uint64_t entry = 0;
-    switch (planes->symbol_bytes) {
-    case 1: entry = entries[i]; break;
-    case 2: memcpy(&entry, entries + 2 * i, 2); break;
-    case 4: memcpy(&entry, entries + 4 * i, 4); break;
-    default: memcpy(&entry, entries + 8 * i, 8);
-    }
-    return entry;
-}
-
 typedef uint8_t lane8;
 typedef uint16_t lane16 __attribute__((may_alias, aligned(1)));
 typedef uint32_t lane32 __attribute__((may_alias, aligned(1)));
@@ -56,61 +43,60 @@ IBP_X86_INLINE __m256i shift_right8(__m256i x, __m128i by)
     return _mm256_and_si256(_mm256_srl_epi16(x, by), _mm256_set1_epi8((char)(0xff >> _mm_cvtsi128_si32(by))));
 }
 
-/* The low bytes of 32 lanes. */
-IBP_X86_INLINE __m256i low_bytes8(const __m256i *x) { return x[0]; }
-IBP_X86_INLINE __m256i low_bytes16(const __m256i *x)
+/* Lanes, cut to 255. */
+IBP_X86_INLINE __m256i at_most_255_8(__m256i x) { return x; }
+IBP_X86_INLINE __m256i at_most_255_16(__m256i x) { return _mm256_min_epu16(x, _mm256_set1_epi16(255)); }
+IBP_X86_INLINE __m256i at_most_255_32(__m256i x) { return _mm256_min_epu32(x, _mm256_set1_epi32(255)); }
+IBP_X86_INLINE __m256i at_most_255_64(__m256i x)
 {
-    const __m256i low = _mm256_set1_epi16(0xff);
-    return _mm256_permute4x64_epi64(_mm256_packus_epi16(_mm256_and_si256(x[0], low), _mm256_and_si256(x[1], low)), 0xd8);
+    return _mm256_blendv_epi8(_mm256_set1_epi64x(255), x, _mm256_cmpeq_epi64(_mm256_srli_epi64(x, 8), _mm256_setzero_si256()));
 }
-IBP_X86_INLINE __m256i low_bytes32(const __m256i *x)
+
+/* 32 lanes, at most 255 each, as bytes that `in_order` puts in the order of the lanes. */
+IBP_X86_INLINE __m256i pack_bytes8(const __m256i *x) { return x[0]; }
+IBP_X86_INLINE __m256i pack_bytes16(const __m256i *x) { return _mm256_packus_epi16(x[0], x[1]); }
+IBP_X86_INLINE __m256i pack_bytes32(const __m256i *x)
 {
-    const __m256i low = _mm256_set1_epi32(0xff);
-    const __m256i a = _mm256_packus_epi32(_mm256_and_si256(x[0], low), _mm256_and_si256(x[1], low));
-    const __m256i b = _mm256_packus_epi32(_mm256_and_si256(x[2], low), _mm256_and_si256(x[3], low));
-    return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(a, b), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    return _mm256_packus_epi16(_mm256_packus_epi32(x[0], x[1]), _mm256_packus_epi32(x[2], x[3]));
 }
-IBP_X86_INLINE __m256i low_bytes64(const __m256i *x)
+IBP_X86_INLINE __m256i pack_bytes64(const __m256i *x)
 {
     __m256i halves[4]; /* the low 32 bits of the lanes */
     for (int v = 0; v < 4; v++) {
         const __m256 both = _mm256_shuffle_ps(_mm256_castsi256_ps(x[2 * v]), _mm256_castsi256_ps(x[2 * v + 1]), 0x88);
         halves[v] = _mm256_permute4x64_epi64(_mm256_castps_si256(both), 0xd8);
     }
-    return low_bytes32(halves);
+    return pack_bytes32(halves);
+}
+IBP_X86_INLINE __m256i in_order8(__m256i x) { return x; }
+IBP_X86_INLINE __m256i in_order16(__m256i x) { return _mm256_permute4x64_epi64(x, 0xd8); }
+IBP_X86_INLINE __m256i in_order32(__m256i x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+IBP_X86_INLINE __m256i in_order64(__m256i x) { return in_order32(x); }
+
+/* A vector of lanes from unsigned numbers of `bytes` bytes, 1 to a lane's; reads up to 32 bytes. */
+IBP_X86_INLINE __m128i load_half(const uint8_t *src) { return _mm_loadu_si128((const __m128i *)(const void *)src); }
+IBP_X86_INLINE __m256i widened8(const uint8_t *src, uint32_t bytes) { return bytes == 1 ? load_vector(src) : _mm256_setzero_si256(); }
+IBP_X86_INLINE __m256i widened16(const uint8_t *src, uint32_t bytes)
+{
+    return bytes == 1 ? _mm256_cvtepu8_epi16(load_half(src)) : load_vector(src);
+}
+IBP_X86_INLINE __m256i widened32(const uint8_t *src, uint32_t bytes)
+{
+    return bytes == 1 ? _mm256_cvtepu8_epi32(load_half(src)) : bytes == 2 ? _mm256_cvtepu16_epi32(load_half(src)) : load_vector(src);
+}
+IBP_X86_INLINE __m256i widened64(const uint8_t *src, uint32_t bytes)
+{
+    return bytes == 1   ? _mm256_cvtepu8_epi64(load_half(src))
+           : bytes == 2 ? _mm256_cvtepu16_epi64(load_half(src))
+           : bytes == 4 ? _mm256_cvtepu32_epi64(load_half(src))
+                        : load_vector(src);
 }
 
-/* A vector of lanes from bytes; reads up to 32. */
-IBP_X86_INLINE __m256i load_bytes8(const uint8_t *src) { return load_vector(src); }
-IBP_X86_INLINE __m256i load_bytes16(const uint8_t *src) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const void *)src)); }
-IBP_X86_INLINE __m256i load_bytes32(const uint8_t *src) { return _mm256_cvtepu8_epi32(_mm_loadu_si128((const void *)src)); }
-IBP_X86_INLINE __m256i load_bytes64(const uint8_t *src) { return _mm256_cvtepu8_epi64(_mm_loadu_si128((const void *)src)); }
-
-/* ranks[i] = the first entry that equals symbols[i], both bytes; num_entries if none does. Both padded. One look-up for each high
- * nibble that an entry has: adding 0x70 with saturation leaves bit 7 clear where the high nibble is that one, the low nibble as it is. */
-IBP_X86 static void rank8(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
+/* table[x] for each byte x below 16, 0 for others: adding 0x70 with saturation sets bit 7 of those and no others'. */
+IBP_X86_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 {
-    const uint8_t *const entries = planes->entries;
-    uint8_t tables[16][16] = {{0}}, high_nibbles[16]; /* num_entries less the rank */
-    uint32_t num_tables = 0, seen = 0;
-    for (uint32_t e = planes->num_entries; e-- > 0;) {
-        const uint32_t high = entries[e] >> 4;
-        if (!(seen >> high & 1)) high_nibbles[num_tables++] = (uint8_t)high;
-        seen |= 1u << high;
-        tables[high][entries[e] & 15] = (uint8_t)(planes->num_entries - e);
-    }
-    const __m256i none = _mm256_set1_epi8((char)planes->num_entries), to_index = _mm256_set1_epi8(0x70);
-    for (uint32_t i = 0; i < n; i += 32) {
-        const __m256i symbol = load_vector(symbols + i);
-        __m256i found = _mm256_setzero_si256();
-        for (uint32_t t = 0; t < num_tables; t++) {
-            const uint32_t high = high_nibbles[t];
-            const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)tables[high]));
-            const __m256i low = _mm256_xor_si256(symbol, _mm256_set1_epi8((char)(high << 4)));
-            found = _mm256_or_si256(found, _mm256_shuffle_epi8(table, _mm256_adds_epu8(low, to_index)));
-        }
-        store_vector(ranks + i, _mm256_sub_epi8(none, found));
-    }
+    const __m256i twice = _mm256_broadcastsi128_si256(load_half(table));
+    return _mm256_shuffle_epi8(twice, _mm256_adds_epu8(x, _mm256_set1_epi8(0x70)));
 }
 
 #define LANE_BITS 8
@@ -124,6 +110,26 @@ IBP_X86 static void rank8(const ibp_planes *planes, const uint8_t *symbols, uint
 
 /* The function of planes_x86_lanes.h for lanes of so many bytes. */
 #define FOR_LANES(lane_bytes, name) ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
+
+/* As name_symbols16 where all columns have the same entries: 16 entries at a time, each byte of them by itself. */
+IBP_X86 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
+{
+    const uint8_t *const entries = planes->entries;
+    uint8_t tables[2][MAX_ENTRIES] = {{0}}; /* low and high bytes */
+    for (uint32_t e = 0; e < planes->num_entries; e++)
+        for (uint32_t byte = 0; byte < 2; byte++) tables[byte][e] = entries[2 * e + byte];
+    for (uint32_t i = 0; i < n; i += 32) {
+        const __m256i rank = _mm256_permute4x64_epi64(load_vector(ranks + i), 0xd8);
+        __m256i low = _mm256_setzero_si256(), high = low;
+        for (uint32_t first = 0; first < planes->num_entries; first += 16) {
+            const __m256i x = _mm256_xor_si256(rank, _mm256_set1_epi8((char)first));
+            low = _mm256_or_si256(low, look_up(tables[0] + first, x));
+            high = _mm256_or_si256(high, look_up(tables[1] + first, x));
+        }
+        store_vector(symbols + 2 * i, _mm256_unpacklo_epi8(low, high));
+        store_vector(symbols + 2 * i + 32, _mm256_unpackhi_epi8(low, high));
+    }
+}
 
 /* A bit for each of n ranks that no entry has. */
 IBP_X86 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
@@ -216,42 +222,43 @@ IBP_X86 static void build_levels(const ibp_planes *planes, const value_bytes *by
         uint8_t named[16] = {0}, *const level = levels[p == 0 ? 0 : 1 + p % 2];
         first -= ibp_escape_of(planes, p);
         for (uint32_t digit = 0; digit < ibp_escape_of(planes, p); digit++)
-            named[digit] = (uint8_t)(symbols ? load_entry(planes, first + digit) : first + digit);
+            named[digit] = symbols ? ((const uint8_t *)planes->entries)[first + digit] : (uint8_t)(first + digit);
         build_level(bytes->digits[p], reaching[p], planes->digit_bits[p], named, next, level);
         next = level;
     }
 }
 
-/* The symbols of the elements of level 0, which is of ranks, as lanes of elements. */
+/* The symbols of the elements of level 0, which is of ranks, in lanes of symbol_bytes. Padded. */
 IBP_X86 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching, const uint8_t *level0,
                                     uint8_t *symbols)
 {
-    const uint32_t n = reaching[0], num_raw = reaching[planes->num_planes], lane_bytes = planes->element_bytes;
+    const uint32_t n = reaching[0], num_raw = reaching[planes->num_planes], lane_bytes = planes->symbol_bytes;
     uint64_t is_raw[(n + 63) / 64];
     uint8_t raw[num_raw * lane_bytes + 1];
     ibp_unpack_fields(bytes->digits[planes->num_planes], num_raw, ibp_symbol_bits(planes), lane_bytes, raw);
-    FOR_LANES(lane_bytes, name_symbols)(planes, level0, n, symbols);
+    if (lane_bytes == 2 && !planes->per_column)
+        name_shorts(planes, level0, n, symbols);
+    else
+        FOR_LANES(lane_bytes, name_symbols)(planes, level0, n, symbols);
     find_raw(planes, level0, n, is_raw);
     FOR_LANES(lane_bytes, scatter)(raw, 1, is_raw, n, symbols);
 }
 
-IBP_X86 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching, uint8_t *level0,
+/* level0, where it is of symbols, or `symbols` joined with the residuals. Both padded. */
+IBP_X86 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching, const uint8_t *level0,
                                   uint8_t *elements)
 {
-    const uint32_t n = reaching[0], lane_bytes = planes->element_bytes, r = planes->residual_bits % ibp_element_bits(planes);
+    const uint32_t n = reaching[0], lane_bytes = planes->element_bytes, symbol_bytes = planes->symbol_bytes;
     if (planes->residual_bits == 8)
         FOR_LANES(lane_bytes, widen_bytes)(bytes->residuals, n, elements);
     else
         ibp_unpack_fields(bytes->residuals, n, planes->residual_bits, lane_bytes, elements);
-    if (levels_are_symbols(planes)) {
-        if (ibp_symbol_bits(planes) == 0) memset(level0, 0, n);
-        FOR_LANES(lane_bytes, join_bytes)(elements, level0, n, r, planes->rotate);
-        return;
-    }
-    uint8_t symbols[n * lane_bytes];
-    look_up_symbols(planes, bytes, reaching, level0, symbols);
-    if (ibp_symbol_bits(planes) == 0) memset(symbols, 0, n * lane_bytes);
-    FOR_LANES(lane_bytes, join_lanes)(elements, symbols, n, r, planes->rotate);
+    const bool looks_up = !levels_are_symbols(planes), is_empty = ibp_symbol_bits(planes) == 0;
+    uint8_t symbols[looks_up || is_empty ? (n + PADDING) * symbol_bytes : 1];
+    if (looks_up) look_up_symbols(planes, bytes, reaching, level0, symbols);
+    if (is_empty) memset(symbols, 0, n);
+    FOR_LANES(lane_bytes, join)(elements, looks_up || is_empty ? symbols : level0, symbol_bytes, n,
+                                planes->residual_bits % ibp_element_bits(planes), planes->rotate);
 }
 
 /* The n elements whose values begin with bit `start` of src, into `elements`. */

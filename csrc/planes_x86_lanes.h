@@ -31,85 +31,88 @@ IBP_X86 static void NAME(shift_lanes)(const uint8_t *row, uint32_t n, uint32_t r
 IBP_X86 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
 {
     const __m128i count = _mm_cvtsi32_si128((int)shift);
+    const __m256i low = _mm256_set1_epi64x((int64_t)ibp_lane_fields(LANE_BYTES, 8));
     uint32_t i = 0;
     for (; i + 32 <= n; i += 32) {
         __m256i x[LANE_BYTES];
         for (uint32_t v = 0; v < LANE_BYTES; v++)
-            x[v] = NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES + 32 * v), rotate), count);
-        store_vector(out + i, NAME(low_bytes)(x));
+            x[v] = _mm256_and_si256(NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES + 32 * v), rotate), count), low);
+        store_vector(out + i, NAME(in_order)(NAME(pack_bytes)(x)));
     }
     for (; i < n; i++) out[i] = (uint8_t)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
 }
 
-/* The inverse: row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i], a byte. Padded symbols. */
-IBP_X86 static void NAME(join_bytes)(uint8_t *row, const uint8_t *symbols, uint32_t n, uint32_t r, uint32_t rotate)
+/* The inverse: row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i]. Padded symbols. */
+IBP_X86_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r, uint32_t rotate)
 {
     const __m128i count = _mm_cvtsi32_si128((int)r);
     uint32_t i = 0;
     for (; i + LANES <= n; i += LANES) {
-        const __m256i symbol = NAME(shift_left)(NAME(load_bytes)(symbols + i), count);
+        const __m256i symbol = NAME(shift_left)(NAME(widened)(symbols + i * symbol_bytes, symbol_bytes), count);
         const __m256i x = _mm256_or_si256(load_vector(row + i * LANE_BYTES), symbol);
         store_vector(row + i * LANE_BYTES, rotate ? NAME(rotated_vector)(x, LANE_BITS - 1) : x);
     }
-    for (; i < n; i++)
-        ((lane *)row)[i] = NAME(rotated_back)((lane)(((lane *)row)[i] | (lane)((lane)symbols[i] << r)), rotate);
+    for (; i < n; i++) {
+        uint64_t symbol = 0;
+        memcpy(&symbol, symbols + i * symbol_bytes, symbol_bytes);
+        ((lane *)row)[i] = NAME(rotated_back)((lane)(((lane *)row)[i] | (lane)((lane)symbol << r)), rotate);
+    }
 }
 
-/* Likewise from symbols in lanes. */
-IBP_X86 static void NAME(join_lanes)(uint8_t *row, const uint8_t *symbols, uint32_t n, uint32_t r, uint32_t rotate)
+IBP_X86 static void NAME(join)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r, uint32_t rotate)
 {
-    const __m128i count = _mm_cvtsi32_si128((int)r);
-    uint32_t i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        const __m256i symbol = NAME(shift_left)(load_vector(symbols + i * LANE_BYTES), count);
-        const __m256i x = _mm256_or_si256(load_vector(row + i * LANE_BYTES), symbol);
-        store_vector(row + i * LANE_BYTES, rotate ? NAME(rotated_vector)(x, LANE_BITS - 1) : x);
+    switch (ibp_min_u32(symbol_bytes, LANE_BYTES)) {
+    case 1: NAME(join_of)(row, symbols, 1, n, r, rotate); break;
+    case 2: NAME(join_of)(row, symbols, 2, n, r, rotate); break;
+    case 4: NAME(join_of)(row, symbols, 4, n, r, rotate); break;
+    default: NAME(join_of)(row, symbols, 8, n, r, rotate);
     }
-    for (; i < n; i++)
-        ((lane *)row)[i] = NAME(rotated_back)((lane)(((lane *)row)[i] | (lane)(((const lane *)symbols)[i] << r)), rotate);
 }
 
+/* row[i] = bytes[i] */
 IBP_X86 static void NAME(widen_bytes)(const uint8_t *bytes, uint32_t n, uint8_t *row)
 {
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = bytes[i];
 }
 
-/* symbols[i] = the entry ranks[i] of its column; anything where there is none. */
+/* symbols[i] = the entry ranks[i], as wide as a lane, of its column; anything where there is none. Padded symbols. */
 IBP_X86 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
-    const uint32_t num_entries = planes->num_entries;
-    lane *const lanes = (lane *)symbols;
-    lane entries[MAX_ENTRIES] = {0};
-    if (planes->per_column && num_entries > 0) {
-        for (uint32_t i = 0; i < n; i++)
-            lanes[i] = (lane)load_entry(planes, (size_t)i * num_entries + (ranks[i] == num_entries ? 0 : ranks[i]));
-        return;
-    }
-    for (uint32_t e = 0; e < num_entries; e++) entries[e] = (lane)load_entry(planes, e);
-    for (uint32_t i = 0; i < n; i++) lanes[i] = entries[ranks[i]];
+    const uint32_t num_entries = planes->num_entries, stride = planes->per_column ? num_entries : 0;
+    const lane *const entries = (const lane *)planes->entries;
+    if (num_entries == 0) return;
+    for (uint32_t i = 0; i < n; i++)
+        ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] == num_entries ? 0 : ranks[i])];
 }
 
-#if LANE_BITS > 8
-/* ranks[i] = the first of the entries, as wide as a lane, that equals symbols[i]; num_entries if none does. Both padded. */
+/* ranks[i] = the first of the entries, as wide as a lane, that equals symbols[i]; num_entries if none does. Both padded. One look-up
+ * for each value that entries have above their low 4 bits. */
 IBP_X86 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
-    const uint64_t ones = ibp_lane_fields(LANE_BYTES, 1);
-    uint64_t entries[MAX_ENTRIES]; /* in all lanes of a word */
-    for (uint32_t e = 0; e < planes->num_entries; e++) entries[e] = ((const lane *)planes->entries)[e] * ones;
-    const __m256i one = _mm256_set1_epi64x((int64_t)ones), none = _mm256_set1_epi64x((int64_t)(planes->num_entries * ones));
+    const lane *const entries = (const lane *)planes->entries;
+    uint8_t tables[MAX_ENTRIES][16]; /* num_entries less the rank, 0 where there is no entry */
+    uint64_t highs[MAX_ENTRIES];     /* of the table's entries, in all lanes of a word */
+    uint32_t num_tables = 0;
+    for (uint32_t e = planes->num_entries, t; e-- > 0; tables[t][entries[e] & 15] = (uint8_t)(planes->num_entries - e)) {
+        const uint64_t high = (lane)(entries[e] & ~(lane)15) * ibp_lane_fields(LANE_BYTES, 1);
+        for (t = 0; t < num_tables && highs[t] != high;) t++;
+        if (t < num_tables) continue;
+        highs[num_tables++] = high;
+        memset(tables[t], 0, 16);
+    }
+    const __m256i none = _mm256_set1_epi8((char)planes->num_entries);
     for (uint32_t i = 0; i < n; i += 32) {
-        __m256i symbol[LANE_BYTES], rank[LANE_BYTES], number = none;
-        for (uint32_t v = 0; v < LANE_BYTES; v++) symbol[v] = load_vector(symbols + i * LANE_BYTES + 32 * v), rank[v] = none;
-        for (uint32_t e = planes->num_entries; e-- > 0;) {
-            const __m256i entry = _mm256_set1_epi64x((int64_t)entries[e]);
-            number = _mm256_sub_epi8(number, one);
-            for (uint32_t v = 0; v < LANE_BYTES; v++)
-                rank[v] = _mm256_blendv_epi8(rank[v], number, EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(symbol[v], entry));
+        __m256i symbol[LANE_BYTES], found = _mm256_setzero_si256();
+        for (uint32_t v = 0; v < LANE_BYTES; v++) symbol[v] = load_vector(symbols + i * LANE_BYTES + 32 * v);
+        for (uint32_t t = 0; t < num_tables; t++) {
+            const __m256i high = _mm256_set1_epi64x((int64_t)highs[t]);
+            __m256i low[LANE_BYTES];
+            for (uint32_t v = 0; v < LANE_BYTES; v++) low[v] = EXPAND_NAME(at_most_255_, LANE_BITS)(_mm256_xor_si256(symbol[v], high));
+            found = _mm256_or_si256(found, look_up(tables[t], NAME(pack_bytes)(low)));
         }
-        store_vector(ranks + i, NAME(low_bytes)(rank));
+        store_vector(ranks + i, _mm256_sub_epi8(none, NAME(in_order)(found)));
     }
 }
-#endif
 
 /* Likewise among the entries of column i, for all widths. */
 IBP_X86 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
