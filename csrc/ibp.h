@@ -1,8 +1,8 @@
 /* ibp.h - public C API of the ibp core: codebooks, rows and tables in host memory.
  *
  * Lossless compression of tensors by invariant bits. The bytes are specified in FORMAT.md; section numbers
- * below refer to it. No function here allocates, prints, reads the environment or keeps state: callers give
- * buffers. Every function may be called from several threads at once on different outputs.
+ * below refer to it. No function here allocates, prints, reads the environment or, but for ibp_set_cpu_features,
+ * keeps state: callers give buffers. Every function may be called from several threads at once on different outputs.
  * The CUDA twins, with device pointers and a stream, are in ibp_cuda.h.
  */
 #ifndef IBP_H
@@ -47,6 +47,17 @@ typedef enum ibp_status {
 IBP_API const char *ibp_status_string(ibp_status status);
 /* "0.1.0": the version of the library that is linked, where IBP_VERSION is that of the header. */
 IBP_API const char *ibp_version(void);
+
+/* ---- processor ---------------------------------------------------------------------------------------------- */
+
+/* Features of the processor that the functions of this file use for rows where it has them. Bytes and statuses are the same without. */
+typedef enum ibp_cpu_feature { IBP_CPU_AVX2_BMI2 = 1 } ibp_cpu_feature;
+
+/* The features in use, a sum of ibp_cpu_feature: all that the processor has, unless set otherwise. */
+IBP_API uint32_t ibp_cpu_features(void);
+/* Uses those of the given features that the processor has, in all threads from now on: for tests and benchmarks, 0 being the plain C
+ * code. @return the features in use. */
+IBP_API uint32_t ibp_set_cpu_features(uint32_t features);
 
 /* ---- codebook ---------------------------------------------------------------------------------------------- */
 
@@ -165,19 +176,20 @@ IBP_API void ibp_measure_rows(const ibp_codebook *codebook, const uint8_t *data,
 IBP_API void ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
                             int64_t *overflow_bytes);
 
-/* Codes the rows first_row to last_row - 1 of data into the table's slots and overflow (written through the const pointers'
- * non-const twins given here). data: the whole tensor. scratch: row_bytes bytes.
- * @return IBP_CORRUPT_ROW if table->lengths does not belong to data, IBP_BUFFER_TOO_SMALL if a part lies outside its array. */
-IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
-                                   uint8_t *overflow, uint8_t *scratch);
-
-/* What went wrong first in a gather; all zero when nothing did. Eight-byte fields so that a GPU can write it into mapped memory. */
+/* What went wrong first; all zero when nothing did. Eight-byte fields so that a GPU can write it into mapped memory. */
 typedef struct ibp_fault {
-    int64_t status;   /* an ibp_status: IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW */
+    int64_t status;   /* an ibp_status: IBP_INDEX_OUT_OF_RANGE, IBP_CORRUPT_ROW or IBP_BUFFER_TOO_SMALL */
     int64_t position; /* position in ids; a row number where there are no ids */
     int64_t id;       /* the id there; a row number where there are no ids */
     int64_t taken;    /* used by the GPU to let the first fault win */
 } ibp_fault;
+
+/* Codes the rows first_row to last_row - 1 of data into the table's slots and overflow (written through the const pointers'
+ * non-const twins given here). data: the whole tensor. scratch: row_bytes bytes. Stops at the first row that it cannot code, noted in
+ * *fault if that is still clear.
+ * @return IBP_CORRUPT_ROW if table->lengths does not belong to data, IBP_BUFFER_TOO_SMALL if a part lies outside its array. */
+IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
+                                   uint8_t *overflow, uint8_t *scratch, ibp_fault *fault);
 
 /* Item ids of a gather: int32_t (id_bytes 4) or int64_t (id_bytes 8). */
 typedef struct ibp_ids {

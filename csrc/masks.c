@@ -34,7 +34,7 @@ static uint32_t match_row_word(const ibp_codebook *cb, const uint8_t *row, uint3
     return participation;
 }
 
-size_t ibp_masks_coded_bytes(const ibp_codebook *cb, const uint8_t *row)
+static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
 {
     size_t bits = cb->num_flags;
     for (uint32_t w = 0; 4 * w < cb->row_bytes; w++) {
@@ -45,9 +45,9 @@ size_t ibp_masks_coded_bytes(const ibp_codebook *cb, const uint8_t *row)
     return (bits + 7) / 8;
 }
 
-ibp_status ibp_masks_encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
 {
-    *coded_bytes = ibp_masks_coded_bytes(cb, row);
+    *coded_bytes = coded_bytes_of(cb, row);
     if (*coded_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
     memset(dst, 0, *coded_bytes);
     size_t position = cb->num_flags;
@@ -61,7 +61,7 @@ ibp_status ibp_masks_encode(const ibp_codebook *cb, const uint8_t *row, uint8_t 
     return IBP_OK;
 }
 
-ibp_status ibp_masks_decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
 {
     size_t position = cb->num_flags;
     for (uint32_t w = 0; 4 * w < cb->row_bytes; w++) {
@@ -74,3 +74,5 @@ ibp_status ibp_masks_decode(const ibp_codebook *cb, const uint8_t *src, size_t s
     }
     return (position + 7) / 8 == src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
 }
+
+const ibp_row_coder ibp_masks_plain = {coded_bytes_of, encode, decode};

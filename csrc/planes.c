@@ -1,32 +1,24 @@
 /* planes.c - rows of scheme planes in plain C (FORMAT.md section 6): the oracle that every other encoder and decoder is compared to. */
 #include "bits.h"
-#include "format.h"
+#include "planes.h"
 #include "rows.h"
-
-static uint32_t columns_of(const ibp_codebook *cb) { return cb->row_bytes / cb->planes.element_bytes; }
-
-static uint32_t element_bits(const ibp_planes *planes) { return 8 * planes->element_bytes; }
-
-static uint32_t symbol_bits(const ibp_planes *planes) { return element_bits(planes) - planes->residual_bits; }
-
-static uint32_t escape_of(const ibp_planes *planes, uint32_t plane) { return (1u << planes->digit_bits[plane]) - 1; }
 
 ibp_status ibp_check_planes(const ibp_codebook *cb)
 {
     const ibp_planes *const p = &cb->planes;
     const bool sizes = cb->row_bytes >= 1 && cb->row_bytes <= IBP_MAX_ROW_BYTES &&
                        (p->element_bytes == 1 || p->element_bytes == 2 || p->element_bytes == 4 || p->element_bytes == 8);
-    if (!sizes || cb->row_bytes % p->element_bytes != 0 || p->residual_bits > element_bits(p)) return IBP_INVALID_ARGUMENT;
+    if (!sizes || cb->row_bytes % p->element_bytes != 0 || p->residual_bits > ibp_element_bits(p)) return IBP_INVALID_ARGUMENT;
     if (p->rotate > 1 || p->num_planes > IBP_MAX_PLANES || (p->per_column && p->listed)) return IBP_INVALID_ARGUMENT;
     uint32_t num_entries = 0;
     for (uint32_t i = 0; i < p->num_planes; i++) {
         if (p->digit_bits[i] < 1 || p->digit_bits[i] > IBP_MAX_DIGIT_BITS) return IBP_INVALID_ARGUMENT;
-        num_entries += escape_of(p, i);
+        num_entries += ibp_escape_of(p, i);
     }
     uint32_t symbol_bytes = 1;
-    while (8 * symbol_bytes < symbol_bits(p)) symbol_bytes *= 2;
-    const bool values = ibp_low_bits(p->default_value, element_bits(p)) == p->default_value &&
-                        ibp_low_bits(p->closed_value, element_bits(p)) == p->closed_value;
+    while (8 * symbol_bytes < ibp_symbol_bits(p)) symbol_bytes *= 2;
+    const bool values = ibp_low_bits(p->default_value, ibp_element_bits(p)) == p->default_value &&
+                        ibp_low_bits(p->closed_value, ibp_element_bits(p)) == p->closed_value;
     const bool fits = p->num_entries == num_entries && p->symbol_bytes == symbol_bytes && (num_entries == 0 || p->entries);
     return fits && values ? IBP_OK : IBP_INVALID_ARGUMENT;
 }
@@ -52,27 +44,6 @@ static uint32_t rank_of(const ibp_planes *planes, uint32_t column, uint64_t symb
     return rank;
 }
 
-/* Where the parts of the values of n elements are, in bits from the start of the coded row. */
-typedef struct value_parts {
-    size_t residuals;
-    size_t digits[IBP_MAX_PLANES + 1]; /* one past the last plane: the raw symbols */
-    size_t end;
-} value_parts;
-
-static size_t to_byte(size_t bits) { return (bits + 7) / 8 * 8; }
-
-/* reaching[p]: elements with a digit in plane p; reaching[num_planes]: elements with a raw symbol. */
-static value_parts lay_out(const ibp_planes *planes, size_t start, const uint32_t *reaching)
-{
-    value_parts parts;
-    parts.residuals = start;
-    parts.digits[0] = start + to_byte((size_t)reaching[0] * planes->residual_bits);
-    for (uint32_t p = 0; p < planes->num_planes; p++)
-        parts.digits[p + 1] = parts.digits[p] + to_byte((size_t)reaching[p] * planes->digit_bits[p]);
-    parts.end = parts.digits[planes->num_planes] + to_byte((size_t)reaching[planes->num_planes] * symbol_bits(planes));
-    return parts;
-}
-
 /* ---- encoding ---- */
 
 /* What a row is coded as. */
@@ -85,7 +56,7 @@ static bool is_listed(const ibp_planes *planes, uint64_t element) { return !plan
 
 static void split_element(const ibp_planes *planes, uint64_t element, uint64_t *symbol, uint64_t *residual)
 {
-    const uint64_t rotated = rotate_left(element, planes->rotate, element_bits(planes));
+    const uint64_t rotated = rotate_left(element, planes->rotate, ibp_element_bits(planes));
     *symbol = planes->residual_bits >= 64 ? 0 : rotated >> planes->residual_bits;
     *residual = ibp_low_bits(rotated, planes->residual_bits);
 }
@@ -94,14 +65,14 @@ static row_census take_census(const ibp_codebook *cb, const uint8_t *row)
 {
     const ibp_planes *const planes = &cb->planes;
     row_census census = {{0}, planes->listed};
-    for (uint32_t column = 0; column < columns_of(cb); column++) {
+    for (uint32_t column = 0; column < ibp_columns_of(cb); column++) {
         const uint64_t element = load_number(row, column, planes->element_bytes);
         if (!is_listed(planes, element)) continue;
         census.closed = census.closed && element == planes->closed_value;
         uint64_t symbol, residual;
         split_element(planes, element, &symbol, &residual);
         const uint32_t rank = rank_of(planes, column, symbol);
-        for (uint32_t p = 0, first = 0; p <= planes->num_planes && rank >= first; first += escape_of(planes, p), p++) {
+        for (uint32_t p = 0, first = 0; p <= planes->num_planes && rank >= first; first += ibp_escape_of(planes, p), p++) {
             census.reaching[p]++;
             if (p == planes->num_planes) break;
         }
@@ -110,21 +81,13 @@ static row_census take_census(const ibp_codebook *cb, const uint8_t *row)
     return census;
 }
 
-/* Bits of a row before its values. */
-static size_t bits_before_values(const ibp_codebook *cb, uint32_t k)
-{
-    if (!cb->planes.listed) return 0;
-    const uint32_t columns = columns_of(cb);
-    return 8 * (size_t)(ibp_header_bytes(columns) + (k ? ibp_choose_position_form(k, columns).num_bytes : 0));
-}
-
 static size_t bits_of_row(const ibp_codebook *cb, const row_census *census)
 {
-    const size_t start = bits_before_values(cb, census->reaching[0]);
-    return census->closed || census->reaching[0] == 0 ? start : lay_out(&cb->planes, start, census->reaching).end;
+    const size_t start = ibp_bits_before_values(cb, census->reaching[0]);
+    return census->closed || census->reaching[0] == 0 ? start : ibp_lay_out(&cb->planes, start, census->reaching).end;
 }
 
-size_t ibp_planes_coded_bytes(const ibp_codebook *cb, const uint8_t *row)
+static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
 {
     const row_census census = take_census(cb, row);
     return bits_of_row(cb, &census) / 8;
@@ -133,11 +96,11 @@ size_t ibp_planes_coded_bytes(const ibp_codebook *cb, const uint8_t *row)
 static void write_positions(const ibp_codebook *cb, const uint8_t *row, const row_census *census, uint8_t *dst)
 {
     const ibp_planes *const planes = &cb->planes;
-    const uint32_t columns = columns_of(cb), k = census->reaching[0];
+    const uint32_t columns = ibp_columns_of(cb), k = census->reaching[0];
     ibp_or_bits(dst, 0, k | (census->closed ? ibp_closed_bit(columns) : 0));
     if (k == 0) return;
     const ibp_position_form form = ibp_choose_position_form(k, columns);
-    const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + to_byte(form.upper_bits);
+    const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + ibp_to_byte(form.upper_bits);
     uint32_t written = 0;
     for (uint32_t column = 0; column < columns; column++) {
         const bool listed = load_number(row, column, planes->element_bytes) != planes->default_value;
@@ -151,10 +114,10 @@ static void write_positions(const ibp_codebook *cb, const uint8_t *row, const ro
     }
 }
 
-static void write_values(const ibp_codebook *cb, const uint8_t *row, value_parts parts, uint8_t *dst)
+static void write_values(const ibp_codebook *cb, const uint8_t *row, ibp_value_parts parts, uint8_t *dst)
 {
     const ibp_planes *const planes = &cb->planes;
-    for (uint32_t column = 0; column < columns_of(cb); column++) {
+    for (uint32_t column = 0; column < ibp_columns_of(cb); column++) {
         const uint64_t element = load_number(row, column, planes->element_bytes);
         if (!is_listed(planes, element)) continue;
         uint64_t symbol, residual;
@@ -163,19 +126,19 @@ static void write_values(const ibp_codebook *cb, const uint8_t *row, value_parts
         parts.residuals += planes->residual_bits;
         uint32_t rank = rank_of(planes, column, symbol), p = 0;
         for (; p < planes->num_planes; p++) {
-            const uint32_t digit = ibp_min_u32(rank, escape_of(planes, p));
+            const uint32_t digit = ibp_min_u32(rank, ibp_escape_of(planes, p));
             ibp_or_bits(dst, parts.digits[p], digit);
             parts.digits[p] += planes->digit_bits[p];
-            if (digit < escape_of(planes, p)) break;
+            if (digit < ibp_escape_of(planes, p)) break;
             rank -= digit;
         }
         if (p < planes->num_planes) continue;
         ibp_or_bits(dst, parts.digits[p], symbol);
-        parts.digits[p] += symbol_bits(planes);
+        parts.digits[p] += ibp_symbol_bits(planes);
     }
 }
 
-ibp_status ibp_planes_encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
 {
     const row_census census = take_census(cb, row);
     *coded_bytes = bits_of_row(cb, &census) / 8;
@@ -183,7 +146,7 @@ ibp_status ibp_planes_encode(const ibp_codebook *cb, const uint8_t *row, uint8_t
     memset(dst, 0, *coded_bytes);
     if (cb->planes.listed) write_positions(cb, row, &census, dst);
     if (census.closed || census.reaching[0] == 0) return IBP_OK;
-    write_values(cb, row, lay_out(&cb->planes, bits_before_values(cb, census.reaching[0]), census.reaching), dst);
+    write_values(cb, row, ibp_lay_out(&cb->planes, ibp_bits_before_values(cb, census.reaching[0]), census.reaching), dst);
     return IBP_OK;
 }
 
@@ -194,7 +157,7 @@ typedef struct value_reader {
     const ibp_planes *planes;
     const uint8_t *src;
     size_t src_bytes;
-    value_parts parts;
+    ibp_value_parts parts;
 } value_reader;
 
 /* Finds the parts of n values from bit start on. @return false if they do not end just where src does. */
@@ -203,14 +166,14 @@ static bool open_values(value_reader *reader, size_t start, uint32_t n)
     const ibp_planes *const planes = reader->planes;
     uint32_t reaching[IBP_MAX_PLANES + 1] = {n};
     for (uint32_t p = 0; p < planes->num_planes; p++) {
-        reader->parts = lay_out(planes, start, reaching);
+        reader->parts = ibp_lay_out(planes, start, reaching);
         if (reader->parts.digits[p + 1] > 8 * reader->src_bytes) return false;
         for (uint32_t i = 0; i < reaching[p]; i++) {
             const size_t at = reader->parts.digits[p] + (size_t)i * planes->digit_bits[p];
-            reaching[p + 1] += ibp_load_field(reader->src, reader->src_bytes, at, planes->digit_bits[p]) == escape_of(planes, p);
+            reaching[p + 1] += ibp_load_field(reader->src, reader->src_bytes, at, planes->digit_bits[p]) == ibp_escape_of(planes, p);
         }
     }
-    reader->parts = lay_out(planes, start, reaching);
+    reader->parts = ibp_lay_out(planes, start, reaching);
     return reader->parts.end == 8 * reader->src_bytes;
 }
 
@@ -230,13 +193,13 @@ static uint64_t read_value(value_reader *reader, uint32_t column)
     for (; p < planes->num_planes; p++) {
         const uint32_t digit = (uint32_t)read_field(reader, &reader->parts.digits[p], planes->digit_bits[p]);
         entry += digit;
-        if (digit < escape_of(planes, p)) break;
+        if (digit < ibp_escape_of(planes, p)) break;
     }
     if (p < planes->num_planes)
         symbol = load_number(planes->entries, first + entry, planes->symbol_bytes);
     else
-        symbol = read_field(reader, &reader->parts.digits[p], symbol_bits(planes));
-    const uint32_t width = element_bits(planes), r = planes->residual_bits;
+        symbol = read_field(reader, &reader->parts.digits[p], ibp_symbol_bits(planes));
+    const uint32_t width = ibp_element_bits(planes), r = planes->residual_bits;
     const uint64_t residual = read_field(reader, &reader->parts.residuals, r);
     const uint64_t rotated = ibp_low_bits((r >= 64 ? 0 : symbol << r) | residual, width);
     return planes->rotate ? rotate_left(rotated, width - 1, width) : rotated;
@@ -252,7 +215,7 @@ enum { BITMAP_BYTES = IBP_MAX_ROW_BYTES / 8 };
 /* The listed positions as a bitmap of columns bits. @return false if the form does not hold the right number of increasing ones. */
 static bool read_positions(const value_reader *reader, uint32_t columns, const ibp_position_form *form, uint8_t *bitmap)
 {
-    const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + to_byte(form->upper_bits);
+    const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + ibp_to_byte(form->upper_bits);
     uint32_t found = 0, least = 0;
     memset(bitmap, form->is_complement ? 0xff : 0, BITMAP_BYTES);
     for (uint32_t i = 0; i < form->upper_bits; i++) {
@@ -274,14 +237,14 @@ static bool read_positions(const value_reader *reader, uint32_t columns, const i
 static ibp_status decode_listed(const ibp_codebook *cb, value_reader *reader, uint8_t *row)
 {
     const ibp_planes *const planes = &cb->planes;
-    const uint32_t columns = columns_of(cb), header_bytes = ibp_header_bytes(columns);
+    const uint32_t columns = ibp_columns_of(cb), header_bytes = ibp_header_bytes(columns);
     if (reader->src_bytes < header_bytes) return IBP_CORRUPT_ROW;
     const uint32_t header = (uint32_t)ibp_load_field(reader->src, reader->src_bytes, 0, 8 * header_bytes);
     const uint32_t k = header & (ibp_closed_bit(columns) - 1u);
     const bool closed = (header & ibp_closed_bit(columns)) != 0;
     if (k > columns) return IBP_CORRUPT_ROW;
     for (uint32_t column = 0; column < columns; column++) store_element(planes, row, column, planes->default_value);
-    const size_t start = bits_before_values(cb, k);
+    const size_t start = ibp_bits_before_values(cb, k);
     if (k == 0) return start == 8 * reader->src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
     uint8_t bitmap[BITMAP_BYTES];
     const ibp_position_form form = ibp_choose_position_form(k, columns);
@@ -293,11 +256,13 @@ static ibp_status decode_listed(const ibp_codebook *cb, value_reader *reader, ui
     return IBP_OK;
 }
 
-ibp_status ibp_planes_decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
 {
     value_reader reader = {.planes = &cb->planes, .src = src, .src_bytes = src_bytes};
     if (cb->planes.listed) return decode_listed(cb, &reader, row);
-    if (!open_values(&reader, 0, columns_of(cb))) return IBP_CORRUPT_ROW;
-    for (uint32_t column = 0; column < columns_of(cb); column++) store_element(&cb->planes, row, column, read_value(&reader, column));
+    if (!open_values(&reader, 0, ibp_columns_of(cb))) return IBP_CORRUPT_ROW;
+    for (uint32_t column = 0; column < ibp_columns_of(cb); column++) store_element(&cb->planes, row, column, read_value(&reader, column));
     return IBP_OK;
 }
+
+const ibp_row_coder ibp_planes_plain = {coded_bytes_of, encode, decode};

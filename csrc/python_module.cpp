@@ -174,6 +174,9 @@ PYBIND11_MODULE(_core, m)
     m.def(
         "status_string", [](int status) { return ibp_status_string(static_cast<ibp_status>(status)); }, py::arg("status"),
         "One sentence for a status code of the C API.");
+    m.def("cpu_features", &ibp_cpu_features, "Features of the processor that the CPU coders use (ibp_cpu_feature of ibp.h); 0: plain C.");
+    m.def("set_cpu_features", &ibp_set_cpu_features, py::arg("features"),
+          "Uses those of the given features that the processor has, in all threads from now on; returns them. For tests and benchmarks.");
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
     m.def("cuda_device_count", &ibp_cuda_device_count, "CUDA devices that the core library can see; 0 without a driver.");
 

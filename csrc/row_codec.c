@@ -2,20 +2,14 @@
 #include "clusters.h"
 #include "rows.h"
 
-static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
+/* The coder of a codebook's scheme, for this processor. */
+static const ibp_row_coder *coder_of(const ibp_codebook *cb)
 {
-    return cb->scheme == IBP_SCHEME_PLANES ? ibp_planes_coded_bytes(cb, row) : ibp_masks_coded_bytes(cb, row);
-}
-
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
-{
-    return cb->scheme == IBP_SCHEME_PLANES ? ibp_planes_encode(cb, row, dst, dst_bytes, coded_bytes)
-                                           : ibp_masks_encode(cb, row, dst, dst_bytes, coded_bytes);
-}
-
-static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
-{
-    return cb->scheme == IBP_SCHEME_PLANES ? ibp_planes_decode(cb, src, src_bytes, row) : ibp_masks_decode(cb, src, src_bytes, row);
+    const bool planes = cb->scheme == IBP_SCHEME_PLANES;
+#if IBP_HAS_X86_ROWS
+    if (ibp_cpu_features() & IBP_CPU_AVX2_BMI2) return planes ? &ibp_planes_x86 : &ibp_masks_x86;
+#endif
+    return planes ? &ibp_planes_plain : &ibp_masks_plain;
 }
 
 /* The cluster that codes a row in the fewest bytes, the first of equal ones, and how many. */
@@ -25,7 +19,7 @@ static uint32_t best_cluster(const ibp_codebook *cb, const uint8_t *row, size_t 
     *coded_bytes = SIZE_MAX;
     for (uint32_t k = 0; k < cb->num_clusters; k++) {
         const ibp_codebook one = ibp_cluster_of(cb, k);
-        const size_t bytes = coded_bytes_of(&one, row);
+        const size_t bytes = coder_of(cb)->coded_bytes(&one, row);
         if (bytes >= *coded_bytes) continue;
         *coded_bytes = bytes;
         best = k;
@@ -35,7 +29,7 @@ static uint32_t best_cluster(const ibp_codebook *cb, const uint8_t *row, size_t 
 
 size_t ibp_coded_row_bytes(const ibp_codebook *cb, const uint8_t *row)
 {
-    if (!ibp_has_clusters(cb)) return coded_bytes_of(cb, row);
+    if (!ibp_has_clusters(cb)) return coder_of(cb)->coded_bytes(cb, row);
     size_t bytes;
     best_cluster(cb, row, &bytes);
     return bytes + 1;
@@ -43,20 +37,20 @@ size_t ibp_coded_row_bytes(const ibp_codebook *cb, const uint8_t *row)
 
 ibp_status ibp_encode_row(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
 {
-    if (!ibp_has_clusters(cb)) return encode(cb, row, dst, dst_bytes, coded_bytes);
+    if (!ibp_has_clusters(cb)) return coder_of(cb)->encode(cb, row, dst, dst_bytes, coded_bytes);
     size_t bytes;
     const uint32_t k = best_cluster(cb, row, &bytes);
     const ibp_codebook one = ibp_cluster_of(cb, k);
     *coded_bytes = bytes + 1;
     if (*coded_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
     dst[0] = (uint8_t)k;
-    return encode(&one, row, dst + 1, dst_bytes - 1, &bytes);
+    return coder_of(cb)->encode(&one, row, dst + 1, dst_bytes - 1, &bytes);
 }
 
 ibp_status ibp_decode_row(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
 {
-    if (!ibp_has_clusters(cb)) return decode(cb, src, src_bytes, row);
+    if (!ibp_has_clusters(cb)) return coder_of(cb)->decode(cb, src, src_bytes, row);
     if (src_bytes < 1 || src[0] >= cb->num_clusters) return IBP_CORRUPT_ROW;
     const ibp_codebook one = ibp_cluster_of(cb, src[0]);
-    return decode(&one, src + 1, src_bytes - 1, row);
+    return coder_of(cb)->decode(&one, src + 1, src_bytes - 1, row);
 }

@@ -87,31 +87,45 @@ static bool locate_row(const ibp_table *table, int64_t row, row_span *span)
     return start <= end && before + span->in_overflow <= end - start;
 }
 
-ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
-                           uint8_t *overflow, uint8_t *scratch)
+static void note_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
 {
-    const int64_t num_bytes = num_bytes_of(table);
+    if (status != IBP_OK && fault->status == IBP_OK) *fault = (ibp_fault){status, position, id, 1};
+}
+
+/* Codes row r of data. scratch, last: row_bytes bytes each. */
+static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, int64_t r, uint8_t *slots, uint8_t *overflow,
+                                   uint8_t *scratch, uint8_t *last)
+{
     const uint32_t row_bytes = table->codebook.row_bytes;
+    row_span span;
+    if (!locate_row(table, r, &span)) return IBP_BUFFER_TOO_SMALL;
+    const uint8_t *const row = whole_row(data, num_bytes_of(table), row_bytes, r, last);
+    const uint8_t *coded = row;
+    if (!span.raw) {
+        size_t coded_bytes;
+        const ibp_status status = ibp_encode_row(&table->codebook, row, scratch, row_bytes, &coded_bytes);
+        if (status != IBP_OK || coded_bytes != table->lengths[r]) return IBP_CORRUPT_ROW;
+        coded = scratch;
+    }
+    if (span.in_slot) memcpy(slots + span.slot_start, coded, span.in_slot);
+    if (span.in_overflow) memcpy(overflow + span.overflow_start, coded + span.in_slot, span.in_overflow);
+    return IBP_OK;
+}
+
+ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
+                           uint8_t *overflow, uint8_t *scratch, ibp_fault *fault)
+{
     uint8_t last[IBP_MAX_ROW_BYTES];
     for (int64_t r = first_row; r < last_row; r++) {
-        row_span span;
-        if (!locate_row(table, r, &span)) return IBP_BUFFER_TOO_SMALL;
-        const uint8_t *const row = whole_row(data, num_bytes, row_bytes, r, last);
-        const uint8_t *coded = row;
-        if (!span.raw) {
-            size_t coded_bytes;
-            const ibp_status status = ibp_encode_row(&table->codebook, row, scratch, row_bytes, &coded_bytes);
-            if (status != IBP_OK || coded_bytes != table->lengths[r]) return IBP_CORRUPT_ROW;
-            coded = scratch;
-        }
-        if (span.in_slot) memcpy(slots + span.slot_start, coded, span.in_slot);
-        if (span.in_overflow) memcpy(overflow + span.overflow_start, coded + span.in_slot, span.in_overflow);
+        const ibp_status status = encode_table_row(table, data, r, slots, overflow, scratch, last);
+        note_fault(fault, status, r, r);
+        if (status != IBP_OK) return status;
     }
     return IBP_OK;
 }
 
-/* Row r of the table. scratch: 2 * row_bytes bytes; *row points into it, or into the table where no byte has to move. */
-static ibp_status read_row(const ibp_table *table, int64_t r, uint8_t *scratch, const uint8_t **row)
+/* Row r of the table. scratch, out: row_bytes bytes each; *row is out, or points into scratch or the table where the row is raw. */
+static ibp_status read_row(const ibp_table *table, int64_t r, uint8_t *scratch, uint8_t *out, const uint8_t **row)
 {
     row_span span;
     if (!locate_row(table, r, &span)) return IBP_CORRUPT_ROW;
@@ -123,8 +137,8 @@ static ibp_status read_row(const ibp_table *table, int64_t r, uint8_t *scratch, 
     }
     *row = stored;
     if (span.raw) return IBP_OK;
-    *row = scratch + table->codebook.row_bytes;
-    return ibp_decode_row(&table->codebook, stored, span.in_slot + span.in_overflow, scratch + table->codebook.row_bytes);
+    *row = out;
+    return ibp_decode_row(&table->codebook, stored, span.in_slot + span.in_overflow, out);
 }
 
 /* Bytes [start, end) of the original tensor. A corrupt row leaves zeros; *bad_row is the first one. */
@@ -135,10 +149,11 @@ static ibp_status read_bytes(const ibp_table *table, int64_t start, int64_t end,
     while (start < end) {
         const int64_t r = start / row_bytes, row_start = r * row_bytes;
         const int64_t stop = end < row_start + row_bytes ? end : row_start + row_bytes;
-        const uint8_t *row = scratch;
-        const ibp_status status = read_row(table, r, scratch, &row);
+        uint8_t *const decoded = stop - start == row_bytes ? out : scratch + row_bytes; /* whole rows where they belong */
+        const uint8_t *row = decoded;
+        const ibp_status status = read_row(table, r, scratch, decoded, &row);
         if (status == IBP_OK) {
-            memcpy(out, row + (start - row_start), (size_t)(stop - start));
+            if (row != out) memcpy(out, row + (start - row_start), (size_t)(stop - start));
         } else {
             memset(out, 0, (size_t)(stop - start));
             if (first_fault == IBP_OK) *bad_row = r;
@@ -148,11 +163,6 @@ static ibp_status read_bytes(const ibp_table *table, int64_t start, int64_t end,
         start = stop;
     }
     return first_fault;
-}
-
-static void note_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
-{
-    if (status != IBP_OK && fault->status == IBP_OK) *fault = (ibp_fault){status, position, id, 1};
 }
 
 static int64_t id_at(const ibp_ids *ids, int64_t position)

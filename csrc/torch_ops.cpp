@@ -382,9 +382,8 @@ void encode_rows_cpu(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
     const uint32_t row_bytes = table.codebook.row_bytes;
     over_ranges(ibp_num_rows(&table), row_bytes, row_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    const ibp_status status = ibp_encode_rows(&table, bytes, first, last, static_cast<uint8_t *>(slots.data_ptr()),
-                                                              static_cast<uint8_t *>(overflow.data_ptr()), scratch);
-                    if (status != IBP_OK) *mine = {status, first, first, 1};
+                    ibp_encode_rows(&table, bytes, first, last, static_cast<uint8_t *>(slots.data_ptr()),
+                                    static_cast<uint8_t *>(overflow.data_ptr()), scratch, mine);
                 });
 }
 

@@ -85,6 +85,7 @@ void test_codebook(void);
 void test_analysis(void);
 void test_rows(void);
 void test_corrupt_rows(void);
+void test_cpu_paths(void);
 void test_tables(void);
 void test_corrupt_tables(void);
 void test_offsets_past_4_gib(void);

@@ -22,6 +22,7 @@ int main(void)
     run("analysis", test_analysis);
     run("rows", test_rows);
     run("corrupt rows", test_corrupt_rows);
+    run("cpu paths", test_cpu_paths);
     run("tables", test_tables);
     run("corrupt tables", test_corrupt_tables);
     run("offsets past 4 GiB", test_offsets_past_4_gib);

@@ -49,9 +49,10 @@ static void encode_table(made *t, int64_t num_parts)
     const int64_t num_rows = ibp_num_rows(&t->table);
     buffer scratch = buffer_new(t->sample.masks.row_bytes, 1);
     for (int64_t part = 0; part < num_parts; part++) {
-        const ibp_status status = ibp_encode_rows(&t->table, t->data.data, num_rows * part / num_parts,
-                                                  num_rows * (part + 1) / num_parts, t->slots.data, t->overflow.data, scratch.data);
-        CHECK(status == IBP_OK, "%s", ibp_status_string(status));
+        ibp_fault fault = {0};
+        const ibp_status status = ibp_encode_rows(&t->table, t->data.data, num_rows * part / num_parts, num_rows * (part + 1) / num_parts,
+                                                  t->slots.data, t->overflow.data, scratch.data, &fault);
+        CHECK(status == IBP_OK && fault.status == IBP_OK && fault.taken == 0, "%s", ibp_status_string(status));
     }
     buffer_free(&scratch);
 }
@@ -160,6 +161,14 @@ static void check_bad_ids(const made *t)
     buffer_free(&zeros);
 }
 
+static void check_encode_fault(made *t, int64_t first, int64_t last, int64_t bad_row, ibp_status expected, uint8_t *scratch)
+{
+    ibp_fault fault = {0};
+    const ibp_status status = ibp_encode_rows(&t->table, t->data.data, first, last, t->slots.data, t->overflow.data, scratch, &fault);
+    CHECK(status == expected && fault.status == (int64_t)expected, "row %lld: %s", (long long)bad_row, ibp_status_string(status));
+    CHECK(fault.position == bad_row && fault.id == bad_row, "row %lld, not %lld", (long long)fault.position, (long long)bad_row);
+}
+
 /* Lengths of other data, and arrays that end too early. */
 static void check_encode_errors(made *t)
 {
@@ -169,23 +178,25 @@ static void check_encode_errors(made *t)
     for (int64_t r = 0; r < num_rows; r++) {
         if (t->lengths[r] < 2) continue;
         t->lengths[r]--;
-        CHECK(ibp_encode_rows(&t->table, t->data.data, r, r + 1, t->slots.data, t->overflow.data, scratch.data) == IBP_CORRUPT_ROW,
-              "row %lld", (long long)r);
+        check_encode_fault(t, r > 2 ? r - 2 : 0, r + 1, r, IBP_CORRUPT_ROW, scratch.data);
         t->lengths[r] = (uint16_t)(t->lengths[r] + 2); /* one more than it has: corrupt, or where it ends in no room */
-        CHECK(ibp_encode_rows(&t->table, t->data.data, r, r + 1, t->slots.data, t->overflow.data, scratch.data) != IBP_OK, "row %lld",
+        ibp_fault fault = {0};
+        CHECK(ibp_encode_rows(&t->table, t->data.data, r, r + 1, t->slots.data, t->overflow.data, scratch.data, &fault) != IBP_OK, "row %lld",
               (long long)r);
+        CHECK(fault.status != IBP_OK && fault.position == r, "row %lld", (long long)fault.position);
         t->lengths[r]--;
     }
-    if (good.overflow_bytes > 0) {
+    for (int64_t r = 0; r < num_rows; r++) { /* the first row with a part in an array that is not there */
+        const uint32_t stored = t->lengths[r] ? t->lengths[r] : naive_valid_bytes(&t->table, r);
+        if (stored <= good.slot_bytes) continue;
         t->table.overflow_bytes = 0;
-        CHECK(ibp_encode_rows(&t->table, t->data.data, 0, num_rows, t->slots.data, t->overflow.data, scratch.data) == IBP_BUFFER_TOO_SMALL,
-              "%s", "no overflow");
+        check_encode_fault(t, 0, num_rows, r, IBP_BUFFER_TOO_SMALL, scratch.data);
         t->table = good;
+        break;
     }
     if (good.slots_bytes > 0) {
         t->table.slots_bytes = 0;
-        CHECK(ibp_encode_rows(&t->table, t->data.data, 0, num_rows, t->slots.data, t->overflow.data, scratch.data) == IBP_BUFFER_TOO_SMALL,
-              "%s", "no slots");
+        check_encode_fault(t, 0, num_rows, 0, IBP_BUFFER_TOO_SMALL, scratch.data);
         t->table = good;
     }
     buffer_free(&scratch);
@@ -206,8 +217,9 @@ static void check_overflow_start(const made *t)
     rest.overflow_start = start;
     rest.overflow = block.data;
     rest.overflow_bytes = (int64_t)block.size;
+    ibp_fault fault = {0};
     const ibp_status status = ibp_encode_rows(&rest, t->data.data + first * row_bytes, 0, (num_bytes - 1) / row_bytes + 1 - first,
-                                              NULL, block.data, scratch.data);
+                                              NULL, block.data, scratch.data, &fault);
     CHECK(status == IBP_OK, "%s", ibp_status_string(status));
     CHECK(memcmp(block.data, t->overflow.data + start, block.size) == 0, "%zu bytes", block.size);
     buffer_free(&block);
@@ -434,13 +446,13 @@ static void check_row_past_4_gib(uint32_t slot_bytes)
     table.bases = slot_bytes ? NULL : bases;
 
     uint8_t scratch[2 * 4096], out[2 * 4096];
+    ibp_fault fault = {0};
     const ibp_status status =
-        ibp_encode_rows(&table, data, last, num_rows, slot_bytes ? stored : NULL, slot_bytes ? NULL : stored, scratch);
+        ibp_encode_rows(&table, data, last, num_rows, slot_bytes ? stored : NULL, slot_bytes ? NULL : stored, scratch, &fault);
     CHECK(status == IBP_OK, "%s", ibp_status_string(status));
     CHECK(naive_read_row(&s.masks, &table, last, out) && memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
     const int64_t ids64[] = {last, last - 1};
     const ibp_ids ids = {ids64, 2, 8};
-    ibp_fault fault = {0};
     CHECK(ibp_gather_items(&table, &ids, 0, 2, out, scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
     CHECK(memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
     CHECK(memcmp(out + row_bytes, data, row_bytes) == 0, "a raw row of zeros, slot_bytes %u", slot_bytes);

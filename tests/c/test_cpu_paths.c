@@ -1,0 +1,183 @@
+/* test_cpu_paths.c - rows by what this processor has against the plain C code: the same bytes, sizes and statuses, from and into buffers
+ * that end where they should. */
+#include "check.h"
+
+typedef struct planes_sample {
+    ibp_codebook codebook;
+    uint8_t *entries;
+    uint64_t *frequent; /* elements that many columns have */
+} planes_sample;
+
+enum { NUM_FREQUENT = 24 };
+
+static uint64_t low_bits(uint64_t x, uint32_t num_bits) { return num_bits >= 64 ? x : x & (((uint64_t)1 << num_bits) - 1); }
+
+/* Entries are symbols of some of the frequent elements, one in eight of them noise. */
+static planes_sample planes_new(rng *r, uint32_t columns, uint32_t element_bytes, bool per_column, bool listed)
+{
+    planes_sample s = {.codebook = {.scheme = IBP_SCHEME_PLANES, .row_bytes = columns * element_bytes}};
+    ibp_planes *const p = &s.codebook.planes;
+    const uint32_t width = 8 * element_bytes;
+    const uint32_t likely[] = {width / 2, width - 8, width - 5, width == 16 ? 7 : width, 0, rng_below(r, width + 1)};
+    p->element_bytes = element_bytes;
+    p->residual_bits = likely[rng_below(r, 6)];
+    p->rotate = rng_below(r, 2);
+    p->per_column = per_column;
+    p->listed = listed;
+    p->num_planes = rng_below(r, IBP_MAX_PLANES + 1);
+    for (uint32_t i = 0; i < p->num_planes; i++) {
+        p->digit_bits[i] = (uint8_t)(1 + rng_below(r, IBP_MAX_DIGIT_BITS));
+        p->num_entries += (1u << p->digit_bits[i]) - 1;
+    }
+    const uint32_t symbol_bits = width - p->residual_bits;
+    for (p->symbol_bytes = 1; 8 * p->symbol_bytes < symbol_bits;) p->symbol_bytes *= 2;
+    const size_t num_entries = (size_t)p->num_entries * (per_column ? columns : 1);
+    s.entries = malloc(num_entries * p->symbol_bytes + 1);
+    s.frequent = malloc(NUM_FREQUENT * sizeof *s.frequent);
+    if (!s.entries || !s.frequent) abort();
+    for (int i = 0; i < NUM_FREQUENT; i++) s.frequent[i] = low_bits(rng_next(r), width);
+    for (size_t i = 0; i < num_entries; i++) {
+        const uint64_t x = s.frequent[rng_below(r, NUM_FREQUENT)];
+        const uint64_t rotated = p->rotate ? low_bits(x << 1, width) | x >> (width - 1) : x;
+        const uint64_t entry = low_bits(rng_chance(r, 12) ? rng_next(r) : symbol_bits == 0 ? 0 : rotated >> p->residual_bits, symbol_bits);
+        memcpy(s.entries + i * p->symbol_bytes, &entry, p->symbol_bytes);
+    }
+    p->entries = p->num_entries ? s.entries : NULL;
+    p->default_value = s.frequent[0];
+    p->closed_value = s.frequent[1];
+    CHECK(ibp_check_planes(&s.codebook) == IBP_OK, "%u columns of %u bytes", columns, element_bytes);
+    return s;
+}
+
+static void planes_free(planes_sample *s)
+{
+    free(s->entries);
+    free(s->frequent);
+}
+
+enum { NUM_PLANES_ROW_KINDS = 6 };
+
+/* Rows of frequent elements, of few, of noise, of defaults but for some; and of defaults but for the closed value. */
+static void planes_row(rng *r, const planes_sample *s, int kind, uint8_t *row)
+{
+    static const uint32_t percent_noise[NUM_PLANES_ROW_KINDS] = {0, 5, 100, 30, 2, 0}, percent_default[NUM_PLANES_ROW_KINDS] = {0, 0, 0, 50, 97, 80};
+    const uint32_t element_bytes = s->codebook.planes.element_bytes, num_kinds = kind == 1 ? 3 : NUM_FREQUENT;
+    for (uint32_t at = 0; at < s->codebook.row_bytes; at += element_bytes) {
+        uint64_t x = rng_chance(r, percent_noise[kind]) ? rng_next(r) : s->frequent[kind == 5 ? 1 : rng_below(r, num_kinds)];
+        if (kind < 5) x ^= s->codebook.planes.residual_bits ? rng_next(r) & 1 : 0;
+        if (rng_chance(r, percent_default[kind])) x = s->frequent[0];
+        memcpy(row + at, &x, element_bytes);
+    }
+}
+
+/* What a coder makes of a row and of coded bytes. */
+typedef struct outcome {
+    size_t coded_bytes, encoded_bytes;
+    ibp_status encoded, decoded;
+    buffer dst, row;
+} outcome;
+
+static outcome run_coder(uint32_t features, const ibp_codebook *cb, const uint8_t *row, size_t dst_bytes, const buffer *src, size_t offset)
+{
+    outcome o = {.dst = buffer_new(dst_bytes, offset), .row = buffer_new(cb->row_bytes, offset)};
+    ibp_set_cpu_features(features);
+    o.coded_bytes = ibp_coded_row_bytes(cb, row);
+    o.encoded = ibp_encode_row(cb, row, o.dst.data, dst_bytes, &o.encoded_bytes);
+    o.decoded = ibp_decode_row(cb, src->data, src->size, o.row.data);
+    ibp_set_cpu_features(UINT32_MAX);
+    return o;
+}
+
+/* Encodes row to dst_bytes and decodes src both ways. */
+static void check_same(const ibp_codebook *cb, const uint8_t *row, size_t dst_bytes, const buffer *src, size_t offset)
+{
+    outcome plain = run_coder(0, cb, row, dst_bytes, src, offset), fast = run_coder(UINT32_MAX, cb, row, dst_bytes, src, offset);
+    const ibp_planes *const p = &cb->planes;
+#define ABOUT "row of %u: elements %u, residuals %u, rotate %u, planes %u (%u %u %u %u), column %d, listed %d, src %zu", cb->row_bytes, p->element_bytes, \
+        p->residual_bits, p->rotate, p->num_planes, p->digit_bits[0], p->digit_bits[1], p->digit_bits[2], p->digit_bits[3], p->per_column, p->listed, src->size
+    CHECK(fast.coded_bytes == plain.coded_bytes, ABOUT);
+    CHECK(fast.encoded == plain.encoded && fast.encoded_bytes == plain.encoded_bytes, ABOUT);
+    if (plain.encoded == IBP_OK && fast.encoded == IBP_OK)
+        CHECK(memcmp(fast.dst.data, plain.dst.data, plain.encoded_bytes) == 0, ABOUT);
+    CHECK(fast.decoded == plain.decoded, ABOUT);
+    if (plain.decoded == IBP_OK) CHECK(memcmp(fast.row.data, plain.row.data, plain.row.size) == 0, ABOUT);
+#undef ABOUT
+    buffer_free(&plain.dst);
+    buffer_free(&plain.row);
+    buffer_free(&fast.dst);
+    buffer_free(&fast.row);
+}
+
+/* A row, its coded bytes, those with more and more bits flipped, and truncated, lengthened and random ones. */
+static void check_row_both_ways(rng *r, const ibp_codebook *cb, const uint8_t *row)
+{
+    const size_t offset = rng_below(r, 8);
+    ibp_set_cpu_features(0);
+    const size_t coded_bytes = ibp_coded_row_bytes(cb, row);
+    buffer coded = buffer_new(coded_bytes + 9, offset);
+    size_t size = 0;
+    CHECK(ibp_encode_row(cb, row, coded.data, coded_bytes, &size) == IBP_OK && size == coded_bytes, "%zu bytes", size);
+    buffer exact = buffer_copy(coded.data, coded_bytes, offset);
+    check_same(cb, row, coded_bytes, &exact, offset);
+    for (int i = 0; i < 3 && coded_bytes > 0; i++) {
+        const size_t bit = rng_below(r, 8 * (uint32_t)coded_bytes);
+        exact.data[bit / 8] ^= (uint8_t)(1u << (bit % 8));
+        check_same(cb, row, coded_bytes + 5, &exact, offset);
+    }
+    buffer_free(&exact);
+    const size_t others[] = {coded_bytes ? coded_bytes - 1 : 0, rng_below(r, (uint32_t)coded_bytes + 1), coded_bytes + 1, coded_bytes + 9};
+    for (size_t i = 0; i < 4; i++) {
+        buffer other = buffer_copy(coded.data, others[i], offset);
+        check_same(cb, row, others[i], &other, offset);
+        if (i == 3) rng_fill(r, other.data, other.size);
+        check_same(cb, row, 0, &other, offset);
+        buffer_free(&other);
+    }
+    buffer_free(&coded);
+}
+
+static void check_planes(rng *r, uint32_t columns)
+{
+    for (uint32_t element_bytes = 1; element_bytes <= 8; element_bytes *= 2) {
+        if (columns * element_bytes > IBP_MAX_ROW_BYTES) continue;
+        for (int form = 0; form < 3; form++) { /* dense, dense with entries a column, listed */
+            planes_sample s = planes_new(r, columns, element_bytes, form == 1, form == 2);
+            buffer row = buffer_new(s.codebook.row_bytes, rng_below(r, 8));
+            for (int kind = 0; kind < NUM_PLANES_ROW_KINDS; kind++) {
+                planes_row(r, &s, kind, row.data);
+                check_row_both_ways(r, &s.codebook, row.data);
+            }
+            buffer_free(&row);
+            planes_free(&s);
+        }
+    }
+}
+
+static void check_masks(rng *r, uint32_t row_bytes)
+{
+    for (uint32_t chunk_bytes = 1; chunk_bytes <= 8; chunk_bytes *= 2)
+        for (int kind = 0; kind < NUM_MASK_KINDS; kind++) {
+            sample s = sample_new(r, row_bytes, chunk_bytes, rng_chance(r, 50), kind);
+            buffer row = buffer_new(row_bytes, rng_below(r, 8));
+            sample_rows(r, &s, (int)rng_below(r, NUM_ROW_KINDS), row.data, row_bytes);
+            check_row_both_ways(r, &s.codebook, row.data);
+            buffer_free(&row);
+            sample_free(&s);
+        }
+}
+
+void test_cpu_paths(void)
+{
+    CHECK(ibp_set_cpu_features(0) == 0 && ibp_cpu_features() == 0, "%s", "the plain code");
+    const uint32_t all = ibp_set_cpu_features(UINT32_MAX);
+    CHECK(ibp_cpu_features() == all && (all & ~(uint32_t)IBP_CPU_AVX2_BMI2) == 0, "features %u", all);
+    rng r = rng_seed(11);
+    for (int round = 0; round < 12; round++)
+        for (uint32_t columns = 1; columns <= 80; columns++) check_planes(&r, columns);
+    static const uint32_t many_columns[] = {127, 128, 511, 1000, 1433, 4096, 8192, 32767, 32768, 65536};
+    for (size_t i = 0; i < sizeof many_columns / sizeof *many_columns; i++) check_planes(&r, many_columns[i]);
+    for (uint32_t row_bytes = 1; row_bytes <= 160; row_bytes++) check_masks(&r, row_bytes);
+    check_masks(&r, 4099);
+    check_masks(&r, IBP_MAX_ROW_BYTES);
+    ibp_set_cpu_features(UINT32_MAX);
+}
