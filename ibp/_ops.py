@@ -33,6 +33,8 @@ _lib.define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_b
 _lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
 _lib.define(f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_lib.define(f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, int max_sms, "
+            "Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()")
 _lib.define("map_pinned(Tensor host, int device_index) -> Tensor")
 
 torch.ops.load_library(str(Path(__file__).parent / "_lib" / "libibp_torch.so"))
@@ -86,7 +88,7 @@ def _writes_only(*args):
     return None
 
 
-for _name in ("encode_rows", "gather_items", "decode_bytes"):
+for _name in ("encode_rows", "gather_items", "decode_bytes", "stream_bytes"):
     torch.library.register_fake(f"ibp::{_name}", _writes_only, lib=_lib)
 
 
