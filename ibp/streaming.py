@@ -143,6 +143,11 @@ def _run(job, stream, sms):
     return produce(job.table, job.shape, job.target, job.worker, job.out, False, run)
 
 
+def sms_at_link_rate(num_bytes, stored_bytes):
+    """SMs that decode num_bytes faster than the copy engine brings the stored bytes."""
+    return -(-_SMS_AT_LINK_RATE * num_bytes // max(1, stored_bytes))
+
+
 class _Stream:
     """The streamed jobs of one call on one GPU: the ring they go through, which nobody else uses before the current stream is done with it."""
 
@@ -151,8 +156,7 @@ class _Stream:
         self.ring = torch.empty(_RING_BYTES, dtype=torch.uint8, device=device)
 
     def decode(self, job, arguments, sms, data, fault):
-        if sms == 0:
-            sms = -(-_SMS_AT_LINK_RATE * (job.end - job.start) // max(1, job.stored_bytes))
+        sms = sms or sms_at_link_rate(job.end - job.start, job.stored_bytes)
         self.num_done += 1
         torch.ops.ibp.stream_bytes(*arguments, job.table.bases, job.start, job.end, self.streamer.address, self.num_done == 1,
                                    self.num_done == self.num_jobs, sms, self.ring, data, fault)
