@@ -285,7 +285,8 @@ def test_the_ring_is_the_current_streams(cuda, streamed, monkeypatch):
     table.check()
 
 
-def test_the_call_does_not_wait(cuda, streamed):
+def test_the_call_does_not_wait(cuda, streamed, monkeypatch):
+    monkeypatch.setattr(streaming, "_RING_BYTES", 1 << 20)  # few chunks: the GPU's own queue must hold them all
     x = spiky_rows(3000, 60)
     tables = [make_table(x, layout, scheme="planes") for layout in LAYOUTS]
     outs = [poisoned(x, cuda) for _ in tables]
