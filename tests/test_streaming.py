@@ -116,6 +116,10 @@ def test_packed_raw_rows_on_the_cpu():
     assert_same_bits(packed_raw_table(x).decompress(), x)
 
 
+def test_sms_that_keep_up_with_the_link():
+    assert [streaming.sms_at_link_rate(num_bytes, 1 << 20) for num_bytes in (1 << 20, 3 << 19, 10 << 20)] == [5, 8, 50]
+
+
 # ---- streams to a GPU ----
 
 
