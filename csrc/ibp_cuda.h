@@ -44,6 +44,39 @@ IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *
 IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);
 
+/* ---- streams of whole tables ------------------------------------------------------------------------------------- */
+
+/* Brings tables from pinned host memory to the GPU with its copy engine, chunk by chunk through a ring of staging buffers there, while
+ * the chunks before are decoded. Owns a copy stream and events of the device that is current when it is created, no other memory.
+ * Used by one host thread at a time, and with one caller's stream. */
+typedef struct ibp_streamer ibp_streamer;
+
+IBP_API ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer);
+/* Work already queued is completed. */
+IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
+
+/* Begins a stream: one table after the other, each by a call of ibp_cuda_stream_bytes with the same caller's stream, through this ring.
+ * ring: device memory, aligned to 128 bytes, free for use where the caller's stream is when the first chunk is queued; every later use
+ * of it by the caller's stream comes after all copies of the stream, since each call joins its own. ring_bytes: it is cut in four; 32 MiB
+ * keep a PCIe 5 link busy, and where 32 rows do not fit into a quarter, the kernel fetches rows from host memory itself.
+ * Queues nothing. */
+IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);
+
+/* As ibp_cuda_decode_bytes, of the next table of a stream.
+ * table: slots and overflow mapped pinned host memory, which must hold its bytes when this is called and stay as it is until they have been
+ * copied; lengths, bases and codebook in device memory; slots_start and overflow_start 0.
+ * bases: table->bases in host memory, read before the function returns. Where they are out of order, rows of that chunk are
+ * fetched as ibp_cuda_decode_bytes does it; other wrong bases may cost intact rows of the same chunk, which are then zeros and noted.
+ * ends: this is the last table of the stream, so that its last chunks are small ones. Leaving it out only costs time.
+ * The caller's stream waits for each chunk's copy, and the copy stream for the caller's stream where the stream begins and, from the fifth chunk
+ * on, where a place of the ring was decoded: copies for one table run while the one before is still being decoded, and all of it
+ * can be captured in a CUDA graph, whose replays then need the ring and the pinned memory, but no longer the streamer. A whole stream, from
+ * begin to its last table, is either captured or not. */
+IBP_API ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases, int64_t start,
+                                         int64_t end, bool ends, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
+
+/* ---- pinned memory --------------------------------------------------------------------------------------------------- */
+
 /* Pinned host memory of exactly num_bytes (no rounding to a power of two), mapped and portable. */
 IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host);
 IBP_API ibp_status ibp_cuda_free_pinned(void *host);

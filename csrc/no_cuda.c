@@ -46,6 +46,32 @@ ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t 
     return IBP_NO_CUDA;
 }
 
+ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer)
+{
+    *streamer = 0;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer)
+{
+    (void)streamer;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes)
+{
+    (void)streamer, (void)ring, (void)ring_bytes;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases, int64_t start, int64_t end,
+                                 bool ends, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+{
+    (void)streamer, (void)table, (void)bases, (void)start, (void)end, (void)ends, (void)out, (void)fault, (void)max_sms,
+        (void)stream;
+    return IBP_NO_CUDA;
+}
+
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host)
 {
     (void)num_bytes;

@@ -163,6 +163,24 @@ class PinnedRange {
     void *data_;
 };
 
+// The copy stream and events of a stream of tables (ibp_cuda.h), on the device that is current when it is made.
+class Streamer {
+  public:
+    Streamer()
+    {
+        const py::gil_scoped_release release;
+        PinnedBuffer::check_without_gil(ibp_cuda_create_streamer(&streamer_));
+    }
+    Streamer(const Streamer &) = delete;
+    Streamer &operator=(const Streamer &) = delete;
+    ~Streamer() { ibp_cuda_destroy_streamer(streamer_); }
+
+    uintptr_t address() const { return reinterpret_cast<uintptr_t>(streamer_); }
+
+  private:
+    ibp_streamer *streamer_ = nullptr;
+};
+
 } // namespace
 
 PYBIND11_MODULE(_core, m)
@@ -201,4 +219,8 @@ PYBIND11_MODULE(_core, m)
 
     py::class_<PinnedRange>(m, "PinnedRange", "Pins the memory of an object while this one lives.")
         .def(py::init<py::object, uintptr_t, size_t>(), py::arg("owner"), py::arg("address"), py::arg("num_bytes"));
+
+    py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
+        .def(py::init<>())
+        .def_property_readonly("address", &Streamer::address);
 }

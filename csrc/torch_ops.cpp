@@ -456,6 +456,25 @@ void decode_bytes_cuda(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t
           "decode_bytes");
 }
 
+// host_bases: the table's bases on the CPU. streamer: address of an ibp_streamer of out's device. begins, ends: whether this is the first, the
+// last table of a stream, all through the same ring.
+void stream_bytes_cuda(IBP_TABLE_PARAMETERS, Tensor host_bases, int64_t start, int64_t end, int64_t streamer, bool begins, bool ends,
+                       int64_t max_sms, Tensor ring, Tensor out, Tensor fault)
+{
+    const auto device = guard(out);
+    on_device(out, {&slots, &overflow, &lengths, &bases, &codebook, &ring, &fault});
+    require(!host_bases.is_cuda() && host_bases.numel() == bases.numel(), "host_bases must be bases on the CPU");
+    require(streamer != 0, "no streamer");
+    const ibp_table table = IBP_TABLE_ARGUMENTS.table();
+    auto *const to = reinterpret_cast<ibp_streamer *>(static_cast<uintptr_t>(streamer));
+    if (begins) check(ibp_cuda_begin_stream(to, bytes_of(ring, 0, "ring"), ring.numel()), "begin_stream");
+    const auto *const starts = data_of<int64_t>(host_bases, ScalarType::Long, 0, "host_bases");
+    check(ibp_cuda_stream_bytes(to, &table, static_cast<const uint64_t *>(static_cast<const void *>(starts)), start, end, ends,
+                                bytes_of(out, end - start, "out"), fault_of(fault),
+                                static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")), current_stream(out)),
+          "stream_bytes");
+}
+
 // A CUDA tensor over the memory of a pinned one, which must outlive it.
 Tensor map_pinned(Tensor host, int64_t device_index)
 {
@@ -492,4 +511,5 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cuda));
     m.impl("gather_items", TORCH_BOX(&gather_items_cuda));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cuda));
+    m.impl("stream_bytes", TORCH_BOX(&stream_bytes_cuda));
 }

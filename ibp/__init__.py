@@ -18,7 +18,7 @@ from .compression import compress, compress_
 from .estimation import analyze, estimate
 from .gather import index_select
 from .planes import PlanesCodebook
-from .streaming import decompress
+from .streaming import decompress, decompress_many
 from .table import CompressedTensor, CorruptTableError
 
 __version__ = _core.version()
@@ -34,6 +34,7 @@ __all__ = [
     "compress_",
     "cuda_is_available",
     "decompress",
+    "decompress_many",
     "estimate",
     "get_include",
     "get_library_dir",

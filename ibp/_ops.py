@@ -4,7 +4,8 @@ All of them work on flat tensors: `data`, `slots`, `overflow`, `out` are uint8 b
 `hits` int64, `codebook` int32 [3, words] as `codebook_words` makes it, `fault` int64 [4] (the struct ibp_fault of ibp.h), and
 `codec` is [scheme, row_bytes] and, in scheme ibp (1), [chunk_bytes, num_flags]. Empty `lengths` or
 `bases` stand for none (FORMAT.md section 2). CPU implementations run on torch's intra-op threads; CUDA ones on the current stream of the
-tensors' device, without allocating or synchronising where they write to given tensors.
+tensors' device, without allocating or synchronising where they write to given tensors. `stream_bytes` is decode_bytes from pinned host
+memory by the copy engine, through `ring`, uint8 on the device; `host_bases` is `bases` on the CPU and `streamer` the address of a `_core.Streamer`.
 """
 
 from pathlib import Path
@@ -33,6 +34,8 @@ _lib.define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_b
 _lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
 _lib.define(f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_lib.define(f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, int max_sms, "
+            "Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()")
 _lib.define("map_pinned(Tensor host, int device_index) -> Tensor")
 
 torch.ops.load_library(str(Path(__file__).parent / "_lib" / "libibp_torch.so"))
@@ -86,7 +89,7 @@ def _writes_only(*args):
     return None
 
 
-for _name in ("encode_rows", "gather_items", "decode_bytes"):
+for _name in ("encode_rows", "gather_items", "decode_bytes", "stream_bytes"):
     torch.library.register_fake(f"ibp::{_name}", _writes_only, lib=_lib)
 
 

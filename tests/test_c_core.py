@@ -50,6 +50,35 @@ def test_c_core(flags, tmp_path):
     assert code == 0 and failed == 0 and passed > 1_000_000, output
 
 
+# What stream.cu makes wait for what, in the order of the file; without any one of them a tensor comes out wrong.
+WAITS = ("cudaStreamWaitEvent(copies, streamer->begun, 0)", "cudaStreamWaitEvent(copies, streamer->freed[place], 0)",
+         "cudaStreamWaitEvent(stream, streamer->filled[place], 0)")  # fmt: skip
+
+
+@pytest.mark.parametrize("left_out", [None, *WAITS])
+def test_stream_order(left_out, tmp_path):
+    """The streams and events of csrc/stream.cu, without a GPU: right in every order that they allow, and no wait too many."""
+    source, program = tmp_path / "stream.cpp", tmp_path / "stream_order"
+    text = (CSRC / "stream.cu").read_text()
+    assert all(text.count(wait) == 1 for wait in WAITS)
+    source.write_text(text.replace(left_out, "cudaSuccess") if left_out else text)
+    flags = ["-O1", "-g", *SANITIZE] if not left_out and can_sanitize(tmp_path) else ["-O1"]
+    objects = []
+    for path in sorted(CSRC.glob("*.c")):
+        if path.name != "no_cuda.c":
+            objects.append(tmp_path / f"{path.stem}.o")
+            code, output = run([*compiler("CC", "cc", "gcc", "clang"), "-std=c11", *flags, "-c", path, "-o", objects[-1]])
+            assert code == 0, output
+    emulated = ["-std=c++17", "-DIBP_WARP_CUH", f"-I{CSRC}", f"-I{TESTS}", "-include", "emulated_cuda.h"]
+    code, output = run([*compiler("CXX", "c++", "g++", "clang++"), *emulated, *flags, source, TESTS / "stream_order.cpp", *objects, "-o", program])
+    assert code == 0, output
+    code, output = run([program], timeout=300)
+    print(output)
+    runs, wrong, chunks = map(int, re.search(r"^(\d+) runs, (\d+) wrong, (\d+) chunks$", output, re.M).groups())
+    assert chunks > 10 * runs
+    assert (code, wrong) == (0, 0) if left_out is None else wrong > 0, output
+
+
 @pytest.mark.parametrize("header", ["ibp.h", "ibp_cuda.h", "format.h"])
 @pytest.mark.parametrize("language", ["c", "c++"])
 def test_headers_stand_alone(header, language, tmp_path):

@@ -82,9 +82,9 @@ def test_opcheck(number):
 
 
 def test_every_operation_is_checked():
-    """map_pinned needs a GPU: tests/test_cuda.py checks it."""
+    """map_pinned and stream_bytes need a GPU: tests/test_cuda.py and tests/test_streaming.py check them."""
     defined = {schema.name.removeprefix("ibp::") for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("ibp::")}
-    assert defined == NAMES | {"map_pinned"}
+    assert defined == NAMES | {"map_pinned", "stream_bytes"}
     assert {name for name, _ in SAMPLES} == NAMES
 
 

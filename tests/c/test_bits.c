@@ -76,6 +76,7 @@ void test_no_cuda(void)
     const ibp_table table = {0};
     const ibp_ids ids = {0};
     const ibp_codebook codebook = {0};
+    ibp_streamer *streamer = NULL;
     CHECK(!ibp_cuda_is_built() && ibp_cuda_device_count() == 0, "a build without CUDA");
     CHECK(strcmp(ibp_cuda_last_error(), "") == 0, "no error yet");
     const ibp_status statuses[] = {
@@ -85,6 +86,10 @@ void test_no_cuda(void)
         ibp_cuda_encode_rows(&table, &byte, &byte, &byte, &fault, NULL),
         ibp_cuda_gather_items(&table, &ids, &byte, &fault, 0, NULL),
         ibp_cuda_decode_bytes(&table, 0, 0, &byte, &fault, 0, NULL),
+        ibp_cuda_create_streamer(&streamer),
+        ibp_cuda_destroy_streamer(streamer),
+        ibp_cuda_begin_stream(streamer, &byte, 1),
+        ibp_cuda_stream_bytes(streamer, &table, NULL, 0, 0, true, &byte, &fault, 0, NULL),
         ibp_cuda_alloc_pinned(1, &pointer),
         ibp_cuda_free_pinned(&byte),
         ibp_cuda_register_pinned(&byte, 1),

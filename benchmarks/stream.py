@@ -1,0 +1,204 @@
+"""How fast do whole tensors come from pinned host memory to the GPU, by dtype and size?
+
+    python -m benchmarks.stream [--out DIR] [--device cpu] [--quick]
+
+Tensors of 8 to 256 MiB, and of 1 GiB in BF16; several of one size up to 256 MiB, taken in turn or as a list. Arms: torch's copy_ of the raw tensor; ibp's stream
+through the copy engine, packed and from slots, with its own choice of SMs, at most 8 and at most 4; the kernel that fetches the
+rows itself; `decompress_many` of all tensors of a size; nvCOMP's ANS, its pieces decoded while the next are copied (pieces, staging buffers for all of
+them and decoding configurations prepared beforehand, no index or codebook to copy). The stream is measured at every size, also where ibp.decompress would choose
+the kernel. The ideal is the copy engine's rate over the share of bytes stored. The peak of temporary device memory of each arm
+is printed as it is measured.
+"""
+
+import sys
+from unittest import mock
+
+import torch
+
+import ibp
+from ibp import _memory, streaming
+
+from . import harness, ideal, inputs
+
+try:
+    from nvidia import nvcomp
+except ImportError:
+    nvcomp = None
+
+SIZES_MIB, LARGE_MIB, QUICK_SIZES_MIB = (8, 64, 256), 1024, (1, 4)
+LIST_BYTES, MAX_TENSORS = 256 * inputs.MIB, 16  # of all tensors of one size
+FEW_SMS, FEWEST_SMS = 8, 4
+NVCOMP_CHUNK_BYTES, NVCOMP_PIECES, NVCOMP_LEAST_PIECE_BYTES = 1 << 16, 16, 4 * inputs.MIB
+
+
+class Cell:
+    """Tensors of one kind and size on the device, their raw copies in host memory, and where results go."""
+
+    def __init__(self, run, case, make, num_bytes):
+        self.run, self.case = run, case
+        count = max(1, min(MAX_TENSORS, LIST_BYTES // num_bytes))
+        self.xs = [make(num_bytes) for _ in range(count)]
+        self.num_bytes = self.xs[0].numel() * self.xs[0].dtype.itemsize
+        self.outs = [torch.empty_like(x) for x in self.xs]
+
+    def measure(self, arm, calls, *, moved_bytes, savings, sms, tensors_a_call=1, buffer_bytes=0):
+        """Checks an arm on poisoned output, prints its peak of temporary device memory, and times it. calls: one for each tensor, or one for all.
+        buffer_bytes: device memory that the arm was given beforehand."""
+        for call in calls:  # what stays, the row index and the codebook, comes with the first call
+            call()
+        for out in self.outs:
+            harness.poison(out)
+        self.run.sync()
+        before = self._allocated()
+        if self.run.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        for call in calls:
+            call()
+        self.run.sync()
+        for x, out in zip(self.xs, self.outs):
+            harness.check_bits(out, x, f"{self.case}, {arm}")
+        if self.run.on_gpu:
+            peak = (torch.cuda.max_memory_allocated() - before + buffer_bytes) / inputs.MIB
+            print(f"{self.case} {harness.dtype_name(self.xs[0].dtype)}, {arm}: at most {peak:.1f} MiB of temporary device memory",
+                  flush=True)
+        gbps = tensors_a_call * self.num_bytes * 1e-9 / self.run.seconds(calls)
+        x = self.xs[0]
+        self.run.add(case=self.case, arm=arm, rows=len(x), row_bytes=x.shape[1] * x.dtype.itemsize, dtype=x.dtype, savings=savings, gbps=gbps,
+                     ideal_gbps=ideal.LINK_COPY_GBPS * self.num_bytes / moved_bytes, sms=sms)
+
+    def _allocated(self):
+        return torch.cuda.memory_allocated() if self.run.on_gpu else 0
+
+
+def in_host_memory(table, pin):
+    """A table's copy in host memory, pinned at exactly its size."""
+    slots, overflow = (_memory.empty(held.numel(), torch.device("cpu"), pin).copy_(held) for held in (table.slots, table.overflow))
+    return ibp.CompressedTensor(shape=table.shape, dtype=table.dtype, scheme=table.scheme, row_bytes=table.row_bytes, slot_bytes=table.slot_bytes, slots=slots,
+                                overflow=overflow, lengths=table.lengths.cpu(), bases=table.bases.cpu(), codebook=table.codebook)
+
+
+def always_streamed():
+    return mock.patch.object(streaming, "_LEAST_STREAMED_BYTES", 0)
+
+
+def never_streamed():
+    return mock.patch.object(streaming, "_LEAST_STREAMED_BYTES", float("inf"))
+
+
+def measure_raw(cell):
+    hosts = [_memory.empty(cell.num_bytes, torch.device("cpu"), cell.run.on_gpu).view(x.dtype).view(x.shape).copy_(x) for x in cell.xs]
+    calls = [lambda out=out, host=host: out.copy_(host, non_blocking=True) for out, host in zip(cell.outs, hosts)]
+    cell.measure("raw copy_", calls, moved_bytes=cell.num_bytes, savings=0.0, sms=0)
+
+
+def measure_tables(cell, codebook, layout):
+    tables = [in_host_memory(ibp.compress(x, codebook=codebook, layout=layout), cell.run.on_gpu) for x in cell.xs]
+    name = f"{codebook.scheme} {layout}"
+    moved_bytes = sum(table.slots.numel() + table.overflow.numel() for table in tables) / len(tables)
+    same = {"moved_bytes": moved_bytes, "savings": tables[0].savings}
+    chosen = streaming.sms_at_link_rate(cell.num_bytes, int(moved_bytes)) if cell.run.on_gpu else None
+    for sms in {FEW_SMS: FEW_SMS, FEWEST_SMS: FEWEST_SMS, chosen: None}.values() if cell.run.on_gpu else (None,):
+        each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms) for table, out in zip(tables, cell.outs)]
+        label = sms or chosen
+        with always_streamed():
+            cell.measure(name, each, sms=label, **same)
+            if len(tables) > 1:
+                every = [lambda sms=sms: ibp.decompress_many(tables, out=cell.outs, max_sms=sms)]
+                cell.measure(f"{name}, list", every, sms=label, tensors_a_call=len(tables), **same)
+    for sms in (None, FEW_SMS) if cell.run.on_gpu else ():
+        each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms) for table, out in zip(tables, cell.outs)]
+        with never_streamed():
+            cell.measure(f"{name}, by kernel", each, sms=sms, **same)
+
+
+class AnsPieces:
+    """A tensor as nvCOMP's ANS codes it, in pieces in pinned memory, each with a place on the GPU to be copied to and decoded from."""
+
+    def __init__(self, x, out, stream):
+        self.copies, self.stream = torch.cuda.Stream(), stream
+        data, to = (t.view(torch.uint8).view(-1) for t in (x, out))
+        size = max(NVCOMP_LEAST_PIECE_BYTES, -(-data.numel() // NVCOMP_PIECES))
+        typestr = f"<f{x.dtype.itemsize}"
+        self.codec = nvcomp.Codec(algorithm="ANS", uncomp_chunk_size=NVCOMP_CHUNK_BYTES, data_type=typestr, cuda_stream=stream.cuda_stream)
+        self.pieces, self.stored_bytes = [], 0
+        for part, target in zip(data.split(size), to.split(size)):
+            coded = torch.as_tensor(self.codec.encode(nvcomp.as_array(part)), device=x.device).view(torch.uint8).reshape(-1)
+            stream.synchronize()
+            staging = coded.clone()
+            host = _memory.empty(coded.numel(), torch.device("cpu"), pin=True).copy_(coded)
+            array = nvcomp.as_array(staging)
+            self.pieces.append((host, staging, array, target, self.codec.decompression_config(array), torch.cuda.Event()))
+            self.stored_bytes += coded.numel()
+
+    def decode(self):
+        self.copies.wait_stream(self.stream)
+        for host, staging, array, target, config, copied in self.pieces:
+            with torch.cuda.stream(self.copies):
+                staging.copy_(host, non_blocking=True)
+                copied.record()
+            self.stream.wait_event(copied)
+            self.codec.decode(array, out=target, decompression_config=config)
+
+
+def measure_nvcomp(cell, what):
+    cell.run.sync()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # not the default one, whose number a codec takes for none
+        try:
+            coded = [AnsPieces(x, out, stream) for x, out in zip(cell.xs, cell.outs)]
+        except Exception as error:  # versions differ in the dtypes and arguments they take
+            print(f"{what}: nvCOMP left out: {error}")
+            return
+        moved_bytes = sum(pieces.stored_bytes for pieces in coded) / len(coded)
+        cell.measure("nvcomp ANS", [pieces.decode for pieces in coded], moved_bytes=moved_bytes, savings=1 - moved_bytes / cell.num_bytes, sms=None,
+                     buffer_bytes=moved_bytes)
+
+
+def measure_size(run, case, make, codebooks, num_bytes):
+    what = f"{case}, {num_bytes >> 20} MiB"
+    with run.cell(what):
+        cell = Cell(run, what, make, num_bytes)
+        with run.cell(f"{what}, raw"):
+            measure_raw(cell)
+        for codebook in codebooks:
+            for layout in ("packed", "slots"):
+                with run.cell(f"{what}, {codebook.scheme} {layout}"):
+                    measure_tables(cell, codebook, layout)
+        if nvcomp and run.on_gpu and cell.xs[0].dtype.is_floating_point:
+            with run.cell(f"{what}, nvcomp"):
+                measure_nvcomp(cell, what)
+
+
+def cases(run):
+    """(name, function from a number of bytes to a new tensor, codebooks, sizes in MiB)."""
+    sizes = QUICK_SIZES_MIB if run.quick else SIZES_MIB
+    for name, dtype, deviation in inputs.NORMAL:
+
+        def make(num_bytes, dtype=dtype, deviation=deviation):
+            return inputs.normal_rows(num_bytes, dtype, deviation, run.device)
+
+        learned = make(inputs.MIB if run.quick else 64 * inputs.MIB)
+        is_main = dtype == torch.bfloat16
+        codebooks = [ibp.analyze(learned, scheme=scheme, sample=None) for scheme in (("planes", "ibp") if is_main else ("planes",))]
+        yield name, make, codebooks, sizes if run.quick or not is_main else (*sizes, LARGE_MIB)
+    mask, bitval = inputs.synthetic_mask(2048, 0.5)
+    codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
+    yield "synthetic 50%", lambda num_bytes: inputs.agreeing_rows(num_bytes // 2048, mask, bitval, run.device), [codebook], sizes
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("stream", args)
+    torch.manual_seed(0)
+    if not run.on_gpu:
+        print("nvCOMP: needs --device cuda, left out")
+    elif not nvcomp:
+        print("nvCOMP: the package nvidia-nvcomp-cu13 is not installed, left out")
+    for name, make, codebooks, sizes in cases(run):
+        for size in sizes:
+            measure_size(run, name, make, codebooks, size * inputs.MIB)
+    return run.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
