@@ -176,6 +176,10 @@ IBP_API void ibp_measure_rows(const ibp_codebook *codebook, const uint8_t *data,
 IBP_API void ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
                             int64_t *overflow_bytes);
 
+/* Adds to survey[0] the bytes of the rows as stored and to survey[1 + k] how many of them take k sectors of 32 bytes.
+ * lengths: num_rows entries. survey: 2 + ceil(row_bytes / 32) entries, set to 0 by the caller. */
+IBP_API void ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey);
+
 /* What went wrong first; all zero when nothing did. Eight-byte fields so that a GPU can write it into mapped memory. */
 typedef struct ibp_fault {
     int64_t status;   /* an ibp_status: IBP_INDEX_OUT_OF_RANGE, IBP_CORRUPT_ROW or IBP_BUFFER_TOO_SMALL */

@@ -25,6 +25,19 @@ ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *da
     return IBP_NO_CUDA;
 }
 
+ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
+                               int64_t *overflow_bytes, ibp_stream stream)
+{
+    (void)lengths, (void)num_bytes, (void)row_bytes, (void)slot_bytes, (void)bases, (void)overflow_bytes, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey, ibp_stream stream)
+{
+    (void)lengths, (void)num_bytes, (void)row_bytes, (void)survey, (void)stream;
+    return IBP_NO_CUDA;
+}
+
 ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow, ibp_fault *fault,
                                 ibp_stream stream)
 {

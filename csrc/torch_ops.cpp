@@ -356,16 +356,57 @@ Tensor measure_rows_cuda(Tensor data, Tensor codebook, std::vector<int64_t> code
     return lengths;
 }
 
-Tensor index_rows(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes)
+// Returns bases and, as the last entry, the bytes of overflow. index(lengths, row_bytes, slot_bytes, bases, overflow_bytes) fills them.
+template <typename Index> Tensor index_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes, const Index &index)
 {
     const uint32_t bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
     const int64_t num_rows = rows_of(num_bytes, bytes), num_bases = (num_rows + 31) / 32;
     Tensor bases = new_tensor(lengths, {num_bases + 1}, ScalarType::Long);
     auto *const out = static_cast<int64_t *>(bases.data_ptr());
-    ibp_index_rows(data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths"), num_bytes, bytes,
-                   to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes"), static_cast<uint64_t *>(static_cast<void *>(out)),
-                   out + num_bases);
+    index(data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths"), bytes,
+          to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes"), static_cast<uint64_t *>(static_cast<void *>(out)), out + num_bases);
     return bases;
+}
+
+Tensor index_rows_cpu(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes)
+{
+    return index_rows(lengths, num_bytes, row_bytes, slot_bytes,
+                      [&](const uint16_t *in, uint32_t bytes, uint32_t slot, uint64_t *bases, int64_t *overflow_bytes) {
+                          ibp_index_rows(in, num_bytes, bytes, slot, bases, overflow_bytes);
+                      });
+}
+
+Tensor index_rows_cuda(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes)
+{
+    const auto device = guard(lengths);
+    return index_rows(lengths, num_bytes, row_bytes, slot_bytes,
+                      [&](const uint16_t *in, uint32_t bytes, uint32_t slot, uint64_t *bases, int64_t *overflow_bytes) {
+                          check(ibp_cuda_index_rows(in, num_bytes, bytes, slot, bases, overflow_bytes, current_stream(lengths)), "index_rows");
+                      });
+}
+
+// Returns the stored bytes, and how many rows take 0, 1, ... sectors of 32 bytes.
+template <typename Survey> Tensor survey_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, const Survey &survey)
+{
+    const uint32_t bytes = to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes");
+    require(num_bytes >= 0, "num_bytes is ", num_bytes);
+    Tensor found = new_counts(lengths, 2 + (row_bytes + 31) / 32);
+    survey(data_of<uint16_t>(lengths, ScalarType::UInt16, rows_of(num_bytes, bytes), "lengths"), bytes, counts_of(found));
+    return found;
+}
+
+Tensor survey_rows_cpu(Tensor lengths, int64_t num_bytes, int64_t row_bytes)
+{
+    return survey_rows(lengths, num_bytes, row_bytes,
+                       [&](const uint16_t *in, uint32_t bytes, uint64_t *found) { ibp_survey_rows(in, num_bytes, bytes, found); });
+}
+
+Tensor survey_rows_cuda(Tensor lengths, int64_t num_bytes, int64_t row_bytes)
+{
+    const auto device = guard(lengths);
+    return survey_rows(lengths, num_bytes, row_bytes, [&](const uint16_t *in, uint32_t bytes, uint64_t *found) {
+        check(ibp_cuda_survey_rows(in, num_bytes, bytes, found, current_stream(lengths)), "survey_rows");
+    });
 }
 
 // The unpacking of TABLE's fields into TableArgs, the same in every op that takes a table.
@@ -496,7 +537,8 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("count_bits", TORCH_BOX(&count_bits_cpu));
     m.impl("count_hits", TORCH_BOX(&count_hits_cpu));
     m.impl("measure_rows", TORCH_BOX(&measure_rows_cpu));
-    m.impl("index_rows", TORCH_BOX(&index_rows));
+    m.impl("index_rows", TORCH_BOX(&index_rows_cpu));
+    m.impl("survey_rows", TORCH_BOX(&survey_rows_cpu));
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cpu));
     m.impl("gather_items", TORCH_BOX(&gather_items_cpu));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cpu));
@@ -508,6 +550,8 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
     m.impl("count_bits", TORCH_BOX(&count_bits_cuda));
     m.impl("count_hits", TORCH_BOX(&count_hits_cuda));
     m.impl("measure_rows", TORCH_BOX(&measure_rows_cuda));
+    m.impl("index_rows", TORCH_BOX(&index_rows_cuda));
+    m.impl("survey_rows", TORCH_BOX(&survey_rows_cuda));
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cuda));
     m.impl("gather_items", TORCH_BOX(&gather_items_cuda));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cuda));

@@ -31,6 +31,7 @@ _lib.define("count_bits(Tensor data, int row_bytes) -> Tensor")
 _lib.define("count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
+_lib.define("survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor")
 _lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
 _lib.define(f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
@@ -78,6 +79,11 @@ def _(data, codebook, codec):
 @torch.library.register_fake("ibp::index_rows", lib=_lib)
 def _(lengths, num_bytes, row_bytes, slot_bytes):
     return lengths.new_empty((-(-num_bytes // (32 * row_bytes)) + 1,), dtype=torch.int64)
+
+
+@torch.library.register_fake("ibp::survey_rows", lib=_lib)
+def _(lengths, num_bytes, row_bytes):
+    return lengths.new_empty((2 + -(-row_bytes // 32),), dtype=torch.int64)
 
 
 @torch.library.register_fake("ibp::map_pinned", lib=_lib)

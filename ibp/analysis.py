@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from tqdm import tqdm
 
-from . import rows as _rows
+from . import layout as _layout, rows as _rows
 from .codebook import CHUNK_BYTES, SCHEMES, Codebook, check_chunk_bytes
 
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)
@@ -16,25 +16,19 @@ _BITS_SET = torch.tensor([bin(byte).count("1") for byte in range(256)])
 
 
 def measure(data: torch.Tensor, codebook, device: torch.device, progress: bool = False) -> torch.Tensor:
-    """The `lengths` of all rows of the bytes (FORMAT.md section 2), uint16 on the CPU."""
-    words, parts = codebook.words(device), [torch.empty(0, dtype=torch.uint16)]
+    """The `lengths` of all rows of the bytes (FORMAT.md section 2), uint16 on the device."""
+    words, parts = codebook.words(device), [torch.empty(0, dtype=torch.uint16, device=device)]
     num_rows = -(-data.numel() // codebook.row_bytes)
     with tqdm(total=num_rows, desc="measure", unit="row", unit_scale=True, disable=not progress) as bar:
         for first, last, block in _rows.blocks(data, codebook.row_bytes, device):
-            parts.append(torch.ops.ibp.measure_rows(block, words, codebook.codec).cpu())
+            parts.append(torch.ops.ibp.measure_rows(block, words, codebook.codec))
             bar.update(last - first)
-    return torch.cat(parts)
+    return torch.cat(parts) if len(parts) != 2 else parts[1]
 
 
 def total_stored(lengths: torch.Tensor, geometry: _rows.Geometry) -> int:
     """Bytes of the coded and raw rows that `lengths` describes."""
-    total, raw_rows = 0, 0
-    for part in lengths.split(1 << 22):
-        total += int(part.to(torch.int64).sum())
-        raw_rows += int((part == 0).sum())
-    short = geometry.num_rows * geometry.row_bytes - geometry.num_bytes
-    last_is_raw = bool(short) and int(lengths[-1]) == 0
-    return total + raw_rows * geometry.row_bytes - (short if last_is_raw else 0)
+    return _layout.survey(lengths, geometry).stored
 
 
 def check_learning(sample: float | None, chunk_bytes: int | None, tau: float | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from tqdm import tqdm
 
@@ -65,10 +67,11 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
         codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=slot_bytes, clusters=clusters, progress=progress))
     if codebook is not None and geometry.num_bytes:
         lengths = measure(data, codebook, worker, progress)
-        if total_stored(lengths, geometry) + codebook.nbytes < geometry.num_bytes:
+        survey = _layout.survey(lengths, geometry)
+        if survey.stored + codebook.nbytes < geometry.num_bytes:
             if slot_bytes is None:
-                slot_bytes = _layout.choose_slot_bytes(lengths, geometry)
-            return _encode(data, geometry, codebook, lengths, slot_bytes, worker, pin, progress)
+                slot_bytes = _layout.choose_slot_bytes(survey, geometry)
+            return _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, progress)
     slots = _memory.empty(geometry.num_bytes, data.device, pin).copy_(data)
     return _table(geometry, "raw", geometry.row_bytes, slots, None, None)
 
@@ -106,7 +109,7 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
         table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
         table._owner = x
     else:
-        coded = torch.zeros_like(lengths)  # all rows raw: what the memory holds
+        coded = torch.zeros_like(lengths, device=data.device)  # all rows raw: what the memory holds
         table = _table(geometry, codebook.scheme, geometry.row_bytes, data, codebook, coded)
         table._owner = x
         try:
@@ -158,48 +161,88 @@ def _table(geometry, scheme, slot_bytes, slots, codebook, lengths, overflow=None
                             bases=on_home(bases, torch.int64), codebook=codebook)
 
 
-def _encode(data, geometry, codebook, lengths, slot_bytes, worker, pin, progress):
-    bases, overflow_bytes = _layout.index_rows(lengths, geometry, slot_bytes)
+def _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, progress):
     slots = _memory.empty(_layout.slots_size(geometry, slot_bytes), data.device, pin)
-    overflow = _memory.empty(overflow_bytes, data.device, pin)
-    with tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
+    overflow = _memory.empty(survey.overflow_bytes(slot_bytes) if slot_bytes < geometry.row_bytes else 0, data.device, pin)
+    bases = _layout.index_rows(lengths, geometry, slot_bytes) if overflow.numel() else torch.empty(0, dtype=torch.int64, device=worker)
+    lies_near, faults = slots.device == worker, []
+    ends = [*bases.tolist(), overflow.numel()] if overflow.numel() and not (lies_near and worker.type == "cuda") else None
+    with _Outlet(worker) as outlet, tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
         for first, last, block in _rows.blocks(data, geometry.row_bytes, worker):
-            row_range = slice(first, last)
-            in_slots = slots[first * slot_bytes : last * slot_bytes]
-            ends = [int(bases[r // 32]) if r < geometry.num_rows else overflow_bytes for r in (first, last)] if overflow_bytes else [0, 0]
-            in_overflow = overflow[ends[0] : ends[1]]
-            part = bases[first // 32 : -(-last // 32)] if overflow_bytes else bases
-            _encode_block(block, codebook, lengths[row_range], part, slot_bytes, ends[0], in_slots, in_overflow)
+            start, end = (ends[first // 32], ends[-(-last // 32)]) if ends else (0, overflow.numel())
+            targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
+            near = targets if lies_near else outlet.take([target.numel() for target in targets])
+            part = bases[first // 32 : -(-last // 32)] if overflow.numel() else bases
+            faults.append(_encode_block(block, codebook, lengths[first:last], part, slot_bytes, start, *near))
+            if not lies_near:
+                outlet.put(targets, near)
             bar.update(last - first)
+    _check_faults(faults)
     return _table(geometry, codebook.scheme, slot_bytes, slots, codebook, lengths, overflow, bases)
 
 
+class _Outlet:
+    """Where blocks are coded before they are copied to the table: on a GPU two buffers in turn, and a stream for the copies."""
+
+    def __init__(self, device):
+        self._device, self._turn = device, 0
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied = [torch.cuda.Event() for _ in self._buffers] if device.type == "cuda" else []
+
+    def take(self, sizes):
+        """A tensor of each size, which earlier copies no longer read."""
+        starts = list(itertools.accumulate((-(-size // 256) * 256 for size in sizes), initial=0))
+        if self._stream:
+            self._copied[self._turn].synchronize()
+        if self._buffers[self._turn].numel() < starts[-1]:
+            self._buffers[self._turn] = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+        return [self._buffers[self._turn][start : start + size] for start, size in zip(starts, sizes)]
+
+    def put(self, targets, sources):
+        """Copies what work issued so far has written."""
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for target, source in zip(targets, sources):
+                target.copy_(source, non_blocking=True)
+        if self._stream:
+            self._copied[self._turn].record(self._stream)
+        self._turn = 1 - self._turn
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self._stream:
+            self._stream.synchronize()
+
+
 def _encode_block(block, codebook, lengths, bases, slot_bytes, overflow_start, slots, overflow):
-    """Codes a block of rows on the device where it is, into slices of slots and overflow anywhere."""
+    """Codes a block of rows into slices of slots and overflow on its own device. Returns where a fault is noted."""
     device = block.device
-
-    def near(tensor):  # zeros between the rows' bytes: equal tables have equal tensors
-        return tensor.zero_() if tensor.device == device else torch.zeros_like(tensor, device=device)
-
-    near_slots, near_overflow = near(slots), near(overflow)
+    if device.type == "cpu":  # zeros between the rows' bytes, as kernels write them: equal tables have equal tensors
+        slots.zero_(), overflow.zero_()
     fault = torch.zeros(4, dtype=torch.int64, device=device)
-    torch.ops.ibp.encode_rows(near_slots, near_overflow, lengths.to(device), bases.to(device), codebook.words(device), codebook.codec, slot_bytes, overflow_start, 1, block.numel(), block, fault)
-    for target, source in ((slots, near_slots), (overflow, near_overflow)):
-        if target is not source:
-            target.copy_(source)
-    if int(fault[0]):
-        raise RuntimeError(f"x changed while it was being compressed: row {int(fault[1])} of a block no longer has the length measured before")
+    torch.ops.ibp.encode_rows(slots, overflow, lengths, bases, codebook.words(device), codebook.codec, slot_bytes, overflow_start, 1, block.numel(), block, fault)
+    return fault
+
+
+def _check_faults(faults):
+    for status, row, _, _ in torch.stack(faults).tolist():
+        if status:
+            raise RuntimeError(f"x changed while it was being compressed: row {row} of a block no longer has the length measured before")
 
 
 def _encode_in_place(table, data, lengths, worker, progress):
     codebook, row_bytes, coded = table.codebook, table.row_bytes, table.lengths
-    no_bases, no_overflow = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.uint8, device=data.device)
+    no_bases, no_overflow = torch.empty(0, dtype=torch.int64, device=worker), torch.empty(0, dtype=torch.uint8, device=worker)
     with tqdm(total=table.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
-        for first, last, block in _rows.blocks(data, row_bytes, worker):
+        for first, last, block in _rows.blocks(data, row_bytes, worker, whole=False):
             home = data[first * row_bytes : last * row_bytes]
             original = block.clone() if block.data_ptr() == home.data_ptr() else block
             staged = torch.empty_like(original)
-            _encode_block(original, codebook, lengths[first:last], no_bases, row_bytes, 0, staged, no_overflow.to(staged.device))
+            _check_faults([_encode_block(original, codebook, lengths[first:last], no_bases, row_bytes, 0, staged, no_overflow)])
             _replace(home, staged, original, coded[first:last], lengths[first:last])
             bar.update(last - first)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from .rows import Geometry
@@ -10,34 +12,45 @@ SECTOR_BYTES = 32
 _SECOND_FETCH_BYTES = 64  # what fetching a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
 
 
-def stored_sectors(lengths: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """How many rows take k sectors of 32 bytes as stored, for k = 0, 1, ...; lengths empty: all rows raw."""
-    most = -(-geometry.row_bytes // SECTOR_BYTES)
-    histogram = torch.zeros(most + 1, dtype=torch.int64)
+@dataclass(frozen=True)
+class Survey:
+    """What rows take as stored, raw ones included.
+
+    Attributes:
+        stored: bytes of all rows.
+        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes.
+    """
+
+    stored: int
+    sectors: torch.Tensor
+
+    def overflow_bytes(self, slot_bytes: int) -> int:
+        """Bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact bytes without slots."""
+        if slot_bytes == 0:
+            return self.stored
+        above = self.sectors[slot_bytes // SECTOR_BYTES + 1 :]
+        return SECTOR_BYTES * int((above * torch.arange(1, len(above) + 1)).sum())
+
+
+def survey(lengths: torch.Tensor, geometry: Geometry) -> Survey:
+    """The survey of a table's rows; lengths on any device, empty: all rows raw."""
     if lengths.numel() == 0:
-        histogram[most] = geometry.num_rows
-    for part in lengths.split(1 << 22):
-        length = part.to(torch.int64)
-        sectors = torch.where(length == 0, geometry.row_bytes, length).add_(SECTOR_BYTES - 1).div_(SECTOR_BYTES, rounding_mode="floor")
-        histogram += torch.bincount(sectors, minlength=most + 1)
-    return histogram
+        lengths = torch.zeros(geometry.num_rows, dtype=torch.uint16)
+    stored, *sectors = torch.ops.ibp.survey_rows(lengths, geometry.num_bytes, geometry.row_bytes).tolist()
+    return Survey(stored, torch.tensor(sectors))
 
 
-def slot_costs(lengths: torch.Tensor, geometry: Geometry) -> dict[int, float]:
-    """Bytes that slots and overflow occupy by slot size, each row's second fetch priced in: for the multiples of 32 below row_bytes, and row_bytes."""
-    histogram = stored_sectors(lengths, geometry).to(torch.float64)
-    slots = torch.arange(len(histogram), dtype=torch.float64)
-    rows_above = histogram.flip(0).cumsum(0).flip(0) - histogram  # rows that overflow a slot of k sectors
-    sectors_above = (histogram * slots).flip(0).cumsum(0).flip(0) - histogram * slots - rows_above * slots
-    costs = (geometry.num_rows * slots * SECTOR_BYTES + sectors_above * SECTOR_BYTES + rows_above * _SECOND_FETCH_BYTES).tolist()
-    below = range(1, -(-geometry.row_bytes // SECTOR_BYTES))
-    return {k * SECTOR_BYTES: costs[k] for k in below} | {geometry.row_bytes: float(geometry.num_rows * geometry.row_bytes)}
-
-
-def choose_slot_bytes(lengths: torch.Tensor, geometry: Geometry) -> int:
-    """The slot size with the least cost; of equal ones the largest."""
-    costs = slot_costs(lengths, geometry)
-    return max(costs, key=lambda slot_bytes: (-costs[slot_bytes], slot_bytes))
+def choose_slot_bytes(found: Survey, geometry: Geometry) -> int:
+    """The slot size, a multiple of 32 below row_bytes or row_bytes itself, at which slots and overflow take the fewest bytes, each row's
+    second fetch priced in; of equal ones the largest."""
+    rows = found.sectors.to(torch.float64)
+    slots = torch.arange(len(rows), dtype=torch.float64)
+    rows_above = rows.flip(0).cumsum(0).flip(0) - rows  # rows that overflow a slot of k sectors
+    sectors_above = (rows * slots).flip(0).cumsum(0).flip(0) - rows * slots - rows_above * slots
+    costs = geometry.num_rows * slots * SECTOR_BYTES + sectors_above * SECTOR_BYTES + rows_above * _SECOND_FETCH_BYTES
+    costs[-1] = geometry.num_rows * geometry.row_bytes
+    best = 1 + int((costs[1:] == costs[1:].min()).nonzero()[-1]) if len(costs) > 1 else 1
+    return min(best * SECTOR_BYTES, geometry.row_bytes)
 
 
 def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
@@ -51,36 +64,35 @@ def slots_size(geometry: Geometry, slot_bytes: int) -> int:
     return geometry.num_bytes if slot_bytes == geometry.row_bytes else geometry.num_rows * slot_bytes
 
 
-def index_rows(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> tuple[torch.Tensor, int]:
-    """(bases, overflow bytes); bases is empty if no row overflows."""
-    bases = torch.ops.ibp.index_rows(lengths, geometry.num_bytes, geometry.row_bytes, slot_bytes)
-    overflow_bytes = int(bases[-1])
-    return (bases[:-1].clone() if overflow_bytes else bases[:0].clone()), overflow_bytes
+def index_rows(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> torch.Tensor:
+    """The bases of a table some of whose rows overflow, where lengths are."""
+    return torch.ops.ibp.index_rows(lengths, geometry.num_bytes, geometry.row_bytes, slot_bytes)[:-1]
 
 
-def fetch_cost(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> int:
+def fetch_cost(lengths: torch.Tensor, found: Survey, geometry: Geometry, slot_bytes: int) -> int:
     """link_bytes with the second fetch of rows that overflow their slot priced in."""
-    overflowing = stored_sectors(lengths, geometry)[slot_bytes // SECTOR_BYTES + 1 :].sum() if 0 < slot_bytes < geometry.row_bytes else 0
+    overflowing = found.sectors[slot_bytes // SECTOR_BYTES + 1 :].sum() if 0 < slot_bytes < geometry.row_bytes else 0
     return link_bytes(lengths, geometry, slot_bytes) + int(overflowing) * _SECOND_FETCH_BYTES
 
 
 def link_bytes(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> int:
-    """Bytes of the whole 32-byte sectors that a fetch of every row reads, each row once; lengths on the CPU."""
+    """Bytes of the whole 32-byte sectors that a fetch of every row reads, each row once."""
     sectors, overflow_end, step = 0, 0, 1 << 22
     for first in range(0, geometry.num_rows, step):
-        row = torch.arange(first, min(first + step, geometry.num_rows))
+        row = torch.arange(first, min(first + step, geometry.num_rows), device=lengths.device)
         valid = torch.clamp(geometry.num_bytes - row * geometry.row_bytes, max=geometry.row_bytes)
         length = lengths[first : first + len(row)].to(torch.int64) if lengths.numel() else torch.zeros_like(row)
         stored = torch.where(length == 0, valid, length)
         part = (stored - slot_bytes).clamp(min=0)
         sectors += _touched(row * slot_bytes, stored - part)
-        room = part if slot_bytes == 0 else (part + SECTOR_BYTES - 1) // SECTOR_BYTES * SECTOR_BYTES
-        ends = overflow_end + room.cumsum(0)
-        sectors += _touched(ends - room, part)
-        overflow_end = int(ends[-1])
+        if bool(part.any()):
+            room = part if slot_bytes == 0 else (part + SECTOR_BYTES - 1) // SECTOR_BYTES * SECTOR_BYTES
+            ends = overflow_end + room.cumsum(0)
+            sectors += _touched(ends - room, part)
+            overflow_end = int(ends[-1])
     return sectors * SECTOR_BYTES
 
 
 def _touched(start, size):
     touched = (start + size - 1) // SECTOR_BYTES - start // SECTOR_BYTES + 1
-    return int(touched[size > 0].sum())
+    return int((touched * (size > 0)).sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from . import _core, _memory, _ops
 
 LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
 _BLOCK_BYTES = 64 << 20
+_STAGED_BYTES = 16 << 20  # of a block of host data on its way to a GPU
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -68,11 +70,6 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.view(_INTEGERS[x.element_size()]).contiguous().reshape(-1).view(torch.uint8)
 
 
-def tensor_of(data: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """The inverse of bytes_of: a view of the bytes as the tensor they came from."""
-    return data.view(geometry.dtype).view(geometry.shape)
-
-
 def working_device(x: torch.Tensor, device: torch.device | str | int | None) -> torch.device:
     """Where analysis and compression of x run: the device asked for, else x's own if it is a GPU, else the GPU if there is one."""
     if device is not None:
@@ -82,13 +79,48 @@ def working_device(x: torch.Tensor, device: torch.device | str | int | None) -> 
     return _memory.canonical("cuda" if _ops.cuda_is_available() else "cpu")
 
 
-def blocks(data: torch.Tensor, row_bytes: int, device: torch.device) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(first row, last row, bytes on the device) of about 64 MiB each; the first row is a multiple of 32."""
-    num_rows = -(-data.numel() // row_bytes)
-    step = max(1, _BLOCK_BYTES // (32 * row_bytes)) * 32
-    for first in range(0, num_rows, step):
-        last = min(first + step, num_rows)
-        yield first, last, data[first * row_bytes : last * row_bytes].to(device, non_blocking=True)
+def blocks(data: torch.Tensor, row_bytes: int, device: torch.device, whole: bool = True) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(first row, last row, bytes on the device) of about 64 MiB each; the first row is a multiple of 32.
+
+    What is on the GPU that works on it is one block, if `whole`. Host data is brought to a GPU in smaller blocks by its copy engine, the next
+    one while the caller works on one: such a block is valid until the next one is asked for.
+    """
+    num_rows, is_far = -(-data.numel() // row_bytes), data.device != device and device.type == "cuda"
+    most_bytes = min(_BLOCK_BYTES, _STAGED_BYTES) if is_far else data.numel() if whole and device.type == "cuda" else _BLOCK_BYTES
+    step = max(1, most_bytes // (32 * row_bytes)) * 32
+    ranges = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
+    parts = (data[first * row_bytes : last * row_bytes] for first, last in ranges)
+    if is_far:
+        parts = _copied_ahead(parts, min(step * row_bytes, data.numel()), device)
+    for (first, last), part in zip(ranges, parts):
+        yield first, last, part.to(device)
+
+
+def _copied_ahead(parts, most_bytes, device):
+    """The parts on a GPU, in two buffers in turn; copies run on a stream of their own."""
+    stream, copier = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    buffers = [torch.empty(most_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    copied, used = ([torch.cuda.Event() for _ in buffers] for _ in range(2))
+    copier.wait_stream(stream)
+
+    def bring(part, turn):
+        copier.wait_event(used[turn])
+        with torch.cuda.stream(copier):
+            near = buffers[turn][: part.numel()].copy_(part, non_blocking=True)
+        copied[turn].record(copier)
+        return near
+
+    try:
+        waiting, turn = None, 0
+        for part in itertools.chain(parts, [None]):
+            coming = None if part is None else bring(part, turn)
+            if waiting is not None:
+                stream.wait_event(copied[1 - turn])
+                yield waiting
+                used[1 - turn].record(stream)
+            waiting, turn = coming, 1 - turn
+    finally:
+        copier.synchronize()
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:

@@ -110,11 +110,12 @@ def _measured(scheme, codebook, rows, request):
     sampled = _rows.Geometry(torch.Size((rows.numel() // geometry.row_bytes, geometry.row_bytes)), torch.uint8, geometry.row_bytes)
     scale = geometry.num_bytes / sampled.num_bytes  # a short last row counts as what it is
     if codebook is None:
-        lengths, codebook_bytes, stored = torch.zeros(sampled.num_rows, dtype=torch.uint16), 0, float(geometry.num_bytes)
+        lengths, codebook_bytes = torch.zeros(sampled.num_rows, dtype=torch.uint16, device=request.device), 0
     else:
         lengths, codebook_bytes = analysis.measure(rows, codebook, request.device), codebook.nbytes
-        stored = analysis.total_stored(lengths, sampled) * scale + codebook_bytes
+    survey = _layout.survey(lengths, sampled)
+    stored = survey.stored * scale + codebook_bytes
     if request.slot_bytes == 0:
         return Candidate(scheme, codebook, stored, stored)
-    slot_bytes = _layout.choose_slot_bytes(lengths, sampled) if request.slot_bytes is None else request.slot_bytes
-    return Candidate(scheme, codebook, _layout.fetch_cost(lengths, sampled, slot_bytes) * scale + codebook_bytes, stored)
+    slot_bytes = _layout.choose_slot_bytes(survey, sampled) if request.slot_bytes is None else request.slot_bytes
+    return Candidate(scheme, codebook, _layout.fetch_cost(lengths, survey, sampled, slot_bytes) * scale + codebook_bytes, stored)

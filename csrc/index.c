@@ -1,0 +1,13 @@
+/* index.c - what rows take as stored, counted for the choice of a slot size (FORMAT.md sections 2 and 3). */
+#include "format.h"
+#include "ibp.h"
+
+void ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey)
+{
+    const int64_t num_rows = (num_bytes + row_bytes - 1) / row_bytes;
+    for (int64_t r = 0; r < num_rows; r++) {
+        const uint32_t stored = lengths[r] ? lengths[r] : ibp_valid_bytes(num_bytes, row_bytes, r);
+        survey[0] += stored;
+        survey[1 + (stored + IBP_OVERFLOW_ALIGN - 1) / IBP_OVERFLOW_ALIGN]++;
+    }
+}
