@@ -87,12 +87,17 @@ __global__ void __launch_bounds__(1024, 1) gather_items(const ibp_table table, c
     const Stage stage = warp_stage(table.codebook);
     const Codec codec(table.codebook);
     for (int64_t job = blockIdx.x * static_cast<int64_t>(blockDim.x / kWarp) + threadIdx.x / kWarp; job < num_jobs; job += step) {
-        const int64_t position = request.rows_per_item == 1 ? job : job / request.rows_per_item;
-        const int64_t id = request.ids.data ? id_at(request.ids, position) : 0;
+        const int64_t k = request.rows_per_item == 1 ? job : job / request.rows_per_item;
+        const int64_t id = request.ids.data ? id_at(request.ids, k) : 0;
+        const int64_t position = request.ids.positions ? int64_t{__ldg(request.ids.positions + k)} : k;
+        if (request.ids.positions && position >= request.ids.out_items) {
+            note_fault(fault, IBP_INDEX_OUT_OF_RANGE, position, id);
+            continue;
+        }
         const bool in_range = id >= 0 && id < table.num_items;
         const int64_t item_start = request.ids.data ? (in_range ? id : 0) * table.item_bytes : request.start;
         const int64_t item_end = request.ids.data ? item_start + table.item_bytes : request.end;
-        const int64_t row = item_start / row_bytes + (job - position * request.rows_per_item), row_start = row * row_bytes;
+        const int64_t row = item_start / row_bytes + (job - k * request.rows_per_item), row_start = row * row_bytes;
         if (row_start >= item_end) continue;
         const uint32_t low = static_cast<uint32_t>(max(item_start - row_start, int64_t{0}));
         const uint32_t high = static_cast<uint32_t>(min(item_end - row_start, row_bytes));
@@ -143,5 +148,5 @@ extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t star
     if (start < 0 || start > end || end > table->num_items * table->item_bytes) return IBP_INVALID_ARGUMENT;
     if (start == end) return IBP_OK;
     const int64_t row_bytes = table->codebook.row_bytes, num_rows = (end - 1) / row_bytes - start / row_bytes + 1;
-    return ibp::gather(table, {{nullptr, 1, 8}, num_rows, start, end}, out, fault, max_sms, stream);
+    return ibp::gather(table, {{nullptr, 1, 8, nullptr, 0}, num_rows, start, end}, out, fault, max_sms, stream);
 }

@@ -44,6 +44,10 @@ IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *
 IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);
 
+/* As ibp_partition_ids, but for the order inside a window, which may be any. */
+IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
+                                          void *sorted_ids, uint32_t *positions, ibp_stream stream);
+
 /* Pinned host memory of exactly num_bytes (no rounding to a power of two), mapped and portable. */
 IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host);
 IBP_API ibp_status ibp_cuda_free_pinned(void *host);

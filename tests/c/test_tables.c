@@ -99,7 +99,7 @@ static void check_gather(rng *r, const made *t, uint32_t id_bytes)
     int64_t ids64[NUM_IDS];
     int32_t ids32[NUM_IDS];
     for (int k = 0; k < NUM_IDS; k++) ids32[k] = (int32_t)(ids64[k] = rng_below(r, (uint32_t)t->table.num_items));
-    const ibp_ids ids = {id_bytes == 4 ? (const void *)ids32 : ids64, NUM_IDS, id_bytes};
+    const ibp_ids ids = {.data = id_bytes == 4 ? (const void *)ids32 : ids64, .count = NUM_IDS, .id_bytes = id_bytes};
     buffer out = buffer_new(NUM_IDS * item, 1), scratch = buffer_new(2 * (size_t)t->sample.masks.row_bytes, 0);
     ibp_fault fault = {0};
     CHECK(ibp_gather_items(&t->table, &ids, 0, 20, out.data, scratch.data, &fault) == IBP_OK, "%s", "the first half");
@@ -140,7 +140,7 @@ static void check_bad_ids(const made *t)
     const int64_t ids64[] = {0, -1, n, INT64_MAX, INT64_MIN, n - 1, (int64_t)1 << 32};
     enum { NUM_IDS = sizeof ids64 / sizeof *ids64 };
     const size_t item = (size_t)t->table.item_bytes;
-    const ibp_ids ids = {ids64, NUM_IDS, 8};
+    const ibp_ids ids = {.data = ids64, .count = NUM_IDS, .id_bytes = 8};
     buffer out = buffer_new(NUM_IDS * item, 0), scratch = buffer_new(2 * (size_t)t->sample.masks.row_bytes, 0);
     buffer zeros = buffer_new(item, 0);
     memset(zeros.data, 0, item);
@@ -239,7 +239,7 @@ static void check_raw_table(void)
     const ibp_table table = {.num_items = 10, .item_bytes = 5, .slots = data, .slots_bytes = 50, .slot_bytes = 16,
                              .codebook = {.row_bytes = 16}};
     const int64_t ids64[] = {9, 0, 3, 3, 6};
-    const ibp_ids ids = {ids64, 5, 8};
+    const ibp_ids ids = {.data = ids64, .count = 5, .id_bytes = 8};
     ibp_fault fault = {0};
     CHECK(ibp_num_rows(&table) == 4, "%lld", (long long)ibp_num_rows(&table));
     CHECK(ibp_gather_items(&table, &ids, 0, 5, out, scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
@@ -251,7 +251,7 @@ static void check_empty_table(void)
 {
     const ibp_table table = {.num_items = 0, .item_bytes = 4, .slot_bytes = 4, .codebook = {.row_bytes = 4}};
     const int64_t zero = 0;
-    const ibp_ids none = {&zero, 0, 8}, one = {&zero, 1, 8};
+    const ibp_ids none = {.data = &zero, .count = 0, .id_bytes = 8}, one = {.data = &zero, .count = 1, .id_bytes = 8};
     uint8_t out[4] = {1, 1, 1, 1}, scratch[8];
     ibp_fault fault = {0};
     CHECK(ibp_num_rows(&table) == 0, "%lld", (long long)ibp_num_rows(&table));
@@ -345,7 +345,7 @@ static void check_gather_of_corrupt_row(rng *r)
     encode_table(&t, 1);
     t.lengths[7] = 1;
     const int32_t ids32[] = {5, 7, 7, 6, -2};
-    const ibp_ids ids = {ids32, 5, 4};
+    const ibp_ids ids = {.data = ids32, .count = 5, .id_bytes = 4};
     uint8_t out[5 * 64], scratch[2 * 64];
     ibp_fault fault = {0};
     CHECK(ibp_gather_items(&t.table, &ids, 0, 5, out, scratch, &fault) == IBP_CORRUPT_ROW, "%lld", (long long)fault.status);
@@ -439,7 +439,7 @@ static void check_row_past_4_gib(uint32_t slot_bytes)
     CHECK(status == IBP_OK, "%s", ibp_status_string(status));
     CHECK(naive_read_row(&s.masks, &table, last, out) && memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
     const int64_t ids64[] = {last, last - 1};
-    const ibp_ids ids = {ids64, 2, 8};
+    const ibp_ids ids = {.data = ids64, .count = 2, .id_bytes = 8};
     ibp_fault fault = {0};
     CHECK(ibp_gather_items(&table, &ids, 0, 2, out, scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
     CHECK(memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
