@@ -26,7 +26,7 @@ def rows_at_once(table: CompressedTensor) -> int:
         return 0
     rows_per_item = geometry.item_bytes // geometry.row_bytes
     most_bytes = CHUNK_BYTES - (rows_per_item + _GROUP_ROWS) * geometry.row_bytes - 64
-    mean_bytes = table.resident_bytes // geometry.num_rows
+    mean_bytes = table.resident_bytes // max(1, geometry.num_rows)
     num_rows = min(2 * most_bytes // 5, CHUNK_BYTES // (mean_bytes + 3))  # the index has at most 2.5 bytes a row
     return num_rows if num_rows >= rows_per_item else 0
 

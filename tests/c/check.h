@@ -88,6 +88,7 @@ void test_corrupt_rows(void);
 void test_tables(void);
 void test_corrupt_tables(void);
 void test_offsets_past_4_gib(void);
+void test_partition(void);
 void test_no_cuda(void);
 
 #endif

@@ -214,6 +214,71 @@ static void check_overflow_start(const made *t)
     buffer_free(&scratch);
 }
 
+/* Rows as stored, for a table of their own in packed layout: it gives the items that were selected. */
+static void check_selection(rng *r, const made *t)
+{
+    enum { NUM_IDS = 37 };
+    const int64_t row_bytes = t->sample.masks.row_bytes, item_bytes = t->table.item_bytes, rows_per_item = item_bytes / row_bytes;
+    const int64_t num_rows = NUM_IDS * rows_per_item;
+    int32_t ids32[NUM_IDS];
+    for (int k = 0; k < NUM_IDS; k++) ids32[k] = (int32_t)rng_below(r, (uint32_t)t->table.num_items);
+    const ibp_ids ids = {.data = ids32, .count = NUM_IDS, .id_bytes = 4};
+    ibp_fault fault = {0};
+    uint64_t stored_bytes = 0;
+    uint16_t *const lengths = exact_array(num_rows, sizeof *lengths);
+    uint64_t *const bases = exact_array((num_rows + 31) / 32, sizeof *bases);
+    const ibp_status measured = ibp_measure_selection(&t->table, &ids, 0, num_rows, lengths, &stored_bytes, &fault);
+    if (item_bytes % row_bytes != 0) {
+        CHECK(measured == IBP_INVALID_ARGUMENT, "%s", ibp_status_string(measured));
+    } else {
+        CHECK(measured == IBP_OK, "%s", ibp_status_string(measured));
+        buffer rows = buffer_new((size_t)stored_bytes, 1), item = buffer_new((size_t)item_bytes, 0);
+        buffer scratch = buffer_new(2 * (size_t)row_bytes, 0);
+        ibp_table selection = {.num_items = NUM_IDS, .item_bytes = item_bytes, .lengths = lengths, .bases = bases,
+                               .overflow = stored_bytes ? rows.data : NULL, .codebook = t->table.codebook};
+        ibp_index_rows(lengths, NUM_IDS * item_bytes, (uint32_t)row_bytes, 0, bases, &selection.overflow_bytes);
+        CHECK(selection.overflow_bytes == (int64_t)stored_bytes, "%lld", (long long)selection.overflow_bytes);
+        const int64_t middle = rng_below(r, (uint32_t)num_rows) / 32 * 32;
+        const uint64_t cut = bases[middle / 32];
+        CHECK(ibp_copy_selection(&t->table, &ids, 0, middle, rows.data, cut, &fault) == IBP_OK, "%s", "the first part");
+        CHECK(ibp_copy_selection(&t->table, &ids, middle, num_rows, rows.data + cut, stored_bytes - cut, &fault) == IBP_OK, "%s", "the rest");
+        for (int64_t k = 0; k < NUM_IDS; k++) {
+            const ibp_status status =
+                ibp_decode_bytes(&selection, k * item_bytes, (k + 1) * item_bytes, item.data, scratch.data, &fault);
+            CHECK(status == IBP_OK && memcmp(item.data, t->data.data + ids32[k] * item_bytes, (size_t)item_bytes) == 0, "id %d", ids32[k]);
+        }
+        CHECK(ibp_copy_selection(&t->table, &ids, 0, num_rows, rows.data, stored_bytes - 1, &fault) == IBP_CORRUPT_ROW, "%s", "no room");
+        CHECK(fault.position == NUM_IDS - 1 && fault.id == ids32[NUM_IDS - 1], "%lld", (long long)fault.position);
+        fault = (ibp_fault){0};
+        ids32[5] = (int32_t)t->table.num_items;
+        CHECK(ibp_measure_selection(&t->table, &ids, 0, num_rows, lengths, &stored_bytes, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "a bad id");
+        CHECK(ibp_copy_selection(&t->table, &ids, 0, num_rows, rows.data, rows.size, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "a bad id");
+        CHECK(fault.position == 5 && fault.id == ids32[5], "%lld", (long long)fault.position);
+        buffer_free(&rows);
+        buffer_free(&item);
+        buffer_free(&scratch);
+    }
+    free(lengths);
+    free(bases);
+}
+
+static void check_positions(const made *t)
+{
+    const size_t item = (size_t)t->table.item_bytes;
+    const int32_t ids32[] = {0, (int32_t)t->table.num_items - 1, 0};
+    const uint32_t positions[] = {2, 0, 3};
+    const ibp_ids ids = {.data = ids32, .count = 3, .id_bytes = 4, .positions = positions, .out_items = 3};
+    buffer out = buffer_new(3 * item, 1), scratch = buffer_new(2 * (size_t)t->sample.masks.row_bytes, 0);
+    ibp_fault fault = {0};
+    CHECK(ibp_gather_items(&t->table, &ids, 0, 3, out.data, scratch.data, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "no position 3");
+    CHECK(fault.position == 3 && fault.id == 0, "%lld", (long long)fault.position);
+    CHECK(memcmp(out.data + 2 * item, t->data.data, item) == 0, "%s", "the first item");
+    CHECK(memcmp(out.data, t->data.data + (size_t)ids32[1] * item, item) == 0, "%s", "the last item");
+    CHECK(out.data[item] == 0xA5, "%s", "a position that nothing goes to");
+    buffer_free(&out);
+    buffer_free(&scratch);
+}
+
 static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t slot_bytes, int64_t item_bytes, int kind)
 {
     const int row_kind = kind % NUM_ROW_KINDS;
@@ -226,6 +291,8 @@ static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32
     check_gather(r, &t, kind % 2 ? 4 : 8);
     check_decode_bytes(r, &t);
     check_bad_ids(&t);
+    check_selection(r, &t);
+    check_positions(&t);
     check_overflow_start(&t);
     check_encode_errors(&t);
     free_table(&t);
