@@ -28,10 +28,11 @@ def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.de
     A table in pinned host memory is fetched and rebuilt by the GPU itself in one kernel on the current stream, and a table on a GPU
     likewise; an unpinned table is gathered on the CPU and copied. With ids and out on the GPU and the table pinned or on that GPU, the call
     does not synchronise, allocates nothing but what path "bucketed" needs, and can be captured in a CUDA graph (after one call outside it).
-    It also works inside torch.compile(fullgraph=True), where bad ids are noticed by the next call outside or by `table.check()`.
 
     CPU ids out of range raise IndexError at once. CUDA ids are checked by the kernel, without synchronising: a bad id's item is
     zeros, and the first bad one met raises in the next call on the table, in `table.check()`, or here with check=True.
+
+    Inside torch.compile, fullgraph=True too, it works after one call outside; there CPU ids are checked like CUDA ones, without check=True or path="cpu".
 
     Args:
         table: a table of N items of shape [...].
@@ -67,9 +68,9 @@ def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.de
     worker = worker_of(table, target)
     if path is not None:
         check_path(path, table, ids, target, worker)
-    if not ids.is_cuda:
+    if not ids.is_cuda and not torch.compiler.is_compiling():
         check_range(ids, table._geometry.num_items)
-    elif worker.type == "cpu":
+    if ids.is_cuda and worker.type == "cpu":
         ids = ids.cpu()
     path = path or choose_path(table, ids, target, worker)
     if path == "cpu":
@@ -115,13 +116,14 @@ def choose_path(table, ids, target, worker):
     """The fastest path, by the thresholds above; None where the CPU does it all."""
     num_ids, num_bytes = ids.numel(), ids.numel() * table._geometry.item_bytes
     is_pinned, is_large = worker.type == "cuda", table.resident_bytes >= LARGE_TABLE_BYTES
-    if target.type == "cuda" and table.device.type == "cpu" and not ids.is_cuda and num_bytes >= LEAST_STAGED_BYTES:
+    can_look = not ids.is_cuda and not torch.compiler.is_compiling()
+    if target.type == "cuda" and table.device.type == "cpu" and can_look and num_bytes >= LEAST_STAGED_BYTES:
         pays = not is_pinned or (is_large and torch.get_num_threads() >= LEAST_STAGING_THREADS)
         if pays and host_gather.rows_at_once(table) and not torch.cuda.is_current_stream_capturing():
             return "cpu"
     if not is_pinned:
         return None
-    if num_ids < LEAST_BUCKETED_IDS or not is_large or table.device.type == "cuda" or (not ids.is_cuda and looks_sorted(ids)):
+    if num_ids < LEAST_BUCKETED_IDS or not is_large or table.device.type == "cuda" or (can_look and looks_sorted(ids)):
         return "gpu"
     return "bucketed"
 

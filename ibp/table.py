@@ -191,9 +191,10 @@ class CompressedTensor:
         return index_select(self, flat, device=device).reshape((*ids.shape, *self.shape[1:]))
 
     def check(self) -> None:
-        """Waits for this table's work on all GPUs and raises what went wrong there: IndexError or CorruptTableError."""
+        """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or CorruptTableError."""
         for device in {device for device, _ in self._faults}:
-            torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             self._raise_pending(device)
 
     # ---- pickling ----
@@ -269,6 +270,7 @@ class CompressedTensor:
         place = (slots, overflow, self.lengths.to(device), self.bases.to(device), words, codec, self.slot_bytes, 0,
                  self._geometry.num_items, self._geometry.item_bytes)
         self._places[device] = place
+        self._fault_on(device)  # compiled code and graphs find it made
         return place
 
     def _coding(self, device):
@@ -278,13 +280,13 @@ class CompressedTensor:
         return self.codebook.codec, self.codebook.words(device)
 
     def _fault_on(self, device, of_selections=False):
-        """Where the kernels of a GPU note faults: mapped host memory, readable without waiting for them. of_selections: for those that read
+        """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time. of_selections: for those that read
         selections of the table's items (see host_gather), which do not know the items' ids."""
         key = device, of_selections
         if key not in self._faults:
             _refuse_capture(device)
-            host = _memory.empty(32, torch.device("cpu"), pin=True).view(torch.int64).zero_()
-            self._faults[key] = (host, host.numpy(), _memory.device_view(host, device))
+            host = _memory.empty(32, torch.device("cpu"), pin=device.type == "cuda").view(torch.int64).zero_()
+            self._faults[key] = (host, host.numpy(), _memory.device_view(host, device) if device.type == "cuda" else host)
         return self._faults[key][2]
 
     def _raise_pending(self, device):
