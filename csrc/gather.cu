@@ -86,7 +86,8 @@ template <class Decoder> struct Fetch {
         const uint32_t k = item_of(job);
         const int64_t id = request.ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(request.ids.data) + k)
                                                      : __ldg(static_cast<const int *>(request.ids.data) + k);
-        return {id, request.ids.positions ? __ldg(request.ids.positions + k) : k};
+        const uint32_t position = request.ids.positions ? __ldg(request.ids.positions + k) : k;
+        return {id, position};
     }
 
     __device__ __forceinline__ Job job_of(uint32_t job, const Ticket &ticket) const
@@ -106,6 +107,7 @@ template <class Decoder> struct Fetch {
             found.row = (request.by_id ? start / row_bytes : request.first_row) + part;
         const int64_t row_start = found.row * row_bytes;
         if (row_start >= end) return found;
+        if (request.ids.positions && ticket.position >= request.ids.out_items) return found;
         found.window.low = static_cast<uint32_t>(max(start - row_start, int64_t{0}));
         found.window.high = static_cast<uint32_t>(min(end - row_start, row_bytes));
         found.window.dst = out + ticket.position * table.item_bytes + (row_start + found.window.low - start);

@@ -183,7 +183,7 @@ IBP_API void ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_
 /* What went wrong first; all zero when nothing did. Eight-byte fields so that a GPU can write it into mapped memory. */
 typedef struct ibp_fault {
     int64_t status;   /* an ibp_status: IBP_INDEX_OUT_OF_RANGE, IBP_CORRUPT_ROW or IBP_BUFFER_TOO_SMALL */
-    int64_t position; /* position in ids; a row number where there are no ids */
+    int64_t position; /* position in the output; a row number where there are no ids */
     int64_t id;       /* the id there; a row number where there are no ids */
     int64_t taken;    /* used by the GPU to let the first fault win */
 } ibp_fault;
@@ -195,15 +195,17 @@ typedef struct ibp_fault {
 IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
                                    uint8_t *overflow, uint8_t *scratch, ibp_fault *fault);
 
-/* Item ids of a gather: int32_t (id_bytes 4) or int64_t (id_bytes 8). */
+/* Item ids of a gather: int32_t (id_bytes 4) or int64_t (id_bytes 8). Item k goes to position positions[k] of the output, which has
+ * out_items positions; a position past them is left out and noted as IBP_INDEX_OUT_OF_RANGE. positions NULL: to position k. */
 typedef struct ibp_ids {
     const void *data;
     int64_t count;
     uint32_t id_bytes;
-    const uint32_t *positions; /* item k of the ids goes to position positions[k] of out; NULL: to k. Read by the CUDA twin only */
+    const uint32_t *positions;
+    int64_t out_items; /* read where there are positions */
 } ibp_ids;
 
-/* out[k] = item ids[k], for first <= k < last, item_bytes bytes each; out points to position 0.
+/* out[k] = item ids[k], for first <= k < last, item_bytes bytes each; out points to position 0. With positions, out[positions[k]].
  * A bad id or a corrupt row leaves zeros in its place and is noted in *fault if that is still clear.
  * scratch: 2 * row_bytes bytes. @return the first fault's status, or IBP_OK. */
 IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out,
@@ -213,6 +215,35 @@ IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, 
  * @return IBP_INVALID_ARGUMENT for another range. */
 IBP_API ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, uint8_t *scratch,
                                     ibp_fault *fault);
+
+/* ---- large tables -------------------------------------------------------------------------------------------- */
+
+#define IBP_MAX_WINDOWS 65536
+
+/* Windows of 2^window_bits items that num_items items fall into: at least 1. */
+IBP_API int64_t ibp_num_windows(int64_t num_items, uint32_t window_bits);
+
+/* Bytes of workspace, 8-byte aligned, that a partition of count ids needs. */
+IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, uint32_t window_bits);
+
+/* Puts ids in the order of the windows of 2^window_bits items that they lie in, so that a gather goes through the table once:
+ * sorted_ids[k] = ids[positions[k]], sorted_ids of the type of ids; inside a window their order is kept. An id out of range counts
+ * to the nearest window. ids->positions is not read.
+ * @return IBP_INVALID_ARGUMENT for more than UINT32_MAX ids or more than IBP_MAX_WINDOWS windows. */
+IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace, void *sorted_ids,
+                                     uint32_t *positions);
+
+/* A selection is the table of the items ids[0], ids[1], ... in packed layout (section 3), its rows copied as they are stored. Its row
+ * q is row q % n of item ids[q / n], n = item_bytes / row_bytes; the functions fail with IBP_INVALID_ARGUMENT unless that is whole.
+ *
+ * For its rows first_row to last_row - 1: lengths[q - first_row], where the table has lengths, and the sum of their stored bytes.
+ * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a length above row_bytes), noted in *fault if that is still clear. */
+IBP_API ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
+                                         uint16_t *lengths, uint64_t *stored_bytes, ibp_fault *fault);
+/* Copies its rows first_row to last_row - 1, as stored, back to back to dst, which has room for dst_bytes.
+ * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a row that lies outside the table or does not fit dst), noted likewise. */
+IBP_API ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint8_t *dst,
+                                      uint64_t dst_bytes, ibp_fault *fault);
 
 #ifdef __cplusplus
 }

@@ -51,6 +51,10 @@ IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *
 IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);
 
+/* As ibp_partition_ids, but for the order inside a window, which may be any. */
+IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
+                                          void *sorted_ids, uint32_t *positions, ibp_stream stream);
+
 /* ---- streams of whole tables ------------------------------------------------------------------------------------- */
 
 /* Brings tables from pinned host memory to the GPU with its copy engine, chunk by chunk through a ring of staging buffers there, while

@@ -85,6 +85,13 @@ ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table,
     return IBP_NO_CUDA;
 }
 
+ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace, void *sorted_ids,
+                                  uint32_t *positions, ibp_stream stream)
+{
+    (void)ids, (void)num_items, (void)window_bits, (void)workspace, (void)sorted_ids, (void)positions, (void)stream;
+    return IBP_NO_CUDA;
+}
+
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host)
 {
     (void)num_bytes;

@@ -1,4 +1,4 @@
-/* table.c - tables in host memory: the row index, coding rows into slots and overflow, and gathering items (FORMAT.md 1 to 3). */
+/* table.c - tables in host memory: the row index, coding rows into slots and overflow, gathering and selecting items (FORMAT.md 1 to 3). */
 #include "format.h"
 #include "ibp.h"
 
@@ -175,15 +175,16 @@ ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t 
 {
     ibp_status first_fault = IBP_OK;
     for (int64_t k = first; k < last; k++) {
-        const int64_t id = id_at(ids, k);
-        uint8_t *const item = out + k * table->item_bytes;
+        const int64_t id = id_at(ids, k), position = ids->positions ? ids->positions[k] : k;
+        const bool has_room = !ids->positions || position < ids->out_items;
+        uint8_t *const item = out + position * table->item_bytes;
         ibp_status status = IBP_INDEX_OUT_OF_RANGE;
         int64_t bad_row;
-        if (id >= 0 && id < table->num_items)
+        if (has_room && id >= 0 && id < table->num_items)
             status = read_bytes(table, id * table->item_bytes, (id + 1) * table->item_bytes, item, scratch, &bad_row);
-        else
+        else if (has_room)
             memset(item, 0, (size_t)table->item_bytes);
-        note_fault(fault, status, k, id);
+        note_fault(fault, status, position, id);
         if (first_fault == IBP_OK) first_fault = status;
     }
     return first_fault;
@@ -196,4 +197,76 @@ ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, 
     const ibp_status status = read_bytes(table, start, end, out, scratch, &bad_row);
     note_fault(fault, status, bad_row, bad_row);
     return status;
+}
+
+/* Row q of a selection as a row of the table. @return false if its id is out of range, which is noted. */
+static bool selected_row(const ibp_table *table, const ibp_ids *ids, int64_t q, ibp_fault *fault, int64_t *row)
+{
+    const int64_t rows_per_item = table->item_bytes / table->codebook.row_bytes, position = q / rows_per_item;
+    const int64_t id = id_at(ids, position);
+    *row = id * rows_per_item + q % rows_per_item;
+    if (id >= 0 && id < table->num_items) return true;
+    note_fault(fault, IBP_INDEX_OUT_OF_RANGE, position, id);
+    return false;
+}
+
+static ibp_status note_corrupt(const ibp_table *table, int64_t q, int64_t row, ibp_fault *fault)
+{
+    const int64_t rows_per_item = table->item_bytes / table->codebook.row_bytes;
+    note_fault(fault, IBP_CORRUPT_ROW, q / rows_per_item, row / rows_per_item);
+    return IBP_CORRUPT_ROW;
+}
+
+static bool is_selectable(const ibp_table *table)
+{
+    return table->item_bytes > 0 && table->item_bytes % table->codebook.row_bytes == 0;
+}
+
+ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint16_t *lengths,
+                                 uint64_t *stored_bytes, ibp_fault *fault)
+{
+    if (!is_selectable(table)) return IBP_INVALID_ARGUMENT;
+    *stored_bytes = 0;
+    for (int64_t q = first_row; q < last_row; q++) {
+        int64_t row;
+        if (!selected_row(table, ids, q, fault, &row)) return IBP_INDEX_OUT_OF_RANGE;
+        const uint32_t stored = stored_bytes_of(table->lengths, num_bytes_of(table), table->codebook.row_bytes, row);
+        if (stored > table->codebook.row_bytes) return note_corrupt(table, q, row, fault);
+        *stored_bytes += stored;
+        if (table->lengths) lengths[q - first_row] = table->lengths[row];
+    }
+    return IBP_OK;
+}
+
+/* Asks for the slot of row q of a selection ahead of its use: rows at random places come no faster than their first lines do. */
+static void prefetch_slot(const ibp_table *table, const ibp_ids *ids, int64_t q)
+{
+    ibp_fault unused = {0};
+    int64_t row;
+    if (!selected_row(table, ids, q, &unused, &row)) return;
+    const uint64_t start = (uint64_t)row * table->slot_bytes - table->slots_start;
+    for (uint64_t i = start; i < start + table->slot_bytes && i < (uint64_t)table->slots_bytes; i += 64u)
+        __builtin_prefetch(table->slots + i);
+}
+
+#define PREFETCH_ROWS 4
+
+ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint8_t *dst,
+                              uint64_t dst_bytes, ibp_fault *fault)
+{
+    if (!is_selectable(table)) return IBP_INVALID_ARGUMENT;
+    const int64_t rows_per_item = table->item_bytes / table->codebook.row_bytes;
+    for (int64_t q = first_row; q < last_row; q++) {
+        row_span span;
+        int64_t row;
+        if (!selected_row(table, ids, q, fault, &row)) return IBP_INDEX_OUT_OF_RANGE;
+        if (q + PREFETCH_ROWS < ids->count * rows_per_item) prefetch_slot(table, ids, q + PREFETCH_ROWS);
+        if (!locate_row(table, row, &span) || (uint64_t)span.in_slot + span.in_overflow > dst_bytes)
+            return note_corrupt(table, q, row, fault);
+        if (span.in_slot) memcpy(dst, table->slots + span.slot_start, span.in_slot);
+        if (span.in_overflow) memcpy(dst + span.in_slot, table->overflow + span.overflow_start, span.in_overflow);
+        dst += span.in_slot + span.in_overflow;
+        dst_bytes -= span.in_slot + span.in_overflow;
+    }
+    return IBP_OK;
 }

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -55,6 +56,15 @@ template <typename T> T *data_of(const Tensor &tensor, ScalarType dtype, int64_t
 uint8_t *bytes_of(const Tensor &tensor, int64_t least, const char *name)
 {
     return data_of<uint8_t>(tensor, ScalarType::Byte, least, name);
+}
+
+// The memory of a contiguous tensor of any dtype that has room for least bytes; nullptr if it is empty.
+uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
+{
+    require(tensor.is_contiguous(), name, " is not contiguous");
+    const int64_t num_bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+    require(num_bytes >= least, name, " has ", num_bytes, " bytes, ", least, " are needed");
+    return num_bytes == 0 ? nullptr : static_cast<uint8_t *>(tensor.data_ptr());
 }
 
 uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *name)
@@ -438,21 +448,34 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
           "encode_rows");
 }
 
-// ---- gathering and decoding ----
+// ---- gathering ----
 
 ibp_ids ids_of(const Tensor &ids)
 {
     require(ids.scalar_type() == ScalarType::Long || ids.scalar_type() == ScalarType::Int,
                     "ids must be int32 or int64");
     require(ids.is_contiguous(), "ids is not contiguous");
-    return {ids.numel() == 0 ? nullptr : ids.data_ptr(), ids.numel(), ids.scalar_type() == ScalarType::Long ? 8u : 4u, nullptr};
+    const uint32_t id_bytes = ids.scalar_type() == ScalarType::Long ? 8u : 4u;
+    return {ids.numel() == 0 ? nullptr : ids.data_ptr(), ids.numel(), id_bytes, nullptr, 0};
 }
 
-void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t /*max_sms*/, Tensor out, Tensor fault)
+// Ids with the positions of out that their items go to: any of those that out has room for; without positions one after the other.
+ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &positions, const Tensor &out, int64_t item_bytes)
+{
+    ibp_ids items = ids_of(ids);
+    room_of(out, positions ? 0 : items.count * item_bytes, "out");
+    if (!positions) return items;
+    const auto *data = data_of<int32_t>(*positions, ScalarType::Int, items.count, "positions");
+    items.positions = static_cast<const uint32_t *>(static_cast<const void *>(data));
+    items.out_items = item_bytes ? out.numel() * static_cast<int64_t>(out.element_size()) / item_bytes : 0;
+    return items;
+}
+
+void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t /*max_sms*/, Tensor out, Tensor fault, std::optional<Tensor> positions)
 {
     const ibp_table table = IBP_TABLE_ARGUMENTS.table();
-    const ibp_ids items = ids_of(ids);
-    uint8_t *const to = bytes_of(out, items.count * item_bytes, "out");
+    const ibp_ids items = placed_ids_of(ids, positions, out, item_bytes);
+    uint8_t *const to = room_of(out, 0, "out");
     const int64_t row_bytes = table.codebook.row_bytes;
     over_ranges(items.count, std::max(item_bytes, row_bytes), static_cast<size_t>(2 * row_bytes), fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
@@ -460,16 +483,107 @@ void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t /*max_sms*/, Ten
                 });
 }
 
-void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor out, Tensor fault)
+void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor out, Tensor fault, std::optional<Tensor> positions)
 {
     const auto device = guard(out);
-    on_device(out, {&slots, &overflow, &lengths, &bases, &codebook, &ids, &fault});
+    on_device(out, {&slots, &overflow, &lengths, &bases, &codebook, &ids, &fault, positions ? &*positions : &ids});
     const ibp_table table = IBP_TABLE_ARGUMENTS.table();
-    const ibp_ids items = ids_of(ids);
-    check(ibp_cuda_gather_items(&table, &items, bytes_of(out, items.count * item_bytes, "out"), fault_of(fault),
+    const ibp_ids items = placed_ids_of(ids, positions, out, item_bytes);
+    check(ibp_cuda_gather_items(&table, &items, room_of(out, 0, "out"), fault_of(fault),
                                 static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")), current_stream(out)),
           "gather_items");
 }
+
+// ---- large tables ----
+
+// (ids in the order of the windows of a table, the position of each): as many as ids.
+template <typename Partition>
+std::tuple<Tensor, Tensor> partition_ids(const Tensor &ids, int64_t num_items, int64_t window_bits, const Partition &partition)
+{
+    const ibp_ids items = ids_of(ids);
+    const uint32_t bits = to_u32(window_bits, 0, 62, "window_bits");
+    require(items.count <= INT32_MAX, "there are ", items.count, " ids, more than 2^31 - 1");
+    require(ibp_num_windows(num_items, bits) <= IBP_MAX_WINDOWS, "window_bits is ", window_bits, ": ", num_items,
+            " items fall into more than ", IBP_MAX_WINDOWS, " windows");
+    Tensor sorted_ids = new_tensor(ids, {items.count}, ids.scalar_type()), positions = new_tensor(ids, {items.count}, ScalarType::Int);
+    const auto num_bytes = static_cast<int64_t>(ibp_partition_workspace_bytes(items.count, num_items, bits));
+    Tensor workspace = new_tensor(ids, {num_bytes}, ScalarType::Byte);
+    check(partition(items, bits, workspace.data_ptr(), sorted_ids.data_ptr(),
+                    static_cast<uint32_t *>(static_cast<void *>(positions.data_ptr()))),
+          "partition_ids");
+    return {sorted_ids, positions};
+}
+
+std::tuple<Tensor, Tensor> partition_ids_cpu(Tensor ids, int64_t num_items, int64_t window_bits)
+{
+    return partition_ids(ids, num_items, window_bits, [&](const ibp_ids &items, uint32_t bits, void *workspace, void *to, uint32_t *positions) {
+        return ibp_partition_ids(&items, num_items, bits, workspace, to, positions);
+    });
+}
+
+std::tuple<Tensor, Tensor> partition_ids_cuda(Tensor ids, int64_t num_items, int64_t window_bits)
+{
+    const auto device = guard(ids);
+    return partition_ids(ids, num_items, window_bits, [&](const ibp_ids &items, uint32_t bits, void *workspace, void *to, uint32_t *positions) {
+        return ibp_cuda_partition_ids(&items, num_items, bits, workspace, to, positions, current_stream(ids));
+    });
+}
+
+// The selection of the items at ids from position `first` on, as many as fit lengths (and bases) by their rows and rows by their
+// bytes, at least one; taken becomes [items, stored bytes]. Groups of the rows that share a base are measured and then copied by
+// torch's threads. Nothing is taken where there is a fault.
+void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor lengths_out, Tensor bases_out, Tensor rows_out, Tensor taken,
+                     Tensor fault)
+{
+    constexpr int64_t kGroup = 32; // rows that share a base
+    const ibp_table table = IBP_TABLE_ARGUMENTS.table();
+    const int64_t row_bytes = table.codebook.row_bytes;
+    require(item_bytes > 0 && item_bytes % row_bytes == 0, "items of ", item_bytes, " bytes are not whole rows of ", row_bytes);
+    ibp_ids items = ids_of(ids);
+    require(0 <= first && first < items.count, "first is ", first, " of ", items.count, " ids");
+    items.data = static_cast<const uint8_t *>(items.data) + first * items.id_bytes;
+    items.count -= first;
+    const int64_t rows_per_item = item_bytes / row_bytes;
+    int64_t num_rows = std::min(items.count * rows_per_item, lengths_out.numel() / rows_per_item * rows_per_item);
+    int64_t num_groups = rows_of(num_rows, kGroup);
+    auto *const lengths_to = data_of<uint16_t>(lengths_out, ScalarType::UInt16, rows_per_item, "lengths_out");
+    auto *const starts = data_of<int64_t>(bases_out, ScalarType::Long, num_groups, "bases_out");
+    auto *const result = data_of<int64_t>(taken, ScalarType::Long, 2, "taken");
+    uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
+    const auto over_groups = [&](int64_t bytes_each, const auto &work) {
+        over_ranges(num_groups, bytes_each, 0, fault_of(fault), [&](int64_t begin, int64_t end, uint8_t *, ibp_fault *mine) {
+            for (int64_t g = begin; g < end && mine->status == IBP_OK; g++) work(g, kGroup * g, std::min(num_rows, kGroup * (g + 1)), mine);
+            mine->position += first;
+        });
+    };
+    const auto is_ok = [&] { return fault_of(fault)->status == IBP_OK; };
+    result[0] = result[1] = 0;
+    over_groups(16 * kGroup, [&](int64_t g, int64_t from, int64_t until, ibp_fault *mine) {
+        uint64_t stored_bytes = 0;
+        ibp_measure_selection(&table, &items, from, until, lengths_to + from, &stored_bytes, mine);
+        starts[g] = static_cast<int64_t>(stored_bytes);
+    });
+    if (!is_ok()) return;
+    int64_t end = 0;
+    for (int64_t g = 0; g < num_groups; g++) {
+        const int64_t start = end;
+        end += starts[g];
+        starts[g] = start;
+        if (end <= rows_out.numel()) continue;
+        end = start;
+        num_groups = g;
+        num_rows = kGroup * g;
+    }
+    over_groups(kGroup * row_bytes, [&](int64_t g, int64_t from, int64_t until, ibp_fault *mine) {
+        const int64_t stop = g + 1 < num_groups ? starts[g + 1] : end;
+        ibp_copy_selection(&table, &items, from, until, to + starts[g], static_cast<uint64_t>(stop - starts[g]), mine);
+    });
+    if (!is_ok()) return;
+    result[0] = num_rows / rows_per_item;
+    result[1] = end;
+}
+
+// ---- decoding ----
 
 void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t /*max_sms*/, Tensor out, Tensor fault)
 {
@@ -477,7 +591,7 @@ void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t 
     require(0 <= start && start <= end && end <= num_items * item_bytes, "bytes [", start, ", ", end,
                     ") are not in the table");
     if (start == end) return;
-    uint8_t *const to = bytes_of(out, end - start, "out");
+    uint8_t *const to = room_of(out, end - start, "out");
     const int64_t row_bytes = table.codebook.row_bytes, first_row = start / row_bytes, last_row = (end - 1) / row_bytes + 1;
     over_ranges(last_row - first_row, row_bytes, static_cast<size_t>(2 * row_bytes), fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
@@ -492,7 +606,7 @@ void decode_bytes_cuda(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t
     const auto device = guard(out);
     on_device(out, {&slots, &overflow, &lengths, &bases, &codebook, &fault});
     const ibp_table table = IBP_TABLE_ARGUMENTS.table();
-    check(ibp_cuda_decode_bytes(&table, start, end, bytes_of(out, end - start, "out"), fault_of(fault),
+    check(ibp_cuda_decode_bytes(&table, start, end, room_of(out, end - start, "out"), fault_of(fault),
                                 static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")), current_stream(out)),
           "decode_bytes");
 }
@@ -542,6 +656,8 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cpu));
     m.impl("gather_items", TORCH_BOX(&gather_items_cpu));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cpu));
+    m.impl("partition_ids", TORCH_BOX(&partition_ids_cpu));
+    m.impl("select_rows", TORCH_BOX(&select_rows_cpu));
     m.impl("map_pinned", TORCH_BOX(&map_pinned));
 }
 
@@ -556,4 +672,5 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
     m.impl("gather_items", TORCH_BOX(&gather_items_cuda));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cuda));
     m.impl("stream_bytes", TORCH_BOX(&stream_bytes_cuda));
+    m.impl("partition_ids", TORCH_BOX(&partition_ids_cuda));
 }

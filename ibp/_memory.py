@@ -29,10 +29,19 @@ def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.ops.ibp.map_pinned(host, device.index)
 
 
+_usable: set[torch.device] = {torch.device("cpu")}  # devices with their index, as canonical() has found them
+
+
 def canonical(device: torch.device | str | int | None) -> torch.device | None:
     """The device with its index: "cuda" is the current CUDA device."""
-    if device is None:
-        return None
+    if device is None or device in _usable:
+        return device
+    device = _canonical(device)
+    _usable.add(device)
+    return device
+
+
+def _canonical(device):
     device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; wanted a CPU or CUDA device")

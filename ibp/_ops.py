@@ -1,9 +1,9 @@
 """The torch operations of ibp: schemas, the compiled implementations, and fake ones for tracing.
 
-All of them work on flat tensors: `data`, `slots`, `overflow`, `out` are uint8 bytes, `lengths` uint16, `bases`, `counts`,
+All of them work on flat tensors: `data`, `slots`, `overflow` are uint8 bytes, `out` is the memory of a contiguous tensor of any dtype, `lengths` uint16, `bases`, `counts`,
 `hits` int64, `codebook` int32 [3, words] as `codebook_words` makes it, `fault` int64 [4] (the struct ibp_fault of ibp.h), and
 `codec` is [scheme, row_bytes] and, in scheme ibp (1), [chunk_bytes, num_flags]. Empty `lengths` or
-`bases` stand for none (FORMAT.md section 2). CPU implementations run on torch's intra-op threads; CUDA ones on the current stream of the
+`bases` stand for none (FORMAT.md section 2). `positions` int32 [ids]: where in out each item goes. CPU implementations run on torch's intra-op threads; CUDA ones on the current stream of the
 tensors' device, without allocating or synchronising where they write to given tensors. `stream_bytes` is decode_bytes from pinned host
 memory by the copy engine, through `ring`, uint8 on the device; `host_bases` is `bases` on the CPU and `streamer` the address of a `_core.Streamer`.
 """
@@ -33,10 +33,15 @@ _lib.define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
 _lib.define("survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor")
 _lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
-_lib.define(f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_lib.define(f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()")
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, int max_sms, "
             "Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()")
+_lib.define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
+_lib.define(
+    f"select_rows({_READ}, Tensor ids, int first, "
+    "Tensor(a!) lengths_out, Tensor(b!) bases_out, Tensor(c!) rows_out, Tensor(d!) taken, Tensor(e!) fault) -> ()"
+)
 _lib.define("map_pinned(Tensor host, int device_index) -> Tensor")
 
 torch.ops.load_library(str(Path(__file__).parent / "_lib" / "libibp_torch.so"))
@@ -86,16 +91,21 @@ def _(lengths, num_bytes, row_bytes):
     return lengths.new_empty((2 + -(-row_bytes // 32),), dtype=torch.int64)
 
 
+@torch.library.register_fake("ibp::partition_ids", lib=_lib)
+def _(ids, num_items, window_bits):
+    return ids.new_empty(ids.shape), ids.new_empty(ids.shape, dtype=torch.int32)
+
+
 @torch.library.register_fake("ibp::map_pinned", lib=_lib)
 def _(host, device_index):
     return host.new_empty(host.shape, device=torch.device("cuda", device_index))
 
 
-def _writes_only(*args):
+def _writes_only(*args, **options):
     return None
 
 
-for _name in ("encode_rows", "gather_items", "decode_bytes", "stream_bytes"):
+for _name in ("encode_rows", "gather_items", "decode_bytes", "stream_bytes", "select_rows"):
     torch.library.register_fake(f"ibp::{_name}", _writes_only, lib=_lib)
 
 

@@ -5,29 +5,28 @@ from __future__ import annotations
 import torch
 
 from . import _memory
-from .rows import bytes_of
 from .table import CompressedTensor
 
 
 def produce(table, shape, target, worker, out, check, run):
-    """Runs an operation that writes bytes on the worker device, into out where that is there, and brings the result to the target."""
+    """Runs an operation, run(result, fault), that writes on the worker device, into out where that is there, and brings the result to the target."""
     if out is not None:
         check_out(out, shape, table.dtype)
     result = out if out is not None and out.device == worker else torch.empty(shape, dtype=table.dtype, device=worker)
-    if worker.type == "cpu":
-        fault = torch.zeros(4, dtype=torch.int64)
-        run(bytes_of(result), fault)
-        table._raise_fault(fault.tolist())
+    if torch.compiler.is_compiling():  # what goes wrong is raised by the next call outside, or by table.check()
+        run(result, table._fault_on(worker))
     else:
         table._raise_pending(worker)
-        table._place_on(worker)  # refuses to be captured, before anything is allocated
-        run(bytes_of(result), table._fault_on(worker))
-        if check:
+        fault = table._fault_on(worker) if worker.type == "cuda" else torch.zeros(4, dtype=torch.int64)
+        run(result, fault)
+        if worker.type == "cpu":
+            table._raise_fault(fault.tolist())
+        elif check:
             torch.cuda.current_stream(worker).synchronize()
             table._raise_pending(worker)
     if out is not None and out is not result:
         return out.copy_(result)
-    return result.to(target)
+    return result if worker == target else result.to(target)
 
 
 def check_table(table):
@@ -40,16 +39,18 @@ def check_out(out, shape, dtype):
         raise TypeError(f"out is a {type(out).__name__}; wanted a torch.Tensor")
     if out.dtype != dtype:
         raise TypeError(f"out has dtype {out.dtype}; wanted {dtype}")
-    if out.shape != torch.Size(shape):
+    if out.shape != shape:
         raise ValueError(f"out has shape {list(out.shape)}; wanted {list(shape)}")
     if not out.is_contiguous():
         raise ValueError("out is not contiguous")
+    if not torch.compiler.is_compiling() and (out.is_conj() or out.is_neg()):
+        raise ValueError("out is a conjugated or negated view of other memory")
     if out.requires_grad:
         raise ValueError("out requires grad")
 
 
 def target_of(device, out, default):
-    """Where a result goes."""
+    """Where a result goes. default: the device of a tensor."""
     if out is None:
         return _memory.canonical(default if device is None else device)
     target = _memory.canonical(out.device)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from . import _core, _memory, layout as _layout
@@ -16,16 +14,6 @@ _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 
 class CorruptTableError(ValueError):
     """A table's bytes contradict each other: it was damaged or made up."""
-
-
-class _Place(NamedTuple):
-    """A table's tensors as a device's kernels read them."""
-
-    slots: torch.Tensor
-    overflow: torch.Tensor
-    lengths: torch.Tensor
-    bases: torch.Tensor
-    words: torch.Tensor
 
 
 class CompressedTensor:
@@ -54,8 +42,8 @@ class CompressedTensor:
         self._check_fields()
         self._geometry = Geometry(self.shape, dtype, row_bytes)
         self._check_state()
-        self._places: dict[torch.device, _Place] = {}
-        self._faults: dict[torch.device, tuple] = {}
+        self._places: dict[torch.device, tuple] = {}
+        self._faults: dict[tuple, tuple] = {}
         self._pinned_range = None
         self._refresh()
 
@@ -102,6 +90,11 @@ class CompressedTensor:
         """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working form."""
         codebook = self.codebook.nbytes + _nbytes(self.codebook.words(torch.device("cpu"))) if self.codebook else 0
         return _nbytes(self.slots) + _nbytes(self.overflow) + self.index_bytes + codebook
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the slots and the overflow: the memory that fetches of rows at random places are spread over."""
+        return self.slots.numel() + self.overflow.numel()
 
     @property
     def link_bytes(self) -> int:
@@ -157,11 +150,11 @@ class CompressedTensor:
 
     # ---- what can be asked of it ----
 
-    def index_select(self, ids, *, device=None, out=None, check=False, max_sms=None) -> torch.Tensor:
+    def index_select(self, ids, *, device=None, out=None, check=False, max_sms=None, path=None) -> torch.Tensor:
         """See `ibp.index_select`."""
         from .gather import index_select
 
-        return index_select(self, ids, device=device, out=out, check=check, max_sms=max_sms)
+        return index_select(self, ids, device=device, out=out, check=check, max_sms=max_sms, path=path)
 
     def decompress(self, *, device=None, out=None, check=False, max_sms=None) -> torch.Tensor:
         """See `ibp.decompress`."""
@@ -198,9 +191,10 @@ class CompressedTensor:
         return index_select(self, flat, device=device).reshape((*ids.shape, *self.shape[1:]))
 
     def check(self) -> None:
-        """Waits for this table's work on all GPUs and raises what went wrong there: IndexError or CorruptTableError."""
-        for device in list(self._faults):
-            torch.cuda.synchronize(device)
+        """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or CorruptTableError."""
+        for device in {device for device, _ in self._faults}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             self._raise_pending(device)
 
     # ---- pickling ----
@@ -264,48 +258,60 @@ class CompressedTensor:
         if not of_scheme or (self.codebook is not None and self.codebook.row_bytes != self.row_bytes):
             raise ValueError(f"the table's codebook is {self.codebook!r}; wanted one of scheme {self.scheme!r} for rows of {self.row_bytes} bytes")
 
-    def _place_on(self, device):
-        """The table's tensors for work on a device. Made once a device: the index and the codebook are copied to a GPU, pinned rows are mapped."""
+    def _arguments(self, device):
+        """What every table operation starts with (see _ops). Made once a device: the index and the codebook are copied to a GPU, pinned rows are mapped."""
         if device in self._places:
             return self._places[device]
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
-                               "call index_select or decompress once before capturing")
-        words = self.codebook.words(device) if self.codebook else torch.empty(0, dtype=torch.int32, device=device)
+        _refuse_capture(device)
         slots, overflow = self.slots, self.overflow
         if device != self.device:
             slots, overflow = _memory.device_view(slots, device), _memory.device_view(overflow, device)
-        place = _Place(slots, overflow, self.lengths.to(device), self.bases.to(device), words)
+        codec, words = self._coding(device)
+        place = (slots, overflow, self.lengths.to(device), self.bases.to(device), words, codec, self.slot_bytes, 0,
+                 self._geometry.num_items, self._geometry.item_bytes)
         self._places[device] = place
+        self._fault_on(device)  # compiled code and graphs find it made
         return place
 
-    def _arguments(self, device):
-        """What every table operation starts with (see _ops)."""
-        codec = self.codebook.codec if self.codebook else [SCHEMES["raw"], self.row_bytes]
-        return (*self._place_on(device), codec, self.slot_bytes, 0, self._geometry.num_items, self._geometry.item_bytes)
+    def _coding(self, device):
+        """(codec, codebook) of the operations: how the rows are coded, for a device."""
+        if self.codebook is None:
+            return [SCHEMES["raw"], self.row_bytes], torch.empty(0, dtype=torch.int32, device=device)
+        return self.codebook.codec, self.codebook.words(device)
 
-    def _fault_on(self, device):
-        """Where the kernels of a GPU note faults: mapped host memory, readable without waiting for them."""
-        if device not in self._faults:
-            host = _memory.empty(32, torch.device("cpu"), pin=True).view(torch.int64).zero_()
-            self._faults[device] = (host, host.numpy(), _memory.device_view(host, device))
-        return self._faults[device][2]
+    def _fault_on(self, device, of_selections=False):
+        """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time. of_selections: for those that read
+        selections of the table's items (see host_gather), which do not know the items' ids."""
+        key = device, of_selections
+        if key not in self._faults:
+            _refuse_capture(device)
+            host = _memory.empty(32, torch.device("cpu"), pin=device.type == "cuda").view(torch.int64).zero_()
+            self._faults[key] = (host, host.numpy(), _memory.device_view(host, device) if device.type == "cuda" else host)
+        return self._faults[key][2]
 
     def _raise_pending(self, device):
-        if device not in self._faults:
-            return
-        fault = self._faults[device][1]
-        if fault[0]:
-            noted = fault.tolist()
-            fault[:] = 0
-            self._raise_fault(noted, f" (noted by an earlier call on {device}; its row was filled with zeros)")
+        for of_selections in (False, True):
+            record = self._faults.get((device, of_selections))
+            if record is None or not record[1][0]:
+                continue
+            status, position, value, taken = record[1].tolist()
+            record[1][:] = 0
+            self._raise_fault((status, position, None if of_selections else value, taken),
+                              f" (noted by an earlier call on {device}; its row was filled with zeros)")
 
     def _raise_fault(self, fault, when=""):
         status, position, value, _ = fault
         if status == _INDEX_OUT_OF_RANGE:
             raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self._geometry.num_items - 1}{when}")
         if status == _CORRUPT_ROW:
-            raise CorruptTableError(f"{_core.status_string(status)}: item or row {value} at position {position}{when}")
+            which = f"item or row {value} at position {position}" if value is not None else f"the item of ids[{position}]"
+            raise CorruptTableError(f"{_core.status_string(status)}: {which}{when}")
+
+
+def _refuse_capture(device):
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
+                           "call index_select or decompress once before capturing")
 
 
 def _contiguous(value):

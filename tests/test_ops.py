@@ -68,11 +68,18 @@ def samples():
         yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 5, torch.zeros(2 * 240, dtype=torch.uint8), fault())
     yield "gather_items", (*raw, ids32, 0, torch.zeros(2 * 32, dtype=torch.uint8), fault())
+    yield "gather_items", (*slots_table, ids32, 0, torch.zeros(5, 60), fault(), torch.tensor([4, 0], dtype=torch.int32))
     yield "decode_bytes", (*raw, 0, 9 * 32, 0, torch.zeros(9 * 32, dtype=torch.uint8), fault())
+    for some in (ids, ids32, ids[:0]):
+        yield "partition_ids", (some, 100, 3)
+    for arguments in tables:
+        buffers = (torch.zeros(4, dtype=torch.uint16), torch.zeros(1, dtype=torch.int64), torch.zeros(40 * 240, dtype=torch.uint8))
+        yield "select_rows", (*arguments, ids, 1, *buffers, torch.zeros(2, dtype=torch.int64), fault())
 
 
 SAMPLES = list(samples())
-NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "count_hits", "measure_rows", "index_rows", "encode_rows", "gather_items", "decode_bytes"}
+NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "count_hits", "measure_rows", "index_rows", "encode_rows", "gather_items", "decode_bytes",
+         "partition_ids", "select_rows"}
 
 
 @pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda number: f"{SAMPLES[number][0]}-{number}")

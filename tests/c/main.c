@@ -27,6 +27,7 @@ int main(void)
     run("corrupt tables", test_corrupt_tables);
     run("offsets past 4 GiB", test_offsets_past_4_gib);
     run("stream", test_stream);
+    run("partition", test_partition);
     run("no cuda", test_no_cuda);
     printf("%ld passed, %ld failed\n", num_passed, num_failed);
     return num_failed != 0;

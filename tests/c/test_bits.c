@@ -71,6 +71,7 @@ void test_no_cuda(void)
     uint8_t byte = 0;
     uint64_t count = 0;
     uint16_t length = 0;
+    uint32_t position = 0;
     void *pointer = &byte;
     ibp_fault fault = {0};
     const ibp_table table = {0};
@@ -90,6 +91,7 @@ void test_no_cuda(void)
         ibp_cuda_destroy_streamer(streamer),
         ibp_cuda_begin_stream(streamer, &byte, 1),
         ibp_cuda_stream_bytes(streamer, &table, NULL, 0, 0, true, &byte, &fault, 0, NULL),
+        ibp_cuda_partition_ids(&ids, 1, 0, &byte, &byte, &position, NULL),
         ibp_cuda_alloc_pinned(1, &pointer),
         ibp_cuda_free_pinned(&byte),
         ibp_cuda_register_pinned(&byte, 1),

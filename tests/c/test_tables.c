@@ -100,7 +100,7 @@ static void check_gather(rng *r, const made *t, uint32_t id_bytes)
     int64_t ids64[NUM_IDS];
     int32_t ids32[NUM_IDS];
     for (int k = 0; k < NUM_IDS; k++) ids32[k] = (int32_t)(ids64[k] = rng_below(r, (uint32_t)t->table.num_items));
-    const ibp_ids ids = {id_bytes == 4 ? (const void *)ids32 : ids64, NUM_IDS, id_bytes};
+    const ibp_ids ids = {.data = id_bytes == 4 ? (const void *)ids32 : ids64, .count = NUM_IDS, .id_bytes = id_bytes};
     buffer out = buffer_new(NUM_IDS * item, 1), scratch = buffer_new(2 * (size_t)t->sample.masks.row_bytes, 0);
     ibp_fault fault = {0};
     CHECK(ibp_gather_items(&t->table, &ids, 0, 20, out.data, scratch.data, &fault) == IBP_OK, "%s", "the first half");
@@ -141,7 +141,7 @@ static void check_bad_ids(const made *t)
     const int64_t ids64[] = {0, -1, n, INT64_MAX, INT64_MIN, n - 1, (int64_t)1 << 32};
     enum { NUM_IDS = sizeof ids64 / sizeof *ids64 };
     const size_t item = (size_t)t->table.item_bytes;
-    const ibp_ids ids = {ids64, NUM_IDS, 8};
+    const ibp_ids ids = {.data = ids64, .count = NUM_IDS, .id_bytes = 8};
     buffer out = buffer_new(NUM_IDS * item, 0), scratch = buffer_new(2 * (size_t)t->sample.masks.row_bytes, 0);
     buffer zeros = buffer_new(item, 0);
     memset(zeros.data, 0, item);
@@ -226,6 +226,71 @@ static void check_overflow_start(const made *t)
     buffer_free(&scratch);
 }
 
+/* Rows as stored, for a table of their own in packed layout: it gives the items that were selected. */
+static void check_selection(rng *r, const made *t)
+{
+    enum { NUM_IDS = 37 };
+    const int64_t row_bytes = t->sample.masks.row_bytes, item_bytes = t->table.item_bytes, rows_per_item = item_bytes / row_bytes;
+    const int64_t num_rows = NUM_IDS * rows_per_item;
+    int32_t ids32[NUM_IDS];
+    for (int k = 0; k < NUM_IDS; k++) ids32[k] = (int32_t)rng_below(r, (uint32_t)t->table.num_items);
+    const ibp_ids ids = {.data = ids32, .count = NUM_IDS, .id_bytes = 4};
+    ibp_fault fault = {0};
+    uint64_t stored_bytes = 0;
+    uint16_t *const lengths = exact_array(num_rows, sizeof *lengths);
+    uint64_t *const bases = exact_array((num_rows + 31) / 32, sizeof *bases);
+    const ibp_status measured = ibp_measure_selection(&t->table, &ids, 0, num_rows, lengths, &stored_bytes, &fault);
+    if (item_bytes % row_bytes != 0) {
+        CHECK(measured == IBP_INVALID_ARGUMENT, "%s", ibp_status_string(measured));
+    } else {
+        CHECK(measured == IBP_OK, "%s", ibp_status_string(measured));
+        buffer rows = buffer_new((size_t)stored_bytes, 1), item = buffer_new((size_t)item_bytes, 0);
+        buffer scratch = buffer_new(2 * (size_t)row_bytes, 0);
+        ibp_table selection = {.num_items = NUM_IDS, .item_bytes = item_bytes, .lengths = lengths, .bases = bases,
+                               .overflow = stored_bytes ? rows.data : NULL, .codebook = t->table.codebook};
+        ibp_index_rows(lengths, NUM_IDS * item_bytes, (uint32_t)row_bytes, 0, bases, &selection.overflow_bytes);
+        CHECK(selection.overflow_bytes == (int64_t)stored_bytes, "%lld", (long long)selection.overflow_bytes);
+        const int64_t middle = rng_below(r, (uint32_t)num_rows) / 32 * 32;
+        const uint64_t cut = bases[middle / 32];
+        CHECK(ibp_copy_selection(&t->table, &ids, 0, middle, rows.data, cut, &fault) == IBP_OK, "%s", "the first part");
+        CHECK(ibp_copy_selection(&t->table, &ids, middle, num_rows, rows.data + cut, stored_bytes - cut, &fault) == IBP_OK, "%s", "the rest");
+        for (int64_t k = 0; k < NUM_IDS; k++) {
+            const ibp_status status =
+                ibp_decode_bytes(&selection, k * item_bytes, (k + 1) * item_bytes, item.data, scratch.data, &fault);
+            CHECK(status == IBP_OK && memcmp(item.data, t->data.data + ids32[k] * item_bytes, (size_t)item_bytes) == 0, "id %d", ids32[k]);
+        }
+        CHECK(ibp_copy_selection(&t->table, &ids, 0, num_rows, rows.data, stored_bytes - 1, &fault) == IBP_CORRUPT_ROW, "%s", "no room");
+        CHECK(fault.position == NUM_IDS - 1 && fault.id == ids32[NUM_IDS - 1], "%lld", (long long)fault.position);
+        fault = (ibp_fault){0};
+        ids32[5] = (int32_t)t->table.num_items;
+        CHECK(ibp_measure_selection(&t->table, &ids, 0, num_rows, lengths, &stored_bytes, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "a bad id");
+        CHECK(ibp_copy_selection(&t->table, &ids, 0, num_rows, rows.data, rows.size, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "a bad id");
+        CHECK(fault.position == 5 && fault.id == ids32[5], "%lld", (long long)fault.position);
+        buffer_free(&rows);
+        buffer_free(&item);
+        buffer_free(&scratch);
+    }
+    free(lengths);
+    free(bases);
+}
+
+static void check_positions(const made *t)
+{
+    const size_t item = (size_t)t->table.item_bytes;
+    const int32_t ids32[] = {0, (int32_t)t->table.num_items - 1, 0};
+    const uint32_t positions[] = {2, 0, 3};
+    const ibp_ids ids = {.data = ids32, .count = 3, .id_bytes = 4, .positions = positions, .out_items = 3};
+    buffer out = buffer_new(3 * item, 1), scratch = buffer_new(2 * (size_t)t->sample.masks.row_bytes, 0);
+    ibp_fault fault = {0};
+    CHECK(ibp_gather_items(&t->table, &ids, 0, 3, out.data, scratch.data, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "no position 3");
+    CHECK(fault.position == 3 && fault.id == 0, "%lld", (long long)fault.position);
+    CHECK(memcmp(out.data + 2 * item, t->data.data, item) == 0, "%s", "the first item");
+    CHECK(memcmp(out.data, t->data.data + (size_t)ids32[1] * item, item) == 0, "%s", "the last item");
+    CHECK(out.data[item] == 0xA5, "%s", "a position that nothing goes to");
+    buffer_free(&out);
+    buffer_free(&scratch);
+}
+
 static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t slot_bytes, int64_t item_bytes, int kind)
 {
     const int row_kind = kind % NUM_ROW_KINDS;
@@ -238,6 +303,8 @@ static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32
     check_gather(r, &t, kind % 2 ? 4 : 8);
     check_decode_bytes(r, &t);
     check_bad_ids(&t);
+    check_selection(r, &t);
+    check_positions(&t);
     check_overflow_start(&t);
     check_encode_errors(&t);
     free_table(&t);
@@ -251,7 +318,7 @@ static void check_raw_table(void)
     const ibp_table table = {.num_items = 10, .item_bytes = 5, .slots = data, .slots_bytes = 50, .slot_bytes = 16,
                              .codebook = {.row_bytes = 16}};
     const int64_t ids64[] = {9, 0, 3, 3, 6};
-    const ibp_ids ids = {ids64, 5, 8};
+    const ibp_ids ids = {.data = ids64, .count = 5, .id_bytes = 8};
     ibp_fault fault = {0};
     CHECK(ibp_num_rows(&table) == 4, "%lld", (long long)ibp_num_rows(&table));
     CHECK(ibp_gather_items(&table, &ids, 0, 5, out, scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
@@ -263,7 +330,7 @@ static void check_empty_table(void)
 {
     const ibp_table table = {.num_items = 0, .item_bytes = 4, .slot_bytes = 4, .codebook = {.row_bytes = 4}};
     const int64_t zero = 0;
-    const ibp_ids none = {&zero, 0, 8}, one = {&zero, 1, 8};
+    const ibp_ids none = {.data = &zero, .count = 0, .id_bytes = 8}, one = {.data = &zero, .count = 1, .id_bytes = 8};
     uint8_t out[4] = {1, 1, 1, 1}, scratch[8];
     ibp_fault fault = {0};
     CHECK(ibp_num_rows(&table) == 0, "%lld", (long long)ibp_num_rows(&table));
@@ -357,7 +424,7 @@ static void check_gather_of_corrupt_row(rng *r)
     encode_table(&t, 1);
     t.lengths[7] = 1;
     const int32_t ids32[] = {5, 7, 7, 6, -2};
-    const ibp_ids ids = {ids32, 5, 4};
+    const ibp_ids ids = {.data = ids32, .count = 5, .id_bytes = 4};
     uint8_t out[5 * 64], scratch[2 * 64];
     ibp_fault fault = {0};
     CHECK(ibp_gather_items(&t.table, &ids, 0, 5, out, scratch, &fault) == IBP_CORRUPT_ROW, "%lld", (long long)fault.status);
@@ -452,7 +519,8 @@ static void check_row_past_4_gib(uint32_t slot_bytes)
     CHECK(status == IBP_OK, "%s", ibp_status_string(status));
     CHECK(naive_read_row(&s.masks, &table, last, out) && memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
     const int64_t ids64[] = {last, last - 1};
-    const ibp_ids ids = {ids64, 2, 8};
+    const ibp_ids ids = {.data = ids64, .count = 2, .id_bytes = 8};
+    ibp_fault fault = {0};
     CHECK(ibp_gather_items(&table, &ids, 0, 2, out, scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
     CHECK(memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
     CHECK(memcmp(out + row_bytes, data, row_bytes) == 0, "a raw row of zeros, slot_bytes %u", slot_bytes);

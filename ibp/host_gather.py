@@ -1,0 +1,121 @@
+"""Items fetched with the CPU's help: its threads gather rows as they are stored, the copy engine moves them, the GPU decodes them.
+
+Rows at random places of a large table reach a GPU that fetches them itself no faster than it can translate their addresses; CPU cores have no such
+limit. What they gather is a table in packed layout (FORMAT.md section 3) of the chosen items only, which the GPU decodes like any other.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from . import _memory
+from .table import CompressedTensor
+
+CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
+NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory
+_CPU = torch.device("cpu")
+_GROUP_ROWS = 32  # that share a base
+
+
+def rows_at_once(table: CompressedTensor) -> int:
+    """Rows of a chunk's selection, as many as are expected to fit; 0 where items are not whole rows or one may not fit."""
+    geometry = table._geometry
+    if geometry.item_bytes == 0 or geometry.item_bytes % geometry.row_bytes:
+        return 0
+    rows_per_item = geometry.item_bytes // geometry.row_bytes
+    most_bytes = CHUNK_BYTES - (rows_per_item + _GROUP_ROWS) * geometry.row_bytes - 64
+    mean_bytes = table.resident_bytes // max(1, geometry.num_rows)
+    num_rows = min(2 * most_bytes // 5, CHUNK_BYTES // (mean_bytes + 3))  # the index has at most 2.5 bytes a row
+    return num_rows if num_rows >= rows_per_item else 0
+
+
+def parts_of(memory: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(bases, lengths, rows) of a selection of at most num_rows rows, one after the other in a chunk's memory."""
+    bases_bytes = -(-num_rows // _GROUP_ROWS) * 8
+    lengths_end = bases_bytes + 2 * num_rows
+    return memory[:bases_bytes].view(torch.int64), memory[bases_bytes:lengths_end].view(torch.uint16), memory[-(-lengths_end // 16) * 16 :]
+
+
+def select(table, ids, first, parts):
+    """Fills parts with the selection of ids[first:]. Returns (items, bytes of rows) taken: at least one item.
+
+    Raises IndexError or CorruptTableError; positions count from the first of ids.
+    """
+    bases, lengths, rows = parts
+    taken, fault = torch.empty(2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    torch.ops.ibp.select_rows.default(*table._arguments(_CPU), ids, first, lengths, bases, rows, taken, fault)
+    table._raise_fault(fault.tolist())
+    return taken.tolist()
+
+
+def decode(table, parts, first, num_items, order, max_sms, out, fault):
+    """Decodes a selection of num_items items, on the device of its parts, to position first of out. order: int32 0, 1, 2 and so on, one for each position."""
+    bases, lengths, rows = parts
+    geometry, none = table._geometry, rows[:0]
+    codec, words = table._coding(rows.device)
+    if table.scheme == "raw":
+        coded = (rows, none, lengths[:0], bases[:0], words, codec, geometry.row_bytes)
+    else:
+        coded = (none, rows, lengths, bases, words, codec, 0)
+    torch.ops.ibp.gather_items.default(*coded, 0, num_items, geometry.item_bytes, order[:num_items], max_sms, out, fault, order[first : first + num_items])
+
+
+class _Chunk:
+    def __init__(self, device):
+        self.host = _memory.empty(CHUNK_BYTES, _CPU, pin=True)
+        self.near = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
+        self.copied, self.decoded = torch.cuda.Event(), torch.cuda.Event()
+
+
+class _Ring:
+    """The chunks of a device, used in turn by one call at a time."""
+
+    def __init__(self, device):
+        self.lock = threading.Lock()
+        self.stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self.stream):
+            self.chunks = [_Chunk(device) for _ in range(NUM_CHUNKS)]
+        self.turn = 0
+
+    def next(self):
+        self.turn = (self.turn + 1) % NUM_CHUNKS
+        return self.chunks[self.turn]
+
+
+_rings: dict[torch.device, _Ring] = {}
+_rings_lock = threading.Lock()
+
+
+def _ring_of(device):
+    with _rings_lock:
+        if device not in _rings:
+            _rings[device] = _Ring(device)
+        return _rings[device]
+
+
+def fetch(table, ids, device, max_sms, out, fault):
+    """The items at ids (CPU, contiguous, not empty) of a table in host memory to out, on the CUDA device, in the order of its current stream.
+
+    The call comes back when the last row is gathered; it waits for the GPU only where every chunk is still in use.
+    """
+    ring, current = _ring_of(device), torch.cuda.current_stream(device)
+    num_rows = min(rows_at_once(table), ids.numel() * (table._geometry.item_bytes // table.row_bytes))
+    order = torch.arange(ids.numel(), dtype=torch.int32, device=device)
+    first = 0
+    with ring.lock:
+        while first < ids.numel():
+            chunk = ring.next()
+            parts = parts_of(chunk.host, num_rows)
+            chunk.copied.synchronize()
+            num_items, num_bytes = select(table, ids, first, parts)
+            size = parts[2].storage_offset() - chunk.host.storage_offset() + num_bytes
+            with torch.cuda.stream(ring.stream):
+                ring.stream.wait_event(chunk.decoded)
+                chunk.near[:size].copy_(chunk.host[:size], non_blocking=True)
+                chunk.copied.record(ring.stream)
+            current.wait_event(chunk.copied)
+            decode(table, parts_of(chunk.near, num_rows), first, num_items, order, max_sms, out, fault)
+            chunk.decoded.record(current)
+            first += num_items

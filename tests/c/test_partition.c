@@ -1,0 +1,61 @@
+/* test_partition.c - ids in the order of their windows, against the definition. */
+#include "check.h"
+
+static int64_t id_at(const ibp_ids *ids, const void *data, int64_t k)
+{
+    return ids->id_bytes == 8 ? ((const int64_t *)data)[k] : ((const int32_t *)data)[k];
+}
+
+static int64_t clamped_window(int64_t id, int64_t num_items, uint32_t window_bits)
+{
+    const int64_t last = num_items > 0 ? num_items - 1 : 0;
+    return (id < 0 ? 0 : id > last ? last : id) / ((int64_t)1 << window_bits);
+}
+
+/* spread: percent of the ids that are anywhere, also out of range; the others crowd in a few items. */
+static void check_partition(rng *r, int64_t count, int64_t num_items, uint32_t window_bits, uint32_t id_bytes, uint32_t spread)
+{
+    const size_t size = (size_t)count * id_bytes;
+    buffer ids_memory = buffer_new(size, 0), sorted = buffer_new(size, 0), positions = buffer_new(4 * (size_t)count, 0);
+    buffer workspace = buffer_new(ibp_partition_workspace_bytes(count, num_items, window_bits), 0);
+    const ibp_ids ids = {.data = ids_memory.data, .count = count, .id_bytes = id_bytes};
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t anywhere = (int64_t)rng_below(r, (uint32_t)num_items + 20) - 10;
+        const int64_t id = rng_chance(r, spread) ? anywhere : (int64_t)rng_below(r, 3);
+        if (id_bytes == 8)
+            ((int64_t *)(void *)ids_memory.data)[k] = id;
+        else
+            ((int32_t *)(void *)ids_memory.data)[k] = (int32_t)id;
+    }
+    uint32_t *const at = (uint32_t *)(void *)positions.data;
+    CHECK(ibp_partition_ids(&ids, num_items, window_bits, workspace.data, sorted.data, at) == IBP_OK, "%lld ids", (long long)count);
+    for (int64_t k = 0; k < count; k++) {
+        CHECK(at[k] < count && id_at(&ids, sorted.data, k) == id_at(&ids, ids.data, at[k]), "position %u", at[k]);
+        if (k == 0) continue;
+        const int64_t before = clamped_window(id_at(&ids, sorted.data, k - 1), num_items, window_bits);
+        const int64_t window = clamped_window(id_at(&ids, sorted.data, k), num_items, window_bits);
+        CHECK(before < window || (before == window && at[k - 1] < at[k]), "windows %lld, %lld at %lld", (long long)before,
+              (long long)window, (long long)k);
+    }
+    buffer_free(&ids_memory);
+    buffer_free(&sorted);
+    buffer_free(&positions);
+    buffer_free(&workspace);
+}
+
+void test_partition(void)
+{
+    rng r = rng_seed(12);
+    for (int round = 0; round < 200; round++) {
+        const int64_t count = round < 3 ? round : (int64_t)rng_below(&r, 2000);
+        const int64_t num_items = round < 20 ? round : 1 + (int64_t)rng_below(&r, 60000);
+        check_partition(&r, count, num_items, rng_below(&r, 18), round % 2 ? 4 : 8, round % 3 ? 100 : 5);
+    }
+    const int64_t none = 0;
+    ibp_ids ids = {.data = &none, .count = 0, .id_bytes = 8};
+    CHECK(ibp_num_windows(0, 3) == 1 && ibp_num_windows(8, 3) == 1 && ibp_num_windows(9, 3) == 2, "%s", "windows");
+    CHECK(ibp_partition_ids(&ids, IBP_MAX_WINDOWS + 1, 0, NULL, NULL, NULL) == IBP_INVALID_ARGUMENT, "%s", "too many windows");
+    CHECK(ibp_partition_ids(&ids, 1, 63, NULL, NULL, NULL) == IBP_INVALID_ARGUMENT, "%s", "windows of 2^63 items");
+    ids.count = (int64_t)1 << 32;
+    CHECK(ibp_partition_ids(&ids, 1, 0, NULL, NULL, NULL) == IBP_INVALID_ARGUMENT, "%s", "too many ids");
+}

@@ -1,0 +1,127 @@
+"""torch.compile(fullgraph=True) over functions that call the operations, and over index_select itself."""
+
+import shutil
+
+import pytest
+import torch
+
+import ibp
+from helpers import assert_same_bits, embedding, spiky_rows
+
+OPS = torch.ops.ibp
+CPU = torch.device("cpu")
+KINDS = ["raw", "ibp", "planes"]
+BACKENDS = ["eager", "aot_eager", "inductor"]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+
+
+@pytest.fixture(params=["cpu", "pinned", "device"])
+def place(request):
+    """Where a table is, and so who decodes it."""
+    return request.param
+
+
+@pytest.fixture
+def device(place, request):
+    return CPU if place == "cpu" else request.getfixturevalue("cuda")
+
+
+@pytest.fixture(params=BACKENDS)
+def compiled(request, place):
+    """torch.compile(fullgraph=True) by each backend."""
+    if request.param == "inductor" and place == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
+        pytest.skip("inductor finds no C++ compiler")
+    if request.param == "inductor" and place != "cpu":
+        pytest.importorskip("triton")
+    return lambda function: torch.compile(function, fullgraph=True, backend=request.param)
+
+
+def make_table(x, scheme, place, device):
+    table = ibp.compress(x.to(device) if place == "device" else x, scheme=scheme, pin_memory=place == "pinned", device=device)
+    assert table.device.type == ("cuda" if place == "device" else "cpu") and table.is_pinned == (place == "pinned")
+    return table
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_operations(compiled, place, device, scheme):
+    """A gather, one in the order of windows, and decoding, to memory of the function's own."""
+    x = spiky_rows(500, 60)
+    table = make_table(x, scheme, place, device)
+    arguments = table._arguments(device)
+
+    def gather(ids):
+        out = [torch.empty(ids.numel(), 60, device=device) for _ in range(2)]
+        noted = torch.zeros(4, dtype=torch.int64, device=device)
+        sorted_ids, positions = OPS.partition_ids(ids, 500, 4)
+        OPS.gather_items(*arguments, ids, 0, out[0], noted)
+        OPS.gather_items(*arguments, sorted_ids, 0, out[1], noted, positions)
+        whole = torch.empty(500, 60, device=device)
+        OPS.decode_bytes(*arguments, 0, 500 * 240, 0, whole, noted)
+        return out[0] - 1, out[1], whole, noted
+
+    function = compiled(gather)
+    for count in (3, 40, 41):
+        ids = torch.randint(500, (count,))
+        less_one, placed, whole, noted = function(ids.to(device))
+        assert_same_bits(less_one.cpu(), x[ids] - 1)
+        assert_same_bits(placed.cpu(), x[ids])
+        assert_same_bits(whole.cpu(), x)
+        assert noted.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("scheme", KINDS)
+def test_index_select(compiled, place, device, scheme):
+    """The table from outside and as an argument; the result and the memory that it goes to made inside and outside."""
+    x = embedding(500, 64)
+    table = make_table(x, scheme, place, device)
+    weights = torch.randn(64, 8, device=device)
+    table.index_select(torch.tensor([0], device=device))
+
+    def project(ids):
+        return ibp.index_select(table, ids), ibp.index_select(table, ids) @ weights
+
+    def write(table, ids, out):
+        return table.index_select(ids + 1, out=out).sum(), out * 2
+
+    one, other = compiled(project), compiled(write)
+    for count in (5, 33, 34):
+        ids = torch.randint(499, (count,))
+        items, projected = one(ids.to(device))
+        assert items.device == device
+        assert_same_bits(items.cpu(), x[ids])
+        torch.testing.assert_close(projected, x[ids].to(device) @ weights)
+        out = torch.full((count, 64), 7.0, device=device)
+        _, doubled = other(table, ids.to(device), out)
+        assert_same_bits(out.cpu(), x[ids + 1])
+        assert_same_bits(doubled.cpu(), x[ids + 1] * 2)
+
+
+def test_bad_ids(compiled, place, device):
+    """Raised by the next call outside, or by check(); their items are zeros."""
+    x = embedding(500, 64) + 1
+    table = make_table(x, "planes", place, device)
+    table.index_select(torch.tensor([0], device=device))
+    function = compiled(lambda ids: ibp.index_select(table, ids) + 0)
+    ids = torch.tensor([4, 500, 7])
+    for ask in (table.check, lambda: table.index_select(torch.tensor([1], device=device), check=True)):
+        items = function(ids.to(device)).cpu()
+        assert_same_bits(items[[0, 2]], x[[4, 7]])
+        assert (items[1] == 0).all()
+        with pytest.raises(IndexError, match=r"ids\[1\] is 500; wanted 0 to 499"):
+            ask()
+    table.check()
+    assert_same_bits(table.index_select(torch.tensor([1], device=device)).cpu(), x[1:2])
+
+
+@pytest.mark.parametrize("path", ["gpu", "bucketed"])
+def test_paths(cuda, path):
+    x = embedding(500, 64)
+    table = make_table(x, "planes", "pinned", cuda)
+    table.index_select(torch.tensor([0], device=cuda))
+    function = torch.compile(lambda ids: ibp.index_select(table, ids, path=path) + 0, fullgraph=True, backend="aot_eager")
+    ids = torch.randint(500, (300,))
+    assert_same_bits(function(ids.to(cuda)).cpu(), x[ids] + 0)
