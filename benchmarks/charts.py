@@ -280,12 +280,13 @@ def draw_stream(rows, path):
 # ---- scripts whose cases are few: a panel a case ----------------------------------------------------------------------------------
 
 PANELS_A_ROW = 3
-CASE_CHARTS = {"large_table": "Random rows of large tables in host memory", "cpu": "On the CPU alone", "small_calls": "Small calls"}
+CASE_CHARTS = {"large_table": "Random rows of large tables in host memory", "cpu": "On the CPU alone"}
+PARTS = ("partition alone",)  # arms that are a part of others, not a way to fetch
 
 
 def draw_cases(rows, path, title):
     """A panel for each case, dtype and row size: a bar an arm with its number, the ideal as a tick."""
-    rows, groups = [row for row in rows if row.get("gbps")], {}
+    rows, groups = [row for row in rows if row.get("gbps") and row["arm"] not in PARTS], {}
     for row in rows:
         groups.setdefault(case_label(row), []).append(row)
     if not groups:
