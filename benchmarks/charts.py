@@ -19,17 +19,33 @@ except ImportError:
 
 RATE_LABEL = "GB/s of original bytes"
 SYNTHETIC = "synthetic "  # cases "synthetic 12.5%" and so on; raw rows and the CPU's gathers are the case "synthetic"
-IBP_ARM, RAW_ARM = "ibp slots", "raw rows"
-# Arm: label, colour, line style. An arm is one thing in every chart.
+NORMAL = "normal"
+IBP_ARM, PLANES_ARM, RAW_ARM, CPU_ARM, PAPER_ARM = "ibp slots", "planes slots", "raw rows", "cpu pipelined", "paper"
+BLUE, PURPLE, ORANGE, GREY, GREEN, LIGHT_GREEN, RED, OLIVE, SAND = (
+    "#1f5fa8", "#8e5ea2", "#d9822b", "#7a7a7a", "#5d8c3e", "#a5c78b", "#b5453c", "#8a8d00", "#eab676")
+# Arm: label, colour. An arm is one thing in every chart.
 GATHER_STYLE = {
-    IBP_ARM: ("ibp, slots", "#1f5fa8", "-"),
-    "planes slots": ("planes, slots", "#8e5ea2", "-"),
-    "ibp in place": ("ibp, in place", "#d9822b", "-"),
-    RAW_ARM: ("raw rows, same kernel", "#7a7a7a", "-"),
-    "cpu pinned + copy": ("CPU gather, pinned, copy", "#5d8c3e", "-"),
-    "cpu index + copy": ("CPU gather, copy", "#a5c78b", "-"),
+    PLANES_ARM: ("planes, slots", PURPLE),
+    IBP_ARM: ("ibp, slots", BLUE),
+    "ibp in place": ("ibp, in place", ORANGE),
+    RAW_ARM: ("raw rows, same kernel", GREY),
+    CPU_ARM: ("CPU gather, pipelined with the copy", GREEN),
+    "cpu index + copy": ("CPU gather, then copy", LIGHT_GREEN),
 }
-CODEC_STYLE = {"decode": "#1f5fa8", "planes decode": "#8e5ea2", "encode": "#d9822b", "compress": "#eab676", "analyze": "#5d8c3e", "analyze, sweep": "#a5c78b"}
+PAPER_LABEL = "the paper's code (measured apart, same kind of GPU)"
+DECODE_STYLE = {
+    "planes decode": ("planes", PURPLE, "-"),
+    "planes decode packed": ("planes, packed", PURPLE, "--"),
+    "planes per column decode": ("planes, codebook a column", OLIVE, "-"),
+    "decode": ("ibp", BLUE, "-"),
+    "decode packed": ("ibp, packed", BLUE, "--"),
+}
+CODEC_STYLE = {
+    "decode": ("ibp decode", BLUE), "planes decode": ("planes decode", PURPLE), "planes per column decode": ("planes decode, codebook a column", OLIVE),
+    "planes listed decode": ("planes decode, listed", "#c9a0d8"), "nvcomp ANS decode": ("nvCOMP ANS decode", GREEN), "encode": ("ibp encode", ORANGE),
+    "planes encode": ("planes encode", SAND), "nvcomp ANS compress": ("nvCOMP ANS compress", LIGHT_GREEN), "analyze": ("analyze", GREY),
+}
+OTHER_COLORS = (BLUE, PURPLE, ORANGE, GREEN, GREY, RED, OLIVE, SAND, LIGHT_GREEN, "#4fa3a5", "#c9a0d8", "#444444")
 
 NVCOMP = "nvcomp "  # methods of ratio.csv that are codecs of nvCOMP
 RATIO_STYLE = {
@@ -43,14 +59,19 @@ RATIO_STYLE = {
 SPARSE_SAVINGS = 0.8  # sets of which auto saves more are drawn as times smaller
 
 
+WHOLE_COLUMNS = ("rows", "row_bytes", "sms")
+REAL_COLUMNS = ("savings", "link_savings", "gbps", "ideal_gbps", "matmul_share", "fetch_share", "sm_share", "loss_ratio")
+REFERENCE = Path(__file__).with_name("reference_rates.csv")
+
+
 def read(path):
-    """Rows of a CSV with numbers as numbers, None where there is none; [] if there is no such file."""
+    """Rows of a CSV with numbers as numbers, None where there is none, without its comments; [] if there is no such file."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     for row in rows:
-        for number, names in ((int, ("rows", "row_bytes", "sms")), (float, ("savings", "link_savings", "gbps", "ideal_gbps"))):
+        for number, names in ((int, WHOLE_COLUMNS), (float, REAL_COLUMNS)):
             for name in row.keys() & set(names):
                 row[name] = number(row[name]) if row[name] else None
     return rows
@@ -78,69 +99,389 @@ def machine(rows):
     return f"{rows[0]['gpu']}, torch {rows[0]['torch']}, commit {rows[0]['commit'][:10]}"
 
 
+def number(value):
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def paper_rates(path):
+    """Rows of reference_rates.csv: "rows", "tensor" or "device"."""
+    return [row for row in read(REFERENCE) if row["path"] == path]
+
+
+# ---- rows of host memory ----------------------------------------------------------------------------------------------------------
+
+
+def draw_lines(panel, points, color, label, line="-"):
+    """points: (row bytes, GB/s)."""
+    if points:
+        panel.plot(*zip(*sorted(points)), color=color, linestyle=line, marker="o", markersize=3.5, label=label)
+
+
+def finish_lines(panel, sizes, title):
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(sizes, [size_name(size) for size in sizes], rotation=60, fontsize=8)
+    panel.minorticks_off()
+    panel.set_xlabel("row", fontsize=9)
+    panel.set_title(title, fontsize=10)
+    panel.grid(alpha=0.3)
+
+
+def legend_below(figure, panels, ncols):
+    """One legend for all panels, of what any of them shows."""
+    found = {label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels())}
+    figure.legend(found.values(), found, fontsize=8, ncols=ncols, loc="outside lower center", frameon=False)
+
+
 def draw_gather_synthetic(rows, path):
-    """One panel for each savings: GB/s by row size, ibp beside its ideal, raw rows and the CPU's gathers."""
+    """One panel for each savings: GB/s by row size, ibp beside its ideal, the paper's code, raw rows and the CPU's gathers."""
     rows = with_most_sms([row for row in rows if row["case"].startswith(SYNTHETIC.strip())])
     cases = in_order(row["case"] for row in rows if row["case"].startswith(SYNTHETIC))
     if not cases:
         return
-    figure, panels = plt.subplots(1, len(cases), figsize=(3.4 * len(cases), 4.2), sharey=True, squeeze=False)
+    figure, panels = plt.subplots(1, len(cases), figsize=(3.3 * len(cases), 4.6), sharey=True, squeeze=False, layout="constrained")
+    sizes = sorted({row["row_bytes"] for row in rows})
     for panel, case in zip(panels[0], cases):
         ideal = sorted((row["row_bytes"], row["ideal_gbps"]) for row in rows if row["case"] == case and row["arm"] == IBP_ARM)
         if ideal:
             panel.plot(*zip(*ideal), color="black", linestyle=":", label="ideal, slots")
-        for arm, (label, color, line) in GATHER_STYLE.items():
-            points = sorted((row["row_bytes"], row["gbps"]) for row in rows
-                            if row["arm"] == arm and row["case"] in (case, SYNTHETIC.strip()))
-            if points:
-                panel.plot(*zip(*points), color=color, linestyle=line, marker="o", markersize=3.5, label=label)
-        sizes = sorted({row["row_bytes"] for row in rows})
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(sizes, [size_name(size) for size in sizes], rotation=60, fontsize=8)
+        for arm, (label, color) in GATHER_STYLE.items():
+            draw_lines(panel, [(row["row_bytes"], row["gbps"]) for row in rows if row["arm"] == arm and row["case"] in (case, SYNTHETIC.strip())], color, label)
+        draw_lines(panel, [(row["row_bytes"], row["gbps"]) for row in paper_rates("rows") if row["savings"] == savings_of(case)], RED, PAPER_LABEL, "--")
         set_rate_axis(panel)
-        panel.set_title(f"{case.removeprefix(SYNTHETIC)} saved", fontsize=10)
-        panel.grid(alpha=0.3)
+        finish_lines(panel, sizes, f"{case.removeprefix(SYNTHETIC)} saved")
     panels[0][0].set_ylabel(RATE_LABEL)
-    figure.supxlabel("row", fontsize=10)
-    panels[0][0].legend(fontsize=7, loc="upper left")
+    legend_below(figure, panels[0], 4)
     save(figure, path, f"Random rows from pinned host memory ({machine(rows)})")
 
 
+def savings_of(case):
+    """Of a synthetic case, as its name says them."""
+    return float(case.removeprefix(SYNTHETIC).removesuffix("%")) / 100
+
+
+def draw_gather_normal(rows, path):
+    """One panel for each dtype: GB/s by row size of both schemes, planes by few SMs too, raw rows and the CPU's gather."""
+    rows = [row for row in rows if row["case"].startswith(NORMAL)]
+    tables = in_order((row["case"], row["dtype"]) for row in rows)
+    if not tables:
+        return
+    most = max(row["sms"] for row in rows)
+    figure, panels = plt.subplots(1, len(tables), figsize=(max(6.0, 4.6 * len(tables)), 4.8), sharey=True, squeeze=False, layout="constrained")
+    for panel, table in zip(panels[0], tables):
+        own = [row for row in rows if (row["case"], row["dtype"]) == table]
+        ideal = sorted((row["row_bytes"], row["ideal_gbps"]) for row in own if row["arm"] == PLANES_ARM and row["sms"] == most)
+        if ideal:
+            panel.plot(*zip(*ideal), color="black", linestyle=":", label="ideal, planes")
+        for arm, (label, color) in GATHER_STYLE.items():
+            for sms, line in zip(sorted({row["sms"] for row in own if row["arm"] == arm}, reverse=True), ("-", "--", ":")):
+                few = f", at most {sms} SMs" if 0 < sms < most else ""
+                if arm == PLANES_ARM or not few:
+                    draw_lines(panel, [(row["row_bytes"], row["gbps"]) for row in own if row["arm"] == arm and row["sms"] == sms], color, label + few, line)
+        finish_lines(panel, sorted({row["row_bytes"] for row in own}), f"N(0, {table[0].split()[-1]}), {table[1]}")
+        panel.set_ylim(bottom=0)
+    panels[0][0].set_ylabel(RATE_LABEL)
+    legend_below(figure, panels[0], 4)
+    save(figure, path, f"Random rows of normal tables from pinned host memory ({machine(rows)})")
+
+
 def draw_gather_real(rows, path):
-    """Real sets: bars of every arm, the ideal of ibp's slots as a tick above them."""
-    rows = with_most_sms([row for row in rows if not row["case"].startswith(SYNTHETIC.strip())])
+    """Real sets: bars of every arm, the ideal of the slots as ticks above them."""
+    rows = with_most_sms([row for row in rows if not row["case"].startswith((SYNTHETIC.strip(), NORMAL))])
     labels = in_order(case_label(row) for row in rows)
     if not labels:
         return
-    figure, panel = plt.subplots(figsize=(max(6.0, 1.5 * len(labels)), 4.4))
+    figure, panel = plt.subplots(figsize=(max(8.0, 1.7 * len(labels)), 5.0), layout="constrained")
     arms = [arm for arm in GATHER_STYLE if any(row["arm"] == arm for row in rows)]
+    width = 0.84 / len(arms)
     for i, arm in enumerate(arms):
-        draw_bars(panel, rows, labels, arm, i, len(arms), GATHER_STYLE[arm][0], GATHER_STYLE[arm][1])
-    for row in rows:
-        if row["arm"] == IBP_ARM:
-            place = labels.index(case_label(row))
-            panel.hlines(row["ideal_gbps"], place - 0.42, place + 0.42, color="black", linestyle=":")
-    panel.plot([], [], color="black", linestyle=":", label="ideal, slots")
-    finish_bars(panel, labels)
+        draw_bars(panel, rows, labels, arm, i, len(arms), *GATHER_STYLE[arm])
+        if arm in (IBP_ARM, PLANES_ARM):
+            places = [(labels.index(case_label(row)) + (i - (len(arms) - 1) / 2) * width, row["ideal_gbps"]) for row in rows if row["arm"] == arm]
+            panel.hlines([gbps for _, gbps in places], [place - width / 2 for place, _ in places], [place + width / 2 for place, _ in places], color="black",
+                         linewidth=1.5, label="ideal" if arm == PLANES_ARM else None)
+    finish_bars(figure, panel, labels)
     save(figure, path, f"Random rows of real tables from pinned host memory ({machine(rows)})")
 
 
+# ---- device memory ----------------------------------------------------------------------------------------------------------------
+
+
 def draw_codec(rows, path):
-    """Bars of decoding, encoding and analysis by all SMs, with the copy's and the memset's rate across."""
+    """Above: decoding of normal tables by row size, a panel a dtype. Below: bars of every arm on real tables, and on normal ones of one row size.
+    All SMs, with the copy's and the memset's rate across."""
     rows = with_most_sms(rows)
     device = {row["arm"]: row["gbps"] for row in rows if row["case"] == "device"}
-    shown = [row for row in rows if row["case"] != "device"]
-    labels = in_order(case_label(row) for row in shown if row["case"] == f"{SYNTHETIC}50%"
-                      or not row["case"].startswith(SYNTHETIC))
-    if not labels:
+    shown = [row for row in rows if row["case"] != "device" and not row["case"].startswith(SYNTHETIC)]
+    tables = in_order((row["case"], row["dtype"]) for row in shown if row["case"].startswith(NORMAL))
+    encoded = {case_label(row) for row in shown if row["arm"] == "encode"}
+    labels = in_order(case_label(row) for row in shown if case_label(row) in encoded)
+    if not tables or not labels:
         return
-    figure, panel = plt.subplots(figsize=(max(6.0, 1.1 * len(labels)), 4.6))
-    for i, (arm, color) in enumerate(CODEC_STYLE.items()):
-        draw_bars(panel, shown, labels, arm, i, len(CODEC_STYLE), arm, color)
+    figure = plt.figure(figsize=(15, 10), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=(4.4, 5.6))
+    panels = above.subplots(1, len(tables), sharey=True, squeeze=False)[0]
+    for panel, table in zip(panels, tables):
+        own = [row for row in shown if (row["case"], row["dtype"]) == table]
+        for arm, (label, color, line) in DECODE_STYLE.items():
+            draw_lines(panel, [(row["row_bytes"], row["gbps"]) for row in own if row["arm"] == arm], color, label, line)
+        for row in own:
+            if row["arm"] == "nvcomp ANS decode":
+                panel.axhline(row["gbps"], color=GREEN, linewidth=1.5, label="nvCOMP ANS")
+        draw_device_rates(panel, device)
+        finish_lines(panel, sorted({row["row_bytes"] for row in own}), f"decoding N(0, {table[0].split()[-1]}), {table[1]}")
+        panel.set_ylim(bottom=0)
+    panels[0].set_ylabel(RATE_LABEL)
+    legend_below(above, panels, 9)
+    panel = below.subplots()
+    arms = [arm for arm in CODEC_STYLE if any(row["arm"] == arm for row in shown)]
+    for i, arm in enumerate(arms):
+        draw_bars(panel, shown, labels, arm, i, len(arms), *CODEC_STYLE[arm])
+    draw_device_rates(panel, device)
+    finish_bars(below, panel, labels)
+    save(figure, path, f"From device memory to device memory ({machine(rows)})")
+
+
+def draw_device_rates(panel, device):
     for (arm, gbps), line in zip(device.items(), ("--", ":")):
         panel.axhline(gbps, color="black", linestyle=line, linewidth=1, label=arm)
-    finish_bars(panel, labels)
-    save(figure, path, f"From device memory to device memory ({machine(rows)})")
+
+
+# ---- whole tensors ----------------------------------------------------------------------------------------------------------------
+
+VARIANT_LINES = ((", list", "--"), (", by kernel", ":"), (" slots", "-."))
+
+
+def draw_stream(rows, path):
+    """A panel for each kind of tensor: GB/s by size of every arm at its best number of SMs, and the ideal of packed tables."""
+    kinds = in_order((row["case"].split(",")[0], row["dtype"]) for row in rows)
+    if not kinds:
+        return
+    figure, panels = plt.subplots(1, len(kinds), figsize=(max(6.0, 4.2 * len(kinds)), 4.8), sharey=True, squeeze=False, layout="constrained")
+    for panel, kind in zip(panels[0], kinds):
+        own = [row for row in rows if (row["case"].split(",")[0], row["dtype"]) == kind]
+        best = best_by(own, lambda row: (row["arm"], row["rows"] * row["row_bytes"]))
+        sizes = sorted({size for _, size in best})
+        for arm in in_order(arm for arm, _ in best if " slots," not in arm):  # variants of the packed layout suffice
+            line = next((line for variant, line in VARIANT_LINES if variant in arm), "-")
+            draw_lines(panel, [(size, row["gbps"]) for (name, size), row in best.items() if name == arm], arm_color(arm, 0), arm, line)
+        ideal = [(size, max(row["ideal_gbps"] for (arm, at), row in best.items() if arm.endswith("packed") and at == size)) for size in sizes
+                 if any(arm.endswith("packed") and at == size for arm, at in best)]
+        if ideal:
+            panel.plot(*zip(*ideal), color="black", linewidth=1, label="ideal, packed")
+        finish_lines(panel, sizes, ", ".join(kind))
+        panel.set_xticks(sizes, [f"{size >> 20} MiB" for size in sizes], rotation=60, fontsize=8)
+        panel.set_xlabel("tensor", fontsize=9)
+        panel.set_ylim(bottom=0)
+    panels[0][0].set_ylabel(RATE_LABEL)
+    legend_below(figure, panels[0], 5)
+    save(figure, path, f"Whole tensors from pinned host memory to the GPU, each arm at its best number of SMs ({machine(rows)})")
+
+
+# ---- scripts whose cases are few: a panel a case ----------------------------------------------------------------------------------
+
+PANELS_A_ROW = 3
+CASE_CHARTS = {"large_table": "Random rows of large tables in host memory", "cpu": "On the CPU alone"}
+PARTS = ("partition alone",)  # arms that are a part of others, not a way to fetch
+
+
+def draw_cases(rows, path, title):
+    """A panel for each case, dtype and row size: a bar an arm with its number, the ideal as a tick."""
+    rows, groups = [row for row in rows if row.get("gbps") and row["arm"] not in PARTS], {}
+    for row in rows:
+        groups.setdefault(case_label(row), []).append(row)
+    if not groups:
+        return
+    most = max(row["sms"] for row in rows)
+
+    def name(row):
+        return row["arm"] + (f", {row['sms']} SMs" if 0 < row["sms"] < most else "")
+
+    names = in_order(name(row) for row in rows)
+    color_of = {each: arm_color(each, i) for i, each in enumerate(names)}
+    columns = min(PANELS_A_ROW, len(groups))
+    lines = -(-len(groups) // columns)
+    longest = max(len(group) for group in groups.values())
+    figure, panels = plt.subplots(lines, columns, figsize=(5.6 * columns, lines * (0.9 + 0.24 * longest)), squeeze=False, layout="constrained")
+    for panel, (label, group) in zip(panels.flat, groups.items()):
+        draw_numbered_bars(panel, [(name(row), row["gbps"], color_of[name(row)], row["ideal_gbps"]) for row in group])
+        panel.set_title(label.replace("\n", ", "), fontsize=9)
+    for panel in list(panels.flat)[len(groups):]:
+        panel.set_visible(False)
+    figure.supxlabel(RATE_LABEL + ("; tick: the ideal" if any(row["ideal_gbps"] for row in rows) else ""), fontsize=9)
+    save(figure, path, f"{title} ({machine(rows)})")
+
+
+def arm_color(arm, i):
+    """Peers look the same in all charts; other arms differ from each other."""
+    for words, color in ((("nvcomp",), GREEN), (("planes",), PURPLE), (("ibp",), BLUE), (("raw", "copy_", "memcpy"), GREY), (("cpu", "zstd", "lz4"), LIGHT_GREEN)):
+        if any(word in arm.lower() for word in words):
+            return color
+    return OTHER_COLORS[i % len(OTHER_COLORS)]
+
+
+def draw_numbered_bars(panel, bars):
+    """Horizontal bars from above: (label, value, colour, ideal or None). Ideals far beyond the longest bar are left out."""
+    longest = max(value for _, value, _, _ in bars)
+    for i, (_, value, color, ideal) in enumerate(bars):
+        panel.barh(i, value, color=color, height=0.74)
+        panel.annotate(number(value), (value, i), (4, 0), textcoords="offset points", va="center", fontsize=8, zorder=3,
+                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})
+        if ideal and ideal <= 1.5 * longest:
+            panel.vlines(ideal, i - 0.37, i + 0.37, color="black", linewidth=1.5)
+    panel.set_yticks(range(len(bars)), [label for label, _, _, _ in bars], fontsize=8)
+    panel.invert_yaxis()
+    panel.tick_params(axis="x", labelsize=8)
+    panel.grid(axis="x", alpha=0.3)
+    panel.set_axisbelow(True)
+    panel.set_xlim(0, 1.18 * max([longest] + [ideal for _, _, _, ideal in bars if ideal and ideal <= 1.5 * longest]))
+
+
+def draw_overlap(rows, path):
+    """What the matrix products keep beside each fetch, and the fetch beside them; a tick where the share of SMs taken would be lost, and no more."""
+    beside = [row for row in rows if row.get("matmul_share")]
+    if not beside:
+        return
+    labels = [f"{row['arm'].removesuffix(', beside')}\n{row['sms'] or 'no'} SMs" for row in beside]
+    figure, panel = plt.subplots(figsize=(max(7.0, 1.5 * len(labels)), 4.4), layout="constrained")
+    for offset, column, label, color in ((-0.2, "matmul_share", "matrix products", BLUE), (0.2, "fetch_share", "the fetch", ORANGE)):
+        panel.bar([i + offset for i in range(len(beside))], [100 * row[column] for row in beside], 0.4, color=color, label=label)
+        for i, row in enumerate(beside):
+            panel.annotate(f"{100 * row[column]:.1f}", (i + offset, 100 * row[column]), (0, -11), textcoords="offset points", ha="center", fontsize=8,
+                           color="white")
+    panel.hlines([100 * (1 - row["sm_share"]) for row in beside], [i - 0.4 for i in range(len(beside))], [float(i) for i in range(len(beside))], color="black",
+                 linewidth=1.5, label="the share of SMs left to the products")
+    panel.set_xticks(range(len(labels)), labels, fontsize=9)
+    panel.set_ylabel("percent of the rate alone")
+    panel.set_ylim(0, 118)
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+    panel.legend(fontsize=8, ncols=3, loc="upper center", frameon=False)
+    save(figure, path, f"BF16 matrix products beside fetches from pinned host memory ({machine(beside)})")
+
+
+# ---- what ibp gains, in one picture -----------------------------------------------------------------------------------------------
+
+OVERVIEW_ROW_BYTES = 2048
+IBP_LABEL = "ibp"
+
+
+def best_by(rows, key):
+    """{key(row): the row of most GB/s}, in the order of the rows."""
+    found = {}
+    for row in rows:
+        if key(row) not in found or row["gbps"] > found[key(row)]["gbps"]:
+            found[key(row)] = row
+    return found
+
+
+def gather_groups(rows, label_of, paper):
+    """{label: {kind: GB/s}} of all arms' best: the CPU's gather, raw rows, the paper's code, and ibp by its better scheme."""
+    kinds = {CPU_ARM: CPU_ARM, RAW_ARM: RAW_ARM, IBP_ARM: IBP_LABEL, PLANES_ARM: IBP_LABEL}
+    groups = {}
+    for (label, kind), row in best_by([row for row in rows if row["arm"] in kinds], lambda row: (label_of(row), kinds[row["arm"]])).items():
+        groups.setdefault(label, {})[kind] = row["gbps"]
+    for label, gbps in paper.items():
+        if label in groups:
+            groups[label][PAPER_ARM] = gbps
+    return groups
+
+
+GROUP_STYLE = {CPU_ARM: ("CPU gather, pipelined with the copy", LIGHT_GREEN), RAW_ARM: ("raw rows by the same kernel", GREY),
+               PAPER_ARM: (PAPER_LABEL, RED), IBP_LABEL: ("ibp, its better scheme", BLUE)}
+
+
+def draw_groups(panel, groups, title, log):
+    kinds = [kind for kind in GROUP_STYLE if any(kind in group for group in groups.values())]
+    width = 0.86 / len(kinds)
+    for i, kind in enumerate(kinds):
+        places = [(at + (i - (len(kinds) - 1) / 2) * width, group[kind]) for at, group in enumerate(groups.values()) if kind in group]
+        panel.bar([place for place, _ in places], [gbps for _, gbps in places], width, color=GROUP_STYLE[kind][1], label=GROUP_STYLE[kind][0])
+        for place, gbps in places:
+            panel.annotate(f"{gbps:,.0f}", (place, gbps), (0, 2), textcoords="offset points", ha="center", fontsize=7.5)
+    panel.set_xticks(range(len(groups)), groups, fontsize=8)
+    panel.set_ylabel(RATE_LABEL, fontsize=9)
+    panel.set_title(title, fontsize=10, loc="left")
+    if log:
+        set_rate_axis(panel)
+        panel.set_ylim(10, 1.6 * max(gbps for group in groups.values() for gbps in group.values()))
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+
+
+def rows_by_savings(gather):
+    """Synthetic rows of one size."""
+    own = with_most_sms([row for row in gather if row["case"].startswith(SYNTHETIC.strip()) and row["row_bytes"] == OVERVIEW_ROW_BYTES])
+    cases = in_order(row["case"] for row in own if row["case"].startswith(SYNTHETIC))
+    everywhere = [row for row in own if row["case"] == SYNTHETIC.strip()]
+    paper = {row["savings"]: row["gbps"] for row in paper_rates("rows") if row["row_bytes"] == OVERVIEW_ROW_BYTES}
+    shown = [{**row, "case": case} for case in cases for row in own + everywhere if row["case"] in (case, SYNTHETIC.strip())]
+    return gather_groups(shown, lambda row: f"{row['case'].removeprefix(SYNTHETIC)} saved",
+                         {f"{case.removeprefix(SYNTHETIC)} saved": paper[savings_of(case)] for case in cases if savings_of(case) in paper})
+
+
+def rows_of_tables(gather):
+    """Real sets."""
+    own = with_most_sms([row for row in gather if not row["case"].startswith((SYNTHETIC.strip(), NORMAL))])
+    return gather_groups(own, lambda row: f"{row['case']}\n{size_name(row['row_bytes'])}", {})
+
+
+def tensor_bars(stream):
+    """The largest normal BF16 tensor brought to the GPU whole: raw, by the paper's code, nvCOMP and ibp, each at its best."""
+    own = [row for row in stream if row["dtype"] == "bfloat16" and row["case"].startswith(NORMAL)]
+    if not own:
+        return []
+    largest = max(row["rows"] * row["row_bytes"] for row in own)
+    best = best_by([row for row in own if row["rows"] * row["row_bytes"] == largest and stream_kind(row["arm"])], lambda row: stream_kind(row["arm"]))
+    bars = [(kind, best[kind]["gbps"], color, None) for kind, color in (("raw copy_", GREY), ("nvCOMP, pipelined", GREEN), ("ibp", BLUE)) if kind in best]
+    paper = [("the paper's code", row["gbps"], RED, None) for row in paper_rates("tensor") if row["dtype"] == "bfloat16"]
+    return bars[:1] + paper + bars[1:]
+
+
+def stream_kind(arm):
+    """Which of the overview's bars an arm of stream.csv belongs to; None: none."""
+    words = arm.lower()
+    if "nvcomp" in words:
+        return "nvCOMP, pipelined"
+    if "copy_" in words or words.startswith("raw"):
+        return "raw copy_"
+    return "ibp" if words.startswith(("planes", "ibp", "packed", "slots", "decompress")) else None
+
+
+def device_bars(codec):
+    """Decoding of normal BF16 tables in device memory."""
+    rates = {row["arm"]: row["gbps"] for row in codec if row["case"] == "device"}
+    own = [row for row in codec if row["dtype"] == "bfloat16" and row["case"].startswith(NORMAL)]
+    best = best_by([row for row in own if row["row_bytes"] == OVERVIEW_ROW_BYTES], lambda row: row["arm"])
+    ours = max((best[arm]["gbps"] for arm in ("planes decode", "planes decode packed") if arm in best), default=None)
+    bars = [("copy_ of the tensor", rates.get("copy_"), GREY)] + [("the paper's code, its best", row["gbps"], RED) for row in paper_rates("device")]
+    bars += [("nvCOMP ANS", best["nvcomp ANS decode"]["gbps"] if "nvcomp ANS decode" in best else None, GREEN), ("ibp, planes", ours, BLUE)]
+    return [(label, gbps, color, None) for label, gbps, color in bars if gbps] if ours else []
+
+
+def draw_overview(gather, stream, codec, path):
+    """Rows by savings, rows of real tables, whole tensors to the GPU, decoding in device memory; panels without measurements are left out."""
+    panels = [("groups", rows_by_savings(gather), f"Random rows of {size_name(OVERVIEW_ROW_BYTES)} from host memory, by savings"),
+              ("log groups", rows_of_tables(gather), "Random rows of real tables from host memory (logarithmic)"),
+              ("bars", tensor_bars(stream), "A whole BF16 tensor, N(0, 0.02), from host memory"),
+              ("bars", device_bars(codec), f"Decoding BF16, N(0, 0.02), rows of {size_name(OVERVIEW_ROW_BYTES)}, in device memory")]
+    shown = [panel for panel in panels if panel[1]]
+    if not shown:
+        return
+    figure, groups = plt.figure(figsize=(13, 3.9 * -(-len(shown) // 2)), layout="constrained"), []
+    for i, (kind, values, title) in enumerate(shown):
+        panel = figure.add_subplot(-(-len(shown) // 2), 2, i + 1)
+        if kind == "bars":
+            draw_numbered_bars(panel, values)
+            panel.set_xlabel(RATE_LABEL, fontsize=9)
+            panel.set_title(title, fontsize=10, loc="left")
+        else:
+            draw_groups(panel, values, title, kind == "log groups")
+            groups.append(panel)
+    legend_below(figure, groups, 4)
+    save(figure, path, f"What ibp gains ({machine(gather or stream or codec)})")
+
+
+# ---- savings ----------------------------------------------------------------------------------------------------------------------
 
 
 def draw_ratio(rows, path):
@@ -206,13 +547,14 @@ def draw_bars(panel, rows, labels, arm, position, num_arms, label, color):
               width, color=color, label=label)
 
 
-def finish_bars(panel, labels):
-    panel.set_xticks(range(len(labels)), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+def finish_bars(figure, panel, labels):
+    panel.set_xticks(range(len(labels)), labels, fontsize=8)
     set_rate_axis(panel)
     panel.set_ylim(bottom=1)  # bars on a logarithmic axis start at 1 GB/s in every chart
     panel.set_ylabel(RATE_LABEL)
     panel.grid(axis="y", alpha=0.3)
-    panel.legend(fontsize=7, ncols=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    panel.set_axisbelow(True)
+    legend_below(figure, [panel], 6)
 
 
 def set_rate_axis(panel):
@@ -224,7 +566,8 @@ def set_rate_axis(panel):
 
 def save(figure, path, title):
     figure.suptitle(title, fontsize=10)
-    figure.tight_layout()
+    if figure.get_layout_engine() is None:
+        figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
     print(path)
@@ -236,10 +579,16 @@ def draw(directory):
         print("no charts: matplotlib is not installed")
         return
     directory = Path(directory)
-    gather, codec = read(directory / "gather.csv"), read(directory / "codec.csv")
+    gather, codec, stream = (read(directory / f"{name}.csv") for name in ("gather", "codec", "stream"))
+    draw_overview(gather, stream, codec, directory / "overview.png")
     draw_gather_synthetic(gather, directory / "gather.png")
+    draw_gather_normal(gather, directory / "gather_normal.png")
     draw_gather_real(gather, directory / "gather_real.png")
     draw_codec(codec, directory / "codec.png")
+    draw_stream(stream, directory / "stream.png")
+    for name, title in CASE_CHARTS.items():
+        draw_cases(read(directory / f"{name}.csv"), directory / f"{name}.png", title)
+    draw_overlap(read(directory / "overlap.csv"), directory / "overlap.png")
     draw_ratio(read(directory / "ratio.csv"), directory / "ratio.png")
 
 

@@ -1,27 +1,34 @@
-"""How fast are decoding, encoding and analysis from device memory, next to a device copy and a memset?
+"""How fast are decoding, encoding and analysis from device memory, next to a device copy, a memset and nvCOMP?
 
     python -m benchmarks.codec [--out DIR] [--device cpu] [--quick]
 
-Tables of 256 MiB, several times the L2 cache, in the slots layout. GB/s of original bytes, the copy's of bytes copied.
-`encode` is the kernels alone, `compress` and the analyses whole Python calls with their allocations and synchronisations.
+Tables of 256 MiB, several times the L2 cache. GB/s of original bytes, the copy's of bytes copied. `decode` is `ibp.decompress(table, out=)` of
+the slots layout, `decode packed` of the packed one; `encode` is the kernels alone, `compress` and the analyses whole Python calls with their allocations and
+synchronisations, and so are nvCOMP's. Decoding slower than it should be is printed last, as BELOW.
 """
 
 import sys
+from dataclasses import replace
 
 import torch
 
 import ibp
+from ibp.planes import relearn
 
 from . import harness, ideal, inputs
+from .ratio import BLOCK_BYTES, nvcomp
 
 ANALYZED_SAVINGS = 0.5  # the one synthetic savings at which analysis is timed too: its time hardly depends on them
+ANALYZED_ROW_BYTES = 2048  # the one row size of normal tables at which encoding and analysis are timed too, and nvCOMP, which knows no rows
+ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 4096, 16384), (512, 2048)  # of normal tables
 SWEEP_SAMPLE = 0.1  # of the rows, for the analysis that sweeps thresholds and chunk sizes
+COLUMN_SAMPLE_ROWS = 4096  # for entries a column
 TAU = 0.8
-FEW_SMS = 8
+FEW_SMS, FEWEST_SMS = 8, 4
 
 
 def data_bytes(run):
-    return (4 if run.quick else 256) * inputs.MIB
+    return (1 if run.quick else 256) * inputs.MIB
 
 
 class DeviceRates:
@@ -47,28 +54,49 @@ class Case:
         self.num_bytes = x.numel() * x.dtype.itemsize
         self.row_bytes = self.num_bytes // len(x)
         self.out = torch.empty_like(x)
-        self.scheme = "ibp"
+        self.kind = ""  # of the codebook at hand, before the names of its arms
 
     def check(self, table, arm):
         """Decodes a table on poisoned output and compares it with x."""
         harness.poison(self.out)
         harness.check_bits(ibp.decompress(table, out=self.out), self.x, f"{self.name}, {arm}")
 
-    def time(self, arm, call, savings, ideal_gbps, sms=None):
-        arm = arm if self.scheme == "ibp" else f"{self.scheme} {arm}"
-        self.run.add(case=self.name, arm=arm, rows=len(self.x), row_bytes=self.row_bytes, dtype=self.x.dtype, savings=savings,
-                     gbps=self.num_bytes * 1e-9 / self.run.seconds([call]), ideal_gbps=ideal_gbps, sms=sms)
+    def time(self, arm, call, savings, ideal_gbps, sms=None, wall=False):
+        self.run.add(case=self.name, arm=self.kind + arm, rows=len(self.x), row_bytes=self.row_bytes, dtype=self.x.dtype, savings=savings,
+                     gbps=self.num_bytes * 1e-9 / self.run.seconds([call], wall), ideal_gbps=ideal_gbps, sms=sms)
+
+    def cell(self, what):
+        return self.run.cell(f"{self.name} {harness.dtype_name(self.x.dtype)}, {self.row_bytes} B, {self.kind}{what}")
+
+
+def kind_of(codebook):
+    """What is said of a codebook before the name of an arm; nothing for scheme ibp."""
+    if codebook.scheme != "planes":
+        return ""
+    return "planes per column " if codebook.per_column else "planes listed " if codebook.listed else "planes "
+
+
+def read_bytes(table):
+    """What decoding the whole of a table reads of its rows: in slots whole sectors, of packed rows every byte once."""
+    if table.layout == "packed":
+        return int(ideal.stored_row_bytes(table).sum())
+    return ideal.SECTOR_BYTES * int(ideal.row_sectors(table).sum())
 
 
 def measure_decode(case, table, moved_bytes):
-    case.check(table, "decode")
+    arm = "decode" if table.layout == "slots" else "decode packed"
+    harness.poison(case.out)
+    decoded, peak_bytes = case.run.peak_bytes(lambda: ibp.decompress(table, out=case.out), out=case.out)
+    harness.check_bits(decoded, case.x, f"{case.name}, {case.kind}{arm}")
+    case.run.add_memory(case=case.name, arm=case.kind + arm, row_bytes=case.row_bytes, dtype=case.x.dtype, peak_bytes=peak_bytes,
+                        output_bytes=case.num_bytes, original_bytes=case.num_bytes, table=table)
     ideal_gbps = ideal.device_gbps(case.num_bytes, moved_bytes, case.rates.copy_gbps, case.rates.memset_gbps)
-    for sms in (None, FEW_SMS) if case.run.on_gpu else (None,):
+    for sms in (None, FEW_SMS, FEWEST_SMS) if case.run.on_gpu else (None,):
 
         def decode(sms=sms):
             ibp.decompress(table, out=case.out, max_sms=sms)
 
-        case.time("decode", decode, table.savings, ideal_gbps, sms)
+        case.time(arm, decode, table.savings, ideal_gbps, sms)
 
 
 def measure_encode(case, table, moved_bytes):
@@ -96,15 +124,23 @@ def measure_compress(case, table, moved_bytes):
     case.time("compress", compress, table.savings, ideal.device_gbps(case.num_bytes, moved_bytes, case.rates.copy_gbps))
 
 
+def measure_decoding(case, codebook):
+    """Decoding of both layouts under a given codebook. Returns the table in slots."""
+    case.kind = kind_of(codebook)
+    packed, slots = (ibp.compress(case.x, codebook=codebook, layout=layout) for layout in ("packed", "slots"))
+    for table in (slots, packed):
+        with case.cell(f"decode, {table.layout}"):
+            measure_decode(case, table, read_bytes(table) + case.num_bytes)
+    return slots
+
+
 def measure_codec(case, codebook):
     """Decoding and encoding under a given codebook. They move the coded rows' sectors and the original bytes."""
-    table = ibp.compress(case.x, codebook=codebook, layout="slots")
-    case.scheme = codebook.scheme
-    moved_bytes = ideal.SECTOR_BYTES * int(ideal.row_sectors(table).sum()) + case.num_bytes
+    table = measure_decoding(case, codebook)
     # Where nothing is saved, nothing is encoded.
-    for measure in (measure_decode, measure_encode, measure_compress) if table.scheme != "raw" else (measure_decode,):
-        with case.run.cell(f"{case.name}, {case.row_bytes} B, {measure.__name__}"):
-            measure(case, table, moved_bytes)
+    for measure in (measure_encode, measure_compress) if table.scheme != "raw" else ():
+        with case.cell(measure.__name__):
+            measure(case, table, read_bytes(table) + case.num_bytes)
 
 
 def measure_analysis(case):
@@ -135,27 +171,108 @@ def run_synthetic(run, rates):
                     measure_analysis(case)
 
 
-def run_found(run, rates, name, x):
-    """A table whose codebook is found by analysis, as a user's is."""
-    with run.cell(f"{name} {harness.dtype_name(x.dtype)}"):
-        case = Case(run, rates, name, x)
-        measure_codec(case, ibp.analyze(x, sample=None))
-        measure_analysis(case)
-        measure_codec(case, ibp.analyze(x, scheme="planes", sample=None))
+def column_codebook(codebook, x):
+    """A dense codebook with entries a column instead of a table, learned on the first rows."""
+    rows = x[:COLUMN_SAMPLE_ROWS].contiguous().view(torch.uint8).view(-1)
+    return relearn(replace(codebook, per_column=True, entries=codebook.entries.expand(codebook.columns, -1).contiguous()), rows)
+
+
+def measure_nvcomp(case):
+    """nvCOMP's ANS on the same bytes: on floats of 2 or 4 bytes as such where the version knows them. By the wall clock: its calls wait."""
+    case.kind = ""
+    if not (nvcomp and case.run.on_gpu):
+        return
+    dtype = case.x.dtype
+    typestr = f"<f{dtype.itemsize}" if dtype.is_floating_point and dtype.itemsize in (2, 4) else "|u1"
+    with case.cell(f"nvCOMP ANS {typestr}"):
+        case.run.sync()
+        codec = nvcomp.Codec(algorithm="ANS", uncomp_chunk_size=BLOCK_BYTES, data_type=typestr)
+        data = case.x.view(torch.uint8).view(-1)
+        array = nvcomp.as_array(data)
+        coded = codec.encode(array)
+        case.run.sync()
+        savings = 1 - coded.buffer_size / case.num_bytes
+        back = codec.decode(coded)
+        case.run.sync()
+        harness.check_bits(torch.as_tensor(back, device=case.run.device).view(torch.uint8).view(-1), data, f"{case.name}, nvCOMP")
+        for arm, call in (("nvcomp ANS decode", lambda: codec.decode(coded)), ("nvcomp ANS compress", lambda: codec.encode(array))):
+            ideal_gbps = ideal.device_gbps(case.num_bytes, coded.buffer_size + case.num_bytes, case.rates.copy_gbps)
+            case.time(arm, call, savings, ideal_gbps, wall=True)
+
+
+def run_normal(run, rates):
+    """Normal tables in rows of several sizes: decoding under every kind of codebook."""
+    for name, dtype, deviation in inputs.NORMAL:
+        for row_bytes in QUICK_ROW_BYTES if run.quick else ROW_BYTES:
+            with run.cell(f"{name} {harness.dtype_name(dtype)}, {row_bytes} B"):
+                x = inputs.normal_rows(data_bytes(run), dtype, deviation, run.device, columns=row_bytes // dtype.itemsize)
+                case, is_analyzed = Case(run, rates, name, x), row_bytes == ANALYZED_ROW_BYTES
+                measure = measure_codec if is_analyzed else measure_decoding
+                measure(case, ibp.analyze(x, sample=SWEEP_SAMPLE))
+                if is_analyzed:
+                    measure_analysis(case)
+                dense = ibp.analyze(x, scheme="planes", sample=SWEEP_SAMPLE)
+                measure(case, dense)
+                if not dense.per_column:
+                    measure_decoding(case, column_codebook(dense, x))
+                if is_analyzed:
+                    measure_nvcomp(case)
+
+
+def run_real(run, rates, data_dir):
+    """Tables whose codebooks are found by analysis, as a user's are."""
+    for name, rows in inputs.real_sets(data_dir):
+        with run.cell(f"{name} {harness.dtype_name(rows.dtype)}"):
+            num_rows = data_bytes(run) // (rows.shape[1] * rows.dtype.itemsize)
+            case = Case(run, rates, name, inputs.replicated(rows, num_rows, run.device))
+            measure_codec(case, ibp.analyze(case.x, sample=None))
+            measure_analysis(case)
+            measure_codec(case, ibp.analyze(case.x, scheme="planes", sample=None))
+            measure_nvcomp(case)
+
+
+# ---- what the rates should be ---------------------------------------------------------------------------------------------------
+
+LEAST_ROW_BYTES = 512
+FEWEST_SMS_GBPS = 85.0  # of BF16 planes with FEWEST_SMS: what the link brings
+
+
+def wanted_gbps(row, device):
+    """(GB/s, what that is) that decoding should reach on all SMs or on FEWEST_SMS; None where nothing is promised. device: GB/s of "copy_" and "memset"."""
+    kind, is_dense_float = row["arm"].removesuffix(" packed").removesuffix("decode"), row["dtype"] in ("bfloat16", "float32")
+    if "decode" not in row["arm"] or "nvcomp" in row["arm"] or row["row_bytes"] < LEAST_ROW_BYTES:
+        return None
+    if row["sms"] > FEW_SMS:
+        if kind == "planes listed ":
+            return 0.8 * device["memset"], "80 % of a memset"
+        share = 0.95 if kind == "planes " and is_dense_float else 0.6
+        return share * device["copy_"], f"{100 * share:g} % of copy_"
+    if row["sms"] == FEWEST_SMS and kind == "planes " and row["dtype"] == "bfloat16":
+        return FEWEST_SMS_GBPS, "the link's rate"
+    return None
+
+
+def shortfalls(rows):
+    """Lines that say where decoding is slower than it should be."""
+    device = {row["arm"]: float(row["gbps"]) for row in rows if row["case"] == "device"}
+    wanted = [(row, wanted_gbps(row, device)) for row in rows if row["case"] != "device"]
+    return [f"{row['case']} {row['dtype']}, {row['row_bytes']} B, {row['arm']}, {row['sms']} SMs: {row['gbps']} GB/s, less than {want[1]}, "
+            f"{harness.four_digits(want[0])}" for row, want in wanted if want and float(row["gbps"]) < want[0]]
 
 
 def main(argv=None):
     args = harness.parse_args(argv, __doc__)
     run = harness.Run("codec", args)
     torch.manual_seed(0)
+    if not run.on_gpu:
+        print("nvCOMP: needs --device cuda, left out")
+    elif not nvcomp:
+        print("nvCOMP: the package nvidia-nvcomp-cu13 is not installed, left out")
     rates = DeviceRates(run)
     run_synthetic(run, rates)
-    for name, dtype, deviation in inputs.NORMAL:
-        run_found(run, rates, name, inputs.normal_rows(data_bytes(run), dtype, deviation, run.device))
-    for name, rows in inputs.real_sets(args.data):
-        num_rows = data_bytes(run) // (rows.shape[1] * rows.dtype.itemsize)
-        run_found(run, rates, name, inputs.replicated(rows, num_rows, run.device))
-    return run.finish()
+    run_normal(run, rates)
+    run_real(run, rates, args.data)
+    return run.finish(shortfalls(run.rows))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""One harness for all benchmarks: command line, timing, checks, CSV and the table printed last.
+"""One harness for all benchmarks: command line, timing, memory, checks, CSV and the table printed last.
 
 Timing: CUDA events around each call, the calls queued behind a head start so that no launch gap is measured; two warm-up calls
 (one where calls are long); median. Calls rotate among several inputs and outputs, so that more bytes than the L2 cache holds
 pass between two uses of the same ones. With --device cpu a wall clock stands in for the events: that executes the scripts on
 a machine without a GPU, and measures nothing that the project claims.
+
+Memory: what torch's allocator handed out at most while one call ran, beyond its result. The core library allocates nothing by itself.
 """
 
 import argparse
@@ -23,12 +25,19 @@ import torch
 from . import inputs
 
 COLUMNS = "benchmark,case,arm,rows,row_bytes,dtype,savings,gbps,ideal_gbps,sms,gpu,torch,cuda,commit".split(",")
+MEMORY_COLUMNS = "benchmark,case,arm,row_bytes,dtype,peak_bytes,output_bytes,index_bytes,original_bytes,gpu,commit".split(",")
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 POISON = 0xA5
-MAX_REPEATS, MIN_REPEATS, BUDGET_S = 7, 3, 0.3  # timed calls of an arm: as many of these as fit the budget
+MAX_REPEATS, MIN_REPEATS, BUDGET_S = 7, 3, 0.15  # timed calls of an arm: as many of these as fit the budget
 LONG_S = 2.0  # one timed call has to do where it takes longer than this
 MAX_ROTATION = 16
+HEAD_START_S = 2e-3  # of GPU work while the timed calls are queued
+
+# Limits of memory on a GPU: no temporary is larger than the ring in which streamed tensors are staged, and what a table keeps there to be
+# fetched from is a small part of it.
+MAX_TEMPORARY_BYTES = 64 << 20
+MAX_METADATA_SHARE, METADATA_ROW_BYTES = 0.01, 256  # of the original bytes, for rows from so many
 
 
 # ---- command line and provenance ----------------------------------------------------------------------------------------------
@@ -61,7 +70,7 @@ def commit_id():
 
     try:
         head = git("rev-parse", "HEAD")
-        code = git("status", "--porcelain", "--", "csrc", "ibp", "benchmarks/*.py")
+        code = git("status", "--porcelain", "--", "csrc", "ibp", "setup.py", "benchmarks/*.py")
     except OSError:
         return os.environ.get("IBP_COMMIT", "unknown")
     if head.returncode != 0:
@@ -94,16 +103,45 @@ def four_digits(number):
     return f"{float(f'{number:.4g}'):g}"
 
 
+# ---- a CSV file that several scripts share --------------------------------------------------------------------------------------
+
+
+def append_row(path, columns, row):
+    with open(path, "a", newline="") as file:
+        csv.DictWriter(file, columns, lineterminator="\n").writerow(row)
+
+
+def start_file(path, columns, keep=lambda row: False):
+    """An empty CSV, but for the rows of the file before it that are to be kept."""
+    kept = []
+    if path.exists():
+        with open(path, newline="") as file:
+            reader = csv.DictReader(file)
+            kept = [row for row in reader if keep(row)] if reader.fieldnames == columns else []
+    with open(path, "w", newline="") as file:
+        csv.DictWriter(file, columns, lineterminator="\n").writeheader()
+    for row in kept:
+        append_row(path, columns, row)
+
+
 # ---- a run ----------------------------------------------------------------------------------------------------------------------
 
 
-class Run:
-    """One script's run: times calls, collects rows, writes them to <out>/<benchmark>.csv as they come."""
+def metadata_bytes(table, device):
+    """What a table keeps in the memory of a device that fetches from it, beside its rows: lengths, bases, the codebook's words."""
+    held = [table.lengths, table.bases] + ([table.codebook.words(torch.device(device))] if table.codebook else [])
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
-    def __init__(self, benchmark, args):
+
+class Run:
+    """One script's run: times calls, collects rows, writes them to <out>/<benchmark>.csv as they come, what they took of the GPU's
+    memory to <out>/memory.csv. extra_columns: of this script's CSV, after the common ones."""
+
+    def __init__(self, benchmark, args, extra_columns=()):
         self.benchmark, self.quick, self.device = benchmark, args.quick, torch.device(args.device)
         self.on_gpu = args.device == "cuda"
-        self.rows, self.failures, self.started = [], [], time.perf_counter()
+        self.columns, self.rows, self.memory, self.failures = [*COLUMNS, *extra_columns], [], [], []
+        self.started = time.perf_counter()
         if self.on_gpu:
             properties = torch.cuda.get_device_properties(self.device)
             self.num_sms, self.l2_bytes = properties.multi_processor_count, getattr(properties, "L2_cache_size", 64 << 20)
@@ -114,18 +152,50 @@ class Run:
         self.scratch = torch.empty((1 << 30) if self.on_gpu else (1 << 24), dtype=torch.uint8, device=self.device)
         self.path = args.out / f"{benchmark}.csv"
         args.out.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "w", newline="") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
+        self.memory_path = args.out / "memory.csv"
+        start_file(self.path, self.columns)
+        start_file(self.memory_path, MEMORY_COLUMNS, keep=lambda row: row["benchmark"] != benchmark)
+        self.head_start = 1
         self.memset_gbps = self.scratch.numel() * 1e-9 / self.seconds([self.scratch.zero_])
+        self.head_start = math.ceil(HEAD_START_S * self.memset_gbps * 1e9 / self.scratch.numel())
 
-    def add(self, *, case, arm, rows, row_bytes, dtype, savings, gbps, ideal_gbps, sms):
-        """Records one measurement. sms: the most SMs that the arm may keep busy, None for all, 0 where no kernel does the work."""
+    @property
+    def is_judged(self):
+        """Whether the targets apply: few cells on small tables, or a CPU, need not reach them."""
+        return self.on_gpu and not self.quick
+
+    def add(self, *, case, arm, rows, row_bytes, dtype, savings, gbps, ideal_gbps, sms, **extra):
+        """Records one measurement. sms: the most SMs that the arm may keep busy, None for all, 0 where no kernel does the work.
+        extra: the script's own columns, texts or numbers."""
         row = {**self.same, "case": case, "arm": arm, "rows": rows, "row_bytes": row_bytes, "dtype": dtype_name(dtype),
                "savings": f"{savings:.4f}", "gbps": four_digits(gbps), "ideal_gbps": four_digits(ideal_gbps),
-               "sms": self.num_sms if sms is None else sms}
+               "sms": self.num_sms if sms is None else sms, **extra}
         self.rows.append(row)
-        with open(self.path, "a", newline="") as file:
-            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+        append_row(self.path, self.columns, row)
+
+    def peak_bytes(self, call, out=None):
+        """(what call returned, the most bytes of device memory held at once while it ran, beyond what was held before and its result).
+        out: the tensor that call writes its result to; None: it makes the result, a tensor or several. Without a GPU the bytes are None."""
+        if not self.on_gpu:
+            return call(), None
+        self.sync()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        result = call()
+        self.sync()
+        made = [] if out is not None else [result] if isinstance(result, torch.Tensor) else list(result)
+        made_bytes = sum(x.numel() * x.element_size() for x in made if x.is_cuda)
+        return result, torch.cuda.max_memory_allocated(self.device) - before - made_bytes
+
+    def add_memory(self, *, case, arm, row_bytes, dtype, peak_bytes, output_bytes, original_bytes, table=None):
+        """Records what one path takes of the GPU's memory. table: what is fetched from, whose metadata there is `index_bytes`; after
+        the table's first call, whose peak has it too. Nothing to record without a GPU, except that a CPU run tests the columns."""
+        row = {"benchmark": self.benchmark, "case": case, "arm": arm, "row_bytes": row_bytes, "dtype": dtype_name(dtype),
+               "peak_bytes": "" if peak_bytes is None else peak_bytes, "output_bytes": output_bytes,
+               "index_bytes": "" if table is None else metadata_bytes(table, self.device), "original_bytes": original_bytes,
+               "gpu": self.same["gpu"], "commit": self.same["commit"]}
+        self.memory.append(row)
+        append_row(self.memory_path, MEMORY_COLUMNS, row)
 
     @contextlib.contextmanager
     def cell(self, what):
@@ -164,7 +234,7 @@ class Run:
 
     def _event_seconds(self, calls, repeats):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
-        for _ in range(4):  # the head start: about 1 ms of work on an H200 while the calls are queued
+        for _ in range(self.head_start):
             self.scratch.zero_()
         for i, (start, end) in enumerate(events):
             start.record()
@@ -173,14 +243,61 @@ class Run:
         self.sync()
         return statistics.median(start.elapsed_time(end) for start, end in events) * 1e-3
 
-    def finish(self):
-        """Prints the table and the failures. @return the exit status of the script."""
+    def finish(self, shortfalls=()):
+        """Prints the table, what falls short of its target, and the failures. @return the exit status of the script: 1 if something failed.
+
+        shortfalls: lines that say where the rates are below their targets.
+        """
         print(format_table(self.rows))
+        for line in memory_lines(self.memory):
+            print(line)
+        for line in [*shortfalls, *memory_shortfalls(self.memory)] if self.is_judged else ():
+            print(f"BELOW {line}")
         print(f"{self.benchmark}: {len(self.rows)} measurements in {time.perf_counter() - self.started:.0f} s on "
               f"{self.same['gpu']}, memset {self.memset_gbps:.0f} GB/s, {self.path}")
         for failure in self.failures:
             print(f"FAILED {failure}")
         return 1 if self.failures else 0
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------------------
+
+
+def _path_name(row):
+    return f"{row['case']} {row['dtype']}, {row['row_bytes']} B, {row['arm']}"
+
+
+def metadata_share(row):
+    return int(row["index_bytes"]) / int(row["original_bytes"])
+
+
+def of_tables(memory):
+    """Those rows of memory.csv that say what a table keeps on the GPU; with rows long enough for the limit."""
+    return [row for row in memory if row["index_bytes"] != "" and int(row["row_bytes"]) >= METADATA_ROW_BYTES]
+
+
+def memory_lines(memory):
+    """The largest share of metadata and the largest temporary."""
+    if tables := of_tables(memory):
+        most = max(tables, key=metadata_share)
+        yield f"metadata on the GPU: at most {100 * metadata_share(most):.2f} % of the original bytes, rows from {METADATA_ROW_BYTES} B ({_path_name(most)})"
+    if own := [row for row in memory if row["index_bytes"] != "" and row["peak_bytes"] != ""]:
+        most = max(own, key=temporary_bytes)
+        yield f"temporaries on the GPU: at most {temporary_bytes(most) / 2**20:.1f} MiB ({_path_name(most)})"
+
+
+def temporary_bytes(row):
+    """The peak without the metadata, which a table's first call copies and keeps."""
+    return max(0, int(row["peak_bytes"]) - int(row["index_bytes"]))
+
+
+def memory_shortfalls(memory):
+    for row in of_tables(memory):
+        if metadata_share(row) > MAX_METADATA_SHARE:
+            yield f"{_path_name(row)}: metadata is {100 * metadata_share(row):.2f} % of the original bytes, wanted {100 * MAX_METADATA_SHARE:g} % at most"
+    for row in memory:
+        if row["index_bytes"] != "" and row["peak_bytes"] != "" and temporary_bytes(row) > MAX_TEMPORARY_BYTES:
+            yield f"{_path_name(row)}: temporaries of {temporary_bytes(row) / 2**20:.1f} MiB, wanted {MAX_TEMPORARY_BYTES >> 20} at most"
 
 
 # ---- the table printed last -------------------------------------------------------------------------------------------------------

@@ -22,14 +22,14 @@ def sectors_of_range(start, num_bytes):
 
 
 def stored_row_bytes(table):
-    """Bytes of every row as stored: its entry of `lengths`, or all its bytes where that is 0 or there is none. int64, on the CPU."""
+    """Bytes of every row as stored: its entry of `lengths`, or all its bytes where that is 0 or there is none. int64, on the table's device."""
     original = original_bytes(table)
-    valid = torch.full((table.num_rows,), table.row_bytes, dtype=torch.int64)
+    valid = torch.full((table.num_rows,), table.row_bytes, dtype=torch.int64, device=table.slots.device)
     if table.num_rows:
         valid[-1] = original - (table.num_rows - 1) * table.row_bytes
     if table.lengths is None or table.lengths.numel() == 0:
         return valid
-    lengths = table.lengths.cpu().to(torch.int64)
+    lengths = table.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
     return torch.where(lengths > 0, lengths, valid)
 
 
@@ -47,20 +47,21 @@ def overflow_starts(table, part):
         return torch.zeros_like(part)
     room = part if table.slot_bytes == 0 else (part + OVERFLOW_ALIGN - 1) // OVERFLOW_ALIGN * OVERFLOW_ALIGN
     before = torch.cumsum(room, 0) - room
-    group = torch.arange(len(part)) // ROWS_PER_BASE
-    return table.bases.cpu()[group] + before - before[group * ROWS_PER_BASE]
+    group = torch.arange(len(part), device=part.device) // ROWS_PER_BASE
+    return table.bases[group] + before - before[group * ROWS_PER_BASE]
 
 
 def row_sectors(table, rows=None):
     """Sectors that fetching each of `rows` alone touches, from the stored lengths and the real addresses. Row bytes only: not
-    the row index, which is a copy in device memory. rows: int64 row numbers, or None for all rows. int64, on the CPU."""
+    the row index, which is a copy in device memory. rows: int64 row numbers, or None for all rows. int64, on the device of `rows`, or of the
+    table."""
     stored = stored_row_bytes(table)
     in_slot = torch.clamp(stored, max=table.slot_bytes)
     part = stored - in_slot
-    slot_start = table.slots.data_ptr() % SECTOR_BYTES + torch.arange(table.num_rows) * table.slot_bytes
+    slot_start = table.slots.data_ptr() % SECTOR_BYTES + torch.arange(table.num_rows, device=stored.device) * table.slot_bytes
     part_start = table.overflow.data_ptr() % SECTOR_BYTES + overflow_starts(table, part)
     sectors = sectors_of_range(slot_start, in_slot) + sectors_of_range(part_start, part)
-    return sectors if rows is None else sectors[rows.cpu().to(torch.int64)]
+    return sectors if rows is None else sectors.to(rows.device)[rows.to(torch.int64)]
 
 
 def link_seconds(sectors):
@@ -72,6 +73,11 @@ def link_seconds(sectors):
 def gather_gbps(output_bytes, sectors, memset_gbps):
     """Ideal rate of a gather from pinned memory: the link or the writing of the output, whichever takes longer."""
     return output_bytes * 1e-9 / max(link_seconds(sectors), output_bytes * 1e-9 / memset_gbps)
+
+
+def tensor_gbps(num_bytes, link_bytes):
+    """Ideal rate of a tensor of num_bytes bytes brought to the GPU whole: link_bytes of it by the copy engine."""
+    return LINK_COPY_GBPS * num_bytes / link_bytes
 
 
 def device_gbps(num_bytes, moved_bytes, copy_gbps, memset_gbps=float("inf")):

@@ -1,14 +1,19 @@
-"""Tests of what the benchmarks compute without a GPU: sectors and ideal rates, synthetic tables, savings, CSV files, charts."""
+"""Tests of what the benchmarks compute without a GPU: sectors and ideal rates, synthetic tables, savings, CSV files, targets, charts, claims."""
 
+import contextlib
 import csv
 import math
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import charts, harness, ideal, inputs, ratio, sampling, sets
+import ibp
+from benchmarks import __main__ as suite
+from benchmarks import charts, claims, codec, gather, harness, ideal, inputs, overlap, ratio, sampling, sets
+from benchmarks.cpu_gather import PipelinedGather
 
 
 def make_table(lengths, *, num_rows, row_bytes, slot_bytes, num_bytes=None, offset=0):
@@ -72,6 +77,7 @@ def test_ideal_rates():
     assert ideal.link_seconds(4 * ones) == pytest.approx(1000 * 128 / 51.4e9)
     assert ideal.device_gbps(100, 200, 2000) == pytest.approx(2000)  # nothing saved: a copy
     assert ideal.device_gbps(100, 110, 2000, memset_gbps=3000) == pytest.approx(3000)
+    assert ideal.tensor_gbps(300, 200) == pytest.approx(1.5 * 55.4)
 
 
 @pytest.mark.parametrize("row_bytes", inputs.ROW_BYTES)
@@ -164,18 +170,331 @@ def test_commit_from_the_environment_without_a_repository(tmp_path, monkeypatch)
     assert harness.commit_id() == "abc123"
 
 
+# ---- memory ---------------------------------------------------------------------------------------------------------------------
+
+
+def memory_row(**changed):
+    same = {"case": "normal", "arm": "planes slots", "row_bytes": 256, "dtype": "bfloat16", "peak_bytes": 1 << 20, "output_bytes": 1 << 26,
+            "index_bytes": 1 << 20, "original_bytes": 1 << 27, "gpu": "NVIDIA H200", "benchmark": "gather", "commit": "0"}
+    return same | changed
+
+
+def test_memory_is_recorded_beside_that_of_other_scripts(tmp_path):
+    with open(tmp_path / "memory.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, harness.MEMORY_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([memory_row(benchmark="codec"), memory_row(benchmark="gather")])
+    run, x = run_on_cpu(tmp_path), torch.zeros(64, 64)
+    table = ibp.compress(x, scheme="ibp")
+    result, peak_bytes = run.peak_bytes(lambda: ibp.decompress(table))
+    assert torch.equal(result, x) and peak_bytes is None
+    run.add_memory(case="zeros", arm="decode", row_bytes=256, dtype=x.dtype, peak_bytes=peak_bytes, output_bytes=16384, original_bytes=16384, table=table)
+    lines = lines_of(tmp_path / "memory.csv")
+    assert lines[0] == harness.MEMORY_COLUMNS and [line[0] for line in lines[1:]] == ["codec", "gather"]
+    words = table.codebook.words(torch.device("cpu"))
+    assert int(lines[2][7]) == harness.metadata_bytes(table, "cpu") == table.index_bytes + 4 * words.numel() and lines[2][5] == ""
+
+
+def test_peak_is_counted_beyond_the_result(tmp_path, monkeypatch):
+    run = run_on_cpu(tmp_path)
+    monkeypatch.setattr(run, "on_gpu", True)
+    monkeypatch.setattr(run, "sync", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    out = types.SimpleNamespace(is_cuda=True, numel=lambda: 100, element_size=lambda: 4)
+    assert run.peak_bytes(lambda: out, out=out)[1] == 4000
+    assert run.peak_bytes(lambda: [out, out])[1] == 3200
+
+
+def test_memory_is_judged():
+    assert list(harness.memory_shortfalls([memory_row(), memory_row(index_bytes="", peak_bytes=1 << 30)])) == []
+    assert len(list(harness.memory_shortfalls([memory_row(index_bytes=1 << 21)]))) == 1
+    assert list(harness.memory_shortfalls([memory_row(index_bytes=1 << 21, row_bytes=128)])) == []
+    assert "temporaries of 128.0 MiB" in next(harness.memory_shortfalls([memory_row(peak_bytes=129 << 20)]))
+    lines = list(harness.memory_lines([memory_row(), memory_row(peak_bytes=3 << 20, arm="other")]))
+    assert "at most 0.78 %" in lines[0] and "at most 2.0 MiB" in lines[1] and "other" in lines[1]
+
+
+def test_shortfalls_are_printed_on_a_full_run_alone(tmp_path, monkeypatch, capsys):
+    run = run_on_cpu(tmp_path)
+    run.add(case="c", arm="a", rows=1, row_bytes=1, dtype=torch.uint8, savings=0.0, gbps=1.0, ideal_gbps=1.0, sms=0)
+    assert run.finish(["too slow"]) == 0 and "BELOW" not in capsys.readouterr().out
+    monkeypatch.setattr(harness.Run, "is_judged", True)
+    assert run.finish(["too slow"]) == 0 and "BELOW too slow" in capsys.readouterr().out
+
+
+# ---- gather ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ids, columns", [(1, 4), (1000, 33), (70_000, 64)])
+def test_pipelined_gather(num_ids, columns):
+    x = torch.randn(5000, columns)
+    ids, out = torch.randint(5000, (num_ids,)), torch.zeros(num_ids, columns)
+    gather_rows = PipelinedGather(x, num_ids, "cpu")
+    assert gather_rows(ids, out) is out and torch.equal(out, x[ids])
+    assert num_ids < 70_000 or gather_rows.chunk_rows < num_ids / 4  # the buffers are used more than once
+    fewer = torch.zeros(num_ids // 2, columns)
+    assert torch.equal(gather_rows(ids[: num_ids // 2], fewer), x[ids[: num_ids // 2]])
+
+
+def rate_row(**changed):
+    same = {"case": "normal 0.02", "arm": "planes slots", "row_bytes": 1024, "dtype": "bfloat16", "savings": "0.3300", "gbps": "75", "ideal_gbps": "76", "sms": 8}
+    return same | changed
+
+
+def test_gather_is_judged():
+    raw = [rate_row(arm="raw rows", savings="0", gbps="51", sms=sms) for sms in (8, 132)]
+    assert gather.shortfalls([rate_row(), *raw], {}) == []
+    few, all_sms = rate_row(gbps="73"), rate_row(gbps="73", sms=132)  # promised with few SMs
+    assert len(gather.shortfalls([few, *raw], {})) == 1 and gather.shortfalls([all_sms, *raw], {}) == []
+    assert gather.shortfalls([rate_row(gbps="69", row_bytes=256), *raw], {}) == ["normal 0.02 bfloat16, 256 B, planes slots, 8 SMs: 69 GB/s, less than 92 % of the ideal, 69.92"]
+    assert "raw rows" in gather.shortfalls([rate_row(gbps="49", sms=132), *raw], {})[0]
+    assert gather.shortfalls([rate_row(gbps="50", sms=132), *raw], {}) == []
+    ibp_row = rate_row(case="synthetic 50%", arm="ibp slots", dtype="int32", savings="0.5000", gbps="98", ideal_gbps="102.8", sms=132)
+    assert gather.shortfalls([ibp_row], {(1024, 0.5): 97.0}) == []
+    assert "the paper's code" in gather.shortfalls([ibp_row], {(1024, 0.5): 98.5})[0]
+    assert len(gather.shortfalls([rate_row(case="citeseer", dtype="float32", gbps="900", ideal_gbps="1000", sms=132)], {})) == 1
+    assert gather.wanted_share(ibp_row | {"savings": "0.9", "row_bytes": 512}) is None
+
+
+def test_paper_rates():
+    rates = gather.paper_rates()
+    assert len(rates) == 25 and rates[256, 0.125] == 43.9 and rates[4096, 0.9] == 367
+    assert {row["path"] for row in charts.read(charts.REFERENCE)} == {"rows", "tensor", "device"}
+    assert all(row["gbps"] > 0 for row in charts.read(charts.REFERENCE))
+
+
+# ---- codec ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_decoding_is_judged():
+    device = [rate_row(case="device", arm="copy_", gbps="2000", sms=132), rate_row(case="device", arm="memset", gbps="3000", sms=132)]
+
+    def short(**changed):
+        return len(codec.shortfalls([*device, rate_row(sms=132, **changed)]))
+
+    assert short(arm="planes decode", gbps="1890") == 1 == short(arm="planes decode packed", gbps="1890") and short(arm="planes decode", gbps="1900") == 0
+    assert short(arm="planes decode", gbps="1300", dtype="float16") == 0 == short(arm="planes per column decode", gbps="1300") == short(arm="decode", gbps="1300")
+    assert short(arm="decode", gbps="1100") == 1 and short(arm="decode", gbps="1100", row_bytes=256) == 0
+    assert short(arm="planes listed decode", gbps="2390") == 1 and short(arm="planes listed decode", gbps="2400") == 0
+    assert short(arm="nvcomp ANS decode", gbps="300") == 0 == short(arm="encode", gbps="10")
+    assert len(codec.shortfalls([*device, rate_row(arm="planes decode", gbps="80", sms=4)])) == 1
+    assert codec.shortfalls([*device, rate_row(arm="planes decode", gbps="86", sms=4), rate_row(arm="planes decode", gbps="100", sms=8)]) == []
+
+
+def test_column_codebook():
+    x = inputs.normal_rows(1 << 18, torch.bfloat16, 0.02, "cpu", columns=128)
+    x *= 2.0 ** torch.arange(-64, 64, 1)  # columns of different exponents
+    dense = ibp.analyze(x, scheme="planes", sample=1.0)
+    shared = ibp.planes.PlanesCodebook(256, 2, dense.rotate, dense.residual_bits, dense.digit_bits, False, False, 0, 0, dense.entries[:1])
+    found = codec.column_codebook(shared, x)
+    assert found.per_column and codec.kind_of(found) == "planes per column " and codec.kind_of(shared) == "planes "
+    table = ibp.compress(x, codebook=found)
+    assert table.savings > ibp.compress(x, codebook=shared).savings
+    harness.check_bits(table.decompress(), x, "a codebook a column")
+
+
+def test_read_bytes():
+    x = inputs.normal_rows(1 << 18, torch.bfloat16, 0.02, "cpu", columns=128)
+    packed, slots = (ibp.compress(x, scheme="planes", layout=layout) for layout in ("packed", "slots"))
+    assert codec.read_bytes(packed) == packed.stored_bytes - packed.codebook.nbytes
+    assert codec.read_bytes(slots) % 32 == 0 and codec.read_bytes(slots) >= slots.link_bytes
+
+
+def test_nvcomp_arms_of_codec(tmp_path, monkeypatch):
+    run, x = run_on_cpu(tmp_path, "codec"), torch.randn(64, 64)
+    monkeypatch.setattr(codec, "nvcomp", types.SimpleNamespace(Codec=PlainCodec, as_array=lambda x: x))
+    case = codec.Case(run, types.SimpleNamespace(copy_gbps=2000.0, memset_gbps=3000.0), "normal 1", x)
+    codec.measure_nvcomp(case)
+    assert run.rows == []  # not without a GPU
+    monkeypatch.setattr(run, "on_gpu", True)
+    monkeypatch.setattr(run, "sync", lambda: None)
+    codec.measure_nvcomp(case)
+    assert [row["arm"] for row in run.rows] == ["nvcomp ANS decode", "nvcomp ANS compress"] and run.failures == []
+    assert PlainCodec.made[-1]["data_type"] == "<f4"
+
+
+# ---- overlap --------------------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Two streams whose work takes as long as a test says; events note their stream's time."""
+
+    def __init__(self, fetch_ms, product_ms):
+        self.fetch_ms, self.product_ms, self.now, self.on = fetch_ms, product_ms, {"side": 0.0, "main": 0.0}, "main"
+
+    def event(self, enable_timing):
+        noted = types.SimpleNamespace(at=None)
+        noted.record = lambda: setattr(noted, "at", self.now[self.on])
+        noted.elapsed_time = lambda end: end.at - noted.at
+        return noted
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        self.on = "side"
+        yield
+        self.on = "main"
+
+    def wait_event(self, event):
+        self.now["main"] = max(self.now["main"], event.at)
+
+    def fetch(self):
+        self.now["side"] += self.fetch_ms
+
+    def launch(self, num):
+        self.now["main"] += num * self.product_ms
+
+
+def beside(monkeypatch, clock, num_fetches):
+    monkeypatch.setattr(torch.cuda, "Event", clock.event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: clock)
+    monkeypatch.setattr(torch.cuda, "stream", clock.stream)
+    run = types.SimpleNamespace(sync=lambda: None, device="cuda")
+    return overlap.beside(run, types.SimpleNamespace(launch=clock.launch), 10, types.SimpleNamespace(call=clock.fetch, arm="gather"), num_fetches)
+
+
+def test_products_beside_fetches(monkeypatch):
+    assert beside(monkeypatch, Clock(7.0, 2.0), 8) == pytest.approx((0.020, 0.007))  # a train of 20 ms, in which fetches end at 7 and 14
+    assert beside(monkeypatch, Clock(7.0, 2.0), 3) is None  # the fetches end before the train does
+    with pytest.raises(AssertionError, match="wanted two"):
+        beside(monkeypatch, Clock(15.0, 2.0), 8)
+
+
+def test_losses_are_judged():
+    row = rate_row(arm="planes gather, beside", loss_ratio="1.25")
+    assert overlap.shortfalls([row, rate_row(arm="planes gather, alone")]) == []
+    assert len(overlap.shortfalls([row | {"loss_ratio": "1.4"}, rate_row(arm="planes gather, alone", gbps="60")])) == 2
+    assert overlap.shortfalls([row | {"loss_ratio": "9", "sms": 4}]) == []
+
+
+# ---- whole scripts --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Even fewer cells, each timed once, by one thread: several wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(harness, "MAX_REPEATS", 1)
+    monkeypatch.setattr(harness, "MIN_REPEATS", 1)
+    monkeypatch.setattr(inputs, "QUICK_ROW_BYTES", (128, 1024))
+    monkeypatch.setattr(inputs, "QUICK_SAVINGS", (0.5,))
+    monkeypatch.setattr(inputs, "REAL_SETS", inputs.REAL_SETS[2:3])
+    monkeypatch.setattr(inputs, "NORMAL", inputs.NORMAL[::2])
+    monkeypatch.setattr(codec, "QUICK_ROW_BYTES", (2048,))
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("script", [gather, codec, overlap], ids=lambda script: script.__name__)
+def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
+    assert script.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    name = script.__name__.split(".")[-1]
+    lines = lines_of(tmp_path / f"{name}.csv")
+    assert lines[0][: len(harness.COLUMNS)] == harness.COLUMNS and len(lines) > 3
+    assert all(len(line) == len(lines[0]) and line[0] == name and float(line[7]) > 0 and float(line[8]) > 0 for line in lines[1:])
+    memory = lines_of(tmp_path / "memory.csv")
+    assert memory[0] == harness.MEMORY_COLUMNS and len(memory) > 2 and {line[0] for line in memory[1:]} == {name}
+    assert "BELOW" not in capsys.readouterr().out
+    arms = {line[2] for line in lines[1:]}
+    expected = {"gather": {"raw rows", "cpu index + copy", "cpu pipelined", "ibp slots", "ibp in place", "planes slots"},
+                "codec": {"copy_", "memset", "decode", "decode packed", "planes decode", "planes per column decode", "planes listed decode"},
+                "overlap": {"planes gather, alone", "raw gather, alone", "planes decompress, alone", "copy_, alone"}}
+    assert expected[name] <= arms
+
+
+def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
+    called = []
+
+    def finish(words):
+        called.append(words[2:])
+        return types.SimpleNamespace(returncode=-11 if words[2] == "benchmarks.codec" else 0)
+
+    monkeypatch.setattr(suite.subprocess, "run", finish)
+    argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert suite.main(["--all", *argv]) == 1
+    there = [name for name in suite.SPEED + suite.BYTES if (Path(suite.__file__).parent / f"{name}.py").exists()]
+    assert [words[0] for words in called] == [f"benchmarks.{name}" for name in there] and all(words[1:] == argv for words in called)
+    assert "FAILED: codec" in capsys.readouterr().out
+    called.clear()
+    monkeypatch.setattr(suite, "SPEED", ("gather", "absent"))
+    assert suite.main(argv) == 0 and len(called) == 1 and "absent: no such script" in capsys.readouterr().out
+
+
+# ---- charts and claims ----------------------------------------------------------------------------------------------------------
+
+
+def write_measurements(directory):
+    """Every CSV that charts and claims read, with rates that stand for nothing."""
+    runs = {name: run_on_cpu(directory, name) for name in ("gather", "codec", "stream", "large_table", "cpu")}
+    runs["overlap"] = harness.Run("overlap", harness.parse_args(["--device", "cpu", "--quick", "--out", str(directory)]), overlap.COLUMNS)
+
+    def add(name, case, arm, gbps=50.0, row_bytes=2048, dtype=torch.bfloat16, sms=132, **extra):
+        runs[name].add(case=case, arm=arm, rows=10, row_bytes=row_bytes, dtype=dtype, savings=0.5, gbps=gbps, ideal_gbps=100.0, sms=sms, **extra)
+
+    for row_bytes in (512, 2048):
+        add("gather", "synthetic", "raw rows", row_bytes=row_bytes)
+        add("gather", "synthetic 50%", "ibp slots", 93.0, row_bytes=row_bytes)
+        for arm, sms in (("raw rows", 132), ("cpu pipelined", 0), ("planes slots", 132), ("planes slots", 8)):
+            add("gather", "normal 0.02", arm, sms=sms, row_bytes=row_bytes)
+        add("codec", "normal 0.02", "planes decode", 1700.0, row_bytes=row_bytes)
+    add("gather", "cora", "ibp slots")
+    for arm in ("encode", "decode", "nvcomp ANS decode"):
+        add("codec", "normal 0.02", arm, 1000.0)
+    add("codec", "device", "copy_", 2000.0)
+    add("codec", "device", "memset", 3000.0)
+    for arm, gbps in (("raw copy_", 55.0), ("planes packed", 80.5), ("nvcomp ANS", 70.0)):
+        add("stream", "normal 0.02, 64 MiB", arm, gbps, sms=8)
+    add("large_table", "4 GiB", "raw rows", 6.5)
+    add("cpu", "one core", "planes decode", 3.25, sms=0)
+    add("overlap", "normal 0.02", "planes gather, beside", 70.0, sms=8, matmul_tflops="600", matmul_share="0.9300", fetch_share="0.9900", sm_share="0.0606", loss_ratio="1.155")
+    with open(directory / "memory.csv", "a", newline="") as file:
+        csv.DictWriter(file, harness.MEMORY_COLUMNS, lineterminator="\n").writerow(memory_row())
+
+
 def test_charts_from_csv(tmp_path):
     pytest.importorskip("matplotlib")
-    gather, codec = run_on_cpu(tmp_path), run_on_cpu(tmp_path, "codec")
-    for row_bytes in (128, 1024):
-        same = dict(rows=10, row_bytes=row_bytes, dtype=torch.int32, gbps=50.0, ideal_gbps=100.0)
-        gather.add(case="synthetic", arm="raw rows", savings=0.0, sms=132, **same)
-        gather.add(case="synthetic 50%", arm="ibp slots", savings=0.5, sms=132, **same)
-        gather.add(case="cora", arm="ibp slots", savings=0.5, sms=132, **same)
-        codec.add(case="synthetic 50%", arm="decode", savings=0.5, sms=132, **same)
-    codec.add(case="device", arm="copy_", savings=0.0, sms=132, **same)
     charts.draw(tmp_path)
-    assert {path.name for path in tmp_path.glob("*.png")} == {"gather.png", "gather_real.png", "codec.png"}
+    assert list(tmp_path.glob("*.png")) == []
+    write_measurements(tmp_path)
+    charts.draw(tmp_path)
+    drawn = {"overview", "gather", "gather_normal", "gather_real", "codec", "stream", "large_table", "cpu", "overlap"}
+    assert {path.stem for path in tmp_path.glob("*.png")} == drawn
+
+
+def test_overview_takes_the_best_of_each_kind(tmp_path):
+    write_measurements(tmp_path)
+    found = {name: charts.read(tmp_path / f"{name}.csv") for name in ("gather", "codec", "stream")}
+    assert charts.rows_by_savings(found["gather"]) == {"50% saved": {"raw rows": 50.0, "ibp": 93.0, "paper": 93.0}}
+    assert [(label, gbps) for label, gbps, _, _ in charts.tensor_bars(found["stream"])] == [("raw copy_", 55.0), ("the paper's code", 62.0), ("nvCOMP, pipelined", 70.0), ("ibp", 80.5)]
+    assert [gbps for _, gbps, _, _ in charts.device_bars(found["codec"])] == [2000.0, 400.0, 1000.0, 1700.0]
+
+
+def test_claims_are_what_the_csvs_say(tmp_path, capsys):
+    write_measurements(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n" + "".join("\n".join(claims.markers(name)) + "\nbetween\n" for name in claims.BLOCKS))
+    argv = ["--out", str(tmp_path), "--readme", str(readme)]
+    assert claims.main([*argv, "--check"]) == 1 and claims.main(argv) == 0 and claims.main([*argv, "--check"]) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- rows") and text.count("\nbetween\n") == len(claims.BLOCKS)
+    for said in ("| 2 KiB |", "1.00 to 1.24 times", "ibp 80.5", "`copy_` does 2,000", "| 1,700 |", "7.0 % |", "0.78 %", "| 3.2 |", "| 6.5 |"):
+        assert said in text, said
+    (tmp_path / "gather.csv").unlink()
+    assert claims.main([*argv, "--check"]) == 0  # stays as it is
+    readme.write_text(text.replace(claims.markers("device")[1], ""))
+    with pytest.raises(ValueError, match="end of device"):
+        claims.main(argv)
+
+
+def test_the_readme_has_a_place_for_every_claim():
+    text = claims.README.read_text()
+    assert all(text.count(marker) == 1 for name in claims.BLOCKS for marker in claims.markers(name))
+
+
+# ---- savings --------------------------------------------------------------------------------------------------------------------
 
 
 def test_synthetic_sets_are_what_they_are_called():

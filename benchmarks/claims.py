@@ -1,0 +1,181 @@
+"""Writes what the README says of speed from the CSVs: `python -m benchmarks.claims [--out DIR] [--readme FILE] [--check]`.
+
+The text between the markers of each block is replaced, so that it holds no number but those of benchmarks/results. --check writes nothing and
+exits with 1 where the README says something else. A block whose CSV is missing stays as it is.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import charts, harness
+
+README = harness.ROOT / "README.md"
+ROWS = (256, 512, 1024, 2048, 4096, 16384, 65536)
+CAPTION_OF_MACHINE = "{gpu}, torch {torch}, CUDA {cuda}, commit {commit:.10}"
+
+
+def markers(name):
+    return f"<!-- {name}: written by python -m benchmarks.claims -->", f"<!-- end of {name} -->"
+
+
+def caption(rows):
+    return CAPTION_OF_MACHINE.format(**rows[0])
+
+
+def markdown(heads, lines):
+    return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
+
+
+def rates(rows, **wanted):
+    """The rows in which every named column has the wanted value."""
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def rate(rows, **wanted):
+    """GB/s of the best of them as text, empty where there is none."""
+    return charts.number(max(row["gbps"] for row in found)) if (found := rates(rows, **wanted)) else ""
+
+
+def with_ideal(rows, **wanted):
+    if not (found := rates(rows, **wanted)):
+        return ""
+    best = max(found, key=lambda row: row["gbps"])
+    return f"{charts.number(best['gbps'])} ({100 * best['gbps'] / best['ideal_gbps']:.0f} %)"
+
+
+# ---- blocks -----------------------------------------------------------------------------------------------------------------------
+
+
+def rows_block(directory):
+    """Random rows of normal BF16 tables by row size, and of synthetic ones by savings."""
+    rows = charts.read(directory / "gather.csv")
+    if not rows:
+        return None
+    most = max(row["sms"] for row in rows)
+    normal = [row for row in rows if row["dtype"] == "bfloat16" and row["case"] == "normal 0.02"]
+    few = min((row["sms"] for row in normal if row["arm"] == "planes slots" and row["sms"] > 4), default=most)
+    lines = []
+    for size in (size for size in ROWS if rates(normal, row_bytes=size)):
+        own = rates(normal, row_bytes=size)
+        lines.append([charts.size_name(size), rate(own, arm="cpu index + copy"), rate(own, arm="cpu pipelined"), rate(own, arm="raw rows", sms=most),
+                      with_ideal(own, arm="ibp slots", sms=most), with_ideal(own, arm="planes slots", sms=most), with_ideal(own, arm="planes slots", sms=few)])
+    heads = ["row", "CPU gather, then copy", "CPU gather pipelined with the copy", "raw rows", "`ibp`", "`planes`", f"`planes`, at most {few} SMs"]
+    text = [f"Random rows of BF16 N(0, 0.02) from pinned host memory (`gather.csv`: {caption(rows)}); GB/s of original bytes, in brackets the share of "
+            "what the link allows for the sectors that the rows touch:", markdown(heads, lines)]
+    cells = [row for row in rows if row["case"].startswith(charts.SYNTHETIC) and row["arm"] == "ibp slots" and row["sms"] == most]
+    paper = {(row["row_bytes"], row["savings"]): row["gbps"] for row in charts.paper_rates("rows")}
+    against = [row["gbps"] / paper[row["row_bytes"], charts.savings_of(row["case"])] for row in cells
+               if (row["row_bytes"], charts.savings_of(row["case"])) in paper]
+    if against:
+        text.append(f"Scheme `ibp` on the paper's synthetic rows of 256 B to 4 KiB, 12.5 to 90 % saved, comes {min(against):.2f} to {max(against):.2f} times as fast as "
+                    "the paper's own code did on the same kind of GPU (`benchmarks/reference_rates.csv`).")
+    return "\n\n".join(text)
+
+
+def device_block(directory):
+    """Decoding in device memory beside a copy and nvCOMP."""
+    rows = charts.read(directory / "codec.csv")
+    device = {row["arm"]: row["gbps"] for row in rows if row["case"] == "device"}
+    own = [row for row in rows if row["row_bytes"] == charts.OVERVIEW_ROW_BYTES and row["case"].startswith(charts.NORMAL)]
+    if not own or not device:
+        return None
+    most, lines = max(row["sms"] for row in own), []
+    for case, dtype in charts.in_order((row["case"], row["dtype"]) for row in own):
+        cell, few = rates(own, case=case, dtype=dtype), min(row["sms"] for row in own if row["sms"])
+        lines.append([f"{dtype}, N(0, {case.split()[-1]})", rate(cell, arm="planes decode", sms=most), rate(cell, arm="planes per column decode", sms=most),
+                      rate(cell, arm="decode", sms=most), rate(cell, arm="planes decode", sms=few), rate(cell, arm="nvcomp ANS decode"),
+                      rate(cell, arm="planes encode", sms=most), rate(cell, arm="nvcomp ANS compress")])
+    heads = ["table", "`planes`", "a codebook a column", "`ibp`", f"`planes`, at most {few} SMs", "nvCOMP ANS", "`planes` encoding", "nvCOMP ANS compressing"]
+    return (f"Decoding in device memory, rows of {charts.size_name(charts.OVERVIEW_ROW_BYTES)} (`codec.csv`: {caption(rows)}); GB/s of original bytes, where `copy_` does "
+            f"{charts.number(device['copy_'])} and a memset {charts.number(device['memset'])}:\n\n" + markdown(heads, lines))
+
+
+def tensor_block(directory):
+    """Whole tensors brought to the GPU."""
+    rows = charts.read(directory / "stream.csv")
+    bars = charts.tensor_bars(rows)
+    if not bars:
+        return None
+    return (f"A whole BF16 tensor, N(0, 0.02), from pinned host memory (`stream.csv`: {caption(rows)}; the paper's code measured apart), GB/s of original bytes: "
+            + ", ".join(f"{label} {charts.number(gbps)}" for label, gbps, _, _ in bars) + ".")
+
+
+def beside_block(directory):
+    """Matrix products beside fetches."""
+    rows = [row for row in charts.read(directory / "overlap.csv") if row.get("matmul_share")]
+    if not rows:
+        return None
+    lines = [[row["arm"].removesuffix(", beside"), str(row["sms"]), charts.number(row["gbps"]), f"{100 * row['fetch_share']:.0f} %", f"{100 * row['sm_share']:.1f} %",
+              f"{100 - 100 * row['matmul_share']:.1f} %"] for row in rows]
+    heads = ["fetch", "SMs at most", "GB/s", "of its rate alone", "SMs taken", "lost by the products"]
+    return f"BF16 matrix products beside fetches from pinned host memory (`overlap.csv`: {caption(rows)}):\n\n" + markdown(heads, lines)
+
+
+def cases_block(name, what):
+    """A table of every case by every arm of one script, each at its best number of SMs."""
+
+    def block(directory):
+        rows = charts.read(directory / f"{name}.csv")
+        if not rows:
+            return None
+        arms, lines = charts.in_order(row["arm"] for row in rows), []
+        for case, dtype, size in charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in rows):
+            own = rates(rows, case=case, dtype=dtype, row_bytes=size)
+            lines.append([case, dtype, charts.size_name(size), *(rate(own, arm=arm) for arm in arms)])
+        return f"{what} (`{name}.csv`: {caption(rows)}); GB/s of original bytes:\n\n" + markdown(["case", "dtype", "row", *arms], lines)
+
+    return block
+
+
+def memory_block(directory):
+    """Metadata and temporaries in the GPU's memory."""
+    rows = [row for row in charts.read(directory / "memory.csv") if row["peak_bytes"]]
+    tables, own = harness.of_tables(rows), [row for row in rows if row["index_bytes"]]
+    if not tables:
+        return None
+    return (f"In the GPU's memory a table's metadata takes at most {100 * max(map(harness.metadata_share, tables)):.2f} % of the original bytes (rows from "
+            f"{harness.METADATA_ROW_BYTES} B), and no path more than {max(map(harness.temporary_bytes, own)) / 2**20:.1f} MiB of temporaries beyond its output "
+            "(`memory.csv`).")
+
+
+BLOCKS = {"rows": rows_block, "large tables": cases_block("large_table", "Random rows of large tables in host memory"), "tensors": tensor_block,
+          "device": device_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block}
+
+
+# ---- the README -------------------------------------------------------------------------------------------------------------------
+
+
+def rewritten(text, directory):
+    """The README's text with each block between its markers made anew. ValueError: markers are missing."""
+    for name, make in BLOCKS.items():
+        start, end = markers(name)
+        if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
+            raise ValueError(f"wanted one {start!r} and after it one {end!r}")
+        block = make(directory)
+        if block is None:
+            print(f"{name}: no measurements in {directory}, left as it is")
+            continue
+        before, rest = text.split(start)
+        text = before + start + "\n" + block + "\n" + end + rest.split(end)[1]
+    return text
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="directory of the CSV files")
+    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args(argv)
+    was = args.readme.read_text()
+    text = rewritten(was, args.out)
+    if args.check:
+        print(f"{args.readme}: " + ("as the CSVs say" if text == was else "differs from the CSVs"))
+        return int(text != was)
+    args.readme.write_text(text)
+    print(args.readme)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""What does fetching cost the work beside it? A BF16 matrix product on all SMs beside fetches that keep few of them busy.
+
+    python -m benchmarks.overlap [--out DIR] [--device cpu] [--quick]
+
+Both are timed alone and beside each other: a train of matrix products on one stream, fetches back to back on another of higher priority
+that lasts longer than the train. The rate of the fetches beside it counts those that began and ended during the train. The loss of the
+products is compared with the share of SMs that the fetches may take; the copy engine, which takes none, shows what the link's traffic costs by itself.
+
+overlap.csv has the fetches' rates, and after the common columns those of the products: matmul_tflops, matmul_share (of the products alone),
+fetch_share (of the fetches alone), sm_share (of the GPU's SMs that the fetches may take), loss_ratio ((1 - matmul_share) / sm_share).
+"""
+
+import statistics
+import sys
+
+import torch
+
+import ibp
+
+from . import harness, ideal, inputs
+
+COLUMNS = "matmul_tflops,matmul_share,fetch_share,sm_share,loss_ratio".split(",")
+SIDE, QUICK_SIDE = 8192, 256
+TRAIN, QUICK_TRAIN = 64, 4  # products of a train: 0.1 s on an H200; a quarter where fetches may take all SMs, which leaves the products few
+REPEATS, MAX_DOUBLINGS = 3, 5
+ROW_BYTES = 2048
+TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, 2 * inputs.MIB
+PASSES = 2  # how often one fetch reads every row of the table: long kernels, so that few of them begin and end beside the train
+SMS = {"planes gather": (8, 4, None), "raw gather": (8,), "planes decompress": (8, 4)}
+JUDGED_SMS, MOST_LOSS_RATIO = 8, 1.3
+LINE_RATE = 0.92  # of the ideal: the fetch alone has to be at the link's rate for the loss to mean something
+
+
+class Products:
+    """C = A @ B in BF16, over and over."""
+
+    def __init__(self, run):
+        self.num = QUICK_TRAIN if run.quick else TRAIN
+        side = QUICK_SIDE if run.quick else SIDE
+        self.a, self.b = (torch.randn(side, side, device=run.device).to(torch.bfloat16) for _ in range(2))
+        self.c = torch.empty_like(self.a)
+        self.flops = 2 * side**3
+        self.want = torch.matmul(self.a, self.b)
+
+    def launch(self, num):
+        for _ in range(num):
+            torch.matmul(self.a, self.b, out=self.c)
+
+    def check(self, what):
+        harness.check_bits(self.c, self.want, f"matrix product {what}")
+        harness.poison(self.c)
+
+
+class Fetch:
+    """One way to bring bytes of x to the GPU. call: writes `out`, which is then `want`; num_bytes: original bytes of a call; table: None for raw copies."""
+
+    def __init__(self, arm, x, call, out, want, *, table, ideal_gbps, sms):
+        self.arm, self.x, self.call, self.out, self.want = arm, x, call, out, want
+        self.table, self.ideal_gbps, self.sms = table, ideal_gbps, sms
+        self.savings = table.savings if table else 0.0
+        self.num_bytes = out.numel() * out.element_size()
+
+    def check(self, what):
+        harness.check_bits(self.out, self.want, f"{self.arm} {what}")
+        harness.poison(self.out)
+
+
+def alone(run, products, num):
+    """Seconds of a train of so many products."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run.sync()
+    start.record()
+    products.launch(num)
+    end.record()
+    run.sync()
+    return start.elapsed_time(end) * 1e-3
+
+
+def beside(run, products, num, fetch, num_fetches):
+    """(seconds of the train, seconds of one fetch) beside each other; None where the fetches ended before the train did."""
+    stream, current = torch.cuda.Stream(run.device, priority=-1), torch.cuda.current_stream()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_fetches)]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run.sync()
+
+    def launch(mark):
+        with torch.cuda.stream(stream):
+            fetch.call()
+            mark.record()
+
+    launch(marks[0])
+    current.wait_event(marks[0])  # the products begin when the second fetch does
+    start.record()
+    products.launch(num)
+    end.record()
+    for mark in marks[1:]:
+        launch(mark)
+    run.sync()
+    train_ms = start.elapsed_time(end)
+    ended_ms = [start.elapsed_time(mark) for mark in marks[1:]]
+    if ended_ms[-1] < train_ms:
+        return None
+    during = [ended for ended in ended_ms if ended <= train_ms]
+    if len(during) < 2:
+        raise AssertionError(f"{fetch.arm}: {len(during)} fetches ended during the train; wanted two at least")
+    return train_ms * 1e-3, (during[-1] - during[0]) * 1e-3 / (len(during) - 1)
+
+
+def measure_beside(run, products, fetch, fetch_s):
+    """Median seconds of a product alone, of one beside the fetches, and of a fetch beside the products. Trains alone and beside fetches
+    alternate, so that both have the same clocks; as many fetches as outlast the train; both results are checked each time."""
+    num = products.num if fetch.sms is not None else products.num // 4
+    num_fetches, doublings, times = 3 + int(1.5 * alone(run, products, num) / fetch_s), 0, []
+    while len(times) < REPEATS:
+        alone_s = alone(run, products, num)
+        products.check("alone")
+        found = beside(run, products, num, fetch, num_fetches)
+        fetch.check("beside products")
+        products.check(f"beside {fetch.arm}")
+        if found is not None:
+            times.append((alone_s / num, found[0] / num, found[1]))
+        elif doublings == MAX_DOUBLINGS:
+            raise AssertionError(f"{fetch.arm}: {num_fetches} fetches ended before {num} products did")
+        else:
+            num_fetches, doublings = 2 * num_fetches, doublings + 1
+    return [statistics.median(each) for each in zip(*times)]
+
+
+def measure(run, products, fetch):
+    harness.poison(fetch.out)
+    _, peak_bytes = run.peak_bytes(fetch.call, out=fetch.out)
+    fetch.check("alone")
+    fetch_s = run.seconds([fetch.call])
+    same = dict(case="normal 0.02", rows=len(fetch.out), row_bytes=ROW_BYTES, dtype=fetch.x.dtype, savings=fetch.savings,
+                ideal_gbps=fetch.ideal_gbps, sms=fetch.sms)
+    if all(row["arm"] != fetch.arm for row in run.memory):  # a table's first call copies its metadata
+        run.add_memory(case=same["case"], arm=fetch.arm, row_bytes=ROW_BYTES, dtype=fetch.x.dtype, peak_bytes=peak_bytes, output_bytes=fetch.num_bytes,
+                       original_bytes=fetch.x.numel() * fetch.x.element_size(), table=fetch.table)
+    run.add(arm=f"{fetch.arm}, alone", gbps=fetch.num_bytes * 1e-9 / fetch_s, **same)
+    if not run.on_gpu:
+        return
+    alone_s, product_s, beside_s = measure_beside(run, products, fetch, fetch_s)
+    share, sm_share = alone_s / product_s, (run.num_sms if fetch.sms is None else fetch.sms) / run.num_sms
+    run.add(arm=f"{fetch.arm}, beside", gbps=fetch.num_bytes * 1e-9 / beside_s, **same, matmul_tflops=harness.four_digits(products.flops * 1e-12 / product_s),
+            matmul_share=f"{share:.4f}", fetch_share=f"{fetch_s / beside_s:.4f}", sm_share=f"{sm_share:.4f}",
+            loss_ratio=f"{(1 - share) / sm_share:.3f}" if sm_share else "")
+
+
+def fetches(run):
+    """Rows of a table in slots and of raw rows, a whole tensor decompressed, and the copy engine."""
+    num_bytes = QUICK_TABLE_BYTES if run.quick else TABLE_BYTES
+    x = inputs.normal_rows(num_bytes, torch.bfloat16, 0.02, run.device, columns=ROW_BYTES // 2)
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=run.on_gpu).copy_(x)
+    codebook = ibp.analyze(x, scheme="planes", sample=None)
+    ids = torch.cat([torch.randperm(len(x), device=run.device) for _ in range(PASSES)])
+    gathered, whole = torch.index_select(x, 0, ids), torch.empty_like(x)
+    for arm, table in (("planes gather", ibp.compress(host, codebook=codebook)), ("raw gather", ibp.compress(host, scheme="raw"))):
+        out = torch.empty_like(gathered)
+        ideal_gbps = ideal.gather_gbps(gathered.numel() * x.element_size(), ideal.row_sectors(table, ids), run.memset_gbps)
+        for sms in SMS[arm] if run.on_gpu else (None,):
+            yield Fetch(arm, x, lambda table=table, out=out, sms=sms: ibp.index_select(table, ids, out=out, max_sms=sms), out, gathered,
+                        table=table, ideal_gbps=ideal_gbps, sms=sms)
+        del out
+    packed = ibp.compress(host, codebook=codebook, layout="packed")
+    ideal_gbps = ideal.tensor_gbps(packed.original_bytes, packed.stored_bytes)
+    for sms in SMS["planes decompress"] if run.on_gpu else (None,):
+        yield Fetch("planes decompress", x, lambda sms=sms: ibp.decompress(packed, out=whole, max_sms=sms), whole, x, table=packed,
+                    ideal_gbps=ideal_gbps, sms=sms)
+    yield Fetch("copy_", x, lambda: whole.copy_(host, non_blocking=True), whole, x, table=None, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0)
+
+
+def shortfalls(rows):
+    """Lines that say where the products lose more than they should, or the fetches are not at the link's rate."""
+    found = []
+    for row in rows:
+        if row["sms"] != JUDGED_SMS:
+            continue
+        what, share = f"{row['arm']}, {row['sms']} SMs", float(row["gbps"]) / float(row["ideal_gbps"])
+        if row["arm"].endswith(", alone") and share < LINE_RATE:
+            found.append(f"{what}: {100 * share:.0f} % of the ideal, not the line rate ({100 * LINE_RATE:g} %)")
+        if row["arm"].endswith(", beside") and float(row["loss_ratio"]) > MOST_LOSS_RATIO:
+            found.append(f"{what}: the products lose {row['loss_ratio']} times the share of SMs taken, wanted {MOST_LOSS_RATIO:g} at most")
+    return found
+
+
+def print_losses(rows):
+    for row in rows:
+        if row.get("matmul_share"):
+            taken = f"with {100 * float(row['sm_share']):.1f} % of the SMs taken" + (f" (ratio {row['loss_ratio']})" if row["loss_ratio"] else "")
+            print(f"{row['arm']} products: they run at {row['matmul_tflops']} TFLOP/s and lose {100 - 100 * float(row['matmul_share']):.1f} % "
+                  f"{taken}; the fetch runs at {100 * float(row['fetch_share']):.0f} % of its rate alone")
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("overlap", args, COLUMNS)
+    torch.manual_seed(0)
+    products = Products(run)
+    products.launch(products.num)  # what only first calls do
+    products.check("alone")
+    for fetch in fetches(run):
+        with run.cell(f"{fetch.arm}, {fetch.sms} SMs"):
+            measure(run, products, fetch)
+    if not run.on_gpu:
+        print("fetches beside products: need --device cuda, left out")
+    print_losses(run.rows)
+    return run.finish(shortfalls(run.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
