@@ -202,7 +202,13 @@ template <class Decoder> struct Fetch {
         if (row.kind != kCoded && row.kind != kRaw) return;
         const uint32_t num_vectors = vectors_of(row);
         const uint4 *const from = reinterpret_cast<const uint4 *>(row.from) + G::rank();
-        uint4 *const to = reinterpret_cast<uint4 *>(row.kind == kRaw ? row.dst : stage.bytes()) + G::rank();
+        if (row.kind == kRaw)
+            receive_in(reinterpret_cast<uint4 *>(row.dst) + G::rank(), from, num_vectors, vectors);
+        else
+            receive_in(reinterpret_cast<uint4 *>(stage.words) + G::rank(), from, num_vectors, vectors);
+    }
+    static __device__ __forceinline__ void receive_in(uint4 *to, const uint4 *from, uint32_t num_vectors, const uint4 (&vectors)[kVectors])
+    {
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++)
             if (k * G::kThreads + G::rank() < num_vectors) to[k * G::kThreads] = vectors[k];
