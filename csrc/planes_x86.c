@@ -244,15 +244,24 @@ IBP_X86 static void look_up_symbols(const ibp_planes *planes, const value_bytes 
     FOR_LANES(lane_bytes, scatter)(raw, 1, is_raw, n, symbols);
 }
 
+IBP_X86 static void read_residuals(const ibp_planes *planes, const uint8_t *src, uint32_t n, uint8_t *elements)
+{
+    const uint32_t r = planes->residual_bits, lane_bytes = planes->element_bytes;
+    if (r > 8 || lane_bytes == 1) {
+        ibp_unpack_fields(src, n, r, lane_bytes, elements);
+        return;
+    }
+    uint8_t unpacked[r < 8 ? n : 1];
+    if (r < 8) ibp_unpack_fields(src, n, r, 1, unpacked);
+    FOR_LANES(lane_bytes, widen_bytes)(r < 8 ? unpacked : src, n, elements);
+}
+
 /* level0, where it is of symbols, or `symbols` joined with the residuals. Both padded. */
 IBP_X86 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching, const uint8_t *level0,
                                   uint8_t *elements)
 {
     const uint32_t n = reaching[0], lane_bytes = planes->element_bytes, symbol_bytes = planes->symbol_bytes;
-    if (planes->residual_bits == 8)
-        FOR_LANES(lane_bytes, widen_bytes)(bytes->residuals, n, elements);
-    else
-        ibp_unpack_fields(bytes->residuals, n, planes->residual_bits, lane_bytes, elements);
+    read_residuals(planes, bytes->residuals, n, elements);
     const bool looks_up = !levels_are_symbols(planes), is_empty = ibp_symbol_bits(planes) == 0;
     uint8_t symbols[looks_up || is_empty ? (n + PADDING) * symbol_bytes : 1];
     if (looks_up) look_up_symbols(planes, bytes, reaching, level0, symbols);
@@ -422,10 +431,14 @@ IBP_X86 static void write_residuals(const ibp_planes *planes, const uint8_t *ele
         FOR_LANES(lane_bytes, shift_bytes)(elements, n, planes->rotate, 0, dst + at);
         return;
     }
-    uint8_t rotated[n * lane_bytes + 8];
-    FOR_LANES(lane_bytes, shift_lanes)(elements, n, planes->rotate, 0, rotated);
-    memset(rotated + n * lane_bytes, 0, 8);
-    ibp_pack_fields(rotated, n, r, lane_bytes, dst, at, dst_bytes);
+    const uint32_t cut_bytes = r < 8 ? 1 : lane_bytes; /* of a lane of what is packed */
+    uint8_t cut[n * cut_bytes + 8];
+    if (r < 8)
+        FOR_LANES(lane_bytes, shift_bytes)(elements, n, planes->rotate, 0, cut);
+    else
+        FOR_LANES(lane_bytes, shift_lanes)(elements, n, planes->rotate, 0, cut);
+    memset(cut + n * cut_bytes, 0, 8);
+    ibp_pack_fields(cut, n, r, cut_bytes, dst, at, dst_bytes);
 }
 
 /* Codes n elements to dst from bit `start` on, or nothing if they end past dst_bytes. @return where they end. */
