@@ -12,7 +12,7 @@ import torch
 
 import ibp
 from benchmarks import __main__ as suite
-from benchmarks import charts, claims, codec, gather, harness, ideal, inputs, overlap, ratio, sampling, sets
+from benchmarks import charts, claims, codec, cpu, gather, harness, ideal, inputs, overlap, ratio, sampling, sets
 from benchmarks.cpu_gather import PipelinedGather
 
 
@@ -612,3 +612,18 @@ def test_sampling_writes_its_columns(tmp_path, monkeypatch, capsys):
     assert ",".join(lines[0]) == "set,dtype,scheme,sample,savings"
     assert [line[2:4] for line in lines[1:]] == [[scheme, str(share)] for scheme in sampling.SCHEMES for share in sampling.SAMPLES]
     assert float(lines[6][4]) > 0.1 and "100%" in capsys.readouterr().out
+
+
+def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(inputs, "NORMAL", inputs.NORMAL[:1])
+    monkeypatch.setattr(cpu, "data_bytes", lambda run: 1 << 18)
+    before = torch.get_num_threads(), ibp._core.cpu_features()
+    assert cpu.main(["--quick", "--out", str(tmp_path)]) == 0
+    assert (torch.get_num_threads(), ibp._core.cpu_features()) == before
+    lines = lines_of(tmp_path / "cpu.csv")
+    assert ",".join(lines[0]) == ",".join(harness.COLUMNS)
+    arms = ["copy_"] + [f"{scheme}{plain} {verb}" for scheme in cpu.SCHEMES for plain in ("", " plain") for verb in ("decode", "encode")]
+    one_thread = [line for line in lines[1:] if line[1] == "normal 0.02, 1 thread"]
+    assert [line[2] for line in one_thread][: len(arms)] == arms and float(one_thread[1][6]) > 0.3
+    assert len(lines) == 1 + len(one_thread) * len({1, before[0]})
+    assert ("lz4 compress" in capsys.readouterr().out) == (cpu.lz4_block is not None)

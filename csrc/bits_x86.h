@@ -89,7 +89,8 @@ IBP_X86_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t b
     const size_t end = (size_t)n * lane_bytes;
     size_t i = 0;
     if (step % 8 == 0) /* every 8 bytes of lanes make whole bytes */
-        for (; i + 8 <= end && at + 8 <= dst_bytes; i += 8, at += step / 8) ibp_store64(dst + at, _pext_u64(ibp_load64(lanes + i), fields));
+        for (; i + 8 <= end && at + 8 <= dst_bytes; i += 8, at += step / 8)
+            ibp_store64(dst + at, _pext_u64(ibp_load64(lanes + i), fields));
     ibp_bit_writer w = {dst, dst_bytes, at, 0, 0};
     for (; i < end; i += 8) ibp_append_bits(&w, _pext_u64(ibp_load64(lanes + i), fields), step);
     ibp_flush_bits(&w);

@@ -48,7 +48,8 @@ IBP_X86_INLINE size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row,
 {
     size_t bits = cb->num_flags;
     for (uint32_t at = 0; at < cb->row_bytes; at += 8) {
-        const uint64_t mask = ibp_load64((const uint8_t *)(cb->mask + at / 4)), bitval = ibp_load64((const uint8_t *)(cb->bitval + at / 4));
+        const uint64_t mask = ibp_load64((const uint8_t *)(cb->mask + at / 4)),
+                       bitval = ibp_load64((const uint8_t *)(cb->bitval + at / 4));
         const uint64_t matching = matching_chunks((load_row(row, cb->row_bytes, at) ^ bitval) & mask, chunk_bytes);
         bits += (size_t)_mm_popcnt_u64(~(mask & matching) & row_bits(cb->row_bytes, at));
     }
@@ -78,7 +79,8 @@ IBP_X86_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *row, 
     return IBP_OK;
 }
 
-IBP_X86_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, uint32_t chunk_bytes)
+IBP_X86_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
+                                    uint32_t chunk_bytes)
 {
     if (src_bytes < (cb->num_flags + 7) / 8 || src_bytes > (cb->num_flags + 7) / 8 + cb->row_bytes) return IBP_CORRUPT_ROW;
     uint8_t padded[src_bytes + IBP_X86_PADDING];

@@ -170,7 +170,8 @@ static bool open_values(value_reader *reader, size_t start, uint32_t n)
         if (reader->parts.digits[p + 1] > 8 * reader->src_bytes) return false;
         for (uint32_t i = 0; i < reaching[p]; i++) {
             const size_t at = reader->parts.digits[p] + (size_t)i * planes->digit_bits[p];
-            reaching[p + 1] += ibp_load_field(reader->src, reader->src_bytes, at, planes->digit_bits[p]) == ibp_escape_of(planes, p);
+            reaching[p + 1] +=
+                ibp_load_field(reader->src, reader->src_bytes, at, planes->digit_bits[p]) == ibp_escape_of(planes, p);
         }
     }
     reader->parts = ibp_lay_out(planes, start, reaching);
@@ -222,7 +223,8 @@ static bool read_positions(const value_reader *reader, uint32_t columns, const i
         if (!(ibp_load_bits(reader->src, reader->src_bytes, start + i) & 1)) continue;
         uint32_t position = i;
         if (form->is_list) {
-            const uint64_t low = ibp_load_field(reader->src, reader->src_bytes, low_start + (size_t)found * form->low_bits, form->low_bits);
+            const uint64_t low =
+                ibp_load_field(reader->src, reader->src_bytes, low_start + (size_t)found * form->low_bits, form->low_bits);
             position = (i - found) << form->low_bits | (uint32_t)low;
         }
         found++;
@@ -261,7 +263,8 @@ static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_
     value_reader reader = {.planes = &cb->planes, .src = src, .src_bytes = src_bytes};
     if (cb->planes.listed) return decode_listed(cb, &reader, row);
     if (!open_values(&reader, 0, ibp_columns_of(cb))) return IBP_CORRUPT_ROW;
-    for (uint32_t column = 0; column < ibp_columns_of(cb); column++) store_element(&cb->planes, row, column, read_value(&reader, column));
+    for (uint32_t column = 0; column < ibp_columns_of(cb); column++)
+        store_element(&cb->planes, row, column, read_value(&reader, column));
     return IBP_OK;
 }
 

@@ -75,14 +75,19 @@ IBP_X86_INLINE __m256i in_order64(__m256i x) { return in_order32(x); }
 
 /* A vector of lanes from unsigned numbers of `bytes` bytes, 1 to a lane's; reads up to 32 bytes. */
 IBP_X86_INLINE __m128i load_half(const uint8_t *src) { return _mm_loadu_si128((const __m128i *)(const void *)src); }
-IBP_X86_INLINE __m256i widened8(const uint8_t *src, uint32_t bytes) { return bytes == 1 ? load_vector(src) : _mm256_setzero_si256(); }
+IBP_X86_INLINE __m256i widened8(const uint8_t *src, uint32_t bytes)
+{
+    return bytes == 1 ? load_vector(src) : _mm256_setzero_si256();
+}
 IBP_X86_INLINE __m256i widened16(const uint8_t *src, uint32_t bytes)
 {
     return bytes == 1 ? _mm256_cvtepu8_epi16(load_half(src)) : load_vector(src);
 }
 IBP_X86_INLINE __m256i widened32(const uint8_t *src, uint32_t bytes)
 {
-    return bytes == 1 ? _mm256_cvtepu8_epi32(load_half(src)) : bytes == 2 ? _mm256_cvtepu16_epi32(load_half(src)) : load_vector(src);
+    return bytes == 1   ? _mm256_cvtepu8_epi32(load_half(src))
+           : bytes == 2 ? _mm256_cvtepu16_epi32(load_half(src))
+                        : load_vector(src);
 }
 IBP_X86_INLINE __m256i widened64(const uint8_t *src, uint32_t bytes)
 {
@@ -109,7 +114,8 @@ IBP_X86_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 #include "planes_x86_lanes.h"
 
 /* The function of planes_x86_lanes.h for lanes of so many bytes. */
-#define FOR_LANES(lane_bytes, name) ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
+#define FOR_LANES(lane_bytes, name) \
+    ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
 
 /* As name_symbols16 where all columns have the same entries: 16 entries at a time, each byte of them by itself. */
 IBP_X86 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
@@ -179,7 +185,8 @@ IBP_X86 static bool find_parts(const ibp_planes *planes, const uint8_t *src, siz
 }
 
 /* A level from its digits and, for escapes, the next one. All padded. */
-IBP_X86_INLINE void build_level_of(const uint8_t *digits, uint32_t n, uint32_t b, __m128i named, const uint8_t *next, uint8_t *level)
+IBP_X86_INLINE void build_level_of(const uint8_t *digits, uint32_t n, uint32_t b, __m128i named, const uint8_t *next,
+                                   uint8_t *level)
 {
     const uint64_t ones = ibp_lane_fields(1, 1), fields = ibp_lane_fields(1, b);
     for (uint32_t i = 0; i < n; i += 8, digits += b) {
@@ -192,7 +199,8 @@ IBP_X86_INLINE void build_level_of(const uint8_t *digits, uint32_t n, uint32_t b
 }
 
 /* named: what each digit of the plane stands for; 0 for the escape. */
-IBP_X86 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, const uint8_t *named, const uint8_t *next, uint8_t *level)
+IBP_X86 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, const uint8_t *named, const uint8_t *next,
+                                uint8_t *level)
 {
     const __m128i bytes = _mm_loadu_si128((const void *)named);
     switch (b) {
@@ -209,7 +217,8 @@ typedef struct value_bytes {
 } value_bytes;
 
 /* Level 0 in levels[0], all of which have room for what is built in them. */
-IBP_X86 static void build_levels(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching, uint8_t *const levels[3])
+IBP_X86 static void build_levels(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
+                                 uint8_t *const levels[3])
 {
     const uint32_t num_planes = planes->num_planes;
     const bool symbols = levels_are_symbols(planes);
@@ -229,8 +238,8 @@ IBP_X86 static void build_levels(const ibp_planes *planes, const value_bytes *by
 }
 
 /* The symbols of the elements of level 0, which is of ranks, in lanes of symbol_bytes. Padded. */
-IBP_X86 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching, const uint8_t *level0,
-                                    uint8_t *symbols)
+IBP_X86 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
+                                    const uint8_t *level0, uint8_t *symbols)
 {
     const uint32_t n = reaching[0], num_raw = reaching[planes->num_planes], lane_bytes = planes->symbol_bytes;
     uint64_t is_raw[(n + 63) / 64];
@@ -244,15 +253,24 @@ IBP_X86 static void look_up_symbols(const ibp_planes *planes, const value_bytes 
     FOR_LANES(lane_bytes, scatter)(raw, 1, is_raw, n, symbols);
 }
 
+IBP_X86 static void read_residuals(const ibp_planes *planes, const uint8_t *src, uint32_t n, uint8_t *elements)
+{
+    const uint32_t r = planes->residual_bits, lane_bytes = planes->element_bytes;
+    if (r > 8 || lane_bytes == 1) {
+        ibp_unpack_fields(src, n, r, lane_bytes, elements);
+        return;
+    }
+    uint8_t unpacked[r < 8 ? n : 1];
+    if (r < 8) ibp_unpack_fields(src, n, r, 1, unpacked);
+    FOR_LANES(lane_bytes, widen_bytes)(r < 8 ? unpacked : src, n, elements);
+}
+
 /* level0, where it is of symbols, or `symbols` joined with the residuals. Both padded. */
-IBP_X86 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching, const uint8_t *level0,
-                                  uint8_t *elements)
+IBP_X86 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
+                                  const uint8_t *level0, uint8_t *elements)
 {
     const uint32_t n = reaching[0], lane_bytes = planes->element_bytes, symbol_bytes = planes->symbol_bytes;
-    if (planes->residual_bits == 8)
-        FOR_LANES(lane_bytes, widen_bytes)(bytes->residuals, n, elements);
-    else
-        ibp_unpack_fields(bytes->residuals, n, planes->residual_bits, lane_bytes, elements);
+    read_residuals(planes, bytes->residuals, n, elements);
     const bool looks_up = !levels_are_symbols(planes), is_empty = ibp_symbol_bits(planes) == 0;
     uint8_t symbols[looks_up || is_empty ? (n + PADDING) * symbol_bytes : 1];
     if (looks_up) look_up_symbols(planes, bytes, reaching, level0, symbols);
@@ -322,7 +340,8 @@ IBP_X86 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *s
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), header_bytes = ibp_header_bytes(columns), lane_bytes = planes->element_bytes;
     if (src_bytes < header_bytes) return IBP_CORRUPT_ROW;
-    const uint32_t header = (uint32_t)ibp_load_field(src, src_bytes, 0, 8 * header_bytes), k = header & (ibp_closed_bit(columns) - 1u);
+    const uint32_t header = (uint32_t)ibp_load_field(src, src_bytes, 0, 8 * header_bytes),
+                   k = header & (ibp_closed_bit(columns) - 1u);
     const bool closed = (header & ibp_closed_bit(columns)) != 0;
     if (k > columns) return IBP_CORRUPT_ROW;
     FOR_LANES(lane_bytes, fill)(row, columns, planes->default_value);
@@ -344,7 +363,8 @@ IBP_X86 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *s
 
 static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
 {
-    return cb->planes.listed ? decode_listed(cb, src, src_bytes, row) : decode_values(cb, src, src_bytes, 0, ibp_columns_of(cb), row);
+    return cb->planes.listed ? decode_listed(cb, src, src_bytes, row)
+                             : decode_values(cb, src, src_bytes, 0, ibp_columns_of(cb), row);
 }
 
 /* ---- encoding ---- */
@@ -387,7 +407,8 @@ IBP_X86 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks, 
         uint32_t count = 0;
         for (uint32_t i = 0; i < n; i += 32) {
             const __m256i rank = _mm256_loadu_si256((const void *)(ranks + i));
-            count += (uint32_t)_mm_popcnt_u32((uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(rank, least), rank)));
+            count +=
+                (uint32_t)_mm_popcnt_u32((uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(rank, least), rank)));
         }
         reaching[p + 1] = count;
     }
@@ -422,10 +443,14 @@ IBP_X86 static void write_residuals(const ibp_planes *planes, const uint8_t *ele
         FOR_LANES(lane_bytes, shift_bytes)(elements, n, planes->rotate, 0, dst + at);
         return;
     }
-    uint8_t rotated[n * lane_bytes + 8];
-    FOR_LANES(lane_bytes, shift_lanes)(elements, n, planes->rotate, 0, rotated);
-    memset(rotated + n * lane_bytes, 0, 8);
-    ibp_pack_fields(rotated, n, r, lane_bytes, dst, at, dst_bytes);
+    const uint32_t cut_bytes = r < 8 ? 1 : lane_bytes; /* of a lane of what is packed */
+    uint8_t cut[n * cut_bytes + 8];
+    if (r < 8)
+        FOR_LANES(lane_bytes, shift_bytes)(elements, n, planes->rotate, 0, cut);
+    else
+        FOR_LANES(lane_bytes, shift_lanes)(elements, n, planes->rotate, 0, cut);
+    memset(cut + n * cut_bytes, 0, 8);
+    ibp_pack_fields(cut, n, r, cut_bytes, dst, at, dst_bytes);
 }
 
 /* Codes n elements to dst from bit `start` on, or nothing if they end past dst_bytes. @return where they end. */
@@ -456,8 +481,8 @@ IBP_X86 static size_t encode_values(const ibp_codebook *cb, const uint8_t *eleme
 }
 
 /* Header and positions to dst, which has room for them. bitmap: the k listed ones. */
-IBP_X86 static void write_positions(uint32_t columns, uint32_t k, bool closed, const ibp_position_form *form, const uint64_t *bitmap,
-                                    uint8_t *dst, size_t dst_bytes)
+IBP_X86 static void write_positions(uint32_t columns, uint32_t k, bool closed, const ibp_position_form *form,
+                                    const uint64_t *bitmap, uint8_t *dst, size_t dst_bytes)
 {
     const uint32_t header = k | (closed ? ibp_closed_bit(columns) : 0), header_bytes = ibp_header_bytes(columns);
     memcpy(dst, &header, header_bytes);
@@ -503,8 +528,8 @@ IBP_X86 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row, 
 
 static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
 {
-    const size_t bits = cb->planes.listed ? encode_listed(cb, row, dst, dst_bytes)
-                                          : encode_values(cb, row, 0, ibp_columns_of(cb), dst, dst_bytes);
+    const size_t bits =
+        cb->planes.listed ? encode_listed(cb, row, dst, dst_bytes) : encode_values(cb, row, 0, ibp_columns_of(cb), dst, dst_bytes);
     *coded_bytes = bits / 8;
     return *coded_bytes > dst_bytes ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }

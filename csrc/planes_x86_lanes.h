@@ -7,9 +7,11 @@
 #define LANE_BYTES (LANE_BITS / 8)
 #define LANES (32 / LANE_BYTES) /* of a vector */
 
-IBP_X86_INLINE lane NAME(rotated)(lane x, uint32_t rotate) { return rotate ? (lane)(x << 1 | x >> (LANE_BITS - 1)) : x; }
-
-IBP_X86_INLINE lane NAME(rotated_back)(lane x, uint32_t rotate) { return rotate ? (lane)(x >> 1 | x << (LANE_BITS - 1)) : x; }
+IBP_X86_INLINE lane NAME(rotated)(lane x, uint32_t left)
+{
+    const uint64_t wide = x;
+    return (lane)(left == 0 ? wide : wide << left | wide >> (LANE_BITS - left));
+}
 
 IBP_X86_INLINE __m256i NAME(rotated_vector)(__m256i x, uint32_t left)
 {
@@ -23,7 +25,8 @@ IBP_X86 static void NAME(shift_lanes)(const uint8_t *row, uint32_t n, uint32_t r
     const __m128i count = _mm_cvtsi32_si128((int)shift);
     uint32_t i = 0;
     for (; i + LANES <= n; i += LANES)
-        store_vector(out + i * LANE_BYTES, NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES), rotate), count));
+        store_vector(out + i * LANE_BYTES,
+                     NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES), rotate), count));
     for (; i < n; i++) ((lane *)out)[i] = (lane)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
 }
 
@@ -36,14 +39,16 @@ IBP_X86 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t r
     for (; i + 32 <= n; i += 32) {
         __m256i x[LANE_BYTES];
         for (uint32_t v = 0; v < LANE_BYTES; v++)
-            x[v] = _mm256_and_si256(NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES + 32 * v), rotate), count), low);
+            x[v] = _mm256_and_si256(
+                NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES + 32 * v), rotate), count), low);
         store_vector(out + i, NAME(in_order)(NAME(pack_bytes)(x)));
     }
     for (; i < n; i++) out[i] = (uint8_t)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
 }
 
 /* The inverse: row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i]. Padded symbols. */
-IBP_X86_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r, uint32_t rotate)
+IBP_X86_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r,
+                                  uint32_t rotate)
 {
     const __m128i count = _mm_cvtsi32_si128((int)r);
     uint32_t i = 0;
@@ -55,7 +60,7 @@ IBP_X86_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t
     for (; i < n; i++) {
         uint64_t symbol = 0;
         memcpy(&symbol, symbols + i * symbol_bytes, symbol_bytes);
-        ((lane *)row)[i] = NAME(rotated_back)((lane)(((lane *)row)[i] | (lane)((lane)symbol << r)), rotate);
+        ((lane *)row)[i] = NAME(rotated)((lane)(((lane *)row)[i] | (lane)(symbol << r)), rotate ? LANE_BITS - 1 : 0);
     }
 }
 
@@ -81,8 +86,7 @@ IBP_X86 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t *
     const uint32_t num_entries = planes->num_entries, stride = planes->per_column ? num_entries : 0;
     const lane *const entries = (const lane *)planes->entries;
     if (num_entries == 0) return;
-    for (uint32_t i = 0; i < n; i++)
-        ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] == num_entries ? 0 : ranks[i])];
+    for (uint32_t i = 0; i < n; i++) ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] == num_entries ? 0 : ranks[i])];
 }
 
 /* ranks[i] = the first of the entries, as wide as a lane, that equals symbols[i]; num_entries if none does. Both padded. One look-up
@@ -107,7 +111,8 @@ IBP_X86 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols,
         for (uint32_t t = 0; t < num_tables; t++) {
             const __m256i high = _mm256_set1_epi64x((int64_t)highs[t]);
             __m256i low[LANE_BYTES];
-            for (uint32_t v = 0; v < LANE_BYTES; v++) low[v] = EXPAND_NAME(at_most_255_, LANE_BITS)(_mm256_xor_si256(symbol[v], high));
+            for (uint32_t v = 0; v < LANE_BYTES; v++)
+                low[v] = EXPAND_NAME(at_most_255_, LANE_BITS)(_mm256_xor_si256(symbol[v], high));
             found = _mm256_or_si256(found, look_up(tables[t], NAME(pack_bytes)(low)));
         }
         store_vector(ranks + i, _mm256_sub_epi8(none, NAME(in_order)(found)));
@@ -125,7 +130,8 @@ IBP_X86 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_t
         const size_t first = (size_t)i * num_entries;
         const __m256i wanted = _mm256_set1_epi64x((int64_t)(symbol * ibp_lane_fields(LANE_BYTES, 1)));
         uint32_t rank = 0, equal = 0;
-        for (; rank < num_entries && equal == 0 && first + rank + LANES <= end; rank += equal ? (uint32_t)_tzcnt_u32(equal) / LANE_BYTES : LANES)
+        for (; rank < num_entries && equal == 0 && first + rank + LANES <= end;
+             rank += equal ? (uint32_t)_tzcnt_u32(equal) / LANE_BYTES : LANES)
             equal = (uint32_t)_mm256_movemask_epi8(
                 EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(load_vector((const uint8_t *)(entries + first + rank)), wanted));
         if (equal == 0)
@@ -139,7 +145,8 @@ IBP_X86 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uin
 {
     lane *next = (lane *)out;
     for (uint32_t i = 0; i < n; i += 64)
-        for (uint64_t bits = bitmap[i / 64]; bits != 0; bits &= bits - 1) *next++ = ((const lane *)row)[i + (uint32_t)_tzcnt_u64(bits)];
+        for (uint64_t bits = bitmap[i / 64]; bits != 0; bits &= bits - 1)
+            *next++ = ((const lane *)row)[i + (uint32_t)_tzcnt_u64(bits)];
 }
 
 /* The inverse: row[i] = the next lane for each bit set; `step` 0: always the first. */

@@ -20,6 +20,10 @@ int main(void)
     run("status", test_status);
     run("codebook", test_codebook);
     run("analysis", test_analysis);
+    ibp_set_cpu_features(0);
+    run("rows in plain C", test_rows);
+    run("corrupt rows in plain C", test_corrupt_rows);
+    ibp_set_cpu_features(UINT32_MAX);
     run("rows", test_rows);
     run("corrupt rows", test_corrupt_rows);
     run("cpu paths", test_cpu_paths);

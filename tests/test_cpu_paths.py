@@ -1,0 +1,119 @@
+"""The CPU coders with the processor's vector and bit instructions and without: the bytes of the numpy references, and the same tables."""
+
+import numpy as np
+import pytest
+import torch
+
+import ibp
+import reference
+import reference_planes
+from golden.make_planes import KINDS, adversarial_rows, damaged, random_codebook
+from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, make_tensor, spiky_rows
+from test_planes_rows import assert_coded_alike, assert_decoded_alike, codec_of
+
+ALL = 0xFFFFFFFF
+OPS = torch.ops.ibp
+
+
+@pytest.fixture(params=[0, ALL], ids=["plain", "processor"])
+def features(request):
+    yield ibp._core.set_cpu_features(request.param)
+    ibp._core.set_cpu_features(ALL)
+
+
+def coded_with(features, call):
+    ibp._core.set_cpu_features(features)
+    try:
+        return call()
+    finally:
+        ibp._core.set_cpu_features(ALL)
+
+
+def test_features_are_those_set(features):
+    assert ibp._core.cpu_features() == features
+    assert ibp._core.set_cpu_features(0) == 0 and ibp._core.cpu_features() == 0
+    assert coded_with(ALL, ibp._core.cpu_features) == ibp._core.set_cpu_features(ALL)
+
+
+# ---- rows against the numpy references --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("digit_bits", [(), (1, 4), (2, 2, 2, 3), (3, 3)], ids=str)
+@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
+def test_rows_of_planes(element_bytes, digit_bits, kind, features):
+    rng = np.random.default_rng([element_bytes, len(digit_bits), KINDS.index(kind)])
+    for residual_bits in {0, 3, 7, 8, 8 * element_bytes - 8, 8 * element_bytes - 5, 8 * element_bytes}:
+        if residual_bits > 8 * element_bytes:
+            continue
+        for columns in (1, 9, int(rng.integers(30, 90))):
+            codebook = random_codebook(rng, element_bytes, columns, residual_bits % 2, residual_bits, digit_bits, kind)
+            rows = adversarial_rows(rng, 2, codebook)
+            assert_coded_alike(codebook, rows)
+            codec, coded = codec_of(codebook), reference_planes.encode_row(codebook, rows[0].tobytes())
+            for bad in damaged(rng, coded, 3):
+                assert_decoded_alike(codebook, codec, bad)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 4, 8])
+@pytest.mark.parametrize("row_bytes", [1, 7, 8, 33, 250])
+def test_rows_of_masks(row_bytes, chunk_bytes, features):
+    rng = np.random.default_rng([row_bytes, chunk_bytes])
+    for flag_all in (False, True):
+        mask = rng.integers(0, 256, row_bytes, np.uint8) & rng.integers(0, 256, row_bytes, np.uint8)
+        bitval = rng.integers(0, 256, row_bytes, np.uint8) & mask
+        codebook, codec = reference.make_codebook(mask, bitval, chunk_bytes, flag_all), ibp._core.RowCodec(mask, bitval, chunk_bytes, flag_all)
+        for _ in range(8):
+            row = rng.integers(0, 256, row_bytes, np.uint8)
+            row = np.where(rng.random(row_bytes) < 0.9, row & ~mask | bitval, row).astype(np.uint8).tobytes()
+            coded = reference.encode_row(codebook, row)
+            assert codec.encode(row) == coded and codec.coded_bytes(row) == len(coded) and codec.decode(coded) == row
+            for bad in (coded[:-1], coded + b"\0"):
+                with pytest.raises(ValueError, match="contradicts"):
+                    codec.decode(bad)
+
+
+# ---- tables -------------------------------------------------------------------------------------------------------------
+
+TENSORS = {
+    "bfloat16": lambda: embedding(300, 77, torch.bfloat16),
+    "float16": lambda: embedding(300, 1024, torch.float16),
+    "float32": lambda: embedding(200, 100),
+    "float64": lambda: embedding(100, 33, torch.float64),
+    "spiky": lambda: spiky_rows(200, 300),
+    "spiky bfloat16": lambda: spiky_rows(200, 300).bfloat16(),
+    "sparse int8": lambda: make_tensor((500, 61), torch.int8),
+    "narrow int64": lambda: make_tensor((200, 19), torch.int64, "narrow"),
+}
+
+
+@pytest.mark.parametrize("scheme", ["ibp", "planes", "auto"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_tables_are_the_same(name, scheme):
+    x = TENSORS[name]()
+    codebook = ibp.analyze(x, scheme=scheme)
+
+    def compressed():
+        return ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
+
+    plain, fast = coded_with(0, compressed), coded_with(ALL, compressed)
+    assert_same_table(plain, fast)
+    ids = torch.tensor([0, len(x) - 1, 5, 5])
+    for features in (0, ALL):
+        assert_same_bits(coded_with(features, lambda: ibp.decompress(fast)), x)
+        assert_same_bits(coded_with(features, lambda: ibp.index_select(fast, ids)), x[ids])
+
+
+@pytest.mark.parametrize("bad_rows", [(1234,), (1999, 777), (0,)], ids=str)
+@pytest.mark.parametrize("scheme", ["ibp", "planes"])
+def test_encode_rows_names_the_bad_row(scheme, bad_rows, features):
+    """Also where several threads have rows, and in the middle of a thread's."""
+    x = spiky_rows(2000, 60)
+    table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
+    slots, overflow, *rest = table._arguments(torch.device("cpu"))
+    data, fault = bytes_of(x).clone(), torch.zeros(4, dtype=torch.int64)
+    for row in bad_rows:
+        data[240 * row : 240 * (row + 1)] = torch.randint(0, 256, (240,), dtype=torch.uint8)
+    assert all(int(table.lengths[row]) != 0 for row in bad_rows)
+    OPS.encode_rows(torch.zeros_like(slots), torch.zeros_like(overflow), *rest, data, fault)
+    assert fault.tolist()[:3] == [3, min(bad_rows), min(bad_rows)]
