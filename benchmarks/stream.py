@@ -2,12 +2,12 @@
 
     python -m benchmarks.stream [--out DIR] [--device cpu] [--quick]
 
-Tensors of 8 to 256 MiB, and of 1 GiB in BF16; several of one size up to 256 MiB, taken in turn or as a list. Arms: torch's copy_ of the raw tensor; ibp's stream
-through the copy engine, packed and from slots, with its own choice of SMs, at most 8 and at most 4; the kernel that fetches the
-rows itself; `decompress_many` of all tensors of a size; nvCOMP's ANS, its pieces decoded while the next are copied (pieces, staging buffers for all of
-them and decoding configurations prepared beforehand, no index or codebook to copy). The stream is measured at every size, also where ibp.decompress would choose
-the kernel. The ideal is the copy engine's rate over the share of bytes stored. The peak of temporary device memory of each arm
-is printed as it is measured.
+Tensors of 8 to 256 MiB, and of 1 GiB in BF16; several of one size up to 256 MiB, taken in turn or as a list. Arms: torch's copy_ of the raw
+tensor; ibp's stream through the copy engine, packed and from slots, with its own choice of SMs, at most 8 and at most 4; the kernel that
+fetches the rows itself; `decompress_many` of all tensors of a size; nvCOMP's ANS, its pieces decoded while the next are copied (pieces,
+staging buffers for all of them and decoding configurations prepared beforehand). The stream is measured at every size, also where
+ibp.decompress would choose the kernel. The ideal is the copy engine's rate over the share of bytes stored. The peak of temporary device
+memory of each arm is printed as it is measured.
 """
 
 import sys
@@ -73,8 +73,9 @@ class Cell:
 def in_host_memory(table, pin):
     """A table's copy in host memory, pinned at exactly its size."""
     slots, overflow = (_memory.empty(held.numel(), torch.device("cpu"), pin).copy_(held) for held in (table.slots, table.overflow))
-    return ibp.CompressedTensor(shape=table.shape, dtype=table.dtype, scheme=table.scheme, row_bytes=table.row_bytes, slot_bytes=table.slot_bytes, slots=slots,
-                                overflow=overflow, lengths=table.lengths.cpu(), bases=table.bases.cpu(), codebook=table.codebook)
+    return ibp.CompressedTensor(shape=table.shape, dtype=table.dtype, scheme=table.scheme, row_bytes=table.row_bytes,
+                                slot_bytes=table.slot_bytes, slots=slots, overflow=overflow, lengths=table.lengths.cpu(),
+                                bases=table.bases.cpu(), codebook=table.codebook)
 
 
 def always_streamed():

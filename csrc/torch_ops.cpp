@@ -613,8 +613,8 @@ void decode_bytes_cuda(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t
 
 // host_bases: the table's bases on the CPU. streamer: address of an ibp_streamer of out's device. begins, ends: whether this is the first, the
 // last table of a stream, all through the same ring.
-void stream_bytes_cuda(IBP_TABLE_PARAMETERS, Tensor host_bases, int64_t start, int64_t end, int64_t streamer, bool begins, bool ends,
-                       int64_t max_sms, Tensor ring, Tensor out, Tensor fault)
+void stream_bytes_cuda(IBP_TABLE_PARAMETERS, Tensor host_bases, int64_t start, int64_t end, int64_t streamer, bool begins,
+                       bool ends, int64_t max_sms, Tensor ring, Tensor out, Tensor fault)
 {
     const auto device = guard(out);
     on_device(out, {&slots, &overflow, &lengths, &bases, &codebook, &ring, &fault});

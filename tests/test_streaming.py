@@ -87,7 +87,8 @@ def test_arguments_of_many():
         ibp.decompress_many(tables, out=[good])
     with pytest.raises(TypeError, match="table is a Tensor"):
         ibp.decompress_many([tables[0], xs[0]], out=[good, None])
-    for bad, error in ((torch.empty(100, 61), ValueError), (torch.empty(100, 60, dtype=torch.int32), TypeError), (torch.empty(60, 100).t(), ValueError), (3, TypeError)):
+    for bad, error in ((torch.empty(100, 61), ValueError), (torch.empty(100, 60, dtype=torch.int32), TypeError),
+                       (torch.empty(60, 100).t(), ValueError), (3, TypeError)):
         with pytest.raises(error, match="out"):
             ibp.decompress_many(tables, out=[good, bad])
     with pytest.raises(ValueError, match="max_sms is 0"):
@@ -505,7 +506,8 @@ def test_the_operation(cuda):
         OPS.stream_bytes(*arguments, out, fault)
         assert_same_bits(out.cpu(), bytes_of(x)[1000:7777])
         for place, value, message in ((10, table.bases, "host_bases"), (10, torch.zeros(3, dtype=torch.int64), "host_bases"), (11, 9000, "range"),
-                                      (12, 10**9, "out"), (13, 0, "streamer"), (16, -1, "max_sms"), (17, ring[1:], "range"), (17, ring.cpu(), "CUDA device")):
+                                      (12, 10**9, "out"), (13, 0, "streamer"), (16, -1, "max_sms"), (17, ring[1:], "range"),
+                                      (17, ring.cpu(), "CUDA device")):
             bad = [*arguments[:place], value, *arguments[place + 1 :]]
             with pytest.raises(RuntimeError, match=message):
                 OPS.stream_bytes(*bad, out, fault)
