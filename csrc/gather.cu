@@ -122,7 +122,7 @@ template <class Decoder> struct Fetch {
 #pragma unroll
         for (uint32_t i = 0; i < G::kPerWarp; i++) {
             const uint32_t lane = i * G::kLanes + G::lane();
-            entries.neighbours[i] = lane < row % kWarp ? __ldg(table.lengths + (row / kWarp * kWarp + lane)) : uint16_t{0};
+            entries.neighbours[i] = table.lengths && lane < row % kWarp ? __ldg(table.lengths + (row / kWarp * kWarp + lane)) : uint16_t{0};
         }
     }
     __device__ __forceinline__ IndexEntries<G> look_up(const Job &job) const

@@ -1,9 +1,9 @@
 """The torch operations of ibp: schemas, the compiled implementations, and fake ones for tracing.
 
-All of them work on flat tensors: `data`, `slots`, `overflow` are uint8 bytes, `out` is the memory of a contiguous tensor of any dtype, `lengths` uint16, `bases`, `counts`,
-`hits` int64, `codebook` int32 [3, words] as `codebook_words` makes it, `fault` int64 [4] (the struct ibp_fault of ibp.h), and
-`codec` is [scheme, row_bytes] and, in scheme ibp (1), [chunk_bytes, num_flags]. Empty `lengths` or
-`bases` stand for none (FORMAT.md section 2). `positions` int32 [ids]: where in out each item goes. CPU implementations run on torch's intra-op threads; CUDA ones on the current stream of the
+All of them work on flat tensors: `data`, `slots`, `overflow` are uint8 bytes, `out` the memory of a contiguous tensor of any dtype, `lengths` uint16,
+`bases`, `counts`, `hits` int64, `codebook` int32 [3, words] as `codebook_words` makes it, `fault` int64 [4] (the struct ibp_fault of ibp.h), and `codec` is
+[scheme, row_bytes] and, in scheme ibp (1), [chunk_bytes, num_flags]. Empty `lengths` or `bases` stand for none (FORMAT.md section 2). `positions`, int32
+[ids], says where in out each item goes. CPU implementations run on torch's intra-op threads; CUDA ones on the current stream of the
 tensors' device, without allocating or synchronising where they write to given tensors. `stream_bytes` is decode_bytes from pinned host
 memory by the copy engine, through `ring`, uint8 on the device; `host_bases` is `bases` on the CPU and `streamer` the address of a `_core.Streamer`.
 """

@@ -10,7 +10,7 @@ from .table import CompressedTensor
 
 PATHS = ("gpu", "bucketed", "cpu")
 
-# Thresholds of the paths, for a H200 on PCIe 5 and 16 cores; benchmarks/large_table.py measures every path beside the others. A GPU that fetches rows at random places
+# Thresholds of the paths, for an H200 on PCIe 5 and 16 cores; benchmarks/large_table.py measures every path beside the others. A GPU that fetches at random places
 # of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128 B come at 49 million rows a second, and at 370 to 400 when their ids are
 # put in the order of windows of 64 KiB to 256 MiB first; 100,000 rows gain 3.5 times from windows of 64 KiB there and 1.6 times out of 16 GiB.
 LARGE_TABLE_BYTES = 512 << 20  # of slots and overflow: from here on address translation binds

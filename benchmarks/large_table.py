@@ -1,0 +1,164 @@
+"""How fast do random rows come out of tables so large that address translation binds, by the path that they take?
+
+    python -m benchmarks.large_table [--out DIR] [--device cpu] [--quick]
+
+Tables of 4 and 16 GiB of BF16 N(0, 0.02) in pinned memory: 1 GiB of distinct rows, coded on the GPU and laid one after the other until the table is
+full, which is a table like any other, as rows decode alone. Arms: rows raw and coded, fetched by the GPU in the order given, pre-sorted (not timed)
+and bucketed (timed with its partition), the partition alone, the CPU path, and what torch does: x[ids].to("cuda"), and index_select into pinned
+chunks whose copies run beside it.
+"""
+
+import sys
+
+import torch
+
+import ibp
+from ibp import _memory, gather
+
+from . import harness, ideal, inputs
+
+GIB = 1 << 30
+CELLS = ((4, 128, 1_000_000), (16, 512, 100_000), (16, 512, 1_000_000), (16, 1024, 1_000_000))  # GiB, bytes of a row, ids
+QUICK_CELLS = ((16 / 1024, 128, 20_000), (16 / 1024, 512, 2_000))
+NUM_SETS = 2
+CHUNK_BYTES, NUM_CHUNKS = 8 << 20, 3
+DTYPE = torch.bfloat16
+
+
+def tiled(table, num_rows, buffer):
+    """The table's rows over and over until there are num_rows of them, slots in the buffer (pinned on a GPU's machine)."""
+    times = num_rows // table.num_rows
+    slots = buffer[: times * table.slots.numel()]
+    for part in slots.split(max(1, table.slots.numel())):
+        part.copy_(table.slots)
+    overflow = table.overflow.cpu().repeat(times)
+    overflow = _memory.to_pinned(overflow) if buffer.is_pinned() else overflow
+    starts = torch.arange(times).mul_(table.overflow.numel()).view(-1, 1)
+    bases = (table.bases.cpu().view(1, -1) + starts).view(-1) if table.bases.numel() else table.bases.cpu()
+    return ibp.CompressedTensor(shape=(num_rows, *table.shape[1:]), dtype=table.dtype, scheme=table.scheme, row_bytes=table.row_bytes,
+                                slot_bytes=table.slot_bytes, slots=slots, overflow=overflow, lengths=table.lengths.cpu().repeat(times), bases=bases,
+                                codebook=table.codebook)
+
+
+class Fetches:
+    """Ids in several sets, as they are drawn and sorted, on the GPU and on the CPU; outputs; and the rows that they must become."""
+
+    def __init__(self, run, x, num_rows, num_ids):
+        self.run, self.x = run, x
+        self.cpu_ids = [torch.randint(num_rows, (num_ids,)) for _ in range(NUM_SETS)]
+        self.ids = [ids.to(run.device) for ids in self.cpu_ids]
+        self.sorted_ids = [ids.sort().values for ids in self.ids]
+        self.outs = [torch.empty(num_ids, x.shape[1], dtype=x.dtype, device=run.device) for _ in range(NUM_SETS)]
+        self.output_bytes = num_ids * x.shape[1] * x.dtype.itemsize
+
+    def wanted(self, ids):
+        return self.x[ids.to(self.x.device) % len(self.x)]
+
+    def distinct_rows(self):
+        """Of all sets, as rows of the table that is repeated."""
+        return torch.cat(self.cpu_ids) % len(self.x)
+
+    def measure(self, case, arm, ids, call, *, savings, ideal_gbps, sms=None, wall=False):
+        """call(k) fetches set k, whose ids are ids[k], and returns the result."""
+        harness.poison(self.outs[0])
+        harness.check_bits(call(0), self.wanted(ids[0]), f"{case}, {arm}")
+        self.add(case, arm, [lambda k=k: call(k) for k in range(NUM_SETS)], savings, ideal_gbps, sms, wall)
+
+    def add(self, case, arm, calls, savings, ideal_gbps, sms, wall):
+        gbps = self.output_bytes * 1e-9 / self.run.seconds(calls, wall)
+        self.run.add(case=case, arm=arm, rows=len(self.ids[0]), row_bytes=self.x.shape[1] * self.x.dtype.itemsize, dtype=self.x.dtype,
+                     savings=savings, gbps=gbps, ideal_gbps=ideal_gbps, sms=sms)
+
+
+def measure_table(run, case, kind, table, savings, link_gbps, fetches):
+    """Every path out of one table. link_gbps: the ideal of a kernel that fetches its rows over the link."""
+
+    def fetching(ids, path):
+        return lambda k: ibp.index_select(table, ids[k], out=fetches.outs[k], path=path)
+
+    arms = {"": (fetches.ids, "gpu"), " pre-sorted": (fetches.sorted_ids, "gpu"), " bucketed": (fetches.ids, "bucketed")} if run.on_gpu else {"": (fetches.ids, None)}
+    for arm, (ids, path) in arms.items():
+        with run.cell(f"{case}, {kind}{arm}"):
+            fetches.measure(case, f"{kind}{arm}", ids, fetching(ids, path), savings=savings, ideal_gbps=link_gbps)
+    if not run.on_gpu:
+        return
+    copy_gbps = min(ideal.LINK_COPY_GBPS / (1 - savings), run.memset_gbps)
+    for arm, path in (("cpu path", "cpu"), ("chosen, ids on the CPU", None)):
+        with run.cell(f"{case}, {kind}, {arm}"):
+            fetches.measure(case, f"{kind}, {arm}", fetches.cpu_ids, fetching(fetches.cpu_ids, path), savings=savings, ideal_gbps=copy_gbps, wall=True)
+
+
+def measure_partition(run, case, table, savings, link_gbps, fetches):
+    """The partition alone, as if its ids were rows: how many times faster it is than what it is done for."""
+    bits, num_items = gather.window_bits(table), table.shape[0]
+    calls = [lambda k=k: torch.ops.ibp.partition_ids(fetches.ids[k], num_items, bits) for k in range(NUM_SETS)]
+    with run.cell(f"{case}, partition alone"):
+        fetches.add(case, "partition alone", calls, savings, link_gbps, None, False)
+
+
+class Chunks:
+    """Pinned chunks that the CPU fills while the copy engine empties others."""
+
+    def __init__(self, run, columns):
+        rows = max(1, CHUNK_BYTES // (columns * DTYPE.itemsize))
+        self.memory = [torch.empty(rows, columns, dtype=DTYPE, pin_memory=True) for _ in range(NUM_CHUNKS)]
+        self.events = [torch.cuda.Event() for _ in range(NUM_CHUNKS)]
+
+    def fetch(self, host, ids, out):
+        rows = len(self.memory[0])
+        for i, first in enumerate(range(0, len(ids), rows)):
+            event, some = self.events[i % NUM_CHUNKS], ids[first : first + rows]
+            event.synchronize()
+            chunk = self.memory[i % NUM_CHUNKS][: len(some)]
+            torch.index_select(host, 0, some, out=chunk)
+            out[first : first + len(some)].copy_(chunk, non_blocking=True)
+            event.record()
+        return out
+
+
+def measure_torch(run, case, host, fetches):
+    """What torch does with the raw rows in pinned memory, on all the CPU's cores."""
+    arms = {"x[ids].to": lambda k: host[fetches.cpu_ids[k]].to(run.device)}
+    if run.on_gpu:
+        chunks = Chunks(run, host.shape[1])
+        arms["cpu pinned chunks + copy"] = lambda k: chunks.fetch(host, fetches.cpu_ids[k], fetches.outs[k])
+    for arm, call in arms.items():
+        with run.cell(f"{case}, {arm}"):
+            fetches.measure(case, arm, fetches.cpu_ids, call, savings=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0, wall=True)
+
+
+def run_cell(run, buffer, gib, row_bytes, num_ids):
+    case = f"{gib:g} GiB, {num_ids:,} ids"
+    num_rows = int(gib * GIB) // row_bytes
+    num_distinct = min(GIB, int(gib * GIB) // 4) // row_bytes
+    x = inputs.normal_rows(num_distinct * row_bytes, DTYPE, 0.02, run.device, columns=row_bytes // DTYPE.itemsize)
+    fetches = Fetches(run, x, num_rows, num_ids)
+    output_bytes = fetches.output_bytes * NUM_SETS
+    for kind, scheme in (("raw", "raw"), ("planes", "planes")):
+        small = ibp.compress(x, scheme=scheme, layout="slots", pin_memory=False)
+        link_gbps = ideal.gather_gbps(output_bytes, ideal.row_sectors(small, fetches.distinct_rows()), run.memset_gbps)
+        table, savings = tiled(small, num_rows, buffer), small.savings
+        del small
+        if run.on_gpu and not table.is_pinned:
+            raise AssertionError(f"{case}, {kind}: the table is not in pinned memory")
+        measure_table(run, case, kind, table, savings, link_gbps, fetches)
+        if kind == "raw":
+            measure_torch(run, case, table.slots.view(DTYPE).view(num_rows, -1), fetches)
+        else:
+            measure_partition(run, case, table, savings, link_gbps, fetches)
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("large_table", args)
+    torch.manual_seed(0)
+    cells = QUICK_CELLS if run.quick or not run.on_gpu else CELLS
+    buffer = _memory.empty(int(max(gib for gib, _, _ in cells) * GIB), torch.device("cpu"), pin=run.on_gpu)
+    for gib, row_bytes, num_ids in cells:
+        with run.cell(f"{gib:g} GiB, {row_bytes} B, {num_ids:,} ids"):
+            run_cell(run, buffer, gib, row_bytes, num_ids)
+    return run.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
