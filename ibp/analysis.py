@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from tqdm import tqdm
 
@@ -11,6 +13,7 @@ from .codebook import CHUNK_BYTES, SCHEMES, Codebook, check_chunk_bytes
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)
 _LEAST_SAMPLE_ROWS = 1024
 _GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256  # what the greedy choice of masks looks at
+_FINALISTS = 3  # thresholds for all chunks that are compared exactly
 _SWEEP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # what an analysis without a given sample looks at
 _BITS_SET = torch.tensor([bin(byte).count("1") for byte in range(256)])
 
@@ -41,20 +44,26 @@ def check_learning(sample: float | None, chunk_bytes: int | None, tau: float | N
         raise ValueError(f"sample is {sample}; wanted a fraction in (0, 1], or None")
 
 
-def learn(data: torch.Tensor, row_bytes: int, device: torch.device, sample: float | None, chunk_bytes: int | None, tau: float | None,
-          paper: bool, progress: bool) -> Codebook:
-    """The best codebook for the bytes of a tensor; arguments as `analyze`."""
-    check_learning(sample, chunk_bytes, tau)
-    num_rows = data.numel() // row_bytes
-    if num_rows == 0:  # nothing to learn from, but for one short row
-        short = torch.zeros(row_bytes, dtype=torch.uint8)
-        short[: data.numel()] = data.cpu()
-        return learn(short, row_bytes, torch.device("cpu"), None, chunk_bytes, tau, paper, False) if data.numel() else _empty_codebook(row_bytes)
+def sampled_rows(num_rows: int, row_bytes: int, sample: float | None, device: torch.device) -> int:
+    """How many rows an analysis looks at."""
     if sample is None:
-        wanted = max(_LEAST_SAMPLE_ROWS, _SWEEP_BYTES[device.type] // row_bytes)
-    else:
-        wanted = max(_LEAST_SAMPLE_ROWS, -int(-num_rows * sample // 1))
-    sweep = _Sweep(_rows.sample(data, row_bytes, wanted), row_bytes, num_rows, device)
+        return max(_LEAST_SAMPLE_ROWS, _SWEEP_BYTES[device.type] // row_bytes)
+    return max(_LEAST_SAMPLE_ROWS, -int(-num_rows * sample // 1))
+
+
+def learn(rows: torch.Tensor, row_bytes: int, num_rows: int, device: torch.device, chunk_bytes: int | None = None, tau: float | None = None,
+          paper: bool = False, progress: bool = False) -> Codebook:
+    """The best codebook of scheme ibp for a table, from a sample of its rows; other arguments as `analyze`.
+
+    Args:
+        rows: uint8 [n * row_bytes], whole rows; none at all for a table without rows.
+        num_rows: rows of the whole table, over which the codebook's own bytes are spread.
+        device: where the work is done.
+    """
+    if rows.numel() == 0:
+        nothing = torch.zeros(row_bytes, dtype=torch.uint8)
+        return Codebook.from_masks(nothing, nothing, 4)
+    sweep = _Sweep(rows, row_bytes, num_rows, device)
     sizes = CHUNK_BYTES if chunk_bytes is None else (chunk_bytes,)
     taus = TAUS if tau is None else (tau,)
     found = []
@@ -65,48 +74,51 @@ def learn(data: torch.Tensor, row_bytes: int, device: torch.device, sample: floa
     return max(found, key=lambda codebook: codebook.expected_savings)
 
 
-def _empty_codebook(row_bytes):
-    nothing = torch.zeros(row_bytes, dtype=torch.uint8)
-    return Codebook.from_masks(nothing, nothing, 4)
-
-
 class _Sweep:
     """Thresholds and chunk sizes tried on the same sampled rows."""
 
     def __init__(self, data, row_bytes, num_rows, device):
         self.data, self.row_bytes, self.num_rows, self.device = data, row_bytes, num_rows, device
         self.num_sampled = data.numel() // row_bytes
-        self.counts = sum(torch.ops.ibp.count_bits(block, row_bytes).cpu() for block in self._blocks())
+        self.counts = sum(torch.ops.ibp.count_bits(block, row_bytes) for block in self._blocks()).cpu()
+        self._thresholds, self._kept_gains = {}, {}
 
     def _blocks(self):
         return (block for _, _, block in _rows.blocks(self.data, self.row_bytes, self.device))
 
     def thresholds(self, taus):
-        """(tau, mask, bitval) of the thresholds that give different masks."""
-        last = None
-        for tau in taus:
-            mask, bitval = torch.ops.ibp.threshold_bits(self.counts, self.num_sampled, float(tau))
-            if last is None or not torch.equal(mask, last):
-                yield tau, mask, bitval
-            last = mask
+        """[(tau, mask, bitval)] of the thresholds that give different masks."""
+        if taus not in self._thresholds:
+            found = self._thresholds[taus] = []
+            for tau in taus:
+                mask, bitval = torch.ops.ibp.threshold_bits(self.counts, self.num_sampled, float(tau))
+                if not found or not torch.equal(mask, found[-1][1]):
+                    found.append((tau, mask, bitval))
+        return self._thresholds[taus]
 
     def with_one_threshold(self, chunk_bytes, taus, paper):
-        """The paper's choice: one threshold for all chunks, the best of those given."""
-        found = [self._codebook(mask, bitval, chunk_bytes, paper, tau) for tau, mask, bitval in self.thresholds(taus)]
+        """The paper's choice: one threshold for all chunks, the best of those given; only those that fix the most bits are compared exactly."""
+        tried = self.thresholds(taus)
+        if not paper and len(tried) > _FINALISTS:
+            gains = [int(gain.sum()) for gain in self._gains(taus, chunk_bytes)]
+            tried = [tried[i] for i in sorted(sorted(range(len(tried)), key=lambda i: -gains[i])[:_FINALISTS])]
+        found = [self._codebook(mask, bitval, chunk_bytes, paper, tau) for tau, mask, bitval in tried]
         return max(found, key=lambda codebook: codebook.expected_savings)
 
     def with_best_masks(self, chunk_bytes):
         """For each chunk the mask that saves most: of the thresholds', of the greedy one, or none."""
         best_mask = torch.zeros(self.row_bytes, dtype=torch.uint8)
         best_bitval, best_gain = best_mask.clone(), self._per_chunk(best_mask, chunk_bytes)
-        greedy = torch.ops.ibp.choose_masks(self._few_rows(), self.row_bytes, chunk_bytes)
-        for mask, bitval in [greedy, *((mask, bitval) for _, mask, bitval in self.thresholds(TAUS))]:
-            gain = self._gain(mask, bitval, chunk_bytes)
+        greedy = torch.ops.ibp.choose_masks(self._few_rows, self.row_bytes, chunk_bytes)
+        tried = [(*greedy, *self._gains_of([greedy], chunk_bytes))]
+        tried += [(mask, bitval, gain) for (_, mask, bitval), gain in zip(self.thresholds(TAUS), self._gains(TAUS, chunk_bytes))]
+        for mask, bitval, gain in tried:
             better = (gain > best_gain).repeat_interleave(chunk_bytes)[: self.row_bytes]
             best_gain = torch.maximum(gain, best_gain)
             best_mask, best_bitval = torch.where(better, mask, best_mask), torch.where(better, bitval, best_bitval)
         return self._codebook(best_mask, best_bitval, chunk_bytes, False, None)
 
+    @functools.cached_property
     def _few_rows(self):
         """Rows for the greedy choice, evenly spread over the sample, on the CPU."""
         step = -(-self.num_sampled // max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes))
@@ -118,12 +130,22 @@ class _Sweep:
         padded[: self.row_bytes] = _BITS_SET[mask.to(torch.int64)]
         return padded.view(-1, chunk_bytes).sum(1)
 
-    def _gain(self, mask, bitval, chunk_bytes):
-        """Bits that each chunk saves over all sampled rows, its participation bits paid."""
-        words = torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, False).to(self.device)
-        hits = sum(torch.ops.ibp.count_hits(block, words, [SCHEMES["ibp"], self.row_bytes, chunk_bytes, 0]).cpu() for block in self._blocks())
-        fixed = self._per_chunk(mask, chunk_bytes)
-        return hits * fixed - self.num_sampled * (fixed > 0)
+    def _gains(self, taus, chunk_bytes):
+        """_gains_of the thresholds' masks; kept."""
+        if (taus, chunk_bytes) not in self._kept_gains:
+            self._kept_gains[taus, chunk_bytes] = self._gains_of([(mask, bitval) for _, mask, bitval in self.thresholds(taus)], chunk_bytes)
+        return self._kept_gains[taus, chunk_bytes]
+
+    def _gains_of(self, masks, chunk_bytes):
+        """Bits that each chunk saves over all sampled rows with every (mask, bitval), participation bits paid: brought to the CPU at once."""
+        words = [torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, False) for mask, bitval in masks]
+        near, codec = torch.stack(words).to(self.device), [SCHEMES["ibp"], self.row_bytes, chunk_bytes, 0]
+        hits = torch.zeros(len(masks), -(-self.row_bytes // chunk_bytes), dtype=torch.int64, device=self.device)
+        for block in self._blocks():
+            for i in range(len(masks)):
+                hits[i] += torch.ops.ibp.count_hits(block, near[i], codec)
+        fixed = [self._per_chunk(mask, chunk_bytes) for mask, _ in masks]
+        return [found * bits - self.num_sampled * (bits > 0) for found, bits in zip(hits.cpu(), fixed)]
 
     def _codebook(self, mask, bitval, chunk_bytes, flag_all, tau):
         codebook = Codebook.from_masks(mask, bitval, chunk_bytes, flag_all, tau=tau)
@@ -132,6 +154,6 @@ class _Sweep:
 
     def _savings(self, codebook):
         """Exact, on the sampled rows: rows are rounded to bytes, and those that would grow are raw."""
-        lengths = measure(self.data, codebook, self.device).to(torch.int64)
-        coded = float(torch.where(lengths == 0, self.row_bytes, lengths).sum()) / self.num_sampled
+        sampled = _rows.Geometry(torch.Size((self.num_sampled, self.row_bytes)), torch.uint8, self.row_bytes)
+        coded = total_stored(measure(self.data, codebook, self.device), sampled) / self.num_sampled
         return 1 - (coded + codebook.nbytes / self.num_rows) / self.row_bytes

@@ -115,7 +115,7 @@ def check_clusters(clusters: int | str | None) -> None:
         raise ValueError(f"clusters is {clusters!r}; wanted 1 to {MAX_CLUSTERS}, 'auto' or None")
 
 
-def learn_clusters(codebook: Codebook | PlanesCodebook, rows: torch.Tensor, num_rows: int, clusters: int | str) -> Codebook | PlanesCodebook | ClusteredCodebook:
+def learn_clusters(codebook: Codebook | PlanesCodebook, rows: torch.Tensor, num_rows: int, clusters: int | str, tau: float | None = None) -> Codebook | PlanesCodebook | ClusteredCodebook:
     """Splits a table's codebook into one for each cluster of its rows: k-means over rows with Hamming distance, then by coded size.
 
     Args:
@@ -123,6 +123,7 @@ def learn_clusters(codebook: Codebook | PlanesCodebook, rows: torch.Tensor, num_
         rows: uint8 [n * row_bytes], a sample of whole rows on the working device.
         num_rows: rows of the whole table, over which the codebooks' own bytes are spread.
         clusters: how many; "auto": doubled for as long as the net saving grows.
+        tau: the threshold that was asked for in scheme ibp; None: every cluster finds its own.
 
     Returns:
         The codebooks, or `codebook` itself where more than one does not pay.
@@ -130,7 +131,7 @@ def learn_clusters(codebook: Codebook | PlanesCodebook, rows: torch.Tensor, num_
     learned, compared = _halves(rows, codebook.row_bytes, num_rows)
     best, least = codebook, _cost(codebook, compared, num_rows)
     for count in _STEPS if clusters == "auto" else (clusters,):
-        found = _with_count(codebook, learned, num_rows, count)
+        found = _with_count(codebook, learned, num_rows, count, tau)
         if found is None:
             break
         cost = _cost(found, compared, num_rows)
@@ -142,11 +143,12 @@ def learn_clusters(codebook: Codebook | PlanesCodebook, rows: torch.Tensor, num_
 
 
 def _halves(rows, row_bytes, num_rows):
-    """Rows to learn on and others to compare on; the same, if they are the whole table."""
+    """Rows to learn on and others, drawn at random, to compare on; the same, if they are the whole table but for a short last row."""
     table = rows.view(-1, row_bytes)
-    if len(table) >= num_rows or len(table) < 2:
+    if len(table) >= num_rows - 1 or len(table) < 2:
         return rows, rows
-    return table[::2].reshape(-1), table[1::2].reshape(-1)
+    order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0)).to(table.device)
+    return table[order[::2].sort().values].reshape(-1), table[order[1::2].sort().values].reshape(-1)
 
 
 def _cost(codebook, rows, num_rows):
@@ -161,18 +163,18 @@ def _stored(codebook, rows):
     return torch.where(lengths == 0, codebook.row_bytes, lengths)
 
 
-def _with_count(codebook, rows, num_rows, count):
+def _with_count(codebook, rows, num_rows, count, tau):
     """A codebook with at most `count` clusters, or None if the rows do not fall apart."""
     if isinstance(codebook, PlanesCodebook) and codebook.num_entries == 0:
         return None
     table = rows.view(-1, codebook.row_bytes)
     assigned = _kmeans(table, count)
-    codebooks = _relearned(codebook, table, assigned)
+    codebooks = _relearned(codebook, table, assigned, tau)
     for _ in range(_COST_ROUNDS):  # to the codebook that codes a row best, then again from the rows that came together
         if len(codebooks) < 2:
             return None
         assigned = torch.stack([_stored(one, rows) for one in codebooks]).argmin(0).to(rows.device)
-        codebooks = _relearned(codebook, table, assigned)
+        codebooks = _relearned(codebook, table, assigned, tau)
     if len(codebooks) < 2:
         return None
     found = ClusteredCodebook(codebooks)
@@ -180,7 +182,7 @@ def _with_count(codebook, rows, num_rows, count):
     return found
 
 
-def _relearned(codebook, table, assigned):
+def _relearned(codebook, table, assigned, tau):
     """A codebook of the same form for the rows of each cluster."""
     found = []
     for k in assigned.unique().tolist():
@@ -188,7 +190,7 @@ def _relearned(codebook, table, assigned):
         if isinstance(codebook, PlanesCodebook):
             found.append(relearn(codebook, rows))
         else:
-            found.append(analysis.learn(rows, codebook.row_bytes, rows.device, 1.0, codebook.chunk_bytes, codebook.tau, codebook.flag_all, False))
+            found.append(analysis.learn(rows, codebook.row_bytes, len(rows) // codebook.row_bytes, rows.device, codebook.chunk_bytes, tau, codebook.flag_all))
     return found
 
 

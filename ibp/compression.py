@@ -50,7 +50,7 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
     _rows.check_tensor(x)
     check_scheme(scheme, chunk_bytes, tau)
     check_learning(sample, chunk_bytes, tau)
-    check_clusters(clusters)
+    _check_choices(scheme, codebook, clusters)
     if layout not in ("slots", "packed"):
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
     if layout == "packed" and slot_bytes is not None:
@@ -98,7 +98,7 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
     _check_owns_memory(x)
     check_scheme(scheme, chunk_bytes, tau)
     check_learning(sample, chunk_bytes, tau)
-    check_clusters(clusters)
+    _check_choices(scheme, codebook, clusters)
     geometry = _geometry(x, row_bytes, codebook)
     worker, pin = _rows.working_device(x, device), _wants_pinning(x, pin_memory)
     data = _rows.bytes_of(x)
@@ -124,6 +124,14 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
     except BaseException as refusal:
         refusal.table = table
         raise
+
+
+def _check_choices(scheme, codebook, clusters):
+    check_clusters(clusters)
+    if clusters is not None and codebook is not None:
+        raise ValueError(f"clusters is {clusters!r}, but a codebook is given: it says itself how many clusters there are")
+    if clusters is not None and scheme == "raw":
+        raise ValueError(f"clusters is {clusters!r}, but rows of scheme 'raw' have no codebook")
 
 
 def _wants_pinning(x, pin_memory):

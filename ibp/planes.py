@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from . import _core
+from .codebook import SCHEMES
 
-SCHEME = 2  # enum ibp_scheme
 ELEMENT_BYTES = (1, 2, 4, 8)
 MAX_PLANES, MAX_DIGIT_BITS = 4, 4
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -130,7 +130,7 @@ class PlanesCodebook:
     @property
     def codec(self) -> list[int]:
         """What the operations want to know besides the words; default and closed as signed 64-bit numbers."""
-        split = [SCHEME, self.row_bytes, self.element_bytes, self.rotate, self.residual_bits, int(self.per_column), int(self.listed)]
+        split = [SCHEMES["planes"], self.row_bytes, self.element_bytes, self.rotate, self.residual_bits, int(self.per_column), int(self.listed)]
         return [*split, _signed(self.default, 64), _signed(self.closed, 64), *self.digit_bits]
 
     def words(self, device: torch.device) -> torch.Tensor:
@@ -383,6 +383,7 @@ _LEAST_ROWS = 32
 _CANDIDATES = 10  # that are compared exactly
 _COLUMNS_GAIN = 1.5  # rows with entries a column are taken to be smaller than others by this factor at the most
 _AS_GOOD = 1.001  # a cost within this of the least is as good; then dense rows, fewer planes and fewer entries are better, for the decoder
+_FAST_COST = 1.006  # a cost within this of the least is worth it for a plan that decodes fastest
 _LEAST_SHARE = 1 / 256  # of a default
 _PSEUDO_COUNTS = 8.0  # of the table's symbols that every column has besides its own
 _DICTIONARY, _COLUMN_CELLS = 255, 1 << 20  # the table's symbols that columns choose from, and columns * symbols, at most
@@ -429,9 +430,18 @@ class _Plan:
     def shape(self):
         return self.rotate, self.symbol_bits
 
+    @property
+    def is_fast(self):
+        """Whether the decoder is at its best: symbols of a byte, digits of two bits."""
+        return _is_fast(self.symbol_bits, self.digit_bits)
+
     def codebook_bytes(self, columns):
         values = 2 * self.width // 8 if self.listed else 0
         return num_entries(self.digit_bits) * (columns if self.per_column else 1) * symbol_bytes(self.symbol_bits) + values
+
+
+def _is_fast(symbol_bits, digit_bits):
+    return symbol_bits <= 8 and set(digit_bits) <= {2}
 
 
 def learn_planes(sample: torch.Tensor, row_bytes: int, num_rows: int, dtype: torch.dtype, *, element_bytes: int | None = None) -> Learned:
@@ -529,6 +539,8 @@ class _Search:
         least = min((cost for cost, _ in plans), default=math.inf)
         plans += self._table_plans(_Plan(self.width), _COLUMNS_GAIN * least)
         least = min(cost for cost, _ in plans)
+        fast = [(cost, plan) for cost, plan in plans if plan.is_fast and cost <= _FAST_COST * least]
+        plans, least = (fast, min(cost for cost, _ in fast)) if fast else (plans, least)
         as_good = [plan for cost, plan in plans if cost <= _AS_GOOD * least]
         return self._learned(min(as_good, key=lambda plan: (plan.listed, len(plan.digit_bits), plan.codebook_bytes(self.columns))))
 
@@ -743,9 +755,9 @@ def _digit_tables():
 
 
 def _best_groups(bits, shapes):
-    """The _CANDIDATES least of bits [shapes, lists of digits]: [(shape, lists)], the best shape first."""
-    groups = {}
-    for at in bits.flatten().argsort(stable=True)[:_CANDIDATES].tolist():
-        shape, digits = divmod(at, len(_DIGIT_LISTS))
+    """The _CANDIDATES least of bits [shapes, lists of digits] and the least of the fast ones: [(shape, lists)], the best shape first."""
+    groups, order = {}, [divmod(at, len(_DIGIT_LISTS)) for at in bits.flatten().argsort(stable=True).tolist()]
+    fast = next(((shape, digits) for shape, digits in order if _is_fast(shapes[shape][1], _DIGIT_LISTS[digits])), None)
+    for shape, digits in dict.fromkeys([*order[:_CANDIDATES], *([fast] if fast else [])]):
         groups.setdefault(shapes[shape], []).append(_DIGIT_LISTS[digits])
     return list(groups.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,21 +34,41 @@ class Request:
     clusters: int | str | None = None
     progress: bool = False
 
+    @functools.cached_property
+    def rows(self) -> torch.Tensor:
+        """Sampled whole rows on the working device, uint8: what all schemes learn from. A table of one short row gives that row, with zeros."""
+        geometry = self.geometry
+        if 0 < geometry.num_bytes < geometry.row_bytes:
+            return torch.nn.functional.pad(self.data, (0, geometry.row_bytes - geometry.num_bytes)).to(self.device)
+        wanted = analysis.sampled_rows(geometry.num_rows, geometry.row_bytes, self.sample, self.device)
+        return _rows.sample(self.data, geometry.row_bytes, wanted).to(self.device)
+
+    @functools.cached_property
+    def few_rows(self) -> torch.Tensor:
+        """Those of `rows` that schemes are compared on, and symbols and clusters learned from."""
+        geometry = self.geometry
+        if self.sample is None:
+            most = max(1, _SAMPLE_BYTES[self.device.type] // geometry.row_bytes)
+            wanted = min(most, max(_LEAST_SAMPLE_ROWS, int(geometry.num_rows * _SAMPLE_SHARE)))
+        else:
+            wanted = int(geometry.num_rows * self.sample) + 1
+        return _rows.sample(self.rows, geometry.row_bytes, wanted)
+
 
 def _learn_masks(request: Request) -> AnyCodebook:
-    return _split(analysis.learn(request.data, request.geometry.row_bytes, request.device, request.sample, request.chunk_bytes, request.tau,
+    return _split(analysis.learn(request.rows, request.geometry.row_bytes, request.geometry.num_rows, request.device, request.chunk_bytes, request.tau,
                                  request.paper, request.progress), request)
 
 
 def _learn_ranks(request: Request) -> AnyCodebook:
-    return _split(learn_planes(sample_rows(request), request.geometry.row_bytes, request.geometry.num_rows, request.geometry.dtype).codebook, request)
+    return _split(learn_planes(request.few_rows, request.geometry.row_bytes, request.geometry.num_rows, request.geometry.dtype).codebook, request)
 
 
 def _split(codebook, request):
     """Into clusters, if they were asked for."""
     if request.clusters in (None, 1) or request.geometry.num_rows < 2:
         return codebook
-    return learn_clusters(codebook, sample_rows(request), request.geometry.num_rows, request.clusters)
+    return learn_clusters(codebook, request.few_rows, request.geometry.num_rows, request.clusters, request.tau)
 
 
 # How each scheme learns a codebook; "raw" has none.
@@ -88,21 +109,9 @@ class Candidate:
 
 def compare(request: Request) -> list[Candidate]:
     """Every scheme, measured on the same sample of the table's rows; raw rows first."""
-    rows = sample_rows(request)
-    if rows.numel() == 0:
+    if request.geometry.num_bytes == 0:
         return [Candidate("raw", None, 0.0, 0.0)]
-    return [_measured(scheme, LEARNERS[scheme](request), rows, request) for scheme in LEARNERS]
-
-
-def sample_rows(request: Request) -> torch.Tensor:
-    """Whole rows of the table for learning and comparing, uint8 on the working device; a table of one short row gives that row, with zeros."""
-    geometry = request.geometry
-    share = _SAMPLE_SHARE if request.sample is None else request.sample
-    most = max(1, _SAMPLE_BYTES[request.device.type] // geometry.row_bytes)
-    wanted = min(most, max(_LEAST_SAMPLE_ROWS, int(geometry.num_rows * share))) if request.sample is None else int(geometry.num_rows * share) + 1
-    if 0 < geometry.num_bytes < geometry.row_bytes:
-        return torch.nn.functional.pad(request.data, (0, geometry.row_bytes - geometry.num_bytes)).to(request.device)
-    return _rows.sample(request.data, geometry.row_bytes, wanted).to(request.device)
+    return [_measured(scheme, LEARNERS[scheme](request), request.few_rows, request) for scheme in LEARNERS]
 
 
 def _measured(scheme, codebook, rows, request):

@@ -9,6 +9,7 @@ import torch
 
 from . import _core
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
+from .rows import bytes_of
 from .table import CompressedTensor
 
 _RING_BYTES = 32 << 20  # staging buffers on the GPU, taken from torch's allocator for the time of a call
@@ -116,8 +117,7 @@ def _decode(jobs, check, max_sms):
     on_gpus = [job for job in jobs if job.worker.type == "cuda"]
     for job in on_gpus:  # what waits comes first, so that it does not hold up a stream
         job.table._raise_pending(job.worker)
-        job.table._place_on(job.worker)
-        job.table._fault_on(job.worker)
+        job.table._arguments(job.worker)
     with contextlib.ExitStack() as stack:
         streams = {}
         for worker in {job.worker for job in on_gpus}:
@@ -133,12 +133,12 @@ def _decode(jobs, check, max_sms):
 
 
 def _run(job, stream, sms):
-    def run(data, fault):
+    def run(result, fault):
         arguments = job.table._arguments(job.worker)
         if stream is not None and job.comes_over_the_link:
-            stream.decode(job, arguments, sms, data, fault)
+            stream.decode(job, arguments, sms, bytes_of(result), fault)
         else:
-            torch.ops.ibp.decode_bytes(*arguments, job.start, job.end, sms, data, fault)
+            torch.ops.ibp.decode_bytes(*arguments, job.start, job.end, sms, result, fault)
 
     return produce(job.table, job.shape, job.target, job.worker, job.out, False, run)
 

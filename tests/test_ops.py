@@ -61,6 +61,7 @@ def samples():
         yield "measure_rows", (data[:-100], planes.words(CPU), planes.codec)
     yield "index_rows", (lengths, data.numel(), 240, 32)
     yield "index_rows", (lengths[:0], data.numel() - 7, 240, 0)
+    yield "survey_rows", (lengths, data.numel() - 7, 240)
     for scheme in CODED:
         yield "encode_rows", encode_arguments(scheme)
     for arguments in tables:
@@ -78,7 +79,7 @@ def samples():
 
 
 SAMPLES = list(samples())
-NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "count_hits", "measure_rows", "index_rows", "encode_rows", "gather_items", "decode_bytes",
+NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "count_hits", "measure_rows", "index_rows", "survey_rows", "encode_rows", "gather_items", "decode_bytes",
          "partition_ids", "select_rows"}
 
 
