@@ -137,6 +137,7 @@ def measure_decoding(case, codebook):
 def measure_codec(case, codebook):
     """Decoding and encoding under a given codebook. They move the coded rows' sectors and the original bytes."""
     table = measure_decoding(case, codebook)
+    case.kind = "planes " if codebook.scheme == "planes" else ""  # the encoder's arms are called alike for all codebooks of a scheme
     # Where nothing is saved, nothing is encoded.
     for measure in (measure_encode, measure_compress) if table.scheme != "raw" else ():
         with case.cell(measure.__name__):

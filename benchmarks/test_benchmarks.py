@@ -400,7 +400,7 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
     assert "BELOW" not in capsys.readouterr().out
     arms = {line[2] for line in lines[1:]}
     expected = {"gather": {"raw rows", "cpu index + copy", "cpu pipelined", "ibp slots", "ibp in place", "planes slots"},
-                "codec": {"copy_", "memset", "decode", "decode packed", "planes decode", "planes per column decode", "planes listed decode"},
+                "codec": {"copy_", "memset", "decode", "decode packed", "planes decode", "planes per column decode", "planes listed decode", "planes encode"},
                 "overlap": {"planes gather, alone", "raw gather, alone", "planes decompress, alone", "copy_, alone"}}
     assert expected[name] <= arms
 
