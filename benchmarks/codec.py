@@ -54,10 +54,10 @@ class Case:
         harness.poison(self.out)
         harness.check_bits(ibp.decompress(table, out=self.out), self.x, f"{self.name}, {arm}")
 
-    def time(self, arm, call, savings, ideal_gbps, sms=None):
+    def time(self, arm, call, savings, ideal_gbps, sms=None, wall=False):
         arm = arm if self.scheme == "ibp" else f"{self.scheme} {arm}"
         self.run.add(case=self.name, arm=arm, rows=len(self.x), row_bytes=self.row_bytes, dtype=self.x.dtype, savings=savings,
-                     gbps=self.num_bytes * 1e-9 / self.run.seconds([call]), ideal_gbps=ideal_gbps, sms=sms)
+                     gbps=self.num_bytes * 1e-9 / self.run.seconds([call], wall), ideal_gbps=ideal_gbps, sms=sms)
 
 
 def measure_decode(case, table, moved_bytes):
@@ -88,6 +88,17 @@ def measure_encode(case, table, moved_bytes):
     case.time("encode", encode, table.savings, ideal.device_gbps(case.num_bytes, moved_bytes, case.rates.copy_gbps))
 
 
+def measure_kernels(case, table, moved_bytes):
+    """What `compress` and `analyze` spend on the device: each pass over the data by itself."""
+    codebook, data = table.codebook, case.x.view(torch.uint8).view(-1)
+    words = codebook.words(table.device)
+    reading = ideal.device_gbps(case.num_bytes, case.num_bytes, case.rates.copy_gbps)
+    case.time("measure_rows", lambda: torch.ops.ibp.measure_rows(data, words, codebook.codec), table.savings, reading)
+    if codebook.scheme == "ibp":
+        case.time("count_bits", lambda: torch.ops.ibp.count_bits(data, case.row_bytes), table.savings, reading)
+        case.time("count_hits", lambda: torch.ops.ibp.count_hits(data, words, codebook.codec), table.savings, reading)
+
+
 def measure_compress(case, table, moved_bytes):
     def compress():
         return ibp.compress(case.x, codebook=table.codebook, layout="slots")
@@ -102,7 +113,7 @@ def measure_codec(case, codebook):
     case.scheme = codebook.scheme
     moved_bytes = ideal.SECTOR_BYTES * int(ideal.row_sectors(table).sum()) + case.num_bytes
     # Where nothing is saved, nothing is encoded.
-    for measure in (measure_decode, measure_encode, measure_compress) if table.scheme != "raw" else (measure_decode,):
+    for measure in (measure_decode, measure_encode, measure_kernels, measure_compress) if table.scheme != "raw" else (measure_decode,):
         with case.run.cell(f"{case.name}, {case.row_bytes} B, {measure.__name__}"):
             measure(case, table, moved_bytes)
 
@@ -120,6 +131,26 @@ def measure_analysis(case):
         table = ibp.compress(case.x, codebook=analyze())
         case.check(table, arm)
         case.time(arm, analyze, table.savings, ideal.device_gbps(case.num_bytes, share * case.num_bytes, case.rates.copy_gbps))
+
+
+def measure_host(case, codebook):
+    """Compression from host memory to host memory and analysis of host memory, beside the copies that bound them: the link for pinned data,
+    x.to("cuda") for pageable. Whole calls by the wall clock: `compress` allocates its table, and pins it."""
+    run = case.run
+    if not run.on_gpu:
+        return
+    far = {"pageable": case.x.cpu(), "pinned": case.x.cpu().pin_memory()}
+    for place, x in far.items():
+        pin = place == "pinned"
+        calls = {
+            "to(cuda)": lambda: x.to(run.device, non_blocking=True),
+            "compress": lambda: ibp.compress(x, codebook=codebook, layout="slots", device=run.device, pin_memory=pin),
+            "analyze": lambda: ibp.analyze(x, sample=1.0, chunk_bytes=inputs.CHUNK_BYTES, tau=TAU, device=run.device),
+        }
+        table = calls["compress"]()
+        case.check(table, f"compress, {place}")
+        for arm, call in calls.items():
+            case.time(f"{arm}, {place}", call, table.savings, ideal.LINK_COPY_GBPS, wall=True)
 
 
 def run_synthetic(run, rates):
@@ -141,7 +172,10 @@ def run_found(run, rates, name, x):
         case = Case(run, rates, name, x)
         measure_codec(case, ibp.analyze(x, sample=None))
         measure_analysis(case)
-        measure_codec(case, ibp.analyze(x, scheme="planes", sample=None))
+        codebook = ibp.analyze(x, scheme="planes", sample=None)
+        measure_codec(case, codebook)
+        with run.cell(f"{name} {harness.dtype_name(x.dtype)}, host memory"):
+            measure_host(case, codebook)
 
 
 def main(argv=None):
