@@ -116,6 +116,17 @@ def measure_encode(case, table, moved_bytes):
     case.time("encode", encode, table.savings, ideal.device_gbps(case.num_bytes, moved_bytes, case.rates.copy_gbps))
 
 
+def measure_kernels(case, table, moved_bytes):
+    """What `compress` and `analyze` spend on the device: each pass over the data by itself."""
+    codebook, data = table.codebook, case.x.view(torch.uint8).view(-1)
+    words = codebook.words(table.device)
+    reading = ideal.device_gbps(case.num_bytes, case.num_bytes, case.rates.copy_gbps)
+    case.time("measure_rows", lambda: torch.ops.ibp.measure_rows(data, words, codebook.codec), table.savings, reading)
+    if codebook.scheme == "ibp":
+        case.time("count_bits", lambda: torch.ops.ibp.count_bits(data, case.row_bytes), table.savings, reading)
+        case.time("count_hits", lambda: torch.ops.ibp.count_hits(data, words, codebook.codec), table.savings, reading)
+
+
 def measure_compress(case, table, moved_bytes):
     def compress():
         return ibp.compress(case.x, codebook=table.codebook, layout="slots")
@@ -139,7 +150,7 @@ def measure_codec(case, codebook):
     table = measure_decoding(case, codebook)
     case.kind = "planes " if codebook.scheme == "planes" else ""  # the encoder's arms are called alike for all codebooks of a scheme
     # Where nothing is saved, nothing is encoded.
-    for measure in (measure_encode, measure_compress) if table.scheme != "raw" else ():
+    for measure in (measure_encode, measure_kernels, measure_compress) if table.scheme != "raw" else ():
         with case.cell(measure.__name__):
             measure(case, table, read_bytes(table) + case.num_bytes)
 
@@ -157,6 +168,27 @@ def measure_analysis(case):
         table = ibp.compress(case.x, codebook=analyze())
         case.check(table, arm)
         case.time(arm, analyze, table.savings, ideal.device_gbps(case.num_bytes, share * case.num_bytes, case.rates.copy_gbps))
+
+
+def measure_host(case, codebook):
+    """Compression from host memory to host memory and analysis of host memory, beside the copies that bound them: the link for pinned data,
+    x.to("cuda") for pageable. Whole calls by the wall clock: `compress` allocates its table, and pins it."""
+    run = case.run
+    if not run.on_gpu:
+        return
+    case.kind = kind_of(codebook)
+    far = {"pageable": case.x.cpu(), "pinned": case.x.cpu().pin_memory()}
+    for place, x in far.items():
+        calls = {
+            "to(cuda)": lambda: x.to(run.device, non_blocking=True),
+            "compress": lambda: ibp.compress(x, codebook=codebook, layout="slots", device=run.device, pin_memory=place == "pinned"),
+            "analyze": lambda: ibp.analyze(x, sample=1.0, chunk_bytes=inputs.CHUNK_BYTES, tau=TAU, device=run.device),
+        }
+        with case.cell(place):
+            table = calls["compress"]()
+            case.check(table, f"compress, {place}")
+            for arm, call in calls.items():
+                case.time(f"{arm}, {place}", call, table.savings, ideal.LINK_COPY_GBPS, wall=True)
 
 
 def run_synthetic(run, rates):
@@ -218,6 +250,7 @@ def run_normal(run, rates):
                     measure_decoding(case, column_codebook(dense, x))
                 if is_analyzed:
                     measure_nvcomp(case)
+                    measure_host(case, dense)
 
 
 def run_real(run, rates, data_dir):

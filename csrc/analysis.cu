@@ -24,8 +24,8 @@ __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t r
 
 // The column of units of a row that a thread counts, and its rows.
 struct Columns {
-    uint32_t first, count;  // of the block
-    uint32_t column;        // of the thread, within the block's
+    uint32_t first, count; // of the block
+    uint32_t column;       // of the thread, within the block's
     int64_t row, step;
     bool active;
 
@@ -83,8 +83,8 @@ struct BitCounters {
     }
 };
 
-__global__ void __launch_bounds__(kThreads) count_bits(const uint8_t *data, const int64_t num_rows, const uint32_t row_bytes,
-                                                       unsigned long long *counts)
+__global__ void __launch_bounds__(kThreads)
+    count_bits(const uint8_t *data, const int64_t num_rows, const uint32_t row_bytes, unsigned long long *counts)
 {
     __shared__ uint32_t sums[32 * kThreads]; // [bit][column]
     const Columns own((row_bytes + 3u) / 4u);
@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(kThreads) count_bits(const uint8_t *data, cons
 }
 
 // A thread's unit is a word, or two words of a chunk of 8 bytes; a word has up to four chunks.
-__global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_rows,
-                                                       unsigned long long *hits)
+__global__ void __launch_bounds__(kThreads)
+    count_hits(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_rows, unsigned long long *hits)
 {
     __shared__ uint32_t sums[4 * kThreads]; // [column][chunk]
     const uint32_t unit_bytes = max(cb.chunk_bytes, 4u), chunks = 4u / ibp_min_u32(cb.chunk_bytes, 4u);
@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
     __syncthreads();
     const uint32_t w = (own.first + own.column) * (unit_bytes / 4u), ones = chunks == 1u ? ~0u : (1u << (32u / chunks)) - 1u;
     const bool two_words = cb.chunk_bytes == 8u && 4u * w + 4u < cb.row_bytes;
-    const uint32_t mask[2] = {cb.mask[w], two_words ? cb.mask[w + 1u] : 0u}, bitval[2] = {cb.bitval[w], two_words ? cb.bitval[w + 1u] : 0u};
+    const uint32_t mask[2] = {cb.mask[w], two_words ? cb.mask[w + 1u] : 0u},
+                   bitval[2] = {cb.bitval[w], two_words ? cb.bitval[w + 1u] : 0u};
     uint32_t found[4] = {};
     for (int64_t r = own.row; own.active && r < num_rows; r += kRowsAhead * own.step) {
         uint32_t mismatch[kRowsAhead];
@@ -151,7 +152,8 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
     __syncthreads();
     for (uint32_t i = threadIdx.x; i < own.count * chunks; i += kThreads) {
         const uint32_t chunk = own.first * chunks + i;
-        if (sums[i] != 0u && chunk * cb.chunk_bytes < cb.row_bytes) atomicAdd(hits + chunk, static_cast<unsigned long long>(sums[i]));
+        if (sums[i] != 0u && chunk * cb.chunk_bytes < cb.row_bytes)
+            atomicAdd(hits + chunk, static_cast<unsigned long long>(sums[i]));
     }
 }
 
@@ -175,9 +177,11 @@ extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, 
 {
     if (num_rows == 0) return IBP_OK;
     uint32_t blocks;
-    const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_bits), static_cast<int64_t>(num_rows), (row_bytes + 3u) / 4u, &blocks);
+    const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_bits), static_cast<int64_t>(num_rows),
+                                              (row_bytes + 3u) / 4u, &blocks);
     if (status != IBP_OK) return status;
-    ibp::count_bits<<<blocks, ibp::kThreads, 0, stream>>>(data, static_cast<int64_t>(num_rows), row_bytes, reinterpret_cast<unsigned long long *>(counts));
+    ibp::count_bits<<<blocks, ibp::kThreads, 0, stream>>>(data, static_cast<int64_t>(num_rows), row_bytes,
+                                                          reinterpret_cast<unsigned long long *>(counts));
     return ibp::check_cuda(cudaGetLastError());
 }
 
@@ -190,6 +194,7 @@ extern "C" ibp_status ibp_cuda_count_hits(const ibp_codebook *cb, const uint8_t 
     const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_hits), static_cast<int64_t>(num_rows),
                                               (cb->row_bytes + unit_bytes - 1) / unit_bytes, &blocks);
     if (status != IBP_OK) return status;
-    ibp::count_hits<<<blocks, ibp::kThreads, 0, stream>>>(*cb, data, static_cast<int64_t>(num_rows), reinterpret_cast<unsigned long long *>(hits));
+    ibp::count_hits<<<blocks, ibp::kThreads, 0, stream>>>(*cb, data, static_cast<int64_t>(num_rows),
+                                                          reinterpret_cast<unsigned long long *>(hits));
     return ibp::check_cuda(cudaGetLastError());
 }

@@ -10,7 +10,8 @@ namespace ibp {
 struct Choice {
     uint32_t cluster, bytes;
 };
-template <class Encoder> __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row)
+template <class Encoder>
+__device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row)
 {
     if (cb.num_clusters <= 1u) return {0, (encoder.measure(row) + 7u) / 8u};
     Choice best{0, ~0u};
@@ -22,8 +23,8 @@ template <class Encoder> __device__ __forceinline__ Choice choose_cluster(const 
 }
 
 template <class Encoder>
-__global__ void __launch_bounds__(kEncodeThreads)
-    measure_rows(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_bytes, const int64_t num_rows, uint16_t *lengths)
+__global__ void __launch_bounds__(kEncodeThreads) measure_rows(const __grid_constant__ ibp_codebook cb, const uint8_t *data,
+                                                               const int64_t num_bytes, const int64_t num_rows, uint16_t *lengths)
 {
     using G = typename Encoder::G;
     extern __shared__ uint4 shared[];
@@ -38,8 +39,8 @@ __global__ void __launch_bounds__(kEncodeThreads)
 
 // Puts a row as it is stored into a stage that is all zeros. Returns whether it has the bytes that it should.
 template <class Encoder>
-__device__ __forceinline__ bool store_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row, const RowPlace &place,
-                                          const BitStage &stage)
+__device__ __forceinline__ bool store_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
+                                          const RowPlace &place, const BitStage &stage)
 {
     using G = typename Encoder::G;
     if (place.raw) {
@@ -74,7 +75,8 @@ __global__ void __launch_bounds__(kEncodeThreads)
         const RowPlace place = place_row<G>(table, num_bytes, r);
         const uint32_t copied = max(place.slot_room, place.room ? table.slot_bytes + place.room : 0u);
         const uint32_t vectors = ibp_min_u32(copied / kVector + 2u, stage_bytes / kVector);
-        for (uint32_t i = G::lane(); i < vectors; i += G::kLanes) reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
+        for (uint32_t i = G::lane(); i < vectors; i += G::kLanes)
+            reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
         G::sync();
         const bool good = place.in_bounds && store_row(cb, encoder, row, place, stage);
         G::sync();
@@ -82,7 +84,8 @@ __global__ void __launch_bounds__(kEncodeThreads)
             copy_out<G>(slots + place.slot, stage, 0, place.slot_room);
             copy_out<G>(overflow + place.overflow, stage, table.slot_bytes, place.room);
         } else if (G::lane() == 0u && fault != nullptr) {
-            if (atomicCAS(reinterpret_cast<unsigned long long *>(&fault->taken), 0ull, 1ull) == 0ull) *fault = {IBP_CORRUPT_ROW, r, r, 1};
+            if (atomicCAS(reinterpret_cast<unsigned long long *>(&fault->taken), 0ull, 1ull) == 0ull)
+                *fault = {IBP_CORRUPT_ROW, r, r, 1};
         }
         G::sync(); // the stage is free for the next row
     }
@@ -95,9 +98,11 @@ template <class Encoder> struct EncoderTag {
 };
 
 // Calls launcher with the tag of the codebook's encoder: as many lanes as rows of that length keep busy.
-template <uint32_t LANES, typename T, class Launcher> static ibp_status with_planes(const ibp_codebook &cb, const Launcher &launcher)
+template <uint32_t LANES, typename T, class Launcher>
+static ibp_status with_planes(const ibp_codebook &cb, const Launcher &launcher)
 {
-    return cb.planes.listed ? launcher(EncoderTag<PlanesEncoder<T, true, LANES>>{}) : launcher(EncoderTag<PlanesEncoder<T, false, LANES>>{});
+    return cb.planes.listed ? launcher(EncoderTag<PlanesEncoder<T, true, LANES>>{})
+                            : launcher(EncoderTag<PlanesEncoder<T, false, LANES>>{});
 }
 template <uint32_t LANES, class Launcher> static ibp_status with_lanes(const ibp_codebook &cb, const Launcher &launcher)
 {
@@ -124,7 +129,8 @@ static ibp_status plan_blocks(const void *kernel, uint32_t shared_bytes, int64_t
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     if (status == IBP_OK)
-        status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+        status =
+            check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
     if (status == IBP_OK)
         status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel, kEncodeThreads, shared_bytes));
     *blocks = static_cast<uint32_t>(std::min<int64_t>(num_blocks, int64_t{num_sms} * std::max(1, blocks_an_sm)));
@@ -144,7 +150,8 @@ extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *cb, const uint8_
         const int64_t groups = ibp::kEncodeThreads / Encoder::G::kLanes;
         const uint32_t shared_bytes = Encoder::table_bytes(*cb);
         uint32_t blocks;
-        const ibp_status status = ibp::plan_blocks(reinterpret_cast<const void *>(kernel), shared_bytes, (num_rows + groups - 1) / groups, &blocks);
+        const ibp_status status =
+            ibp::plan_blocks(reinterpret_cast<const void *>(kernel), shared_bytes, (num_rows + groups - 1) / groups, &blocks);
         if (status != IBP_OK) return status;
         kernel<<<blocks, ibp::kEncodeThreads, shared_bytes, stream>>>(*cb, data, num_bytes, num_rows, lengths);
         return ibp::check_cuda(cudaGetLastError());
@@ -163,7 +170,8 @@ extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t
         const uint32_t groups = ibp::kEncodeThreads / Encoder::G::kLanes;
         const uint32_t shared_bytes = Encoder::table_bytes(*cb) + groups * ibp::bit_stage_bytes(cb->row_bytes);
         uint32_t blocks;
-        const ibp_status status = ibp::plan_blocks(reinterpret_cast<const void *>(kernel), shared_bytes, (num_rows + groups - 1) / groups, &blocks);
+        const ibp_status status =
+            ibp::plan_blocks(reinterpret_cast<const void *>(kernel), shared_bytes, (num_rows + groups - 1) / groups, &blocks);
         if (status != IBP_OK) return status;
         kernel<<<blocks, ibp::kEncodeThreads, shared_bytes, stream>>>(*table, data, slots, overflow, fault);
         return ibp::check_cuda(cudaGetLastError());

@@ -16,10 +16,7 @@ template <uint32_t LANES> struct Group {
     static_assert(!kIsBlock || LANES == kEncodeThreads, "more than a warp is a block");
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
-    static __device__ __forceinline__ uint32_t mask()
-    {
-        return (kAllLanes >> (kWarp - kWidth)) << (lane_id() / kWidth * kWidth);
-    }
+    static __device__ __forceinline__ uint32_t mask() { return (kAllLanes >> (kWarp - kWidth)) << (lane_id() / kWidth * kWidth); }
     static __device__ __forceinline__ void sync()
     {
         if (kIsBlock)
@@ -84,7 +81,7 @@ template <uint32_t LANES> struct Group {
         }
     }
 
-private:
+  private:
     // From the warps' sums: those of the warps below this one, and of all.
     template <int N>
     static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N], uint32_t (&total)[N])
@@ -230,7 +227,8 @@ struct RowPlace {
 template <class G> __device__ __forceinline__ RowPlace place_row(const ibp_table &table, int64_t num_bytes, int64_t row)
 {
     RowPlace place{};
-    const uint32_t row_bytes = table.codebook.row_bytes, slot_bytes = table.slot_bytes, length = table.lengths ? table.lengths[row] : 0u;
+    const uint32_t row_bytes = table.codebook.row_bytes, slot_bytes = table.slot_bytes,
+                   length = table.lengths ? table.lengths[row] : 0u;
     const uint32_t valid = ibp_valid_bytes(num_bytes, row_bytes, row);
     place.raw = length == 0u;
     place.stored = place.raw ? valid : length;
@@ -246,7 +244,8 @@ template <class G> __device__ __forceinline__ RowPlace place_row(const ibp_table
     uint32_t before = 0;
     for (int64_t q = row / IBP_ROWS_PER_BASE * IBP_ROWS_PER_BASE + G::lane() % G::kWidth; q < row; q += G::kWidth)
         before += ibp_overflow_room(ibp_overflow_part(stored_bytes(table, num_bytes, q), slot_bytes), slot_bytes);
-    const uint64_t start = table.bases[row / IBP_ROWS_PER_BASE] - table.overflow_start, end = static_cast<uint64_t>(table.overflow_bytes);
+    const uint64_t start = table.bases[row / IBP_ROWS_PER_BASE] - table.overflow_start,
+                   end = static_cast<uint64_t>(table.overflow_bytes);
     before = G::sum_in_warp(before);
     place.overflow = start + before;
     place.in_bounds = start <= end && uint64_t{before} + part <= end - start;

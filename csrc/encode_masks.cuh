@@ -15,7 +15,8 @@ template <uint32_t LANES> struct MasksEncoder {
 
     static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &) { return 0; }
     __device__ __forceinline__ MasksEncoder(const ibp_codebook &cb, uint32_t *)
-        : mask(cb.mask), bitval(cb.bitval), flags(cb.flags), row_bytes(cb.row_bytes), chunk_bytes(cb.chunk_bytes), num_flags(cb.num_flags)
+        : mask(cb.mask), bitval(cb.bitval), flags(cb.flags), row_bytes(cb.row_bytes), chunk_bytes(cb.chunk_bytes),
+          num_flags(cb.num_flags)
     {
     }
     __device__ __forceinline__ MasksEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
@@ -57,7 +58,8 @@ template <uint32_t LANES> struct MasksEncoder {
             const uint32_t participation = ibp_match_word(mismatch[i], entry[i], chunk_bytes);
             const uint32_t flags_before = (ibp_flag_position(entry[i]) - lane.flag_position) % 32u;
             if (ibp_flagged_chunks(entry[i])) lane.participation |= participation << flags_before;
-            lane.keep[i] = ibp_keep_word(participation, invariant[i], entry[i], chunk_bytes) & ibp_row_bits_of_word(row_bytes, first / 4u + i);
+            lane.keep[i] =
+                ibp_keep_word(participation, invariant[i], entry[i], chunk_bytes) & ibp_row_bits_of_word(row_bytes, first / 4u + i);
             lane.num_kept += ibp_popcount(lane.keep[i]);
         }
         return lane;
@@ -67,13 +69,15 @@ template <uint32_t LANES> struct MasksEncoder {
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         uint32_t kept[1] = {0};
-        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kVector * LANES) kept[0] += match(row, first).num_kept;
+        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kVector * LANES)
+            kept[0] += match(row, first).num_kept;
         G::sum(kept);
         return num_flags + kept[0];
     }
 
     // Codes a row into a stage that is all zeros from start_bit on. Returns whether it took the bytes up to coded_bytes.
-    __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit, uint32_t coded_bytes) const
+    __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                           uint32_t coded_bytes) const
     {
         uint32_t position = start_bit + num_flags;
         for (uint32_t base = 0; base < row_bytes; base += kVector * LANES) {

@@ -19,7 +19,8 @@ constexpr uint32_t kEscapes = 0x01010101; // of a code
 
 template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
     using G = Group<LANES>;
-    static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T), kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
+    static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
+                              kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
     static constexpr uint32_t kAll = (1u << kPerLane) - 1u;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
     const ibp_planes &planes;
@@ -30,7 +31,10 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
 
     // ---- the codebook ----
 
-    static __host__ __device__ __forceinline__ uint32_t num_clusters(const ibp_codebook &cb) { return cb.num_clusters > 1u ? cb.num_clusters : 1u; }
+    static __host__ __device__ __forceinline__ uint32_t num_clusters(const ibp_codebook &cb)
+    {
+        return cb.num_clusters > 1u ? cb.num_clusters : 1u;
+    }
     static __host__ __device__ __forceinline__ bool fits_all(const ibp_codebook &cb)
     {
         const uint32_t bits = kBits - cb.planes.residual_bits;
@@ -83,8 +87,10 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
     __device__ __forceinline__ T load_entry(uint32_t i) const
     {
         if (sizeof(T) == 1 || planes.symbol_bytes == 1) return static_cast<T>(__ldg(entries + i));
-        if (sizeof(T) == 2 || planes.symbol_bytes == 2) return static_cast<T>(__ldg(reinterpret_cast<const uint16_t *>(entries) + i));
-        if (sizeof(T) == 4 || planes.symbol_bytes == 4) return static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
+        if (sizeof(T) == 2 || planes.symbol_bytes == 2)
+            return static_cast<T>(__ldg(reinterpret_cast<const uint16_t *>(entries) + i));
+        if (sizeof(T) == 4 || planes.symbol_bytes == 4)
+            return static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
         return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
     }
 
@@ -147,7 +153,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
     {
         if (has_all) {
 #pragma unroll
-            for (uint32_t e = 0; e < kPerLane; e++) code[e] = (lane.present >> e & 1u) ? codes[static_cast<uint32_t>(symbol(lane, e))] : 0u;
+            for (uint32_t e = 0; e < kPerLane; e++)
+                code[e] = (lane.present >> e & 1u) ? codes[static_cast<uint32_t>(symbol(lane, e))] : 0u;
         } else {
             compare_entries(lane, code);
         }
@@ -232,7 +239,9 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
 #pragma unroll
         for (uint32_t p = 0; p <= IBP_MAX_PLANES; p++) {
             parts.digits[p] = at;
-            const uint32_t num_bits = p < planes.num_planes ? planes.digit_bits[p % IBP_MAX_PLANES] : p == planes.num_planes ? symbol_bits : 0u;
+            const uint32_t num_bits = p < planes.num_planes    ? planes.digit_bits[p % IBP_MAX_PLANES]
+                                      : p == planes.num_planes ? symbol_bits
+                                                               : 0u;
             at += to_byte(census.reaching[p] * num_bits);
         }
         parts.end = at;
@@ -272,8 +281,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
         total = {all[2], {all[0] & 0xffffu, all[1] & 0xffffu, all[0] >> 16, all[1] >> 16}};
     }
 
-    __device__ __forceinline__ void write_positions(const Lane &lane, const ibp_position_form &form, uint32_t start, uint32_t listed_before,
-                                                    const BitStage &stage) const
+    __device__ __forceinline__ void write_positions(const Lane &lane, const ibp_position_form &form, uint32_t start,
+                                                    uint32_t listed_before, const BitStage &stage) const
     {
         if (!form.is_list) {
             stage.or_bits(start + lane.column, lane.present);
@@ -306,7 +315,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
                 uint32_t packed = 0;
 #pragma unroll
                 for (uint32_t e = kPerWord; e-- > 0;)
-                    packed = (kPerWord == 1 ? 0u : packed << (r % 32u)) | static_cast<uint32_t>(element(lane.word, i * kPerWord + e) & ones);
+                    packed = (kPerWord == 1 ? 0u : packed << (r % 32u)) |
+                             static_cast<uint32_t>(element(lane.word, i * kPerWord + e) & ones);
                 writer.push(packed, ibp_popcount(lane.present >> (i * kPerWord) & ((1u << kPerWord) - 1u)) * r);
             }
         }
@@ -326,8 +336,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
         return digits;
     }
 
-    __device__ __forceinline__ void write_values(const Lane &lane, const uint32_t (&code)[kPerLane], const Parts &parts, const Running &at,
-                                                 const Running &total, const BitStage &stage) const
+    __device__ __forceinline__ void write_values(const Lane &lane, const uint32_t (&code)[kPerLane], const Parts &parts,
+                                                 const Running &at, const Running &total, const BitStage &stage) const
     {
         write_residuals(lane, parts.residuals + at.values * planes.residual_bits, stage);
         if (planes.num_planes > 0u) stage.or_bits(parts.digits[0] + at.values * planes.digit_bits[0], digits_of(lane, code, 0));
@@ -337,7 +347,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
         for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) {
             if (p > planes.num_planes || total.escapes[p - 1] == 0u) break;
             if (p < planes.num_planes) {
-                stage.or_bits(parts.digits[p] + at.escapes[p - 1] * planes.digit_bits[p % IBP_MAX_PLANES], digits_of(lane, code, p % IBP_MAX_PLANES));
+                stage.or_bits(parts.digits[p] + at.escapes[p - 1] * planes.digit_bits[p % IBP_MAX_PLANES],
+                              digits_of(lane, code, p % IBP_MAX_PLANES));
             } else {
                 is_raw = true;
                 raw_at = parts.digits[p] + at.escapes[p - 1] * symbol_bits;
@@ -355,7 +366,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
     }
 
     // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns whether it took the bytes up to coded_bytes.
-    __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit, uint32_t coded_bytes) const
+    __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                           uint32_t coded_bytes) const
     {
         const Census census = take_census(row);
         const uint32_t k = census.reaching[0], positions = start_bit + header_bits();
@@ -376,7 +388,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
             at.values = LISTED ? at.values + running.values : lane.column;
             running.values += total.values;
 #pragma unroll
-            for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) at.escapes[p] += running.escapes[p], running.escapes[p] += total.escapes[p];
+            for (uint32_t p = 0; p < IBP_MAX_PLANES; p++)
+                at.escapes[p] += running.escapes[p], running.escapes[p] += total.escapes[p];
             if (LISTED) write_positions(lane, form, positions, at.values, stage);
             if (!census.closed) write_values(lane, code, parts, at, total, stage);
         }

@@ -69,15 +69,15 @@ typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLA
 
 /* Codebook of scheme planes (section 6). */
 typedef struct ibp_planes {
-    const void *entries;    /* symbols, symbol_bytes each, [columns or 1][num_entries]; NULL if there are none */
-    uint64_t default_value; /* element that a listed row leaves out */
-    uint64_t closed_value;  /* element that a closed row's listed elements equal */
-    uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
-    uint32_t residual_bits; /* 0 to 8 * element_bytes */
-    uint32_t rotate;        /* 0 or 1 */
-    uint32_t num_planes;    /* 0 to IBP_MAX_PLANES */
-    uint32_t num_entries;   /* sum of 2^b - 1 over the planes */
-    uint32_t symbol_bytes;  /* 1, 2, 4 or 8: the smallest that holds 8 * element_bytes - residual_bits bits */
+    const void *entries;                /* symbols, symbol_bytes each, [columns or 1][num_entries]; NULL if there are none */
+    uint64_t default_value;             /* element that a listed row leaves out */
+    uint64_t closed_value;              /* element that a closed row's listed elements equal */
+    uint32_t element_bytes;             /* 1, 2, 4 or 8; divides row_bytes */
+    uint32_t residual_bits;             /* 0 to 8 * element_bytes */
+    uint32_t rotate;                    /* 0 or 1 */
+    uint32_t num_planes;                /* 0 to IBP_MAX_PLANES */
+    uint32_t num_entries;               /* sum of 2^b - 1 over the planes */
+    uint32_t symbol_bytes;              /* 1, 2, 4 or 8: the smallest that holds 8 * element_bytes - residual_bits bits */
     uint8_t digit_bits[IBP_MAX_PLANES]; /* 1 to IBP_MAX_DIGIT_BITS */
     bool per_column, listed;            /* not both */
 } ibp_planes;
@@ -160,7 +160,8 @@ typedef struct ibp_table {
     const uint64_t *bases;   /* one for 32 rows, or NULL: no overflow parts */
     int64_t slots_bytes;
     int64_t overflow_bytes;
-    uint64_t slots_start, overflow_start; /* which byte of the whole table's slots and overflow they begin with: 0, but for a block of its rows */
+    uint64_t slots_start,
+        overflow_start; /* which byte of the whole table's slots and overflow they begin with: 0, but for a block of its rows */
     uint32_t slot_bytes;
     ibp_codebook codebook;
 } ibp_table;
@@ -176,8 +177,8 @@ IBP_API void ibp_measure_rows(const ibp_codebook *codebook, const uint8_t *data,
 IBP_API void ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
                             int64_t *overflow_bytes);
 
-/* Adds to survey[0] the bytes of the rows as stored and to survey[1 + k] how many of them take k sectors of 32 bytes.
- * lengths: num_rows entries. survey: 2 + ceil(row_bytes / 32) entries, set to 0 by the caller. */
+/* Adds to survey[0] the bytes of the rows as stored and to survey[1 + k] how many of them take k sectors of 32 bytes;
+ * one that claims to be longer than a row counts as a row of all sectors. lengths: num_rows entries. survey: 2 + ceil(row_bytes / 32) entries, set to 0 by the caller. */
 IBP_API void ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey);
 
 /* What went wrong first; all zero when nothing did. Eight-byte fields so that a GPU can write it into mapped memory. */

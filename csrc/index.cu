@@ -15,13 +15,15 @@ __device__ __forceinline__ uint32_t stored_of(const uint16_t *lengths, int64_t n
 }
 
 // bases[g]: bytes of the overflow rooms of the group's rows. A warp a group.
-__global__ void __launch_bounds__(kIndexThreads) sum_rooms(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows,
-                                                           const uint32_t row_bytes, const uint32_t slot_bytes, unsigned long long *bases)
+__global__ void __launch_bounds__(kIndexThreads)
+    sum_rooms(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
+              const uint32_t slot_bytes, unsigned long long *bases)
 {
     const int64_t step = int64_t{gridDim.x} * kIndexThreads;
     for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r / kWarp * kWarp < num_rows; r += step) {
         uint32_t room = 0;
-        if (r < num_rows) room = ibp_overflow_room(ibp_overflow_part(stored_of(lengths, num_bytes, row_bytes, r), slot_bytes), slot_bytes);
+        if (r < num_rows)
+            room = ibp_overflow_room(ibp_overflow_part(stored_of(lengths, num_bytes, row_bytes, r), slot_bytes), slot_bytes);
         room = __reduce_add_sync(kAllLanes, room);
         if (lane_id() == 0) bases[r / kWarp] = room;
     }
@@ -55,8 +57,9 @@ __global__ void __launch_bounds__(kScanThreads) scan_rooms(const int64_t num_gro
 }
 
 // Threads keep a count for as long as rows take as many sectors as the one before.
-__global__ void __launch_bounds__(kIndexThreads) survey_rows(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows,
-                                                             const uint32_t row_bytes, unsigned long long *survey)
+__global__ void __launch_bounds__(kIndexThreads)
+    survey_rows(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
+                unsigned long long *survey)
 {
     __shared__ uint32_t rows[IBP_MAX_ROW_BYTES / IBP_OVERFLOW_ALIGN + 1];
     __shared__ unsigned long long bytes;
@@ -68,7 +71,9 @@ __global__ void __launch_bounds__(kIndexThreads) survey_rows(const uint16_t *len
     unsigned long long stored = 0;
     uint32_t bin = 0, count = 0;
     for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r < num_rows; r += step) {
-        const uint32_t own = stored_of(lengths, num_bytes, row_bytes, r), sectors = (own + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN;
+        const uint32_t own = stored_of(lengths, num_bytes, row_bytes, r);
+        const uint32_t sectors =
+            ibp_min_u32((own + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN, num_bins - 1u); // of a corrupt length too
         if (sectors != bin) {
             if (count != 0u) atomicAdd(&rows[bin], count);
             bin = sectors, count = 0;
@@ -97,16 +102,19 @@ extern "C" ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_b
     const int64_t num_rows = (num_bytes + row_bytes - 1) / row_bytes, num_groups = (num_rows + ibp::kWarp - 1) / ibp::kWarp;
     auto *const sums = reinterpret_cast<unsigned long long *>(bases);
     if (num_rows > 0)
-        ibp::sum_rooms<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows, row_bytes, slot_bytes, sums);
+        ibp::sum_rooms<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows, row_bytes,
+                                                                                       slot_bytes, sums);
     ibp::scan_rooms<<<1, ibp::kScanThreads, 0, stream>>>(num_groups, sums, overflow_bytes);
     return ibp::check_cuda(cudaGetLastError());
 }
 
-extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey,
+                                           ibp_stream stream)
 {
     const int64_t num_rows = (num_bytes + row_bytes - 1) / row_bytes;
     if (num_rows == 0) return IBP_OK;
     auto *const counts = reinterpret_cast<unsigned long long *>(survey);
-    ibp::survey_rows<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows, row_bytes, counts);
+    ibp::survey_rows<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows, row_bytes,
+                                                                                     counts);
     return ibp::check_cuda(cudaGetLastError());
 }

@@ -540,7 +540,8 @@ class _Search:
         plans += self._table_plans(_Plan(self.width), _COLUMNS_GAIN * least)
         least = min(cost for cost, _ in plans)
         fast = [(cost, plan) for cost, plan in plans if plan.is_fast and cost <= _FAST_COST * least]
-        plans, least = (fast, min(cost for cost, _ in fast)) if fast else (plans, least)
+        if fast:
+            return self._learned(min(fast, key=lambda found: found[0])[1])
         as_good = [plan for cost, plan in plans if cost <= _AS_GOOD * least]
         return self._learned(min(as_good, key=lambda plan: (plan.listed, len(plan.digit_bits), plan.codebook_bytes(self.columns))))
 

@@ -97,6 +97,7 @@ def test_clusters(cuda, row_bytes, num_clusters):
 @pytest.mark.parametrize("num_rows", [1, 32, 33, 1024 * 32, 1024 * 32 + 1, 300_000])
 def test_the_index_of_many_rows(cuda, num_rows):
     lengths = torch.from_numpy(np.random.default_rng(num_rows).integers(0, 200, num_rows).astype(np.uint16))
+    lengths[0] = 65535  # damaged: longer than a row
     num_bytes = num_rows * 200 - 7
     for slot_bytes in (0, 32, 160, 200):
         assert_same_bits(OPS.index_rows(lengths.to(cuda), num_bytes, 200, slot_bytes).cpu(), OPS.index_rows(lengths, num_bytes, 200, slot_bytes))

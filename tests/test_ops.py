@@ -168,3 +168,10 @@ def test_compile_the_coding(backend, scheme):
     out, noted, lengths = torch.compile(round_trip, fullgraph=True, backend=backend)(bytes_of(x), codebook.words(CPU))
     assert noted[0] == 0 and int(lengths.to(torch.int64).sum()) > 0
     assert_same_bits(out, bytes_of(x))
+
+
+def test_a_survey_of_damaged_lengths():
+    """A row that claims more bytes than rows have counts as one of all sectors."""
+    lengths = torch.tensor([0, 1, 32, 33, 40, 65535], dtype=torch.uint16)
+    assert OPS.survey_rows(lengths, 6 * 40, 40).tolist() == [40 + 1 + 32 + 33 + 40 + 65535, 0, 2, 4]
+    assert OPS.survey_rows(lengths[:1], 7, 40).tolist() == [7, 0, 1, 0]
