@@ -20,29 +20,70 @@ def translate(text):
     return text
 
 
+def compile_all(directory, commands, flags):
+    """Runs the commands, by the source that each compiles, and links what they make."""
+    cxx = compiler("CXX", "c++", "g++", "clang++")
+    commands = {directory / f"{source.stem}.o": [*command, *flags, "-c", source] for source, command in commands.items()}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for code, output in pool.map(lambda item: run([*item[1], "-o", item[0]]), commands.items()):
+            assert code == 0, output
+    code, output = run([*cxx, *flags, *commands, "-o", directory / "program"])
+    assert code == 0, output
+    return directory / "program"
+
+
+def emulated(directory):
+    """The command that compiles kernels as C++."""
+    command = [*compiler("CXX", "c++", "g++", "clang++"), "-std=c++17", f"-I{directory}", f"-I{TESTS}", "-include", "emulated_simt.h"]
+    return [*command, "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-attributes", "-Wno-maybe-uninitialized"]
+
+
 def build(csrc, directory, flags):
     """The program of tests/c/emulated_gather.cpp for the sources in csrc."""
     for path in [*csrc.glob("*.h"), *csrc.glob("*.cuh"), csrc / "gather.cu"]:
         (directory / path.name).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix).write_text(translate(path.read_text()))
-    c, cxx = compiler("CC", "cc", "gcc", "clang"), compiler("CXX", "c++", "g++", "clang++")
-    emulated = ["-std=c++17", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-attributes", f"-I{directory}", f"-I{TESTS}", "-include", "emulated_simt.h"]
-    sources = [directory / "gather.cpp", TESTS / "emulated_gather.cpp", TESTS / "emulated_simt.cpp", *(p for p in sorted(csrc.glob("*.c")) if p.name != "no_cuda.c")]
-    commands = {directory / f"{path.stem}.o": [*(c + ["-std=c11"] if path.suffix == ".c" else cxx + emulated), *flags, "-c", path] for path in sources}
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        for code, output in pool.map(lambda item: run([*item[1], "-o", item[0]]), commands.items()):
-            assert code == 0, output
-            print(output, end="")
-    program = directory / "emulated_gather"
-    code, output = run([*cxx, *flags, *commands, "-o", program])
-    assert code == 0, output
-    return program
+    commands = {path: emulated(directory) for path in (directory / "gather.cpp", TESTS / "emulated_gather.cpp", TESTS / "emulated_simt.cpp")}
+    for path in sorted(csrc.glob("*.c")):
+        if path.name != "no_cuda.c":
+            commands[path] = [*compiler("CC", "cc", "gcc", "clang"), "-std=c11"]
+    return compile_all(directory, commands, flags)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sanitizers(tmp_path_factory):
+    if not can_sanitize(tmp_path_factory.mktemp("sanitizers")):
+        pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
 
 
 def test_gather_kernels(tmp_path):
-    if not can_sanitize(tmp_path):
-        pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
     program = build(CSRC, tmp_path, FLAGS)
-    code, output = run([program, "1", "300"], env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}, timeout=600)
+    code, output = run([program, "1", "1000"], timeout=900)
     print(output)
-    cases, wrong = map(int, re.search(r"^(\d+) cases, (\d+) wrong$", output, re.M).groups())
-    assert (code, cases, wrong) == (0, 300, 0), output
+    assert code == 0, output
+    cases, wrong, kernels = map(int, re.search(r"^(\d+) cases, (\d+) wrong, (\d+) kernels$", output, re.M).groups())
+    assert (cases, wrong) == (1000, 0) and kernels > 15, output
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("faults")
+    return compile_all(directory, {TESTS / f"emulated_{name}.cpp": emulated(directory) for name in ("faults", "simt")}, FLAGS)
+
+
+@pytest.mark.parametrize("kernel", ["exchanges", "barriers", "numbers"])
+def test_emulation_is_right(faults, kernel):
+    code, output = run([faults, kernel], timeout=60)
+    assert code == 0 and output == "0 wrong\n", output
+
+
+MISTAKES = {
+    "no_sync": r"^[1-9]\d* wrong", "diverging": "wait for each other at different collectives", "other_line": "wait for each other at different collectives",
+    "returning": "returned; threads 5$", "outside_mask": "is not in the mask 0000ffff", "absent_source": "a lane that takes no part", "missing_warp": "no warp can go on",
+    "different_counts": "a barrier of different numbers of threads", "past_shared": "use-after-poison", "misaligned": "misaligned address",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", MISTAKES)
+def test_mistakes_are_seen(faults, kernel):
+    code, output = run([faults, kernel], timeout=60)
+    assert code != 0 and re.search(MISTAKES[kernel], output, re.M), output

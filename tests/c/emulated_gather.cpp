@@ -5,19 +5,20 @@
 
 #include <csignal>
 #include <random>
+#include <set>
 #include <string>
 #include <unistd.h>
 
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
-#endif
+/* So that on_signal names the case. */
+extern "C" const char *__asan_default_options() { return "abort_on_error=1:detect_leaks=0"; }
+extern "C" const char *__ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 
 namespace {
 
 std::mt19937_64 generator;
 std::string description; /* of the case that runs */
 long num_wrong = 0;
+std::set<const void *> kernels; /* that have run */
 bool is_wrong = false;
 
 uint64_t below(uint64_t limit) { return generator() % limit; }
@@ -35,11 +36,10 @@ template <class... Values> void complain(const char *format, Values... values)
     fflush(stdout);
 }
 
-extern "C" void name_case() { fprintf(stderr, "in %s\n", description.c_str()); }
-extern "C" void on_signal(int signal)
+void on_signal(int signal)
 {
-    name_case();
-    if (signal == SIGALRM) fprintf(stderr, "it does not end\n");
+    fprintf(stderr, "%s in %s\n", signal == SIGALRM ? "no end" : "aborted", description.c_str());
+    fflush(stdout);
     _exit(3);
 }
 
@@ -127,8 +127,8 @@ void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, boo
     cb.scheme = IBP_SCHEME_PLANES, cb.row_bytes = row_bytes;
     p.element_bytes = element_bytes, p.listed = listed, p.rotate = static_cast<uint32_t>(below(2));
     p.per_column = !listed && chance(25);
-    p.residual_bits = chance(40) ? width - 8 : pick({0u, 8u, 11u, 24u, width, width - 1, static_cast<uint32_t>(below(width + 1))});
-    p.residual_bits = std::min(p.residual_bits, width);
+    p.residual_bits = chance(40) ? width - 8 : chance(5) ? width : pick({0u, 8u, 11u, 24u, width - 1, static_cast<uint32_t>(below(width))});
+    if (p.residual_bits > width) p.residual_bits = static_cast<uint32_t>(below(width));
     const std::vector<uint8_t> &plan = plans[below(chance(60) ? 6 : plans.size())];
     p.num_planes = static_cast<uint32_t>(plan.size());
     for (uint32_t i = 0; i < p.num_planes; i++) p.digit_bits[i] = plan[i], p.num_entries += (1u << plan[i]) - 1;
@@ -236,7 +236,7 @@ Made make_table(const std::string &scheme)
 
     ibp_table &t = made.table;
     t.codebook = made.book.codebook;
-    const int64_t most_bytes = std::min<int64_t>(200 * int64_t{row_bytes}, chance(10) ? 200000 : 60000);
+    const int64_t most_bytes = std::min<int64_t>(200 * int64_t{row_bytes}, std::max<int64_t>(chance(10) ? 200000 : 60000, 8 * int64_t{row_bytes}));
     const int64_t most_rows = std::max<int64_t>(most_bytes / row_bytes, 1);
     const int64_t tensor_bytes = (1 + static_cast<int64_t>(below(static_cast<uint64_t>(most_rows)))) * row_bytes - (chance(50) ? static_cast<int64_t>(below(row_bytes)) : 0);
     switch (below(5)) {
@@ -387,7 +387,7 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
 {
     const ibp_table &t = made.table;
     const auto item_bytes = static_cast<size_t>(t.item_bytes), num_items = static_cast<size_t>(t.num_items);
-    const size_t count = chance(3) ? 0 : 1 + below(std::min<size_t>(80, std::max<size_t>(60000 / item_bytes, 2)));
+    const size_t count = chance(3) ? 0 : 1 + below(std::min<size_t>(80, std::max<size_t>(60000 / item_bytes, 10)));
     Array<Id> ids(count);
     const bool in_order = chance(20);
     for (size_t k = 0; k < count; k++) {
@@ -455,14 +455,16 @@ namespace ibp {
 ibp_status check_cuda(cudaError_t error) { return error == cudaSuccess ? IBP_OK : IBP_CUDA_ERROR; }
 
 /* As in device.cu, of a GPU so small that groups take several jobs one after the other. */
-ibp_status plan_groups(const void *, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
+ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
 {
     const uint32_t unit = std::max(group_threads, kWarp), groups_a_unit = unit / group_threads, unit_bytes = groups_a_unit * group_bytes;
-    const int64_t sms = std::min<int64_t>(max_sms > 0 ? max_sms : 1 << 20, 1 + static_cast<int64_t>(below(3)));
+    const auto few = [] { return chance(50) ? int64_t{1} : 1 + static_cast<int64_t>(below(3)); };
+    const int64_t sms = max_sms > 0 ? std::min<int64_t>(max_sms, few()) : few();
     const int64_t fitting = unit_bytes ? (226 << 10) / unit_bytes : most_threads;
     const int64_t units = (num_jobs + groups_a_unit - 1) / groups_a_unit, an_sm = (units + sms - 1) / sms;
-    const int64_t a_block = std::min({fitting, int64_t{most_threads / unit}, an_sm, 1 + static_cast<int64_t>(below(3))});
+    const int64_t a_block = std::min({fitting, int64_t{most_threads / unit}, an_sm, few()});
     if (a_block < 1) return IBP_INVALID_ARGUMENT;
+    kernels.insert(kernel);
     *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, sms)), static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(a_block * unit_bytes)};
     return IBP_OK;
 }
@@ -474,13 +476,10 @@ int main(int count, char **arguments)
     const uint64_t seed = count > 1 ? strtoull(arguments[1], nullptr, 10) : 1;
     const long num_cases = count > 2 ? atol(arguments[2]) : 300;
     const char *const filter = count > 3 ? arguments[3] : "";
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_set_death_callback(name_case);
-#endif
     signal(SIGALRM, on_signal);
     signal(SIGABRT, on_signal);
     long num_run = 0;
     for (long number = 0; num_run < num_cases && number < 1000 * num_cases; number++) num_run += run_case(seed, number, filter);
-    printf("%ld cases, %ld wrong\n", num_run, num_wrong);
+    printf("%ld cases, %ld wrong, %zu kernels\n", num_run, num_wrong, kernels.size());
     return num_wrong != 0;
 }
