@@ -301,18 +301,20 @@ void corrupt(Made &made)
     }
 }
 
-/* Rows that a table's arrays hold only a part of, as a stream brings them; all others are corrupt. */
+/* The arrays of some groups of 32 rows, as a stream brings them; rows of other groups are corrupt. */
 void cut_block(Made &made)
 {
     ibp_table &t = made.table;
-    const auto cut = [](Array<uint8_t> &array, uint64_t &start) {
-        if (array.size == 0) return;
-        start = below(array.size);
-        Array<uint8_t> block(1 + below(array.size - start), start % 16);
-        memcpy(block.data, array.data + start, block.size);
+    const size_t num_groups = static_cast<size_t>(ibp_num_rows(&t) + 31) / 32, first = below(num_groups), end = first + 1 + below(num_groups - first);
+    const auto cut = [](Array<uint8_t> &array, uint64_t from, uint64_t to) {
+        Array<uint8_t> block(to - from, from % 16);
+        if (from < to) memcpy(block.data, array.data + from, block.size);
         array = std::move(block);
     };
-    cut(made.slots, t.slots_start), cut(made.overflow, t.overflow_start);
+    const auto slots_at = [&](size_t group) { return std::min<uint64_t>(32 * uint64_t{t.slot_bytes} * group, made.slots.size); };
+    const auto overflow_at = [&](size_t group) { return group < num_groups && made.bases.size != 0 ? made.bases.data[group] : made.overflow.size; };
+    t.slots_start = slots_at(first), t.overflow_start = overflow_at(first);
+    cut(made.overflow, t.overflow_start, overflow_at(end)), cut(made.slots, t.slots_start, slots_at(end));
     t.slots = made.slots.data, t.slots_bytes = static_cast<int64_t>(made.slots.size), t.overflow = made.overflow.data, t.overflow_bytes = static_cast<int64_t>(made.overflow.size);
 }
 
