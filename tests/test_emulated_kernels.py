@@ -9,6 +9,8 @@ from test_c_core import CSRC, SANITIZE, TESTS, can_sanitize, compiler, run
 
 # Pointers of corrupt tables are computed before they are checked, as numbers.
 FLAGS = ["-O1", "-g1", *SANITIZE, "-fno-sanitize=pointer-overflow", "-fno-strict-aliasing"]
+# Accesses of the kernels are looked at by tests/c/emulated_races.cpp instead; addresses as addr2line wants them.
+RACE_FLAGS = ["-O1", "-g1", "-fno-strict-aliasing", "-fno-pie"]
 
 
 def translate(text):
@@ -27,7 +29,8 @@ def compile_all(directory, commands, flags):
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for code, output in pool.map(lambda item: run([*item[1], "-o", item[0]]), commands.items()):
             assert code == 0, output
-    code, output = run([*cxx, *flags, *commands, "-o", directory / "program"])
+    no_pie = ["-no-pie"] if "-fno-pie" in flags else []
+    code, output = run([*cxx, *flags, *no_pie, *commands, "-o", directory / "program"])
     assert code == 0, output
     return directory / "program"
 
@@ -43,6 +46,9 @@ def build(csrc, directory, flags):
     for path in [*csrc.glob("*.h"), *csrc.glob("*.cuh"), csrc / "gather.cu"]:
         (directory / path.name).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix).write_text(translate(path.read_text()))
     commands = {path: emulated(directory) for path in (directory / "gather.cpp", TESTS / "emulated_gather.cpp", TESTS / "emulated_simt.cpp")}
+    if flags is RACE_FLAGS:
+        commands[directory / "gather.cpp"].append("-fsanitize=thread")
+        commands[TESTS / "emulated_races.cpp"] = emulated(directory)
     for path in sorted(csrc.glob("*.c")):
         if path.name != "no_cuda.c":
             commands[path] = [*compiler("CC", "cc", "gcc", "clang"), "-std=c11"]
@@ -55,8 +61,9 @@ def sanitizers(tmp_path_factory):
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
 
 
-def test_gather_kernels(tmp_path):
-    program = build(CSRC, tmp_path, FLAGS)
+@pytest.mark.parametrize("flags", [FLAGS, RACE_FLAGS], ids=["sanitized", "races"])
+def test_gather_kernels(flags, tmp_path):
+    program = build(CSRC, tmp_path, flags)
     code, output = run([program, "1", "1000"], timeout=900)
     print(output)
     assert code == 0, output

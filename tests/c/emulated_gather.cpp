@@ -379,6 +379,7 @@ void check_decode(const Made &made, bool whole)
         at = stop;
     }
     ibp_fault fault = {};
+    simt::watch(met.bytes.data, met.bytes.size);
     const ibp_status status = ibp_cuda_decode_bytes(&t, start, end, met.out, &fault, static_cast<int>(below(4)), nullptr);
     if (status != IBP_OK) complain("%s: status %d", what.c_str(), status);
     compare(met, wanted, what);
@@ -420,6 +421,7 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
         if (fault.status != 0) faults.all.push_back(fault);
     }
     ibp_fault fault = {};
+    simt::watch(met.bytes.data, met.bytes.size);
     const ibp_status status = ibp_cuda_gather_items(&t, &request, met.out, &fault, static_cast<int>(below(4)), nullptr);
     if (status != IBP_OK) complain("%s: status %d", what.c_str(), status);
     compare(met, wanted, what);

@@ -212,6 +212,71 @@ static void start(Fiber *fiber)
     abort();
 }
 
+/* ---- races ---- */
+
+constexpr uint32_t kMostWarps = kMostThreads / kWarp;
+static uint32_t seen[kMostWarps][kMostWarps]; /* by warp: how many synchronisations of each warp come before what it does now; its own number goes up with each */
+
+struct Touch {
+    uint32_t thread, when; /* when: 1 more than the synchronisations before it; 0: none */
+    const void *place;
+};
+struct Touches {
+    Touch write, read;
+};
+struct Region {
+    uintptr_t begin, end;
+    std::vector<Touches> of_byte;
+};
+static Region regions[2]; /* shared memory and what is watched */
+
+void watch(const void *bytes, size_t num_bytes)
+{
+    regions[1].begin = reinterpret_cast<uintptr_t>(bytes), regions[1].end = regions[1].begin + num_bytes;
+}
+
+static bool is_unordered(const Touch &earlier, uint32_t thread)
+{
+    if (earlier.when == 0 || earlier.thread == thread) return false;
+    return earlier.when > seen[thread / kWarp][earlier.thread / kWarp];
+}
+
+void touch(const void *bytes, size_t num_bytes, bool writes, const void *place)
+{
+    const uint32_t thread = threadIdx.x, when = seen[thread / kWarp][thread / kWarp] + 1;
+    for (Region &region : regions) {
+        const uintptr_t first = reinterpret_cast<uintptr_t>(bytes);
+        if (region.of_byte.empty() || first < region.begin || first + num_bytes > region.end) continue;
+        for (uintptr_t at = first; at < first + num_bytes; at++) {
+            Touches &touches = region.of_byte[at - region.begin];
+            const Touch *const other = is_unordered(touches.write, thread) ? &touches.write : writes && is_unordered(touches.read, thread) ? &touches.read : nullptr;
+            if (other) {
+                fprintf(stderr, "a race: thread %u %s, thread %u %s the byte before; addr2line -Cfip: %p %p\n", thread, writes ? "writes" : "reads", other->thread,
+                        other == &touches.write ? "wrote" : "read", place, other->place);
+                abort();
+            }
+            (writes ? touches.write : touches.read) = {thread, when, place};
+        }
+    }
+}
+
+static void forget_touches(size_t shared_bytes)
+{
+    memset(seen, 0, sizeof seen);
+    regions[0].begin = reinterpret_cast<uintptr_t>(ibp::shared), regions[0].end = regions[0].begin + shared_bytes;
+    for (Region &region : regions) region.of_byte.assign(region.end - region.begin, {});
+}
+
+static void order_warps(const std::vector<uint32_t> &warps)
+{
+    uint32_t latest[kMostWarps] = {};
+    for (uint32_t w : warps) {
+        seen[w][w]++;
+        for (uint32_t i = 0; i < kMostWarps; i++) latest[i] = std::max(latest[i], seen[w][i]);
+    }
+    for (uint32_t w : warps) std::copy(latest, latest + kMostWarps, seen[w]);
+}
+
 /* ---- collectives ---- */
 
 /* Which lane's number a shuffle gives to a lane; the lane itself where it would leave its part of the warp. */
@@ -272,8 +337,13 @@ static void arrive(uint32_t first)
     barrier.arrived += kWarp;
     for (uint32_t lane = 0; lane < kWarp; lane++) warp[lane].state = State::at_barrier;
     if (barrier.arrived < barrier.expected) return;
-    for (uint32_t t = 0; t < blockDim.x; t++)
-        if (fibers[t].state == State::at_barrier && fibers[t].argument == id) fibers[t].state = State::ready;
+    std::vector<uint32_t> warps;
+    for (uint32_t t = 0; t < blockDim.x; t++) {
+        if (fibers[t].state != State::at_barrier || fibers[t].argument != id) continue;
+        fibers[t].state = State::ready;
+        if (t % kWarp == 0) warps.push_back(t / kWarp);
+    }
+    order_warps(warps);
     barrier.arrived = 0;
 }
 
@@ -297,6 +367,7 @@ static void complete(uint32_t first)
         progresses = true;
         if (mine.kind == Kind::barrier) return arrive(first);
         const uint32_t mask = mine.mask;
+        if (mine.kind == Kind::sync) order_warps({first / kWarp});
         for (uint32_t i = 0; i < kWarp; i++) {
             if (!(mask >> i & 1u)) continue;
             const bool shuffles = warp[i].kind >= Kind::shfl && warp[i].kind <= Kind::shfl_xor;
@@ -377,6 +448,7 @@ void launch(uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, cons
         blockIdx = {block, 0, 0};
         const uint32_t garbage = draw(256);
         for (size_t i = 0; i < shared_bytes; i++) memory[i] = static_cast<uint8_t>(garbage + 37 * i);
+        forget_touches(shared_bytes);
         run_block(steps);
     }
     ASAN_UNPOISON_MEMORY_REGION(memory + shared_bytes, ibp::kSharedBytes - shared_bytes);

@@ -81,6 +81,11 @@ void launch(uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, cons
 /* Decides in which order lanes and warps go. */
 void seed(uint64_t seed);
 
+/* Ends the program if bytes of shared memory, or of the memory watched, were last touched by another thread of the block, one of the two writes, and no
+ * __syncwarp or barrier came between. Called for every access of kernels compiled with -fsanitize=thread (emulated_races.cpp). */
+void touch(const void *bytes, size_t num_bytes, bool writes, const void *place);
+void watch(const void *bytes, size_t num_bytes);
+
 template <class T> uint64_t to_bits(T value)
 {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "lanes exchange 4 or 8 bytes");
@@ -160,14 +165,14 @@ inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 
 /* A lane is never interrupted between collectives. */
-template <class T> T atomicCAS(T *p, std::common_type_t<T> compare, std::common_type_t<T> value)
+template <class T> __attribute__((no_sanitize_thread)) T atomicCAS(T *p, std::common_type_t<T> compare, std::common_type_t<T> value)
 {
     const T old = *p;
     if (old == compare) *p = value;
     return old;
 }
 #define SIMT_ATOMIC(name, expression)                                    \
-    template <class T> T name(T *p, std::common_type_t<T> value)         \
+    template <class T> __attribute__((no_sanitize_thread)) T name(T *p, std::common_type_t<T> value)         \
     {                                                                    \
         const T old = *p;                                                \
         *p = expression;                                                 \
