@@ -13,8 +13,10 @@ import contextlib
 import csv
 import math
 import os
+import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -135,7 +137,8 @@ def metadata_bytes(table, device):
 
 class Run:
     """One script's run: times calls, collects rows, writes them to <out>/<benchmark>.csv as they come, what they took of the GPU's
-    memory to <out>/memory.csv. extra_columns: of this script's CSV, after the common ones."""
+    memory to <out>/memory.csv. SIGTERM ends the script with what was measured until then. extra_columns: of this script's CSV, after
+    the common ones."""
 
     def __init__(self, benchmark, args, extra_columns=()):
         self.benchmark, self.quick, self.device = benchmark, args.quick, torch.device(args.device)
@@ -155,6 +158,7 @@ class Run:
         self.memory_path = args.out / "memory.csv"
         start_file(self.path, self.columns)
         start_file(self.memory_path, MEMORY_COLUMNS, keep=lambda row: row["benchmark"] != benchmark)
+        signal.signal(signal.SIGTERM, self._stop)
         self.head_start = 1
         self.memset_gbps = self.scratch.numel() * 1e-9 / self.seconds([self.scratch.zero_])
         self.head_start = math.ceil(HEAD_START_S * self.memset_gbps * 1e9 / self.scratch.numel())
@@ -243,11 +247,16 @@ class Run:
         self.sync()
         return statistics.median(start.elapsed_time(end) for start, end in events) * 1e-3
 
+    def _stop(self, *_):
+        self.failures.append("stopped before its end")
+        sys.exit(self.finish())
+
     def finish(self, shortfalls=()):
         """Prints the table, what falls short of its target, and the failures. @return the exit status of the script: 1 if something failed.
 
         shortfalls: lines that say where the rates are below their targets.
         """
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         print(format_table(self.rows))
         for line in memory_lines(self.memory):
             print(line)
@@ -256,7 +265,7 @@ class Run:
         print(f"{self.benchmark}: {len(self.rows)} measurements in {time.perf_counter() - self.started:.0f} s on "
               f"{self.same['gpu']}, memset {self.memset_gbps:.0f} GB/s, {self.path}")
         for failure in self.failures:
-            print(f"FAILED {failure}")
+            print(f"FAILED {failure}", flush=True)
         return 1 if self.failures else 0
 
 

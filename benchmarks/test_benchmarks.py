@@ -3,6 +3,9 @@
 import contextlib
 import csv
 import math
+import os
+import signal
+import time
 import types
 from pathlib import Path
 
@@ -141,6 +144,18 @@ def test_run_writes_the_columns_and_goes_on_after_a_failure(tmp_path, capsys):
     assert ",".join(lines[0]) == ("benchmark,case,arm,rows,row_bytes,dtype,savings,gbps,ideal_gbps,sms,gpu,torch,cuda,commit")
     assert lines[1][:9] == ["gather", "synthetic 50%", "ibp slots", "5", "128", "bfloat16", "0.5000", "50", "100"]
     assert len(lines) == 3
+
+
+def test_a_stopped_run_leaves_and_prints_what_it_measured(tmp_path, capsys):
+    run = run_on_cpu(tmp_path)
+    run.add(case="c", arm="a", rows=1, row_bytes=1, dtype=torch.uint8, savings=0.0, gbps=1.5, ideal_gbps=3.0, sms=0)
+    with pytest.raises(SystemExit) as stopped, run.cell("a long one"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert stopped.value.code == 1 and len(lines_of(tmp_path / "gather.csv")) == 2
+    printed = capsys.readouterr().out
+    assert "1.5 (50)" in printed and "FAILED stopped before its end" in printed
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_timing_rotates_and_passes_the_cache(tmp_path):
@@ -406,21 +421,30 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
 
 
 def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
-    called = []
+    called, before = [], signal.getsignal(signal.SIGTERM)
 
-    def finish(words):
+    def start(words):
         called.append(words[2:])
-        return types.SimpleNamespace(returncode=-11 if words[2] == "benchmarks.codec" else 0)
+        return types.SimpleNamespace(wait=lambda limit_s: -11 if words[2] == "benchmarks.codec" else 0, terminate=lambda: None)
 
-    monkeypatch.setattr(suite.subprocess, "run", finish)
+    monkeypatch.setattr(suite.subprocess, "Popen", start)
     argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
     assert suite.main(["--all", *argv]) == 1
-    there = [name for name in suite.SPEED + suite.BYTES if (Path(suite.__file__).parent / f"{name}.py").exists()]
-    assert [words[0] for words in called] == [f"benchmarks.{name}" for name in there] and all(words[1:] == argv for words in called)
+    signal.signal(signal.SIGTERM, before)
+    names = [*suite.SPEED, *suite.BYTES]
+    assert [words[0] for words in called] == [f"benchmarks.{name}" for name in names] and all(words[1:] == argv for words in called)
+    assert all((Path(suite.__file__).parent / f"{name}.py").exists() for name in names)
     assert "FAILED: codec" in capsys.readouterr().out
-    called.clear()
-    monkeypatch.setattr(suite, "SPEED", ("gather", "absent"))
-    assert suite.main(argv) == 0 and len(called) == 1 and "absent: no such script" in capsys.readouterr().out
+
+
+def test_a_script_is_stopped_when_its_time_is_over(tmp_path, capsys):
+    started = time.perf_counter()
+    assert suite.run_script("clusters", ["--device", "cpu", "--out", str(tmp_path)], limit_s=0.1) != 0
+    assert "stopped after 0.1 s" in capsys.readouterr().out and time.perf_counter() - started < 5 * suite.GRACE_S
+
+
+def test_the_scripts_of_speed_share_five_minutes():
+    assert sum(suite.SPEED.values()) < 300
 
 
 # ---- charts and claims ----------------------------------------------------------------------------------------------------------
