@@ -2,7 +2,7 @@
 
     python -m benchmarks.stream [--out DIR] [--device cpu] [--quick]
 
-Tensors of 8 to 256 MiB, and of 1 GiB in BF16; several of one size up to 256 MiB, taken in turn or as a list. Arms: torch's copy_ of the raw
+BF16 tensors of 8 to 256 MiB, the others of 256 MiB; several of one size up to 256 MiB, taken in turn or as a list. Arms: torch's copy_ of the raw
 tensor; ibp's stream through the copy engine, packed and from slots, with its own choice of SMs, at most 8 and at most 4; the kernel that
 fetches the rows itself; `decompress_many` of all tensors of a size; nvCOMP's ANS, its pieces decoded while the next are copied (pieces,
 staging buffers for all of them and decoding configurations prepared beforehand). The stream is measured at every size, also where
@@ -25,7 +25,7 @@ try:
 except ImportError:
     nvcomp = None
 
-SIZES_MIB, LARGE_MIB, QUICK_SIZES_MIB = (8, 64, 256), 1024, (1, 4)
+SIZES_MIB, OTHER_SIZES_MIB, QUICK_SIZES_MIB = (8, 64, 256), (256,), (1, 4)  # of BF16, and of the others
 LIST_BYTES, MAX_TENSORS = 256 * inputs.MIB, 16  # of all tensors of one size
 FEW_SMS, FEWEST_SMS = 8, 4
 NVCOMP_CHUNK_BYTES, NVCOMP_PIECES, NVCOMP_LEAST_PIECE_BYTES = 1 << 16, 16, 4 * inputs.MIB
@@ -106,10 +106,9 @@ def measure_tables(cell, codebook, layout):
             if len(tables) > 1:
                 every = [lambda sms=sms: ibp.decompress_many(tables, out=cell.outs, max_sms=sms)]
                 cell.measure(f"{name}, list", every, sms=label, tensors_a_call=len(tables), **same)
-    for sms in (None, FEW_SMS) if cell.run.on_gpu else ():
-        each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms) for table, out in zip(tables, cell.outs)]
+    if cell.run.on_gpu:
         with never_streamed():
-            cell.measure(f"{name}, by kernel", each, sms=sms, **same)
+            cell.measure(f"{name}, by kernel", [lambda table=table, out=out: ibp.decompress(table, out=out) for table, out in zip(tables, cell.outs)], sms=None, **same)
 
 
 class AnsPieces:
@@ -172,7 +171,7 @@ def measure_size(run, case, make, codebooks, num_bytes):
 
 def cases(run):
     """(name, function from a number of bytes to a new tensor, codebooks, sizes in MiB)."""
-    sizes = QUICK_SIZES_MIB if run.quick else SIZES_MIB
+    sizes, other_sizes = (QUICK_SIZES_MIB,) * 2 if run.quick else (SIZES_MIB, OTHER_SIZES_MIB)
     for name, dtype, deviation in inputs.NORMAL:
 
         def make(num_bytes, dtype=dtype, deviation=deviation):
@@ -181,10 +180,10 @@ def cases(run):
         learned = make(inputs.MIB if run.quick else 64 * inputs.MIB)
         is_main = dtype == torch.bfloat16
         codebooks = [ibp.analyze(learned, scheme=scheme, sample=None) for scheme in (("planes", "ibp") if is_main else ("planes",))]
-        yield name, make, codebooks, sizes if run.quick or not is_main else (*sizes, LARGE_MIB)
+        yield name, make, codebooks, sizes if is_main else other_sizes
     mask, bitval = inputs.synthetic_mask(2048, 0.5)
     codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
-    yield "synthetic 50%", lambda num_bytes: inputs.agreeing_rows(num_bytes // 2048, mask, bitval, run.device), [codebook], sizes
+    yield "synthetic 50%", lambda num_bytes: inputs.agreeing_rows(num_bytes // 2048, mask, bitval, run.device), [codebook], other_sizes
 
 
 def main(argv=None):

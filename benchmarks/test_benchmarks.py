@@ -295,7 +295,7 @@ def test_decoding_is_judged():
     assert short(arm="planes listed decode", gbps="2390") == 1 and short(arm="planes listed decode", gbps="2400") == 0
     assert short(arm="nvcomp ANS decode", gbps="300") == 0 == short(arm="encode", gbps="10")
     assert len(codec.shortfalls([*device, rate_row(arm="planes decode", gbps="80", sms=4)])) == 1
-    assert codec.shortfalls([*device, rate_row(arm="planes decode", gbps="86", sms=4), rate_row(arm="planes decode", gbps="100", sms=8)]) == []
+    assert codec.shortfalls([*device, rate_row(arm="planes decode", gbps="86", sms=4)]) == []
 
 
 def test_column_codebook():
