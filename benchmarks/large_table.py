@@ -44,7 +44,7 @@ class Fetches:
     """Ids in several sets, as they are drawn and sorted, on the GPU and on the CPU; outputs; and the rows that they must become."""
 
     def __init__(self, run, gib, x, num_rows, num_ids):
-        self.run, self.x, self.case = run, x, f"{gib:g} GiB, {num_ids:,} ids"
+        self.run, self.x, self.num_rows, self.case = run, x, num_rows, f"{gib:g} GiB, {num_ids:,} ids"
         self.cpu_ids = [torch.randint(num_rows, (num_ids,)) for _ in range(NUM_SETS)]
         self.ids = [ids.to(run.device) for ids in self.cpu_ids]
         self.sorted_ids = [ids.sort().values for ids in self.ids]
@@ -61,11 +61,14 @@ class Fetches:
     def cell(self, arm):
         return self.run.cell(f"{self.case}, {arm}")
 
-    def measure(self, arm, ids, call, *, savings, ideal_gbps, sms=None, wall=False):
-        """call(k) fetches set k, whose ids are ids[k], and returns the result."""
+    def measure(self, arm, ids, call, *, savings, ideal_gbps, sms=None, wall=False, table=None, makes_result=False):
+        """call(k) fetches set k, whose ids are ids[k], and returns the result. table: what it fetches from, None for torch's own arms."""
         with self.cell(arm):
             harness.poison(self.outs[0])
-            harness.check_bits(call(0), self.wanted(ids[0]), f"{self.case}, {arm}")
+            result, peak_bytes = self.run.peak_bytes(lambda: call(0), out=None if makes_result else self.outs[0])
+            harness.check_bits(result, self.wanted(ids[0]), f"{self.case}, {arm}")
+            self.run.add_memory(case=self.case, arm=arm, row_bytes=self.x.shape[1] * self.x.dtype.itemsize, dtype=self.x.dtype, peak_bytes=peak_bytes,
+                                output_bytes=self.output_bytes, original_bytes=self.num_rows * self.x.shape[1] * self.x.dtype.itemsize, table=table)
             self.add(arm, [lambda k=k: call(k) for k in range(NUM_SETS)], savings, ideal_gbps, sms, wall)
 
     def add(self, arm, calls, savings, ideal_gbps, sms, wall):
@@ -82,12 +85,12 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
 
     arms = {"": (fetches.ids, "gpu"), " pre-sorted": (fetches.sorted_ids, "gpu"), " bucketed": (fetches.ids, "bucketed")} if run.on_gpu else {"": (fetches.ids, None)}
     for arm, (ids, path) in arms.items():
-        fetches.measure(f"{kind}{arm}", ids, fetching(ids, path), savings=savings, ideal_gbps=link_gbps)
+        fetches.measure(f"{kind}{arm}", ids, fetching(ids, path), savings=savings, ideal_gbps=link_gbps, table=table)
     if not run.on_gpu:
         return
     copy_gbps = min(ideal.LINK_COPY_GBPS / (1 - savings), run.memset_gbps)
     for arm, path in (("cpu path", "cpu"), ("chosen, ids on the CPU", None)):
-        fetches.measure(f"{kind}, {arm}", fetches.cpu_ids, fetching(fetches.cpu_ids, path), savings=savings, ideal_gbps=copy_gbps, wall=True)
+        fetches.measure(f"{kind}, {arm}", fetches.cpu_ids, fetching(fetches.cpu_ids, path), savings=savings, ideal_gbps=copy_gbps, wall=True, table=table)
 
 
 def measure_partition(table, savings, link_gbps, fetches):
@@ -125,7 +128,7 @@ def measure_torch(run, host, fetches):
         chunks = Chunks(run, host.shape[1])
         arms["cpu pinned chunks + copy"] = lambda k: chunks.fetch(host, fetches.cpu_ids[k], fetches.outs[k])
     for arm, call in arms.items():
-        fetches.measure(arm, fetches.cpu_ids, call, savings=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0, wall=True)
+        fetches.measure(arm, fetches.cpu_ids, call, savings=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0, wall=True, makes_result=arm == "x[ids].to")
 
 
 def run_table(run, buffer, gib, row_bytes, numbers_of_ids):

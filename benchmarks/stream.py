@@ -6,8 +6,7 @@ BF16 tensors of 8 to 256 MiB, the others of 256 MiB; several of one size up to 2
 tensor; ibp's stream through the copy engine, packed and from slots, with its own choice of SMs, at most 8 and at most 4; the kernel that
 fetches the rows itself; `decompress_many` of all tensors of a size; nvCOMP's ANS, its pieces decoded while the next are copied (pieces,
 staging buffers for all of them and decoding configurations prepared beforehand). The stream is measured at every size, also where
-ibp.decompress would choose the kernel. The ideal is the copy engine's rate over the share of bytes stored. The peak of temporary device
-memory of each arm is printed as it is measured.
+ibp.decompress would choose the kernel. The ideal is the copy engine's rate over the share of bytes stored.
 """
 
 import sys
@@ -41,33 +40,26 @@ class Cell:
         self.num_bytes = self.xs[0].numel() * self.xs[0].dtype.itemsize
         self.outs = [torch.empty_like(x) for x in self.xs]
 
-    def measure(self, arm, calls, *, moved_bytes, savings, sms, tensors_a_call=1, buffer_bytes=0):
-        """Checks an arm on poisoned output, prints its peak of temporary device memory, and times it. calls: one for each tensor, or one for all.
-        buffer_bytes: device memory that the arm was given beforehand."""
-        for call in calls:  # what stays, the row index and the codebook, comes with the first call
-            call()
+    def measure(self, arm, calls, *, moved_bytes, savings, sms, tensors_a_call=1, buffer_bytes=0, table=None):
+        """Checks an arm on poisoned output and times it. calls: one for each tensor, or one for all. buffer_bytes: device memory that the arm was
+        given beforehand. table: one of those decompressed."""
         for out in self.outs:
             harness.poison(out)
-        self.run.sync()
-        before = self._allocated()
-        if self.run.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        for call in calls:
-            call()
-        self.run.sync()
-        for x, out in zip(self.xs, self.outs):
-            harness.check_bits(out, x, f"{self.case}, {arm}")
-        if self.run.on_gpu:
-            peak = (torch.cuda.max_memory_allocated() - before + buffer_bytes) / inputs.MIB
-            print(f"{self.case} {harness.dtype_name(self.xs[0].dtype)}, {arm}: at most {peak:.1f} MiB of temporary device memory",
-                  flush=True)
-        gbps = tensors_a_call * self.num_bytes * 1e-9 / self.run.seconds(calls)
-        x = self.xs[0]
-        self.run.add(case=self.case, arm=arm, rows=len(x), row_bytes=x.shape[1] * x.dtype.itemsize, dtype=x.dtype, savings=savings, gbps=gbps,
-                     ideal_gbps=ideal.LINK_COPY_GBPS * self.num_bytes / moved_bytes, sms=sms)
 
-    def _allocated(self):
-        return torch.cuda.memory_allocated() if self.run.on_gpu else 0
+        def call_all():
+            for call in calls:
+                call()
+
+        _, peak_bytes = self.run.peak_bytes(call_all, out=self.outs)
+        x = self.xs[0]
+        row_bytes = x.shape[1] * x.dtype.itemsize
+        for each, out in zip(self.xs, self.outs):
+            harness.check_bits(out, each, f"{self.case}, {arm}")
+        self.run.add_memory(case=self.case, arm=arm, row_bytes=row_bytes, dtype=x.dtype, peak_bytes=None if peak_bytes is None else peak_bytes + buffer_bytes,
+                            output_bytes=self.num_bytes, original_bytes=self.num_bytes, table=table)
+        gbps = tensors_a_call * self.num_bytes * 1e-9 / self.run.seconds(calls)
+        self.run.add(case=self.case, arm=arm, rows=len(x), row_bytes=row_bytes, dtype=x.dtype, savings=savings, gbps=gbps,
+                     ideal_gbps=ideal.LINK_COPY_GBPS * self.num_bytes / moved_bytes, sms=sms)
 
 
 def in_host_memory(table, pin):
@@ -96,7 +88,7 @@ def measure_tables(cell, codebook, layout):
     tables = [in_host_memory(ibp.compress(x, codebook=codebook, layout=layout), cell.run.on_gpu) for x in cell.xs]
     name = f"{codebook.scheme} {layout}"
     moved_bytes = sum(table.slots.numel() + table.overflow.numel() for table in tables) / len(tables)
-    same = {"moved_bytes": moved_bytes, "savings": tables[0].savings}
+    same = {"moved_bytes": moved_bytes, "savings": tables[0].savings, "table": tables[0]}
     chosen = streaming.sms_at_link_rate(cell.num_bytes, int(moved_bytes)) if cell.run.on_gpu else None
     for sms in {FEW_SMS: FEW_SMS, FEWEST_SMS: FEWEST_SMS, chosen: None}.values() if cell.run.on_gpu else (None,):
         each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms) for table, out in zip(tables, cell.outs)]
@@ -151,7 +143,7 @@ def measure_nvcomp(cell, what):
             return
         moved_bytes = sum(pieces.stored_bytes for pieces in coded) / len(coded)
         cell.measure("nvcomp ANS", [pieces.decode for pieces in coded], moved_bytes=moved_bytes, savings=1 - moved_bytes / cell.num_bytes, sms=None,
-                     buffer_bytes=moved_bytes)
+                     buffer_bytes=max(pieces.stored_bytes for pieces in coded))
 
 
 def measure_size(run, case, make, codebooks, num_bytes):
