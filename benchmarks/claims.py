@@ -67,11 +67,13 @@ def rows_block(directory):
                     "what the link allows for the sectors that the rows touch:\n\n" + markdown(heads, lines))
     cells = [row for row in rows if row["case"].startswith(charts.SYNTHETIC) and row["arm"] == "ibp slots" and row["sms"] == most]
     paper = {(row["row_bytes"], row["savings"]): row["gbps"] for row in charts.paper_rates("rows")}
-    against = [row["gbps"] / paper[row["row_bytes"], charts.savings_of(row["case"])] for row in cells
-               if (row["row_bytes"], charts.savings_of(row["case"])) in paper]
+    keys = [(row["row_bytes"], charts.savings_of(row["case"])) for row in cells]
+    against = {key: row["gbps"] / paper[key] for key, row in zip(keys, cells) if key in paper}
     if against:
-        text.append(f"Scheme `ibp` on the paper's synthetic rows of 256 B to 4 KiB, 12.5 to 90 % saved, comes {min(against):.2f} to {max(against):.2f} times as fast as "
-                    "the paper's own code did on the same kind of GPU (`benchmarks/reference_rates.csv`).")
+        sizes, savings = zip(*against)
+        text.append(f"Scheme `ibp` on the paper's synthetic rows of {charts.size_name(min(sizes))} to {charts.size_name(max(sizes))}, {100 * min(savings):g} to "
+                    f"{100 * max(savings):g} % saved, comes {min(against.values()):.2f} to {max(against.values()):.2f} times as fast as the paper's own code did on "
+                    "the same kind of GPU (`benchmarks/reference_rates.csv`).")
     return "\n\n".join(text) or None
 
 

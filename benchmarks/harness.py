@@ -5,7 +5,8 @@ Timing: CUDA events around each call, the calls queued behind a head start so th
 pass between two uses of the same ones. With --device cpu a wall clock stands in for the events: that executes the scripts on
 a machine without a GPU, and measures nothing that the project claims.
 
-Memory: what torch's allocator handed out at most while one call ran, beyond its result and what an earlier call left. The core library allocates nothing by itself.
+Memory: what torch's allocator handed out at most while one call ran, beyond its result and what an earlier call left. The core library
+allocates nothing by itself.
 """
 
 import argparse
@@ -179,7 +180,8 @@ class Run:
 
     def peak_bytes(self, call, out=None):
         """(what call returned, the most bytes of device memory held at once while it ran, beyond what was held before and its result).
-        It is called twice: what stays, a table's metadata, comes with the first. out: the tensor that call writes its result to; None: it makes the result, a tensor or several. Without a GPU the bytes are None."""
+        It is called twice: what stays, a table's metadata, comes with the first. out: the tensor that call writes its result to; None: it
+        makes the result, a tensor or several. Without a GPU the bytes are None."""
         call()
         if not self.on_gpu:
             return call(), None
@@ -193,7 +195,8 @@ class Run:
         return result, torch.cuda.max_memory_allocated(self.device) - before - made_bytes
 
     def add_memory(self, *, case, arm, row_bytes, dtype, peak_bytes, output_bytes, original_bytes, table=None):
-        """Records what one path takes of the GPU's memory. table: what is fetched from, whose metadata there is `index_bytes`. Nothing to record without a GPU, except that a CPU run tests the columns."""
+        """Records what one path takes of the GPU's memory. table: what is fetched from, whose metadata there is `index_bytes`. Nothing to
+        record without a GPU, except that a CPU run tests the columns."""
         row = {"benchmark": self.benchmark, "case": case, "arm": arm, "row_bytes": row_bytes, "dtype": dtype_name(dtype),
                "peak_bytes": "" if peak_bytes is None else peak_bytes, "output_bytes": output_bytes,
                "index_bytes": "" if table is None else metadata_bytes(table, self.device), "original_bytes": original_bytes,

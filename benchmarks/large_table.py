@@ -13,7 +13,7 @@ import sys
 import torch
 
 import ibp
-from ibp import _memory, gather
+from ibp import _memory, gather, host_gather
 
 from . import harness, ideal, inputs
 
@@ -61,13 +61,15 @@ class Fetches:
     def cell(self, arm):
         return self.run.cell(f"{self.case}, {arm}")
 
-    def measure(self, arm, ids, call, *, savings, ideal_gbps, sms=None, wall=False, table=None, makes_result=False):
-        """call(k) fetches set k, whose ids are ids[k], and returns the result. table: what it fetches from, None for torch's own arms."""
+    def measure(self, arm, ids, call, *, savings, ideal_gbps, sms=None, wall=False, table=None, makes_result=False, buffer_bytes=0):
+        """call(k) fetches set k, whose ids are ids[k], and returns the result. table: what it fetches from, None for torch's own arms.
+        buffer_bytes: device memory that the arm keeps from call to call."""
         with self.cell(arm):
             harness.poison(self.outs[0])
             result, peak_bytes = self.run.peak_bytes(lambda: call(0), out=None if makes_result else self.outs[0])
             harness.check_bits(result, self.wanted(ids[0]), f"{self.case}, {arm}")
-            self.run.add_memory(case=self.case, arm=arm, row_bytes=self.x.shape[1] * self.x.dtype.itemsize, dtype=self.x.dtype, peak_bytes=peak_bytes,
+            self.run.add_memory(case=self.case, arm=arm, row_bytes=self.x.shape[1] * self.x.dtype.itemsize, dtype=self.x.dtype,
+                                peak_bytes=None if peak_bytes is None else peak_bytes + buffer_bytes,
                                 output_bytes=self.output_bytes, original_bytes=self.num_rows * self.x.shape[1] * self.x.dtype.itemsize, table=table)
             self.add(arm, [lambda k=k: call(k) for k in range(NUM_SETS)], savings, ideal_gbps, sms, wall)
 
@@ -90,7 +92,8 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
         return
     copy_gbps = min(ideal.LINK_COPY_GBPS / (1 - savings), run.memset_gbps)
     for arm, path in (("cpu path", "cpu"), ("chosen, ids on the CPU", None)):
-        fetches.measure(f"{kind}, {arm}", fetches.cpu_ids, fetching(fetches.cpu_ids, path), savings=savings, ideal_gbps=copy_gbps, wall=True, table=table)
+        fetches.measure(f"{kind}, {arm}", fetches.cpu_ids, fetching(fetches.cpu_ids, path), savings=savings, ideal_gbps=copy_gbps, wall=True, table=table,
+                        buffer_bytes=host_gather.NUM_CHUNKS * host_gather.CHUNK_BYTES)
 
 
 def measure_partition(table, savings, link_gbps, fetches):

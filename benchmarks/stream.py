@@ -99,8 +99,9 @@ def measure_tables(cell, codebook, layout):
                 every = [lambda sms=sms: ibp.decompress_many(tables, out=cell.outs, max_sms=sms)]
                 cell.measure(f"{name}, list", every, sms=label, tensors_a_call=len(tables), **same)
     if cell.run.on_gpu:
+        each = [lambda table=table, out=out: ibp.decompress(table, out=out) for table, out in zip(tables, cell.outs)]
         with never_streamed():
-            cell.measure(f"{name}, by kernel", [lambda table=table, out=out: ibp.decompress(table, out=out) for table, out in zip(tables, cell.outs)], sms=None, **same)
+            cell.measure(f"{name}, by kernel", each, sms=None, **same)
 
 
 class AnsPieces:
