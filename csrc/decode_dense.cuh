@@ -311,17 +311,20 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     __device__ __forceinline__ void decode_vector(const PlanesBook<T> &book, const ValueParts &parts, const TileDigits &tile, uint32_t s, uint32_t i,
                                                   uint32_t n, uint32_t (&words)[4]) const
     {
-        const uint32_t r = FORM == kByteSymbols ? 8u * (sizeof(T) - 1u) : cb.planes.residual_bits;
         uint32_t bytes[kByteWords];
         symbol_bytes(book, tile, s, 0, bytes);
-        if (FORM == kByteSymbols && sizeof(T) == 2) {
-            join_bytes(bytes[0], eight_bytes(parts.residuals / 8u + i), bytes[1 % kByteWords], cb.planes.rotate, words);
-            return;
-        }
-        if (FORM == kByteSymbols && sizeof(T) == 4) {
+        if constexpr (FORM != kByteSymbols)
+            join_fields(book, parts, tile, s, i, n, bytes, words);
+        else if constexpr (sizeof(T) == 2)
+            join_bytes(bytes[0], eight_bytes(parts.residuals / 8u + i), bytes[1], cb.planes.rotate, words);
+        else
             join_triples(bytes[0], parts.residuals / 8u + 3u * i, cb.planes.rotate, words);
-            return;
-        }
+    }
+    // Symbols, of which the first bytes are given, and residuals of any size.
+    __device__ __forceinline__ void join_fields(const PlanesBook<T> &book, const ValueParts &parts, const TileDigits &tile, uint32_t s, uint32_t i,
+                                                uint32_t n, const uint32_t (&bytes)[kByteWords], uint32_t (&words)[4]) const
+    {
+        const uint32_t r = cb.planes.residual_bits;
         T symbol[kPerVector];
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) symbol[e] = static_cast<T>(bytes[e / 4u] >> 8u * (e % 4u) & 0xffu);
