@@ -39,7 +39,7 @@ $(VENV)/.demo: $(VENV)/.build
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.build
-	$(PYTHON) tools/make_venv.py $(VENV) zstandard
+	$(PYTHON) tools/make_venv.py $(VENV) zstandard lz4
 	@touch $@
 
 $(VENV)/.ibp: $(VENV)/.build $(SOURCES)

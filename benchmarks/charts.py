@@ -178,7 +178,7 @@ def draw_gather_normal(rows, path):
                 if arm == PLANES_ARM or not few:
                     draw_lines(panel, [(row["row_bytes"], row["gbps"]) for row in own if row["arm"] == arm and row["sms"] == sms], color, label + few, line)
         finish_lines(panel, sorted({row["row_bytes"] for row in own}), f"N(0, {table[0].split()[-1]}), {table[1]}")
-        panel.set_ylim(bottom=0)
+    panels[0][0].set_ylim(bottom=0)
     panels[0][0].set_ylabel(RATE_LABEL)
     legend_below(figure, panels[0], 4)
     save(figure, path, f"Random rows of normal tables from pinned host memory ({machine(rows)})")
@@ -229,7 +229,7 @@ def draw_codec(rows, path):
                 panel.axhline(row["gbps"], color=GREEN, linewidth=1.5, label="nvCOMP ANS")
         draw_device_rates(panel, device)
         finish_lines(panel, sorted({row["row_bytes"] for row in own}), f"decoding N(0, {table[0].split()[-1]}), {table[1]}")
-        panel.set_ylim(bottom=0)
+    panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel(RATE_LABEL)
     legend_below(above, panels, 9)
     panel = below.subplots()
@@ -252,15 +252,20 @@ VARIANT_LINES = ((", list", "--"), (", by kernel", ":"), (" slots", "-."))
 
 
 def draw_stream(rows, path):
-    """A panel for each kind of tensor: GB/s by size of every arm at its best number of SMs, and the ideal of packed tables."""
+    """A panel for each kind of tensor, every arm at its best number of SMs: lines by size beside the ideal of packed tables, bars where there is one size."""
     kinds = in_order((row["case"].split(",")[0], row["dtype"]) for row in rows)
     if not kinds:
         return
-    figure, panels = plt.subplots(1, len(kinds), figsize=(max(6.0, 4.2 * len(kinds)), 4.8), sharey=True, squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(1, len(kinds), figsize=(max(6.0, 4.6 * len(kinds)), 4.8), squeeze=False, layout="constrained")
     for panel, kind in zip(panels[0], kinds):
         own = [row for row in rows if (row["case"].split(",")[0], row["dtype"]) == kind]
         best = best_by(own, lambda row: (row["arm"], row["rows"] * row["row_bytes"]))
         sizes = sorted({size for _, size in best})
+        if len(sizes) == 1:
+            draw_numbered_bars(panel, [(arm, row["gbps"], arm_color(arm, 0), row["ideal_gbps"]) for (arm, _), row in best.items()])
+            panel.set_title(f"{', '.join(kind)}, {sizes[0] >> 20} MiB (tick: the ideal)", fontsize=10)
+            panel.set_xlabel(RATE_LABEL, fontsize=9)
+            continue
         for arm in in_order(arm for arm, _ in best if " slots," not in arm):  # variants of the packed layout suffice
             line = next((line for variant, line in VARIANT_LINES if variant in arm), "-")
             draw_lines(panel, [(size, row["gbps"]) for (name, size), row in best.items() if name == arm], arm_color(arm, 0), arm, line)
@@ -271,8 +276,8 @@ def draw_stream(rows, path):
         finish_lines(panel, sizes, ", ".join(kind))
         panel.set_xticks(sizes, [f"{size >> 20} MiB" for size in sizes], rotation=60, fontsize=8)
         panel.set_xlabel("tensor", fontsize=9)
+        panel.set_ylabel(RATE_LABEL)
         panel.set_ylim(bottom=0)
-    panels[0][0].set_ylabel(RATE_LABEL)
     legend_below(figure, panels[0], 5)
     save(figure, path, f"Whole tensors from pinned host memory to the GPU, each arm at its best number of SMs ({machine(rows)})")
 

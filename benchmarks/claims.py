@@ -61,16 +61,20 @@ def rows_block(directory):
         lines.append([charts.size_name(size), rate(own, arm="cpu index + copy"), rate(own, arm="cpu pipelined"), rate(own, arm="raw rows", sms=most),
                       with_ideal(own, arm="ibp slots", sms=most), with_ideal(own, arm="planes slots", sms=most), with_ideal(own, arm="planes slots", sms=few)])
     heads = ["row", "CPU gather, then copy", "CPU gather pipelined with the copy", "raw rows", "`ibp`", "`planes`", f"`planes`, at most {few} SMs"]
-    text = [f"Random rows of BF16 N(0, 0.02) from pinned host memory (`gather.csv`: {caption(rows)}); GB/s of original bytes, in brackets the share of "
-            "what the link allows for the sectors that the rows touch:", markdown(heads, lines)]
+    text = []
+    if lines:
+        text.append(f"Random rows of BF16 N(0, 0.02) from pinned host memory (`gather.csv`: {caption(rows)}); GB/s of original bytes, in brackets the share of "
+                    "what the link allows for the sectors that the rows touch:\n\n" + markdown(heads, lines))
     cells = [row for row in rows if row["case"].startswith(charts.SYNTHETIC) and row["arm"] == "ibp slots" and row["sms"] == most]
     paper = {(row["row_bytes"], row["savings"]): row["gbps"] for row in charts.paper_rates("rows")}
-    against = [row["gbps"] / paper[row["row_bytes"], charts.savings_of(row["case"])] for row in cells
-               if (row["row_bytes"], charts.savings_of(row["case"])) in paper]
+    keys = [(row["row_bytes"], charts.savings_of(row["case"])) for row in cells]
+    against = {key: row["gbps"] / paper[key] for key, row in zip(keys, cells) if key in paper}
     if against:
-        text.append(f"Scheme `ibp` on the paper's synthetic rows of 256 B to 4 KiB, 12.5 to 90 % saved, comes {min(against):.2f} to {max(against):.2f} times as fast as "
-                    "the paper's own code did on the same kind of GPU (`benchmarks/reference_rates.csv`).")
-    return "\n\n".join(text)
+        sizes, savings = zip(*against)
+        text.append(f"Scheme `ibp` on the paper's synthetic rows of {charts.size_name(min(sizes))} to {charts.size_name(max(sizes))}, {100 * min(savings):g} to "
+                    f"{100 * max(savings):g} % saved, comes {min(against.values()):.2f} to {max(against.values()):.2f} times as fast as the paper's own code did on "
+                    "the same kind of GPU (`benchmarks/reference_rates.csv`).")
+    return "\n\n".join(text) or None
 
 
 def device_block(directory):
@@ -113,19 +117,32 @@ def beside_block(directory):
 
 
 def cases_block(name, what):
-    """A table of every case by every arm of one script, each at its best number of SMs."""
+    """A table of every arm by every case of one script, each at its best number of SMs."""
 
     def block(directory):
-        rows = charts.read(directory / f"{name}.csv")
+        rows = [row for row in charts.read(directory / f"{name}.csv") if row["arm"] not in charts.PARTS]
         if not rows:
             return None
-        arms, lines = charts.in_order(row["arm"] for row in rows), []
-        for case, dtype, size in charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in rows):
-            own = rates(rows, case=case, dtype=dtype, row_bytes=size)
-            lines.append([case, dtype, charts.size_name(size), *(rate(own, arm=arm) for arm in arms)])
-        return f"{what} (`{name}.csv`: {caption(rows)}); GB/s of original bytes:\n\n" + markdown(["case", "dtype", "row", *arms], lines)
+        cases = charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in rows)
+        lines = [[arm, *(rate(rows, arm=arm, case=case, dtype=dtype, row_bytes=size) for case, dtype, size in cases)]
+                 for arm in charts.in_order(row["arm"] for row in rows)]
+        heads = ["arm", *(f"{case}, {dtype}, rows of {charts.size_name(size)}" for case, dtype, size in cases)]
+        return f"{what} (`{name}.csv`: {caption(rows)}); GB/s of original bytes:\n\n" + markdown(heads, lines)
 
     return block
+
+
+def calls_block(directory):
+    """Calls for few rows, in microseconds."""
+    rows = charts.read(directory / "small_calls.csv")
+    if not rows:
+        return None
+    arms, lines = charts.in_order(row["arm"] for row in rows), []
+    for case in charts.in_order(row["case"] for row in rows):
+        times = {row["arm"]: row["rows"] * row["row_bytes"] / row["gbps"] * 1e-3 for row in rates(rows, case=case)}
+        lines.append([case, *(charts.number(times[arm]) if arm in times else "" for arm in arms)])
+    return (f"A call of `index_select` for few rows of {charts.size_name(rows[0]['row_bytes'])} (`small_calls.csv`: {caption(rows)}), in microseconds:\n\n"
+            + markdown(["from", *arms], lines))
 
 
 def memory_block(directory):
@@ -135,12 +152,12 @@ def memory_block(directory):
     if not tables:
         return None
     return (f"In the GPU's memory a table's metadata takes at most {100 * max(map(harness.metadata_share, tables)):.2f} % of the original bytes (rows from "
-            f"{harness.METADATA_ROW_BYTES} B), and no path more than {max(map(harness.temporary_bytes, own)) / 2**20:.1f} MiB of temporaries beyond its output "
+            f"{harness.METADATA_ROW_BYTES} B), and no path more than {max(int(row['peak_bytes']) for row in own) / 2**20:.1f} MiB of temporaries beyond its output "
             "(`memory.csv`).")
 
 
 BLOCKS = {"rows": rows_block, "large tables": cases_block("large_table", "Random rows of large tables in host memory"), "tensors": tensor_block,
-          "device": device_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block}
+          "device": device_block, "small calls": calls_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block}
 
 
 # ---- the README -------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ Timing: CUDA events around each call, the calls queued behind a head start so th
 pass between two uses of the same ones. With --device cpu a wall clock stands in for the events: that executes the scripts on
 a machine without a GPU, and measures nothing that the project claims.
 
-Memory: what torch's allocator handed out at most while one call ran, beyond its result. The core library allocates nothing by itself.
+Memory: what torch's allocator handed out at most while one call ran, beyond its result and what an earlier call left. The core library
+allocates nothing by itself.
 """
 
 import argparse
@@ -13,8 +14,10 @@ import contextlib
 import csv
 import math
 import os
+import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -135,7 +138,8 @@ def metadata_bytes(table, device):
 
 class Run:
     """One script's run: times calls, collects rows, writes them to <out>/<benchmark>.csv as they come, what they took of the GPU's
-    memory to <out>/memory.csv. extra_columns: of this script's CSV, after the common ones."""
+    memory to <out>/memory.csv. SIGTERM ends the script with what was measured until then. extra_columns: of this script's CSV, after
+    the common ones."""
 
     def __init__(self, benchmark, args, extra_columns=()):
         self.benchmark, self.quick, self.device = benchmark, args.quick, torch.device(args.device)
@@ -155,6 +159,7 @@ class Run:
         self.memory_path = args.out / "memory.csv"
         start_file(self.path, self.columns)
         start_file(self.memory_path, MEMORY_COLUMNS, keep=lambda row: row["benchmark"] != benchmark)
+        signal.signal(signal.SIGTERM, self._stop)
         self.head_start = 1
         self.memset_gbps = self.scratch.numel() * 1e-9 / self.seconds([self.scratch.zero_])
         self.head_start = math.ceil(HEAD_START_S * self.memset_gbps * 1e9 / self.scratch.numel())
@@ -175,7 +180,9 @@ class Run:
 
     def peak_bytes(self, call, out=None):
         """(what call returned, the most bytes of device memory held at once while it ran, beyond what was held before and its result).
-        out: the tensor that call writes its result to; None: it makes the result, a tensor or several. Without a GPU the bytes are None."""
+        It is called twice: what stays, a table's metadata, comes with the first. out: the tensor that call writes its result to; None: it
+        makes the result, a tensor or several. Without a GPU the bytes are None."""
+        call()
         if not self.on_gpu:
             return call(), None
         self.sync()
@@ -188,8 +195,8 @@ class Run:
         return result, torch.cuda.max_memory_allocated(self.device) - before - made_bytes
 
     def add_memory(self, *, case, arm, row_bytes, dtype, peak_bytes, output_bytes, original_bytes, table=None):
-        """Records what one path takes of the GPU's memory. table: what is fetched from, whose metadata there is `index_bytes`; after
-        the table's first call, whose peak has it too. Nothing to record without a GPU, except that a CPU run tests the columns."""
+        """Records what one path takes of the GPU's memory. table: what is fetched from, whose metadata there is `index_bytes`. Nothing to
+        record without a GPU, except that a CPU run tests the columns."""
         row = {"benchmark": self.benchmark, "case": case, "arm": arm, "row_bytes": row_bytes, "dtype": dtype_name(dtype),
                "peak_bytes": "" if peak_bytes is None else peak_bytes, "output_bytes": output_bytes,
                "index_bytes": "" if table is None else metadata_bytes(table, self.device), "original_bytes": original_bytes,
@@ -243,11 +250,16 @@ class Run:
         self.sync()
         return statistics.median(start.elapsed_time(end) for start, end in events) * 1e-3
 
+    def _stop(self, *_):
+        self.failures.append("stopped before its end")
+        sys.exit(self.finish())
+
     def finish(self, shortfalls=()):
         """Prints the table, what falls short of its target, and the failures. @return the exit status of the script: 1 if something failed.
 
         shortfalls: lines that say where the rates are below their targets.
         """
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         print(format_table(self.rows))
         for line in memory_lines(self.memory):
             print(line)
@@ -256,7 +268,7 @@ class Run:
         print(f"{self.benchmark}: {len(self.rows)} measurements in {time.perf_counter() - self.started:.0f} s on "
               f"{self.same['gpu']}, memset {self.memset_gbps:.0f} GB/s, {self.path}")
         for failure in self.failures:
-            print(f"FAILED {failure}")
+            print(f"FAILED {failure}", flush=True)
         return 1 if self.failures else 0
 
 
@@ -282,13 +294,8 @@ def memory_lines(memory):
         most = max(tables, key=metadata_share)
         yield f"metadata on the GPU: at most {100 * metadata_share(most):.2f} % of the original bytes, rows from {METADATA_ROW_BYTES} B ({_path_name(most)})"
     if own := [row for row in memory if row["index_bytes"] != "" and row["peak_bytes"] != ""]:
-        most = max(own, key=temporary_bytes)
-        yield f"temporaries on the GPU: at most {temporary_bytes(most) / 2**20:.1f} MiB ({_path_name(most)})"
-
-
-def temporary_bytes(row):
-    """The peak without the metadata, which a table's first call copies and keeps."""
-    return max(0, int(row["peak_bytes"]) - int(row["index_bytes"]))
+        most = max(own, key=lambda row: int(row["peak_bytes"]))
+        yield f"temporaries on the GPU: at most {int(most['peak_bytes']) / 2**20:.1f} MiB ({_path_name(most)})"
 
 
 def memory_shortfalls(memory):
@@ -296,8 +303,8 @@ def memory_shortfalls(memory):
         if metadata_share(row) > MAX_METADATA_SHARE:
             yield f"{_path_name(row)}: metadata is {100 * metadata_share(row):.2f} % of the original bytes, wanted {100 * MAX_METADATA_SHARE:g} % at most"
     for row in memory:
-        if row["index_bytes"] != "" and row["peak_bytes"] != "" and temporary_bytes(row) > MAX_TEMPORARY_BYTES:
-            yield f"{_path_name(row)}: temporaries of {temporary_bytes(row) / 2**20:.1f} MiB, wanted {MAX_TEMPORARY_BYTES >> 20} at most"
+        if row["index_bytes"] != "" and row["peak_bytes"] != "" and int(row["peak_bytes"]) > MAX_TEMPORARY_BYTES:
+            yield f"{_path_name(row)}: temporaries of {int(row['peak_bytes']) / 2**20:.1f} MiB, wanted {MAX_TEMPORARY_BYTES >> 20} at most"
 
 
 # ---- the table printed last -------------------------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ import sys
 import torch
 
 import ibp
-from ibp import _memory, gather
+from ibp import _memory, gather, host_gather
 
 from . import harness, ideal, inputs
 
 GIB = 1 << 30
-CELLS = ((4, 128, 1_000_000), (16, 512, 100_000), (16, 512, 1_000_000), (16, 1024, 1_000_000))  # GiB, bytes of a row, ids
-QUICK_CELLS = ((16 / 1024, 128, 20_000), (16 / 1024, 512, 2_000))
+TABLES = ((4, 128, (1_000_000,)), (16, 512, (100_000, 1_000_000)))  # GiB, bytes of a row, numbers of ids
+QUICK_TABLES = ((16 / 1024, 128, (20_000,)), (16 / 1024, 512, (500, 2_000)))
 NUM_SETS = 2
 CHUNK_BYTES, NUM_CHUNKS = 8 << 20, 3
 DTYPE = torch.bfloat16
@@ -43,8 +43,8 @@ def tiled(table, num_rows, buffer):
 class Fetches:
     """Ids in several sets, as they are drawn and sorted, on the GPU and on the CPU; outputs; and the rows that they must become."""
 
-    def __init__(self, run, x, num_rows, num_ids):
-        self.run, self.x = run, x
+    def __init__(self, run, gib, x, num_rows, num_ids):
+        self.run, self.x, self.num_rows, self.case = run, x, num_rows, f"{gib:g} GiB, {num_ids:,} ids"
         self.cpu_ids = [torch.randint(num_rows, (num_ids,)) for _ in range(NUM_SETS)]
         self.ids = [ids.to(run.device) for ids in self.cpu_ids]
         self.sorted_ids = [ids.sort().values for ids in self.ids]
@@ -58,19 +58,28 @@ class Fetches:
         """Of all sets, as rows of the table that is repeated."""
         return torch.cat(self.cpu_ids) % len(self.x)
 
-    def measure(self, case, arm, ids, call, *, savings, ideal_gbps, sms=None, wall=False):
-        """call(k) fetches set k, whose ids are ids[k], and returns the result."""
-        harness.poison(self.outs[0])
-        harness.check_bits(call(0), self.wanted(ids[0]), f"{case}, {arm}")
-        self.add(case, arm, [lambda k=k: call(k) for k in range(NUM_SETS)], savings, ideal_gbps, sms, wall)
+    def cell(self, arm):
+        return self.run.cell(f"{self.case}, {arm}")
 
-    def add(self, case, arm, calls, savings, ideal_gbps, sms, wall):
+    def measure(self, arm, ids, call, *, savings, ideal_gbps, sms=None, wall=False, table=None, makes_result=False, buffer_bytes=0):
+        """call(k) fetches set k, whose ids are ids[k], and returns the result. table: what it fetches from, None for torch's own arms.
+        buffer_bytes: device memory that the arm keeps from call to call."""
+        with self.cell(arm):
+            harness.poison(self.outs[0])
+            result, peak_bytes = self.run.peak_bytes(lambda: call(0), out=None if makes_result else self.outs[0])
+            harness.check_bits(result, self.wanted(ids[0]), f"{self.case}, {arm}")
+            self.run.add_memory(case=self.case, arm=arm, row_bytes=self.x.shape[1] * self.x.dtype.itemsize, dtype=self.x.dtype,
+                                peak_bytes=None if peak_bytes is None else peak_bytes + buffer_bytes,
+                                output_bytes=self.output_bytes, original_bytes=self.num_rows * self.x.shape[1] * self.x.dtype.itemsize, table=table)
+            self.add(arm, [lambda k=k: call(k) for k in range(NUM_SETS)], savings, ideal_gbps, sms, wall)
+
+    def add(self, arm, calls, savings, ideal_gbps, sms, wall):
         gbps = self.output_bytes * 1e-9 / self.run.seconds(calls, wall)
-        self.run.add(case=case, arm=arm, rows=len(self.ids[0]), row_bytes=self.x.shape[1] * self.x.dtype.itemsize, dtype=self.x.dtype,
+        self.run.add(case=self.case, arm=arm, rows=len(self.ids[0]), row_bytes=self.x.shape[1] * self.x.dtype.itemsize, dtype=self.x.dtype,
                      savings=savings, gbps=gbps, ideal_gbps=ideal_gbps, sms=sms)
 
 
-def measure_table(run, case, kind, table, savings, link_gbps, fetches):
+def measure_table(run, kind, table, savings, link_gbps, fetches):
     """Every path out of one table. link_gbps: the ideal of a kernel that fetches its rows over the link."""
 
     def fetching(ids, path):
@@ -78,22 +87,21 @@ def measure_table(run, case, kind, table, savings, link_gbps, fetches):
 
     arms = {"": (fetches.ids, "gpu"), " pre-sorted": (fetches.sorted_ids, "gpu"), " bucketed": (fetches.ids, "bucketed")} if run.on_gpu else {"": (fetches.ids, None)}
     for arm, (ids, path) in arms.items():
-        with run.cell(f"{case}, {kind}{arm}"):
-            fetches.measure(case, f"{kind}{arm}", ids, fetching(ids, path), savings=savings, ideal_gbps=link_gbps)
+        fetches.measure(f"{kind}{arm}", ids, fetching(ids, path), savings=savings, ideal_gbps=link_gbps, table=table)
     if not run.on_gpu:
         return
     copy_gbps = min(ideal.LINK_COPY_GBPS / (1 - savings), run.memset_gbps)
     for arm, path in (("cpu path", "cpu"), ("chosen, ids on the CPU", None)):
-        with run.cell(f"{case}, {kind}, {arm}"):
-            fetches.measure(case, f"{kind}, {arm}", fetches.cpu_ids, fetching(fetches.cpu_ids, path), savings=savings, ideal_gbps=copy_gbps, wall=True)
+        fetches.measure(f"{kind}, {arm}", fetches.cpu_ids, fetching(fetches.cpu_ids, path), savings=savings, ideal_gbps=copy_gbps, wall=True, table=table,
+                        buffer_bytes=host_gather.NUM_CHUNKS * host_gather.CHUNK_BYTES)
 
 
-def measure_partition(run, case, table, savings, link_gbps, fetches):
+def measure_partition(table, savings, link_gbps, fetches):
     """The partition alone, as if its ids were rows: how many times faster it is than what it is done for."""
     bits, num_items = gather.window_bits(table), table.shape[0]
     calls = [lambda k=k: torch.ops.ibp.partition_ids(fetches.ids[k], num_items, bits) for k in range(NUM_SETS)]
-    with run.cell(f"{case}, partition alone"):
-        fetches.add(case, "partition alone", calls, savings, link_gbps, None, False)
+    with fetches.cell("partition alone"):
+        fetches.add("partition alone", calls, savings, link_gbps, None, False)
 
 
 class Chunks:
@@ -116,47 +124,46 @@ class Chunks:
         return out
 
 
-def measure_torch(run, case, host, fetches):
+def measure_torch(run, host, fetches):
     """What torch does with the raw rows in pinned memory, on all the CPU's cores."""
     arms = {"x[ids].to": lambda k: host[fetches.cpu_ids[k]].to(run.device)}
     if run.on_gpu:
         chunks = Chunks(run, host.shape[1])
         arms["cpu pinned chunks + copy"] = lambda k: chunks.fetch(host, fetches.cpu_ids[k], fetches.outs[k])
     for arm, call in arms.items():
-        with run.cell(f"{case}, {arm}"):
-            fetches.measure(case, arm, fetches.cpu_ids, call, savings=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0, wall=True)
+        fetches.measure(arm, fetches.cpu_ids, call, savings=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0, wall=True, makes_result=arm == "x[ids].to")
 
 
-def run_cell(run, buffer, gib, row_bytes, num_ids):
-    case = f"{gib:g} GiB, {num_ids:,} ids"
+def run_table(run, buffer, gib, row_bytes, numbers_of_ids):
+    """One table, raw and coded, and fetches of every number of ids from it."""
     num_rows = int(gib * GIB) // row_bytes
     num_distinct = min(GIB, int(gib * GIB) // 4) // row_bytes
     x = inputs.normal_rows(num_distinct * row_bytes, DTYPE, 0.02, run.device, columns=row_bytes // DTYPE.itemsize)
-    fetches = Fetches(run, x, num_rows, num_ids)
-    output_bytes = fetches.output_bytes * NUM_SETS
-    for kind, scheme in (("raw", "raw"), ("planes", "planes")):
+    every = [Fetches(run, gib, x, num_rows, num_ids) for num_ids in numbers_of_ids]
+    for scheme in ("raw", "planes"):
         small = ibp.compress(x, scheme=scheme, layout="slots", pin_memory=False)
-        link_gbps = ideal.gather_gbps(output_bytes, ideal.row_sectors(small, fetches.distinct_rows()), run.memset_gbps)
+        ideals = [ideal.gather_gbps(fetches.output_bytes * NUM_SETS, ideal.row_sectors(small, fetches.distinct_rows()), run.memset_gbps) for fetches in every]
         table, savings = tiled(small, num_rows, buffer), small.savings
         del small
         if run.on_gpu and not table.is_pinned:
-            raise AssertionError(f"{case}, {kind}: the table is not in pinned memory")
-        measure_table(run, case, kind, table, savings, link_gbps, fetches)
-        if kind == "raw":
-            measure_torch(run, case, table.slots.view(DTYPE).view(num_rows, -1), fetches)
-        else:
-            measure_partition(run, case, table, savings, link_gbps, fetches)
+            raise AssertionError(f"{gib:g} GiB, {scheme}: the table is not in pinned memory")
+        for fetches, link_gbps in zip(every, ideals):
+            measure_table(run, scheme, table, savings, link_gbps, fetches)
+            if scheme == "raw":
+                measure_torch(run, table.slots.view(DTYPE).view(num_rows, -1), fetches)
+            else:
+                measure_partition(table, savings, link_gbps, fetches)
 
 
 def main(argv=None):
     args = harness.parse_args(argv, __doc__)
     run = harness.Run("large_table", args)
     torch.manual_seed(0)
-    cells = QUICK_CELLS if run.quick or not run.on_gpu else CELLS
-    buffer = _memory.empty(int(max(gib for gib, _, _ in cells) * GIB), torch.device("cpu"), pin=run.on_gpu)
-    for gib, row_bytes, num_ids in cells:
-        with run.cell(f"{gib:g} GiB, {row_bytes} B, {num_ids:,} ids"):
-            run_cell(run, buffer, gib, row_bytes, num_ids)
+    tables = QUICK_TABLES if run.quick or not run.on_gpu else TABLES
+    buffer = _memory.empty(int(max(gib for gib, _, _ in tables) * GIB), torch.device("cpu"), pin=run.on_gpu)
+    for gib, row_bytes, numbers_of_ids in tables:
+        with run.cell(f"{gib:g} GiB, {row_bytes} B"):
+            run_table(run, buffer, gib, row_bytes, numbers_of_ids)
     return run.finish()
 
 

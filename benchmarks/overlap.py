@@ -133,7 +133,7 @@ def measure(run, products, fetch):
     fetch_s = run.seconds([fetch.call])
     same = dict(case="normal 0.02", rows=len(fetch.out), row_bytes=ROW_BYTES, dtype=fetch.x.dtype, savings=fetch.savings,
                 ideal_gbps=fetch.ideal_gbps, sms=fetch.sms)
-    if all(row["arm"] != fetch.arm for row in run.memory):  # a table's first call copies its metadata
+    if all(row["arm"] != fetch.arm for row in run.memory):
         run.add_memory(case=same["case"], arm=fetch.arm, row_bytes=ROW_BYTES, dtype=fetch.x.dtype, peak_bytes=peak_bytes, output_bytes=fetch.num_bytes,
                        original_bytes=fetch.x.numel() * fetch.x.element_size(), table=fetch.table)
     run.add(arm=f"{fetch.arm}, alone", gbps=fetch.num_bytes * 1e-9 / fetch_s, **same)

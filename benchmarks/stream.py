@@ -2,12 +2,11 @@
 
     python -m benchmarks.stream [--out DIR] [--device cpu] [--quick]
 
-Tensors of 8 to 256 MiB, and of 1 GiB in BF16; several of one size up to 256 MiB, taken in turn or as a list. Arms: torch's copy_ of the raw
+BF16 tensors of 8 to 256 MiB, the others of 256 MiB; several of one size up to 256 MiB, taken in turn or as a list. Arms: torch's copy_ of the raw
 tensor; ibp's stream through the copy engine, packed and from slots, with its own choice of SMs, at most 8 and at most 4; the kernel that
 fetches the rows itself; `decompress_many` of all tensors of a size; nvCOMP's ANS, its pieces decoded while the next are copied (pieces,
 staging buffers for all of them and decoding configurations prepared beforehand). The stream is measured at every size, also where
-ibp.decompress would choose the kernel. The ideal is the copy engine's rate over the share of bytes stored. The peak of temporary device
-memory of each arm is printed as it is measured.
+ibp.decompress would choose the kernel. The ideal is the copy engine's rate over the share of bytes stored.
 """
 
 import sys
@@ -25,7 +24,7 @@ try:
 except ImportError:
     nvcomp = None
 
-SIZES_MIB, LARGE_MIB, QUICK_SIZES_MIB = (8, 64, 256), 1024, (1, 4)
+SIZES_MIB, OTHER_SIZES_MIB, QUICK_SIZES_MIB = (8, 64, 256), (256,), (1, 4)  # of BF16, and of the others
 LIST_BYTES, MAX_TENSORS = 256 * inputs.MIB, 16  # of all tensors of one size
 FEW_SMS, FEWEST_SMS = 8, 4
 NVCOMP_CHUNK_BYTES, NVCOMP_PIECES, NVCOMP_LEAST_PIECE_BYTES = 1 << 16, 16, 4 * inputs.MIB
@@ -41,33 +40,26 @@ class Cell:
         self.num_bytes = self.xs[0].numel() * self.xs[0].dtype.itemsize
         self.outs = [torch.empty_like(x) for x in self.xs]
 
-    def measure(self, arm, calls, *, moved_bytes, savings, sms, tensors_a_call=1, buffer_bytes=0):
-        """Checks an arm on poisoned output, prints its peak of temporary device memory, and times it. calls: one for each tensor, or one for all.
-        buffer_bytes: device memory that the arm was given beforehand."""
-        for call in calls:  # what stays, the row index and the codebook, comes with the first call
-            call()
+    def measure(self, arm, calls, *, moved_bytes, savings, sms, tensors_a_call=1, buffer_bytes=0, table=None):
+        """Checks an arm on poisoned output and times it. calls: one for each tensor, or one for all. buffer_bytes: device memory that the arm was
+        given beforehand. table: one of those decompressed."""
         for out in self.outs:
             harness.poison(out)
-        self.run.sync()
-        before = self._allocated()
-        if self.run.on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        for call in calls:
-            call()
-        self.run.sync()
-        for x, out in zip(self.xs, self.outs):
-            harness.check_bits(out, x, f"{self.case}, {arm}")
-        if self.run.on_gpu:
-            peak = (torch.cuda.max_memory_allocated() - before + buffer_bytes) / inputs.MIB
-            print(f"{self.case} {harness.dtype_name(self.xs[0].dtype)}, {arm}: at most {peak:.1f} MiB of temporary device memory",
-                  flush=True)
-        gbps = tensors_a_call * self.num_bytes * 1e-9 / self.run.seconds(calls)
-        x = self.xs[0]
-        self.run.add(case=self.case, arm=arm, rows=len(x), row_bytes=x.shape[1] * x.dtype.itemsize, dtype=x.dtype, savings=savings, gbps=gbps,
-                     ideal_gbps=ideal.LINK_COPY_GBPS * self.num_bytes / moved_bytes, sms=sms)
 
-    def _allocated(self):
-        return torch.cuda.memory_allocated() if self.run.on_gpu else 0
+        def call_all():
+            for call in calls:
+                call()
+
+        _, peak_bytes = self.run.peak_bytes(call_all, out=self.outs)
+        x = self.xs[0]
+        row_bytes = x.shape[1] * x.dtype.itemsize
+        for each, out in zip(self.xs, self.outs):
+            harness.check_bits(out, each, f"{self.case}, {arm}")
+        self.run.add_memory(case=self.case, arm=arm, row_bytes=row_bytes, dtype=x.dtype, peak_bytes=None if peak_bytes is None else peak_bytes + buffer_bytes,
+                            output_bytes=self.num_bytes, original_bytes=self.num_bytes, table=table)
+        gbps = tensors_a_call * self.num_bytes * 1e-9 / self.run.seconds(calls)
+        self.run.add(case=self.case, arm=arm, rows=len(x), row_bytes=row_bytes, dtype=x.dtype, savings=savings, gbps=gbps,
+                     ideal_gbps=ideal.LINK_COPY_GBPS * self.num_bytes / moved_bytes, sms=sms)
 
 
 def in_host_memory(table, pin):
@@ -96,7 +88,7 @@ def measure_tables(cell, codebook, layout):
     tables = [in_host_memory(ibp.compress(x, codebook=codebook, layout=layout), cell.run.on_gpu) for x in cell.xs]
     name = f"{codebook.scheme} {layout}"
     moved_bytes = sum(table.slots.numel() + table.overflow.numel() for table in tables) / len(tables)
-    same = {"moved_bytes": moved_bytes, "savings": tables[0].savings}
+    same = {"moved_bytes": moved_bytes, "savings": tables[0].savings, "table": tables[0]}
     chosen = streaming.sms_at_link_rate(cell.num_bytes, int(moved_bytes)) if cell.run.on_gpu else None
     for sms in {FEW_SMS: FEW_SMS, FEWEST_SMS: FEWEST_SMS, chosen: None}.values() if cell.run.on_gpu else (None,):
         each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms) for table, out in zip(tables, cell.outs)]
@@ -106,10 +98,10 @@ def measure_tables(cell, codebook, layout):
             if len(tables) > 1:
                 every = [lambda sms=sms: ibp.decompress_many(tables, out=cell.outs, max_sms=sms)]
                 cell.measure(f"{name}, list", every, sms=label, tensors_a_call=len(tables), **same)
-    for sms in (None, FEW_SMS) if cell.run.on_gpu else ():
-        each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms) for table, out in zip(tables, cell.outs)]
+    if cell.run.on_gpu:
+        each = [lambda table=table, out=out: ibp.decompress(table, out=out) for table, out in zip(tables, cell.outs)]
         with never_streamed():
-            cell.measure(f"{name}, by kernel", each, sms=sms, **same)
+            cell.measure(f"{name}, by kernel", each, sms=None, **same)
 
 
 class AnsPieces:
@@ -152,7 +144,7 @@ def measure_nvcomp(cell, what):
             return
         moved_bytes = sum(pieces.stored_bytes for pieces in coded) / len(coded)
         cell.measure("nvcomp ANS", [pieces.decode for pieces in coded], moved_bytes=moved_bytes, savings=1 - moved_bytes / cell.num_bytes, sms=None,
-                     buffer_bytes=moved_bytes)
+                     buffer_bytes=max(pieces.stored_bytes for pieces in coded))
 
 
 def measure_size(run, case, make, codebooks, num_bytes):
@@ -172,7 +164,7 @@ def measure_size(run, case, make, codebooks, num_bytes):
 
 def cases(run):
     """(name, function from a number of bytes to a new tensor, codebooks, sizes in MiB)."""
-    sizes = QUICK_SIZES_MIB if run.quick else SIZES_MIB
+    sizes, other_sizes = (QUICK_SIZES_MIB,) * 2 if run.quick else (SIZES_MIB, OTHER_SIZES_MIB)
     for name, dtype, deviation in inputs.NORMAL:
 
         def make(num_bytes, dtype=dtype, deviation=deviation):
@@ -181,10 +173,10 @@ def cases(run):
         learned = make(inputs.MIB if run.quick else 64 * inputs.MIB)
         is_main = dtype == torch.bfloat16
         codebooks = [ibp.analyze(learned, scheme=scheme, sample=None) for scheme in (("planes", "ibp") if is_main else ("planes",))]
-        yield name, make, codebooks, sizes if run.quick or not is_main else (*sizes, LARGE_MIB)
+        yield name, make, codebooks, sizes if is_main else other_sizes
     mask, bitval = inputs.synthetic_mask(2048, 0.5)
     codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
-    yield "synthetic 50%", lambda num_bytes: inputs.agreeing_rows(num_bytes // 2048, mask, bitval, run.device), [codebook], sizes
+    yield "synthetic 50%", lambda num_bytes: inputs.agreeing_rows(num_bytes // 2048, mask, bitval, run.device), [codebook], other_sizes
 
 
 def main(argv=None):

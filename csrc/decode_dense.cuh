@@ -1,11 +1,12 @@
 // decode_dense.cuh - dense rows of scheme planes (FORMAT.md section 6).
 //
-// Works on bytes: digits are spread to nibbles, which select bytes of a table of entries (`__byte_perm`); symbols that escaped are taken from the
+// Works on bytes: digits are spread to nibbles, which select bytes of a table of entries (`prmt`); symbols that escaped are taken from the
 // bytes of the next plane, where a prefix sum over nibbles says which. So a tile of a row is decoded from the last plane to the first:
 //   tail     planes 2, 3 and raw symbols, one element a lane: few elements come so far
 //   plane 1  eight digits a lane
 //   plane 0  16 bytes of output a lane and step, joined with their residuals
 // Symbols of several bytes are so many bytes side by side; with entries a column the first byte is the rank, kRaw with a raw symbol behind it.
+// Bound by integer instructions, some 20 an element of BF16; on all SMs by device memory too.
 #ifndef IBP_DECODE_DENSE_CUH
 #define IBP_DECODE_DENSE_CUH
 
@@ -13,14 +14,22 @@
 
 namespace ibp {
 
-// Eight digits of num_bits, from bit 0 of bits on, one a nibble.
+// What a kernel knows of its codebooks before it runs.
+enum DenseForm {
+    kAnyDense,
+    kBytePairs,  // planes 0 and 1 have digits of two bits, and symbols, the same for all columns, have one byte
+    kByteSymbols // likewise, and all but 8 bits of an element are the residual: BF16 and FP32
+};
+
+// Eight digits of num_bits, from bit 0 of bits on, one a nibble. Of a plane that there is not, whose digits have no bits, all are escapes, of four.
 __device__ __forceinline__ uint32_t spread_digits(uint32_t bits, uint32_t num_bits)
 {
     if (num_bits == 2u) {
-        bits = __byte_perm(bits, 0, 0x4140);
+        bits = permute_bytes(bits, 0, 0x4140);
         bits = (bits | bits << 4) & 0x0f0f0f0fu;
         return (bits | bits << 2) & 0x33333333u;
     }
+    if (num_bits == 0u) return ~0u;
     const uint32_t gap = 4u - num_bits, four = (1u << 4u * num_bits) - 1u, two = ((1u << 2u * num_bits) - 1u) * 0x00010001u,
                    one = ((1u << num_bits) - 1u) * 0x01010101u;
     bits = (bits & four) | (bits << 4u * gap & four << 16);
@@ -37,64 +46,81 @@ __device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits, uint32_t nu
     return digits & digits >> 2 & 0x11111111u;
 }
 
+// In nibble i, how many of the first i + 1 nibbles have escaped: in the last, how many of all; shifted up by one nibble, which escaped byte is whose.
+__device__ __forceinline__ uint32_t count_nibbles(uint32_t escaped) { return escaped * 0x11111111u; }
+
 // What four digits stand for, one byte each. table: 16 bytes, those of a plane's entries and 0 at the escape; escape: 0xff there, of digits
-// of up to 3 bits. x: the next escaped bytes; order: which of them each nibble takes.
+// of up to 3 bits. x: the next escaped bytes; order: which of them each nibble takes. Nibbles above the fourth mean nothing.
 __device__ __forceinline__ uint32_t bytes_of_digits(uint32_t digits, uint32_t num_bits, uint4 table, uint2 escape, uint2 x, uint32_t order)
 {
-    const uint32_t escaped = __byte_perm(x.x, x.y, order);
-    if (num_bits < 4u) return (escaped & __byte_perm(escape.x, escape.y, digits)) | __byte_perm(table.x, table.y, digits);
-    const uint32_t low = digits & 0x7777u, upper = __byte_perm(0xff00u, 0, digits >> 3 & 0x1111u);
-    const uint32_t entries = (__byte_perm(table.z, table.w, low) & upper) | (__byte_perm(table.x, table.y, low) & ~upper);
-    return (escaped & __byte_perm(0, 0xff000000u, low) & upper) | entries;
+    const uint32_t escaped = permute_bytes(x.x, x.y, order);
+    if (num_bits == 2u) return (escaped & permute_bytes(escape.x, 0, digits)) | permute_bytes(table.x, 0, digits);
+    if (num_bits < 4u) return (escaped & permute_bytes(escape.x, escape.y, digits)) | permute_bytes(table.x, table.y, digits);
+    const uint32_t low = digits & 0x7777u, upper = permute_bytes(0xff00u, 0, digits >> 3 & 0x1111u);
+    const uint32_t entries = select_bits(upper, permute_bytes(table.z, table.w, low), permute_bytes(table.x, table.y, low));
+    return (escaped & permute_bytes(0, 0xff000000u, low) & upper) | entries;
 }
 
-// Eight bytes of shared memory from any address on.
-__device__ __forceinline__ uint2 eight_bytes(const uint8_t *p)
+// Eight bytes of shared memory from any one on.
+__device__ __forceinline__ uint2 eight_bytes(uint32_t first)
 {
-    const uint32_t shift = 8u * (reinterpret_cast<uintptr_t>(p) % 4u);
-    const uint32_t *const words = reinterpret_cast<const uint32_t *>(p - reinterpret_cast<uintptr_t>(p) % 4u);
-    return make_uint2(__funnelshift_r(words[0], words[1], shift), __funnelshift_r(words[1], words[2], shift));
+    const uint32_t w = first / 4u, shift = 8u * first;
+    const uint32_t middle = shared_word(w + 1u);
+    return make_uint2(__funnelshift_r(shared_word(w), middle, shift), __funnelshift_r(middle, shared_word(w + 2u), shift));
 }
 
-template <typename T, class G> struct DenseDecoder {
+template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     using Group = G;
-    static constexpr uint32_t kMostThreads = 768, kVectors = sizeof(T) == 1 ? 2 : sizeof(T) == 2 ? 3 : 4;
-    static constexpr uint32_t kPerVector = 16u / sizeof(T);                // elements of 16 bytes
-    static constexpr uint32_t kSteps = sizeof(T) >= 4 ? 4 : sizeof(T);     // vectors of a lane in a tile
-    static constexpr uint32_t kOctet = kPerVector < 8u ? kPerVector : 8u;  // elements whose digits share a word
-    static constexpr uint32_t kOctets = kPerVector / kOctet;               // of a vector
+    static constexpr uint32_t kMostThreads = 512, kVectors = 4;
+    static constexpr bool kTwoBits = FORM != kAnyDense;
+    static constexpr uint32_t kPerVector = 16u / sizeof(T);               // elements of 16 bytes
+    static constexpr uint32_t kSteps = 4;                                 // vectors of a lane in a tile
+    static constexpr uint32_t kOctet = kPerVector < 8u ? kPerVector : 8u; // elements whose digits share a word
+    static constexpr uint32_t kOctets = kPerVector / kOctet;              // of a vector
+    static constexpr uint32_t kByteWords = (kPerVector + 3u) / 4u;        // words that hold a byte of each element of a vector
     static constexpr uint32_t kTile = G::kLanes * kSteps * kPerVector;
-    static constexpr uint32_t kTableLevels = 2;                            // planes with tables: 0 and 1
+    static constexpr uint32_t kTableBytes = 16u * IBP_MAX_PLANES; // of a byte of the symbols
     static constexpr uint32_t kLevel1 = kTile + 16u, kLevel2 = 8u * G::kLanes + 16u;
     static constexpr uint32_t kRaw = 0xff;
-    static constexpr uint32_t kField = 32u / kSteps; // bits of a step's count in a scan of all of them
+    static constexpr uint32_t kField = G::kLanes * kPerVector < 256u ? 8 : 16; // bits of a step's count
+    static constexpr uint32_t kFields = 32u / kField, kScans = kSteps / kFields;
 
     const ibp_codebook &cb;
-    uint8_t *const scratch;
+    const uint32_t scratch; // shared byte
 
     // Shared memory of a group: of every warp the tables and the bytes of plane 1 and of the tail, then what the warps exchange.
     static __host__ __device__ __forceinline__ uint32_t byte_planes(const ibp_codebook &cb)
     {
-        return cb.planes.symbol_bytes + (cb.planes.per_column ? 1u : 0u);
+        return kTwoBits ? 1u : cb.planes.symbol_bytes + (cb.planes.per_column ? 1u : 0u);
     }
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
-        return byte_planes(cb) * (16u * kTableLevels + kLevel1 + kLevel2);
+        return byte_planes(cb) * (kTableBytes + kLevel1 + kLevel2);
     }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
         return G::kWarps * warp_bytes(cb) + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
     }
-    __device__ __forceinline__ uint32_t *exchanged() const { return reinterpret_cast<uint32_t *>(scratch + G::kWarps * warp_bytes(cb)); }
-    __device__ __forceinline__ uint8_t *tables() const { return scratch + G::warp() * warp_bytes(cb); }
-    __device__ __forceinline__ uint8_t *level1() const { return tables() + byte_planes(cb) * 16u * kTableLevels; }
-    __device__ __forceinline__ uint8_t *level2() const { return level1() + byte_planes(cb) * kLevel1; }
+    __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
+    __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
+    __device__ __forceinline__ uint32_t table_of(uint32_t plane, uint32_t h) const { return tables() + 16u * (plane * byte_planes(cb) + h); }
+    __device__ __forceinline__ uint32_t level1() const { return tables() + byte_planes(cb) * kTableBytes; }
+    __device__ __forceinline__ uint32_t level2() const { return level1() + byte_planes(cb) * kLevel1; }
+    // Entries of a plane: 4 bytes of digits of two bits.
     __device__ __forceinline__ uint4 table(uint32_t plane, uint32_t h) const
     {
-        return reinterpret_cast<const uint4 *>(tables())[plane * byte_planes(cb) + h];
+        if (kTwoBits) return make_uint4(shared_word(table_of(plane, h) / 4u), 0, 0, 0);
+        return *reinterpret_cast<const uint4 *>(shared_bytes() + table_of(plane, h));
+    }
+    // Bits of the digits of planes 0 and 1, in the row and in a nibble.
+    __device__ __forceinline__ uint32_t width_of(const PlanesBook<T> &book, uint32_t plane) const { return kTwoBits ? 2u : book.width_of(plane); }
+    __device__ __forceinline__ uint32_t nibble_bits(const PlanesBook<T> &book, uint32_t plane) const
+    {
+        const uint32_t num_bits = width_of(book, plane);
+        return num_bits == 0u ? 4u : num_bits;
     }
 
-    __device__ __forceinline__ DenseDecoder(const ibp_codebook &codebook, uint8_t *shared) : cb(codebook), scratch(shared)
+    __device__ __forceinline__ DenseDecoder(const ibp_codebook &codebook, uint32_t shared) : cb(codebook), scratch(shared)
     {
         if (cb.num_clusters <= 1u) fill_tables(PlanesBook<T>(cb, 0));
     }
@@ -102,17 +128,18 @@ template <typename T, class G> struct DenseDecoder {
     __device__ __forceinline__ void fill_tables(const PlanesBook<T> &book) const
     {
         const uint32_t planes = byte_planes(cb);
-        for (uint32_t i = G::lane(); i < 16u * kTableLevels * planes; i += G::kLanes) {
+        for (uint32_t i = G::lane(); i < kTableBytes * planes; i += G::kLanes) {
             const uint32_t digit = i % 16u, h = i / 16u % planes, plane = i / (16u * planes), rank = book.first_of(plane) + digit;
-            const bool named = digit < book.escape_of(plane);
-            uint64_t bytes = 0;
-            if (named) bytes = cb.planes.per_column ? rank : static_cast<uint64_t>(book.entry(rank));
-            tables()[i] = static_cast<uint8_t>(bytes >> 8u * h);
+            uint64_t byte = 0;
+            if (digit < book.escape_of(plane) && !cb.planes.per_column) byte = static_cast<uint64_t>(book.entry(rank)) >> 8u * h;
+            if (digit < book.escape_of(plane) && cb.planes.per_column && h == 0u) byte = rank;
+            shared_bytes()[tables() + i] = static_cast<uint8_t>(byte);
         }
     }
 
     static __device__ __forceinline__ uint2 escape_bytes(uint32_t num_bits)
     {
+        if (kTwoBits) return make_uint2(0xff000000u, 0u);
         const uint32_t escape = (1u << num_bits) - 1u;
         return make_uint2(escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u);
     }
@@ -120,35 +147,39 @@ template <typename T, class G> struct DenseDecoder {
     // ---- the tail ----
 
     // Puts the bytes of the next n elements that escaped plane 1 into level 2. next: how many elements reached planes 2, 3 and the raw symbols so far.
-    __device__ __forceinline__ void decode_tail(const PlanesBook<T> &book, Stage stage, const ValueParts &parts, uint32_t n, uint32_t (&next)[3]) const
+    __device__ __forceinline__ void decode_tail(const PlanesBook<T> &book, const ValueParts &parts, uint32_t n, uint32_t (&next)[3]) const
     {
         for (uint32_t base = 0; __any_sync(kAllLanes, base < n); base += G::kLanes) {
             const uint32_t i = base + G::lane();
             bool open = i < n;
-            uint32_t at = next[0] + (open ? i : 0u), rank = book.first_of(2);
+            uint32_t at = next[0] + (open ? i : 0u), named = 0;
 #pragma unroll
             for (uint32_t p = 2; p < IBP_MAX_PLANES; p++) {
                 const uint32_t num_bits = book.width_of(p);
-                uint32_t digit = 0;
-                if (num_bits != 0u) digit = low_bits(stage.bits_at(parts.digits[p] + at * num_bits), num_bits);
-                if (open) rank += digit;
-                open = open && digit == book.escape_of(p);
+                if (num_bits != 0u) {
+                    const uint32_t digit = low_bits(shared_bits(parts.digits[p] + at * num_bits), num_bits);
+                    if (open) named = table_of(p, 0) + digit;
+                    open = open && digit == book.escape_of(p);
+                }
                 const uint32_t escaped = G::ballot(open);
                 at = next[p - 1] + ibp_popcount(escaped & G::lanes_below());
                 next[p - 1] += ibp_popcount(escaped);
             }
-            T symbol = 0;
-            if (open)
-                symbol = PlanesBook<T>::field(stage, parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits, book.symbol_bits);
-            else if (i < n && !cb.planes.per_column)
-                symbol = book.entry(rank);
             if (i >= n) continue;
-            uint8_t *to = level2() + i;
-            if (cb.planes.per_column) {
-                *to = static_cast<uint8_t>(open ? kRaw : rank);
+            uint32_t to = level2() + i;
+            if (!open) {
+                for (uint32_t h = 0; h < byte_planes(cb); h++) shared_bytes()[to + h * kLevel2] = shared_bytes()[named + 16u * h];
+                continue;
+            }
+            const uint32_t position = parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits;
+            uint64_t symbol = shared_bits(position);
+            if (sizeof(T) == 8) symbol |= static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
+            symbol = low_bits(symbol, book.symbol_bits);
+            if (!kTwoBits && cb.planes.per_column) {
+                shared_bytes()[to] = kRaw;
                 to += kLevel2;
             }
-            for (uint32_t h = 0; h < cb.planes.symbol_bytes; h++) to[h * kLevel2] = static_cast<uint8_t>(static_cast<uint64_t>(symbol) >> 8u * h);
+            for (uint32_t h = 0; h < (kTwoBits ? 1u : cb.planes.symbol_bytes); h++) shared_bytes()[to + h * kLevel2] = static_cast<uint8_t>(symbol >> 8u * h);
         }
         next[0] += n;
     }
@@ -156,23 +187,24 @@ template <typename T, class G> struct DenseDecoder {
     // ---- plane 1 ----
 
     // Puts the bytes of the n elements of a tile that escaped plane 0 into level 1. first: how many of the row's came before.
-    __device__ __forceinline__ void decode_plane1(const PlanesBook<T> &book, Stage stage, const ValueParts &parts, uint32_t first, uint32_t n,
-                                                  uint32_t (&next)[3]) const
+    __device__ __forceinline__ void decode_plane1(const PlanesBook<T> &book, const ValueParts &parts, uint32_t first, uint32_t n, uint32_t (&next)[3]) const
     {
-        const uint32_t num_bits = book.width_of(1), planes = byte_planes(cb);
+        const uint32_t width = width_of(book, 1), num_bits = nibble_bits(book, 1);
+#pragma unroll 1
         for (uint32_t base = 0; __any_sync(kAllLanes, base < n); base += 8u * G::kLanes) {
             const uint32_t i = base + 8u * G::lane(), left = i < n ? ibp_min_u32(n - i, 8u) : 0u;
-            const uint32_t digits = spread_digits(stage.bits_at(parts.digits[1] + (first + ibp_min_u32(i, n)) * num_bits), num_bits);
-            const uint32_t escaped = low_bits(escaped_nibbles(digits, num_bits), 4u * left), count = ibp_popcount(escaped);
-            const uint32_t sums = G::inclusive_scan(count), before = sums - count, order = escaped * 0x11111110u;
-            decode_tail(book, stage, parts, G::last_lane(sums), next);
+            uint32_t digits = spread_digits(shared_bits(parts.digits[1] + (first + ibp_min_u32(i, n)) * width), width);
+            digits = low_bits(digits, 4u * left);
+            const uint32_t counts = counts_of(digits, num_bits), sums = G::inclusive_scan(counts >> 28), before = sums - (counts >> 28);
+            decode_tail(book, parts, G::last_lane(sums), next);
             __syncwarp();
-            for (uint32_t h = 0; h < planes; h++) {
-                const uint4 bytes = table(1, h);
+            for (uint32_t h = 0; h < byte_planes(cb); h++) {
+                const uint4 entries = table(1, h);
                 const uint2 escape = escape_bytes(num_bits), x = eight_bytes(level2() + h * kLevel2 + before);
-                *reinterpret_cast<uint2 *>(level1() + h * kLevel1 + i) =
-                    make_uint2(bytes_of_digits(digits, num_bits, bytes, escape, x, order),
-                               bytes_of_digits(digits >> 16, num_bits, bytes, escape, x, order >> 16));
+                if (i < n)
+                    *reinterpret_cast<uint2 *>(shared_bytes() + level1() + h * kLevel1 + i) =
+                        make_uint2(bytes_of_digits(digits, num_bits, entries, escape, x, counts << 4),
+                                   bytes_of_digits(digits >> 16, num_bits, entries, escape, x, counts >> 12));
             }
             __syncwarp(); // level 2 is free, level 1 is there
         }
@@ -180,68 +212,89 @@ template <typename T, class G> struct DenseDecoder {
 
     // ---- plane 0 ----
 
-    // The digits of a lane's elements in a tile, and where in level 1 their escaped ones begin.
+    // The digits of a lane's elements in a tile, and which shared bytes their escaped ones begin with.
     struct TileDigits {
-        uint32_t digits[kSteps * kOctets], escaped[kSteps * kOctets], before[kSteps], num_escaped;
+        uint32_t digits[kSteps * kOctets], before[kSteps], num_escaped;
+        uint4 entries; // of byte 0 of the symbols
     };
 
     static __device__ __forceinline__ uint32_t first_element(uint32_t tile_start, uint32_t step)
     {
         return tile_start + (step * G::kLanes + G::lane()) * kPerVector;
     }
+    static __device__ __forceinline__ uint32_t counts_of(uint32_t digits, uint32_t num_bits) { return count_nibbles(escaped_nibbles(digits, num_bits)); }
 
-    __device__ __forceinline__ TileDigits load_digits(const PlanesBook<T> &book, Stage stage, const ValueParts &parts, uint32_t tile_start, uint32_t n) const
+    __device__ __forceinline__ TileDigits load_digits(const PlanesBook<T> &book, const ValueParts &parts, uint32_t tile_start, uint32_t n) const
     {
-        const uint32_t num_bits = book.width_of(0);
+        const uint32_t width = width_of(book, 0), num_bits = nibble_bits(book, 0);
         const bool whole = tile_start + kTile <= n;
         TileDigits tile;
-        uint32_t counts = 0;
+        uint32_t counts[kScans] = {};
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
 #pragma unroll
             for (uint32_t q = 0; q < kOctets; q++) {
                 const uint32_t i = first_element(tile_start, s) + q * kOctet, o = s * kOctets + q;
-                tile.digits[o] = spread_digits(stage.bits_at(parts.digits[0] + ibp_min_u32(i, n) * num_bits), num_bits);
-                tile.escaped[o] = low_bits(escaped_nibbles(tile.digits[o], num_bits), 4u * kOctet);
-                if (!whole) tile.escaped[o] = low_bits(tile.escaped[o], i < n ? 4u * ibp_min_u32(n - i, 8u) : 0u);
-                counts += ibp_popcount(tile.escaped[o]) << s * kField % 32u;
+                uint32_t digits = spread_digits(shared_bits(parts.digits[0] + (whole ? i : ibp_min_u32(i, n)) * width), width);
+                if (kOctet < 8u) digits = low_bits(digits, 4u * kOctet);
+                if (!whole) digits = low_bits(digits, i < n ? 4u * ibp_min_u32(n - i, kOctet) : 0u);
+                tile.digits[o] = digits;
+                counts[s / kFields] += (counts_of(digits, num_bits) >> 28) << s % kFields * kField;
             }
         }
-        const uint32_t sums = G::inclusive_scan(counts), totals = G::last_lane(sums), before = sums - counts;
+        tile.entries = table(0, 0);
         tile.num_escaped = 0;
 #pragma unroll
-        for (uint32_t s = 0; s < kSteps; s++) {
-            tile.before[s] = tile.num_escaped + low_bits(before >> s * kField % 32u, kField);
-            tile.num_escaped += low_bits(totals >> s * kField % 32u, kField);
+        for (uint32_t k = 0; k < kScans; k++) {
+            const uint32_t sums = G::inclusive_scan(counts[k]), totals = G::last_lane(sums), before = sums - counts[k];
+#pragma unroll
+            for (uint32_t f = 0; f < kFields; f++) {
+                tile.before[k * kFields + f] = level1() + tile.num_escaped + (before >> f * kField & ((1u << kField) - 1u));
+                tile.num_escaped += totals >> f * kField & ((1u << kField) - 1u);
+            }
         }
         return tile;
     }
 
     // Byte h of the symbols of step s, from element 0 on.
-    __device__ __forceinline__ void symbol_bytes(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h,
-                                                 uint32_t (&bytes)[(kPerVector + 3u) / 4u]) const
+    __device__ __forceinline__ void symbol_bytes(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h, uint32_t (&bytes)[kByteWords]) const
     {
-        const uint32_t num_bits = book.width_of(0);
-        const uint4 entries = table(0, h);
+        const uint32_t num_bits = nibble_bits(book, 0);
+        const uint4 entries = h == 0u ? tile.entries : table(0, h);
         const uint2 escape = escape_bytes(num_bits);
-        const uint8_t *escaped = level1() + h * kLevel1 + tile.before[s];
+        uint32_t escaped = tile.before[s] + h * kLevel1;
 #pragma unroll
         for (uint32_t q = 0; q < kOctets; q++) {
-            const uint32_t o = s * kOctets + q, order = tile.escaped[o] * 0x11111110u;
+            const uint32_t digits = tile.digits[s * kOctets + q], counts = counts_of(digits, num_bits);
             const uint2 x = eight_bytes(escaped);
-            bytes[q * 2u] = bytes_of_digits(tile.digits[o], num_bits, entries, escape, x, order);
-            if (kOctet == 8u) bytes[(q * 2u + 1u) % ((kPerVector + 3u) / 4u)] = bytes_of_digits(tile.digits[o] >> 16, num_bits, entries, escape, x, order >> 16);
-            if (kOctets > 1u) escaped += ibp_popcount(tile.escaped[o]);
+            bytes[q * 2u] = bytes_of_digits(digits, num_bits, entries, escape, x, counts << 4);
+            if (kOctet == 8u) bytes[(q * 2u + 1u) % kByteWords] = bytes_of_digits(digits >> 16, num_bits, entries, escape, x, counts >> 12);
+            escaped += counts >> 28;
         }
     }
 
+    // ---- symbols and residuals ----
+
     // Elements of two bytes, one of them the residual.
-    static __device__ __forceinline__ void join_bytes(uint32_t symbols, uint32_t residuals, bool rotate, uint32_t &low, uint32_t &high)
+    static __device__ __forceinline__ void join_bytes(uint32_t symbols, uint2 residuals, uint32_t upper_symbols, bool rotate, uint32_t (&words)[4])
     {
-        low = __byte_perm(residuals, symbols, 0x5140), high = __byte_perm(residuals, symbols, 0x7362);
+        words[0] = permute_bytes(residuals.x, symbols, 0x5140), words[1] = permute_bytes(residuals.x, symbols, 0x7362);
+        words[2] = permute_bytes(residuals.y, upper_symbols, 0x5140), words[3] = permute_bytes(residuals.y, upper_symbols, 0x7362);
         if (!rotate) return;
-        low = (low >> 1 & 0x7fff7fffu) | (low << 15 & 0x80008000u);
-        high = (high >> 1 & 0x7fff7fffu) | (high << 15 & 0x80008000u);
+#pragma unroll
+        for (uint32_t k = 0; k < 4u; k++) words[k] = select_bits(0x7fff7fffu, words[k] >> 1, words[k] << 15);
+    }
+    // Elements of four bytes, three of them the residual; first: the shared byte with which four residuals begin.
+    static __device__ __forceinline__ void join_triples(uint32_t symbols, uint32_t first, uint32_t rotate, uint32_t (&words)[4])
+    {
+        const uint2 r = eight_bytes(first);
+        const uint32_t third = __funnelshift_r(shared_word(first / 4u + 2u), shared_word(first / 4u + 3u), 8u * first);
+        words[0] = permute_bytes(r.x, symbols, 0x4210);
+        words[1] = permute_bytes(__funnelshift_r(r.x, r.y, 24), symbols, 0x5210);
+        words[2] = permute_bytes(__funnelshift_r(r.y, third, 16), symbols, 0x6210);
+        words[3] = permute_bytes(third, symbols, 0x7321);
+#pragma unroll
+        for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], rotate);
     }
 
     static __device__ __forceinline__ void put_element(uint32_t (&words)[4], uint32_t e, T element)
@@ -254,25 +307,27 @@ template <typename T, class G> struct DenseDecoder {
         }
     }
 
-    // The 16 bytes of step s, whose first element is i.
-    __device__ __forceinline__ void decode_vector(const PlanesBook<T> &book, Stage stage, const ValueParts &parts, const TileDigits &tile, uint32_t s,
-                                                  uint32_t i, uint32_t n, uint32_t (&words)[4]) const
+    // The 16 bytes of step s, whose first element is i < n or, where there are none, any.
+    __device__ __forceinline__ void decode_vector(const PlanesBook<T> &book, const ValueParts &parts, const TileDigits &tile, uint32_t s, uint32_t i,
+                                                  uint32_t n, uint32_t (&words)[4]) const
     {
-        const uint32_t r = cb.planes.residual_bits;
-        uint32_t bytes[(kPerVector + 3u) / 4u];
+        const uint32_t r = FORM == kByteSymbols ? 8u * (sizeof(T) - 1u) : cb.planes.residual_bits;
+        uint32_t bytes[kByteWords];
         symbol_bytes(book, tile, s, 0, bytes);
-        if (sizeof(T) == 2 && r == 8u && byte_planes(cb) == 1u) {
-            const uint2 residuals = eight_bytes(stage.bytes() + parts.residuals / 8u + ibp_min_u32(i, n));
-            join_bytes(bytes[0], residuals.x, cb.planes.rotate, words[0], words[1]);
-            join_bytes(bytes[1 % ((kPerVector + 3u) / 4u)], residuals.y, cb.planes.rotate, words[2], words[3]);
+        if (FORM == kByteSymbols && sizeof(T) == 2) {
+            join_bytes(bytes[0], eight_bytes(parts.residuals / 8u + i), bytes[1 % kByteWords], cb.planes.rotate, words);
+            return;
+        }
+        if (FORM == kByteSymbols && sizeof(T) == 4) {
+            join_triples(bytes[0], parts.residuals / 8u + 3u * i, cb.planes.rotate, words);
             return;
         }
         T symbol[kPerVector];
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) symbol[e] = static_cast<T>(bytes[e / 4u] >> 8u * (e % 4u) & 0xffu);
-        if (!cb.planes.per_column) {
+        if (!kTwoBits && !cb.planes.per_column) {
             for (uint32_t h = 1; h < cb.planes.symbol_bytes; h++) add_bytes(book, tile, s, h, 8u * h, symbol);
-        } else {
+        } else if (!kTwoBits) {
             T raw[kPerVector] = {};
             for (uint32_t h = 0; h < cb.planes.symbol_bytes; h++) add_bytes(book, tile, s, h + 1u, 8u * h, raw);
 #pragma unroll
@@ -285,15 +340,17 @@ template <typename T, class G> struct DenseDecoder {
         uint64_t residuals = 0;
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) {
-            if (e % kPerWindow == 0) residuals = stage.bits64_at(parts.residuals + ibp_min_u32(i + e, n) * r);
+            if (e % kPerWindow == 0) {
+                const uint32_t position = parts.residuals + ibp_min_u32(i + e, n) * r;
+                residuals = shared_bits(position) | static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
+            }
             put_element(words, e, book.join(symbol[e], static_cast<T>(low_bits(residuals, r))));
             residuals = kPerWindow == 1 ? 0 : residuals >> r;
         }
     }
-    __device__ __forceinline__ void add_bytes(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h, uint32_t shift,
-                                              T (&numbers)[kPerVector]) const
+    __device__ __forceinline__ void add_bytes(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h, uint32_t shift, T (&numbers)[kPerVector]) const
     {
-        uint32_t bytes[(kPerVector + 3u) / 4u];
+        uint32_t bytes[kByteWords];
         symbol_bytes(book, tile, s, h, bytes);
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++)
@@ -301,7 +358,7 @@ template <typename T, class G> struct DenseDecoder {
     }
 
     // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just coded_bytes.
-    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes, const Window &window) const
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit, uint32_t coded_bytes, const Window &window) const
     {
         const PlanesBook<T> book(cb, cluster);
         if (cb.num_clusters > 1u) {
@@ -312,23 +369,28 @@ template <typename T, class G> struct DenseDecoder {
         uint32_t n = active ? book.columns : 0u;
         const uint32_t tiles = (book.columns + kTile - 1u) / kTile, per_warp = (tiles + G::kWarps - 1u) / G::kWarps;
         const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n), last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
-        const ValueParts parts = book.template find_parts<G>(stage, start_bit, n, {first, last}, exchanged());
-        const bool good = !active || parts.end == start_bit + 8u * coded_bytes;
-        if (!good) n = 0; // from here on every position lies in the coded row
-        const bool vectors = (reinterpret_cast<uintptr_t>(window.dst) - window.low) % 16u == 0;
+        const uint32_t end = start_bit + 8u * coded_bytes;
+        ValueParts parts = book.template find_parts<G, kTwoBits>(start_bit, end, n, {first, last}, exchanged());
+        const bool good = !active || parts.end == end;
+        if (!good) { // otherwise every position that is read from here on lies in the row, or up to 16 bytes behind a part of it
+            n = 0;
+            parts = ValueParts::nothing(start_bit);
+        }
+        const bool units = window.is_units(cb.row_bytes, 16);
         uint32_t in_plane1 = parts.mine[1].from, next[3] = {parts.mine[2].from, parts.mine[3].from, parts.mine[4].from};
+#pragma unroll 1
         for (uint32_t k = 0; k < per_warp; k++) {
             const uint32_t tile_start = (G::warp() * per_warp + k) * kTile;
             if (tile_start >= book.columns) break;
-            const TileDigits tile = load_digits(book, stage, parts, tile_start, n);
-            decode_plane1(book, stage, parts, in_plane1, tile.num_escaped, next);
+            const TileDigits tile = load_digits(book, parts, tile_start, n);
+            decode_plane1(book, parts, in_plane1, tile.num_escaped, next);
             in_plane1 += tile.num_escaped;
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
                 const uint32_t i = first_element(tile_start, s);
                 uint32_t words[4] = {};
-                decode_vector(book, stage, parts, tile, s, i, n, words);
-                if (i < n) store_words(window, vectors, i * static_cast<uint32_t>(sizeof(T)) / 4u, words);
+                decode_vector(book, parts, tile, s, ibp_min_u32(i, n), n, words);
+                if (i < n) store_words(window, units, i * static_cast<uint32_t>(sizeof(T)) / 4u, words);
             }
             __syncwarp(); // level 1 is free for the next tile
         }

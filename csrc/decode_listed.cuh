@@ -9,18 +9,19 @@ namespace ibp {
 template <typename T> struct ListedDecoder {
     using Group = ibp::Group<kWarp, 1>;
     using G = Group;
-    static constexpr uint32_t kMostThreads = 1024, kVectors = 1;
+    static constexpr uint32_t kMostThreads = 768, kVectors = 1;
     static constexpr uint32_t kQueue = 2 * kWarp;
 
     const ibp_codebook &cb;
-    uint32_t *const queue; // positions found and not yet stored; behind it a bitmap of all positions
+    const uint32_t queue; // shared word with which the positions found and not yet stored begin; behind them a bitmap of all positions
 
     static __host__ __device__ __forceinline__ uint32_t bitmap_words(uint32_t columns) { return (columns + 127u) / 128u * 4u + 4u; }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &codebook)
     {
         return 4u * (kQueue + bitmap_words(codebook.row_bytes / static_cast<uint32_t>(sizeof(T))));
     }
-    __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint8_t *shared) : cb(codebook), queue(reinterpret_cast<uint32_t *>(shared)) {}
+    __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t scratch) : cb(codebook), queue(scratch / 4u) {}
+    __device__ __forceinline__ uint32_t &queued(uint32_t j) const { return shared_word(queue + j % kQueue); }
 
     // 32 bits of a bit array that ends at bit end.
     static __device__ __forceinline__ uint32_t bits_until(Stage stage, uint32_t position, uint32_t end)
@@ -36,10 +37,10 @@ template <typename T> struct ListedDecoder {
     }
 
     // Turns a list of the positions that are not listed into a bitmap of those that are. Returns whether it names m of them.
-    __device__ __forceinline__ bool spread_complement(uint32_t columns, Stage bitmap, Stage stage, const ibp_position_form &form, uint32_t start, uint32_t low_start) const
+    __device__ __forceinline__ bool spread_complement(uint32_t columns, uint32_t bitmap, Stage stage, const ibp_position_form &form, uint32_t start, uint32_t low_start) const
     {
-        for (uint32_t i = lane_id(); i <= bitmap.last_word; i += kWarp)
-            bitmap.words[i] = 32u * i < columns ? low_bits(~0u, ibp_min_u32(columns - 32u * i, 32u)) : 0u;
+        for (uint32_t i = lane_id(); i < bitmap_words(columns); i += kWarp)
+            shared_word(bitmap + i) = 32u * i < columns ? low_bits(~0u, ibp_min_u32(columns - 32u * i, 32u)) : 0u;
         __syncwarp();
         uint32_t found = 0;
         bool good = true;
@@ -48,10 +49,10 @@ template <typename T> struct ListedDecoder {
             const bool mine = word >> lane_id() & 1u;
             const uint32_t rank = found + ibp_popcount(word & G::lanes_below());
             const uint32_t position = mine ? list_position(stage, form, low_start, i + lane_id(), rank) : 0u;
-            if (mine) queue[rank % kQueue] = position;
+            if (mine) queued(rank) = position;
             __syncwarp();
-            if (mine) good = good && position < columns && (rank == 0u || position > queue[(rank - 1u) % kQueue]);
-            if (mine && position < columns) atomicAnd(bitmap.words + position / 32u, ~(1u << position % 32u));
+            if (mine) good = good && position < columns && (rank == 0u || position > queued(rank - 1u));
+            if (mine && position < columns) atomicAnd(&shared_word(bitmap + position / 32u), ~(1u << position % 32u));
             found += ibp_popcount(word);
             __syncwarp();
         }
@@ -101,7 +102,7 @@ template <typename T> struct ListedDecoder {
         if (cb.planes.default_value == 0u) {
             group_zero<G>(window.dst, window.high - window.low);
         } else {
-            const bool vectors = (reinterpret_cast<uintptr_t>(window.dst) - window.low) % 16u == 0;
+            const bool vectors = window.is_units(cb.row_bytes, 16);
             constexpr uint32_t kRepeats = sizeof(T) == 8 ? 1 : 4 / sizeof(T); // of the element in a word
             uint32_t words[4] = {};
 #pragma unroll
@@ -131,14 +132,15 @@ template <typename T> struct ListedDecoder {
         const uint32_t low_start = start + to_byte(form.upper_bits), values = start + 8u * form.num_bytes;
         if (values > end) return false;
         ValueParts parts{};
-        if (!closed) parts = book.template find_parts<G>(stage, values, k, {0, k}, nullptr);
+        if (!closed) parts = book.template find_parts<G, false>(values, end, k, {0, k}, 0);
         if ((closed ? values : parts.end) != end) return false;
         Stage upper = stage;
         uint32_t upper_start = start;
         if (form.is_complement) {
-            upper = {queue + kQueue, bitmap_words(columns) - 2u};
-            if (!spread_complement(columns, upper, stage, form, start, low_start)) return false;
-            upper_start = 0;
+            const uint32_t bitmap = queue + kQueue;
+            if (!spread_complement(columns, bitmap, stage, form, start, low_start)) return false;
+            upper.last_word = bitmap + bitmap_words(columns) - 2u;
+            upper_start = 32u * bitmap;
             form.is_list = 0;
             form.upper_bits = columns;
         }
@@ -156,7 +158,7 @@ template <typename T> struct ListedDecoder {
             const uint32_t word = bits_until(upper, upper_start + i, upper_start + form.upper_bits);
             if (word >> lane_id() & 1u) {
                 const uint32_t bit = i + lane_id(), rank = found + ibp_popcount(word & G::lanes_below());
-                queue[rank % kQueue] = form.is_list ? list_position(stage, form, low_start, bit, rank) : bit;
+                queued(rank) = form.is_list ? list_position(stage, form, low_start, bit, rank) : bit;
             }
             found += ibp_popcount(word);
             __syncwarp();
@@ -164,9 +166,9 @@ template <typename T> struct ListedDecoder {
             while (stored < found && (found - stored >= kWarp || i + kWarp >= form.upper_bits)) {
                 const uint32_t j = stored + lane_id();
                 const bool active = j < found;
-                const uint32_t column = active ? queue[j % kQueue] : 0u;
+                const uint32_t column = active ? queued(j) : 0u;
                 const T element = closed ? static_cast<T>(cb.planes.closed_value) : listed_value(book, stage, parts, j, active, next);
-                good = good && column < columns && (!active || j == 0u || column > queue[(j - 1u) % kQueue]);
+                good = good && column < columns && (!active || j == 0u || column > queued(j - 1u));
                 if (active && column < columns) store_element(window, column, element);
                 stored = ibp_min_u32(stored + kWarp, found);
                 __syncwarp();

@@ -9,15 +9,15 @@ namespace ibp {
 // A lane takes kSteps * WORDS words a tile; one scan of the bits that its words keep gives their places, for all steps side by side.
 template <int WORDS, class G> struct MasksDecoder {
     using Group = G;
-    static constexpr uint32_t kMostThreads = 768, kVectors = 3;
+    static constexpr uint32_t kMostThreads = 512, kVectors = 4;
     static constexpr uint32_t kSteps = 2, kStepWords = G::kLanes * WORDS, kTileWords = kSteps * kStepWords;
 
     const ibp_codebook &cb;
-    uint32_t *const exchanged;
+    const uint32_t exchanged; // shared word
 
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return G::kWarps > 1 ? 4u * G::kWarps : 0u; }
 
-    __device__ __forceinline__ MasksDecoder(const ibp_codebook &codebook, uint8_t *shared) : cb(codebook), exchanged(reinterpret_cast<uint32_t *>(shared)) {}
+    __device__ __forceinline__ MasksDecoder(const ibp_codebook &codebook, uint32_t scratch) : cb(codebook), exchanged(scratch / 4u) {}
 
     // One codebook, under the names of struct ibp_codebook.
     struct Book {
@@ -75,7 +75,7 @@ template <int WORDS, class G> struct MasksDecoder {
         load_entries(book.bitval, w, bitval);
         const uint32_t first = ibp_min_u32(from / 32u, stage.last_word + 1u - WORDS); // a corrupt row asks for more
 #pragma unroll
-        for (int i = 0; i <= WORDS; i++) staged[i] = stage.words[first + i];
+        for (int i = 0; i <= WORDS; i++) staged[i] = shared_word(first + i);
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
             word[i] = __funnelshift_r(staged[i], staged[i + 1], from);
@@ -110,7 +110,7 @@ template <int WORDS, class G> struct MasksDecoder {
     __device__ __forceinline__ bool decode_chunks(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes, const Window &window) const
     {
         const Book book = book_of(cluster);
-        const bool vectors = (reinterpret_cast<uintptr_t>(window.dst) - window.low) % (4u * WORDS) == 0;
+        const bool units = window.is_units(cb.row_bytes, 4 * WORDS);
         const uint32_t num_words = (cb.row_bytes + 3u) / 4u, tiles = (num_words + kTileWords - 1u) / kTileWords;
         const uint32_t per_warp = (tiles + G::kWarps - 1u) / G::kWarps, first = G::warp() * per_warp;
         uint32_t position = book.num_flags, total = 0;
@@ -122,7 +122,7 @@ template <int WORDS, class G> struct MasksDecoder {
                     count += kept_bits<CHUNK_BYTES>(book, stage, start_bit, t * kTileWords + s * kStepWords + G::lane() * WORDS).count;
             position += G::exchange(exchanged, G::sum(count), total);
             total += book.num_flags;
-            if ((total + 7u) / 8u != coded_bytes) return false;
+            if ((total + 7u) / 8u != coded_bytes) return !active;
         }
         for (uint32_t t = first; t < ibp_min_u32(first + per_warp, tiles); t++) {
             Kept kept[kSteps];
@@ -138,7 +138,7 @@ template <int WORDS, class G> struct MasksDecoder {
                 const uint32_t w = t * kTileWords + s * kStepWords + G::lane() * WORDS;
                 uint32_t word[WORDS];
                 rebuild(book, stage, start_bit + position + (before >> 16u * s & 0xffffu), w, kept[s], word);
-                if (active) store_words(window, vectors, w, word);
+                if (active && 4u * w < cb.row_bytes) store_words(window, units, w, word);
                 position += totals >> 16u * s & 0xffffu;
             }
         }

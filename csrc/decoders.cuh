@@ -8,53 +8,71 @@
 
 namespace ibp {
 
-// Scheme raw: there is nothing to decode, and nothing is staged.
-struct RawDecoder {
-    using Group = ibp::Group<kWarp, 1>;
-    static constexpr uint32_t kMostThreads = 1024, kVectors = 4;
+// Scheme raw: there is nothing to decode.
+template <class G> struct RawDecoder {
+    using Group = G;
+    static constexpr uint32_t kMostThreads = 512, kVectors = 4;
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
-    __device__ __forceinline__ RawDecoder(const ibp_codebook &, uint8_t *) {}
-    __device__ __forceinline__ bool decode(uint32_t, bool, Stage, uint32_t, uint32_t, const Window &) const { return false; }
+    __device__ __forceinline__ RawDecoder(const ibp_codebook &, uint32_t) {}
+    __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t, uint32_t, const Window &) const { return !active; }
 };
 
 template <class Decoder> struct Tag {
     using type = Decoder;
 };
 
-constexpr uint32_t kTeamWarps = 8;             // of a row that is too long to leave every warp one of its own
-constexpr uint32_t kLongestOfWarp = 8u << 10;  // bytes
+constexpr uint32_t kTeamWarps = 8;            // of a row that is too long to leave every warp one of its own
+constexpr uint32_t kLongestOfWarp = 8u << 10; // bytes
+constexpr uint32_t kLaneBytes = 64;           // of a row, at least, where a lane can have as many
 
-// Calls launcher with the tag of Decoder<Group> for the group that a row of this length gets; at least LEAST bytes of the row a lane.
-template <template <class> class Decoder, uint32_t LEAST, class Launcher> ibp_status with_group(uint32_t row_bytes, const Launcher &launcher)
+// Calls launcher with the tag of Decoder<Group> for the group that a row of this length gets.
+template <template <class> class Decoder, class Launcher> ibp_status with_group(uint32_t row_bytes, const Launcher &launcher)
 {
-    if (row_bytes <= 8u * LEAST) return launcher(Tag<Decoder<Group<8, 1>>>{});
-    if (row_bytes <= 16u * LEAST) return launcher(Tag<Decoder<Group<16, 1>>>{});
+    if (row_bytes <= 4u * kLaneBytes) return launcher(Tag<Decoder<Group<4, 1>>>{});
+    if (row_bytes <= 8u * kLaneBytes) return launcher(Tag<Decoder<Group<8, 1>>>{});
+    if (row_bytes <= 16u * kLaneBytes) return launcher(Tag<Decoder<Group<16, 1>>>{});
     if (row_bytes <= kLongestOfWarp) return launcher(Tag<Decoder<Group<kWarp, 1>>>{});
     return launcher(Tag<Decoder<Group<kWarp, kTeamWarps>>>{});
 }
 
-template <class G> using Dense1 = DenseDecoder<uint8_t, G>;
-template <class G> using Dense2 = DenseDecoder<uint16_t, G>;
-template <class G> using Dense4 = DenseDecoder<uint32_t, G>;
-template <class G> using Dense8 = DenseDecoder<uint64_t, G>;
+template <class G> using Dense1 = DenseDecoder<uint8_t, G, kAnyDense>;
+template <class G> using Dense2 = DenseDecoder<uint16_t, G, kAnyDense>;
+template <class G> using Pairs2 = DenseDecoder<uint16_t, G, kBytePairs>;
+template <class G> using Bytes2 = DenseDecoder<uint16_t, G, kByteSymbols>;
+template <class G> using Dense4 = DenseDecoder<uint32_t, G, kAnyDense>;
+template <class G> using Bytes4 = DenseDecoder<uint32_t, G, kByteSymbols>;
+template <class G> using Dense8 = DenseDecoder<uint64_t, G, kAnyDense>;
 template <class G> using MaskWords = MasksDecoder<4, G>;
 template <class G> using MaskWord = MasksDecoder<1, G>;
+
+inline DenseForm form_of(const ibp_planes &planes)
+{
+    const bool pairs = planes.num_planes >= 2 && planes.digit_bits[0] == 2 && planes.digit_bits[1] == 2 && planes.symbol_bytes == 1 && !planes.per_column;
+    if (!pairs) return kAnyDense;
+    return planes.residual_bits == 8u * (planes.element_bytes - 1u) ? kByteSymbols : kBytePairs;
+}
 
 // Calls launcher with the tag of the codebook's decoder. by_16: rows start at multiples of 16 bytes on the uncoded side.
 template <class Launcher> ibp_status with_decoder(const ibp_codebook &cb, bool by_16, const Launcher &launcher)
 {
-    if (cb.scheme == IBP_SCHEME_RAW) return launcher(Tag<RawDecoder>{});
+    if (cb.scheme == IBP_SCHEME_RAW) return with_group<RawDecoder>(cb.row_bytes, launcher);
     if (cb.scheme == IBP_SCHEME_IBP) {
-        if (by_16) return with_group<MaskWords, 32>(cb.row_bytes, launcher);
+        if (by_16) return with_group<MaskWords>(cb.row_bytes, launcher);
         if (cb.row_bytes <= kLongestOfWarp) return launcher(Tag<MaskWord<Group<kWarp, 1>>>{});
         return launcher(Tag<MaskWord<Group<kWarp, kTeamWarps>>>{});
     }
     const bool listed = cb.planes.listed;
+    const DenseForm form = form_of(cb.planes);
     switch (cb.planes.element_bytes) {
-    case 1: return listed ? launcher(Tag<ListedDecoder<uint8_t>>{}) : with_group<Dense1, 16>(cb.row_bytes, launcher);
-    case 2: return listed ? launcher(Tag<ListedDecoder<uint16_t>>{}) : with_group<Dense2, 32>(cb.row_bytes, launcher);
-    case 4: return listed ? launcher(Tag<ListedDecoder<uint32_t>>{}) : with_group<Dense4, 64>(cb.row_bytes, launcher);
-    case 8: return listed ? launcher(Tag<ListedDecoder<uint64_t>>{}) : with_group<Dense8, 64>(cb.row_bytes, launcher);
+    case 1: return listed ? launcher(Tag<ListedDecoder<uint8_t>>{}) : with_group<Dense1>(cb.row_bytes, launcher);
+    case 2:
+        if (listed) return launcher(Tag<ListedDecoder<uint16_t>>{});
+        if (form == kByteSymbols) return with_group<Bytes2>(cb.row_bytes, launcher);
+        return form == kBytePairs ? with_group<Pairs2>(cb.row_bytes, launcher) : with_group<Dense2>(cb.row_bytes, launcher);
+    case 4:
+        if (listed) return launcher(Tag<ListedDecoder<uint32_t>>{});
+        return form == kByteSymbols ? with_group<Bytes4>(cb.row_bytes, launcher) : with_group<Dense4>(cb.row_bytes, launcher);
+    case 8: return listed ? launcher(Tag<ListedDecoder<uint64_t>>{}) : with_group<Dense8>(cb.row_bytes, launcher);
     default: return IBP_INVALID_ARGUMENT;
     }
 }

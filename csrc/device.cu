@@ -48,25 +48,6 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group
     return check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch->shared_bytes)));
 }
 
-ibp_status plan_launch(const void *kernel, const ibp_codebook &codebook, int64_t num_jobs, int max_sms, Launch *launch)
-{
-    int device = 0, num_sms = 0, max_shared = 0;
-    ibp_status status = check_cuda(cudaGetDevice(&device));
-    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&max_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    if (status != IBP_OK) return status;
-    const int64_t fitting = (max_shared - kStaticSharedBytes) / stage_bytes(codebook);
-    const int64_t warps = std::min<int64_t>(fitting, 32);
-    if (warps < 1) return IBP_INVALID_ARGUMENT;
-    const int64_t sms = max_sms > 0 ? std::min(max_sms, num_sms) : num_sms;
-    const int64_t blocks_an_sm = max_sms > 0 ? 1 : 2; // two would spread over twice the SMs
-    const int64_t blocks = std::min((num_jobs + warps - 1) / warps, sms * blocks_an_sm);
-    *launch = {static_cast<uint32_t>(blocks), static_cast<uint32_t>(warps * kWarp),
-               static_cast<uint32_t>(warps * stage_bytes(codebook))};
-    return check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch->shared_bytes)));
-}
-
 } // namespace ibp
 
 extern "C" {

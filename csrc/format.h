@@ -120,7 +120,7 @@ IBP_INLINE uint32_t ibp_insert_two_gaps(uint32_t word, uint32_t removed, uint32_
  * the stray bit read for it does not matter. */
 IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_t flags_entry, uint32_t chunk_bytes)
 {
-    if (chunk_bytes >= 4u) return (participation & 1u) ? ~mask : ~0u;
+    if (chunk_bytes >= 4u) return ~(mask * (participation & 1u));
     const uint32_t chunk_bits = 8u * chunk_bytes, ones = (1u << chunk_bits) - 1u, flagged = ibp_flagged_chunks(flags_entry);
     uint32_t removed = 0;
     for (uint32_t chunk = 0; chunk * chunk_bytes < 4u; chunk++) {

@@ -1,20 +1,31 @@
 // gather.cu - items fetched and rebuilt by the GPU, from wherever the table's bytes are (the paper's sections 4.3 and 4.4).
 //
 // A group of threads takes a row a job, and works on four jobs at once so that no latency is waited for: it decodes one, has the bytes of the next on
-// their way to registers, the place of the one after that, and the id of the fourth.
+// their way to registers, the index entries of the one after that, and the id of the fourth. Rows that are out of the ordinary are fetched when
+// their turn comes, by functions of their own.
 #include "decoders.cuh"
+
+#include <algorithm>
 
 namespace ibp {
 
 constexpr int64_t kMostJobs = 1ll << 31; // of a launch: job numbers have 32 bits
 
-// The items at ids, or, where there are none, the one "item" of the bytes [start, end).
+// The items at ids, or, where there are none, the rows of the bytes [start, end): an "item" each, in order.
 struct Request {
     ibp_ids ids;
-    int64_t rows_per_item, start, end;
-    int64_t first_row; // of the bytes
+    int64_t start, end;
+    int64_t rows_per_item, first_row; // of the bytes
     uint32_t num_jobs;
     bool by_id, whole_rows; // whole_rows: items begin and end with rows
+    // Ordinary are the rows of the num_ordinary items from first_ordinary on: whole ones, of row_bytes bytes, that begin in `rows`.
+    int64_t first_ordinary;
+    uint64_t num_ordinary;
+    uint32_t out_items, most_stored; // most_stored: bytes of a row as stored that lie in one piece
+    uint8_t *dst;                    // where the row of item 0 would go
+    const uint8_t *rows;             // slots or overflow
+    int64_t rows_bytes;
+    bool packed, copies_vectors; // copies_vectors: raw rows at multiples of 16 bytes can be
 };
 
 // Rows that an item can touch.
@@ -25,252 +36,279 @@ static int64_t rows_an_item(int64_t item_bytes, int64_t row_bytes)
     return (item_bytes - 2) / row_bytes + 2;
 }
 
-// What a job is asked for: the id and where its item goes.
+// What a job is asked for: row `part` of the item id, which goes to a position of the output. The id as it was loaded, so that nothing waits for it here.
 struct Ticket {
-    int64_t id;
-    uint32_t position;
+    uint64_t loaded;
+    uint32_t position, part;
+
+    __device__ __forceinline__ int64_t id(const Request &request) const
+    {
+        return request.by_id && request.ids.id_bytes == 4 ? static_cast<int32_t>(loaded) : static_cast<int64_t>(loaded);
+    }
 };
 
-// A row of an item: the bytes [low, high) of the row go to dst. There is none where dst is NULL.
-struct Job {
-    int64_t row;
+__device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t item, uint32_t part)
+{
+    if (!request.by_id) return {item, item, 0};
+    const uint64_t loaded = request.ids.id_bytes == 8 ? __ldg(static_cast<const unsigned long long *>(request.ids.data) + item)
+                                                      : __ldg(static_cast<const uint32_t *>(request.ids.data) + item);
+    return {loaded, request.ids.positions ? __ldg(request.ids.positions + item) : item, part};
+}
+
+// Lengths of the rows before one in its group of 32, a lane its share of them: G::kPerWarp each.
+template <class G> struct Neighbours {
+    uint64_t base;
+    uint16_t lengths[G::kPerWarp];
+};
+template <class G> __device__ __forceinline__ Neighbours<G> load_neighbours(const ibp_table &table, int64_t row)
+{
+    const uint64_t group = static_cast<uint64_t>(row) / kWarp;
+    const uint32_t in_group = static_cast<uint32_t>(row) % kWarp;
+    Neighbours<G> found{__ldg(table.bases + group), {}};
+#pragma unroll
+    for (uint32_t i = 0; i < G::kPerWarp; i++) {
+        const uint32_t lane = i * G::kLanes + G::lane();
+        if (table.lengths && lane < in_group) found.lengths[i] = __ldg(table.lengths + (group * kWarp + lane));
+    }
+    return found;
+}
+// Where in the table's overflow bytes a row begins, from its neighbours; past them if its base is, any number where there is no row. By all lanes
+// of a warp together.
+template <class G> __device__ __forceinline__ uint64_t overflow_start(const ibp_table &table, int64_t row, const Neighbours<G> &of, bool is_row)
+{
+    uint32_t room = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < G::kPerWarp; i++) {
+        const uint32_t stored = of.lengths[i] ? of.lengths[i] : table.codebook.row_bytes;
+        if (is_row && i * G::kLanes + G::lane() < static_cast<uint32_t>(row) % kWarp) room += ibp_overflow_room(ibp_overflow_part(stored, table.slot_bytes), table.slot_bytes);
+    }
+    const uint64_t base = of.base - table.overflow_start;
+    room = G::sum(room);
+    return base <= static_cast<uint64_t>(table.overflow_bytes) ? base + room : ~uint64_t{0};
+}
+
+// ---- rows out of the ordinary ----
+
+enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kOther };
+
+// A row that has been fetched: staged if it is coded, else done with. The bytes [low, high) of it are wanted.
+struct Fetched {
     Window window;
+    uint32_t num_bytes; // as stored
+    Kind kind;
+};
+
+struct Job {
+    Ticket ticket;
+    int64_t row;
+    Window window; // dst is NULL where nothing is to be written
     bool in_range;
 };
 
-// The index entries of a row, as loaded; neighbours: lengths of the rows of its group of 32, if it begins in overflow.
-template <class G> struct IndexEntries {
-    uint64_t base;
-    uint16_t length, neighbours[G::kPerWarp];
+static __device__ Job job_of(const ibp_table &table, const Request &request, uint8_t *out, uint32_t number)
+{
+    const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
+    const uint32_t item = request.by_id ? number / rows_per_item : number;
+    Job job{};
+    job.ticket = load_ticket(request, item, number - item * (request.by_id ? rows_per_item : 1u));
+    const int64_t row_bytes = table.codebook.row_bytes, id = job.ticket.id(request);
+    int64_t start = request.start, end = request.end;
+    job.in_range = true;
+    job.row = request.first_row + item;
+    if (request.by_id) {
+        job.in_range = id >= 0 && id < table.num_items && job.ticket.position < request.out_items;
+        start = (id >= 0 && id < table.num_items ? id : 0) * table.item_bytes, end = start + table.item_bytes;
+        job.row = start / row_bytes + job.ticket.part;
+        if (job.ticket.position >= request.out_items) return job;
+    }
+    const int64_t row_start = job.row * row_bytes;
+    if (row_start >= end) {
+        job.in_range = true; // an item that touches fewer rows than others
+        return job;
+    }
+    job.window.low = static_cast<uint32_t>(max(start - row_start, int64_t{0}));
+    job.window.high = static_cast<uint32_t>(min(end - row_start, row_bytes));
+    job.window.dst = out + (request.by_id ? job.ticket.position * table.item_bytes : 0) + (row_start + job.window.low - start);
+    return job;
+}
+
+template <class G> static __device__ __noinline__ void refuse(const ibp_table &table, const Request &request, uint8_t *out, uint32_t number, ibp_status status, ibp_fault *fault)
+{
+    const Job job = job_of(table, request, out, number);
+    if (job.window.dst) group_zero<G>(job.window.dst, job.window.high - job.window.low);
+    if (G::rank() != 0) return;
+    if (request.by_id)
+        record_fault(fault, status, job.ticket.position, job.ticket.id(request));
+    else
+        record_fault(fault, status, job.row, job.row);
+}
+
+// Fetches the row of a job, of any kind (FORMAT.md section 3). By all lanes of a warp together; mine: whether the group has such a job.
+template <class G>
+static __device__ __noinline__ Fetched fetch_other(const ibp_table &table, const Request &request, uint8_t *out, uint32_t stage, uint32_t number, bool mine, ibp_fault *fault)
+{
+    Fetched fetched{{nullptr, 0, 0}, 0, kNothing};
+    Job job{};
+    if (mine) job = job_of(table, request, out, number);
+    const uint32_t slot_bytes = table.slot_bytes, row_bytes = table.codebook.row_bytes;
+    uint32_t stored = 0, in_slot = 0, in_overflow = 0;
+    bool raw = true, in_bounds = job.in_range;
+    const uint8_t *slot = table.slots, *overflow = table.overflow;
+    if (job.window.dst && job.in_range) {
+        const uint32_t valid = ibp_valid_bytes(table.num_items * table.item_bytes, row_bytes, job.row), length = table.lengths ? __ldg(table.lengths + job.row) : 0u;
+        raw = length == 0;
+        stored = raw ? valid : length;
+        in_overflow = ibp_overflow_part(stored, slot_bytes), in_slot = stored - in_overflow;
+        const uint64_t start = static_cast<uint64_t>(job.row) * slot_bytes - table.slots_start, end = static_cast<uint64_t>(table.slots_bytes);
+        in_bounds = stored <= valid && (in_slot == 0 || (start <= end && in_slot <= end - start)) && (in_overflow == 0 || table.bases);
+        slot += start;
+    }
+    const bool overflows = in_bounds && in_overflow != 0;
+    if (__any_sync(kAllLanes, overflows)) {
+        Neighbours<G> neighbours{};
+        if (overflows) neighbours = load_neighbours<G>(table, job.row);
+        const uint64_t start = overflow_start<G>(table, job.row, neighbours, overflows), end = static_cast<uint64_t>(table.overflow_bytes);
+        if (overflows) in_bounds = start <= end && in_overflow <= end - start;
+        overflow += start;
+    }
+    if (!mine) return fetched;
+    if (!in_bounds) {
+        refuse<G>(table, request, out, number, job.in_range ? IBP_CORRUPT_ROW : IBP_INDEX_OUT_OF_RANGE, fault);
+    } else if (job.window.dst && raw) {
+        const uint32_t low = job.window.low, high = job.window.high, split = min(max(in_slot, low), high);
+        if (split > low) group_copy<G>(job.window.dst, slot + low, split - low);
+        if (high > split) group_copy<G>(job.window.dst + (split - low), overflow + (split - in_slot), high - split);
+    } else if (job.window.dst) {
+        fetched = {job.window, stored, kCoded};
+        group_copy<G>(shared_bytes() + stage, slot, in_slot);
+        group_copy<G>(shared_bytes() + stage + in_slot, overflow, in_overflow);
+    }
+    return fetched;
+}
+
+// ---- ordinary rows ----
+
+// A row whose index entries are on their way.
+template <class G> struct RowAhead {
+    int64_t row;
+    uint8_t *dst;
+    Kind kind; // kNothing, kOther, or kCoded: an ordinary one as far as is known
+    uint16_t length;
+    Neighbours<G> neighbours; // in packed layout
 };
 
-// Where a row's bytes are (FORMAT.md section 3): first in one piece, then, if neither in_slot nor in_overflow is 0, in another.
-struct Place {
-    const uint8_t *first, *overflow;
-    uint32_t in_slot, in_overflow, valid;
-    bool raw, in_bounds;
-};
-
-// What is done with the vectors of a row that are on their way: nothing, staged and decoded, written out as they are; or the row is none of the
-// simple ones (whole, in one piece, all vectors inside its array), and is fetched when its turn comes.
-enum Kind : uint32_t { kNothing, kCoded, kRaw, kOther };
+// A row whose bytes are on their way.
 struct Arrival {
     uint8_t *dst;
     const uint8_t *from; // aligned to 16 bytes
     uint32_t num_bytes;  // of the row as stored
     uint32_t shift;      // of its first byte after `from`
     Kind kind;
+
+    __device__ __forceinline__ uint32_t num_vectors() const { return (shift + num_bytes + 15u) / 16u; }
 };
 
 template <class Decoder> struct Fetch {
     using G = typename Decoder::Group;
     static constexpr uint32_t kVectors = Decoder::kVectors; // of a thread on their way
-    static constexpr bool kStages = !std::is_same<Decoder, RawDecoder>::value;
 
     const ibp_table &table;
     const Request &request;
     uint8_t *const out;
     const Stage stage;
 
-    // ---- ids and rows ----
-
-    __device__ __forceinline__ uint32_t item_of(uint32_t job) const
+    __device__ __forceinline__ RowAhead<G> look_up(const Ticket &ticket, bool is_job) const
     {
-        if (!request.by_id) return 0;
-        return request.rows_per_item == 1 ? job : job / static_cast<uint32_t>(request.rows_per_item);
+        RowAhead<G> ahead{};
+        if (!is_job) return ahead;
+        ahead.kind = kOther;
+        const int64_t id = ticket.id(request);
+        if (static_cast<uint64_t>(id - request.first_ordinary) >= request.num_ordinary || ticket.position >= request.out_items) return ahead;
+        ahead.kind = kCoded;
+        const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
+        ahead.row = request.first_row + id * rows_per_item + ticket.part;
+        ahead.dst = request.dst + (static_cast<uint64_t>(ticket.position) * rows_per_item + ticket.part) * table.codebook.row_bytes;
+        if (table.lengths) ahead.length = __ldg(table.lengths + ahead.row);
+        if (request.packed) ahead.neighbours = load_neighbours<G>(table, ahead.row);
+        return ahead;
     }
 
-    __device__ __forceinline__ Ticket load_ticket(uint32_t job) const
+    __device__ __forceinline__ Arrival send_for(const RowAhead<G> &ahead, uint4 (&vectors)[kVectors]) const
     {
-        if (!request.by_id || job >= request.num_jobs) return {0, 0};
-        const uint32_t k = item_of(job);
-        const int64_t id = request.ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(request.ids.data) + k)
-                                                     : __ldg(static_cast<const int *>(request.ids.data) + k);
-        const uint32_t position = request.ids.positions ? __ldg(request.ids.positions + k) : k;
-        return {id, position};
-    }
-
-    __device__ __forceinline__ Job job_of(uint32_t job, const Ticket &ticket) const
-    {
-        Job found{};
-        if (job >= request.num_jobs) return found;
-        const int64_t row_bytes = table.codebook.row_bytes, part = job - item_of(job) * request.rows_per_item;
-        int64_t start = request.start, end = request.end;
-        found.in_range = true;
-        if (request.by_id) {
-            found.in_range = ticket.id >= 0 && ticket.id < table.num_items;
-            start = (found.in_range ? ticket.id : 0) * table.item_bytes, end = start + table.item_bytes;
-        }
-        if (request.whole_rows)
-            found.row = (found.in_range ? ticket.id : 0) * request.rows_per_item + part;
-        else
-            found.row = (request.by_id ? start / row_bytes : request.first_row) + part;
-        const int64_t row_start = found.row * row_bytes;
-        if (row_start >= end) return found;
-        if (request.ids.positions && ticket.position >= request.ids.out_items) return found;
-        found.window.low = static_cast<uint32_t>(max(start - row_start, int64_t{0}));
-        found.window.high = static_cast<uint32_t>(min(end - row_start, row_bytes));
-        found.window.dst = out + ticket.position * table.item_bytes + (row_start + found.window.low - start);
-        return found;
-    }
-
-    // ---- places ----
-
-    __device__ __forceinline__ void load_neighbours(int64_t row, IndexEntries<G> &entries) const
-    {
-        entries.base = __ldg(table.bases + row / kWarp);
-#pragma unroll
-        for (uint32_t i = 0; i < G::kPerWarp; i++) {
-            const uint32_t lane = i * G::kLanes + G::lane();
-            entries.neighbours[i] = table.lengths && lane < row % kWarp ? __ldg(table.lengths + (row / kWarp * kWarp + lane)) : uint16_t{0};
-        }
-    }
-    __device__ __forceinline__ IndexEntries<G> look_up(const Job &job) const
-    {
-        IndexEntries<G> entries{};
-        if (!job.window.dst || !table.lengths) return entries;
-        entries.length = __ldg(table.lengths + job.row);
-        if (table.slot_bytes == 0u && table.bases) load_neighbours(job.row, entries);
-        return entries;
-    }
-
-    __device__ __forceinline__ Place locate(const Job &job, IndexEntries<G> &entries) const
-    {
-        Place place{};
-        const uint32_t slot_bytes = table.slot_bytes, row_bytes = table.codebook.row_bytes;
-        if (job.window.dst && job.in_range) {
-            const uint64_t slot_start = static_cast<uint64_t>(job.row) * slot_bytes - table.slots_start, slots_end = static_cast<uint64_t>(table.slots_bytes);
-            place.valid = ibp_valid_bytes(table.num_items * table.item_bytes, row_bytes, job.row);
-            place.raw = entries.length == 0;
-            const uint32_t stored = place.raw ? place.valid : entries.length;
-            place.in_overflow = ibp_overflow_part(stored, slot_bytes);
-            place.in_slot = stored - place.in_overflow;
-            place.in_bounds = stored <= place.valid && (place.in_slot == 0 || (slot_start <= slots_end && place.in_slot <= slots_end - slot_start));
-            place.in_bounds = place.in_bounds && (place.in_overflow == 0 || table.bases);
-            place.first = table.slots + slot_start;
-        }
-        const bool overflows = place.in_bounds && place.in_overflow != 0;
-        if (!__any_sync(kAllLanes, overflows)) return place;
-        if (overflows && slot_bytes != 0u) load_neighbours(job.row, entries);
-        uint32_t room = 0;
-#pragma unroll
-        for (uint32_t i = 0; i < G::kPerWarp; i++)
-            if (overflows && i * G::kLanes + G::lane() < job.row % kWarp)
-                room += ibp_overflow_room(ibp_overflow_part(entries.neighbours[i] ? entries.neighbours[i] : row_bytes, slot_bytes), slot_bytes);
-        const uint64_t before = G::sum(room), start = entries.base - table.overflow_start, end = static_cast<uint64_t>(table.overflow_bytes);
-        if (!overflows) return place;
-        place.overflow = table.overflow + start + before;
-        place.in_bounds = start <= end && before + place.in_overflow <= end - start;
-        if (place.in_slot == 0) place.first = place.overflow;
-        return place;
-    }
-
-    // ---- simple rows: whole, in one piece, every vector inside its array ----
-
-    __device__ __forceinline__ Arrival send_for(const Job &job, IndexEntries<G> entries, uint4 (&vectors)[kVectors]) const
-    {
-        const Place place = locate(job, entries);
-        Arrival row{};
-        row.dst = job.window.dst;
-        row.num_bytes = place.in_slot + place.in_overflow;
-        row.shift = reinterpret_cast<uintptr_t>(place.first) % 16u;
-        row.from = place.first - row.shift;
-        if (!job.window.dst) return row;
-        row.kind = kOther;
-        const uint8_t *const begin = place.in_slot ? table.slots : table.overflow,
-                      *const end = begin + (place.in_slot ? table.slots_bytes : table.overflow_bytes);
-        const uint32_t num_vectors = vectors_of(row);
-        const bool whole = place.in_bounds && job.window.low == 0u && job.window.high == table.codebook.row_bytes && (place.in_slot == 0 || place.in_overflow == 0);
-        if (!whole || row.from < begin || row.from + 16u * num_vectors > end) return row;
-        if (!place.raw)
-            row.kind = kCoded;
-        else if (row.shift == 0u && row.num_bytes % 16u == 0u && aligned(row.dst, 16))
-            row.kind = kRaw;
-        else
+        uint64_t start = static_cast<uint64_t>(ahead.row) * table.slot_bytes - table.slots_start;
+        if (request.packed) start = overflow_start<G>(table, ahead.row, ahead.neighbours, ahead.kind == kCoded);
+        Arrival row{ahead.dst, nullptr, 0, 0, ahead.kind};
+        if (ahead.kind != kCoded) return row;
+        const uint8_t *const first = request.rows + start;
+        row.num_bytes = ahead.length ? ahead.length : table.codebook.row_bytes;
+        row.shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first)) % 16u;
+        row.from = first - row.shift;
+        const uint32_t num_vectors = row.num_vectors();
+        const int64_t before = static_cast<int64_t>(start) - row.shift;
+        if (row.num_bytes > request.most_stored || before < 0 || before > request.rows_bytes - 16 * static_cast<int64_t>(num_vectors)) {
+            row.kind = kOther;
             return row;
+        }
+        if (!ahead.length) row.kind = request.copies_vectors && row.shift == 0u ? kRaw : kStagedRaw;
         const uint4 *const from = reinterpret_cast<const uint4 *>(row.from) + G::rank();
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++)
             if (k * G::kThreads + G::rank() < num_vectors) vectors[k] = from[k * G::kThreads];
         return row;
     }
-    static __device__ __forceinline__ uint32_t vectors_of(const Arrival &row) { return (row.shift + row.num_bytes + 15u) / 16u; }
 
     // Puts the vectors that were on their way where they belong, and fetches those for which there was no room.
     __device__ __forceinline__ void receive(const Arrival &row, const uint4 (&vectors)[kVectors]) const
     {
-        if (row.kind != kCoded && row.kind != kRaw) return;
-        const uint32_t num_vectors = vectors_of(row);
-        const uint4 *const from = reinterpret_cast<const uint4 *>(row.from) + G::rank();
-        if (row.kind == kRaw)
-            receive_in(reinterpret_cast<uint4 *>(row.dst) + G::rank(), from, num_vectors, vectors);
-        else
-            receive_in(reinterpret_cast<uint4 *>(stage.words) + G::rank(), from, num_vectors, vectors);
+        if (row.kind == kCoded || row.kind == kStagedRaw) receive_in(reinterpret_cast<uint4 *>(stage.bytes()) + G::rank(), row, vectors);
+        if (row.kind == kRaw) receive_in(reinterpret_cast<uint4 *>(row.dst) + G::rank(), row, vectors);
     }
-    static __device__ __forceinline__ void receive_in(uint4 *to, const uint4 *from, uint32_t num_vectors, const uint4 (&vectors)[kVectors])
+    static __device__ __forceinline__ void receive_in(uint4 *to, const Arrival &row, const uint4 (&vectors)[kVectors])
     {
+        const uint32_t num_vectors = row.num_vectors();
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++)
             if (k * G::kThreads + G::rank() < num_vectors) to[k * G::kThreads] = vectors[k];
+        const uint4 *const from = reinterpret_cast<const uint4 *>(row.from) + G::rank();
 #pragma unroll 4
         for (uint32_t i = kVectors * G::kThreads; i + G::rank() < num_vectors; i += G::kThreads) to[i] = from[i];
-    }
-
-    // ---- any row ----
-
-    // Fetches a row of any kind, now; those that are coded are staged, to be decoded by the caller.
-    __device__ __forceinline__ void fetch_other(uint32_t number, bool mine, Arrival &row, Window &window, ibp_fault *fault) const
-    {
-        const Ticket ticket = mine ? load_ticket(number) : Ticket{};
-        const Job job = mine ? job_of(number, ticket) : Job{};
-        IndexEntries<G> entries = look_up(job);
-        const Place place = locate(job, entries);
-        if (!mine) return;
-        window = job.window;
-        row.kind = kNothing;
-        if (!place.in_bounds) {
-            refuse(number, job.in_range ? IBP_CORRUPT_ROW : IBP_INDEX_OUT_OF_RANGE, window, fault);
-        } else if (place.raw) {
-            const uint32_t split = min(max(place.in_slot, window.low), window.high);
-            if (split > window.low) group_copy<G>(window.dst, place.first + window.low, split - window.low);
-            if (window.high > split) group_copy<G>(window.dst + (split - window.low), place.overflow + (split - place.in_slot), window.high - split);
-        } else {
-            row.kind = kCoded;
-            row.shift = 0;
-            row.num_bytes = place.in_slot + place.in_overflow;
-            group_copy<G>(stage.bytes(), place.first, place.in_slot);
-            group_copy<G>(stage.bytes() + place.in_slot, place.overflow, place.in_overflow);
-        }
-    }
-
-    __device__ __forceinline__ void refuse(uint32_t number, ibp_status status, const Window &window, ibp_fault *fault) const
-    {
-        group_zero<G>(window.dst, window.high - window.low);
-        if (G::rank() != 0) return;
-        const Ticket ticket = load_ticket(number);
-        const int64_t row = request.first_row + number;
-        record_fault(fault, status, request.by_id ? item_of(number) : row, request.by_id ? ticket.id : row);
     }
 
     // Decodes what has been received. Called by all lanes of a warp together.
     __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Arrival row, ibp_fault *fault) const
     {
         Window window{row.dst, 0, table.codebook.row_bytes};
-        if (__any_sync(kAllLanes, row.kind == kOther)) fetch_other(number, row.kind == kOther, row, window, fault);
-        if (!kStages || !__any_sync(kAllLanes, row.kind == kCoded)) return;
+        if (__any_sync(kAllLanes, row.kind == kOther)) {
+            const bool mine = row.kind == kOther;
+            const Fetched other = fetch_other<G>(table, request, out, stage.first, number, mine, fault);
+            if (mine) window = other.window, row = {other.window.dst, nullptr, other.num_bytes, 0, other.kind};
+        }
+        if (!__any_sync(kAllLanes, row.kind == kCoded || row.kind == kStagedRaw)) return;
         G::sync();
+        if (row.kind == kStagedRaw) group_copy<G>(row.dst, stage.bytes() + row.shift, row.num_bytes);
         bool coded = row.kind == kCoded, good = true;
-        uint32_t cluster = 0, start = coded ? row.shift : 0u, num_bytes = row.num_bytes;
+        uint32_t cluster = 0, start = stage.first + row.shift, num_bytes = row.num_bytes;
         if (table.codebook.num_clusters > 1u) {
-            cluster = stage.bits_at(8u * start) & 0xffu;
+            cluster = shared_bits(8u * start) & 0xffu;
             good = !coded || (num_bytes >= 1u && cluster < table.codebook.num_clusters);
             coded = coded && good;
             if (!coded) cluster = 0;
             start += 1u, num_bytes -= 1u;
         }
-        good = decoder.decode(cluster, coded, stage, 8u * start, num_bytes, window) && good;
-        if (!good) refuse(number, IBP_CORRUPT_ROW, window, fault);
-        G::sync(); // the stage is free for the next row
+        if (__any_sync(kAllLanes, coded)) good = decoder.decode(cluster, coded, stage, 8u * start, num_bytes, window) && good;
+        G::sync(); // the stage is free for the next row, what was stored of a corrupt one has been
+        if (!good) refuse<G>(table, request, out, number, IBP_CORRUPT_ROW, fault);
+    }
+};
+
+// Numbers of a group's jobs: the item and the row of it.
+struct Cursor {
+    uint32_t number, item, part;
+
+    __device__ __forceinline__ void advance(const Cursor &step, uint32_t rows_per_item)
+    {
+        number += step.number, item += step.item, part += step.part;
+        if (part >= rows_per_item) part -= rows_per_item, item++;
     }
 };
 
@@ -281,52 +319,83 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
 {
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
-    extern __shared__ uint4 shared[];
-    uint8_t *const mine = reinterpret_cast<uint8_t *>(shared) + G::in_block() * group_bytes;
-    const uint32_t staged = F::kStages ? row_stage_bytes(table.codebook.row_bytes) : 0u;
-    const Decoder decoder(table.codebook, mine + staged);
-    const F fetch{table, request, out, {reinterpret_cast<uint32_t *>(mine), staged / 4u - 2u}};
+    const uint32_t mine = G::in_block() * group_bytes;
+    const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes)};
+    const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
     __syncthreads();
 
     // A warp, or a group of several, takes G::kPerWarp jobs at a time; blocks in turn, so that few jobs spread over all of them.
     const uint32_t teams = blockDim.x / (G::kThreads * G::kPerWarp), team = threadIdx.x / (G::kThreads * G::kPerWarp);
-    const uint32_t step = gridDim.x * teams * G::kPerWarp, in_warp = G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0;
-    uint32_t job = (blockIdx.x + gridDim.x * team) * G::kPerWarp + in_warp;
+    const uint32_t in_warp = G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0, first = (blockIdx.x + gridDim.x * team) * G::kPerWarp + in_warp;
+    const uint32_t rows_per_item = static_cast<uint32_t>(request.rows_per_item), num_steps = gridDim.x * teams * G::kPerWarp, num_jobs = request.num_jobs;
+    Cursor cursor{first, first, 0}, step{num_steps, num_steps, 0};
+    if (rows_per_item > 1u) {
+        cursor.item = first / rows_per_item, cursor.part = first % rows_per_item;
+        step.item = num_steps / rows_per_item, step.part = num_steps % rows_per_item;
+    }
+    const auto next_ticket = [&] {
+        Ticket ticket{};
+        if (cursor.number < num_jobs) ticket = load_ticket(request, cursor.item, cursor.part);
+        cursor.advance(step, rows_per_item);
+        return ticket;
+    };
+    uint32_t job = first;
     uint4 vectors[F::kVectors];
-    Ticket next = fetch.load_ticket(job);
-    IndexEntries<G> entries = fetch.look_up(fetch.job_of(job, next));
-    Arrival arriving = fetch.send_for(fetch.job_of(job, next), entries, vectors);
-    next = fetch.load_ticket(job + step);
-    entries = fetch.look_up(fetch.job_of(job + step, next));
-    Ticket after = fetch.load_ticket(job + 2 * step);
-    for (; job - in_warp < request.num_jobs; job += step) {
+    Ticket ticket = next_ticket();
+    RowAhead<G> ahead = fetch.look_up(ticket, job < num_jobs);
+    ticket = next_ticket();
+    Arrival arriving = fetch.send_for(ahead, vectors);
+    ahead = fetch.look_up(ticket, job + num_steps < num_jobs);
+    ticket = next_ticket();
+#pragma unroll 1
+    for (; job - in_warp < num_jobs; job += num_steps) {
         const Arrival row = arriving;
         fetch.receive(row, vectors);
-        arriving = fetch.send_for(fetch.job_of(job + step, next), entries, vectors);
-        next = after;
-        entries = fetch.look_up(fetch.job_of(job + 2 * step, next));
-        after = fetch.load_ticket(job + 3 * step);
+        arriving = fetch.send_for(ahead, vectors);
+        ahead = fetch.look_up(ticket, job + 2u * num_steps < num_jobs);
+        ticket = next_ticket();
         fetch.finish(decoder, job, row, fault);
     }
 }
 
-// Vector stores need every row's part of the output to start at a multiple of 16 bytes.
-static ibp_status gather(const ibp_table *table, const Request &request, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+// Fills in which items are ordinary, and where their rows are.
+static void describe_rows(const ibp_table &table, uint8_t *out, Request *request)
+{
+    const int64_t row_bytes = table.codebook.row_bytes;
+    request->packed = table.slot_bytes == 0u;
+    request->most_stored = request->packed ? table.codebook.row_bytes : std::min(table.slot_bytes, table.codebook.row_bytes);
+    request->rows = request->packed ? table.overflow : table.slots;
+    request->rows_bytes = request->packed ? table.overflow_bytes : table.slots_bytes;
+    const int64_t pitch = row_bytes * request->rows_per_item;
+    if (request->by_id) {
+        const bool by_positions = request->ids.positions != nullptr;
+        request->out_items = static_cast<uint32_t>(std::min<int64_t>(by_positions ? request->ids.out_items : request->ids.count, UINT32_MAX));
+        request->num_ordinary = request->whole_rows ? static_cast<uint64_t>(table.num_items) : 0u;
+        request->dst = out;
+    } else {
+        request->out_items = request->num_jobs;
+        request->first_ordinary = request->start % row_bytes != 0;
+        request->num_ordinary = static_cast<uint64_t>(std::max<int64_t>(0, request->end / row_bytes - request->first_row - request->first_ordinary));
+        request->dst = out + (request->first_row * row_bytes - request->start);
+    }
+    if (request->packed && !table.bases) request->num_ordinary = 0;
+    request->copies_vectors = reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && pitch % 16 == 0 && row_bytes % 16 == 0;
+}
+
+static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 {
     if (fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    describe_rows(*table, out, &request);
     const ibp_codebook &cb = table->codebook;
-    const int64_t pitch = request.by_id ? table->item_bytes : request.start;
-    const bool by_16 = reinterpret_cast<uintptr_t>(out) % 16 == 0 && pitch % 16 == 0 && cb.row_bytes % 16 == 0;
-    return with_decoder(cb, by_16, [&](auto tag) {
+    return with_decoder(cb, request.copies_vectors, [&](auto tag) {
         using Decoder = typename decltype(tag)::type;
         using G = typename Decoder::Group;
         const auto kernel = gather_items<Decoder>;
-        const uint32_t group_bytes = Fetch<Decoder>::kStages ? row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) : 0u;
+        const uint32_t group_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
         Launch launch;
-        const ibp_status status =
-            plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, (group_bytes + 15u) / 16u * 16u, G::kThreads, request.num_jobs, max_sms, &launch);
+        const ibp_status status = plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, group_bytes, G::kThreads, request.num_jobs, max_sms, &launch);
         if (status != IBP_OK) return status;
-        kernel<<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(*table, request, (group_bytes + 15u) / 16u * 16u, out, fault);
+        kernel<<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(*table, request, group_bytes, out, fault);
         return check_cuda(cudaGetLastError());
     });
 }
@@ -337,10 +406,14 @@ extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_id
                                             ibp_stream stream)
 {
     if (ids->count == 0 || table->item_bytes == 0) return IBP_OK;
-    const int64_t rows_per_item = ibp::rows_an_item(table->item_bytes, table->codebook.row_bytes), num_jobs = ids->count * rows_per_item;
-    if (num_jobs > ibp::kMostJobs) return IBP_INVALID_ARGUMENT;
-    const bool whole_rows = table->item_bytes % table->codebook.row_bytes == 0;
-    return ibp::gather(table, {*ids, rows_per_item, 0, 0, 0, static_cast<uint32_t>(num_jobs), true, whole_rows}, out, fault, max_sms, stream);
+    ibp::Request request{};
+    request.ids = *ids;
+    request.rows_per_item = ibp::rows_an_item(table->item_bytes, table->codebook.row_bytes);
+    if (ids->count > ibp::kMostJobs / request.rows_per_item) return IBP_INVALID_ARGUMENT;
+    request.num_jobs = static_cast<uint32_t>(ids->count * request.rows_per_item);
+    request.by_id = true;
+    request.whole_rows = table->item_bytes % table->codebook.row_bytes == 0;
+    return ibp::gather(table, request, out, fault, max_sms, stream);
 }
 
 extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
@@ -348,7 +421,13 @@ extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t star
 {
     if (start < 0 || start > end || end > table->num_items * table->item_bytes) return IBP_INVALID_ARGUMENT;
     if (start == end) return IBP_OK;
-    const int64_t row_bytes = table->codebook.row_bytes, first_row = start / row_bytes, num_rows = (end - 1) / row_bytes - first_row + 1;
+    const int64_t row_bytes = table->codebook.row_bytes;
+    ibp::Request request{};
+    request.start = start, request.end = end;
+    request.rows_per_item = 1;
+    request.first_row = start / row_bytes;
+    const int64_t num_rows = (end - 1) / row_bytes - request.first_row + 1;
     if (num_rows > ibp::kMostJobs) return IBP_INVALID_ARGUMENT;
-    return ibp::gather(table, {{}, 1, start, end, first_row, static_cast<uint32_t>(num_rows), false, false}, out, fault, max_sms, stream);
+    request.num_jobs = static_cast<uint32_t>(num_rows);
+    return ibp::gather(table, request, out, fault, max_sms, stream);
 }

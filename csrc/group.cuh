@@ -1,4 +1,4 @@
-// group.cuh - the threads that decode one row together: 8 or 16 lanes of a warp, a warp, or several warps of a block.
+// group.cuh - the threads that decode one row together: 4, 8 or 16 lanes of a warp, a warp, or several warps of a block.
 #ifndef IBP_GROUP_CUH
 #define IBP_GROUP_CUH
 
@@ -22,16 +22,13 @@ template <uint32_t LANES, uint32_t WARPS> struct Group {
         if (WARPS == 1)
             __syncwarp();
         else
-            asm volatile("bar.sync %0, %1;" ::"r"(in_block() + 1u), "n"(kThreads) : "memory");
+            named_barrier(in_block() + 1u, kThreads);
     }
     // Sums of v over the lanes up to this one; v may hold several numbers side by side that do not run over.
     static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)
     {
 #pragma unroll
-        for (uint32_t step = 1; step < LANES; step *= 2) {
-            const uint32_t below = __shfl_up_sync(kAllLanes, v, step, LANES);
-            if (lane() >= step) v += below;
-        }
+        for (uint32_t step = 1; step < LANES; step *= 2) v = add_from_below<LANES>(v, step);
         return v;
     }
     static __device__ __forceinline__ uint32_t last_lane(uint32_t v) { return __shfl_sync(kAllLanes, v, LANES - 1u, LANES); }
@@ -53,21 +50,21 @@ template <uint32_t LANES, uint32_t WARPS> struct Group {
     }
     static __device__ __forceinline__ uint32_t lanes_below() { return (1u << lane()) - 1u; }
 
-    // The sum of the numbers of the group's earlier warps, and of all of them. counts: WARPS numbers in shared memory that no
-    // other exchange uses at the same time.
-    static __device__ __forceinline__ uint32_t exchange(uint32_t *counts, uint32_t mine, uint32_t &total)
+    // The sum of the numbers of the group's earlier warps, and of all of them. counts: shared word with which WARPS words
+    // begin that no other exchange uses at the same time.
+    static __device__ __forceinline__ uint32_t exchange(uint32_t counts, uint32_t mine, uint32_t &total)
     {
         if (WARPS == 1) {
             total = mine;
             return 0;
         }
-        if (lane() == 0) counts[warp()] = mine;
+        if (lane() == 0) shared_word(counts + warp()) = mine;
         sync();
         uint32_t before = 0;
         total = 0;
         for (uint32_t i = 0; i < WARPS; i++) {
             if (i == warp()) before = total;
-            total += counts[i];
+            total += shared_word(counts + i);
         }
         return before;
     }

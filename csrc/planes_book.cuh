@@ -34,6 +34,16 @@ struct DigitRange {
 struct ValueParts {
     uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     DigitRange mine[IBP_MAX_PLANES + 1];
+
+    // Parts of no values at all.
+    static __device__ __forceinline__ ValueParts nothing(uint32_t start)
+    {
+        ValueParts parts{};
+        parts.residuals = parts.end = start;
+#pragma unroll
+        for (uint32_t p = 0; p <= IBP_MAX_PLANES; p++) parts.digits[p] = start;
+        return parts;
+    }
 };
 
 template <typename T> struct PlanesBook {
@@ -82,28 +92,36 @@ template <typename T> struct PlanesBook {
         return static_cast<T>(low_bits(stage.bits_at(position), num_bits));
     }
 
-    template <class G> static __device__ __forceinline__ uint32_t count_escapes(Stage stage, uint32_t start, DigitRange range, uint32_t num_bits)
+    // How many of a warp's digits are escapes.
+    template <class G> static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
         uint32_t count = 0;
         if (num_bits == 2u) { // 16 digits a word
+#pragma unroll 1
             for (uint32_t i = range.from + 16u * G::lane(); __any_sync(kAllLanes, i < range.to); i += 16u * G::kLanes) {
-                const uint32_t digits = stage.bits_at(start + 2u * i), left = i < range.to ? range.to - i : 0u;
-                count += ibp_popcount(low_bits(digits & digits >> 1 & 0x55555555u, 2u * ibp_min_u32(left, 16u)));
+                if (i >= range.to) continue;
+                const uint32_t digits = shared_bits(start + 2u * i), left = range.to - i;
+                const uint32_t escapes = digits & digits >> 1 & 0x55555555u;
+                count += ibp_popcount(left < 16u ? low_bits(escapes, 2u * left) : escapes);
             }
             return G::sum(count);
         }
         const uint32_t per_load = 64u / num_bits;
+#pragma unroll 1
         for (uint32_t i = range.from + per_load * G::lane(); __any_sync(kAllLanes, i < range.to); i += per_load * G::kLanes) {
-            const uint32_t left = i < range.to ? range.to - i : 0u;
-            count += __popcll(low_bits(escapes_in(stage.bits64_at(start + i * num_bits), num_bits), ibp_min_u32(left, per_load) * num_bits));
+            if (i >= range.to) continue;
+            const uint32_t position = start + i * num_bits;
+            const uint64_t digits = shared_bits(position) | static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
+            count += __popcll(low_bits(escapes_in(digits, num_bits), ibp_min_u32(range.to - i, per_load) * num_bits));
         }
         return G::sum(count);
     }
 
-    // Finds the parts of n values from a stage bit on: each plane is as long as the one before has escapes. mine: the elements of the warp.
-    // exchanged: IBP_MAX_PLANES times G::kWarps numbers in shared memory.
-    template <class G>
-    __device__ __forceinline__ ValueParts find_parts(Stage stage, uint32_t start, uint32_t n, DigitRange mine, uint32_t *exchanged) const
+    // Finds the parts of n values that lie in the shared bits from start to end: each plane is as long as the one before has escapes. Where one
+    // lies past the end, parts.end does too. mine: the elements of the warp. TWO_BITS: digits of planes 0 and 1 are known to have two.
+    // exchanged: shared word with which IBP_MAX_PLANES times G::kWarps words begin.
+    template <class G, bool TWO_BITS>
+    __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine, uint32_t exchanged) const
     {
         ValueParts parts;
         parts.residuals = start;
@@ -114,9 +132,12 @@ template <typename T> struct PlanesBook {
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
             parts.digits[p + 1] = parts.digits[p];
             parts.mine[p + 1] = parts.mine[p];
-            if (p >= planes.num_planes) continue;
-            parts.digits[p + 1] += to_byte(reaching * planes.digit_bits[p]);
-            const uint32_t count = count_escapes<G>(stage, parts.digits[p], parts.mine[p], planes.digit_bits[p]);
+            const bool known = TWO_BITS && p < 2u;
+            if (!known && p >= planes.num_planes) continue;
+            const uint32_t num_bits = known ? 2u : planes.digit_bits[p];
+            parts.digits[p + 1] += to_byte(reaching * num_bits);
+            if (parts.digits[p + 1] > end) parts.mine[p] = {0, 0}; // nothing is read there
+            const uint32_t count = count_escapes<G>(parts.digits[p], parts.mine[p], num_bits);
             const uint32_t before = G::exchange(exchanged + p * G::kWarps, count, reaching);
             parts.mine[p + 1] = {before, before + count};
         }

@@ -1,4 +1,4 @@
-// warp.cuh - what the kernels share: one warp works on one row, staged in shared memory.
+// warp.cuh - what the kernels share: lanes, shared memory and rows staged there, faults, launches.
 #ifndef IBP_WARP_CUH
 #define IBP_WARP_CUH
 
@@ -26,130 +26,128 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t v, uint32_t &total)
 
 __device__ __forceinline__ bool aligned(const void *p, uint32_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
-// Copies by the whole warp, with the widest accesses that both addresses allow; no byte outside the ranges is touched.
-template <typename T> __device__ __forceinline__ void copy_as(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+// A barrier of the block among num_threads threads, whole warps; id: 1 to 15.
+#ifdef __CUDACC__
+__device__ __forceinline__ void named_barrier(uint32_t id, uint32_t num_threads)
 {
-    const uint32_t whole = num_bytes / sizeof(T);
-#pragma unroll 4
-    for (uint32_t i = lane_id(); i < whole; i += kWarp) reinterpret_cast<T *>(dst)[i] = reinterpret_cast<const T *>(src)[i];
-    for (uint32_t i = whole * sizeof(T) + lane_id(); i < num_bytes; i += kWarp) dst[i] = src[i];
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
-__device__ __forceinline__ void copy_bytes(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+#endif
+
+// v and that of the lane `step` below, of the same group of LANES.
+template <uint32_t LANES> __device__ __forceinline__ uint32_t add_from_below(uint32_t v, uint32_t step)
 {
-    if (aligned(dst, 16) && aligned(src, 16))
-        copy_as<uint4>(dst, src, num_bytes);
-    else if (aligned(dst, 4) && aligned(src, 4))
-        copy_as<uint32_t>(dst, src, num_bytes);
-    else
-        copy_as<uint8_t>(dst, src, num_bytes);
-}
-// Bytes up to the first multiple of 16, vectors, bytes again.
-__device__ __forceinline__ void zero_bytes(uint8_t *dst, uint32_t num_bytes)
-{
-    const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 16u), num_bytes);
-    const uint32_t vectors = (num_bytes - head) / 16u, tail = head + 16u * vectors;
-    if (lane_id() < head) dst[lane_id()] = 0;
-    for (uint32_t i = lane_id(); i < vectors; i += kWarp) reinterpret_cast<uint4 *>(dst + head)[i] = make_uint4(0, 0, 0, 0);
-    if (lane_id() < num_bytes - tail) dst[tail + lane_id()] = 0;
+#ifdef __CUDACC__ // the shuffle itself says whether there is such a lane
+    asm volatile("{.reg .u32 t; .reg .pred p; shfl.sync.up.b32 t|p, %0, %1, %2, 0xffffffff; @p add.u32 %0, %0, t;}"
+                 : "+r"(v)
+                 : "r"(step), "n"((kWarp - LANES) << 8));
+    return v;
+#else
+    const uint32_t below = __shfl_up_sync(kAllLanes, v, step, LANES);
+    return lane_id() % LANES >= step ? v + below : v;
+#endif
 }
 
-// A warp's part of shared memory: a row as coded, from byte `shift` on, read as 32-bit words.
+// Byte i of the result is that of the eight bytes low, high which nibble i of order names; order has no nibble above 7.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t order)
+{
+#ifdef __CUDACC__ // __byte_perm clears the highest bits of the nibbles first
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(order));
+    return bytes;
+#else
+    return __byte_perm(low, high, order);
+#endif
+}
+
+// The bits of ones where mask is 1, those of zeros where it is 0.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros)
+{
+#ifdef __CUDACC__
+    uint32_t bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "r"(mask), "r"(ones), "r"(zeros));
+    return bits;
+#else
+    return (ones & mask) | (zeros & ~mask);
+#endif
+}
+
+// ---- dynamic shared memory: bytes and bits are counted from its beginning ----
+
+__device__ __forceinline__ uint8_t *shared_bytes()
+{
+    extern __shared__ uint4 shared[];
+    return reinterpret_cast<uint8_t *>(shared);
+}
+__device__ __forceinline__ uint32_t &shared_word(uint32_t i) { return reinterpret_cast<uint32_t *>(shared_bytes())[i]; }
+
+// The 32 bits from a bit on.
+__device__ __forceinline__ uint32_t shared_bits(uint32_t position)
+{
+    return __funnelshift_r(shared_word(position / 32u), shared_word(position / 32u + 1u), position);
+}
+
+// A group's part of it: a row as coded.
 struct Stage {
-    uint32_t *words;
-    uint32_t last_word; // positions past it read this word: a corrupt row asks for them
+    uint32_t first, last_word; // byte it begins with, a multiple of 16; word that is read where a corrupt row asks for one past it
 
-    __device__ __forceinline__ uint8_t *bytes() const { return reinterpret_cast<uint8_t *>(words); }
+    __device__ __forceinline__ uint8_t *bytes() const { return shared_bytes() + first; }
     __device__ __forceinline__ uint32_t bits_at(uint32_t position) const
     {
         const uint32_t w = ibp_min_u32(position / 32u, last_word);
-        return __funnelshift_r(words[w], words[w + 1], position);
+        return __funnelshift_r(shared_word(w), shared_word(w + 1u), position);
     }
     __device__ __forceinline__ uint64_t bits64_at(uint32_t position) const
     {
         return bits_at(position) | static_cast<uint64_t>(bits_at(position + 32u)) << 32;
     }
-    __device__ __forceinline__ void or_bits(uint32_t position, uint32_t bits) const
-    {
-        const uint32_t w = position / 32u, shift = position % 32u;
-        if (bits == 0u || w > last_word) return;
-        atomicOr(&words[w], bits << shift);
-        if (shift != 0u && (bits >> (32u - shift)) != 0u) atomicOr(&words[w + 1], bits >> (32u - shift));
-    }
 };
 
-// Room for a row of row_bytes that starts anywhere in its first 16 bytes, and the word after it.
+// Room for a row of row_bytes that starts anywhere in its first 16 bytes, and 16 to 31 bytes that are read behind it.
 __host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes) { return (row_bytes + 15u) / 16u * 16u + 32u; }
 
-// Room for a queue of listed positions and for a bitmap of all positions, behind the row's stage.
-constexpr uint32_t kQueue = 2 * kWarp;
-__host__ __device__ __forceinline__ uint32_t listed_bytes(const ibp_codebook &cb)
-{
-    if (cb.scheme != IBP_SCHEME_PLANES || !cb.planes.listed) return 0;
-    return 4u * kQueue + (cb.row_bytes / cb.planes.element_bytes + 127u) / 128u * 16u + 16u;
-}
-
-__host__ __device__ __forceinline__ uint32_t stage_bytes(const ibp_codebook &cb)
-{
-    return row_stage_bytes(cb.row_bytes) + listed_bytes(cb);
-}
-
-__device__ __forceinline__ Stage warp_stage(const ibp_codebook &cb)
-{
-    extern __shared__ uint4 shared[];
-    uint8_t *const start = reinterpret_cast<uint8_t *>(shared) + (threadIdx.x / kWarp) * stage_bytes(cb);
-    return {reinterpret_cast<uint32_t *>(start), row_stage_bytes(cb.row_bytes) / 4u - 2u};
-}
-
-// Brings bytes [src, src + num_bytes) to stage byte src % 16 with aligned 16-byte loads and returns that shift. The loads stay within
-// [begin, end), the array that src lies in; where they would leave it, bytes are loaded.
-__device__ __forceinline__ uint32_t stage_row(Stage stage, const uint8_t *src, uint32_t num_bytes, const uint8_t *begin,
-                                              const uint8_t *end)
-{
-    const uint32_t shift = reinterpret_cast<uintptr_t>(src) % 16u;
-    const uint8_t *const from = src - shift;
-    const uint32_t vectors = (shift + num_bytes + 15u) / 16u;
-    uint4 *const to = reinterpret_cast<uint4 *>(stage.words);
-#pragma unroll 4
-    for (uint32_t i = lane_id(); i < vectors; i += kWarp) {
-        const uint8_t *const p = from + 16u * i;
-        if (p >= begin && p + 16 <= end)
-            to[i] = *reinterpret_cast<const uint4 *>(p);
-        else
-            for (uint32_t j = 0; j < 16u; j++)
-                if (p + j >= begin && p + j < end) stage.bytes()[16u * i + j] = p[j];
-    }
-    return shift;
-}
+__device__ __forceinline__ Stage stage_at(uint32_t first, uint32_t row_bytes) { return {first, (first + row_stage_bytes(row_bytes)) / 4u - 2u}; }
 
 // The bytes [low, high) of one row, and where they go.
 struct Window {
     uint8_t *dst;
     uint32_t low, high;
+
+    // Whether all of the row is wanted, and can be stored in units of so many bytes.
+    __device__ __forceinline__ bool is_units(uint32_t row_bytes, uint32_t unit_bytes) const
+    {
+        return low == 0u && high == row_bytes && row_bytes % unit_bytes == 0u && aligned(dst, unit_bytes);
+    }
 };
 
-// Writes the bytes of WORDS words that lie in the window: one vector store where it is aligned and whole, else words or bytes.
-template <int WORDS>
-__device__ __forceinline__ void store_words(const Window &window, bool vectors, uint32_t w, const uint32_t (&words)[WORDS])
+// Writes the bytes of up to four words, word w of the row and those behind it, that lie in the window: as words where dst allows it.
+static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32_t num_words, uint4 words)
 {
-    const uint32_t first = 4u * w, end = first + 4u * WORDS;
-    if (first >= window.high || end <= window.low) return;
-    if (vectors && first >= window.low && end <= window.high) {
-        uint32_t *const dst = reinterpret_cast<uint32_t *>(window.dst + (first - window.low));
-        if (WORDS == 4)
-            *reinterpret_cast<uint4 *>(dst) = make_uint4(words[0], words[1 % WORDS], words[2 % WORDS], words[3 % WORDS]);
-        else
-            dst[0] = words[0];
-        return;
-    }
-    if (WORDS > 1 && aligned(window.dst + (first - window.low), 4) && first >= window.low && end <= window.high) {
+    const uint32_t values[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-        for (int i = 0; i < WORDS; i++) reinterpret_cast<uint32_t *>(window.dst + (first - window.low))[i] = words[i];
-        return;
+    for (uint32_t i = 0; i < 4u; i++) {
+        const uint32_t first = 4u * (w + i);
+        if (i >= num_words || first >= window.high || first + 4u <= window.low) continue;
+        uint8_t *const dst = window.dst + (static_cast<int64_t>(first) - window.low);
+        if (first >= window.low && first + 4u <= window.high && aligned(dst, 4)) {
+            *reinterpret_cast<uint32_t *>(dst) = values[i];
+            continue;
+        }
+        for (uint32_t b = 0; b < 4u; b++)
+            if (first + b >= window.low && first + b < window.high) dst[b] = static_cast<uint8_t>(values[i] >> 8u * b);
     }
-#pragma unroll
-    for (uint32_t i = 0; i < 4u * WORDS; i++)
-        if (first + i >= window.low && first + i < window.high)
-            window.dst[first + i - window.low] = static_cast<uint8_t>(words[i / 4u] >> (8u * (i % 4u)));
+}
+
+// units: what window.is_units said of units of WORDS words; the words are then known to lie in the row.
+template <int WORDS> __device__ __forceinline__ void store_words(const Window &window, bool units, uint32_t w, const uint32_t (&words)[WORDS])
+{
+    const uint4 four = make_uint4(words[0], words[1 % WORDS], words[2 % WORDS], words[3 % WORDS]);
+    if (!units)
+        store_part(window, w, WORDS, four);
+    else if (WORDS == 4)
+        *reinterpret_cast<uint4 *>(window.dst + 4u * w) = four;
+    else
+        *reinterpret_cast<uint32_t *>(window.dst + 4u * w) = words[0];
 }
 
 // Records the first fault that any thread meets.
@@ -161,55 +159,13 @@ __device__ __forceinline__ void record_fault(ibp_fault *fault, ibp_status status
     __threadfence_system();
     *reinterpret_cast<volatile int64_t *>(&fault->status) = status;
 }
-__device__ __forceinline__ void note_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id) // by a whole warp
-{
-    if (lane_id() == 0 && fault != nullptr) record_fault(fault, status, position, id);
-}
-
-// The two places of a row's stored bytes (FORMAT.md section 3).
-struct RowSpan {
-    const uint8_t *slot, *overflow;
-    uint32_t in_slot, in_overflow, valid;
-    bool raw, in_bounds;
-};
-
 __device__ __forceinline__ uint32_t stored_bytes(const ibp_table &table, int64_t num_bytes, int64_t row)
 {
     const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u;
     return length ? length : ibp_valid_bytes(num_bytes, table.codebook.row_bytes, row);
 }
 
-// By the whole warp: each lane looks at one row of the group of 32 that shares a base.
-__device__ __forceinline__ RowSpan locate_row(const ibp_table &table, int64_t num_bytes, int64_t num_rows, int64_t row)
-{
-    RowSpan span;
-    const uint32_t stored = stored_bytes(table, num_bytes, row), slot_bytes = table.slot_bytes;
-    const uint64_t slot_start = static_cast<uint64_t>(row) * slot_bytes - table.slots_start, slots_end = static_cast<uint64_t>(table.slots_bytes);
-    span.valid = ibp_valid_bytes(num_bytes, table.codebook.row_bytes, row);
-    span.raw = !table.lengths || __ldg(table.lengths + row) == 0;
-    span.in_overflow = ibp_overflow_part(stored, slot_bytes);
-    span.in_slot = stored - span.in_overflow;
-    span.slot = table.slots + slot_start;
-    span.overflow = table.overflow;
-    span.in_bounds = stored <= span.valid && (span.in_slot == 0 || (slot_start <= slots_end && span.in_slot <= slots_end - slot_start));
-    if (span.in_overflow == 0) return span;
-    if (!table.bases) {
-        span.in_bounds = false;
-        return span;
-    }
-    const int64_t neighbour = row / kWarp * kWarp + lane_id();
-    uint32_t room = 0;
-    if (neighbour < row && neighbour < num_rows)
-        room = ibp_overflow_room(ibp_overflow_part(stored_bytes(table, num_bytes, neighbour), slot_bytes), slot_bytes);
-    const uint32_t before = __reduce_add_sync(kAllLanes, room);
-    const uint64_t start = __ldg(table.bases + row / kWarp) - table.overflow_start,
-                   end = static_cast<uint64_t>(table.overflow_bytes);
-    span.overflow = table.overflow + start + before;
-    span.in_bounds = span.in_bounds && start <= end && uint64_t{before} + span.in_overflow <= end - start;
-    return span;
-}
-
-// How a kernel with one staged row a warp is launched.
+// How a kernel is launched.
 struct Launch {
     uint32_t blocks, threads, shared_bytes;
 };
@@ -220,9 +176,6 @@ ibp_status check_cuda(cudaError_t error);
 // Blocks of up to most_threads threads, one an SM, for groups of threads that take group_bytes of shared memory each and a job at a time; never more SMs
 // than max_sms (0: all). Few jobs are spread over all of them.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
-
-// Blocks of up to 32 warps, as many as shared memory allows, one or two an SM; never more SMs than max_sms (0: all).
-ibp_status plan_launch(const void *kernel, const ibp_codebook &codebook, int64_t num_jobs, int max_sms, Launch *launch);
 
 } // namespace ibp
 

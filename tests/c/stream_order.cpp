@@ -58,7 +58,7 @@ struct Tensor {
         table.slots = slots.data(), table.overflow = overflow.data();
         table.bases = table.overflow_bytes ? bases.data() : nullptr;
         uint8_t scratch[kRowBytes];
-        if (ibp_encode_rows(&table, data.data(), 0, num_rows, slots.data(), overflow.data(), scratch) != IBP_OK) abort();
+        if (ibp_encode_rows(&table, data.data(), 0, num_rows, slots.data(), overflow.data(), scratch, &fault) != IBP_OK) abort();
         start = below(3) ? 0 : static_cast<int64_t>(below(data.size()));
         end = below(3) ? num_bytes : start + static_cast<int64_t>(below(data.size() - static_cast<size_t>(start) + 1));
         out.resize(static_cast<size_t>(end - start));

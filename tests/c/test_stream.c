@@ -63,8 +63,10 @@ static made make_table(rng *r, int64_t num_bytes, uint32_t row_bytes, uint32_t s
     t.table.lengths = raw ? NULL : t.lengths;
     t.table.bases = t.table.overflow_bytes ? t.bases : NULL;
     buffer scratch = buffer_new(row_bytes, 0);
-    const ibp_status status = ibp_encode_rows(&t.table, t.data.data, 0, num_rows, t.slots.data, t.overflow.data, scratch.data);
-    CHECK(status == IBP_OK, "%s", ibp_status_string(status));
+    ibp_fault fault = {0};
+    const ibp_status status =
+        ibp_encode_rows(&t.table, t.data.data, 0, num_rows, t.slots.data, t.overflow.data, scratch.data, &fault);
+    CHECK(status == IBP_OK && fault.status == IBP_OK, "%s", ibp_status_string(status));
     buffer_free(&scratch);
     return t;
 }

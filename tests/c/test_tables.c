@@ -520,7 +520,6 @@ static void check_row_past_4_gib(uint32_t slot_bytes)
     CHECK(naive_read_row(&s.masks, &table, last, out) && memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
     const int64_t ids64[] = {last, last - 1};
     const ibp_ids ids = {.data = ids64, .count = 2, .id_bytes = 8};
-    ibp_fault fault = {0};
     CHECK(ibp_gather_items(&table, &ids, 0, 2, out, scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
     CHECK(memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
     CHECK(memcmp(out + row_bytes, data, row_bytes) == 0, "a raw row of zeros, slot_bytes %u", slot_bytes);
