@@ -4,6 +4,8 @@
 
 #include <string.h>
 
+_Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS, "the position of any participation bit fits an entry of flags");
+
 size_t ibp_codebook_words(uint32_t row_bytes) { return ((size_t)row_bytes + 15u) / 16u * 4u; }
 
 static bool chunk_has_mask(const uint8_t *mask, uint32_t row_bytes, uint32_t first, uint32_t chunk_bytes)
@@ -37,6 +39,7 @@ ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32
         position += flagged;
         if (chunk_bytes == 8 && first + 4 < row_bytes) flags[first / 4 + 1] = chunk_position;
     }
+    for (size_t w = 0; w < num_words; w++) flags[w] |= ibp_gaps_of_word(mask_words[w], chunk_bytes);
     *out = (ibp_codebook){.scheme = IBP_SCHEME_IBP,
                           .row_bytes = row_bytes,
                           .mask = mask_words,

@@ -15,8 +15,13 @@
 
 #define IBP_ROWS_PER_BASE 32u  /* rows that share an entry of bases */
 #define IBP_OVERFLOW_ALIGN 32u /* of overflow parts where slot_bytes > 0 */
-#define IBP_FLAG_POS_BITS 28u  /* split of an entry of ibp_codebook.flags */
-#define IBP_FLAG_POS_MASK ((1u << IBP_FLAG_POS_BITS) - 1u)
+
+/* Split of an entry of ibp_codebook.flags: position of the word's first participation bit, flagged chunks, where the first and
+ * the last of the gaps that participating chunks leave in the word start, and whether there are more than these two. */
+#define IBP_FLAG_POS_BITS 17u
+#define IBP_FLAG_FIRST_GAP (IBP_FLAG_POS_BITS + 4u)
+#define IBP_FLAG_LAST_GAP (IBP_FLAG_FIRST_GAP + 5u)
+#define IBP_FLAG_MANY_GAPS (1u << (IBP_FLAG_LAST_GAP + 5u))
 
 IBP_INLINE uint32_t ibp_popcount(uint32_t x)
 {
@@ -32,18 +37,31 @@ IBP_INLINE uint32_t ibp_min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; 
 /* The lowest run of ones in x, as a mask. */
 IBP_INLINE uint32_t ibp_lowest_run(uint32_t x) { return x & ~(x + (x & (0u - x))); }
 
-/* Parallel bit deposit: the low popcount(keep) bits of bits, in order, at the ones of keep. One step a run of ones: floating
- * point masks have one to three. */
-IBP_INLINE uint32_t ibp_deposit(uint32_t bits, uint32_t keep)
+/* The bits of word from bit `start` on, of which only its low 5 bits count, moved up to make room for gap, a run of ones that begins
+ * there, or for no gap, 0. The gap's bits become 0. */
+IBP_INLINE uint32_t ibp_insert_gap(uint32_t word, uint32_t gap, uint32_t start)
 {
-    uint32_t word = 0;
-    while (keep != 0) {
-        const uint32_t run = ibp_lowest_run(keep);
-        const uint32_t start = run & (0u - run);
-        word |= (bits * start) & run;
-        bits = (uint32_t)((uint64_t)bits >> ibp_popcount(run));
-        keep ^= run;
-    }
+#if defined(__CUDA_ARCH__)
+    return word + __funnelshift_r(word, 0u, start) * gap;
+#else
+    return word + (word >> start % 32u) * gap;
+#endif
+}
+
+/* Inserts the lowest of the gaps, and takes it off them. */
+IBP_INLINE uint32_t ibp_insert_lowest_gap(uint32_t word, uint32_t *gaps)
+{
+    const uint32_t gap = ibp_lowest_run(*gaps), below = (gap & (0u - gap)) - 1u; /* ones under the gap: their count is its start */
+    *gaps ^= gap;
+    return ibp_insert_gap(word, gap, ibp_popcount(below));
+}
+
+/* Parallel bit deposit: the low popcount(keep) bits of word, in order, at the ones of keep; gaps, the zeros of keep, are inserted
+ * one after the other: floating point masks have one to three. */
+IBP_INLINE uint32_t ibp_deposit(uint32_t word, uint32_t keep)
+{
+    uint32_t gaps = ~keep;
+    while (gaps != 0) word = ibp_insert_lowest_gap(word, &gaps);
     return word;
 }
 
@@ -69,15 +87,40 @@ IBP_INLINE uint32_t ibp_row_bits_of_word(uint32_t row_bytes, uint32_t w)
 }
 
 /* Where a word's first participation bit is, and which of its (up to four) chunks have one. */
-IBP_INLINE uint32_t ibp_flag_position(uint32_t flags_entry) { return flags_entry & IBP_FLAG_POS_MASK; }
-IBP_INLINE uint32_t ibp_flagged_chunks(uint32_t flags_entry) { return flags_entry >> IBP_FLAG_POS_BITS; }
+IBP_INLINE uint32_t ibp_flag_position(uint32_t flags_entry) { return flags_entry & ((1u << IBP_FLAG_POS_BITS) - 1u); }
+IBP_INLINE uint32_t ibp_flagged_chunks(uint32_t flags_entry) { return flags_entry >> IBP_FLAG_POS_BITS & 0xfu; }
+
+/* The entry's part on the gaps of a word: the runs of ones of its mask, cut where chunks end, so that a gap is left or not as a whole. */
+IBP_INLINE uint32_t ibp_gaps_of_word(uint32_t mask, uint32_t chunk_bytes)
+{
+    uint32_t first = 0, last = 0, count = 0;
+    for (uint32_t bit = 0; bit < 32u; bit++) {
+        const uint32_t is_cut = bit % (8u * chunk_bytes) == 0u;
+        if (!(mask >> bit & 1u) || (!is_cut && (mask >> (bit - 1u) & 1u))) continue;
+        last = bit;
+        if (count++ == 0u) first = bit;
+    }
+    return first << IBP_FLAG_FIRST_GAP | last << IBP_FLAG_LAST_GAP | (count > 2u ? IBP_FLAG_MANY_GAPS : 0u);
+}
+
+/* ibp_deposit of a word whose entry knows of no more than two gaps; some of them, or none, are in removed. */
+IBP_INLINE uint32_t ibp_insert_two_gaps(uint32_t word, uint32_t removed, uint32_t flags_entry)
+{
+    const uint32_t first = flags_entry >> IBP_FLAG_FIRST_GAP, last = flags_entry >> IBP_FLAG_LAST_GAP;
+#if defined(__CUDA_ARCH__)
+    const uint32_t from_last = __funnelshift_l(0u, ~0u, last);
+#else
+    const uint32_t from_last = ~0u << last % 32u;
+#endif
+    return ibp_insert_gap(ibp_insert_gap(word, removed & ~from_last, first), removed & from_last, last);
+}
 
 /* Kept bits of a word, from its mask, its flags entry and the participation bits that start at its flag position.
  * A chunk of 4 or 8 bytes has one participation bit for the whole word; where such a chunk is not flagged its mask is 0, so that
  * the stray bit read for it does not matter. */
 IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_t flags_entry, uint32_t chunk_bytes)
 {
-    if (chunk_bytes >= 4u) return (participation & 1u) ? ~mask : ~0u;
+    if (chunk_bytes >= 4u) return ~(mask * (participation & 1u));
     const uint32_t chunk_bits = 8u * chunk_bytes, ones = (1u << chunk_bits) - 1u, flagged = ibp_flagged_chunks(flags_entry);
     uint32_t removed = 0;
     for (uint32_t chunk = 0; chunk * chunk_bytes < 4u; chunk++) {

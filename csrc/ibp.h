@@ -90,8 +90,8 @@ typedef struct ibp_codebook {
     uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES; read in every scheme */
     const uint32_t *mask;   /* scheme ibp: 1: the bit is invariant */
     const uint32_t *bitval; /* its value; 0 where mask is 0 */
-    const uint32_t *flags;  /* bits 0-27: bit position of the word's first participation bit; bits 28-31: which of
-                               the chunks that start in the word are flagged */
+    const uint32_t *flags;  /* bits 0-16: bit position of the word's first participation bit; bits 17-20: which of
+                               the chunks that start in the word are flagged; bits 21-31: see format.h */
     uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
     uint32_t num_flags;     /* participation bits of a row */
     ibp_planes planes;      /* scheme planes */

@@ -28,6 +28,28 @@ static void check_keep(uint32_t keep, uint32_t value)
     CHECK(ibp_popcount(keep) == (uint32_t)__builtin_popcount(keep), "popcount(%08x)", keep);
 }
 
+/* Every set of the chunks of a word may have been taken out of it. */
+static void check_gaps(uint32_t mask, uint32_t value)
+{
+    for (uint32_t chunk_bytes = 1; chunk_bytes <= 8; chunk_bytes *= 2) {
+        const uint32_t entry = ibp_gaps_of_word(mask, chunk_bytes), chunk_bits = chunk_bytes < 4 ? 8 * chunk_bytes : 32;
+        uint32_t num_gaps = 0;
+        for (uint32_t start = 0; start < 32; start += chunk_bits)
+            for (uint32_t b = start; b < start + chunk_bits; b++)
+                num_gaps += (mask >> b & 1u) && (b == start || !(mask >> (b - 1) & 1u));
+        CHECK(((entry & IBP_FLAG_MANY_GAPS) != 0) == (num_gaps > 2), "chunks of %u, mask %08x: entry %08x", chunk_bytes, mask, entry);
+        CHECK(ibp_flag_position(entry) == 0 && ibp_flagged_chunks(entry) == 0, "chunks of %u, mask %08x: entry %08x", chunk_bytes, mask, entry);
+        if (num_gaps > 2) continue;
+        for (uint32_t taken = 0; taken < 1u << 32 / chunk_bits; taken++) {
+            uint32_t removed = 0;
+            for (uint32_t b = 0; b < 32; b++)
+                if (taken >> b / chunk_bits & 1u) removed |= mask & 1u << b;
+            const uint32_t word = ibp_insert_two_gaps(value, removed, entry);
+            CHECK(word == naive_deposit(value, ~removed), "chunks of %u, mask %08x, removed %08x: %08x", chunk_bytes, mask, removed, word);
+        }
+    }
+}
+
 static void check_row_bits(uint32_t row_bytes)
 {
     for (uint32_t w = 0; w < row_bytes / 4 + 3; w++)
@@ -43,12 +65,18 @@ void test_bits(void)
                                      0xaaaaaaaa, 0x00ff00ff, 0x0000ffff, 0xffff0000, 0x7f800000, 0x807fffff, 0x80000001};
     const size_t num_edges = sizeof edges / sizeof *edges;
     for (size_t i = 0; i < num_edges; i++)
-        for (size_t k = 0; k < num_edges; k++) check_keep(edges[i], edges[k]);
+        for (size_t k = 0; k < num_edges; k++) {
+            check_keep(edges[i], edges[k]);
+            check_gaps(edges[i], edges[k]);
+        }
     rng r = rng_seed(1);
     for (int i = 0; i < 20000; i++) {
         const uint32_t a = (uint32_t)rng_next(&r), b = (uint32_t)rng_next(&r), c = (uint32_t)rng_next(&r);
         const uint32_t keeps[] = {a, a & b, a | b, a & b & c, a | b | c};
         check_keep(keeps[i % 5], (uint32_t)rng_next(&r));
+        const uint32_t one_run = ~0u >> a % 32 << b % 32, other_run = ~0u >> c % 32 << c / 32 % 32;
+        check_gaps(one_run | other_run, (uint32_t)rng_next(&r));
+        check_gaps(one_run & ~other_run, (uint32_t)rng_next(&r));
     }
     for (uint32_t run = 0; run < 32; run++)
         for (uint32_t start = 0; start + run < 32; start++) check_keep((0xffffffffu >> (31 - run)) << start, (uint32_t)rng_next(&r));

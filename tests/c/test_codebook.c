@@ -29,6 +29,9 @@ static void check_words(const sample *s)
         CHECK((s->codebook.mask[i / 4] >> shift & 0xff) == mask, "mask, byte %zu of %u", i, m->row_bytes);
         CHECK((s->codebook.bitval[i / 4] >> shift & 0xff) == bitval, "bitval, byte %zu of %u", i, m->row_bytes);
     }
+    for (size_t w = 0; w < num_words; w++)
+        CHECK(s->codebook.flags[w] >> IBP_FLAG_FIRST_GAP == ibp_gaps_of_word(s->codebook.mask[w], m->chunk_bytes) >> IBP_FLAG_FIRST_GAP,
+              "gaps of word %zu: entry %08x", w, s->codebook.flags[w]);
     for (size_t w = (m->row_bytes + 3u) / 4; w < num_words; w++) CHECK(s->codebook.flags[w] == 0, "flags past the row");
 }
 
