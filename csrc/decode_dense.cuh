@@ -71,7 +71,7 @@ __device__ __forceinline__ uint2 eight_bytes(uint32_t first)
 
 template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     using Group = G;
-    static constexpr uint32_t kMostThreads = 512, kVectors = 4;
+    static constexpr uint32_t kMostThreads = 768, kVectors = sizeof(T) == 2 ? 3 : 4;
     static constexpr bool kTwoBits = FORM != kAnyDense;
     static constexpr uint32_t kPerVector = 16u / sizeof(T);               // elements of 16 bytes
     static constexpr uint32_t kSteps = 4;                                 // vectors of a lane in a tile

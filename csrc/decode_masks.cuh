@@ -9,7 +9,7 @@ namespace ibp {
 // A lane takes kSteps * WORDS words a tile; one scan of the bits that its words keep gives their places, for all steps side by side.
 template <int WORDS, class G> struct MasksDecoder {
     using Group = G;
-    static constexpr uint32_t kMostThreads = 512, kVectors = 4;
+    static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kSteps = 2, kStepWords = G::kLanes * WORDS, kTileWords = kSteps * kStepWords;
 
     const ibp_codebook &cb;

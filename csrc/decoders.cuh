@@ -11,7 +11,7 @@ namespace ibp {
 // Scheme raw: there is nothing to decode.
 template <class G> struct RawDecoder {
     using Group = G;
-    static constexpr uint32_t kMostThreads = 512, kVectors = 4;
+    static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
     __device__ __forceinline__ RawDecoder(const ibp_codebook &, uint32_t) {}
     __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t, uint32_t, const Window &) const { return !active; }

@@ -32,6 +32,18 @@ static ibp_status limits_of(int max_sms, Limits *limits)
     return status;
 }
 
+// Always the most: another thread may be about to launch the kernel with more than this one's launch needs.
+static ibp_status allow_shared(const void *kernel, int shared_bytes)
+{
+    return check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes - kStaticSharedBytes));
+}
+ibp_status allow_shared(const void *kernel)
+{
+    Limits limits;
+    const ibp_status status = limits_of(0, &limits);
+    return status == IBP_OK ? allow_shared(kernel, limits.shared_bytes) : status;
+}
+
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
 {
     Limits limits;
@@ -45,7 +57,7 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group
     if (a_block < 1) return IBP_INVALID_ARGUMENT;
     *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, limits.sms)), static_cast<uint32_t>(a_block * unit),
                static_cast<uint32_t>(a_block * unit_bytes)};
-    return check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch->shared_bytes)));
+    return allow_shared(kernel, limits.shared_bytes);
 }
 
 } // namespace ibp

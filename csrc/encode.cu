@@ -128,9 +128,7 @@ static ibp_status plan_blocks(const void *kernel, uint32_t shared_bytes, int64_t
     int device = 0, num_sms = 0, blocks_an_sm = 0;
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    if (status == IBP_OK)
-        status =
-            check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+    if (status == IBP_OK) status = allow_shared(kernel);
     if (status == IBP_OK)
         status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel, kEncodeThreads, shared_bytes));
     *blocks = static_cast<uint32_t>(std::min<int64_t>(num_blocks, int64_t{num_sms} * std::max(1, blocks_an_sm)));

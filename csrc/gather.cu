@@ -1,8 +1,8 @@
 // gather.cu - items fetched and rebuilt by the GPU, from wherever the table's bytes are (the paper's sections 4.3 and 4.4).
 //
-// A group of threads takes a row a job, and works on four jobs at once so that no latency is waited for: it decodes one, has the bytes of the next on
-// their way to registers, the index entries of the one after that, and the id of the fourth. Rows that are out of the ordinary are fetched when
-// their turn comes, by functions of their own.
+// A group of threads takes a row a job. The lanes of its warp look up a batch of rows together, one each; then the groups go through the batch, each
+// decoding a row while the bytes of its next one are on their way to registers. Rows that are out of the ordinary are fetched when their turn
+// comes, by functions of their own.
 #include "decoders.cuh"
 
 #include <algorithm>
@@ -36,54 +36,33 @@ static int64_t rows_an_item(int64_t item_bytes, int64_t row_bytes)
     return (item_bytes - 2) / row_bytes + 2;
 }
 
-// What a job is asked for: row `part` of the item id, which goes to a position of the output. The id as it was loaded, so that nothing waits for it here.
+// What a job is asked for: row `part` of the item id, which goes to a position of the output.
 struct Ticket {
-    uint64_t loaded;
+    int64_t id;
     uint32_t position, part;
-
-    __device__ __forceinline__ int64_t id(const Request &request) const
-    {
-        return request.by_id && request.ids.id_bytes == 4 ? static_cast<int32_t>(loaded) : static_cast<int64_t>(loaded);
-    }
 };
 
-__device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t item, uint32_t part)
+__device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t number)
 {
-    if (!request.by_id) return {item, item, 0};
-    const uint64_t loaded = request.ids.id_bytes == 8 ? __ldg(static_cast<const unsigned long long *>(request.ids.data) + item)
-                                                      : __ldg(static_cast<const uint32_t *>(request.ids.data) + item);
-    return {loaded, request.ids.positions ? __ldg(request.ids.positions + item) : item, part};
+    if (!request.by_id) return {number, number, 0};
+    const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
+    const uint32_t item = rows_per_item == 1u ? number : number / rows_per_item;
+    const int64_t id = request.ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(request.ids.data) + item)
+                                                 : __ldg(static_cast<const int *>(request.ids.data) + item);
+    return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
 }
 
-// Lengths of the rows before one in its group of 32, a lane its share of them: G::kPerWarp each.
-template <class G> struct Neighbours {
-    uint64_t base;
-    uint16_t lengths[G::kPerWarp];
-};
-template <class G> __device__ __forceinline__ Neighbours<G> load_neighbours(const ibp_table &table, int64_t row)
+// Where in the table's overflow bytes a row begins: past them if its base is.
+__device__ __forceinline__ uint64_t overflow_start(const ibp_table &table, int64_t row)
 {
-    const uint64_t group = static_cast<uint64_t>(row) / kWarp;
-    const uint32_t in_group = static_cast<uint32_t>(row) % kWarp;
-    Neighbours<G> found{__ldg(table.bases + group), {}};
-#pragma unroll
-    for (uint32_t i = 0; i < G::kPerWarp; i++) {
-        const uint32_t lane = i * G::kLanes + G::lane();
-        if (table.lengths && lane < in_group) found.lengths[i] = __ldg(table.lengths + (group * kWarp + lane));
-    }
-    return found;
-}
-// Where in the table's overflow bytes a row begins, from its neighbours; past them if its base is, any number where there is no row. By all lanes
-// of a warp together.
-template <class G> __device__ __forceinline__ uint64_t overflow_start(const ibp_table &table, int64_t row, const Neighbours<G> &of, bool is_row)
-{
+    const uint64_t group = static_cast<uint64_t>(row) / kWarp, base = __ldg(table.bases + group) - table.overflow_start;
+    const uint32_t in_group = static_cast<uint32_t>(row) % kWarp, row_bytes = table.codebook.row_bytes;
     uint32_t room = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < G::kPerWarp; i++) {
-        const uint32_t stored = of.lengths[i] ? of.lengths[i] : table.codebook.row_bytes;
-        if (is_row && i * G::kLanes + G::lane() < static_cast<uint32_t>(row) % kWarp) room += ibp_overflow_room(ibp_overflow_part(stored, table.slot_bytes), table.slot_bytes);
+#pragma unroll 8
+    for (uint32_t q = 0; q < in_group; q++) {
+        const uint32_t length = table.lengths ? __ldg(table.lengths + (group * kWarp + q)) : 0u;
+        room += ibp_overflow_room(ibp_overflow_part(length ? length : row_bytes, table.slot_bytes), table.slot_bytes);
     }
-    const uint64_t base = of.base - table.overflow_start;
-    room = G::sum(room);
     return base <= static_cast<uint64_t>(table.overflow_bytes) ? base + room : ~uint64_t{0};
 }
 
@@ -107,14 +86,12 @@ struct Job {
 
 static __device__ Job job_of(const ibp_table &table, const Request &request, uint8_t *out, uint32_t number)
 {
-    const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
-    const uint32_t item = request.by_id ? number / rows_per_item : number;
     Job job{};
-    job.ticket = load_ticket(request, item, number - item * (request.by_id ? rows_per_item : 1u));
-    const int64_t row_bytes = table.codebook.row_bytes, id = job.ticket.id(request);
+    job.ticket = load_ticket(request, number);
+    const int64_t row_bytes = table.codebook.row_bytes, id = job.ticket.id;
     int64_t start = request.start, end = request.end;
     job.in_range = true;
-    job.row = request.first_row + item;
+    job.row = request.first_row + number;
     if (request.by_id) {
         job.in_range = id >= 0 && id < table.num_items && job.ticket.position < request.out_items;
         start = (id >= 0 && id < table.num_items ? id : 0) * table.item_bytes, end = start + table.item_bytes;
@@ -138,18 +115,17 @@ template <class G> static __device__ __noinline__ void refuse(const ibp_table &t
     if (job.window.dst) group_zero<G>(job.window.dst, job.window.high - job.window.low);
     if (G::rank() != 0) return;
     if (request.by_id)
-        record_fault(fault, status, job.ticket.position, job.ticket.id(request));
+        record_fault(fault, status, job.ticket.position, job.ticket.id);
     else
         record_fault(fault, status, job.row, job.row);
 }
 
-// Fetches the row of a job, of any kind (FORMAT.md section 3). By all lanes of a warp together; mine: whether the group has such a job.
+// Fetches the row of a job, of any kind (FORMAT.md section 3).
 template <class G>
-static __device__ __noinline__ Fetched fetch_other(const ibp_table &table, const Request &request, uint8_t *out, uint32_t stage, uint32_t number, bool mine, ibp_fault *fault)
+static __device__ __noinline__ Fetched fetch_other(const ibp_table &table, const Request &request, uint8_t *out, uint32_t stage, uint32_t number, ibp_fault *fault)
 {
     Fetched fetched{{nullptr, 0, 0}, 0, kNothing};
-    Job job{};
-    if (mine) job = job_of(table, request, out, number);
+    const Job job = job_of(table, request, out, number);
     const uint32_t slot_bytes = table.slot_bytes, row_bytes = table.codebook.row_bytes;
     uint32_t stored = 0, in_slot = 0, in_overflow = 0;
     bool raw = true, in_bounds = job.in_range;
@@ -163,15 +139,11 @@ static __device__ __noinline__ Fetched fetch_other(const ibp_table &table, const
         in_bounds = stored <= valid && (in_slot == 0 || (start <= end && in_slot <= end - start)) && (in_overflow == 0 || table.bases);
         slot += start;
     }
-    const bool overflows = in_bounds && in_overflow != 0;
-    if (__any_sync(kAllLanes, overflows)) {
-        Neighbours<G> neighbours{};
-        if (overflows) neighbours = load_neighbours<G>(table, job.row);
-        const uint64_t start = overflow_start<G>(table, job.row, neighbours, overflows), end = static_cast<uint64_t>(table.overflow_bytes);
-        if (overflows) in_bounds = start <= end && in_overflow <= end - start;
+    if (in_bounds && in_overflow != 0) {
+        const uint64_t start = overflow_start(table, job.row), end = static_cast<uint64_t>(table.overflow_bytes);
+        in_bounds = start <= end && in_overflow <= end - start;
         overflow += start;
     }
-    if (!mine) return fetched;
     if (!in_bounds) {
         refuse<G>(table, request, out, number, job.in_range ? IBP_CORRUPT_ROW : IBP_INDEX_OUT_OF_RANGE, fault);
     } else if (job.window.dst && raw) {
@@ -188,25 +160,40 @@ static __device__ __noinline__ Fetched fetch_other(const ibp_table &table, const
 
 // ---- ordinary rows ----
 
-// A row whose index entries are on their way.
-template <class G> struct RowAhead {
-    int64_t row;
+// A row as a lane has looked it up. what: its bytes as stored, how far after `from` they begin (`from` is aligned to 16 bytes), and its kind.
+struct Entry {
+    const uint8_t *from;
     uint8_t *dst;
-    Kind kind; // kNothing, kOther, or kCoded: an ordinary one as far as is known
-    uint16_t length;
-    Neighbours<G> neighbours; // in packed layout
+    uint32_t what;
 };
-
-// A row whose bytes are on their way.
-struct Arrival {
+struct Row {
     uint8_t *dst;
-    const uint8_t *from; // aligned to 16 bytes
-    uint32_t num_bytes;  // of the row as stored
-    uint32_t shift;      // of its first byte after `from`
+    uint32_t num_bytes, shift;
     Kind kind;
 
     __device__ __forceinline__ uint32_t num_vectors() const { return (shift + num_bytes + 15u) / 16u; }
 };
+static_assert(IBP_MAX_ROW_BYTES < 1u << 20, "the fields of Entry::what");
+
+__device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &request, uint32_t number)
+{
+    if (number >= request.num_jobs) return {nullptr, nullptr, kNothing << 24};
+    Entry entry{nullptr, nullptr, kOther << 24};
+    const Ticket ticket = load_ticket(request, number);
+    if (static_cast<uint64_t>(ticket.id - request.first_ordinary) >= request.num_ordinary || ticket.position >= request.out_items) return entry;
+    const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
+    const int64_t row = request.first_row + ticket.id * rows_per_item + ticket.part;
+    const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u, stored = length ? length : table.codebook.row_bytes;
+    const uint64_t start = request.packed ? overflow_start(table, row) : static_cast<uint64_t>(row) * table.slot_bytes - table.slots_start;
+    const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(request.rows) + start) % 16u, num_vectors = (shift + stored + 15u) / 16u;
+    const int64_t before = static_cast<int64_t>(start) - shift;
+    if (stored > request.most_stored || before < 0 || before > request.rows_bytes - 16 * static_cast<int64_t>(num_vectors)) return entry;
+    const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
+    entry.from = request.rows + before;
+    entry.dst = request.dst + (static_cast<uint64_t>(ticket.position) * rows_per_item + ticket.part) * table.codebook.row_bytes;
+    entry.what = stored | shift << 20 | kind << 24;
+    return entry;
+}
 
 template <class Decoder> struct Fetch {
     using G = typename Decoder::Group;
@@ -217,71 +204,60 @@ template <class Decoder> struct Fetch {
     uint8_t *const out;
     const Stage stage;
 
-    __device__ __forceinline__ RowAhead<G> look_up(const Ticket &ticket, bool is_job) const
+    // The row that lane i has looked up. By all lanes of a warp together.
+    static __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i)
     {
-        RowAhead<G> ahead{};
-        if (!is_job) return ahead;
-        ahead.kind = kOther;
-        const int64_t id = ticket.id(request);
-        if (static_cast<uint64_t>(id - request.first_ordinary) >= request.num_ordinary || ticket.position >= request.out_items) return ahead;
-        ahead.kind = kCoded;
-        const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
-        ahead.row = request.first_row + id * rows_per_item + ticket.part;
-        ahead.dst = request.dst + (static_cast<uint64_t>(ticket.position) * rows_per_item + ticket.part) * table.codebook.row_bytes;
-        if (table.lengths) ahead.length = __ldg(table.lengths + ahead.row);
-        if (request.packed) ahead.neighbours = load_neighbours<G>(table, ahead.row);
-        return ahead;
+        const uint32_t what = __shfl_sync(kAllLanes, entry.what, i);
+        const auto dst = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.dst));
+        return {reinterpret_cast<uint8_t *>(__shfl_sync(kAllLanes, dst, i)), what & 0xfffffu, what >> 20 & 15u, static_cast<Kind>(what >> 24)};
     }
 
-    __device__ __forceinline__ Arrival send_for(const RowAhead<G> &ahead, uint4 (&vectors)[kVectors]) const
+    // Sends for the bytes of the row that lane i has looked up. By all lanes of a warp together.
+    static __device__ __forceinline__ Row send_for(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors])
     {
-        uint64_t start = static_cast<uint64_t>(ahead.row) * table.slot_bytes - table.slots_start;
-        if (request.packed) start = overflow_start<G>(table, ahead.row, ahead.neighbours, ahead.kind == kCoded);
-        Arrival row{ahead.dst, nullptr, 0, 0, ahead.kind};
-        if (ahead.kind != kCoded) return row;
-        const uint8_t *const first = request.rows + start;
-        row.num_bytes = ahead.length ? ahead.length : table.codebook.row_bytes;
-        row.shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(first)) % 16u;
-        row.from = first - row.shift;
-        const uint32_t num_vectors = row.num_vectors();
-        const int64_t before = static_cast<int64_t>(start) - row.shift;
-        if (row.num_bytes > request.most_stored || before < 0 || before > request.rows_bytes - 16 * static_cast<int64_t>(num_vectors)) {
-            row.kind = kOther;
-            return row;
-        }
-        if (!ahead.length) row.kind = request.copies_vectors && row.shift == 0u ? kRaw : kStagedRaw;
-        const uint4 *const from = reinterpret_cast<const uint4 *>(row.from) + G::rank();
+        const Row row = row_of(entry, i);
+        const uint4 *const from = vectors_of(entry, i);
+        const uint32_t num_vectors = row.kind == kOther ? 0u : row.num_vectors();
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++)
             if (k * G::kThreads + G::rank() < num_vectors) vectors[k] = from[k * G::kThreads];
         return row;
     }
-
-    // Puts the vectors that were on their way where they belong, and fetches those for which there was no room.
-    __device__ __forceinline__ void receive(const Arrival &row, const uint4 (&vectors)[kVectors]) const
+    static __device__ __forceinline__ const uint4 *vectors_of(const Entry &entry, uint32_t i)
     {
-        if (row.kind == kCoded || row.kind == kStagedRaw) receive_in(reinterpret_cast<uint4 *>(stage.bytes()) + G::rank(), row, vectors);
-        if (row.kind == kRaw) receive_in(reinterpret_cast<uint4 *>(row.dst) + G::rank(), row, vectors);
+        const auto from = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.from));
+        return reinterpret_cast<const uint4 *>(__shfl_sync(kAllLanes, from, i)) + G::rank();
     }
-    static __device__ __forceinline__ void receive_in(uint4 *to, const Arrival &row, const uint4 (&vectors)[kVectors])
+
+    // Puts the vectors that were on their way where they belong, and fetches those for which there was no room. By all lanes of a warp together.
+    __device__ __forceinline__ void receive(const Row &row, const Entry &entry, uint32_t i, const uint4 (&vectors)[kVectors]) const
     {
-        const uint32_t num_vectors = row.num_vectors();
+        const uint32_t num_vectors = row.kind == kOther ? 0u : row.num_vectors();
+        if (row.kind != kRaw)
+            put(reinterpret_cast<uint4 *>(stage.bytes()) + G::rank(), num_vectors, vectors);
+        else
+            put(reinterpret_cast<uint4 *>(row.dst) + G::rank(), num_vectors, vectors);
+        if (!__any_sync(kAllLanes, num_vectors > kVectors * G::kThreads)) return;
+        const uint4 *const from = vectors_of(entry, i);
+        uint4 *const to = (row.kind == kRaw ? reinterpret_cast<uint4 *>(row.dst) : reinterpret_cast<uint4 *>(stage.bytes())) + G::rank();
+#pragma unroll 4
+        for (uint32_t k = kVectors * G::kThreads; k + G::rank() < num_vectors; k += G::kThreads) to[k] = from[k];
+    }
+    static __device__ __forceinline__ void put(uint4 *to, uint32_t num_vectors, const uint4 (&vectors)[kVectors])
+    {
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++)
             if (k * G::kThreads + G::rank() < num_vectors) to[k * G::kThreads] = vectors[k];
-        const uint4 *const from = reinterpret_cast<const uint4 *>(row.from) + G::rank();
-#pragma unroll 4
-        for (uint32_t i = kVectors * G::kThreads; i + G::rank() < num_vectors; i += G::kThreads) to[i] = from[i];
     }
 
     // Decodes what has been received. Called by all lanes of a warp together.
-    __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Arrival row, ibp_fault *fault) const
+    __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
     {
         Window window{row.dst, 0, table.codebook.row_bytes};
-        if (__any_sync(kAllLanes, row.kind == kOther)) {
-            const bool mine = row.kind == kOther;
-            const Fetched other = fetch_other<G>(table, request, out, stage.first, number, mine, fault);
-            if (mine) window = other.window, row = {other.window.dst, nullptr, other.num_bytes, 0, other.kind};
+        if (row.kind == kOther) {
+            const Fetched other = fetch_other<G>(table, request, out, stage.first, number, fault);
+            window = other.window;
+            row = {other.window.dst, other.num_bytes, 0, other.kind};
         }
         if (!__any_sync(kAllLanes, row.kind == kCoded || row.kind == kStagedRaw)) return;
         G::sync();
@@ -301,21 +277,11 @@ template <class Decoder> struct Fetch {
     }
 };
 
-// Numbers of a group's jobs: the item and the row of it.
-struct Cursor {
-    uint32_t number, item, part;
-
-    __device__ __forceinline__ void advance(const Cursor &step, uint32_t rows_per_item)
-    {
-        number += step.number, item += step.item, part += step.part;
-        if (part >= rows_per_item) part -= rows_per_item, item++;
-    }
-};
-
 // Bound by the link from pinned memory, by instruction issue on few SMs, by device memory or instruction issue otherwise.
 template <class Decoder>
 __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
-    gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request, const uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
+    gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request, const uint32_t group_bytes, const uint32_t batch,
+                 uint8_t *out, ibp_fault *fault)
 {
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
@@ -324,38 +290,34 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
     __syncthreads();
 
-    // A warp, or a group of several, takes G::kPerWarp jobs at a time; blocks in turn, so that few jobs spread over all of them.
+    // A warp, or a group of several, takes a batch of jobs, G::kPerWarp at a time; blocks in turn, so that few jobs spread over all of them.
     const uint32_t teams = blockDim.x / (G::kThreads * G::kPerWarp), team = threadIdx.x / (G::kThreads * G::kPerWarp);
-    const uint32_t in_warp = G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0, first = (blockIdx.x + gridDim.x * team) * G::kPerWarp + in_warp;
-    const uint32_t rows_per_item = static_cast<uint32_t>(request.rows_per_item), num_steps = gridDim.x * teams * G::kPerWarp, num_jobs = request.num_jobs;
-    Cursor cursor{first, first, 0}, step{num_steps, num_steps, 0};
-    if (rows_per_item > 1u) {
-        cursor.item = first / rows_per_item, cursor.part = first % rows_per_item;
-        step.item = num_steps / rows_per_item, step.part = num_steps % rows_per_item;
-    }
-    const auto next_ticket = [&] {
-        Ticket ticket{};
-        if (cursor.number < num_jobs) ticket = load_ticket(request, cursor.item, cursor.part);
-        cursor.advance(step, rows_per_item);
-        return ticket;
-    };
-    uint32_t job = first;
+    const uint32_t in_warp = G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0, num_jobs = request.num_jobs;
+    uint32_t first = (blockIdx.x + gridDim.x * team) * batch, i = 0;
+    if (first >= num_jobs) return;
     uint4 vectors[F::kVectors];
-    Ticket ticket = next_ticket();
-    RowAhead<G> ahead = fetch.look_up(ticket, job < num_jobs);
-    ticket = next_ticket();
-    Arrival arriving = fetch.send_for(ahead, vectors);
-    ahead = fetch.look_up(ticket, job + num_steps < num_jobs);
-    ticket = next_ticket();
+    Entry entry = look_up(table, request, lane_id() < batch ? first + lane_id() : num_jobs);
+    Row row = F::send_for(entry, in_warp, vectors);
 #pragma unroll 1
-    for (; job - in_warp < num_jobs; job += num_steps) {
-        const Arrival row = arriving;
-        fetch.receive(row, vectors);
-        arriving = fetch.send_for(ahead, vectors);
-        ahead = fetch.look_up(ticket, job + 2u * num_steps < num_jobs);
-        ticket = next_ticket();
-        fetch.finish(decoder, job, row, fault);
+    while (first < num_jobs) {
+        const Row received = row;
+        const uint32_t number = first + i + in_warp;
+        fetch.receive(received, entry, i + in_warp, vectors);
+        i += G::kPerWarp;
+        if (i >= batch || first + i >= num_jobs) {
+            first += gridDim.x * teams * batch, i = 0;
+            entry = look_up(table, request, lane_id() < batch ? first + lane_id() : num_jobs);
+        }
+        row = F::send_for(entry, i + in_warp, vectors);
+        fetch.finish(decoder, number, received, fault);
     }
+}
+
+// Jobs that a warp looks up at a time: as many as it has lanes, but several batches each where there are enough jobs.
+template <class G> static uint32_t batch_of(const Request &request, const Launch &launch)
+{
+    const uint32_t warps = launch.blocks * (launch.threads / (G::kThreads * G::kPerWarp)), share = request.num_jobs / (4u * warps);
+    return std::max(G::kPerWarp, std::min(share, kWarp) / G::kPerWarp * G::kPerWarp);
 }
 
 // Fills in which items are ordinary, and where their rows are.
@@ -395,7 +357,7 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
         Launch launch;
         const ibp_status status = plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, group_bytes, G::kThreads, request.num_jobs, max_sms, &launch);
         if (status != IBP_OK) return status;
-        kernel<<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(*table, request, group_bytes, out, fault);
+        kernel<<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(*table, request, group_bytes, batch_of<G>(request, launch), out, fault);
         return check_cuda(cudaGetLastError());
     });
 }

@@ -173,6 +173,9 @@ struct Launch {
 // Records the current CUDA error, if any, for ibp_cuda_last_error.
 ibp_status check_cuda(cudaError_t error);
 
+// Lets a kernel have all the dynamic shared memory that a block can have.
+ibp_status allow_shared(const void *kernel);
+
 // Blocks of up to most_threads threads, one an SM, for groups of threads that take group_bytes of shared memory each and a job at a time; never more SMs
 // than max_sms (0: all). Few jobs are spread over all of them.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
