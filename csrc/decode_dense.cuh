@@ -18,7 +18,7 @@ namespace ibp {
 enum DenseForm {
     kAnyDense,
     kBytePairs,  // planes 0 and 1 have digits of two bits, and symbols, the same for all columns, have one byte
-    kByteSymbols // likewise, and all but 8 bits of an element are the residual: BF16 and FP32
+    kByteSymbols // likewise, elements are rotated and all but 8 of their bits are the residual: BF16 and FP32
 };
 
 // Eight digits of num_bits, from bit 0 of bits on, one a nibble. Of a plane that there is not, whose digits have no bits, all are escapes, of four.
@@ -46,8 +46,10 @@ __device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits, uint32_t nu
     return digits & digits >> 2 & 0x11111111u;
 }
 
-// In nibble i, how many of the first i + 1 nibbles have escaped: in the last, how many of all; shifted up by one nibble, which escaped byte is whose.
-__device__ __forceinline__ uint32_t count_nibbles(uint32_t escaped) { return escaped * 0x11111111u; }
+// Which of the escaped bytes each nibble takes: how many nibbles below it have escaped.
+__device__ __forceinline__ uint32_t order_of(uint32_t escaped) { return escaped * 0x11111110u; }
+// How many of eight nibbles have escaped.
+__device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order) { return (order >> 28) + (escaped >> 28); }
 
 // What four digits stand for, one byte each. table: 16 bytes, those of a plane's entries and 0 at the escape; escape: 0xff there, of digits
 // of up to 3 bits. x: the next escaped bytes; order: which of them each nibble takes. Nibbles above the fourth mean nothing.
@@ -71,7 +73,7 @@ __device__ __forceinline__ uint2 eight_bytes(uint32_t first)
 
 template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     using Group = G;
-    static constexpr uint32_t kMostThreads = 768, kVectors = sizeof(T) == 2 ? 3 : 4;
+    static constexpr uint32_t kMostThreads = 768, kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
     static constexpr bool kTwoBits = FORM != kAnyDense;
     static constexpr uint32_t kPerVector = 16u / sizeof(T);               // elements of 16 bytes
     static constexpr uint32_t kSteps = 4;                                 // vectors of a lane in a tile
@@ -80,7 +82,7 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     static constexpr uint32_t kByteWords = (kPerVector + 3u) / 4u;        // words that hold a byte of each element of a vector
     static constexpr uint32_t kTile = G::kLanes * kSteps * kPerVector;
     static constexpr uint32_t kTableBytes = 16u * IBP_MAX_PLANES; // of a byte of the symbols
-    static constexpr uint32_t kLevel1 = kTile + 16u, kLevel2 = 8u * G::kLanes + 16u;
+    static constexpr uint32_t kLevel1 = kTile + 16u, kLevel2 = 16u * G::kLanes + 16u;
     static constexpr uint32_t kRaw = 0xff;
     static constexpr uint32_t kField = G::kLanes * kPerVector < 256u ? 8 : 16; // bits of a step's count
     static constexpr uint32_t kFields = 32u / kField, kScans = kSteps / kFields;
@@ -149,18 +151,18 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     // Puts the bytes of the next n elements that escaped plane 1 into level 2. next: how many elements reached planes 2, 3 and the raw symbols so far.
     __device__ __forceinline__ void decode_tail(const PlanesBook<T> &book, const ValueParts &parts, uint32_t n, uint32_t (&next)[3]) const
     {
+#pragma unroll 1
         for (uint32_t base = 0; __any_sync(kAllLanes, base < n); base += G::kLanes) {
             const uint32_t i = base + G::lane();
             bool open = i < n;
             uint32_t at = next[0] + (open ? i : 0u), named = 0;
 #pragma unroll
             for (uint32_t p = 2; p < IBP_MAX_PLANES; p++) {
-                const uint32_t num_bits = book.width_of(p);
-                if (num_bits != 0u) {
-                    const uint32_t digit = low_bits(shared_bits(parts.digits[p] + at * num_bits), num_bits);
-                    if (open) named = table_of(p, 0) + digit;
-                    open = open && digit == book.escape_of(p);
-                }
+                const uint32_t num_bits = book.width_of(p), escape = (1u << num_bits) - 1u;
+                if (num_bits == 0u) continue;
+                const uint32_t digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
+                if (open) named = table_of(p, 0) + digit;
+                open = open && digit == escape;
                 const uint32_t escaped = G::ballot(open);
                 at = next[p - 1] + ibp_popcount(escaped & G::lanes_below());
                 next[p - 1] += ibp_popcount(escaped);
@@ -189,22 +191,36 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     // Puts the bytes of the n elements of a tile that escaped plane 0 into level 1. first: how many of the row's came before.
     __device__ __forceinline__ void decode_plane1(const PlanesBook<T> &book, const ValueParts &parts, uint32_t first, uint32_t n, uint32_t (&next)[3]) const
     {
+        constexpr uint32_t kLaneOctets = 2;
         const uint32_t width = width_of(book, 1), num_bits = nibble_bits(book, 1);
 #pragma unroll 1
-        for (uint32_t base = 0; __any_sync(kAllLanes, base < n); base += 8u * G::kLanes) {
-            const uint32_t i = base + 8u * G::lane(), left = i < n ? ibp_min_u32(n - i, 8u) : 0u;
-            uint32_t digits = spread_digits(shared_bits(parts.digits[1] + (first + ibp_min_u32(i, n)) * width), width);
-            digits = low_bits(digits, 4u * left);
-            const uint32_t counts = counts_of(digits, num_bits), sums = G::inclusive_scan(counts >> 28), before = sums - (counts >> 28);
+        for (uint32_t base = 0; __any_sync(kAllLanes, base < n); base += 8u * kLaneOctets * G::kLanes) {
+            const uint32_t i = base + 8u * kLaneOctets * G::lane();
+            uint32_t digits[kLaneOctets], escaped[kLaneOctets], count = 0;
+#pragma unroll
+            for (uint32_t q = 0; q < kLaneOctets; q++) {
+                const uint32_t j = ibp_min_u32(i + 8u * q, n);
+                digits[q] = low_bits(spread_digits(shared_bits(parts.digits[1] + (first + j) * width), width), 4u * ibp_min_u32(n - j, 8u));
+                escaped[q] = escaped_nibbles(digits[q], num_bits);
+                count += count_of(escaped[q], order_of(escaped[q]));
+            }
+            const uint32_t sums = G::inclusive_scan(count);
             decode_tail(book, parts, G::last_lane(sums), next);
             __syncwarp();
             for (uint32_t h = 0; h < byte_planes(cb); h++) {
                 const uint4 entries = table(1, h);
-                const uint2 escape = escape_bytes(num_bits), x = eight_bytes(level2() + h * kLevel2 + before);
-                if (i < n)
-                    *reinterpret_cast<uint2 *>(shared_bytes() + level1() + h * kLevel1 + i) =
-                        make_uint2(bytes_of_digits(digits, num_bits, entries, escape, x, counts << 4),
-                                   bytes_of_digits(digits >> 16, num_bits, entries, escape, x, counts >> 12));
+                const uint2 escape = escape_bytes(num_bits);
+                uint32_t from = level2() + h * kLevel2 + (sums - count);
+#pragma unroll
+                for (uint32_t q = 0; q < kLaneOctets; q++) {
+                    const uint32_t order = order_of(escaped[q]);
+                    const uint2 x = eight_bytes(from);
+                    if (i + 8u * q < n)
+                        *reinterpret_cast<uint2 *>(shared_bytes() + level1() + h * kLevel1 + i + 8u * q) =
+                            make_uint2(bytes_of_digits(digits[q], num_bits, entries, escape, x, order),
+                                       bytes_of_digits(digits[q] >> 16, num_bits, entries, escape, x, order >> 16));
+                    from += count_of(escaped[q], order);
+                }
             }
             __syncwarp(); // level 2 is free, level 1 is there
         }
@@ -216,31 +232,47 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     struct TileDigits {
         uint32_t digits[kSteps * kOctets], before[kSteps], num_escaped;
         uint4 entries; // of byte 0 of the symbols
+
+        __device__ __forceinline__ void clear(uint32_t level1)
+        {
+#pragma unroll
+            for (uint32_t o = 0; o < kSteps * kOctets; o++) digits[o] = 0;
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) before[s] = level1;
+            num_escaped = 0;
+        }
     };
 
     static __device__ __forceinline__ uint32_t first_element(uint32_t tile_start, uint32_t step)
     {
         return tile_start + (step * G::kLanes + G::lane()) * kPerVector;
     }
-    static __device__ __forceinline__ uint32_t counts_of(uint32_t digits, uint32_t num_bits) { return count_nibbles(escaped_nibbles(digits, num_bits)); }
-
-    __device__ __forceinline__ TileDigits load_digits(const PlanesBook<T> &book, const ValueParts &parts, uint32_t tile_start, uint32_t n) const
+    // start: bit of the row's first digit.
+    __device__ __forceinline__ TileDigits load_digits(const PlanesBook<T> &book, uint32_t start, uint32_t tile_start, uint32_t n) const
     {
         const uint32_t width = width_of(book, 0), num_bits = nibble_bits(book, 0);
-        const bool whole = tile_start + kTile <= n;
         TileDigits tile;
         uint32_t counts[kScans] = {};
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
 #pragma unroll
             for (uint32_t q = 0; q < kOctets; q++) {
-                const uint32_t i = first_element(tile_start, s) + q * kOctet, o = s * kOctets + q;
-                uint32_t digits = spread_digits(shared_bits(parts.digits[0] + (whole ? i : ibp_min_u32(i, n)) * width), width);
-                if (kOctet < 8u) digits = low_bits(digits, 4u * kOctet);
-                if (!whole) digits = low_bits(digits, i < n ? 4u * ibp_min_u32(n - i, kOctet) : 0u);
-                tile.digits[o] = digits;
-                counts[s / kFields] += (counts_of(digits, num_bits) >> 28) << s % kFields * kField;
+                const uint32_t i = first_element(tile_start, s) + q * kOctet;
+                const uint32_t digits = spread_digits(shared_bits(start + ibp_min_u32(i, n) * width), width);
+                tile.digits[s * kOctets + q] = kOctet < 8u ? low_bits(digits, 4u * kOctet) : digits;
             }
+        }
+        if (tile_start + kTile > n) {
+#pragma unroll
+            for (uint32_t o = 0; o < kSteps * kOctets; o++) {
+                const uint32_t i = ibp_min_u32(first_element(tile_start, o / kOctets) + o % kOctets * kOctet, n);
+                tile.digits[o] = low_bits(tile.digits[o], 4u * ibp_min_u32(n - i, kOctet));
+            }
+        }
+#pragma unroll
+        for (uint32_t o = 0; o < kSteps * kOctets; o++) {
+            const uint32_t s = o / kOctets, escaped = escaped_nibbles(tile.digits[o], num_bits);
+            counts[s / kFields] += count_of(escaped, order_of(escaped)) << s % kFields * kField;
         }
         tile.entries = table(0, 0);
         tile.num_escaped = 0;
@@ -265,27 +297,26 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         uint32_t escaped = tile.before[s] + h * kLevel1;
 #pragma unroll
         for (uint32_t q = 0; q < kOctets; q++) {
-            const uint32_t digits = tile.digits[s * kOctets + q], counts = counts_of(digits, num_bits);
+            const uint32_t digits = tile.digits[s * kOctets + q], escapes = escaped_nibbles(digits, num_bits), order = order_of(escapes);
             const uint2 x = eight_bytes(escaped);
-            bytes[q * 2u] = bytes_of_digits(digits, num_bits, entries, escape, x, counts << 4);
-            if (kOctet == 8u) bytes[(q * 2u + 1u) % kByteWords] = bytes_of_digits(digits >> 16, num_bits, entries, escape, x, counts >> 12);
-            escaped += counts >> 28;
+            bytes[q * 2u] = bytes_of_digits(digits, num_bits, entries, escape, x, order);
+            if (kOctet == 8u) bytes[(q * 2u + 1u) % kByteWords] = bytes_of_digits(digits >> 16, num_bits, entries, escape, x, order >> 16);
+            if (kOctets > 1u) escaped += count_of(escapes, order);
         }
     }
 
     // ---- symbols and residuals ----
 
-    // Elements of two bytes, one of them the residual.
-    static __device__ __forceinline__ void join_bytes(uint32_t symbols, uint2 residuals, uint32_t upper_symbols, bool rotate, uint32_t (&words)[4])
+    // Elements of two bytes, one of them the residual, rotated back.
+    static __device__ __forceinline__ void join_bytes(uint32_t symbols, uint2 residuals, uint32_t upper_symbols, uint32_t (&words)[4])
     {
         words[0] = permute_bytes(residuals.x, symbols, 0x5140), words[1] = permute_bytes(residuals.x, symbols, 0x7362);
         words[2] = permute_bytes(residuals.y, upper_symbols, 0x5140), words[3] = permute_bytes(residuals.y, upper_symbols, 0x7362);
-        if (!rotate) return;
 #pragma unroll
         for (uint32_t k = 0; k < 4u; k++) words[k] = select_bits(0x7fff7fffu, words[k] >> 1, words[k] << 15);
     }
-    // Elements of four bytes, three of them the residual; first: the shared byte with which four residuals begin.
-    static __device__ __forceinline__ void join_triples(uint32_t symbols, uint32_t first, uint32_t rotate, uint32_t (&words)[4])
+    // Elements of four bytes, three of them the residual, rotated back; first: the shared byte with which four residuals begin.
+    static __device__ __forceinline__ void join_triples(uint32_t symbols, uint32_t first, uint32_t (&words)[4])
     {
         const uint2 r = eight_bytes(first);
         const uint32_t third = __funnelshift_r(shared_word(first / 4u + 2u), shared_word(first / 4u + 3u), 8u * first);
@@ -294,7 +325,7 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         words[2] = permute_bytes(__funnelshift_r(r.y, third, 16), symbols, 0x6210);
         words[3] = permute_bytes(third, symbols, 0x7321);
 #pragma unroll
-        for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], rotate);
+        for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], 1);
     }
 
     static __device__ __forceinline__ void put_element(uint32_t (&words)[4], uint32_t e, T element)
@@ -316,9 +347,9 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         if constexpr (FORM != kByteSymbols)
             join_fields(book, parts, tile, s, i, n, bytes, words);
         else if constexpr (sizeof(T) == 2)
-            join_bytes(bytes[0], eight_bytes(parts.residuals / 8u + i), bytes[1], cb.planes.rotate, words);
+            join_bytes(bytes[0], eight_bytes(parts.residuals / 8u + i), bytes[1], words);
         else
-            join_triples(bytes[0], parts.residuals / 8u + 3u * i, cb.planes.rotate, words);
+            join_triples(bytes[0], parts.residuals / 8u + 3u * i, words);
     }
     // Symbols, of which the first bytes are given, and residuals of any size.
     __device__ __forceinline__ void join_fields(const PlanesBook<T> &book, const ValueParts &parts, const TileDigits &tile, uint32_t s, uint32_t i,
@@ -373,11 +404,18 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         const uint32_t tiles = (book.columns + kTile - 1u) / kTile, per_warp = (tiles + G::kWarps - 1u) / G::kWarps;
         const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n), last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
         const uint32_t end = start_bit + 8u * coded_bytes;
-        ValueParts parts = book.template find_parts<G, kTwoBits>(start_bit, end, n, {first, last}, exchanged());
+        TileDigits tile{};
+        const bool one_tile = G::kWarps == 1 && tiles == 1u; // whose digits need not be looked at twice
+        ValueParts parts = book.template find_parts<G, kTwoBits>(start_bit, end, n, {first, last}, exchanged(), [&](uint32_t start, DigitRange range, uint32_t num_bits) {
+            if (!one_tile) return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
+            tile = load_digits(book, start, 0, range.to);
+            return tile.num_escaped;
+        });
         const bool good = !active || parts.end == end;
         if (!good) { // otherwise every position that is read from here on lies in the row, or up to 16 bytes behind a part of it
             n = 0;
             parts = ValueParts::nothing(start_bit);
+            tile.clear(level1());
         }
         const bool units = window.is_units(cb.row_bytes, 16);
         uint32_t in_plane1 = parts.mine[1].from, next[3] = {parts.mine[2].from, parts.mine[3].from, parts.mine[4].from};
@@ -385,7 +423,7 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         for (uint32_t k = 0; k < per_warp; k++) {
             const uint32_t tile_start = (G::warp() * per_warp + k) * kTile;
             if (tile_start >= book.columns) break;
-            const TileDigits tile = load_digits(book, parts, tile_start, n);
+            if (!one_tile) tile = load_digits(book, parts.digits[0], tile_start, n);
             decode_plane1(book, parts, in_plane1, tile.num_escaped, next);
             in_plane1 += tile.num_escaped;
 #pragma unroll

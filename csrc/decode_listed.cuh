@@ -132,7 +132,7 @@ template <typename T> struct ListedDecoder {
         const uint32_t low_start = start + to_byte(form.upper_bits), values = start + 8u * form.num_bytes;
         if (values > end) return false;
         ValueParts parts{};
-        if (!closed) parts = book.template find_parts<G, false>(values, end, k, {0, k}, 0);
+        if (!closed) parts = book.template find_parts<G, false>(values, end, k, {0, k}, 0, PlanesBook<T>::template count_escapes<G>);
         if ((closed ? values : parts.end) != end) return false;
         Stage upper = stage;
         uint32_t upper_start = start;

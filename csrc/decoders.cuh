@@ -49,7 +49,7 @@ inline DenseForm form_of(const ibp_planes &planes)
 {
     const bool pairs = planes.num_planes >= 2 && planes.digit_bits[0] == 2 && planes.digit_bits[1] == 2 && planes.symbol_bytes == 1 && !planes.per_column;
     if (!pairs) return kAnyDense;
-    return planes.residual_bits == 8u * (planes.element_bytes - 1u) ? kByteSymbols : kBytePairs;
+    return planes.rotate && planes.residual_bits == 8u * (planes.element_bytes - 1u) ? kByteSymbols : kBytePairs;
 }
 
 // Calls launcher with the tag of the codebook's decoder. by_16: rows start at multiples of 16 bytes on the uncoded side.

@@ -168,17 +168,21 @@ struct Entry {
 };
 struct Row {
     uint8_t *dst;
-    uint32_t num_bytes, shift;
-    Kind kind;
+    uint32_t what;
 
-    __device__ __forceinline__ uint32_t num_vectors() const { return (shift + num_bytes + 15u) / 16u; }
+    __device__ __forceinline__ uint32_t num_bytes() const { return what & 0xfffffu; }
+    __device__ __forceinline__ uint32_t shift() const { return what >> 20 & 15u; }
+    __device__ __forceinline__ Kind kind() const { return static_cast<Kind>(what >> 24); }
 };
 static_assert(IBP_MAX_ROW_BYTES < 1u << 20, "the fields of Entry::what");
+__device__ __forceinline__ uint32_t what_of(uint32_t num_bytes, uint32_t shift, Kind kind) { return num_bytes | shift << 20 | kind << 24; }
+// Vectors that hold the row; of rows out of the ordinary and of none at all, 0.
+__device__ __forceinline__ uint32_t vectors_in(uint32_t what) { return ((what & 0xfffffu) + (what >> 20 & 15u) + 15u) / 16u; }
 
 __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &request, uint32_t number)
 {
-    if (number >= request.num_jobs) return {nullptr, nullptr, kNothing << 24};
-    Entry entry{nullptr, nullptr, kOther << 24};
+    if (number >= request.num_jobs) return {nullptr, nullptr, what_of(0, 0, kNothing)};
+    Entry entry{nullptr, nullptr, what_of(0, 0, kOther)};
     const Ticket ticket = load_ticket(request, number);
     if (static_cast<uint64_t>(ticket.id - request.first_ordinary) >= request.num_ordinary || ticket.position >= request.out_items) return entry;
     const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
@@ -191,7 +195,7 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
     entry.from = request.rows + before;
     entry.dst = request.dst + (static_cast<uint64_t>(ticket.position) * rows_per_item + ticket.part) * table.codebook.row_bytes;
-    entry.what = stored | shift << 20 | kind << 24;
+    entry.what = what_of(stored, shift, kind);
     return entry;
 }
 
@@ -203,67 +207,86 @@ template <class Decoder> struct Fetch {
     const Request &request;
     uint8_t *const out;
     const Stage stage;
+    const uint32_t group_bytes;
 
     // The row that lane i has looked up. By all lanes of a warp together.
     static __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i)
     {
-        const uint32_t what = __shfl_sync(kAllLanes, entry.what, i);
         const auto dst = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.dst));
-        return {reinterpret_cast<uint8_t *>(__shfl_sync(kAllLanes, dst, i)), what & 0xfffffu, what >> 20 & 15u, static_cast<Kind>(what >> 24)};
+        return {reinterpret_cast<uint8_t *>(__shfl_sync(kAllLanes, dst, i)), __shfl_sync(kAllLanes, entry.what, i)};
     }
 
-    // Sends for the bytes of the row that lane i has looked up. By all lanes of a warp together.
-    static __device__ __forceinline__ Row send_for(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors])
+    // Vectors of a warp's rows are fetched row by row, consecutive ones by consecutive lanes, whichever lanes will decode them: the link is used best by
+    // wide requests. So of the vectors that are on their way, a lane's k-th is vector_of(k) of the warp's row row_in_warp(k).
+    static constexpr uint32_t kRowVectors = kVectors * G::kThreads;
+    static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k) { return G::kPerWarp == 1 ? 0 : (k * kWarp + lane_id()) / kRowVectors; }
+    static __device__ __forceinline__ uint32_t vector_of(uint32_t k)
     {
-        const Row row = row_of(entry, i);
-        const uint4 *const from = vectors_of(entry, i);
-        const uint32_t num_vectors = row.kind == kOther ? 0u : row.num_vectors();
-#pragma unroll
-        for (uint32_t k = 0; k < kVectors; k++)
-            if (k * G::kThreads + G::rank() < num_vectors) vectors[k] = from[k * G::kThreads];
-        return row;
+        return G::kPerWarp == 1 ? k * G::kThreads + G::rank() : (k * kWarp + lane_id()) % kRowVectors;
     }
-    static __device__ __forceinline__ const uint4 *vectors_of(const Entry &entry, uint32_t i)
+    static __device__ __forceinline__ const uint4 *from_of(const Entry &entry, uint32_t i)
     {
-        const auto from = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.from));
-        return reinterpret_cast<const uint4 *>(__shfl_sync(kAllLanes, from, i)) + G::rank();
+        return reinterpret_cast<const uint4 *>(__shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.from)), i));
+    }
+
+    // Sends for the bytes of the rows that the lanes from i on have looked up. By all lanes of a warp together.
+    static __device__ __forceinline__ void send_for(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors])
+    {
+        if constexpr (G::kPerWarp == 1) {
+            const uint32_t num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i));
+            const uint4 *const from = from_of(entry, i);
+#pragma unroll
+            for (uint32_t k = 0; k < kVectors; k++)
+                if (vector_of(k) < num_vectors) vectors[k] = from[vector_of(k)];
+        } else {
+#pragma unroll
+            for (uint32_t k = 0; k < kVectors; k++) {
+                const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
+                const uint4 *const from = from_of(entry, i + row_in_warp(k));
+                if (vector_of(k) < vectors_in(what)) vectors[k] = from[vector_of(k)];
+            }
+        }
     }
 
     // Puts the vectors that were on their way where they belong, and fetches those for which there was no room. By all lanes of a warp together.
     __device__ __forceinline__ void receive(const Row &row, const Entry &entry, uint32_t i, const uint4 (&vectors)[kVectors]) const
     {
-        const uint32_t num_vectors = row.kind == kOther ? 0u : row.num_vectors();
-        if (row.kind != kRaw)
-            put(reinterpret_cast<uint4 *>(stage.bytes()) + G::rank(), num_vectors, vectors);
-        else
-            put(reinterpret_cast<uint4 *>(row.dst) + G::rank(), num_vectors, vectors);
-        if (!__any_sync(kAllLanes, num_vectors > kVectors * G::kThreads)) return;
-        const uint4 *const from = vectors_of(entry, i);
-        uint4 *const to = (row.kind == kRaw ? reinterpret_cast<uint4 *>(row.dst) : reinterpret_cast<uint4 *>(stage.bytes())) + G::rank();
-#pragma unroll 4
-        for (uint32_t k = kVectors * G::kThreads; k + G::rank() < num_vectors; k += G::kThreads) to[k] = from[k];
-    }
-    static __device__ __forceinline__ void put(uint4 *to, uint32_t num_vectors, const uint4 (&vectors)[kVectors])
-    {
+        const uint32_t first_group = G::in_block() / G::kPerWarp * G::kPerWarp;
+        const uint32_t what_of_one = __shfl_sync(kAllLanes, entry.what, i);
 #pragma unroll
-        for (uint32_t k = 0; k < kVectors; k++)
-            if (k * G::kThreads + G::rank() < num_vectors) to[k * G::kThreads] = vectors[k];
+        for (uint32_t k = 0; k < kVectors; k++) {
+            const uint32_t what = G::kPerWarp == 1 ? what_of_one : __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
+            const bool raw = what >> 24 == kRaw;
+            uint8_t *to = shared_bytes() + (first_group + row_in_warp(k)) * group_bytes;
+            if (vector_of(k) < vectors_in(what) && !raw) reinterpret_cast<uint4 *>(to)[vector_of(k)] = vectors[k];
+            if (!__any_sync(kAllLanes, raw)) continue;
+            to = reinterpret_cast<uint8_t *>(__shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.dst)), i + row_in_warp(k)));
+            if (vector_of(k) < vectors_in(what) && raw) reinterpret_cast<uint4 *>(to)[vector_of(k)] = vectors[k];
+        }
+        const uint32_t num_vectors = vectors_in(row.what);
+        if (!__any_sync(kAllLanes, num_vectors > kRowVectors)) return;
+        const uint4 *const from = from_of(entry, i + in_warp());
+        uint4 *const to = reinterpret_cast<uint4 *>(row.kind() == kRaw ? row.dst : stage.bytes());
+#pragma unroll 4
+        for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads) to[k] = from[k];
     }
+    // Which of the warp's rows is the group's.
+    static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
 
     // Decodes what has been received. Called by all lanes of a warp together.
     __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
     {
         Window window{row.dst, 0, table.codebook.row_bytes};
-        if (row.kind == kOther) {
+        if (row.kind() == kOther) {
             const Fetched other = fetch_other<G>(table, request, out, stage.first, number, fault);
             window = other.window;
-            row = {other.window.dst, other.num_bytes, 0, other.kind};
+            row = {other.window.dst, what_of(other.num_bytes, 0, other.kind)};
         }
-        if (!__any_sync(kAllLanes, row.kind == kCoded || row.kind == kStagedRaw)) return;
+        if (!__any_sync(kAllLanes, row.kind() == kCoded || row.kind() == kStagedRaw)) return;
         G::sync();
-        if (row.kind == kStagedRaw) group_copy<G>(row.dst, stage.bytes() + row.shift, row.num_bytes);
-        bool coded = row.kind == kCoded, good = true;
-        uint32_t cluster = 0, start = stage.first + row.shift, num_bytes = row.num_bytes;
+        if (row.kind() == kStagedRaw) group_copy<G>(row.dst, stage.bytes() + row.shift(), row.num_bytes());
+        bool coded = row.kind() == kCoded, good = true;
+        uint32_t cluster = 0, start = stage.first + row.shift(), num_bytes = row.num_bytes();
         if (table.codebook.num_clusters > 1u) {
             cluster = shared_bits(8u * start) & 0xffu;
             good = !coded || (num_bytes >= 1u && cluster < table.codebook.num_clusters);
@@ -286,38 +309,39 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
     const uint32_t mine = G::in_block() * group_bytes;
-    const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes)};
+    const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), group_bytes};
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
     __syncthreads();
 
     // A warp, or a group of several, takes a batch of jobs, G::kPerWarp at a time; blocks in turn, so that few jobs spread over all of them.
     const uint32_t teams = blockDim.x / (G::kThreads * G::kPerWarp), team = threadIdx.x / (G::kThreads * G::kPerWarp);
-    const uint32_t in_warp = G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0, num_jobs = request.num_jobs;
+    const uint32_t num_jobs = request.num_jobs;
     uint32_t first = (blockIdx.x + gridDim.x * team) * batch, i = 0;
     if (first >= num_jobs) return;
     uint4 vectors[F::kVectors];
     Entry entry = look_up(table, request, lane_id() < batch ? first + lane_id() : num_jobs);
-    Row row = F::send_for(entry, in_warp, vectors);
+    F::send_for(entry, 0, vectors);
 #pragma unroll 1
     while (first < num_jobs) {
-        const Row received = row;
-        const uint32_t number = first + i + in_warp;
-        fetch.receive(received, entry, i + in_warp, vectors);
+        const Row row = F::row_of(entry, i + F::in_warp());
+        const uint32_t number = first + i + F::in_warp();
+        fetch.receive(row, entry, i, vectors);
         i += G::kPerWarp;
         if (i >= batch || first + i >= num_jobs) {
             first += gridDim.x * teams * batch, i = 0;
             entry = look_up(table, request, lane_id() < batch ? first + lane_id() : num_jobs);
         }
-        row = F::send_for(entry, i + in_warp, vectors);
-        fetch.finish(decoder, number, received, fault);
+        F::send_for(entry, i, vectors);
+        fetch.finish(decoder, number, row, fault);
     }
 }
 
-// Jobs that a warp looks up at a time: as many as it has lanes, but several batches each where there are enough jobs.
+// Jobs that a warp looks up at a time: at most as many as it has lanes, and so many that all warps get as many.
 template <class G> static uint32_t batch_of(const Request &request, const Launch &launch)
 {
-    const uint32_t warps = launch.blocks * (launch.threads / (G::kThreads * G::kPerWarp)), share = request.num_jobs / (4u * warps);
-    return std::max(G::kPerWarp, std::min(share, kWarp) / G::kPerWarp * G::kPerWarp);
+    const uint32_t warps = launch.blocks * (launch.threads / (G::kThreads * G::kPerWarp));
+    const uint64_t rounds = (uint64_t{request.num_jobs} + kWarp * warps - 1) / (kWarp * warps), share = (request.num_jobs + rounds * warps - 1) / (rounds * warps);
+    return static_cast<uint32_t>(share + G::kPerWarp - 1) / G::kPerWarp * G::kPerWarp;
 }
 
 // Fills in which items are ordinary, and where their rows are.

@@ -119,9 +119,9 @@ template <typename T> struct PlanesBook {
 
     // Finds the parts of n values that lie in the shared bits from start to end: each plane is as long as the one before has escapes. Where one
     // lies past the end, parts.end does too. mine: the elements of the warp. TWO_BITS: digits of planes 0 and 1 are known to have two.
-    // exchanged: shared word with which IBP_MAX_PLANES times G::kWarps words begin.
-    template <class G, bool TWO_BITS>
-    __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine, uint32_t exchanged) const
+    // exchanged: shared word with which IBP_MAX_PLANES times G::kWarps words begin. count_first(start, range, num_bits) counts those of plane 0.
+    template <class G, bool TWO_BITS, class CountFirst>
+    __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine, uint32_t exchanged, const CountFirst &count_first) const
     {
         ValueParts parts;
         parts.residuals = start;
@@ -137,7 +137,7 @@ template <typename T> struct PlanesBook {
             const uint32_t num_bits = known ? 2u : planes.digit_bits[p];
             parts.digits[p + 1] += to_byte(reaching * num_bits);
             if (parts.digits[p + 1] > end) parts.mine[p] = {0, 0}; // nothing is read there
-            const uint32_t count = count_escapes<G>(parts.digits[p], parts.mine[p], num_bits);
+            const uint32_t count = p == 0u ? count_first(parts.digits[0], parts.mine[0], num_bits) : count_escapes<G>(parts.digits[p], parts.mine[p], num_bits);
             const uint32_t before = G::exchange(exchanged + p * G::kWarps, count, reaching);
             parts.mine[p + 1] = {before, before + count};
         }
