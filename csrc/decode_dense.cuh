@@ -17,8 +17,9 @@ namespace ibp {
 // What a kernel knows of its codebooks before it runs.
 enum DenseForm {
     kAnyDense,
-    kBytePairs,  // planes 0 and 1 have digits of two bits, and symbols, the same for all columns, have one byte
-    kByteSymbols // likewise, elements are rotated and all but 8 of their bits are the residual: BF16 and FP32
+    kColumnPairs, // planes 0 and 1 have digits of two bits, symbols have one byte, entries are a column's
+    kBytePairs,   // likewise, but the entries are the same for all columns
+    kByteSymbols  // likewise, elements are rotated and all but 8 of their bits are the residual: BF16 and FP32
 };
 
 // Eight digits of num_bits, from bit 0 of bits on, one a nibble. Of a plane that there is not, whose digits have no bits, all are escapes, of four.
@@ -73,7 +74,7 @@ __device__ __forceinline__ uint2 eight_bytes(uint32_t first)
 
 template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     using Group = G;
-    static constexpr uint32_t kMostThreads = 768, kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
+    static constexpr uint32_t kMostThreads = FORM == kAnyDense ? 512 : 768, kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
     static constexpr bool kTwoBits = FORM != kAnyDense;
     static constexpr uint32_t kPerVector = 16u / sizeof(T);               // elements of 16 bytes
     static constexpr uint32_t kSteps = 4;                                 // vectors of a lane in a tile
@@ -93,8 +94,10 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     // Shared memory of a group: of every warp the tables and the bytes of plane 1 and of the tail, then what the warps exchange.
     static __host__ __device__ __forceinline__ uint32_t byte_planes(const ibp_codebook &cb)
     {
-        return kTwoBits ? 1u : cb.planes.symbol_bytes + (cb.planes.per_column ? 1u : 0u);
+        return symbol_bytes(cb) + (per_column(cb) ? 1u : 0u);
     }
+    static __host__ __device__ __forceinline__ uint32_t symbol_bytes(const ibp_codebook &cb) { return kTwoBits ? 1u : cb.planes.symbol_bytes; }
+    static __host__ __device__ __forceinline__ bool per_column(const ibp_codebook &cb) { return kTwoBits ? FORM == kColumnPairs : cb.planes.per_column; }
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
         return byte_planes(cb) * (kTableBytes + kLevel1 + kLevel2);
@@ -133,8 +136,8 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         for (uint32_t i = G::lane(); i < kTableBytes * planes; i += G::kLanes) {
             const uint32_t digit = i % 16u, h = i / 16u % planes, plane = i / (16u * planes), rank = book.first_of(plane) + digit;
             uint64_t byte = 0;
-            if (digit < book.escape_of(plane) && !cb.planes.per_column) byte = static_cast<uint64_t>(book.entry(rank)) >> 8u * h;
-            if (digit < book.escape_of(plane) && cb.planes.per_column && h == 0u) byte = rank;
+            if (digit < book.escape_of(plane) && !per_column(cb)) byte = static_cast<uint64_t>(book.entry(rank)) >> 8u * h;
+            if (digit < book.escape_of(plane) && per_column(cb) && h == 0u) byte = rank;
             shared_bytes()[tables() + i] = static_cast<uint8_t>(byte);
         }
     }
@@ -177,11 +180,11 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
             uint64_t symbol = shared_bits(position);
             if (sizeof(T) == 8) symbol |= static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
             symbol = low_bits(symbol, book.symbol_bits);
-            if (!kTwoBits && cb.planes.per_column) {
+            if (per_column(cb)) {
                 shared_bytes()[to] = kRaw;
                 to += kLevel2;
             }
-            for (uint32_t h = 0; h < (kTwoBits ? 1u : cb.planes.symbol_bytes); h++) shared_bytes()[to + h * kLevel2] = static_cast<uint8_t>(symbol >> 8u * h);
+            for (uint32_t h = 0; h < symbol_bytes(cb); h++) shared_bytes()[to + h * kLevel2] = static_cast<uint8_t>(symbol >> 8u * h);
         }
         next[0] += n;
     }
@@ -289,7 +292,7 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     }
 
     // Byte h of the symbols of step s, from element 0 on.
-    __device__ __forceinline__ void symbol_bytes(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h, uint32_t (&bytes)[kByteWords]) const
+    __device__ __forceinline__ void bytes_of_step(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h, uint32_t (&bytes)[kByteWords]) const
     {
         const uint32_t num_bits = nibble_bits(book, 0);
         const uint4 entries = h == 0u ? tile.entries : table(0, h);
@@ -343,7 +346,7 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
                                                   uint32_t n, uint32_t (&words)[4]) const
     {
         uint32_t bytes[kByteWords];
-        symbol_bytes(book, tile, s, 0, bytes);
+        bytes_of_step(book, tile, s, 0, bytes);
         if constexpr (FORM != kByteSymbols)
             join_fields(book, parts, tile, s, i, n, bytes, words);
         else if constexpr (sizeof(T) == 2)
@@ -359,15 +362,15 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         T symbol[kPerVector];
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) symbol[e] = static_cast<T>(bytes[e / 4u] >> 8u * (e % 4u) & 0xffu);
-        if (!kTwoBits && !cb.planes.per_column) {
-            for (uint32_t h = 1; h < cb.planes.symbol_bytes; h++) add_bytes(book, tile, s, h, 8u * h, symbol);
-        } else if (!kTwoBits) {
+        if (!per_column(cb)) {
+            for (uint32_t h = 1; h < symbol_bytes(cb); h++) add_bytes(book, tile, s, h, 8u * h, symbol);
+        } else {
             T raw[kPerVector] = {};
-            for (uint32_t h = 0; h < cb.planes.symbol_bytes; h++) add_bytes(book, tile, s, h + 1u, 8u * h, raw);
+            for (uint32_t h = 0; h < symbol_bytes(cb); h++) add_bytes(book, tile, s, h + 1u, 8u * h, raw);
 #pragma unroll
             for (uint32_t e = 0; e < kPerVector; e++) {
                 const uint32_t rank = static_cast<uint32_t>(symbol[e]);
-                symbol[e] = rank != kRaw && i + e < n ? book.entry((i + e) * cb.planes.num_entries + rank) : raw[e];
+                symbol[e] = rank != kRaw && i + e < n ? book.template entry_of<kTwoBits>((i + e) * cb.planes.num_entries + rank) : raw[e];
             }
         }
         constexpr uint32_t kPerWindow = 8u / sizeof(T); // elements whose residuals fit 64 bits
@@ -385,7 +388,7 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     __device__ __forceinline__ void add_bytes(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h, uint32_t shift, T (&numbers)[kPerVector]) const
     {
         uint32_t bytes[kByteWords];
-        symbol_bytes(book, tile, s, h, bytes);
+        bytes_of_step(book, tile, s, h, bytes);
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++)
             numbers[e] = static_cast<T>(numbers[e] | static_cast<T>(bytes[e / 4u] >> 8u * (e % 4u) & 0xffu) << shift);

@@ -37,9 +37,11 @@ template <template <class> class Decoder, class Launcher> ibp_status with_group(
 
 template <class G> using Dense1 = DenseDecoder<uint8_t, G, kAnyDense>;
 template <class G> using Dense2 = DenseDecoder<uint16_t, G, kAnyDense>;
+template <class G> using Columns2 = DenseDecoder<uint16_t, G, kColumnPairs>;
 template <class G> using Pairs2 = DenseDecoder<uint16_t, G, kBytePairs>;
 template <class G> using Bytes2 = DenseDecoder<uint16_t, G, kByteSymbols>;
 template <class G> using Dense4 = DenseDecoder<uint32_t, G, kAnyDense>;
+template <class G> using Columns4 = DenseDecoder<uint32_t, G, kColumnPairs>;
 template <class G> using Bytes4 = DenseDecoder<uint32_t, G, kByteSymbols>;
 template <class G> using Dense8 = DenseDecoder<uint64_t, G, kAnyDense>;
 template <class G> using MaskWords = MasksDecoder<4, G>;
@@ -47,8 +49,9 @@ template <class G> using MaskWord = MasksDecoder<1, G>;
 
 inline DenseForm form_of(const ibp_planes &planes)
 {
-    const bool pairs = planes.num_planes >= 2 && planes.digit_bits[0] == 2 && planes.digit_bits[1] == 2 && planes.symbol_bytes == 1 && !planes.per_column;
+    const bool pairs = planes.num_planes >= 2 && planes.digit_bits[0] == 2 && planes.digit_bits[1] == 2 && planes.symbol_bytes == 1;
     if (!pairs) return kAnyDense;
+    if (planes.per_column) return kColumnPairs;
     return planes.rotate && planes.residual_bits == 8u * (planes.element_bytes - 1u) ? kByteSymbols : kBytePairs;
 }
 
@@ -68,9 +71,11 @@ template <class Launcher> ibp_status with_decoder(const ibp_codebook &cb, bool b
     case 2:
         if (listed) return launcher(Tag<ListedDecoder<uint16_t>>{});
         if (form == kByteSymbols) return with_group<Bytes2>(cb.row_bytes, launcher);
+        if (form == kColumnPairs) return with_group<Columns2>(cb.row_bytes, launcher);
         return form == kBytePairs ? with_group<Pairs2>(cb.row_bytes, launcher) : with_group<Dense2>(cb.row_bytes, launcher);
     case 4:
         if (listed) return launcher(Tag<ListedDecoder<uint32_t>>{});
+        if (form == kColumnPairs) return with_group<Columns4>(cb.row_bytes, launcher);
         return form == kByteSymbols ? with_group<Bytes4>(cb.row_bytes, launcher) : with_group<Dense4>(cb.row_bytes, launcher);
     case 8: return listed ? launcher(Tag<ListedDecoder<uint64_t>>{}) : with_group<Dense8>(cb.row_bytes, launcher);
     default: return IBP_INVALID_ARGUMENT;
