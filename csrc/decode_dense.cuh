@@ -408,10 +408,10 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n), last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
         const uint32_t end = start_bit + 8u * coded_bytes;
         TileDigits tile{};
-        const bool one_tile = G::kWarps == 1 && tiles == 1u && (kTwoBits || cb.planes.num_planes > 0u); // its digits need not be looked at twice
+        const bool one_tile = per_warp == 1u && (kTwoBits || cb.planes.num_planes > 0u); // whose digits need not be looked at twice
         ValueParts parts = book.template find_parts<G, kTwoBits>(start_bit, end, n, {first, last}, exchanged(), [&](uint32_t start, DigitRange range, uint32_t num_bits) {
             if (!one_tile) return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
-            tile = load_digits(book, start, 0, range.to);
+            tile = load_digits(book, start, G::warp() * kTile, range.to);
             return tile.num_escaped;
         });
         const bool good = !active || parts.end == end;

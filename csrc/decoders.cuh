@@ -21,18 +21,22 @@ template <class Decoder> struct Tag {
     using type = Decoder;
 };
 
-constexpr uint32_t kTeamWarps = 8;            // of a row that is too long to leave every warp one of its own
-constexpr uint32_t kLongestOfWarp = 8u << 10; // bytes
-constexpr uint32_t kLaneBytes = 64;           // of a row, at least, where a lane can have as many
+constexpr uint32_t kLaneBytes = 64; // of a row, where there are lanes enough
 
-// Calls launcher with the tag of Decoder<Group> for the group that a row of this length gets.
-template <template <class> class Decoder, class Launcher> ibp_status with_group(uint32_t row_bytes, const Launcher &launcher)
+// Calls launcher with the tag of Decoder<Group> for the group that a row of this length gets: of one warp up to longest_of_warp bytes.
+template <template <class> class Decoder, class Launcher> ibp_status with_group(uint32_t row_bytes, uint32_t longest_of_warp, const Launcher &launcher)
 {
     if (row_bytes <= 4u * kLaneBytes) return launcher(Tag<Decoder<Group<4, 1>>>{});
     if (row_bytes <= 8u * kLaneBytes) return launcher(Tag<Decoder<Group<8, 1>>>{});
     if (row_bytes <= 16u * kLaneBytes) return launcher(Tag<Decoder<Group<16, 1>>>{});
-    if (row_bytes <= kLongestOfWarp) return launcher(Tag<Decoder<Group<kWarp, 1>>>{});
-    return launcher(Tag<Decoder<Group<kWarp, kTeamWarps>>>{});
+    if (row_bytes <= longest_of_warp) return launcher(Tag<Decoder<Group<kWarp, 1>>>{});
+    if (row_bytes <= 2u * kWarp * kLaneBytes) return launcher(Tag<Decoder<Group<kWarp, 2>>>{});
+    if (row_bytes <= 4u * kWarp * kLaneBytes) return launcher(Tag<Decoder<Group<kWarp, 4>>>{});
+    return launcher(Tag<Decoder<Group<kWarp, 8>>>{});
+}
+template <template <class> class Decoder, class Launcher> ibp_status with_group(uint32_t row_bytes, const Launcher &launcher)
+{
+    return with_group<Decoder>(row_bytes, kWarp * kLaneBytes, launcher);
 }
 
 template <class G> using Dense1 = DenseDecoder<uint8_t, G, kAnyDense>;
@@ -60,9 +64,10 @@ template <class Launcher> ibp_status with_decoder(const ibp_codebook &cb, bool b
 {
     if (cb.scheme == IBP_SCHEME_RAW) return with_group<RawDecoder>(cb.row_bytes, launcher);
     if (cb.scheme == IBP_SCHEME_IBP) {
-        if (by_16) return with_group<MaskWords>(cb.row_bytes, launcher);
+        constexpr uint32_t kLongestOfWarp = 8u << 10; // several warps count a row's bits before they decode it
+        if (by_16) return with_group<MaskWords>(cb.row_bytes, kLongestOfWarp, launcher);
         if (cb.row_bytes <= kLongestOfWarp) return launcher(Tag<MaskWord<Group<kWarp, 1>>>{});
-        return launcher(Tag<MaskWord<Group<kWarp, kTeamWarps>>>{});
+        return launcher(Tag<MaskWord<Group<kWarp, 8>>>{});
     }
     const bool listed = cb.planes.listed;
     const DenseForm form = form_of(cb.planes);
