@@ -11,7 +11,8 @@ def empty(num_bytes: int, device: torch.device, pin: bool) -> torch.Tensor:
     """Uninitialised uint8 tensor; pinned memory of exactly this size where pin is set (torch's own allocator rounds up to a power of two)."""
     if not pin or num_bytes == 0:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    torch.cuda.init()  # before that, torch takes no memory for pinned
+    if torch.cuda.is_available():
+        torch.cuda.init()  # before that, torch takes no memory for pinned
     return torch.frombuffer(_core.PinnedBuffer(num_bytes), dtype=torch.uint8)
 
 
