@@ -14,11 +14,10 @@ RACE_FLAGS = ["-O1", "-g1", "-fno-strict-aliasing", "-fno-pie"]
 
 
 def translate(text):
-    """The text of a kernel's source or header as C++: launches and named barriers become calls."""
+    """The text of a kernel's source or header as C++: launches become calls."""
     launches = text.count("<<<")
     text, found = re.subn(r"([\w:]+(?:<[\w:, ]*>)?)<<<(.*?)>>>\(", r"emulate(\1, \2, ", text, flags=re.S)
     assert found == launches, f"{launches} launches, {found} of them understood"
-    text = re.sub(r'asm volatile\("bar\.sync %0, %1;"\s*::\s*"r"\((.*?)\), "n"\((.*?)\) : "memory"\);', r"named_barrier(\1, \2);", text)
     return text
 
 
