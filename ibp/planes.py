@@ -383,7 +383,8 @@ _LEAST_ROWS = 32
 _CANDIDATES = 10  # that are compared exactly
 _COLUMNS_GAIN = 1.5  # rows with entries a column are taken to be smaller than others by this factor at the most
 _AS_GOOD = 1.001  # a cost within this of the least is as good; then dense rows, fewer planes and fewer entries are better, for the decoder
-_FAST_COST = 1.006  # a cost within this of the least is worth it for a plan that decodes fastest
+_FAST_COST = 1.008  # a cost within this of the least is worth it for a plan that decodes fastest,
+_FAST_COLUMNS_COST = 1.006  # and this, where entries are a column's and it decodes faster than others of that kind
 _LEAST_SHARE = 1 / 256  # of a default
 _PSEUDO_COUNTS = 8.0  # of the table's symbols that every column has besides its own
 _DICTIONARY, _COLUMN_CELLS = 255, 1 << 20  # the table's symbols that columns choose from, and columns * symbols, at most
@@ -539,7 +540,7 @@ class _Search:
         least = min((cost for cost, _ in plans), default=math.inf)
         plans += self._table_plans(_Plan(self.width), _COLUMNS_GAIN * least)
         least = min(cost for cost, _ in plans)
-        fast = [(cost, plan) for cost, plan in plans if plan.is_fast and cost <= _FAST_COST * least]
+        fast = [(cost, plan) for cost, plan in plans if plan.is_fast and cost <= (_FAST_COLUMNS_COST if plan.per_column else _FAST_COST) * least]
         if fast:
             return self._learned(min(fast, key=lambda found: found[0])[1])
         as_good = [plan for cost, plan in plans if cost <= _AS_GOOD * least]
