@@ -1,4 +1,4 @@
-// decode_dense.cuh - dense rows of scheme planes (FORMAT.md section 6).
+// decode_dense.cuh - dense rows of scheme planes (FORMAT.md section 6), of all kinds but those of decode_pairs.cuh.
 //
 // Works on bytes: digits are spread to nibbles, which select bytes of a table of entries (`prmt`); symbols that escaped are taken from the
 // bytes of the next plane, where a prefix sum over nibbles says which. So a tile of a row is decoded from the last plane to the first:
@@ -14,22 +14,10 @@
 
 namespace ibp {
 
-// What a kernel knows of its codebooks before it runs.
-enum DenseForm {
-    kAnyDense,
-    kColumnPairs, // planes 0 and 1 have digits of two bits, symbols have one byte, entries are a column's
-    kBytePairs,   // likewise, but the entries are the same for all columns
-    kByteSymbols  // likewise, elements are rotated and all but 8 of their bits are the residual: BF16 and FP32
-};
-
 // Eight digits of num_bits, from bit 0 of bits on, one a nibble. Of a plane that there is not, whose digits have no bits, all are escapes, of four.
 __device__ __forceinline__ uint32_t spread_digits(uint32_t bits, uint32_t num_bits)
 {
-    if (num_bits == 2u) {
-        bits = permute_bytes(bits, 0, 0x4140);
-        bits = (bits | bits << 4) & 0x0f0f0f0fu;
-        return (bits | bits << 2) & 0x33333333u;
-    }
+    if (num_bits == 2u) return spread_pairs<false>(bits);
     if (num_bits == 0u) return ~0u;
     const uint32_t gap = 4u - num_bits, four = (1u << 4u * num_bits) - 1u, two = ((1u << 2u * num_bits) - 1u) * 0x00010001u,
                    one = ((1u << num_bits) - 1u) * 0x01010101u;
@@ -41,20 +29,16 @@ __device__ __forceinline__ uint32_t spread_digits(uint32_t bits, uint32_t num_bi
 // Bit 0 of every nibble whose digit is an escape.
 __device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits, uint32_t num_bits)
 {
-    if (num_bits == 2u) return digits & digits >> 1 & 0x11111111u;
+    if (num_bits == 2u) return escaped_nibbles(digits);
     digits |= (0xfu << num_bits & 0xfu) * 0x11111111u;
     digits &= digits >> 1;
     return digits & digits >> 2 & 0x11111111u;
 }
 
-// Which of the escaped bytes each nibble takes: how many nibbles below it have escaped.
-__device__ __forceinline__ uint32_t order_of(uint32_t escaped) { return escaped * 0x11111110u; }
-// How many of eight nibbles have escaped.
-__device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order) { return (order >> 28) + (escaped >> 28); }
-
 // What four digits stand for, one byte each. table: 16 bytes, those of a plane's entries and 0 at the escape; escape: 0xff there, of digits
 // of up to 3 bits. x: the next escaped bytes; order: which of them each nibble takes. Nibbles above the fourth mean nothing.
-__device__ __forceinline__ uint32_t bytes_of_digits(uint32_t digits, uint32_t num_bits, uint4 table, uint2 escape, uint2 x, uint32_t order)
+__device__ __forceinline__ uint32_t bytes_of_digits(uint32_t digits, uint32_t num_bits, uint4 table, uint2 escape, uint2 x,
+                                                    uint32_t order)
 {
     const uint32_t escaped = permute_bytes(x.x, x.y, order);
     if (num_bits == 2u) return (escaped & permute_bytes(escape.x, 0, digits)) | permute_bytes(table.x, 0, digits);
@@ -64,18 +48,10 @@ __device__ __forceinline__ uint32_t bytes_of_digits(uint32_t digits, uint32_t nu
     return (escaped & permute_bytes(0, 0xff000000u, low) & upper) | entries;
 }
 
-// Eight bytes of shared memory from any one on.
-__device__ __forceinline__ uint2 eight_bytes(uint32_t first)
-{
-    const uint32_t w = first / 4u, shift = 8u * first;
-    const uint32_t middle = shared_word(w + 1u);
-    return make_uint2(__funnelshift_r(shared_word(w), middle, shift), __funnelshift_r(middle, shared_word(w + 2u), shift));
-}
-
-template <typename T, class G, DenseForm FORM> struct DenseDecoder {
+// COLUMN_PAIRS: all planes have digits of two bits, symbols have one byte, entries are a column's.
+template <typename T, class G, bool COLUMN_PAIRS> struct DenseDecoder {
     using Group = G;
-    static constexpr uint32_t kMostThreads = FORM == kAnyDense ? 512 : 768, kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
-    static constexpr bool kTwoBits = FORM != kAnyDense;
+    static constexpr uint32_t kMostThreads = COLUMN_PAIRS ? 768 : 512, kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
     static constexpr uint32_t kPerVector = 16u / sizeof(T);               // elements of 16 bytes
     static constexpr uint32_t kSteps = 4;                                 // vectors of a lane in a tile
     static constexpr uint32_t kOctet = kPerVector < 8u ? kPerVector : 8u; // elements whose digits share a word
@@ -96,8 +72,14 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     {
         return symbol_bytes(cb) + (per_column(cb) ? 1u : 0u);
     }
-    static __host__ __device__ __forceinline__ uint32_t symbol_bytes(const ibp_codebook &cb) { return kTwoBits ? 1u : cb.planes.symbol_bytes; }
-    static __host__ __device__ __forceinline__ bool per_column(const ibp_codebook &cb) { return kTwoBits ? FORM == kColumnPairs : cb.planes.per_column; }
+    static __host__ __device__ __forceinline__ uint32_t symbol_bytes(const ibp_codebook &cb)
+    {
+        return COLUMN_PAIRS ? 1u : cb.planes.symbol_bytes;
+    }
+    static __host__ __device__ __forceinline__ bool per_column(const ibp_codebook &cb)
+    {
+        return COLUMN_PAIRS || cb.planes.per_column;
+    }
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
         return byte_planes(cb) * (kTableBytes + kLevel1 + kLevel2);
@@ -108,17 +90,23 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
-    __device__ __forceinline__ uint32_t table_of(uint32_t plane, uint32_t h) const { return tables() + 16u * (plane * byte_planes(cb) + h); }
+    __device__ __forceinline__ uint32_t table_of(uint32_t plane, uint32_t h) const
+    {
+        return tables() + 16u * (plane * byte_planes(cb) + h);
+    }
     __device__ __forceinline__ uint32_t level1() const { return tables() + byte_planes(cb) * kTableBytes; }
     __device__ __forceinline__ uint32_t level2() const { return level1() + byte_planes(cb) * kLevel1; }
     // Entries of a plane: 4 bytes of digits of two bits.
     __device__ __forceinline__ uint4 table(uint32_t plane, uint32_t h) const
     {
-        if (kTwoBits) return make_uint4(shared_word(table_of(plane, h) / 4u), 0, 0, 0);
+        if (COLUMN_PAIRS) return make_uint4(shared_word(table_of(plane, h) / 4u), 0, 0, 0);
         return *reinterpret_cast<const uint4 *>(shared_bytes() + table_of(plane, h));
     }
     // Bits of the digits of planes 0 and 1, in the row and in a nibble.
-    __device__ __forceinline__ uint32_t width_of(const PlanesBook<T> &book, uint32_t plane) const { return kTwoBits ? 2u : book.width_of(plane); }
+    __device__ __forceinline__ uint32_t width_of(const PlanesBook<T> &book, uint32_t plane) const
+    {
+        return COLUMN_PAIRS ? 2u : book.width_of(plane);
+    }
     __device__ __forceinline__ uint32_t nibble_bits(const PlanesBook<T> &book, uint32_t plane) const
     {
         const uint32_t num_bits = width_of(book, plane);
@@ -144,7 +132,7 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
 
     static __device__ __forceinline__ uint2 escape_bytes(uint32_t num_bits)
     {
-        if (kTwoBits) return make_uint2(0xff000000u, 0u);
+        if (COLUMN_PAIRS) return make_uint2(0xff000000u, 0u);
         const uint32_t escape = (1u << num_bits) - 1u;
         return make_uint2(escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u);
     }
@@ -152,7 +140,8 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     // ---- the tail ----
 
     // Puts the bytes of the next n elements that escaped plane 1 into level 2. next: how many elements reached planes 2, 3 and the raw symbols so far.
-    __device__ __forceinline__ void decode_tail(const PlanesBook<T> &book, const ValueParts &parts, uint32_t n, uint32_t (&next)[3]) const
+    __device__ __forceinline__ void decode_tail(const PlanesBook<T> &book, const ValueParts &parts, uint32_t n,
+                                                uint32_t (&next)[3]) const
     {
 #pragma unroll 1
         for (uint32_t base = 0; __any_sync(kAllLanes, base < n); base += G::kLanes) {
@@ -184,7 +173,8 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
                 shared_bytes()[to] = kRaw;
                 to += kLevel2;
             }
-            for (uint32_t h = 0; h < symbol_bytes(cb); h++) shared_bytes()[to + h * kLevel2] = static_cast<uint8_t>(symbol >> 8u * h);
+            for (uint32_t h = 0; h < symbol_bytes(cb); h++)
+                shared_bytes()[to + h * kLevel2] = static_cast<uint8_t>(symbol >> 8u * h);
         }
         next[0] += n;
     }
@@ -192,7 +182,8 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     // ---- plane 1 ----
 
     // Puts the bytes of the n elements of a tile that escaped plane 0 into level 1. first: how many of the row's came before.
-    __device__ __forceinline__ void decode_plane1(const PlanesBook<T> &book, const ValueParts &parts, uint32_t first, uint32_t n, uint32_t (&next)[3]) const
+    __device__ __forceinline__ void decode_plane1(const PlanesBook<T> &book, const ValueParts &parts, uint32_t first, uint32_t n,
+                                                  uint32_t (&next)[3]) const
     {
         constexpr uint32_t kLaneOctets = 2;
         const uint32_t width = width_of(book, 1), num_bits = nibble_bits(book, 1);
@@ -203,7 +194,8 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
 #pragma unroll
             for (uint32_t q = 0; q < kLaneOctets; q++) {
                 const uint32_t j = ibp_min_u32(i + 8u * q, n);
-                digits[q] = low_bits(spread_digits(shared_bits(parts.digits[1] + (first + j) * width), width), 4u * ibp_min_u32(n - j, 8u));
+                digits[q] =
+                    low_bits(spread_digits(shared_bits(parts.digits[1] + (first + j) * width), width), 4u * ibp_min_u32(n - j, 8u));
                 escaped[q] = escaped_nibbles(digits[q], num_bits);
                 count += count_of(escaped[q], order_of(escaped[q]));
             }
@@ -251,7 +243,8 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         return tile_start + (step * G::kLanes + G::lane()) * kPerVector;
     }
     // start: bit of the row's first digit.
-    __device__ __forceinline__ TileDigits load_digits(const PlanesBook<T> &book, uint32_t start, uint32_t tile_start, uint32_t n) const
+    __device__ __forceinline__ TileDigits load_digits(const PlanesBook<T> &book, uint32_t start, uint32_t tile_start,
+                                                      uint32_t n) const
     {
         const uint32_t width = width_of(book, 0), num_bits = nibble_bits(book, 0);
         TileDigits tile;
@@ -292,7 +285,8 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     }
 
     // Byte h of the symbols of step s, from element 0 on.
-    __device__ __forceinline__ void bytes_of_step(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h, uint32_t (&bytes)[kByteWords]) const
+    __device__ __forceinline__ void bytes_of_step(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h,
+                                                  uint32_t (&bytes)[kByteWords]) const
     {
         const uint32_t num_bits = nibble_bits(book, 0);
         const uint4 entries = h == 0u ? tile.entries : table(0, h);
@@ -300,36 +294,17 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         uint32_t escaped = tile.before[s] + h * kLevel1;
 #pragma unroll
         for (uint32_t q = 0; q < kOctets; q++) {
-            const uint32_t digits = tile.digits[s * kOctets + q], escapes = escaped_nibbles(digits, num_bits), order = order_of(escapes);
+            const uint32_t digits = tile.digits[s * kOctets + q], escapes = escaped_nibbles(digits, num_bits),
+                           order = order_of(escapes);
             const uint2 x = eight_bytes(escaped);
             bytes[q * 2u] = bytes_of_digits(digits, num_bits, entries, escape, x, order);
-            if (kOctet == 8u) bytes[(q * 2u + 1u) % kByteWords] = bytes_of_digits(digits >> 16, num_bits, entries, escape, x, order >> 16);
+            if (kOctet == 8u)
+                bytes[(q * 2u + 1u) % kByteWords] = bytes_of_digits(digits >> 16, num_bits, entries, escape, x, order >> 16);
             if (kOctets > 1u) escaped += count_of(escapes, order);
         }
     }
 
     // ---- symbols and residuals ----
-
-    // Elements of two bytes, one of them the residual, rotated back.
-    static __device__ __forceinline__ void join_bytes(uint32_t symbols, uint2 residuals, uint32_t upper_symbols, uint32_t (&words)[4])
-    {
-        words[0] = permute_bytes(residuals.x, symbols, 0x5140), words[1] = permute_bytes(residuals.x, symbols, 0x7362);
-        words[2] = permute_bytes(residuals.y, upper_symbols, 0x5140), words[3] = permute_bytes(residuals.y, upper_symbols, 0x7362);
-#pragma unroll
-        for (uint32_t k = 0; k < 4u; k++) words[k] = select_bits(0x7fff7fffu, words[k] >> 1, words[k] << 15);
-    }
-    // Elements of four bytes, three of them the residual, rotated back; first: the shared byte with which four residuals begin.
-    static __device__ __forceinline__ void join_triples(uint32_t symbols, uint32_t first, uint32_t (&words)[4])
-    {
-        const uint2 r = eight_bytes(first);
-        const uint32_t third = __funnelshift_r(shared_word(first / 4u + 2u), shared_word(first / 4u + 3u), 8u * first);
-        words[0] = permute_bytes(r.x, symbols, 0x4210);
-        words[1] = permute_bytes(__funnelshift_r(r.x, r.y, 24), symbols, 0x5210);
-        words[2] = permute_bytes(__funnelshift_r(r.y, third, 16), symbols, 0x6210);
-        words[3] = permute_bytes(third, symbols, 0x7321);
-#pragma unroll
-        for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], 1);
-    }
 
     static __device__ __forceinline__ void put_element(uint32_t (&words)[4], uint32_t e, T element)
     {
@@ -342,22 +317,11 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     }
 
     // The 16 bytes of step s, whose first element is i < n or, where there are none, any.
-    __device__ __forceinline__ void decode_vector(const PlanesBook<T> &book, const ValueParts &parts, const TileDigits &tile, uint32_t s, uint32_t i,
-                                                  uint32_t n, uint32_t (&words)[4]) const
+    __device__ __forceinline__ void decode_vector(const PlanesBook<T> &book, const ValueParts &parts, const TileDigits &tile,
+                                                  uint32_t s, uint32_t i, uint32_t n, uint32_t (&words)[4]) const
     {
         uint32_t bytes[kByteWords];
         bytes_of_step(book, tile, s, 0, bytes);
-        if constexpr (FORM != kByteSymbols)
-            join_fields(book, parts, tile, s, i, n, bytes, words);
-        else if constexpr (sizeof(T) == 2)
-            join_bytes(bytes[0], eight_bytes(parts.residuals / 8u + i), bytes[1], words);
-        else
-            join_triples(bytes[0], parts.residuals / 8u + 3u * i, words);
-    }
-    // Symbols, of which the first bytes are given, and residuals of any size.
-    __device__ __forceinline__ void join_fields(const PlanesBook<T> &book, const ValueParts &parts, const TileDigits &tile, uint32_t s, uint32_t i,
-                                                uint32_t n, const uint32_t (&bytes)[kByteWords], uint32_t (&words)[4]) const
-    {
         const uint32_t r = cb.planes.residual_bits;
         T symbol[kPerVector];
 #pragma unroll
@@ -370,7 +334,8 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
 #pragma unroll
             for (uint32_t e = 0; e < kPerVector; e++) {
                 const uint32_t rank = static_cast<uint32_t>(symbol[e]);
-                symbol[e] = rank != kRaw && i + e < n ? book.template entry_of<kTwoBits>((i + e) * cb.planes.num_entries + rank) : raw[e];
+                symbol[e] = rank != kRaw && i + e < n ? book.template entry_of<COLUMN_PAIRS>((i + e) * cb.planes.num_entries + rank)
+                                                      : raw[e];
             }
         }
         constexpr uint32_t kPerWindow = 8u / sizeof(T); // elements whose residuals fit 64 bits
@@ -385,7 +350,8 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
             residuals = kPerWindow == 1 ? 0 : residuals >> r;
         }
     }
-    __device__ __forceinline__ void add_bytes(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h, uint32_t shift, T (&numbers)[kPerVector]) const
+    __device__ __forceinline__ void add_bytes(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h,
+                                              uint32_t shift, T (&numbers)[kPerVector]) const
     {
         uint32_t bytes[kByteWords];
         bytes_of_step(book, tile, s, h, bytes);
@@ -395,7 +361,8 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
     }
 
     // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just coded_bytes.
-    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit, uint32_t coded_bytes, const Window &window) const
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit, uint32_t coded_bytes,
+                                           const Window &window) const
     {
         const PlanesBook<T> book(cb, cluster);
         if (cb.num_clusters > 1u) {
@@ -405,15 +372,18 @@ template <typename T, class G, DenseForm FORM> struct DenseDecoder {
         }
         uint32_t n = active ? book.columns : 0u;
         const uint32_t tiles = (book.columns + kTile - 1u) / kTile, per_warp = (tiles + G::kWarps - 1u) / G::kWarps;
-        const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n), last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
+        const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
+                       last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
         const uint32_t end = start_bit + 8u * coded_bytes;
         TileDigits tile{};
-        const bool one_tile = per_warp == 1u && (kTwoBits || cb.planes.num_planes > 0u); // whose digits need not be looked at twice
-        ValueParts parts = book.template find_parts<G, kTwoBits>(start_bit, end, n, {first, last}, exchanged(), [&](uint32_t start, DigitRange range, uint32_t num_bits) {
-            if (!one_tile) return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
-            tile = load_digits(book, start, G::warp() * kTile, range.to);
-            return tile.num_escaped;
-        });
+        const bool one_tile =
+            per_warp == 1u && (COLUMN_PAIRS || cb.planes.num_planes > 0u); // whose digits need not be looked at twice
+        ValueParts parts = book.template find_parts<G, COLUMN_PAIRS>(
+            start_bit, end, n, {first, last}, exchanged(), [&](uint32_t p, uint32_t start, DigitRange range, uint32_t num_bits) {
+                if (p != 0u || !one_tile) return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
+                tile = load_digits(book, start, G::warp() * kTile, range.to);
+                return tile.num_escaped;
+            });
         const bool good = !active || parts.end == end;
         if (!good) { // otherwise every position that is read from here on lies in the row, or up to 16 bytes behind a part of it
             n = 0;

@@ -13,7 +13,8 @@ template <typename T> struct ListedDecoder {
     static constexpr uint32_t kQueue = 2 * kWarp;
 
     const ibp_codebook &cb;
-    const uint32_t queue; // shared word with which the positions found and not yet stored begin; behind them a bitmap of all positions
+    const uint32_t
+        queue; // shared word with which the positions found and not yet stored begin; behind them a bitmap of all positions
 
     static __host__ __device__ __forceinline__ uint32_t bitmap_words(uint32_t columns) { return (columns + 127u) / 128u * 4u + 4u; }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &codebook)
@@ -37,7 +38,8 @@ template <typename T> struct ListedDecoder {
     }
 
     // Turns a list of the positions that are not listed into a bitmap of those that are. Returns whether it names m of them.
-    __device__ __forceinline__ bool spread_complement(uint32_t columns, uint32_t bitmap, Stage stage, const ibp_position_form &form, uint32_t start, uint32_t low_start) const
+    __device__ __forceinline__ bool spread_complement(uint32_t columns, uint32_t bitmap, Stage stage, const ibp_position_form &form,
+                                                      uint32_t start, uint32_t low_start) const
     {
         for (uint32_t i = lane_id(); i < bitmap_words(columns); i += kWarp)
             shared_word(bitmap + i) = 32u * i < columns ? low_bits(~0u, ibp_min_u32(columns - 32u * i, 32u)) : 0u;
@@ -61,8 +63,8 @@ template <typename T> struct ListedDecoder {
     }
 
     // The values of up to 32 listed elements, one a lane, from the j-th on. next: how many elements reached planes 1, 2, 3 and the raw symbols so far.
-    __device__ __forceinline__ T listed_value(const PlanesBook<T> &book, Stage stage, const ValueParts &parts, uint32_t j, bool active,
-                                              uint32_t (&next)[IBP_MAX_PLANES]) const
+    __device__ __forceinline__ T listed_value(const PlanesBook<T> &book, Stage stage, const ValueParts &parts, uint32_t j,
+                                              bool active, uint32_t (&next)[IBP_MAX_PLANES]) const
     {
         uint32_t at = j, rank = 0;
         bool open = active;
@@ -94,7 +96,8 @@ template <typename T> struct ListedDecoder {
             return;
         }
         for (uint32_t b = 0; b < sizeof(T); b++)
-            if (first + b >= window.low && first + b < window.high) dst[b] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> (8u * b));
+            if (first + b >= window.low && first + b < window.high)
+                dst[b] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> (8u * b));
     }
 
     __device__ __forceinline__ void fill_default(const Window &window) const
@@ -109,14 +112,16 @@ template <typename T> struct ListedDecoder {
             for (uint32_t i = 0; i < 4u; i++)
 #pragma unroll
                 for (uint32_t e = 0; e < kRepeats; e++)
-                    words[i] |= static_cast<uint32_t>(cb.planes.default_value >> (sizeof(T) == 8 ? 32u * (i % 2u) : 0u)) << (8u * sizeof(T) * e % 32u);
+                    words[i] |= static_cast<uint32_t>(cb.planes.default_value >> (sizeof(T) == 8 ? 32u * (i % 2u) : 0u))
+                                << (8u * sizeof(T) * e % 32u);
             for (uint32_t w = 4u * lane_id(); 4u * w < cb.row_bytes; w += 4u * kWarp) store_words(window, vectors, w, words);
         }
         __syncwarp(); // before single elements are stored over it
     }
 
     // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just coded_bytes.
-    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes, const Window &window) const
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes,
+                                           const Window &window) const
     {
         if (!active) return true;
         const PlanesBook<T> book(cb, cluster);
@@ -132,7 +137,11 @@ template <typename T> struct ListedDecoder {
         const uint32_t low_start = start + to_byte(form.upper_bits), values = start + 8u * form.num_bytes;
         if (values > end) return false;
         ValueParts parts{};
-        if (!closed) parts = book.template find_parts<G, false>(values, end, k, {0, k}, 0, PlanesBook<T>::template count_escapes<G>);
+        if (!closed)
+            parts = book.template find_parts<G, false>(values, end, k, {0, k}, 0,
+                                                       [](uint32_t, uint32_t from, DigitRange range, uint32_t num_bits) {
+                                                           return PlanesBook<T>::template count_escapes<G>(from, range, num_bits);
+                                                       });
         if ((closed ? values : parts.end) != end) return false;
         Stage upper = stage;
         uint32_t upper_start = start;
@@ -148,8 +157,9 @@ template <typename T> struct ListedDecoder {
     }
 
     // Walks the upper bits 32 at a time; the positions found wait in a queue until there are 32 of them.
-    __device__ __forceinline__ bool store_listed(const PlanesBook<T> &book, Stage stage, Stage upper, const ibp_position_form &form, uint32_t upper_start,
-                                                 uint32_t low_start, const ValueParts &parts, uint32_t k, bool closed, const Window &window) const
+    __device__ __forceinline__ bool store_listed(const PlanesBook<T> &book, Stage stage, Stage upper, const ibp_position_form &form,
+                                                 uint32_t upper_start, uint32_t low_start, const ValueParts &parts, uint32_t k,
+                                                 bool closed, const Window &window) const
     {
         const uint32_t columns = book.columns;
         uint32_t found = 0, stored = 0, next[IBP_MAX_PLANES] = {};
@@ -167,7 +177,8 @@ template <typename T> struct ListedDecoder {
                 const uint32_t j = stored + lane_id();
                 const bool active = j < found;
                 const uint32_t column = active ? queued(j) : 0u;
-                const T element = closed ? static_cast<T>(cb.planes.closed_value) : listed_value(book, stage, parts, j, active, next);
+                const T element =
+                    closed ? static_cast<T>(cb.planes.closed_value) : listed_value(book, stage, parts, j, active, next);
                 good = good && column < columns && (!active || j == 0u || column > queued(j - 1u));
                 if (active && column < columns) store_element(window, column, element);
                 stored = ibp_min_u32(stored + kWarp, found);

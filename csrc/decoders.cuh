@@ -5,6 +5,7 @@
 #include "decode_dense.cuh"
 #include "decode_listed.cuh"
 #include "decode_masks.cuh"
+#include "decode_pairs.cuh"
 
 namespace ibp {
 
@@ -14,17 +15,19 @@ template <class G> struct RawDecoder {
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
     __device__ __forceinline__ RawDecoder(const ibp_codebook &, uint32_t) {}
-    __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t, uint32_t, const Window &) const { return !active; }
+    __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t, uint32_t, const Window &) const
+    {
+        return !active;
+    }
 };
 
 template <class Decoder> struct Tag {
     using type = Decoder;
 };
 
-constexpr uint32_t kLaneBytes = 64; // of a row, where there are lanes enough
-
 // Calls launcher with the tag of Decoder<Group> for the group that a row of this length gets: of one warp up to longest_of_warp bytes.
-template <template <class> class Decoder, class Launcher> ibp_status with_group(uint32_t row_bytes, uint32_t longest_of_warp, const Launcher &launcher)
+template <template <class> class Decoder, class Launcher>
+ibp_status with_group(uint32_t row_bytes, uint32_t longest_of_warp, const Launcher &launcher)
 {
     if (row_bytes <= 4u * kLaneBytes) return launcher(Tag<Decoder<Group<4, 1>>>{});
     if (row_bytes <= 8u * kLaneBytes) return launcher(Tag<Decoder<Group<8, 1>>>{});
@@ -32,31 +35,35 @@ template <template <class> class Decoder, class Launcher> ibp_status with_group(
     if (row_bytes <= longest_of_warp) return launcher(Tag<Decoder<Group<kWarp, 1>>>{});
     if (row_bytes <= 2u * kWarp * kLaneBytes) return launcher(Tag<Decoder<Group<kWarp, 2>>>{});
     if (row_bytes <= 4u * kWarp * kLaneBytes) return launcher(Tag<Decoder<Group<kWarp, 4>>>{});
-    return launcher(Tag<Decoder<Group<kWarp, 8>>>{});
+    return launcher(Tag<Decoder<Group<kWarp, kMostWarps>>>{});
 }
 template <template <class> class Decoder, class Launcher> ibp_status with_group(uint32_t row_bytes, const Launcher &launcher)
 {
     return with_group<Decoder>(row_bytes, kWarp * kLaneBytes, launcher);
 }
 
-template <class G> using Dense1 = DenseDecoder<uint8_t, G, kAnyDense>;
-template <class G> using Dense2 = DenseDecoder<uint16_t, G, kAnyDense>;
-template <class G> using Columns2 = DenseDecoder<uint16_t, G, kColumnPairs>;
-template <class G> using Pairs2 = DenseDecoder<uint16_t, G, kBytePairs>;
-template <class G> using Bytes2 = DenseDecoder<uint16_t, G, kByteSymbols>;
-template <class G> using Dense4 = DenseDecoder<uint32_t, G, kAnyDense>;
-template <class G> using Columns4 = DenseDecoder<uint32_t, G, kColumnPairs>;
-template <class G> using Bytes4 = DenseDecoder<uint32_t, G, kByteSymbols>;
-template <class G> using Dense8 = DenseDecoder<uint64_t, G, kAnyDense>;
+template <class G> using Dense1 = DenseDecoder<uint8_t, G, false>;
+template <class G> using Dense2 = DenseDecoder<uint16_t, G, false>;
+template <class G> using Dense4 = DenseDecoder<uint32_t, G, false>;
+template <class G> using Dense8 = DenseDecoder<uint64_t, G, false>;
+template <class G> using Columns2 = DenseDecoder<uint16_t, G, true>;
+template <class G> using Columns4 = DenseDecoder<uint32_t, G, true>;
+template <class G> using Shorts2 = PairsDecoder<uint16_t, G, false>;
+template <class G> using Bytes2 = PairsDecoder<uint16_t, G, true>;
+template <class G> using Bytes4 = PairsDecoder<uint32_t, G, true>;
 template <class G> using MaskWords = MasksDecoder<4, G>;
 template <class G> using MaskWord = MasksDecoder<1, G>;
 
+// What a dense codebook of scheme planes has, as far as decoders are built for it.
+enum DenseForm { kAnyDense, kColumnPairs, kPairs, kBytePairs };
+
 inline DenseForm form_of(const ibp_planes &planes)
 {
-    const bool pairs = planes.num_planes >= 2 && planes.digit_bits[0] == 2 && planes.digit_bits[1] == 2 && planes.symbol_bytes == 1;
+    bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
+    for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;
     if (!pairs) return kAnyDense;
     if (planes.per_column) return kColumnPairs;
-    return planes.rotate && planes.residual_bits == 8u * (planes.element_bytes - 1u) ? kByteSymbols : kBytePairs;
+    return planes.rotate && planes.residual_bits == 8u * (planes.element_bytes - 1u) ? kBytePairs : kPairs;
 }
 
 // Calls launcher with the tag of the codebook's decoder. by_16: rows start at multiples of 16 bytes on the uncoded side.
@@ -75,13 +82,13 @@ template <class Launcher> ibp_status with_decoder(const ibp_codebook &cb, bool b
     case 1: return listed ? launcher(Tag<ListedDecoder<uint8_t>>{}) : with_group<Dense1>(cb.row_bytes, launcher);
     case 2:
         if (listed) return launcher(Tag<ListedDecoder<uint16_t>>{});
-        if (form == kByteSymbols) return with_group<Bytes2>(cb.row_bytes, launcher);
+        if (form == kBytePairs) return with_group<Bytes2>(cb.row_bytes, launcher);
         if (form == kColumnPairs) return with_group<Columns2>(cb.row_bytes, launcher);
-        return form == kBytePairs ? with_group<Pairs2>(cb.row_bytes, launcher) : with_group<Dense2>(cb.row_bytes, launcher);
+        return form == kPairs ? with_group<Shorts2>(cb.row_bytes, launcher) : with_group<Dense2>(cb.row_bytes, launcher);
     case 4:
         if (listed) return launcher(Tag<ListedDecoder<uint32_t>>{});
         if (form == kColumnPairs) return with_group<Columns4>(cb.row_bytes, launcher);
-        return form == kByteSymbols ? with_group<Bytes4>(cb.row_bytes, launcher) : with_group<Dense4>(cb.row_bytes, launcher);
+        return form == kBytePairs ? with_group<Bytes4>(cb.row_bytes, launcher) : with_group<Dense4>(cb.row_bytes, launcher);
     case 8: return listed ? launcher(Tag<ListedDecoder<uint64_t>>{}) : with_group<Dense8>(cb.row_bytes, launcher);
     default: return IBP_INVALID_ARGUMENT;
     }

@@ -109,7 +109,9 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     return job;
 }
 
-template <class G> static __device__ __noinline__ void refuse(const ibp_table &table, const Request &request, uint8_t *out, uint32_t number, ibp_status status, ibp_fault *fault)
+template <class G>
+static __device__ __noinline__ void refuse(const ibp_table &table, const Request &request, uint8_t *out, uint32_t number,
+                                           ibp_status status, ibp_fault *fault)
 {
     const Job job = job_of(table, request, out, number);
     if (job.window.dst) group_zero<G>(job.window.dst, job.window.high - job.window.low);
@@ -122,7 +124,8 @@ template <class G> static __device__ __noinline__ void refuse(const ibp_table &t
 
 // Fetches the row of a job, of any kind (FORMAT.md section 3).
 template <class G>
-static __device__ __noinline__ Fetched fetch_other(const ibp_table &table, const Request &request, uint8_t *out, uint32_t stage, uint32_t number, ibp_fault *fault)
+static __device__ __noinline__ Fetched fetch_other(const ibp_table &table, const Request &request, uint8_t *out, uint32_t stage,
+                                                   uint32_t number, ibp_fault *fault)
 {
     Fetched fetched{{nullptr, 0, 0}, 0, kNothing};
     const Job job = job_of(table, request, out, number);
@@ -131,12 +134,15 @@ static __device__ __noinline__ Fetched fetch_other(const ibp_table &table, const
     bool raw = true, in_bounds = job.in_range;
     const uint8_t *slot = table.slots, *overflow = table.overflow;
     if (job.window.dst && job.in_range) {
-        const uint32_t valid = ibp_valid_bytes(table.num_items * table.item_bytes, row_bytes, job.row), length = table.lengths ? __ldg(table.lengths + job.row) : 0u;
+        const uint32_t valid = ibp_valid_bytes(table.num_items * table.item_bytes, row_bytes, job.row),
+                       length = table.lengths ? __ldg(table.lengths + job.row) : 0u;
         raw = length == 0;
         stored = raw ? valid : length;
         in_overflow = ibp_overflow_part(stored, slot_bytes), in_slot = stored - in_overflow;
-        const uint64_t start = static_cast<uint64_t>(job.row) * slot_bytes - table.slots_start, end = static_cast<uint64_t>(table.slots_bytes);
-        in_bounds = stored <= valid && (in_slot == 0 || (start <= end && in_slot <= end - start)) && (in_overflow == 0 || table.bases);
+        const uint64_t start = static_cast<uint64_t>(job.row) * slot_bytes - table.slots_start,
+                       end = static_cast<uint64_t>(table.slots_bytes);
+        in_bounds =
+            stored <= valid && (in_slot == 0 || (start <= end && in_slot <= end - start)) && (in_overflow == 0 || table.bases);
         slot += start;
     }
     if (in_bounds && in_overflow != 0) {
@@ -160,7 +166,8 @@ static __device__ __noinline__ Fetched fetch_other(const ibp_table &table, const
 
 // ---- ordinary rows ----
 
-// A row as a lane has looked it up. what: its bytes as stored, how far after `from` they begin (`from` is aligned to 16 bytes), and its kind.
+// A row as a lane has looked it up. what: the vectors of 16 bytes at `from` that hold it, how many bytes of the first and of the last are not its, and its
+// kind; no vectors where it is out of the ordinary, or there is none.
 struct Entry {
     const uint8_t *from;
     uint8_t *dst;
@@ -170,28 +177,36 @@ struct Row {
     uint8_t *dst;
     uint32_t what;
 
-    __device__ __forceinline__ uint32_t num_bytes() const { return what & 0xfffffu; }
-    __device__ __forceinline__ uint32_t shift() const { return what >> 20 & 15u; }
+    __device__ __forceinline__ uint32_t shift() const { return what >> 16 & 15u; }
+    __device__ __forceinline__ uint32_t num_bytes() const { return 16u * (what & 0xffffu) - shift() - (what >> 20 & 15u); }
     __device__ __forceinline__ Kind kind() const { return static_cast<Kind>(what >> 24); }
 };
-static_assert(IBP_MAX_ROW_BYTES < 1u << 20, "the fields of Entry::what");
-__device__ __forceinline__ uint32_t what_of(uint32_t num_bytes, uint32_t shift, Kind kind) { return num_bytes | shift << 20 | kind << 24; }
-// Vectors that hold the row; of rows out of the ordinary and of none at all, 0.
-__device__ __forceinline__ uint32_t vectors_in(uint32_t what) { return ((what & 0xfffffu) + (what >> 20 & 15u) + 15u) / 16u; }
+static_assert(IBP_MAX_ROW_BYTES / 16u + 1u < 1u << 16, "the fields of Entry::what");
+__device__ __forceinline__ uint32_t what_of(uint32_t num_bytes, uint32_t shift, Kind kind)
+{
+    const uint32_t num_vectors = (shift + num_bytes + 15u) / 16u;
+    return num_vectors | shift << 16 | (16u * num_vectors - shift - num_bytes) << 20 | kind << 24;
+}
+__device__ __forceinline__ uint32_t vectors_in(uint32_t what) { return what & 0xffffu; }
+__device__ __forceinline__ bool is_raw(uint32_t what) { return what >> 24 == kRaw; }
 
 __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &request, uint32_t number)
 {
     if (number >= request.num_jobs) return {nullptr, nullptr, what_of(0, 0, kNothing)};
     Entry entry{nullptr, nullptr, what_of(0, 0, kOther)};
     const Ticket ticket = load_ticket(request, number);
-    if (static_cast<uint64_t>(ticket.id - request.first_ordinary) >= request.num_ordinary || ticket.position >= request.out_items) return entry;
+    if (static_cast<uint64_t>(ticket.id - request.first_ordinary) >= request.num_ordinary || ticket.position >= request.out_items)
+        return entry;
     const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
     const int64_t row = request.first_row + ticket.id * rows_per_item + ticket.part;
     const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u, stored = length ? length : table.codebook.row_bytes;
-    const uint64_t start = request.packed ? overflow_start(table, row) : static_cast<uint64_t>(row) * table.slot_bytes - table.slots_start;
-    const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(request.rows) + start) % 16u, num_vectors = (shift + stored + 15u) / 16u;
+    const uint64_t start =
+        request.packed ? overflow_start(table, row) : static_cast<uint64_t>(row) * table.slot_bytes - table.slots_start;
+    const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(request.rows) + start) % 16u,
+                   num_vectors = (shift + stored + 15u) / 16u;
     const int64_t before = static_cast<int64_t>(start) - shift;
-    if (stored > request.most_stored || before < 0 || before > request.rows_bytes - 16 * static_cast<int64_t>(num_vectors)) return entry;
+    if (stored > request.most_stored || before < 0 || before > request.rows_bytes - 16 * static_cast<int64_t>(num_vectors))
+        return entry;
     const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
     entry.from = request.rows + before;
     entry.dst = request.dst + (static_cast<uint64_t>(ticket.position) * rows_per_item + ticket.part) * table.codebook.row_bytes;
@@ -212,39 +227,43 @@ template <class Decoder> struct Fetch {
     // The row that lane i has looked up. By all lanes of a warp together.
     static __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i)
     {
-        const auto dst = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.dst));
-        return {reinterpret_cast<uint8_t *>(__shfl_sync(kAllLanes, dst, i)), __shfl_sync(kAllLanes, entry.what, i)};
+        return {dst_of(entry, i), __shfl_sync(kAllLanes, entry.what, i)};
+    }
+    static __device__ __forceinline__ uint8_t *dst_of(const Entry &entry, uint32_t i)
+    {
+        return reinterpret_cast<uint8_t *>(
+            __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.dst)), i));
     }
 
     // Vectors of a warp's rows are fetched row by row, consecutive ones by consecutive lanes, whichever lanes will decode them: the link is used best by
     // wide requests. So of the vectors that are on their way, a lane's k-th is vector_of(k) of the warp's row row_in_warp(k).
     static constexpr uint32_t kRowVectors = kVectors * G::kThreads;
-    static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k) { return G::kPerWarp == 1 ? 0 : (k * kWarp + lane_id()) / kRowVectors; }
+    static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k)
+    {
+        return G::kPerWarp == 1 ? 0 : (k * kWarp + lane_id()) / kRowVectors;
+    }
     static __device__ __forceinline__ uint32_t vector_of(uint32_t k)
     {
         return G::kPerWarp == 1 ? k * G::kThreads + G::rank() : (k * kWarp + lane_id()) % kRowVectors;
     }
     static __device__ __forceinline__ const uint4 *from_of(const Entry &entry, uint32_t i)
     {
-        return reinterpret_cast<const uint4 *>(__shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.from)), i));
+        return reinterpret_cast<const uint4 *>(
+            __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.from)), i));
     }
 
     // Sends for the bytes of the rows that the lanes from i on have looked up. By all lanes of a warp together.
     static __device__ __forceinline__ void send_for(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors])
     {
-        if constexpr (G::kPerWarp == 1) {
-            const uint32_t num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i));
-            const uint4 *const from = from_of(entry, i);
+        uint32_t num_vectors = 0;
+        const uint4 *from = nullptr;
 #pragma unroll
-            for (uint32_t k = 0; k < kVectors; k++)
-                if (vector_of(k) < num_vectors) vectors[k] = from[vector_of(k)];
-        } else {
-#pragma unroll
-            for (uint32_t k = 0; k < kVectors; k++) {
-                const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
-                const uint4 *const from = from_of(entry, i + row_in_warp(k));
-                if (vector_of(k) < vectors_in(what)) vectors[k] = from[vector_of(k)];
+        for (uint32_t k = 0; k < kVectors; k++) {
+            if (G::kPerWarp > 1 || k == 0) {
+                num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i + row_in_warp(k)));
+                from = from_of(entry, i + row_in_warp(k));
             }
+            if (vector_of(k) < num_vectors) vectors[k] = from[vector_of(k)];
         }
     }
 
@@ -252,21 +271,27 @@ template <class Decoder> struct Fetch {
     __device__ __forceinline__ void receive(const Row &row, const Entry &entry, uint32_t i, const uint4 (&vectors)[kVectors]) const
     {
         const uint32_t first_group = G::in_block() / G::kPerWarp * G::kPerWarp;
-        const uint32_t what_of_one = __shfl_sync(kAllLanes, entry.what, i);
+        const auto what_of_row = [&](uint32_t k) {
+            return G::kPerWarp == 1 ? row.what : __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
+        };
+        const auto staged = [&](uint32_t k) { return shared_bytes() + (first_group + row_in_warp(k)) * group_bytes; };
+        if (!G::any(is_raw(row.what))) {
 #pragma unroll
-        for (uint32_t k = 0; k < kVectors; k++) {
-            const uint32_t what = G::kPerWarp == 1 ? what_of_one : __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
-            const bool raw = what >> 24 == kRaw;
-            uint8_t *to = shared_bytes() + (first_group + row_in_warp(k)) * group_bytes;
-            if (vector_of(k) < vectors_in(what) && !raw) reinterpret_cast<uint4 *>(to)[vector_of(k)] = vectors[k];
-            if (!__any_sync(kAllLanes, raw)) continue;
-            to = reinterpret_cast<uint8_t *>(__shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.dst)), i + row_in_warp(k)));
-            if (vector_of(k) < vectors_in(what) && raw) reinterpret_cast<uint4 *>(to)[vector_of(k)] = vectors[k];
+            for (uint32_t k = 0; k < kVectors; k++)
+                if (vector_of(k) < vectors_in(what_of_row(k))) reinterpret_cast<uint4 *>(staged(k))[vector_of(k)] = vectors[k];
+        } else {
+#pragma unroll
+            for (uint32_t k = 0; k < kVectors; k++) {
+                const uint32_t what = what_of_row(k);
+                uint8_t *const dst = G::kPerWarp == 1 ? row.dst : dst_of(entry, i + row_in_warp(k));
+                if (vector_of(k) < vectors_in(what))
+                    reinterpret_cast<uint4 *>(is_raw(what) ? dst : staged(k))[vector_of(k)] = vectors[k];
+            }
         }
         const uint32_t num_vectors = vectors_in(row.what);
-        if (!__any_sync(kAllLanes, num_vectors > kRowVectors)) return;
+        if (!G::any(num_vectors > kRowVectors)) return;
         const uint4 *const from = from_of(entry, i + in_warp());
-        uint4 *const to = reinterpret_cast<uint4 *>(row.kind() == kRaw ? row.dst : stage.bytes());
+        uint4 *const to = reinterpret_cast<uint4 *>(is_raw(row.what) ? row.dst : stage.bytes());
 #pragma unroll 4
         for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads) to[k] = from[k];
     }
@@ -282,7 +307,7 @@ template <class Decoder> struct Fetch {
             window = other.window;
             row = {other.window.dst, what_of(other.num_bytes, 0, other.kind)};
         }
-        if (!__any_sync(kAllLanes, row.kind() == kCoded || row.kind() == kStagedRaw)) return;
+        if (!G::any(row.kind() == kCoded || row.kind() == kStagedRaw)) return;
         G::sync();
         if (row.kind() == kStagedRaw) group_copy<G>(row.dst, stage.bytes() + row.shift(), row.num_bytes());
         bool coded = row.kind() == kCoded, good = true;
@@ -294,7 +319,7 @@ template <class Decoder> struct Fetch {
             if (!coded) cluster = 0;
             start += 1u, num_bytes -= 1u;
         }
-        if (__any_sync(kAllLanes, coded)) good = decoder.decode(cluster, coded, stage, 8u * start, num_bytes, window) && good;
+        if (G::any(coded)) good = decoder.decode(cluster, coded, stage, 8u * start, num_bytes, window) && good;
         G::sync(); // the stage is free for the next row, what was stored of a corrupt one has been
         if (!good) refuse<G>(table, request, out, number, IBP_CORRUPT_ROW, fault);
     }
@@ -303,8 +328,8 @@ template <class Decoder> struct Fetch {
 // Bound by the link from pinned memory, by instruction issue on few SMs, by device memory or instruction issue otherwise.
 template <class Decoder>
 __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
-    gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request, const uint32_t group_bytes, const uint32_t batch,
-                 uint8_t *out, ibp_fault *fault)
+    gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request, const uint32_t group_bytes,
+                 const uint32_t batch, uint8_t *out, ibp_fault *fault)
 {
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
@@ -340,7 +365,8 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
 template <class G> static uint32_t batch_of(const Request &request, const Launch &launch)
 {
     const uint32_t warps = launch.blocks * (launch.threads / (G::kThreads * G::kPerWarp));
-    const uint64_t rounds = (uint64_t{request.num_jobs} + kWarp * warps - 1) / (kWarp * warps), share = (request.num_jobs + rounds * warps - 1) / (rounds * warps);
+    const uint64_t rounds = (uint64_t{request.num_jobs} + kWarp * warps - 1) / (kWarp * warps),
+                   share = (request.num_jobs + rounds * warps - 1) / (rounds * warps);
     return static_cast<uint32_t>(share + G::kPerWarp - 1) / G::kPerWarp * G::kPerWarp;
 }
 
@@ -355,13 +381,15 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
     const int64_t pitch = row_bytes * request->rows_per_item;
     if (request->by_id) {
         const bool by_positions = request->ids.positions != nullptr;
-        request->out_items = static_cast<uint32_t>(std::min<int64_t>(by_positions ? request->ids.out_items : request->ids.count, UINT32_MAX));
+        request->out_items =
+            static_cast<uint32_t>(std::min<int64_t>(by_positions ? request->ids.out_items : request->ids.count, UINT32_MAX));
         request->num_ordinary = request->whole_rows ? static_cast<uint64_t>(table.num_items) : 0u;
         request->dst = out;
     } else {
         request->out_items = request->num_jobs;
         request->first_ordinary = request->start % row_bytes != 0;
-        request->num_ordinary = static_cast<uint64_t>(std::max<int64_t>(0, request->end / row_bytes - request->first_row - request->first_ordinary));
+        request->num_ordinary =
+            static_cast<uint64_t>(std::max<int64_t>(0, request->end / row_bytes - request->first_row - request->first_ordinary));
         request->dst = out + (request->first_row * row_bytes - request->start);
     }
     if (request->packed && !table.bases) request->num_ordinary = 0;
@@ -379,9 +407,11 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
         const auto kernel = gather_items<Decoder>;
         const uint32_t group_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
         Launch launch;
-        const ibp_status status = plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, group_bytes, G::kThreads, request.num_jobs, max_sms, &launch);
+        const ibp_status status = plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, group_bytes,
+                                              G::kThreads, request.num_jobs, max_sms, &launch);
         if (status != IBP_OK) return status;
-        kernel<<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(*table, request, group_bytes, batch_of<G>(request, launch), out, fault);
+        kernel<<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(*table, request, group_bytes,
+                                                                               batch_of<G>(request, launch), out, fault);
         return check_cuda(cudaGetLastError());
     });
 }

@@ -2,19 +2,26 @@
 #ifndef IBP_GROUP_CUH
 #define IBP_GROUP_CUH
 
-#include "warp.cuh"
+#include "digits.cuh"
 
 namespace ibp {
+
+constexpr uint32_t kLaneBytes = 64; // of a row, where there are lanes enough
+constexpr uint32_t kMostWarps = 8;  // of a group
 
 // LANES lanes of a warp (WARPS == 1), or WARPS whole warps. Every function is called by all lanes of a warp together, whatever each group has to do.
 template <uint32_t LANES, uint32_t WARPS> struct Group {
     static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
     static constexpr uint32_t kLanes = LANES, kWarps = WARPS, kThreads = LANES * WARPS;
     static constexpr uint32_t kPerWarp = kWarp / LANES;
+    static constexpr bool kIsLargest = WARPS == kMostWarps; // rows of any length
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kThreads; }
-    static __device__ __forceinline__ uint32_t warp() { return threadIdx.x % kThreads / kWarp; } // of the group's warps; 0 if there is one
+    static __device__ __forceinline__ uint32_t warp()
+    {
+        return threadIdx.x % kThreads / kWarp;
+    } // of the group's warps; 0 if there is one
     static __device__ __forceinline__ uint32_t in_block() { return threadIdx.x / kThreads; }
 
     static __device__ __forceinline__ void sync()
@@ -24,6 +31,8 @@ template <uint32_t LANES, uint32_t WARPS> struct Group {
         else
             named_barrier(in_block() + 1u, kThreads);
     }
+    // Whether it is so in any lane of the warp; all lanes of a group say the same.
+    static __device__ __forceinline__ bool any(bool is_so) { return kPerWarp == 1 ? is_so : __any_sync(kAllLanes, is_so); }
     // Sums of v over the lanes up to this one; v may hold several numbers side by side that do not run over.
     static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)
     {
@@ -48,7 +57,7 @@ template <uint32_t LANES, uint32_t WARPS> struct Group {
         const uint32_t votes = __ballot_sync(kAllLanes, vote);
         return LANES == kWarp ? votes : votes >> (lane_id() / LANES * LANES) & ((1u << (LANES % kWarp)) - 1u);
     }
-    static __device__ __forceinline__ uint32_t lanes_below() { return (1u << lane()) - 1u; }
+    static __device__ __forceinline__ uint32_t lanes_below() { return low_bits(~0u, lane()); }
 
     // The sum of the numbers of the group's earlier warps, and of all of them. counts: shared word with which WARPS words
     // begin that no other exchange uses at the same time.

@@ -6,13 +6,6 @@
 
 namespace ibp {
 
-template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, uint32_t num_bits)
-{
-    return num_bits >= 8u * sizeof(Bits) ? value : value & ((Bits{1} << num_bits) - 1u);
-}
-
-__device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) & ~7u; }
-
 // The lowest bit of each digit of num_bits whose bits are all set.
 __device__ __forceinline__ uint64_t escapes_in(uint64_t digits, uint32_t num_bits)
 {
@@ -67,9 +60,15 @@ template <typename T> struct PlanesBook {
         default: return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
         }
     }
-    template <bool IS_BYTE> __device__ __forceinline__ T entry_of(uint32_t i) const { return IS_BYTE ? static_cast<T>(__ldg(entries + i)) : entry(i); }
+    template <bool IS_BYTE> __device__ __forceinline__ T entry_of(uint32_t i) const
+    {
+        return IS_BYTE ? static_cast<T>(__ldg(entries + i)) : entry(i);
+    }
     // Bits of a plane's digits; 0 of a plane that there is not.
-    __device__ __forceinline__ uint32_t width_of(uint32_t plane) const { return plane < planes.num_planes ? planes.digit_bits[plane] : 0u; }
+    __device__ __forceinline__ uint32_t width_of(uint32_t plane) const
+    {
+        return plane < planes.num_planes ? planes.digit_bits[plane] : 0u;
+    }
     __device__ __forceinline__ uint32_t escape_of(uint32_t plane) const { return (1u << width_of(plane)) - 1u; }
     // The first entry of a plane.
     __device__ __forceinline__ uint32_t first_of(uint32_t plane) const
@@ -99,12 +98,10 @@ template <typename T> struct PlanesBook {
         uint32_t count = 0;
         if (num_bits == 2u) { // 16 digits a word
 #pragma unroll 1
-            for (uint32_t i = range.from + 16u * G::lane(); __any_sync(kAllLanes, i < range.to); i += 16u * G::kLanes) {
-                if (i >= range.to) continue;
-                const uint32_t digits = shared_bits(start + 2u * i), left = range.to - i;
-                const uint32_t escapes = digits & digits >> 1 & 0x55555555u;
-                count += ibp_popcount(left < 16u ? low_bits(escapes, 2u * left) : escapes);
-            }
+            for (uint32_t i = range.from + 16u * G::lane(); __any_sync(kAllLanes, i < range.to); i += 16u * G::kLanes)
+                if (i < range.to)
+                    count +=
+                        ibp_popcount(escaped_pairs(low_bits(shared_bits(start + 2u * i), 2u * ibp_min_u32(range.to - i, 16u))));
             return G::sum(count);
         }
         const uint32_t per_load = 64u / num_bits;
@@ -119,10 +116,11 @@ template <typename T> struct PlanesBook {
     }
 
     // Finds the parts of n values that lie in the shared bits from start to end: each plane is as long as the one before has escapes. Where one
-    // lies past the end, parts.end does too. mine: the elements of the warp. TWO_BITS: digits of planes 0 and 1 are known to have two.
-    // exchanged: shared word with which IBP_MAX_PLANES times G::kWarps words begin. count_first(start, range, num_bits) counts those of plane 0.
-    template <class G, bool TWO_BITS, class CountFirst>
-    __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine, uint32_t exchanged, const CountFirst &count_first) const
+    // lies past the end, parts.end does too. mine: the elements of the warp. TWO_BITS: all digits are known to have two.
+    // exchanged: shared word with which IBP_MAX_PLANES times G::kWarps words begin. count(plane, start, range, num_bits) counts the escapes of the warp.
+    template <class G, bool TWO_BITS, class Count>
+    __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine, uint32_t exchanged,
+                                                     const Count &count) const
     {
         ValueParts parts;
         parts.residuals = start;
@@ -133,14 +131,13 @@ template <typename T> struct PlanesBook {
         for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
             parts.digits[p + 1] = parts.digits[p];
             parts.mine[p + 1] = parts.mine[p];
-            const bool known = TWO_BITS && p < 2u;
-            if (!known && p >= planes.num_planes) continue;
-            const uint32_t num_bits = known ? 2u : planes.digit_bits[p];
+            if (!(TWO_BITS && p < 2u) && p >= planes.num_planes) continue;
+            const uint32_t num_bits = TWO_BITS ? 2u : planes.digit_bits[p];
             parts.digits[p + 1] += to_byte(reaching * num_bits);
             if (parts.digits[p + 1] > end) parts.mine[p] = {0, 0}; // nothing is read there
-            const uint32_t count = p == 0u ? count_first(parts.digits[0], parts.mine[0], num_bits) : count_escapes<G>(parts.digits[p], parts.mine[p], num_bits);
-            const uint32_t before = G::exchange(exchanged + p * G::kWarps, count, reaching);
-            parts.mine[p + 1] = {before, before + count};
+            const uint32_t escaped = count(p, parts.digits[p], parts.mine[p], num_bits),
+                           before = G::exchange(exchanged + p * G::kWarps, escaped, reaching);
+            parts.mine[p + 1] = {before, before + escaped};
         }
         parts.end = parts.digits[IBP_MAX_PLANES] + to_byte(reaching * symbol_bits);
         return parts;

@@ -72,6 +72,27 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, ui
 #endif
 }
 
+// (a | b) & mask, and nothing else.
+__device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t mask)
+{
+#ifdef __CUDACC__
+    uint32_t bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xa8;" : "=r"(bits) : "r"(a), "r"(b), "r"(mask));
+    return bits;
+#else
+    return (a | b) & mask;
+#endif
+}
+
+// A constant that stays in a register.
+__device__ __forceinline__ uint32_t in_register(uint32_t constant)
+{
+#ifdef __CUDACC__
+    asm volatile("" : "+r"(constant));
+#endif
+    return constant;
+}
+
 // ---- dynamic shared memory: bytes and bits are counted from its beginning ----
 
 __device__ __forceinline__ uint8_t *shared_bytes()
@@ -106,7 +127,10 @@ struct Stage {
 // Room for a row of row_bytes that starts anywhere in its first 16 bytes, and 16 to 31 bytes that are read behind it.
 __host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes) { return (row_bytes + 15u) / 16u * 16u + 32u; }
 
-__device__ __forceinline__ Stage stage_at(uint32_t first, uint32_t row_bytes) { return {first, (first + row_stage_bytes(row_bytes)) / 4u - 2u}; }
+__device__ __forceinline__ Stage stage_at(uint32_t first, uint32_t row_bytes)
+{
+    return {first, (first + row_stage_bytes(row_bytes)) / 4u - 2u};
+}
 
 // The bytes [low, high) of one row, and where they go.
 struct Window {
@@ -139,7 +163,8 @@ static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32
 }
 
 // units: what window.is_units said of units of WORDS words; the words are then known to lie in the row.
-template <int WORDS> __device__ __forceinline__ void store_words(const Window &window, bool units, uint32_t w, const uint32_t (&words)[WORDS])
+template <int WORDS>
+__device__ __forceinline__ void store_words(const Window &window, bool units, uint32_t w, const uint32_t (&words)[WORDS])
 {
     const uint4 four = make_uint4(words[0], words[1 % WORDS], words[2 % WORDS], words[3 % WORDS]);
     if (!units)
@@ -178,7 +203,8 @@ ibp_status allow_shared(const void *kernel);
 
 // Blocks of up to most_threads threads, one an SM, for groups of threads that take group_bytes of shared memory each and a job at a time; never more SMs
 // than max_sms (0: all). Few jobs are spread over all of them.
-ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
+ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs,
+                       int max_sms, Launch *launch);
 
 } // namespace ibp
 

@@ -120,7 +120,7 @@ void make_masks(Codebook &made, uint32_t row_bytes, uint32_t clusters)
 
 void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, bool listed, uint32_t clusters)
 {
-    static const std::vector<std::vector<uint8_t>> plans = {{2, 2, 2}, {2, 2, 2, 3}, {3, 3, 4}, {1}, {4, 4}, {}, {1, 1}, {4, 3, 2, 1}, {3}, {2}, {1, 2, 3, 4}, {4, 4, 4, 4}, {3, 2}};
+    static const std::vector<std::vector<uint8_t>> plans = {{2, 2, 2, 2}, {2, 2, 2}, {2, 2}, {3, 3, 4}, {4, 4}, {}, {2, 2, 2, 3}, {1}, {1, 1}, {4, 3, 2, 1}, {3}, {2}, {1, 2, 3, 4}, {4, 4, 4, 4}, {3, 2}};
     const uint32_t width = 8 * element_bytes;
     ibp_codebook &cb = made.codebook;
     ibp_planes &p = cb.planes;

@@ -1,0 +1,325 @@
+// decode_pairs.cuh - dense rows of scheme planes with digits of two bits and symbols of a byte, the same entries for all columns (FORMAT.md section 6):
+// what most tables of floats are given.
+//
+// Down the planes, escapes are counted, which says where the next plane begins; a lane keeps its digits of planes 0 and 1, two bits each, and names
+// the few elements that come further, one at a time:
+//   tail     planes 2, 3 and raw symbols: the symbols of all elements of plane 2, and a list of those that are still open
+// Up again, digits are spread to nibbles, which select bytes of a plane's entries (`prmt`); escaped elements take the bytes of the level below, of which
+// a prefix sum over nibbles says which:
+//   plane 1  16 digits a lane
+//   plane 0  16 bytes of output a lane and step, joined with their residuals
+// Bound by integer instructions, some 20 an element of BF16; on all SMs by device memory too.
+#ifndef IBP_DECODE_PAIRS_CUH
+#define IBP_DECODE_PAIRS_CUH
+
+#include "planes_book.cuh"
+
+namespace ibp {
+
+// BYTES: elements are rotated and all but 8 of their bits are the residual (BF16, FP32); otherwise they have two bytes (FP16).
+template <typename T, class G, bool BYTES> struct PairsDecoder {
+    static_assert(sizeof(T) == 2 || (sizeof(T) == 4 && BYTES), "the joins that there are");
+    using Group = G;
+    static constexpr uint32_t kMostThreads = 768, kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
+    static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
+    static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
+                              kTile = kSteps * kStep;                       // vectors of a lane in a tile; elements
+    static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
+    static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES, kLevel = kTile + 16u;
+    static constexpr uint32_t kWarpBytes = kEntries + 2u * kLevel + 2u * kTile;
+
+    const ibp_codebook &cb;
+    const uint32_t scratch; // shared byte
+
+    // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements of plane 1 and of plane 2, and the list;
+    // then what the warps exchange.
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
+    {
+        return G::kWarps * kWarpBytes + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
+    }
+    __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * kWarpBytes; }
+    __device__ __forceinline__ uint32_t level1() const { return entries() + kEntries; }
+    __device__ __forceinline__ uint32_t level2() const { return level1() + kLevel; }
+    __device__ __forceinline__ uint16_t &listed(uint32_t i) const
+    {
+        return reinterpret_cast<uint16_t *>(shared_bytes() + level2() + kLevel)[i];
+    }
+    __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * kWarpBytes) / 4u; }
+    __device__ __forceinline__ uint32_t entries_of(uint32_t plane) const { return shared_word(entries() / 4u + plane); }
+
+    __device__ __forceinline__ PairsDecoder(const ibp_codebook &codebook, uint32_t shared) : cb(codebook), scratch(shared)
+    {
+        if (cb.num_clusters <= 1u) fill_entries(PlanesBook<T>(cb, 0));
+    }
+    __device__ __forceinline__ void fill_entries(const PlanesBook<T> &book) const
+    {
+        const uint32_t plane = G::lane();
+        if (plane >= IBP_MAX_PLANES) return;
+        uint32_t bytes = 0;
+        for (uint32_t digit = 0; digit < 3u && plane < cb.planes.num_planes; digit++)
+            bytes |= static_cast<uint32_t>(book.template entry_of<true>(3u * plane + digit)) << 8u * digit;
+        shared_word(entries() / 4u + plane) = bytes;
+    }
+
+    // What eight digits stand for, a byte each; from: the shared byte with which those of the escaped begin, order: which of them they take.
+    struct Entries {
+        uint32_t named, escape; // bytes, the second with 0xff at the escape
+
+        __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t order, uint32_t from) const
+        {
+            const uint2 x = eight_bytes(from);
+            return make_uint2((permute_bytes(x.x, x.y, order) & permute_bytes(escape, 0, digits)) | permute_bytes(named, 0, digits),
+                              (permute_bytes(x.x, x.y, order >> 16) & permute_bytes(escape, 0, digits >> 16)) |
+                                  permute_bytes(named, 0, digits >> 16));
+        }
+    };
+
+    // ---- the tail ----
+
+    // Puts the symbols of n elements of plane 2 or 3 into level 2: FIRST: of the first ones there, otherwise of those listed. Those that escape
+    // are listed. digit: number of the first element's, of the plane that begins with the shared byte `plane`; entries: the plane's. Returns how many have escaped.
+    template <bool FIRST>
+    __device__ __forceinline__ uint32_t name(uint32_t plane, uint32_t digit, uint32_t n, uint32_t entries) const
+    {
+        const uint32_t first = digit + G::lane(), shift = 2u * (first % 4u);
+        uint32_t num_escaped = 0;
+        if (!FIRST) __syncwarp(); // the list is there
+#pragma unroll 1
+        for (uint32_t base = 0; G::any(base < n); base += G::kLanes) {
+            const uint32_t i = base + G::lane(), bits = shared_bytes()[plane + first / 4u + base / 4u] >> shift & 3u,
+                           element = FIRST ? i : listed(i);
+            const bool named = i < n, open = named && bits == 3u;
+            if (named) shared_bytes()[level2() + element] = static_cast<uint8_t>(permute_bytes(entries, 0, bits));
+            const uint32_t escaped = G::ballot(open);
+            if (!FIRST) __syncwarp(); // all have read the list
+            if (open) listed(num_escaped + ibp_popcount(escaped & G::lanes_below())) = static_cast<uint16_t>(element);
+            num_escaped += ibp_popcount(escaped);
+        }
+        return num_escaped;
+    }
+    // Likewise the raw symbols of n elements, of which the first begins with a bit.
+    __device__ __forceinline__ void name_raw(uint32_t position, uint32_t n) const
+    {
+        __syncwarp(); // the list is there
+        const uint32_t symbol_bits = 8u * sizeof(T) - cb.planes.residual_bits;
+        for (uint32_t i = G::lane(); i < n; i += G::kLanes)
+            shared_bytes()[level2() + (cb.planes.num_planes > 2u ? listed(i) : i)] =
+                static_cast<uint8_t>(low_bits(shared_bits(position + i * symbol_bits), symbol_bits));
+        __syncwarp(); // level 2 is there
+    }
+
+    // ---- plane 1 ----
+
+    // Digits of a lane, none behind the last one, and how many lower lanes' escapes there are.
+    struct Chunk {
+        uint32_t digits, before, num_escaped;
+    };
+    // position: bit of the first of the next n digits.
+    static __device__ __forceinline__ Chunk load_chunk(uint32_t position, uint32_t n)
+    {
+        const uint32_t first = ibp_min_u32(kPerLane * G::lane(), n);
+        const uint32_t digits = low_bits(shared_bits(position + 2u * first), 2u * ibp_min_u32(n - first, kPerLane)),
+                       count = ibp_popcount(escaped_pairs(digits));
+        const uint32_t sums = G::inclusive_scan(count);
+        return {digits, sums - count, G::last_lane(sums)};
+    }
+
+    // Puts the symbols of the n elements of a tile that escaped plane 0 into level 1. position: bit of their first digit; chunk: the first ones.
+    __device__ __forceinline__ void decode_plane1(uint32_t position, uint32_t n, Chunk chunk) const
+    {
+        const Entries entries{entries_of(1), in_register(0xff000000u)};
+        uint32_t i = kPerLane * G::lane(), from = level2() + chunk.before;
+#pragma unroll 1
+        for (uint32_t base = 0;;) {
+            if (i < n) {
+                const uint32_t low = spread_pairs<false>(chunk.digits), high = spread_pairs<true>(chunk.digits);
+                const uint32_t low_escaped = escaped_nibbles(low), high_escaped = escaped_nibbles(high),
+                               low_order = order_of(low_escaped);
+                const uint2 a = entries.symbols(low, low_order, from);
+                const uint2 b = entries.symbols(high, order_of(high_escaped), from + count_of(low_escaped, low_order));
+                *reinterpret_cast<uint4 *>(shared_bytes() + level1() + i) = make_uint4(a.x, a.y, b.x, b.y);
+            }
+            base += kChunk;
+            if (kTile <= kChunk || !G::any(base < n)) break;
+            const uint32_t end = from - chunk.before + chunk.num_escaped;
+            chunk = load_chunk(position + 2u * base, base < n ? n - base : 0u);
+            i += kChunk, from = end + chunk.before;
+        }
+        __syncwarp(); // level 1 is there
+    }
+
+    // ---- plane 0 ----
+
+    // Digits of a lane's vectors in a tile, and the shared bytes with which the symbols of their escaped elements begin.
+    struct Tile {
+        uint32_t digits[kSteps], before[kSteps], num_escaped;
+        Chunk chunk; // of plane 1
+    };
+    // plane: bit of the row's first digit; n: elements of the row, or up to the end of the tile.
+    __device__ __forceinline__ void load_tile(uint32_t plane, uint32_t tile_start, uint32_t n, Tile &tile) const
+    {
+        const uint32_t first = tile_start + kPerVector * G::lane();
+        if (tile_start + kTile <= n) {
+            const Cursor cursor = Cursor::at(plane / 8u + first / 4u);
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) tile.digits[s] = cursor.word(s * kStep / 16u);
+        } else { // the row's end
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                const uint32_t i = ibp_min_u32(first + s * kStep, n);
+                tile.digits[s] = low_bits(shared_bits(plane + 2u * i), 2u * ibp_min_u32(n - i, kPerVector));
+            }
+        }
+        uint32_t counts = 0; // a byte a step: all lanes but the last have up to 255 together
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++)
+            counts += ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector)) << 8u * s;
+        const uint32_t before = G::inclusive_scan(counts) - counts, before_last = G::last_lane(before), last = G::last_lane(counts);
+        tile.num_escaped = 0;
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) {
+            tile.before[s] = level1() + tile.num_escaped + permute_bytes(before, 0, 0x4440 + s);
+            tile.num_escaped += permute_bytes(before_last, 0, 0x4440 + s) + permute_bytes(last, 0, 0x4440 + s);
+        }
+    }
+    static_assert(kSteps == 4 && kStep <= 256 && kStep % 16 == 0,
+                  "the bytes of counts; vectors of a lane that are whole words of digits apart");
+
+    // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first. Returns how many are escapes.
+    __device__ __forceinline__ uint32_t visit(uint32_t p, uint32_t start, DigitRange range, Tile &tile) const
+    {
+        const uint32_t n = range.to - range.from;
+        if (p == 0u) {
+            load_tile(start, range.from, range.to, tile);
+            return tile.num_escaped;
+        }
+        if (p >= 2u)
+            return p == 2u ? name<true>(start / 8u, range.from, n, entries_of(2))
+                           : name<false>(start / 8u, range.from, n, entries_of(p));
+        tile.chunk = load_chunk(start + 2u * range.from, ibp_min_u32(n, kChunk));
+        if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
+        return tile.chunk.num_escaped +
+               PlanesBook<T>::template count_escapes<G>(start, {range.from + ibp_min_u32(n, kChunk), range.to}, 2);
+    }
+
+    // ---- symbols and residuals ----
+
+    // 16 bit elements, rotated back.
+    static __device__ __forceinline__ uint32_t rotated_back(uint32_t pair)
+    {
+        return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
+    }
+
+    // 16 bytes of elements, of which the first one's residual is `bits` bits after a cursor.
+    __device__ __forceinline__ void join(uint2 symbols, const Cursor &residuals, uint32_t bits, uint32_t (&words)[4]) const
+    {
+        if constexpr (!BYTES) {
+            const uint32_t r = cb.planes.residual_bits, mask = low_bits(0xffffu, r) * 0x00010001u;
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++) {
+                const uint32_t two = residuals.bits(bits + 2u * k * r),
+                               pair = permute_bytes(k < 2u ? symbols.x : symbols.y, 0, k % 2u ? 0x4342 : 0x4140);
+                words[k] = (pair << r) + (select_bits(0xffffu, two, two << (16u - r)) & mask);
+                if (cb.planes.rotate) words[k] = rotated_back(words[k]);
+            }
+        } else if constexpr (sizeof(T) == 2) {
+            const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
+            words[0] = rotated_back(permute_bytes(low, symbols.x, 0x5140)),
+            words[1] = rotated_back(permute_bytes(low, symbols.x, 0x7362));
+            words[2] = rotated_back(permute_bytes(high, symbols.y, 0x5140)),
+            words[3] = rotated_back(permute_bytes(high, symbols.y, 0x7362));
+        } else {
+            const uint32_t a = residuals.word(bits / 32u), b = residuals.word(bits / 32u + 1u), c = residuals.word(bits / 32u + 2u);
+            words[0] = permute_bytes(a, symbols.x, 0x4210), words[1] = permute_bytes(__funnelshift_r(a, b, 24), symbols.x, 0x5210);
+            words[2] = permute_bytes(__funnelshift_r(b, c, 16), symbols.x, 0x6210), words[3] = permute_bytes(c, symbols.x, 0x7321);
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], 1);
+        }
+    }
+
+    // UNITS: what window.is_units said.
+    template <bool UNITS>
+    __device__ __forceinline__ void store_tile(const ValueParts &parts, const Tile &tile, uint32_t tile_start, uint32_t n,
+                                               const Window &window) const
+    {
+        const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
+        const uint32_t residual_bits = BYTES ? 8u * (sizeof(T) - 1u) : cb.planes.residual_bits;
+        const Entries entries{entries_of(0), in_register(0xff000000u)};
+        const Cursor residuals =
+            Cursor::at((parts.residuals + first * residual_bits) / 8u); // vectors have whole bytes of residuals
+        uint8_t *const dst = window.dst + size_t{first} * sizeof(T);
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) {
+            if (s * kStep >= left) break;
+            const uint32_t digits = spread_pairs<false>(tile.digits[s]);
+            uint32_t words[4];
+            join(entries.symbols(digits, order_of(escaped_nibbles(digits)), tile.before[s]), residuals, s * kStep * residual_bits,
+                 words);
+            if (UNITS)
+                *reinterpret_cast<uint4 *>(dst + s * kStep * sizeof(T)) = make_uint4(words[0], words[1], words[2], words[3]);
+            else
+                store_words(window, false, (first + s * kStep) * static_cast<uint32_t>(sizeof(T)) / 4u, words);
+        }
+    }
+
+    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just coded_bytes.
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit, uint32_t coded_bytes,
+                                           const Window &window) const
+    {
+        const PlanesBook<T> book(cb, cluster);
+        if (cb.num_clusters > 1u) {
+            __syncwarp();
+            fill_entries(book);
+            __syncwarp();
+        }
+        uint32_t n = active ? book.columns : 0u;
+        const uint32_t tiles = (book.columns + kTile - 1u) / kTile,
+                       per_warp = G::kIsLargest ? (tiles + G::kWarps - 1u) / G::kWarps : 1u;
+        const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
+                       last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
+        const uint32_t end = start_bit + 8u * coded_bytes;
+        const bool one_tile = per_warp == 1u; // which is looked at while the parts are found
+        Tile tile;
+        ValueParts parts = book.template find_parts<G, true>(
+            start_bit, end, n, {first, last}, exchanged(), [&](uint32_t p, uint32_t start, DigitRange range, uint32_t) {
+                return one_tile ? visit(p, start, range, tile) : PlanesBook<T>::template count_escapes<G>(start, range, 2);
+            });
+        const bool good =
+            !active ||
+            parts.end ==
+                end; // so that every position that is read from here on lies in the row, or up to 16 bytes behind a part of it
+        if (!good) {
+            if (G::kPerWarp == 1) return false;
+            n = tile.num_escaped = 0;
+            parts.mine[IBP_MAX_PLANES] = {0, 0};
+        }
+        const bool units = window.is_units(cb.row_bytes, 16);
+#pragma unroll 1
+        for (uint32_t k = 0; k < per_warp; k++) {
+            const uint32_t tile_start = first + k * kTile;
+            DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
+            if (!one_tile) {
+                mine[0] = {tile_start, ibp_min_u32(tile_start + kTile, last)};
+#pragma unroll
+                for (uint32_t p = 0; p < IBP_MAX_PLANES; p++)
+                    mine[p + 1].to = mine[p + 1].from + (p < cb.planes.num_planes ? visit(p, parts.digits[p], mine[p], tile)
+                                                                                  : mine[p].to - mine[p].from);
+            }
+            const DigitRange raw = mine[IBP_MAX_PLANES];
+            name_raw(parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits, raw.to - raw.from);
+            decode_plane1(parts.digits[1] + 2u * mine[1].from, tile.num_escaped, tile.chunk);
+            if (units)
+                store_tile<true>(parts, tile, tile_start, n, window);
+            else
+                store_tile<false>(parts, tile, tile_start, n, window);
+            __syncwarp(); // the levels are free
+#pragma unroll
+            for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;
+        }
+        return good;
+    }
+};
+
+} // namespace ibp
+
+#endif
