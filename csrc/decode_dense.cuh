@@ -48,10 +48,9 @@ __device__ __forceinline__ uint32_t bytes_of_digits(uint32_t digits, uint32_t nu
     return (escaped & permute_bytes(0, 0xff000000u, low) & upper) | entries;
 }
 
-// COLUMN_PAIRS: all planes have digits of two bits, symbols have one byte, entries are a column's.
-template <typename T, class G, bool COLUMN_PAIRS> struct DenseDecoder {
+template <typename T, class G> struct DenseDecoder : NoBlockMemory {
     using Group = G;
-    static constexpr uint32_t kMostThreads = COLUMN_PAIRS ? 768 : 512, kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
+    static constexpr uint32_t kMostThreads = 512, kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
     static constexpr uint32_t kPerVector = 16u / sizeof(T);               // elements of 16 bytes
     static constexpr uint32_t kSteps = 4;                                 // vectors of a lane in a tile
     static constexpr uint32_t kOctet = kPerVector < 8u ? kPerVector : 8u; // elements whose digits share a word
@@ -70,15 +69,7 @@ template <typename T, class G, bool COLUMN_PAIRS> struct DenseDecoder {
     // Shared memory of a group: of every warp the tables and the bytes of plane 1 and of the tail, then what the warps exchange.
     static __host__ __device__ __forceinline__ uint32_t byte_planes(const ibp_codebook &cb)
     {
-        return symbol_bytes(cb) + (per_column(cb) ? 1u : 0u);
-    }
-    static __host__ __device__ __forceinline__ uint32_t symbol_bytes(const ibp_codebook &cb)
-    {
-        return COLUMN_PAIRS ? 1u : cb.planes.symbol_bytes;
-    }
-    static __host__ __device__ __forceinline__ bool per_column(const ibp_codebook &cb)
-    {
-        return COLUMN_PAIRS || cb.planes.per_column;
+        return cb.planes.symbol_bytes + (cb.planes.per_column ? 1u : 0u);
     }
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
@@ -96,20 +87,14 @@ template <typename T, class G, bool COLUMN_PAIRS> struct DenseDecoder {
     }
     __device__ __forceinline__ uint32_t level1() const { return tables() + byte_planes(cb) * kTableBytes; }
     __device__ __forceinline__ uint32_t level2() const { return level1() + byte_planes(cb) * kLevel1; }
-    // Entries of a plane: 4 bytes of digits of two bits.
     __device__ __forceinline__ uint4 table(uint32_t plane, uint32_t h) const
     {
-        if (COLUMN_PAIRS) return make_uint4(shared_word(table_of(plane, h) / 4u), 0, 0, 0);
         return *reinterpret_cast<const uint4 *>(shared_bytes() + table_of(plane, h));
     }
-    // Bits of the digits of planes 0 and 1, in the row and in a nibble.
-    __device__ __forceinline__ uint32_t width_of(const PlanesBook<T> &book, uint32_t plane) const
-    {
-        return COLUMN_PAIRS ? 2u : book.width_of(plane);
-    }
+    // Bits of a plane's digits in a nibble.
     __device__ __forceinline__ uint32_t nibble_bits(const PlanesBook<T> &book, uint32_t plane) const
     {
-        const uint32_t num_bits = width_of(book, plane);
+        const uint32_t num_bits = book.width_of(plane);
         return num_bits == 0u ? 4u : num_bits;
     }
 
@@ -124,15 +109,14 @@ template <typename T, class G, bool COLUMN_PAIRS> struct DenseDecoder {
         for (uint32_t i = G::lane(); i < kTableBytes * planes; i += G::kLanes) {
             const uint32_t digit = i % 16u, h = i / 16u % planes, plane = i / (16u * planes), rank = book.first_of(plane) + digit;
             uint64_t byte = 0;
-            if (digit < book.escape_of(plane) && !per_column(cb)) byte = static_cast<uint64_t>(book.entry(rank)) >> 8u * h;
-            if (digit < book.escape_of(plane) && per_column(cb) && h == 0u) byte = rank;
+            if (digit < book.escape_of(plane) && !cb.planes.per_column) byte = static_cast<uint64_t>(book.entry(rank)) >> 8u * h;
+            if (digit < book.escape_of(plane) && cb.planes.per_column && h == 0u) byte = rank;
             shared_bytes()[tables() + i] = static_cast<uint8_t>(byte);
         }
     }
 
     static __device__ __forceinline__ uint2 escape_bytes(uint32_t num_bits)
     {
-        if (COLUMN_PAIRS) return make_uint2(0xff000000u, 0u);
         const uint32_t escape = (1u << num_bits) - 1u;
         return make_uint2(escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u);
     }
@@ -169,11 +153,11 @@ template <typename T, class G, bool COLUMN_PAIRS> struct DenseDecoder {
             uint64_t symbol = shared_bits(position);
             if (sizeof(T) == 8) symbol |= static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
             symbol = low_bits(symbol, book.symbol_bits);
-            if (per_column(cb)) {
+            if (cb.planes.per_column) {
                 shared_bytes()[to] = kRaw;
                 to += kLevel2;
             }
-            for (uint32_t h = 0; h < symbol_bytes(cb); h++)
+            for (uint32_t h = 0; h < cb.planes.symbol_bytes; h++)
                 shared_bytes()[to + h * kLevel2] = static_cast<uint8_t>(symbol >> 8u * h);
         }
         next[0] += n;
@@ -186,7 +170,7 @@ template <typename T, class G, bool COLUMN_PAIRS> struct DenseDecoder {
                                                   uint32_t (&next)[3]) const
     {
         constexpr uint32_t kLaneOctets = 2;
-        const uint32_t width = width_of(book, 1), num_bits = nibble_bits(book, 1);
+        const uint32_t width = book.width_of(1), num_bits = nibble_bits(book, 1);
 #pragma unroll 1
         for (uint32_t base = 0; __any_sync(kAllLanes, base < n); base += 8u * kLaneOctets * G::kLanes) {
             const uint32_t i = base + 8u * kLaneOctets * G::lane();
@@ -246,7 +230,7 @@ template <typename T, class G, bool COLUMN_PAIRS> struct DenseDecoder {
     __device__ __forceinline__ TileDigits load_digits(const PlanesBook<T> &book, uint32_t start, uint32_t tile_start,
                                                       uint32_t n) const
     {
-        const uint32_t width = width_of(book, 0), num_bits = nibble_bits(book, 0);
+        const uint32_t width = book.width_of(0), num_bits = nibble_bits(book, 0);
         TileDigits tile;
         uint32_t counts[kScans] = {};
 #pragma unroll
@@ -326,16 +310,15 @@ template <typename T, class G, bool COLUMN_PAIRS> struct DenseDecoder {
         T symbol[kPerVector];
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) symbol[e] = static_cast<T>(bytes[e / 4u] >> 8u * (e % 4u) & 0xffu);
-        if (!per_column(cb)) {
-            for (uint32_t h = 1; h < symbol_bytes(cb); h++) add_bytes(book, tile, s, h, 8u * h, symbol);
+        if (!cb.planes.per_column) {
+            for (uint32_t h = 1; h < cb.planes.symbol_bytes; h++) add_bytes(book, tile, s, h, 8u * h, symbol);
         } else {
             T raw[kPerVector] = {};
-            for (uint32_t h = 0; h < symbol_bytes(cb); h++) add_bytes(book, tile, s, h + 1u, 8u * h, raw);
+            for (uint32_t h = 0; h < cb.planes.symbol_bytes; h++) add_bytes(book, tile, s, h + 1u, 8u * h, raw);
 #pragma unroll
             for (uint32_t e = 0; e < kPerVector; e++) {
                 const uint32_t rank = static_cast<uint32_t>(symbol[e]);
-                symbol[e] = rank != kRaw && i + e < n ? book.template entry_of<COLUMN_PAIRS>((i + e) * cb.planes.num_entries + rank)
-                                                      : raw[e];
+                symbol[e] = rank != kRaw && i + e < n ? book.entry((i + e) * cb.planes.num_entries + rank) : raw[e];
             }
         }
         constexpr uint32_t kPerWindow = 8u / sizeof(T); // elements whose residuals fit 64 bits
@@ -376,9 +359,8 @@ template <typename T, class G, bool COLUMN_PAIRS> struct DenseDecoder {
                        last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
         const uint32_t end = start_bit + 8u * coded_bytes;
         TileDigits tile{};
-        const bool one_tile =
-            per_warp == 1u && (COLUMN_PAIRS || cb.planes.num_planes > 0u); // whose digits need not be looked at twice
-        ValueParts parts = book.template find_parts<G, COLUMN_PAIRS>(
+        const bool one_tile = per_warp == 1u && cb.planes.num_planes > 0u; // whose digits need not be looked at twice
+        ValueParts parts = book.template find_parts<G, false>(
             start_bit, end, n, {first, last}, exchanged(), [&](uint32_t p, uint32_t start, DigitRange range, uint32_t num_bits) {
                 if (p != 0u || !one_tile) return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
                 tile = load_digits(book, start, G::warp() * kTile, range.to);

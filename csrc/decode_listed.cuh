@@ -6,7 +6,7 @@
 
 namespace ibp {
 
-template <typename T> struct ListedDecoder {
+template <typename T> struct ListedDecoder : NoBlockMemory {
     using Group = ibp::Group<kWarp, 1>;
     using G = Group;
     static constexpr uint32_t kMostThreads = 768, kVectors = 1;

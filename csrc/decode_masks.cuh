@@ -7,7 +7,7 @@
 namespace ibp {
 
 // A lane takes kSteps * WORDS words a tile; one scan of the bits that its words keep gives their places, for all steps side by side.
-template <int WORDS, class G> struct MasksDecoder {
+template <int WORDS, class G> struct MasksDecoder : NoBlockMemory {
     using Group = G;
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kSteps = 2, kStepWords = G::kLanes * WORDS, kTileWords = kSteps * kStepWords;
@@ -15,9 +15,14 @@ template <int WORDS, class G> struct MasksDecoder {
     const ibp_codebook &cb;
     const uint32_t exchanged; // shared word
 
-    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return G::kWarps > 1 ? 4u * G::kWarps : 0u; }
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
+    {
+        return G::kWarps > 1 ? 4u * G::kWarps : 0u;
+    }
 
-    __device__ __forceinline__ MasksDecoder(const ibp_codebook &codebook, uint32_t scratch) : cb(codebook), exchanged(scratch / 4u) {}
+    __device__ __forceinline__ MasksDecoder(const ibp_codebook &codebook, uint32_t scratch) : cb(codebook), exchanged(scratch / 4u)
+    {
+    }
 
     // One codebook, under the names of struct ibp_codebook.
     struct Book {
@@ -27,7 +32,8 @@ template <int WORDS, class G> struct MasksDecoder {
     __device__ __forceinline__ Book book_of(uint32_t cluster) const
     {
         const uint64_t offset = uint64_t{cluster} * cb.cluster_stride;
-        return {cb.mask + offset, cb.bitval + offset, cb.flags + offset, cb.num_clusters > 1u ? __ldg(cb.cluster_flags + offset) : cb.num_flags};
+        return {cb.mask + offset, cb.bitval + offset, cb.flags + offset,
+                cb.num_clusters > 1u ? __ldg(cb.cluster_flags + offset) : cb.num_flags};
     }
 
     // WORDS consecutive entries of a codebook array from entry w on; the last ones past the row.
@@ -46,7 +52,8 @@ template <int WORDS, class G> struct MasksDecoder {
     struct Kept {
         uint32_t keep[WORDS], flags[WORDS], count;
     };
-    template <uint32_t CHUNK_BYTES> __device__ __forceinline__ Kept kept_bits(const Book &book, Stage stage, uint32_t start_bit, uint32_t w) const
+    template <uint32_t CHUNK_BYTES>
+    __device__ __forceinline__ Kept kept_bits(const Book &book, Stage stage, uint32_t start_bit, uint32_t w) const
     {
         Kept kept;
         uint32_t mask[WORDS];
@@ -57,7 +64,8 @@ template <int WORDS, class G> struct MasksDecoder {
         kept.count = 0;
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
-            kept.keep[i] = ibp_keep_word(__funnelshift_r(participation, participation, kept.flags[i]), mask[i], kept.flags[i], CHUNK_BYTES);
+            kept.keep[i] =
+                ibp_keep_word(__funnelshift_r(participation, participation, kept.flags[i]), mask[i], kept.flags[i], CHUNK_BYTES);
             kept.count += ibp_popcount(kept.keep[i]);
         }
         if (4u * (w + WORDS) > cb.row_bytes) {
@@ -69,7 +77,8 @@ template <int WORDS, class G> struct MasksDecoder {
     }
 
     // A lane's words, whose kept bits are staged from bit `from` on.
-    __device__ __forceinline__ void rebuild(const Book &book, Stage stage, uint32_t from, uint32_t w, const Kept &kept, uint32_t (&word)[WORDS]) const
+    __device__ __forceinline__ void rebuild(const Book &book, Stage stage, uint32_t from, uint32_t w, const Kept &kept,
+                                            uint32_t (&word)[WORDS]) const
     {
         uint32_t staged[WORDS + 1], bitval[WORDS], many = 0;
         load_entries(book.bitval, w, bitval);
@@ -107,7 +116,8 @@ template <int WORDS, class G> struct MasksDecoder {
     }
 
     template <uint32_t CHUNK_BYTES>
-    __device__ __forceinline__ bool decode_chunks(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes, const Window &window) const
+    __device__ __forceinline__ bool decode_chunks(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
+                                                  uint32_t coded_bytes, const Window &window) const
     {
         const Book book = book_of(cluster);
         const bool units = window.is_units(cb.row_bytes, 4 * WORDS);
@@ -119,7 +129,8 @@ template <int WORDS, class G> struct MasksDecoder {
             for (uint32_t t = first; t < ibp_min_u32(first + per_warp, tiles); t++)
 #pragma unroll
                 for (uint32_t s = 0; s < kSteps; s++)
-                    count += kept_bits<CHUNK_BYTES>(book, stage, start_bit, t * kTileWords + s * kStepWords + G::lane() * WORDS).count;
+                    count +=
+                        kept_bits<CHUNK_BYTES>(book, stage, start_bit, t * kTileWords + s * kStepWords + G::lane() * WORDS).count;
             position += G::exchange(exchanged, G::sum(count), total);
             total += book.num_flags;
             if ((total + 7u) / 8u != coded_bytes) return !active;
@@ -146,7 +157,8 @@ template <int WORDS, class G> struct MasksDecoder {
     }
 
     // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just coded_bytes.
-    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes, const Window &window) const
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes,
+                                           const Window &window) const
     {
         switch (cb.chunk_bytes) {
         case 1: return decode_chunks<1>(cluster, active, stage, start_bit, coded_bytes, window);

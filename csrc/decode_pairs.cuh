@@ -1,5 +1,4 @@
-// decode_pairs.cuh - dense rows of scheme planes with digits of two bits and symbols of a byte, the same entries for all columns (FORMAT.md section 6):
-// what most tables of floats are given.
+// decode_pairs.cuh - dense rows of scheme planes with digits of two bits and symbols of a byte (FORMAT.md section 6): what most tables of floats are given.
 //
 // Down the planes, escapes are counted, which says where the next plane begins; a lane keeps its digits of planes 0 and 1, two bits each, and names
 // the few elements that come further, one at a time:
@@ -8,6 +7,7 @@
 // a prefix sum over nibbles says which:
 //   plane 1  16 digits a lane
 //   plane 0  16 bytes of output a lane and step, joined with their residuals
+// Where entries are a column's, all this is done with ranks; symbols are looked up, and raw ones put in, at the end.
 // Bound by integer instructions, some 20 an element of BF16; on all SMs by device memory too.
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
@@ -16,9 +16,9 @@
 
 namespace ibp {
 
-// BYTES: elements are rotated and all but 8 of their bits are the residual (BF16, FP32); otherwise they have two bytes (FP16).
-template <typename T, class G, bool BYTES> struct PairsDecoder {
-    static_assert(sizeof(T) == 2 || (sizeof(T) == 4 && BYTES), "the joins that there are");
+// COLUMNS: every column has entries of its own. Elements of four bytes are those of has_bytes.
+template <typename T, class G, bool COLUMNS> struct PairsDecoder {
+    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "the joins that there are");
     using Group = G;
     static constexpr uint32_t kMostThreads = 768, kVectors = sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
@@ -27,10 +27,24 @@ template <typename T, class G, bool BYTES> struct PairsDecoder {
     static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
     static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES, kLevel = kTile + 16u;
     static constexpr uint32_t kWarpBytes = kEntries + 2u * kLevel + 2u * kTile;
+    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // a raw symbol's rank, and four
+    static constexpr uint32_t kMostTable = 64u << 10;          // bytes of columns' entries in shared memory
 
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
 
+    // Whether elements are rotated and all but 8 of their bits are the residual: BF16, FP32.
+    static __host__ __device__ __forceinline__ bool has_bytes(const ibp_planes &planes)
+    {
+        return planes.rotate && planes.residual_bits == 8u * (planes.element_bytes - 1u);
+    }
+
+    // Shared memory of a block: the columns' entries of each rank, if there is room for them, and some bytes that are read behind them.
+    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
+    {
+        const uint32_t num_bytes = cb.row_bytes / static_cast<uint32_t>(sizeof(T)) * cb.planes.num_entries + 16u;
+        return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostTable ? num_bytes / 16u * 16u + 16u : 0u;
+    }
     // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements of plane 1 and of plane 2, and the list;
     // then what the warps exchange.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
@@ -49,15 +63,23 @@ template <typename T, class G, bool BYTES> struct PairsDecoder {
 
     __device__ __forceinline__ PairsDecoder(const ibp_codebook &codebook, uint32_t shared) : cb(codebook), scratch(shared)
     {
-        if (cb.num_clusters <= 1u) fill_entries(PlanesBook<T>(cb, 0));
+        const PlanesBook<T> book(cb, 0);
+        if (cb.num_clusters <= 1u) fill_entries(book);
+        if (block_bytes(cb) == 0u) return;
+        for (uint32_t column = threadIdx.x; column < book.columns; column += blockDim.x)
+#pragma unroll 4
+            for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
+                shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
     }
     __device__ __forceinline__ void fill_entries(const PlanesBook<T> &book) const
     {
         const uint32_t plane = G::lane();
         if (plane >= IBP_MAX_PLANES) return;
         uint32_t bytes = 0;
-        for (uint32_t digit = 0; digit < 3u && plane < cb.planes.num_planes; digit++)
-            bytes |= static_cast<uint32_t>(book.template entry_of<true>(3u * plane + digit)) << 8u * digit;
+        for (uint32_t digit = 0; digit < 3u && plane < cb.planes.num_planes; digit++) {
+            const uint32_t rank = 3u * plane + digit;
+            bytes |= (COLUMNS ? rank : __ldg(book.entries + rank)) << 8u * digit;
+        }
         shared_word(entries() / 4u + plane) = bytes;
     }
 
@@ -101,11 +123,15 @@ template <typename T, class G, bool BYTES> struct PairsDecoder {
     __device__ __forceinline__ void name_raw(uint32_t position, uint32_t n) const
     {
         __syncwarp(); // the list is there
-        const uint32_t symbol_bits = 8u * sizeof(T) - cb.planes.residual_bits;
         for (uint32_t i = G::lane(); i < n; i += G::kLanes)
             shared_bytes()[level2() + (cb.planes.num_planes > 2u ? listed(i) : i)] =
-                static_cast<uint8_t>(low_bits(shared_bits(position + i * symbol_bits), symbol_bits));
+                static_cast<uint8_t>(COLUMNS ? kRaw : raw_symbol(position + i * symbol_bits()));
         __syncwarp(); // level 2 is there
+    }
+    __device__ __forceinline__ uint32_t symbol_bits() const { return 8u * sizeof(T) - cb.planes.residual_bits; }
+    __device__ __forceinline__ uint32_t raw_symbol(uint32_t position) const
+    {
+        return low_bits(shared_bits(position), symbol_bits());
     }
 
     // ---- plane 1 ----
@@ -170,17 +196,25 @@ template <typename T, class G, bool BYTES> struct PairsDecoder {
                 tile.digits[s] = low_bits(shared_bits(plane + 2u * i), 2u * ibp_min_u32(n - i, kPerVector));
             }
         }
-        uint32_t counts = 0; // a byte a step: all lanes but the last have up to 255 together
+        uint32_t counts = 0;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++)
             counts += ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector)) << 8u * s;
-        const uint32_t before = G::inclusive_scan(counts) - counts, before_last = G::last_lane(before), last = G::last_lane(counts);
-        tile.num_escaped = 0;
+        tile.num_escaped = number(counts, level1(), tile.before);
+    }
+    // Numbers elements of a tile from `first` on, of which a lane has as many in step s as byte s of counts says. before: those of its first ones. Returns
+    // how many there are.
+    static __device__ __forceinline__ uint32_t number(uint32_t counts, uint32_t first, uint32_t (&before)[kSteps])
+    {
+        // All lanes but the last have up to 255 together in a step.
+        const uint32_t lower = G::inclusive_scan(counts) - counts, lower_of_last = G::last_lane(lower), last = G::last_lane(counts);
+        uint32_t total = 0;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
-            tile.before[s] = level1() + tile.num_escaped + permute_bytes(before, 0, 0x4440 + s);
-            tile.num_escaped += permute_bytes(before_last, 0, 0x4440 + s) + permute_bytes(last, 0, 0x4440 + s);
+            before[s] = first + total + permute_bytes(lower, 0, 0x4440 + s);
+            total += permute_bytes(lower_of_last, 0, 0x4440 + s) + permute_bytes(last, 0, 0x4440 + s);
         }
+        return total;
     }
     static_assert(kSteps == 4 && kStep <= 256 && kStep % 16 == 0,
                   "the bytes of counts; vectors of a lane that are whole words of digits apart");
@@ -202,6 +236,35 @@ template <typename T, class G, bool BYTES> struct PairsDecoder {
                PlanesBook<T>::template count_escapes<G>(start, {range.from + ibp_min_u32(n, kChunk), range.to}, 2);
     }
 
+    // ---- ranks ----
+
+    // The symbols of the ranks of four columns; where there are raw symbols, any.
+    __device__ __forceinline__ uint32_t look_up(const PlanesBook<T> &book, uint32_t ranks, uint32_t column) const
+    {
+        uint32_t symbols[4];
+        ranks &= ~kRaws;
+        if (block_bytes(cb) != 0u) {
+            const uint8_t *const table = shared_bytes() + column;
+#pragma unroll
+            for (uint32_t e = 0; e < 4u; e++) symbols[e] = (table + permute_bytes(ranks, 0, 0x4440 + e) * book.columns)[e];
+        } else {
+#pragma unroll
+            for (uint32_t e = 0; e < 4u; e++) {
+                const uint32_t of_column = ibp_min_u32(column + e, book.columns - 1u) * cb.planes.num_entries;
+                symbols[e] = __ldg(book.entries + of_column + permute_bytes(ranks, 0, 0x4440 + e));
+            }
+        }
+        return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040), permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
+    }
+    // Puts raw symbols, of which the first begins with a bit, where the ranks say so.
+    __device__ __forceinline__ void put_raw(uint32_t ranks, uint32_t &position, uint32_t &symbols) const
+    {
+        for (uint32_t raw = ranks & kRaws; raw != 0u; raw &= raw - 1u, position += symbol_bits()) {
+            const uint32_t byte = ibp_popcount((raw & (0u - raw)) - 1u) - 7u;
+            symbols = (symbols & ~(0xffu << byte)) | raw_symbol(position) << byte;
+        }
+    }
+
     // ---- symbols and residuals ----
 
     // 16 bit elements, rotated back.
@@ -211,6 +274,7 @@ template <typename T, class G, bool BYTES> struct PairsDecoder {
     }
 
     // 16 bytes of elements, of which the first one's residual is `bits` bits after a cursor.
+    template <bool BYTES>
     __device__ __forceinline__ void join(uint2 symbols, const Cursor &residuals, uint32_t bits, uint32_t (&words)[4]) const
     {
         if constexpr (!BYTES) {
@@ -237,24 +301,51 @@ template <typename T, class G, bool BYTES> struct PairsDecoder {
         }
     }
 
-    // UNITS: what window.is_units said.
-    template <bool UNITS>
-    __device__ __forceinline__ void store_tile(const ValueParts &parts, const Tile &tile, uint32_t tile_start, uint32_t n,
-                                               const Window &window) const
+    // raw: the tile's raw symbols. UNITS: what window.is_units said.
+    template <bool UNITS, bool BYTES>
+    __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile, DigitRange raw,
+                                               uint32_t tile_start, uint32_t n, const Window &window) const
     {
         const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
         const uint32_t residual_bits = BYTES ? 8u * (sizeof(T) - 1u) : cb.planes.residual_bits;
         const Entries entries{entries_of(0), in_register(0xff000000u)};
-        const Cursor residuals =
-            Cursor::at((parts.residuals + first * residual_bits) / 8u); // vectors have whole bytes of residuals
+        const Cursor residuals = Cursor::at((parts.residuals + first * residual_bits) / 8u); // whole bytes of residuals a vector
         uint8_t *const dst = window.dst + size_t{first} * sizeof(T);
+        const auto bytes_of = [&](uint32_t s) {
+            const uint32_t digits = spread_pairs<false>(tile.digits[s]);
+            return entries.symbols(digits, order_of(escaped_nibbles(digits)), tile.before[s]);
+        };
+        uint2 ranks[kSteps];
+        uint32_t raw_before[kSteps];
+        const bool any_raw = COLUMNS && G::any(raw.from != raw.to);
+        if (COLUMNS) {
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) ranks[s] = bytes_of(s);
+        }
+        if (any_raw) {
+            uint32_t counts = 0;
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++)
+                counts += (ibp_popcount(ranks[s].x & kRaws) + (kPerVector > 4u ? ibp_popcount(ranks[s].y & kRaws) : 0u)) << 8u * s;
+            number(counts, raw.from, raw_before);
+        }
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s * kStep >= left) break;
-            const uint32_t digits = spread_pairs<false>(tile.digits[s]);
+            uint2 symbols;
+            if (COLUMNS) {
+                symbols.x = look_up(book, ranks[s].x, first + s * kStep);
+                if (kPerVector > 4u) symbols.y = look_up(book, ranks[s].y, first + s * kStep + 4u);
+                if (any_raw) {
+                    uint32_t position = parts.digits[IBP_MAX_PLANES] + raw_before[s] * symbol_bits();
+                    put_raw(ranks[s].x, position, symbols.x);
+                    if (kPerVector > 4u) put_raw(ranks[s].y, position, symbols.y);
+                }
+            } else {
+                symbols = bytes_of(s);
+            }
             uint32_t words[4];
-            join(entries.symbols(digits, order_of(escaped_nibbles(digits)), tile.before[s]), residuals, s * kStep * residual_bits,
-                 words);
+            join<BYTES>(symbols, residuals, s * kStep * residual_bits, words);
             if (UNITS)
                 *reinterpret_cast<uint4 *>(dst + s * kStep * sizeof(T)) = make_uint4(words[0], words[1], words[2], words[3]);
             else
@@ -284,19 +375,17 @@ template <typename T, class G, bool BYTES> struct PairsDecoder {
             start_bit, end, n, {first, last}, exchanged(), [&](uint32_t p, uint32_t start, DigitRange range, uint32_t) {
                 return one_tile ? visit(p, start, range, tile) : PlanesBook<T>::template count_escapes<G>(start, range, 2);
             });
-        const bool good =
-            !active ||
-            parts.end ==
-                end; // so that every position that is read from here on lies in the row, or up to 16 bytes behind a part of it
+        // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
+        const bool good = !active || parts.end == end;
         if (!good) {
             if (G::kPerWarp == 1) return false;
             n = tile.num_escaped = 0;
             parts.mine[IBP_MAX_PLANES] = {0, 0};
         }
-        const bool units = window.is_units(cb.row_bytes, 16);
+        const bool units = window.is_units(cb.row_bytes, 16), bytes = sizeof(T) == 4 || has_bytes(cb.planes);
 #pragma unroll 1
         for (uint32_t k = 0; k < per_warp; k++) {
-            const uint32_t tile_start = first + k * kTile;
+            const uint32_t tile_start = ibp_min_u32(first + k * kTile, last);
             DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
             if (!one_tile) {
                 mine[0] = {tile_start, ibp_min_u32(tile_start + kTile, last)};
@@ -308,10 +397,14 @@ template <typename T, class G, bool BYTES> struct PairsDecoder {
             const DigitRange raw = mine[IBP_MAX_PLANES];
             name_raw(parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits, raw.to - raw.from);
             decode_plane1(parts.digits[1] + 2u * mine[1].from, tile.num_escaped, tile.chunk);
-            if (units)
-                store_tile<true>(parts, tile, tile_start, n, window);
-            else
-                store_tile<false>(parts, tile, tile_start, n, window);
+            if (bytes && units)
+                store_tile<true, true>(book, parts, tile, raw, tile_start, n, window);
+            else if (bytes)
+                store_tile<false, true>(book, parts, tile, raw, tile_start, n, window);
+            else if (sizeof(T) == 2 && units)
+                store_tile<true, sizeof(T) == 4>(book, parts, tile, raw, tile_start, n, window);
+            else if (sizeof(T) == 2)
+                store_tile<false, sizeof(T) == 4>(book, parts, tile, raw, tile_start, n, window);
             __syncwarp(); // the levels are free
 #pragma unroll
             for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;

@@ -10,7 +10,7 @@
 namespace ibp {
 
 // Scheme raw: there is nothing to decode.
-template <class G> struct RawDecoder {
+template <class G> struct RawDecoder : NoBlockMemory {
     using Group = G;
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
@@ -42,28 +42,23 @@ template <template <class> class Decoder, class Launcher> ibp_status with_group(
     return with_group<Decoder>(row_bytes, kWarp * kLaneBytes, launcher);
 }
 
-template <class G> using Dense1 = DenseDecoder<uint8_t, G, false>;
-template <class G> using Dense2 = DenseDecoder<uint16_t, G, false>;
-template <class G> using Dense4 = DenseDecoder<uint32_t, G, false>;
-template <class G> using Dense8 = DenseDecoder<uint64_t, G, false>;
-template <class G> using Columns2 = DenseDecoder<uint16_t, G, true>;
-template <class G> using Columns4 = DenseDecoder<uint32_t, G, true>;
-template <class G> using Shorts2 = PairsDecoder<uint16_t, G, false>;
-template <class G> using Bytes2 = PairsDecoder<uint16_t, G, true>;
-template <class G> using Bytes4 = PairsDecoder<uint32_t, G, true>;
+template <class G> using Dense1 = DenseDecoder<uint8_t, G>;
+template <class G> using Dense2 = DenseDecoder<uint16_t, G>;
+template <class G> using Dense4 = DenseDecoder<uint32_t, G>;
+template <class G> using Dense8 = DenseDecoder<uint64_t, G>;
+template <class G> using Pairs2 = PairsDecoder<uint16_t, G, false>;
+template <class G> using Pairs4 = PairsDecoder<uint32_t, G, false>;
+template <class G> using Columns2 = PairsDecoder<uint16_t, G, true>;
+template <class G> using Columns4 = PairsDecoder<uint32_t, G, true>;
 template <class G> using MaskWords = MasksDecoder<4, G>;
 template <class G> using MaskWord = MasksDecoder<1, G>;
 
-// What a dense codebook of scheme planes has, as far as decoders are built for it.
-enum DenseForm { kAnyDense, kColumnPairs, kPairs, kBytePairs };
-
-inline DenseForm form_of(const ibp_planes &planes)
+// Whether a dense codebook is one for PairsDecoder.
+inline bool has_pairs(const ibp_planes &planes)
 {
     bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
     for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;
-    if (!pairs) return kAnyDense;
-    if (planes.per_column) return kColumnPairs;
-    return planes.rotate && planes.residual_bits == 8u * (planes.element_bytes - 1u) ? kBytePairs : kPairs;
+    return pairs && (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.rotate && planes.residual_bits == 24));
 }
 
 // Calls launcher with the tag of the codebook's decoder. by_16: rows start at multiples of 16 bytes on the uncoded side.
@@ -77,19 +72,17 @@ template <class Launcher> ibp_status with_decoder(const ibp_codebook &cb, bool b
         return launcher(Tag<MaskWord<Group<kWarp, 8>>>{});
     }
     const bool listed = cb.planes.listed;
-    const DenseForm form = form_of(cb.planes);
+    const uint32_t row_bytes = cb.row_bytes;
+    if (!listed && has_pairs(cb.planes)) {
+        if (cb.planes.element_bytes == 2)
+            return cb.planes.per_column ? with_group<Columns2>(row_bytes, launcher) : with_group<Pairs2>(row_bytes, launcher);
+        return cb.planes.per_column ? with_group<Columns4>(row_bytes, launcher) : with_group<Pairs4>(row_bytes, launcher);
+    }
     switch (cb.planes.element_bytes) {
-    case 1: return listed ? launcher(Tag<ListedDecoder<uint8_t>>{}) : with_group<Dense1>(cb.row_bytes, launcher);
-    case 2:
-        if (listed) return launcher(Tag<ListedDecoder<uint16_t>>{});
-        if (form == kBytePairs) return with_group<Bytes2>(cb.row_bytes, launcher);
-        if (form == kColumnPairs) return with_group<Columns2>(cb.row_bytes, launcher);
-        return form == kPairs ? with_group<Shorts2>(cb.row_bytes, launcher) : with_group<Dense2>(cb.row_bytes, launcher);
-    case 4:
-        if (listed) return launcher(Tag<ListedDecoder<uint32_t>>{});
-        if (form == kColumnPairs) return with_group<Columns4>(cb.row_bytes, launcher);
-        return form == kBytePairs ? with_group<Bytes4>(cb.row_bytes, launcher) : with_group<Dense4>(cb.row_bytes, launcher);
-    case 8: return listed ? launcher(Tag<ListedDecoder<uint64_t>>{}) : with_group<Dense8>(cb.row_bytes, launcher);
+    case 1: return listed ? launcher(Tag<ListedDecoder<uint8_t>>{}) : with_group<Dense1>(row_bytes, launcher);
+    case 2: return listed ? launcher(Tag<ListedDecoder<uint16_t>>{}) : with_group<Dense2>(row_bytes, launcher);
+    case 4: return listed ? launcher(Tag<ListedDecoder<uint32_t>>{}) : with_group<Dense4>(row_bytes, launcher);
+    case 8: return listed ? launcher(Tag<ListedDecoder<uint64_t>>{}) : with_group<Dense8>(row_bytes, launcher);
     default: return IBP_INVALID_ARGUMENT;
     }
 }

@@ -27,7 +27,8 @@ static ibp_status limits_of(int max_sms, Limits *limits)
     int device = 0, num_sms = 0;
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    if (status == IBP_OK)
+        status = check_cuda(cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     limits->sms = max_sms > 0 ? std::min(max_sms, num_sms) : num_sms;
     return status;
 }
@@ -44,19 +45,22 @@ ibp_status allow_shared(const void *kernel)
     return status == IBP_OK ? allow_shared(kernel, limits.shared_bytes) : status;
 }
 
-ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
+ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
+                       uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
 {
     Limits limits;
     const ibp_status status = limits_of(max_sms, &limits);
     if (status != IBP_OK) return status;
-    const uint32_t unit = std::max(group_threads, kWarp), groups_a_unit = unit / group_threads; // threads are added by whole warps and groups
+    const uint32_t unit = std::max(group_threads, kWarp),
+                   groups_a_unit = unit / group_threads; // threads are added by whole warps and groups
     const uint32_t unit_bytes = groups_a_unit * group_bytes;
-    const int64_t fitting = unit_bytes ? (limits.shared_bytes - kStaticSharedBytes) / unit_bytes : most_threads;
+    const int64_t room = limits.shared_bytes - kStaticSharedBytes - int64_t{block_bytes};
+    const int64_t fitting = unit_bytes ? room / unit_bytes : most_threads;
     const int64_t units = (num_jobs + groups_a_unit - 1) / groups_a_unit, an_sm = (units + limits.sms - 1) / limits.sms;
     const int64_t a_block = std::min({fitting, int64_t{most_threads / unit}, an_sm});
     if (a_block < 1) return IBP_INVALID_ARGUMENT;
-    *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, limits.sms)), static_cast<uint32_t>(a_block * unit),
-               static_cast<uint32_t>(a_block * unit_bytes)};
+    *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, limits.sms)),
+               static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(block_bytes + a_block * unit_bytes)};
     return allow_shared(kernel, limits.shared_bytes);
 }
 

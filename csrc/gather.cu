@@ -222,7 +222,7 @@ template <class Decoder> struct Fetch {
     const Request &request;
     uint8_t *const out;
     const Stage stage;
-    const uint32_t group_bytes;
+    const uint32_t first_stage, group_bytes; // shared bytes: where the block's first group has its own, and how many each has
 
     // The row that lane i has looked up. By all lanes of a warp together.
     static __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i)
@@ -274,7 +274,7 @@ template <class Decoder> struct Fetch {
         const auto what_of_row = [&](uint32_t k) {
             return G::kPerWarp == 1 ? row.what : __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
         };
-        const auto staged = [&](uint32_t k) { return shared_bytes() + (first_group + row_in_warp(k)) * group_bytes; };
+        const auto staged = [&](uint32_t k) { return shared_bytes() + first_stage + (first_group + row_in_warp(k)) * group_bytes; };
         if (!G::any(is_raw(row.what))) {
 #pragma unroll
             for (uint32_t k = 0; k < kVectors; k++)
@@ -333,8 +333,8 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
 {
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
-    const uint32_t mine = G::in_block() * group_bytes;
-    const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), group_bytes};
+    const uint32_t first_stage = Decoder::block_bytes(table.codebook), mine = first_stage + G::in_block() * group_bytes;
+    const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), first_stage, group_bytes};
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
     __syncthreads();
 
@@ -407,8 +407,9 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
         const auto kernel = gather_items<Decoder>;
         const uint32_t group_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
         Launch launch;
-        const ibp_status status = plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, group_bytes,
-                                              G::kThreads, request.num_jobs, max_sms, &launch);
+        const ibp_status status =
+            plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, Decoder::block_bytes(cb), group_bytes,
+                        G::kThreads, request.num_jobs, max_sms, &launch);
         if (status != IBP_OK) return status;
         kernel<<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(*table, request, group_bytes,
                                                                                batch_of<G>(request, launch), out, fault);

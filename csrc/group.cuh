@@ -79,6 +79,11 @@ template <uint32_t LANES, uint32_t WARPS> struct Group {
     }
 };
 
+// A decoder that needs no shared memory of the block besides that of each group.
+struct NoBlockMemory {
+    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &) { return 0; }
+};
+
 // Copies with the widest accesses that both addresses allow; no byte outside the ranges is touched.
 template <class G, typename T> __device__ __forceinline__ void group_copy_as(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {

@@ -60,10 +60,6 @@ template <typename T> struct PlanesBook {
         default: return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
         }
     }
-    template <bool IS_BYTE> __device__ __forceinline__ T entry_of(uint32_t i) const
-    {
-        return IS_BYTE ? static_cast<T>(__ldg(entries + i)) : entry(i);
-    }
     // Bits of a plane's digits; 0 of a plane that there is not.
     __device__ __forceinline__ uint32_t width_of(uint32_t plane) const
     {

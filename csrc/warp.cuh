@@ -201,10 +201,10 @@ ibp_status check_cuda(cudaError_t error);
 // Lets a kernel have all the dynamic shared memory that a block can have.
 ibp_status allow_shared(const void *kernel);
 
-// Blocks of up to most_threads threads, one an SM, for groups of threads that take group_bytes of shared memory each and a job at a time; never more SMs
-// than max_sms (0: all). Few jobs are spread over all of them.
-ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs,
-                       int max_sms, Launch *launch);
+// Blocks of up to most_threads threads, one an SM, for groups of threads that take a job at a time and have group_bytes of shared memory each, besides the
+// block's block_bytes; never more SMs than max_sms (0: all). Few jobs are spread over all of them.
+ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
+                       uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 
 } // namespace ibp
 

@@ -459,17 +459,18 @@ namespace ibp {
 ibp_status check_cuda(cudaError_t error) { return error == cudaSuccess ? IBP_OK : IBP_CUDA_ERROR; }
 
 /* As in device.cu, of a GPU so small that groups take several jobs one after the other. */
-ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
+ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms,
+                       Launch *launch)
 {
     const uint32_t unit = std::max(group_threads, kWarp), groups_a_unit = unit / group_threads, unit_bytes = groups_a_unit * group_bytes;
     const auto few = [] { return chance(50) ? int64_t{1} : 1 + static_cast<int64_t>(below(3)); };
     const int64_t sms = max_sms > 0 ? std::min<int64_t>(max_sms, few()) : few();
-    const int64_t fitting = unit_bytes ? (226 << 10) / unit_bytes : most_threads;
+    const int64_t fitting = unit_bytes ? ((226 << 10) - int64_t{block_bytes}) / unit_bytes : most_threads;
     const int64_t units = (num_jobs + groups_a_unit - 1) / groups_a_unit, an_sm = (units + sms - 1) / sms;
     const int64_t a_block = std::min({fitting, int64_t{most_threads / unit}, an_sm, few()});
     if (a_block < 1) return IBP_INVALID_ARGUMENT;
     kernels.insert(kernel);
-    *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, sms)), static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(a_block * unit_bytes)};
+    *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, sms)), static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(block_bytes + a_block * unit_bytes)};
     return IBP_OK;
 }
 
