@@ -292,7 +292,7 @@ template <class Decoder> struct Fetch {
         if (!G::any(num_vectors > kRowVectors)) return;
         const uint4 *const from = from_of(entry, i + in_warp());
         uint4 *const to = reinterpret_cast<uint4 *>(is_raw(row.what) ? row.dst : stage.bytes());
-#pragma unroll 4
+#pragma unroll 8
         for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads) to[k] = from[k];
     }
     // Which of the warp's rows is the group's.
