@@ -1,10 +1,11 @@
 // stream.cu - tables in pinned host memory, brought to the GPU by its copy engine chunk by chunk and decoded there meanwhile.
 //
 // Bound by the link. The ring has as many places as there are event pairs; chunk k uses place k % kPlaces:
-//     copy stream:      wait freed[k - kPlaces]   copy chunk k   record filled[k]
-//     caller's stream:  wait filled[k]            decode chunk k record freed[k]
-// so the copy engine runs ahead by up to kPlaces chunks, from one table into the next, and neither the host nor the caller's stream
-// waits for anything but the bytes that it needs.
+//     copy stream:    wait freed[k - kPlaces]   copy chunk k   record filled[k]
+//     decode stream:  wait filled[k]            decode chunk k record freed[k]
+// so the copy engine runs ahead by up to kPlaces chunks, from one table into the next, and neither the host nor the caller's stream, which waits for
+// a table's last chunk, waits for anything but the bytes that it needs. The decode stream has the highest priority: its few blocks get the next
+// SMs that other kernels leave.
 #include "stream.h"
 #include "warp.cuh"
 
@@ -32,8 +33,8 @@ class FirstError {
 } // namespace ibp
 
 struct ibp_streamer {
-    cudaStream_t copies;
-    cudaEvent_t begun, filled[ibp::kPlaces], freed[ibp::kPlaces];
+    cudaStream_t copies, decodes;
+    cudaEvent_t begun, ended, filled[ibp::kPlaces], freed[ibp::kPlaces];
     uint8_t *ring;
     int64_t place_bytes;
     int64_t num_chunks, done_bytes; // since ibp_cuda_begin_stream
@@ -47,16 +48,29 @@ static ibp_status copy_part(uint8_t *to, const uint8_t *from, uint64_t num_bytes
     return check_cuda(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream));
 }
 
-// Copies a chunk into its place of the ring. The first one waits for the caller's stream, which may still use the ring's memory.
-static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, ibp_table *block,
-                             ibp_stream stream)
+// Lets the streamer's streams begin after what the caller's has been given: the decode stream for each table, whose output may still be in use, the
+// copy stream for the first, before which the ring's memory may be.
+static ibp_status fork(ibp_streamer *streamer, cudaStream_t stream)
+{
+    FirstError calls;
+    calls << cudaEventRecord(streamer->begun, stream) << cudaStreamWaitEvent(streamer->decodes, streamer->begun, 0);
+    if (streamer->num_chunks == 0) calls << cudaStreamWaitEvent(streamer->copies, streamer->begun, 0);
+    return calls.status();
+}
+static ibp_status join(ibp_streamer *streamer, cudaStream_t stream)
+{
+    FirstError calls;
+    calls << cudaEventRecord(streamer->ended, streamer->decodes) << cudaStreamWaitEvent(stream, streamer->ended, 0);
+    return calls.status();
+}
+
+// Copies a chunk into its place of the ring.
+static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, ibp_table *block)
 {
     const int place = static_cast<int>(streamer->num_chunks % kPlaces);
     uint8_t *const ring = streamer->ring + place * streamer->place_bytes;
     const cudaStream_t copies = streamer->copies;
     FirstError calls;
-    if (streamer->num_chunks == 0)
-        calls << cudaEventRecord(streamer->begun, stream) << cudaStreamWaitEvent(copies, streamer->begun, 0);
     if (streamer->num_chunks >= kPlaces) calls << cudaStreamWaitEvent(copies, streamer->freed[place], 0);
     if (!calls.ok()) return calls.status();
     *block = *table;
@@ -70,20 +84,21 @@ static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, con
     if (status == IBP_OK)
         status =
             copy_part(const_cast<uint8_t *>(block->overflow), table->overflow + chunk.overflow_start, chunk.overflow_bytes, copies);
-    // Whatever was copied is joined, also after an error: a capture must not end with it hanging loose.
-    calls << cudaEventRecord(streamer->filled[place], copies) << cudaStreamWaitEvent(stream, streamer->filled[place], 0);
+    // Whatever was copied is waited for, also after an error.
+    calls << cudaEventRecord(streamer->filled[place], copies) << cudaStreamWaitEvent(streamer->decodes, streamer->filled[place], 0);
     return status != IBP_OK ? status : calls.status();
 }
 
 // out = bytes [start, end), which lie in the chunk's rows.
 static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, int64_t start, int64_t end,
-                               uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+                               uint8_t *out, ibp_fault *fault, int max_sms)
 {
-    if (!chunk.fits) return ibp_cuda_decode_bytes(table, start, end, out, fault, max_sms, stream);
+    const cudaStream_t decodes = streamer->decodes;
+    if (!chunk.fits) return ibp_cuda_decode_bytes(table, start, end, out, fault, max_sms, decodes);
     ibp_table block;
-    ibp_status status = fill_place(streamer, table, chunk, &block, stream);
-    if (status == IBP_OK) status = ibp_cuda_decode_bytes(&block, start, end, out, fault, max_sms, stream);
-    if (status == IBP_OK) status = check_cuda(cudaEventRecord(streamer->freed[streamer->num_chunks % kPlaces], stream));
+    ibp_status status = fill_place(streamer, table, chunk, &block);
+    if (status == IBP_OK) status = ibp_cuda_decode_bytes(&block, start, end, out, fault, max_sms, decodes);
+    if (status == IBP_OK) status = check_cuda(cudaEventRecord(streamer->freed[streamer->num_chunks % kPlaces], decodes));
     streamer->num_chunks++;
     streamer->done_bytes += static_cast<int64_t>(chunk.slots_bytes + chunk.overflow_bytes);
     return status;
@@ -93,11 +108,15 @@ static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, c
 static ibp_status create_events(ibp_streamer *streamer)
 {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    int lowest = 0, highest = 0;
     FirstError calls;
     calls << cudaThreadExchangeStreamCaptureMode(&mode);
     if (!calls.ok()) return calls.status();
-    calls << cudaStreamCreateWithFlags(&streamer->copies, cudaStreamNonBlocking)
-          << cudaEventCreateWithFlags(&streamer->begun, cudaEventDisableTiming);
+    calls << cudaDeviceGetStreamPriorityRange(&lowest, &highest)
+          << cudaStreamCreateWithPriority(&streamer->copies, cudaStreamNonBlocking, lowest)
+          << cudaStreamCreateWithPriority(&streamer->decodes, cudaStreamNonBlocking, highest)
+          << cudaEventCreateWithFlags(&streamer->begun, cudaEventDisableTiming)
+          << cudaEventCreateWithFlags(&streamer->ended, cudaEventDisableTiming);
     for (int place = 0; place < kPlaces; place++)
         calls << cudaEventCreateWithFlags(&streamer->filled[place], cudaEventDisableTiming)
               << cudaEventCreateWithFlags(&streamer->freed[place], cudaEventDisableTiming);
@@ -125,8 +144,10 @@ extern "C" ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer)
         if (streamer->filled[place]) calls << cudaEventDestroy(streamer->filled[place]);
         if (streamer->freed[place]) calls << cudaEventDestroy(streamer->freed[place]);
     }
-    if (streamer->begun) calls << cudaEventDestroy(streamer->begun);
-    if (streamer->copies) calls << cudaStreamDestroy(streamer->copies);
+    for (const cudaEvent_t event : {streamer->begun, streamer->ended})
+        if (event) calls << cudaEventDestroy(event);
+    for (const cudaStream_t stream : {streamer->copies, streamer->decodes})
+        if (stream) calls << cudaStreamDestroy(stream);
     free(streamer);
     return calls.status();
 }
@@ -151,13 +172,15 @@ extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_ta
         return ibp::copy_part(out, table->slots + start, static_cast<uint64_t>(end - start), stream);
     const int64_t group = IBP_ROWS_PER_BASE, groups_end = ((end - 1) / row_bytes / group + 1) * group;
     const int64_t end_row = groups_end < num_rows ? groups_end : num_rows;
-    ibp_status status = IBP_OK;
+    ibp_status status = ibp::fork(streamer, stream);
+    if (status != IBP_OK) return status;
     for (int64_t row = start / row_bytes / group * group; row < end_row && status == IBP_OK;) {
         const ibp_chunk chunk = ibp_plan_chunk(table, bases, row, end_row, streamer->done_bytes, streamer->place_bytes, ends);
         const int64_t from = row * row_bytes > start ? row * row_bytes : start;
         const int64_t to = chunk.last_row * row_bytes < end ? chunk.last_row * row_bytes : end;
-        status = ibp::stream_chunk(streamer, table, chunk, from, to, out + (from - start), fault, max_sms, stream);
+        status = ibp::stream_chunk(streamer, table, chunk, from, to, out + (from - start), fault, max_sms);
         row = chunk.last_row;
     }
-    return status;
+    const ibp_status joined = ibp::join(streamer, stream); // also after an error: a capture must not end with work hanging loose
+    return status != IBP_OK ? status : joined;
 }

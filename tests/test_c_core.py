@@ -51,8 +51,9 @@ def test_c_core(flags, tmp_path):
 
 
 # What stream.cu makes wait for what, in the order of the file; without any one of them a tensor comes out wrong.
-WAITS = ("cudaStreamWaitEvent(copies, streamer->begun, 0)", "cudaStreamWaitEvent(copies, streamer->freed[place], 0)",
-         "cudaStreamWaitEvent(stream, streamer->filled[place], 0)")  # fmt: skip
+WAITS = ("cudaStreamWaitEvent(streamer->decodes, streamer->begun, 0)", "cudaStreamWaitEvent(streamer->copies, streamer->begun, 0)",
+         "cudaStreamWaitEvent(stream, streamer->ended, 0)", "cudaStreamWaitEvent(copies, streamer->freed[place], 0)",
+         "cudaStreamWaitEvent(streamer->decodes, streamer->filled[place], 0)")  # fmt: skip
 
 
 @pytest.mark.parametrize("left_out", [None, *WAITS])

@@ -40,6 +40,12 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, int)
     created_streams.push_back(*stream = new CUstream_st);
     return cudaSuccess;
 }
+inline cudaError_t cudaDeviceGetStreamPriorityRange(int *lowest, int *highest)
+{
+    *lowest = 0, *highest = -5;
+    return cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, int flags, int) { return cudaStreamCreateWithFlags(stream, flags); }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
     delete stream;
