@@ -199,74 +199,88 @@ ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, 
     return status;
 }
 
-/* Row q of a selection as a row of the table. @return false if its id is out of range, which is noted. */
-static bool selected_row(const ibp_table *table, const ibp_ids *ids, int64_t q, ibp_fault *fault, int64_t *row)
-{
-    const int64_t rows_per_item = table->item_bytes / table->codebook.row_bytes, position = q / rows_per_item;
-    const int64_t id = id_at(ids, position);
-    *row = id * rows_per_item + q % rows_per_item;
-    if (id >= 0 && id < table->num_items) return true;
-    note_fault(fault, IBP_INDEX_OUT_OF_RANGE, position, id);
-    return false;
-}
-
-static ibp_status note_corrupt(const ibp_table *table, int64_t q, int64_t row, ibp_fault *fault)
-{
-    const int64_t rows_per_item = table->item_bytes / table->codebook.row_bytes;
-    note_fault(fault, IBP_CORRUPT_ROW, q / rows_per_item, row / rows_per_item);
-    return IBP_CORRUPT_ROW;
-}
+/* Items of a table by their ids, as the rows that they are made of. */
+typedef struct selection {
+    const ibp_table *table;
+    const ibp_ids *ids;
+    int64_t rows_per_item;
+} selection;
 
 static bool is_selectable(const ibp_table *table)
 {
     return table->item_bytes > 0 && table->item_bytes % table->codebook.row_bytes == 0;
 }
 
+static selection selection_of(const ibp_table *table, const ibp_ids *ids)
+{
+    return (selection){table, ids, table->item_bytes / table->codebook.row_bytes};
+}
+
+/* Row q of a selection as a row of the table; -1 if its id is out of range. */
+static int64_t selected_row(const selection *of, int64_t q)
+{
+    const int64_t position = of->rows_per_item == 1 ? q : q / of->rows_per_item, id = id_at(of->ids, position);
+    if (id < 0 || id >= of->table->num_items) return -1;
+    return id * of->rows_per_item + (q - position * of->rows_per_item);
+}
+
+static ibp_status note_row(const selection *of, int64_t q, ibp_status status, ibp_fault *fault)
+{
+    const int64_t position = q / of->rows_per_item;
+    note_fault(fault, status, position, id_at(of->ids, position));
+    return status;
+}
+
+/* Lengths at random places come no faster than their lines do: those of rows some way ahead are asked for. */
+#define PREFETCH_LENGTHS 32
+
+static void prefetch_length(const selection *of, int64_t q)
+{
+    const int64_t row = q < of->ids->count * of->rows_per_item ? selected_row(of, q) : -1;
+    if (row >= 0 && of->table->lengths) __builtin_prefetch(&of->table->lengths[row]);
+}
+
 ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint16_t *lengths,
                                  uint64_t *stored_bytes, ibp_fault *fault)
 {
     if (!is_selectable(table)) return IBP_INVALID_ARGUMENT;
+    const selection of = selection_of(table, ids);
     *stored_bytes = 0;
     for (int64_t q = first_row; q < last_row; q++) {
-        int64_t row;
-        if (!selected_row(table, ids, q, fault, &row)) return IBP_INDEX_OUT_OF_RANGE;
+        const int64_t row = selected_row(&of, q);
+        if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE, fault);
+        prefetch_length(&of, q + PREFETCH_LENGTHS);
         const uint32_t stored = stored_bytes_of(table->lengths, num_bytes_of(table), table->codebook.row_bytes, row);
-        if (stored > table->codebook.row_bytes) return note_corrupt(table, q, row, fault);
+        if (stored > table->codebook.row_bytes) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
         *stored_bytes += stored;
         if (table->lengths) lengths[q - first_row] = table->lengths[row];
     }
     return IBP_OK;
 }
 
-/* Asks for the slot of row q of a selection ahead of its use: rows at random places come no faster than their first lines do. */
-static void prefetch_slot(const ibp_table *table, const ibp_ids *ids, int64_t q)
-{
-    ibp_fault unused = {0};
-    int64_t row;
-    if (!selected_row(table, ids, q, &unused, &row)) return;
-    const uint64_t start = (uint64_t)row * table->slot_bytes - table->slots_start;
-    for (uint64_t i = start; i < start + table->slot_bytes && i < (uint64_t)table->slots_bytes; i += 64u)
-        __builtin_prefetch(table->slots + i);
-}
-
-#define PREFETCH_ROWS 4
-
+/* Few instructions a row, so that the processor has many rows' lines on their way at a time: no prefetch gains more. */
 ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint8_t *dst,
                               uint64_t dst_bytes, ibp_fault *fault)
 {
     if (!is_selectable(table)) return IBP_INVALID_ARGUMENT;
-    const int64_t rows_per_item = table->item_bytes / table->codebook.row_bytes;
+    const selection of = selection_of(table, ids);
+    const uint64_t slots_end = (uint64_t)table->slots_bytes;
     for (int64_t q = first_row; q < last_row; q++) {
-        row_span span;
-        int64_t row;
-        if (!selected_row(table, ids, q, fault, &row)) return IBP_INDEX_OUT_OF_RANGE;
-        if (q + PREFETCH_ROWS < ids->count * rows_per_item) prefetch_slot(table, ids, q + PREFETCH_ROWS);
-        if (!locate_row(table, row, &span) || (uint64_t)span.in_slot + span.in_overflow > dst_bytes)
-            return note_corrupt(table, q, row, fault);
-        if (span.in_slot) memcpy(dst, table->slots + span.slot_start, span.in_slot);
-        if (span.in_overflow) memcpy(dst + span.in_slot, table->overflow + span.overflow_start, span.in_overflow);
-        dst += span.in_slot + span.in_overflow;
-        dst_bytes -= span.in_slot + span.in_overflow;
+        const int64_t row = selected_row(&of, q);
+        if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE, fault);
+        const uint32_t stored = stored_bytes_of(table->lengths, num_bytes_of(table), table->codebook.row_bytes, row);
+        const uint64_t start = (uint64_t)row * table->slot_bytes - table->slots_start;
+        if (stored > dst_bytes) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
+        if (stored <= table->slot_bytes && start <= slots_end && stored <= slots_end - start) {
+            memcpy(dst, table->slots + start, stored);
+        } else {
+            row_span span;
+            if (!locate_row(table, row, &span)) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
+            if (span.in_slot) memcpy(dst, table->slots + span.slot_start, span.in_slot);
+            if (span.in_overflow) memcpy(dst + span.in_slot, table->overflow + span.overflow_start, span.in_overflow);
+        }
+        dst += stored;
+        dst_bytes -= stored;
     }
     return IBP_OK;
 }
