@@ -9,53 +9,35 @@
 #include "rows.h"
 
 #if IBP_HAS_X86_ROWS
-#include "bits_x86.h"
+#include "bits_avx512.h"
 #include "planes.h"
 
-#define AVX512 __attribute__((target("avx2,bmi,bmi2,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")))
-#define AVX512_INLINE static inline __attribute__((always_inline, target("avx2,bmi,bmi2,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")))
-
 enum {
-    VECTOR = 64,      /* bytes */
+    VECTOR = IBP_VECTOR_BYTES,
     PADDING = VECTOR, /* bytes after a level that may be read and written */
     LEVELS = IBP_MAX_PLANES + 1
 };
 
-AVX512_INLINE __mmask64 first_bytes(size_t num_bytes) { return _bzhi_u64(~(uint64_t)0, num_bytes < VECTOR ? (uint32_t)num_bytes : VECTOR); }
-
-/* The first num_bytes bytes of a vector, or all of it if there are more; those after them are zero and not touched in memory. */
-AVX512_INLINE __m512i load_part(const uint8_t *src, size_t num_bytes)
-{
-    return num_bytes >= VECTOR ? _mm512_loadu_si512(src) : _mm512_maskz_loadu_epi8(first_bytes(num_bytes), src);
-}
-AVX512_INLINE void store_part(uint8_t *dst, size_t num_bytes, __m512i x)
-{
-    if (num_bytes >= VECTOR)
-        _mm512_storeu_si512(dst, x);
-    else
-        _mm512_mask_storeu_epi8(dst, first_bytes(num_bytes), x);
-}
-
-AVX512_INLINE __m512i all_words(uint64_t x) { return _mm512_set1_epi64((int64_t)x); }
+IBP_AVX512_INLINE __m512i all_words(uint64_t x) { return _mm512_set1_epi64((int64_t)x); }
 
 /* In all bytes of a 64-bit word its lowest one. */
-AVX512_INLINE __m512i all_bytes(__m512i words)
+IBP_AVX512_INLINE __m512i all_bytes(__m512i words)
 {
     return _mm512_shuffle_epi8(words, _mm512_set4_epi64(0x0808080808080808, 0, 0x0808080808080808, 0));
 }
 
 /* The bits of a where those of mask are set, of b elsewhere. */
-AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xca); }
+IBP_AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xca); }
 
 /* ---- fields ---- */
 
 static const uint64_t byte_numbers = 0x0706050403020100, byte_ones = 0x0101010101010101;
 
 /* Bits of the fields that the lanes of a 64-bit word have. */
-AVX512_INLINE uint32_t bits_of_word(uint32_t bits, uint32_t lane_bytes) { return 8 / lane_bytes * bits; }
+IBP_AVX512_INLINE uint32_t bits_of_word(uint32_t bits, uint32_t lane_bytes) { return 8 / lane_bytes * bits; }
 
 /* At which bit the fields of each word begin. */
-AVX512_INLINE __m512i starts_of_words(uint32_t word_bits)
+IBP_AVX512_INLINE __m512i starts_of_words(uint32_t word_bits)
 {
     return _mm512_mul_epu32(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), all_words(word_bits));
 }
@@ -65,7 +47,7 @@ typedef struct unpacking {
     __m512i bytes, shifts, mask;
 } unpacking;
 
-AVX512_INLINE unpacking unpacking_of(uint32_t bits, uint32_t lane_bytes)
+IBP_AVX512_INLINE unpacking unpacking_of(uint32_t bits, uint32_t lane_bytes)
 {
     const __m512i starts = starts_of_words(bits_of_word(bits, lane_bytes));
     const uint64_t lanes = byte_numbers >> _tzcnt_u32(lane_bytes) & 7 * byte_ones, in_lanes = byte_numbers & (lane_bytes - 1) * byte_ones;
@@ -76,7 +58,7 @@ AVX512_INLINE unpacking unpacking_of(uint32_t bits, uint32_t lane_bytes)
     };
 }
 
-AVX512_INLINE __m512i unpack(const unpacking *u, __m512i fields)
+IBP_AVX512_INLINE __m512i unpack(const unpacking *u, __m512i fields)
 {
     return _mm512_and_si512(_mm512_multishift_epi64_epi8(u->shifts, _mm512_permutexvar_epi8(u->bytes, fields)), u->mask);
 }
@@ -89,7 +71,7 @@ typedef struct packing {
     __mmask64 bytes; /* whole ones of each word, the bits that the one before it carried over included */
 } packing;
 
-AVX512_INLINE packing packing_of(uint32_t bits, uint32_t lane_bytes)
+IBP_AVX512_INLINE packing packing_of(uint32_t bits, uint32_t lane_bytes)
 {
     const uint32_t word_bits = bits_of_word(bits, lane_bytes);
     const __m512i starts = starts_of_words(word_bits), ends = _mm512_add_epi64(starts, all_words(word_bits));
@@ -106,7 +88,7 @@ AVX512_INLINE packing packing_of(uint32_t bits, uint32_t lane_bytes)
     return p;
 }
 
-AVX512_INLINE __m512i pack(const packing *p, __m512i x)
+IBP_AVX512_INLINE __m512i pack(const packing *p, __m512i x)
 {
     for (uint32_t step = 0; step < 3; step++) x = select_bits(p->lower[step], x, _mm512_srlv_epi64(x, p->down[step]));
     x = _mm512_and_si512(x, p->mask);
@@ -122,13 +104,13 @@ typedef struct rotation {
     __m512i left, right, low; /* by so many bits; those that come from the right shift */
 } rotation;
 
-AVX512_INLINE rotation rotation_of(uint32_t left, uint32_t lane_bytes)
+IBP_AVX512_INLINE rotation rotation_of(uint32_t left, uint32_t lane_bytes)
 {
     const uint32_t by = left % (8 * lane_bytes);
     return (rotation){all_words(by), all_words(by ? 8 * lane_bytes - by : 0), all_words(ibp_lane_fields(lane_bytes, by))};
 }
 
-AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
+IBP_AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
 {
     return select_bits(r->low, _mm512_srlv_epi64(x, r->right), _mm512_sllv_epi64(x, r->left));
 }
@@ -136,21 +118,21 @@ AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
 /* ---- decoding ---- */
 
 /* A level of n digits of so many bits. Padded. @return how many have all bits set. */
-AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint32_t n, uint32_t bits, uint8_t *level)
+IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint32_t n, uint32_t bits, uint8_t *level)
 {
     const unpacking digits = unpacking_of(bits, 1);
     uint32_t num_escapes = 0;
     for (uint32_t i = 0; i < n; i += VECTOR) {
         const size_t at = (size_t)i / 8 * bits;
-        const __m512i digit = unpack(&digits, load_part(src + at, src_bytes - at));
+        const __m512i digit = unpack(&digits, ibp_load_part(src + at, src_bytes - at));
         _mm512_storeu_si512(level + i, digit);
-        num_escapes += (uint32_t)_mm_popcnt_u64(_mm512_cmpeq_epi8_mask(digit, digits.mask) & first_bytes(n - i));
+        num_escapes += (uint32_t)_mm_popcnt_u64(_mm512_cmpeq_epi8_mask(digit, digits.mask) & ibp_first_bytes(n - i));
     }
     return num_escapes;
 }
 
 /* Turns a level of n digits into what they stand for: an entry each, or the next of the next level. All padded. */
-AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries, const uint8_t *next)
+IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries, const uint8_t *next)
 {
     const __m512i named = _mm512_broadcast_i32x4(_mm_maskz_loadu_epi8((__mmask16)((1u << escape) - 1), entries));
     for (uint32_t i = 0; i < n; i += VECTOR) {
@@ -162,7 +144,7 @@ AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const
 }
 
 /* The elements with the residuals that src begins with and a symbol each. Padded symbols. */
-AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, const uint8_t *symbols, uint8_t *row,
+IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, const uint8_t *symbols, uint8_t *row,
                                  uint32_t row_bytes)
 {
     const uint32_t bits = planes->residual_bits, lane_bytes = planes->element_bytes;
@@ -172,13 +154,13 @@ AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, s
     const __m512i shift = all_words(bits);
     for (uint32_t at = 0; at < row_bytes; at += VECTOR, symbols += VECTOR / lane_bytes) {
         const size_t from = (size_t)at / (8 * lane_bytes) * bits;
-        const __m512i residual = unpack(&residuals, load_part(src + from, src_bytes - from));
+        const __m512i residual = unpack(&residuals, ibp_load_part(src + from, src_bytes - from));
         const __m512i symbol = _mm512_maskz_expand_epi8(lanes, _mm512_loadu_si512(symbols));
-        store_part(row + at, row_bytes - at, rotate(&back, _mm512_or_si512(residual, _mm512_sllv_epi64(symbol, shift))));
+        ibp_store_part(row + at, row_bytes - at, rotate(&back, _mm512_or_si512(residual, _mm512_sllv_epi64(symbol, shift))));
     }
 }
 
-AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+IBP_AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t n = ibp_columns_of(cb), num_planes = planes->num_planes;
@@ -204,7 +186,7 @@ AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t *src
 /* ---- encoding ---- */
 
 /* The symbols of a row's elements. Padded. */
-AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *row, uint32_t row_bytes, uint8_t *symbols)
+IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *row, uint32_t row_bytes, uint8_t *symbols)
 {
     const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes;
     const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
@@ -212,14 +194,14 @@ AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *row, uin
     const __m512i mask = all_words(byte_ones * ibp_low_bits(255, ibp_symbol_bits(planes)));
     const __mmask64 bytes = byte_ones * ibp_low_bits(255, per_word);
     for (uint32_t at = 0; at < row_bytes; at += VECTOR, symbols += 8 * per_word) {
-        const __m512i words = _mm512_multishift_epi64_epi8(starts, rotate(&to_coded, load_part(row + at, row_bytes - at)));
+        const __m512i words = _mm512_multishift_epi64_epi8(starts, rotate(&to_coded, ibp_load_part(row + at, row_bytes - at)));
         _mm512_storeu_si512(symbols, _mm512_maskz_compress_epi8(bytes, _mm512_and_si512(words, mask)));
     }
 }
 
 /* The rank of each of n symbols; num_entries where no entry equals it, and those symbols come first in `symbols`. Both padded.
  * @return how many these are. */
-AVX512 static uint32_t rank_symbols(const ibp_planes *planes, uint8_t *symbols, uint32_t n, uint8_t *ranks)
+IBP_AVX512 static uint32_t rank_symbols(const ibp_planes *planes, uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     uint8_t table[4 * VECTOR];
     memset(table, (int)planes->num_entries, sizeof table);
@@ -233,7 +215,7 @@ AVX512 static uint32_t rank_symbols(const ibp_planes *planes, uint8_t *symbols, 
         const __m512i rank = _mm512_mask_blend_epi8(_mm512_movepi8_mask(symbol),
                                                     _mm512_permutex2var_epi8(quarters[0], symbol, quarters[1]),
                                                     _mm512_permutex2var_epi8(quarters[2], symbol, quarters[3]));
-        const __mmask64 is_raw = _mm512_cmpeq_epi8_mask(rank, _mm512_set1_epi8((char)planes->num_entries)) & first_bytes(n - i);
+        const __mmask64 is_raw = _mm512_cmpeq_epi8_mask(rank, _mm512_set1_epi8((char)planes->num_entries)) & ibp_first_bytes(n - i);
         _mm512_storeu_si512(ranks + i, rank);
         _mm512_storeu_si512(raw, _mm512_maskz_compress_epi8(is_raw, symbol));
         raw += _mm_popcnt_u64(is_raw);
@@ -242,17 +224,17 @@ AVX512 static uint32_t rank_symbols(const ibp_planes *planes, uint8_t *symbols, 
 }
 
 /* Strips a level of n ranks to the next one, in place, and writes its digits, if dst is not NULL. Padded. @return the next one's n. */
-AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits, uint8_t *dst)
+IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits, uint8_t *dst)
 {
     const packing digits = packing_of(bits, 1);
     const __m512i escape = _mm512_set1_epi8((char)((1u << bits) - 1));
     const size_t end = ibp_to_byte((size_t)n * bits) / 8;
     uint8_t *next = level;
     for (uint32_t i = 0; i < n; i += VECTOR) {
-        const __m512i rank = load_part(level + i, n - i), digit = _mm512_min_epu8(rank, escape);
+        const __m512i rank = ibp_load_part(level + i, n - i), digit = _mm512_min_epu8(rank, escape);
         const __mmask64 escapes = _mm512_cmpeq_epi8_mask(digit, escape);
         const uint32_t at = i / 8 * bits;
-        if (dst) store_part(dst + at, end - at < 8 * bits ? end - at : 8 * bits, pack(&digits, digit));
+        if (dst) ibp_store_part(dst + at, end - at < 8 * bits ? end - at : 8 * bits, pack(&digits, digit));
         _mm512_storeu_si512(next, _mm512_maskz_compress_epi8(escapes, _mm512_sub_epi8(rank, escape)));
         next += _mm_popcnt_u64(escapes);
     }
@@ -260,18 +242,18 @@ AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits, ui
 }
 
 /* Packs the low bits of the lanes, rotated left. */
-AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, uint32_t lane_bytes, uint32_t rotated, uint32_t bits, uint8_t *dst)
+IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, uint32_t lane_bytes, uint32_t rotated, uint32_t bits, uint8_t *dst)
 {
     const packing fields = packing_of(bits, lane_bytes);
     const rotation to_coded = rotation_of(rotated, lane_bytes);
     const size_t end = ibp_to_byte((size_t)num_bytes / lane_bytes * bits) / 8, step = bits_of_word(bits, lane_bytes);
     for (uint32_t at = 0; at < num_bytes; at += VECTOR, dst += step) {
         const size_t left = end - (size_t)at / VECTOR * step;
-        store_part(dst, left < step ? left : step, pack(&fields, rotate(&to_coded, load_part(lanes + at, num_bytes - at))));
+        ibp_store_part(dst, left < step ? left : step, pack(&fields, rotate(&to_coded, ibp_load_part(lanes + at, num_bytes - at))));
     }
 }
 
-AVX512 static ibp_status encode_dense(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+IBP_AVX512 static ibp_status encode_dense(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t n = ibp_columns_of(cb), r = planes->residual_bits, symbol_bits = ibp_symbol_bits(planes);
