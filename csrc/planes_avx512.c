@@ -50,7 +50,8 @@ typedef struct unpacking {
 IBP_AVX512_INLINE unpacking unpacking_of(uint32_t bits, uint32_t lane_bytes)
 {
     const __m512i starts = starts_of_words(bits_of_word(bits, lane_bytes));
-    const uint64_t lanes = byte_numbers >> _tzcnt_u32(lane_bytes) & 7 * byte_ones, in_lanes = byte_numbers & (lane_bytes - 1) * byte_ones;
+    const uint64_t lanes = byte_numbers >> _tzcnt_u32(lane_bytes) & 7 * byte_ones,
+                   in_lanes = byte_numbers & (lane_bytes - 1) * byte_ones;
     return (unpacking){
         .bytes = _mm512_add_epi8(all_bytes(_mm512_srli_epi64(starts, 3)), all_words(byte_numbers)),
         .shifts = _mm512_add_epi8(all_bytes(_mm512_and_si512(starts, all_words(7))), all_words(lanes * bits + in_lanes * 8)),
@@ -93,8 +94,8 @@ IBP_AVX512_INLINE __m512i pack(const packing *p, __m512i x)
     for (uint32_t step = 0; step < 3; step++) x = select_bits(p->lower[step], x, _mm512_srlv_epi64(x, p->down[step]));
     x = _mm512_and_si512(x, p->mask);
     const __m512i before = _mm512_alignr_epi64(x, x, 7);
-    return _mm512_maskz_compress_epi8(
-        p->bytes, _mm512_or_si512(_mm512_sllv_epi64(x, p->offset), _mm512_srlv_epi64(before, p->carried)));
+    return _mm512_maskz_compress_epi8(p->bytes,
+                                      _mm512_or_si512(_mm512_sllv_epi64(x, p->offset), _mm512_srlv_epi64(before, p->carried)));
 }
 
 /* ---- elements ---- */
@@ -138,14 +139,15 @@ IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, c
     for (uint32_t i = 0; i < n; i += VECTOR) {
         const __m512i digit = _mm512_loadu_si512(level + i);
         const __mmask64 escapes = _mm512_cmpeq_epi8_mask(digit, _mm512_set1_epi8((char)escape));
-        _mm512_storeu_si512(level + i, _mm512_mask_expand_epi8(_mm512_shuffle_epi8(named, digit), escapes, _mm512_loadu_si512(next)));
+        _mm512_storeu_si512(level + i,
+                            _mm512_mask_expand_epi8(_mm512_shuffle_epi8(named, digit), escapes, _mm512_loadu_si512(next)));
         next += _mm_popcnt_u64(escapes);
     }
 }
 
 /* The elements with the residuals that src begins with and a symbol each. Padded symbols. */
-IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, const uint8_t *symbols, uint8_t *row,
-                                 uint32_t row_bytes)
+IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, const uint8_t *symbols,
+                                     uint8_t *row, uint32_t row_bytes)
 {
     const uint32_t bits = planes->residual_bits, lane_bytes = planes->element_bytes;
     const unpacking residuals = unpacking_of(bits, lane_bytes);
@@ -212,9 +214,9 @@ IBP_AVX512 static uint32_t rank_symbols(const ibp_planes *planes, uint8_t *symbo
     uint8_t *raw = symbols;
     for (uint32_t i = 0; i < n; i += VECTOR) {
         const __m512i symbol = _mm512_loadu_si512(symbols + i);
-        const __m512i rank = _mm512_mask_blend_epi8(_mm512_movepi8_mask(symbol),
-                                                    _mm512_permutex2var_epi8(quarters[0], symbol, quarters[1]),
-                                                    _mm512_permutex2var_epi8(quarters[2], symbol, quarters[3]));
+        const __m512i rank =
+            _mm512_mask_blend_epi8(_mm512_movepi8_mask(symbol), _mm512_permutex2var_epi8(quarters[0], symbol, quarters[1]),
+                                   _mm512_permutex2var_epi8(quarters[2], symbol, quarters[3]));
         const __mmask64 is_raw = _mm512_cmpeq_epi8_mask(rank, _mm512_set1_epi8((char)planes->num_entries)) & ibp_first_bytes(n - i);
         _mm512_storeu_si512(ranks + i, rank);
         _mm512_storeu_si512(raw, _mm512_maskz_compress_epi8(is_raw, symbol));
@@ -242,7 +244,8 @@ IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits
 }
 
 /* Packs the low bits of the lanes, rotated left. */
-IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, uint32_t lane_bytes, uint32_t rotated, uint32_t bits, uint8_t *dst)
+IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, uint32_t lane_bytes, uint32_t rotated, uint32_t bits,
+                                    uint8_t *dst)
 {
     const packing fields = packing_of(bits, lane_bytes);
     const rotation to_coded = rotation_of(rotated, lane_bytes);
@@ -253,7 +256,8 @@ IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, ui
     }
 }
 
-IBP_AVX512 static ibp_status encode_dense(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+IBP_AVX512 static ibp_status encode_dense(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                                          size_t *coded_bytes)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t n = ibp_columns_of(cb), r = planes->residual_bits, symbol_bits = ibp_symbol_bits(planes);

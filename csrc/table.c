@@ -147,8 +147,10 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
                            uint8_t *overflow, uint8_t *scratch, ibp_fault *fault)
 {
     uint8_t last[IBP_MAX_ROW_BYTES];
+    const int64_t ahead = steps_ahead(table->codebook.row_bytes);
     for (int64_t r = first_row; r < last_row; r++) {
         prefetch_data(data, num_bytes_of(table), table->codebook.row_bytes, r);
+        if (r + ahead < last_row) prefetch_row(table, r + ahead);
         const ibp_status status = encode_table_row(table, data, r, slots, overflow, scratch, last);
         note_fault(fault, status, r, r);
         if (status != IBP_OK) return status;
