@@ -64,12 +64,14 @@ IBP_AVX512_INLINE __m512i unpack(const unpacking *u, __m512i fields)
     return _mm512_and_si512(_mm512_multishift_epi64_epi8(u->shifts, _mm512_permutexvar_epi8(u->bytes, fields)), u->mask);
 }
 
-/* How lanes become fields: three times the halves of lanes of 16, 32 and 64 bits are pushed together, the upper one by so many bits to end
- * after the lower one's; then words are, each to begin after the one before it. */
+/* How lanes become fields. In words of 16, then 32, then 64 bits the upper half comes down to where the lower half's fields end, unless
+ * a half is less than a lane. Then the 64-bit words close up: each is moved up to the bit that its fields begin with, takes over those
+ * of the word before it that did not fill a byte, and gives its whole bytes. */
 typedef struct packing {
-    __m512i lower[3], down[3]; /* not at all where a half is less than a lane */
-    __m512i mask, offset, carried;
-    __mmask64 bytes; /* whole ones of each word, the bits that the one before it carried over included */
+    __m512i lower[3], down[3]; /* fields of the lower half, and by how many bits the upper one moves */
+    __m512i mask, offset,
+        carried;     /* all fields; by how many bits a word moves; where in the word before it its first byte begins */
+    __mmask64 bytes; /* the whole bytes of each word */
 } packing;
 
 IBP_AVX512_INLINE packing packing_of(uint32_t bits, uint32_t lane_bytes)
