@@ -10,6 +10,28 @@ static int64_t rows_of_bytes(int64_t num_bytes, uint32_t row_bytes) { return (nu
 
 int64_t ibp_num_rows(const ibp_table *table) { return rows_of_bytes(num_bytes_of(table), table->codebook.row_bytes); }
 
+/* Rows are coded in less time than their bytes take to come, and each in streams too short for the processor to foresee: while one is
+ * coded, a row some bytes ahead is asked for. */
+enum { BYTES_AHEAD = 2048, LINE_BYTES = 64 };
+
+/* That many rows, or items, of so many bytes. */
+static int64_t steps_ahead(int64_t step_bytes) { return step_bytes > 0 ? 1 + BYTES_AHEAD / step_bytes : 1; }
+
+static void prefetch(const uint8_t *src, uint32_t num_bytes)
+{
+#if defined(__GNUC__)
+    for (uint32_t at = 0; at < num_bytes; at += LINE_BYTES) __builtin_prefetch(src + at, 0, 2);
+#else
+    (void)src, (void)num_bytes;
+#endif
+}
+
+static void prefetch_data(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row)
+{
+    const int64_t ahead = row + steps_ahead(row_bytes);
+    if (ahead < num_bytes / row_bytes) prefetch(data + ahead * row_bytes, row_bytes);
+}
+
 /* A row of codebook->row_bytes bytes: where it lies in data, or extended with zeros in scratch if it is the short last one. */
 static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row, uint8_t *scratch)
 {
@@ -26,6 +48,7 @@ void ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_b
     uint8_t last_row[IBP_MAX_ROW_BYTES];
     const int64_t num_rows = rows_of_bytes(num_bytes, cb->row_bytes);
     for (int64_t r = 0; r < num_rows; r++) {
+        prefetch_data(data, num_bytes, cb->row_bytes, r);
         const size_t coded = ibp_coded_row_bytes(cb, whole_row(data, num_bytes, cb->row_bytes, r, last_row));
         lengths[r] = coded < ibp_valid_bytes(num_bytes, cb->row_bytes, r) ? (uint16_t)coded : 0;
     }
@@ -87,6 +110,14 @@ static bool locate_row(const ibp_table *table, int64_t row, row_span *span)
     return start <= end && before + span->in_overflow <= end - start;
 }
 
+static void prefetch_row(const ibp_table *table, int64_t row)
+{
+    row_span span;
+    if (!locate_row(table, row, &span)) return;
+    if (span.in_slot) prefetch(table->slots + span.slot_start, span.in_slot);
+    if (span.in_overflow) prefetch(table->overflow + span.overflow_start, span.in_overflow);
+}
+
 static void note_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
 {
     if (status != IBP_OK && fault->status == IBP_OK) *fault = (ibp_fault){status, position, id, 1};
@@ -116,7 +147,10 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
                            uint8_t *overflow, uint8_t *scratch, ibp_fault *fault)
 {
     uint8_t last[IBP_MAX_ROW_BYTES];
+    const int64_t ahead = steps_ahead(table->codebook.row_bytes);
     for (int64_t r = first_row; r < last_row; r++) {
+        prefetch_data(data, num_bytes_of(table), table->codebook.row_bytes, r);
+        if (r + ahead < last_row) prefetch_row(table, r + ahead);
         const ibp_status status = encode_table_row(table, data, r, slots, overflow, scratch, last);
         note_fault(fault, status, r, r);
         if (status != IBP_OK) return status;
@@ -145,9 +179,14 @@ static ibp_status read_row(const ibp_table *table, int64_t r, uint8_t *scratch, 
 static ibp_status read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, uint8_t *scratch, int64_t *bad_row)
 {
     const int64_t row_bytes = table->codebook.row_bytes;
+    const int64_t ahead = steps_ahead(row_bytes), last_row = (end - 1) / row_bytes;
     ibp_status first_fault = IBP_OK;
     while (start < end) {
         const int64_t r = start / row_bytes, row_start = r * row_bytes;
+        if (r + ahead < last_row) {
+            prefetch_row(table, r + ahead);
+            prefetch(out + ((r + ahead) * row_bytes - start), table->codebook.row_bytes);
+        }
         const int64_t stop = end < row_start + row_bytes ? end : row_start + row_bytes;
         uint8_t *const decoded = stop - start == row_bytes ? out : scratch + row_bytes; /* whole rows where they belong */
         const uint8_t *row = decoded;
@@ -170,9 +209,17 @@ static int64_t id_at(const ibp_ids *ids, int64_t position)
     return ids->id_bytes == 8 ? ((const int64_t *)ids->data)[position] : ((const int32_t *)ids->data)[position];
 }
 
+/* The first row of an item, if there is one. */
+static void prefetch_item(const ibp_table *table, int64_t id)
+{
+    if (id < 0 || id >= table->num_items || table->item_bytes == 0) return;
+    prefetch_row(table, id * table->item_bytes / table->codebook.row_bytes);
+}
+
 ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out, uint8_t *scratch,
                             ibp_fault *fault)
 {
+    const int64_t ahead = steps_ahead(table->item_bytes);
     ibp_status first_fault = IBP_OK;
     for (int64_t k = first; k < last; k++) {
         const int64_t id = id_at(ids, k), position = ids->positions ? ids->positions[k] : k;
@@ -180,6 +227,7 @@ ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t 
         uint8_t *const item = out + position * table->item_bytes;
         ibp_status status = IBP_INDEX_OUT_OF_RANGE;
         int64_t bad_row;
+        if (k + ahead < last) prefetch_item(table, id_at(ids, k + ahead));
         if (has_room && id >= 0 && id < table->num_items)
             status = read_bytes(table, id * table->item_bytes, (id + 1) * table->item_bytes, item, scratch, &bad_row);
         else if (has_room)
