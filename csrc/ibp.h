@@ -51,7 +51,10 @@ IBP_API const char *ibp_version(void);
 /* ---- processor ---------------------------------------------------------------------------------------------- */
 
 /* Features of the processor that the functions of this file use for rows where it has them. Bytes and statuses are the same without. */
-typedef enum ibp_cpu_feature { IBP_CPU_AVX2_BMI2 = 1 } ibp_cpu_feature;
+typedef enum ibp_cpu_feature {
+    IBP_CPU_AVX2_BMI2 = 1,
+    IBP_CPU_AVX512 = 2 /* F, BW, VL, VBMI, VBMI2 and VPOPCNTDQ of it; never in use without IBP_CPU_AVX2_BMI2 */
+} ibp_cpu_feature;
 
 /* The features in use, a sum of ibp_cpu_feature: all that the processor has, unless set otherwise. */
 IBP_API uint32_t ibp_cpu_features(void);

@@ -7,7 +7,9 @@ static const ibp_row_coder *coder_of(const ibp_codebook *cb)
 {
     const bool planes = cb->scheme == IBP_SCHEME_PLANES;
 #if IBP_HAS_X86_ROWS
-    if (ibp_cpu_features() & IBP_CPU_AVX2_BMI2) return planes ? &ibp_planes_x86 : &ibp_masks_x86;
+    const uint32_t features = ibp_cpu_features();
+    if (features & IBP_CPU_AVX512) return planes ? &ibp_planes_avx512 : &ibp_masks_avx512;
+    if (features & IBP_CPU_AVX2_BMI2) return planes ? &ibp_planes_x86 : &ibp_masks_x86;
 #endif
     return planes ? &ibp_planes_plain : &ibp_masks_plain;
 }

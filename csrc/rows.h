@@ -19,7 +19,8 @@ typedef struct ibp_row_coder {
 
 extern const ibp_row_coder ibp_masks_plain, ibp_planes_plain;
 #if IBP_HAS_X86_ROWS
-extern const ibp_row_coder ibp_masks_x86, ibp_planes_x86; /* for processors with IBP_CPU_AVX2_BMI2 */
+extern const ibp_row_coder ibp_masks_x86, ibp_planes_x86;       /* for processors with IBP_CPU_AVX2_BMI2 */
+extern const ibp_row_coder ibp_masks_avx512, ibp_planes_avx512; /* with IBP_CPU_AVX512 too */
 #endif
 
 #endif

@@ -10,6 +10,28 @@ static int64_t rows_of_bytes(int64_t num_bytes, uint32_t row_bytes) { return (nu
 
 int64_t ibp_num_rows(const ibp_table *table) { return rows_of_bytes(num_bytes_of(table), table->codebook.row_bytes); }
 
+/* Rows are coded in less time than their bytes take to come, and each in streams too short for the processor to foresee: while one is
+ * coded, a row some bytes ahead is asked for. */
+enum { BYTES_AHEAD = 2048, LINE_BYTES = 64 };
+
+/* That many rows, or items, of so many bytes. */
+static int64_t steps_ahead(int64_t step_bytes) { return step_bytes > 0 ? 1 + BYTES_AHEAD / step_bytes : 1; }
+
+static void prefetch(const uint8_t *src, uint32_t num_bytes)
+{
+#if defined(__GNUC__)
+    for (uint32_t at = 0; at < num_bytes; at += LINE_BYTES) __builtin_prefetch(src + at, 0, 2);
+#else
+    (void)src, (void)num_bytes;
+#endif
+}
+
+static void prefetch_data(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row)
+{
+    const int64_t ahead = row + steps_ahead(row_bytes);
+    if (ahead < num_bytes / row_bytes) prefetch(data + ahead * row_bytes, row_bytes);
+}
+
 /* A row of codebook->row_bytes bytes: where it lies in data, or extended with zeros in scratch if it is the short last one. */
 static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row, uint8_t *scratch)
 {
@@ -26,6 +48,7 @@ void ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_b
     uint8_t last_row[IBP_MAX_ROW_BYTES];
     const int64_t num_rows = rows_of_bytes(num_bytes, cb->row_bytes);
     for (int64_t r = 0; r < num_rows; r++) {
+        prefetch_data(data, num_bytes, cb->row_bytes, r);
         const size_t coded = ibp_coded_row_bytes(cb, whole_row(data, num_bytes, cb->row_bytes, r, last_row));
         lengths[r] = coded < ibp_valid_bytes(num_bytes, cb->row_bytes, r) ? (uint16_t)coded : 0;
     }
@@ -87,6 +110,14 @@ static bool locate_row(const ibp_table *table, int64_t row, row_span *span)
     return start <= end && before + span->in_overflow <= end - start;
 }
 
+static void prefetch_row(const ibp_table *table, int64_t row)
+{
+    row_span span;
+    if (!locate_row(table, row, &span)) return;
+    if (span.in_slot) prefetch(table->slots + span.slot_start, span.in_slot);
+    if (span.in_overflow) prefetch(table->overflow + span.overflow_start, span.in_overflow);
+}
+
 static void note_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
 {
     if (status != IBP_OK && fault->status == IBP_OK) *fault = (ibp_fault){status, position, id, 1};
@@ -116,7 +147,10 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
                            uint8_t *overflow, uint8_t *scratch, ibp_fault *fault)
 {
     uint8_t last[IBP_MAX_ROW_BYTES];
+    const int64_t ahead = steps_ahead(table->codebook.row_bytes);
     for (int64_t r = first_row; r < last_row; r++) {
+        prefetch_data(data, num_bytes_of(table), table->codebook.row_bytes, r);
+        if (r + ahead < last_row) prefetch_row(table, r + ahead);
         const ibp_status status = encode_table_row(table, data, r, slots, overflow, scratch, last);
         note_fault(fault, status, r, r);
         if (status != IBP_OK) return status;
@@ -145,9 +179,14 @@ static ibp_status read_row(const ibp_table *table, int64_t r, uint8_t *scratch, 
 static ibp_status read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, uint8_t *scratch, int64_t *bad_row)
 {
     const int64_t row_bytes = table->codebook.row_bytes;
+    const int64_t ahead = steps_ahead(row_bytes), last_row = (end - 1) / row_bytes;
     ibp_status first_fault = IBP_OK;
     while (start < end) {
         const int64_t r = start / row_bytes, row_start = r * row_bytes;
+        if (r + ahead < last_row) {
+            prefetch_row(table, r + ahead);
+            prefetch(out + ((r + ahead) * row_bytes - start), table->codebook.row_bytes);
+        }
         const int64_t stop = end < row_start + row_bytes ? end : row_start + row_bytes;
         uint8_t *const decoded = stop - start == row_bytes ? out : scratch + row_bytes; /* whole rows where they belong */
         const uint8_t *row = decoded;
@@ -170,9 +209,17 @@ static int64_t id_at(const ibp_ids *ids, int64_t position)
     return ids->id_bytes == 8 ? ((const int64_t *)ids->data)[position] : ((const int32_t *)ids->data)[position];
 }
 
+/* The first row of an item, if there is one. */
+static void prefetch_item(const ibp_table *table, int64_t id)
+{
+    if (id < 0 || id >= table->num_items || table->item_bytes == 0) return;
+    prefetch_row(table, id * table->item_bytes / table->codebook.row_bytes);
+}
+
 ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out, uint8_t *scratch,
                             ibp_fault *fault)
 {
+    const int64_t ahead = steps_ahead(table->item_bytes);
     ibp_status first_fault = IBP_OK;
     for (int64_t k = first; k < last; k++) {
         const int64_t id = id_at(ids, k), position = ids->positions ? ids->positions[k] : k;
@@ -180,6 +227,7 @@ ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t 
         uint8_t *const item = out + position * table->item_bytes;
         ibp_status status = IBP_INDEX_OUT_OF_RANGE;
         int64_t bad_row;
+        if (k + ahead < last) prefetch_item(table, id_at(ids, k + ahead));
         if (has_room && id >= 0 && id < table->num_items)
             status = read_bytes(table, id * table->item_bytes, (id + 1) * table->item_bytes, item, scratch, &bad_row);
         else if (has_room)
@@ -199,74 +247,88 @@ ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, 
     return status;
 }
 
-/* Row q of a selection as a row of the table. @return false if its id is out of range, which is noted. */
-static bool selected_row(const ibp_table *table, const ibp_ids *ids, int64_t q, ibp_fault *fault, int64_t *row)
-{
-    const int64_t rows_per_item = table->item_bytes / table->codebook.row_bytes, position = q / rows_per_item;
-    const int64_t id = id_at(ids, position);
-    *row = id * rows_per_item + q % rows_per_item;
-    if (id >= 0 && id < table->num_items) return true;
-    note_fault(fault, IBP_INDEX_OUT_OF_RANGE, position, id);
-    return false;
-}
-
-static ibp_status note_corrupt(const ibp_table *table, int64_t q, int64_t row, ibp_fault *fault)
-{
-    const int64_t rows_per_item = table->item_bytes / table->codebook.row_bytes;
-    note_fault(fault, IBP_CORRUPT_ROW, q / rows_per_item, row / rows_per_item);
-    return IBP_CORRUPT_ROW;
-}
+/* Items of a table by their ids, as the rows that they are made of. */
+typedef struct selection {
+    const ibp_table *table;
+    const ibp_ids *ids;
+    int64_t rows_per_item;
+} selection;
 
 static bool is_selectable(const ibp_table *table)
 {
     return table->item_bytes > 0 && table->item_bytes % table->codebook.row_bytes == 0;
 }
 
+static selection selection_of(const ibp_table *table, const ibp_ids *ids)
+{
+    return (selection){table, ids, table->item_bytes / table->codebook.row_bytes};
+}
+
+/* Row q of a selection as a row of the table; -1 if its id is out of range. */
+static int64_t selected_row(const selection *of, int64_t q)
+{
+    const int64_t position = of->rows_per_item == 1 ? q : q / of->rows_per_item, id = id_at(of->ids, position);
+    if (id < 0 || id >= of->table->num_items) return -1;
+    return id * of->rows_per_item + (q - position * of->rows_per_item);
+}
+
+static ibp_status note_row(const selection *of, int64_t q, ibp_status status, ibp_fault *fault)
+{
+    const int64_t position = q / of->rows_per_item;
+    note_fault(fault, status, position, id_at(of->ids, position));
+    return status;
+}
+
+/* Lengths at random places come no faster than their lines do: those of rows some way ahead are asked for. */
+#define PREFETCH_LENGTHS 32
+
+static void prefetch_length(const selection *of, int64_t q)
+{
+    const int64_t row = q < of->ids->count * of->rows_per_item ? selected_row(of, q) : -1;
+    if (row >= 0 && of->table->lengths) __builtin_prefetch(&of->table->lengths[row]);
+}
+
 ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint16_t *lengths,
                                  uint64_t *stored_bytes, ibp_fault *fault)
 {
     if (!is_selectable(table)) return IBP_INVALID_ARGUMENT;
+    const selection of = selection_of(table, ids);
     *stored_bytes = 0;
     for (int64_t q = first_row; q < last_row; q++) {
-        int64_t row;
-        if (!selected_row(table, ids, q, fault, &row)) return IBP_INDEX_OUT_OF_RANGE;
+        const int64_t row = selected_row(&of, q);
+        if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE, fault);
+        prefetch_length(&of, q + PREFETCH_LENGTHS);
         const uint32_t stored = stored_bytes_of(table->lengths, num_bytes_of(table), table->codebook.row_bytes, row);
-        if (stored > table->codebook.row_bytes) return note_corrupt(table, q, row, fault);
+        if (stored > table->codebook.row_bytes) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
         *stored_bytes += stored;
         if (table->lengths) lengths[q - first_row] = table->lengths[row];
     }
     return IBP_OK;
 }
 
-/* Asks for the slot of row q of a selection ahead of its use: rows at random places come no faster than their first lines do. */
-static void prefetch_slot(const ibp_table *table, const ibp_ids *ids, int64_t q)
-{
-    ibp_fault unused = {0};
-    int64_t row;
-    if (!selected_row(table, ids, q, &unused, &row)) return;
-    const uint64_t start = (uint64_t)row * table->slot_bytes - table->slots_start;
-    for (uint64_t i = start; i < start + table->slot_bytes && i < (uint64_t)table->slots_bytes; i += 64u)
-        __builtin_prefetch(table->slots + i);
-}
-
-#define PREFETCH_ROWS 4
-
+/* Few instructions a row, so that the processor has many rows' lines on their way at a time: no prefetch gains more. */
 ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint8_t *dst,
                               uint64_t dst_bytes, ibp_fault *fault)
 {
     if (!is_selectable(table)) return IBP_INVALID_ARGUMENT;
-    const int64_t rows_per_item = table->item_bytes / table->codebook.row_bytes;
+    const selection of = selection_of(table, ids);
+    const uint64_t slots_end = (uint64_t)table->slots_bytes;
     for (int64_t q = first_row; q < last_row; q++) {
-        row_span span;
-        int64_t row;
-        if (!selected_row(table, ids, q, fault, &row)) return IBP_INDEX_OUT_OF_RANGE;
-        if (q + PREFETCH_ROWS < ids->count * rows_per_item) prefetch_slot(table, ids, q + PREFETCH_ROWS);
-        if (!locate_row(table, row, &span) || (uint64_t)span.in_slot + span.in_overflow > dst_bytes)
-            return note_corrupt(table, q, row, fault);
-        if (span.in_slot) memcpy(dst, table->slots + span.slot_start, span.in_slot);
-        if (span.in_overflow) memcpy(dst + span.in_slot, table->overflow + span.overflow_start, span.in_overflow);
-        dst += span.in_slot + span.in_overflow;
-        dst_bytes -= span.in_slot + span.in_overflow;
+        const int64_t row = selected_row(&of, q);
+        if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE, fault);
+        const uint32_t stored = stored_bytes_of(table->lengths, num_bytes_of(table), table->codebook.row_bytes, row);
+        const uint64_t start = (uint64_t)row * table->slot_bytes - table->slots_start;
+        if (stored > dst_bytes) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
+        if (stored <= table->slot_bytes && start <= slots_end && stored <= slots_end - start) {
+            memcpy(dst, table->slots + start, stored);
+        } else {
+            row_span span;
+            if (!locate_row(table, row, &span)) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
+            if (span.in_slot) memcpy(dst, table->slots + span.slot_start, span.in_slot);
+            if (span.in_overflow) memcpy(dst + span.in_slot, table->overflow + span.overflow_start, span.in_overflow);
+        }
+        dst += stored;
+        dst_bytes -= stored;
     }
     return IBP_OK;
 }

@@ -558,7 +558,7 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     };
     const auto is_ok = [&] { return fault_of(fault)->status == IBP_OK; };
     result[0] = result[1] = 0;
-    over_groups(16 * kGroup, [&](int64_t g, int64_t from, int64_t until, ibp_fault *mine) {
+    over_groups(64 * kGroup, [&](int64_t g, int64_t from, int64_t until, ibp_fault *mine) {
         uint64_t stored_bytes = 0;
         ibp_measure_selection(&table, &items, from, until, lengths_to + from, &stored_bytes, mine);
         starts[g] = static_cast<int64_t>(stored_bytes);

@@ -7,6 +7,8 @@ import torch
 from . import _memory
 from .table import CompressedTensor
 
+_CPU = torch.device("cpu")
+
 
 def produce(table, shape, target, worker, out, check, run):
     """Runs an operation, run(result, fault), that writes on the worker device, into out where that is there, and brings the result to the target."""
@@ -61,9 +63,10 @@ def target_of(device, out, default):
 
 def worker_of(table, target):
     """Which device decodes."""
-    if table.device.type == "cuda":
-        return table.device
-    return target if table.is_pinned else torch.device("cpu")
+    if table.is_pinned:
+        return target
+    device = table.device
+    return device if device.type == "cuda" else _CPU
 
 
 def sms_of(max_sms):

@@ -61,26 +61,29 @@ def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.de
         ids = torch.as_tensor(ids)
         ids = ids.to(torch.int64) if ids.numel() == 0 else ids
     check_ids_dtype(ids)
-    if ids.dim() > 1:
-        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
-    ids = ids.reshape(-1).contiguous()
+    if ids.dim() != 1:
+        if ids.dim() > 1:
+            raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+        ids = ids.reshape(-1)
+    ids = ids.contiguous()
+    is_compiling, on_gpu, num_ids = torch.compiler.is_compiling(), ids.is_cuda, ids.numel()
     target = target_of(device, out, ids.device)
     worker = worker_of(table, target)
     if path is not None:
         check_path(path, table, ids, target, worker)
-    if not ids.is_cuda and not torch.compiler.is_compiling():
+    if not on_gpu and not is_compiling:
         check_range(ids, table._geometry.num_items)
-    if ids.is_cuda and worker.type == "cpu":
+    if on_gpu and worker.type == "cpu":
         ids = ids.cpu()
     path = path or choose_path(table, ids, target, worker)
     if path == "cpu":
         worker = target
     elif ids.device != worker:
         ids = ids.to(worker)
-    shape = (ids.numel(), *table.shape[1:])
+    shape = (num_ids, *table._item_shape)
 
     def run(result, fault):
-        if ids.numel() == 0:
+        if num_ids == 0:
             return
         if path == "cpu":
             host_gather.fetch(table, ids, worker, sms_of(max_sms), result, table._fault_on(worker, of_selections=True))
@@ -114,8 +117,10 @@ def check_path(path, table, ids, target, worker):
 
 def choose_path(table, ids, target, worker):
     """The fastest path, by the thresholds above; None where the CPU does it all."""
-    num_ids, num_bytes = ids.numel(), ids.numel() * table._geometry.item_bytes
-    is_pinned, is_large = worker.type == "cuda", table.resident_bytes >= LARGE_TABLE_BYTES
+    num_ids, is_pinned = ids.numel(), worker.type == "cuda"
+    if ids.is_cuda and is_pinned and num_ids < LEAST_BUCKETED_IDS:
+        return "gpu"
+    num_bytes, is_large = num_ids * table._geometry.item_bytes, table.resident_bytes >= LARGE_TABLE_BYTES
     can_look = not ids.is_cuda and not torch.compiler.is_compiling()
     if target.type == "cuda" and table.device.type == "cpu" and can_look and num_bytes >= LEAST_STAGED_BYTES:
         pays = not is_pinned or (is_large and torch.get_num_threads() >= LEAST_STAGING_THREADS)

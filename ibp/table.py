@@ -41,9 +41,11 @@ class CompressedTensor:
         self.codebook = codebook
         self._check_fields()
         self._geometry = Geometry(self.shape, dtype, row_bytes)
+        self._item_shape = tuple(self.shape[1:])
         self._check_state()
         self._places: dict[torch.device, tuple] = {}
-        self._faults: dict[tuple, tuple] = {}
+        self._faults: dict[tuple, tuple] = {}  # records of faults, by device and kind, and
+        self._watched: dict[torch.device, list] = {}  # the same, those of a device
         self._pinned_range = None
         self._refresh()
 
@@ -192,7 +194,7 @@ class CompressedTensor:
 
     def check(self) -> None:
         """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or CorruptTableError."""
-        for device in {device for device, _ in self._faults}:
+        for device in list(self._watched):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self._raise_pending(device)
@@ -286,16 +288,16 @@ class CompressedTensor:
         if key not in self._faults:
             _refuse_capture(device)
             host = _memory.empty(32, torch.device("cpu"), pin=device.type == "cuda").view(torch.int64).zero_()
-            self._faults[key] = (host, host.numpy(), _memory.device_view(host, device) if device.type == "cuda" else host)
-        return self._faults[key][2]
+            self._faults[key] = host, _memory.device_view(host, device) if device.type == "cuda" else host
+            self._watched.setdefault(device, []).append((host.numpy(), of_selections))
+        return self._faults[key][1]
 
     def _raise_pending(self, device):
-        for of_selections in (False, True):
-            record = self._faults.get((device, of_selections))
-            if record is None or not record[1][0]:
+        for record, of_selections in self._watched.get(device, ()):
+            if not record[0]:
                 continue
-            status, position, value, taken = record[1].tolist()
-            record[1][:] = 0
+            status, position, value, taken = record.tolist()
+            record[:] = 0
             self._raise_fault((status, position, None if of_selections else value, taken),
                               f" (noted by an earlier call on {device}; its row was filled with zeros)")
 
