@@ -53,14 +53,6 @@ template <class G> using Columns4 = PairsDecoder<uint32_t, G, true>;
 template <class G> using MaskWords = MasksDecoder<4, G>;
 template <class G> using MaskWord = MasksDecoder<1, G>;
 
-// Whether a dense codebook is one for PairsDecoder.
-inline bool has_pairs(const ibp_planes &planes)
-{
-    bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
-    for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;
-    return pairs && (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.rotate && planes.residual_bits == 24));
-}
-
 // Calls launcher with the tag of the codebook's decoder. by_16: rows start at multiples of 16 bytes on the uncoded side.
 template <class Launcher> ibp_status with_decoder(const ibp_codebook &cb, bool by_16, const Launcher &launcher)
 {

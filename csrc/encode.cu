@@ -1,6 +1,6 @@
 // encode.cu - rows measured and coded by the GPU, a group of lanes a row (the paper's section 4.2).
 #include "encode_masks.cuh"
-#include "encode_planes.cuh"
+#include "encode_pairs.cuh"
 
 #include <algorithm>
 
@@ -66,9 +66,9 @@ __global__ void __launch_bounds__(kEncodeThreads)
     constexpr uint32_t kGroups = kEncodeThreads / G::kLanes;
     const ibp_codebook &cb = table.codebook;
     const int64_t num_bytes = table.num_items * table.item_bytes, num_rows = (num_bytes + cb.row_bytes - 1) / cb.row_bytes;
-    const uint32_t stage_bytes = bit_stage_bytes(cb.row_bytes);
+    const uint32_t stage_bytes = bit_stage_bytes(cb.row_bytes), group_bytes = stage_bytes + Encoder::scratch_bytes(cb);
     uint8_t *const stages = reinterpret_cast<uint8_t *>(shared) + Encoder::table_bytes(cb);
-    const BitStage stage{reinterpret_cast<uint32_t *>(stages + threadIdx.x / G::kLanes * stage_bytes), stage_bytes / 4u - 1u};
+    const BitStage stage{reinterpret_cast<uint32_t *>(stages + threadIdx.x / G::kLanes * group_bytes), stage_bytes / 4u - 1u};
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows; r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
@@ -101,8 +101,10 @@ template <class Encoder> struct EncoderTag {
 template <uint32_t LANES, typename T, class Launcher>
 static ibp_status with_planes(const ibp_codebook &cb, const Launcher &launcher)
 {
-    return cb.planes.listed ? launcher(EncoderTag<PlanesEncoder<T, true, LANES>>{})
-                            : launcher(EncoderTag<PlanesEncoder<T, false, LANES>>{});
+    if (cb.planes.listed) return launcher(EncoderTag<PlanesEncoder<T, true, LANES>>{});
+    if constexpr (sizeof(T) == 2 || sizeof(T) == 4)
+        if (has_pairs(cb.planes) && PairsEncoder<T, LANES>::fits_all(cb)) return launcher(EncoderTag<PairsEncoder<T, LANES>>{});
+    return launcher(EncoderTag<PlanesEncoder<T, false, LANES>>{});
 }
 template <uint32_t LANES, class Launcher> static ibp_status with_lanes(const ibp_codebook &cb, const Launcher &launcher)
 {
@@ -143,7 +145,7 @@ extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *cb, const uint8_
     const int64_t num_rows = (num_bytes + cb->row_bytes - 1) / cb->row_bytes;
     if (num_rows == 0) return IBP_OK;
     return ibp::with_encoder(*cb, [&](auto tag) {
-        using Encoder = typename decltype(tag)::type;
+        using Encoder = typename decltype(tag)::type::Measurer;
         const auto kernel = ibp::measure_rows<Encoder>;
         const int64_t groups = ibp::kEncodeThreads / Encoder::G::kLanes;
         const uint32_t shared_bytes = Encoder::table_bytes(*cb);
@@ -166,7 +168,8 @@ extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t
         using Encoder = typename decltype(tag)::type;
         const auto kernel = ibp::encode_rows<Encoder>;
         const uint32_t groups = ibp::kEncodeThreads / Encoder::G::kLanes;
-        const uint32_t shared_bytes = Encoder::table_bytes(*cb) + groups * ibp::bit_stage_bytes(cb->row_bytes);
+        const uint32_t shared_bytes =
+            Encoder::table_bytes(*cb) + groups * (ibp::bit_stage_bytes(cb->row_bytes) + Encoder::scratch_bytes(*cb));
         uint32_t blocks;
         const ibp_status status =
             ibp::plan_blocks(reinterpret_cast<const void *>(kernel), shared_bytes, (num_rows + groups - 1) / groups, &blocks);

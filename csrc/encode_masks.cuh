@@ -10,10 +10,12 @@ namespace ibp {
 
 template <uint32_t LANES> struct MasksEncoder {
     using G = Group<LANES>;
+    using Measurer = MasksEncoder;
     const uint32_t *mask, *bitval, *flags;
     uint32_t row_bytes, chunk_bytes, num_flags;
 
     static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &) { return 0; }
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
     __device__ __forceinline__ MasksEncoder(const ibp_codebook &cb, uint32_t *)
         : mask(cb.mask), bitval(cb.bitval), flags(cb.flags), row_bytes(cb.row_bytes), chunk_bytes(cb.chunk_bytes),
           num_flags(cb.num_flags)

@@ -19,6 +19,7 @@ constexpr uint32_t kEscapes = 0x01010101; // of a code
 
 template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
     using G = Group<LANES>;
+    using Measurer = PlanesEncoder; // whose measure() is used
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
     static constexpr uint32_t kAll = (1u << kPerLane) - 1u;
@@ -93,6 +94,9 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
             return static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
         return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
     }
+
+    // Shared memory of a group besides its stage.
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
 
     // ---- the elements of a lane ----
 

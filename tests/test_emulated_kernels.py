@@ -1,4 +1,4 @@
-"""Compiles csrc/gather.cu as C++ and runs it without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
+"""Compiles csrc/gather.cu and csrc/encode.cu as C++ and runs them without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
 
 import concurrent.futures
 import os
@@ -7,6 +7,7 @@ import re
 import pytest
 from test_c_core import CSRC, SANITIZE, TESTS, can_sanitize, compiler, run
 
+KERNELS = ("gather", "encode")  # sources in csrc
 # Pointers of corrupt tables are computed before they are checked, as numbers.
 FLAGS = ["-O1", "-g1", *SANITIZE, "-fno-sanitize=pointer-overflow", "-fno-strict-aliasing"]
 # Accesses of the kernels are looked at by tests/c/emulated_races.cpp instead; addresses as addr2line wants them.
@@ -18,7 +19,7 @@ def translate(text):
     launches = text.count("<<<")
     text, found = re.subn(r"([\w:]+(?:<[\w:, ]*>)?)<<<(.*?)>>>\(", r"emulate(\1, \2, ", text, flags=re.S)
     assert found == launches, f"{launches} launches, {found} of them understood"
-    return text
+    return re.sub(r"(?<!extern )__shared__ ", "static ", text)
 
 
 def compile_all(directory, commands, flags):
@@ -41,12 +42,14 @@ def emulated(directory):
 
 
 def build(csrc, directory, flags):
-    """The program of tests/c/emulated_gather.cpp for the sources in csrc."""
-    for path in [*csrc.glob("*.h"), *csrc.glob("*.cuh"), csrc / "gather.cu"]:
+    """The program of tests/c/emulated_tables.cpp for the sources in csrc."""
+    for path in [*csrc.glob("*.h"), *csrc.glob("*.cuh"), *(csrc / f"{name}.cu" for name in KERNELS)]:
         (directory / path.name).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix).write_text(translate(path.read_text()))
-    commands = {path: emulated(directory) for path in (directory / "gather.cpp", TESTS / "emulated_gather.cpp", TESTS / "emulated_simt.cpp")}
+    kernels = [directory / f"{name}.cpp" for name in KERNELS]
+    commands = {path: emulated(directory) for path in (*kernels, TESTS / "emulated_tables.cpp", TESTS / "emulated_simt.cpp")}
     if flags is RACE_FLAGS:
-        commands[directory / "gather.cpp"].append("-fsanitize=thread")
+        for path in kernels:
+            commands[path].append("-fsanitize=thread")
         commands[TESTS / "emulated_races.cpp"] = emulated(directory)
     for path in sorted(csrc.glob("*.c")):
         if path.name != "no_cuda.c":
@@ -61,7 +64,7 @@ def sanitizers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("flags", [FLAGS, RACE_FLAGS], ids=["sanitized", "races"])
-def test_gather_kernels(flags, tmp_path):
+def test_kernels(flags, tmp_path):
     program = build(CSRC, tmp_path, flags)
     code, output = run([program, "1", "400"], timeout=900)
     print(output)

@@ -29,7 +29,7 @@
 #define __device__
 #define __host__
 #define __constant__
-#define __shared__ /* `extern __shared__ uint4 shared[]` in a function of namespace ibp is ibp::shared */
+#define __shared__ /* `extern __shared__ uint4 shared[]` in a function of namespace ibp is ibp::shared; other shared variables are made static */
 #define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
@@ -108,6 +108,16 @@ template <class T> using Promoted = decltype(+T{});
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE) { simt::collective(simt::Kind::sync, mask, 0, 0, 0, file, line); }
 inline void __syncthreads(SIMT_SITE) { simt::collective(simt::Kind::barrier, 0xffffffffu, 0, 0, blockDim.x, file, line); }
+inline int __syncthreads_or(int condition, SIMT_SITE)
+{
+    static int any;
+    __syncthreads(file, line);
+    any = 0;
+    __syncthreads(file, line);
+    any = any || condition;
+    __syncthreads(file, line);
+    return any;
+}
 
 #define SIMT_SHUFFLE(name, kind, number)                                                                                         \
     template <class T> simt::Promoted<T> name(unsigned mask, T value, number argument, int width = 32, SIMT_SITE)                 \
@@ -288,6 +298,23 @@ SIMT_MIN_MAX(double, double, float)
 using cudaError_t = int;
 enum { cudaSuccess = 0 };
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int *device)
+{
+    *device = 0;
+    return cudaSuccess;
+}
+/* A device so small that its blocks take several jobs one after the other. */
+enum { cudaDevAttrMultiProcessorCount };
+inline cudaError_t cudaDeviceGetAttribute(int *value, int, int)
+{
+    *value = 2;
+    return cudaSuccess;
+}
+inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int, size_t)
+{
+    *blocks = 1;
+    return cudaSuccess;
+}
 
 /* What kernel<<<num_blocks, num_threads, shared_bytes, stream>>>(arguments...) becomes. Every thread has its own copy of the arguments. */
 template <class... Parameters, class Stream, class... Arguments>

@@ -1,5 +1,5 @@
-/* emulated_gather.cpp - the kernels of csrc/gather.cu under emulated_simt.h against the C core: tables of every scheme, good ones and corrupt ones.
- * Usage: emulated_gather [seed] [cases] [filter]. filter: part of the description that the cases to run have; "case 17 " is one of them. */
+/* emulated_tables.cpp - the kernels of csrc/gather.cu and csrc/encode.cu under emulated_simt.h against the C core: tables of every scheme, good ones and corrupt ones.
+ * Usage: emulated_tables [seed] [cases] [filter]. filter: part of the description that the cases to run have; "case 17 " is one of them. */
 #include "emulated_simt.h"
 #include "warp.cuh"
 
@@ -354,6 +354,15 @@ void compare(const Output &met, const Output &wanted, const std::string &what)
     complain("%s: %zu bytes differ, the first is %lld: %02x, not %02x", what.c_str(), num_different, (long long)(met.bytes.data + first - met.out), met.bytes.data[first], wanted.bytes.data[first]);
 }
 
+void compare_bytes(const Output &met, const Output &wanted, size_t num_bytes, const char *what)
+{
+    for (size_t i = 0; i < num_bytes; i++)
+        if (met.out[i] != wanted.out[i]) {
+            complain("byte %zu of the %s is %02x, not %02x", i, what, met.out[i], wanted.out[i]);
+            return;
+        }
+}
+
 size_t choose_offset() { return chance(40) ? 0 : pick({size_t{1}, size_t{2}, size_t{4}, size_t{8}, size_t{16}}); }
 
 void check_decode(const Made &made, bool whole)
@@ -428,6 +437,30 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
     faults.check(fault, what.c_str());
 }
 
+void check_encode(const Made &made)
+{
+    const ibp_table &t = made.table;
+    const int64_t num_bytes = t.num_items * t.item_bytes, num_rows = ibp_num_rows(&t);
+    if (t.codebook.scheme != IBP_SCHEME_RAW) {
+        Array<uint16_t> lengths(made.lengths.size);
+        if (ibp_cuda_measure_rows(&t.codebook, made.data.data, num_bytes, lengths.data, nullptr) != IBP_OK) complain("rows could not be measured");
+        for (size_t r = 0; r < lengths.size; r++)
+            if (lengths.data[r] != made.lengths.data[r]) {
+                complain("row %zu has %u bytes, not %u", r, lengths.data[r], made.lengths.data[r]);
+                break;
+            }
+    }
+    Output slots(made.slots.size, choose_offset()), overflow(made.overflow.size, choose_offset()), wanted_slots(made.slots.size, 0), wanted_overflow(made.overflow.size, 0);
+    for (Output *output : {&slots, &overflow, &wanted_slots, &wanted_overflow}) memset(output->bytes.data, 0, output->bytes.size);
+    Array<uint8_t> scratch(t.codebook.row_bytes);
+    ibp_fault fault = {};
+    if (ibp_encode_rows(&t, made.data.data, 0, num_rows, wanted_slots.out, wanted_overflow.out, scratch.data, &fault) != IBP_OK) abort();
+    simt::watch(slots.bytes.data, slots.bytes.size);
+    if (ibp_cuda_encode_rows(&t, made.data.data, slots.out, overflow.out, &fault, nullptr) != IBP_OK || fault.status != 0) complain("rows could not be coded");
+    compare_bytes(slots, wanted_slots, made.slots.size, "slots");
+    compare_bytes(overflow, wanted_overflow, made.overflow.size, "overflow");
+}
+
 /* @return whether the case has the filter in its description. */
 bool run_case(uint64_t seed, long number, const char *filter)
 {
@@ -448,6 +481,7 @@ bool run_case(uint64_t seed, long number, const char *filter)
     check_decode(made, false);
     check_gather<int32_t>(made, chance(20));
     check_gather<int64_t>(made, chance(20));
+    if (!corrupts && !cuts) check_encode(made);
     num_wrong += is_wrong;
     return true;
 }
@@ -457,6 +491,12 @@ bool run_case(uint64_t seed, long number, const char *filter)
 namespace ibp {
 
 ibp_status check_cuda(cudaError_t error) { return error == cudaSuccess ? IBP_OK : IBP_CUDA_ERROR; }
+
+ibp_status allow_shared(const void *kernel)
+{
+    kernels.insert(kernel);
+    return IBP_OK;
+}
 
 /* As in device.cu, of a GPU so small that groups take several jobs one after the other. */
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms,
