@@ -29,9 +29,9 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                               kTile = kSteps * kStep;                       // vectors of a lane in a tile; elements
     static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
     static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES, kLevel = kTile + 16u;
-    static constexpr uint32_t kWarpBytes = kEntries + 2u * kLevel + 2u * kTile;
+    static constexpr uint32_t kWarpBytes = kEntries + kLevel + 2u * kTile;
     static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // a raw symbol's rank, and four
-    static constexpr uint32_t kMostTable = 64u << 10;          // bytes of columns' entries in shared memory
+    static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
 
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
@@ -48,18 +48,18 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         const uint32_t num_bytes = cb.row_bytes / static_cast<uint32_t>(sizeof(T)) * cb.planes.num_entries + 16u;
         return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostTable ? num_bytes / 16u * 16u + 16u : 0u;
     }
-    // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements of plane 1 and of plane 2, and the list;
-    // then what the warps exchange.
+    // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements of plane 2, and the list, which
+    // makes room for those of plane 1; then what the warps exchange.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
     {
         return G::kWarps * kWarpBytes + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
     }
     __device__ __forceinline__ uint32_t entries() const { return scratch + G::warp() * kWarpBytes; }
-    __device__ __forceinline__ uint32_t level1() const { return entries() + kEntries; }
-    __device__ __forceinline__ uint32_t level2() const { return level1() + kLevel; }
+    __device__ __forceinline__ uint32_t level2() const { return entries() + kEntries; }
+    __device__ __forceinline__ uint32_t level1() const { return level2() + kLevel; }
     __device__ __forceinline__ uint16_t &listed(uint32_t i) const
     {
-        return reinterpret_cast<uint16_t *>(shared_bytes() + level2() + kLevel)[i];
+        return reinterpret_cast<uint16_t *>(shared_bytes() + level1())[i];
     }
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * kWarpBytes) / 4u; }
     __device__ __forceinline__ uint32_t entries_of(uint32_t plane) const { return shared_word(entries() / 4u + plane); }
