@@ -179,10 +179,18 @@ def test_events_give_the_median(tmp_path, monkeypatch):
     assert run_on_cpu(tmp_path)._event_seconds([lambda: None], 3) == pytest.approx(2e-3)
 
 
-def test_commit_from_the_environment_without_a_repository(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "ROOT", tmp_path)
+@pytest.mark.parametrize("in_repository", [False, True])
+def test_commit_from_the_environment(in_repository, tmp_path, monkeypatch):
+    if not in_repository:
+        monkeypatch.setattr(harness, "ROOT", tmp_path)
     monkeypatch.setenv("IBP_COMMIT", "abc123")
     assert harness.commit_id() == "abc123"
+
+
+def test_no_commit_without_a_repository(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    monkeypatch.delenv("IBP_COMMIT", raising=False)
+    assert harness.commit_id() == "unknown"
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------------------
