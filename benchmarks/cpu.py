@@ -2,10 +2,11 @@
 
     python -m benchmarks.cpu [--out DIR] [--quick]
 
-Normal tables of 128 MiB in host memory, rows of 1,024 values, in the slots layout; on one core those in BF16. GB/s of original bytes; the ideal is the copy's rate in
-the same run with as many threads. `encode` measures the rows and codes them into the table's own memory. The `plain` arms are the C code
-without the processor's vector and bit instructions, on a part of the rows. zstd and LZ4 (packages zstandard and lz4) take blocks of
-256 KiB, as many at a time as there are threads. In the CSV the column gpu names the processor, sms is 0, and the case has the threads.
+Normal tables of 128 MiB in host memory, rows of 1,024 values, in the slots layout; on one core those in BF16. GB/s of original bytes; the ideal is the
+copy's rate in the same run with as many threads. `encode` measures the rows and codes them into the table's own memory. The `plain` arms are the C
+code without the processor's vector and bit instructions, on a part of the rows; the `avx2` arms, on one core, the code for processors without
+AVX-512. zstd and LZ4 (packages zstandard and lz4) take blocks of 256 KiB, as many at a time as there are threads. In the CSV the column gpu names
+the processor, sms is 0, and the case has the threads.
 """
 
 import contextlib
@@ -30,6 +31,7 @@ except ImportError:
     lz4_block = None
 
 SCHEMES = ("planes", "ibp")
+AVX2 = 1  # IBP_CPU_AVX2_BMI2
 ONE_THREAD_DTYPE = torch.bfloat16
 PLAIN_PART = 64  # the plain arms take one in so many rows
 ANALYZED_BYTES = 4 * inputs.MIB
@@ -161,6 +163,9 @@ def measure_case(run, name, x, num_threads):
             with run.cell(f"{case.name} {harness.dtype_name(x.dtype)}, {scheme}"):
                 codebook = ibp.analyze(x[: max(1, ANALYZED_BYTES // (x.shape[1] * x.dtype.itemsize))], scheme=scheme)
                 measure_coding(case, scheme, x, codebook)
+                if ibp._core.cpu_features() > AVX2 and num_threads == 1:
+                    with cpu_features(AVX2):
+                        measure_coding(case, f"{scheme} avx2", x, codebook)
                 with cpu_features(0):
                     measure_coding(case, f"{scheme} plain", x[: max(1, len(x) // PLAIN_PART)], codebook)
         for arm, package, codec_of in ((f"zstd -{ZSTD_LEVEL}", zstandard, zstd_codec), ("lz4", lz4_block, lz4_codec)):

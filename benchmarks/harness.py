@@ -64,20 +64,22 @@ def parse_args(argv=None, description=None):
 
 
 def commit_id():
-    """The commit measured: git's HEAD, with "-dirty" where code differs from it; IBP_COMMIT where there is no repository."""
-    if not (ROOT / ".git").exists():
-        return os.environ.get("IBP_COMMIT", "unknown")
+    """The commit measured: IBP_COMMIT where it is set, for copies of a tree; else git's HEAD, with "-dirty" where code differs from it."""
+    if os.environ.get("IBP_COMMIT"):
+        return os.environ["IBP_COMMIT"]
 
     def git(*words):
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
 
+    if not (ROOT / ".git").exists():  # git would find another repository that holds this directory
+        return "unknown"
     try:
         head = git("rev-parse", "HEAD")
         code = git("status", "--porcelain", "--", "csrc", "ibp", "setup.py", "benchmarks/*.py")
     except OSError:
-        return os.environ.get("IBP_COMMIT", "unknown")
+        return "unknown"
     if head.returncode != 0:
-        return os.environ.get("IBP_COMMIT", "unknown")
+        return "unknown"
     return head.stdout.strip() + ("-dirty" if code.stdout.strip() else "")
 
 

@@ -179,10 +179,18 @@ def test_events_give_the_median(tmp_path, monkeypatch):
     assert run_on_cpu(tmp_path)._event_seconds([lambda: None], 3) == pytest.approx(2e-3)
 
 
-def test_commit_from_the_environment_without_a_repository(tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "ROOT", tmp_path)
+@pytest.mark.parametrize("in_repository", [False, True])
+def test_commit_from_the_environment(in_repository, tmp_path, monkeypatch):
+    if not in_repository:
+        monkeypatch.setattr(harness, "ROOT", tmp_path)
     monkeypatch.setenv("IBP_COMMIT", "abc123")
     assert harness.commit_id() == "abc123"
+
+
+def test_no_commit_without_a_repository(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    monkeypatch.delenv("IBP_COMMIT", raising=False)
+    assert harness.commit_id() == "unknown"
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------------------
@@ -652,8 +660,10 @@ def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatc
     assert (torch.get_num_threads(), ibp._core.cpu_features()) == before
     lines = lines_of(tmp_path / "cpu.csv")
     assert ",".join(lines[0]) == ",".join(harness.COLUMNS)
-    arms = ["copy_"] + [f"{scheme}{plain} {verb}" for scheme in cpu.SCHEMES for plain in ("", " plain") for verb in ("decode", "encode")]
+    avx2 = [" avx2"] if before[1] > cpu.AVX2 else []
+    arms = ["copy_"] + [f"{scheme}{kind} {verb}" for scheme in cpu.SCHEMES for kind in ("", *avx2, " plain") for verb in ("decode", "encode")]
     one_thread = [line for line in lines[1:] if line[1] == "normal 0.02, 1 thread"]
     assert [line[2] for line in one_thread][: len(arms)] == arms and float(one_thread[1][6]) > 0.3
-    assert len(lines) == 1 + len(one_thread) * len({1, before[0]})
+    of_all_threads = len(one_thread) - 2 * len(avx2) * len(cpu.SCHEMES) if before[0] > 1 else 0
+    assert len(lines) == 1 + len(one_thread) + of_all_threads
     assert ("lz4 compress" in capsys.readouterr().out) == (cpu.lz4_block is not None)
