@@ -16,7 +16,7 @@
 
 namespace ibp {
 
-// COLUMNS: every column has entries of its own. Elements of four bytes are those of has_bytes.
+// COLUMNS: every column has entries of its own. Of elements of four bytes, three are the residual.
 template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     static_assert(sizeof(T) == 2 || sizeof(T) == 4, "the joins that there are");
     using Group = G;
@@ -36,10 +36,10 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
 
-    // Whether elements are rotated and all but 8 of their bits are the residual: BF16, FP32.
+    // Whether elements of two bytes are rotated and have a residual of one: BF16.
     static __host__ __device__ __forceinline__ bool has_bytes(const ibp_planes &planes)
     {
-        return planes.rotate && planes.residual_bits == 8u * (planes.element_bytes - 1u);
+        return planes.rotate && planes.residual_bits == 8u;
     }
 
     // Shared memory of a block: the columns' entries of each rank, if there is room for them, and some bytes that are read behind them.
@@ -300,7 +300,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             words[0] = permute_bytes(a, symbols.x, 0x4210), words[1] = permute_bytes(__funnelshift_r(a, b, 24), symbols.x, 0x5210);
             words[2] = permute_bytes(__funnelshift_r(b, c, 16), symbols.x, 0x6210), words[3] = permute_bytes(c, symbols.x, 0x7321);
 #pragma unroll
-            for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], 1);
+            for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], cb.planes.rotate);
         }
     }
 

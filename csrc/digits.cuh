@@ -27,7 +27,7 @@ inline bool has_pairs(const ibp_planes &planes)
 {
     bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
     for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;
-    return pairs && (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.rotate && planes.residual_bits == 24));
+    return pairs && (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.residual_bits == 24));
 }
 
 // Bit 0 of each of 16 digits that is an escape.
