@@ -99,6 +99,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         }
     };
 
+    __device__ __forceinline__ Entries entries_at(uint32_t plane) const { return {entries_of(plane), in_register(0xff000000u)}; }
+
     // ---- the tail ----
 
     // Puts the symbols of n elements of plane 2 or 3 into level 2: FIRST: of the first ones there, otherwise of those listed. Those that escape
@@ -156,7 +158,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     // Puts the symbols of the n elements of a tile that escaped plane 0 into level 1. position: bit of their first digit; chunk: the first ones.
     __device__ __forceinline__ void decode_plane1(uint32_t position, uint32_t n, Chunk chunk) const
     {
-        const Entries entries{entries_of(1), in_register(0xff000000u)};
+        const Entries entries = entries_at(1);
         uint32_t i = kPerLane * G::lane(), from = level2() + chunk.before;
 #pragma unroll 1
         for (uint32_t base = 0;;) {
@@ -241,6 +243,35 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
 
     // ---- ranks ----
 
+    // Bytes of plane 0, with their entries: symbols, or ranks where there are entries a column.
+    static __device__ __forceinline__ uint2 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
+    {
+        const uint32_t digits = spread_pairs<false>(tile.digits[s]);
+        return entries.symbols(digits, order_of(escaped_nibbles(digits)), tile.before[s]);
+    }
+    // The ranks of a lane's vectors, and the numbers of their first raw symbols, if there are any in the warp.
+    struct Ranks {
+        uint2 bytes[kSteps];
+        uint32_t raw_before[kSteps];
+        bool any_raw;
+    };
+    // raw: the raw symbols of the tile. By all lanes of a warp together.
+    __device__ __forceinline__ Ranks ranks_of(const Tile &tile, DigitRange raw) const
+    {
+        const Entries entries = entries_at(0);
+        Ranks ranks{};
+        uint32_t counts = 0;
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) {
+            ranks.bytes[s] = bytes_of(entries, tile, s);
+            const uint32_t of_y = kPerVector > 4u ? ibp_popcount(ranks.bytes[s].y & kRaws) : 0u;
+            counts += (ibp_popcount(ranks.bytes[s].x & kRaws) + of_y) << 8u * s;
+        }
+        ranks.any_raw = G::any(raw.from != raw.to);
+        if (ranks.any_raw) number(counts, raw.from, ranks.raw_before);
+        return ranks;
+    }
+
     // The symbols of the ranks of four columns; where there are raw symbols, any.
     __device__ __forceinline__ uint32_t look_up(const PlanesBook<T> &book, uint32_t ranks, uint32_t column) const
     {
@@ -266,6 +297,18 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             const uint32_t byte = ibp_popcount((raw & (0u - raw)) - 1u) - 7u;
             symbols = (symbols & ~(0xffu << byte)) | raw_symbol(position) << byte;
         }
+    }
+
+    __device__ __forceinline__ uint2 symbols_of(const PlanesBook<T> &book, const ValueParts &parts, const Ranks &ranks, uint32_t s,
+                                                uint32_t column) const
+    {
+        const uint2 bytes = ranks.bytes[s];
+        uint2 symbols = make_uint2(look_up(book, bytes.x, column), kPerVector > 4u ? look_up(book, bytes.y, column + 4u) : 0u);
+        if (!ranks.any_raw) return symbols;
+        uint32_t position = parts.digits[IBP_MAX_PLANES] + ranks.raw_before[s] * symbol_bits();
+        put_raw(bytes.x, position, symbols.x);
+        if (kPerVector > 4u) put_raw(bytes.y, position, symbols.y);
+        return symbols;
     }
 
     // ---- symbols and residuals ----
@@ -304,49 +347,20 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         }
     }
 
-    // raw: the tile's raw symbols. UNITS: what window.is_units said.
+    // Not by all lanes together: units may differ from group to group. UNITS: what window.is_units said.
     template <bool UNITS, bool BYTES>
-    __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile, DigitRange raw,
-                                               uint32_t tile_start, uint32_t n, const Window &window) const
+    __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
+                                               const Ranks &ranks, uint32_t tile_start, uint32_t n, const Window &window) const
     {
         const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
         const uint32_t residual_bits = BYTES ? 8u * (sizeof(T) - 1u) : cb.planes.residual_bits;
-        const Entries entries{entries_of(0), in_register(0xff000000u)};
+        const Entries entries = entries_at(0);
         const Cursor residuals = Cursor::at((parts.residuals + first * residual_bits) / 8u); // whole bytes of residuals a vector
         uint8_t *const dst = window.dst + size_t{first} * sizeof(T);
-        const auto bytes_of = [&](uint32_t s) {
-            const uint32_t digits = spread_pairs<false>(tile.digits[s]);
-            return entries.symbols(digits, order_of(escaped_nibbles(digits)), tile.before[s]);
-        };
-        uint2 ranks[kSteps];
-        uint32_t raw_before[kSteps];
-        const bool any_raw = COLUMNS && G::any(raw.from != raw.to);
-        if (COLUMNS) {
-#pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++) ranks[s] = bytes_of(s);
-        }
-        if (any_raw) {
-            uint32_t counts = 0;
-#pragma unroll
-            for (uint32_t s = 0; s < kSteps; s++)
-                counts += (ibp_popcount(ranks[s].x & kRaws) + (kPerVector > 4u ? ibp_popcount(ranks[s].y & kRaws) : 0u)) << 8u * s;
-            number(counts, raw.from, raw_before);
-        }
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s * kStep >= left) break;
-            uint2 symbols;
-            if (COLUMNS) {
-                symbols.x = look_up(book, ranks[s].x, first + s * kStep);
-                if (kPerVector > 4u) symbols.y = look_up(book, ranks[s].y, first + s * kStep + 4u);
-                if (any_raw) {
-                    uint32_t position = parts.digits[IBP_MAX_PLANES] + raw_before[s] * symbol_bits();
-                    put_raw(ranks[s].x, position, symbols.x);
-                    if (kPerVector > 4u) put_raw(ranks[s].y, position, symbols.y);
-                }
-            } else {
-                symbols = bytes_of(s);
-            }
+            const uint2 symbols = COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
             uint32_t words[4];
             join<BYTES>(symbols, residuals, s * kStep * residual_bits, words);
             if (UNITS)
@@ -400,14 +414,16 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             const DigitRange raw = mine[IBP_MAX_PLANES];
             name_raw(parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits, raw.to - raw.from);
             decode_plane1(parts.digits[1] + 2u * mine[1].from, tile.num_escaped, tile.chunk);
+            Ranks ranks;
+            if (COLUMNS) ranks = ranks_of(tile, raw);
             if (bytes && units)
-                store_tile<true, true>(book, parts, tile, raw, tile_start, n, window);
+                store_tile<true, true>(book, parts, tile, ranks, tile_start, n, window);
             else if (bytes)
-                store_tile<false, true>(book, parts, tile, raw, tile_start, n, window);
+                store_tile<false, true>(book, parts, tile, ranks, tile_start, n, window);
             else if (sizeof(T) == 2 && units)
-                store_tile<true, sizeof(T) == 4>(book, parts, tile, raw, tile_start, n, window);
+                store_tile<true, sizeof(T) == 4>(book, parts, tile, ranks, tile_start, n, window);
             else if (sizeof(T) == 2)
-                store_tile<false, sizeof(T) == 4>(book, parts, tile, raw, tile_start, n, window);
+                store_tile<false, sizeof(T) == 4>(book, parts, tile, ranks, tile_start, n, window);
             __syncwarp(); // the levels are free
 #pragma unroll
             for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;

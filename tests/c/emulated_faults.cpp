@@ -92,6 +92,14 @@ __global__ void other_line(uint32_t *)
     else
         __syncwarp();
 }
+template <bool ODD> __device__ __forceinline__ void sync_of() { __syncwarp(); }
+__global__ void other_instance(uint32_t *)
+{
+    if (threadIdx.x % 2u)
+        sync_of<true>();
+    else
+        sync_of<false>();
+}
 __global__ void returning(uint32_t *)
 {
     if (threadIdx.x == 5u) return;
@@ -119,7 +127,7 @@ int main(int, char **arguments)
         void (*kernel)(uint32_t *);
     } kernels[] = {
 #define KERNEL(name) {#name, ibp::name}
-        KERNEL(exchanges),    KERNEL(barriers),      KERNEL(numbers),      KERNEL(no_sync),          KERNEL(diverging),   KERNEL(other_line), KERNEL(returning),
+        KERNEL(exchanges),    KERNEL(barriers),      KERNEL(numbers),      KERNEL(no_sync),          KERNEL(diverging),   KERNEL(other_line), KERNEL(other_instance), KERNEL(returning),
         KERNEL(outside_mask), KERNEL(absent_source), KERNEL(missing_warp), KERNEL(different_counts), KERNEL(past_shared), KERNEL(misaligned),
 #undef KERNEL
     };

@@ -128,6 +128,7 @@ struct Fiber {
     uint64_t value, result;
     const char *file;
     int line;
+    const void *place; /* in the program */
 };
 
 static Fiber fibers[kMostThreads];
@@ -360,7 +361,7 @@ static void complete(uint32_t first)
         for (uint32_t i = 0; i < kWarp; i++) {
             const Fiber &other = warp[i];
             if (!(mine.mask >> i & 1u)) continue;
-            whole = whole && other.state == State::waits && other.kind == mine.kind && other.mask == mine.mask && other.line == mine.line && strcmp(other.file, mine.file) == 0;
+            whole = whole && other.state == State::waits && other.kind == mine.kind && other.mask == mine.mask && other.line == mine.line && strcmp(other.file, mine.file) == 0 && other.place == mine.place;
             if (whole && mine.kind == Kind::barrier && (other.argument != mine.argument || other.width != mine.width)) whole = false;
         }
         if (!whole) continue;
@@ -384,7 +385,7 @@ uint64_t collective(Kind kind, uint32_t mask, uint64_t value, uint32_t argument,
 {
     Fiber *const mine = current;
     const bool shuffles = kind >= Kind::shfl && kind <= Kind::shfl_xor;
-    mine->kind = kind, mine->mask = mask, mine->value = value, mine->argument = argument, mine->width = width, mine->file = file, mine->line = line;
+    mine->kind = kind, mine->mask = mask, mine->value = value, mine->argument = argument, mine->width = width, mine->file = file, mine->line = line, mine->place = __builtin_return_address(0);
     mine->state = State::waits;
     const bool good_width = !shuffles || (width >= 1 && width <= kWarp && (width & (width - 1)) == 0);
     if (!(mask >> threadIdx.x % kWarp & 1u) || !good_width) {
@@ -452,6 +453,7 @@ void launch(uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, cons
         run_block(steps);
     }
     ASAN_UNPOISON_MEMORY_REGION(memory + shared_bytes, ibp::kSharedBytes - shared_bytes);
+    watch(nullptr, 0);
 }
 
 } // namespace simt

@@ -2,8 +2,9 @@
  *
  * Blocks run one after another. A lane runs until it comes to a collective; which lane and which warp goes first is drawn anew every time, so that
  * a read of what another lane has not yet been made to write comes out wrong in some order. A collective is done when all lanes of its mask have come
- * to it, at the same line of the source. The program is aborted, with the places where the lanes are, if lanes wait for each other or for lanes that
- * have returned. Dynamic shared memory is as large as launched for the address sanitizer, and filled with garbage; vector accesses that are not aligned are
+ * to it, at the same line of the source and place of the program: device functions are inlined, so that instances of a template are told apart. The
+ * program is aborted, with the places where the lanes are, if lanes wait for each other or for lanes that have returned. Dynamic shared memory is as
+ * large as launched for the address sanitizer, and filled with garbage; vector accesses that are not aligned are
  * seen by -fsanitize=alignment. */
 #ifndef EMULATED_SIMT_H
 #define EMULATED_SIMT_H
@@ -30,7 +31,7 @@
 #define __host__
 #define __constant__
 #define __shared__ /* `extern __shared__ uint4 shared[]` in a function of namespace ibp is ibp::shared; other shared variables are made static */
-#define __forceinline__ inline
+#define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -82,7 +83,7 @@ void launch(uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, cons
 void seed(uint64_t seed);
 
 /* Ends the program if bytes of shared memory, or of the memory watched, were last touched by another thread of the block, one of the two writes, and no
- * __syncwarp or barrier came between. Called for every access of kernels compiled with -fsanitize=thread (emulated_races.cpp). */
+ * __syncwarp or barrier came between. What is watched is so until the next launch is over. Called for every access of kernels compiled with -fsanitize=thread (emulated_races.cpp). */
 void touch(const void *bytes, size_t num_bytes, bool writes, const void *place);
 void watch(const void *bytes, size_t num_bytes);
 
@@ -104,11 +105,12 @@ template <class T> using Promoted = decltype(+T{});
 
 } // namespace simt
 
+#define SIMT_INLINE inline __attribute__((always_inline))
 #define SIMT_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-inline void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE) { simt::collective(simt::Kind::sync, mask, 0, 0, 0, file, line); }
-inline void __syncthreads(SIMT_SITE) { simt::collective(simt::Kind::barrier, 0xffffffffu, 0, 0, blockDim.x, file, line); }
-inline int __syncthreads_or(int condition, SIMT_SITE)
+SIMT_INLINE void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE) { simt::collective(simt::Kind::sync, mask, 0, 0, 0, file, line); }
+SIMT_INLINE void __syncthreads(SIMT_SITE) { simt::collective(simt::Kind::barrier, 0xffffffffu, 0, 0, blockDim.x, file, line); }
+SIMT_INLINE int __syncthreads_or(int condition, SIMT_SITE)
 {
     static int any;
     __syncthreads(file, line);
@@ -120,7 +122,7 @@ inline int __syncthreads_or(int condition, SIMT_SITE)
 }
 
 #define SIMT_SHUFFLE(name, kind, number)                                                                                         \
-    template <class T> simt::Promoted<T> name(unsigned mask, T value, number argument, int width = 32, SIMT_SITE)                 \
+    template <class T> SIMT_INLINE simt::Promoted<T> name(unsigned mask, T value, number argument, int width = 32, SIMT_SITE)                 \
     {                                                                                                                            \
         return simt::from_bits<simt::Promoted<T>>(simt::collective(kind, mask, simt::to_bits(+value), static_cast<uint32_t>(argument), static_cast<uint32_t>(width), file, line)); \
     }
@@ -131,7 +133,7 @@ SIMT_SHUFFLE(__shfl_xor_sync, simt::Kind::shfl_xor, int)
 #undef SIMT_SHUFFLE
 
 #define SIMT_VOTE(name, result, kind)                                                                                \
-    inline result name(unsigned mask, int predicate, SIMT_SITE)                                                      \
+    SIMT_INLINE result name(unsigned mask, int predicate, SIMT_SITE)                                                      \
     {                                                                                                                \
         return static_cast<result>(simt::collective(kind, mask, predicate != 0, 0, 0, file, line));                  \
     }
@@ -142,7 +144,7 @@ SIMT_VOTE(__all_sync, int, simt::Kind::all)
 
 /* Numbers are sign- or zero-extended to 64 bits, which keeps their order. */
 #define SIMT_REDUCE(name, kind)                                                                                      \
-    template <class T> simt::Promoted<T> name(unsigned mask, T value, SIMT_SITE)                                     \
+    template <class T> SIMT_INLINE simt::Promoted<T> name(unsigned mask, T value, SIMT_SITE)                                     \
     {                                                                                                                \
         static_assert(sizeof(T) <= 4, "reductions are of 32 bits");                                                  \
         return static_cast<simt::Promoted<T>>(simt::collective(kind, mask, static_cast<uint64_t>(static_cast<int64_t>(value)), 0, 0, file, line)); \
@@ -155,7 +157,7 @@ SIMT_REDUCE(__reduce_or_sync, simt::Kind::bit_or)
 SIMT_REDUCE(__reduce_xor_sync, simt::Kind::bit_xor)
 #undef SIMT_REDUCE
 
-template <class T> unsigned __match_any_sync(unsigned mask, T value, SIMT_SITE)
+template <class T> SIMT_INLINE unsigned __match_any_sync(unsigned mask, T value, SIMT_SITE)
 {
     return static_cast<unsigned>(simt::collective(simt::Kind::match_any, mask, simt::to_bits(+value), 0, 0, file, line));
 }
