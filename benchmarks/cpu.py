@@ -31,7 +31,7 @@ except ImportError:
     lz4_block = None
 
 SCHEMES = ("planes", "ibp")
-AVX2 = 1  # IBP_CPU_AVX2_BMI2
+AVX2 = ibp._core.CPU_AVX2_BMI2
 ONE_THREAD_DTYPE = torch.bfloat16
 PLAIN_PART = 64  # the plain arms take one in so many rows
 ANALYZED_BYTES = 4 * inputs.MIB

@@ -79,6 +79,19 @@ IBP_X86_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t n
     w->filled %= 64;
 }
 
+/* Ends two runs of bits that belong together in the second one's buffer: the first has been written to a buffer of its own, the second from the
+ * bit on that follows it. @return bytes of both; if they are more than the second's buffer has, they are not joined. */
+IBP_X86_INLINE size_t ibp_join_runs(const ibp_bit_writer *first, const ibp_bit_writer *second)
+{
+    ibp_flush_bits(first);
+    ibp_flush_bits(second);
+    const size_t num_bytes = second->at + (second->filled + 7) / 8, whole = first->at + first->filled / 8;
+    if (num_bytes > second->dst_bytes) return num_bytes;
+    memcpy(second->dst, first->dst, whole);
+    if (first->filled % 8) second->dst[whole] |= first->dst[whole];
+    return num_bytes;
+}
+
 /* The inverse of ibp_unpack_fields, to dst from a byte on, of which there are dst_bytes: fields past them are lost. lanes has n of
  * them and is readable to a multiple of 8 bytes; lanes past n are 0. Writes zeros after the fields. */
 IBP_X86_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *dst, size_t at,

@@ -31,9 +31,10 @@ IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t
     return b;
 }
 
-/* A bit for each chunk that has none of the bits of x. */
-IBP_AVX512_INLINE uint64_t chunks_without(__m512i x, uint32_t chunk_bytes)
+/* A bit for each chunk of a block of a row that matches. */
+IBP_AVX512_INLINE uint64_t matching_chunks(const block *b, __m512i row, uint32_t chunk_bytes)
 {
+    const __m512i x = _mm512_and_si512(_mm512_xor_si512(row, b->bitval), b->mask);
     switch (chunk_bytes) {
     case 1: return _mm512_testn_epi8_mask(x, x);
     case 2: return _mm512_testn_epi16_mask(x, x);
@@ -67,7 +68,7 @@ IBP_AVX512_INLINE size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *r
         const size_t left = cb->row_bytes - at;
         const block b = load_block(cb, at, chunk_bytes);
         const __m512i x = ibp_load_part(row + at, left);
-        const uint64_t matching = chunks_without(_mm512_and_si512(_mm512_xor_si512(x, b.bitval), b.mask), chunk_bytes);
+        const uint64_t matching = matching_chunks(&b, x, chunk_bytes);
         counts = _mm512_add_epi64(counts, _mm512_popcnt_epi64(kept_bits(&b, matching, left, chunk_bytes)));
     }
     return (cb->num_flags + (size_t)_mm512_reduce_add_epi64(counts) + 7) / 8;
@@ -83,7 +84,7 @@ IBP_AVX512_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *ro
         const size_t left = row_bytes - at;
         const block b = load_block(cb, at, chunk_bytes);
         const __m512i x = ibp_load_part(row + at, left);
-        const uint64_t matching = chunks_without(_mm512_and_si512(_mm512_xor_si512(x, b.bitval), b.mask), chunk_bytes);
+        const uint64_t matching = matching_chunks(&b, x, chunk_bytes);
         ibp_append_bits(&to_flags, _pext_u64(matching, b.flagged), (uint32_t)_mm_popcnt_u64(b.flagged));
         uint64_t words[WORDS], keep[WORDS];
         _mm512_storeu_si512(words, x);
@@ -91,13 +92,8 @@ IBP_AVX512_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *ro
         for (uint32_t w = 0; w < WORDS; w++)
             ibp_append_bits(&kept, _pext_u64(words[w], keep[w]), (uint32_t)_mm_popcnt_u64(keep[w]));
     }
-    ibp_flush_bits(&to_flags);
-    ibp_flush_bits(&kept);
-    *coded_bytes = kept.at + (kept.filled + 7) / 8;
-    if (*coded_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
-    memcpy(dst, flags, num_flags / 8);
-    if (num_flags % 8) dst[num_flags / 8] |= flags[num_flags / 8];
-    return IBP_OK;
+    *coded_bytes = ibp_join_runs(&to_flags, &kept);
+    return *coded_bytes > dst_bytes ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }
 
 enum { PADDING = BLOCK + 16 }; /* what a block may read past the end of a row that it should not have been in */
@@ -130,35 +126,7 @@ IBP_AVX512_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *sr
     return (position + 7) / 8 == src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
 }
 
-IBP_AVX512 static size_t coded_bytes(const ibp_codebook *cb, const uint8_t *row)
-{
-    switch (cb->chunk_bytes) {
-    case 1: return coded_bytes_of(cb, row, 1);
-    case 2: return coded_bytes_of(cb, row, 2);
-    case 4: return coded_bytes_of(cb, row, 4);
-    default: return coded_bytes_of(cb, row, 8);
-    }
-}
-
-IBP_AVX512 static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_size)
-{
-    switch (cb->chunk_bytes) {
-    case 1: return encode_of(cb, row, dst, dst_bytes, coded_size, 1);
-    case 2: return encode_of(cb, row, dst, dst_bytes, coded_size, 2);
-    case 4: return encode_of(cb, row, dst, dst_bytes, coded_size, 4);
-    default: return encode_of(cb, row, dst, dst_bytes, coded_size, 8);
-    }
-}
-
-IBP_AVX512 static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
-{
-    switch (cb->chunk_bytes) {
-    case 1: return decode_of(cb, src, src_bytes, row, 1);
-    case 2: return decode_of(cb, src, src_bytes, row, 2);
-    case 4: return decode_of(cb, src, src_bytes, row, 4);
-    default: return decode_of(cb, src, src_bytes, row, 8);
-    }
-}
-
-const ibp_row_coder ibp_masks_avx512 = {coded_bytes, encode, decode};
+#define TARGET IBP_AVX512
+#define CODER ibp_masks_avx512
+#include "masks_x86_coder.h"
 #endif

@@ -70,13 +70,8 @@ IBP_X86_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *row, 
         ibp_append_bits(&to_flags, _pext_u64(matching, word.flagged), (uint32_t)_mm_popcnt_u64(word.flagged));
         ibp_append_bits(&kept, _pext_u64(x, keep), (uint32_t)_mm_popcnt_u64(keep));
     }
-    ibp_flush_bits(&to_flags);
-    ibp_flush_bits(&kept);
-    *coded_bytes = kept.at + (kept.filled + 7) / 8;
-    if (*coded_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
-    memcpy(dst, flags, cb->num_flags / 8);
-    if (cb->num_flags % 8) dst[cb->num_flags / 8] |= flags[cb->num_flags / 8];
-    return IBP_OK;
+    *coded_bytes = ibp_join_runs(&to_flags, &kept);
+    return *coded_bytes > dst_bytes ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }
 
 IBP_X86_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
@@ -103,35 +98,7 @@ IBP_X86_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, 
     return (position + 7) / 8 == src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
 }
 
-IBP_X86 static size_t coded_bytes(const ibp_codebook *cb, const uint8_t *row)
-{
-    switch (cb->chunk_bytes) {
-    case 1: return coded_bytes_of(cb, row, 1);
-    case 2: return coded_bytes_of(cb, row, 2);
-    case 4: return coded_bytes_of(cb, row, 4);
-    default: return coded_bytes_of(cb, row, 8);
-    }
-}
-
-IBP_X86 static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_size)
-{
-    switch (cb->chunk_bytes) {
-    case 1: return encode_of(cb, row, dst, dst_bytes, coded_size, 1);
-    case 2: return encode_of(cb, row, dst, dst_bytes, coded_size, 2);
-    case 4: return encode_of(cb, row, dst, dst_bytes, coded_size, 4);
-    default: return encode_of(cb, row, dst, dst_bytes, coded_size, 8);
-    }
-}
-
-IBP_X86 static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
-{
-    switch (cb->chunk_bytes) {
-    case 1: return decode_of(cb, src, src_bytes, row, 1);
-    case 2: return decode_of(cb, src, src_bytes, row, 2);
-    case 4: return decode_of(cb, src, src_bytes, row, 4);
-    default: return decode_of(cb, src, src_bytes, row, 8);
-    }
-}
-
-const ibp_row_coder ibp_masks_x86 = {coded_bytes, encode, decode};
+#define TARGET IBP_X86
+#define CODER ibp_masks_x86
+#include "masks_x86_coder.h"
 #endif

@@ -304,12 +304,5 @@ static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *ds
                                       : ibp_planes_x86.encode(cb, row, dst, dst_bytes, coded_bytes);
 }
 
-static size_t coded_bytes(const ibp_codebook *cb, const uint8_t *row)
-{
-    size_t bytes;
-    encode(cb, row, NULL, 0, &bytes);
-    return bytes;
-}
-
-const ibp_row_coder ibp_planes_avx512 = {coded_bytes, encode, decode};
+const ibp_row_coder ibp_planes_avx512 = {NULL, encode, decode};
 #endif

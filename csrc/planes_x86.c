@@ -534,12 +534,5 @@ static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *ds
     return *coded_bytes > dst_bytes ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }
 
-static size_t coded_bytes(const ibp_codebook *cb, const uint8_t *row)
-{
-    size_t bytes;
-    encode(cb, row, NULL, 0, &bytes);
-    return bytes;
-}
-
-const ibp_row_coder ibp_planes_x86 = {coded_bytes, encode, decode};
+const ibp_row_coder ibp_planes_x86 = {NULL, encode, decode};
 #endif

@@ -188,6 +188,8 @@ PYBIND11_MODULE(_core, m)
     m.doc() = "The ibp core without torch: status, versions, single rows, pinned memory.";
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
+    m.attr("CPU_AVX2_BMI2") = static_cast<uint32_t>(IBP_CPU_AVX2_BMI2);
+    m.attr("CPU_AVX512") = static_cast<uint32_t>(IBP_CPU_AVX512);
     m.def("version", &ibp_version, "Version of the linked core library.");
     m.def(
         "status_string", [](int status) { return ibp_status_string(static_cast<ibp_status>(status)); }, py::arg("status"),

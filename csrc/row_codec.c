@@ -14,6 +14,15 @@ static const ibp_row_coder *coder_of(const ibp_codebook *cb)
     return planes ? &ibp_planes_plain : &ibp_masks_plain;
 }
 
+static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
+{
+    const ibp_row_coder *const coder = coder_of(cb);
+    if (coder->coded_bytes) return coder->coded_bytes(cb, row);
+    size_t bytes;
+    coder->encode(cb, row, NULL, 0, &bytes);
+    return bytes;
+}
+
 /* The cluster that codes a row in the fewest bytes, the first of equal ones, and how many. */
 static uint32_t best_cluster(const ibp_codebook *cb, const uint8_t *row, size_t *coded_bytes)
 {
@@ -21,7 +30,7 @@ static uint32_t best_cluster(const ibp_codebook *cb, const uint8_t *row, size_t 
     *coded_bytes = SIZE_MAX;
     for (uint32_t k = 0; k < cb->num_clusters; k++) {
         const ibp_codebook one = ibp_cluster_of(cb, k);
-        const size_t bytes = coder_of(cb)->coded_bytes(&one, row);
+        const size_t bytes = coded_bytes_of(&one, row);
         if (bytes >= *coded_bytes) continue;
         *coded_bytes = bytes;
         best = k;
@@ -31,7 +40,7 @@ static uint32_t best_cluster(const ibp_codebook *cb, const uint8_t *row, size_t 
 
 size_t ibp_coded_row_bytes(const ibp_codebook *cb, const uint8_t *row)
 {
-    if (!ibp_has_clusters(cb)) return coder_of(cb)->coded_bytes(cb, row);
+    if (!ibp_has_clusters(cb)) return coded_bytes_of(cb, row);
     size_t bytes;
     best_cluster(cb, row, &bytes);
     return bytes + 1;

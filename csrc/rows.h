@@ -11,6 +11,7 @@
 #define IBP_HAS_X86_ROWS 0
 #endif
 
+/* coded_bytes: NULL where nothing is faster than to encode to no bytes at all. */
 typedef struct ibp_row_coder {
     size_t (*coded_bytes)(const ibp_codebook *codebook, const uint8_t *row);
     ibp_status (*encode)(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes);

@@ -17,10 +17,10 @@ enum { BYTES_AHEAD = 2048, LINE_BYTES = 64 };
 /* That many rows, or items, of so many bytes. */
 static int64_t steps_ahead(int64_t step_bytes) { return step_bytes > 0 ? 1 + BYTES_AHEAD / step_bytes : 1; }
 
-static void prefetch(const uint8_t *src, uint32_t num_bytes)
+static void prefetch(const void *src, uint32_t num_bytes)
 {
 #if defined(__GNUC__)
-    for (uint32_t at = 0; at < num_bytes; at += LINE_BYTES) __builtin_prefetch(src + at, 0, 2);
+    for (uint32_t at = 0; at < num_bytes; at += LINE_BYTES) __builtin_prefetch((const uint8_t *)src + at, 0, 2);
 #else
     (void)src, (void)num_bytes;
 #endif
@@ -285,7 +285,7 @@ static ibp_status note_row(const selection *of, int64_t q, ibp_status status, ib
 static void prefetch_length(const selection *of, int64_t q)
 {
     const int64_t row = q < of->ids->count * of->rows_per_item ? selected_row(of, q) : -1;
-    if (row >= 0 && of->table->lengths) __builtin_prefetch(&of->table->lengths[row]);
+    if (row >= 0 && of->table->lengths) prefetch(&of->table->lengths[row], sizeof *of->table->lengths);
 }
 
 ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint16_t *lengths,

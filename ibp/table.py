@@ -44,8 +44,7 @@ class CompressedTensor:
         self._item_shape = tuple(self.shape[1:])
         self._check_state()
         self._places: dict[torch.device, tuple] = {}
-        self._faults: dict[tuple, tuple] = {}  # records of faults, by device and kind, and
-        self._watched: dict[torch.device, list] = {}  # the same, those of a device
+        self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see _fault_on
         self._pinned_range = None
         self._refresh()
 
@@ -194,7 +193,7 @@ class CompressedTensor:
 
     def check(self) -> None:
         """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or CorruptTableError."""
-        for device in list(self._watched):
+        for device in list(self._faults):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self._raise_pending(device)
@@ -284,16 +283,15 @@ class CompressedTensor:
     def _fault_on(self, device, of_selections=False):
         """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time. of_selections: for those that read
         selections of the table's items (see host_gather), which do not know the items' ids."""
-        key = device, of_selections
-        if key not in self._faults:
+        if of_selections not in self._faults.get(device, ()):
             _refuse_capture(device)
             host = _memory.empty(32, torch.device("cpu"), pin=device.type == "cuda").view(torch.int64).zero_()
-            self._faults[key] = host, _memory.device_view(host, device) if device.type == "cuda" else host
-            self._watched.setdefault(device, []).append((host.numpy(), of_selections))
-        return self._faults[key][1]
+            near = _memory.device_view(host, device) if device.type == "cuda" else host
+            self._faults.setdefault(device, {})[of_selections] = host.numpy(), near
+        return self._faults[device][of_selections][1]
 
     def _raise_pending(self, device):
-        for record, of_selections in self._watched.get(device, ()):
+        for of_selections, (record, _) in self._faults.get(device, {}).items():
             if not record[0]:
                 continue
             status, position, value, taken = record.tolist()

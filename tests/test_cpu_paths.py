@@ -12,7 +12,7 @@ from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, ma
 from test_planes_rows import assert_coded_alike, assert_decoded_alike, codec_of
 
 ALL = 0xFFFFFFFF
-AVX2_BMI2, AVX512 = 1, 2  # ibp_cpu_feature of ibp.h
+AVX2_BMI2, AVX512 = ibp._core.CPU_AVX2_BMI2, ibp._core.CPU_AVX512
 FEATURE_SETS = {"plain": 0, "avx2": AVX2_BMI2, "avx512": AVX2_BMI2 | AVX512}
 OPS = torch.ops.ibp
 
