@@ -58,7 +58,7 @@ IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items,
 /* ---- streams of whole tables ------------------------------------------------------------------------------------- */
 
 /* Brings tables from pinned host memory to the GPU with its copy engine, chunk by chunk through a ring of staging buffers there, while
- * the chunks before are decoded. Owns a copy stream and events of the device that is current when it is created, no other memory.
+ * the chunks before are decoded. Owns streams and events of the device that is current when it is created, no other memory.
  * Used by one host thread at a time, and with one caller's stream. */
 typedef struct ibp_streamer ibp_streamer;
 
@@ -79,8 +79,8 @@ IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, 
  * bases: table->bases in host memory, read before the function returns. Where they are out of order, rows of that chunk are
  * fetched as ibp_cuda_decode_bytes does it; other wrong bases may cost intact rows of the same chunk, which are then zeros and noted.
  * ends: this is the last table of the stream, so that its last chunks are small ones. Leaving it out only costs time.
- * The caller's stream waits for each chunk's copy, and the copy stream for the caller's stream where the stream begins and, from the fifth chunk
- * on, where a place of the ring was decoded: copies for one table run while the one before is still being decoded, and all of it
+ * The caller's stream waits for the last chunk, and copies for the caller's stream where the stream begins and, from the fifth chunk
+ * on, until a place of the ring has been decoded: copies for one table run while the one before is still being decoded, and all of it
  * can be captured in a CUDA graph, whose replays then need the ring and the pinned memory, but no longer the streamer. A whole stream, from
  * begin to its last table, is either captured or not. */
 IBP_API ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases, int64_t start,
@@ -88,9 +88,10 @@ IBP_API ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table
 
 /* ---- pinned memory --------------------------------------------------------------------------------------------------- */
 
-/* Pinned host memory of exactly num_bytes (no rounding to a power of two), mapped and portable. */
+/* Pinned host memory of exactly num_bytes (no rounding to a power of two), zeroed, mapped and portable. */
 IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host);
-IBP_API ibp_status ibp_cuda_free_pinned(void *host);
+/* What ibp_cuda_alloc_pinned gave, with the same num_bytes. */
+IBP_API ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes);
 /* Pins memory that the caller owns, where it is, until it is unregistered. */
 IBP_API ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes);
 IBP_API ibp_status ibp_cuda_unregister_pinned(void *host);

@@ -99,9 +99,9 @@ ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host)
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_free_pinned(void *host)
+ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes)
 {
-    (void)host;
+    (void)host, (void)num_bytes;
     return IBP_NO_CUDA;
 }
 

@@ -134,10 +134,13 @@ IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint
     return num_escapes;
 }
 
-/* Turns a level of n digits into what they stand for: an entry each, or the next of the next level. All padded. */
-IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries, const uint8_t *next)
+/* Turns a level of n digits into what they stand for: an entry's low bits each, or the next of the next level. All padded. */
+IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries, uint32_t symbol_bits,
+                                  const uint8_t *next)
 {
-    const __m512i named = _mm512_broadcast_i32x4(_mm_maskz_loadu_epi8((__mmask16)((1u << escape) - 1), entries));
+    const __m128i mask = _mm_set1_epi8((char)ibp_low_bits(255, symbol_bits));
+    const __m512i named =
+        _mm512_broadcast_i32x4(_mm_and_si128(mask, _mm_maskz_loadu_epi8((__mmask16)((1u << escape) - 1), entries)));
     for (uint32_t i = 0; i < n; i += VECTOR) {
         const __m512i digit = _mm512_loadu_si512(level + i);
         const __mmask64 escapes = _mm512_cmpeq_epi8_mask(digit, _mm512_set1_epi8((char)escape));
@@ -181,7 +184,8 @@ IBP_AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t 
     }
     for (uint32_t p = num_planes, first = planes->num_entries; p-- > 0;) {
         first -= ibp_escape_of(planes, p);
-        name_level(levels[p], reaching[p], ibp_escape_of(planes, p), (const uint8_t *)planes->entries + first, levels[p + 1]);
+        name_level(levels[p], reaching[p], ibp_escape_of(planes, p), (const uint8_t *)planes->entries + first,
+                   ibp_symbol_bits(planes), levels[p + 1]);
     }
     join_elements(planes, src, src_bytes, levels[0], row, cb->row_bytes);
     return IBP_OK;

@@ -129,7 +129,7 @@ class PinnedBuffer {
     }
     PinnedBuffer(const PinnedBuffer &) = delete;
     PinnedBuffer &operator=(const PinnedBuffer &) = delete;
-    ~PinnedBuffer() { ibp_cuda_free_pinned(data_); }
+    ~PinnedBuffer() { ibp_cuda_free_pinned(data_, num_bytes_); }
 
     py::buffer_info buffer() const { return {static_cast<uint8_t *>(data_), static_cast<py::ssize_t>(num_bytes_)}; }
 
@@ -163,7 +163,7 @@ class PinnedRange {
     void *data_;
 };
 
-// The copy stream and events of a stream of tables (ibp_cuda.h), on the device that is current when it is made.
+// The streams and events of a stream of tables (ibp_cuda.h), on the device that is current when it is made.
 class Streamer {
   public:
     Streamer()

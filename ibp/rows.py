@@ -83,7 +83,8 @@ def blocks(data: torch.Tensor, row_bytes: int, device: torch.device, whole: bool
     """(first row, last row, bytes on the device) of about 64 MiB each; the first row is a multiple of 32.
 
     What is on the GPU that works on it is one block, if `whole`. Host data is brought to a GPU in smaller blocks by its copy engine, the next
-    one while the caller works on one: such a block is valid until the next one is asked for.
+    one while the caller works on one: such a block is valid until the next one is asked for. Pageable data goes through pinned memory, into
+    which torch's intra-op threads copy it.
     """
     num_rows, is_far = -(-data.numel() // row_bytes), data.device != device and device.type == "cuda"
     most_bytes = min(_BLOCK_BYTES, _STAGED_BYTES) if is_far else data.numel() if whole and device.type == "cuda" else _BLOCK_BYTES
@@ -91,19 +92,23 @@ def blocks(data: torch.Tensor, row_bytes: int, device: torch.device, whole: bool
     ranges = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
     parts = (data[first * row_bytes : last * row_bytes] for first, last in ranges)
     if is_far:
-        parts = _copied_ahead(parts, min(step * row_bytes, data.numel()), device)
+        parts = _copied_ahead(parts, min(step * row_bytes, data.numel()), device, data.is_pinned())
     for (first, last), part in zip(ranges, parts):
         yield first, last, part.to(device)
 
 
-def _copied_ahead(parts, most_bytes, device):
+def _copied_ahead(parts, most_bytes, device, pinned):
     """The parts on a GPU, in two buffers in turn; copies run on a stream of their own."""
     stream, copier = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     buffers = [torch.empty(most_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    staging = [] if pinned else [torch.empty(most_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     copied, used = ([torch.cuda.Event() for _ in buffers] for _ in range(2))
     copier.wait_stream(stream)
 
     def bring(part, turn):
+        if staging:
+            copied[turn].synchronize()
+            part = staging[turn][: part.numel()].copy_(part)
         copier.wait_event(used[turn])
         with torch.cuda.stream(copier):
             near = buffers[turn][: part.numel()].copy_(part, non_blocking=True)
