@@ -7,14 +7,31 @@
 namespace ibp {
 
 // A lane takes kSteps * WORDS words a tile; one scan of the bits that its words keep gives their places, for all steps side by side.
-template <int WORDS, class G> struct MasksDecoder : NoBlockMemory {
+// MOVES: bits are deposited in five steps, each of which moves some by 1, 2, 4, 8 or 16 places (Warren, Hacker's Delight, section 7-5). Which ones, a
+// block works out once for every word. Otherwise gaps are inserted one after the other.
+template <int WORDS, bool MOVES, class G> struct MasksDecoder {
+    static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
     using Group = G;
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kSteps = 2, kStepWords = G::kLanes * WORDS, kTileWords = kSteps * kStepWords;
 
+    static constexpr uint32_t kMoves = 5, kMostTable = 24u << 10; // bytes of them in shared memory
+
     const ibp_codebook &cb;
     const uint32_t exchanged; // shared word
 
+    // Words that each array of a codebook has.
+    static __host__ __device__ __forceinline__ uint32_t entries_of(const ibp_codebook &cb) { return (cb.row_bytes + 15u) / 16u * 4u; }
+    // Whether a word's bits are all kept or all those of its mask removed, and there is room for the moves of all words.
+    static __host__ __device__ __forceinline__ bool has_moves(const ibp_codebook &cb)
+    {
+        return cb.chunk_bytes >= 4u && cb.num_clusters <= 1u && 4u * kMoves * entries_of(cb) <= kMostTable;
+    }
+    // Shared memory of a block: for each step the bits of every word that are moved to.
+    static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
+    {
+        return MOVES ? 4u * kMoves * entries_of(cb) : 0u;
+    }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
     {
         return G::kWarps > 1 ? 4u * G::kWarps : 0u;
@@ -22,6 +39,20 @@ template <int WORDS, class G> struct MasksDecoder : NoBlockMemory {
 
     __device__ __forceinline__ MasksDecoder(const ibp_codebook &codebook, uint32_t scratch) : cb(codebook), exchanged(scratch / 4u)
     {
+        if (!MOVES) return;
+        for (uint32_t w = threadIdx.x; w < entries_of(cb); w += blockDim.x) {
+            uint32_t keep = ~__ldg(cb.mask + w), removed = ~keep << 1;
+#pragma unroll
+            for (uint32_t i = 0; i < kMoves; i++) {
+                uint32_t odd = removed; // an odd number of bits removed, of those that are left to consider
+#pragma unroll
+                for (uint32_t step = 1; step < 32u; step *= 2) odd ^= odd << step;
+                const uint32_t moved = odd & keep;
+                shared_word(i * entries_of(cb) + w) = moved;
+                keep = (keep ^ moved) | moved >> (1u << i);
+                removed &= ~odd;
+            }
+        }
     }
 
     // One codebook, under the names of struct ibp_codebook.
@@ -39,7 +70,7 @@ template <int WORDS, class G> struct MasksDecoder : NoBlockMemory {
     // WORDS consecutive entries of a codebook array from entry w on; the last ones past the row.
     __device__ __forceinline__ void load_entries(const uint32_t *entries, uint32_t w, uint32_t (&out)[WORDS]) const
     {
-        const uint32_t *const from = entries + ibp_min_u32(w, (cb.row_bytes + 15u) / 16u * 4u - WORDS);
+        const uint32_t *const from = entries + ibp_min_u32(w, entries_of(cb) - WORDS);
         if (WORDS == 4) {
             const uint4 v = __ldg(reinterpret_cast<const uint4 *>(from));
             out[0] = v.x, out[1 % WORDS] = v.y, out[2 % WORDS] = v.z, out[3 % WORDS] = v.w;
@@ -76,12 +107,30 @@ template <int WORDS, class G> struct MasksDecoder : NoBlockMemory {
         return kept;
     }
 
+    // Deposits the bits of a lane's words.
+    __device__ __forceinline__ void move(const Book &book, uint32_t w, const Kept &kept, uint32_t (&word)[WORDS]) const
+    {
+        uint32_t moved[WORDS], bitval[WORDS];
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) moved[i] = word[i];
+#pragma unroll
+        for (uint32_t step = kMoves; step-- > 0;) {
+            const uint32_t first = ibp_min_u32(w, entries_of(cb) - WORDS);
+            const uint4 to = *reinterpret_cast<const uint4 *>(&shared_word(step * entries_of(cb) + first));
+            const uint32_t masks[4] = {to.x, to.y, to.z, to.w};
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) moved[i] = select_bits(masks[i], moved[i] << (1u << step), moved[i]);
+        }
+        load_entries(book.bitval, w, bitval);
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) word[i] = kept.keep[i] == ~0u ? word[i] : select_bits(kept.keep[i], moved[i], bitval[i]);
+    }
+
     // A lane's words, whose kept bits are staged from bit `from` on.
     __device__ __forceinline__ void rebuild(const Book &book, Stage stage, uint32_t from, uint32_t w, const Kept &kept,
                                             uint32_t (&word)[WORDS]) const
     {
-        uint32_t staged[WORDS + 1], bitval[WORDS], many = 0;
-        load_entries(book.bitval, w, bitval);
+        uint32_t staged[WORDS + 1], many = 0;
         const uint32_t first = ibp_min_u32(from / 32u, stage.last_word + 1u - WORDS); // a corrupt row asks for more
 #pragma unroll
         for (int i = 0; i <= WORDS; i++) staged[i] = shared_word(first + i);
@@ -95,6 +144,12 @@ template <int WORDS, class G> struct MasksDecoder : NoBlockMemory {
         for (int i = 0; i + 1 < WORDS; i++)
 #pragma unroll
             for (int k = WORDS - 1; k > i; k--) word[k] = __funnelshift_rc(word[k - 1], word[k], ibp_popcount(kept.keep[i]));
+        if constexpr (MOVES) {
+            move(book, w, kept, word);
+            return;
+        }
+        uint32_t bitval[WORDS];
+        load_entries(book.bitval, w, bitval);
         if (many & IBP_FLAG_MANY_GAPS) {
             uint32_t gaps[WORDS], left;
 #pragma unroll
@@ -160,7 +215,7 @@ template <int WORDS, class G> struct MasksDecoder : NoBlockMemory {
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes,
                                            const Window &window) const
     {
-        switch (cb.chunk_bytes) {
+        switch (MOVES ? 4u : cb.chunk_bytes) {
         case 1: return decode_chunks<1>(cluster, active, stage, start_bit, coded_bytes, window);
         case 2: return decode_chunks<2>(cluster, active, stage, start_bit, coded_bytes, window);
         default: return decode_chunks<4>(cluster, active, stage, start_bit, coded_bytes, window); // a participation bit a word

@@ -25,14 +25,19 @@ template <class Decoder> struct Tag {
     using type = Decoder;
 };
 
-// Calls launcher with the tag of Decoder<Group> for the group that a row of this length gets: of one warp up to longest_of_warp bytes.
-template <template <class> class Decoder, class Launcher>
-ibp_status with_group(uint32_t row_bytes, uint32_t longest_of_warp, const Launcher &launcher)
+// Calls launcher with the tag of Decoder<Group> for the group that a row of this length gets: of a warp or a part of one,
+template <template <class> class Decoder, class Launcher> ibp_status with_warp(uint32_t row_bytes, const Launcher &launcher)
 {
     if (row_bytes <= 4u * kLaneBytes) return launcher(Tag<Decoder<Group<4, 1>>>{});
     if (row_bytes <= 8u * kLaneBytes) return launcher(Tag<Decoder<Group<8, 1>>>{});
     if (row_bytes <= 16u * kLaneBytes) return launcher(Tag<Decoder<Group<16, 1>>>{});
-    if (row_bytes <= longest_of_warp) return launcher(Tag<Decoder<Group<kWarp, 1>>>{});
+    return launcher(Tag<Decoder<Group<kWarp, 1>>>{});
+}
+// or of several, where it is longer than longest_of_warp bytes.
+template <template <class> class Decoder, class Launcher>
+ibp_status with_group(uint32_t row_bytes, uint32_t longest_of_warp, const Launcher &launcher)
+{
+    if (row_bytes <= longest_of_warp) return with_warp<Decoder>(row_bytes, launcher);
     if (row_bytes <= 2u * kWarp * kLaneBytes) return launcher(Tag<Decoder<Group<kWarp, 2>>>{});
     if (row_bytes <= 4u * kWarp * kLaneBytes) return launcher(Tag<Decoder<Group<kWarp, 4>>>{});
     return launcher(Tag<Decoder<Group<kWarp, kMostWarps>>>{});
@@ -50,8 +55,9 @@ template <class G> using Pairs2 = PairsDecoder<uint16_t, G, false>;
 template <class G> using Pairs4 = PairsDecoder<uint32_t, G, false>;
 template <class G> using Columns2 = PairsDecoder<uint16_t, G, true>;
 template <class G> using Columns4 = PairsDecoder<uint32_t, G, true>;
-template <class G> using MaskWords = MasksDecoder<4, G>;
-template <class G> using MaskWord = MasksDecoder<1, G>;
+template <class G> using MaskMoves = MasksDecoder<4, true, G>;
+template <class G> using MaskWords = MasksDecoder<4, false, G>;
+template <class G> using MaskWord = MasksDecoder<1, false, G>;
 
 // Calls launcher with the tag of the codebook's decoder. by_16: rows start at multiples of 16 bytes on the uncoded side.
 template <class Launcher> ibp_status with_decoder(const ibp_codebook &cb, bool by_16, const Launcher &launcher)
@@ -59,6 +65,7 @@ template <class Launcher> ibp_status with_decoder(const ibp_codebook &cb, bool b
     if (cb.scheme == IBP_SCHEME_RAW) return with_group<RawDecoder>(cb.row_bytes, launcher);
     if (cb.scheme == IBP_SCHEME_IBP) {
         constexpr uint32_t kLongestOfWarp = 8u << 10; // several warps count a row's bits before they decode it
+        if (by_16 && MaskMoves<Group<kWarp, 1>>::has_moves(cb)) return with_warp<MaskMoves>(cb.row_bytes, launcher);
         if (by_16) return with_group<MaskWords>(cb.row_bytes, kLongestOfWarp, launcher);
         if (cb.row_bytes <= kLongestOfWarp) return launcher(Tag<MaskWord<Group<kWarp, 1>>>{});
         return launcher(Tag<MaskWord<Group<kWarp, 8>>>{});

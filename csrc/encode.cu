@@ -70,8 +70,11 @@ __global__ void __launch_bounds__(kEncodeThreads)
     uint8_t *const stages = reinterpret_cast<uint8_t *>(shared) + Encoder::table_bytes(cb);
     const BitStage stage{reinterpret_cast<uint32_t *>(stages + threadIdx.x / G::kLanes * group_bytes), stage_bytes / 4u - 1u};
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
-    for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows; r += int64_t{gridDim.x} * kGroups) {
-        const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
+    const int64_t step = int64_t{gridDim.x} * kGroups;
+    const auto row_at = [&](int64_t r) { return PlainRow{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)}; };
+    for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows; r += step) {
+        const PlainRow row = row_at(r);
+        if (r + step < num_rows) prefetch<G>(row_at(r + step));
         const RowPlace place = place_row<G>(table, num_bytes, r);
         const uint32_t copied = max(place.slot_room, place.room ? table.slot_bytes + place.room : 0u);
         const uint32_t vectors = ibp_min_u32(copied / kVector + 2u, stage_bytes / kVector);

@@ -137,6 +137,16 @@ struct PlainRow {
     }
 };
 
+// Sends for a row's bytes, as far as the L2 cache.
+template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
+{
+#ifdef __CUDACC__
+    constexpr uint32_t kLine = 128;
+    for (uint32_t first = kLine * G::lane(); first < row.valid; first += kLine * G::kLanes)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row.bytes + first));
+#endif
+}
+
 // A row being coded: bits are ORed into words that are zero. What would lie past the end is dropped: only a row that has changed
 // since it was measured asks for that.
 struct BitStage {
