@@ -26,7 +26,7 @@ REPEATS, MAX_DOUBLINGS = 3, 5
 ROW_BYTES = 2048
 TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, 2 * inputs.MIB
 PASSES = 2  # how often one fetch reads every row of the table: long kernels, so that few of them begin and end beside the train
-SMS = {"planes gather": (8, 4, None), "raw gather": (8,), "planes decompress": (8, 4)}
+SMS = {"planes gather": (8, 4, None), "raw gather": (8,), "planes decompress": (8, 4), "planes decompress by kernel": (8, 4)}
 JUDGED_SMS, MOST_LOSS_RATIO = 8, 1.3
 LINE_RATE = 0.92  # of the ideal: the fetch alone has to be at the link's rate for the loss to mean something
 
@@ -163,9 +163,10 @@ def fetches(run):
         del out
     packed = ibp.compress(host, codebook=codebook, layout="packed")
     ideal_gbps = ideal.tensor_gbps(packed.original_bytes, packed.stored_bytes)
-    for sms in SMS["planes decompress"] if run.on_gpu else (None,):
-        yield Fetch("planes decompress", x, lambda sms=sms: ibp.decompress(packed, out=whole, max_sms=sms), whole, x, table=packed,
-                    ideal_gbps=ideal_gbps, sms=sms)
+    for arm, path in (("planes decompress", "copy"), ("planes decompress by kernel", "gpu")) if run.on_gpu else (("planes decompress", None),):
+        for sms in SMS[arm] if run.on_gpu else (None,):
+            yield Fetch(arm, x, lambda sms=sms, path=path: ibp.decompress(packed, out=whole, max_sms=sms, path=path), whole, x, table=packed,
+                        ideal_gbps=ideal_gbps, sms=sms)
     yield Fetch("copy_", x, lambda: whole.copy_(host, non_blocking=True), whole, x, table=None, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0)
 
 

@@ -10,7 +10,6 @@ ibp.decompress would choose the kernel. The ideal is the copy engine's rate over
 """
 
 import sys
-from unittest import mock
 
 import torch
 
@@ -70,14 +69,6 @@ def in_host_memory(table, pin):
                                 bases=table.bases.cpu(), codebook=table.codebook)
 
 
-def always_streamed():
-    return mock.patch.object(streaming, "_LEAST_STREAMED_BYTES", 0)
-
-
-def never_streamed():
-    return mock.patch.object(streaming, "_LEAST_STREAMED_BYTES", float("inf"))
-
-
 def measure_raw(cell):
     hosts = [_memory.empty(cell.num_bytes, torch.device("cpu"), cell.run.on_gpu).view(x.dtype).view(x.shape).copy_(x) for x in cell.xs]
     calls = [lambda out=out, host=host: out.copy_(host, non_blocking=True) for out, host in zip(cell.outs, hosts)]
@@ -90,18 +81,17 @@ def measure_tables(cell, codebook, layout):
     moved_bytes = sum(table.slots.numel() + table.overflow.numel() for table in tables) / len(tables)
     same = {"moved_bytes": moved_bytes, "savings": tables[0].savings, "table": tables[0]}
     chosen = streaming.sms_at_link_rate(cell.num_bytes, int(moved_bytes)) if cell.run.on_gpu else None
+    path = "copy" if cell.run.on_gpu else None
     for sms in {FEW_SMS: FEW_SMS, FEWEST_SMS: FEWEST_SMS, chosen: None}.values() if cell.run.on_gpu else (None,):
-        each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms) for table, out in zip(tables, cell.outs)]
+        each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms, path=path) for table, out in zip(tables, cell.outs)]
         label = sms or chosen
-        with always_streamed():
-            cell.measure(name, each, sms=label, **same)
-            if len(tables) > 1:
-                every = [lambda sms=sms: ibp.decompress_many(tables, out=cell.outs, max_sms=sms)]
-                cell.measure(f"{name}, list", every, sms=label, tensors_a_call=len(tables), **same)
-    if cell.run.on_gpu:
-        each = [lambda table=table, out=out: ibp.decompress(table, out=out) for table, out in zip(tables, cell.outs)]
-        with never_streamed():
-            cell.measure(f"{name}, by kernel", each, sms=None, **same)
+        cell.measure(name, each, sms=label, **same)
+        if len(tables) > 1:
+            every = [lambda sms=sms: ibp.decompress_many(tables, out=cell.outs, max_sms=sms, path=path)]
+            cell.measure(f"{name}, list", every, sms=label, tensors_a_call=len(tables), **same)
+    for sms in (None, FEW_SMS) if cell.run.on_gpu else ():
+        each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms, path="gpu") for table, out in zip(tables, cell.outs)]
+        cell.measure(f"{name}, by kernel", each, sms=sms, **same)
 
 
 class AnsPieces:

@@ -39,12 +39,15 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
 
     __device__ __forceinline__ MasksDecoder(const ibp_codebook &codebook, uint32_t scratch) : cb(codebook), exchanged(scratch / 4u)
     {
-        if (!MOVES) return;
+        if constexpr (MOVES) find_moves();
+    }
+    __device__ __forceinline__ void find_moves() const
+    {
         for (uint32_t w = threadIdx.x; w < entries_of(cb); w += blockDim.x) {
             uint32_t keep = ~__ldg(cb.mask + w), removed = ~keep << 1;
 #pragma unroll
             for (uint32_t i = 0; i < kMoves; i++) {
-                uint32_t odd = removed; // an odd number of bits removed, of those that are left to consider
+                uint32_t odd = removed; // where an odd number of bits are removed below, of those that are left to consider
 #pragma unroll
                 for (uint32_t step = 1; step < 32u; step *= 2) odd ^= odd << step;
                 const uint32_t moved = odd & keep;

@@ -20,10 +20,9 @@ namespace ibp {
 template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     static_assert(sizeof(T) == 2 || sizeof(T) == 4, "the joins that there are");
     using Group = G;
-    // Of the largest group there is room for two in shared memory, so that it can have more registers.
-    static constexpr uint32_t kMostThreads = G::kIsLargest ? 512 : 768, kVectors = G::kIsLargest                        ? 8
-                                                                                   : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
-                                                                                                                        : 4;
+    // Of the largest group there is room for two in shared memory, so that it can have more registers; those that fit 72 of them get as many warps.
+    static constexpr uint32_t kMostThreads = G::kIsLargest ? 512 : sizeof(T) == 2 && !COLUMNS && G::kWarps == 1 ? 896 : 768;
+    static constexpr uint32_t kVectors = G::kIsLargest ? 8 : sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
     static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
                               kTile = kSteps * kStep;                       // vectors of a lane in a tile; elements

@@ -51,10 +51,10 @@ __device__ __forceinline__ bool store_row(const ibp_codebook &cb, const Encoder 
         }
         return true;
     }
-    if (cb.num_clusters <= 1u) return encoder.encode(row, stage, 0, place.stored);
-    const uint32_t k = choose_cluster(cb, encoder, row).cluster;
-    if (G::lane() == 0u) stage.or_bits(0, k);
-    return encoder.of_cluster(cb, k).encode(row, stage, 8, place.stored);
+    const bool has_clusters = cb.num_clusters > 1u;
+    const uint32_t k = has_clusters ? choose_cluster(cb, encoder, row).cluster : 0u;
+    if (has_clusters && G::lane() == 0u) stage.or_bits(0, k);
+    return encoder.of_cluster(cb, k).encode(row, stage, has_clusters ? 8u : 0u, place.stored);
 }
 
 template <class Encoder>

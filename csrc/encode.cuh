@@ -106,34 +106,43 @@ template <uint32_t LANES> struct Group {
     }
 };
 
+// 16 bytes from any address on, of which num_bytes are valid; zeros behind them. Reads no 4-byte word that has no valid byte.
+static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
+{
+    uint32_t words[4] = {};
+    if (num_bytes < kVector) {
+#pragma unroll
+        for (uint32_t b = 0; b < kVector; b++)
+            if (b < num_bytes) words[b / 4u] |= static_cast<uint32_t>(from[b]) << (8u * (b % 4u));
+    } else {
+        const uint32_t start = reinterpret_cast<uintptr_t>(from) % 4u;
+        const uint32_t *const near = reinterpret_cast<const uint32_t *>(from - start);
+        uint32_t next = near[0];
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t word = next;
+            next = i < 3 || start != 0u ? near[i + 1] : 0u;
+            words[i] = __funnelshift_r(word, next, 8u * start);
+        }
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // A row as it is before coding.
 struct PlainRow {
     const uint8_t *bytes;
     uint32_t valid;
 
-    // 16 bytes from byte `first`, a multiple of 16, on; zeros past the valid ones. Reads no 4-byte word that has no valid byte.
+    // 16 bytes from byte `first`, a multiple of 16, on; zeros past the valid ones.
     __device__ __forceinline__ void load(uint32_t first, uint32_t (&words)[4]) const
     {
         const uint8_t *const from = bytes + first;
-        words[0] = words[1] = words[2] = words[3] = 0;
-        if (first + kVector > valid) {
-#pragma unroll
-            for (uint32_t b = 0; b < kVector; b++)
-                if (first + b < valid) words[b / 4u] |= static_cast<uint32_t>(from[b]) << (8u * (b % 4u));
-        } else if (aligned(from, 16)) {
-            const uint4 v = *reinterpret_cast<const uint4 *>(from);
-            words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-        } else {
-            const uint32_t start = reinterpret_cast<uintptr_t>(from) % 4u;
-            const uint32_t *const near = reinterpret_cast<const uint32_t *>(from - start);
-            uint32_t next = near[0];
-#pragma unroll
-            for (uint32_t i = 0; i < 4; i++) {
-                const uint32_t word = next;
-                next = i < 3 || start != 0u ? near[i + 1] : 0u;
-                words[i] = __funnelshift_r(word, next, 8u * start);
-            }
-        }
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (first + kVector <= valid && aligned(from, 16))
+            v = *reinterpret_cast<const uint4 *>(from);
+        else if (first < valid)
+            v = load_part(from, valid - first);
+        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     }
 };
 

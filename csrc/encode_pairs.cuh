@@ -17,7 +17,7 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
     using G = typename Base::G;
     using Measurer = Base;
     using Base::codes, Base::columns, Base::planes, Base::row_bytes, Base::symbol_bits;
-    static constexpr uint32_t kPerLane = Base::kPerLane, kSteps = 4, kStepBytes = kVector * LANES;
+    static constexpr uint32_t kPerLane = Base::kPerLane, kSteps = 2, kStepBytes = kVector * LANES;
     static constexpr uint32_t kWords = kPerLane / 4u; // that hold a byte of each element of a lane
 
     using Base::Base;
@@ -52,11 +52,16 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
 #pragma unroll
             for (uint32_t i = 0; i < 4; i++)
                 if (4u * i < num_bytes) reinterpret_cast<uint32_t *>(to)[i] = words[i];
-            return;
+        } else {
+            put_each(to, make_uint4(words[0], words[1], words[2], words[3]), num_bytes);
         }
+    }
+    static __device__ __noinline__ void put_each(uint8_t *to, uint4 words, uint32_t num_bytes)
+    {
+        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
         for (uint32_t i = 0; i < 16; i++)
-            if (i < num_bytes) to[i] = static_cast<uint8_t>(words[i / 4u] >> 8u * (i % 4u));
+            if (i < num_bytes) to[i] = static_cast<uint8_t>(values[i / 4u] >> 8u * (i % 4u));
     }
     // Appends those of four symbols that have escaped.
     static __device__ __forceinline__ void append(uint8_t *&to, uint32_t symbols, uint32_t escaped)
@@ -100,7 +105,9 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
         uint32_t num_listed = 0;
 #pragma unroll 1
         for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {
-            uint32_t symbols[kSteps][kWords], escaped[kSteps][kWords], counts[kSteps / 2] = {};
+            uint32_t words[kSteps][4], symbols[kSteps][kWords], escaped[kSteps][kWords], counts[kSteps / 2] = {};
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) row.load(base + s * kStepBytes + kVector * G::lane(), words[s]);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
                 const uint32_t first = base + s * kStepBytes + kVector * G::lane(),
@@ -109,10 +116,9 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
                 for (uint32_t w = 0; w < kWords; w++) escaped[s][w] = symbols[s][w] = 0;
                 if (column >= columns) continue;
                 const uint32_t num = ibp_min_u32(columns - column, kPerLane);
-                uint32_t word[4], of_lane[4], found[4] = {};
-                row.load(first, word);
-                this->rotate(word);
-                split(word, symbols[s], of_lane);
+                uint32_t of_lane[4], found[4] = {};
+                this->rotate(words[s]);
+                split(words[s], symbols[s], of_lane);
                 put_bytes(residuals + column * r / 8u, of_lane, (num * r + 7u) / 8u);
 #pragma unroll
                 for (uint32_t w = 0; w < kWords; w++) {

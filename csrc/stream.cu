@@ -1,9 +1,9 @@
 // stream.cu - tables in pinned host memory, brought to the GPU by its copy engine chunk by chunk and decoded there meanwhile.
 //
 // Bound by the link. The ring has as many places as there are event pairs; chunk k uses place k % kPlaces:
-//     copy streams:   wait freed[k - kPlaces]   copy chunk k   record filled[k]    in turn, so that one's copy hides what another's costs to begin
+//     copy stream:    wait freed[k - kPlaces]   copy chunk k   record filled[k]
 //     decode stream:  wait filled[k]            decode chunk k record freed[k]
-// so the copy engines run ahead by up to kPlaces chunks, from one table into the next, and neither the host nor the caller's stream, which waits for
+// so the copy engine runs ahead by up to kPlaces chunks, from one table into the next, and neither the host nor the caller's stream, which waits for
 // a table's last chunk, waits for anything but the bytes that it needs. The decode stream has the highest priority: its few blocks get the next
 // SMs that other kernels leave.
 #include "stream.h"
@@ -13,8 +13,7 @@
 
 namespace ibp {
 
-constexpr int kPlaces = 4, kCopyStreams = 2;
-static_assert(kPlaces % kCopyStreams == 0, "a place's copies have one stream");
+constexpr int kPlaces = 4;
 
 // The first error of several calls.
 class FirstError {
@@ -34,7 +33,7 @@ class FirstError {
 } // namespace ibp
 
 struct ibp_streamer {
-    cudaStream_t copies[ibp::kCopyStreams], decodes;
+    cudaStream_t copies, decodes;
     cudaEvent_t begun, ended, filled[ibp::kPlaces], freed[ibp::kPlaces];
     uint8_t *ring;
     int64_t place_bytes;
@@ -50,11 +49,12 @@ static ibp_status copy_part(uint8_t *to, const uint8_t *from, uint64_t num_bytes
 }
 
 // Lets the streamer's streams begin after what the caller's has been given: the decode stream for each table, whose output may still be in use, the
-// copy streams for their first chunks, before which the ring's memory may be.
+// copy stream for the first, before which the ring's memory may be.
 static ibp_status fork(ibp_streamer *streamer, cudaStream_t stream)
 {
     FirstError calls;
     calls << cudaEventRecord(streamer->begun, stream) << cudaStreamWaitEvent(streamer->decodes, streamer->begun, 0);
+    if (streamer->num_chunks == 0) calls << cudaStreamWaitEvent(streamer->copies, streamer->begun, 0);
     return calls.status();
 }
 static ibp_status join(ibp_streamer *streamer, cudaStream_t stream)
@@ -69,9 +69,8 @@ static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, con
 {
     const int place = static_cast<int>(streamer->num_chunks % kPlaces);
     uint8_t *const ring = streamer->ring + place * streamer->place_bytes;
-    const cudaStream_t copies = streamer->copies[place % kCopyStreams];
+    const cudaStream_t copies = streamer->copies;
     FirstError calls;
-    if (streamer->num_chunks < kCopyStreams) calls << cudaStreamWaitEvent(copies, streamer->begun, 0);
     if (streamer->num_chunks >= kPlaces) calls << cudaStreamWaitEvent(copies, streamer->freed[place], 0);
     if (!calls.ok()) return calls.status();
     *block = *table;
@@ -114,10 +113,10 @@ static ibp_status create_events(ibp_streamer *streamer)
     calls << cudaThreadExchangeStreamCaptureMode(&mode);
     if (!calls.ok()) return calls.status();
     calls << cudaDeviceGetStreamPriorityRange(&lowest, &highest)
+          << cudaStreamCreateWithPriority(&streamer->copies, cudaStreamNonBlocking, lowest)
           << cudaStreamCreateWithPriority(&streamer->decodes, cudaStreamNonBlocking, highest)
           << cudaEventCreateWithFlags(&streamer->begun, cudaEventDisableTiming)
           << cudaEventCreateWithFlags(&streamer->ended, cudaEventDisableTiming);
-    for (cudaStream_t &copies : streamer->copies) calls << cudaStreamCreateWithPriority(&copies, cudaStreamNonBlocking, lowest);
     for (int place = 0; place < kPlaces; place++)
         calls << cudaEventCreateWithFlags(&streamer->filled[place], cudaEventDisableTiming)
               << cudaEventCreateWithFlags(&streamer->freed[place], cudaEventDisableTiming);
@@ -147,9 +146,8 @@ extern "C" ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer)
     }
     for (const cudaEvent_t event : {streamer->begun, streamer->ended})
         if (event) calls << cudaEventDestroy(event);
-    for (const cudaStream_t stream : streamer->copies)
+    for (const cudaStream_t stream : {streamer->copies, streamer->decodes})
         if (stream) calls << cudaStreamDestroy(stream);
-    if (streamer->decodes) calls << cudaStreamDestroy(streamer->decodes);
     free(streamer);
     return calls.status();
 }

@@ -17,8 +17,11 @@ _LEAST_STREAMED_BYTES = 16 << 20  # stored; of less the kernel, which starts at 
 _SMS_AT_LINK_RATE = 5  # times original over stored bytes: they decode faster than the copy engine brings the rows
 
 
+PATHS = ("copy", "gpu")  # from pinned host memory to a GPU
+
+
 def decompress(table: CompressedTensor, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
-               check: bool = False, max_sms: int | None = None) -> torch.Tensor:
+               check: bool = False, max_sms: int | None = None, path: str | None = None) -> torch.Tensor:
     """The whole tensor again.
 
     From pinned host memory to a GPU the stored bytes are moved by the copy engine into a ring of staging buffers of 32 MiB, and decoded there
@@ -31,21 +34,25 @@ def decompress(table: CompressedTensor, *, device: torch.device | str | int | No
         device: where the result goes; None: out's device, else the table's.
         out: contiguous tensor of x's shape and dtype to write to.
         check: as in `index_select`.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but from pinned memory no more than keep up with
+        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "copy" no more than keep up with
             the link (8 where a third is saved).
+        path: how rows come from pinned host memory to a GPU; None chooses by the size. All give the same bits.
+            "copy": the copy engine moves them into the ring. The fastest on a GPU that has multiprocessors free; chunks wait for some, though, one
+            after the other, while kernels that keep all of them busy run beside.
+            "gpu": one kernel fetches them itself, and keeps the multiprocessors that it has once been given: beside such kernels take this.
 
     Returns:
         Tensor of x's shape and dtype; out if it was given.
 
     Raises:
-        TypeError, ValueError: out does not fit.
+        TypeError, ValueError: out does not fit, or `path` cannot be taken.
         CorruptTableError: the table's bytes contradict each other; from a GPU as `index_select` reports faults.
     """
-    return decode_items(table, 0, None, device, out, check, max_sms)
+    return _decode([_Job.of(table, 0, None, device, out)], check, max_sms, path)[0]
 
 
 def decompress_many(tables, *, device: torch.device | str | int | None = None, out=None, check: bool = False,
-                    max_sms: int | None = None) -> list[torch.Tensor]:
+                    max_sms: int | None = None, path: str | None = None) -> list[torch.Tensor]:
     """Several whole tensors, in order: those in pinned host memory that go to one GPU as one stream through one ring.
 
     The copies for one tensor run while the one before is still being decoded, so that the link is busy from the first tensor to the last,
@@ -55,7 +62,7 @@ def decompress_many(tables, *, device: torch.device | str | int | None = None, o
         tables: the tables.
         device: where the results go; None: of each its out's device, else its table's.
         out: a tensor, as `decompress` takes it, or None for each table; None: all new.
-        check, max_sms: as in `decompress`.
+        check, max_sms, path: as in `decompress`.
 
     Returns:
         List of tensors, one a table.
@@ -67,7 +74,7 @@ def decompress_many(tables, *, device: torch.device | str | int | None = None, o
     outs = [None] * len(tables) if out is None else list(out)
     if len(outs) != len(tables):
         raise ValueError(f"out has {len(outs)} tensors; wanted {len(tables)}, one a table")
-    return _decode([_Job.of(table, 0, None, device, to) for table, to in zip(tables, outs)], check, max_sms)
+    return _decode([_Job.of(table, 0, None, device, to) for table, to in zip(tables, outs)], check, max_sms, path)
 
 
 def decode_items(table, first_item, last_item, device, out, check, max_sms):
@@ -111,9 +118,21 @@ def _shape(table, first_item, last_item):
     return table.shape if last_item is None else (last_item - first_item, *table.shape[1:])
 
 
-def _decode(jobs, check, max_sms):
+def _check_path(path, jobs):
+    """Raises ValueError unless all jobs can take the path."""
+    if path is None:
+        return
+    if path not in PATHS:
+        raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, PATHS))}, or None")
+    for job in jobs:
+        if not job.comes_over_the_link and job.end > job.start:
+            raise ValueError(f"path {path!r} goes from pinned host memory to a GPU, but the table is {job.table!r} and the result goes to {job.target}")
+
+
+def _decode(jobs, check, max_sms, path=None):
     """The results of all jobs, queued without waiting for any of them but where a result goes to the CPU."""
     sms = sms_of(max_sms)
+    _check_path(path, jobs)
     on_gpus = [job for job in jobs if job.worker.type == "cuda"]
     for job in on_gpus:  # what waits comes first, so that it does not hold up a stream
         job.table._raise_pending(job.worker)
@@ -122,7 +141,8 @@ def _decode(jobs, check, max_sms):
         streams = {}
         for worker in {job.worker for job in on_gpus}:
             streamed = [job for job in on_gpus if job.worker == worker and job.comes_over_the_link]
-            if streamed and sum(job.stored_bytes for job in streamed) >= _LEAST_STREAMED_BYTES:
+            least = _LEAST_STREAMED_BYTES if path is None else 0
+            if path != "gpu" and streamed and sum(job.stored_bytes for job in streamed) >= least:
                 streams[worker] = stack.enter_context(_borrow_stream(worker, len(streamed)))
         results = [_run(job, streams.get(job.worker), sms) for job in jobs]
     if check:

@@ -157,11 +157,11 @@ class CompressedTensor:
 
         return index_select(self, ids, device=device, out=out, check=check, max_sms=max_sms, path=path)
 
-    def decompress(self, *, device=None, out=None, check=False, max_sms=None) -> torch.Tensor:
+    def decompress(self, *, device=None, out=None, check=False, max_sms=None, path=None) -> torch.Tensor:
         """See `ibp.decompress`."""
         from .streaming import decompress
 
-        return decompress(self, device=device, out=out, check=check, max_sms=max_sms)
+        return decompress(self, device=device, out=out, check=check, max_sms=max_sms, path=path)
 
     def __getitem__(self, key) -> torch.Tensor:
         """x[key] for an int, a slice, or an index tensor or list (bool masks too); on the table's device, or on the index tensor's."""

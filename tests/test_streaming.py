@@ -266,6 +266,30 @@ def test_one_stream_of_many(cuda, streamed, monkeypatch):
     assert len(calls) == 4
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_paths(cuda, streamed, monkeypatch, layout):
+    """A path is taken where the sizes would choose the other one, and gives the same bits."""
+    x = spiky_rows(700, 60)
+    table = make_table(x, layout, scheme="planes")
+    for path, num_streamed in (("gpu", 0), ("copy", 1)):
+        monkeypatch.setattr(streaming, "_LEAST_STREAMED_BYTES", 0 if path == "gpu" else float("inf"))
+        streamed.clear()
+        for result in (table.decompress(device=cuda, path=path, max_sms=2, check=True), *ibp.decompress_many([table], device=cuda, path=path)):
+            assert_same_bits(result.cpu(), x)
+        assert len(streamed) == 2 * num_streamed
+
+
+def test_paths_that_cannot_be_taken():
+    table = ibp.compress(spiky_rows(64, 60), pin_memory=False)
+    with pytest.raises(ValueError, match="path is 'bucketed'; wanted one of 'copy', 'gpu', or None"):
+        ibp.decompress(table, path="bucketed")
+    for path in streaming.PATHS:
+        out = poisoned(torch.empty(64, 60), "cpu")
+        with pytest.raises(ValueError, match=f"path '{path}' goes from pinned host memory to a GPU, but the table is .* and the result goes to cpu"):
+            ibp.decompress_many([table], out=[out], path=path)
+        assert_same_bits(out, poisoned(torch.empty(64, 60), "cpu"))
+
+
 # ---- streams and graphs ----
 
 
