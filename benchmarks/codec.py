@@ -2,7 +2,8 @@
 
     python -m benchmarks.codec [--out DIR] [--device cpu] [--quick]
 
-Tables of 256 MiB, several times the L2 cache. GB/s of original bytes, the copy's of bytes copied. `decode` is `ibp.decompress(table, out=)` of
+Tables of 256 MiB, several times the L2 cache, and one of 4 GiB, beside which the fixed costs of compression and analysis are small; 1 GiB from host
+memory. GB/s of original bytes, the copy's of bytes copied. `decode` is `ibp.decompress(table, out=)` of
 the slots layout, `decode packed` of the packed one; `encode` is the kernels alone, `compress` and the analyses whole Python calls with their allocations and
 synchronisations, and so are nvCOMP's. Decoding slower than it should be is printed last, as BELOW.
 """
@@ -20,7 +21,7 @@ from .ratio import BLOCK_BYTES, nvcomp
 
 ANALYZED_SAVINGS = 0.5  # the one synthetic savings at which analysis is timed too: its time hardly depends on them
 ANALYZED_ROW_BYTES = 2048  # the one row size at which analysis is timed too, of normal tables also encoding, and nvCOMP, which knows no rows
-HOST_DTYPE = torch.bfloat16  # of the table that is compressed and analysed in host memory
+LARGE_BYTES, HOST_BYTES = 4096 * inputs.MIB, 1024 * inputs.MIB  # of the BF16 tables that are compressed and analysed on the GPU and in host memory
 ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 16384), (512, 2048)  # of normal tables
 SYNTHETIC_ROW_BYTES, SYNTHETIC_SAVINGS = (256, 512, 2048, 65536), (0.125, 0.5, 0.9)
 SWEEP_SAMPLE = 0.1  # of the rows, for the analysis that sweeps thresholds and chunk sizes
@@ -157,7 +158,7 @@ def measure_codec(case, codebook):
             measure(case, table, read_bytes(table) + case.num_bytes)
 
 
-def measure_analysis(case):
+def measure_analysis(case, sweeps=True):
     """One threshold on all rows, and the sweep of a sample; checked by what they are for, a round trip."""
 
     def one_threshold():
@@ -167,6 +168,8 @@ def measure_analysis(case):
         return ibp.analyze(case.x, sample=SWEEP_SAMPLE)
 
     for arm, analyze, share in (("analyze", one_threshold, 1.0), ("analyze, sweep", sweep, SWEEP_SAMPLE)):
+        if not sweeps and analyze is sweep:
+            continue
         table = ibp.compress(case.x, codebook=analyze())
         case.check(table, arm)
         case.time(arm, analyze, table.savings, ideal.device_gbps(case.num_bytes, share * case.num_bytes, case.rates.copy_gbps))
@@ -176,8 +179,6 @@ def measure_host(case, codebook):
     """Compression from host memory to host memory and analysis of host memory, beside the copies that bound them: the link for pinned data,
     x.to("cuda") for pageable. Whole calls by the wall clock: `compress` allocates its table, and pins it."""
     run = case.run
-    if not run.on_gpu:
-        return
     case.kind = kind_of(codebook)
     far = {"pageable": case.x.cpu(), "pinned": case.x.cpu().pin_memory()}
     for place, x in far.items():
@@ -252,8 +253,20 @@ def run_normal(run, rates):
                     measure_decoding(case, column_codebook(dense, x))
                 if is_analyzed:
                     measure_nvcomp(case)
-                    if dtype == HOST_DTYPE:
-                        measure_host(case, dense)
+
+
+def run_large(run, rates):
+    """What compression and analysis cost where a table is not small, on the GPU and from host memory."""
+    if run.quick or not run.on_gpu:
+        return
+    name, dtype, deviation = inputs.NORMAL[0]
+    with run.cell(f"{name} {harness.dtype_name(dtype)}, {LARGE_BYTES >> 30} GiB"):
+        x = inputs.normal_rows(LARGE_BYTES, dtype, deviation, run.device, columns=ANALYZED_ROW_BYTES // dtype.itemsize)
+        case, dense = Case(run, rates, f"{name}, {LARGE_BYTES >> 30} GiB", x), ibp.analyze(x, scheme="planes", sample=None)
+        measure_codec(case, ibp.analyze(x, sample=None))
+        measure_analysis(case, sweeps=False)
+        measure_codec(case, dense)
+        measure_host(Case(run, rates, f"{name}, {HOST_BYTES >> 30} GiB", x[: HOST_BYTES // ANALYZED_ROW_BYTES]), dense)
 
 
 def run_real(run, rates, data_dir):
@@ -288,10 +301,27 @@ def wanted_gbps(row, device):
     return None
 
 
+LEAST_COMPRESS_GBPS, LEAST_ANALYZE_GBPS = 500.0, 1000.0  # on the GPU, of LARGE_BYTES
+PINNED_SHARES, PAGEABLE_FACTOR = {"compress": 0.8, "analyze": 0.9}, 1.5  # of the link; of the time of x.to("cuda")
+
+
+def wanted_of_large(row, rows):
+    """Likewise, that compression and analysis should reach where fixed costs do not count."""
+    what = row["arm"].split(",")[0].split(" ")[-1]
+    if row["row_bytes"] * row["rows"] == LARGE_BYTES and row["arm"].endswith(("compress", "analyze")):
+        return (LEAST_COMPRESS_GBPS if what == "compress" else LEAST_ANALYZE_GBPS), "promised"
+    if what in PINNED_SHARES and row["arm"].endswith(", pinned"):
+        return PINNED_SHARES[what] * ideal.LINK_COPY_GBPS, f"{100 * PINNED_SHARES[what]:g} % of the link"
+    if what in PINNED_SHARES and row["arm"].endswith(", pageable"):
+        copied = next(float(other["gbps"]) for other in rows if other["case"] == row["case"] and other["arm"].endswith("to(cuda), pageable"))
+        return copied / PAGEABLE_FACTOR, f'x.to("cuda") in {PAGEABLE_FACTOR:g} times its time'
+    return None
+
+
 def shortfalls(rows):
-    """Lines that say where decoding is slower than it should be."""
+    """Lines that say where decoding, compression or analysis is slower than it should be."""
     device = {row["arm"]: float(row["gbps"]) for row in rows if row["case"] == "device"}
-    wanted = [(row, wanted_gbps(row, device)) for row in rows if row["case"] != "device"]
+    wanted = [(row, wanted_gbps(row, device) or wanted_of_large(row, rows)) for row in rows if row["case"] != "device"]
     return [f"{row['case']} {row['dtype']}, {row['row_bytes']} B, {row['arm']}, {row['sms']} SMs: {row['gbps']} GB/s, less than {want[1]}, "
             f"{harness.four_digits(want[0])}" for row, want in wanted if want and float(row["gbps"]) < want[0]]
 
@@ -307,6 +337,7 @@ def main(argv=None):
     rates = DeviceRates(run)
     run_normal(run, rates)
     run_synthetic(run, rates)
+    run_large(run, rates)
     run_real(run, rates, args.data)
     return run.finish(shortfalls(run.rows))
 

@@ -20,9 +20,9 @@ namespace ibp {
 template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     static_assert(sizeof(T) == 2 || sizeof(T) == 4, "the joins that there are");
     using Group = G;
-    // Of the largest group there is room for two in shared memory, so that it can have more registers; those that fit 72 of them get as many warps.
-    static constexpr uint32_t kMostThreads = G::kIsLargest ? 512 : sizeof(T) == 2 && !COLUMNS && G::kWarps == 1 ? 896 : 768;
-    static constexpr uint32_t kVectors = G::kIsLargest ? 8 : sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
+    // Of groups for rows of any length there is room for two in shared memory, so that they can have more registers; those that fit 72 get more warps.
+    static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : sizeof(T) == 2 && !COLUMNS ? 896 : 768;
+    static constexpr uint32_t kVectors = G::kAnyLength ? 8 : sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
     static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
                               kTile = kSteps * kStep;                       // vectors of a lane in a tile; elements
@@ -381,7 +381,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         }
         uint32_t n = active ? book.columns : 0u;
         const uint32_t tiles = (book.columns + kTile - 1u) / kTile,
-                       per_warp = G::kIsLargest ? (tiles + G::kWarps - 1u) / G::kWarps : 1u;
+                       per_warp = G::kAnyLength ? (tiles + G::kWarps - 1u) / G::kWarps : 1u;
         const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
                        last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
         const uint32_t end = start_bit + 8u * coded_bytes;

@@ -40,11 +40,19 @@ ibp_status with_group(uint32_t row_bytes, uint32_t longest_of_warp, const Launch
     if (row_bytes <= longest_of_warp) return with_warp<Decoder>(row_bytes, launcher);
     if (row_bytes <= 2u * kWarp * kLaneBytes) return launcher(Tag<Decoder<Group<kWarp, 2>>>{});
     if (row_bytes <= 4u * kWarp * kLaneBytes) return launcher(Tag<Decoder<Group<kWarp, 4>>>{});
-    return launcher(Tag<Decoder<Group<kWarp, kMostWarps>>>{});
+    return launcher(Tag<Decoder<Group<kWarp, kMostWarps, true>>>{});
 }
 template <template <class> class Decoder, class Launcher> ibp_status with_group(uint32_t row_bytes, const Launcher &launcher)
 {
     return with_group<Decoder>(row_bytes, kWarp * kLaneBytes, launcher);
+}
+
+// Likewise, where a group whose lanes each have a part of one tile is faster than one for rows of any length.
+template <template <class> class Decoder, class Launcher> ibp_status with_tiles(uint32_t row_bytes, const Launcher &launcher)
+{
+    if (row_bytes > 4u * kWarp * kLaneBytes && row_bytes <= kMostWarps * kWarp * kLaneBytes)
+        return launcher(Tag<Decoder<Group<kWarp, kMostWarps>>>{});
+    return with_group<Decoder>(row_bytes, launcher);
 }
 
 template <class G> using Dense1 = DenseDecoder<uint8_t, G>;
@@ -68,14 +76,14 @@ template <class Launcher> ibp_status with_decoder(const ibp_codebook &cb, bool b
         if (by_16 && MaskMoves<Group<kWarp, 1>>::has_moves(cb)) return with_warp<MaskMoves>(cb.row_bytes, launcher);
         if (by_16) return with_group<MaskWords>(cb.row_bytes, kLongestOfWarp, launcher);
         if (cb.row_bytes <= kLongestOfWarp) return launcher(Tag<MaskWord<Group<kWarp, 1>>>{});
-        return launcher(Tag<MaskWord<Group<kWarp, 8>>>{});
+        return launcher(Tag<MaskWord<Group<kWarp, kMostWarps, true>>>{});
     }
     const bool listed = cb.planes.listed;
     const uint32_t row_bytes = cb.row_bytes;
     if (!listed && has_pairs(cb.planes)) {
         if (cb.planes.element_bytes == 2)
-            return cb.planes.per_column ? with_group<Columns2>(row_bytes, launcher) : with_group<Pairs2>(row_bytes, launcher);
-        return cb.planes.per_column ? with_group<Columns4>(row_bytes, launcher) : with_group<Pairs4>(row_bytes, launcher);
+            return cb.planes.per_column ? with_tiles<Columns2>(row_bytes, launcher) : with_tiles<Pairs2>(row_bytes, launcher);
+        return cb.planes.per_column ? with_tiles<Columns4>(row_bytes, launcher) : with_tiles<Pairs4>(row_bytes, launcher);
     }
     switch (cb.planes.element_bytes) {
     case 1: return listed ? launcher(Tag<ListedDecoder<uint8_t>>{}) : with_group<Dense1>(row_bytes, launcher);

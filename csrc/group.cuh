@@ -10,11 +10,12 @@ constexpr uint32_t kLaneBytes = 64; // of a row, where there are lanes enough
 constexpr uint32_t kMostWarps = 8;  // of a group
 
 // LANES lanes of a warp (WARPS == 1), or WARPS whole warps. Every function is called by all lanes of a warp together, whatever each group has to do.
-template <uint32_t LANES, uint32_t WARPS> struct Group {
+// ANY_LENGTH: rows may have more than kLaneBytes for each of its lanes.
+template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group {
     static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
     static constexpr uint32_t kLanes = LANES, kWarps = WARPS, kThreads = LANES * WARPS;
     static constexpr uint32_t kPerWarp = kWarp / LANES;
-    static constexpr bool kIsLargest = WARPS == kMostWarps; // rows of any length
+    static constexpr bool kAnyLength = ANY_LENGTH;
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kThreads; }

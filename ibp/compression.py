@@ -175,7 +175,7 @@ def _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, 
     bases = _layout.index_rows(lengths, geometry, slot_bytes) if overflow.numel() else torch.empty(0, dtype=torch.int64, device=worker)
     lies_near, faults = slots.device == worker, []
     ends = [*bases.tolist(), overflow.numel()] if overflow.numel() and not (lies_near and worker.type == "cuda") else None
-    with _Outlet(worker) as outlet, tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
+    with _Outlet(worker, pin) as outlet, tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
         for first, last, block in _rows.blocks(data, geometry.row_bytes, worker):
             start, end = (ends[first // 32], ends[-(-last // 32)]) if ends else (0, overflow.numel())
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
@@ -190,21 +190,25 @@ def _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, 
 
 
 class _Outlet:
-    """Where blocks are coded before they are copied to the table: on a GPU two buffers in turn, and a stream for the copies."""
+    """Where blocks are coded before they are copied to the table: on a GPU two buffers in turn, and a stream for the copies. To pageable memory
+    they go through pinned memory, from which torch's intra-op threads copy them while the next block is coded."""
 
-    def __init__(self, device):
-        self._device, self._turn = device, 0
+    def __init__(self, device, pinned):
+        self._device, self._pinned, self._turn = device, pinned, 0
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._staging = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._waiting = [[], []]  # (target, staged) of each turn
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied = [torch.cuda.Event() for _ in self._buffers] if device.type == "cuda" else []
 
     def take(self, sizes):
         """A tensor of each size, which earlier copies no longer read."""
         starts = list(itertools.accumulate((-(-size // 256) * 256 for size in sizes), initial=0))
-        if self._stream:
-            self._copied[self._turn].synchronize()
+        self._finish(self._turn)
         if self._buffers[self._turn].numel() < starts[-1]:
             self._buffers[self._turn] = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
+            if self._stream and not self._pinned:
+                self._staging[self._turn] = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
         return [self._buffers[self._turn][start : start + size] for start, size in zip(starts, sizes)]
 
     def put(self, targets, sources):
@@ -213,10 +217,22 @@ class _Outlet:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for target, source in zip(targets, sources):
+                if self._stream and not self._pinned:
+                    start = source.storage_offset()
+                    staged = self._staging[self._turn][start : start + source.numel()]
+                    self._waiting[self._turn].append((target, staged))
+                    target = staged
                 target.copy_(source, non_blocking=True)
         if self._stream:
             self._copied[self._turn].record(self._stream)
         self._turn = 1 - self._turn
+
+    def _finish(self, turn):
+        if self._stream:
+            self._copied[turn].synchronize()
+        for target, staged in self._waiting[turn]:
+            target.copy_(staged)
+        self._waiting[turn].clear()
 
     def __enter__(self):
         return self
@@ -224,6 +240,8 @@ class _Outlet:
     def __exit__(self, *_):
         if self._stream:
             self._stream.synchronize()
+        for turn in (self._turn, 1 - self._turn):
+            self._finish(turn)
 
 
 def _encode_block(block, codebook, lengths, bases, slot_bytes, overflow_start, slots, overflow):

@@ -97,6 +97,17 @@ def blocks(data: torch.Tensor, row_bytes: int, device: torch.device, whole: bool
         yield first, last, part.to(device)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As tensor.to(device), but a contiguous tensor in pageable memory goes to a GPU in blocks, as above, which is faster."""
+    data = tensor.view(-1).view(torch.uint8)
+    if device.type != "cuda" or data.is_cuda or data.numel() <= _STAGED_BYTES or data.is_pinned():
+        return tensor.to(device)
+    near = torch.empty_like(data, device=device)
+    for first, last, block in blocks(data, 1, device):
+        near[first:last] = block
+    return near.view(tensor.dtype).view(tensor.shape)
+
+
 def _copied_ahead(parts, most_bytes, device, pinned):
     """The parts on a GPU, in two buffers in turn; copies run on a stream of their own."""
     stream, copier = torch.cuda.current_stream(device), torch.cuda.Stream(device)

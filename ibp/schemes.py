@@ -41,7 +41,7 @@ class Request:
         if 0 < geometry.num_bytes < geometry.row_bytes:
             return torch.nn.functional.pad(self.data, (0, geometry.row_bytes - geometry.num_bytes)).to(self.device)
         wanted = analysis.sampled_rows(geometry.num_rows, geometry.row_bytes, self.sample, self.device)
-        return _rows.sample(self.data, geometry.row_bytes, wanted).to(self.device)
+        return _rows.to_device(_rows.sample(self.data, geometry.row_bytes, wanted), self.device)
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:

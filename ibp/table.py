@@ -7,7 +7,7 @@ import torch
 from . import _core, _memory, layout as _layout
 from .analysis import total_stored
 from .codebook import SCHEMES
-from .rows import Geometry
+from .rows import Geometry, to_device
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 
@@ -145,7 +145,7 @@ class CompressedTensor:
         device = _memory.canonical(device)
         if device == self.device:
             return self
-        moved = {name: getattr(self, name).to(device) for name in ("slots", "overflow", "lengths", "bases")}
+        moved = {name: to_device(getattr(self, name), device) for name in ("slots", "overflow", "lengths", "bases")}
         return CompressedTensor(shape=self.shape, dtype=self.dtype, scheme=self.scheme, row_bytes=self.row_bytes, slot_bytes=self.slot_bytes,
                                 codebook=self.codebook, **moved)
 

@@ -1,10 +1,13 @@
 """Measuring, indexing and coding on the GPU against the C oracle, where the data, the slots and the overflow are as awkward as they may be."""
 
+import concurrent.futures
+
 import numpy as np
 import pytest
 import torch
 
 import ibp
+from ibp import _memory, rows as _rows
 from golden.make_planes import KINDS, adversarial_rows
 from helpers import LAYOUTS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, one_hot_rows, planes_codebook, spiky_rows
 from test_cuda import matching_rows, random_codebook
@@ -133,3 +136,48 @@ def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinn
                 assert_same_table(ibp.compress(where, device=cuda, **where_arguments), on_cpu)
         assert_same_table(ibp.compress_(x.clone().pin_memory() if pinned else x.clone(), codebook=codebook, device=cuda, pin_memory=False),
                           ibp.compress_(x.clone(), codebook=codebook, device="cpu", pin_memory=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+@pytest.mark.parametrize("num_elements", [0, 1, 4096, 33_333])
+def test_pageable_tensors_in_blocks(cuda, monkeypatch, num_elements, dtype):
+    monkeypatch.setattr("ibp.rows._STAGED_BYTES", 1 << 12)
+    x = torch.arange(num_elements).to(dtype).view(-1, 1)
+    assert_same_bits(_rows.to_device(x, cuda).cpu(), x)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4095, 4097, (2 << 20) + 1, (96 << 20) + 17])
+def test_pinned_memory(cuda, num_bytes):
+    """As many bytes as asked for, all of them writable by the CPU and both ways copied; again and again, also from several threads at once."""
+
+    def use(value):
+        memory = _memory.empty(num_bytes, CPU, pin=True)
+        assert memory.numel() == num_bytes and memory.is_pinned() and not memory.any()
+        memory.fill_(value)
+        near = torch.empty(num_bytes, dtype=torch.uint8, device=cuda)
+        near.copy_(memory, non_blocking=True)
+        assert near.eq(value).all()
+        memory.copy_(near + 1, non_blocking=True)
+        torch.cuda.synchronize()
+        return memory.eq(value + 1).all()
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(use, range(12)))
+
+
+def test_pinned_memory_that_there_is_not(cuda):
+    with pytest.raises(RuntimeError, match="out of memory"):
+        _memory.empty(1 << 60, CPU, pin=True)
+    assert _memory.empty(1 << 20, CPU, pin=True).is_pinned()
+
+
+@pytest.mark.parametrize("scheme", ["ibp", "planes", "raw"])
+def test_a_table_that_is_dropped_while_it_is_read(cuda, scheme):
+    x = embedding(200_000, 128, torch.bfloat16)
+    ids = torch.randint(len(x), (400_000,), device=cuda)
+    expected = x.to(cuda)[ids]
+    for _ in range(3):
+        table = ibp.compress(x, scheme=scheme)
+        out = table.index_select(ids)
+        del table
+        assert_same_bits(out, expected)
