@@ -24,9 +24,10 @@ ibp_status check_cuda(cudaError_t error)
     return IBP_CUDA_ERROR;
 }
 
-// What a block may have, and how many blocks.
+// What a block may have, and how many blocks. leaves_sms: not all that there are.
 struct Limits {
     int sms, shared_bytes;
+    bool leaves_sms;
 };
 static ibp_status limits_of(int max_sms, Limits *limits)
 {
@@ -36,6 +37,7 @@ static ibp_status limits_of(int max_sms, Limits *limits)
     if (status == IBP_OK)
         status = check_cuda(cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     limits->sms = max_sms > 0 ? std::min(max_sms, num_sms) : num_sms;
+    limits->leaves_sms = limits->sms < num_sms;
     return status;
 }
 
@@ -51,11 +53,23 @@ ibp_status allow_shared(const void *kernel)
     return status == IBP_OK ? allow_shared(kernel, limits.shared_bytes) : status;
 }
 
+// Whether blocks of the kernel, as it was compiled for this device, can come in clusters.
+static ibp_status has_clusters(const void *kernel, bool *clusters)
+{
+    constexpr int kFirstVersion = 90; // compute capability
+    cudaFuncAttributes attributes{};
+    const ibp_status status = check_cuda(cudaFuncGetAttributes(&attributes, kernel));
+    *clusters = attributes.binaryVersion >= kFirstVersion;
+    return status;
+}
+
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
 {
     Limits limits;
-    const ibp_status status = limits_of(max_sms, &limits);
+    bool clusters = false;
+    ibp_status status = limits_of(max_sms, &limits);
+    if (status == IBP_OK && limits.leaves_sms) status = has_clusters(kernel, &clusters);
     if (status != IBP_OK) return status;
     const uint32_t unit = std::max(group_threads, kWarp),
                    groups_a_unit = unit / group_threads; // threads are added by whole warps and groups
@@ -66,7 +80,8 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block
     const int64_t a_block = std::min({fitting, int64_t{most_threads / unit}, an_sm});
     if (a_block < 1) return IBP_INVALID_ARGUMENT;
     *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, limits.sms)),
-               static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(block_bytes + a_block * unit_bytes)};
+               static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(block_bytes + a_block * unit_bytes), 1};
+    if (clusters && launch->blocks % 2u == 0u) launch->cluster = 2;
     return allow_shared(kernel, limits.shared_bytes);
 }
 

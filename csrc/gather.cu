@@ -411,9 +411,7 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
             plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, Decoder::block_bytes(cb), group_bytes,
                         G::kThreads, request.num_jobs, max_sms, &launch);
         if (status != IBP_OK) return status;
-        kernel<<<launch.blocks, launch.threads, launch.shared_bytes, stream>>>(*table, request, group_bytes,
-                                                                               batch_of<G>(request, launch), out, fault);
-        return check_cuda(cudaGetLastError());
+        return launch_kernel(kernel, launch, stream, *table, request, group_bytes, batch_of<G>(request, launch), out, fault);
     });
 }
 
