@@ -346,11 +346,12 @@ def draw_overlap(rows, path):
     beside = [row for row in rows if row.get("matmul_share")]
     if not beside:
         return
-    labels = [f"{row['arm'].removesuffix(', beside')}\n{row['sms'] or 'no'} SMs" for row in beside]
+    labels = [row["arm"].removesuffix(", beside").replace(" by ", "\nby ") + f"\n{row['sms'] or 'no'} SMs" for row in beside]
     figure, panel = plt.subplots(figsize=(max(7.0, 1.5 * len(labels)), 4.4), layout="constrained")
     for offset, column, label, color in ((-0.2, "matmul_share", "matrix products", BLUE), (0.2, "fetch_share", "the fetch", ORANGE)):
-        panel.bar([i + offset for i in range(len(beside))], [100 * row[column] for row in beside], 0.4, color=color, label=label)
-        for i, row in enumerate(beside):
+        present = [(i, row) for i, row in enumerate(beside) if row[column]]  # a kernel that sleeps is no fetch
+        panel.bar([i + offset for i, _ in present], [100 * row[column] for _, row in present], 0.4, color=color, label=label)
+        for i, row in present:
             panel.annotate(f"{100 * row[column]:.1f}", (i + offset, 100 * row[column]), (0, -11), textcoords="offset points", ha="center", fontsize=8,
                            color="white")
     panel.hlines([100 * (1 - row["sm_share"]) for row in beside], [i - 0.4 for i in range(len(beside))], [float(i) for i in range(len(beside))], color="black",

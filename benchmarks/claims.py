@@ -110,17 +110,17 @@ def beside_block(directory):
     rows = [row for row in charts.read(directory / "overlap.csv") if row.get("matmul_share")]
     if not rows:
         return None
-    lines = [[row["arm"].removesuffix(", beside"), str(row["sms"]), charts.number(row["gbps"]), f"{100 * row['fetch_share']:.0f} %", f"{100 * row['sm_share']:.1f} %",
-              f"{100 - 100 * row['matmul_share']:.1f} %"] for row in rows]
+    lines = [[row["arm"].removesuffix(", beside"), str(row["sms"]), *((charts.number(row["gbps"]), f"{100 * row['fetch_share']:.0f} %") if row["fetch_share"] else ("", "")),
+              f"{100 * row['sm_share']:.1f} %", f"{100 - 100 * row['matmul_share']:.1f} %"] for row in rows]
     heads = ["fetch", "SMs at most", "GB/s", "of its rate alone", "SMs taken", "lost by the products"]
     return f"BF16 matrix products beside fetches from pinned host memory (`overlap.csv`: {caption(rows)}):\n\n" + markdown(heads, lines)
 
 
-def cases_block(name, what):
-    """A table of every arm by every case of one script, each at its best number of SMs."""
+def cases_block(name, what, cases_with=""):
+    """A table of every arm by every case of one script that is named so, each at its best number of SMs."""
 
     def block(directory):
-        rows = [row for row in charts.read(directory / f"{name}.csv") if row["arm"] not in charts.PARTS]
+        rows = [row for row in charts.read(directory / f"{name}.csv") if row["arm"] not in charts.PARTS and cases_with in row["case"]]
         if not rows:
             return None
         cases = charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in rows)
@@ -157,7 +157,7 @@ def memory_block(directory):
 
 
 BLOCKS = {"rows": rows_block, "large tables": cases_block("large_table", "Random rows of large tables in host memory"), "tensors": tensor_block,
-          "device": device_block, "small calls": calls_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block}
+          "device": device_block, "compressing": cases_block("codec", "Decoding, compression and analysis of larger tensors", " GiB, "), "small calls": calls_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block}
 
 
 # ---- the README -------------------------------------------------------------------------------------------------------------------

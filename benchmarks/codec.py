@@ -262,11 +262,11 @@ def run_large(run, rates):
     name, dtype, deviation = inputs.NORMAL[0]
     with run.cell(f"{name} {harness.dtype_name(dtype)}, {LARGE_BYTES >> 30} GiB"):
         x = inputs.normal_rows(LARGE_BYTES, dtype, deviation, run.device, columns=ANALYZED_ROW_BYTES // dtype.itemsize)
-        case, dense = Case(run, rates, f"{name}, {LARGE_BYTES >> 30} GiB", x), ibp.analyze(x, scheme="planes", sample=None)
+        case, dense = Case(run, rates, f"{LARGE_BYTES >> 30} GiB, {name}", x), ibp.analyze(x, scheme="planes", sample=None)
         measure_codec(case, ibp.analyze(x, sample=None))
         measure_analysis(case, sweeps=False)
         measure_codec(case, dense)
-        measure_host(Case(run, rates, f"{name}, {HOST_BYTES >> 30} GiB", x[: HOST_BYTES // ANALYZED_ROW_BYTES]), dense)
+        measure_host(Case(run, rates, f"{HOST_BYTES >> 30} GiB, {name}", x[: HOST_BYTES // ANALYZED_ROW_BYTES]), dense)
 
 
 def run_real(run, rates, data_dir):

@@ -4,7 +4,8 @@
 
 Both are timed alone and beside each other: a train of matrix products on one stream, fetches back to back on another of higher priority
 that lasts longer than the train. The rate of the fetches beside it counts those that began and ended during the train. The loss of the
-products is compared with the share of SMs that the fetches may take; the copy engine, which takes none, shows what the link's traffic costs by itself.
+products is compared with the share of SMs that the fetches may take; the copy engine, which takes none, shows what the link's traffic costs by itself,
+and a kernel that only sleeps on some SMs what it costs that they are not the products'.
 
 overlap.csv has the fetches' rates, and after the common columns those of the products: matmul_tflops, matmul_share (of the products alone),
 fetch_share (of the fetches alone), sm_share (of the GPU's SMs that the fetches may take), loss_ratio ((1 - matmul_share) / sm_share).
@@ -26,7 +27,7 @@ REPEATS, MAX_DOUBLINGS = 3, 5
 ROW_BYTES = 2048
 TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, 2 * inputs.MIB
 PASSES = 2  # how often one fetch reads every row of the table: long kernels, so that few of them begin and end beside the train
-SMS = {"planes gather": (8, 4, None), "raw gather": (8,), "planes decompress": (8, 4), "planes decompress by kernel": (8, 4)}
+SMS = {"planes gather": (8, 4, None), "raw gather": (8,), "planes decompress": (8, 4), "planes decompress by kernel": (8, 4), "sleep": (8, 4)}
 JUDGED_SMS, MOST_LOSS_RATIO = 8, 1.3
 LINE_RATE = 0.92  # of the ideal: the fetch alone has to be at the link's rate for the loss to mean something
 
@@ -63,6 +64,34 @@ class Fetch:
     def check(self, what):
         harness.check_bits(self.out, self.want, f"{self.arm} {what}")
         harness.poison(self.out)
+
+
+class Sleep:
+    """A kernel that takes SMs and does nothing with them, over and over."""
+
+    SOURCE = """
+    extern "C" __global__ void __launch_bounds__(1024) sleep_for(int microseconds)
+    {
+        unsigned long long start, now;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+        do {
+            __nanosleep(1000);
+            asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+        } while (now - start < 1000ull * microseconds);
+    }
+    """
+    MICROSECONDS, THREADS, SHARED_BYTES = 5000, 1024, 120_000  # of a block: beside it there is no room for one of the products'
+
+    def __init__(self, sms):
+        self.arm, self.sms = "sleep", sms
+        self.kernel = torch.cuda._compile_kernel(self.SOURCE, "sleep_for")
+        self.kernel.set_shared_memory_config(self.SHARED_BYTES)
+
+    def call(self):
+        self.kernel(grid=(self.sms, 1, 1), block=(self.THREADS, 1, 1), args=[self.MICROSECONDS], shared_mem=self.SHARED_BYTES)
+
+    def check(self, what):
+        pass
 
 
 def alone(run, products, num):
@@ -146,6 +175,14 @@ def measure(run, products, fetch):
             loss_ratio=f"{(1 - share) / sm_share:.3f}" if sm_share else "")
 
 
+def measure_sleep(run, products, sleep):
+    alone_s, product_s, _ = measure_beside(run, products, sleep, sleep.MICROSECONDS * 1e-6)
+    share, sm_share = alone_s / product_s, sleep.sms / run.num_sms
+    run.add(case="normal 0.02", arm="sleep, beside", rows=0, row_bytes=ROW_BYTES, dtype=torch.bfloat16, savings=0.0, gbps=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=sleep.sms,
+            matmul_tflops=harness.four_digits(products.flops * 1e-12 / product_s), matmul_share=f"{share:.4f}", fetch_share="", sm_share=f"{sm_share:.4f}",
+            loss_ratio=f"{(1 - share) / sm_share:.3f}")
+
+
 def fetches(run):
     """Rows of a table in slots and of raw rows, a whole tensor decompressed, and the copy engine."""
     num_bytes = QUICK_TABLE_BYTES if run.quick else TABLE_BYTES
@@ -179,7 +216,7 @@ def shortfalls(rows):
         what, share = f"{row['arm']}, {row['sms']} SMs", float(row["gbps"]) / float(row["ideal_gbps"])
         if row["arm"].endswith(", alone") and share < LINE_RATE:
             found.append(f"{what}: {100 * share:.0f} % of the ideal, not the line rate ({100 * LINE_RATE:g} %)")
-        if row["arm"].endswith(", beside") and float(row["loss_ratio"]) > MOST_LOSS_RATIO:
+        if row["arm"].endswith(", beside") and row["fetch_share"] and float(row["loss_ratio"]) > MOST_LOSS_RATIO:
             found.append(f"{what}: the products lose {row['loss_ratio']} times the share of SMs taken, wanted {MOST_LOSS_RATIO:g} at most")
     return found
 
@@ -189,7 +226,7 @@ def print_losses(rows):
         if row.get("matmul_share"):
             taken = f"with {100 * float(row['sm_share']):.1f} % of the SMs taken" + (f" (ratio {row['loss_ratio']})" if row["loss_ratio"] else "")
             print(f"{row['arm']} products: they run at {row['matmul_tflops']} TFLOP/s and lose {100 - 100 * float(row['matmul_share']):.1f} % "
-                  f"{taken}; the fetch runs at {100 * float(row['fetch_share']):.0f} % of its rate alone")
+                  f"{taken}" + (f"; the fetch runs at {100 * float(row['fetch_share']):.0f} % of its rate alone" if row["fetch_share"] else ""))
 
 
 def main(argv=None):
@@ -202,6 +239,10 @@ def main(argv=None):
     for fetch in fetches(run):
         with run.cell(f"{fetch.arm}, {fetch.sms} SMs"):
             measure(run, products, fetch)
+    if hasattr(torch.cuda, "_compile_kernel") and run.on_gpu:
+        for sms in SMS["sleep"]:
+            with run.cell(f"sleep, {sms} SMs"):
+                measure_sleep(run, products, Sleep(sms))
     if not run.on_gpu:
         print("fetches beside products: need --device cuda, left out")
     print_losses(run.rows)
