@@ -1,6 +1,6 @@
 // gather.cu - items fetched and rebuilt by the GPU, from wherever the table's bytes are (the paper's sections 4.3 and 4.4).
 //
-// A group of threads takes a row a job. The lanes of its warp look up a batch of rows together, one each; then the groups go through the batch, each
+// A group of threads takes a row a job. The lanes of its warp look up the warp's next rows together, one each; then the groups go through them, each
 // decoding a row while the bytes of its next one are on their way to registers. Rows that are out of the ordinary are fetched when their turn
 // comes, by functions of their own.
 #include "decoders.cuh"
@@ -325,11 +325,12 @@ template <class Decoder> struct Fetch {
     }
 };
 
-// Bound by the link from pinned memory, by instruction issue on few SMs, by device memory or instruction issue otherwise.
+// Bound by the link from pinned memory, by instruction issue on few SMs, by device memory or instruction issue otherwise; by address translation where
+// the rows that are fetched at the same time lie far apart. So consecutive jobs are done at the same time, each by another group.
 template <class Decoder>
 __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request, const uint32_t group_bytes,
-                 const uint32_t batch, uint8_t *out, ibp_fault *fault)
+                 uint8_t *out, ibp_fault *fault)
 {
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
@@ -338,36 +339,26 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
     __syncthreads();
 
-    // A warp, or a group of several, takes a batch of jobs, G::kPerWarp at a time; blocks in turn, so that few jobs spread over all of them.
+    // A warp, or a group of several, takes G::kPerWarp jobs a round, for which it looks some rounds ahead; blocks in turn, so that few jobs spread over
+    // all of them.
     const uint32_t teams = blockDim.x / (G::kThreads * G::kPerWarp), team = threadIdx.x / (G::kThreads * G::kPerWarp);
-    const uint32_t num_jobs = request.num_jobs;
-    uint32_t first = (blockIdx.x + gridDim.x * team) * batch, i = 0;
+    const uint32_t num_jobs = request.num_jobs, round = gridDim.x * teams * G::kPerWarp;
+    const uint32_t ahead = lane_id() / G::kPerWarp * round + lane_id() % G::kPerWarp;
+    uint32_t first = (blockIdx.x + gridDim.x * team) * G::kPerWarp, i = 0;
     if (first >= num_jobs) return;
     uint4 vectors[F::kVectors];
-    Entry entry = look_up(table, request, lane_id() < batch ? first + lane_id() : num_jobs);
+    Entry entry = look_up(table, request, first + ahead);
     F::send_for(entry, 0, vectors);
 #pragma unroll 1
     while (first < num_jobs) {
         const Row row = F::row_of(entry, i + F::in_warp());
-        const uint32_t number = first + i + F::in_warp();
+        const uint32_t number = first + F::in_warp();
         fetch.receive(row, entry, i, vectors);
-        i += G::kPerWarp;
-        if (i >= batch || first + i >= num_jobs) {
-            first += gridDim.x * teams * batch, i = 0;
-            entry = look_up(table, request, lane_id() < batch ? first + lane_id() : num_jobs);
-        }
+        first += round, i += G::kPerWarp;
+        if (i == kWarp) entry = look_up(table, request, first + ahead), i = 0;
         F::send_for(entry, i, vectors);
         fetch.finish(decoder, number, row, fault);
     }
-}
-
-// Jobs that a warp looks up at a time: at most as many as it has lanes, and so many that all warps get as many.
-template <class G> static uint32_t batch_of(const Request &request, const Launch &launch)
-{
-    const uint32_t warps = launch.blocks * (launch.threads / (G::kThreads * G::kPerWarp));
-    const uint64_t rounds = (uint64_t{request.num_jobs} + kWarp * warps - 1) / (kWarp * warps),
-                   share = (request.num_jobs + rounds * warps - 1) / (rounds * warps);
-    return static_cast<uint32_t>(share + G::kPerWarp - 1) / G::kPerWarp * G::kPerWarp;
 }
 
 // Fills in which items are ordinary, and where their rows are.
@@ -411,7 +402,7 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
             plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, Decoder::block_bytes(cb), group_bytes,
                         G::kThreads, request.num_jobs, max_sms, &launch);
         if (status != IBP_OK) return status;
-        return launch_kernel(kernel, launch, stream, *table, request, group_bytes, batch_of<G>(request, launch), out, fault);
+        return launch_kernel(kernel, launch, stream, *table, request, group_bytes, out, fault);
     });
 }
 

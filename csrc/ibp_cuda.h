@@ -68,7 +68,7 @@ IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
 
 /* Begins a stream: one table after the other, each by a call of ibp_cuda_stream_bytes with the same caller's stream, through this ring.
  * ring: device memory, aligned to 128 bytes, free for use where the caller's stream is when the first chunk is queued; every later use
- * of it by the caller's stream comes after all copies of the stream, since each call joins its own. ring_bytes: it is cut in four; 48 MiB
+ * of it by the caller's stream comes after all copies of the stream, since each call joins its own. ring_bytes: it is cut in four; 32 MiB
  * keep a PCIe 5 link busy, and where 32 rows do not fit into a quarter, the kernel fetches rows from host memory itself.
  * Queues nothing. */
 IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);

@@ -209,7 +209,7 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block
 
 // Launches a kernel as planned.
 template <class... Parameters, class... Arguments>
-ibp_status launch_kernel(void (*kernel)(Parameters...), const Launch &launch, cudaStream_t stream, const Arguments &...arguments)
+ibp_status launch_kernel(void (*kernel)(Parameters...), const Launch &launch, ibp_stream stream, const Arguments &...arguments)
 {
 #ifdef __CUDACC__
     cudaLaunchAttribute cluster{};

@@ -12,8 +12,8 @@ from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
 from .rows import bytes_of
 from .table import CompressedTensor
 
-_RING_BYTES = 48 << 20  # staging buffers on the GPU, taken from torch's allocator for the time of a call
-_LEAST_STREAMED_BYTES = 16 << 20  # stored; of less the kernel, which starts at once, fetches a tensor sooner than the faster copy engine
+_RING_BYTES = 32 << 20  # staging buffers on the GPU, taken from torch's allocator for the time of a call
+_LEAST_STREAMED_BYTES = 64 << 20  # stored; of less the kernel, which starts at once, fetches a tensor sooner than the faster copy engine
 _SMS_AT_LINK_RATE = 5  # times original over stored bytes: they decode faster than the copy engine brings the rows
 
 
@@ -24,8 +24,8 @@ def decompress(table: CompressedTensor, *, device: torch.device | str | int | No
                check: bool = False, max_sms: int | None = None, path: str | None = None) -> torch.Tensor:
     """The whole tensor again.
 
-    From pinned host memory to a GPU the stored bytes are moved by the copy engine into a ring of staging buffers of 48 MiB, and decoded there
-    meanwhile, on the current stream and one beside it that the current one waits for; tensors of a few MiB are fetched by a kernel. With
+    From pinned host memory to a GPU the stored bytes are moved by the copy engine into a ring of staging buffers of 32 MiB, and decoded there
+    meanwhile, on streams beside the current one, which waits for them; less than 64 MiB is fetched by a kernel itself. With
     out on the GPU and the table pinned or on that GPU, the call does not synchronise and can be captured in a CUDA graph (after
     one call outside it), which then keeps the ring. Several tensors are fetched faster by `decompress_many`.
 
