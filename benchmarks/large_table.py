@@ -85,7 +85,7 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
     def fetching(ids, path, sms=None):
         return lambda k: ibp.index_select(table, ids[k], out=fetches.outs[k], path=path, max_sms=sms)
 
-    few = gather.BUCKETED_SMS  # what the bucketed path takes by itself: the pre-sorted ids get as many, which is faster than with all
+    few = gather.bucketed_sms(table) or None  # what the bucketed path takes by itself: the pre-sorted ids get as many, which is faster than with all
     arms = ({"": (fetches.ids, "gpu", None), " pre-sorted": (fetches.sorted_ids, "gpu", few), " bucketed": (fetches.ids, "bucketed", few)} if run.on_gpu
             else {"": (fetches.ids, None, None)})
     for arm, (ids, path, sms) in arms.items():

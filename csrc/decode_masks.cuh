@@ -21,7 +21,10 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
     const uint32_t exchanged; // shared word
 
     // Words that each array of a codebook has.
-    static __host__ __device__ __forceinline__ uint32_t entries_of(const ibp_codebook &cb) { return (cb.row_bytes + 15u) / 16u * 4u; }
+    static __host__ __device__ __forceinline__ uint32_t entries_of(const ibp_codebook &cb)
+    {
+        return (cb.row_bytes + 15u) / 16u * 4u;
+    }
     // Whether a word's bits are all kept or all those of its mask removed, and there is room for the moves of all words.
     static __host__ __device__ __forceinline__ bool has_moves(const ibp_codebook &cb)
     {

@@ -8,7 +8,8 @@
 //   plane 1  16 digits a lane
 //   plane 0  16 bytes of output a lane and step, joined with their residuals
 // Where entries are a column's, all this is done with ranks; symbols are looked up, and raw ones put in, at the end.
-// Bound by integer instructions, some 20 an element of BF16; on all SMs by device memory too.
+// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, 22 an element, of which 3.0 a cycle are issued of
+// the 4 that an SM can, and on all SMs by device memory.
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
 

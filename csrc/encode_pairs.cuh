@@ -3,7 +3,7 @@
 //
 // A lane takes 16 bytes a step. Residuals and digits of plane 0 have whole bytes a lane, at places that are known; the symbols of elements that escape go
 // to a list in shared memory, from which plane 1 is coded, and so on, the list becoming shorter in place.
-// Bound by instruction issue, some 40 an element of BF16 (most of them a table look-up and a rotation), where device memory does not bind first.
+// Bound by instruction issue: counters of an H200 showed 53 an element of BF16 before two of four steps were taken out of the loop, and 2.8 a cycle of 4.
 #ifndef IBP_ENCODE_PAIRS_CUH
 #define IBP_ENCODE_PAIRS_CUH
 

@@ -326,11 +326,11 @@ template <class Decoder> struct Fetch {
 };
 
 // Bound by the link from pinned memory, by instruction issue on few SMs, by device memory or instruction issue otherwise; by address translation where
-// the rows that are fetched at the same time lie far apart, the more so the more SMs fetch.
+// the rows that are fetched at the same time lie far apart. So consecutive jobs are done at the same time, by different warps.
 template <class Decoder>
 __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request, const uint32_t group_bytes,
-                 const uint32_t run, uint8_t *out, ibp_fault *fault)
+                 uint8_t *out, ibp_fault *fault)
 {
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
@@ -339,38 +339,26 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
     __syncthreads();
 
-    // A warp, or a group of several, does runs of jobs, G::kPerWarp at a time; blocks in turn, so that few jobs spread over all of them. Each lane looks
-    // a job up, of as many runs as fit.
+    // A warp, or a group of several, takes G::kPerWarp jobs a round, blocks in turn, so that few jobs spread over all of them; its lanes look up those
+    // of as many rounds as there are lanes for.
     const uint32_t teams = blockDim.x / (G::kThreads * G::kPerWarp), team = threadIdx.x / (G::kThreads * G::kPerWarp);
-    const uint32_t num_jobs = request.num_jobs, round = gridDim.x * teams * run, ahead = kWarp / run * run;
-    const uint32_t of_lane = lane_id() < ahead ? lane_id() / run * round + lane_id() % run : num_jobs;
-    uint32_t first = (blockIdx.x + gridDim.x * team) * run, end = first + run, i = 0;
+    const uint32_t num_jobs = request.num_jobs, round = gridDim.x * teams * G::kPerWarp;
+    const uint32_t ahead = lane_id() / G::kPerWarp * round + lane_id() % G::kPerWarp;
+    uint32_t first = (blockIdx.x + gridDim.x * team) * G::kPerWarp, i = 0;
     if (first >= num_jobs) return;
     uint4 vectors[F::kVectors];
-    Entry entry = look_up(table, request, first + of_lane);
+    Entry entry = look_up(table, request, first + ahead);
     F::send_for(entry, 0, vectors);
 #pragma unroll 1
     while (first < num_jobs) {
         const Row row = F::row_of(entry, i + F::in_warp());
         const uint32_t number = first + F::in_warp();
         fetch.receive(row, entry, i, vectors);
-        first += G::kPerWarp, i += G::kPerWarp;
-        if (first == end) first += round - run, end += round;
-        if (i == ahead) entry = look_up(table, request, first + of_lane), i = 0;
+        first += round, i += G::kPerWarp;
+        if (i == kWarp) entry = look_up(table, request, first + ahead), i = 0;
         F::send_for(entry, i, vectors);
         fetch.finish(decoder, number, row, fault);
     }
-}
-
-// Jobs that a warp does one after the other. Rows of slots in order: as few as it does at a time, so that all warps together read and write bytes that lie
-// together. Otherwise at most as many as it has lanes, and so many that all warps get as many: ids and the index are read by consecutive lanes.
-template <class G> static uint32_t run_of(const Request &request, const Launch &launch)
-{
-    if (!request.by_id && !request.packed) return G::kPerWarp;
-    const uint32_t warps = launch.blocks * (launch.threads / (G::kThreads * G::kPerWarp));
-    const uint64_t rounds = (uint64_t{request.num_jobs} + kWarp * warps - 1) / (kWarp * warps),
-                   share = (request.num_jobs + rounds * warps - 1) / (rounds * warps);
-    return static_cast<uint32_t>(share + G::kPerWarp - 1) / G::kPerWarp * G::kPerWarp;
 }
 
 // Fills in which items are ordinary, and where their rows are.
@@ -414,7 +402,7 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
             plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, Decoder::block_bytes(cb), group_bytes,
                         G::kThreads, request.num_jobs, max_sms, &launch);
         if (status != IBP_OK) return status;
-        return launch_kernel(kernel, launch, stream, *table, request, group_bytes, run_of<G>(request, launch), out, fault);
+        return launch_kernel(kernel, launch, stream, *table, request, group_bytes, out, fault);
     });
 }
 

@@ -17,7 +17,7 @@ LARGE_TABLE_BYTES = 512 << 20  # of slots and overflow: from here on address tra
 LEAST_BUCKETED_IDS = 1 << 15  # fewer fetches cost less than the four launches of a partition gain
 WINDOW_BYTES = 64 << 10  # at least, of a window
 MAX_WINDOWS = 1 << 16  # IBP_MAX_WINDOWS
-BUCKETED_SMS = 16  # they keep the link busy; with more of them, the rows that are fetched at the same time lie farther apart
+BUCKETED_SMS = 16  # with more, the rows that are fetched at the same time lie farther apart
 LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipeline
 LEAST_STAGING_THREADS = 8  # a core gathers 4 to 6 GB/s: with fewer a GPU that fetches in order is faster
 
@@ -41,7 +41,8 @@ def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.de
         device: where the result goes; None: out's device, else the ids'.
         out: contiguous tensor [K, ...] of the table's dtype to write to.
         check: wait for the result and raise here what went wrong.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "bucketed" 16, which is faster.
+        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "bucketed" 16 where these decode as fast as the
+            link brings rows.
         path: how items come from host memory to a GPU; None chooses by the sizes. All give the same bits.
             "gpu": the GPU fetches them in the order given.
             "bucketed": the GPU first puts the ids in the order of windows of the table, then fetches in that order: for many ids of a large table.
@@ -92,7 +93,7 @@ def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.de
         order, positions, sms = ids, None, sms_of(max_sms)
         if path == "bucketed":
             order, positions = torch.ops.ibp.partition_ids.default(ids, table._geometry.num_items, window_bits(table))
-            sms = sms or BUCKETED_SMS
+            sms = sms or bucketed_sms(table)
         torch.ops.ibp.gather_items.default(*table._arguments(worker), order, sms, result, fault, positions)
 
     return produce(table, shape, target, worker, out, check, run)
@@ -115,6 +116,11 @@ def check_path(path, table, ids, target, worker):
                          f"in rows of {table.row_bytes:,}")
     if torch.cuda.is_current_stream_capturing():
         raise ValueError("path 'cpu' cannot be captured in a CUDA graph, which the CPU takes no part in: wanted 'gpu' or 'bucketed'")
+
+
+def bucketed_sms(table):
+    """SMs that path "bucketed" takes by itself; 0: all, for decoders that are slower than the link with few."""
+    return BUCKETED_SMS if table.scheme != "planes" or getattr(table.codebook, "is_fast", False) else 0
 
 
 def choose_path(table, ids, target, worker):

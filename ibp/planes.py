@@ -88,6 +88,11 @@ class PlanesCodebook:
                 raise ValueError(f"expected_savings is a {type(self.expected_savings).__name__}; wanted a number or None")
             put("expected_savings", float(self.expected_savings))
 
+    @property
+    def is_fast(self) -> bool:
+        """Whether a GPU decodes rows faster than any link brings them, with few multiprocessors: dense ones, of digits of two bits and symbols of a byte."""
+        return not self.listed and _is_fast(self.width - self.residual_bits, self.digit_bits)
+
     def _checked_entries(self):
         entries, shape = self.entries, (self.columns if self.per_column else 1, num_entries(self.digit_bits))
         if not isinstance(entries, torch.Tensor) or entries.layout != torch.strided or entries.dtype != torch.int64 or entries.shape != shape:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import LAYOUTS, assert_same_bits, embedding, layout_arguments, make_tensor, spiky_rows
+from helpers import LAYOUTS, assert_same_bits, embedding, layout_arguments, make_tensor, one_hot_rows, spiky_rows
 from ibp import gather, host_gather
 
 OPS = torch.ops.ibp
@@ -236,6 +236,19 @@ def make_table(x, scheme, place, cuda, **arguments):
     table = ibp.compress(x.to(cuda) if place == "device" else x, scheme=scheme, pin_memory=place == "pinned", device=cuda, **arguments)
     assert table.is_pinned == (place == "pinned")
     return table
+
+
+@pytest.mark.parametrize("scheme", ["raw", "ibp", "planes"])
+def test_multiprocessors_of_bucketed_ids(scheme):
+    """Few, where a decoder keeps up with the link on few."""
+    table = ibp.compress(embedding(2000, 256, torch.bfloat16), scheme=scheme, pin_memory=False)
+    assert gather.bucketed_sms(table) == gather.BUCKETED_SMS
+    if scheme == "planes":
+        assert table.codebook.is_fast
+        for codebook in (ibp.analyze(one_hot_rows(500, 300), scheme="planes"), ibp.analyze((torch.arange(64_000) % 5000).view(-1, 64), scheme="planes")):
+            assert not codebook.is_fast, codebook
+            rows = torch.zeros(64, codebook.row_bytes, dtype=torch.uint8)
+            assert gather.bucketed_sms(ibp.compress(rows, codebook=codebook, pin_memory=False)) == 0
 
 
 def test_choices(cuda, monkeypatch):
