@@ -13,7 +13,7 @@ import torch
 from . import _memory
 from .table import CompressedTensor
 
-CHUNK_BYTES = 16 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on, what a chunk costs by itself counts less
+CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
 NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory
 _CPU = torch.device("cpu")
 _GROUP_ROWS = 32  # that share a base

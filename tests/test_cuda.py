@@ -641,7 +641,8 @@ def test_opcheck(cuda):
 @pytest.mark.parametrize("scheme", CODED)
 def test_compile(cuda, scheme):
     x = one_hot_rows(500, 60)
-    arguments = ibp.compress(x, scheme=scheme)._arguments(cuda)
+    table = ibp.compress(x, scheme=scheme)  # holds the pinned memory that the arguments point to
+    arguments = table._arguments(cuda)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def gather_and_sum(ids):
