@@ -295,15 +295,29 @@ def test_decoding_is_judged():
     device = [rate_row(case="device", arm="copy_", gbps="2000", sms=132), rate_row(case="device", arm="memset", gbps="3000", sms=132)]
 
     def short(**changed):
-        return len(codec.shortfalls([*device, rate_row(sms=132, **changed)]))
+        return len(codec.shortfalls([*device, rate_row(sms=132, rows=1, **changed)]))
 
     assert short(arm="planes decode", gbps="1890") == 1 == short(arm="planes decode packed", gbps="1890") and short(arm="planes decode", gbps="1900") == 0
     assert short(arm="planes decode", gbps="1300", dtype="float16") == 0 == short(arm="planes per column decode", gbps="1300") == short(arm="decode", gbps="1300")
     assert short(arm="decode", gbps="1100") == 1 and short(arm="decode", gbps="1100", row_bytes=256) == 0
     assert short(arm="planes listed decode", gbps="2390") == 1 and short(arm="planes listed decode", gbps="2400") == 0
     assert short(arm="nvcomp ANS decode", gbps="300") == 0 == short(arm="encode", gbps="10")
-    assert len(codec.shortfalls([*device, rate_row(arm="planes decode", gbps="80", sms=4)])) == 1
-    assert codec.shortfalls([*device, rate_row(arm="planes decode", gbps="86", sms=4)]) == []
+    assert len(codec.shortfalls([*device, rate_row(arm="planes decode", gbps="80", sms=4, rows=1)])) == 1
+    assert codec.shortfalls([*device, rate_row(arm="planes decode", gbps="86", sms=4, rows=1)]) == []
+
+
+def test_compression_and_analysis_are_judged():
+    """On the GPU of large tables alone; from pinned memory by the link, from pageable memory by torch's copy."""
+    device = [rate_row(case="device", arm="copy_", gbps="2000", sms=132), rate_row(case="device", arm="memset", gbps="3000", sms=132)]
+    large, copied = {"rows": codec.LARGE_BYTES // 2048, "row_bytes": 2048}, rate_row(arm="planes to(cuda), pageable", gbps="7.5", rows=1, row_bytes=2048)
+
+    def short(arm, gbps, rows=1, row_bytes=2048):
+        return len(codec.shortfalls([*device, copied, rate_row(arm=arm, gbps=gbps, rows=rows, row_bytes=row_bytes, sms=132)]))
+
+    for arm, least in (("planes compress", 500), ("compress", 500), ("analyze", 1000)):
+        assert short(arm, str(least - 1), **large) == 1 and short(arm, str(least), **large) == 0 == short(arm, "1")
+    for arm, least in (("planes compress, pinned", 44.4), ("planes analyze, pinned", 49.9), ("planes compress, pageable", 5), ("planes analyze, pageable", 5)):
+        assert short(arm, str(least - 0.2)) == 1 and short(arm, str(least)) == 0
 
 
 def test_column_codebook():
@@ -386,10 +400,11 @@ def test_products_beside_fetches(monkeypatch):
 
 
 def test_losses_are_judged():
-    row = rate_row(arm="planes gather, beside", loss_ratio="1.25")
+    row = rate_row(arm="planes gather, beside", loss_ratio="1.25", fetch_share="0.9")
     assert overlap.shortfalls([row, rate_row(arm="planes gather, alone")]) == []
     assert len(overlap.shortfalls([row | {"loss_ratio": "1.4"}, rate_row(arm="planes gather, alone", gbps="60")])) == 2
     assert overlap.shortfalls([row | {"loss_ratio": "9", "sms": 4}]) == []
+    assert overlap.shortfalls([row | {"arm": "sleep, beside", "loss_ratio": "9", "fetch_share": ""}]) == []  # no fetch
 
 
 # ---- whole scripts --------------------------------------------------------------------------------------------------------------
