@@ -110,8 +110,12 @@ def beside_block(directory):
     rows = [row for row in charts.read(directory / "overlap.csv") if row.get("matmul_share")]
     if not rows:
         return None
-    lines = [[row["arm"].removesuffix(", beside"), str(row["sms"]), *((charts.number(row["gbps"]), f"{100 * row['fetch_share']:.0f} %") if row["fetch_share"] else ("", "")),
-              f"{100 * row['sm_share']:.1f} %", f"{100 - 100 * row['matmul_share']:.1f} %"] for row in rows]
+
+    def fetched(row):
+        return (charts.number(row["gbps"]), f"{100 * row['fetch_share']:.0f} %") if row["fetch_share"] else ("", "")  # a kernel that sleeps is no fetch
+
+    lines = [[row["arm"].removesuffix(", beside"), str(row["sms"]), *fetched(row), f"{100 * row['sm_share']:.1f} %", f"{100 - 100 * row['matmul_share']:.1f} %"]
+             for row in rows]
     heads = ["fetch", "SMs at most", "GB/s", "of its rate alone", "SMs taken", "lost by the products"]
     return f"BF16 matrix products beside fetches from pinned host memory (`overlap.csv`: {caption(rows)}):\n\n" + markdown(heads, lines)
 
@@ -157,7 +161,8 @@ def memory_block(directory):
 
 
 BLOCKS = {"rows": rows_block, "large tables": cases_block("large_table", "Random rows of large tables in host memory"), "tensors": tensor_block,
-          "device": device_block, "compressing": cases_block("codec", "Decoding, compression and analysis of larger tensors", " GiB, "), "small calls": calls_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block}
+          "device": device_block, "compressing": cases_block("codec", "Decoding, compression and analysis of larger tensors", " GiB, "),
+          "small calls": calls_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block}
 
 
 # ---- the README -------------------------------------------------------------------------------------------------------------------
