@@ -105,24 +105,19 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
     if codebook is None and geometry.num_bytes:
         codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=0, clusters=clusters, progress=progress))
     lengths = measure(data, codebook, worker, progress) if codebook else None
-    if lengths is None or total_stored(lengths, geometry) + codebook.nbytes >= geometry.num_bytes:
-        table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
-        table._owner = x
-    else:
+    rewrites = lengths is not None and total_stored(lengths, geometry) + codebook.nbytes < geometry.num_bytes
+    if rewrites:
         coded = torch.zeros_like(lengths, device=data.device)  # all rows raw: what the memory holds
         table = _table(geometry, codebook.scheme, geometry.row_bytes, data, codebook, coded)
-        table._owner = x
-        try:
+    else:
+        table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
+    table._owner = x
+    try:  # to the end: from the first row rewritten, the table is all that is left of x
+        if rewrites:
             _encode_in_place(table, data, lengths, worker, progress)
-        except BaseException as interruption:
-            interruption.table = table
-            raise
-        finally:
-            table._refresh()
-    try:
         return table.pin_memory() if pin else table
-    except BaseException as refusal:
-        refusal.table = table
+    except BaseException as interruption:
+        interruption.table = table
         raise
 
 

@@ -45,7 +45,7 @@ class CompressedTensor:
         self._check_state()
         self._places: dict[torch.device, tuple] = {}
         self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see _fault_on
-        self._pinned_range = None
+        self._pinned_range = self._owner = None
         self._refresh()
 
     # ---- what it is ----
@@ -224,7 +224,6 @@ class CompressedTensor:
         """Forgets what was derived from the tensors."""
         self._stored_bytes = self._link_bytes = None
         self._places.clear()
-        self._owner = getattr(self, "_owner", None)
         held = [tensor for tensor in (self.slots, self.overflow) if tensor.numel()]
         self._is_pinned = self.device.type == "cpu" and torch.cuda.is_available() and all(tensor.is_pinned() for tensor in held)
 
