@@ -1,4 +1,4 @@
-"""Writes what the README says of speed from the CSVs: `python -m benchmarks.claims [--out DIR] [--readme FILE] [--check]`.
+"""Writes what the README says of speed and savings from the CSVs: `python -m benchmarks.claims [--out DIR] [--readme FILE] [--check]`.
 
 The text between the markers of each block is replaced, so that it holds no number but those of benchmarks/results. --check writes nothing and
 exits with 1 where the README says something else. A block whose CSV is missing stays as it is.
@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import charts, harness
+from . import charts, harness, ratio
 
 README = harness.ROOT / "README.md"
 ROWS = (256, 512, 1024, 2048, 4096, 16384, 65536)
@@ -160,9 +160,30 @@ def memory_block(directory):
             "(`memory.csv`).")
 
 
+def savings_block(directory):
+    """What every set saves by every method, and the best of nvCOMP's codecs."""
+    if not (rows := charts.read(directory / "ratio.csv")):
+        return None
+    lines = []
+    for (name, dtype), saved in ratio.cells_of(rows).items():
+        best = max((method for method in saved if method.startswith(charts.NVCOMP)), key=saved.get, default=None)
+        lines.append([name, dtype, *(savings_text(saved.get(method)) for method in ("paper", "ibp", "planes", ratio.ZSTD)),
+                      f"{savings_text(saved[best])} ({best.removeprefix(charts.NVCOMP)})" if best else ""])
+    heads = ["set", "dtype", "the paper's choice", "`ibp`", "`planes`", f"{ratio.ZSTD}, 64 KiB", "nvCOMP, its best"]
+    return ("Savings, or how many times smaller (`ratio.csv`: bytes of coded rows and codebooks, every set by every method; packed layout):\n\n"
+            + markdown(heads, lines))
+
+
+def savings_text(savings):
+    """"33.6 %", or "12.3x" where most is saved; empty where there is no such method."""
+    if savings is None:
+        return ""
+    return f"{ratio.show(savings)} %" if savings < ratio.RATIO_FROM else ratio.show(savings)
+
+
 BLOCKS = {"rows": rows_block, "large tables": cases_block("large_table", "Random rows of large tables in host memory"), "tensors": tensor_block,
           "device": device_block, "compressing": cases_block("codec", "Decoding, compression and analysis of larger tensors", " GiB, "),
-          "small calls": calls_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block}
+          "small calls": calls_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block, "savings": savings_block}
 
 
 # ---- the README -------------------------------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def run_set(sheet, case, device, with_times):
 def show(savings, digits=1):
     """Percent, or "12.3x" where most is saved."""
     if savings < RATIO_FROM:
-        return f"{100 * savings:.{digits}f}"
+        return f"{round(100 * savings, digits) + 0.0:.{digits}f}"  # no "-0.0"
     ratio = 1 / (1 - savings)
     return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.{digits}f}x"
 
