@@ -116,12 +116,12 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
     // Deposits the bits of a lane's words.
     __device__ __forceinline__ void move(const Book &book, uint32_t w, const Kept &kept, uint32_t (&word)[WORDS]) const
     {
+        const uint32_t first = ibp_min_u32(w, entries_of(cb) - WORDS);
         uint32_t moved[WORDS], bitval[WORDS];
 #pragma unroll
         for (int i = 0; i < WORDS; i++) moved[i] = word[i];
 #pragma unroll
         for (uint32_t step = kMoves; step-- > 0;) {
-            const uint32_t first = ibp_min_u32(w, entries_of(cb) - WORDS);
             const uint4 to = *reinterpret_cast<const uint4 *>(&shared_word(step * entries_of(cb) + first));
             const uint32_t masks[4] = {to.x, to.y, to.z, to.w};
 #pragma unroll

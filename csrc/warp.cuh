@@ -60,29 +60,25 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
 #endif
 }
 
+// Bit by bit the function of three that a table of eight bits says (`lop3`): its bit 4 * a + 2 * b + c.
+template <uint32_t TABLE> __device__ __forceinline__ uint32_t of_three_bits(uint32_t a, uint32_t b, uint32_t c)
+{
+    uint32_t bits = 0;
+#ifdef __CUDACC__
+    asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(bits) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
+#else
+    for (uint32_t i = 0; i < 8u; i++)
+        if (TABLE >> i & 1u) bits |= (i & 4u ? a : ~a) & (i & 2u ? b : ~b) & (i & 1u ? c : ~c);
+#endif
+    return bits;
+}
 // The bits of ones where mask is 1, those of zeros where it is 0.
 __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros)
 {
-#ifdef __CUDACC__
-    uint32_t bits;
-    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "r"(mask), "r"(ones), "r"(zeros));
-    return bits;
-#else
-    return (ones & mask) | (zeros & ~mask);
-#endif
+    return of_three_bits<0xca>(mask, ones, zeros);
 }
-
 // (a | b) & mask, and nothing else.
-__device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t mask)
-{
-#ifdef __CUDACC__
-    uint32_t bits;
-    asm("lop3.b32 %0, %1, %2, %3, 0xa8;" : "=r"(bits) : "r"(a), "r"(b), "r"(mask));
-    return bits;
-#else
-    return (a | b) & mask;
-#endif
-}
+__device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t mask) { return of_three_bits<0xa8>(a, b, mask); }
 
 // A constant that stays in a register.
 __device__ __forceinline__ uint32_t in_register(uint32_t constant)
