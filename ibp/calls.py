@@ -69,6 +69,11 @@ def worker_of(table, target):
     return device if device.type == "cuda" else _CPU
 
 
+def check_path_name(path, names):
+    if path not in names:
+        raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, names))}, or None")
+
+
 def sms_of(max_sms):
     if max_sms is None:
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import host_gather
-from .calls import check_table, produce, sms_of, target_of, worker_of
+from .calls import check_path_name, check_table, produce, sms_of, target_of, worker_of
 from .table import CompressedTensor
 
 PATHS = ("gpu", "bucketed", "cpu")
@@ -101,8 +101,7 @@ def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.de
 
 def check_path(path, table, ids, target, worker):
     """Raises ValueError unless the path can be taken."""
-    if path not in PATHS:
-        raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, PATHS))}, or None")
+    check_path_name(path, PATHS)
     if path != "cpu" and worker.type == "cpu":
         raise ValueError(f"path {path!r} is the GPU's, but the table is {table!r} and the result goes to {target}: wanted a pinned table and device='cuda'")
     if path != "cpu":

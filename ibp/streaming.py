@@ -8,16 +8,15 @@ from typing import NamedTuple
 import torch
 
 from . import _core
-from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
+from .calls import check_out, check_path_name, check_table, produce, sms_of, target_of, worker_of
 from .rows import bytes_of
 from .table import CompressedTensor
+
+PATHS = ("copy", "gpu")  # from pinned host memory to a GPU
 
 _RING_BYTES = 32 << 20  # staging buffers on the GPU, taken from torch's allocator for the time of a call
 _LEAST_STREAMED_BYTES = 64 << 20  # stored; of less the kernel, which starts at once, fetches a tensor sooner than the faster copy engine
 _SMS_AT_LINK_RATE = 5  # times original over stored bytes: they decode faster than the copy engine brings the rows
-
-
-PATHS = ("copy", "gpu")  # from pinned host memory to a GPU
 
 
 def decompress(table: CompressedTensor, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
@@ -122,8 +121,7 @@ def _check_path(path, jobs):
     """Raises ValueError unless all jobs can take the path."""
     if path is None:
         return
-    if path not in PATHS:
-        raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, PATHS))}, or None")
+    check_path_name(path, PATHS)
     for job in jobs:
         if not job.comes_over_the_link and job.end > job.start:
             raise ValueError(f"path {path!r} goes from pinned host memory to a GPU, but the table is {job.table!r} and the result goes to {job.target}")
