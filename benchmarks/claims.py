@@ -178,7 +178,8 @@ def savings_text(savings):
     """"33.6 %", or "12.3x" where most is saved; empty where there is no such method."""
     if savings is None:
         return ""
-    return f"{ratio.show(savings)} %" if savings < ratio.RATIO_FROM else ratio.show(savings)
+    text = ratio.show(savings)
+    return text if text.endswith("x") else f"{text} %"
 
 
 BLOCKS = {"rows": rows_block, "large tables": cases_block("large_table", "Random rows of large tables in host memory"), "tensors": tensor_block,

@@ -26,7 +26,8 @@ ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 16384), (512, 2048)  # of no
 SYNTHETIC_ROW_BYTES, SYNTHETIC_SAVINGS = (256, 512, 2048, 65536), (0.125, 0.5, 0.9)
 SWEEP_SAMPLE = 0.1  # of the rows, for the analysis that sweeps thresholds and chunk sizes
 COLUMN_SAMPLE_ROWS = 4096  # for entries a column
-TAU = 0.8
+ONE_THRESHOLD = {"sample": 1.0, "chunk_bytes": inputs.CHUNK_BYTES, "tau": 0.8}  # of an analysis of all rows
+ANALYSES = {"analyze": ONE_THRESHOLD, "analyze, sweep": {"sample": SWEEP_SAMPLE}}
 FEWEST_SMS = 4
 
 
@@ -158,21 +159,14 @@ def measure_codec(case, codebook):
             measure(case, table, read_bytes(table) + case.num_bytes)
 
 
-def measure_analysis(case, sweeps=True):
-    """One threshold on all rows, and the sweep of a sample; checked by what they are for, a round trip."""
-
-    def one_threshold():
-        return ibp.analyze(case.x, sample=1.0, chunk_bytes=inputs.CHUNK_BYTES, tau=TAU)
-
-    def sweep():
-        return ibp.analyze(case.x, sample=SWEEP_SAMPLE)
-
-    for arm, analyze, share in (("analyze", one_threshold, 1.0), ("analyze, sweep", sweep, SWEEP_SAMPLE)):
-        if not sweeps and analyze is sweep:
-            continue
-        table = ibp.compress(case.x, codebook=analyze())
+def measure_analysis(case, arms=tuple(ANALYSES)):
+    """Checked by what an analysis is for, a round trip."""
+    for arm in arms:
+        arguments = ANALYSES[arm]
+        table = ibp.compress(case.x, codebook=ibp.analyze(case.x, **arguments))
         case.check(table, arm)
-        case.time(arm, analyze, table.savings, ideal.device_gbps(case.num_bytes, share * case.num_bytes, case.rates.copy_gbps))
+        ideal_gbps = ideal.device_gbps(case.num_bytes, arguments["sample"] * case.num_bytes, case.rates.copy_gbps)
+        case.time(arm, lambda: ibp.analyze(case.x, **arguments), table.savings, ideal_gbps)
 
 
 def measure_host(case, codebook):
@@ -185,7 +179,7 @@ def measure_host(case, codebook):
         calls = {
             "to(cuda)": lambda: x.to(run.device, non_blocking=True),
             "compress": lambda: ibp.compress(x, codebook=codebook, layout="slots", device=run.device, pin_memory=place == "pinned"),
-            "analyze": lambda: ibp.analyze(x, sample=1.0, chunk_bytes=inputs.CHUNK_BYTES, tau=TAU, device=run.device),
+            "analyze": lambda: ibp.analyze(x, **ONE_THRESHOLD, device=run.device),
         }
         with case.cell(place):
             table = calls["compress"]()
@@ -264,7 +258,7 @@ def run_large(run, rates):
         x = inputs.normal_rows(LARGE_BYTES, dtype, deviation, run.device, columns=ANALYZED_ROW_BYTES // dtype.itemsize)
         case, dense = Case(run, rates, f"{LARGE_BYTES >> 30} GiB, {name}", x), ibp.analyze(x, scheme="planes", sample=None)
         measure_codec(case, ibp.analyze(x, sample=None))
-        measure_analysis(case, sweeps=False)
+        measure_analysis(case, ["analyze"])
         measure_codec(case, dense)
         measure_host(Case(run, rates, f"{HOST_BYTES >> 30} GiB, {name}", x[: HOST_BYTES // ANALYZED_ROW_BYTES]), dense)
 

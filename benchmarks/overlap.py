@@ -169,18 +169,21 @@ def measure(run, products, fetch):
     if not run.on_gpu:
         return
     alone_s, product_s, beside_s = measure_beside(run, products, fetch, fetch_s)
-    share, sm_share = alone_s / product_s, (run.num_sms if fetch.sms is None else fetch.sms) / run.num_sms
-    run.add(arm=f"{fetch.arm}, beside", gbps=fetch.num_bytes * 1e-9 / beside_s, **same, matmul_tflops=harness.four_digits(products.flops * 1e-12 / product_s),
-            matmul_share=f"{share:.4f}", fetch_share=f"{fetch_s / beside_s:.4f}", sm_share=f"{sm_share:.4f}",
-            loss_ratio=f"{(1 - share) / sm_share:.3f}" if sm_share else "")
+    run.add(arm=f"{fetch.arm}, beside", gbps=fetch.num_bytes * 1e-9 / beside_s, **same, fetch_share=f"{fetch_s / beside_s:.4f}",
+            **loss(run, products, alone_s, product_s, fetch.sms))
 
 
 def measure_sleep(run, products, sleep):
     alone_s, product_s, _ = measure_beside(run, products, sleep, sleep.MICROSECONDS * 1e-6)
-    share, sm_share = alone_s / product_s, sleep.sms / run.num_sms
     run.add(case="normal 0.02", arm="sleep, beside", rows=0, row_bytes=ROW_BYTES, dtype=torch.bfloat16, savings=0.0, gbps=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=sleep.sms,
-            matmul_tflops=harness.four_digits(products.flops * 1e-12 / product_s), matmul_share=f"{share:.4f}", fetch_share="", sm_share=f"{sm_share:.4f}",
-            loss_ratio=f"{(1 - share) / sm_share:.3f}")
+            fetch_share="", **loss(run, products, alone_s, product_s, sleep.sms))
+
+
+def loss(run, products, alone_s, product_s, sms):
+    """The columns of the products: a product takes alone_s alone and product_s beside what may have so many SMs."""
+    share, sm_share = alone_s / product_s, (run.num_sms if sms is None else sms) / run.num_sms
+    return {"matmul_tflops": harness.four_digits(products.flops * 1e-12 / product_s), "matmul_share": f"{share:.4f}", "sm_share": f"{sm_share:.4f}",
+            "loss_ratio": f"{(1 - share) / sm_share:.3f}" if sm_share else ""}
 
 
 def fetches(run):
@@ -239,12 +242,14 @@ def main(argv=None):
     for fetch in fetches(run):
         with run.cell(f"{fetch.arm}, {fetch.sms} SMs"):
             measure(run, products, fetch)
-    if hasattr(torch.cuda, "_compile_kernel") and run.on_gpu:
+    if not run.on_gpu:
+        print("fetches beside products: need --device cuda, left out")
+    elif not hasattr(torch.cuda, "_compile_kernel"):
+        print("sleep: this torch does not compile kernels, left out")
+    else:
         for sms in SMS["sleep"]:
             with run.cell(f"sleep, {sms} SMs"):
                 measure_sleep(run, products, Sleep(sms))
-    if not run.on_gpu:
-        print("fetches beside products: need --device cuda, left out")
     print_losses(run.rows)
     return run.finish(shortfalls(run.rows))
 

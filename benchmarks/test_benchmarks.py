@@ -399,6 +399,14 @@ def test_products_beside_fetches(monkeypatch):
         beside(monkeypatch, Clock(15.0, 2.0), 8)
 
 
+def test_loss_of_products():
+    run, products = types.SimpleNamespace(num_sms=132), types.SimpleNamespace(flops=2e12)
+    columns = {"matmul_tflops": "500", "matmul_share": "0.9000", "sm_share": "0.0606", "loss_ratio": "1.650"}
+    assert overlap.loss(run, products, 3.6e-3, 4e-3, 8) == columns
+    assert overlap.loss(run, products, 3.6e-3, 4e-3, None) == columns | {"sm_share": "1.0000", "loss_ratio": "0.100"}
+    assert overlap.loss(run, products, 3.6e-3, 4e-3, 0) == columns | {"sm_share": "0.0000", "loss_ratio": ""}
+
+
 def test_losses_are_judged():
     row = rate_row(arm="planes gather, beside", loss_ratio="1.25", fetch_share="0.9")
     assert overlap.shortfalls([row, rate_row(arm="planes gather, alone")]) == []
