@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*)
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 # The kernels are compiled for the GPUs of this machine; where there is none, for one, to see that they compile. `pip install` compiles for all.
 GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
 export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)

@@ -2,7 +2,7 @@
 
 Three shared libraries (and the headers, for C programs) are placed in the package:
 
-    ibp/_lib/libibp.so          the core: csrc/*.c and, with nvcc, csrc/*.cu; depends on neither Python nor torch
+    ibp/_lib/libibp.so          the core: csrc/core, csrc/x86 and csrc/cuda; depends on neither Python nor torch
     ibp/_lib/libibp_torch.so    torch ops over torch's stable ABI; depends on neither a Python nor a torch version
     ibp/_core.<abi>.so          pybind11 module; tied to one Python version
 
@@ -27,8 +27,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 BUILD = ROOT / "build" / "native"
-INSTALLED_HEADERS = ("ibp.h", "ibp_cuda.h", "format.h", "FORMAT.md")
-BINDINGS = ("torch_ops.cpp", "python_module.cpp")
+INCLUDE = CSRC / "include"
+NO_CUDA = CSRC / "cuda" / "no_cuda.c"  # what a build without nvcc has instead of the kernels
 
 MIN_TORCH = (2, 10)
 TORCH_TARGET_VERSION = "0x020A000000000000"
@@ -44,7 +44,7 @@ def fail(sentence):
 
 
 def version():
-    return re.search(r'#define IBP_VERSION "([^"]+)"', (CSRC / "ibp.h").read_text()).group(1)
+    return re.search(r'#define IBP_VERSION "([^"]+)"', (INCLUDE / "ibp.h").read_text()).group(1)
 
 
 # ---- what is there to build with ----
@@ -122,20 +122,28 @@ def python_include():
 
 
 class Step:
-    """One compiler call. It is run again when an input is newer than the output or the command itself has changed."""
+    """One compiler call. It is run again when an input is newer than the output or the command itself has changed.
 
-    def __init__(self, tool, command, inputs, output, salt=""):
+    depfile: where the compiler lists the headers that it read (-MMD); these are inputs too.
+    """
+
+    def __init__(self, tool, command, inputs, output, salt="", depfile=None):
         self.tool = tool
         self.command = [str(word) for word in command] + ["-o", str(output)]
         self.inputs = [Path(path) for path in inputs]
         self.output = Path(output)
+        self.depfile = depfile
         self.record = self.output.with_name(self.output.name + ".cmd")
         self.text = shlex.join(self.command) + salt
 
     def is_current(self):
         if not (self.output.exists() and self.record.exists() and self.record.read_text() == self.text):
             return False
-        return all(path.stat().st_mtime_ns <= self.output.stat().st_mtime_ns for path in self.inputs)
+        if self.depfile and not self.depfile.exists():
+            return False
+        made = self.output.stat().st_mtime_ns
+        inputs = self.inputs + (read_depfile(self.depfile) if self.depfile else [])
+        return all(path.exists() and path.stat().st_mtime_ns <= made for path in inputs)
 
     def run(self):
         """None, or the sentence that says what failed."""
@@ -161,13 +169,17 @@ def run_steps(steps):
         fail(failures[0])
 
 
-def headers():
-    return [path for pattern in ("*.h", "*.cuh") for path in CSRC.glob(pattern)]
+def read_depfile(path):
+    """The files that a make rule `output: input input ...` names as inputs."""
+    text = path.read_text().replace("\\\n", " ").partition(":")[2]
+    return [Path(name.replace("\\ ", " ")) for name in re.split(r"(?<!\\)\s+", text.strip()) if name]
 
 
 def compile_step(tool, command, source, flags, extra_flags, salt=""):
-    output = BUILD / (source.name + ".o")
-    return Step(tool, [*command, *flags, *extra_flags, "-c", source], [source, *headers()], output, salt)
+    output = BUILD / ("_".join(source.relative_to(CSRC).parts) + ".o")
+    depfile = output.with_suffix(".d")
+    command = [*command, f"-I{INCLUDE}", *flags, *extra_flags, "-MMD", "-MF", depfile, "-c", source]
+    return Step(tool, command, [source], output, salt, depfile)
 
 
 class BuildNative(build_ext):
@@ -187,8 +199,8 @@ class BuildNative(build_ext):
     def plan_core(self):
         c = compiler("CC", ["cc", "gcc", "clang"], "C")
         nvcc = find_nvcc()
-        cuda_sources = sorted(CSRC.glob("*.cu")) if nvcc else []
-        c_sources = [path for path in sorted(CSRC.glob("*.c")) if not (cuda_sources and path.name == "no_cuda.c")]
+        cuda_sources = sorted(CSRC.rglob("*.cu")) if nvcc else []
+        c_sources = sorted(path for path in CSRC.rglob("*.c") if not (cuda_sources and path == NO_CUDA))
         steps = [compile_step("cc", c, path, ["-std=c11", *COMMON, *WARNINGS], environment_flags("CFLAGS")) for path in c_sources]
         link = [*c, "-shared", "-Wl,-soname,libibp.so", "-Wl,--no-undefined"]
         if cuda_sources:
@@ -210,14 +222,14 @@ class BuildNative(build_ext):
         flags = ["-std=c++17", *COMMON, *WARNINGS, f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"]
         for directory in includes:
             flags += ["-isystem", directory]
-        step = compile_step("c++", self.cxx(), CSRC / "torch_ops.cpp", flags, environment_flags("CXXFLAGS"), torch_version)
+        step = compile_step("c++", self.cxx(), CSRC / "bindings" / "torch_ops.cpp", flags, environment_flags("CXXFLAGS"), torch_version)
         link = [*self.cxx(), "-shared", step.output, core, "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed"]
         link += [f"-L{directory}" for directory in libraries] + ["-ltorch", "-ltorch_cpu"]
         return step, Step("c++", link, [step.output, core], BUILD / "libibp_torch.so", torch_version)
 
     def plan_python_module(self, core):
         flags = ["-std=c++17", *COMMON, *WARNINGS, "-isystem", pybind11_include(), "-isystem", python_include()]
-        step = compile_step("c++", self.cxx(), CSRC / "python_module.cpp", flags, environment_flags("CXXFLAGS"))
+        step = compile_step("c++", self.cxx(), CSRC / "bindings" / "python_module.cpp", flags, environment_flags("CXXFLAGS"))
         link = [*self.cxx(), "-shared", step.output, core, "-Wl,-rpath,$ORIGIN/_lib"]
         return step, Step("c++", link, [step.output, core], BUILD / self.module_name())
 
@@ -231,7 +243,8 @@ class BuildNative(build_ext):
         """(file, its place relative to the directory that holds the package) of everything that is installed."""
         libraries = [(BUILD / name, f"ibp/_lib/{name}") for name in ("libibp.so", "libibp_torch.so")]
         module = [(BUILD / self.module_name(), f"ibp/{self.module_name()}")]
-        return libraries + module + [(CSRC / name, f"ibp/include/{name}") for name in INSTALLED_HEADERS]
+        headers = [(path, f"ibp/include/{path.relative_to(INCLUDE)}") for path in sorted(INCLUDE.rglob("*.*h"))]
+        return libraries + module + headers + [(CSRC / "FORMAT.md", "ibp/include/FORMAT.md")]
 
     def package_parent(self):
         return ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
@@ -263,6 +276,6 @@ setup(
     version=version(),
     license="Apache-2.0",
     # The source stands here so that setuptools makes a wheel for one platform; BuildNative compiles it.
-    ext_modules=[Extension("ibp._core", sources=["csrc/python_module.cpp"])],
+    ext_modules=[Extension("ibp._core", sources=["csrc/bindings/python_module.cpp"])],
     cmdclass={"build_ext": BuildNative},
 )

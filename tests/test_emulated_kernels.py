@@ -1,13 +1,13 @@
-"""Compiles csrc/gather.cu and csrc/encode.cu as C++ and runs them without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
+"""Compiles csrc/cuda/gather.cu and csrc/cuda/encode.cu as C++ and runs them without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
 
 import concurrent.futures
 import os
 import re
 
 import pytest
-from test_c_core import CSRC, SANITIZE, TESTS, can_sanitize, compiler, run
+from test_c_core import CORE_SOURCES, CSRC, INCLUDES, SANITIZE, TESTS, can_sanitize, compiler, run
 
-KERNELS = ("gather", "encode")  # sources in csrc
+KERNELS = ("gather", "encode")  # sources in csrc/cuda
 # A collective must stay in one place of the program, by which lanes that come to different ones are told.
 COMMON = ["-O1", "-g1", "-fno-strict-aliasing", "-fno-thread-jumps", "-fno-tree-dominator-opts"]
 # Pointers of corrupt tables are computed before they are checked, as numbers.
@@ -39,23 +39,24 @@ def compile_all(directory, commands, flags):
 
 def emulated(directory):
     """The command that compiles kernels as C++."""
-    command = [*compiler("CXX", "c++", "g++", "clang++"), "-std=c++17", f"-I{directory}", f"-I{TESTS}", "-include", "emulated_simt.h"]
+    command = [*compiler("CXX", "c++", "g++", "clang++"), "-std=c++17", f"-I{directory}", *INCLUDES, f"-I{TESTS}", "-include", "emulated_simt.h"]
     return [*command, "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-attributes", "-Wno-maybe-uninitialized"]
 
 
 def build(csrc, directory, flags):
     """The program of tests/c/emulated_tables.cpp for the sources in csrc."""
-    for path in [*csrc.glob("*.h"), *csrc.glob("*.cuh"), *(csrc / f"{name}.cu" for name in KERNELS)]:
-        (directory / path.name).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix).write_text(translate(path.read_text()))
-    kernels = [directory / f"{name}.cpp" for name in KERNELS]
+    for path in [*csrc.glob("core/*.h"), *csrc.rglob("*.cuh"), *(csrc / "cuda" / f"{name}.cu" for name in KERNELS)]:
+        target = (directory / path.relative_to(csrc)).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(translate(path.read_text()))
+    kernels = [directory / "cuda" / f"{name}.cpp" for name in KERNELS]
     commands = {path: emulated(directory) for path in (*kernels, TESTS / "emulated_tables.cpp", TESTS / "emulated_simt.cpp")}
     if flags is RACE_FLAGS:
         for path in kernels:
             commands[path].append("-fsanitize=thread")
         commands[TESTS / "emulated_races.cpp"] = emulated(directory)
-    for path in sorted(csrc.glob("*.c")):
-        if path.name != "no_cuda.c":
-            commands[path] = [*compiler("CC", "cc", "gcc", "clang"), "-std=c11"]
+    for path in CORE_SOURCES:
+        commands[path] = [*compiler("CC", "cc", "gcc", "clang"), "-std=c11", *INCLUDES]
     return compile_all(directory, commands, flags)
 
 

@@ -3,7 +3,7 @@
 #ifndef EMULATED_CUDA_H
 #define EMULATED_CUDA_H
 
-#include "format.h"
+#include "core/format.h"
 #include "ibp_cuda.h"
 
 #include <cstring>

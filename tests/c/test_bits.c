@@ -1,6 +1,6 @@
 /* test_bits.c - the inline bit helpers of format.h against loops over bits, and the status texts. */
 #include "check.h"
-#include "format.h"
+#include "core/format.h"
 #include "ibp_cuda.h"
 
 static uint32_t naive_deposit(uint32_t bits, uint32_t keep)

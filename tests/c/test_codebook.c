@@ -1,6 +1,6 @@
 /* test_codebook.c - building a codebook, and the counts that analysis stands on. */
 #include "check.h"
-#include "format.h"
+#include "core/format.h"
 
 static void check_flags(const sample *s)
 {

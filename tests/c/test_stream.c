@@ -1,6 +1,6 @@
 /* test_stream.c - chunks of a stream: their sizes, and that every row is found in the copy of its chunk; then hostile bases. */
 #include "check.h"
-#include "stream.h"
+#include "core/chunk_plan.h"
 
 enum { MIB = 1 << 20 };
 

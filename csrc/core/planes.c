@@ -1,0 +1,271 @@
+/* planes.c - rows of scheme planes in plain C (FORMAT.md section 6): the oracle that every other encoder and decoder is compared to. */
+#include "bits.h"
+#include "planes_layout.h"
+#include "schemes.h"
+
+ibp_status ibp_check_planes(const ibp_codebook *cb)
+{
+    const ibp_planes *const p = &cb->planes;
+    const bool sizes = cb->row_bytes >= 1 && cb->row_bytes <= IBP_MAX_ROW_BYTES &&
+                       (p->element_bytes == 1 || p->element_bytes == 2 || p->element_bytes == 4 || p->element_bytes == 8);
+    if (!sizes || cb->row_bytes % p->element_bytes != 0 || p->residual_bits > ibp_element_bits(p)) return IBP_INVALID_ARGUMENT;
+    if (p->rotate > 1 || p->num_planes > IBP_MAX_PLANES || (p->per_column && p->listed)) return IBP_INVALID_ARGUMENT;
+    uint32_t num_entries = 0;
+    for (uint32_t i = 0; i < p->num_planes; i++) {
+        if (p->digit_bits[i] < 1 || p->digit_bits[i] > IBP_MAX_DIGIT_BITS) return IBP_INVALID_ARGUMENT;
+        num_entries += ibp_escape_of(p, i);
+    }
+    uint32_t symbol_bytes = 1;
+    while (8 * symbol_bytes < ibp_symbol_bits(p)) symbol_bytes *= 2;
+    const bool values = ibp_low_bits(p->default_value, ibp_element_bits(p)) == p->default_value &&
+                        ibp_low_bits(p->closed_value, ibp_element_bits(p)) == p->closed_value;
+    const bool fits = p->num_entries == num_entries && p->symbol_bytes == symbol_bytes && (num_entries == 0 || p->entries);
+    return fits && values ? IBP_OK : IBP_INVALID_ARGUMENT;
+}
+
+static uint64_t load_number(const void *numbers, size_t i, uint32_t num_bytes)
+{
+    uint64_t value = 0;
+    memcpy(&value, (const uint8_t *)numbers + i * num_bytes, num_bytes);
+    return value;
+}
+
+static uint64_t rotate_left(uint64_t x, uint32_t by, uint32_t width)
+{
+    return by == 0 ? x : ibp_low_bits(x << by, width) | x >> (width - by);
+}
+
+/* Which entry a symbol has: the first that equals it; num_entries if none does. */
+static uint32_t rank_of(const ibp_planes *planes, uint32_t column, uint64_t symbol)
+{
+    const size_t first = planes->per_column ? (size_t)column * planes->num_entries : 0;
+    uint32_t rank = 0;
+    while (rank < planes->num_entries && load_number(planes->entries, first + rank, planes->symbol_bytes) != symbol) rank++;
+    return rank;
+}
+
+/* ---- encoding ---- */
+
+/* What a row is coded as. */
+typedef struct row_census {
+    uint32_t reaching[IBP_MAX_PLANES + 1];
+    bool closed;
+} row_census;
+
+static bool is_listed(const ibp_planes *planes, uint64_t element) { return !planes->listed || element != planes->default_value; }
+
+static void split_element(const ibp_planes *planes, uint64_t element, uint64_t *symbol, uint64_t *residual)
+{
+    const uint64_t rotated = rotate_left(element, planes->rotate, ibp_element_bits(planes));
+    *symbol = planes->residual_bits >= 64 ? 0 : rotated >> planes->residual_bits;
+    *residual = ibp_low_bits(rotated, planes->residual_bits);
+}
+
+static row_census take_census(const ibp_codebook *cb, const uint8_t *row)
+{
+    const ibp_planes *const planes = &cb->planes;
+    row_census census = {{0}, planes->listed};
+    for (uint32_t column = 0; column < ibp_columns_of(cb); column++) {
+        const uint64_t element = load_number(row, column, planes->element_bytes);
+        if (!is_listed(planes, element)) continue;
+        census.closed = census.closed && element == planes->closed_value;
+        uint64_t symbol, residual;
+        split_element(planes, element, &symbol, &residual);
+        const uint32_t rank = rank_of(planes, column, symbol);
+        for (uint32_t p = 0, first = 0; p <= planes->num_planes && rank >= first; first += ibp_escape_of(planes, p), p++) {
+            census.reaching[p]++;
+            if (p == planes->num_planes) break;
+        }
+    }
+    census.closed = census.closed && census.reaching[0] > 0;
+    return census;
+}
+
+static size_t bits_of_row(const ibp_codebook *cb, const row_census *census)
+{
+    const size_t start = ibp_bits_before_values(cb, census->reaching[0]);
+    return census->closed || census->reaching[0] == 0 ? start : ibp_lay_out(&cb->planes, start, census->reaching).end;
+}
+
+static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
+{
+    const row_census census = take_census(cb, row);
+    return bits_of_row(cb, &census) / 8;
+}
+
+static void write_positions(const ibp_codebook *cb, const uint8_t *row, const row_census *census, uint8_t *dst)
+{
+    const ibp_planes *const planes = &cb->planes;
+    const uint32_t columns = ibp_columns_of(cb), k = census->reaching[0];
+    ibp_or_bits(dst, 0, k | (census->closed ? ibp_closed_bit(columns) : 0));
+    if (k == 0) return;
+    const ibp_position_form form = ibp_choose_position_form(k, columns);
+    const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + ibp_to_byte(form.upper_bits);
+    uint32_t written = 0;
+    for (uint32_t column = 0; column < columns; column++) {
+        const bool listed = load_number(row, column, planes->element_bytes) != planes->default_value;
+        if (!form.is_list) {
+            ibp_or_bits(dst, start + column, listed);
+        } else if (listed != form.is_complement) {
+            ibp_or_bits(dst, start + (column >> form.low_bits) + written, 1);
+            ibp_or_bits(dst, low_start + (size_t)written * form.low_bits, ibp_low_bits(column, form.low_bits));
+            written++;
+        }
+    }
+}
+
+static void write_values(const ibp_codebook *cb, const uint8_t *row, ibp_value_parts parts, uint8_t *dst)
+{
+    const ibp_planes *const planes = &cb->planes;
+    for (uint32_t column = 0; column < ibp_columns_of(cb); column++) {
+        const uint64_t element = load_number(row, column, planes->element_bytes);
+        if (!is_listed(planes, element)) continue;
+        uint64_t symbol, residual;
+        split_element(planes, element, &symbol, &residual);
+        ibp_or_bits(dst, parts.residuals, residual);
+        parts.residuals += planes->residual_bits;
+        uint32_t rank = rank_of(planes, column, symbol), p = 0;
+        for (; p < planes->num_planes; p++) {
+            const uint32_t digit = ibp_min_u32(rank, ibp_escape_of(planes, p));
+            ibp_or_bits(dst, parts.digits[p], digit);
+            parts.digits[p] += planes->digit_bits[p];
+            if (digit < ibp_escape_of(planes, p)) break;
+            rank -= digit;
+        }
+        if (p < planes->num_planes) continue;
+        ibp_or_bits(dst, parts.digits[p], symbol);
+        parts.digits[p] += ibp_symbol_bits(planes);
+    }
+}
+
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+{
+    const row_census census = take_census(cb, row);
+    *coded_bytes = bits_of_row(cb, &census) / 8;
+    if (*coded_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
+    memset(dst, 0, *coded_bytes);
+    if (cb->planes.listed) write_positions(cb, row, &census, dst);
+    if (census.closed || census.reaching[0] == 0) return IBP_OK;
+    write_values(cb, row, ibp_lay_out(&cb->planes, ibp_bits_before_values(cb, census.reaching[0]), census.reaching), dst);
+    return IBP_OK;
+}
+
+/* ---- decoding ---- */
+
+/* A coded row, and how far each part of its values has been read. */
+typedef struct value_reader {
+    const ibp_planes *planes;
+    const uint8_t *src;
+    size_t src_bytes;
+    ibp_value_parts parts;
+} value_reader;
+
+/* Finds the parts of n values from bit start on. @return false if they do not end just where src does. */
+static bool open_values(value_reader *reader, size_t start, uint32_t n)
+{
+    const ibp_planes *const planes = reader->planes;
+    uint32_t reaching[IBP_MAX_PLANES + 1] = {n};
+    for (uint32_t p = 0; p < planes->num_planes; p++) {
+        reader->parts = ibp_lay_out(planes, start, reaching);
+        if (reader->parts.digits[p + 1] > 8 * reader->src_bytes) return false;
+        for (uint32_t i = 0; i < reaching[p]; i++) {
+            const size_t at = reader->parts.digits[p] + (size_t)i * planes->digit_bits[p];
+            reaching[p + 1] +=
+                ibp_load_field(reader->src, reader->src_bytes, at, planes->digit_bits[p]) == ibp_escape_of(planes, p);
+        }
+    }
+    reader->parts = ibp_lay_out(planes, start, reaching);
+    return reader->parts.end == 8 * reader->src_bytes;
+}
+
+static uint64_t read_field(const value_reader *reader, size_t *position, uint32_t num_bits)
+{
+    const uint64_t field = ibp_load_field(reader->src, reader->src_bytes, *position, num_bits);
+    *position += num_bits;
+    return field;
+}
+
+static uint64_t read_value(value_reader *reader, uint32_t column)
+{
+    const ibp_planes *const planes = reader->planes;
+    const size_t first = planes->per_column ? (size_t)column * planes->num_entries : 0;
+    uint64_t symbol = 0;
+    uint32_t entry = 0, p = 0;
+    for (; p < planes->num_planes; p++) {
+        const uint32_t digit = (uint32_t)read_field(reader, &reader->parts.digits[p], planes->digit_bits[p]);
+        entry += digit;
+        if (digit < ibp_escape_of(planes, p)) break;
+    }
+    if (p < planes->num_planes)
+        symbol = load_number(planes->entries, first + entry, planes->symbol_bytes);
+    else
+        symbol = read_field(reader, &reader->parts.digits[p], ibp_symbol_bits(planes));
+    const uint32_t width = ibp_element_bits(planes), r = planes->residual_bits;
+    const uint64_t residual = read_field(reader, &reader->parts.residuals, r);
+    const uint64_t rotated = ibp_low_bits((r >= 64 ? 0 : symbol << r) | residual, width);
+    return planes->rotate ? rotate_left(rotated, width - 1, width) : rotated;
+}
+
+static void store_element(const ibp_planes *planes, uint8_t *row, uint32_t column, uint64_t element)
+{
+    memcpy(row + (size_t)column * planes->element_bytes, &element, planes->element_bytes);
+}
+
+enum { BITMAP_BYTES = IBP_MAX_ROW_BYTES / 8 };
+
+/* The listed positions as a bitmap of columns bits. @return false if the form does not hold the right number of increasing ones. */
+static bool read_positions(const value_reader *reader, uint32_t columns, const ibp_position_form *form, uint8_t *bitmap)
+{
+    const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + ibp_to_byte(form->upper_bits);
+    uint32_t found = 0, least = 0;
+    memset(bitmap, form->is_complement ? 0xff : 0, BITMAP_BYTES);
+    for (uint32_t i = 0; i < form->upper_bits; i++) {
+        if (!(ibp_load_bits(reader->src, reader->src_bytes, start + i) & 1)) continue;
+        uint32_t position = i;
+        if (form->is_list) {
+            const uint64_t low =
+                ibp_load_field(reader->src, reader->src_bytes, low_start + (size_t)found * form->low_bits, form->low_bits);
+            position = (i - found) << form->low_bits | (uint32_t)low;
+        }
+        found++;
+        if (position < least || position >= columns || found > form->num_positions) return false;
+        least = position + 1;
+        const uint8_t bit = (uint8_t)(1u << (position % 8));
+        bitmap[position / 8] = (uint8_t)(form->is_complement ? bitmap[position / 8] & ~bit : bitmap[position / 8] | bit);
+    }
+    return found == form->num_positions;
+}
+
+static ibp_status decode_listed(const ibp_codebook *cb, value_reader *reader, uint8_t *row)
+{
+    const ibp_planes *const planes = &cb->planes;
+    const uint32_t columns = ibp_columns_of(cb), header_bytes = ibp_header_bytes(columns);
+    if (reader->src_bytes < header_bytes) return IBP_CORRUPT_ROW;
+    const uint32_t header = (uint32_t)ibp_load_field(reader->src, reader->src_bytes, 0, 8 * header_bytes);
+    const uint32_t k = header & (ibp_closed_bit(columns) - 1u);
+    const bool closed = (header & ibp_closed_bit(columns)) != 0;
+    if (k > columns) return IBP_CORRUPT_ROW;
+    for (uint32_t column = 0; column < columns; column++) store_element(planes, row, column, planes->default_value);
+    const size_t start = ibp_bits_before_values(cb, k);
+    if (k == 0) return start == 8 * reader->src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
+    uint8_t bitmap[BITMAP_BYTES];
+    const ibp_position_form form = ibp_choose_position_form(k, columns);
+    if (start > 8 * reader->src_bytes || !read_positions(reader, columns, &form, bitmap)) return IBP_CORRUPT_ROW;
+    if (closed ? start != 8 * reader->src_bytes : !open_values(reader, start, k)) return IBP_CORRUPT_ROW;
+    for (uint32_t column = 0; column < columns; column++)
+        if (bitmap[column / 8] & (1 << (column % 8)))
+            store_element(planes, row, column, closed ? planes->closed_value : read_value(reader, column));
+    return IBP_OK;
+}
+
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+{
+    value_reader reader = {.planes = &cb->planes, .src = src, .src_bytes = src_bytes};
+    if (cb->planes.listed) return decode_listed(cb, &reader, row);
+    if (!open_values(&reader, 0, ibp_columns_of(cb))) return IBP_CORRUPT_ROW;
+    for (uint32_t column = 0; column < ibp_columns_of(cb); column++)
+        store_element(&cb->planes, row, column, read_value(&reader, column));
+    return IBP_OK;
+}
+
+const ibp_row_coder ibp_planes_plain = {coded_bytes_of, encode, decode};

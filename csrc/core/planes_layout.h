@@ -1,0 +1,44 @@
+/* planes_layout.h - where the parts of a row of scheme planes are (FORMAT.md section 6), shared by the C coders of that scheme. */
+#ifndef IBP_PLANES_LAYOUT_H
+#define IBP_PLANES_LAYOUT_H
+
+#include "format.h"
+#include "ibp.h"
+
+static inline uint32_t ibp_columns_of(const ibp_codebook *cb) { return cb->row_bytes / cb->planes.element_bytes; }
+
+static inline uint32_t ibp_element_bits(const ibp_planes *planes) { return 8 * planes->element_bytes; }
+
+static inline uint32_t ibp_symbol_bits(const ibp_planes *planes) { return ibp_element_bits(planes) - planes->residual_bits; }
+
+static inline uint32_t ibp_escape_of(const ibp_planes *planes, uint32_t plane) { return (1u << planes->digit_bits[plane]) - 1; }
+
+/* Where the parts of the values of n elements are, in bits from the start of the coded row; each begins a byte. */
+typedef struct ibp_value_parts {
+    size_t residuals;
+    size_t digits[IBP_MAX_PLANES + 1]; /* one past the last plane: the raw symbols */
+    size_t end;
+} ibp_value_parts;
+
+static inline size_t ibp_to_byte(size_t bits) { return (bits + 7) / 8 * 8; }
+
+/* reaching[p]: elements with a digit in plane p; reaching[num_planes]: elements with a raw symbol. */
+static inline ibp_value_parts ibp_lay_out(const ibp_planes *planes, size_t start, const uint32_t *reaching)
+{
+    ibp_value_parts parts = {.residuals = start};
+    parts.digits[0] = start + ibp_to_byte((size_t)reaching[0] * planes->residual_bits);
+    for (uint32_t p = 0; p < planes->num_planes; p++)
+        parts.digits[p + 1] = parts.digits[p] + ibp_to_byte((size_t)reaching[p] * planes->digit_bits[p]);
+    parts.end = parts.digits[planes->num_planes] + ibp_to_byte((size_t)reaching[planes->num_planes] * ibp_symbol_bits(planes));
+    return parts;
+}
+
+/* Bits of a row with k listed elements before its values; 0 if it is dense. */
+static inline size_t ibp_bits_before_values(const ibp_codebook *cb, uint32_t k)
+{
+    if (!cb->planes.listed) return 0;
+    const uint32_t columns = ibp_columns_of(cb);
+    return 8 * (size_t)(ibp_header_bytes(columns) + (k ? ibp_choose_position_form(k, columns).num_bytes : 0));
+}
+
+#endif

@@ -1,0 +1,78 @@
+// digits.cuh - digits of scheme planes as nibbles that select bytes (`prmt`), and unaligned reads of shared memory.
+#ifndef IBP_DIGITS_CUH
+#define IBP_DIGITS_CUH
+
+#include "warp.cuh"
+
+namespace ibp {
+
+template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, uint32_t num_bits)
+{
+#ifdef __CUDACC__
+    if constexpr (sizeof(Bits) == 4) {
+        uint32_t mask;
+        asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(mask) : "r"(num_bits));
+        return value & mask;
+    }
+#endif
+    return num_bits >= 8u * sizeof(Bits) ? value : value & ((Bits{1} << num_bits) - 1u);
+}
+
+__device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) & ~7u; }
+
+// ---- digits of two bits ----
+
+// Whether the dense rows of a codebook are those of decode/pairs.cuh and, unless entries are a column's, of encode/pairs.cuh.
+inline bool has_pairs(const ibp_planes &planes)
+{
+    bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
+    for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;
+    return pairs && (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.residual_bits == 24));
+}
+
+// Bit 0 of each of 16 digits that is an escape.
+__device__ __forceinline__ uint32_t escaped_pairs(uint32_t digits) { return digits & digits >> 1 & 0x55555555u; }
+
+// Eight of them, the low or the high ones, one a nibble.
+template <bool HIGH> __device__ __forceinline__ uint32_t spread_pairs(uint32_t digits)
+{
+    digits = permute_bytes(digits, 0, HIGH ? 0x4342 : 0x4140);
+    digits = either_bits(digits, digits << 4, 0x0f0f0f0fu);
+    return either_bits(digits, digits << 2, 0x33333333u);
+}
+
+// Bit 0 of every nibble whose digit is an escape.
+__device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits) { return digits & digits >> 1 & 0x11111111u; }
+
+// ---- nibbles that have escaped ----
+
+// Which of the escaped bytes each nibble takes: how many nibbles below it have escaped.
+__device__ __forceinline__ uint32_t order_of(uint32_t escaped) { return escaped * 0x11111110u; }
+// How many of eight nibbles have escaped.
+__device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order) { return (order >> 28) + (escaped >> 28); }
+
+// ---- shared memory from any byte on ----
+
+struct Cursor {
+    const uint32_t *words;
+    uint32_t shift; // bits, of which only the low five count
+
+    static __device__ __forceinline__ Cursor at(uint32_t byte) { return {&shared_word(byte / 4u), 8u * byte}; }
+    // The word that is i words further on, the 32 bits that are so many bits further on.
+    __device__ __forceinline__ uint32_t word(uint32_t i) const { return __funnelshift_r(words[i], words[i + 1u], shift); }
+    __device__ __forceinline__ uint32_t bits(uint32_t further) const
+    {
+        const uint32_t position = shift % 32u + further;
+        return __funnelshift_r(words[position / 32u], words[position / 32u + 1u], position);
+    }
+};
+
+__device__ __forceinline__ uint2 eight_bytes(uint32_t first)
+{
+    const Cursor cursor = Cursor::at(first);
+    return make_uint2(cursor.word(0), cursor.word(1));
+}
+
+} // namespace ibp
+
+#endif

@@ -1,0 +1,278 @@
+// encoder.cuh - what the encoders share: a group of lanes takes a row, loads it by 16-byte vectors at any address and puts its bits
+// together in the group's stage, a part of shared memory.
+#ifndef IBP_ENCODER_CUH
+#define IBP_ENCODER_CUH
+
+#include "../warp.cuh"
+
+namespace ibp {
+
+constexpr uint32_t kEncodeThreads = 256, kVector = 16;
+
+// LANES threads that work on one row: a part of a warp for short rows, a warp, or a whole block for long ones.
+template <uint32_t LANES> struct Group {
+    static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp; // lanes of one warp
+    static constexpr bool kIsBlock = LANES > kWarp;
+    static_assert(!kIsBlock || LANES == kEncodeThreads, "more than a warp is a block");
+
+    static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
+    static __device__ __forceinline__ uint32_t mask() { return (kAllLanes >> (kWarp - kWidth)) << (lane_id() / kWidth * kWidth); }
+    static __device__ __forceinline__ void sync()
+    {
+        if (kIsBlock)
+            __syncthreads();
+        else
+            __syncwarp(mask());
+    }
+    static __device__ __forceinline__ bool any(bool condition)
+    {
+        return kIsBlock ? __syncthreads_or(condition) != 0 : __any_sync(mask(), condition) != 0;
+    }
+
+    // Sums over all lanes of N numbers.
+    template <int N> static __device__ __forceinline__ void sum(uint32_t (&v)[N])
+    {
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] = sum_in_warp(v[i]);
+        if (kIsBlock) {
+            uint32_t before[N];
+            join_warps(v, before, v);
+        }
+    }
+    // Sums over the lanes below this one, and over all lanes, of N numbers.
+    template <int N>
+    static __device__ __forceinline__ void scan(const uint32_t (&v)[N], uint32_t (&before)[N], uint32_t (&total)[N])
+    {
+        uint32_t whole[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            uint32_t sum = v[i];
+#pragma unroll
+            for (uint32_t step = 1; step < kWidth; step *= 2) {
+                const uint32_t below = __shfl_up_sync(mask(), sum, step, kWidth);
+                if (lane() % kWidth >= step) sum += below;
+            }
+            whole[i] = __shfl_sync(mask(), sum, kWidth - 1, kWidth);
+            before[i] = sum - v[i];
+            total[i] = whole[i];
+        }
+        if (kIsBlock) {
+            uint32_t of_warps[N];
+            join_warps(whole, of_warps, total);
+#pragma unroll
+            for (int i = 0; i < N; i++) before[i] += of_warps[i];
+        }
+    }
+    // The least of all lanes of this warp that belong to the group.
+    static __device__ __forceinline__ uint32_t min_in_warp(uint32_t v)
+    {
+#pragma unroll
+        for (uint32_t step = kWidth / 2; step > 0; step /= 2) v = ibp_min_u32(v, __shfl_xor_sync(mask(), v, step, kWidth));
+        return v;
+    }
+    static __device__ __forceinline__ uint32_t sum_in_warp(uint32_t v)
+    {
+        if constexpr (kWidth == kWarp) {
+            return __reduce_add_sync(kAllLanes, v);
+        } else {
+#pragma unroll
+            for (uint32_t step = kWidth / 2; step > 0; step /= 2) v += __shfl_xor_sync(mask(), v, step, kWidth);
+            return v;
+        }
+    }
+
+  private:
+    // From the warps' sums: those of the warps below this one, and of all.
+    template <int N>
+    static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N], uint32_t (&total)[N])
+    {
+        constexpr uint32_t kWarps = kEncodeThreads / kWarp;
+        __shared__ uint32_t parts[kWarps][N];
+        if (lane_id() == 0)
+#pragma unroll
+            for (int i = 0; i < N; i++) parts[threadIdx.x / kWarp][i] = of_warp[i];
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            before[i] = total[i] = 0;
+#pragma unroll
+            for (uint32_t w = 0; w < kWarps; w++) {
+                const uint32_t part = parts[w][i];
+                if (w < threadIdx.x / kWarp) before[i] += part;
+                total[i] += part;
+            }
+        }
+        __syncthreads();
+    }
+};
+
+// 16 bytes from any address on, of which num_bytes are valid; zeros behind them. Reads no 4-byte word that has no valid byte.
+static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
+{
+    uint32_t words[4] = {};
+    if (num_bytes < kVector) {
+#pragma unroll
+        for (uint32_t b = 0; b < kVector; b++)
+            if (b < num_bytes) words[b / 4u] |= static_cast<uint32_t>(from[b]) << (8u * (b % 4u));
+    } else {
+        const uint32_t start = reinterpret_cast<uintptr_t>(from) % 4u;
+        const uint32_t *const near = reinterpret_cast<const uint32_t *>(from - start);
+        uint32_t next = near[0];
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            const uint32_t word = next;
+            next = i < 3 || start != 0u ? near[i + 1] : 0u;
+            words[i] = __funnelshift_r(word, next, 8u * start);
+        }
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// A row as it is before coding.
+struct PlainRow {
+    const uint8_t *bytes;
+    uint32_t valid;
+
+    // 16 bytes from byte `first`, a multiple of 16, on; zeros past the valid ones.
+    __device__ __forceinline__ void load(uint32_t first, uint32_t (&words)[4]) const
+    {
+        const uint8_t *const from = bytes + first;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (first + kVector <= valid && aligned(from, 16))
+            v = *reinterpret_cast<const uint4 *>(from);
+        else if (first < valid)
+            v = load_part(from, valid - first);
+        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    }
+};
+
+// Sends for a row's bytes, as far as the L2 cache.
+template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
+{
+#ifdef __CUDACC__
+    constexpr uint32_t kLine = 128;
+    for (uint32_t first = kLine * G::lane(); first < row.valid; first += kLine * G::kLanes)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row.bytes + first));
+#endif
+}
+
+// A row being coded: bits are ORed into words that are zero. What would lie past the end is dropped: only a row that has changed
+// since it was measured asks for that.
+struct BitStage {
+    uint32_t *words;
+    uint32_t num_words;
+
+    __device__ __forceinline__ void or_word(uint32_t w, uint32_t bits) const
+    {
+        if (bits != 0u && w < num_words) atomicOr(&words[w], bits);
+    }
+    __device__ __forceinline__ void or_bits(uint32_t position, uint32_t bits) const
+    {
+        const uint32_t shift = position % 32u;
+        or_word(position / 32u, bits << shift);
+        or_word(position / 32u + 1u, __funnelshift_l(bits, 0u, shift));
+    }
+    __device__ __forceinline__ void or_bits(uint32_t position, uint64_t bits) const
+    {
+        or_bits(position, static_cast<uint32_t>(bits));
+        or_bits(position + 32u, static_cast<uint32_t>(bits >> 32));
+    }
+};
+
+// One lane's run of bits: whole words are stored, the first and the last one may be shared with other lanes and are ORed.
+struct BitWriter {
+    const BitStage &stage;
+    uint64_t bits = 0;
+    uint32_t word, filled;
+    bool is_shared;
+
+    __device__ __forceinline__ BitWriter(const BitStage &to, uint32_t position)
+        : stage(to), word(position / 32u), filled(position % 32u), is_shared(filled != 0u)
+    {
+    }
+    // num_bits: at most 32; no bits of `more` above them are set.
+    __device__ __forceinline__ void push(uint32_t more, uint32_t num_bits)
+    {
+        bits |= static_cast<uint64_t>(more) << filled;
+        filled += num_bits;
+        if (filled < 32u) return;
+        if (is_shared)
+            stage.or_word(word, static_cast<uint32_t>(bits));
+        else if (word < stage.num_words)
+            stage.words[word] = static_cast<uint32_t>(bits);
+        is_shared = false;
+        word++;
+        bits >>= 32;
+        filled -= 32u;
+    }
+    __device__ __forceinline__ void push_wide(uint64_t more, uint32_t num_bits)
+    {
+        push(static_cast<uint32_t>(more), ibp_min_u32(num_bits, 32u));
+        if (num_bits > 32u) push(static_cast<uint32_t>(more >> 32), num_bits - 32u);
+    }
+    __device__ __forceinline__ void finish() const { stage.or_word(word, static_cast<uint32_t>(bits)); }
+};
+
+// Room for a coded row, the padding of its overflow part, and the word after it.
+__host__ __device__ __forceinline__ uint32_t bit_stage_bytes(uint32_t row_bytes) { return (row_bytes + 15u) / 16u * 16u + 48u; }
+
+// Writes num_bytes of a stage from byte `from`, a multiple of 16, on; dst may have any alignment.
+template <class G> __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, uint32_t from, uint32_t num_bytes)
+{
+    const uint32_t *const words = stage.words + from / 4u;
+    const uint8_t *const bytes = reinterpret_cast<const uint8_t *>(words);
+    if (aligned(dst, 16)) {
+        const uint32_t vectors = num_bytes / 16u;
+        for (uint32_t i = G::lane(); i < vectors; i += G::kLanes)
+            reinterpret_cast<uint4 *>(dst)[i] = reinterpret_cast<const uint4 *>(words)[i];
+        for (uint32_t i = 16u * vectors + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
+        return;
+    }
+    const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 4u), num_bytes);
+    const uint32_t whole = (num_bytes - head) / 4u, tail = head + 4u * whole;
+    for (uint32_t i = G::lane(); i < head; i += G::kLanes) dst[i] = bytes[i];
+    for (uint32_t i = G::lane(); i < whole; i += G::kLanes)
+        reinterpret_cast<uint32_t *>(dst + head)[i] = __funnelshift_r(words[i], words[i + 1], 8u * head);
+    for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
+}
+
+// Where a row's bytes go (FORMAT.md section 3). slot_room and room: bytes of the slot and of the overflow room, padding included.
+struct RowPlace {
+    uint64_t slot, overflow;
+    uint32_t stored, slot_room, room;
+    bool raw, in_bounds;
+};
+
+template <class G> __device__ __forceinline__ RowPlace place_row(const ibp_table &table, int64_t num_bytes, int64_t row)
+{
+    RowPlace place{};
+    const uint32_t row_bytes = table.codebook.row_bytes, slot_bytes = table.slot_bytes,
+                   length = table.lengths ? table.lengths[row] : 0u;
+    const uint32_t valid = ibp_valid_bytes(num_bytes, row_bytes, row);
+    place.raw = length == 0u;
+    place.stored = place.raw ? valid : length;
+    const uint32_t part = ibp_overflow_part(place.stored, slot_bytes), in_slot = place.stored - part;
+    const uint64_t slots_end = static_cast<uint64_t>(table.slots_bytes);
+    place.slot = static_cast<uint64_t>(row) * slot_bytes - table.slots_start;
+    place.in_bounds = place.stored <= valid && (in_slot == 0u || (place.slot <= slots_end && in_slot <= slots_end - place.slot));
+    if (!place.in_bounds) return place;
+    if (in_slot != 0u) place.slot_room = static_cast<uint32_t>(min(static_cast<uint64_t>(slot_bytes), slots_end - place.slot));
+    if (part == 0u) return place;
+    place.in_bounds = table.bases != nullptr;
+    if (!place.in_bounds) return place;
+    uint32_t before = 0;
+    for (int64_t q = row / IBP_ROWS_PER_BASE * IBP_ROWS_PER_BASE + G::lane() % G::kWidth; q < row; q += G::kWidth)
+        before += ibp_overflow_room(ibp_overflow_part(stored_bytes(table, num_bytes, q), slot_bytes), slot_bytes);
+    const uint64_t start = table.bases[row / IBP_ROWS_PER_BASE] - table.overflow_start,
+                   end = static_cast<uint64_t>(table.overflow_bytes);
+    before = G::sum_in_warp(before);
+    place.overflow = start + before;
+    place.in_bounds = start <= end && uint64_t{before} + part <= end - start;
+    if (place.in_bounds)
+        place.room = static_cast<uint32_t>(min(uint64_t{ibp_overflow_room(part, slot_bytes)}, end - place.overflow));
+    return place;
+}
+
+} // namespace ibp
+
+#endif

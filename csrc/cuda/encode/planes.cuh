@@ -1,0 +1,406 @@
+// planes.cuh - rows of scheme planes coded by a group of lanes, 16 bytes a lane and step (FORMAT.md section 6). T is the element;
+// everything else is a run-time value.
+//
+// A symbol's *code* says at once all that becomes of it: bit 8p is set if it escapes plane p, bits 8p + 4 to 8p + 7 are its digit there.
+// Codes of up to 16 elements add up in bytes to the escapes of a lane; sums of lanes take 16 bits each.
+// Measuring is bound by memory: some 60 instructions a step of 512 bytes of 16-bit elements. Encoding counts first, to know where the
+// parts are, and is bound by issue: some 350.
+#ifndef IBP_ENCODE_PLANES_CUH
+#define IBP_ENCODE_PLANES_CUH
+
+#include "encoder.cuh"
+
+#include <type_traits>
+
+namespace ibp {
+
+constexpr uint32_t kMostCodes = 4096;     // of symbols that are looked up in a table of all, in shared memory
+constexpr uint32_t kEscapes = 0x01010101; // of a code
+
+template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
+    using G = Group<LANES>;
+    using Measurer = PlanesEncoder; // whose measure() is used
+    static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
+                              kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
+    static constexpr uint32_t kAll = (1u << kPerLane) - 1u;
+    using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
+    const ibp_planes &planes;
+    const uint32_t columns, row_bytes, symbol_bits;
+    const uint32_t *codes;  // of all symbols, or of all ranks
+    const uint8_t *entries; // read where codes are those of ranks
+    bool has_all;
+
+    // ---- the codebook ----
+
+    static __host__ __device__ __forceinline__ uint32_t num_clusters(const ibp_codebook &cb)
+    {
+        return cb.num_clusters > 1u ? cb.num_clusters : 1u;
+    }
+    static __host__ __device__ __forceinline__ bool fits_all(const ibp_codebook &cb)
+    {
+        const uint32_t bits = kBits - cb.planes.residual_bits;
+        return !cb.planes.per_column && bits <= 12u && num_clusters(cb) << bits <= kMostCodes;
+    }
+    static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &cb)
+    {
+        const uint32_t count = fits_all(cb) ? num_clusters(cb) << (kBits - cb.planes.residual_bits) : cb.planes.num_entries + 1u;
+        return (4u * count + 15u) / 16u * 16u;
+    }
+
+    // By the whole block: table has table_bytes of shared memory.
+    __device__ __forceinline__ PlanesEncoder(const ibp_codebook &cb, uint32_t *table)
+        : planes(cb.planes), columns(cb.row_bytes / static_cast<uint32_t>(sizeof(T))), row_bytes(cb.row_bytes),
+          symbol_bits(kBits - cb.planes.residual_bits), codes(table), entries(static_cast<const uint8_t *>(cb.planes.entries)),
+          has_all(fits_all(cb))
+    {
+        const uint32_t count = has_all ? num_clusters(cb) << symbol_bits : planes.num_entries + 1u;
+        for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) table[i] = code_of_rank(has_all ? planes.num_entries : i);
+        __syncthreads();
+        for (uint32_t i = threadIdx.x; has_all && i < num_clusters(cb) * planes.num_entries; i += blockDim.x) {
+            const PlanesEncoder one = of_cluster(cb, i / planes.num_entries);
+            const uint32_t rank = i % planes.num_entries;
+            bool is_first = true;
+            for (uint32_t q = 0; q < rank; q++) is_first = is_first && one.load_entry(q) != one.load_entry(rank);
+            if (is_first) table[(one.codes - table) + static_cast<uint32_t>(one.load_entry(rank))] = code_of_rank(rank);
+        }
+        __syncthreads();
+    }
+    __device__ __forceinline__ PlanesEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
+    {
+        PlanesEncoder one = *this;
+        one.entries += uint64_t{k} * cb.cluster_stride;
+        if (has_all) one.codes += k << symbol_bits;
+        return one;
+    }
+    __device__ __forceinline__ uint32_t escape_of(uint32_t plane) const { return (1u << planes.digit_bits[plane]) - 1u; }
+    __device__ __forceinline__ uint32_t code_of_rank(uint32_t rank) const
+    {
+        uint32_t code = 0;
+        for (uint32_t p = 0; p < planes.num_planes; p++) {
+            const uint32_t digit = ibp_min_u32(rank, escape_of(p));
+            code |= digit << (8u * p + 4u);
+            if (digit != escape_of(p)) return code;
+            code |= 1u << (8u * p);
+            rank -= digit;
+        }
+        return code;
+    }
+    __device__ __forceinline__ T load_entry(uint32_t i) const
+    {
+        if (sizeof(T) == 1 || planes.symbol_bytes == 1) return static_cast<T>(__ldg(entries + i));
+        if (sizeof(T) == 2 || planes.symbol_bytes == 2)
+            return static_cast<T>(__ldg(reinterpret_cast<const uint16_t *>(entries) + i));
+        if (sizeof(T) == 4 || planes.symbol_bytes == 4)
+            return static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
+        return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
+    }
+
+    // Shared memory of a group besides its stage.
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
+
+    // ---- the elements of a lane ----
+
+    // Elements as they are in the row, or rotated; and which of them are coded here.
+    struct Lane {
+        uint32_t word[4], present, column;
+        bool open; // one that is coded differs from the closed value
+    };
+    static __device__ __forceinline__ T element(const uint32_t (&word)[4], uint32_t e)
+    {
+        if (sizeof(T) == 8) return static_cast<T>(word[2 * e % 4] | static_cast<uint64_t>(word[(2 * e + 1) % 4]) << 32);
+        return static_cast<T>(word[e / kPerWord] >> (e % kPerWord * kBits % 32u));
+    }
+    __device__ __forceinline__ void rotate(uint32_t (&word)[4]) const
+    {
+        constexpr uint32_t lowest = sizeof(T) == 1 ? 0x01010101u : sizeof(T) == 2 ? 0x00010001u : 1u;
+        if (!planes.rotate) return;
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            if (sizeof(T) < 8)
+                word[i] = (word[i] << 1 & ~lowest) | (word[i] >> (kBits - 1u) % 32u & lowest);
+            else if (i % 2 == 0) {
+                const uint32_t low = word[i], high = word[(i + 1) % 4];
+                word[i] = __funnelshift_l(high, low, 1);
+                word[(i + 1) % 4] = __funnelshift_l(low, high, 1);
+            }
+        }
+    }
+    __device__ __forceinline__ Lane load(const PlainRow &row, uint32_t first) const
+    {
+        Lane lane{};
+        lane.column = first / static_cast<uint32_t>(sizeof(T));
+        if (first >= row_bytes) return lane;
+        row.load(first, lane.word);
+        const uint32_t left = columns - lane.column;
+        lane.present = left >= kPerLane ? kAll : (1u << left) - 1u;
+        if (LISTED) {
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++) {
+                const T value = element(lane.word, e);
+                if (value == static_cast<T>(planes.default_value)) lane.present &= ~(1u << e);
+                lane.open = lane.open || ((lane.present >> e & 1u) && value != static_cast<T>(planes.closed_value));
+            }
+        }
+        rotate(lane.word);
+        return lane;
+    }
+    __device__ __forceinline__ T symbol(const Lane &lane, uint32_t e) const
+    {
+        return planes.residual_bits >= kBits ? T{0} : static_cast<T>(element(lane.word, e) >> planes.residual_bits);
+    }
+    __device__ __forceinline__ T residual_mask() const
+    {
+        return static_cast<T>(planes.residual_bits >= kBits ? ~uint64_t{0} : (uint64_t{1} << planes.residual_bits) - 1u);
+    }
+    // The codes of a lane's elements, 0 for those that are not coded. Returns their sum's escapes.
+    __device__ __forceinline__ uint32_t find_codes(const Lane &lane, uint32_t (&code)[kPerLane]) const
+    {
+        if (has_all) {
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++)
+                code[e] = (lane.present >> e & 1u) ? codes[static_cast<uint32_t>(symbol(lane, e))] : 0u;
+        } else {
+            compare_entries(lane, code);
+        }
+        uint32_t escapes = 0;
+#pragma unroll
+        for (uint32_t e = 0; e < kPerLane; e++) escapes += code[e] & kEscapes;
+        return escapes;
+    }
+    // Entry after entry, until every element has met its own.
+    __device__ __forceinline__ void compare_entries(const Lane &lane, uint32_t (&code)[kPerLane]) const
+    {
+        uint32_t open = lane.present;
+        const uint32_t step = planes.per_column ? planes.num_entries : 0u, first = lane.column * step;
+#pragma unroll
+        for (uint32_t e = 0; e < kPerLane; e++) code[e] = (open >> e & 1u) ? codes[planes.num_entries] : 0u;
+#pragma unroll 1
+        for (uint32_t rank = 0; rank < planes.num_entries && open != 0u; rank++) {
+            const uint32_t found = codes[rank];
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++) {
+                if (!(open >> e & 1u) || load_entry(first + e * step + rank) != symbol(lane, e)) continue;
+                code[e] = found;
+                open &= ~(1u << e);
+            }
+        }
+    }
+
+    // ---- measuring ----
+
+    // reaching[p]: elements with a digit in plane p; reaching[num_planes]: those with a raw symbol.
+    struct Census {
+        uint32_t reaching[IBP_MAX_PLANES + 1];
+        bool closed;
+    };
+    __device__ __forceinline__ Census take_census(const PlainRow &row) const
+    {
+        uint32_t even = 0, odd = 0, listed = 0; // escapes of planes 0 and 2, of planes 1 and 3: 16 bits each
+        bool open = false;
+        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kVector * LANES) {
+            const Lane lane = load(row, first);
+            if (LISTED && lane.present == 0u) continue;
+            uint32_t code[kPerLane];
+            const uint32_t escapes = find_codes(lane, code);
+            even += escapes & 0x00ff00ffu;
+            odd += escapes >> 8 & 0x00ff00ffu;
+            listed += ibp_popcount(lane.present);
+            open = open || lane.open;
+        }
+        uint32_t sums[6] = {LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu, even >> 16, odd >> 16, open};
+        G::sum(sums);
+        return {{LISTED ? sums[0] : columns, sums[1], sums[2], sums[3], sums[4]}, LISTED && sums[5] == 0u && sums[0] > 0u};
+    }
+
+    // As ibp_choose_position_form: every lane looks at a few forms, the first of the shortest is taken.
+    __device__ __forceinline__ ibp_position_form choose_form(uint32_t k) const
+    {
+        constexpr uint32_t kLists = IBP_MAX_LOW_BITS + 1u, kForms = 1u + 2u * kLists;
+        uint32_t least = ~0u;
+        for (uint32_t i = G::lane() % G::kWidth; i < kForms; i += G::kWidth)
+            least = ibp_min_u32(least, form_at(k, i).num_bytes * 32u + i);
+        return form_at(k, G::min_in_warp(least) % 32u);
+    }
+    __device__ __forceinline__ ibp_position_form form_at(uint32_t k, uint32_t i) const
+    {
+        constexpr uint32_t kLists = IBP_MAX_LOW_BITS + 1u;
+        if (i == 0u) return {0, 0, 0, k, columns, (columns + 7u) / 8u};
+        const uint32_t complement = i > kLists, l = (i - 1u) % kLists, m = complement ? columns - k : k;
+        const uint32_t upper = m + ((columns - 1u) >> l);
+        return {1, complement, l, m, upper, (upper + 7u) / 8u + (m * l + 7u) / 8u};
+    }
+
+    // Where the parts are, in stage bits; digits[num_planes] are the raw symbols.
+    struct Parts {
+        uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
+    };
+    static __device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) & ~7u; }
+    __device__ __forceinline__ Parts lay_out(uint32_t start, const Census &census) const
+    {
+        Parts parts;
+        parts.residuals = start;
+        uint32_t at = start + to_byte(census.reaching[0] * planes.residual_bits);
+#pragma unroll
+        for (uint32_t p = 0; p <= IBP_MAX_PLANES; p++) {
+            parts.digits[p] = at;
+            const uint32_t num_bits = p < planes.num_planes    ? planes.digit_bits[p % IBP_MAX_PLANES]
+                                      : p == planes.num_planes ? symbol_bits
+                                                               : 0u;
+            at += to_byte(census.reaching[p] * num_bits);
+        }
+        parts.end = at;
+        return parts;
+    }
+    __device__ __forceinline__ uint32_t header_bits() const { return LISTED ? 8u * ibp_header_bytes(columns) : 0u; }
+
+    // Exact bits of a row as coded.
+    __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
+    {
+        const Census census = take_census(row);
+        uint32_t start = header_bits();
+        if (LISTED && census.reaching[0] != 0u) start += 8u * choose_form(census.reaching[0]).num_bytes;
+        return census.closed || census.reaching[0] == 0u ? start : lay_out(start, census).end;
+    }
+
+    // ---- encoding ----
+
+    // Counts of elements before a lane, or in all lanes: values, and escapes of each plane.
+    struct Running {
+        uint32_t values, escapes[IBP_MAX_PLANES];
+    };
+    __device__ __forceinline__ void scan(const Lane &lane, uint32_t escapes, Running &before, Running &total) const
+    {
+        const uint32_t own[3] = {escapes & 0x00ff00ffu, escapes >> 8 & 0x00ff00ffu, ibp_popcount(lane.present)};
+        uint32_t below[3], all[3] = {0, 0, 0};
+        if (LISTED) {
+            G::scan(own, below, all);
+        } else {
+            const uint32_t counts[2] = {own[0], own[1]};
+            uint32_t counts_below[2], counts_all[2];
+            G::scan(counts, counts_below, counts_all);
+            below[0] = counts_below[0], below[1] = counts_below[1], below[2] = 0;
+            all[0] = counts_all[0], all[1] = counts_all[1];
+        }
+        before = {below[2], {below[0] & 0xffffu, below[1] & 0xffffu, below[0] >> 16, below[1] >> 16}};
+        total = {all[2], {all[0] & 0xffffu, all[1] & 0xffffu, all[0] >> 16, all[1] >> 16}};
+    }
+
+    __device__ __forceinline__ void write_positions(const Lane &lane, const ibp_position_form &form, uint32_t start,
+                                                    uint32_t listed_before, const BitStage &stage) const
+    {
+        if (!form.is_list) {
+            stage.or_bits(start + lane.column, lane.present);
+            return;
+        }
+        const uint32_t left = columns - ibp_min_u32(lane.column, columns), held = left >= kPerLane ? kAll : (1u << left) - 1u;
+        uint32_t named = form.is_complement ? held & ~lane.present : lane.present;
+        uint32_t rank = form.is_complement ? lane.column - listed_before : listed_before;
+        BitWriter low(stage, start + to_byte(form.upper_bits) + rank * form.low_bits);
+        for (; named != 0u; named &= named - 1u, rank++) {
+            const uint32_t column = lane.column + ibp_popcount((named & (0u - named)) - 1u);
+            stage.or_bits(start + (column >> form.low_bits) + rank, 1u);
+            low.push(column & ((1u << form.low_bits) - 1u), form.low_bits);
+        }
+        low.finish();
+    }
+
+    __device__ __forceinline__ void write_residuals(const Lane &lane, uint32_t position, const BitStage &stage) const
+    {
+        const uint32_t r = planes.residual_bits;
+        const T ones = residual_mask();
+        BitWriter writer(stage, position);
+        if (LISTED || sizeof(T) == 8) {
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++)
+                if (lane.present >> e & 1u) writer.push_wide(element(lane.word, e) & ones, r);
+        } else { // the elements of a word at once
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                uint32_t packed = 0;
+#pragma unroll
+                for (uint32_t e = kPerWord; e-- > 0;)
+                    packed = (kPerWord == 1 ? 0u : packed << (r % 32u)) |
+                             static_cast<uint32_t>(element(lane.word, i * kPerWord + e) & ones);
+                writer.push(packed, ibp_popcount(lane.present >> (i * kPerWord) & ((1u << kPerWord) - 1u)) * r);
+            }
+        }
+        writer.finish();
+    }
+
+    // The digits of plane p, next digit lowest.
+    __device__ __forceinline__ Digits digits_of(const Lane &lane, const uint32_t (&code)[kPerLane], uint32_t p) const
+    {
+        const uint32_t num_bits = planes.digit_bits[p];
+        Digits digits = 0;
+#pragma unroll
+        for (uint32_t e = kPerLane; e-- > 0;) {
+            const bool reaches = p == 0u ? (!LISTED || (lane.present >> e & 1u)) : (code[e] >> (8u * p - 8u) & 1u);
+            if (reaches) digits = static_cast<Digits>(digits << num_bits) | (code[e] >> (8u * p + 4u) & 15u);
+        }
+        return digits;
+    }
+
+    __device__ __forceinline__ void write_values(const Lane &lane, const uint32_t (&code)[kPerLane], const Parts &parts,
+                                                 const Running &at, const Running &total, const BitStage &stage) const
+    {
+        write_residuals(lane, parts.residuals + at.values * planes.residual_bits, stage);
+        if (planes.num_planes > 0u) stage.or_bits(parts.digits[0] + at.values * planes.digit_bits[0], digits_of(lane, code, 0));
+        uint32_t raw = lane.present, raw_at = parts.digits[0] + at.values * symbol_bits;
+        bool is_raw = planes.num_planes == 0u;
+#pragma unroll
+        for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) {
+            if (p > planes.num_planes || total.escapes[p - 1] == 0u) break;
+            if (p < planes.num_planes) {
+                stage.or_bits(parts.digits[p] + at.escapes[p - 1] * planes.digit_bits[p % IBP_MAX_PLANES],
+                              digits_of(lane, code, p % IBP_MAX_PLANES));
+            } else {
+                is_raw = true;
+                raw_at = parts.digits[p] + at.escapes[p - 1] * symbol_bits;
+                raw = 0;
+#pragma unroll
+                for (uint32_t e = 0; e < kPerLane; e++) raw |= (code[e] >> (8u * p - 8u) & 1u) << e;
+            }
+        }
+        if (!is_raw) return;
+        BitWriter writer(stage, raw_at);
+#pragma unroll
+        for (uint32_t e = 0; e < kPerLane; e++)
+            if (raw >> e & 1u) writer.push_wide(symbol(lane, e), symbol_bits);
+        writer.finish();
+    }
+
+    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns whether it took the bytes up to coded_bytes.
+    __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                           uint32_t coded_bytes) const
+    {
+        const Census census = take_census(row);
+        const uint32_t k = census.reaching[0], positions = start_bit + header_bits();
+        if (LISTED && G::lane() == 0u) stage.or_bits(start_bit, k | (census.closed ? ibp_closed_bit(columns) : 0u));
+        if (LISTED && k == 0u) return positions == 8u * coded_bytes;
+        ibp_position_form form{};
+        if (LISTED) form = choose_form(k);
+        const Parts parts = lay_out(positions + 8u * form.num_bytes, census);
+        if ((census.closed ? parts.residuals : parts.end) != 8u * coded_bytes) return false;
+        Running running{};
+        for (uint32_t base = 0; base < row_bytes; base += kVector * LANES) {
+            const Lane lane = load(row, base + kVector * G::lane());
+            if (LISTED && !form.is_complement && !G::any(lane.present != 0u)) continue;
+            uint32_t code[kPerLane];
+            const uint32_t escapes = find_codes(lane, code);
+            Running at, total;
+            scan(lane, escapes, at, total);
+            at.values = LISTED ? at.values + running.values : lane.column;
+            running.values += total.values;
+#pragma unroll
+            for (uint32_t p = 0; p < IBP_MAX_PLANES; p++)
+                at.escapes[p] += running.escapes[p], running.escapes[p] += total.escapes[p];
+            if (LISTED) write_positions(lane, form, positions, at.values, stage);
+            if (!census.closed) write_values(lane, code, parts, at, total, stage);
+        }
+        return true;
+    }
+};
+
+} // namespace ibp
+
+#endif

@@ -1,0 +1,227 @@
+// warp.cuh - what the kernels share: lanes, shared memory and rows staged there, faults, launches.
+#ifndef IBP_WARP_CUH
+#define IBP_WARP_CUH
+
+#include "../core/format.h"
+#include "ibp_cuda.h"
+
+namespace ibp {
+
+constexpr uint32_t kWarp = 32;
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+__device__ __forceinline__ uint32_t lane_id() { return threadIdx.x % kWarp; }
+
+// Sum of v over the lanes below this one, and over all lanes.
+__device__ __forceinline__ uint32_t exclusive_scan(uint32_t v, uint32_t &total)
+{
+    uint32_t sum = v;
+    for (uint32_t step = 1; step < kWarp; step *= 2) {
+        const uint32_t below = __shfl_up_sync(kAllLanes, sum, step);
+        if (lane_id() >= step) sum += below;
+    }
+    total = __shfl_sync(kAllLanes, sum, kWarp - 1);
+    return sum - v;
+}
+
+__device__ __forceinline__ bool aligned(const void *p, uint32_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+// A barrier of the block among num_threads threads, whole warps; id: 1 to 15.
+#ifdef __CUDACC__
+__device__ __forceinline__ void named_barrier(uint32_t id, uint32_t num_threads)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+#endif
+
+// v and that of the lane `step` below, of the same group of LANES.
+template <uint32_t LANES> __device__ __forceinline__ uint32_t add_from_below(uint32_t v, uint32_t step)
+{
+#ifdef __CUDACC__ // the shuffle itself says whether there is such a lane
+    asm volatile("{.reg .u32 t; .reg .pred p; shfl.sync.up.b32 t|p, %0, %1, %2, 0xffffffff; @p add.u32 %0, %0, t;}"
+                 : "+r"(v)
+                 : "r"(step), "n"((kWarp - LANES) << 8));
+    return v;
+#else
+    const uint32_t below = __shfl_up_sync(kAllLanes, v, step, LANES);
+    return lane_id() % LANES >= step ? v + below : v;
+#endif
+}
+
+// Byte i of the result is that of the eight bytes low, high which nibble i of order names; order has no nibble above 7.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t order)
+{
+#ifdef __CUDACC__ // __byte_perm clears the highest bits of the nibbles first
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(order));
+    return bytes;
+#else
+    return __byte_perm(low, high, order);
+#endif
+}
+
+// Bit by bit the function of three that a table of eight bits says (`lop3`): its bit 4 * a + 2 * b + c.
+template <uint32_t TABLE> __device__ __forceinline__ uint32_t of_three_bits(uint32_t a, uint32_t b, uint32_t c)
+{
+    uint32_t bits = 0;
+#ifdef __CUDACC__
+    asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(bits) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
+#else
+    for (uint32_t i = 0; i < 8u; i++)
+        if (TABLE >> i & 1u) bits |= (i & 4u ? a : ~a) & (i & 2u ? b : ~b) & (i & 1u ? c : ~c);
+#endif
+    return bits;
+}
+// The bits of ones where mask is 1, those of zeros where it is 0.
+__device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros)
+{
+    return of_three_bits<0xca>(mask, ones, zeros);
+}
+// (a | b) & mask, and nothing else.
+__device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t mask) { return of_three_bits<0xa8>(a, b, mask); }
+
+// A constant that stays in a register.
+__device__ __forceinline__ uint32_t in_register(uint32_t constant)
+{
+#ifdef __CUDACC__
+    asm volatile("" : "+r"(constant));
+#endif
+    return constant;
+}
+
+// ---- dynamic shared memory: bytes and bits are counted from its beginning ----
+
+__device__ __forceinline__ uint8_t *shared_bytes()
+{
+    extern __shared__ uint4 shared[];
+    return reinterpret_cast<uint8_t *>(shared);
+}
+__device__ __forceinline__ uint32_t &shared_word(uint32_t i) { return reinterpret_cast<uint32_t *>(shared_bytes())[i]; }
+
+// The 32 bits from a bit on.
+__device__ __forceinline__ uint32_t shared_bits(uint32_t position)
+{
+    return __funnelshift_r(shared_word(position / 32u), shared_word(position / 32u + 1u), position);
+}
+
+// A group's part of it: a row as coded.
+struct Stage {
+    uint32_t first, last_word; // byte it begins with, a multiple of 16; word that is read where a corrupt row asks for one past it
+
+    __device__ __forceinline__ uint8_t *bytes() const { return shared_bytes() + first; }
+    __device__ __forceinline__ uint32_t bits_at(uint32_t position) const
+    {
+        const uint32_t w = ibp_min_u32(position / 32u, last_word);
+        return __funnelshift_r(shared_word(w), shared_word(w + 1u), position);
+    }
+    __device__ __forceinline__ uint64_t bits64_at(uint32_t position) const
+    {
+        return bits_at(position) | static_cast<uint64_t>(bits_at(position + 32u)) << 32;
+    }
+};
+
+// Room for a row of row_bytes that starts anywhere in its first 16 bytes, and 16 to 31 bytes that are read behind it.
+__host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes) { return (row_bytes + 15u) / 16u * 16u + 32u; }
+
+__device__ __forceinline__ Stage stage_at(uint32_t first, uint32_t row_bytes)
+{
+    return {first, (first + row_stage_bytes(row_bytes)) / 4u - 2u};
+}
+
+// The bytes [low, high) of one row, and where they go.
+struct Window {
+    uint8_t *dst;
+    uint32_t low, high;
+
+    // Whether all of the row is wanted, and can be stored in units of so many bytes.
+    __device__ __forceinline__ bool is_units(uint32_t row_bytes, uint32_t unit_bytes) const
+    {
+        return low == 0u && high == row_bytes && row_bytes % unit_bytes == 0u && aligned(dst, unit_bytes);
+    }
+};
+
+// Writes the bytes of up to four words, word w of the row and those behind it, that lie in the window: as words where dst allows it.
+static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32_t num_words, uint4 words)
+{
+    const uint32_t values[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (uint32_t i = 0; i < 4u; i++) {
+        const uint32_t first = 4u * (w + i);
+        if (i >= num_words || first >= window.high || first + 4u <= window.low) continue;
+        uint8_t *const dst = window.dst + (static_cast<int64_t>(first) - window.low);
+        if (first >= window.low && first + 4u <= window.high && aligned(dst, 4)) {
+            *reinterpret_cast<uint32_t *>(dst) = values[i];
+            continue;
+        }
+        for (uint32_t b = 0; b < 4u; b++)
+            if (first + b >= window.low && first + b < window.high) dst[b] = static_cast<uint8_t>(values[i] >> 8u * b);
+    }
+}
+
+// units: what window.is_units said of units of WORDS words; the words are then known to lie in the row.
+template <int WORDS>
+__device__ __forceinline__ void store_words(const Window &window, bool units, uint32_t w, const uint32_t (&words)[WORDS])
+{
+    const uint4 four = make_uint4(words[0], words[1 % WORDS], words[2 % WORDS], words[3 % WORDS]);
+    if (!units)
+        store_part(window, w, WORDS, four);
+    else if (WORDS == 4)
+        *reinterpret_cast<uint4 *>(window.dst + 4u * w) = four;
+    else
+        *reinterpret_cast<uint32_t *>(window.dst + 4u * w) = words[0];
+}
+
+// Records the first fault that any thread meets.
+__device__ __forceinline__ void record_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
+{
+    if (atomicCAS(reinterpret_cast<unsigned long long *>(&fault->taken), 0ull, 1ull) != 0ull) return;
+    fault->position = position;
+    fault->id = id;
+    __threadfence_system();
+    *reinterpret_cast<volatile int64_t *>(&fault->status) = status;
+}
+__device__ __forceinline__ uint32_t stored_bytes(const ibp_table &table, int64_t num_bytes, int64_t row)
+{
+    const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u;
+    return length ? length : ibp_valid_bytes(num_bytes, table.codebook.row_bytes, row);
+}
+
+// How a kernel is launched. cluster: blocks that go to one cluster.
+struct Launch {
+    uint32_t blocks, threads, shared_bytes, cluster;
+};
+
+// Records the current CUDA error, if any, for ibp_cuda_last_error.
+ibp_status check_cuda(cudaError_t error);
+
+// Lets a kernel have all the dynamic shared memory that a block can have.
+ibp_status allow_shared(const void *kernel);
+
+// Blocks of up to most_threads threads, one an SM, for groups of threads that take a job at a time and have group_bytes of shared memory each, besides the
+// block's block_bytes; never more SMs than max_sms (0: all). Few jobs are spread over all of them. Where max_sms leaves SMs to other kernels, blocks
+// come in clusters of two, which get SMs that are neighbours: a matrix product in such clusters cannot use an SM whose neighbour is taken.
+ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
+                       uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
+
+// Launches a kernel as planned.
+template <class... Parameters, class... Arguments>
+ibp_status launch_kernel(void (*kernel)(Parameters...), const Launch &launch, ibp_stream stream, const Arguments &...arguments)
+{
+#ifdef __CUDACC__
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = launch.cluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = launch.blocks, config.blockDim = launch.threads, config.dynamicSmemBytes = launch.shared_bytes;
+    config.stream = stream;
+    config.attrs = &cluster, config.numAttrs = launch.cluster > 1u;
+    return check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...));
+#else
+    emulate(kernel, launch.blocks, launch.threads, launch.shared_bytes, stream, arguments...);
+    return IBP_OK;
+#endif
+}
+
+} // namespace ibp
+
+#endif

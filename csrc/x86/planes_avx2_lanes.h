@@ -1,0 +1,190 @@
+/* planes_avx2_lanes.h - loops over elements or symbols in lanes of LANE_BITS bits; planes_avx2.c includes it once for each width.
+ * Arrays of lanes are given as bytes and may lie anywhere. "Padded": readable, or writable, PADDING bytes further. */
+#define NAME_OF(name, bits) name##bits
+#define EXPAND_NAME(name, bits) NAME_OF(name, bits)
+#define NAME(name) EXPAND_NAME(name, LANE_BITS)
+#define lane NAME(lane)
+#define LANE_BYTES (LANE_BITS / 8)
+#define LANES (32 / LANE_BYTES) /* of a vector */
+
+IBP_X86_INLINE lane NAME(rotated)(lane x, uint32_t left)
+{
+    const uint64_t wide = x;
+    return (lane)(left == 0 ? wide : wide << left | wide >> (LANE_BITS - left));
+}
+
+IBP_X86_INLINE __m256i NAME(rotated_vector)(__m256i x, uint32_t left)
+{
+    return _mm256_or_si256(NAME(shift_left)(x, _mm_cvtsi32_si128((int)left)),
+                           NAME(shift_right)(x, _mm_cvtsi32_si128((int)(LANE_BITS - left))));
+}
+
+/* out[i] = row[i] rotated and shifted right by `shift` < LANE_BITS bits. */
+IBP_X86 static void NAME(shift_lanes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
+{
+    const __m128i count = _mm_cvtsi32_si128((int)shift);
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        store_vector(out + i * LANE_BYTES,
+                     NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES), rotate), count));
+    for (; i < n; i++) ((lane *)out)[i] = (lane)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
+}
+
+/* Likewise, of each only the low byte. */
+IBP_X86 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
+{
+    const __m128i count = _mm_cvtsi32_si128((int)shift);
+    const __m256i low = _mm256_set1_epi64x((int64_t)ibp_lane_fields(LANE_BYTES, 8));
+    uint32_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        __m256i x[LANE_BYTES];
+        for (uint32_t v = 0; v < LANE_BYTES; v++)
+            x[v] = _mm256_and_si256(
+                NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES + 32 * v), rotate), count), low);
+        store_vector(out + i, NAME(in_order)(NAME(pack_bytes)(x)));
+    }
+    for (; i < n; i++) out[i] = (uint8_t)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
+}
+
+/* The inverse: row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i]. Padded symbols. */
+IBP_X86_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r,
+                                  uint32_t rotate)
+{
+    const __m128i count = _mm_cvtsi32_si128((int)r);
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const __m256i symbol = NAME(shift_left)(NAME(widened)(symbols + i * symbol_bytes, symbol_bytes), count);
+        const __m256i x = _mm256_or_si256(load_vector(row + i * LANE_BYTES), symbol);
+        store_vector(row + i * LANE_BYTES, rotate ? NAME(rotated_vector)(x, LANE_BITS - 1) : x);
+    }
+    for (; i < n; i++) {
+        uint64_t symbol = 0;
+        memcpy(&symbol, symbols + i * symbol_bytes, symbol_bytes);
+        ((lane *)row)[i] = NAME(rotated)((lane)(((lane *)row)[i] | (lane)(symbol << r)), rotate ? LANE_BITS - 1 : 0);
+    }
+}
+
+IBP_X86 static void NAME(join)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r, uint32_t rotate)
+{
+    switch (ibp_min_u32(symbol_bytes, LANE_BYTES)) {
+    case 1: NAME(join_of)(row, symbols, 1, n, r, rotate); break;
+    case 2: NAME(join_of)(row, symbols, 2, n, r, rotate); break;
+    case 4: NAME(join_of)(row, symbols, 4, n, r, rotate); break;
+    default: NAME(join_of)(row, symbols, 8, n, r, rotate);
+    }
+}
+
+/* row[i] = bytes[i] */
+IBP_X86 static void NAME(widen_bytes)(const uint8_t *bytes, uint32_t n, uint8_t *row)
+{
+    for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = bytes[i];
+}
+
+/* symbols[i] = the entry ranks[i], as wide as a lane, of its column; anything where there is none. Padded symbols. */
+IBP_X86 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
+{
+    const uint32_t num_entries = planes->num_entries, stride = planes->per_column ? num_entries : 0;
+    const lane *const entries = (const lane *)planes->entries;
+    if (num_entries == 0) return;
+    for (uint32_t i = 0; i < n; i++) ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] == num_entries ? 0 : ranks[i])];
+}
+
+/* ranks[i] = the first of the entries, as wide as a lane, that equals symbols[i]; num_entries if none does. Both padded. One look-up
+ * for each value that entries have above their low 4 bits. */
+IBP_X86 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
+{
+    const lane *const entries = (const lane *)planes->entries;
+    uint8_t tables[MAX_ENTRIES][16]; /* num_entries less the rank, 0 where there is no entry */
+    uint64_t highs[MAX_ENTRIES];     /* of the table's entries, in all lanes of a word */
+    uint32_t num_tables = 0;
+    for (uint32_t e = planes->num_entries, t; e-- > 0; tables[t][entries[e] & 15] = (uint8_t)(planes->num_entries - e)) {
+        const uint64_t high = (lane)(entries[e] & ~(lane)15) * ibp_lane_fields(LANE_BYTES, 1);
+        for (t = 0; t < num_tables && highs[t] != high;) t++;
+        if (t < num_tables) continue;
+        highs[num_tables++] = high;
+        memset(tables[t], 0, 16);
+    }
+    const __m256i none = _mm256_set1_epi8((char)planes->num_entries);
+    for (uint32_t i = 0; i < n; i += 32) {
+        __m256i symbol[LANE_BYTES], found = _mm256_setzero_si256();
+        for (uint32_t v = 0; v < LANE_BYTES; v++) symbol[v] = load_vector(symbols + i * LANE_BYTES + 32 * v);
+        for (uint32_t t = 0; t < num_tables; t++) {
+            const __m256i high = _mm256_set1_epi64x((int64_t)highs[t]);
+            __m256i low[LANE_BYTES];
+            for (uint32_t v = 0; v < LANE_BYTES; v++)
+                low[v] = EXPAND_NAME(at_most_255_, LANE_BITS)(_mm256_xor_si256(symbol[v], high));
+            found = _mm256_or_si256(found, look_up(tables[t], NAME(pack_bytes)(low)));
+        }
+        store_vector(ranks + i, _mm256_sub_epi8(none, NAME(in_order)(found)));
+    }
+}
+
+/* Likewise among the entries of column i, for all widths. */
+IBP_X86 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
+{
+    const uint32_t num_entries = planes->num_entries;
+    const lane *const entries = (const lane *)planes->entries;
+    const size_t end = (size_t)n * num_entries;
+    for (uint32_t i = 0; i < n; i++) {
+        const lane symbol = ((const lane *)symbols)[i];
+        const size_t first = (size_t)i * num_entries;
+        const __m256i wanted = _mm256_set1_epi64x((int64_t)(symbol * ibp_lane_fields(LANE_BYTES, 1)));
+        uint32_t rank = 0, equal = 0;
+        for (; rank < num_entries && equal == 0 && first + rank + LANES <= end;
+             rank += equal ? (uint32_t)_tzcnt_u32(equal) / LANE_BYTES : LANES)
+            equal = (uint32_t)_mm256_movemask_epi8(
+                EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(load_vector((const uint8_t *)(entries + first + rank)), wanted));
+        if (equal == 0)
+            while (rank < num_entries && entries[first + rank] != symbol) rank++;
+        ranks[i] = (uint8_t)ibp_min_u32(rank, num_entries); /* what was found may be the next column's */
+    }
+}
+
+/* The lanes whose bits are set, one after the other. */
+IBP_X86 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uint32_t n, uint8_t *out)
+{
+    lane *next = (lane *)out;
+    for (uint32_t i = 0; i < n; i += 64)
+        for (uint64_t bits = bitmap[i / 64]; bits != 0; bits &= bits - 1)
+            *next++ = ((const lane *)row)[i + (uint32_t)_tzcnt_u64(bits)];
+}
+
+/* The inverse: row[i] = the next lane for each bit set; `step` 0: always the first. */
+IBP_X86 static void NAME(scatter)(const uint8_t *in, uint32_t step, const uint64_t *bitmap, uint32_t n, uint8_t *row)
+{
+    const lane *next = (const lane *)in;
+    for (uint32_t i = 0; i < n; i += 64)
+        for (uint64_t bits = bitmap[i / 64]; bits != 0; bits &= bits - 1, next += step)
+            ((lane *)row)[i + (uint32_t)_tzcnt_u64(bits)] = *next;
+}
+
+IBP_X86 static void NAME(fill)(uint8_t *row, uint32_t n, uint64_t value)
+{
+    for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = (lane)value;
+}
+
+/* A bit for each lane that is not `value`; bits from n up to a whole word are 0. */
+IBP_X86 static void NAME(find_others)(const uint8_t *row, uint32_t n, uint64_t value, uint64_t *bitmap)
+{
+    const __m256i values = _mm256_set1_epi64x((int64_t)(value * ibp_lane_fields(LANE_BYTES, 1)));
+    const uint32_t one_a_lane = UINT32_MAX / ((1u << LANE_BYTES) - 1);
+    for (uint32_t i = 0; i < n; i += 64) {
+        const uint32_t end = n - i < 64 ? n - i : 64;
+        uint64_t bits = 0;
+        uint32_t j = 0;
+        for (; j + LANES <= end; j += LANES) {
+            const __m256i same = EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(load_vector(row + (i + j) * LANE_BYTES), values);
+            bits |= (uint64_t)_pext_u32(~(uint32_t)_mm256_movemask_epi8(same), one_a_lane) << j;
+        }
+        for (; j < end; j++) bits |= (uint64_t)(((const lane *)row)[i + j] != (lane)value) << j;
+        bitmap[i / 64] = bits;
+    }
+}
+
+#undef LANES
+#undef LANE_BYTES
+#undef lane
+#undef NAME
+#undef EXPAND_NAME
+#undef NAME_OF
+#undef LANE_BITS

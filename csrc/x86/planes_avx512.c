@@ -1,0 +1,312 @@
+/* planes_avx512.c - dense rows of scheme planes whose symbols are bytes from one set of entries, with AVX-512: the bytes and statuses of
+ * planes.c. Other rows go to planes_avx2.c.
+ *
+ * Residuals, digits and raw symbols all are fields of so many bits, and all are unpacked to lanes and packed from them 64 bytes of lanes
+ * at a time: eight 64-bit words, each with the fields of its lanes one after the other. Between digits and symbols stand *levels*: level p
+ * has a byte for each element with a digit in plane p, the last level one for each raw symbol. A decoder reads the digits of all levels
+ * from the first on and turns them into symbols from the last on; an encoder strips a level of ranks (which entry a symbol is) to the
+ * next one. */
+#include "../core/schemes.h"
+
+#if IBP_HAS_X86_ROWS
+#include "bits_avx512.h"
+#include "../core/planes_layout.h"
+
+enum {
+    VECTOR = IBP_VECTOR_BYTES,
+    PADDING = VECTOR, /* bytes after a level that may be read and written */
+    LEVELS = IBP_MAX_PLANES + 1
+};
+
+IBP_AVX512_INLINE __m512i all_words(uint64_t x) { return _mm512_set1_epi64((int64_t)x); }
+
+/* In all bytes of a 64-bit word its lowest one. */
+IBP_AVX512_INLINE __m512i all_bytes(__m512i words)
+{
+    return _mm512_shuffle_epi8(words, _mm512_set4_epi64(0x0808080808080808, 0, 0x0808080808080808, 0));
+}
+
+/* The bits of a where those of mask are set, of b elsewhere. */
+IBP_AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xca); }
+
+/* ---- fields ---- */
+
+static const uint64_t byte_numbers = 0x0706050403020100, byte_ones = 0x0101010101010101;
+
+/* Bits of the fields that the lanes of a 64-bit word have. */
+IBP_AVX512_INLINE uint32_t bits_of_word(uint32_t bits, uint32_t lane_bytes) { return 8 / lane_bytes * bits; }
+
+/* At which bit the fields of each word begin. */
+IBP_AVX512_INLINE __m512i starts_of_words(uint32_t word_bits)
+{
+    return _mm512_mul_epu32(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), all_words(word_bits));
+}
+
+/* How fields become lanes: the bytes that each word takes, from which of their bits on each byte of it, and which bits of that. */
+typedef struct unpacking {
+    __m512i bytes, shifts, mask;
+} unpacking;
+
+IBP_AVX512_INLINE unpacking unpacking_of(uint32_t bits, uint32_t lane_bytes)
+{
+    const __m512i starts = starts_of_words(bits_of_word(bits, lane_bytes));
+    const uint64_t lanes = byte_numbers >> _tzcnt_u32(lane_bytes) & 7 * byte_ones,
+                   in_lanes = byte_numbers & (lane_bytes - 1) * byte_ones;
+    return (unpacking){
+        .bytes = _mm512_add_epi8(all_bytes(_mm512_srli_epi64(starts, 3)), all_words(byte_numbers)),
+        .shifts = _mm512_add_epi8(all_bytes(_mm512_and_si512(starts, all_words(7))), all_words(lanes * bits + in_lanes * 8)),
+        .mask = all_words(ibp_lane_fields(lane_bytes, bits)),
+    };
+}
+
+IBP_AVX512_INLINE __m512i unpack(const unpacking *u, __m512i fields)
+{
+    return _mm512_and_si512(_mm512_multishift_epi64_epi8(u->shifts, _mm512_permutexvar_epi8(u->bytes, fields)), u->mask);
+}
+
+/* How lanes become fields. In words of 16, then 32, then 64 bits the upper half comes down to where the lower half's fields end, unless
+ * a half is less than a lane. Then the 64-bit words close up: each is moved up to the bit that its fields begin with, takes over those
+ * of the word before it that did not fill a byte, and gives its whole bytes. */
+typedef struct packing {
+    __m512i lower[3], down[3]; /* fields of the lower half, and by how many bits the upper one moves */
+    __m512i mask, offset,
+        carried;     /* all fields; by how many bits a word moves; where in the word before it its first byte begins */
+    __mmask64 bytes; /* the whole bytes of each word */
+} packing;
+
+IBP_AVX512_INLINE packing packing_of(uint32_t bits, uint32_t lane_bytes)
+{
+    const uint32_t word_bits = bits_of_word(bits, lane_bytes);
+    const __m512i starts = starts_of_words(word_bits), ends = _mm512_add_epi64(starts, all_words(word_bits));
+    packing p = {.mask = all_words(ibp_low_bits(~(uint64_t)0, word_bits))};
+    for (uint32_t step = 0, half = 1; step < 3; step++, half *= 2) {
+        const uint32_t filled = half < lane_bytes ? 8 * half : half / lane_bytes * bits;
+        p.lower[step] = all_words(ibp_lane_fields(2 * half, filled));
+        p.down[step] = all_words(8 * half - filled);
+    }
+    p.offset = _mm512_and_si512(starts, all_words(7));
+    p.carried = _mm512_sub_epi64(all_words(word_bits), p.offset);
+    const __m512i num_bytes = _mm512_sub_epi64(_mm512_srli_epi64(ends, 3), _mm512_srli_epi64(starts, 3));
+    p.bytes = _mm512_cmplt_epu8_mask(all_words(byte_numbers), all_bytes(num_bytes));
+    return p;
+}
+
+IBP_AVX512_INLINE __m512i pack(const packing *p, __m512i x)
+{
+    for (uint32_t step = 0; step < 3; step++) x = select_bits(p->lower[step], x, _mm512_srlv_epi64(x, p->down[step]));
+    x = _mm512_and_si512(x, p->mask);
+    const __m512i before = _mm512_alignr_epi64(x, x, 7);
+    return _mm512_maskz_compress_epi8(p->bytes,
+                                      _mm512_or_si512(_mm512_sllv_epi64(x, p->offset), _mm512_srlv_epi64(before, p->carried)));
+}
+
+/* ---- elements ---- */
+
+/* Rotations of the lanes of a vector. */
+typedef struct rotation {
+    __m512i left, right, low; /* by so many bits; those that come from the right shift */
+} rotation;
+
+IBP_AVX512_INLINE rotation rotation_of(uint32_t left, uint32_t lane_bytes)
+{
+    const uint32_t by = left % (8 * lane_bytes);
+    return (rotation){all_words(by), all_words(by ? 8 * lane_bytes - by : 0), all_words(ibp_lane_fields(lane_bytes, by))};
+}
+
+IBP_AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
+{
+    return select_bits(r->low, _mm512_srlv_epi64(x, r->right), _mm512_sllv_epi64(x, r->left));
+}
+
+/* ---- decoding ---- */
+
+/* A level of n digits of so many bits. Padded. @return how many have all bits set. */
+IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint32_t n, uint32_t bits, uint8_t *level)
+{
+    const unpacking digits = unpacking_of(bits, 1);
+    uint32_t num_escapes = 0;
+    for (uint32_t i = 0; i < n; i += VECTOR) {
+        const size_t at = (size_t)i / 8 * bits;
+        const __m512i digit = unpack(&digits, ibp_load_part(src + at, src_bytes - at));
+        _mm512_storeu_si512(level + i, digit);
+        num_escapes += (uint32_t)_mm_popcnt_u64(_mm512_cmpeq_epi8_mask(digit, digits.mask) & ibp_first_bytes(n - i));
+    }
+    return num_escapes;
+}
+
+/* Turns a level of n digits into what they stand for: an entry's low bits each, or the next of the next level. All padded. */
+IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries, uint32_t symbol_bits,
+                                  const uint8_t *next)
+{
+    const __m128i mask = _mm_set1_epi8((char)ibp_low_bits(255, symbol_bits));
+    const __m512i named =
+        _mm512_broadcast_i32x4(_mm_and_si128(mask, _mm_maskz_loadu_epi8((__mmask16)((1u << escape) - 1), entries)));
+    for (uint32_t i = 0; i < n; i += VECTOR) {
+        const __m512i digit = _mm512_loadu_si512(level + i);
+        const __mmask64 escapes = _mm512_cmpeq_epi8_mask(digit, _mm512_set1_epi8((char)escape));
+        _mm512_storeu_si512(level + i,
+                            _mm512_mask_expand_epi8(_mm512_shuffle_epi8(named, digit), escapes, _mm512_loadu_si512(next)));
+        next += _mm_popcnt_u64(escapes);
+    }
+}
+
+/* The elements with the residuals that src begins with and a symbol each. Padded symbols. */
+IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, const uint8_t *symbols,
+                                     uint8_t *row, uint32_t row_bytes)
+{
+    const uint32_t bits = planes->residual_bits, lane_bytes = planes->element_bytes;
+    const unpacking residuals = unpacking_of(bits, lane_bytes);
+    const rotation back = rotation_of(8 * lane_bytes - planes->rotate, lane_bytes);
+    const __mmask64 lanes = ~(uint64_t)0 / ((1u << lane_bytes) - 1);
+    const __m512i shift = all_words(bits);
+    for (uint32_t at = 0; at < row_bytes; at += VECTOR, symbols += VECTOR / lane_bytes) {
+        const size_t from = (size_t)at / (8 * lane_bytes) * bits;
+        const __m512i residual = unpack(&residuals, ibp_load_part(src + from, src_bytes - from));
+        const __m512i symbol = _mm512_maskz_expand_epi8(lanes, _mm512_loadu_si512(symbols));
+        ibp_store_part(row + at, row_bytes - at, rotate(&back, _mm512_or_si512(residual, _mm512_sllv_epi64(symbol, shift))));
+    }
+}
+
+IBP_AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+{
+    const ibp_planes *const planes = &cb->planes;
+    const uint32_t n = ibp_columns_of(cb), num_planes = planes->num_planes;
+    uint8_t room[(num_planes + 1) * (n + PADDING)], *levels[LEVELS] = {room};
+    uint32_t reaching[LEVELS + 1] = {n};
+    size_t at = ibp_to_byte((size_t)n * planes->residual_bits) / 8;
+    for (uint32_t p = 0; p <= num_planes; p++) {
+        const uint32_t bits = p < num_planes ? planes->digit_bits[p] : ibp_symbol_bits(planes);
+        const size_t end = at + ibp_to_byte((size_t)reaching[p] * bits) / 8;
+        if (p < num_planes ? end > src_bytes : end != src_bytes) return IBP_CORRUPT_ROW;
+        if (p > 0) levels[p] = levels[p - 1] + reaching[p - 1] + PADDING;
+        reaching[p + 1] = read_level(src + at, src_bytes - at, reaching[p], bits, levels[p]);
+        at = end;
+    }
+    for (uint32_t p = num_planes, first = planes->num_entries; p-- > 0;) {
+        first -= ibp_escape_of(planes, p);
+        name_level(levels[p], reaching[p], ibp_escape_of(planes, p), (const uint8_t *)planes->entries + first,
+                   ibp_symbol_bits(planes), levels[p + 1]);
+    }
+    join_elements(planes, src, src_bytes, levels[0], row, cb->row_bytes);
+    return IBP_OK;
+}
+
+/* ---- encoding ---- */
+
+/* The symbols of a row's elements. Padded. */
+IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *row, uint32_t row_bytes, uint8_t *symbols)
+{
+    const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes;
+    const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
+    const __m512i starts = all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits); /* of those in a word */
+    const __m512i mask = all_words(byte_ones * ibp_low_bits(255, ibp_symbol_bits(planes)));
+    const __mmask64 bytes = byte_ones * ibp_low_bits(255, per_word);
+    for (uint32_t at = 0; at < row_bytes; at += VECTOR, symbols += 8 * per_word) {
+        const __m512i words = _mm512_multishift_epi64_epi8(starts, rotate(&to_coded, ibp_load_part(row + at, row_bytes - at)));
+        _mm512_storeu_si512(symbols, _mm512_maskz_compress_epi8(bytes, _mm512_and_si512(words, mask)));
+    }
+}
+
+/* The rank of each of n symbols; num_entries where no entry equals it, and those symbols come first in `symbols`. Both padded.
+ * @return how many these are. */
+IBP_AVX512 static uint32_t rank_symbols(const ibp_planes *planes, uint8_t *symbols, uint32_t n, uint8_t *ranks)
+{
+    uint8_t table[4 * VECTOR];
+    memset(table, (int)planes->num_entries, sizeof table);
+    for (uint32_t e = planes->num_entries; e-- > 0;) table[((const uint8_t *)planes->entries)[e]] = (uint8_t)e;
+    __m512i quarters[4];
+    for (uint32_t q = 0; q < 4; q++) quarters[q] = _mm512_loadu_si512(table + q * VECTOR);
+
+    uint8_t *raw = symbols;
+    for (uint32_t i = 0; i < n; i += VECTOR) {
+        const __m512i symbol = _mm512_loadu_si512(symbols + i);
+        const __m512i rank =
+            _mm512_mask_blend_epi8(_mm512_movepi8_mask(symbol), _mm512_permutex2var_epi8(quarters[0], symbol, quarters[1]),
+                                   _mm512_permutex2var_epi8(quarters[2], symbol, quarters[3]));
+        const __mmask64 is_raw = _mm512_cmpeq_epi8_mask(rank, _mm512_set1_epi8((char)planes->num_entries)) & ibp_first_bytes(n - i);
+        _mm512_storeu_si512(ranks + i, rank);
+        _mm512_storeu_si512(raw, _mm512_maskz_compress_epi8(is_raw, symbol));
+        raw += _mm_popcnt_u64(is_raw);
+    }
+    return (uint32_t)(raw - symbols);
+}
+
+/* Strips a level of n ranks to the next one, in place, and writes its digits, if dst is not NULL. Padded. @return the next one's n. */
+IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits, uint8_t *dst)
+{
+    const packing digits = packing_of(bits, 1);
+    const __m512i escape = _mm512_set1_epi8((char)((1u << bits) - 1));
+    const size_t end = ibp_to_byte((size_t)n * bits) / 8;
+    uint8_t *next = level;
+    for (uint32_t i = 0; i < n; i += VECTOR) {
+        const __m512i rank = ibp_load_part(level + i, n - i), digit = _mm512_min_epu8(rank, escape);
+        const __mmask64 escapes = _mm512_cmpeq_epi8_mask(digit, escape);
+        const uint32_t at = i / 8 * bits;
+        if (dst) ibp_store_part(dst + at, end - at < 8 * bits ? end - at : 8 * bits, pack(&digits, digit));
+        _mm512_storeu_si512(next, _mm512_maskz_compress_epi8(escapes, _mm512_sub_epi8(rank, escape)));
+        next += _mm_popcnt_u64(escapes);
+    }
+    return (uint32_t)(next - level);
+}
+
+/* Packs the low bits of the lanes, rotated left. */
+IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, uint32_t lane_bytes, uint32_t rotated, uint32_t bits,
+                                    uint8_t *dst)
+{
+    const packing fields = packing_of(bits, lane_bytes);
+    const rotation to_coded = rotation_of(rotated, lane_bytes);
+    const size_t end = ibp_to_byte((size_t)num_bytes / lane_bytes * bits) / 8, step = bits_of_word(bits, lane_bytes);
+    for (uint32_t at = 0; at < num_bytes; at += VECTOR, dst += step) {
+        const size_t left = end - (size_t)at / VECTOR * step;
+        ibp_store_part(dst, left < step ? left : step, pack(&fields, rotate(&to_coded, ibp_load_part(lanes + at, num_bytes - at))));
+    }
+}
+
+IBP_AVX512 static ibp_status encode_dense(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                                          size_t *coded_bytes)
+{
+    const ibp_planes *const planes = &cb->planes;
+    const uint32_t n = ibp_columns_of(cb), r = planes->residual_bits, symbol_bits = ibp_symbol_bits(planes);
+    uint8_t symbols[n + PADDING], level[n + PADDING];
+    cut_symbols(planes, row, cb->row_bytes, symbols);
+    const uint32_t num_raw = rank_symbols(planes, symbols, n, level);
+    size_t at = ibp_to_byte((size_t)n * r) / 8, end;
+    if (at <= dst_bytes && at > 0) write_fields(row, cb->row_bytes, planes->element_bytes, planes->rotate, r, dst);
+    for (uint32_t p = 0, reaching = n; p < planes->num_planes; p++, at = end) {
+        end = at + ibp_to_byte((size_t)reaching * planes->digit_bits[p]) / 8;
+        reaching = strip_level(level, reaching, planes->digit_bits[p], end <= dst_bytes ? dst + at : NULL);
+    }
+    *coded_bytes = at + ibp_to_byte((size_t)num_raw * symbol_bits) / 8;
+    if (*coded_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
+    if (*coded_bytes > at) write_fields(symbols, num_raw, 1, 0, symbol_bits, dst + at);
+    return IBP_OK;
+}
+
+/* ---- which rows these are ---- */
+
+/* Fields of a word begin with any bit of a byte; what its lanes have must fit a word there. */
+static bool fits_words(const ibp_planes *planes)
+{
+    const uint32_t word_bits = 8 / planes->element_bytes * planes->residual_bits;
+    const uint32_t largest_offset = word_bits % 8 == 0 ? 0 : word_bits % 4 == 0 ? 4 : word_bits % 2 == 0 ? 6 : 7;
+    return word_bits + largest_offset <= 64;
+}
+
+static bool is_coded_here(const ibp_planes *planes)
+{
+    return !planes->listed && !planes->per_column && planes->symbol_bytes == 1 && fits_words(planes);
+}
+
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+{
+    return is_coded_here(&cb->planes) ? decode_dense(cb, src, src_bytes, row) : ibp_planes_avx2.decode(cb, src, src_bytes, row);
+}
+
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+{
+    return is_coded_here(&cb->planes) ? encode_dense(cb, row, dst, dst_bytes, coded_bytes)
+                                      : ibp_planes_avx2.encode(cb, row, dst, dst_bytes, coded_bytes);
+}
+
+const ibp_row_coder ibp_planes_avx512 = {NULL, encode, decode};
+#endif
