@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 import ibp
-from ibp.planes import relearn
+from ibp._schemes.planes import relearn
 
 from . import harness, ideal, inputs
 from .ratio import BLOCK_BYTES, nvcomp

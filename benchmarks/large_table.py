@@ -13,7 +13,8 @@ import sys
 import torch
 
 import ibp
-from ibp import _memory, gather, host_gather
+from ibp import _memory
+from ibp._fetch import gather, host_gather
 
 from . import harness, ideal, inputs
 

@@ -14,7 +14,8 @@ import sys
 import torch
 
 import ibp
-from ibp import _memory, streaming
+from ibp import _memory
+from ibp._fetch import streaming
 
 from . import harness, ideal, inputs
 

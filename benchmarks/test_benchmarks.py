@@ -324,7 +324,7 @@ def test_column_codebook():
     x = inputs.normal_rows(1 << 18, torch.bfloat16, 0.02, "cpu", columns=128)
     x *= 2.0 ** torch.arange(-64, 64, 1)  # columns of different exponents
     dense = ibp.analyze(x, scheme="planes", sample=1.0)
-    shared = ibp.planes.PlanesCodebook(256, 2, dense.rotate, dense.residual_bits, dense.digit_bits, False, False, 0, 0, dense.entries[:1])
+    shared = ibp.PlanesCodebook(256, 2, dense.rotate, dense.residual_bits, dense.digit_bits, False, False, 0, 0, dense.entries[:1])
     found = codec.column_codebook(shared, x)
     assert found.per_column and codec.kind_of(found) == "planes per column " and codec.kind_of(shared) == "planes "
     table = ibp.compress(x, codebook=found)

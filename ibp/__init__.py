@@ -12,14 +12,14 @@ beside the installed headers (`ibp.get_include()`).
 from pathlib import Path
 
 from . import _core, _ops
-from .clusters import ClusteredCodebook
-from .codebook import Codebook
-from .compression import compress, compress_
-from .estimation import analyze, estimate
-from .gather import index_select
-from .planes import PlanesCodebook
-from .streaming import decompress, decompress_many
-from .table import CompressedTensor, CorruptTableError
+from ._compression import compress, compress_
+from ._estimation import analyze, estimate
+from ._fetch.gather import index_select
+from ._fetch.streaming import decompress, decompress_many
+from ._schemes.clusters import ClusteredCodebook
+from ._schemes.masks.codebook import Codebook
+from ._schemes.planes import PlanesCodebook
+from ._table import CompressedTensor, CorruptTableError
 
 __version__ = _core.version()
 

@@ -460,8 +460,8 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, scheme, monke
     x = one_hot_rows(1000, 60)
     before = x.clone()
     codebook = ibp.analyze(x, scheme=scheme)
-    monkeypatch.setattr("ibp.rows._BLOCK_BYTES", 240 * 96)
-    monkeypatch.setattr("ibp.compression.tqdm", Bar)
+    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 240 * 96)
+    monkeypatch.setattr("ibp._compression.tqdm", Bar)
     with pytest.raises(Interrupted) as interruption:
         ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
     table = interruption.value.table
@@ -499,7 +499,7 @@ def test_compress_in_place_interrupted_at_every_line(scheme, monkeypatch):
     """x is as it was, or the exception brings a table that decompresses to it."""
     before = one_hot_rows(200, 60)
     codebook = ibp.analyze(before, scheme=scheme)
-    monkeypatch.setattr("ibp.rows._BLOCK_BYTES", 240 * 96)
+    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 240 * 96)
     seen = set()
     for step in itertools.count():
         x = before.clone()
@@ -518,7 +518,7 @@ def test_compress_in_place_interrupted_at_every_line(scheme, monkeypatch):
 @pytest.mark.parametrize("scheme", ["ibp", "planes"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
 def test_compress_in_place_interrupted_by_a_signal(share, scheme, monkeypatch):
-    monkeypatch.setattr("ibp.rows._BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 1 << 16)
     before = one_hot_rows(20000, 60)
     codebook = ibp.analyze(before[:1000], scheme=scheme)
     start = time.perf_counter()

@@ -124,7 +124,7 @@ def test_where_x_is_makes_no_difference(cuda, layout, scheme):
 @pytest.mark.parametrize("scheme", CODED)
 def test_a_tensor_of_many_blocks(cuda, monkeypatch, scheme):
     """Coded piece by piece: 32 rows at a time."""
-    monkeypatch.setattr("ibp.rows._BLOCK_BYTES", 1)
+    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 1)
     x = spiky_rows(777, 61)
     codebook = ibp.analyze(x, scheme=scheme, device="cpu")
     for layout in LAYOUTS:

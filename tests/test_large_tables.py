@@ -6,7 +6,7 @@ import torch
 
 import ibp
 from helpers import LAYOUTS, assert_same_bits, embedding, layout_arguments, make_tensor, one_hot_rows, spiky_rows
-from ibp import gather, host_gather
+from ibp._fetch import gather, host_gather
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")

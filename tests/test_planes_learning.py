@@ -16,7 +16,7 @@ import ibp
 import reference_planes as reference
 from golden.make_planes import CASES, KINDS, adversarial_rows, load, random_codebook, rows_of_k
 from helpers import DTYPES, bytes_of, make_tensor
-from ibp.planes import PlanesCodebook, header_bytes, learn_planes, num_entries, positions_bytes, row_bytes_of
+from ibp._schemes.planes import PlanesCodebook, header_bytes, learn_planes, num_entries, positions_bytes, row_bytes_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHIPPED, SHARED = ROOT / "data", ROOT.parent / "shared" / "data"

@@ -10,7 +10,7 @@ import torch
 
 import ibp
 from helpers import LAYOUTS, assert_same_bits, bytes_of, embedding, layout_arguments, make_tensor, spiky_rows
-from ibp import streaming
+from ibp._fetch import streaming
 
 CPU = torch.device("cpu")
 OPS = torch.ops.ibp

@@ -10,8 +10,8 @@ import threading
 
 import torch
 
-from . import _memory
-from .table import CompressedTensor
+from .. import _memory
+from .._table import CompressedTensor
 
 CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
 NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory

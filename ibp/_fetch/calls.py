@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from . import _memory
-from .table import CompressedTensor
+from .. import _memory
+from .._table import CompressedTensor
 
 _CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import functools
 import torch
 from tqdm import tqdm
 
-from . import layout as _layout, rows as _rows
+from ... import _layout, _rows
 from .codebook import CHUNK_BYTES, SCHEMES, Codebook, check_chunk_bytes
 
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)

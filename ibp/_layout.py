@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .rows import Geometry
+from ._rows import Geometry
 
 SECTOR_BYTES = 32
 _SECOND_FETCH_BYTES = 64  # what fetching a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector

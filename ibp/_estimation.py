@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from . import rows as _rows, schemes as _schemes
-from .analysis import check_learning, measure, total_stored
-from .clusters import ClusteredCodebook
-from .codebook import Codebook
-from .planes import PlanesCodebook
+from . import _rows, _schemes
+from ._schemes.masks.learning import check_learning, measure, total_stored
+from ._schemes.clusters import ClusteredCodebook
+from ._schemes.masks.codebook import Codebook
+from ._schemes.planes import PlanesCodebook
 
 
 def analyze(x: torch.Tensor, *, scheme: str = "ibp", sample: float | None = 0.1, chunk_bytes: int | None = None, tau: float | None = None,

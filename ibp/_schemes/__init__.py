@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from . import analysis, layout as _layout, rows as _rows
+from .. import _layout, _rows
 from .clusters import ClusteredCodebook, learn_clusters
-from .codebook import Codebook
+from .masks import learning as analysis
+from .masks.codebook import Codebook
 from .planes import PlanesCodebook, learn_planes
 
 AnyCodebook = Codebook | PlanesCodebook | ClusteredCodebook

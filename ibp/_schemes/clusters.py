@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from . import analysis
-from .codebook import Codebook
+from .masks import learning as analysis
+from .masks.codebook import Codebook
 from .planes import PlanesCodebook, relearn
 
 MAX_CLUSTERS = 256

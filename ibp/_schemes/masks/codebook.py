@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from . import _core
+from ... import _core
 
 SCHEMES = {"raw": 0, "ibp": 1, "planes": 2}  # enum ibp_scheme
 CHUNK_BYTES = (1, 2, 4, 8)

@@ -7,14 +7,14 @@ import itertools
 import torch
 from tqdm import tqdm
 
-from . import _memory, _ops, layout as _layout, rows as _rows
-from .analysis import check_learning, measure, total_stored
-from .clusters import ClusteredCodebook, check_clusters
-from .codebook import Codebook
-from .estimation import check_codebook
-from .planes import PlanesCodebook
-from .schemes import Request, check_scheme, learn
-from .table import CompressedTensor
+from . import _layout, _memory, _ops, _rows
+from ._schemes.masks.learning import check_learning, measure, total_stored
+from ._schemes.clusters import ClusteredCodebook, check_clusters
+from ._schemes.masks.codebook import Codebook
+from ._estimation import check_codebook
+from ._schemes.planes import PlanesCodebook
+from ._schemes import Request, check_scheme, learn
+from ._table import CompressedTensor
 
 
 def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | ClusteredCodebook | None = None,

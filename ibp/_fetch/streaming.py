@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from . import _core
+from .. import _core
+from .._rows import bytes_of
+from .._table import CompressedTensor
 from .calls import check_out, check_path_name, check_table, produce, sms_of, target_of, worker_of
-from .rows import bytes_of
-from .table import CompressedTensor
 
 PATHS = ("copy", "gpu")  # from pinned host memory to a GPU
 

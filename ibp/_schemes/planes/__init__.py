@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from . import _core
-from .codebook import SCHEMES
+from ... import _core
+from ..masks.codebook import SCHEMES
 
 ELEMENT_BYTES = (1, 2, 4, 8)
 MAX_PLANES, MAX_DIGIT_BITS = 4, 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from . import _core, _memory, layout as _layout
-from .analysis import total_stored
-from .codebook import SCHEMES
-from .rows import Geometry, to_device
+from . import _core, _layout, _memory
+from ._schemes.masks.learning import total_stored
+from ._schemes.masks.codebook import SCHEMES
+from ._rows import Geometry, to_device
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 
@@ -153,20 +153,20 @@ class CompressedTensor:
 
     def index_select(self, ids, *, device=None, out=None, check=False, max_sms=None, path=None) -> torch.Tensor:
         """See `ibp.index_select`."""
-        from .gather import index_select
+        from ._fetch.gather import index_select
 
         return index_select(self, ids, device=device, out=out, check=check, max_sms=max_sms, path=path)
 
     def decompress(self, *, device=None, out=None, check=False, max_sms=None, path=None) -> torch.Tensor:
         """See `ibp.decompress`."""
-        from .streaming import decompress
+        from ._fetch.streaming import decompress
 
         return decompress(self, device=device, out=out, check=check, max_sms=max_sms, path=path)
 
     def __getitem__(self, key) -> torch.Tensor:
         """x[key] for an int, a slice, or an index tensor or list (bool masks too); on the table's device, or on the index tensor's."""
-        from .gather import check_ids_dtype, check_range, index_select
-        from .streaming import decode_items
+        from ._fetch.gather import check_ids_dtype, check_range, index_select
+        from ._fetch.streaming import decode_items
 
         if isinstance(key, slice):
             start, stop, step = key.indices(len(self))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from .._table import CompressedTensor
 from . import host_gather
 from .calls import check_path_name, check_table, produce, sms_of, target_of, worker_of
-from .table import CompressedTensor
 
 PATHS = ("gpu", "bucketed", "cpu")
 

@@ -1,0 +1,1 @@
+"""Fetching rows and whole tensors from a table."""

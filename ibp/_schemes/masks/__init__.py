@@ -1,0 +1,1 @@
+"""Scheme ibp, called masks inside: invariant bits (FORMAT.md section 5)."""
