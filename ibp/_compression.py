@@ -8,12 +8,13 @@ import torch
 from tqdm import tqdm
 
 from . import _layout, _memory, _ops, _rows
+from ._choice import learn
 from ._schemes.masks.learning import check_learning, measure, total_stored
 from ._schemes.clusters import ClusteredCodebook, check_clusters
 from ._schemes.masks.codebook import Codebook
 from ._estimation import check_codebook
 from ._schemes.planes import PlanesCodebook
-from ._schemes import Request, check_scheme, learn
+from ._schemes import Request, check_scheme
 from ._table import CompressedTensor
 
 

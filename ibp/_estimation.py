@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _rows, _schemes
+from . import _choice, _rows, _schemes
 from ._schemes.masks.learning import check_learning, measure, total_stored
 from ._schemes.clusters import ClusteredCodebook
 from ._schemes.masks.codebook import Codebook
@@ -38,7 +38,7 @@ def analyze(x: torch.Tensor, *, scheme: str = "ibp", sample: float | None = 0.1,
         raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
     geometry = _rows.Geometry.of(x, row_bytes)
     request = _schemes.Request(_rows.bytes_of(x), geometry, _rows.working_device(x, device), sample, chunk_bytes, tau, paper, progress=progress)
-    return _schemes.learn(scheme, request)
+    return _choice.learn(scheme, request)
 
 
 def estimate(x: torch.Tensor, codebook: Codebook | PlanesCodebook | None = None, *, row_bytes: int | None = None,
@@ -64,7 +64,7 @@ def estimate(x: torch.Tensor, codebook: Codebook | PlanesCodebook | None = None,
     if codebook is None:
         geometry = _rows.Geometry.of(x, row_bytes)
         request = _schemes.Request(_rows.bytes_of(x), geometry, _rows.working_device(x, device), slot_bytes=0, progress=progress)
-        return {found.scheme: 1 - found.stored / geometry.num_bytes if geometry.num_bytes else 0.0 for found in _schemes.compare(request)}
+        return {found.scheme: 1 - found.stored / geometry.num_bytes if geometry.num_bytes else 0.0 for found in _choice.compare(request)}
     check_codebook(codebook)
     geometry = _rows.Geometry.of(x, codebook.row_bytes)
     lengths = measure(_rows.bytes_of(x), codebook, _rows.working_device(x, device), progress)

@@ -1,14 +1,11 @@
 /* table.c - tables in host memory: the row index, coding rows into slots and overflow, gathering and selecting items (FORMAT.md 1 to 3). */
-#include "format.h"
-#include "ibp.h"
+#include "locate.h"
 
 #include <string.h>
 
-static int64_t num_bytes_of(const ibp_table *table) { return table->num_items * table->item_bytes; }
+int64_t ibp_num_rows(const ibp_table *table) { return ibp_rows_of_bytes(ibp_bytes_of_table(table), table->codebook.row_bytes); }
 
-static int64_t rows_of_bytes(int64_t num_bytes, uint32_t row_bytes) { return (num_bytes + row_bytes - 1) / row_bytes; }
-
-int64_t ibp_num_rows(const ibp_table *table) { return rows_of_bytes(num_bytes_of(table), table->codebook.row_bytes); }
+_Static_assert(IBP_ROWS_PER_BASE == 32, "FORMAT.md section 2");
 
 /* Rows are coded in less time than their bytes take to come, and each in streams too short for the processor to foresee: while one is
  * coded, a row some bytes ahead is asked for. */
@@ -46,7 +43,7 @@ static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t
 void ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint16_t *lengths)
 {
     uint8_t last_row[IBP_MAX_ROW_BYTES];
-    const int64_t num_rows = rows_of_bytes(num_bytes, cb->row_bytes);
+    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, cb->row_bytes);
     for (int64_t r = 0; r < num_rows; r++) {
         prefetch_data(data, num_bytes, cb->row_bytes, r);
         const size_t coded = ibp_coded_row_bytes(cb, whole_row(data, num_bytes, cb->row_bytes, r, last_row));
@@ -54,68 +51,40 @@ void ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_b
     }
 }
 
-static uint32_t stored_bytes_of(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, int64_t row)
-{
-    const uint32_t length = lengths ? lengths[row] : 0;
-    return length ? length : ibp_valid_bytes(num_bytes, row_bytes, row);
-}
-
-static uint32_t room_of(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, int64_t row)
-{
-    return ibp_overflow_room(ibp_overflow_part(stored_bytes_of(lengths, num_bytes, row_bytes, row), slot_bytes), slot_bytes);
-}
+static uint32_t length_of(const uint16_t *lengths, int64_t row) { return lengths ? lengths[row] : 0; }
 
 void ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
                     int64_t *overflow_bytes)
 {
-    const int64_t num_rows = rows_of_bytes(num_bytes, row_bytes);
+    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
     uint64_t end = 0;
     for (int64_t r = 0; r < num_rows; r++) {
         if (r % IBP_ROWS_PER_BASE == 0) bases[r / IBP_ROWS_PER_BASE] = end;
-        end += room_of(lengths, num_bytes, row_bytes, slot_bytes, r);
+        end += ibp_room_of(length_of(lengths, r), ibp_valid_bytes(num_bytes, row_bytes, r), slot_bytes);
     }
     *overflow_bytes = (int64_t)end;
 }
 
-/* The two places of a row's stored bytes (FORMAT.md section 3). */
-typedef struct row_span {
-    uint64_t slot_start, overflow_start;
-    uint32_t in_slot, in_overflow, valid;
-    bool raw;
-} row_span;
-
 /* @return false if the index contradicts the table's buffers. */
-static bool locate_row(const ibp_table *table, int64_t row, row_span *span)
+static bool locate_row(const ibp_table *table, int64_t row, ibp_row_place *place)
 {
-    const int64_t num_bytes = num_bytes_of(table);
-    const uint32_t row_bytes = table->codebook.row_bytes;
-    const uint32_t stored = stored_bytes_of(table->lengths, num_bytes, row_bytes, row);
-    span->valid = ibp_valid_bytes(num_bytes, row_bytes, row);
-    span->raw = !table->lengths || table->lengths[row] == 0;
-    span->in_overflow = ibp_overflow_part(stored, table->slot_bytes);
-    span->in_slot = stored - span->in_overflow;
-    const uint64_t slots_end = (uint64_t)table->slots_bytes;
-    span->slot_start = (uint64_t)row * table->slot_bytes - table->slots_start;
-    span->overflow_start = 0;
-    if (stored > span->valid) return false;
-    if (span->in_slot != 0 && (span->slot_start > slots_end || span->in_slot > slots_end - span->slot_start)) return false;
-    if (span->in_overflow == 0) return true;
-    if (!table->bases) return false;
-    const int64_t group = row / IBP_ROWS_PER_BASE;
-    uint64_t before = 0; /* at most 31 rooms: no overflow here, but the base itself may be anything */
-    for (int64_t q = group * IBP_ROWS_PER_BASE; q < row; q++)
-        before += room_of(table->lengths, num_bytes, row_bytes, table->slot_bytes, q);
-    const uint64_t start = table->bases[group] - table->overflow_start, end = (uint64_t)table->overflow_bytes;
-    span->overflow_start = start + before;
-    return start <= end && before + span->in_overflow <= end - start;
+    uint64_t base = 0;
+    uint32_t rooms = 0;
+    *place = ibp_split_row(table, row, length_of(table->lengths, row));
+    if (ibp_needs_base(table, place)) {
+        base = table->bases[ibp_group_of_row(row)];
+        for (int64_t q = ibp_first_of_group(row); q < row; q++)
+            rooms += ibp_room_of(length_of(table->lengths, q), table->codebook.row_bytes, table->slot_bytes);
+    }
+    return ibp_place_in_bounds(table, base, rooms, place);
 }
 
 static void prefetch_row(const ibp_table *table, int64_t row)
 {
-    row_span span;
-    if (!locate_row(table, row, &span)) return;
-    if (span.in_slot) prefetch(table->slots + span.slot_start, span.in_slot);
-    if (span.in_overflow) prefetch(table->overflow + span.overflow_start, span.in_overflow);
+    ibp_row_place place;
+    if (!locate_row(table, row, &place)) return;
+    if (place.in_slot) prefetch(table->slots + place.slot_start, place.in_slot);
+    if (place.in_overflow) prefetch(table->overflow + place.overflow_start, place.in_overflow);
 }
 
 static void note_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
@@ -128,18 +97,18 @@ static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, 
                                    uint8_t *scratch, uint8_t *last)
 {
     const uint32_t row_bytes = table->codebook.row_bytes;
-    row_span span;
-    if (!locate_row(table, r, &span)) return IBP_BUFFER_TOO_SMALL;
-    const uint8_t *const row = whole_row(data, num_bytes_of(table), row_bytes, r, last);
+    ibp_row_place place;
+    if (!locate_row(table, r, &place)) return IBP_BUFFER_TOO_SMALL;
+    const uint8_t *const row = whole_row(data, ibp_bytes_of_table(table), row_bytes, r, last);
     const uint8_t *coded = row;
-    if (!span.raw) {
+    if (!place.raw) {
         size_t coded_bytes;
         const ibp_status status = ibp_encode_row(&table->codebook, row, scratch, row_bytes, &coded_bytes);
         if (status != IBP_OK || coded_bytes != table->lengths[r]) return IBP_CORRUPT_ROW;
         coded = scratch;
     }
-    if (span.in_slot) memcpy(slots + span.slot_start, coded, span.in_slot);
-    if (span.in_overflow) memcpy(overflow + span.overflow_start, coded + span.in_slot, span.in_overflow);
+    if (place.in_slot) memcpy(slots + place.slot_start, coded, place.in_slot);
+    if (place.in_overflow) memcpy(overflow + place.overflow_start, coded + place.in_slot, place.in_overflow);
     return IBP_OK;
 }
 
@@ -149,7 +118,7 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
     uint8_t last[IBP_MAX_ROW_BYTES];
     const int64_t ahead = steps_ahead(table->codebook.row_bytes);
     for (int64_t r = first_row; r < last_row; r++) {
-        prefetch_data(data, num_bytes_of(table), table->codebook.row_bytes, r);
+        prefetch_data(data, ibp_bytes_of_table(table), table->codebook.row_bytes, r);
         if (r + ahead < last_row) prefetch_row(table, r + ahead);
         const ibp_status status = encode_table_row(table, data, r, slots, overflow, scratch, last);
         note_fault(fault, status, r, r);
@@ -161,18 +130,18 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
 /* Row r of the table. scratch, out: row_bytes bytes each; *row is out, or points into scratch or the table where the row is raw. */
 static ibp_status read_row(const ibp_table *table, int64_t r, uint8_t *scratch, uint8_t *out, const uint8_t **row)
 {
-    row_span span;
-    if (!locate_row(table, r, &span)) return IBP_CORRUPT_ROW;
-    const uint8_t *stored = span.in_slot ? table->slots + span.slot_start : table->overflow + span.overflow_start;
-    if (span.in_slot != 0 && span.in_overflow != 0) {
-        memcpy(scratch, stored, span.in_slot);
-        memcpy(scratch + span.in_slot, table->overflow + span.overflow_start, span.in_overflow);
+    ibp_row_place place;
+    if (!locate_row(table, r, &place)) return IBP_CORRUPT_ROW;
+    const uint8_t *stored = place.in_slot ? table->slots + place.slot_start : table->overflow + place.overflow_start;
+    if (place.in_slot != 0 && place.in_overflow != 0) {
+        memcpy(scratch, stored, place.in_slot);
+        memcpy(scratch + place.in_slot, table->overflow + place.overflow_start, place.in_overflow);
         stored = scratch;
     }
     *row = stored;
-    if (span.raw) return IBP_OK;
+    if (place.raw) return IBP_OK;
     *row = out;
-    return ibp_decode_row(&table->codebook, stored, span.in_slot + span.in_overflow, out);
+    return ibp_decode_row(&table->codebook, stored, place.in_slot + place.in_overflow, out);
 }
 
 /* Bytes [start, end) of the original tensor. A corrupt row leaves zeros; *bad_row is the first one. */
@@ -240,7 +209,7 @@ ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t 
 
 ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, uint8_t *scratch, ibp_fault *fault)
 {
-    if (start < 0 || start > end || end > num_bytes_of(table)) return IBP_INVALID_ARGUMENT;
+    if (start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
     int64_t bad_row = 0;
     const ibp_status status = read_bytes(table, start, end, out, scratch, &bad_row);
     note_fault(fault, status, bad_row, bad_row);
@@ -298,7 +267,7 @@ ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int
         const int64_t row = selected_row(&of, q);
         if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE, fault);
         prefetch_length(&of, q + PREFETCH_LENGTHS);
-        const uint32_t stored = stored_bytes_of(table->lengths, num_bytes_of(table), table->codebook.row_bytes, row);
+        const uint32_t stored = ibp_stored_bytes(length_of(table->lengths, row), table->codebook.row_bytes);
         if (stored > table->codebook.row_bytes) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
         *stored_bytes += stored;
         if (table->lengths) lengths[q - first_row] = table->lengths[row];
@@ -316,16 +285,16 @@ ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_
     for (int64_t q = first_row; q < last_row; q++) {
         const int64_t row = selected_row(&of, q);
         if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE, fault);
-        const uint32_t stored = stored_bytes_of(table->lengths, num_bytes_of(table), table->codebook.row_bytes, row);
+        const uint32_t stored = ibp_stored_bytes(length_of(table->lengths, row), table->codebook.row_bytes);
         const uint64_t start = (uint64_t)row * table->slot_bytes - table->slots_start;
         if (stored > dst_bytes) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
         if (stored <= table->slot_bytes && start <= slots_end && stored <= slots_end - start) {
             memcpy(dst, table->slots + start, stored);
         } else {
-            row_span span;
-            if (!locate_row(table, row, &span)) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
-            if (span.in_slot) memcpy(dst, table->slots + span.slot_start, span.in_slot);
-            if (span.in_overflow) memcpy(dst + span.in_slot, table->overflow + span.overflow_start, span.in_overflow);
+            ibp_row_place place;
+            if (!locate_row(table, row, &place)) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
+            if (place.in_slot) memcpy(dst, table->slots + place.slot_start, place.in_slot);
+            if (place.in_overflow) memcpy(dst + place.in_slot, table->overflow + place.overflow_start, place.in_overflow);
         }
         dst += stored;
         dst_bytes -= stored;
