@@ -7,7 +7,8 @@ import torch
 from . import _core, _layout, _memory
 from ._schemes.masks.learning import total_stored
 from ._schemes.masks.codebook import SCHEMES
-from ._rows import Geometry, to_device
+from ._rows import Geometry
+from ._staging import to_device
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 
