@@ -36,8 +36,13 @@ class _Turn:
         with torch.cuda.device(self.device):
             self.near = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             if self.pageable:
-                self.pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+                self.pinned = _empty_pinned(num_bytes)
         return True
+
+
+def _empty_pinned(num_bytes: int) -> torch.Tensor:
+    """From torch's allocator, which keeps pinned memory for the next call."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 class Staging:
