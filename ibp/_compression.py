@@ -14,7 +14,7 @@ from ._estimation import check_codebook, check_learning
 from ._schemes import AnyCodebook, Request
 from ._schemes.clusters import check_clusters
 from ._schemes.masks.learning import measure
-from ._table import CompressedTensor
+from ._compressed_tensor import CompressedTensor
 
 
 def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +13,11 @@ from ._arguments import whole_number
 LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
 _BLOCK_BYTES = 64 << 20  # of what is coded at once, and in `compress_` held twice
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NOT_WHOLE_BYTES = re.compile(r"torch\.(quint.*|qint.*|bits.*|u?int[1-7]|float4.*)")  # quantised dtypes, and those whose elements share bytes
+
+# What a tensor may hold: elements of whole bytes, 1, 2, 4 or 8 of them, that torch neither scales nor packs.
+_DTYPE_NAMES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32", "float64",
+                "complex32", "complex64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,9 @@ def check_tensor(x: torch.Tensor) -> None:
     if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"x is a {kind} tensor on {x.device}; wanted a dense tensor on the CPU or a CUDA device")
-    check_dtype(x.dtype, "x")
-
-
-def check_dtype(dtype: torch.dtype, name: str) -> None:
-    """Raises TypeError for the dtype of what cannot be compressed."""
-    if _NOT_WHOLE_BYTES.fullmatch(str(dtype)):
-        raise TypeError(f"{name} has dtype {dtype}, which is quantized or packs elements into shared bytes; wanted one of whole bytes: "
-                        "pass its integer representation, or x.view(torch.uint8)")
-    if dtype.itemsize not in _INTEGERS:
-        raise TypeError(f"{name} has dtype {dtype} with elements of {dtype.itemsize} bytes; wanted 1, 2, 4 or 8")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted elements of 1, 2, 4 or 8 whole bytes, neither "
+                        "quantized nor packed: pass x.int_repr() or x.view(torch.uint8)")
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
