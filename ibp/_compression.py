@@ -15,7 +15,7 @@ from ._schemes.masks.codebook import Codebook
 from ._estimation import check_codebook
 from ._schemes.planes import PlanesCodebook
 from ._schemes import Request, check_scheme
-from ._table import CompressedTensor
+from ._compressed_tensor import CompressedTensor
 
 
 def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | ClusteredCodebook | None = None,
