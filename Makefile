@@ -5,18 +5,20 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-# The kernels are compiled for the GPUs of this machine; where there is none, for one, to see that they compile. `pip install` compiles for all.
+# In $(VENV) the kernels are compiled for the GPUs of this machine; where there is none, for one, to see that they compile.
+# `pip install` and `make install` compile for all.
 GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
-export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
+demo test test-all bench: export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
 
-.PHONY: help demo test bench lint clean
+.PHONY: help demo test bench lint install uninstall clean
 
 help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
 	@echo "make test    every test that this machine can run (PYTEST_ARGS=..., IBP_REQUIRE_CUDA=1: no GPU test may skip)"
 	@echo "make bench   python -m benchmarks (BENCH_ARGS=...)"
-	@echo "make lint    clang-format in check mode, where it is installed"
+	@echo "make lint    clang-format, ruff and mypy in check mode"
 	@echo "make clean   remove $(VENV) and everything built"
+	@echo "make install PREFIX=...    the C and CUDA library alone, without Python (make uninstall; csrc/Makefile says more)"
 	@echo "PYTHON=$(PYTHON) makes $(VENV); its torch is used if it imports one, else a pinned one is installed"
 
 demo: $(VENV)/.ibp $(VENV)/.demo
@@ -49,9 +51,14 @@ $(VENV)/.ibp: $(VENV)/.build $(SOURCES)
 	$(RUN) -m pip --disable-pip-version-check --quiet install --no-build-isolation --no-deps --no-index -e .
 	@touch $@
 
-lint:
-	@if command -v clang-format > /dev/null; then clang-format --dry-run --Werror $(filter %.c %.h %.cu %.cuh %.cpp,$(SOURCES)); \
-	else echo "clang-format is not installed: nothing checked"; fi
+lint: $(VENV)/.lint
+	$(RUN) -m clang_format --dry-run --Werror $$(find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+	$(RUN) -m ruff check
+	$(RUN) -m mypy
+
+# Below $(VENV) nothing is asked of them: the library needs no Python.
+install uninstall:
+	$(MAKE) -C csrc $@ $(if $(PREFIX),PREFIX='$(abspath $(PREFIX))')
 
 clean:
 	rm -rf $(VENV) build ibp.egg-info ibp/_lib ibp/include ibp/_core.*

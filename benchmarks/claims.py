@@ -1,7 +1,9 @@
-"""Writes what the README says of speed and savings from the CSVs: `python -m benchmarks.claims [--out DIR] [--readme FILE] [--check]`.
+"""Writes the measured tables of README.md and benchmarks/RESULTS.md from the CSVs.
 
-The text between the markers of each block is replaced, so that it holds no number but those of benchmarks/results. --check writes nothing and
-exits with 1 where the README says something else. A block whose CSV is missing stays as it is.
+    python -m benchmarks.claims [--out DIR] [--root DIR] [--check]
+
+The text between the markers of each block is replaced, so that it holds no number but those of benchmarks/results.
+--check writes nothing and exits with 1 where a page says something else. A block whose CSV is missing stays as it is.
 """
 
 import argparse
@@ -10,7 +12,6 @@ from pathlib import Path
 
 from . import charts, harness, ratio
 
-README = harness.ROOT / "README.md"
 ROWS = (256, 512, 1024, 2048, 4096, 16384, 65536)
 CAPTION_OF_MACHINE = "{gpu}, torch {torch}, CUDA {cuda}, commit {commit:.10}"
 
@@ -182,17 +183,52 @@ def savings_text(savings):
     return text if text.endswith("x") else f"{text} %"
 
 
+def headline_block(directory):
+    """The few figures that the README shows, beside what people do without ibp."""
+    gather, stream, codec = (charts.read(directory / f"{name}.csv") for name in ("gather", "stream", "codec"))
+    saved = ratio.cells_of(charts.read(directory / "ratio.csv"))
+    rows = rates(gather, case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES)
+    device = {row["arm"]: row["gbps"] for row in codec if row["case"] == "device"}
+    decode = rates(codec, case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES, arm="planes decode")
+    if not rows or not stream or not decode or not device:
+        return None
+    size, most = charts.size_name(charts.OVERVIEW_ROW_BYTES), max(row["sms"] for row in gather)
+    lines = [[f"random rows of {size}, BF16", f"`x[ids].to(\"cuda\")` {rate(rows, arm='cpu index + copy')}, "
+              f"a kernel that reads raw rows {rate(rows, arm='raw rows', sms=most)}", rate(rows, arm="planes slots", sms=most)]]
+    for case in ("cora", "citeseer"):
+        own = rates(gather, case=case)
+        if own:
+            best = rate([row for row in own if row["arm"] in ("ibp slots", "planes slots")], case=case)
+            lines.append([f"random rows of {case.capitalize()}'s features", f"raw rows {rate(own, arm='raw rows', sms=most)}", best])
+    bars = {label: gbps for label, gbps, _, _ in charts.tensor_bars(stream)}
+    lines.append(["a whole BF16 tensor", ", ".join(f"`copy_` {charts.number(gbps)}" if label == "raw copy_" else f"{label} {charts.number(gbps)}"
+                                                   for label, gbps in bars.items() if label not in ("ibp", "the paper's code")),
+                  charts.number(bars["ibp"])])
+    lines.append(["decoding in device memory, BF16", f"`copy_` {charts.number(device['copy_'])}, nvCOMP ANS "
+                  f"{rate(codec, case='normal 0.02', dtype='bfloat16', row_bytes=charts.OVERVIEW_ROW_BYTES, arm='nvcomp ANS decode')}",
+                  rate(decode)])
+    for key, what in ((("normal 0.02", "bfloat16"), "BF16 N(0, 0.02)"), (("citeseer", "float32"), "Citeseer's features")):
+        if key in saved:
+            own = saved[key]
+            best = max((method for method in own if method.startswith(charts.NVCOMP)), key=own.get, default=None)
+            other = f"nvCOMP {savings_text(own[best])}, " if best else ""
+            lines.append([f"bytes saved of {what}", f"{other}zstd {savings_text(own.get(ratio.ZSTD))}", savings_text(own["planes"])])
+    return (f"GB/s of original bytes, from pinned host memory unless said otherwise ({CAPTION_OF_MACHINE.format(**gather[0])}):\n\n"
+            + markdown(["what", "without ibp", "with ibp"], lines))
+
+
 BLOCKS = {"rows": rows_block, "large tables": cases_block("large_table", "Random rows of large tables in host memory"), "tensors": tensor_block,
           "device": device_block, "compressing": cases_block("codec", "Decoding, compression and analysis of larger tensors", " GiB, "),
           "small calls": calls_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block, "savings": savings_block}
+PAGES = {"README.md": {"headline": headline_block}, "benchmarks/RESULTS.md": BLOCKS}  # relative to the repository
 
 
-# ---- the README -------------------------------------------------------------------------------------------------------------------
+# ---- the pages -------------------------------------------------------------------------------------------------------------------
 
 
-def rewritten(text, directory):
-    """The README's text with each block between its markers made anew. ValueError: markers are missing."""
-    for name, make in BLOCKS.items():
+def rewritten(text, blocks, directory):
+    """A page's text with each block between its markers made anew. ValueError: markers are missing."""
+    for name, make in blocks.items():
         start, end = markers(name)
         if text.count(start) != 1 or text.count(end) != 1 or text.index(start) > text.index(end):
             raise ValueError(f"wanted one {start!r} and after it one {end!r}")
@@ -208,17 +244,21 @@ def rewritten(text, directory):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="directory of the CSV files")
-    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--root", type=Path, default=harness.ROOT, help="directory of the pages")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(argv)
-    was = args.readme.read_text()
-    text = rewritten(was, args.out)
-    if args.check:
-        print(f"{args.readme}: " + ("as the CSVs say" if text == was else "differs from the CSVs"))
-        return int(text != was)
-    args.readme.write_text(text)
-    print(args.readme)
-    return 0
+    differing = 0
+    for name, blocks in PAGES.items():
+        page = args.root / name
+        was = page.read_text()
+        text = rewritten(was, blocks, args.out)
+        differing += text != was
+        if args.check:
+            print(f"{page}: " + ("as the CSVs say" if text == was else "differs from the CSVs"))
+        else:
+            page.write_text(text)
+            print(page)
+    return int(bool(args.check and differing))
 
 
 if __name__ == "__main__":

@@ -48,14 +48,14 @@ def load_dense(name, array):
 
 def load_sets():
     return {
-        "Cora features": load_sparse("cora.npz"),
-        "Citeseer features": load_sparse("citeseer.npz"),
-        "Pubmed features (sample)": load_sparse("pubmed_1060rows.npz"),
-        "MovieLens user embedding": load_dense("ncf_mlp.npz", "mlp_user"),
-        "MovieLens item embedding": load_dense("ncf_mlp.npz", "mlp_item"),
+        "Cora": load_sparse("cora.npz"),
+        "Citeseer": load_sparse("citeseer.npz"),
+        "Pubmed (sample)": load_sparse("pubmed_1060rows.npz"),
+        "MovieLens users": load_dense("ncf_mlp.npz", "mlp_user"),
+        "MovieLens items": load_dense("ncf_mlp.npz", "mlp_item"),
         "LLM weights": load_dense("stories260k.npz", "weights_bf16"),
-        "LLM KV-cache, keys": load_dense("kv_stories260k.npz", "k_bf16"),
-        "LLM KV-cache, values": load_dense("kv_stories260k.npz", "v_bf16"),
+        "KV-cache, keys": load_dense("kv_stories260k.npz", "k_bf16"),
+        "KV-cache, values": load_dense("kv_stories260k.npz", "v_bf16"),
     }
 
 
@@ -126,19 +126,35 @@ def measure(x, has_gpu):
     }
 
 
-def print_table(console, results, has_gpu):
-    grid = Table(box=box.SIMPLE_HEAD)
-    grid.add_column("set")
-    headings = ["rows", "dtype", "row bytes", "bytes before", "after: ibp", "planes", "saved: ibp", "planes", "auto takes", "link saved", "every bit"]
-    for heading in headings + (["GB/s: raw", "ibp", "planes"] if has_gpu else []):
-        grid.add_column(heading, justify="right")
+def print_grid(console, columns, rows):
+    """A table of at most 80 columns: the first column is text, the others are figures."""
+    grid = Table(box=box.SIMPLE_HEAD, padding=0, collapse_padding=True, pad_edge=False)
+    for i, name in enumerate(columns):
+        grid.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)
+
+
+def print_savings(console, results):
+    rows = []
     for name, result in results.items():
         x, coded, auto = result["x"], result["coded"], result["auto"]
-        cells = [f"{len(x):,}", str(x.dtype).removeprefix("torch."), f"{x[0].nbytes:,}", f"{x.nbytes:,}"]
-        cells += [f"{table.stored_bytes:,}" for table in coded.values()] + [f"{table.savings:.1%}" for table in coded.values()]
-        cells += [auto.scheme, f"{1 - auto.link_bytes / x.nbytes:.1%}", "same" if result["lossless"] else "DIFFERS"]
-        grid.add_row(name, *cells, *(f"{rate:.1f}" for rate in result["rates"].values()))
-    console.print(grid)
+        saved = [f"{table.savings:.1%}" for table in coded.values()]
+        memory, link = (f"{1 - taken / x.nbytes:.1%}" for taken in (auto.nbytes, auto.link_bytes))
+        bits = "same" if result["lossless"] else "DIFFER"
+        rows.append([name, str(x.dtype).removeprefix("torch."), f"{x[0].nbytes:,}", *saved, auto.scheme, memory, link, bits])
+    print_grid(console, ["set", "dtype", "row bytes", *SCHEMES, "auto", "memory", "link", "bits"], rows)
+    console.print("ibp, planes: what each scheme saves of the original bytes. auto: the scheme\n"
+                  "that ibp.compress(x) takes; memory: what its table saves in all; link: what\n"
+                  "it saves over the link, counted in sectors of 32 bytes.", highlight=False)
+
+
+def print_rates(console, results):
+    rows = [[name, *(f"{rate:.1f}" for rate in result["rates"].values())] for name, result in results.items()]
+    print_grid(console, ["set", "raw rows", *SCHEMES], rows)
+    console.print(f"GB/s of original bytes: {FETCH_BYTES >> 20} MiB of random rows, from each set repeated to\n"
+                  f"{TABLE_BYTES >> 20} MiB of pinned host memory.", highlight=False)
 
 
 def label_bars(axes, bars, texts):
@@ -173,19 +189,16 @@ def draw_chart(results, has_gpu):
 
 
 def main():
-    console = Console(width=None if sys.stdout.isatty() else 190)
+    console = Console(width=80)
     has_gpu = torch.cuda.is_available() and ibp.cuda_is_available()
-    machine = torch.cuda.get_device_name() if has_gpu else "no GPU that ibp can use: compressed and checked on the CPU, nothing timed"
+    machine = torch.cuda.get_device_name() if has_gpu else "no GPU: everything on the CPU, no rates"
     console.print(f"ibp {ibp.__version__}, torch {torch.__version__}, {machine}", highlight=False)
     results = {name: measure(x, has_gpu) for name, x in load_sets().items()}
-    print_table(console, results, has_gpu)
-    console.print("auto takes: what ibp.compress(x) chooses, raw rows where slots of whole 32-byte sectors would save nothing. link saved: of what a gather\n"
-                  "of every row reads over the link with that choice, in whole sectors.", highlight=False)
+    print_savings(console, results)
     if has_gpu:
-        console.print(f"GB/s of original bytes: {FETCH_BYTES >> 20} MiB of random rows, from each set repeated to "
-                      f"{TABLE_BYTES >> 20} MiB of pinned host memory.", highlight=False)
+        print_rates(console, results)
     draw_chart(results, has_gpu)
-    console.print(f"chart: {CHART.relative_to(ROOT)}", highlight=False)
+    console.print(f"Chart: {CHART.relative_to(ROOT)}", highlight=False)
     differing = [name for name, row in results.items() if not row["lossless"]]
     if differing:
         sys.exit(f"demo: not bit for bit the same: {', '.join(differing)}")
