@@ -104,7 +104,7 @@ void read_planes(const Tensor &entries, const std::vector<int64_t> &codec, ibp_c
 {
     require(codec.size() >= 9 && codec.size() <= 9 + IBP_MAX_PLANES, "codec of scheme planes has ", codec.size(),
                     " numbers, 9 to 13 are needed");
-    ibp_planes &planes = codebook->planes;
+    ibp_planes planes{};
     planes.element_bytes = to_u32(codec[2], 1, 8, "element_bytes");
     planes.rotate = to_u32(codec[3], 0, 1, "rotate");
     planes.residual_bits = to_u32(codec[4], 0, 8 * codec[2], "residual_bits");
@@ -113,22 +113,13 @@ void read_planes(const Tensor &entries, const std::vector<int64_t> &codec, ibp_c
     planes.default_value = static_cast<uint64_t>(codec[7]);
     planes.closed_value = static_cast<uint64_t>(codec[8]);
     planes.num_planes = static_cast<uint32_t>(codec.size()) - 9;
-    for (uint32_t p = 0; p < planes.num_planes; p++) {
+    for (uint32_t p = 0; p < planes.num_planes; p++)
         planes.digit_bits[p] = static_cast<uint8_t>(to_u32(codec[9 + p], 1, IBP_MAX_DIGIT_BITS, "digit_bits"));
-        planes.num_entries += (1u << planes.digit_bits[p]) - 1u;
-    }
-    for (planes.symbol_bytes = 1; 8 * planes.symbol_bytes < 8 * planes.element_bytes - planes.residual_bits;) planes.symbol_bytes *= 2;
-    const int64_t sets = planes.per_column ? codebook->row_bytes / planes.element_bytes : 1;
-    const int64_t one_bytes = sets * planes.num_entries * planes.symbol_bytes;
-    planes.entries = bytes_of(entries, one_bytes, "codebook");
-    require(reinterpret_cast<uintptr_t>(planes.entries) % planes.symbol_bytes == 0, "codebook is not aligned to its symbols");
-    if (one_bytes != 0 && entries.numel() != one_bytes) {
-        require(entries.numel() % one_bytes == 0 && entries.numel() / one_bytes <= IBP_MAX_CLUSTERS, "codebook has ", entries.numel(),
-                " bytes, some times ", one_bytes, " are needed");
-        codebook->num_clusters = static_cast<uint32_t>(entries.numel() / one_bytes);
-        codebook->cluster_stride = static_cast<uint32_t>(one_bytes);
-    }
-    check(ibp_check_planes(codebook), "codec of scheme planes");
+    planes.entries = bytes_of(entries, 0, "codebook");
+    const ibp_status status =
+        ibp_build_planes_codebook(&planes, codebook->row_bytes, static_cast<size_t>(entries.numel()), codebook);
+    require(status == IBP_OK, "codebook has ", entries.numel(), " bytes, not a codebook of its codec or up to ",
+            static_cast<int64_t>(IBP_MAX_CLUSTERS), " of them; or the codec of scheme planes is out of range");
 }
 
 ibp_codebook codebook_of(const Tensor &words, const std::vector<int64_t> &codec)
@@ -210,15 +201,19 @@ template <typename Work>
 void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {
     std::mutex mutex;
+    bool refused = false; // an argument, by any range
     const int64_t grain = std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, bytes_each));
     torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
         std::vector<uint8_t> scratch(scratch_bytes);
         ibp_fault mine{};
-        work(first, last, scratch.data(), &mine);
-        if (mine.status == IBP_OK) return;
+        const ibp_status status = work(first, last, scratch.data(), &mine);
+        if (status == IBP_OK) return;
         const std::lock_guard<std::mutex> lock(mutex);
+        refused = refused || status == IBP_INVALID_ARGUMENT;
+        if (mine.status == IBP_OK) return;
         if (fault->status == IBP_OK || mine.position < fault->position) *fault = mine;
     });
+    check(refused ? IBP_INVALID_ARGUMENT : IBP_OK, "table");
 }
 
 Tensor new_tensor(const Tensor &like, std::vector<int64_t> sizes, ScalarType dtype)
@@ -347,9 +342,11 @@ Tensor measure_rows_cpu(Tensor data, Tensor codebook, std::vector<int64_t> codec
     const int64_t num_rows = rows_of(data.numel(), cb.row_bytes);
     Tensor lengths = new_tensor(data, {num_rows}, ScalarType::UInt16);
     auto *const out = static_cast<uint16_t *>(lengths.data_ptr());
-    torch::stable::parallel_for(0, num_rows, std::max<int64_t>(1, kGrainBytes / cb.row_bytes), [&](int64_t first, int64_t last) {
+    const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
+    ibp_fault unused{};
+    over_ranges(num_rows, cb.row_bytes, scratch_bytes, &unused, [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *) {
         const int64_t start = first * cb.row_bytes, end = std::min<int64_t>(data.numel(), last * cb.row_bytes);
-        ibp_measure_rows(&cb, bytes + start, end - start, out + first);
+        return ibp_measure_rows(&cb, bytes + start, end - start, out + first, scratch, scratch_bytes);
     });
     return lengths;
 }
@@ -431,10 +428,11 @@ void encode_rows_cpu(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
     const ibp_table table = IBP_TABLE_ARGUMENTS.table();
     const uint8_t *const bytes = bytes_of(data, num_items * item_bytes, "data");
     const uint32_t row_bytes = table.codebook.row_bytes;
-    over_ranges(ibp_num_rows(&table), row_bytes, row_bytes, fault_of(fault),
+    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
+    over_ranges(ibp_num_rows(&table), row_bytes, scratch_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    ibp_encode_rows(&table, bytes, first, last, static_cast<uint8_t *>(slots.data_ptr()),
-                                    static_cast<uint8_t *>(overflow.data_ptr()), scratch, mine);
+                    return ibp_encode_rows(&table, bytes, first, last, static_cast<uint8_t *>(slots.data_ptr()),
+                                           static_cast<uint8_t *>(overflow.data_ptr()), scratch, scratch_bytes, mine);
                 });
 }
 
@@ -477,9 +475,10 @@ void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t /*max_sms*/, Ten
     const ibp_ids items = placed_ids_of(ids, positions, out, item_bytes);
     uint8_t *const to = room_of(out, 0, "out");
     const int64_t row_bytes = table.codebook.row_bytes;
-    over_ranges(items.count, std::max(item_bytes, row_bytes), static_cast<size_t>(2 * row_bytes), fault_of(fault),
+    const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+    over_ranges(items.count, std::max(item_bytes, row_bytes), scratch_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    ibp_gather_items(&table, &items, first, last, to, scratch, mine);
+                    return ibp_gather_items(&table, &items, first, last, to, scratch, scratch_bytes, mine);
                 });
 }
 
@@ -554,6 +553,7 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
         over_ranges(num_groups, bytes_each, 0, fault_of(fault), [&](int64_t begin, int64_t end, uint8_t *, ibp_fault *mine) {
             for (int64_t g = begin; g < end && mine->status == IBP_OK; g++) work(g, kGroup * g, std::min(num_rows, kGroup * (g + 1)), mine);
             mine->position += first;
+            return static_cast<ibp_status>(mine->status);
         });
     };
     const auto is_ok = [&] { return fault_of(fault)->status == IBP_OK; };
@@ -593,11 +593,12 @@ void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t 
     if (start == end) return;
     uint8_t *const to = room_of(out, end - start, "out");
     const int64_t row_bytes = table.codebook.row_bytes, first_row = start / row_bytes, last_row = (end - 1) / row_bytes + 1;
-    over_ranges(last_row - first_row, row_bytes, static_cast<size_t>(2 * row_bytes), fault_of(fault),
+    const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+    over_ranges(last_row - first_row, row_bytes, scratch_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
                     const int64_t from = std::max(start, (first_row + first) * row_bytes),
                                   stop = std::min(end, (first_row + last) * row_bytes);
-                    ibp_decode_bytes(&table, from, stop, to + (from - start), scratch, mine);
+                    return ibp_decode_bytes(&table, from, stop, to + (from - start), scratch, scratch_bytes, mine);
                 });
 }
 
