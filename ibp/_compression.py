@@ -9,12 +9,10 @@ from tqdm import tqdm
 
 from . import _layout, _memory, _ops, _rows
 from ._choice import learn
-from ._schemes.masks.learning import check_learning, measure, total_stored
-from ._schemes.clusters import ClusteredCodebook, check_clusters
-from ._schemes.masks.codebook import Codebook
 from ._estimation import check_codebook
-from ._schemes.planes import PlanesCodebook
-from ._schemes import Request, check_scheme
+from ._schemes import (
+    ClusteredCodebook, Codebook, PlanesCodebook, Request, check_clusters, check_sample, check_scheme, measure, total_stored,
+)  # fmt: skip
 from ._table import CompressedTensor
 
 
@@ -49,8 +47,8 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
         RuntimeError: memory cannot be pinned.
     """
     _rows.check_tensor(x)
-    check_scheme(scheme, chunk_bytes, tau)
-    check_learning(sample, chunk_bytes, tau)
+    check_scheme(scheme, chunk_bytes=chunk_bytes, tau=tau)
+    check_sample(sample)
     _check_choices(scheme, codebook, clusters)
     if layout not in ("slots", "packed"):
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
@@ -97,8 +95,8 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
     """
     _rows.check_tensor(x)
     _check_owns_memory(x)
-    check_scheme(scheme, chunk_bytes, tau)
-    check_learning(sample, chunk_bytes, tau)
+    check_scheme(scheme, chunk_bytes=chunk_bytes, tau=tau)
+    check_sample(sample)
     _check_choices(scheme, codebook, clusters)
     geometry = _geometry(x, row_bytes, codebook)
     worker, pin = _rows.working_device(x, device), _wants_pinning(x, pin_memory)

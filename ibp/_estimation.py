@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import _choice, _rows, _schemes
-from ._schemes.masks.learning import check_learning, measure, total_stored
-from ._schemes.clusters import ClusteredCodebook
-from ._schemes.masks.codebook import Codebook
-from ._schemes.planes import PlanesCodebook
+from ._schemes import AnyCodebook, Codebook, PlanesCodebook, measure, total_stored
 
 
 def analyze(x: torch.Tensor, *, scheme: str = "ibp", sample: float | None = 0.1, chunk_bytes: int | None = None, tau: float | None = None,
@@ -32,8 +29,8 @@ def analyze(x: torch.Tensor, *, scheme: str = "ibp", sample: float | None = 0.1,
         ValueError: an argument is outside its range.
     """
     _rows.check_tensor(x)
-    _schemes.check_scheme(scheme, chunk_bytes, tau)
-    check_learning(sample, chunk_bytes, tau)
+    _schemes.check_scheme(scheme, chunk_bytes=chunk_bytes, tau=tau, paper=paper)
+    _schemes.check_sample(sample)
     if paper and scheme != "ibp":
         raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
     geometry = _rows.Geometry.of(x, row_bytes)
@@ -72,5 +69,5 @@ def estimate(x: torch.Tensor, codebook: Codebook | PlanesCodebook | None = None,
 
 
 def check_codebook(codebook) -> None:
-    if not isinstance(codebook, (Codebook, PlanesCodebook, ClusteredCodebook)):
+    if not isinstance(codebook, AnyCodebook):
         raise TypeError(f"codebook is a {type(codebook).__name__}; wanted an ibp.Codebook, PlanesCodebook or ClusteredCodebook")

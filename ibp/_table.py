@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from . import _core, _layout, _memory
-from ._schemes.masks.learning import total_stored
-from ._schemes.masks.codebook import SCHEMES
+from ._schemes import SCHEMES, coding_of, total_stored
 from ._rows import Geometry, to_device
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
@@ -275,9 +274,7 @@ class CompressedTensor:
 
     def _coding(self, device):
         """(codec, codebook) of the operations: how the rows are coded, for a device."""
-        if self.codebook is None:
-            return [SCHEMES["raw"], self.row_bytes], torch.empty(0, dtype=torch.int32, device=device)
-        return self.codebook.codec, self.codebook.words(device)
+        return coding_of(self.codebook, self.row_bytes, device)
 
     def _fault_on(self, device, of_selections=False):
         """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time. of_selections: for those that read

@@ -119,7 +119,7 @@ def check_path(path, table, ids, target, worker):
 
 def bucketed_sms(table):
     """SMs that path "bucketed" takes by itself; 0: all, for decoders that are slower than the link with few."""
-    return BUCKETED_SMS if table.scheme != "planes" or getattr(table.codebook, "is_fast", False) else 0
+    return BUCKETED_SMS if table.codebook is None or table.codebook.is_fast else 0
 
 
 def choose_path(table, ids, target, worker):
