@@ -12,12 +12,13 @@ beside the installed headers (`ibp.get_include()`).
 from pathlib import Path
 
 from . import _core, _ops
+from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
 from ._estimation import analyze, estimate
 from ._fetch.gather import index_select
 from ._fetch.streaming import decompress, decompress_many
 from ._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
-from ._table import CompressedTensor, CorruptTableError
+from ._table import CorruptTableError
 
 __version__ = _core.version()
 

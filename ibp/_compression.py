@@ -10,10 +10,10 @@ from tqdm import tqdm
 from . import _layout, _memory, _ops, _rows
 from ._choice import learn
 from ._estimation import check_codebook
+from ._compressed_tensor import CompressedTensor
 from ._schemes import (
     ClusteredCodebook, Codebook, PlanesCodebook, Request, check_clusters, check_sample, check_scheme, measure, total_stored,
 )  # fmt: skip
-from ._table import CompressedTensor
 
 
 def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | ClusteredCodebook | None = None,

@@ -117,7 +117,8 @@ def test_equal_input_gives_equal_tables(x, scheme):
 
 def test_repr_says_what_there_is(table):
     text = repr(table)
-    for part in ("[500, 60]", "torch.float32", f"scheme={table.scheme!r}", "slots", "120,000", f"{table.stored_bytes:,}", f"{table.savings:.1%}", "pageable"):
+    for part in ("[500, 60]", "torch.float32", f"scheme={table.scheme!r}", "slots", "120,000", f"{table.stored_bytes:,}", f"{table.savings:.1%}",
+                 f"nbytes={table.nbytes:,}", "pinned" if table.is_pinned() else "pageable"):
         assert part in text, f"{part} is not in {text}"
 
 
@@ -174,7 +175,7 @@ def test_default_rows():
 
 def test_pageable_on_request(x):
     table = ibp.compress(x, pin_memory=False, device="cpu")
-    assert not table.is_pinned and not table.slots.is_pinned()
+    assert not table.is_pinned() and not table.slots.is_pinned()
 
 
 def test_progress_is_shown_only_if_asked_for(x, capfd):

@@ -768,7 +768,7 @@ def test_tables_on_gpu(cuda, scheme, layout, place):
     x, on_cpu = local_table(scheme, layout)
     slots = {"layout": "packed"} if layout == "packed" else {"slot_bytes": on_cpu.slot_bytes}
     table = ibp.compress(x.to(cuda) if place == "device" else x, codebook=on_cpu.codebook, device=cuda, **slots)
-    assert table.is_pinned == (place == "pinned") and table.device.type == ("cuda" if place == "device" else "cpu")
+    assert table.is_pinned() == (place == "pinned") and table.device.type == ("cuda" if place == "device" else "cpu")
     for name in TENSORS:
         assert_same_bits(getattr(table, name).cpu(), getattr(on_cpu, name))
     ids = torch.randint(len(x), (500,))

@@ -181,6 +181,14 @@ def test_unfinished_members_are_refused():
             ibp.ClusteredCodebook([kind.__new__(kind)] * 2)
 
 
+@pytest.mark.parametrize("kind", [ibp.Codebook, ibp.PlanesCodebook, ibp.ClusteredCodebook])
+def test_tables_refuse_unfinished_codebooks(kind):
+    state = ibp.compress(torch.zeros(50, 16), scheme="ibp", layout="packed", device="cpu", pin_memory=False).__getstate__()
+    made = ibp.CompressedTensor.__new__(ibp.CompressedTensor)
+    with pytest.raises(ValueError, match="codebook is .*unfinished"):
+        made.__setstate__({**state, "codebook": kind.__new__(kind)})
+
+
 def test_names_do_not_depend_on_files(codebook):
     """Saved by one process, loaded by another that has imported nothing but ibp."""
     assert type(codebook).__module__ == "ibp" and getattr(ibp, type(codebook).__name__) is type(codebook)

@@ -126,6 +126,16 @@ class AnyCodebook(ABC):
             raise ValueError(f"the state of a {kind} has the fields {sorted(map(str, state))}; wanted {sorted(self._fields)}")
         self.__init__(**state)  # type: ignore[misc]
 
+    @abstractmethod
+    def _description(self) -> list[str]:
+        """What __repr__ says besides expected_savings."""
+
+    def __repr__(self) -> str:
+        parts = self._description() if self.is_finished else ["unfinished"]
+        if self.is_finished and self.expected_savings is not None:
+            parts.append(f"expected_savings={self.expected_savings:.1%}")
+        return f"ibp.{type(self).__name__}({', '.join(parts)})"
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AnyCodebook):
             return NotImplemented

@@ -88,6 +88,5 @@ class ClusteredCodebook(AnyCodebook):
     def __len__(self) -> int:
         return len(self.codebooks)
 
-    def __repr__(self) -> str:
-        savings = "" if self.expected_savings is None else f", expected_savings={self.expected_savings:.1%}"
-        return f"ibp.ClusteredCodebook({len(self)} of {self.codebooks[0]!r} and others, nbytes={self.nbytes}{savings})"
+    def _description(self) -> list[str]:
+        return [f"{len(self)} of {self.codebooks[0]!r} and others", f"nbytes={self.nbytes}"]

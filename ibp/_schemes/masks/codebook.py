@@ -145,7 +145,7 @@ class Codebook(AnyCodebook):
             state = {**state, "index": index.view(torch.uint16)}
         super().__setstate__(state)
 
-    def __repr__(self) -> str:
+    def _description(self) -> list[str]:
         fixed = int(np.unpackbits(self.mask.numpy()).sum())
         parts = [f"row_bytes={self.row_bytes}", f"chunk_bytes={self.chunk_bytes}",
                  f"invariant={fixed / (8 * self.row_bytes):.1%} of bits", f"palette={len(self.palette)}", f"nbytes={self.nbytes}"]
@@ -153,9 +153,7 @@ class Codebook(AnyCodebook):
             parts.append("flag_all=True")
         if self.tau is not None:
             parts.append(f"tau={self.tau:g}")
-        if self.expected_savings is not None:
-            parts.append(f"expected_savings={self.expected_savings:.1%}")
-        return f"ibp.Codebook({', '.join(parts)})"
+        return parts
 
 
 def check_chunk_bytes(chunk_bytes: int) -> int:

@@ -144,16 +144,13 @@ class PlanesCodebook(AnyCodebook):
     def cluster_words(self) -> torch.Tensor:
         return self.words("cpu")
 
-    def __repr__(self) -> str:
+    def _description(self) -> list[str]:
         parts = [f"{name}={getattr(self, name)!r}" for name in ("row_bytes", "element_bytes", "rotate", "residual_bits", "digit_bits")]
         if self.per_column:
             parts.append("per_column=True")
         if self.listed:
             parts.append(f"listed=True, default={self.default:#x}, closed={self.closed:#x}")
-        parts.append(f"nbytes={self.nbytes}")
-        if self.expected_savings is not None:
-            parts.append(f"expected_savings={self.expected_savings:.1%}")
-        return f"ibp.PlanesCodebook({', '.join(parts)})"
+        return [*parts, f"nbytes={self.nbytes}"]
 
 
 def symbol_bytes(symbol_bits: int) -> int:
