@@ -10,7 +10,7 @@ Modules import only those before them in this list:
     registry    the table of schemes
     clusters    several codebooks for one table: codebook, kmeans, learning
 
-The rest of the package takes what it needs from here, and the modules here take from it only what cuts tensors into rows (_rows, _layout).
+The rest of the package takes what it needs from here, and the modules here take from it only what cuts tensors into rows (_rows, _staging, _layout).
 """
 
 from .clusters.codebook import ClusteredCodebook

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _rows
+from .. import _rows, _staging
 
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _FEW_SHARE = 0.01
@@ -51,7 +51,7 @@ class Request:
             wanted = max(_LEAST_ROWS, _SAMPLE_BYTES[self.device.type] // geometry.row_bytes)
         else:
             wanted = max(_LEAST_ROWS, -int(-geometry.num_rows * self.sample // 1))
-        return _rows.to_device(_rows.sample(self.data, geometry.row_bytes, wanted), self.device)
+        return _staging.to_device(_rows.sample(self.data, geometry.row_bytes, wanted), self.device)
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:
