@@ -11,6 +11,8 @@ CPU_AVX2_BMI2: int
 CPU_AVX512: int
 FORMAT_VERSION: int
 MAX_ROW_BYTES: int
+ROWS_PER_BASE: int
+SECTOR_BYTES: int
 
 def version() -> str: ...
 def status_string(status: SupportsIndex) -> str: ...
