@@ -64,8 +64,8 @@ inline void read_planes(const Tensor &entries, const Codec &codec, ibp_codebook 
     planes.entries = bytes_of(entries, 0, "codebook");
     const ibp_status status =
         ibp_build_planes_codebook(&planes, codebook->row_bytes, static_cast<size_t>(entries.numel()), codebook);
-    require(status == IBP_OK, "codebook has ", entries.numel(), " bytes, not a codebook of its codec or up to ",
-            static_cast<int64_t>(IBP_MAX_CLUSTERS), " of them; or the codec of scheme planes is out of range");
+    require(status == IBP_OK, "codebook has ", entries.numel(), " bytes, not those of 1 to 256 sets of entries aligned to their ",
+            "symbols; or the codec of scheme planes is out of range");
 }
 
 // What stands behind [scheme, row_bytes] in a codec is the scheme's own matter: a new scheme has a row here.

@@ -146,7 +146,7 @@ void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, boo
     for (uint8_t b : plan) description += std::to_string(b);
     description += " residual_bits=" + std::to_string(p.residual_bits) + " rotate=" + std::to_string(p.rotate) + " per_column=" + std::to_string(p.per_column) +
                    " symbol_bytes=" + std::to_string(p.symbol_bytes);
-    if (ibp_check_planes(&cb) != IBP_OK) abort();
+    if (ibp_check_codebook(&cb) != IBP_OK) abort();
 }
 
 /* ---- rows ---- */
