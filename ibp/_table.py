@@ -11,20 +11,13 @@ from typing import Any, NoReturn
 import torch
 
 from . import _core, _layout, _memory
-from ._rows import Geometry
-from ._schemes import AnyCodebook
-from ._schemes.masks.codebook import SCHEMES
-from ._schemes.masks.learning import total_stored
+from ._rows import DTYPES, Geometry
+from ._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
 _ROWS_PER_BASE = 32  # IBP_ROWS_PER_BASE
-
-# What a tensor may hold: elements of whole bytes, 1, 2, 4 or 8 of them, that torch neither scales nor packs.
-_DTYPE_NAMES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32", "float64",
-                "complex32", "complex64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
 
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
 
@@ -206,9 +199,7 @@ class Table:
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
         """(codec, codebook) of the operations: how the rows are coded, for a device."""
-        if self.codebook is None:
-            return [SCHEMES["raw"], self.row_bytes], torch.empty(0, dtype=torch.int32, device=device)
-        return self.codebook.codec, self.codebook.words(device)
+        return coding_of(self.codebook, self.row_bytes, device)
 
     # ---- faults ----
 
@@ -309,8 +300,9 @@ def _flaw(tensor: torch.Tensor) -> str | None:
 
 
 def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
-    of_scheme = getattr(codebook, "scheme", "raw") == scheme
-    if not of_scheme or (codebook is None) != (scheme == "raw") or (codebook is not None and codebook.row_bytes != row_bytes):
+    is_codebook = isinstance(codebook, AnyCodebook) and codebook.is_finished
+    fits = is_codebook and (codebook.scheme, codebook.row_bytes) == (scheme, row_bytes) if scheme != "raw" else codebook is None
+    if not fits:
         raise ValueError(f"the table's codebook is {codebook!r}; wanted one of scheme {scheme!r} for rows of {row_bytes} bytes")
 
 
