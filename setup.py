@@ -29,10 +29,13 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import build_backend  # noqa: E402
+
 CSRC = ROOT / "csrc"
 BUILD = ROOT / os.environ.get("IBP_BUILD_DIR", "build/native")
 
-MIN_TORCH = (2, 10)
 TORCH_TARGET_VERSION = "0x020A000000000000"
 
 # Makes `cc -libp` find the library in a wheel, which holds no symbolic links: a script for the linker.
@@ -64,27 +67,18 @@ def compiler(variable, names, language):
 
 def torch_paths():
     """(version, include directories, library directories) of the torch that is importable."""
-    wanted = "torch >= " + ".".join(map(str, MIN_TORCH))
-    how = f"install {wanted} and setuptools and pybind11, then build against them with `pip install --no-build-isolation .`."
     try:
         with contextlib.redirect_stderr(None):
             import torch
             from torch.utils import cpp_extension
-    except ImportError as error:
-        fail(f"torch cannot be imported by {sys.executable} ({error}): {how}")
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
-        fail(f"torch {torch.__version__} is too old: {how}")
+    except (ImportError, OSError) as error:
+        fail(f"torch cannot be imported by {sys.executable}: {error}.")
     return torch.__version__, cpp_extension.include_paths(), cpp_extension.library_paths()
 
 
 def pybind11_include():
-    try:
-        import pybind11
-    except ImportError:
-        fail(
-            f"pybind11 cannot be imported by {sys.executable}: install it (`pip install pybind11`), "
-            "then build with `pip install --no-build-isolation .`."
-        )
+    import pybind11
+
     return pybind11.get_include()
 
 
@@ -113,6 +107,7 @@ class BuildNative(build_ext):
     def run(self):
         if not shutil.which("make"):
             fail("no make found: install it (for example the package make).")
+        build_backend.require()
         torch_version, includes, libraries = torch_paths()
         # The version makes the ops again when torch changes: its headers are no prerequisites.
         torch_flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-DIBP_BUILT_WITH_TORCH={torch_version}"]
@@ -171,7 +166,6 @@ def install_file(source, target):
 
 setup(
     version=version(),
-    license="Apache-2.0",
     # The source stands here so that setuptools makes a wheel for one platform; BuildNative compiles it.
     ext_modules=[Extension("ibp._core", sources=["csrc/bindings/python_module.cpp"])],
     cmdclass={"build_ext": BuildNative},

@@ -10,7 +10,7 @@ import torch
 
 from . import _memory, _torch_functions
 from ._fetch import gather, indexing, streaming
-from ._rows import to_device
+from ._staging import to_device
 from ._table import Table
 
 _TENSORS = ("slots", "overflow", "lengths", "bases")

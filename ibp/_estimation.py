@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from . import _choice, _rows, _schemes
-from ._schemes.masks.learning import check_learning, measure, total_stored
+from ._arguments import number, whole_number
+from ._schemes.masks import learning
+from ._schemes.masks.learning import measure, total_stored
 from ._schemes.clusters import ClusteredCodebook
 from ._schemes.masks.codebook import Codebook
 from ._schemes.planes import PlanesCodebook
@@ -32,8 +34,7 @@ def analyze(x: torch.Tensor, *, scheme: str = "ibp", sample: float | None = 0.1,
         ValueError: an argument is outside its range.
     """
     _rows.check_tensor(x)
-    _schemes.check_scheme(scheme, chunk_bytes, tau)
-    check_learning(sample, chunk_bytes, tau)
+    chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample)
     if paper and scheme != "ibp":
         raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
     geometry = _rows.Geometry.of(x, row_bytes)
@@ -69,6 +70,15 @@ def estimate(x: torch.Tensor, codebook: Codebook | PlanesCodebook | None = None,
     geometry = _rows.Geometry.of(x, codebook.row_bytes)
     lengths = measure(_rows.bytes_of(x), codebook, _rows.working_device(x, device), progress)
     return min(total_stored(lengths, geometry) + codebook.nbytes, geometry.num_bytes)
+
+
+def check_learning(scheme: str, chunk_bytes: int | None, tau: float | None, sample: float | None) -> tuple[int | None, float | None, float | None]:
+    """(chunk_bytes, tau, sample) as numbers of Python. Raises TypeError for what is no number, ValueError for what cannot be learned from."""
+    chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
+    tau, sample = (None if value is None else number(name, value) for name, value in (("tau", tau), ("sample", sample)))
+    _schemes.check_scheme(scheme, chunk_bytes, tau)
+    learning.check_learning(sample, chunk_bytes, tau)
+    return chunk_bytes, tau, sample
 
 
 def check_codebook(codebook) -> None:

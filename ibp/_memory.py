@@ -44,7 +44,12 @@ def canonical(device: torch.device | str | int | None) -> torch.device | None:
 
 
 def _canonical(device):
-    device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(f"device is a {type(device).__name__}; wanted a torch.device, the name of one, or the number of a CUDA device")
+    try:
+        device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
+    except RuntimeError:  # torch knows no such device
+        raise ValueError(f"device is {device!r}; wanted the name of a CPU or CUDA device") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; wanted a CPU or CUDA device")
     if device.type == "cpu":

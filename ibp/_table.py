@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from . import _core, _layout, _memory
-from ._rows import Geometry
+from ._rows import DTYPES, Geometry
 from ._schemes import AnyCodebook
 from ._schemes.masks.codebook import SCHEMES
 from ._schemes.masks.learning import total_stored
@@ -20,11 +20,6 @@ _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
 _ROWS_PER_BASE = 32  # IBP_ROWS_PER_BASE
-
-# What a tensor may hold: elements of whole bytes, 1, 2, 4 or 8 of them, that torch neither scales nor packs.
-_DTYPE_NAMES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32", "float64",
-                "complex32", "complex64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
 
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
 

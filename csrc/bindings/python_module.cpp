@@ -181,6 +181,18 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
+// What call() returns. An exception that leaves it takes kept[0], if there is one, along as its attribute `table`. No Python code runs in
+// between, so that no further interrupt can come before it.
+py::object call_keeping_table(const py::list &kept, const py::object &call)
+{
+    try {
+        return call();
+    } catch (const py::error_already_set &raised) {
+        if (!kept.empty()) py::setattr(raised.value(), "table", kept[0]);
+        throw;
+    }
+}
+
 } // namespace
 
 PYBIND11_MODULE(_core, m)
@@ -199,6 +211,9 @@ PYBIND11_MODULE(_core, m)
           "Uses those of the given features that the processor has, in all threads from now on; returns them. For tests and benchmarks.");
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
     m.def("cuda_device_count", &ibp_cuda_device_count, "CUDA devices that the core library can see; 0 without a driver.");
+
+    m.def("call_keeping_table", &call_keeping_table, py::arg("kept"), py::arg("call"),
+          "call(); an exception that leaves it takes kept[0], if there is one, along as its attribute `table`.");
 
     py::class_<RowCodec>(m, "_RowCodec")
         .def_property_readonly("row_bytes", &RowCodec::row_bytes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _rows
+from .. import _rows, _staging
 from .clusters import ClusteredCodebook, learn_clusters
 from .masks import learning as analysis
 from .masks.codebook import Codebook
@@ -42,7 +42,7 @@ class Request:
         if 0 < geometry.num_bytes < geometry.row_bytes:
             return torch.nn.functional.pad(self.data, (0, geometry.row_bytes - geometry.num_bytes)).to(self.device)
         wanted = analysis.sampled_rows(geometry.num_rows, geometry.row_bytes, self.sample, self.device)
-        return _rows.to_device(_rows.sample(self.data, geometry.row_bytes, wanted), self.device)
+        return _staging.to_device(_rows.sample(self.data, geometry.row_bytes, wanted), self.device)
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:
