@@ -304,9 +304,12 @@ def _flaw(tensor: torch.Tensor) -> str | None:
 
 
 def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
-    of_scheme = getattr(codebook, "scheme", "raw") == scheme
-    if not of_scheme or (codebook is None) != (scheme == "raw") or (codebook is not None and codebook.row_bytes != row_bytes):
-        raise ValueError(f"the table's codebook is {codebook!r}; wanted one of scheme {scheme!r} for rows of {row_bytes} bytes")
+    found, for_rows_of = (getattr(codebook, name, None) for name in ("scheme", "row_bytes"))
+    fits = codebook is None if scheme == "raw" else (found, for_rows_of) == (scheme, row_bytes)
+    if not fits:
+        of_what = "" if codebook is None else f" of scheme {found!r} for rows of {for_rows_of} bytes"
+        raise ValueError(f"the table's codebook is a {type(codebook).__name__}{of_what}; wanted "
+                         + ("none" if scheme == "raw" else f"one of scheme {scheme!r} for rows of {row_bytes} bytes"))
 
 
 def _raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
