@@ -18,14 +18,13 @@ from ._config import show_config
 from ._estimation import analyze, estimate
 from ._fetch.gather import index_select
 from ._fetch.streaming import decompress, decompress_many
-from ._schemes.clusters import ClusteredCodebook
-from ._schemes.masks.codebook import Codebook
-from ._schemes.planes import PlanesCodebook
+from ._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from ._table import CorruptTableError
 
 __version__ = _core.version()
 
 __all__ = [
+    "AnyCodebook",
     "ClusteredCodebook",
     "Codebook",
     "CompressedTensor",

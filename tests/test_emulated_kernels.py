@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda/gather.cu and csrc/cuda/encode.cu as C++ and runs them without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
+"""Compiles the gathering and the encoding kernels of csrc/cuda as C++ and runs them without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
 
 import concurrent.futures
 import os
@@ -7,7 +7,7 @@ import re
 import pytest
 from test_c_core import CORE_SOURCES, CSRC, INCLUDES, SANITIZE, TESTS, can_sanitize, compiler, run
 
-KERNELS = ("gather", "encode")  # sources in csrc/cuda
+KERNELS = ("gather.cu", "encode.cu", "decode/*.cu", "encode/*.cu")  # sources in csrc/cuda
 # A collective must stay in one place of the program, by which lanes that come to different ones are told.
 COMMON = ["-O1", "-g1", "-fno-strict-aliasing", "-fno-thread-jumps", "-fno-tree-dominator-opts"]
 # Pointers of corrupt tables are computed before they are checked, as numbers.
@@ -27,7 +27,7 @@ def translate(text):
 def compile_all(directory, commands, flags):
     """Runs the commands, by the source that each compiles, and links what they make."""
     cxx = compiler("CXX", "c++", "g++", "clang++")
-    commands = {directory / f"{source.stem}.o": [*command, *flags, "-c", source] for source, command in commands.items()}
+    commands = {directory / f"{source.parent.name}_{source.stem}.o": [*command, *flags, "-c", source] for source, command in commands.items()}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for code, output in pool.map(lambda item: run([*item[1], "-o", item[0]]), commands.items()):
             assert code == 0, output
@@ -45,11 +45,14 @@ def emulated(directory):
 
 def build(csrc, directory, flags):
     """The program of tests/c/emulated_tables.cpp for the sources in csrc."""
-    for path in [*csrc.glob("core/*.h"), *csrc.rglob("*.cuh"), *(csrc / "cuda" / f"{name}.cu" for name in KERNELS)]:
+    kernels = []
+    sources = [path for pattern in KERNELS for path in sorted((csrc / "cuda").glob(pattern))]
+    for path in [*csrc.glob("core/*.h"), *csrc.glob("cuda/**/*.*h"), *sources]:
         target = (directory / path.relative_to(csrc)).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(translate(path.read_text()))
-    kernels = [directory / "cuda" / f"{name}.cpp" for name in KERNELS]
+        if path in sources:
+            kernels.append(target)
     commands = {path: emulated(directory) for path in (*kernels, TESTS / "emulated_tables.cpp", TESTS / "emulated_simt.cpp")}
     if flags is RACE_FLAGS:
         for path in kernels:

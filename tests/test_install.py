@@ -9,12 +9,14 @@ import sys
 
 import pytest
 
+import ibp
+
 ROOT = pathlib.Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 EXAMPLES = ROOT / "examples" / "c"
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wpedantic", "-Werror"]
 VERSION = re.search(r'#define IBP_VERSION "([^"]+)"', (CSRC / "include" / "ibp.h").read_text()).group(1)
-SONAME = f"libibp.so.{VERSION.split('.')[0]}"
+SONAME = f"libibp.so.{re.match('(0[.])?[0-9]+', VERSION)[0]}"  # of 0.x the minor version counts
 # Optimising makes no difference to what is tested here.
 NO_CUDA = {"IBP_NO_CUDA": "1", "CFLAGS": "-O0"}
 
@@ -135,6 +137,15 @@ def test_static_library(installed, pkg_config, tmp_path):
     assert "every byte is the same" in run(tmp_path / "program")
 
 
+def test_library_of_the_python_package(tmp_path):
+    """What a wheel brings is enough for a C program."""
+    include, library = ibp.get_include(), ibp.get_library_dir()
+    source, program = EXAMPLES / "whole_table.c", tmp_path / "program"
+    run("cc", "-std=c11", source, f"-I{include}", f"-L{library}", "-libp", f"-Wl,-rpath,{library}", "-o", program)
+    assert f"[{SONAME}]" in run("readelf", "-d", program)
+    assert "every byte is the same" in run(program)
+
+
 CMAKE_LISTS = """
 cmake_minimum_required(VERSION 3.16)
 project(consumer C)
@@ -164,11 +175,12 @@ def cmake(installed, tmp_path):
 
 def test_cmake(cmake, tmp_path):
     major, minor, patch = VERSION.split(".")
-    for refused in (f"{int(major) + 1}.0", f"{major}.{int(minor) + 1}", f"{VERSION}.1"):
+    older = f"{major}.{int(minor) - 1}" if major == "0" else f"{int(major) - 1}.0"
+    for refused in (f"{int(major) + 1}.0", f"{major}.{int(minor) + 1}", f"{VERSION}.1", older):
         done = cmake(refused)
         assert done.returncode != 0 and f'compatible with requested version "{refused}"' in " ".join(done.stdout.split())
         shutil.rmtree(tmp_path / "build")
-    for accepted in ("", f"{VERSION} EXACT", f"{major}.{minor}"):
+    for accepted in ("", f"{VERSION} EXACT", f"{major}.{minor}", f"{major}.{minor}...<{major}.{int(minor) + 1}"):
         done = cmake(accepted)
         assert done.returncode == 0 and f"ibp is {VERSION}" in done.stdout, done.stdout
     run("cmake", "--build", tmp_path / "build")

@@ -219,7 +219,7 @@ def refuse(path: ItemPath, request: Request) -> None:
 
 def bucketed_sms(table: Table) -> int:
     """SMs that path "bucketed" takes by itself; 0: all, for decoders that are slower than the link with few."""
-    return BUCKETED_SMS if table.scheme != "planes" or getattr(table.codebook, "is_fast", False) else 0
+    return BUCKETED_SMS if table.codebook is None or table.codebook.is_fast else 0
 
 
 def window_bits(table: Table) -> int:
