@@ -18,7 +18,7 @@ from pathlib import Path
 
 MIN_PYTHON = (3, 10)
 MIN_VERSION = {"torch": (2, 10), "setuptools": (64,), "pybind11": (2, 12)}
-REQUIREMENT = {"torch": "torch==2.13.0", "setuptools": "setuptools>=77", "pybind11": "pybind11>=2.12"}
+REQUIREMENT = {"torch": "torch==2.13.0", "setuptools": "setuptools>=77", "pybind11": "pybind11>=2.12", "xdist": "pytest-xdist"}
 
 # Prints one module's version, or fails. Old setuptools make wheels only with the package wheel.
 PROBE = """
