@@ -10,7 +10,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
 demo test test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
 
-.PHONY: help demo test test-all test-slow test-gpu bench lint install uninstall clean
+.PHONY: help demo test test-all test-slow test-gpu bench lint install uninstall clean FORCE
 
 help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
@@ -27,7 +27,7 @@ demo: $(VENV)/.ibp $(VENV)/.demo
 	$(RUN) examples/demo.py
 
 # Tests run in a process a core where pytest-xdist could be installed, in one where it could not.
-PYTEST = $(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2> /dev/null && echo -n auto --maxprocesses=8 --dist=worksteal)
+PYTEST = $(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2> /dev/null && echo --numprocesses=auto --maxprocesses=8 --dist=worksteal)
 
 test: $(VENV)/.ibp $(VENV)/.test
 	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
@@ -46,24 +46,31 @@ bench: $(VENV)/.ibp $(VENV)/.demo $(VENV)/.bench
 	$(RUN) -m benchmarks $(BENCH_ARGS)
 
 # Each stamp is a step done; a later one runs again when an earlier one, or a source of the library, is newer.
-$(VENV)/.build: tools/make_venv.py
-	$(PYTHON) tools/make_venv.py $(VENV) torch numpy tqdm pybind11 setuptools
+$(VENV)/.build: tools/make_venv.py tools/requirements.py pyproject.toml
+	$(PYTHON) tools/make_venv.py $(VENV) build
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.build
-	$(PYTHON) tools/make_venv.py $(VENV) pytest hypothesis matplotlib
-	-$(PYTHON) tools/make_venv.py $(VENV) xdist
+	$(PYTHON) tools/make_venv.py $(VENV) test
+	$(PYTHON) tools/make_venv.py $(VENV) test-workers --optional
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.build
-	$(PYTHON) tools/make_venv.py $(VENV) matplotlib rich
+$(VENV)/.demo $(VENV)/.lint: $(VENV)/.build
+	$(PYTHON) tools/make_venv.py $(VENV) $(@F:.%=%)
 	@touch $@
 
+# Codecs that the benchmarks compare with; where they cannot be had their arms are left out.
 $(VENV)/.bench: $(VENV)/.build
-	$(PYTHON) tools/make_venv.py $(VENV) zstandard lz4
+	$(PYTHON) tools/make_venv.py $(VENV) bench --optional
 	@touch $@
 
-$(VENV)/.ibp: $(VENV)/.build $(SOURCES)
+# The library is built again when what it is built with changes.
+$(VENV)/.environment: FORCE
+	@mkdir -p $(@D)
+	@printf '%s\n' '$(IBP_NO_CUDA) $(CC) $(CXX) $(CFLAGS) $(CXXFLAGS) $(LDFLAGS) $(TORCH_CUDA_ARCH_LIST)' > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+$(VENV)/.ibp: $(VENV)/.build $(VENV)/.environment $(SOURCES)
 	$(RUN) -m pip --disable-pip-version-check --quiet install --no-build-isolation --no-deps --no-index -e .
 	@touch $@
 

@@ -2,7 +2,7 @@
 
 The package gets three shared libraries, and the headers for C programs:
 
-    ibp/_lib/libibp.so.0        the core: csrc/core, csrc/x86 and csrc/cuda; depends on neither Python nor torch
+    ibp/_lib/libibp.so.*        the core: csrc/core, csrc/x86 and csrc/cuda; depends on neither Python nor torch
     ibp/_lib/libibp_torch.so    torch ops over torch's stable ABI; depends on neither a Python nor a torch version
     ibp/_core.<abi>.so          pybind11 module; tied to one Python version
 
@@ -29,15 +29,14 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import build_backend  # noqa: E402
+
 CSRC = ROOT / "csrc"
 BUILD = ROOT / os.environ.get("IBP_BUILD_DIR", "build/native")
 
-MIN_TORCH = (2, 10)
 TORCH_TARGET_VERSION = "0x020A000000000000"
-
-# Makes `cc -libp` find the library in a wheel, which holds no symbolic links: a script for the linker.
-LINKER_SCRIPT = "INPUT({soname})\n"
-
 
 def fail(sentence):
     sys.exit(f"\nibp: {sentence}")
@@ -45,9 +44,6 @@ def fail(sentence):
 
 def version():
     return re.search(r'#define IBP_VERSION "([^"]+)"', (CSRC / "include" / "ibp.h").read_text()).group(1)
-
-
-SONAME = f"libibp.so.{version().partition('.')[0]}"
 
 
 # ---- what is there to build with ----
@@ -64,27 +60,18 @@ def compiler(variable, names, language):
 
 def torch_paths():
     """(version, include directories, library directories) of the torch that is importable."""
-    wanted = "torch >= " + ".".join(map(str, MIN_TORCH))
-    how = f"install {wanted} and setuptools and pybind11, then build against them with `pip install --no-build-isolation .`."
     try:
         with contextlib.redirect_stderr(None):
             import torch
             from torch.utils import cpp_extension
-    except ImportError as error:
-        fail(f"torch cannot be imported by {sys.executable} ({error}): {how}")
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
-        fail(f"torch {torch.__version__} is too old: {how}")
+    except (ImportError, OSError) as error:
+        fail(f"torch cannot be imported by {sys.executable}: {error}.")
     return torch.__version__, cpp_extension.include_paths(), cpp_extension.library_paths()
 
 
 def pybind11_include():
-    try:
-        import pybind11
-    except ImportError:
-        fail(
-            f"pybind11 cannot be imported by {sys.executable}: install it (`pip install pybind11`), "
-            "then build with `pip install --no-build-isolation .`."
-        )
+    import pybind11
+
     return pybind11.get_include()
 
 
@@ -113,6 +100,7 @@ class BuildNative(build_ext):
     def run(self):
         if not shutil.which("make"):
             fail("no make found: install it (for example the package make).")
+        build_backend.require()
         torch_version, includes, libraries = torch_paths()
         # The version makes the ops again when torch changes: its headers are no prerequisites.
         torch_flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-DIBP_BUILT_WITH_TORCH={torch_version}"]
@@ -126,12 +114,12 @@ class BuildNative(build_ext):
             "MODULE_FLAGS": for_make(system_includes([pybind11_include(), python_include()])),
         }
         jobs = os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))
-        command = ["make", "--no-print-directory", "-C", CSRC, f"-j{jobs}", "package", *(f"{k}={v}" for k, v in variables.items())]
+        settings = [f"{name}={value}" for name, value in variables.items()]
+        command = ["make", "--no-print-directory", "-C", CSRC, f"-j{jobs}", "package", *settings]
         # A make that runs this script keeps its own jobs and flags to itself.
         environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
         if subprocess.run(command, env=environment, stderr=subprocess.STDOUT).returncode != 0:
             fail("the libraries could not be built: the messages of the compilers stand above; IBP_NO_CUDA=1 builds without CUDA.")
-        (BUILD / "libibp.so.script").write_text(LINKER_SCRIPT.format(soname=SONAME))
         for built, target in self.artefacts():
             install_file(built, self.package_parent() / target)
 
@@ -140,12 +128,8 @@ class BuildNative(build_ext):
 
     def artefacts(self):
         """(file, its place relative to the directory that holds the package) of everything that is installed."""
-        libraries = [(BUILD / name, f"ibp/_lib/{name}") for name in (SONAME, "libibp_torch.so")]
-        script = [(BUILD / "libibp.so.script", "ibp/_lib/libibp.so")]
-        module = [(BUILD / self.module_name(), f"ibp/{self.module_name()}")]
-        include = BUILD / "include"
-        headers = [(path, f"ibp/include/{path.relative_to(include)}") for path in sorted(include.rglob("*")) if path.is_file()]
-        return [*libraries, *script, *module, *headers, (CSRC / "FORMAT.md", "ibp/include/FORMAT.md")]
+        package = BUILD / "package"
+        return [(path, f"ibp/{path.relative_to(package)}") for path in sorted(package.rglob("*")) if path.is_file()]
 
     def package_parent(self):
         return ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
@@ -171,7 +155,6 @@ def install_file(source, target):
 
 setup(
     version=version(),
-    license="Apache-2.0",
     # The source stands here so that setuptools makes a wheel for one platform; BuildNative compiles it.
     ext_modules=[Extension("ibp._core", sources=["csrc/bindings/python_module.cpp"])],
     cmdclass={"build_ext": BuildNative},

@@ -68,7 +68,7 @@ def table_ideal(run, table, fetches):
 
 def measure_table(run, case, arm, table, x, fetches, sms_counts):
     """One table, fetched by all SMs and by few."""
-    if run.on_gpu and not table.is_pinned:
+    if run.on_gpu and not table.is_pinned():
         raise AssertionError(f"{arm}: the table is not in pinned memory")
     ideal_gbps = table_ideal(run, table, fetches)
     for sms in sms_counts if run.on_gpu else (None,):

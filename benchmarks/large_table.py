@@ -148,7 +148,7 @@ def run_table(run, buffer, gib, row_bytes, numbers_of_ids):
         ideals = [ideal.gather_gbps(fetches.output_bytes * NUM_SETS, ideal.row_sectors(small, fetches.distinct_rows()), run.memset_gbps) for fetches in every]
         table, savings = tiled(small, num_rows, buffer), small.savings
         del small
-        if run.on_gpu and not table.is_pinned:
+        if run.on_gpu and not table.is_pinned():
             raise AssertionError(f"{gib:g} GiB, {scheme}: the table is not in pinned memory")
         for fetches, link_gbps in zip(every, ideals):
             measure_table(run, scheme, table, savings, link_gbps, fetches)

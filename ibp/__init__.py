@@ -12,18 +12,18 @@ beside the installed headers (`ibp.get_include()`).
 from pathlib import Path
 
 from . import _core, _ops
+from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
 from ._estimation import analyze, estimate
 from ._fetch.gather import index_select
 from ._fetch.streaming import decompress, decompress_many
-from ._schemes.clusters import ClusteredCodebook
-from ._schemes.masks.codebook import Codebook
-from ._schemes.planes import PlanesCodebook
-from ._table import CompressedTensor, CorruptTableError
+from ._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
+from ._table import CorruptTableError
 
 __version__ = _core.version()
 
 __all__ = [
+    "AnyCodebook",
     "ClusteredCodebook",
     "Codebook",
     "CompressedTensor",

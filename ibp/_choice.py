@@ -6,19 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _layout, _rows
-from ._schemes import LEARNERS, AnyCodebook, Request
-from ._schemes.masks.learning import measure
+from . import _layout, _rows, _schemes
+from ._schemes import SCHEMES, AnyCodebook, Request, measure
 
 
 def learn(scheme: str, request: Request) -> AnyCodebook | None:
-    """A codebook of a scheme for a table; None for raw rows. "auto" compares all schemes on a sample, or is "ibp" where chunk_bytes or tau is given."""
-    if scheme == "auto" and (request.chunk_bytes is not None or request.tau is not None):
-        scheme = "ibp"
+    """A codebook of a scheme for a table; None for raw rows. "auto" compares all schemes on a sample, or is the one whose options are given."""
+    if scheme == "auto":
+        scheme = _schemes.scheme_of({"chunk_bytes": request.chunk_bytes, "tau": request.tau, "paper": request.paper}) or "auto"
     if scheme == "auto":
         candidates = compare(request)
         return min(candidates, key=lambda candidate: (candidate.cost, candidate.scheme != "raw", candidate.stored)).codebook
-    return LEARNERS[scheme](request)
+    return _schemes.learn(scheme, request)
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def compare(request: Request) -> list[Candidate]:
     """Every scheme, measured on the same sample of the table's rows; raw rows first."""
     if request.geometry.num_bytes == 0:
         return [Candidate("raw", None, 0.0, 0.0)]
-    return [_measured(scheme, LEARNERS[scheme](request), request.few_rows, request) for scheme in LEARNERS]
+    return [_measured(scheme, _schemes.learn(scheme, request), request.few_rows, request) for scheme in SCHEMES]
 
 
 def _measured(scheme, codebook, rows, request):

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
 
-from . import _layout, _memory, _ops, _rows
+from . import _core, _layout, _memory, _ops, _rows, _staging
+from ._arguments import whole_number
 from ._choice import learn
-from ._schemes.masks.learning import check_learning, measure, total_stored
-from ._schemes.clusters import ClusteredCodebook, check_clusters
-from ._schemes.masks.codebook import Codebook
-from ._estimation import check_codebook
-from ._schemes.planes import PlanesCodebook
-from ._schemes import Request, check_scheme
-from ._table import CompressedTensor
+from ._estimation import check_codebook, check_learning
+from ._compressed_tensor import CompressedTensor
+from ._schemes import AnyCodebook, Request, check_clusters, measure
 
 
-def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | ClusteredCodebook | None = None,
-             sample: float | None = None, clusters: int | str | None = None, layout: str = "slots", slot_bytes: int | None = None, row_bytes: int | None = None,
-             device: torch.device | str | int | None = None, pin_memory: bool | None = None, progress: bool = False) -> CompressedTensor:
+def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None,
+             codebook: AnyCodebook | None = None, sample: float | None = None, clusters: int | str | None = None,
+             layout: str = "slots", slot_bytes: int | None = None, row_bytes: int | None = None,
+             device: torch.device | str | int | None = None, pin_memory: bool | None = None,
+             progress: bool = False) -> CompressedTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
 
-    The table lives where x lives: on its GPU, or in host memory, pinned unless pin_memory says otherwise. A table that would not be smaller
-    keeps its rows as they are and says so: `table.scheme == "raw"`.
+    The table lives where x lives: on its GPU, or in host memory, pinned unless pin_memory says otherwise. Coded rows that would not be smaller
+    than x are left raw, and the table says so: `table.scheme == "raw"`. What it saves is told apart: `table.savings` of the bytes of rows,
+    `table.nbytes` and `table.link_bytes` the memory that it takes and what is fetched over the link. `estimate` tells them beforehand.
 
     Args:
-        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed.
-        scheme: "auto", the best for the layout by exact cost on a sample of rows; "ibp", invariant bits (the paper's); "planes", ranked symbols;
-            or "raw", rows as they are (to gather them by the same kernels).
+        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor that requires grad the
+            values are taken, as by `x.detach()`: no gradient flows through a table.
+        scheme: "auto", the best for the layout on a sample of rows: for slots the one that a GPU fetches fastest, link and decoding counted, and
+            never one slower than raw rows; for packed rows the one of fewest bytes. Or "ibp", invariant bits (the paper's); "planes", ranked
+            symbols; or "raw", rows as they are (to gather them by the same kernels).
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
         sample: fraction of the rows to learn the codebook from; None: as many as fit 64 MiB (16 MiB without a GPU).
@@ -44,14 +46,13 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
         progress: show progress bars.
 
     Raises:
-        TypeError: x is not a dense tensor of a supported dtype, or codebook is none.
+        TypeError: x is not a dense tensor of a supported dtype (quantized ones and those of less than a byte are not), codebook is none, or an
+            argument is not of its type.
         ValueError: an argument is outside its range or contradicts another.
         RuntimeError: memory cannot be pinned.
     """
     _rows.check_tensor(x)
-    check_scheme(scheme, chunk_bytes, tau)
-    check_learning(sample, chunk_bytes, tau)
-    _check_choices(scheme, codebook, clusters)
+    learning = _Learning.of(scheme, chunk_bytes, tau, sample, clusters, codebook)
     if layout not in ("slots", "packed"):
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
     if layout == "packed" and slot_bytes is not None:
@@ -59,33 +60,32 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
     pin = _wants_pinning(x, pin_memory)
     geometry = _geometry(x, row_bytes, codebook)
     if slot_bytes is not None:
-        _layout.check_slot_bytes(slot_bytes, geometry.row_bytes)
+        slot_bytes = _layout.check_slot_bytes(whole_number("slot_bytes", slot_bytes), geometry.row_bytes)
     worker = _rows.working_device(x, device)
     data = _rows.bytes_of(x)
     if layout == "packed":
         slot_bytes = 0
-    if codebook is None and geometry.num_bytes:
-        codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=slot_bytes, clusters=clusters, progress=progress))
-    if codebook is not None and geometry.num_bytes:
-        lengths = measure(data, codebook, worker, progress)
-        survey = _layout.survey(lengths, geometry)
-        if survey.stored + codebook.nbytes < geometry.num_bytes:
-            if slot_bytes is None:
-                slot_bytes = _layout.choose_slot_bytes(survey, geometry)
-            return _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, progress)
-    slots = _memory.empty(geometry.num_bytes, data.device, pin).copy_(data)
-    return _table(geometry, "raw", geometry.row_bytes, slots, None, None)
+    codebook, lengths, survey = learning.measured(data, geometry, worker, slot_bytes, progress)
+    if codebook is None:
+        slots = _memory.empty(geometry.num_bytes, data.device, pin).copy_(data)
+        return _table(geometry, "raw", geometry.row_bytes, slots, None, None)
+    if slot_bytes is None:
+        slot_bytes = _layout.choose_slot_bytes(survey, geometry)
+    return _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, progress)
 
 
-def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None, codebook: Codebook | PlanesCodebook | ClusteredCodebook | None = None,
-              sample: float | None = None, clusters: int | str | None = None, row_bytes: int | None = None,
-              device: torch.device | str | int | None = None, pin_memory: bool | None = None, progress: bool = False) -> CompressedTensor:
+def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None,
+              codebook: AnyCodebook | None = None, sample: float | None = None, clusters: int | str | None = None,
+              row_bytes: int | None = None, device: torch.device | str | int | None = None, pin_memory: bool | None = None,
+              progress: bool = False) -> CompressedTensor:
     """Compresses a tensor within its own memory (the paper's in-place layout, section 5), so that one that fills memory can be compressed.
 
-    Every row keeps its address and uses only the first bytes of it. x's values are gone afterwards: its memory belongs to the table. Besides
-    x this takes 2.25 bytes a row and about 128 MiB. All analysis is done before the first write; rows are then rewritten in
-    blocks. If that is interrupted, or the memory cannot be pinned afterwards, the exception has the table as its attribute `table`, and
-    that table decompresses to x.
+    Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory is freed. x's values are gone
+    afterwards: its memory belongs to the table. Besides x this takes 2.25 bytes a row and about 128 MiB. "auto" takes the scheme of fewest bytes.
+
+    All analysis is done before the first write; rows are then rewritten in blocks, each with its lengths by one operation. If that is
+    interrupted, however often, or the memory cannot be pinned afterwards, the exception has the table as its attribute `table`, and
+    that table decompresses to x. Without that attribute x is as it was.
 
     Args:
         x: contiguous tensor that owns its whole storage and does not require grad.
@@ -97,37 +97,65 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
     """
     _rows.check_tensor(x)
     _check_owns_memory(x)
-    check_scheme(scheme, chunk_bytes, tau)
-    check_learning(sample, chunk_bytes, tau)
-    _check_choices(scheme, codebook, clusters)
+    learning = _Learning.of(scheme, chunk_bytes, tau, sample, clusters, codebook)
     geometry = _geometry(x, row_bytes, codebook)
     worker, pin = _rows.working_device(x, device), _wants_pinning(x, pin_memory)
     data = _rows.bytes_of(x)
-    if codebook is None and geometry.num_bytes:
-        codebook = learn(scheme, Request(data, geometry, worker, sample, chunk_bytes, tau, slot_bytes=0, clusters=clusters, progress=progress))
-    lengths = measure(data, codebook, worker, progress) if codebook else None
-    rewrites = lengths is not None and total_stored(lengths, geometry) + codebook.nbytes < geometry.num_bytes
-    if rewrites:
+    codebook, lengths, _ = learning.measured(data, geometry, worker, 0, progress)
+    if codebook is None:
+        table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
+    else:
         coded = torch.zeros_like(lengths, device=data.device)  # all rows raw: what the memory holds
         table = _table(geometry, codebook.scheme, geometry.row_bytes, data, codebook, coded)
-    else:
-        table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
     table._owner = x
-    try:  # to the end: from the first row rewritten, the table is all that is left of x
-        if rewrites:
+    kept: list[CompressedTensor] = []
+
+    def work() -> CompressedTensor:
+        kept.append(table)  # from the first row rewritten, the table is all that is left of x
+        if codebook is not None:
             _encode_in_place(table, data, lengths, worker, progress)
         return table.pin_memory() if pin else table
-    except BaseException as interruption:
-        interruption.table = table
-        raise
+
+    return _core.call_keeping_table(kept, work)
 
 
-def _check_choices(scheme, codebook, clusters):
-    check_clusters(clusters)
-    if clusters is not None and codebook is not None:
-        raise ValueError(f"clusters is {clusters!r}, but a codebook is given: it says itself how many clusters there are")
-    if clusters is not None and scheme == "raw":
-        raise ValueError(f"clusters is {clusters!r}, but rows of scheme 'raw' have no codebook")
+@dataclass(frozen=True)
+class _Learning:
+    """How a codebook is come by: given, or learned as asked for."""
+
+    scheme: str
+    chunk_bytes: int | None
+    tau: float | None
+    sample: float | None
+    clusters: int | str | None
+    codebook: AnyCodebook | None
+
+    @classmethod
+    def of(cls, scheme, chunk_bytes, tau, sample, clusters, codebook) -> _Learning:
+        """Of the arguments of the same names. Raises TypeError and ValueError for wrong ones."""
+        chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample)
+        if clusters is not None and not isinstance(clusters, str):
+            clusters = whole_number("clusters", clusters)
+        check_clusters(clusters)
+        if clusters is not None and codebook is not None:
+            raise ValueError(f"clusters is {clusters!r}, but a codebook is given: it says itself how many clusters there are")
+        if clusters is not None and scheme == "raw":
+            raise ValueError(f"clusters is {clusters!r}, but rows of scheme 'raw' have no codebook")
+        return cls(scheme, chunk_bytes, tau, sample, clusters, codebook)
+
+    def measured(self, data, geometry, worker, slot_bytes, progress) -> tuple[AnyCodebook | None, torch.Tensor | None, _layout.Survey | None]:
+        """(codebook, the `lengths` of all rows on the worker, their survey); None for all of them where raw rows take no more bytes."""
+        codebook = self.codebook
+        if codebook is None and geometry.num_bytes:
+            codebook = learn(self.scheme, Request(data, geometry, worker, self.sample, self.chunk_bytes, self.tau, slot_bytes=slot_bytes,
+                                                  clusters=self.clusters, progress=progress))
+        if codebook is None or not geometry.num_bytes:
+            return None, None, None
+        lengths = measure(data, codebook, worker, progress)
+        survey = _layout.survey(lengths, geometry)
+        if survey.stored + codebook.nbytes >= geometry.num_bytes:
+            return None, None, None
+        return codebook, lengths, survey
 
 
 def _wants_pinning(x, pin_memory):
@@ -171,7 +199,7 @@ def _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, 
     bases = _layout.index_rows(lengths, geometry, slot_bytes) if overflow.numel() else torch.empty(0, dtype=torch.int64, device=worker)
     lies_near, faults = slots.device == worker, []
     ends = [*bases.tolist(), overflow.numel()] if overflow.numel() and not (lies_near and worker.type == "cuda") else None
-    with _Outlet(worker, pin) as outlet, tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
+    with _staging.outlet(worker, slots.device, pageable=not pin) as outlet, tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
         for first, last, block in _rows.blocks(data, geometry.row_bytes, worker):
             start, end = (ends[first // 32], ends[-(-last // 32)]) if ends else (0, overflow.numel())
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
@@ -183,61 +211,6 @@ def _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, 
             bar.update(last - first)
     _check_faults(faults)
     return _table(geometry, codebook.scheme, slot_bytes, slots, codebook, lengths, overflow, bases)
-
-
-class _Outlet:
-    """Where blocks are coded before they are copied to the table: on a GPU two buffers in turn, and a stream for the copies. To pageable memory
-    they go through pinned memory, from which torch's intra-op threads copy them while the next block is coded."""
-
-    def __init__(self, device, pinned):
-        self._device, self._pinned, self._turn = device, pinned, 0
-        self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._staging = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-        self._waiting = [[], []]  # (target, staged) of each turn
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._copied = [torch.cuda.Event() for _ in self._buffers] if device.type == "cuda" else []
-
-    def take(self, sizes):
-        """A tensor of each size, which earlier copies no longer read."""
-        starts = list(itertools.accumulate((-(-size // 256) * 256 for size in sizes), initial=0))
-        self._finish(self._turn)
-        if self._buffers[self._turn].numel() < starts[-1]:
-            self._buffers[self._turn] = torch.empty(starts[-1], dtype=torch.uint8, device=self._device)
-            if self._stream and not self._pinned:
-                self._staging[self._turn] = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
-        return [self._buffers[self._turn][start : start + size] for start, size in zip(starts, sizes)]
-
-    def put(self, targets, sources):
-        """Copies what work issued so far has written."""
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for target, source in zip(targets, sources):
-                if self._stream and not self._pinned:
-                    start = source.storage_offset()
-                    staged = self._staging[self._turn][start : start + source.numel()]
-                    self._waiting[self._turn].append((target, staged))
-                    target = staged
-                target.copy_(source, non_blocking=True)
-        if self._stream:
-            self._copied[self._turn].record(self._stream)
-        self._turn = 1 - self._turn
-
-    def _finish(self, turn):
-        if self._stream:
-            self._copied[turn].synchronize()
-        for target, staged in self._waiting[turn]:
-            target.copy_(staged)
-        self._waiting[turn].clear()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self._stream:
-            self._stream.synchronize()
-        for turn in (self._turn, 1 - self._turn):
-            self._finish(turn)
 
 
 def _encode_block(block, codebook, lengths, bases, slot_bytes, overflow_start, slots, overflow):
@@ -257,24 +230,16 @@ def _check_faults(faults):
 
 
 def _encode_in_place(table, data, lengths, worker, progress):
-    codebook, row_bytes, coded = table.codebook, table.row_bytes, table.lengths
+    """Rewrites the rows of a table that are still raw. Rows and lengths of a block change by one operation of torch, before and after which the
+    table decodes: an interrupt finds it so, however many there are."""
+    codebook, row_bytes, coded = table.codebook, table.row_bytes, table.lengths.view(torch.uint8)
     no_bases, no_overflow = torch.empty(0, dtype=torch.int64, device=worker), torch.empty(0, dtype=torch.uint8, device=worker)
-    with tqdm(total=table.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
+    with (_staging.outlet(worker, data.device, pageable=True) as outlet,
+          tqdm(total=table.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar):
         for first, last, block in _rows.blocks(data, row_bytes, worker, whole=False):
-            home = data[first * row_bytes : last * row_bytes]
-            original = block.clone() if block.data_ptr() == home.data_ptr() else block
-            staged = torch.empty_like(original)
-            _check_faults([_encode_block(original, codebook, lengths[first:last], no_bases, row_bytes, 0, staged, no_overflow)])
-            _replace(home, staged, original, coded[first:last], lengths[first:last])
+            targets = data[first * row_bytes : last * row_bytes], coded[2 * first : 2 * last]
+            rows, new_lengths = outlet.take([target.numel() for target in targets])
+            new_lengths.copy_(lengths[first:last].view(torch.uint8))
+            _check_faults([_encode_block(block, codebook, lengths[first:last], no_bases, row_bytes, 0, rows, no_overflow)])
+            outlet.put(targets, (rows, new_lengths))
             bar.update(last - first)
-
-
-def _replace(home, staged, original, coded, lengths):
-    """Writes a block of coded rows and its lengths, or, if interrupted, neither."""
-    try:
-        home.copy_(staged)
-        coded.copy_(lengths)
-    except BaseException:
-        coded.zero_()
-        home.copy_(original)
-        raise

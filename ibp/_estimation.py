@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from . import _choice, _rows, _schemes
-from ._schemes.masks.learning import check_learning, measure, total_stored
-from ._schemes.clusters import ClusteredCodebook
-from ._schemes.masks.codebook import Codebook
-from ._schemes.planes import PlanesCodebook
+from ._arguments import number, whole_number
+from ._schemes import AnyCodebook, Codebook, PlanesCodebook, measure, total_stored
 
 
 def analyze(x: torch.Tensor, *, scheme: str = "ibp", sample: float | None = 0.1, chunk_bytes: int | None = None, tau: float | None = None,
@@ -32,8 +30,7 @@ def analyze(x: torch.Tensor, *, scheme: str = "ibp", sample: float | None = 0.1,
         ValueError: an argument is outside its range.
     """
     _rows.check_tensor(x)
-    _schemes.check_scheme(scheme, chunk_bytes, tau)
-    check_learning(sample, chunk_bytes, tau)
+    chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample)
     if paper and scheme != "ibp":
         raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
     geometry = _rows.Geometry.of(x, row_bytes)
@@ -71,6 +68,15 @@ def estimate(x: torch.Tensor, codebook: Codebook | PlanesCodebook | None = None,
     return min(total_stored(lengths, geometry) + codebook.nbytes, geometry.num_bytes)
 
 
+def check_learning(scheme: str, chunk_bytes: int | None, tau: float | None, sample: float | None) -> tuple[int | None, float | None, float | None]:
+    """(chunk_bytes, tau, sample) as numbers of Python. Raises TypeError for what is no number, ValueError for what cannot be learned from."""
+    chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
+    tau, sample = (None if value is None else number(name, value) for name, value in (("tau", tau), ("sample", sample)))
+    _schemes.check_scheme(scheme, chunk_bytes=chunk_bytes, tau=tau)
+    _schemes.check_sample(sample)
+    return chunk_bytes, tau, sample
+
+
 def check_codebook(codebook) -> None:
-    if not isinstance(codebook, (Codebook, PlanesCodebook, ClusteredCodebook)):
+    if not isinstance(codebook, AnyCodebook):
         raise TypeError(f"codebook is a {type(codebook).__name__}; wanted an ibp.Codebook, PlanesCodebook or ClusteredCodebook")

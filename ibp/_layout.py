@@ -53,9 +53,10 @@ def choose_slot_bytes(found: Survey, geometry: Geometry) -> int:
     return min(best * SECTOR_BYTES, geometry.row_bytes)
 
 
-def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
+def check_slot_bytes(slot_bytes: int, row_bytes: int) -> int:
+    """slot_bytes itself. Raises ValueError if rows of row_bytes cannot have slots of that size."""
     if slot_bytes == row_bytes or (0 < slot_bytes < row_bytes and slot_bytes % SECTOR_BYTES == 0):
-        return
+        return slot_bytes
     raise ValueError(f"slot_bytes is {slot_bytes}; wanted a multiple of {SECTOR_BYTES} below the row's {row_bytes} bytes, or {row_bytes} itself")
 
 

@@ -25,10 +25,16 @@ def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CUDA device over the memory of a pinned one. The host tensor must outlive it."""
+    """A tensor of a CUDA device over the memory of a contiguous pinned one, which it keeps alive. Pinned memory is every GPU's: any device will do.
+
+    Raises:
+        RuntimeError: host is not pinned.
+    """
     if host.numel() == 0:
         return torch.empty_like(host, device=device)
-    return torch.ops.ibp.map_pinned(host, device.index)
+    with torch.cuda.device(device):
+        capsule = _core.map_pinned(host, host.data_ptr(), host.numel() * host.element_size(), device.index)
+        return torch.from_dlpack(capsule).view(host.dtype).view(host.shape)
 
 
 _usable: set[torch.device] = {torch.device("cpu")}  # devices with their index, as canonical() has found them
@@ -44,7 +50,12 @@ def canonical(device: torch.device | str | int | None) -> torch.device | None:
 
 
 def _canonical(device):
-    device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        raise TypeError(f"device is a {type(device).__name__}; wanted a torch.device, the name of one, or the number of a CUDA device")
+    try:
+        device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
+    except RuntimeError:  # torch knows no such device
+        raise ValueError(f"device is {device!r}; wanted the name of a CPU or CUDA device") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; wanted a CPU or CUDA device")
     if device.type == "cpu":

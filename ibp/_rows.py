@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from . import _core, _memory, _ops
+from . import _core, _memory, _ops, _staging
+from ._arguments import whole_number
 
 LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
-_BLOCK_BYTES = 64 << 20
-_STAGED_BYTES = 16 << 20  # of a block of host data on its way to a GPU
+_BLOCK_BYTES = 64 << 20  # of what is coded at once, and in `compress_` held twice
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# What a tensor may hold: elements of whole bytes, 1, 2, 4 or 8 of them, that torch neither scales nor packs.
+_DTYPE_NAMES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32", "float64",
+                "complex32", "complex64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,7 @@ class Geometry:
             is_row = x.dim() > 1 and natural.item_bytes <= _core.MAX_ROW_BYTES
             row_bytes = natural.item_bytes if is_row else min(LONG_ITEM_ROW_BYTES, natural.num_bytes)
             row_bytes = max(1, row_bytes)
-        if not 1 <= row_bytes <= _core.MAX_ROW_BYTES:
-            raise ValueError(f"row_bytes is {row_bytes}; wanted 1 to {_core.MAX_ROW_BYTES}")
-        return cls(x.shape, x.dtype, int(row_bytes))
+        return cls(x.shape, x.dtype, whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES))
 
     @property
     def num_items(self) -> int:
@@ -56,10 +58,12 @@ def check_tensor(x: torch.Tensor) -> None:
     """Raises TypeError for what cannot be compressed."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}; wanted a torch.Tensor")
-    if x.layout != torch.strided or x.is_quantized or x.device.type not in ("cpu", "cuda"):
-        raise TypeError(f"x is a {x.layout} tensor of {x.dtype} on {x.device}; wanted a dense, not quantized tensor on the CPU or a CUDA device")
-    if x.dtype.itemsize not in _INTEGERS:
-        raise TypeError(f"x has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted 1, 2, 4 or 8")
+    if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"x is a {kind} tensor on {x.device}; wanted a dense tensor on the CPU or a CUDA device")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted elements of 1, 2, 4 or 8 whole bytes, neither "
+                        "quantized nor packed: pass x.int_repr() or x.view(torch.uint8)")
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
@@ -67,7 +71,8 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     x = x.detach().resolve_conj().resolve_neg()
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
-    return x.view(_INTEGERS[x.element_size()]).contiguous().reshape(-1).view(torch.uint8)
+    x = x.view(_INTEGERS[x.element_size()]).contiguous()
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # a contiguous tensor of at most one element may have any strides
 
 
 def working_device(x: torch.Tensor, device: torch.device | str | int | None) -> torch.device:
@@ -83,60 +88,20 @@ def blocks(data: torch.Tensor, row_bytes: int, device: torch.device, whole: bool
     """(first row, last row, bytes on the device) of about 64 MiB each; the first row is a multiple of 32.
 
     What is on the GPU that works on it is one block, if `whole`. Host data is brought to a GPU in smaller blocks by its copy engine, the next
-    one while the caller works on one: such a block is valid until the next one is asked for. Pageable data goes through pinned memory, into
-    which torch's intra-op threads copy it.
+    one while the caller works on one: such a block is valid until the next one is asked for (see `_staging`).
     """
-    num_rows, is_far = -(-data.numel() // row_bytes), data.device != device and device.type == "cuda"
-    most_bytes = min(_BLOCK_BYTES, _STAGED_BYTES) if is_far else data.numel() if whole and device.type == "cuda" else _BLOCK_BYTES
+    num_rows, is_staged = -(-data.numel() // row_bytes), device.type == "cuda" and data.device.type == "cpu"
+    most_bytes = _BLOCK_BYTES
+    if is_staged:
+        most_bytes = min(_BLOCK_BYTES, _staging.STAGED_BYTES)
+    elif whole and device.type == "cuda" and data.device == device:
+        most_bytes = data.numel()
     step = max(1, most_bytes // (32 * row_bytes)) * 32
     ranges = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
     parts = (data[first * row_bytes : last * row_bytes] for first, last in ranges)
-    if is_far:
-        parts = _copied_ahead(parts, min(step * row_bytes, data.numel()), device, data.is_pinned())
-    for (first, last), part in zip(ranges, parts):
-        yield first, last, part.to(device)
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As tensor.to(device), but a contiguous tensor in pageable memory goes to a GPU in blocks, as above, which is faster."""
-    data = tensor.view(-1).view(torch.uint8)
-    if device.type != "cuda" or data.is_cuda or data.numel() <= _STAGED_BYTES or data.is_pinned():
-        return tensor.to(device)
-    near = torch.empty_like(data, device=device)
-    for first, last, block in blocks(data, 1, device):
-        near[first:last] = block
-    return near.view(tensor.dtype).view(tensor.shape)
-
-
-def _copied_ahead(parts, most_bytes, device, pinned):
-    """The parts on a GPU, in two buffers in turn; copies run on a stream of their own."""
-    stream, copier = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    buffers = [torch.empty(most_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    staging = [] if pinned else [torch.empty(most_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    copied, used = ([torch.cuda.Event() for _ in buffers] for _ in range(2))
-    copier.wait_stream(stream)
-
-    def bring(part, turn):
-        if staging:
-            copied[turn].synchronize()
-            part = staging[turn][: part.numel()].copy_(part)
-        copier.wait_event(used[turn])
-        with torch.cuda.stream(copier):
-            near = buffers[turn][: part.numel()].copy_(part, non_blocking=True)
-        copied[turn].record(copier)
-        return near
-
-    try:
-        waiting, turn = None, 0
-        for part in itertools.chain(parts, [None]):
-            coming = None if part is None else bring(part, turn)
-            if waiting is not None:
-                stream.wait_event(copied[1 - turn])
-                yield waiting
-                used[1 - turn].record(stream)
-            waiting, turn = coming, 1 - turn
-    finally:
-        copier.synchronize()
+    near = _staging.copied_ahead(parts, device, not data.is_pinned()) if is_staged else (part.to(device) for part in parts)
+    for block, (first, last) in zip(near, ranges):
+        yield first, last, block
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:

@@ -1,57 +1,77 @@
-"""CompressedTensor: a tensor as a table of coded rows, and what can be asked of it."""
+"""The state of a table: its tensors, what is derived from them, where it is used from, and the faults that its work has met.
+
+The verbs (`index_select`, `decompress`, `[]`) are in `_compressed_tensor.py`, which builds on this; what fetches rows, in `_fetch/`, works on this.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
 
 import torch
 
 from . import _core, _layout, _memory
-from ._schemes.masks.learning import total_stored
-from ._schemes.masks.codebook import SCHEMES
-from ._rows import Geometry, to_device
+from ._rows import DTYPES, Geometry
+from ._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
+_CPU = torch.device("cpu")
+_MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
+_ROWS_PER_BASE = 32  # IBP_ROWS_PER_BASE
+
+_FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
 
 
 class CorruptTableError(ValueError):
     """A table's bytes contradict each other: it was damaged or made up."""
 
+    __module__ = "ibp"
 
-class CompressedTensor:
-    """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress`, `ibp.compress_` and by unpickling.
 
-    Attributes:
-        shape, dtype: of the original tensor.
-        device: where the coded rows are.
-        scheme: "ibp", "planes", or "raw" where compression would have saved nothing.
-        codebook: the `ibp.Codebook` or `ibp.PlanesCodebook`; None for scheme "raw".
-        row_bytes, num_rows: the unit of coding: an item x[i] of up to 64 KiB, else a piece of the flat tensor.
-        slot_bytes: bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
-        slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3); not to be changed.
+class Table:
+    """What a table consists of. Its fields are checked once, when it is made or unpickled, and cannot be set from then on."""
 
-    Pickling and `torch.save` keep everything but pinning: call `pin_memory` after loading.
-    """
+    shape: torch.Size
+    dtype: torch.dtype
+    scheme: str
+    row_bytes: int
+    slot_bytes: int
+    slots: torch.Tensor
+    overflow: torch.Tensor
+    lengths: torch.Tensor
+    bases: torch.Tensor
+    codebook: AnyCodebook | None
 
-    def __init__(self, *, shape, dtype, scheme, row_bytes, slot_bytes, slots, overflow, lengths, bases, codebook):
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
-        self.scheme = scheme
-        self.row_bytes = row_bytes
-        self.slot_bytes = slot_bytes
-        self.slots, self.overflow, self.lengths, self.bases = (_contiguous(tensor) for tensor in (slots, overflow, lengths, bases))
-        self.codebook = codebook
-        self._check_fields()
-        self._geometry = Geometry(self.shape, dtype, row_bytes)
-        self._item_shape = tuple(self.shape[1:])
-        self._check_state()
+    def __init__(self, *, shape: tuple[int, ...], dtype: torch.dtype, scheme: str, row_bytes: int, slot_bytes: int, slots: torch.Tensor,
+                 overflow: torch.Tensor, lengths: torch.Tensor, bases: torch.Tensor, codebook: AnyCodebook | None) -> None:
+        if "_geometry" in vars(self):
+            raise RuntimeError("the table is made already: its fields are checked once and cannot be set again")
+        _check_kinds(shape, dtype, scheme, row_bytes, slot_bytes)
+        geometry = Geometry(torch.Size(shape), dtype, row_bytes)
+        tensors = _checked_tensors(geometry, scheme, slot_bytes, slots, overflow, lengths, bases)
+        _check_codebook(codebook, scheme, row_bytes)
+        vars(self).update(shape=geometry.shape, dtype=dtype, scheme=scheme, row_bytes=row_bytes, slot_bytes=slot_bytes, codebook=codebook, **tensors)
+        self._geometry = geometry
+        self._num_items, self._item_bytes, self._item_shape = geometry.num_items, geometry.item_bytes, tuple(geometry.shape[1:])
         self._places: dict[torch.device, tuple] = {}
         self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see _fault_on
-        self._pinned_range = self._owner = None
+        self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made by compress_
+        self._pinned_range: object = None
         self._refresh()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise AttributeError(f"{name} of an ibp.CompressedTensor cannot be set: a table's fields are checked once, when it is made")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name} of an ibp.CompressedTensor cannot be deleted")
 
     # ---- what it is ----
 
     @property
     def device(self) -> torch.device:
+        """Where the coded rows are."""
         return self.slots.device
 
     @property
@@ -61,6 +81,7 @@ class CompressedTensor:
 
     @property
     def num_rows(self) -> int:
+        """Rows, the unit of coding: not items."""
         return self._geometry.num_rows
 
     @property
@@ -83,13 +104,13 @@ class CompressedTensor:
 
     @property
     def savings(self) -> float:
-        """1 - stored_bytes / original bytes; 0 for an empty tensor."""
+        """1 - stored_bytes / original bytes; 0 for an empty tensor. Memory is counted by `nbytes`, which slots can make larger."""
         return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working form."""
-        codebook = self.codebook.nbytes + _nbytes(self.codebook.words(torch.device("cpu"))) if self.codebook else 0
+        codebook = self.codebook.nbytes + _nbytes(self.codebook.words(_CPU)) if self.codebook else 0
         return _nbytes(self.slots) + _nbytes(self.overflow) + self.index_bytes + codebook
 
     @property
@@ -104,28 +125,15 @@ class CompressedTensor:
             self._link_bytes = _layout.link_bytes(self.lengths.cpu(), self._geometry, self.slot_bytes)
         return self._link_bytes
 
-    @property
     def is_pinned(self) -> bool:
         """Whether GPUs can fetch rows from the table's host memory themselves."""
         return self._is_pinned
 
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self.shape[0]
+    def pin_memory(self):
+        """Moves the rows to pinned host memory of exactly their size, so that GPUs fetch them by themselves. Returns the table itself.
 
-    def __repr__(self) -> str:
-        where = str(self.device) if self.device.type == "cuda" else "pinned" if self.is_pinned else "pageable"
-        slots = f", slot_bytes={self.slot_bytes}" if self.slot_bytes else ""
-        return (f"ibp.CompressedTensor(shape={list(self.shape)}, dtype={self.dtype}, scheme={self.scheme!r}, layout={self.layout!r}{slots}, "
-                f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, {where})")
-
-    # ---- where it is ----
-
-    def pin_memory(self) -> CompressedTensor:
-        """Moves the rows to pinned host memory of exactly their size, so that GPUs fetch them by themselves. Returns self.
-
-        A table made by `compress_` is pinned where it is. No-op if already pinned or on a GPU.
+        torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by `compress_` is pinned where it
+        is. No-op if already pinned or on a GPU.
 
         Raises:
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
@@ -136,130 +144,46 @@ class CompressedTensor:
             data = self.slots
             self._pinned_range = _core.PinnedRange(data, data.data_ptr(), data.numel()) if data.numel() else None
         else:
-            self.slots, self.overflow = _memory.to_pinned(self.slots), _memory.to_pinned(self.overflow)
+            vars(self).update(slots=_memory.to_pinned(self.slots), overflow=_memory.to_pinned(self.overflow))
         self._refresh()
         return self
 
-    def to(self, device: torch.device | str | int) -> CompressedTensor:
-        """The table on another device: itself if it is there, else a copy of its coded bytes (not pinned)."""
-        device = _memory.canonical(device)
-        if device == self.device:
-            return self
-        moved = {name: to_device(getattr(self, name), device) for name in ("slots", "overflow", "lengths", "bases")}
-        return CompressedTensor(shape=self.shape, dtype=self.dtype, scheme=self.scheme, row_bytes=self.row_bytes, slot_bytes=self.slot_bytes,
-                                codebook=self.codebook, **moved)
-
-    # ---- what can be asked of it ----
-
-    def index_select(self, ids, *, device=None, out=None, check=False, max_sms=None, path=None) -> torch.Tensor:
-        """See `ibp.index_select`."""
-        from ._fetch.gather import index_select
-
-        return index_select(self, ids, device=device, out=out, check=check, max_sms=max_sms, path=path)
-
-    def decompress(self, *, device=None, out=None, check=False, max_sms=None, path=None) -> torch.Tensor:
-        """See `ibp.decompress`."""
-        from ._fetch.streaming import decompress
-
-        return decompress(self, device=device, out=out, check=check, max_sms=max_sms, path=path)
-
-    def __getitem__(self, key) -> torch.Tensor:
-        """x[key] for an int, a slice, or an index tensor or list (bool masks too); on the table's device, or on the index tensor's."""
-        from ._fetch.gather import check_ids_dtype, check_range, index_select
-        from ._fetch.streaming import decode_items
-
-        if isinstance(key, slice):
-            start, stop, step = key.indices(len(self))
-            if step <= 0:
-                raise ValueError(f"the slice has step {step}; wanted a step greater than zero")
-            if step == 1:
-                return decode_items(self, start, max(start, stop), None, None, check=self.device.type == "cuda", max_sms=None)
-            return index_select(self, torch.arange(start, stop, step), device=self.device)
-        if isinstance(key, (bool, tuple, type(None), type(Ellipsis), str, float)):
-            raise TypeError(f"index is a {type(key).__name__}; wanted an int, a slice, an index tensor or a list of ints")
-        ids = torch.as_tensor(key)
-        if ids.dtype == torch.bool:
-            if ids.shape != self.shape[:1]:
-                raise IndexError(f"the mask has shape {list(ids.shape)}; wanted [{len(self)}]")
-            ids = ids.nonzero().reshape(-1)
-        if ids.dtype not in (torch.int32, torch.int64):
-            ids = check_ids_dtype(ids.to(torch.int64) if ids.dtype in (torch.int8, torch.int16, torch.uint8) or ids.numel() == 0 else ids)
-        device = ids.device if isinstance(key, torch.Tensor) and key.dim() else self.device
-        flat = ids.reshape(-1)
-        if not flat.is_cuda:
-            check_range(flat, len(self), least=-len(self))
-        flat = torch.where(flat < 0, flat + len(self), flat)
-        return index_select(self, flat, device=device).reshape((*ids.shape, *self.shape[1:]))
-
-    def check(self) -> None:
-        """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or CorruptTableError."""
-        for device in list(self._faults):
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            self._raise_pending(device)
-
     # ---- pickling ----
 
-    def __getstate__(self):
+    def __getstate__(self) -> dict[str, Any]:
         return {"format_version": _core.FORMAT_VERSION, "shape": tuple(self.shape), "dtype": self.dtype, "scheme": self.scheme,
                 "row_bytes": self.row_bytes, "slot_bytes": self.slot_bytes, "slots": self.slots, "overflow": self.overflow,
                 "lengths": self.lengths.view(torch.int16),  # plain pickle cannot load uint16 tensors
                 "bases": self.bases, "codebook": self.codebook}
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict):
+            raise ValueError(f"the table's state is a {type(state).__name__}; wanted a dict")
         state = dict(state)
         version = state.pop("format_version", None)
         if version != _core.FORMAT_VERSION:
             raise ValueError(f"the table has format version {version}; this ibp reads version {_core.FORMAT_VERSION}")
-        missing = {"shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook"} ^ state.keys()
+        missing = set(_FIELDS) ^ state.keys()
         if missing:
-            raise ValueError(f"the table's state lacks or has too many of: {sorted(missing)}")
-        if isinstance(state["lengths"], torch.Tensor) and state["lengths"].dtype == torch.int16:
-            state["lengths"] = state["lengths"].view(torch.uint16)
-        self.__init__(**state)
+            raise ValueError(f"the table's state lacks or has too many of: {sorted(missing, key=str)}")
+        lengths = state["lengths"]
+        if isinstance(lengths, torch.Tensor) and lengths.dtype == torch.int16 and _flaw(lengths) is None:
+            state["lengths"] = lengths.view(torch.uint16)
+        Table.__init__(self, **state)
 
-    # ---- inside ----
+    # ---- what the operations are given ----
 
-    def _refresh(self):
+    def _refresh(self) -> None:
         """Forgets what was derived from the tensors."""
-        self._stored_bytes = self._link_bytes = None
+        self._stored_bytes: int | None = None
+        self._link_bytes: int | None = None
         self._places.clear()
         held = [tensor for tensor in (self.slots, self.overflow) if tensor.numel()]
         self._is_pinned = self.device.type == "cpu" and torch.cuda.is_available() and all(tensor.is_pinned() for tensor in held)
 
-    def _check_fields(self):
-        if self.scheme not in SCHEMES:
-            raise ValueError(f"the table has scheme {self.scheme!r}; this ibp knows {sorted(SCHEMES)}")
-        if not isinstance(self.dtype, torch.dtype) or min(self.shape, default=0) < 0:
-            raise ValueError(f"the table has dtype {self.dtype!r} and shape {list(self.shape)}; wanted a torch.dtype and sizes of at least 0")
-        if type(self.row_bytes) is not int or type(self.slot_bytes) is not int:
-            raise TypeError(f"the table has row_bytes {self.row_bytes!r} and slot_bytes {self.slot_bytes!r}; wanted ints")
-
-    def _check_state(self):
-        """Raises ValueError unless sizes, dtypes and devices fit each other; what the bytes say is checked when they are decoded."""
-        geometry, want = self._geometry, []
-        if not 1 <= self.row_bytes <= _core.MAX_ROW_BYTES:
-            raise ValueError(f"the table has rows of {self.row_bytes} bytes; wanted 1 to {_core.MAX_ROW_BYTES}")
-        if self.slot_bytes != 0:
-            _layout.check_slot_bytes(self.slot_bytes, self.row_bytes)
-        num_bases = -(-geometry.num_rows // 32)
-        want.append(("slots", self.slots, torch.uint8, {_layout.slots_size(geometry, self.slot_bytes)}))
-        want.append(("overflow", self.overflow, torch.uint8, None))
-        want.append(("lengths", self.lengths, torch.uint16, {0} if self.scheme == "raw" else {geometry.num_rows}))
-        want.append(("bases", self.bases, torch.int64, {0, num_bases}))
-        for name, tensor, dtype, sizes in want:
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != 1 or (sizes and tensor.numel() not in sizes):
-                got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-                size = f"[{' or '.join(str(s) for s in sorted(sizes))}]" if sizes else "[any size]"
-                raise ValueError(f"the table's {name} is {got}; wanted {dtype} {size}: it is truncated or was not made by ibp")
-            if tensor.device != self.slots.device:
-                raise ValueError(f"the table's {name} is on {tensor.device}, its slots on {self.slots.device}; wanted one device")
-        of_scheme = getattr(self.codebook, "scheme", "raw") == self.scheme
-        if not of_scheme or (self.codebook is not None and self.codebook.row_bytes != self.row_bytes):
-            raise ValueError(f"the table's codebook is {self.codebook!r}; wanted one of scheme {self.scheme!r} for rows of {self.row_bytes} bytes")
-
-    def _arguments(self, device):
-        """What every table operation starts with (see _ops). Made once a device: the index and the codebook are copied to a GPU, pinned rows are mapped."""
+    def _arguments(self, device: torch.device) -> tuple:
+        """What every table operation starts with (see _ops). Made once a device: the index and the codebook are copied to a GPU, pinned rows are
+        mapped."""
         if device in self._places:
             return self._places[device]
         _refuse_capture(device)
@@ -268,28 +192,35 @@ class CompressedTensor:
             slots, overflow = _memory.device_view(slots, device), _memory.device_view(overflow, device)
         codec, words = self._coding(device)
         place = (slots, overflow, self.lengths.to(device), self.bases.to(device), words, codec, self.slot_bytes, 0,
-                 self._geometry.num_items, self._geometry.item_bytes)
+                 self._num_items, self._item_bytes)
         self._places[device] = place
         self._fault_on(device)  # compiled code and graphs find it made
         return place
 
-    def _coding(self, device):
+    def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
         """(codec, codebook) of the operations: how the rows are coded, for a device."""
-        if self.codebook is None:
-            return [SCHEMES["raw"], self.row_bytes], torch.empty(0, dtype=torch.int32, device=device)
-        return self.codebook.codec, self.codebook.words(device)
+        return coding_of(self.codebook, self.row_bytes, device)
 
-    def _fault_on(self, device, of_selections=False):
+    # ---- faults ----
+
+    def check(self) -> None:
+        """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or CorruptTableError."""
+        for device in list(self._faults):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            self._raise_pending(device)
+
+    def _fault_on(self, device: torch.device, of_selections: bool = False) -> torch.Tensor:
         """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time. of_selections: for those that read
         selections of the table's items (see host_gather), which do not know the items' ids."""
         if of_selections not in self._faults.get(device, ()):
             _refuse_capture(device)
-            host = _memory.empty(32, torch.device("cpu"), pin=device.type == "cuda").view(torch.int64).zero_()
+            host = _memory.empty(32, _CPU, pin=device.type == "cuda").view(torch.int64).zero_()
             near = _memory.device_view(host, device) if device.type == "cuda" else host
             self._faults.setdefault(device, {})[of_selections] = host.numpy(), near
         return self._faults[device][of_selections][1]
 
-    def _raise_pending(self, device):
+    def _raise_pending(self, device: torch.device) -> None:
         for of_selections, (record, _) in self._faults.get(device, {}).items():
             if not record[0]:
                 continue
@@ -298,27 +229,103 @@ class CompressedTensor:
             self._raise_fault((status, position, None if of_selections else value, taken),
                               f" (noted by an earlier call on {device}; its row was filled with zeros)")
 
-    def _raise_fault(self, fault, when=""):
+    def _raise_fault(self, fault, when: str = "") -> None:
         status, position, value, _ = fault
         if status == _INDEX_OUT_OF_RANGE:
-            raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self._geometry.num_items - 1}{when}")
+            raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self._num_items - 1}{when}")
         if status == _CORRUPT_ROW:
             which = f"item or row {value} at position {position}" if value is not None else f"the item of ids[{position}]"
             raise CorruptTableError(f"{_core.status_string(status)}: {which}{when}")
 
 
-def _refuse_capture(device):
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
-                           "call index_select or decompress once before capturing")
+# ---- checks ----
 
 
-def _contiguous(value):
-    return value.contiguous() if isinstance(value, torch.Tensor) else value
+def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes: Any) -> None:
+    """Raises ValueError or TypeError for fields that describe no tensor of rows."""
+    if scheme not in SCHEMES:
+        raise ValueError(f"the table has scheme {scheme!r}; this ibp knows {sorted(SCHEMES)}")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        raise ValueError(f"the table has dtype {dtype!r}; wanted a torch.dtype with elements of 1, 2, 4 or 8 whole bytes, not quantized or packed")
+    if not isinstance(shape, (tuple, list)) or any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"the table has shape {shape!r}; wanted a tuple of ints of at least 0")
+    if math.prod(max(1, size) for size in shape) * dtype.itemsize > _MAX_TENSOR_BYTES:
+        raise ValueError(f"the table has shape {list(shape)} of {dtype}: wanted at most 2^63 - 1 bytes")
+    if type(row_bytes) is not int or type(slot_bytes) is not int:
+        raise TypeError(f"the table has row_bytes {row_bytes!r} and slot_bytes {slot_bytes!r}; wanted ints")
+    if not 1 <= row_bytes <= _core.MAX_ROW_BYTES:
+        raise ValueError(f"the table has rows of {row_bytes} bytes; wanted 1 to {_core.MAX_ROW_BYTES}")
+    if slot_bytes != 0:
+        _layout.check_slot_bytes(slot_bytes, row_bytes)
 
 
-def _nbytes(tensor):
+def _checked_tensors(geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any) -> dict[str, torch.Tensor]:
+    """The table's tensors, each an alias that nobody else holds. ValueError unless sizes, dtypes and devices fit; what the bytes say is checked
+    when they are decoded."""
+    num_bases = -(-geometry.num_rows // _ROWS_PER_BASE)
+    raw_overflow = _raw_overflow_bytes(geometry, slot_bytes)
+    is_raw = scheme == "raw"
+    wanted = (("slots", slots, torch.uint8, {_layout.slots_size(geometry, slot_bytes)}),
+              ("overflow", overflow, torch.uint8, {raw_overflow} if is_raw else None),
+              ("lengths", lengths, torch.uint16, {0} if is_raw else {geometry.num_rows}),
+              ("bases", bases, torch.int64, {num_bases} if is_raw and raw_overflow else {0, num_bases}))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor, dtype, sizes in wanted:
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != 1 or (sizes is not None and tensor.numel() not in sizes):
+            got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            size = f"[{' or '.join(str(s) for s in sorted(sizes))}]" if sizes else "[any size]"
+            raise ValueError(f"the table's {name} is {got}; wanted {dtype} {size}: it is truncated or was not made by ibp")
+        flaw = _flaw(tensor)
+        if flaw is not None:
+            raise ValueError(f"the table's {name} is {flaw}; wanted a contiguous tensor in memory of its own, on the CPU or a CUDA device")
+        tensors[name] = tensor.detach()
+        if tensor.device != tensors["slots"].device:
+            raise ValueError(f"the table's {name} is on {tensor.device}, its slots on {tensors['slots'].device}; wanted one device")
+    return tensors
+
+
+def _flaw(tensor: torch.Tensor) -> str | None:
+    """Why a tensor is not plain memory, or None."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(tensor).__name__}"
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return f"a {tensor.layout} tensor of {tensor.dtype}"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"on {tensor.device}"
+    if tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor():
+        return "a negated, conjugated or zero view of other memory"
+    if not tensor.is_contiguous():
+        return f"not contiguous: its strides are {tensor.stride()}"
+    return None
+
+
+def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
+    is_codebook = isinstance(codebook, AnyCodebook) and codebook.is_finished
+    fits = is_codebook and (codebook.scheme, codebook.row_bytes) == (scheme, row_bytes) if scheme != "raw" else codebook is None
+    if not fits:
+        raise ValueError(f"the table's codebook is {codebook!r}; wanted one of scheme {scheme!r} for rows of {row_bytes} bytes")
+
+
+def _raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
+    """Bytes of the overflow of a table whose rows are all raw (FORMAT.md section 3)."""
+    if slot_bytes == 0:
+        return geometry.num_bytes
+
+    def overflow_bytes(row_bytes: int) -> int:
+        return max(0, -(-(row_bytes - slot_bytes) // _layout.SECTOR_BYTES) * _layout.SECTOR_BYTES)
+
+    num_whole, last_bytes = divmod(geometry.num_bytes, geometry.row_bytes)
+    return num_whole * overflow_bytes(geometry.row_bytes) + overflow_bytes(last_bytes)
+
+
+def _refuse_capture(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    with torch.cuda.device(device):  # torch looks at the current device's stream
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
+                               "call index_select or decompress once before capturing")
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-torch.serialization.add_safe_globals([CompressedTensor])

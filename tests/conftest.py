@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
     """Names of tests are the same in every process, which pytest-xdist needs: none holds an address."""
     changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if changing:
-        raise pytest.UsageError(f"{len(changing)} tests have an address in their names, the first is {changing[0]}: give ids=helpers.name_of")
+        raise pytest.UsageError(f"{len(changing)} tests have an address in their names, the first is {changing[0]}: give parametrize ids that do not change")
 
 
 @pytest.fixture(autouse=True)

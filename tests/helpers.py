@@ -20,11 +20,6 @@ DTYPES = FLOAT8_DTYPES + [
 ]  # fmt: skip
 
 
-def name_of(value):
-    """The id of a parameter, the same in every run: functions go by their names, where str() gives an address."""
-    return getattr(value, "__name__", None) or str(value)
-
-
 def pairwise(*columns):
     """Few combinations of the values of the columns, in which any value of a column meets any value of any other column.
 

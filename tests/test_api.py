@@ -9,6 +9,8 @@ import time
 import numpy as np
 import pytest
 import torch
+import tqdm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 import reference
@@ -117,7 +119,8 @@ def test_equal_input_gives_equal_tables(x, scheme):
 
 def test_repr_says_what_there_is(table):
     text = repr(table)
-    for part in ("[500, 60]", "torch.float32", f"scheme={table.scheme!r}", "slots", "120,000", f"{table.stored_bytes:,}", f"{table.savings:.1%}", "pageable"):
+    for part in ("[500, 60]", "torch.float32", f"scheme={table.scheme!r}", "slots", "120,000", f"{table.stored_bytes:,}", f"{table.savings:.1%}",
+                 f"nbytes={table.nbytes:,}", "pinned" if table.is_pinned() else "pageable"):
         assert part in text, f"{part} is not in {text}"
 
 
@@ -174,7 +177,7 @@ def test_default_rows():
 
 def test_pageable_on_request(x):
     table = ibp.compress(x, pin_memory=False, device="cpu")
-    assert not table.is_pinned and not table.slots.is_pinned()
+    assert not table.is_pinned() and not table.slots.is_pinned()
 
 
 def test_progress_is_shown_only_if_asked_for(x, capfd):
@@ -469,49 +472,127 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, scheme, monke
     assert_same_bits(table.decompress(), before)
 
 
-def interrupt_at(step, call):
-    """Runs call, but raises Interrupted when ibp's Python code comes to its step-th line. Returns what call returns and whether it came
-    there: Python ignores what is raised in a generator that it closes."""
-    package = os.path.dirname(ibp.__file__)
+PACKAGE, TQDM = (os.path.dirname(module.__file__) for module in (ibp, tqdm))
+
+
+def interrupt_at(line, then, call):
+    """Runs call, but raises Interrupted at the line of ibp's Python code of this number, counted from 0, and, if `then` is a number, once more at
+    that point of what Python runs on its way out: a point is a call, or the return of a C function, where Python handles signals too.
+    Returns (what call returns, or the table of the exception that leaves it; how many interrupts there were)."""
+    lines, points, raised = itertools.count(), itertools.count(), 0
 
     def tracer(frame, event, _):
-        nonlocal step
-        if not frame.f_code.co_filename.startswith(package):
+        nonlocal raised
+        if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event in ("call", "line"):
-            step -= 1
-            if step < 0:
-                sys.settrace(None)
-                raise Interrupted
+        if event in ("call", "line") and next(lines) == line:
+            raised = 1
+            raise Interrupted
         return tracer
 
-    previous = sys.gettrace()
-    sys.settrace(tracer)
+    def profiler(frame, event, function):
+        nonlocal raised
+        if event == "c_return" and function is ibp._core.call_keeping_table:
+            return  # the table is the caller's to lose
+        if raised == 1 and frame.f_code.co_filename.startswith((PACKAGE, TQDM)) and event in ("call", "c_call", "c_return") and next(points) == then:
+            raised = 2
+            raise Interrupted
+
     try:
-        return call(), step < 0
+        if then is not None:
+            sys.setprofile(profiler)
+        sys.settrace(tracer)
+        return call(), raised
+    except Interrupted as interruption:
+        return getattr(interruption, "table", None), raised
     finally:
-        sys.settrace(previous)
+        sys.settrace(None)
+        sys.setprofile(None)
+
+
+@pytest.fixture
+def in_blocks(monkeypatch):
+    """200 rows in blocks of 96, and a codebook for them."""
+    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 240 * 96)
+    x = one_hot_rows(200, 60)
+    return x, ibp.analyze(x, scheme="planes")
+
+
+def assert_kept(table, x, before):
+    """x is as it was, or its table decompresses to it. Returns how many rows are coded; None without a table."""
+    assert_same_bits(x if table is None else table.decompress(device="cpu"), before)
+    return None if table is None else int((table.lengths != 0).sum())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("scheme", ["ibp", "planes"])
-def test_compress_in_place_interrupted_at_every_line(scheme, monkeypatch):
-    """x is as it was, or the exception brings a table that decompresses to it."""
-    before = one_hot_rows(200, 60)
-    codebook = ibp.analyze(before, scheme=scheme)
-    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 240 * 96)
+def test_compress_in_place_interrupted_at_every_line(in_blocks):
+    before, codebook = in_blocks
     seen = set()
-    for step in itertools.count():
+    for line in itertools.count():
         x = before.clone()
-        try:
-            table, reached = interrupt_at(step, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False))
-        except Interrupted as interruption:
-            table, reached = getattr(interruption, "table", None), True
-        seen.add(None if table is None else int((table.lengths != 0).sum()))
-        assert_same_bits(x if table is None else table.decompress(), before)
-        if not reached:
+        table, raised = interrupt_at(line, None, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False))
+        seen.add(assert_kept(table, x, before))
+        if not raised:
             break
     assert seen == {None, 0, 96, 192, 200}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_compress_in_place_interrupted_twice(in_blocks, stride):
+    """At lines, and then at every point of what Python runs on its way out."""
+    before, codebook = in_blocks
+    seen, pairs = set(), 0
+    for line in itertools.count(stride // 2, stride):
+        for point in itertools.count():
+            x = before.clone()
+            table, raised = interrupt_at(line, point, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False))
+            seen.add(assert_kept(table, x, before))
+            pairs += raised == 2
+            if raised < 2:
+                break
+        if not raised:
+            break
+    assert {None, 96, 192} <= seen and pairs > 1000 / stride
+
+
+class InterruptedOperations(TorchDispatchMode):
+    """Raises Interrupted before or after the torch operations of these numbers, on the way out too."""
+
+    def __init__(self, numbers, before):
+        super().__init__()
+        self.numbers, self.before, self.number = set(numbers), before, -1
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += 1
+        is_chosen = self.number in self.numbers
+        if is_chosen and self.before:
+            raise Interrupted
+        result = function(*args, **(kwargs or {}))
+        if is_chosen:
+            raise Interrupted
+        return result
+
+
+@pytest.mark.parametrize("before_it", [True, False])
+def test_compress_in_place_interrupted_at_every_operation(in_blocks, before_it):
+    """As a signal that comes while torch works, and that Python handles when the operation returns; then a second one in the same way."""
+    before, codebook = in_blocks
+    seen, last = set(), 0
+    for first in itertools.count():
+        for others in ([], [first + 1]):
+            x, table = before.clone(), None
+            mode = InterruptedOperations([first, *others], before_it)
+            try:
+                with mode:
+                    table = ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+            except Interrupted as interruption:
+                table = getattr(interruption, "table", None)
+            seen.add(assert_kept(table, x, before))
+        if mode.number < first:
+            break
+        last = first
+    assert last > 10 and {None, 96, 192, 200} <= seen
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -42,7 +42,7 @@ def compiled(request, place):
 
 def make_table(x, scheme, place, device):
     table = ibp.compress(x.to(device) if place == "device" else x, scheme=scheme, pin_memory=place == "pinned", device=device)
-    assert table.device.type == ("cuda" if place == "device" else "cpu") and table.is_pinned == (place == "pinned")
+    assert table.device.type == ("cuda" if place == "device" else "cpu") and table.is_pinned() == (place == "pinned")
     return table
 
 

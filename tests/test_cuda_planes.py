@@ -190,7 +190,7 @@ def make_table(x, codebook, layout, place, cuda):
     """A table in pinned host memory, or in device memory, equal to the one that the CPU makes."""
     arguments = {"codebook": codebook, **layout_arguments(layout, codebook.row_bytes)}
     table = ibp.compress(x.to(cuda) if place == "device" else x, device=cuda, **arguments)
-    assert table.scheme == "planes" and table.is_pinned == (place == "pinned")
+    assert table.scheme == "planes" and table.is_pinned() == (place == "pinned")
     assert_same_table(table, ibp.compress(x, device="cpu", **arguments))
     return table
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ibp
-from ibp import _memory, _rows
+from ibp import _memory, _staging
 from golden.make_planes import KINDS, adversarial_rows
 from helpers import LAYOUTS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, one_hot_rows, planes_codebook, spiky_rows
 from test_cuda import matching_rows, random_codebook
@@ -124,7 +124,7 @@ def test_counts_at_any_address(cuda, row_bytes):
 @pytest.mark.parametrize("scheme", ["ibp", "planes"])
 def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinned):
     """Host data in many blocks, more than there are staging buffers: each is used again before the table is whole."""
-    monkeypatch.setattr("ibp._rows._STAGED_BYTES", 1 << 16)
+    monkeypatch.setattr("ibp._staging.STAGED_BYTES", 1 << 16)
     for x in (spiky_rows(5000, 60), embedding(3001, 128, torch.bfloat16)):
         row_bytes = x.shape[1] * x.element_size()
         codebook = ibp.analyze(x, scheme=scheme, device="cpu")
@@ -141,9 +141,9 @@ def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinn
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
 @pytest.mark.parametrize("num_elements", [0, 1, 4096, 33_333])
 def test_pageable_tensors_in_blocks(cuda, monkeypatch, num_elements, dtype):
-    monkeypatch.setattr("ibp._rows._STAGED_BYTES", 1 << 12)
+    monkeypatch.setattr("ibp._staging.STAGED_BYTES", 1 << 12)
     x = torch.arange(num_elements).to(dtype).view(-1, 1)
-    assert_same_bits(_rows.to_device(x, cuda).cpu(), x)
+    assert_same_bits(_staging.to_device(x, cuda).cpu(), x)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4097, (2 << 20) + 1, (96 << 20) + 17])

@@ -199,7 +199,7 @@ def test_ids_of_an_empty_table():
         ibp.index_select(table, torch.tensor([0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int16, torch.uint8, torch.uint64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.uint64], ids=str)
 def test_dtype_of_ids(table, dtype):
     with pytest.raises(TypeError, match=f"ids.*{dtype}.*int32.*int64"):
         ibp.index_select(table, torch.zeros(3).to(dtype))
@@ -248,7 +248,7 @@ def test_getitem(x, table):
     for key in (100, -101, [0, 100], torch.tensor([[0], [-101]]), torch.ones(99, dtype=torch.bool)):
         with pytest.raises(IndexError):
             table[key]
-    for key in (1.5, "1", None, ..., (0, 1), True, torch.tensor([0.5])):
+    for key in (1.5, "1", True, {1}, {1: 2}, [0.5], (0, "1"), torch.tensor([0.5]), torch.tensor([1], dtype=torch.uint8)):
         with pytest.raises(TypeError):
             table[key]
     for key in (slice(None, None, -1), slice(0, 5, 0)):

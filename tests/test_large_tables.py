@@ -6,13 +6,13 @@ import torch
 
 import ibp
 from helpers import LAYOUTS, assert_same_bits, embedding, layout_arguments, make_tensor, one_hot_rows, spiky_rows
-from ibp._fetch import gather, host_gather
+from ibp._fetch import gather, host_gather, paths
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 CODED = ["ibp", "planes"]
 KINDS = ["raw", *CODED]
-PATHS = ["gpu", "bucketed", "cpu", None]
+NAMES = ["gpu", "bucketed", "cpu", None]
 
 
 def check_partition(ids, num_items, window_bits, stable):
@@ -66,8 +66,7 @@ class Sized:
     """What window_bits reads of a table."""
 
     def __init__(self, num_items, resident_bytes):
-        self.resident_bytes = resident_bytes
-        self._geometry = type("Geometry", (), {"num_items": num_items})
+        self.resident_bytes, self._num_items = resident_bytes, num_items
 
 
 @pytest.mark.parametrize("num_items", [0, 1, 5, 65_536, 65_537, 10**6, 10**9])
@@ -224,7 +223,7 @@ def test_looks_sorted():
 
 
 def choices(table, ids, target, worker):
-    return gather.choose_path(table, ids, torch.device(target), torch.device(worker))
+    return paths.choose(gather.PATHS, gather.Request(table, ids, torch.device(target), torch.device(worker), 0)).name
 
 
 def test_choices_where_the_cpu_does_it_all():
@@ -234,7 +233,7 @@ def test_choices_where_the_cpu_does_it_all():
 
 def make_table(x, scheme, place, cuda, **arguments):
     table = ibp.compress(x.to(cuda) if place == "device" else x, scheme=scheme, pin_memory=place == "pinned", device=cuda, **arguments)
-    assert table.is_pinned == (place == "pinned")
+    assert table.is_pinned() == (place == "pinned")
     return table
 
 
@@ -269,8 +268,8 @@ def test_choices(cuda, monkeypatch):
 
 def paths_of(ids, place):
     """The paths that ids on the CPU or the GPU can take out of a table in a place."""
-    paths = {"pinned": ["gpu", "bucketed"], "device": ["gpu", "bucketed"], "pageable": []}[place]
-    return paths + (["cpu"] if place != "device" and not ids.is_cuda else []) + [None]
+    of_gpu = ["gpu", "bucketed"] if place != "pageable" else []
+    return of_gpu + (["cpu"] if place != "device" and not ids.is_cuda else []) + [None]
 
 
 @pytest.fixture
@@ -300,7 +299,7 @@ def test_every_path_gives_the_same(cuda, small_is_large, layout, scheme, place):
                     assert_same_bits(out.cpu(), expected)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", NAMES)
 @pytest.mark.parametrize("columns, row_bytes", [(2000, 800), (1, None), (5000, 4000)])
 def test_items_of_several_rows(cuda, small_is_large, path, columns, row_bytes):
     x = spiky_rows(2000, columns)
@@ -395,7 +394,7 @@ def test_paths_that_cannot_be_taken(cuda):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", NAMES)
 def test_bad_ids(cuda, small_is_large, path, dtype):
     x = spiky_rows(500, 60) + 1
     table = make_table(x, "planes", "pinned", cuda)

@@ -194,7 +194,7 @@ def test_large_tensors_are_streamed_by_themselves(cuda, monkeypatch, scheme, lay
 def test_raw_rows(cuda, streamed):
     x = spiky_rows(3001, 60)
     packed = packed_raw_table(x).pin_memory()
-    assert packed.is_pinned
+    assert packed.is_pinned()
     for table in (ibp.compress(x, scheme="raw"), packed):
         out = poisoned(x, cuda)
         ibp.decompress(table, out=out, check=True)
@@ -207,7 +207,7 @@ def test_ranges(cuda, streamed, layout):
     x = spiky_rows(3000, 61)
     table = make_table(x, layout, scheme="ibp", row_bytes=100)
     for first, last in ((0, 3000), (0, 1), (2999, 3000), (37, 2999), (1000, 1000), (1023, 1025)):
-        assert_same_bits(streaming.decode_items(table, first, last, cuda, None, True, None).cpu(), x[first:last])
+        assert_same_bits(streaming.decode_items(table, first, last, cuda, check=True).cpu(), x[first:last])
     assert len(streamed) == 5
 
 
@@ -237,7 +237,7 @@ def test_many(cuda, streamed, monkeypatch, small_ring):
         tables += [ibp.compress(x, scheme=scheme, layout=layout) for scheme in ("ibp", "planes", "raw") for layout in ("slots", "packed")]
         tables += [ibp.compress(x, pin_memory=False), ibp.compress(x.to(cuda))]
         want += [x] * 8
-    num_streamed = sum(table.is_pinned and table.original_bytes > 0 for table in tables)
+    num_streamed = sum(table.is_pinned() and table.original_bytes > 0 for table in tables)
     tables.append(tables[0]), want.append(want[0])
     outs = [None if i % 3 else poisoned(x, cuda if i % 2 else "cpu") for i, x in enumerate(want)]
     for result, x, table in zip(ibp.decompress_many(tables, device=cuda), want, tables):
@@ -283,9 +283,9 @@ def test_paths_that_cannot_be_taken():
     table = ibp.compress(spiky_rows(64, 60), pin_memory=False)
     with pytest.raises(ValueError, match="path is 'bucketed'; wanted one of 'copy', 'gpu', or None"):
         ibp.decompress(table, path="bucketed")
-    for path in streaming.PATHS:
+    for path in ("copy", "gpu"):
         out = poisoned(torch.empty(64, 60), "cpu")
-        with pytest.raises(ValueError, match=f"path '{path}' goes from pinned host memory to a GPU, but the table is .* and the result goes to cpu"):
+        with pytest.raises(ValueError, match=f"path '{path}' cannot be taken: it goes from pinned host memory to a GPU, but the table is .* goes to cpu"):
             ibp.decompress_many([table], out=[out], path=path)
         assert_same_bits(out, poisoned(torch.empty(64, 60), "cpu"))
 

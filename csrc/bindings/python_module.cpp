@@ -2,6 +2,8 @@
 #include "ibp.h"
 #include "ibp_cuda.h"
 
+#include "../core/format.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -163,6 +165,59 @@ class PinnedRange {
     void *data_;
 };
 
+// What DLPack's C interface hands an array over with (struct DLManagedTensor of dlpack.h, version 0.8).
+struct DLManagedTensor {
+    struct {
+        void *data;
+        int32_t device_type, device_id;
+        int32_t num_dims;
+        uint8_t type_code, type_bits;
+        uint16_t type_lanes;
+        int64_t *shape, *strides;
+        uint64_t byte_offset;
+    } array;
+    void *manager;
+    void (*release)(DLManagedTensor *);
+};
+static_assert(sizeof(DLManagedTensor) == 64, "the layout of dlpack.h on a 64-bit machine");
+enum : int32_t { kDLCUDA = 2 };
+enum : uint8_t { kDLUInt = 1 };
+
+// The bytes of an object in pinned memory as a CUDA device sees them, for whoever takes a DLPack capsule; the object lives as long as they are held.
+struct MappedBytes {
+    DLManagedTensor managed;
+    py::object owner;
+    int64_t num_bytes;
+
+    static void release(DLManagedTensor *managed)
+    {
+        if (!Py_IsInitialized()) return; // the interpreter's objects are gone
+        const py::gil_scoped_acquire acquire; // torch frees tensors on any thread
+        delete static_cast<MappedBytes *>(managed->manager);
+    }
+};
+
+// A capsule with the bytes from address on, which are pinned, as uint8 of the current CUDA device, whose index is device. Torch's own ways to wrap an
+// address, from_blob and __cuda_array_interface__, ask the driver for its device: that one is the device that was current when it was pinned.
+py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, int32_t device)
+{
+    void *mapped = nullptr;
+    check(ibp_cuda_map_pinned(reinterpret_cast<void *>(address), &mapped));
+    auto *const bytes = new MappedBytes{{}, std::move(owner), num_bytes};
+    bytes->managed.array = {mapped, kDLCUDA, device, 1, kDLUInt, 8, 1, &bytes->num_bytes, nullptr, 0};
+    bytes->managed.manager = bytes;
+    bytes->managed.release = &MappedBytes::release;
+    PyObject *const capsule = PyCapsule_New(&bytes->managed, "dltensor", [](PyObject *unused) {
+        if (!PyCapsule_IsValid(unused, "dltensor")) return; // who took it has renamed it
+        MappedBytes::release(static_cast<DLManagedTensor *>(PyCapsule_GetPointer(unused, "dltensor")));
+    });
+    if (capsule == nullptr) {
+        delete bytes;
+        throw py::error_already_set();
+    }
+    return py::reinterpret_steal<py::object>(capsule);
+}
+
 // The streams and events of a stream of tables (ibp_cuda.h), on the device that is current when it is made.
 class Streamer {
   public:
@@ -181,6 +236,18 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
+// What call() returns. An exception that leaves it takes kept[0], if there is one, along as its attribute `table`. No Python code runs in
+// between, so that no further interrupt can come before it.
+py::object call_keeping_table(const py::list &kept, const py::object &call)
+{
+    try {
+        return call();
+    } catch (const py::error_already_set &raised) {
+        if (!kept.empty()) py::setattr(raised.value(), "table", kept[0]);
+        throw;
+    }
+}
+
 } // namespace
 
 PYBIND11_MODULE(_core, m)
@@ -188,6 +255,8 @@ PYBIND11_MODULE(_core, m)
     m.doc() = "The ibp core without torch: status, versions, single rows, pinned memory.";
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
+    m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
+    m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN; // overflow parts begin with a sector
     m.attr("CPU_AVX2_BMI2") = static_cast<uint32_t>(IBP_CPU_AVX2_BMI2);
     m.attr("CPU_AVX512") = static_cast<uint32_t>(IBP_CPU_AVX512);
     m.def("version", &ibp_version, "Version of the linked core library.");
@@ -199,6 +268,9 @@ PYBIND11_MODULE(_core, m)
           "Uses those of the given features that the processor has, in all threads from now on; returns them. For tests and benchmarks.");
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
     m.def("cuda_device_count", &ibp_cuda_device_count, "CUDA devices that the core library can see; 0 without a driver.");
+
+    m.def("call_keeping_table", &call_keeping_table, py::arg("kept"), py::arg("call"),
+          "call(); an exception that leaves it takes kept[0], if there is one, along as its attribute `table`.");
 
     py::class_<RowCodec>(m, "_RowCodec")
         .def_property_readonly("row_bytes", &RowCodec::row_bytes)
@@ -221,6 +293,9 @@ PYBIND11_MODULE(_core, m)
 
     py::class_<PinnedRange>(m, "PinnedRange", "Pins the memory of an object while this one lives.")
         .def(py::init<py::object, uintptr_t, size_t>(), py::arg("owner"), py::arg("address"), py::arg("num_bytes"));
+
+    m.def("map_pinned", &map_pinned, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
+          "DLPack capsule of pinned memory as bytes of the current CUDA device, whose index is device; keeps its owner alive.");
 
     py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
         .def(py::init<>())

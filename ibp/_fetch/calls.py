@@ -1,16 +1,21 @@
-"""What the operations on tables share: where the work is done, what `out` must be, and how faults come back."""
+"""What the calls on tables share: where the work is done, what `out` must be, and how faults come back."""
 
 from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .. import _memory
-from .._table import CompressedTensor
+from .._table import Table
 
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
-def produce(table, shape, target, worker, out, check, run):
+def produce(table: Table, shape: Sequence[int], target: torch.device, worker: torch.device, out: torch.Tensor | None, check: bool,
+            run: Callable[[torch.Tensor, torch.Tensor], None]) -> torch.Tensor:
     """Runs an operation, run(result, fault), that writes on the worker device, into out where that is there, and brings the result to the target."""
     if out is not None:
         check_out(out, shape, table.dtype)
@@ -31,12 +36,12 @@ def produce(table, shape, target, worker, out, check, run):
     return result if worker == target else result.to(target)
 
 
-def check_table(table):
-    if not isinstance(table, CompressedTensor):
+def check_table(table: Any) -> None:
+    if not isinstance(table, Table):
         raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
 
 
-def check_out(out, shape, dtype):
+def check_out(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}; wanted a torch.Tensor")
     if out.dtype != dtype:
@@ -51,32 +56,33 @@ def check_out(out, shape, dtype):
         raise ValueError("out requires grad")
 
 
-def target_of(device, out, default):
+def target_of(device: torch.device | str | int | None, out: torch.Tensor | None, default: torch.device) -> torch.device:
     """Where a result goes. default: the device of a tensor."""
     if out is None:
         return _memory.canonical(default if device is None else device)
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"out is a {type(out).__name__}; wanted a torch.Tensor")
     target = _memory.canonical(out.device)
     if device is not None and _memory.canonical(device) != target:
         raise ValueError(f"device is {device}, but out is on {out.device}")
     return target
 
 
-def worker_of(table, target):
-    """Which device decodes."""
-    if table.is_pinned:
+def worker_of(table: Table, target: torch.device) -> torch.device:
+    """Which device decodes, unless the path has it otherwise."""
+    if table._is_pinned:
         return target
     device = table.device
-    return device if device.type == "cuda" else _CPU
+    return device if device.type == "cuda" else CPU
 
 
-def check_path_name(path, names):
-    if path not in names:
-        raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, names))}, or None")
-
-
-def sms_of(max_sms):
+def sms_of(max_sms: int | None) -> int:
+    """max_sms as the operations take it; 0: all."""
     if max_sms is None:
         return 0
+    if isinstance(max_sms, bool) or not hasattr(max_sms, "__index__"):
+        raise TypeError(f"max_sms is {max_sms!r}; wanted an int of at least 1, or None for all")
+    max_sms = operator.index(max_sms)
     if max_sms < 1:
         raise ValueError(f"max_sms is {max_sms}; wanted at least 1, or None for all")
-    return int(max_sms)
+    return max_sms

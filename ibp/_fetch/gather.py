@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 
-from .._table import CompressedTensor
+from .._table import Table
 from . import host_gather
-from .calls import check_path_name, check_table, produce, sms_of, target_of, worker_of
+from .calls import check_table, produce, sms_of, target_of, worker_of
+from .paths import Path, choose, is_capturing, named
 
-PATHS = ("gpu", "bucketed", "cpu")
-
-# Thresholds of the paths, for an H200 on PCIe 5 and 16 cores; benchmarks/large_table.py measures every path beside the others. A GPU that fetches at random places
-# of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128 B come at 49 million rows a second, and at 370 to 400 when their ids are
-# put in the order of windows of 64 KiB to 256 MiB first; 100,000 rows gain 3.5 times from windows of 64 KiB there and 1.6 times out of 16 GiB.
+# Thresholds of the paths, for an H200 on PCIe 5 and 16 cores; benchmarks/large_table.py measures every path beside the others. A GPU that fetches at
+# random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128 B come at 49 million rows a second, and at 370 to
+# 400 when their ids are put in the order of windows of 64 KiB to 256 MiB first; 100,000 rows gain 3.5 times from windows of 64 KiB there and 1.6
+# times out of 16 GiB.
 LARGE_TABLE_BYTES = 512 << 20  # of slots and overflow: from here on address translation binds
 LEAST_BUCKETED_IDS = 1 << 15  # fewer fetches cost less than the four launches of a partition gain
 WINDOW_BYTES = 64 << 10  # at least, of a window
@@ -21,8 +25,11 @@ BUCKETED_SMS = 16  # with more, the rows that are fetched at the same time lie f
 LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipeline
 LEAST_STAGING_THREADS = 8  # a core gathers 4 to 6 GB/s: with fewer a GPU that fetches in order is faster
 
+Ids = torch.Tensor | Sequence[int] | np.ndarray
+_WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
-def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.device | str | int | None = None,
+
+def index_select(table: Table, ids: Ids, *, device: torch.device | str | int | None = None,
                  out: torch.Tensor | None = None, check: bool = False, max_sms: int | None = None, path: str | None = None) -> torch.Tensor:
     """The items ids of a table, as torch.index_select(x, 0, ids), moved to a device (the paper's sections 4.3 and 4.4).
 
@@ -37,7 +44,8 @@ def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.de
 
     Args:
         table: a table of N items of shape [...].
-        ids: int32 or int64 [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all.
+        ids: integers [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all: a tensor (int32 and int64 are taken as they are,
+            shorter ones are widened), a sequence of ints or a numpy array.
         device: where the result goes; None: out's device, else the ids'.
         out: contiguous tensor [K, ...] of the table's dtype to write to.
         check: wait for the result and raise here what went wrong.
@@ -53,113 +61,202 @@ def index_select(table: CompressedTensor, ids: torch.Tensor, *, device: torch.de
         Tensor [K, ...]; out if it was given.
 
     Raises:
-        TypeError: ids is not int32 or int64, or out has another dtype.
+        TypeError: ids are no integers, or out has another dtype.
         ValueError: ids is not 1-D, out has another shape, is not contiguous or is not on `device`, or `path` cannot be taken.
         IndexError: an id is out of range.
         CorruptTableError: the table's bytes contradict each other.
     """
     check_table(table)
     if not isinstance(ids, torch.Tensor):
-        ids = torch.as_tensor(ids)
-        ids = ids.to(torch.int64) if ids.numel() == 0 else ids
-    check_ids_dtype(ids)
+        ids = tensor_of(ids, "ids")
+    ids = checked_ids(ids)
     if ids.dim() != 1:
         if ids.dim() > 1:
             raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
         ids = ids.reshape(-1)
     ids = ids.contiguous()
-    is_compiling, on_gpu, num_ids = torch.compiler.is_compiling(), ids.is_cuda, ids.numel()
     target = target_of(device, out, ids.device)
-    worker = worker_of(table, target)
+    worker, sms = worker_of(table, target), sms_of(max_sms)
+    chosen = None
     if path is not None:
-        check_path(path, table, ids, target, worker)
-    if not on_gpu and not is_compiling:
-        check_range(ids, table._geometry.num_items)
-    if on_gpu and worker.type == "cpu":
+        chosen = named(PATHS, path)
+        refuse(chosen, Request(table, ids, target, worker, sms))
+    if not ids.is_cuda:
+        if not torch.compiler.is_compiling():
+            check_range(ids, table._num_items)
+    elif worker.type == "cpu":
         ids = ids.cpu()
-    path = path or choose_path(table, ids, target, worker)
-    if path == "cpu":
-        worker = target
-    elif ids.device != worker:
-        ids = ids.to(worker)
-    shape = (num_ids, *table._item_shape)
+    request = Request(table, ids, target, worker, sms)
+    if chosen is None:
+        chosen = choose(PATHS, request)
+    return produce(table, (ids.numel(), *table._item_shape), target, chosen.worker(request), out, check,
+                   lambda result, fault: chosen.run(request, result, fault))
 
-    def run(result, fault):
-        if num_ids == 0:
+
+class Request(NamedTuple):
+    """Items to fetch. worker: the device that decodes them without the CPU's help."""
+
+    table: Table
+    ids: torch.Tensor  # int32 or int64 [K], contiguous
+    target: torch.device
+    worker: torch.device
+    sms: int  # at most; 0: all
+
+
+class ItemPath(Path[Request]):
+    """A path that items take."""
+
+    def worker(self, request: Request) -> torch.device:
+        """The device that decodes."""
+        return request.worker
+
+    def run(self, request: Request, result: torch.Tensor, fault: torch.Tensor) -> None:
+        """Writes the items to result on the worker device, in the order of its current stream; notes in fault what goes wrong."""
+        raise NotImplementedError
+
+
+class _Decode(ItemPath):
+    """The device that decodes reads rows where they are, in the order given."""
+
+    def cost(self, request):
+        return 1.0
+
+    def run(self, request, result, fault):
+        table, ids, worker = request.table, request.ids, request.worker
+        if ids.device != worker:
+            ids = ids.to(worker)
+        if ids.numel():
+            torch.ops.ibp.gather_items.default(*table._arguments(worker), ids, request.sms, result, fault, None)
+
+
+class _Gpu(_Decode):
+    """The GPU fetches rows from pinned memory, or its own, in the order given."""
+
+    name = "gpu"
+
+    def can(self, request):
+        return None if request.worker.type == "cuda" else "it is the GPU's: wanted a pinned table and device='cuda'"
+
+
+class _Bucketed(ItemPath):
+    """The GPU puts ids in the order of windows of the table first: address translation then finds what it needs."""
+
+    name = "bucketed"
+
+    def can(self, request):
+        return None if request.worker.type == "cuda" else "it is the GPU's: wanted a pinned table and device='cuda'"
+
+    def cost(self, request):
+        table, ids = request.table, request.ids
+        if ids.numel() < LEAST_BUCKETED_IDS or table.resident_bytes < LARGE_TABLE_BYTES or table.device.type == "cuda":
+            return 2.0
+        return 2.0 if not ids.is_cuda and not torch.compiler.is_compiling() and looks_sorted(ids) else 0.5
+
+    def run(self, request, result, fault):
+        table, ids, worker = request.table, request.ids.to(request.worker), request.worker
+        if ids.numel() == 0:
             return
-        if path == "cpu":
-            host_gather.fetch(table, ids, worker, sms_of(max_sms), result, table._fault_on(worker, of_selections=True))
-            return
-        order, positions, sms = ids, None, sms_of(max_sms)
-        if path == "bucketed":
-            order, positions = torch.ops.ibp.partition_ids.default(ids, table._geometry.num_items, window_bits(table))
-            sms = sms or bucketed_sms(table)
+        order, positions = torch.ops.ibp.partition_ids.default(ids, table._num_items, window_bits(table))
+        sms = request.sms or bucketed_sms(table)
         torch.ops.ibp.gather_items.default(*table._arguments(worker), order, sms, result, fault, positions)
 
-    return produce(table, shape, target, worker, out, check, run)
 
+class _Cpu(ItemPath):
+    """The CPU gathers coded rows, the copy engine moves them, the GPU decodes them (host_gather)."""
 
-def check_path(path, table, ids, target, worker):
-    """Raises ValueError unless the path can be taken."""
-    check_path_name(path, PATHS)
-    if path != "cpu" and worker.type == "cpu":
-        raise ValueError(f"path {path!r} is the GPU's, but the table is {table!r} and the result goes to {target}: wanted a pinned table and device='cuda'")
-    if path != "cpu":
-        return
-    if target.type != "cuda" or table.device.type != "cpu":
-        raise ValueError(f"path 'cpu' goes from host memory to a GPU, but the table is on {table.device} and the result goes to {target}")
-    if ids.is_cuda:
-        raise ValueError(f"path 'cpu' wants ids on the CPU, which gathers their rows; they are on {ids.device}")
-    if not host_gather.rows_at_once(table):
-        raise ValueError(f"path 'cpu' wants items of whole rows that fit its staging buffers; these have {table._geometry.item_bytes:,} bytes "
-                         f"in rows of {table.row_bytes:,}")
-    if torch.cuda.is_current_stream_capturing():
-        raise ValueError("path 'cpu' cannot be captured in a CUDA graph, which the CPU takes no part in: wanted 'gpu' or 'bucketed'")
+    name = "cpu"
 
-
-def bucketed_sms(table):
-    """SMs that path "bucketed" takes by itself; 0: all, for decoders that are slower than the link with few."""
-    return BUCKETED_SMS if table.scheme != "planes" or getattr(table.codebook, "is_fast", False) else 0
-
-
-def choose_path(table, ids, target, worker):
-    """The fastest path, by the thresholds above; None where the CPU does it all."""
-    num_ids, is_pinned = ids.numel(), worker.type == "cuda"
-    if ids.is_cuda and is_pinned and num_ids < LEAST_BUCKETED_IDS:
-        return "gpu"
-    num_bytes, is_large = num_ids * table._geometry.item_bytes, table.resident_bytes >= LARGE_TABLE_BYTES
-    can_look = not ids.is_cuda and not torch.compiler.is_compiling()
-    if target.type == "cuda" and table.device.type == "cpu" and can_look and num_bytes >= LEAST_STAGED_BYTES:
-        pays = not is_pinned or (is_large and torch.get_num_threads() >= LEAST_STAGING_THREADS)
-        if pays and host_gather.rows_at_once(table) and not torch.cuda.is_current_stream_capturing():
-            return "cpu"
-    if not is_pinned:
+    def can(self, request):
+        table = request.table
+        if request.target.type != "cuda" or table.device.type != "cpu":
+            return "it goes from host memory to a GPU"
+        if request.ids.is_cuda:
+            return "it wants ids on the CPU, which gathers their rows"
+        if torch.compiler.is_compiling():
+            return "it cannot be compiled: the CPU looks at the ids"
+        if not host_gather.rows_at_once(table):
+            return (f"it wants items of whole rows that fit its staging buffers; these have {table._item_bytes:,} bytes in rows of "
+                    f"{table.row_bytes:,}")
+        if is_capturing(request.target):
+            return "it cannot be captured in a CUDA graph, which the CPU takes no part in: wanted 'gpu' or 'bucketed'"
         return None
-    if num_ids < LEAST_BUCKETED_IDS or not is_large or table.device.type == "cuda" or (can_look and looks_sorted(ids)):
-        return "gpu"
-    return "bucketed"
+
+    def cost(self, request):
+        table = request.table
+        if request.ids.numel() * table._item_bytes < LEAST_STAGED_BYTES:
+            return 4.0
+        if request.worker.type == "cpu":  # not pinned: the GPU cannot fetch by itself
+            return 0.25
+        return 0.25 if table.resident_bytes >= LARGE_TABLE_BYTES and torch.get_num_threads() >= LEAST_STAGING_THREADS else 4.0
+
+    def worker(self, request):
+        return request.target
+
+    def run(self, request, result, fault):
+        table, ids, device = request.table, request.ids, request.target
+        if ids.numel():
+            host_gather.fetch(table, ids, device, request.sms, result, table._fault_on(device, of_selections=True))
 
 
-def window_bits(table):
+class _Here(_Decode):
+    """The CPU decodes rows where they are."""
+
+    def can(self, request):
+        return None if request.worker.type == "cpu" else "the GPU can decode"
+
+
+PATHS: tuple[ItemPath, ...] = (_Gpu(), _Bucketed(), _Cpu(), _Here())
+
+
+def refuse(path: ItemPath, request: Request) -> None:
+    """Raises ValueError if the path cannot be taken."""
+    reason = path.can(request)
+    if reason is not None:
+        kind = "pinned" if request.table._is_pinned else "pageable" if request.table.device.type == "cpu" else "not pinned"
+        raise ValueError(f"path {path.name!r} cannot be taken: {reason}; the table is on {request.table.device} ({kind}), "
+                         f"the ids are on {request.ids.device}, the result goes to {request.target}")
+
+
+def bucketed_sms(table: Table) -> int:
+    """SMs that path "bucketed" takes by itself; 0: all, for decoders that are slower than the link with few."""
+    return BUCKETED_SMS if table.codebook is None or table.codebook.is_fast else 0
+
+
+def window_bits(table: Table) -> int:
     """The least power of two of items in a window that gives at least WINDOW_BYTES and at most MAX_WINDOWS windows."""
-    num_items = max(1, table._geometry.num_items)
+    num_items = max(1, table._num_items)
     items = max(-(-num_items // MAX_WINDOWS), WINDOW_BYTES * num_items // max(1, table.resident_bytes), 1)
     return (items - 1).bit_length()
 
 
-def looks_sorted(ids):
+def looks_sorted(ids: torch.Tensor) -> bool:
     """Whether CPU ids are in order at a thousand places: looking at all of them costs more than putting them in order on a GPU."""
     some = ids[:: max(1, ids.numel() // 1024)]
     return bool((some[1:] >= some[:-1]).all())
 
 
-def check_ids_dtype(ids):
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids has dtype {ids.dtype}; wanted torch.int32 or torch.int64")
-    return ids
+def tensor_of(values: Any, name: str) -> torch.Tensor:
+    """Ids or a mask, given as a sequence or an array, as a tensor; no values are int64."""
+    if not isinstance(values, (list, tuple, range, np.ndarray, np.generic)):
+        raise TypeError(f"{name} is a {type(values).__name__}; wanted an integer tensor, a sequence of ints or a numpy array")
+    try:
+        tensor = torch.as_tensor(values)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"{name} is a {type(values).__name__} that is no array of integers: {error}") from error
+    return tensor if tensor.numel() else tensor.to(torch.int64)
 
 
-def check_range(ids, num_items, least=0):
+def checked_ids(ids: torch.Tensor, name: str = "ids") -> torch.Tensor:
+    """ids as int32 or int64; TypeError for what is no integer."""
+    if ids.dtype == torch.int64 or ids.dtype == torch.int32:
+        return ids
+    if ids.dtype in _WIDENED:
+        return ids.to(torch.int64)
+    raise TypeError(f"{name} has dtype {ids.dtype}; wanted torch.int32 or torch.int64 (shorter integers are widened)")
+
+
+def check_range(ids: torch.Tensor, num_items: int, least: int = 0) -> None:
+    """Raises IndexError, with its position, for the first of CPU ids that is not in [least, num_items)."""
     if ids.numel() == 0:
         return
     low, high = (int(v) for v in torch.aminmax(ids))

@@ -11,7 +11,7 @@ import threading
 import torch
 
 from .. import _memory
-from .._table import CompressedTensor
+from .._table import Table
 
 CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
 NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory
@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 _GROUP_ROWS = 32  # that share a base
 
 
-def rows_at_once(table: CompressedTensor) -> int:
+def rows_at_once(table: Table) -> int:
     """Rows of a chunk's selection, as many as are expected to fit; 0 where items are not whole rows or one may not fit."""
     geometry = table._geometry
     if geometry.item_bytes == 0 or geometry.item_bytes % geometry.row_bytes:
@@ -38,7 +38,7 @@ def parts_of(memory: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.T
     return memory[:bases_bytes].view(torch.int64), memory[bases_bytes:lengths_end].view(torch.uint16), memory[-(-lengths_end // 16) * 16 :]
 
 
-def select(table, ids, first, parts):
+def select(table: Table, ids: torch.Tensor, first: int, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> list[int]:
     """Fills parts with the selection of ids[first:]. Returns (items, bytes of rows) taken: at least one item.
 
     Raises IndexError or CorruptTableError; positions count from the first of ids.
@@ -50,8 +50,10 @@ def select(table, ids, first, parts):
     return taken.tolist()
 
 
-def decode(table, parts, first, num_items, order, max_sms, out, fault):
-    """Decodes a selection of num_items items, on the device of its parts, to position first of out. order: int32 0, 1, 2 and so on, one for each position."""
+def decode(table: Table, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], first: int, num_items: int, order: torch.Tensor, max_sms: int,
+           out: torch.Tensor, fault: torch.Tensor) -> None:
+    """Decodes a selection of num_items items, on the device of its parts, to position first of out. order: int32 0, 1, 2 and so on, one for each
+    position."""
     bases, lengths, rows = parts
     geometry, none = table._geometry, rows[:0]
     codec, words = table._coding(rows.device)
@@ -59,11 +61,12 @@ def decode(table, parts, first, num_items, order, max_sms, out, fault):
         coded = (rows, none, lengths[:0], bases[:0], words, codec, geometry.row_bytes)
     else:
         coded = (none, rows, lengths, bases, words, codec, 0)
-    torch.ops.ibp.gather_items.default(*coded, 0, num_items, geometry.item_bytes, order[:num_items], max_sms, out, fault, order[first : first + num_items])
+    torch.ops.ibp.gather_items.default(*coded, 0, num_items, geometry.item_bytes, order[:num_items], max_sms, out, fault,
+                                       order[first : first + num_items])
 
 
 class _Chunk:
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         self.host = _memory.empty(CHUNK_BYTES, _CPU, pin=True)
         self.near = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
         self.copied, self.decoded = torch.cuda.Event(), torch.cuda.Event()
@@ -72,14 +75,14 @@ class _Chunk:
 class _Ring:
     """The chunks of a device, used in turn by one call at a time."""
 
-    def __init__(self, device):
+    def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
         self.stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self.stream):
             self.chunks = [_Chunk(device) for _ in range(NUM_CHUNKS)]
         self.turn = 0
 
-    def next(self):
+    def next(self) -> _Chunk:
         self.turn = (self.turn + 1) % NUM_CHUNKS
         return self.chunks[self.turn]
 
@@ -88,14 +91,14 @@ _rings: dict[torch.device, _Ring] = {}
 _rings_lock = threading.Lock()
 
 
-def _ring_of(device):
+def _ring_of(device: torch.device) -> _Ring:
     with _rings_lock:
         if device not in _rings:
             _rings[device] = _Ring(device)
         return _rings[device]
 
 
-def fetch(table, ids, device, max_sms, out, fault):
+def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor, fault: torch.Tensor) -> None:
     """The items at ids (CPU, contiguous, not empty) of a table in host memory to out, on the CUDA device, in the order of its current stream.
 
     The call comes back when the last row is gathered; it waits for the GPU only where every chunk is still in use.

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from .. import _core
 from .._rows import bytes_of
-from .._table import CompressedTensor
-from .calls import check_out, check_path_name, check_table, produce, sms_of, target_of, worker_of
-
-PATHS = ("copy", "gpu")  # from pinned host memory to a GPU
+from .._table import Table
+from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
+from .paths import Path, choose, named
 
 _RING_BYTES = 32 << 20  # staging buffers on the GPU, taken from torch's allocator for the time of a call
 _LEAST_STREAMED_BYTES = 64 << 20  # stored; of less the kernel, which starts at once, fetches a tensor sooner than the faster copy engine
 _SMS_AT_LINK_RATE = 5  # times original over stored bytes: they decode faster than the copy engine brings the rows
 
 
-def decompress(table: CompressedTensor, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
+def decompress(table: Table, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
                check: bool = False, max_sms: int | None = None, path: str | None = None) -> torch.Tensor:
     """The whole tensor again.
 
@@ -50,8 +50,8 @@ def decompress(table: CompressedTensor, *, device: torch.device | str | int | No
     return _decode([_Job.of(table, 0, None, device, out)], check, max_sms, path)[0]
 
 
-def decompress_many(tables, *, device: torch.device | str | int | None = None, out=None, check: bool = False,
-                    max_sms: int | None = None, path: str | None = None) -> list[torch.Tensor]:
+def decompress_many(tables: Iterable[Table], *, device: torch.device | str | int | None = None, out: Iterable[torch.Tensor | None] | None = None,
+                    check: bool = False, max_sms: int | None = None, path: str | None = None) -> list[torch.Tensor]:
     """Several whole tensors, in order: those in pinned host memory that go to one GPU as one stream through one ring.
 
     The copies for one tensor run while the one before is still being decoded, so that the link is busy from the first tensor to the last,
@@ -76,7 +76,8 @@ def decompress_many(tables, *, device: torch.device | str | int | None = None, o
     return _decode([_Job.of(table, 0, None, device, to) for table, to in zip(tables, outs)], check, max_sms, path)
 
 
-def decode_items(table, first_item, last_item, device, out, check, max_sms):
+def decode_items(table: Table, first_item: int, last_item: int | None, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
+                 check: bool = False, max_sms: int | None = None) -> torch.Tensor:
     """Items first_item to last_item - 1 in order; all of the tensor, in its own shape, if last_item is None."""
     return _decode([_Job.of(table, first_item, last_item, device, out)], check, max_sms)[0]
 
@@ -84,8 +85,8 @@ def decode_items(table, first_item, last_item, device, out, check, max_sms):
 class _Job(NamedTuple):
     """Bytes [start, end) of a table's tensor, decoded on the worker device and brought to the target."""
 
-    table: CompressedTensor
-    shape: tuple
+    table: Table
+    shape: Sequence[int]
     start: int
     end: int
     out: torch.Tensor | None
@@ -93,56 +94,113 @@ class _Job(NamedTuple):
     worker: torch.device
 
     @classmethod
-    def of(cls, table, first_item, last_item, device, out):
+    def of(cls, table: Table, first_item: int, last_item: int | None, device: torch.device | str | int | None, out: torch.Tensor | None) -> _Job:
         check_table(table)
+        shape = table.shape if last_item is None else (last_item - first_item, *table._item_shape)
         if out is not None:
-            check_out(out, _shape(table, first_item, last_item), table.dtype)
-        geometry = table._geometry
-        start, end = first_item * geometry.item_bytes, (geometry.num_items if last_item is None else last_item) * geometry.item_bytes
+            check_out(out, shape, table.dtype)
+        item_bytes = table._item_bytes
+        start, end = first_item * item_bytes, (table._num_items if last_item is None else last_item) * item_bytes
         target = target_of(device, out, table.device)
-        return cls(table, _shape(table, first_item, last_item), start, end, out, target, worker_of(table, target))
+        return cls(table, shape, start, end, out, target, worker_of(table, target))
 
     @property
-    def comes_over_the_link(self):
+    def comes_over_the_link(self) -> bool:
         return self.worker != self.table.device and self.end > self.start
 
     @property
-    def stored_bytes(self):
+    def stored_bytes(self) -> int:
         """Bytes of slots and overflow that hold the job's rows, about."""
-        held = self.table.slots.numel() + self.table.overflow.numel()
-        return held * (self.end - self.start) // self.table.original_bytes
+        return self.table.resident_bytes * (self.end - self.start) // self.table.original_bytes
 
 
-def _shape(table, first_item, last_item):
-    return table.shape if last_item is None else (last_item - first_item, *table.shape[1:])
+Decode = Callable[[_Job, int, torch.Tensor, torch.Tensor], None]  # job, SMs (0: all), result, fault
 
 
-def _check_path(path, jobs):
-    """Raises ValueError unless all jobs can take the path."""
-    if path is None:
-        return
-    check_path_name(path, PATHS)
+class Request(NamedTuple):
+    """Jobs of one worker: all that come over the link, or all others."""
+
+    jobs: list[_Job]
+    worker: torch.device
+    over_the_link: bool
+
+
+class TensorPath(Path[Request]):
+    """A path that whole tensors take."""
+
+    def run(self, request: Request) -> contextlib.AbstractContextManager[Decode]:
+        """For the time of the request, what decodes each of its jobs, in their order, on the worker's current stream."""
+        return contextlib.nullcontext(_decode_in_place)
+
+    def can(self, request: Request) -> str | None:
+        return None if request.over_the_link else "it goes from pinned host memory to a GPU"
+
+    def cost(self, request: Request) -> float:
+        return 1.0
+
+
+class _Copy(TensorPath):
+    """The copy engine moves stored bytes into a ring on the GPU, which decodes them there meanwhile."""
+
+    name = "copy"
+
+    def cost(self, request: Request) -> float:
+        if not request.over_the_link:
+            return 2.0
+        return 0.5 if sum(job.stored_bytes for job in request.jobs) >= _LEAST_STREAMED_BYTES else 2.0
+
+    def run(self, request: Request) -> contextlib.AbstractContextManager[Decode]:
+        return _borrow_stream(request.worker, len(request.jobs))
+
+
+class _Gpu(TensorPath):
+    """One kernel fetches the rows itself."""
+
+    name = "gpu"
+
+
+class _Here(TensorPath):
+    """The device that holds the rows decodes them."""
+
+    def can(self, request: Request) -> str | None:
+        return "the rows come over the link" if request.over_the_link else None
+
+
+PATHS: tuple[TensorPath, ...] = (_Copy(), _Gpu(), _Here())
+
+
+def _decode_in_place(job: _Job, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
+    torch.ops.ibp.decode_bytes.default(*job.table._arguments(job.worker), job.start, job.end, sms, result, fault)
+
+
+def _refuse(path: TensorPath, jobs: list[_Job]) -> None:
+    """Raises ValueError unless the path can be taken by every job that moves anything."""
     for job in jobs:
-        if not job.comes_over_the_link and job.end > job.start:
-            raise ValueError(f"path {path!r} goes from pinned host memory to a GPU, but the table is {job.table!r} and the result goes to {job.target}")
+        reason = path.can(Request([job], job.worker, job.comes_over_the_link)) if job.end > job.start else None
+        if reason is not None:
+            raise ValueError(f"path {path.name!r} cannot be taken: {reason}, but the table is {job.table!r} and the result goes to {job.target}")
 
 
-def _decode(jobs, check, max_sms, path=None):
+def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None = None) -> list[torch.Tensor]:
     """The results of all jobs, queued without waiting for any of them but where a result goes to the CPU."""
     sms = sms_of(max_sms)
-    _check_path(path, jobs)
+    asked = None if path is None else named(PATHS, path)
+    if asked is not None:
+        _refuse(asked, jobs)
     on_gpus = [job for job in jobs if job.worker.type == "cuda"]
     for job in on_gpus:  # what waits comes first, so that it does not hold up a stream
         job.table._raise_pending(job.worker)
         job.table._arguments(job.worker)
+    groups: dict[tuple[torch.device, bool], list[_Job]] = {}
+    for job in jobs:
+        groups.setdefault((job.worker, job.comes_over_the_link), []).append(job)
     with contextlib.ExitStack() as stack:
-        streams = {}
-        for worker in {job.worker for job in on_gpus}:
-            streamed = [job for job in on_gpus if job.worker == worker and job.comes_over_the_link]
-            least = _LEAST_STREAMED_BYTES if path is None else 0
-            if path != "gpu" and streamed and sum(job.stored_bytes for job in streamed) >= least:
-                streams[worker] = stack.enter_context(_borrow_stream(worker, len(streamed)))
-        results = [_run(job, streams.get(job.worker), sms) for job in jobs]
+        decoders: dict[tuple[torch.device, bool], Decode] = {}
+        for (worker, over_the_link), group in groups.items():
+            request = Request(group, worker, over_the_link)
+            chosen = asked if asked is not None and over_the_link else choose(PATHS, request)
+            decoders[worker, over_the_link] = stack.enter_context(chosen.run(request))
+        results = [_run(job, decoders[job.worker, job.comes_over_the_link], sms) for job in jobs]
     if check:
         for job in on_gpus:
             torch.cuda.current_stream(job.worker).synchronize()
@@ -150,18 +208,11 @@ def _decode(jobs, check, max_sms, path=None):
     return results
 
 
-def _run(job, stream, sms):
-    def run(result, fault):
-        arguments = job.table._arguments(job.worker)
-        if stream is not None and job.comes_over_the_link:
-            stream.decode(job, arguments, sms, bytes_of(result), fault)
-        else:
-            torch.ops.ibp.decode_bytes(*arguments, job.start, job.end, sms, result, fault)
-
-    return produce(job.table, job.shape, job.target, job.worker, job.out, False, run)
+def _run(job: _Job, decode: Decode, sms: int) -> torch.Tensor:
+    return produce(job.table, job.shape, job.target, job.worker, job.out, False, lambda result, fault: decode(job, sms, result, fault))
 
 
-def sms_at_link_rate(num_bytes, stored_bytes):
+def sms_at_link_rate(num_bytes: int, stored_bytes: int) -> int:
     """SMs that decode num_bytes faster than the copy engine brings the stored bytes."""
     return -(-_SMS_AT_LINK_RATE * num_bytes // max(1, stored_bytes))
 
@@ -169,29 +220,29 @@ def sms_at_link_rate(num_bytes, stored_bytes):
 class _Stream:
     """The streamed jobs of one call on one GPU: the ring they go through, which nobody else uses before the current stream is done with it."""
 
-    def __init__(self, device, streamer, num_jobs):
+    def __init__(self, device: torch.device, streamer: _core.Streamer, num_jobs: int) -> None:
         self.streamer, self.num_jobs, self.num_done = streamer, num_jobs, 0
         self.ring = torch.empty(_RING_BYTES, dtype=torch.uint8, device=device)
 
-    def decode(self, job, arguments, sms, data, fault):
+    def decode(self, job: _Job, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
         sms = sms or sms_at_link_rate(job.end - job.start, job.stored_bytes)
         self.num_done += 1
-        torch.ops.ibp.stream_bytes(*arguments, job.table.bases, job.start, job.end, self.streamer.address, self.num_done == 1,
-                                   self.num_done == self.num_jobs, sms, self.ring, data, fault)
+        torch.ops.ibp.stream_bytes(*job.table._arguments(job.worker), job.table.bases, job.start, job.end, self.streamer.address, self.num_done == 1,
+                                   self.num_done == self.num_jobs, sms, self.ring, bytes_of(result), fault)
 
 
-_idle_streamers: dict[tuple[int, int], list] = {}  # by device and stream: captures of one stream must not reach another's work
+_idle_streamers: dict[tuple[int, int], list[_core.Streamer]] = {}  # by device and stream: captures of one stream must not reach another's work
 
 
 @contextlib.contextmanager
-def _borrow_stream(device, num_jobs):
+def _borrow_stream(device: torch.device, num_jobs: int) -> Iterator[Decode]:
     idle = _idle_streamers.setdefault((device.index, torch.cuda.current_stream(device).cuda_stream), [])
     try:
         streamer = idle.pop()
     except IndexError:
-        with torch.cuda.device(device):
+        with torch.cuda.device(device):  # its streams and events are the current device's
             streamer = _core.Streamer()
     try:
-        yield _Stream(device, streamer, num_jobs)
+        yield _Stream(device, streamer, num_jobs).decode
     finally:
         idle.append(streamer)

@@ -1,0 +1,240 @@
+"""CompressedTensor: a table of coded rows with the verbs of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import _memory, _torch_functions
+from ._fetch import gather, indexing, streaming
+from ._staging import to_device
+from ._table import Table
+
+_TENSORS = ("slots", "overflow", "lengths", "bases")
+_ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many rows, little memory
+
+
+class CompressedTensor(Table):
+    """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress`, `ibp.compress_` and by unpickling; its constructor is internal.
+
+    It answers what tensors are asked (`shape`, `size()`, `to()`, `table[key]`, iteration, `torch.index_select`, `F.embedding`, `F.linear`) by decoding
+    the rows needed. It is no torch.Tensor, takes part in no arithmetic and has no gradient. `==` and `hash` go by identity.
+
+    Attributes (none of which can be set):
+        shape, dtype: of the original tensor.
+        device: where the coded rows are.
+        scheme: "ibp", "planes", or "raw" where compression would have saved nothing.
+        codebook: the `ibp.Codebook`, `ibp.PlanesCodebook` or `ibp.ClusteredCodebook`; None for scheme "raw".
+        row_bytes, num_rows: the unit of coding: an item x[i] of up to 64 KiB, else a piece of the flat tensor.
+        slot_bytes: bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
+        slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3); not to be changed.
+
+    Pickling and `torch.save` keep everything but pinning: call `pin_memory` after loading. Loading needs `import ibp` first.
+    """
+
+    __module__ = "ibp"
+
+    # ---- what it is, as a tensor ----
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """The shape, or the size of one dimension."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Elements of the original tensor."""
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        """Bytes of an element of the original tensor."""
+        return self.dtype.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.slots.is_cuda
+
+    @property
+    def requires_grad(self) -> bool:
+        """False: a table's values are fixed."""
+        return False
+
+    def requires_grad_(self, requires_grad: bool = True) -> CompressedTensor:
+        if requires_grad:
+            raise RuntimeError("a compressed table cannot require grad: its values are fixed")
+        return self
+
+    def detach(self) -> CompressedTensor:
+        """The table itself."""
+        return self
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def is_complex(self) -> bool:
+        return self.dtype.is_complex
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        where = str(self.device) if self.device.type == "cuda" else "pinned" if self._is_pinned else "pageable"
+        slots = f", slot_bytes={self.slot_bytes}" if self.slot_bytes else ""
+        share = f" ({self.nbytes / self.original_bytes:.1%} of the tensor)" if self.original_bytes else ""
+        return (f"ibp.CompressedTensor(shape={list(self.shape)}, dtype={self.dtype}, scheme={self.scheme!r}, layout={self.layout!r}{slots}, "
+                f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, nbytes={self.nbytes:,}{share}, {where})")
+
+    # ---- where it is ----
+
+    def pin_memory(self) -> CompressedTensor:
+        super().pin_memory()
+        return self
+
+    pin_memory.__doc__ = Table.pin_memory.__doc__
+
+    def to(self, device: torch.device | str | int | torch.dtype | torch.Tensor | Table | None = None, dtype: torch.dtype | None = None,
+           non_blocking: bool = False, copy: bool = False) -> CompressedTensor:
+        """The table on another device: itself if it is there, else a copy of its coded bytes (not pinned).
+
+        Args:
+            device: where to; or another tensor or table, whose device is meant; None: where it is.
+            dtype: None or the table's own: coded rows cannot be converted.
+            non_blocking: do not wait for copies from pinned memory to a GPU.
+            copy: make a copy even if the table is there.
+
+        Raises:
+            TypeError: dtype is another one.
+        """
+        if isinstance(device, (torch.Tensor, Table)):
+            device, dtype = device.device, device.dtype
+        elif isinstance(device, torch.dtype):
+            device, dtype = None, device
+        if dtype is not None and dtype != self.dtype:
+            raise TypeError(f"dtype is {dtype}, but a table keeps its own, {self.dtype}: decompress it, convert, and compress again")
+        target = self.device if device is None else _memory.canonical(device)
+        if target == self.device:
+            return self.clone() if copy else self
+        if non_blocking and self._is_pinned:
+            return self._with(lambda tensor: tensor.to(target, non_blocking=True))
+        return self._with(lambda tensor: to_device(tensor, target))
+
+    def cpu(self) -> CompressedTensor:
+        """`to("cpu")`."""
+        return self.to(torch.device("cpu"))
+
+    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> CompressedTensor:
+        """`to(device)`; None: the current CUDA device."""
+        return self.to("cuda" if device is None else device, non_blocking=non_blocking)
+
+    def half(self) -> CompressedTensor:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> CompressedTensor:
+        return self.to(torch.bfloat16)
+
+    def float(self) -> CompressedTensor:
+        return self.to(torch.float32)
+
+    def double(self) -> CompressedTensor:
+        return self.to(torch.float64)
+
+    def clone(self) -> CompressedTensor:
+        """A copy of the coded bytes on the same device, not pinned; the codebook is shared."""
+        return self._with(torch.clone)
+
+    def share_memory_(self) -> CompressedTensor:
+        """Moves a table in pageable host memory to shared memory, for other processes. Returns self; no-op on a GPU.
+
+        Raises:
+            RuntimeError: the table is pinned, or `compress_` made it in a tensor's own memory.
+        """
+        if self._is_pinned or self._owner is not None:
+            raise RuntimeError("a table that is pinned, or in the memory of a tensor that was compressed in place, cannot be shared: clone() it first")
+        for name in _TENSORS:
+            getattr(self, name).share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether the rows are in memory that other processes can map."""
+        return self.slots.is_shared() and self.overflow.is_shared()
+
+    def __copy__(self) -> CompressedTensor:
+        return self._with(lambda tensor: tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedTensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
+
+    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CompressedTensor:
+        """A table of changed tensors."""
+        moved = {name: change(getattr(self, name)) for name in _TENSORS}
+        made = type(self)(shape=self.shape, dtype=self.dtype, scheme=self.scheme, row_bytes=self.row_bytes, slot_bytes=self.slot_bytes,
+                          codebook=self.codebook, **moved)
+        if made.slots.data_ptr() == self.slots.data_ptr():  # the memory's owner, and what pins it, live as long as any table in it
+            made._owner, made._pinned_range = self._owner, self._pinned_range
+        return made
+
+    # ---- what can be asked of it ----
+
+    def index_select(self, ids: gather.Ids, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
+                     check: bool = False, max_sms: int | None = None, path: str | None = None) -> torch.Tensor:
+        """See `ibp.index_select`."""
+        return gather.index_select(self, ids, device=device, out=out, check=check, max_sms=max_sms, path=path)
+
+    def decompress(self, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None, check: bool = False,
+                   max_sms: int | None = None, path: str | None = None) -> torch.Tensor:
+        """See `ibp.decompress`."""
+        return streaming.decompress(self, device=device, out=out, check=check, max_sms=max_sms, path=path)
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        """x[key], decoding only the rows that the key needs: ints, slices, ..., None, index tensors, arrays and lists, bool masks, and tuples of them.
+
+        On the table's device, or on that of the index tensor that chooses rows. uint8 tensors, which torch takes for masks, are refused.
+
+        Raises:
+            IndexError: an index is out of range, a mask has another shape, or there are too many indices.
+            TypeError: an index is none of these.
+            ValueError: a slice has a step below 1.
+        """
+        return indexing.take(self, key)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """The items x[0], x[1] and so on, decoded in blocks of about 4 MiB, on the table's device."""
+        if not self.shape:
+            raise TypeError("iteration over a 0-d tensor")
+        return self._items()
+
+    def _items(self) -> Iterator[torch.Tensor]:
+        step = max(1, _ITERATED_BYTES // max(1, self._item_bytes))
+        for first in range(0, len(self), step):
+            yield from streaming.decode_items(self, first, min(first + step, len(self)), check=self.is_cuda).unbind(0)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The whole tensor as a numpy array, as numpy.asarray(table) wants it. TypeError for dtypes that numpy lacks."""
+        if copy is False:
+            raise ValueError("a compressed table cannot become an array without a copy")
+        array = self.decompress(device="cpu").numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """torch.index_select, F.embedding and F.linear of a table; TypeError for other functions."""
+        return _torch_functions.call(function, args, kwargs or {})
+
+
+torch.serialization.add_safe_globals([CompressedTensor])

@@ -1,0 +1,110 @@
+"""`table[key]`, as x[key] of the tensor x that the table was made from: the rows that the key needs are decoded, then indexed by torch."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._table import Table
+from .gather import check_range, checked_ids, index_select, tensor_of
+from .streaming import decode_items, decompress
+
+_WANTED = "wanted an int, a slice, ..., None, or an integer or bool tensor, array or list"
+
+
+def take(table: Table, key: Any) -> torch.Tensor:
+    """x[key], on the table's device, or on that of the index tensor that chooses rows."""
+    if not isinstance(key, tuple):
+        return _rows_at(table, _checked(key))[0] if key is not None and key is not Ellipsis and table.shape else _of_many(table, (_checked(key),))
+    return _of_many(table, tuple(_checked(element) for element in key))
+
+
+def _of_many(table: Table, key: tuple[Any, ...]) -> torch.Tensor:
+    place = _place_of_rows(key, len(table.shape))
+    if place is None:
+        return _on_its_device(table)[key]
+    if not table.shape:
+        raise IndexError("too many indices for a table of 0 dimensions")
+    rows, index = _rows_at(table, key[place], is_alone=False)
+    return rows[(*key[:place], index, *key[place + 1 :])]
+
+
+def _on_its_device(table: Table) -> torch.Tensor:
+    return decompress(table, check=table.device.type == "cuda")
+
+
+def _place_of_rows(key: tuple[Any, ...], num_dims: int) -> int | None:
+    """Where in the key dimension 0 is indexed; None: nowhere, all rows are wanted."""
+    for place, element in enumerate(key):
+        if element is Ellipsis:  # it stands for the dimensions that the rest does not name
+            if sum(map(_dims_of, key)) < num_dims:
+                return None
+        elif element is not None:
+            return place
+    return None
+
+
+def _dims_of(element: Any) -> int:
+    if element is None or element is Ellipsis:
+        return 0
+    return element.dim() if isinstance(element, torch.Tensor) and element.dtype == torch.bool else 1
+
+
+def _checked(element: Any) -> Any:
+    """An element of a key, arrays and lists as tensors. TypeError for what is no index."""
+    if element is None or element is Ellipsis or isinstance(element, slice):
+        return element
+    if isinstance(element, (list, tuple, range, np.ndarray)):
+        element = tensor_of(element, "index")
+    elif not isinstance(element, torch.Tensor):
+        if isinstance(element, (bool, np.bool_)) or not hasattr(element, "__index__"):
+            raise TypeError(f"index is a {type(element).__name__}; {_WANTED}")
+        return operator.index(element)
+    if element.dtype == torch.bool and element.dim():
+        return element
+    if element.dtype == torch.uint8:
+        raise TypeError("index has dtype torch.uint8, which torch takes for a mask: wanted torch.bool for a mask, torch.int64 for ids")
+    if element.dtype == torch.bool or element.is_floating_point() or element.is_complex():
+        raise TypeError(f"index is a tensor of {element.dtype} {list(element.shape)}; {_WANTED}")
+    return int(element) if element.dim() == 0 else checked_ids(element, "index")
+
+
+def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Tensor, Any]:
+    """(rows, what to index them with in place of an index of dimension 0). is_alone: the rows are so already, where that can be."""
+    num_items = table._num_items
+    if isinstance(index, int):
+        if not -num_items <= index < num_items:
+            raise IndexError(f"index {index} is out of range; wanted {-num_items} to {num_items - 1}")
+        item = decode_items(table, index % num_items, index % num_items + 1, check=table.device.type == "cuda")
+        return (item[0], None) if is_alone else (item, 0)
+    if isinstance(index, slice):
+        return _slice_of(table, index), slice(None)
+    if index.dtype == torch.bool:
+        if index.shape != table.shape[: index.dim()]:
+            raise IndexError(f"the mask has shape {list(index.shape)}; wanted {list(table.shape[: index.dim()])}")
+        if index.dim() > 1:
+            needed = index.flatten(1).any(1)
+            rows, masks = index_select(table, needed.nonzero().reshape(-1)), index[needed]
+            return (rows[masks], None) if is_alone else (rows, masks)
+        index = index.nonzero().reshape(-1)
+    flat = index.reshape(-1)
+    if not flat.is_cuda:
+        check_range(flat, num_items, least=-num_items)
+    if num_items > torch.iinfo(flat.dtype).max:
+        flat = flat.to(torch.int64)
+    rows = index_select(table, torch.where(flat < 0, flat + num_items, flat))
+    if is_alone:
+        return rows.reshape((*index.shape, *table._item_shape)), None
+    return rows, torch.arange(flat.numel(), device=rows.device).reshape(index.shape)
+
+
+def _slice_of(table: Table, key: slice) -> torch.Tensor:
+    start, stop, step = key.indices(table._num_items)
+    if step <= 0:
+        raise ValueError(f"the slice has step {step}; wanted a step greater than zero")
+    if step == 1:
+        return decode_items(table, start, max(start, stop), check=table.device.type == "cuda")
+    return index_select(table, torch.arange(start, max(start, stop), step), device=table.device)

@@ -1,0 +1,48 @@
+"""The requirements that pyproject.toml lists, and which of them the running Python lacks.
+
+    python tools/requirements.py GROUP        prints the missing ones, one a line
+
+GROUP: `build`, what building and importing ibp needs, or one of the optional dependencies (test, demo, bench, lint).
+"""
+
+import ast
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+LISTS = {"build": ("requires", "dependencies")}  # other groups are lists of their own name
+
+
+def read(group):
+    """The requirements of a group: strings such as "torch>=2.10"."""
+    text = PYPROJECT.read_text()
+    lists = [re.search(rf"^{name} = (\[.*?\])", text, re.MULTILINE | re.DOTALL).group(1) for name in LISTS.get(group, (group,))]
+    return [requirement for one in lists for requirement in ast.literal_eval(one)]
+
+
+def numbers(version):
+    """(2, 13, 0) for "2.13.0+cpu"."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
+
+
+def is_met(requirement):
+    """Whether a distribution is installed that meets a requirement: a name, with or without `>=` or `==` and a version."""
+    name, operator, wanted = re.fullmatch(r"([\w.-]+?)(?:(>=|==)([\d.]+))?", requirement).groups()
+    try:
+        found = numbers(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return False
+    if operator is None:
+        return True
+    found = found[: len(numbers(wanted))]
+    return found == numbers(wanted) if operator == "==" else found >= numbers(wanted)
+
+
+def missing(group):
+    return [requirement for requirement in read(group) if not is_met(requirement)]
+
+
+if __name__ == "__main__":
+    print(*missing(sys.argv[1]), sep="\n")
