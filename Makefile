@@ -10,7 +10,11 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
 demo test test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
 
+<<<<<<< HEAD
 .PHONY: help demo test test-all test-slow test-gpu bench lint install uninstall clean FORCE
+=======
+.PHONY: help demo test bench lint format install uninstall clean FORCE
+>>>>>>> origin/next
 
 help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
@@ -19,6 +23,7 @@ help:
 	@echo "make test-gpu   every test, on a machine with a GPU: none may skip for want of one"
 	@echo "make bench   python -m benchmarks (BENCH_ARGS=...)"
 	@echo "make lint    clang-format, ruff and mypy in check mode"
+	@echo "make format  what make lint asks of the layout of the code"
 	@echo "make clean   remove $(VENV) and everything built"
 	@echo "make install PREFIX=...    the C and CUDA library alone, without Python (make uninstall; csrc/Makefile says more)"
 	@echo "PYTHON=$(PYTHON) makes $(VENV); its torch is used if it imports one, else a pinned one is installed"
@@ -74,14 +79,23 @@ $(VENV)/.ibp: $(VENV)/.build $(VENV)/.environment $(SOURCES)
 	$(RUN) -m pip --disable-pip-version-check --quiet install --no-build-isolation --no-deps --no-index -e .
 	@touch $@
 
+CLANG_FORMAT = $(RUN) -c 'import clang_format; clang_format.clang_format()'
+C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
 lint: $(VENV)/.lint
-	$(RUN) -m clang_format --dry-run --Werror $$(find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+	$(CLANG_FORMAT) --dry-run --Werror $(C_FILES)
 	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 
-# Below $(VENV) nothing is asked of them: the library needs no Python.
+format: $(VENV)/.lint
+	$(CLANG_FORMAT) -i $(C_FILES)
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+# The library alone: no Python, no $(VENV).
 install uninstall:
 	$(MAKE) -C csrc $@ $(if $(PREFIX),PREFIX='$(abspath $(PREFIX))')
 
 clean:
-	rm -rf $(VENV) build ibp.egg-info ibp/_lib ibp/include ibp/_core.*
+	rm -rf $(VENV) build ibp.egg-info ibp/_lib ibp/include ibp/_core.*.so

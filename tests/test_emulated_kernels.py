@@ -1,4 +1,4 @@
-"""Compiles csrc/cuda/gather.cu and csrc/cuda/encode.cu as C++ and runs them without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
+"""Compiles the gathering and the encoding kernels of csrc/cuda as C++ and runs them without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 from native import CSRC, INCLUDES, KEPT, PLAIN, SANITIZE, SANITIZED, TESTS, can_sanitize, compiled, core_objects, cxx_compiler, linked, run, written
 
-KERNELS = ("gather", "encode")  # sources in csrc/cuda
+KERNELS = ("gather.cu", "encode.cu", "decode/*.cu", "encode/*.cu")  # sources in csrc/cuda
 FEW_CASES = 40  # of the 400 random tables, in the fast run
 # A collective must stay in one place of the program, by which lanes that come to different ones are told.
 COMMON = ["-O0", "-g1", "-fno-strict-aliasing", "-fno-thread-jumps", "-fno-tree-dominator-opts"]
@@ -32,15 +32,16 @@ def emulated(directory):
 
 def build(flags):
     """The program of tests/c/emulated_tables.cpp for the kernels in csrc, compiled with FLAGS or RACE_FLAGS."""
+    sources = [path for pattern in KERNELS for path in sorted((CSRC / "cuda").glob(pattern))]
     translated = {}
-    for path in [*CSRC.glob("core/*.h"), *CSRC.rglob("*.cuh"), *(CSRC / "cuda" / f"{name}.cu" for name in KERNELS)]:
+    for path in [*CSRC.glob("core/*.h"), *CSRC.glob("cuda/**/*.*h"), *sources]:
         name = path.relative_to(CSRC).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix)
-        translated[path.stem, path.suffix] = written(f"emulated/{name}", translate(path.read_text()))
+        translated[path] = written(f"emulated/{name}", translate(path.read_text()))
     looks_for_races = flags is RACE_FLAGS
     command = [*emulated(KEPT / "emulated"), *flags]
     of_kernels = [*command, "-fsanitize=thread"] if looks_for_races else command
     others = ("tables", "simt", "races") if looks_for_races else ("tables", "simt")
-    objects = compiled([*((of_kernels, translated[name, ".cu"]) for name in KERNELS), *((command, TESTS / f"emulated_{name}.cpp") for name in others)])
+    objects = compiled([*((of_kernels, translated[path]) for path in sources), *((command, TESTS / f"emulated_{name}.cpp") for name in others)])
     core = core_objects(PLAIN if looks_for_races else SANITIZED)
     return linked([*cxx_compiler(), *flags, *(["-no-pie"] if looks_for_races else [])], [*objects, *core])
 

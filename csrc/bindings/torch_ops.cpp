@@ -26,19 +26,24 @@ template <typename Work> void over_ranges(int64_t count, int64_t bytes_each, con
     torch::stable::parallel_for(0, count, grain, work);
 }
 
-// Runs work(first, last, scratch, fault) likewise, and keeps the fault with the lowest position.
+// Runs work(first, last, scratch, fault) likewise, which returns an ibp_status, and keeps the fault with the lowest position. Throws where an
+// argument was refused.
 template <typename Work>
 void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {
     std::mutex mutex;
+    bool refused = false;
     over_ranges(count, bytes_each, [&](int64_t first, int64_t last) {
         std::vector<uint8_t> scratch(scratch_bytes);
         ibp_fault mine{};
-        work(first, last, scratch.data(), &mine);
-        if (mine.status == IBP_OK) return;
+        const ibp_status status = work(first, last, scratch.data(), &mine);
+        if (status == IBP_OK) return;
         const std::lock_guard<std::mutex> lock(mutex);
+        refused = refused || status == IBP_INVALID_ARGUMENT;
+        if (mine.status == IBP_OK) return;
         if (fault->status == IBP_OK || mine.position < fault->position) *fault = mine;
     });
+    require(!refused, "the table's or codebook's numbers contradict each other");
 }
 
 uint64_t *counts_of(const Tensor &counts) { return static_cast<uint64_t *>(counts.data_ptr()); }
@@ -163,9 +168,11 @@ Tensor measure_rows_cpu(Tensor data, Tensor codebook, std::vector<int64_t> codec
     const int64_t num_rows = divide_up(data.numel(), cb.row_bytes);
     Tensor lengths = new_tensor(data, {num_rows}, ScalarType::UInt16);
     auto *const out = static_cast<uint16_t *>(lengths.data_ptr());
-    over_ranges(num_rows, cb.row_bytes, [&](int64_t first, int64_t last) {
+    const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
+    ibp_fault unused{};
+    over_ranges(num_rows, cb.row_bytes, scratch_bytes, &unused, [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *) {
         const int64_t start = first * cb.row_bytes, end = std::min<int64_t>(data.numel(), last * cb.row_bytes);
-        ibp_measure_rows(&cb, bytes + start, end - start, out + first);
+        return ibp_measure_rows(&cb, bytes + start, end - start, out + first, scratch, scratch_bytes);
     });
     return lengths;
 }
@@ -249,9 +256,10 @@ void encode_rows_cpu(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
                   {{"lengths", lengths}, {"bases", bases}, {"codebook", codebook}, {"data", data}});
     uint8_t *const to_slots = bytes_of(slots, 0, "slots"), *const to_overflow = bytes_of(overflow, 0, "overflow");
     const uint32_t row_bytes = table.codebook.row_bytes;
-    over_ranges(ibp_num_rows(&table), row_bytes, row_bytes, fault_of(fault),
+    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
+    over_ranges(ibp_num_rows(&table), row_bytes, scratch_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    ibp_encode_rows(&table, bytes, first, last, to_slots, to_overflow, scratch, mine);
+                    return ibp_encode_rows(&table, bytes, first, last, to_slots, to_overflow, scratch, scratch_bytes, mine);
                 });
 }
 
@@ -283,9 +291,10 @@ void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor 
     sms_of(max_sms);
     uint8_t *const to = room_of(out, 0, "out");
     const int64_t row_bytes = table.codebook.row_bytes;
-    over_ranges(items.count, std::max(item_bytes, row_bytes), static_cast<size_t>(2 * row_bytes), fault_of(fault),
+    const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+    over_ranges(items.count, std::max(item_bytes, row_bytes), scratch_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    ibp_gather_items(&table, &items, first, last, to, scratch, mine);
+                    return ibp_gather_items(&table, &items, first, last, to, scratch, scratch_bytes, mine);
                 });
 }
 
@@ -369,17 +378,20 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     require_apart(written, {{"ids", ids}});
     const auto over_groups = [&](int64_t bytes_each, const auto &work) {
         over_ranges(num_groups, bytes_each, 0, fault_of(fault), [&](int64_t begin, int64_t end, uint8_t *, ibp_fault *mine) {
-            for (int64_t g = begin; g < end && mine->status == IBP_OK; g++)
-                work(g, kGroup * g, std::min(num_rows, kGroup * (g + 1)), mine);
+            ibp_status status = IBP_OK;
+            for (int64_t g = begin; g < end && status == IBP_OK; g++)
+                status = work(g, kGroup * g, std::min(num_rows, kGroup * (g + 1)), mine);
             mine->position += first;
+            return status;
         });
     };
     const auto is_ok = [&] { return fault_of(fault)->status == IBP_OK; };
     result[0] = result[1] = 0;
     over_groups(kLengthBytes * kGroup, [&](int64_t g, int64_t from, int64_t until, ibp_fault *mine) {
         uint64_t stored_bytes = 0;
-        ibp_measure_selection(&table, &items, from, until, lengths_to + from, &stored_bytes, mine);
+        const ibp_status status = ibp_measure_selection(&table, &items, from, until, lengths_to + from, &stored_bytes, mine);
         starts[g] = static_cast<int64_t>(stored_bytes);
+        return status;
     });
     if (!is_ok()) return;
     int64_t end = 0;
@@ -394,7 +406,7 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     }
     over_groups(kGroup * row_bytes, [&](int64_t g, int64_t from, int64_t until, ibp_fault *mine) {
         const int64_t stop = g + 1 < num_groups ? starts[g + 1] : end;
-        ibp_copy_selection(&table, &items, from, until, to + starts[g], static_cast<uint64_t>(stop - starts[g]), mine);
+        return ibp_copy_selection(&table, &items, from, until, to + starts[g], static_cast<uint64_t>(stop - starts[g]), mine);
     });
     if (!is_ok()) return;
     result[0] = num_rows / rows_per_item;
@@ -423,11 +435,12 @@ void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t 
     ibp_fault *const first_fault = fault_of(fault);
     if (start == end) return;
     const int64_t row_bytes = table.codebook.row_bytes, first_row = start / row_bytes, last_row = (end - 1) / row_bytes + 1;
-    over_ranges(last_row - first_row, row_bytes, static_cast<size_t>(2 * row_bytes), first_fault,
+    const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+    over_ranges(last_row - first_row, row_bytes, scratch_bytes, first_fault,
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
                     const int64_t from = std::max(start, (first_row + first) * row_bytes),
                                   stop = std::min(end, (first_row + last) * row_bytes);
-                    ibp_decode_bytes(&table, from, stop, to + (from - start), scratch, mine);
+                    return ibp_decode_bytes(&table, from, stop, to + (from - start), scratch, scratch_bytes, mine);
                 });
 }
 
