@@ -10,11 +10,7 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
 demo test test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
 
-<<<<<<< HEAD
-.PHONY: help demo test test-all test-slow test-gpu bench lint install uninstall clean FORCE
-=======
-.PHONY: help demo test bench lint format install uninstall clean FORCE
->>>>>>> origin/next
+.PHONY: help demo test test-all test-slow test-gpu bench lint format install uninstall clean FORCE
 
 help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"

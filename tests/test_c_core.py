@@ -33,12 +33,7 @@ WAITS = ("cudaStreamWaitEvent(streamer->decodes, streamer->begun, 0)", "cudaStre
 @pytest.mark.parametrize("left_out", [None, *WAITS])
 def test_stream_order(left_out):
     """The streams and events of csrc/cuda/stream.cu, without a GPU: right in every order that they allow, and no wait too many."""
-<<<<<<< HEAD
-    text = (CSRC / "cuda" / "stream.cu").read_text().replace('"../core/', '"core/').replace('#include "warp.cuh"\n', "")
-=======
-    source, program = tmp_path / "stream.cpp", tmp_path / "stream_order"
     text = (CSRC / "cuda" / "stream.cu").read_text().replace('"../core/', '"core/').replace('#include "launch.cuh"\n', "")
->>>>>>> origin/next
     assert all(text.count(wait) == 1 for wait in WAITS)
     place = f"stream_order/{WAITS.index(left_out) if left_out else 'whole'}.cpp"
     source = written(place, text.replace(left_out, "cudaSuccess") if left_out else text)
