@@ -1,7 +1,7 @@
 """The choice between schemes: what every one would cost a table, and which one "auto" takes.
 
-Slots are chosen by the time that a GPU needs to fetch a row from pinned memory: the link brings its sectors and the decoder rebuilds it, and the
-slower of both binds. Packed rows and `compress_` go by bytes.
+For slots a scheme must not be slower than raw rows: the link brings a row's sectors and the decoder rebuilds it, and the slower of both binds.
+Packed rows and `compress_` go by bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ LEAST_ROW_NS = 1.45  # of a row that the link brings, however short (gather.csv,
 CODED_LINK_SHARE = 0.9  # of the link's rate, at which coded rows of 256 B and more come (gather.csv: 0.90 to 0.99, where no decoder binds)
 WRITTEN_BYTES_PER_NS = 3270.0  # decoded rows (codec.csv, memset)
 MASKS_BYTES_PER_NS = 419.0  # of rows of scheme ibp (gather.csv, 64 KiB, 90 % saved; decoding alone in codec.csv: 480 to 1,900)
-PLANES_ROW_NS = 2.6  # of a row of scheme planes, at least (gather.csv, 128 B: 2.56 to 2.60 for two and four bytes an element)
+DENSE_ROW_NS = 2.6  # of a dense row of scheme planes, at least (gather.csv, 128 B: 2.56 to 2.60 for two and four bytes an element)
+LISTED_ROW_NS = 1.9  # of a listed row, at least (gather.csv, cora)
 FAST_ELEMENTS_PER_NS = 170.0  # dense rows of digits of two bits (codec.csv, FP32 rows of 128 B; longer ones are faster)
 DENSE_ELEMENTS_PER_NS = 110.0  # other dense rows (codec.csv, LLM keys and values)
 LISTED_ELEMENTS_PER_NS = 40.0  # elements' worth of stored bytes of listed rows (a BF16 ReLU set of 70 % zeros: 354 GB/s at 77 % saved)
@@ -37,6 +38,7 @@ class Candidate:
         slot_bytes: bytes of a slot, 0 for packed rows.
         nbytes: of all memory that the table takes, as `table.nbytes`.
         link_bytes: of the sectors that fetching every row once reads, as `table.link_bytes`.
+        fetch_bytes: link_bytes with second fetches of rows that overflow their slot priced in, and the codebook.
         index_bytes: bytes of lengths and bases.
         row_ns: time in which a GPU fetches a row from pinned memory, in ns, by the constants above.
     """
@@ -47,6 +49,7 @@ class Candidate:
     slot_bytes: int
     nbytes: int
     link_bytes: int
+    fetch_bytes: int
     index_bytes: int
     row_ns: float
 
@@ -75,14 +78,16 @@ def compare(request: Request) -> list[Candidate]:
 def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
     """The best of what `compare` found.
 
-    In place: the one of fewest stored bytes. Packed: likewise, or raw rows where the index takes what is saved. Slots: the one that is fetched
-    fastest, of equally fast ones that of the least memory; raw rows unless one is faster, or as fast and smaller.
+    In place: the one of fewest stored bytes. Packed: likewise, or raw rows where the index takes what is saved. Slots: the one that fetches the
+    fewest bytes, of those that a GPU fetches faster than raw rows, or as fast and from less memory; raw rows if there is none.
     """
+    raw, coded = candidates[0], candidates[1:]
     if in_place:
         return min(candidates, key=lambda candidate: candidate.stored_bytes)
-    if any(candidate.slot_bytes == 0 for candidate in candidates):
+    if any(candidate.slot_bytes == 0 for candidate in coded):
         return min(candidates, key=lambda candidate: candidate.stored_bytes + candidate.index_bytes)
-    return min(candidates, key=lambda candidate: (candidate.row_ns, candidate.nbytes))
+    better = [candidate for candidate in coded if (candidate.row_ns, candidate.nbytes) < (raw.row_ns, raw.nbytes)]
+    return min(better, key=lambda candidate: (candidate.fetch_bytes, candidate.stored_bytes), default=raw)
 
 
 def row_ns(codebook: AnyCodebook | None, row_bytes: int, stored_bytes: float, link_bytes: float) -> float:
@@ -105,9 +110,9 @@ def _decode_ns(codebook, row_bytes, stored_bytes):
     if isinstance(first, Codebook):
         return max(written_ns, row_bytes / MASKS_BYTES_PER_NS)
     if first.listed:
-        return max(written_ns, PLANES_ROW_NS, stored_bytes / first.element_bytes / LISTED_ELEMENTS_PER_NS)
+        return max(written_ns, LISTED_ROW_NS, stored_bytes / first.element_bytes / LISTED_ELEMENTS_PER_NS)
     rate = FAST_ELEMENTS_PER_NS if first.is_fast else DENSE_ELEMENTS_PER_NS
-    return max(written_ns, PLANES_ROW_NS, first.columns / rate)
+    return max(written_ns, DENSE_ROW_NS, first.columns / rate)
 
 
 def _raw(request):
@@ -115,7 +120,7 @@ def _raw(request):
     geometry, row_bytes = request.geometry, request.geometry.row_bytes
     link_bytes = _layout.raw_link_bytes(geometry)
     time = row_ns(None, row_bytes, row_bytes, link_bytes / max(1, geometry.num_rows))
-    return Candidate("raw", None, geometry.num_bytes, row_bytes, geometry.num_bytes, link_bytes, 0, time)
+    return Candidate("raw", None, geometry.num_bytes, row_bytes, geometry.num_bytes, link_bytes, link_bytes, 0, time)
 
 
 def _measured(scheme, codebook, request):
@@ -136,4 +141,5 @@ def _measured(scheme, codebook, request):
     link_bytes = _layout.link_bytes(lengths, sampled, slot_bytes)
     fetched_bytes = link_bytes + _layout.second_fetch_bytes(survey, sampled, slot_bytes)
     time = row_ns(codebook, geometry.row_bytes, survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows)
-    return Candidate(scheme, codebook, stored_bytes, slot_bytes, nbytes, round(link_bytes * scale), index_bytes, time)
+    return Candidate(scheme, codebook, stored_bytes, slot_bytes, nbytes, round(link_bytes * scale), round(fetched_bytes * scale) + codebook.nbytes,
+                     index_bytes, time)
