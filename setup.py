@@ -2,7 +2,7 @@
 
 The package gets three shared libraries, and the headers for C programs:
 
-    ibp/_lib/libibp.so.0        the core: csrc/core, csrc/x86 and csrc/cuda; depends on neither Python nor torch
+    ibp/_lib/libibp.so.*        the core: csrc/core, csrc/x86 and csrc/cuda; depends on neither Python nor torch
     ibp/_lib/libibp_torch.so    torch ops over torch's stable ABI; depends on neither a Python nor a torch version
     ibp/_core.<abi>.so          pybind11 module; tied to one Python version
 
@@ -38,19 +38,12 @@ BUILD = ROOT / os.environ.get("IBP_BUILD_DIR", "build/native")
 
 TORCH_TARGET_VERSION = "0x020A000000000000"
 
-# Makes `cc -libp` find the library in a wheel, which holds no symbolic links: a script for the linker.
-LINKER_SCRIPT = "INPUT({soname})\n"
-
-
 def fail(sentence):
     sys.exit(f"\nibp: {sentence}")
 
 
 def version():
     return re.search(r'#define IBP_VERSION "([^"]+)"', (CSRC / "include" / "ibp.h").read_text()).group(1)
-
-
-SONAME = f"libibp.so.{version().partition('.')[0]}"
 
 
 # ---- what is there to build with ----
@@ -121,12 +114,12 @@ class BuildNative(build_ext):
             "MODULE_FLAGS": for_make(system_includes([pybind11_include(), python_include()])),
         }
         jobs = os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))
-        command = ["make", "--no-print-directory", "-C", CSRC, f"-j{jobs}", "package", *(f"{k}={v}" for k, v in variables.items())]
+        settings = [f"{name}={value}" for name, value in variables.items()]
+        command = ["make", "--no-print-directory", "-C", CSRC, f"-j{jobs}", "package", *settings]
         # A make that runs this script keeps its own jobs and flags to itself.
         environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
         if subprocess.run(command, env=environment, stderr=subprocess.STDOUT).returncode != 0:
             fail("the libraries could not be built: the messages of the compilers stand above; IBP_NO_CUDA=1 builds without CUDA.")
-        (BUILD / "libibp.so.script").write_text(LINKER_SCRIPT.format(soname=SONAME))
         for built, target in self.artefacts():
             install_file(built, self.package_parent() / target)
 
@@ -135,12 +128,8 @@ class BuildNative(build_ext):
 
     def artefacts(self):
         """(file, its place relative to the directory that holds the package) of everything that is installed."""
-        libraries = [(BUILD / name, f"ibp/_lib/{name}") for name in (SONAME, "libibp_torch.so")]
-        script = [(BUILD / "libibp.so.script", "ibp/_lib/libibp.so")]
-        module = [(BUILD / self.module_name(), f"ibp/{self.module_name()}")]
-        include = BUILD / "include"
-        headers = [(path, f"ibp/include/{path.relative_to(include)}") for path in sorted(include.rglob("*")) if path.is_file()]
-        return [*libraries, *script, *module, *headers, (CSRC / "FORMAT.md", "ibp/include/FORMAT.md")]
+        package = BUILD / "package"
+        return [(path, f"ibp/{path.relative_to(package)}") for path in sorted(package.rglob("*")) if path.is_file()]
 
     def package_parent(self):
         return ROOT if self.inplace or self.editable_mode else Path(self.build_lib)

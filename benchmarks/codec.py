@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 import ibp
-from ibp._schemes.planes import relearn
+from ibp._schemes.planes.learning import relearn
 
 from . import harness, ideal, inputs
 from .ratio import BLOCK_BYTES, nvcomp
@@ -204,7 +204,8 @@ def run_synthetic(run, rates):
 def column_codebook(codebook, x):
     """A dense codebook with entries a column instead of a table, learned on the first rows."""
     rows = x[:COLUMN_SAMPLE_ROWS].contiguous().view(torch.uint8).view(-1)
-    return relearn(replace(codebook, per_column=True, entries=codebook.entries.expand(codebook.columns, -1).contiguous()), rows)
+    by_column = replace(codebook, per_column=True, entries=codebook.entries.expand(codebook.columns, -1))
+    return relearn(by_column, rows, [rows.numel() // codebook.row_bytes])[0]
 
 
 def measure_nvcomp(case):

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _layout, _rows
-from ._schemes import LEARNERS, AnyCodebook, Request
-from ._schemes.clusters import ClusteredCodebook
-from ._schemes.masks.codebook import Codebook
-from ._schemes.masks.learning import measure
+from . import _layout, _rows, _schemes
+from ._schemes import SCHEMES, AnyCodebook, ClusteredCodebook, PlanesCodebook, Request, measure
 
 # What one NVIDIA H200 on PCIe 5 x16 does with all of its multiprocessors. Sources are files of benchmarks/results.
 LINK_BYTES_PER_NS = 51.4  # a kernel that reads pinned memory (gather.csv, raw rows of 2 KiB)
@@ -57,13 +54,13 @@ class Candidate:
 def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook | None:
     """A codebook of a scheme for a table; None for raw rows.
 
-    "auto" takes the best of all schemes on a sample (see `choose`), or "ibp" where chunk_bytes or tau is given.
+    "auto" takes the best of all schemes on a sample (see `choose`), or the one whose options are given.
     """
-    if scheme == "auto" and (request.chunk_bytes is not None or request.tau is not None):
-        scheme = "ibp"
+    if scheme == "auto":
+        scheme = _schemes.scheme_of({"chunk_bytes": request.chunk_bytes, "tau": request.tau, "paper": request.paper}) or "auto"
     if scheme == "auto":
         return choose(compare(request), in_place).codebook
-    return LEARNERS[scheme](request)
+    return _schemes.learn(scheme, request)
 
 
 def compare(request: Request) -> list[Candidate]:
@@ -71,7 +68,7 @@ def compare(request: Request) -> list[Candidate]:
     raw = _raw(request)
     if request.geometry.num_bytes == 0:
         return [raw]
-    found = (_measured(scheme, LEARNERS[scheme](request), request) for scheme in LEARNERS if scheme != "raw")
+    found = (_measured(scheme, _schemes.learn(scheme, request), request) for scheme in SCHEMES if scheme != "raw")
     return [raw, *(candidate for candidate in found if candidate is not None)]
 
 
@@ -107,7 +104,7 @@ def _decode_ns(codebook, row_bytes, stored_bytes):
     """Time of the decoder for a row."""
     first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
     written_ns = row_bytes / WRITTEN_BYTES_PER_NS
-    if isinstance(first, Codebook):
+    if not isinstance(first, PlanesCodebook):
         return max(written_ns, row_bytes / MASKS_BYTES_PER_NS)
     if first.listed:
         return max(written_ns, LISTED_ROW_NS, stored_bytes / first.element_bytes / LISTED_ELEMENTS_PER_NS)

@@ -11,10 +11,8 @@ from . import _core, _layout, _memory, _ops, _rows, _staging
 from ._arguments import whole_number
 from ._choice import learn
 from ._estimation import check_codebook, check_learning
-from ._schemes import AnyCodebook, Request
-from ._schemes.clusters import check_clusters
-from ._schemes.masks.learning import measure
 from ._compressed_tensor import CompressedTensor
+from ._schemes import AnyCodebook, Request, check_clusters, measure
 
 
 def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None,

@@ -11,12 +11,7 @@ import torch
 
 from . import _choice, _core, _layout, _rows, _schemes
 from ._arguments import number, whole_number
-from ._schemes import AnyCodebook
-from ._schemes.clusters import ClusteredCodebook
-from ._schemes.masks import learning
-from ._schemes.masks.codebook import Codebook
-from ._schemes.masks.learning import measure, total_stored
-from ._schemes.planes import PlanesCodebook
+from ._schemes import AnyCodebook, measure, total_stored
 
 _LONGER_ROW_BYTES = 512  # from here on dense rows come at more than 0.9 of the link's rate (benchmarks/results/gather.csv)
 
@@ -157,7 +152,7 @@ def _estimate_of(geometry, layout, candidates):
                               _saved(candidate.nbytes, num_bytes), candidate.link_bytes, _saved(candidate.link_bytes, raw.link_bytes),
                               raw.row_ns / candidate.row_ns)
 
-    return Estimate(geometry, layout, {scheme: of(scheme) for scheme in _schemes.LEARNERS}, _choice.choose(candidates).scheme)
+    return Estimate(geometry, layout, {scheme: of(scheme) for scheme in _schemes.SCHEMES}, _choice.choose(candidates).scheme)
 
 
 def _saved(held, of_bytes):
@@ -207,11 +202,11 @@ def check_learning(scheme: str, chunk_bytes: int | None, tau: float | None, samp
     """(chunk_bytes, tau, sample) as numbers of Python. Raises TypeError for what is no number, ValueError for what cannot be learned from."""
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
     tau, sample = (None if value is None else number(name, value) for name, value in (("tau", tau), ("sample", sample)))
-    _schemes.check_scheme(scheme, chunk_bytes, tau)
-    learning.check_learning(sample, chunk_bytes, tau)
+    _schemes.check_scheme(scheme, chunk_bytes=chunk_bytes, tau=tau)
+    _schemes.check_sample(sample)
     return chunk_bytes, tau, sample
 
 
 def check_codebook(codebook) -> None:
-    if not isinstance(codebook, (Codebook, PlanesCodebook, ClusteredCodebook)):
+    if not isinstance(codebook, AnyCodebook):
         raise TypeError(f"codebook is a {type(codebook).__name__}; wanted an ibp.Codebook, PlanesCodebook or ClusteredCodebook")

@@ -25,10 +25,16 @@ def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CUDA device over the memory of a pinned one. The host tensor must outlive it."""
+    """A tensor of a CUDA device over the memory of a contiguous pinned one, which it keeps alive. Pinned memory is every GPU's: any device will do.
+
+    Raises:
+        RuntimeError: host is not pinned.
+    """
     if host.numel() == 0:
         return torch.empty_like(host, device=device)
-    return torch.ops.ibp.map_pinned(host, device.index)
+    with torch.cuda.device(device):
+        capsule = _core.map_pinned(host, host.data_ptr(), host.numel() * host.element_size(), device.index)
+        return torch.from_dlpack(capsule).view(host.dtype).view(host.shape)
 
 
 _usable: set[torch.device] = {torch.device("cpu")}  # devices with their index, as canonical() has found them

@@ -1,11 +1,25 @@
 """The torch operations of ibp: schemas, the compiled implementations, and fake ones for tracing.
 
-All of them work on flat tensors: `data`, `slots`, `overflow` are uint8 bytes, `out` the memory of a contiguous tensor of any dtype, `lengths` uint16,
-`bases`, `counts`, `hits` int64, `codebook` int32 [3, words] as `codebook_words` makes it, `fault` int64 [4] (the struct ibp_fault of ibp.h), and `codec` is
-[scheme, row_bytes] and, in scheme ibp (1), [chunk_bytes, num_flags]. Empty `lengths` or `bases` stand for none (FORMAT.md section 2). `positions`, int32
-[ids], says where in out each item goes. CPU implementations run on torch's intra-op threads; CUDA ones on the current stream of the
-tensors' device, without allocating or synchronising where they write to given tensors. `stream_bytes` is decode_bytes from pinned host
-memory by the copy engine, through `ring`, uint8 on the device; `host_bases` is `bases` on the CPU and `streamer` the address of a `_core.Streamer`.
+The tensors are flat and contiguous, and all of a call are on the CPU or on one CUDA device; what is written shares no memory with anything else.
+Arguments that break these rules or contradict each other raise RuntimeError, whatever they are. Only a streamer's address is trusted.
+
+    slots, overflow, data, ring   uint8 [bytes]
+    out                           any dtype and shape: the memory is written to
+    lengths                       uint16 [rows]; empty: every row is raw
+    bases                         int64 [ceil(rows / 32)]; empty: no row has an overflow part (FORMAT.md section 2)
+    counts, hits                  int64, one a bit or chunk of a row
+    codebook                      scheme raw: not read. ibp: int32 [3, words] as codebook_words makes it. planes: uint8 symbols.
+                                  Those of several clusters stand one after the other, in scheme ibp each followed by [num_flags, 0, 0, 0].
+    codec                         [scheme, row_bytes, ...] behind which stands, in scheme ibp (1), [chunk_bytes, num_flags], in scheme planes (2)
+                                  [element_bytes, rotate, residual_bits, per_column, listed, default, closed, digit_bits ...]
+    fault                         int64 [4], the struct ibp_fault of ibp.h
+    ids                           int32 or int64 [ids]
+    positions                     int32 [ids]: which item of out each goes to; None: one after the other
+
+CPU implementations run on torch's intra-op threads where there is work for several; CUDA ones on the current stream of the tensors' device, without
+allocating or synchronising where they write to given tensors, and whatever device is current. `stream_bytes` is decode_bytes from pinned host memory
+by the copy engine, through `ring` on the device; `host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that
+device. Pinned host memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
 """
 
 from pathlib import Path
@@ -42,7 +56,6 @@ _lib.define(
     f"select_rows({_READ}, Tensor ids, int first, "
     "Tensor(a!) lengths_out, Tensor(b!) bases_out, Tensor(c!) rows_out, Tensor(d!) taken, Tensor(e!) fault) -> ()"
 )
-_lib.define("map_pinned(Tensor host, int device_index) -> Tensor")
 
 torch.ops.load_library(str(Path(__file__).parent / "_lib" / "libibp_torch.so"))
 
@@ -51,54 +64,72 @@ def _words(row_bytes):
     return (row_bytes + 15) // 16 * 4
 
 
-@torch.library.register_fake("ibp::codebook_words", lib=_lib)
+def _divide_up(amount, part):
+    return -(-amount // part)
+
+
+def _fake(name):
+    """Registers what an operation does with tensors without data: shapes, and that all tensors are on one device, as the real one requires."""
+
+    def register(function):
+        def fake(*args, **kwargs):
+            given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            given = [value for position, value in enumerate(given) if (name, position) != ("stream_bytes", _HOST_BASES)]
+            if any(tensor.device != given[0].device for tensor in given):
+                raise RuntimeError(f"ibp: the tensors given to {name} must be on one device; they are on {sorted({str(t.device) for t in given})}")
+            return function(*args, **kwargs)
+
+        torch.library.register_fake(f"ibp::{name}", fake, lib=_lib)
+
+    return register
+
+
+_HOST_BASES = 5  # which tensor of stream_bytes is always on the CPU
+
+
+@_fake("codebook_words")
 def _(mask, bitval, chunk_bytes, flag_all):
     return mask.new_empty((3, _words(mask.numel())), dtype=torch.int32)
 
 
-@torch.library.register_fake("ibp::threshold_bits", lib=_lib)
+@_fake("threshold_bits")
 def _(counts, num_rows, tau):
     return tuple(counts.new_empty((counts.numel() // 8,), dtype=torch.uint8) for _ in range(2))
 
 
-@torch.library.register_fake("ibp::choose_masks", lib=_lib)
+@_fake("choose_masks")
 def _(data, row_bytes, chunk_bytes):
     return tuple(data.new_empty((row_bytes,), dtype=torch.uint8) for _ in range(2))
 
 
-@torch.library.register_fake("ibp::count_bits", lib=_lib)
+@_fake("count_bits")
 def _(data, row_bytes):
     return data.new_empty((8 * row_bytes,), dtype=torch.int64)
 
 
-@torch.library.register_fake("ibp::count_hits", lib=_lib)
+@_fake("count_hits")
 def _(data, codebook, codec):
-    return data.new_empty((-(-codec[1] // codec[2]),), dtype=torch.int64)
+    return data.new_empty((_divide_up(codec[1], codec[2]),), dtype=torch.int64)
 
 
-@torch.library.register_fake("ibp::measure_rows", lib=_lib)
+@_fake("measure_rows")
 def _(data, codebook, codec):
-    return data.new_empty((-(-data.numel() // codec[1]),), dtype=torch.uint16)
+    return data.new_empty((_divide_up(data.numel(), codec[1]),), dtype=torch.uint16)
 
 
-@torch.library.register_fake("ibp::index_rows", lib=_lib)
+@_fake("index_rows")
 def _(lengths, num_bytes, row_bytes, slot_bytes):
-    return lengths.new_empty((-(-num_bytes // (32 * row_bytes)) + 1,), dtype=torch.int64)
+    return lengths.new_empty((_divide_up(num_bytes, _core.ROWS_PER_BASE * row_bytes) + 1,), dtype=torch.int64)
 
 
-@torch.library.register_fake("ibp::survey_rows", lib=_lib)
+@_fake("survey_rows")
 def _(lengths, num_bytes, row_bytes):
-    return lengths.new_empty((2 + -(-row_bytes // 32),), dtype=torch.int64)
+    return lengths.new_empty((2 + _divide_up(row_bytes, _core.SECTOR_BYTES),), dtype=torch.int64)
 
 
-@torch.library.register_fake("ibp::partition_ids", lib=_lib)
+@_fake("partition_ids")
 def _(ids, num_items, window_bits):
-    return ids.new_empty(ids.shape), ids.new_empty(ids.shape, dtype=torch.int32)
-
-
-@torch.library.register_fake("ibp::map_pinned", lib=_lib)
-def _(host, device_index):
-    return host.new_empty(host.shape, device=torch.device("cuda", device_index))
+    return ids.new_empty((ids.numel(),)), ids.new_empty((ids.numel(),), dtype=torch.int32)
 
 
 def _writes_only(*args, **options):
@@ -106,7 +137,7 @@ def _writes_only(*args, **options):
 
 
 for _name in ("encode_rows", "gather_items", "decode_bytes", "stream_bytes", "select_rows"):
-    torch.library.register_fake(f"ibp::{_name}", _writes_only, lib=_lib)
+    _fake(_name)(_writes_only)
 
 
 def cuda_is_available() -> bool:

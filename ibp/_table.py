@@ -12,9 +12,7 @@ import torch
 
 from . import _core, _layout, _memory
 from ._rows import DTYPES, Geometry
-from ._schemes import AnyCodebook
-from ._schemes.masks.codebook import SCHEMES
-from ._schemes.masks.learning import total_stored
+from ._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 _CPU = torch.device("cpu")
@@ -201,9 +199,7 @@ class Table:
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
         """(codec, codebook) of the operations: how the rows are coded, for a device."""
-        if self.codebook is None:
-            return [SCHEMES["raw"], self.row_bytes], torch.empty(0, dtype=torch.int32, device=device)
-        return self.codebook.codec, self.codebook.words(device)
+        return coding_of(self.codebook, self.row_bytes, device)
 
     # ---- faults ----
 
@@ -304,9 +300,12 @@ def _flaw(tensor: torch.Tensor) -> str | None:
 
 
 def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
-    of_scheme = getattr(codebook, "scheme", "raw") == scheme
-    if not of_scheme or (codebook is None) != (scheme == "raw") or (codebook is not None and codebook.row_bytes != row_bytes):
-        raise ValueError(f"the table's codebook is {codebook!r}; wanted one of scheme {scheme!r} for rows of {row_bytes} bytes")
+    is_codebook = isinstance(codebook, AnyCodebook) and codebook.is_finished
+    fits = is_codebook and (codebook.scheme, codebook.row_bytes) == (scheme, row_bytes) if scheme != "raw" else codebook is None
+    if not fits:
+        got = repr(codebook) if is_codebook else f"a {type(codebook).__name__}"
+        wanted = "none" if scheme == "raw" else f"one of scheme {scheme!r} for rows of {row_bytes} bytes"
+        raise ValueError(f"the table's codebook is {got}; wanted {wanted}")
 
 
 def _raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:

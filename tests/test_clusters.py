@@ -17,7 +17,8 @@ import reference_planes
 from golden import make_clusters
 from golden.make_clusters import CASES, HERE, encode_row, load, make_entries, make_masks, make_rows, refused
 from helpers import (
-    LAYOUTS, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, planes_codebook, reference_planes_codebook,
+    LAYOUTS, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, planes_codebook,
+    reference_planes_codebook,
 )  # fmt: skip
 
 OPS = torch.ops.ibp
@@ -74,6 +75,11 @@ def local_table(scheme, layout="slots", num_rows=700):
     table = ibp.compress(x, scheme=scheme, clusters=8, **layout_arguments(layout, 64), **ON_CPU)
     assert table.scheme == scheme and num_clusters(table) > 1
     return x, table
+
+
+def named(value):
+    """The name of a parameter that is the same in every process: pytest-xdist compares them."""
+    return value.__name__ if callable(value) else str(value)
 
 
 def num_clusters(table):
@@ -149,7 +155,7 @@ def test_entries(arguments):
 
 
 @pytest.mark.parametrize("make, arguments", [(make_masks, (65536, 4)), (make_masks, (65535, 8)), (make_entries, (2, 32768, 1, 4, (1, 2), "dense")),
-                                             (make_entries, (1, 65536, 0, 3, (1, 1), "listed"))], ids=str)  # fmt: skip
+                                             (make_entries, (1, 65536, 0, 3, (1, 1), "listed"))], ids=named)  # fmt: skip
 def test_long_rows(make, arguments):
     rng = np.random.default_rng(len(arguments))
     codebooks = make(rng, 2, *arguments)
@@ -281,7 +287,7 @@ def check_renumbered(make, arguments, device):
     assert kinds == {False, True}
 
 
-@pytest.mark.parametrize("make, arguments", FEW, ids=str)
+@pytest.mark.parametrize("make, arguments", FEW, ids=named)
 def test_numbers_of_other_codebooks(make, arguments):
     """Those that there are not give zeros and a fault, others what their codebook makes of the row."""
     check_renumbered(make, arguments, CPU)
@@ -298,7 +304,7 @@ def check_damaged(make, arguments, device):
                 assert decode_one(codebook, bad, device) == (None if refused(codebooks, bad) else make_clusters.decode_row(codebooks, bad)), bad.hex()
 
 
-@pytest.mark.parametrize("make, arguments", FEW, ids=str)
+@pytest.mark.parametrize("make, arguments", FEW, ids=named)
 def test_damaged_rows(make, arguments):
     check_damaged(make, arguments, CPU)
 
@@ -731,7 +737,8 @@ def test_entries_on_gpu(cuda, arguments):
     check_on_gpu(cuda, codebooks, make_rows(rng, codebooks, 70), cut=codebooks[0].row_bytes // 5)
 
 
-@pytest.mark.parametrize("make, arguments", [(make_masks, (24, 4)), (make_entries, (2, 16, 1, 2, (2, 1), "dense")), (make_entries, (4, 40, 0, 9, (2, 2), "listed"))], ids=str)
+@pytest.mark.parametrize("make, arguments", [(make_masks, (24, 4)), (make_entries, (2, 16, 1, 2, (2, 1), "dense")), (make_entries, (4, 40, 0, 9, (2, 2), "listed"))],
+                         ids=named)  # fmt: skip
 def test_256_clusters_on_gpu(cuda, make, arguments):
     rng = np.random.default_rng(256)
     codebooks = make(rng, 256, *arguments)
@@ -748,7 +755,7 @@ def test_golden_on_gpu(cuda, name):
     assert [decode_one(codebook, coded, cuda) for coded in corrupt] == [None] * len(corrupt)
 
 
-@pytest.mark.parametrize("make, arguments", FEW, ids=str)
+@pytest.mark.parametrize("make, arguments", FEW, ids=named)
 def test_wrong_rows_on_gpu(cuda, make, arguments):
     check_renumbered(make, arguments, cuda)
     check_damaged(make, arguments, cuda)

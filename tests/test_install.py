@@ -9,22 +9,30 @@ import sys
 
 import pytest
 
+import ibp
+
 ROOT = pathlib.Path(__file__).parent.parent
 CSRC = ROOT / "csrc"
 EXAMPLES = ROOT / "examples" / "c"
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wpedantic", "-Werror"]
 VERSION = re.search(r'#define IBP_VERSION "([^"]+)"', (CSRC / "include" / "ibp.h").read_text()).group(1)
-SONAME = f"libibp.so.{VERSION.split('.')[0]}"
+SONAME = f"libibp.so.{re.match('(0[.])?[0-9]+', VERSION)[0]}"  # of 0.x the minor version counts
 # Optimising makes no difference to what is tested here.
 NO_CUDA = {"IBP_NO_CUDA": "1", "CFLAGS": "-O0"}
 
 
-def run(*command, cwd=None, **variables):
-    """Runs a command with more environment variables. @return what it printed; a failure is one of the test."""
+def run(*command, cwd=None, stdin=None, **variables):
+    """Runs a command with more environment variables. Returns what it printed; a failure is one of the test."""
     # A make that runs the tests keeps its flags to itself.
     kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "DESTDIR", "PREFIX")}
     done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, env={**kept, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**kept, **variables},
+        input=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -103,6 +111,21 @@ def test_soname_and_symbols(installed):
     assert exported == declared and len(declared) > 30
 
 
+VERSIONS = """
+#include <ibp_cuda.h>
+#include <stdio.h>
+
+int main(void)
+{
+    printf("%s %d.%d.%d %d %d\\n", IBP_VERSION, IBP_VERSION_MAJOR, IBP_VERSION_MINOR, IBP_VERSION_PATCH, IBP_VERSION_NUMBER,
+           IBP_FORMAT_VERSION);
+    const int number = ibp_version_number();
+    printf("%s %d.%d.%d %d %d\\n", ibp_version(), number / 10000, number / 100 % 100, number % 100, number, ibp_format_version());
+    return ibp_cuda_is_built() || ibp_cuda_device_count() != 0;
+}
+"""
+
+
 @pytest.mark.parametrize("standard", ["c11", "c++17"])
 def test_headers_stand_alone(installed, standard, pkg_config, tmp_path):
     """Each header compiles by itself, and the library is the version that its header says."""
@@ -111,12 +134,10 @@ def test_headers_stand_alone(installed, standard, pkg_config, tmp_path):
         (tmp_path / "alone.c").write_text(f"#include <{name}>\n")
         run(*compiler, f"-std={standard}", *WARNINGS, *installed.pkg_config("--cflags"), "-fsyntax-only", tmp_path / "alone.c")
     source = tmp_path / "version.c"
-    source.write_text(
-        '#include <ibp_cuda.h>\n#include <stdio.h>\n\nint main(void)\n{\n    printf("%s %s %d %s\\n", IBP_VERSION, ibp_version(), '
-        "(int)ibp_cuda_is_built(), ibp_status_string(IBP_NO_CUDA));\n    return 0;\n}\n"
-    )
+    source.write_text(VERSIONS)
     program = installed.compile([*compiler, f"-std={standard}", *WARNINGS], source, tmp_path / "version")
-    assert run(program).split(maxsplit=3)[:3] == [VERSION, VERSION, "0"]
+    header, library = run(program).splitlines()
+    assert header == library and header.split()[:2] == [VERSION, VERSION]
     assert installed.pkg_config("--modversion") == [VERSION]
 
 
@@ -133,6 +154,15 @@ def test_static_library(installed, pkg_config, tmp_path):
     run("cc", "-std=c11", EXAMPLES / "whole_table.c", f"-I{include}", archive, *private, "-o", tmp_path / "program")
     assert "libibp" not in run("readelf", "-d", tmp_path / "program")
     assert "every byte is the same" in run(tmp_path / "program")
+
+
+def test_library_of_the_python_package(tmp_path):
+    """What a wheel brings is enough for a C program."""
+    include, library = ibp.get_include(), ibp.get_library_dir()
+    source, program = EXAMPLES / "whole_table.c", tmp_path / "program"
+    run("cc", "-std=c11", source, f"-I{include}", f"-L{library}", "-libp", f"-Wl,-rpath,{library}", "-o", program)
+    assert f"[{SONAME}]" in run("readelf", "-d", program)
+    assert "every byte is the same" in run(program)
 
 
 CMAKE_LISTS = """
@@ -164,11 +194,12 @@ def cmake(installed, tmp_path):
 
 def test_cmake(cmake, tmp_path):
     major, minor, patch = VERSION.split(".")
-    for refused in (f"{int(major) + 1}.0", f"{major}.{int(minor) + 1}", f"{VERSION}.1"):
+    older = f"{major}.{int(minor) - 1}" if major == "0" else f"{int(major) - 1}.0"
+    for refused in (f"{int(major) + 1}.0", f"{major}.{int(minor) + 1}", f"{VERSION}.1", older):
         done = cmake(refused)
         assert done.returncode != 0 and f'compatible with requested version "{refused}"' in " ".join(done.stdout.split())
         shutil.rmtree(tmp_path / "build")
-    for accepted in ("", f"{VERSION} EXACT", f"{major}.{minor}"):
+    for accepted in ("", f"{VERSION} EXACT", f"{major}.{minor}", f"{major}.{minor}...<{major}.{int(minor) + 1}"):
         done = cmake(accepted)
         assert done.returncode == 0 and f"ibp is {VERSION}" in done.stdout, done.stdout
     run("cmake", "--build", tmp_path / "build")
@@ -260,3 +291,30 @@ def test_build_without_requirements_ends_with_the_commands(tmp_path):
     first, *commands = done.stdout.rstrip("\n").split("\n")
     assert first.startswith("ibp: setuptools>=") and "torch>=2.10" in first
     assert commands[0].startswith("    pip install 'setuptools>=") and commands[1:] == ["    pip install --no-build-isolation ."]
+
+
+# ---- docs/c.md -----------------------------------------------------------------------------------------------------------
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "docs" / "c.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_page_about_c(installed, pkg_config, tmp_path):
+    """Every block of docs/c.md, with the home directory replaced by one where the library is installed."""
+    (tmp_path / "ibp").symlink_to(installed.prefix)
+    (program,) = blocks("c")
+    (cmake_lists,) = blocks("cmake")
+    (output,) = blocks("text")
+    install, *shell = blocks("sh")
+    (tmp_path / "first.c").write_text(program)
+    prefix = re.fullmatch(r"make install PREFIX=\$HOME/(\w+)\n", install)[1]
+    assert prefix == "ibp" and len(shell) == 2
+    printed = run("sh", "-e", cwd=tmp_path, stdin="".join(shell), HOME=str(tmp_path))
+    assert printed == 3 * output
+    run("cc", "-std=c11", *WARNINGS, *installed.pkg_config("--cflags"), "-fsyntax-only", tmp_path / "first.c")
+    if shutil.which("cmake"):
+        (tmp_path / "CMakeLists.txt").write_text(cmake_lists)
+        run("cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={tmp_path}/ibp")
+        run("cmake", "--build", tmp_path / "build")
+        assert run(tmp_path / "build" / "first") == output

@@ -39,7 +39,8 @@ def any_planes(per_column=False, listed=False, default=0):
 def samples():
     """One call of every operation that runs on the CPU: (operation, arguments)."""
     x, slots_table = table_arguments("ibp", slot_bytes=32)
-    tables = [slots_table] + [table_arguments(scheme, layout="packed")[1] for scheme in CODED] + [table_arguments("planes", slot_bytes=32)[1]]
+    tables = [slots_table, table_arguments("planes", slot_bytes=32)[1]]
+    tables += [table_arguments(scheme, layout="packed")[1] for scheme in CODED]
     dense = ibp.compress(embedding(100, 60), scheme="planes", layout="packed", device="cpu", pin_memory=False)
     assert not dense.codebook.listed and len(dense.codebook.codec) > 9
     tables.append(dense._arguments(CPU))
@@ -57,7 +58,8 @@ def samples():
     yield "count_hits", (data, words, codebook.codec)
     yield "measure_rows", (data, words, codebook.codec)
     yield "measure_rows", (data[:-100], words, codebook.codec)
-    for planes in (ibp.analyze(x, scheme="planes"), dense.codebook, any_planes(per_column=True), any_planes(listed=True, default=2**64 - 1)):
+    of_planes = [ibp.analyze(x, scheme="planes"), dense.codebook, any_planes(per_column=True), any_planes(listed=True, default=2**64 - 1)]
+    for planes in of_planes:
         yield "measure_rows", (data[:-100], planes.words(CPU), planes.codec)
     yield "index_rows", (lengths, data.numel(), 240, 32)
     yield "index_rows", (lengths[:0], data.numel() - 7, 240, 0)
@@ -71,7 +73,7 @@ def samples():
     yield "gather_items", (*raw, ids32, 0, torch.zeros(2 * 32, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 0, torch.zeros(5, 60), fault(), torch.tensor([4, 0], dtype=torch.int32))
     yield "decode_bytes", (*raw, 0, 9 * 32, 0, torch.zeros(9 * 32, dtype=torch.uint8), fault())
-    for some in (ids, ids32, ids[:0]):
+    for some in (ids, ids32, ids[:0], ids.view(2, 2)):
         yield "partition_ids", (some, 100, 3)
     for arguments in tables:
         buffers = (torch.zeros(4, dtype=torch.uint16), torch.zeros(1, dtype=torch.int64), torch.zeros(40 * 240, dtype=torch.uint8))
@@ -79,8 +81,8 @@ def samples():
 
 
 SAMPLES = list(samples())
-NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "count_hits", "measure_rows", "index_rows", "survey_rows", "encode_rows", "gather_items", "decode_bytes",
-         "partition_ids", "select_rows"}
+NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "count_hits", "measure_rows", "index_rows", "survey_rows",
+         "encode_rows", "gather_items", "decode_bytes", "partition_ids", "select_rows"}  # fmt: skip
 
 
 @pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda number: f"{SAMPLES[number][0]}-{number}")
@@ -90,9 +92,9 @@ def test_opcheck(number):
 
 
 def test_every_operation_is_checked():
-    """map_pinned and stream_bytes need a GPU: tests/test_cuda.py and tests/test_streaming.py check them."""
+    """stream_bytes needs a GPU: tests/test_streaming.py checks it."""
     defined = {schema.name.removeprefix("ibp::") for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("ibp::")}
-    assert defined == NAMES | {"map_pinned", "stream_bytes"}
+    assert defined == NAMES | {"stream_bytes"}
     assert {name for name, _ in SAMPLES} == NAMES
 
 

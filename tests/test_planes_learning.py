@@ -16,7 +16,9 @@ import ibp
 import reference_planes as reference
 from golden.make_planes import CASES, KINDS, adversarial_rows, load, random_codebook, rows_of_k
 from helpers import DTYPES, bytes_of, make_tensor
-from ibp._schemes.planes import PlanesCodebook, header_bytes, learn_planes, num_entries, positions_bytes, row_bytes_of
+from ibp._schemes.planes.codebook import PlanesCodebook, num_entries
+from ibp._schemes.planes.cost import header_bytes, positions_bytes, row_bytes_of
+from ibp._schemes.planes.learning import learn_planes
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHIPPED, SHARED = ROOT / "data", ROOT.parent / "shared" / "data"
@@ -152,7 +154,7 @@ def test_pickle(name):
     codebook = from_reference(load(name)[0])
     codebook.words("cpu")
     state = codebook.__getstate__()
-    assert all(type(value) in (int, tuple, torch.Tensor, type(None)) for value in state.values())
+    assert all(type(value) in (int, bool, tuple, torch.Tensor, type(None)) for value in state.values())
     file = io.BytesIO()
     torch.save(codebook, file)
     file.seek(0)

@@ -2,6 +2,8 @@
 #include "ibp.h"
 #include "ibp_cuda.h"
 
+#include "../core/format.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -39,22 +41,22 @@ class RowCodec {
   public:
     uint32_t row_bytes() const { return codebook_.row_bytes; }
     uint32_t num_flags() const { return codebook_.num_flags; }
-    size_t coded_bytes(const py::buffer &row) const { return ibp_coded_row_bytes(&codebook_, checked_row(row).data()); }
+    size_t coded_bytes(const py::buffer &row) const { return measured(checked_row(row)); }
 
     py::bytes encode(const py::buffer &row) const
     {
         const std::vector<uint8_t> bytes = checked_row(row);
-        std::vector<uint8_t> coded(ibp_coded_row_bytes(&codebook_, bytes.data()));
+        std::vector<uint8_t> coded(measured(bytes)), scratch = new_scratch();
         size_t size = 0;
-        check(ibp_encode_row(&codebook_, bytes.data(), coded.data(), coded.size(), &size));
+        check(ibp_encode_row(&codebook_, bytes.data(), coded.data(), coded.size(), &size, scratch.data(), scratch.size()));
         return to_bytes(coded, size);
     }
 
     py::bytes decode(const py::buffer &coded) const
     {
         const std::vector<uint8_t> bytes = bytes_of(coded);
-        std::vector<uint8_t> row(codebook_.row_bytes);
-        check(ibp_decode_row(&codebook_, bytes.data(), bytes.size(), row.data()));
+        std::vector<uint8_t> row(codebook_.row_bytes), scratch = new_scratch();
+        check(ibp_decode_row(&codebook_, bytes.data(), bytes.size(), row.data(), scratch.data(), scratch.size()));
         return to_bytes(row, row.size());
     }
 
@@ -62,6 +64,14 @@ class RowCodec {
     ibp_codebook codebook_{};
 
   private:
+    std::vector<uint8_t> new_scratch() const { return std::vector<uint8_t>(ibp_scratch_bytes(codebook_.row_bytes)); }
+
+    size_t measured(const std::vector<uint8_t> &row) const
+    {
+        std::vector<uint8_t> scratch = new_scratch();
+        return ibp_coded_row_bytes(&codebook_, row.data(), scratch.data(), scratch.size());
+    }
+
     std::vector<uint8_t> checked_row(const py::buffer &row) const
     {
         std::vector<uint8_t> bytes = bytes_of(row);
@@ -97,22 +107,13 @@ class PlanesCodec : public RowCodec {
         : entries_(bytes_of(entries))
     {
         if (digit_bits.size() > IBP_MAX_PLANES) throw py::value_error("there are at most 4 planes");
-        codebook_.scheme = IBP_SCHEME_PLANES;
-        codebook_.row_bytes = row_bytes;
-        ibp_planes &planes = codebook_.planes;
-        planes = ibp_planes{entries_.data(), default_value, closed_value, element_bytes, residual_bits, rotate,
-                            static_cast<uint32_t>(digit_bits.size()), 0, 1, {}, per_column, listed};
-        for (size_t p = 0; p < digit_bits.size(); p++) {
+        ibp_planes planes{entries_.data(), default_value, closed_value, element_bytes, residual_bits, rotate,
+                          static_cast<uint32_t>(digit_bits.size()), 0, 0, {}, per_column, listed};
+        for (size_t p = 0; p < digit_bits.size(); p++)
             planes.digit_bits[p] = static_cast<uint8_t>(digit_bits[p] > IBP_MAX_DIGIT_BITS ? 0 : digit_bits[p]); // 0 is refused
-            planes.num_entries += (1u << planes.digit_bits[p]) - 1u;
-        }
-        if (element_bytes > 8 || residual_bits > 8 * element_bytes) throw py::value_error("element_bytes or residual_bits is out of range");
-        while (8 * planes.symbol_bytes < 8 * element_bytes - residual_bits) planes.symbol_bytes *= 2;
-        check(ibp_check_planes(&codebook_));
-        const size_t sets = per_column ? row_bytes / element_bytes : 1;
-        if (entries_.size() != sets * planes.num_entries * planes.symbol_bytes)
-            throw py::value_error("entries has " + std::to_string(entries_.size()) + " bytes, the codebook wants " +
-                                  std::to_string(sets * planes.num_entries * planes.symbol_bytes));
+        check(ibp_build_planes_codebook(&planes, row_bytes, entries_.size(), &codebook_));
+        check(ibp_check_codebook(&codebook_));
+        if (codebook_.num_clusters > 1) throw py::value_error("entries holds more than one set of entries");
     }
 
   private:
@@ -163,6 +164,59 @@ class PinnedRange {
     void *data_;
 };
 
+// What DLPack's C interface hands an array over with (struct DLManagedTensor of dlpack.h, version 0.8).
+struct DLManagedTensor {
+    struct {
+        void *data;
+        int32_t device_type, device_id;
+        int32_t num_dims;
+        uint8_t type_code, type_bits;
+        uint16_t type_lanes;
+        int64_t *shape, *strides;
+        uint64_t byte_offset;
+    } array;
+    void *manager;
+    void (*release)(DLManagedTensor *);
+};
+static_assert(sizeof(DLManagedTensor) == 64, "the layout of dlpack.h on a 64-bit machine");
+enum : int32_t { kDLCUDA = 2 };
+enum : uint8_t { kDLUInt = 1 };
+
+// The bytes of an object in pinned memory as a CUDA device sees them, for whoever takes a DLPack capsule; the object lives as long as they are held.
+struct MappedBytes {
+    DLManagedTensor managed;
+    py::object owner;
+    int64_t num_bytes;
+
+    static void release(DLManagedTensor *managed)
+    {
+        if (!Py_IsInitialized()) return; // the interpreter's objects are gone
+        const py::gil_scoped_acquire acquire; // torch frees tensors on any thread
+        delete static_cast<MappedBytes *>(managed->manager);
+    }
+};
+
+// A capsule with the bytes from address on, which are pinned, as uint8 of the current CUDA device, whose index is device. Torch's own ways to wrap an
+// address, from_blob and __cuda_array_interface__, ask the driver for its device: that one is the device that was current when it was pinned.
+py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, int32_t device)
+{
+    void *mapped = nullptr;
+    check(ibp_cuda_map_pinned(reinterpret_cast<void *>(address), &mapped));
+    auto *const bytes = new MappedBytes{{}, std::move(owner), num_bytes};
+    bytes->managed.array = {mapped, kDLCUDA, device, 1, kDLUInt, 8, 1, &bytes->num_bytes, nullptr, 0};
+    bytes->managed.manager = bytes;
+    bytes->managed.release = &MappedBytes::release;
+    PyObject *const capsule = PyCapsule_New(&bytes->managed, "dltensor", [](PyObject *unused) {
+        if (!PyCapsule_IsValid(unused, "dltensor")) return; // who took it has renamed it
+        MappedBytes::release(static_cast<DLManagedTensor *>(PyCapsule_GetPointer(unused, "dltensor")));
+    });
+    if (capsule == nullptr) {
+        delete bytes;
+        throw py::error_already_set();
+    }
+    return py::reinterpret_steal<py::object>(capsule);
+}
+
 // The streams and events of a stream of tables (ibp_cuda.h), on the device that is current when it is made.
 class Streamer {
   public:
@@ -200,6 +254,8 @@ PYBIND11_MODULE(_core, m)
     m.doc() = "The ibp core without torch: status, versions, single rows, pinned memory.";
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
+    m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
+    m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN; // overflow parts begin with a sector
     m.attr("CPU_AVX2_BMI2") = static_cast<uint32_t>(IBP_CPU_AVX2_BMI2);
     m.attr("CPU_AVX512") = static_cast<uint32_t>(IBP_CPU_AVX512);
     m.def("version", &ibp_version, "Version of the linked core library.");
@@ -236,6 +292,9 @@ PYBIND11_MODULE(_core, m)
 
     py::class_<PinnedRange>(m, "PinnedRange", "Pins the memory of an object while this one lives.")
         .def(py::init<py::object, uintptr_t, size_t>(), py::arg("owner"), py::arg("address"), py::arg("num_bytes"));
+
+    m.def("map_pinned", &map_pinned, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
+          "DLPack capsule of pinned memory as bytes of the current CUDA device, whose index is device; keeps its owner alive.");
 
     py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
         .def(py::init<>())

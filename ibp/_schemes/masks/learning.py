@@ -1,4 +1,4 @@
-"""Which bits are invariant: codebooks of scheme ibp learned from rows (the paper's sections 4.1 and 6.1), and what rows cost with a codebook."""
+"""Which bits are invariant: codebooks of scheme ibp learned from rows (the paper's sections 4.1 and 6.1)."""
 
 from __future__ import annotations
 
@@ -7,51 +7,43 @@ import functools
 import torch
 from tqdm import tqdm
 
-from ... import _layout, _rows
-from .codebook import CHUNK_BYTES, SCHEMES, Codebook, check_chunk_bytes
+from ... import _rows
+from ..request import Request
+from ..sizes import measure, total_stored
+from .codebook import CHUNK_BYTES, Codebook, MasksForm, check_chunk_bytes
 
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)
-_LEAST_SAMPLE_ROWS = 1024
 _GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256  # what the greedy choice of masks looks at
 _FINALISTS = 3  # thresholds for all chunks that are compared exactly
-_SWEEP_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}  # what an analysis without a given sample looks at
 _BITS_SET = torch.tensor([bin(byte).count("1") for byte in range(256)])
 
 
-def measure(data: torch.Tensor, codebook, device: torch.device, progress: bool = False) -> torch.Tensor:
-    """The `lengths` of all rows of the bytes (FORMAT.md section 2), uint16 on the device."""
-    words, parts = codebook.words(device), [torch.empty(0, dtype=torch.uint16, device=device)]
-    num_rows = -(-data.numel() // codebook.row_bytes)
-    with tqdm(total=num_rows, desc="measure", unit="row", unit_scale=True, disable=not progress) as bar:
-        for first, last, block in _rows.blocks(data, codebook.row_bytes, device):
-            parts.append(torch.ops.ibp.measure_rows(block, words, codebook.codec))
-            bar.update(last - first)
-    return torch.cat(parts) if len(parts) != 2 else parts[1]
-
-
-def total_stored(lengths: torch.Tensor, geometry: _rows.Geometry) -> int:
-    """Bytes of the coded and raw rows that `lengths` describes."""
-    return _layout.survey(lengths, geometry).stored
-
-
-def check_learning(sample: float | None, chunk_bytes: int | None, tau: float | None) -> None:
-    """Raises ValueError for arguments that `learn` would not take."""
-    if chunk_bytes is not None:
-        check_chunk_bytes(chunk_bytes)
-    if tau is not None and not 0.5 <= tau <= 1:
+def check_tau(tau: float) -> None:
+    """Raises ValueError for a threshold that is none."""
+    if not 0.5 <= tau <= 1:
         raise ValueError(f"tau is {tau}; wanted 0.5 to 1, or None to sweep")
-    if sample is not None and not 0 < sample <= 1:
-        raise ValueError(f"sample is {sample}; wanted a fraction in (0, 1], or None")
 
 
-def sampled_rows(num_rows: int, row_bytes: int, sample: float | None, device: torch.device) -> int:
-    """How many rows an analysis looks at."""
-    if sample is None:
-        return max(_LEAST_SAMPLE_ROWS, _SWEEP_BYTES[device.type] // row_bytes)
-    return max(_LEAST_SAMPLE_ROWS, -int(-num_rows * sample // 1))
+def learn(request: Request) -> Codebook:
+    """The best codebook of scheme ibp for a table."""
+    return _learn(request.rows, request.geometry.row_bytes, request.geometry.num_rows, request.device, request.chunk_bytes, request.tau, request.paper,
+                  request.progress)
 
 
-def learn(rows: torch.Tensor, row_bytes: int, num_rows: int, device: torch.device, chunk_bytes: int | None = None, tau: float | None = None,
+def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float | None) -> list[Codebook]:
+    """Codebooks of the same form as another, one for each group of rows.
+
+    Args:
+        codebook: gives the form.
+        rows: uint8 [n * row_bytes], whole rows, those of each group next to each other.
+        sizes: rows of each group, at least one.
+        tau: a threshold for all chunks; None: each group finds the best ones.
+    """
+    parts = rows.split([size * codebook.row_bytes for size in sizes])
+    return [_learn(part, codebook.row_bytes, size, rows.device, codebook.chunk_bytes, tau, codebook.flag_all) for part, size in zip(parts, sizes)]
+
+
+def _learn(rows: torch.Tensor, row_bytes: int, num_rows: int, device: torch.device, chunk_bytes: int | None = None, tau: float | None = None,
           paper: bool = False, progress: bool = False) -> Codebook:
     """The best codebook of scheme ibp for a table, from a sample of its rows; other arguments as `analyze`.
 
@@ -139,7 +131,7 @@ class _Sweep:
     def _gains_of(self, masks, chunk_bytes):
         """Bits that each chunk saves over all sampled rows with every (mask, bitval), participation bits paid: brought to the CPU at once."""
         words = [torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, False) for mask, bitval in masks]
-        near, codec = torch.stack(words).to(self.device), [SCHEMES["ibp"], self.row_bytes, chunk_bytes, 0]
+        near, codec = torch.stack(words).to(self.device), MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0)
         hits = torch.zeros(len(masks), -(-self.row_bytes // chunk_bytes), dtype=torch.int64, device=self.device)
         for block in self._blocks():
             for i in range(len(masks)):
@@ -149,8 +141,7 @@ class _Sweep:
 
     def _codebook(self, mask, bitval, chunk_bytes, flag_all, tau):
         codebook = Codebook.from_masks(mask, bitval, chunk_bytes, flag_all, tau=tau)
-        codebook.expected_savings = self._savings(codebook)
-        return codebook
+        return codebook.with_savings(self._savings(codebook))
 
     def _savings(self, codebook):
         """Exact, on the sampled rows: rows are rounded to bytes, and those that would grow are raw."""

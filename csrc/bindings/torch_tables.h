@@ -1,0 +1,166 @@
+// torch_tables.h - how a table, a codebook and ids are given to an operation (_TABLE of ibp/_ops.py), as the structs of ibp.h. Every length is
+// derived from what reads it; what the bytes say is for the core to distrust.
+#ifndef IBP_TORCH_TABLES_H
+#define IBP_TORCH_TABLES_H
+
+#include "torch_tensors.h"
+
+#include "../core/locate.h"
+
+#include <optional>
+
+namespace ibp_torch {
+
+using Codec = std::vector<int64_t>;
+
+// ---- codebooks ----
+
+inline void read_raw(const Tensor &, const Codec &codec, ibp_codebook *)
+{
+    require(codec.size() == 2, "codec of scheme raw has ", codec.size(), " numbers, 2 are needed");
+}
+
+// codec is [1, row_bytes, chunk_bytes, num_flags], words as codebook_words makes them; of several clusters one after the other, each followed by
+// its num_flags and three numbers that mean nothing.
+inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *codebook)
+{
+    require(codec.size() == 4, "codec of scheme ibp has ", codec.size(), " numbers, 4 are needed");
+    codebook->chunk_bytes = to_u32(codec[2], 1, 8, "chunk_bytes");
+    require((codebook->chunk_bytes & (codebook->chunk_bytes - 1)) == 0, "chunk_bytes is ", codec[2], ", not 1, 2, 4 or 8");
+    codebook->num_flags = to_u32(codec[3], 0, divide_up(codebook->row_bytes, codebook->chunk_bytes), "num_flags");
+    const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook->row_bytes));
+    const auto *data = static_cast<const uint32_t *>(
+        static_cast<const void *>(data_of<int32_t>(words, ScalarType::Int, 3 * num_words, "codebook")));
+    require(reinterpret_cast<uintptr_t>(data) % 16 == 0, "codebook is not aligned to 16 bytes");
+    codebook->mask = data;
+    codebook->bitval = data + num_words;
+    codebook->flags = data + 2 * num_words;
+    const int64_t stride = 3 * num_words + 4;
+    if (words.numel() == 3 * num_words) return;
+    require(words.numel() % stride == 0 && words.numel() / stride <= int64_t{IBP_MAX_CLUSTERS}, "codebook has ", words.numel(),
+            " numbers, ", 3 * num_words, " or 1 to 256 times ", stride, " are needed");
+    codebook->num_clusters = static_cast<uint32_t>(words.numel() / stride);
+    codebook->cluster_stride = static_cast<uint32_t>(stride);
+    codebook->cluster_flags = data + 3 * num_words;
+}
+
+// codec is [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, digit_bits ...], entries the packed symbols,
+// those of several clusters one after the other.
+inline void read_planes(const Tensor &entries, const Codec &codec, ibp_codebook *codebook)
+{
+    require(codec.size() >= 9 && codec.size() <= 9 + IBP_MAX_PLANES, "codec of scheme planes has ", codec.size(),
+            " numbers, 9 to 13 are needed");
+    ibp_planes planes{};
+    planes.element_bytes = to_u32(codec[2], 1, 8, "element_bytes");
+    planes.rotate = to_u32(codec[3], 0, 1, "rotate");
+    planes.residual_bits = to_u32(codec[4], 0, 8 * codec[2], "residual_bits");
+    planes.per_column = codec[5] != 0;
+    planes.listed = codec[6] != 0;
+    planes.default_value = static_cast<uint64_t>(codec[7]);
+    planes.closed_value = static_cast<uint64_t>(codec[8]);
+    planes.num_planes = static_cast<uint32_t>(codec.size()) - 9;
+    for (uint32_t p = 0; p < planes.num_planes; p++)
+        planes.digit_bits[p] = static_cast<uint8_t>(to_u32(codec[9 + p], 1, IBP_MAX_DIGIT_BITS, "digit_bits"));
+    planes.entries = bytes_of(entries, 0, "codebook");
+    const ibp_status status =
+        ibp_build_planes_codebook(&planes, codebook->row_bytes, static_cast<size_t>(entries.numel()), codebook);
+    require(status == IBP_OK, "codebook has ", entries.numel(), " bytes, not those of 1 to 256 sets of entries aligned to their ",
+            "symbols; or the codec of scheme planes is out of range");
+}
+
+// What stands behind [scheme, row_bytes] in a codec is the scheme's own matter: a new scheme has a row here.
+struct SchemeReader {
+    ibp_scheme scheme;
+    void (*read)(const Tensor &words, const Codec &codec, ibp_codebook *codebook);
+};
+constexpr SchemeReader kSchemeReaders[] = {{IBP_SCHEME_RAW, read_raw}, {IBP_SCHEME_IBP, read_masks}, {IBP_SCHEME_PLANES, read_planes}};
+
+inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
+{
+    require(codec.size() >= 2, "codec is not [scheme, row_bytes, ...]");
+    ibp_codebook codebook{};
+    codebook.row_bytes = to_u32(codec[1], 1, IBP_MAX_ROW_BYTES, "row_bytes");
+    for (const SchemeReader &reader : kSchemeReaders) {
+        if (codec[0] != reader.scheme) continue;
+        codebook.scheme = reader.scheme;
+        reader.read(words, codec, &codebook);
+        return codebook;
+    }
+    throw std::runtime_error("ibp: unknown scheme " + to_text(codec[0]));
+}
+
+// ---- tables ----
+
+// The arguments that describe a table, and their unpacking, the same in every operation that takes one.
+#define IBP_TABLE_PARAMETERS                                                                                                      \
+    Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, std::vector<int64_t> codec, int64_t slot_bytes, \
+        int64_t overflow_start, int64_t num_items, int64_t item_bytes
+#define IBP_TABLE_ARGUMENTS \
+    {slots, overflow, lengths, bases, codebook, codec, slot_bytes, overflow_start, num_items, item_bytes}
+#define IBP_TABLE_TENSORS &slots, &overflow, &lengths, &bases, &codebook
+
+struct TableArgs {
+    const Tensor &slots, &overflow, &lengths, &bases, &codebook;
+    const Codec &codec;
+    int64_t slot_bytes, overflow_start, num_items, item_bytes;
+
+    ibp_table table() const
+    {
+        ibp_table t{};
+        const int64_t num_bytes = total_bytes(num_items, item_bytes, "num_items");
+        require(item_bytes <= kMaxBytes, "item_bytes is ", item_bytes);
+        t.num_items = num_items;
+        t.item_bytes = item_bytes;
+        t.codebook = codebook_of(codebook, codec);
+        t.slot_bytes = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
+        require(overflow_start >= 0, "overflow_start is ", overflow_start);
+        t.overflow_start = static_cast<uint64_t>(overflow_start);
+        const int64_t num_rows = divide_up(num_bytes, t.codebook.row_bytes);
+        t.slots = bytes_of(slots, 0, "slots");
+        t.slots_bytes = slots.numel();
+        t.overflow = bytes_of(overflow, 0, "overflow");
+        t.overflow_bytes = overflow.numel();
+        t.lengths = data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
+        t.bases = unsigned_longs_of(bases, bases.numel() ? divide_up(num_rows, IBP_ROWS_PER_BASE) : 0, "bases");
+        require(t.codebook.scheme != IBP_SCHEME_RAW || !t.lengths, "scheme raw has no lengths");
+        return t;
+    }
+
+    // Nothing that an operation writes is a part of the table.
+    void require_untouched(std::initializer_list<Named> written) const
+    {
+        require_apart(written, {{"slots", slots}, {"overflow", overflow}, {"lengths", lengths}, {"bases", bases}, {"codebook", codebook}});
+    }
+};
+
+inline ibp_fault *fault_of(const Tensor &fault)
+{
+    return static_cast<ibp_fault *>(static_cast<void *>(data_of<int64_t>(fault, ScalarType::Long, 4, "fault")));
+}
+
+// ---- ids ----
+
+inline ibp_ids ids_of(const Tensor &ids)
+{
+    const bool is_long = ids.scalar_type() == ScalarType::Long;
+    require(is_long || ids.scalar_type() == ScalarType::Int, "ids must be int32 or int64");
+    return {memory_of(ids, "ids").data, ids.numel(), is_long ? 8u : 4u, nullptr, 0};
+}
+
+// Ids with the positions of out that their items go to: any of those that out has room for; without positions one after the other.
+inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &positions, const Tensor &out, int64_t item_bytes)
+{
+    ibp_ids items = ids_of(ids);
+    if (!positions) {
+        room_of(out, total_bytes(items.count, item_bytes, "items"), "out");
+        return items;
+    }
+    const auto *data = data_of<int32_t>(*positions, ScalarType::Int, items.count, "positions");
+    items.positions = static_cast<const uint32_t *>(static_cast<const void *>(data));
+    items.out_items = item_bytes ? memory_of(out, "out").num_bytes / item_bytes : 0;
+    return items;
+}
+
+} // namespace ibp_torch
+
+#endif

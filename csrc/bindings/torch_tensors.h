@@ -1,0 +1,224 @@
+// torch_tensors.h - tensors as checked memory: every error of an argument, or of a call of torch, becomes a std::runtime_error, which torch hands
+// to Python as a RuntimeError.
+//
+// Messages are put together without streams: a compiler that links a part of libstdc++ statically makes those crash beside torch's libstdc++.
+// Torch's own inline functions write their messages to streams, so the two macros by which they check are replaced here, before those functions
+// are included. No other file includes headers of torch's stable ABI.
+#ifndef IBP_TORCH_TENSORS_H
+#define IBP_TORCH_TENSORS_H
+
+#include "ibp.h"
+#include "ibp_cuda.h"
+
+#include <torch/headeronly/util/Exception.h>
+#include <torch/headeronly/util/shim_utils.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+// Absent from a torch without CUDA, and from one before 2.13.
+extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream) __attribute__((weak));
+extern "C" const char *torch_exception_get_what_without_backtrace() __attribute__((weak));
+
+namespace ibp_torch {
+
+inline std::string to_text(const char *text) { return text; }
+inline std::string to_text(int64_t number) { return std::to_string(number); }
+
+// Throws what becomes a RuntimeError in Python unless the condition holds.
+template <typename... Parts> void require(bool condition, const Parts &...parts)
+{
+    if (!condition) throw std::runtime_error("ibp: " + (to_text(parts) + ...));
+}
+
+[[noreturn]] inline void fail_in_torch(const char *what)
+{
+    throw std::runtime_error(std::string("ibp: torch refuses: ") + what);
+}
+
+// After a call of torch's C functions has returned an error.
+[[noreturn]] inline void fail_in_torch_call(const char *call)
+{
+    fail_in_torch(torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace() : call);
+}
+
+} // namespace ibp_torch
+
+#if !defined(TORCH_ERROR_CODE_CHECK) || !defined(STD_TORCH_CHECK)
+#error "torch's headers check errors by other macros than those that are replaced here"
+#endif
+#undef TORCH_ERROR_CODE_CHECK
+#define TORCH_ERROR_CODE_CHECK(call) \
+    if ((call) != TORCH_SUCCESS) { ibp_torch::fail_in_torch_call(#call); }
+#undef STD_TORCH_CHECK
+#define STD_TORCH_CHECK(condition, ...) \
+    if (!(condition)) { ibp_torch::fail_in_torch(#condition); }
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+namespace ibp_torch {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline void check(ibp_status status, const char *what)
+{
+    const bool is_cuda = status == IBP_CUDA_ERROR;
+    require(status == IBP_OK, what, ": ", ibp_status_string(status), is_cuda ? ": " : "", is_cuda ? ibp_cuda_last_error() : "");
+}
+
+// ---- sizes ----
+
+constexpr int64_t kMaxBytes = INT64_MAX / IBP_OVERFLOW_ALIGN; // of a table's items, as in the core
+
+// count * each_bytes, where both are at least 0 and the product at most kMaxBytes.
+inline int64_t total_bytes(int64_t count, int64_t each_bytes, const char *name)
+{
+    int64_t bytes = 0;
+    const bool fits = !__builtin_mul_overflow(count, each_bytes, &bytes) && bytes <= kMaxBytes;
+    require(count >= 0 && each_bytes >= 0 && fits, name, ": ", count, " of ", each_bytes, " bytes each are out of range");
+    return bytes;
+}
+
+// Items of item_bytes in num_bytes, of which the last may be short. num_bytes >= 0.
+inline int64_t divide_up(int64_t num_bytes, int64_t item_bytes) { return num_bytes / item_bytes + (num_bytes % item_bytes != 0); }
+
+inline uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *name)
+{
+    require(value >= low && value <= high, name, " is ", value, ", outside [", low, ", ", high, "]");
+    return static_cast<uint32_t>(value);
+}
+
+// ---- memory ----
+
+// The elements of a tensor, one after the other. data: nullptr if there are none.
+struct Memory {
+    uint8_t *data;
+    int64_t num_bytes;
+};
+
+inline Memory memory_of(const Tensor &tensor, const char *name)
+{
+    require(tensor.is_contiguous(), name, " is not contiguous");
+    const auto element_bytes = static_cast<int64_t>(tensor.element_size());
+    const int64_t num_bytes = total_bytes(tensor.numel(), element_bytes, name);
+    if (num_bytes == 0) return {nullptr, 0};
+    int64_t storage_bytes = 0, offset = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &storage_bytes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+    const bool is_held = offset >= 0 && storage_bytes >= num_bytes && offset <= (storage_bytes - num_bytes) / element_bytes;
+    auto *const data = static_cast<uint8_t *>(tensor.data_ptr());
+    require(is_held && data != nullptr, name, " has more elements than its storage");
+    return {data, num_bytes};
+}
+
+// The data of a contiguous tensor of the given dtype and at least the given number of elements; nullptr if it is empty.
+template <typename T> T *data_of(const Tensor &tensor, ScalarType dtype, int64_t least, const char *name)
+{
+    require(tensor.scalar_type() == dtype, name, " has the wrong dtype");
+    require(tensor.numel() >= least, name, " has ", tensor.numel(), " elements, ", least, " are needed");
+    return static_cast<T *>(static_cast<void *>(memory_of(tensor, name).data));
+}
+
+inline uint8_t *bytes_of(const Tensor &tensor, int64_t least, const char *name)
+{
+    return data_of<uint8_t>(tensor, ScalarType::Byte, least, name);
+}
+
+// The same of a tensor whose numbers the core takes as unsigned.
+inline uint64_t *unsigned_longs_of(const Tensor &tensor, int64_t least, const char *name)
+{
+    return static_cast<uint64_t *>(static_cast<void *>(data_of<int64_t>(tensor, ScalarType::Long, least, name)));
+}
+
+// The memory of a contiguous tensor of any dtype that has room for least bytes; nullptr if it is empty.
+inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
+{
+    const Memory memory = memory_of(tensor, name);
+    require(memory.num_bytes >= least, name, " has ", memory.num_bytes, " bytes, ", least, " are needed");
+    return memory.data;
+}
+
+struct Named {
+    const char *name;
+    const Tensor &tensor;
+};
+
+// No byte that is written belongs to another of the tensors: an operation that reads what it writes at the same time would act on numbers that it
+// has not checked.
+inline void require_apart(std::initializer_list<Named> written, std::initializer_list<Named> read)
+{
+    const auto check_pair = [](const Memory &memory, const char *name, const Named &other) {
+        const Memory beside = memory_of(other.tensor, other.name);
+        if (beside.data == nullptr) return;
+        const bool apart = memory.data + memory.num_bytes <= beside.data || beside.data + beside.num_bytes <= memory.data;
+        require(apart, name, " and ", other.name, " share memory");
+    };
+    for (const Named *one = written.begin(); one != written.end(); one++) {
+        const Memory memory = memory_of(one->tensor, one->name);
+        if (memory.data == nullptr) continue;
+        for (const Named *other = written.begin(); other != one; other++) check_pair(memory, one->name, *other);
+        for (const Named &other : read) check_pair(memory, one->name, other);
+    }
+}
+
+// ---- devices ----
+
+inline int32_t device_type_of(const Tensor &tensor)
+{
+    int32_t type = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+    return type;
+}
+
+inline bool is_on(const Tensor &tensor, const Tensor &other)
+{
+    return device_type_of(tensor) == device_type_of(other) && tensor.get_device_index() == other.get_device_index();
+}
+
+// For the implementations of the CPU: torch chooses one of them also where some tensors are elsewhere.
+inline void require_cpu(std::initializer_list<const Tensor *> tensors)
+{
+    for (const Tensor *tensor : tensors)
+        require(device_type_of(*tensor) == aoti_torch_device_type_cpu(), "all tensors must be on the CPU, or all on one CUDA device");
+}
+
+// For those of CUDA: all tensors must be on the first one's device, which is this thread's current one while the guard lives.
+inline torch::stable::accelerator::DeviceGuard use_cuda(const Tensor &first, std::initializer_list<const Tensor *> tensors)
+{
+    require(first.is_cuda(), "all tensors must be on the CPU, or all on one CUDA device");
+    for (const Tensor *tensor : tensors) require(is_on(*tensor, first), "all tensors must be on the same CUDA device");
+    return torch::stable::accelerator::DeviceGuard(first.get_device_index());
+}
+
+inline ibp_stream current_stream(const Tensor &tensor)
+{
+    require(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA support");
+    void *stream = nullptr;
+    require(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == TORCH_SUCCESS, "no current CUDA stream");
+    return static_cast<ibp_stream>(stream);
+}
+
+// ---- new tensors ----
+
+inline Tensor new_tensor(const Tensor &like, std::vector<int64_t> sizes, ScalarType dtype)
+{
+    return torch::stable::new_empty(like, sizes, dtype);
+}
+
+inline Tensor new_counts(const Tensor &like, int64_t size)
+{
+    Tensor counts = new_tensor(like, {size}, ScalarType::Long);
+    torch::stable::zero_(counts);
+    return counts;
+}
+
+} // namespace ibp_torch
+
+#endif

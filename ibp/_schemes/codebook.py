@@ -1,0 +1,186 @@
+"""What codebooks of all schemes share: frozen values that are checked once, when they are made or unpickled."""
+
+from __future__ import annotations
+
+import math
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+_CPU = torch.device("cpu")
+_Class = TypeVar("_Class", bound=type)
+_Book = TypeVar("_Book", bound="AnyCodebook")
+
+
+def public(kind: _Class) -> _Class:
+    """Makes a class pickle as `ibp.<name>`, wherever its file is, and lets torch.load(weights_only=True) make its objects."""
+    kind.__module__ = "ibp"
+    torch.serialization.add_safe_globals([kind])
+    return kind
+
+
+class AnyCodebook(ABC):
+    """How the rows of a table are coded: what `ibp.Codebook`, `ibp.PlanesCodebook` and `ibp.ClusteredCodebook` have in common.
+
+    A codebook is checked when it is made and cannot be changed afterwards: the coders rely on it. Its tensors are copies of its own, on the CPU,
+    and must not be written to. Codebooks are shared freely between tables and threads.
+
+    Attributes:
+        scheme: name of the scheme.
+        row_bytes: bytes of a row, 1 to 65,536.
+        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if not learned.
+    """
+
+    __module__ = "ibp"
+
+    # Names of the constructor's arguments: what a pickled codebook consists of.
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    scheme: str
+    row_bytes: int
+    expected_savings: float | None
+
+    @property
+    @abstractmethod
+    def form(self) -> Hashable:
+        """All that codebooks of one table have in common."""
+
+    @property
+    @abstractmethod
+    def can_differ(self) -> bool:
+        """Whether codebooks of this form can differ at all, as those of clusters do."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the codebook as stored."""
+
+    @property
+    @abstractmethod
+    def codec(self) -> list[int]:
+        """What the operations are told besides the words: [number of the scheme, row_bytes, ...] (csrc/bindings)."""
+
+    @property
+    @abstractmethod
+    def is_fast(self) -> bool:
+        """Whether a GPU decodes rows faster than any link brings them, with few multiprocessors."""
+
+    @property
+    @abstractmethod
+    def is_fast_in_clusters(self) -> bool:
+        """The same of a table with several codebooks of this form."""
+
+    @property
+    @abstractmethod
+    def cluster_words(self) -> torch.Tensor:
+        """The working form of this codebook among those of several clusters: a flat CPU tensor."""
+
+    def words(self, device: torch.device | str) -> torch.Tensor:
+        """The working form that the coders read, on the device; kept once made, and not to be written to."""
+        device = torch.device(device)
+        if device not in self._words:
+            self._words[device] = self._words[_CPU].to(device)
+        return self._words[device]
+
+    def with_savings(self: _Book, expected_savings: float | None) -> _Book:
+        """The same codebook, with other expected_savings."""
+        same = object.__new__(type(self))
+        vars(same).update(vars(self), expected_savings=checked_savings(expected_savings))
+        return same
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the codebook has been made and checked; False between __new__ and __setstate__ while it is unpickled."""
+        return "_words" in vars(self)
+
+    _words: dict[torch.device, torch.Tensor]
+
+    def _finish(self, words: torch.Tensor, **attributes: Any) -> None:
+        """Sets the attributes, which have been checked, for good."""
+        vars(self).update(attributes, _words={_CPU: words})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be set: codebooks do not change")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__}.{name} cannot be deleted: codebooks do not change")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._fields}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Makes and checks what is unpickled.
+
+        Raises:
+            ValueError: the codebook is finished already, or the state has other fields or contradicts itself.
+        """
+        kind = type(self).__name__
+        if self.is_finished:
+            raise ValueError(f"the state of a finished {kind} cannot be set again")
+        if not isinstance(state, dict):
+            raise ValueError(f"the state of a {kind} is a {type(state).__name__}; wanted a dict with the fields {sorted(self._fields)}")
+        if set(state) != set(self._fields):
+            raise ValueError(f"the state of a {kind} has the fields {sorted(map(str, state))}; wanted {sorted(self._fields)}")
+        self.__init__(**state)  # type: ignore[misc]
+
+    @abstractmethod
+    def _description(self) -> list[str]:
+        """What __repr__ says besides expected_savings."""
+
+    def __repr__(self) -> str:
+        parts = self._description() if self.is_finished else ["unfinished"]
+        if self.is_finished and self.expected_savings is not None:
+            parts.append(f"expected_savings={self.expected_savings:.1%}")
+        return f"ibp.{type(self).__name__}({', '.join(parts)})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AnyCodebook):
+            return NotImplemented
+        return type(self) is type(other) and self.form == other.form and torch.equal(self.words(_CPU), other.words(_CPU))
+
+    def __hash__(self) -> int:
+        return hash((self.form, self.words(_CPU).numpy().tobytes()))
+
+
+# ---- checks of fields, which may come from a hostile file ----------------------------------------------------------
+
+
+def whole(name: str, value: object, least: int, most: int) -> int:
+    """The value as an int; ValueError unless it is a whole number from least to most."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # a tensor is asked for its value
+        raise ValueError(f"{name} is a {type(value).__name__}; wanted a whole number") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {number}; wanted {least} to {most}")
+    return number
+
+
+def fraction(name: str, value: object) -> float | None:
+    """The value as a float, or None; ValueError unless it is a finite number or None."""
+    if value is None:
+        return None
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value if isinstance(value, float) else kind_of(value)}; wanted a number or None")
+    return float(value)
+
+
+def checked_savings(value: object) -> float | None:
+    return fraction("expected_savings", value)
+
+
+def private_copy(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous copy on the CPU, which nobody else can write to; ValueError unless it is a dense tensor of the dtype and shape."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype != dtype or tensor.shape != shape or tensor.is_meta:
+        raise ValueError(f"{name} is {kind_of(tensor)}; wanted {dtype} {list(shape)}")
+    return torch.empty(shape, dtype=dtype).copy_(tensor.detach())
+
+
+def kind_of(value: object) -> str:
+    """A tensor's dtype and shape, or the type of anything else, for messages."""
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}"
+    return f"{value.dtype} {list(value.shape)}" + ("" if value.layout == torch.strided and not value.is_meta else f" ({value.layout}, {value.device})")

@@ -1,0 +1,79 @@
+"""The table of schemes: all that the package knows of each. A new scheme is its own folder and a row here (and what csrc/FORMAT.md and csrc/core/schemes.h say of it)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .codebook import AnyCodebook
+from .masks import learning as masks
+from .masks.codebook import Codebook, check_chunk_bytes
+from .planes import learning as planes
+from .planes.codebook import PlanesCodebook
+from .request import Request
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How rows can be coded.
+
+    Attributes:
+        name: in the API.
+        number: enum ibp_scheme of ibp.h, the first number of every codec.
+        codebook: class of its codebooks; None where rows are as they are.
+        learn: finds a codebook for a request.
+        relearn: (codebook, rows, sizes, request): codebooks of the same form, one for each group of rows; rows is uint8 [n * row_bytes], those of
+            a group next to each other, and sizes says how many each has.
+        options: the arguments of `ibp.compress` and `ibp.analyze` that belong to it, and what raises ValueError for wrong ones.
+    """
+
+    name: str
+    number: int
+    codebook: type[AnyCodebook] | None
+    learn: Callable[[Request], AnyCodebook | None]
+    relearn: Callable[[AnyCodebook, torch.Tensor, list[int], Request], list[AnyCodebook]] | None = None
+    options: Mapping[str, Callable[..., object]] = field(default_factory=dict)
+
+
+_ROWS = (
+    Scheme("raw", 0, None, learn=lambda request: None),
+    Scheme(Codebook.scheme, Codebook.number, Codebook, learn=masks.learn,
+           relearn=lambda codebook, rows, sizes, request: masks.relearn(codebook, rows, sizes, request.tau),
+           options={"chunk_bytes": check_chunk_bytes, "tau": masks.check_tau, "paper": bool}),
+    Scheme(PlanesCodebook.scheme, PlanesCodebook.number, PlanesCodebook, learn=planes.learn,
+           relearn=lambda codebook, rows, sizes, request: planes.relearn(codebook, rows, sizes)),
+)
+SCHEMES: Mapping[str, Scheme] = {scheme.name: scheme for scheme in _ROWS}
+
+
+def coding_of(codebook: AnyCodebook | None, row_bytes: int, device: torch.device) -> tuple[list[int], torch.Tensor]:
+    """(codec, words) of the operations for a device. codebook: None for raw rows."""
+    if codebook is None:
+        return [SCHEMES["raw"].number, row_bytes], torch.empty(0, dtype=torch.int32, device=device)
+    return codebook.codec, codebook.words(device)
+
+
+def check_scheme(scheme: str, **options: object) -> None:
+    """Raises ValueError for a scheme that is none, for wrong options, and for those of other schemes; "auto" takes the options of any one scheme."""
+    if scheme not in ("auto", *SCHEMES):
+        raise ValueError(f"scheme is {scheme!r}; wanted one of {['auto', *SCHEMES]}")
+    for name, value in _given(options).items():
+        owner = _owner(name)
+        if scheme not in ("auto", owner.name):
+            raise ValueError(f"{' and '.join(owner.options)} belong to scheme {owner.name!r}, but scheme is {scheme!r}")
+        owner.options[name](value)
+
+
+def scheme_of(options: Mapping[str, object]) -> str | None:
+    """The scheme that the given options, those that are not None or False, belong to; None if none is given."""
+    return next((_owner(name).name for name in _given(options)), None)
+
+
+def _given(options: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in options.items() if value is not None and value is not False}
+
+
+def _owner(option: str) -> Scheme:
+    return next(scheme for scheme in _ROWS if option in scheme.options)

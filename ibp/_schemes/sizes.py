@@ -1,0 +1,25 @@
+"""What rows take with a codebook, as the coders themselves find it."""
+
+from __future__ import annotations
+
+import torch
+from tqdm import tqdm
+
+from .. import _layout, _rows
+from .codebook import AnyCodebook
+
+
+def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, progress: bool = False) -> torch.Tensor:
+    """The `lengths` of all rows of the bytes (FORMAT.md section 2), uint16 on the device."""
+    words, parts = codebook.words(device), [torch.empty(0, dtype=torch.uint16, device=device)]
+    num_rows = -(-data.numel() // codebook.row_bytes)
+    with tqdm(total=num_rows, desc="measure", unit="row", unit_scale=True, disable=not progress) as bar:
+        for first, last, block in _rows.blocks(data, codebook.row_bytes, device):
+            parts.append(torch.ops.ibp.measure_rows(block, words, codebook.codec))
+            bar.update(last - first)
+    return torch.cat(parts) if len(parts) != 2 else parts[1]
+
+
+def total_stored(lengths: torch.Tensor, geometry: _rows.Geometry) -> int:
+    """Bytes of the coded and raw rows that `lengths` describes."""
+    return _layout.survey(lengths, geometry).stored
