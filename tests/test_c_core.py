@@ -62,7 +62,7 @@ WAITS = ("cudaStreamWaitEvent(streamer->decodes, streamer->begun, 0)", "cudaStre
 def test_stream_order(left_out, tmp_path):
     """The streams and events of csrc/cuda/stream.cu, without a GPU: right in every order that they allow, and no wait too many."""
     source, program = tmp_path / "stream.cpp", tmp_path / "stream_order"
-    text = (CSRC / "cuda" / "stream.cu").read_text().replace('"../core/', '"core/').replace('#include "launch.cuh"\n', "")
+    text = (CSRC / "cuda" / "stream.cu").read_text().replace('"../core/', '"core/').replace('#include "checks.h"', '#include "cuda/checks.h"').replace('#include "launch.cuh"\n', "")
     assert all(text.count(wait) == 1 for wait in WAITS)
     source.write_text(text.replace(left_out, "cudaSuccess") if left_out else text)
     flags = ["-O1", "-g", *SANITIZE] if not left_out and can_sanitize(tmp_path) else ["-O1"]

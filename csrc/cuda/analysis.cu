@@ -1,5 +1,6 @@
 // analysis.cu - bit and chunk statistics over rows (the paper's section 4.1). A block takes up to 256 columns of words of a row and every
 // k-th row; a thread one column, eight rows at a time. Bound by memory: some 10 instructions a word, and one atomic a counter and block.
+#include "checks.h"
 #include "launch.cuh"
 
 #include <algorithm>
@@ -175,7 +176,9 @@ static ibp_status plan_tiles(const void *kernel, int64_t num_rows, uint32_t num_
 extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                                           ibp_stream stream)
 {
+    if (!ibp::are_rows(0, row_bytes) || num_rows > static_cast<size_t>(INT64_MAX) / row_bytes) return IBP_INVALID_ARGUMENT;
     if (num_rows == 0) return IBP_OK;
+    if (data == nullptr || counts == nullptr) return IBP_INVALID_ARGUMENT;
     uint32_t blocks;
     const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_bits), static_cast<int64_t>(num_rows),
                                               (row_bytes + 3u) / 4u, &blocks);
@@ -188,7 +191,10 @@ extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, 
 extern "C" ibp_status ibp_cuda_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits,
                                           ibp_stream stream)
 {
+    if (!ibp::is_codebook(cb) || cb->scheme != IBP_SCHEME_IBP) return IBP_INVALID_ARGUMENT;
+    if (num_rows > static_cast<size_t>(INT64_MAX) / cb->row_bytes) return IBP_INVALID_ARGUMENT;
     if (num_rows == 0) return IBP_OK;
+    if (data == nullptr || hits == nullptr) return IBP_INVALID_ARGUMENT;
     const uint32_t unit_bytes = cb->chunk_bytes > 4 ? cb->chunk_bytes : 4;
     uint32_t blocks;
     const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_hits), static_cast<int64_t>(num_rows),

@@ -124,6 +124,7 @@ const char *ibp_cuda_last_error(void) { return ibp::last_error; }
 // processors, where cudaHostAlloc does 1.5 to 2.9.
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host)
 {
+    if (host == nullptr) return IBP_INVALID_ARGUMENT;
     *host = nullptr;
     if (num_bytes == 0) return IBP_OK;
     void *const pages = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -148,13 +149,18 @@ ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes)
 
 ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes)
 {
+    if (host == nullptr || num_bytes == 0) return IBP_INVALID_ARGUMENT;
     return ibp::check_cuda(cudaHostRegister(host, num_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
 }
 
-ibp_status ibp_cuda_unregister_pinned(void *host) { return ibp::check_cuda(cudaHostUnregister(host)); }
+ibp_status ibp_cuda_unregister_pinned(void *host)
+{
+    return host == nullptr ? IBP_INVALID_ARGUMENT : ibp::check_cuda(cudaHostUnregister(host));
+}
 
 ibp_status ibp_cuda_map_pinned(void *host, void **device)
 {
+    if (host == nullptr || device == nullptr) return IBP_INVALID_ARGUMENT;
     *device = nullptr;
     return ibp::check_cuda(cudaHostGetDevicePointer(device, host, 0));
 }

@@ -1,5 +1,6 @@
 // encode.cu - ibp_cuda_measure_rows and ibp_cuda_encode_rows: which encoder measures and codes rows (the paper's section 4.2). The
 // kernels are in encode/.
+#include "checks.h"
 #include "encode/request.h"
 #include "kinds.h"
 
@@ -37,17 +38,23 @@ static const Encoder *encoder_of(const ibp_codebook &codebook)
 extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint16_t *lengths,
                                             ibp_stream stream)
 {
+    if (!ibp::is_codebook(codebook) || !ibp::are_rows(num_bytes, codebook->row_bytes)) return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(*codebook);
-    if (encoder == nullptr || encoder->measure == nullptr || num_bytes < 0) return IBP_INVALID_ARGUMENT;
+    if (encoder == nullptr || encoder->measure == nullptr) return IBP_INVALID_ARGUMENT;
     if (num_bytes == 0) return IBP_OK;
+    if (data == nullptr || lengths == nullptr) return IBP_INVALID_ARGUMENT;
     return encoder->measure({*codebook, data, num_bytes, lengths, stream});
 }
 
 extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                            ibp_fault *fault, ibp_stream stream)
 {
+    // The arrays that are written are those of the arguments: the table's own pointers are not read.
+    if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
+    if (!ibp::has_bytes(slots, table->slots_bytes) || !ibp::has_bytes(overflow, table->overflow_bytes)) return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(table->codebook);
     if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
     if (ibp_num_rows(table) == 0) return IBP_OK;
+    if (data == nullptr) return IBP_INVALID_ARGUMENT;
     return encoder->encode({*table, data, slots, overflow, fault, stream});
 }

@@ -1,5 +1,6 @@
 // gather.cu - ibp_cuda_gather_items and ibp_cuda_decode_bytes: what is asked for, and which decoder answers (the paper's sections
 // 4.3 and 4.4). The kernels are in decode/.
+#include "checks.h"
 #include "decode/request.h"
 #include "kinds.h"
 
@@ -62,7 +63,6 @@ static const struct {
 
 static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 {
-    if (fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
     describe_rows(*table, out, &request);
     for (const auto &decoder : kDecoders)
         if (decoder.scheme == table->codebook.scheme && decoder.takes(table->codebook))
@@ -75,7 +75,9 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
 extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms,
                                             ibp_stream stream)
 {
+    if (!ibp::is_table(table) || !ibp::are_ids(ids) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
     if (ids->count == 0 || table->item_bytes == 0) return IBP_OK;
+    if (out == nullptr || (ids->positions != nullptr && ids->out_items < 0)) return IBP_INVALID_ARGUMENT;
     ibp::Request request{};
     request.ids = *ids;
     request.rows_per_item = ibp::rows_an_item(table->item_bytes, table->codebook.row_bytes);
@@ -89,8 +91,10 @@ extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_id
 extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
                                             int max_sms, ibp_stream stream)
 {
-    if (start < 0 || start > end || end > table->num_items * table->item_bytes) return IBP_INVALID_ARGUMENT;
+    if (!ibp::is_table(table) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    if (start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
     if (start == end) return IBP_OK;
+    if (out == nullptr) return IBP_INVALID_ARGUMENT;
     const int64_t row_bytes = table->codebook.row_bytes;
     ibp::Request request{};
     request.start = start, request.end = end;

@@ -2,6 +2,7 @@
 //
 // A gather from a large table is bound by address translation: rows fetched in the order of the table's windows find their
 // pages' addresses at hand. Bound by latency: three short kernels that read and write some twenty bytes an id in the L2 cache.
+#include "checks.h"
 #include "launch.cuh"
 
 namespace ibp {
@@ -86,10 +87,11 @@ static ibp_status partition(const ibp_ids &ids, int64_t num_items, uint32_t wind
 extern "C" ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
                                              void *sorted_ids, uint32_t *positions, ibp_stream stream)
 {
-    if (window_bits > 62 || ids->count < 0 || ids->count > UINT32_MAX) return IBP_INVALID_ARGUMENT;
+    if (!ibp::are_ids(ids) || window_bits > 62 || ids->count > UINT32_MAX) return IBP_INVALID_ARGUMENT;
     const int64_t num_windows = ibp_num_windows(num_items, window_bits);
     if (num_windows < 1 || num_windows > IBP_MAX_WINDOWS) return IBP_INVALID_ARGUMENT;
     if (ids->count == 0) return IBP_OK;
+    if (workspace == nullptr || sorted_ids == nullptr || positions == nullptr) return IBP_INVALID_ARGUMENT;
     uint32_t *const words = static_cast<uint32_t *>(workspace);
     if (ids->id_bytes == 8)
         return ibp::partition(*ids, num_items, window_bits, words, static_cast<int64_t *>(sorted_ids), positions, stream);

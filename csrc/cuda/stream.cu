@@ -7,6 +7,7 @@
 // a table's last chunk, waits for anything but the bytes that it needs. The decode stream has the highest priority: its few blocks get the next
 // SMs that other kernels leave.
 #include "../core/chunk_plan.h"
+#include "checks.h"
 #include "launch.cuh"
 
 #include <cstdlib>
@@ -33,6 +34,7 @@ class FirstError {
 } // namespace ibp
 
 struct ibp_streamer {
+    int device;
     cudaStream_t copies, decodes;
     cudaEvent_t begun, ended, filled[ibp::kPlaces], freed[ibp::kPlaces];
     uint8_t *ring;
@@ -62,6 +64,13 @@ static ibp_status join(ibp_streamer *streamer, cudaStream_t stream)
     FirstError calls;
     calls << cudaEventRecord(streamer->ended, streamer->decodes) << cudaStreamWaitEvent(stream, streamer->ended, 0);
     return calls.status();
+}
+
+// Whether the streamer belongs to the current device: streams and events of another one cannot be used here.
+static bool is_here(const ibp_streamer *streamer)
+{
+    int device = 0;
+    return streamer != nullptr && check_cuda(cudaGetDevice(&device)) == IBP_OK && device == streamer->device;
 }
 
 // Copies a chunk into its place of the ring.
@@ -112,7 +121,7 @@ static ibp_status create_events(ibp_streamer *streamer)
     FirstError calls;
     calls << cudaThreadExchangeStreamCaptureMode(&mode);
     if (!calls.ok()) return calls.status();
-    calls << cudaDeviceGetStreamPriorityRange(&lowest, &highest)
+    calls << cudaGetDevice(&streamer->device) << cudaDeviceGetStreamPriorityRange(&lowest, &highest)
           << cudaStreamCreateWithPriority(&streamer->copies, cudaStreamNonBlocking, lowest)
           << cudaStreamCreateWithPriority(&streamer->decodes, cudaStreamNonBlocking, highest)
           << cudaEventCreateWithFlags(&streamer->begun, cudaEventDisableTiming)
@@ -128,6 +137,7 @@ static ibp_status create_events(ibp_streamer *streamer)
 
 extern "C" ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer)
 {
+    if (streamer == nullptr) return IBP_INVALID_ARGUMENT;
     *streamer = static_cast<ibp_streamer *>(calloc(1, sizeof(ibp_streamer)));
     if (*streamer == nullptr) return ibp::check_cuda(cudaErrorMemoryAllocation);
     const ibp_status status = ibp::create_events(*streamer);
@@ -139,6 +149,7 @@ extern "C" ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer)
 
 extern "C" ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer)
 {
+    if (streamer == nullptr) return IBP_OK;
     ibp::FirstError calls;
     for (int place = 0; place < ibp::kPlaces; place++) {
         if (streamer->filled[place]) calls << cudaEventDestroy(streamer->filled[place]);
@@ -154,6 +165,7 @@ extern "C" ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer)
 
 extern "C" ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes)
 {
+    if (!ibp::is_here(streamer) || !ibp::has_bytes(ring, ring_bytes)) return IBP_INVALID_ARGUMENT;
     if (ring_bytes < 0 || reinterpret_cast<uintptr_t>(ring) % IBP_CHUNK_ALIGN != 0) return IBP_INVALID_ARGUMENT;
     streamer->ring = ring;
     streamer->place_bytes = ring_bytes / ibp::kPlaces / IBP_CHUNK_ALIGN * IBP_CHUNK_ALIGN;
@@ -164,9 +176,11 @@ extern "C" ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *rin
 extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases, int64_t start,
                                             int64_t end, bool ends, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 {
-    if (start < 0 || start > end || end > table->num_items * table->item_bytes) return IBP_INVALID_ARGUMENT;
+    if (!ibp::is_here(streamer) || !ibp::is_table(table)) return IBP_INVALID_ARGUMENT;
+    if (start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
     if (table->slots_start != 0 || table->overflow_start != 0 || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
     if (start == end) return IBP_OK;
+    if (out == nullptr || (table->bases != nullptr && bases == nullptr)) return IBP_INVALID_ARGUMENT;
     const int64_t row_bytes = table->codebook.row_bytes, num_rows = ibp_num_rows(table);
     if (!table->lengths && table->slot_bytes == row_bytes && end <= table->slots_bytes) // raw and in place
         return ibp::copy_part(out, table->slots + start, static_cast<uint64_t>(end - start), stream);

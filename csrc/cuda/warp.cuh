@@ -9,6 +9,7 @@ namespace ibp {
 
 constexpr uint32_t kWarp = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
+static_assert(IBP_ROWS_PER_BASE == kWarp, "a warp adds up the rooms of the rows that share a base");
 
 __device__ __forceinline__ uint32_t lane_id() { return threadIdx.x % kWarp; }
 
@@ -179,11 +180,6 @@ __device__ __forceinline__ void record_fault(ibp_fault *fault, ibp_status status
     fault->id = id;
     __threadfence_system();
     *reinterpret_cast<volatile int64_t *>(&fault->status) = status;
-}
-__device__ __forceinline__ uint32_t stored_bytes(const ibp_table &table, int64_t num_bytes, int64_t row)
-{
-    const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u;
-    return length ? length : ibp_valid_bytes(num_bytes, table.codebook.row_bytes, row);
 }
 
 } // namespace ibp

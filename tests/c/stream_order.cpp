@@ -9,6 +9,7 @@
 #include <random>
 
 std::vector<cudaStream_t> created_streams;
+int current_device = 0;
 
 namespace {
 
@@ -119,6 +120,14 @@ bool stream_twice(const Codebook &codebook)
             undisturbed = undisturbed && std::all_of(ring, ring + sizeof ring, [](uint8_t b) { return b == 0xDD; });
         });
     }
+    /* Of another device: refused before anything is queued. */
+    const size_t num_queued = caller->queue.size();
+    current_device = 1;
+    good = good && ibp_cuda_begin_stream(streamer, ring, ring_bytes) == IBP_INVALID_ARGUMENT;
+    good = good && ibp_cuda_stream_bytes(streamer, &tensors[0].table, tensors[0].table.bases, tensors[0].start, tensors[0].end, true,
+                                         tensors[0].out.data(), &tensors[0].fault, 8, caller) == IBP_INVALID_ARGUMENT;
+    current_device = 0;
+    good = good && caller->queue.size() == num_queued;
     good = run_in_some_order(created_streams) && good && undisturbed;
     good = ibp_cuda_destroy_streamer(streamer) == IBP_OK && good;
     cudaStreamDestroy(caller);

@@ -3,7 +3,6 @@
 #define IBP_ENCODE_ROWS_CUH
 
 #include "../launch.cuh"
-#include "../../core/clusters.h"
 #include "../kinds.h"
 #include "encoder.cuh"
 #include "request.h"
@@ -19,7 +18,7 @@ struct Choice {
 template <class Encoder>
 __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row)
 {
-    const uint32_t number_bytes = ibp_has_clusters(&cb);
+    const uint32_t number_bytes = has_clusters(cb);
     Choice best{0, ~0u};
 #pragma unroll 1
     for (uint32_t k = 0; k < clusters_of(cb); k++) {
@@ -58,10 +57,10 @@ __device__ __forceinline__ bool store_row(const ibp_codebook &cb, const Encoder 
         }
         return true;
     }
-    const bool has_clusters = ibp_has_clusters(&cb);
-    const uint32_t k = has_clusters ? choose_cluster(cb, encoder, row).cluster : 0u;
-    if (has_clusters && G::lane() == 0u) stage.or_bits(0, k);
-    return encoder.of_cluster(cb, k).encode(row, stage, has_clusters ? 8u : 0u, place.in_slot + place.in_overflow);
+    const bool numbered = has_clusters(cb);
+    const uint32_t k = numbered ? choose_cluster(cb, encoder, row).cluster : 0u;
+    if (numbered && G::lane() == 0u) stage.or_bits(0, k);
+    return encoder.of_cluster(cb, k).encode(row, stage, numbered ? 8u : 0u, place.in_slot + place.in_overflow);
 }
 
 template <class Encoder>
