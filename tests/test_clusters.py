@@ -17,7 +17,8 @@ import reference_planes
 from golden import make_clusters
 from golden.make_clusters import CASES, HERE, encode_row, load, make_entries, make_masks, make_rows, refused
 from helpers import (
-    LAYOUTS, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, planes_codebook, reference_planes_codebook,
+    LAYOUTS, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, planes_codebook,
+    reference_planes_codebook,
 )  # fmt: skip
 
 OPS = torch.ops.ibp

@@ -467,6 +467,79 @@ void check_encode(const Made &made)
     compare_bytes(overflow, wanted_overflow, made.overflow.size, "overflow");
 }
 
+/* Words of a codebook that say anything, and entries with any bits: what comes out does not matter, but nothing outside the arrays is touched. */
+void check_hostile_words(Made &made)
+{
+    Codebook &book = made.book;
+    ibp_table &t = made.table;
+    const auto scramble = [](uint32_t *words, size_t count) {
+        for (size_t i = 0; i < count; i++)
+            if (chance(50)) words[i] = chance(50) ? static_cast<uint32_t>(generator()) : ~0u << below(32);
+    };
+    scramble(book.mask.data, book.mask.size), scramble(book.bitval.data, book.bitval.size), scramble(book.flags.data, book.flags.size);
+    scramble(book.cluster_flags.data, book.cluster_flags.size);
+    for (size_t i = 0; i < book.entries.size; i++) book.entries.data[i] = static_cast<uint8_t>(generator());
+    if (t.codebook.scheme == IBP_SCHEME_IBP) t.codebook.num_flags = chance(50) ? static_cast<uint32_t>(generator()) : ~0u << below(32);
+    const int64_t num_bytes = t.num_items * t.item_bytes;
+    Output out(static_cast<size_t>(num_bytes), choose_offset());
+    ibp_fault fault = {};
+    if (ibp_cuda_decode_bytes(&t, 0, num_bytes, out.out, &fault, 0, nullptr) != IBP_OK) complain("hostile words: not decoded");
+    const int64_t ids[] = {t.num_items - 1, 0, t.num_items / 2, -1};
+    const ibp_ids request = {ids, 4, sizeof *ids, nullptr, 0};
+    Output items(4 * static_cast<size_t>(t.item_bytes), choose_offset());
+    fault = {};
+    if (ibp_cuda_gather_items(&t, &request, items.out, &fault, 0, nullptr) != IBP_OK || fault.status == IBP_OK) complain("hostile words: not gathered");
+    Array<uint8_t> data((made.data.size + 3) / 4 * 4);
+    memcpy(data.data, made.data.data, made.data.size);
+    Array<uint16_t> lengths(made.lengths.size);
+    if (t.codebook.scheme != IBP_SCHEME_RAW && ibp_cuda_measure_rows(&t.codebook, data.data, num_bytes, lengths.data, nullptr) != IBP_OK) complain("hostile words: not measured");
+    Output slots(made.slots.size, choose_offset()), overflow(made.overflow.size, choose_offset());
+    fault = {};
+    if (ibp_cuda_encode_rows(&t, data.data, slots.out, overflow.out, &fault, nullptr) != IBP_OK) complain("hostile words: not encoded");
+}
+
+/* Arguments that contradict each other are refused before a launch. */
+void check_refusals()
+{
+    description = "refusals";
+    const auto expect = [](const char *what, ibp_status status) {
+        if (status != IBP_INVALID_ARGUMENT) complain("%s: status %d", what, status);
+    };
+    uint8_t data[64] = {}, out[64];
+    uint16_t lengths[4] = {};
+    int64_t id = 0;
+    ibp_fault fault = {};
+    ibp_table good = {};
+    good.num_items = 4, good.item_bytes = 16, good.slots = data, good.slots_bytes = sizeof data, good.slot_bytes = 16, good.codebook.row_bytes = 16;
+    const ibp_ids one = {&id, 1, sizeof id, nullptr, 0};
+    if (ibp_cuda_decode_bytes(&good, 0, 64, out, &fault, 0, nullptr) != IBP_OK) complain("a good table is refused");
+    const auto refuse = [&](const char *what, const ibp_table &t) {
+        expect(what, ibp_cuda_decode_bytes(&t, 0, 64, out, &fault, 0, nullptr));
+        expect(what, ibp_cuda_gather_items(&t, &one, out, &fault, 0, nullptr));
+    };
+    ibp_table bad = good;
+    bad.lengths = lengths, refuse("raw with lengths", bad);
+    expect("raw with lengths", ibp_cuda_encode_rows(&bad, data, out, nullptr, &fault, nullptr));
+    bad = good, bad.codebook.scheme = static_cast<ibp_scheme>(7), refuse("no scheme", bad);
+    expect("no scheme", ibp_cuda_encode_rows(&bad, data, out, nullptr, &fault, nullptr));
+    expect("no scheme", ibp_cuda_measure_rows(&bad.codebook, data, 64, lengths, nullptr));
+    expect("raw rows measured", ibp_cuda_measure_rows(&good.codebook, data, 64, lengths, nullptr));
+    bad = good, bad.codebook.row_bytes = 0, refuse("rows of no bytes", bad);
+    bad = good, bad.slots = nullptr, refuse("no slots", bad);
+    bad = good, bad.num_items = INT64_MAX, refuse("too many items", bad);
+    bad = good, bad.codebook.scheme = IBP_SCHEME_PLANES, bad.codebook.planes.element_bytes = 3, refuse("elements of 3 bytes", bad);
+    expect("no output", ibp_cuda_decode_bytes(&good, 0, 64, nullptr, &fault, 0, nullptr));
+    expect("no fault", ibp_cuda_decode_bytes(&good, 0, 64, out, nullptr, 0, nullptr));
+    expect("bytes past the end", ibp_cuda_decode_bytes(&good, 0, 65, out, &fault, 0, nullptr));
+    ibp_ids ids = one;
+    ids.id_bytes = 2, expect("ids of 2 bytes", ibp_cuda_gather_items(&good, &ids, out, &fault, 0, nullptr));
+    ids = one, ids.data = nullptr, expect("no ids", ibp_cuda_gather_items(&good, &ids, out, &fault, 0, nullptr));
+    ids = one, ids.count = -1, expect("-1 ids", ibp_cuda_gather_items(&good, &ids, out, &fault, 0, nullptr));
+    expect("no data", ibp_cuda_encode_rows(&good, nullptr, out, nullptr, &fault, nullptr));
+    expect("no slots", ibp_cuda_encode_rows(&good, data, nullptr, nullptr, &fault, nullptr));
+    num_wrong += is_wrong;
+}
+
 /* @return whether the case has the filter in its description. */
 bool run_case(uint64_t seed, long number, const char *filter)
 {
@@ -488,6 +561,7 @@ bool run_case(uint64_t seed, long number, const char *filter)
     check_gather<int32_t>(made, chance(20));
     check_gather<int64_t>(made, chance(20));
     if (!corrupts && !cuts) check_encode(made);
+    if (!cuts && chance(25)) check_hostile_words(made);
     num_wrong += is_wrong;
     return true;
 }
@@ -530,6 +604,7 @@ int main(int count, char **arguments)
     signal(SIGALRM, on_signal);
     signal(SIGABRT, on_signal);
     long num_run = 0;
+    check_refusals();
     for (long number = 0; num_run < num_cases && number < 1000 * num_cases; number++) num_run += run_case(seed, number, filter);
     printf("%ld cases, %ld wrong, %zu kernels\n", num_run, num_wrong, kernels.size());
     return num_wrong != 0;
