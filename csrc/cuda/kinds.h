@@ -13,7 +13,7 @@ IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return has_clusters(cb
 
 // Whether all digits have two bits and all symbols a byte, of elements that have two bytes or a byte besides: their dense rows are
 // those of decode/pairs.cuh.
-inline bool has_pairs(const ibp_planes &planes)
+IBP_INLINE bool has_pairs(const ibp_planes &planes)
 {
     bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
     for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;

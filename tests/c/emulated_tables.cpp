@@ -1,6 +1,7 @@
 /* emulated_tables.cpp - the kernels of csrc/cuda/decode and csrc/cuda/encode under emulated_simt.h against the C core: tables of every scheme, good ones and corrupt ones.
  * Usage: emulated_tables [seed] [cases] [filter]. filter: part of the description that the cases to run have; "case 17 " is one of them. */
 #include "emulated_simt.h"
+#include "cuda/decode/warp_rows.cuh"
 #include "cuda/launch.cuh"
 
 #include <csignal>
@@ -467,6 +468,43 @@ void check_encode(const Made &made)
     compare_bytes(overflow, wanted_overflow, made.overflow.size, "overflow");
 }
 
+/* A kernel of a user's, with warp_rows.cuh: a warp takes every so many rows; rows that lie in one piece are decoded from their bytes every other time. */
+__global__ void decode_each(const ibp_table table, uint32_t warp_bytes, uint8_t *out, uint32_t *statuses)
+{
+    const int64_t num_warps = gridDim.x * (blockDim.x / 32u), row_bytes = table.codebook.row_bytes;
+    const uint32_t warp = threadIdx.x / 32u;
+    for (int64_t r = blockIdx.x * (blockDim.x / 32u) + warp; r <= ibp_num_rows(&table); r += num_warps) {
+        ibp_row_place place;
+        uint8_t *const row = out + r * row_bytes;
+        ibp_status status;
+        if (r % 2 != 0 && ibp::find_row(table, r, &place) && !place.raw && place.in_overflow == 0u)
+            status = ibp::warp_decode_coded(table.codebook, table.slots + place.slot_start, place.in_slot, row, place.valid, warp * warp_bytes);
+        else
+            status = ibp::warp_decode_row(table, r, row, warp * warp_bytes);
+        if (threadIdx.x % 32u == 0) statuses[r] = status;
+    }
+}
+
+void check_device_rows(const Made &made)
+{
+    const ibp_table &t = made.table;
+    const int64_t num_bytes = t.num_items * t.item_bytes, row_bytes = t.codebook.row_bytes, num_rows = ibp_num_rows(&t);
+    const size_t offset = choose_offset();
+    Output met(static_cast<size_t>((num_rows + 1) * row_bytes), offset), wanted(static_cast<size_t>((num_rows + 1) * row_bytes), offset);
+    Array<uint32_t> statuses(static_cast<size_t>(num_rows) + 1);
+    Array<uint8_t> scratch(ibp_scratch_bytes(t.codebook.row_bytes));
+    memset(wanted.out + num_rows * row_bytes, 0, static_cast<size_t>(row_bytes)); /* there is no such row */
+    const uint32_t warp_bytes = ibp::warp_scratch_bytes(t.codebook);
+    emulate(decode_each, 2, 64, 2 * warp_bytes, nullptr, t, warp_bytes, met.out, statuses.data);
+    for (int64_t r = 0; r < num_rows; r++) {
+        ibp_fault fault = {};
+        ibp_decode_bytes(&t, r * row_bytes, std::min((r + 1) * row_bytes, num_bytes), wanted.out + r * row_bytes, scratch.data, scratch.size, &fault);
+        if (statuses.data[r] != static_cast<uint32_t>(fault.status)) complain("row %lld by a warp: status %u, not %lld", (long long)r, statuses.data[r], (long long)fault.status);
+    }
+    if (statuses.data[num_rows] != IBP_INDEX_OUT_OF_RANGE) complain("the row past the last one: status %u", statuses.data[num_rows]);
+    compare(met, wanted, "rows by warps");
+}
+
 /* Words of a codebook that say anything, and entries with any bits: what comes out does not matter, but nothing outside the arrays is touched. */
 void check_hostile_words(Made &made)
 {
@@ -561,6 +599,7 @@ bool run_case(uint64_t seed, long number, const char *filter)
     check_gather<int32_t>(made, chance(20));
     check_gather<int64_t>(made, chance(20));
     if (!corrupts && !cuts) check_encode(made);
+    check_device_rows(made);
     if (!cuts && chance(25)) check_hostile_words(made);
     num_wrong += is_wrong;
     return true;

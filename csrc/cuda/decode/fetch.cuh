@@ -6,8 +6,8 @@
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
-#include "../../core/locate.h"
 #include "decoder.cuh"
+#include "find_row.cuh"
 #include "request.h"
 
 namespace ibp {
@@ -26,18 +26,6 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
     const int64_t id = request.ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(request.ids.data) + item)
                                                  : __ldg(static_cast<const int *>(request.ids.data) + item);
     return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
-}
-
-// Bytes that the rows of a row's group before it take in overflow: whole rows.
-__device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
-{
-    const int64_t first = ibp_first_of_group(row);
-    const auto in_group = static_cast<uint32_t>(row - first);
-    uint32_t rooms = 0;
-#pragma unroll 8
-    for (uint32_t q = 0; q < in_group; q++)
-        rooms += ibp_room_of(table.lengths ? __ldg(table.lengths + (first + q)) : 0u, table.codebook.row_bytes, table.slot_bytes);
-    return rooms;
 }
 
 // Where in overflow a row of a packed table begins: past its end where the base lies there.
@@ -101,15 +89,6 @@ static __device__ __noinline__ void refuse(Team team, const ibp_table &table, co
         record_fault(fault, status, job.ticket.position, job.ticket.id);
     else
         record_fault(fault, status, job.row, job.row);
-}
-
-// Where a row's stored bytes are. Returns false if it is corrupt.
-static __device__ bool find_row(const ibp_table &table, int64_t row, ibp_row_place *place)
-{
-    *place = ibp_split_row(&table, row, table.lengths ? __ldg(table.lengths + row) : 0u);
-    const bool needs_base = ibp_needs_base(&table, place);
-    const uint64_t base = needs_base ? __ldg(table.bases + ibp_group_of_row(row)) : 0u;
-    return ibp_place_in_bounds(&table, base, needs_base ? rooms_before(table, row) : 0u, place);
 }
 
 // Fetches the row of a job, of any kind.

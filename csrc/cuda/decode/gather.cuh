@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
 
 template <class Decoder> ibp_status launch_gather(const Gather &gather)
 {
+    static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
     using G = typename Decoder::Group;
     const ibp_codebook &cb = gather.table.codebook;
     const auto kernel = gather_items<Decoder>;

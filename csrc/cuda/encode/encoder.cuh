@@ -1,10 +1,41 @@
-// encoder.cuh - what the encoders share: a group of lanes takes a row, loads it by 16-byte vectors at any address and puts its bits
-// together in the group's stage, a part of shared memory.
+// encoder.cuh - what an encoder is, and what encoders share: a group of lanes loads a row by vectors of 16 bytes at any address and
+// puts its bits together in the group's stage, a part of shared memory.
+//
+// An encoder is a struct for one kind of codebook and a number of lanes:
+//
+//     template <uint32_t LANES> struct SomeEncoder {
+//         using Group = EncodeGroup<LANES>;                     the threads that encode one row together
+//         static uint32_t table_bytes(const ibp_codebook &);     shared memory of a block, from byte 0 on; a multiple of 16
+//         static uint32_t scratch_bytes(const ibp_codebook &);   shared memory of a group behind its stage; a multiple of 16
+//         SomeEncoder(const ibp_codebook &, uint32_t *table);    table: the block's shared memory
+//         SomeEncoder of_cluster(const ibp_codebook &, uint32_t k) const;     for the rows of cluster k, 0 where there is but one
+//         uint32_t measure(const PlainRow &row) const;                        bits of the row as coded
+//         bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit, uint32_t coded_bytes) const;
+//     };
+//
+// What it is guaranteed:
+// - The codebook's fields have been checked (ibp_check_codebook_fields); what its arrays hold has not.
+// - The constructor is called once by all threads of a block of kEncodeThreads; it ends with a barrier of the block if it has filled
+//   the table.
+// - measure and encode are called by all lanes of a group together; groups of a warp go ways of their own.
+// - The stage is all zeros, start_bit is 0 or 8, and coded_bytes is at most the row's valid bytes: what its lengths entry says.
+//
+// What it guarantees:
+// - measure returns the same in all lanes, and as many bits as ibp_coded_row_bytes has bytes, rounded up.
+// - encode leaves the row's bits in the stage from start_bit on and returns, in all lanes, whether they end in byte coded_bytes - 1.
+//   Where they do not, the stage holds anything and nothing of it is stored.
+// - It writes no shared memory outside the group's stage and scratch, whatever the row and the codebook's arrays hold, also if the row
+//   changes meanwhile: BitStage drops what would lie past the stage.
+//
+// To add one: a .cuh with the struct and a .cu that instantiates it with the kernels of rows.cuh; functions in request.h, and a line in
+// the list of encode.cu.
 #ifndef IBP_ENCODER_CUH
 #define IBP_ENCODER_CUH
 
 #include "../../core/locate.h"
 #include "../warp.cuh"
+
+#include <type_traits>
 
 namespace ibp {
 
@@ -272,6 +303,19 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
         target.room = static_cast<uint32_t>(min(uint64_t{ibp_overflow_room(place.in_overflow, table.slot_bytes)},
                                                 left(table.overflow_bytes, place.overflow_start)));
     return target;
+}
+
+// The parts of the contract that a compiler can see.
+template <class Encoder> constexpr bool is_encoder()
+{
+    static_assert(kEncodeThreads % Encoder::Group::kLanes == 0, "a block of whole groups");
+    static_assert(std::is_constructible<Encoder, const ibp_codebook &, uint32_t *>::value, "made of a codebook and shared memory");
+    static_assert(std::is_same<decltype(Encoder::table_bytes(ibp_codebook())), uint32_t>::value, "bytes of a block");
+    static_assert(std::is_same<decltype(Encoder::scratch_bytes(ibp_codebook())), uint32_t>::value, "bytes of a group");
+    static_assert(std::is_same<bool (Encoder::*)(const PlainRow &, const BitStage &, uint32_t, uint32_t) const,
+                               decltype(&Encoder::encode)>::value,
+                  "encode");
+    return true;
 }
 
 } // namespace ibp

@@ -130,6 +130,7 @@ template <class Encoder> ibp_status launch_measure(const Measure &measure)
 
 template <class Encoder> ibp_status launch_encode(const Encode &encode)
 {
+    static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
     const ibp_codebook &cb = encode.table.codebook;
     const auto kernel = encode_rows<Encoder>;
     const uint32_t groups = kEncodeThreads / Encoder::Group::kLanes;
