@@ -1,4 +1,5 @@
-// checks.h - what the functions of ibp_cuda.h ask of their arguments before they launch anything. Device memory is not read.
+// checks.h - what the functions of ibp_cuda.h ask of their arguments before they launch anything. Device memory is
+// not read.
 #ifndef IBP_CUDA_CHECKS_H
 #define IBP_CUDA_CHECKS_H
 
@@ -27,11 +28,13 @@ inline bool is_table(const ibp_table *table)
 // Whether so many bytes may be the rows of a table.
 inline bool are_rows(int64_t num_bytes, uint32_t row_bytes)
 {
-    return num_bytes >= 0 && num_bytes <= INT64_MAX / IBP_OVERFLOW_ALIGN && row_bytes >= 1 && row_bytes <= IBP_MAX_ROW_BYTES;
+    return num_bytes >= 0 && num_bytes <= INT64_MAX / IBP_OVERFLOW_ALIGN && row_bytes >= 1 &&
+           row_bytes <= IBP_MAX_ROW_BYTES;
 }
 inline bool are_ids(const ibp_ids *ids)
 {
-    return ids != nullptr && ids->count >= 0 && (ids->id_bytes == 4 || ids->id_bytes == 8) && has_bytes(ids->data, ids->count);
+    return ids != nullptr && ids->count >= 0 && (ids->id_bytes == 4 || ids->id_bytes == 8) &&
+           has_bytes(ids->data, ids->count);
 }
 
 } // namespace ibp

@@ -1,5 +1,5 @@
-// index.cu - the row index on the GPU: where overflow parts start, and what rows take (FORMAT.md sections 2 and 3). Bound by memory: two
-// bytes a row; the scan over groups of rows, 16 bytes each, is done by one block.
+// index.cu - the row index on the GPU: where overflow parts start, and what rows take (FORMAT.md sections 2 and 3).
+// Bound by memory: two bytes a row; the scan over groups of rows, 16 bytes each, is done by one block.
 #include "checks.h"
 #include "launch.cuh"
 
@@ -25,7 +25,8 @@ __global__ void __launch_bounds__(kIndexThreads)
 }
 
 // Turns the sums into the sums before them, and writes the total.
-__global__ void __launch_bounds__(kScanThreads) scan_rooms(const int64_t num_groups, unsigned long long *bases, int64_t *total)
+__global__ void __launch_bounds__(kScanThreads)
+    scan_rooms(const int64_t num_groups, unsigned long long *bases, int64_t *total)
 {
     __shared__ unsigned long long of_warps[kScanThreads / kWarp];
     const uint32_t warp = threadIdx.x / kWarp;
@@ -91,30 +92,33 @@ static uint32_t index_blocks(int64_t num_rows)
 
 } // namespace ibp
 
-extern "C" ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
-                                          uint64_t *bases, int64_t *overflow_bytes, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                          uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
+                                          ibp_stream stream)
 {
     if (!ibp::are_rows(num_bytes, row_bytes) || overflow_bytes == nullptr) return IBP_INVALID_ARGUMENT;
-    if (slot_bytes != row_bytes && (slot_bytes > row_bytes || slot_bytes % IBP_OVERFLOW_ALIGN != 0)) return IBP_INVALID_ARGUMENT;
-    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes), num_groups = ibp_group_of_row(num_rows + ibp::kWarp - 1);
+    if (slot_bytes != row_bytes && (slot_bytes > row_bytes || slot_bytes % IBP_OVERFLOW_ALIGN != 0))
+        return IBP_INVALID_ARGUMENT;
+    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes),
+                  num_groups = ibp_group_of_row(num_rows + ibp::kWarp - 1);
     if (num_rows > 0 && bases == nullptr) return IBP_INVALID_ARGUMENT;
     auto *const sums = reinterpret_cast<unsigned long long *>(bases);
     if (num_rows > 0)
-        ibp::sum_rooms<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows, row_bytes,
-                                                                                       slot_bytes, sums);
+        ibp::sum_rooms<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows,
+                                                                                       row_bytes, slot_bytes, sums);
     ibp::scan_rooms<<<1, ibp::kScanThreads, 0, stream>>>(num_groups, sums, overflow_bytes);
     return ibp::check_cuda(cudaGetLastError());
 }
 
-extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey,
-                                           ibp_stream stream)
+extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                           uint64_t *survey, ibp_stream stream)
 {
     if (!ibp::are_rows(num_bytes, row_bytes)) return IBP_INVALID_ARGUMENT;
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
     if (num_rows == 0) return IBP_OK;
     if (lengths == nullptr || survey == nullptr) return IBP_INVALID_ARGUMENT;
     auto *const counts = reinterpret_cast<unsigned long long *>(survey);
-    ibp::survey_rows<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows, row_bytes,
-                                                                                     counts);
+    ibp::survey_rows<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows,
+                                                                                     row_bytes, counts);
     return ibp::check_cuda(cudaGetLastError());
 }

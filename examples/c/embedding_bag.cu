@@ -1,7 +1,9 @@
-// embedding_bag.cu - a kernel that sums rows of a compressed table of float32 (an embedding bag): it fetches each row from pinned host
-// memory, decodes it in shared memory and adds it up there. The sums are checked against the CPU's, bit by bit.
+// embedding_bag.cu - a kernel that sums rows of a compressed table of float32 (an embedding bag): it fetches each row
+// from pinned host memory, decodes it in shared memory and adds it up there. The sums are checked against the CPU's,
+// bit by bit.
 //
-//     nvcc -std=c++17 -arch=sm_90 embedding_bag.cu $(pkg-config --cflags --libs ibp) -o embedding_bag && ./embedding_bag
+//     nvcc -std=c++17 -arch=sm_90 embedding_bag.cu $(pkg-config --cflags --libs ibp) -o embedding_bag &&
+// ./embedding_bag
 //
 // Exit status 77: there is no GPU.
 #include <ibp_cuda.h>
@@ -43,14 +45,15 @@ template <class T> static T *to_device(const std::vector<T> &values)
 }
 
 // A warp a bag: sums[bag] = the sum of the rows ids[k], first_id[bag] <= k < first_id[bag + 1].
-__global__ void sum_bags(const __grid_constant__ ibp_table table, const int64_t *ids, const int *first_id, uint32_t warp_bytes,
-                         float *sums, int *num_bad)
+__global__ void sum_bags(const __grid_constant__ ibp_table table, const int64_t *ids, const int *first_id,
+                         uint32_t warp_bytes, float *sums, int *num_bad)
 {
     extern __shared__ uint4 memory[];
     const uint32_t lane = threadIdx.x % 32u, warp = threadIdx.x / 32u, scratch = warp * warp_bytes;
     const uint32_t bag = blockIdx.x * kWarpsOfBlock + warp;
     if (bag >= kBags) return; // the whole warp
-    uint8_t *const row = reinterpret_cast<uint8_t *>(memory) + scratch + ibp::warp_scratch_bytes<kKinds>(table.codebook);
+    uint8_t *const row =
+        reinterpret_cast<uint8_t *>(memory) + scratch + ibp::warp_scratch_bytes<kKinds>(table.codebook);
     float sum[kColumns / 32] = {};
     for (int k = first_id[bag]; k < first_id[bag + 1]; k++) {
         const ibp_status status = ibp::warp_decode_row<kKinds>(table, ids[k], row, scratch);
@@ -74,8 +77,8 @@ int main()
     const uint8_t *const bytes = reinterpret_cast<const uint8_t *>(data.data());
     const int64_t num_bytes = static_cast<int64_t>(data.size() * sizeof(float));
 
-    // The codebook: the exponent of a float32 is its symbol, all else its residual; the nine most frequent exponents have digits of
-    // two bits in three planes.
+    // The codebook: the exponent of a float32 is its symbol, all else its residual; the nine most frequent exponents
+    // have digits of two bits in three planes.
     std::vector<int64_t> counts(256);
     for (float x : data) {
         uint32_t bits;
@@ -88,7 +91,8 @@ int main()
     entries.resize(9);
     ibp_planes planes{};
     planes.entries = entries.data();
-    planes.element_bytes = sizeof(float), planes.rotate = 1, planes.residual_bits = 24; // the sign is part of the residual
+    planes.element_bytes = sizeof(float), planes.rotate = 1,
+    planes.residual_bits = 24; // the sign is part of the residual
     planes.num_planes = 3;
     for (int p = 0; p < 3; p++) planes.digit_bits[p] = 2;
     ibp_codebook codebook;
@@ -100,14 +104,17 @@ int main()
     std::vector<uint64_t> bases((kRows + IBP_ROWS_PER_BASE - 1) / IBP_ROWS_PER_BASE);
     ibp_table table{};
     table.num_items = kRows, table.item_bytes = kRowBytes, table.slot_bytes = 0, table.codebook = codebook;
-    check(ibp_measure_rows(&codebook, bytes, num_bytes, lengths.data(), scratch.data(), scratch.size()), "ibp_measure_rows");
-    check(ibp_index_rows(lengths.data(), num_bytes, kRowBytes, 0, bases.data(), &table.overflow_bytes), "ibp_index_rows");
+    check(ibp_measure_rows(&codebook, bytes, num_bytes, lengths.data(), scratch.data(), scratch.size()),
+          "ibp_measure_rows");
+    check(ibp_index_rows(lengths.data(), num_bytes, kRowBytes, 0, bases.data(), &table.overflow_bytes),
+          "ibp_index_rows");
     table.lengths = lengths.data(), table.bases = bases.data();
     void *pinned, *mapped;
     check(ibp_cuda_alloc_pinned(static_cast<size_t>(table.overflow_bytes), &pinned), "ibp_cuda_alloc_pinned");
     check(ibp_cuda_map_pinned(pinned, &mapped), "ibp_cuda_map_pinned");
     ibp_fault fault{};
-    check(ibp_encode_rows(&table, bytes, 0, kRows, nullptr, static_cast<uint8_t *>(pinned), scratch.data(), scratch.size(), &fault),
+    check(ibp_encode_rows(&table, bytes, 0, kRows, nullptr, static_cast<uint8_t *>(pinned), scratch.data(),
+                          scratch.size(), &fault),
           "ibp_encode_rows");
     table.overflow = static_cast<const uint8_t *>(mapped);
     table.lengths = to_device(lengths), table.bases = to_device(bases);
@@ -141,7 +148,8 @@ int main()
                 sum += data[static_cast<size_t>(ids[k]) * kColumns + column];
             num_wrong += std::memcmp(&sum, &sums[static_cast<size_t>(bag) * kColumns + column], sizeof sum) != 0;
         }
-    printf("embedding_bag: %d bags of %zu rows, %.1f %% of the bytes saved, %d corrupt rows, %d wrong sums\n", kBags, ids.size(),
-           100.0 * (1.0 - static_cast<double>(table.overflow_bytes) / static_cast<double>(num_bytes)), bad, num_wrong);
+    printf("embedding_bag: %d bags of %zu rows, %.1f %% of the bytes saved, %d corrupt rows, %d wrong sums\n", kBags,
+           ids.size(), 100.0 * (1.0 - static_cast<double>(table.overflow_bytes) / static_cast<double>(num_bytes)), bad,
+           num_wrong);
     return bad == 0 && num_wrong == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

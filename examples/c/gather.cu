@@ -1,4 +1,5 @@
-// gather.cu - gathers rows of a compressed table in pinned host memory by a GPU, through ibp_cuda_gather_items, and checks every byte.
+// gather.cu - gathers rows of a compressed table in pinned host memory by a GPU, through ibp_cuda_gather_items, and
+// checks every byte.
 //
 //     nvcc -std=c++17 -arch=sm_90 gather.cu $(pkg-config --cflags --libs ibp) -o gather && ./gather
 //
@@ -72,24 +73,29 @@ int main()
     auto *const words = static_cast<uint32_t *>(aligned_alloc(16, 3 * num_words * sizeof(uint32_t)));
     if (words == nullptr) return EXIT_FAILURE;
     ibp_table table{};
-    check(ibp_choose_masks(bytes, kSample, kRowBytes, kChunkBytes, 0, kNumChunks, mask.data(), bitval.data()), "ibp_choose_masks");
-    check(ibp_build_codebook(mask.data(), bitval.data(), kRowBytes, kChunkBytes, false, words, &table.codebook), "ibp_build_codebook");
+    check(ibp_choose_masks(bytes, kSample, kRowBytes, kChunkBytes, 0, kNumChunks, mask.data(), bitval.data()),
+          "ibp_choose_masks");
+    check(ibp_build_codebook(mask.data(), bitval.data(), kRowBytes, kChunkBytes, false, words, &table.codebook),
+          "ibp_build_codebook");
 
     // The table: slots as long as a row is on the average, what does not fit in overflow, both in pinned memory.
     std::vector<uint8_t> scratch(ibp_scratch_bytes(kRowBytes));
     std::vector<uint16_t> lengths(kRows);
     std::vector<uint64_t> bases((kRows + IBP_ROWS_PER_BASE - 1) / IBP_ROWS_PER_BASE);
-    check(ibp_measure_rows(&table.codebook, bytes, num_bytes, lengths.data(), scratch.data(), scratch.size()), "ibp_measure_rows");
+    check(ibp_measure_rows(&table.codebook, bytes, num_bytes, lengths.data(), scratch.data(), scratch.size()),
+          "ibp_measure_rows");
     int64_t stored = 0;
     for (uint16_t length : lengths) stored += length ? length : kRowBytes;
     table.num_items = kRows, table.item_bytes = kRowBytes;
     table.slot_bytes = static_cast<uint32_t>(stored / kRows) / IBP_OVERFLOW_ALIGN * IBP_OVERFLOW_ALIGN;
     table.slots_bytes = int64_t{kRows} * table.slot_bytes;
-    check(ibp_index_rows(lengths.data(), num_bytes, kRowBytes, table.slot_bytes, bases.data(), &table.overflow_bytes), "ibp_index_rows");
+    check(ibp_index_rows(lengths.data(), num_bytes, kRowBytes, table.slot_bytes, bases.data(), &table.overflow_bytes),
+          "ibp_index_rows");
     table.lengths = lengths.data(), table.bases = bases.data();
     const Pinned slots(table.slots_bytes), overflow(table.overflow_bytes);
     ibp_fault fault{};
-    check(ibp_encode_rows(&table, bytes, 0, kRows, slots.bytes(), overflow.bytes(), scratch.data(), scratch.size(), &fault),
+    check(ibp_encode_rows(&table, bytes, 0, kRows, slots.bytes(), overflow.bytes(), scratch.data(), scratch.size(),
+                          &fault),
           "ibp_encode_rows");
 
     // What the GPU reads: the rows where they are, all else in device memory.
@@ -116,7 +122,7 @@ int main()
     for (int k = 0; k < kIds; k++)
         num_wrong += memcmp(&rows[size_t{kRowBytes} * k], bytes + size_t{kRowBytes} * ids[k], kRowBytes) != 0;
     const double left = static_cast<double>(table.slots_bytes + table.overflow_bytes) / static_cast<double>(num_bytes);
-    printf("gather: %d of %d rows, %.1f %% of the memory saved, fault %lld, %d wrong rows\n", kIds, kRows, 100.0 * (1.0 - left),
-           static_cast<long long>(fault.status), num_wrong);
+    printf("gather: %d of %d rows, %.1f %% of the memory saved, fault %lld, %d wrong rows\n", kIds, kRows,
+           100.0 * (1.0 - left), static_cast<long long>(fault.status), num_wrong);
     return num_wrong == 0 && fault.status == IBP_OK ? EXIT_SUCCESS : EXIT_FAILURE;
 }

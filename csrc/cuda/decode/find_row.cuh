@@ -15,7 +15,8 @@ __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t
     uint32_t rooms = 0;
 #pragma unroll 8
     for (uint32_t q = 0; q < in_group; q++)
-        rooms += ibp_room_of(table.lengths ? __ldg(table.lengths + (first + q)) : 0u, table.codebook.row_bytes, table.slot_bytes);
+        rooms += ibp_room_of(table.lengths ? __ldg(table.lengths + (first + q)) : 0u, table.codebook.row_bytes,
+                             table.slot_bytes);
     return rooms;
 }
 

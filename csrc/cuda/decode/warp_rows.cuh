@@ -11,12 +11,13 @@
 
 namespace ibp {
 
-// Kinds of coded rows: those of scheme ibp, dense and listed ones of scheme planes. A kernel that names only those that it will
-// meet is smaller and compiles faster.
+// Kinds of coded rows: those of scheme ibp, dense and listed ones of scheme planes. A kernel that names only those
+// that it will meet is smaller and compiles faster.
 enum RowKinds : uint32_t { kMaskRows = 1, kDenseRows = 2, kListedRows = 4, kAllRows = 7 };
 
 // Calls use.with<Decoder>() with the decoder of a codebook. Returns false if it is of none of the kinds.
-template <uint32_t KINDS, class Use> __host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb, Use &use)
+template <uint32_t KINDS, class Use>
+__host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb, Use &use)
 {
     using Warp = Group<kWarp, 1, true>;
     if (cb.scheme == IBP_SCHEME_IBP) {
@@ -60,7 +61,8 @@ struct ScratchOf {
 };
 
 // Bytes of dynamic shared memory that a warp needs to decode rows of a codebook: a multiple of 16.
-template <uint32_t KINDS = kAllRows> __host__ __device__ __forceinline__ uint32_t warp_scratch_bytes(const ibp_codebook &cb)
+template <uint32_t KINDS = kAllRows>
+__host__ __device__ __forceinline__ uint32_t warp_scratch_bytes(const ibp_codebook &cb)
 {
     ScratchOf scratch{cb, row_stage_bytes(cb.row_bytes)};
     use_warp_decoder<KINDS>(cb, scratch);
@@ -78,14 +80,16 @@ struct StagedRow {
     {
         const Decoder decoder(row.cb, row.scratch + row_stage_bytes(row.cb.row_bytes));
         __syncwarp();
-        return decoder.decode(row.cluster, true, stage_at(row.scratch, row.cb.row_bytes), 8u * row.start, row.num_bytes, row.window);
+        return decoder.decode(row.cluster, true, stage_at(row.scratch, row.cb.row_bytes), 8u * row.start, row.num_bytes,
+                              row.window);
     }
     template <class Decoder> __device__ __forceinline__ bool with() const { return decode<Decoder>(*this); }
 };
 
 // Rebuilds the row that is staged with the scratch; zeros if it is corrupt.
 template <uint32_t KINDS>
-__device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint32_t num_bytes, const Window &window, uint32_t scratch)
+__device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint32_t num_bytes, const Window &window,
+                                                    uint32_t scratch)
 {
     StagedRow row{cb, scratch, 0, scratch, num_bytes, window};
     bool good = num_bytes >= 1u;
@@ -104,17 +108,23 @@ __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint
 // Decodes a row from its coded bytes.
 //
 // Called by all 32 lanes of a warp together, with the same arguments.
-// cb: a codebook whose fields are right (ibp_check_codebook on the host); its arrays in memory that the device can read.
-// coded: coded_bytes bytes, at any address that the device can read: device memory, mapped pinned memory, shared memory.
-// row: num_bytes bytes, 1 to cb.row_bytes, at any address that the device can write: the first bytes of the row. 16-byte vectors are
+// cb: a codebook whose fields are right (ibp_check_codebook on the host); its arrays in memory that the device can
+// read.
+// coded: coded_bytes bytes, at any address that the device can read: device memory, mapped pinned memory, shared
+// memory.
+// row: num_bytes bytes, 1 to cb.row_bytes, at any address that the device can write: the first bytes of the row.
+// 16-byte vectors are
 //     stored where row is a multiple of 16 and all of the row is wanted.
-// scratch: byte of the block's dynamic shared memory, a multiple of 16, with which warp_scratch_bytes(cb) bytes of this warp's own
+// scratch: byte of the block's dynamic shared memory, a multiple of 16, with which warp_scratch_bytes(cb) bytes of
+// this warp's own
 //     begin; dynamic shared memory is counted from where `extern __shared__` arrays begin.
-// @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW if these are not the bytes of a row, or of none of KINDS, and zeros in row. The
+// @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW if these are not the bytes of a row, or of none of KINDS, and
+// zeros in row. The
 //     lanes see what has been stored. Nothing outside coded, row and the scratch is touched, whatever the bytes are.
 template <uint32_t KINDS = kAllRows>
-__device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, const uint8_t *coded, uint32_t coded_bytes,
-                                                        uint8_t *row, uint32_t num_bytes, uint32_t scratch)
+__device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, const uint8_t *coded,
+                                                        uint32_t coded_bytes, uint8_t *row, uint32_t num_bytes,
+                                                        uint32_t scratch)
 {
     const uint32_t staged = coded_bytes <= cb.row_bytes ? coded_bytes : 0u; // a longer one is corrupt
     __syncwarp();                                                           // the scratch is free
@@ -125,11 +135,14 @@ __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, 
 
 // Fetches row number `number` of a table and decodes it, or copies it if it is raw.
 //
-// table: as for ibp_cuda_gather_items, best a __grid_constant__ parameter of the kernel; all else as in warp_decode_coded.
-// row: table.codebook.row_bytes bytes; of the last row of a table, which may be short, only those that there are are written.
+// table: as for ibp_cuda_gather_items, best a __grid_constant__ parameter of the kernel; all else as in
+// warp_decode_coded.
+// row: table.codebook.row_bytes bytes; of the last row of a table, which may be short, only those that there are are
+// written.
 // @return also IBP_INDEX_OUT_OF_RANGE, and row_bytes zeros, if the table has no such row.
 template <uint32_t KINDS = kAllRows>
-__device__ __forceinline__ ibp_status warp_decode_row(const ibp_table &table, int64_t number, uint8_t *row, uint32_t scratch)
+__device__ __forceinline__ ibp_status warp_decode_row(const ibp_table &table, int64_t number, uint8_t *row,
+                                                      uint32_t scratch)
 {
     const uint32_t row_bytes = table.codebook.row_bytes;
     const Team warp{lane_id(), kWarp};
