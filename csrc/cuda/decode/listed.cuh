@@ -141,10 +141,11 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         const PlanesBook<T> book(cb, cluster);
         const uint32_t columns = book.columns, header_bytes = ibp_header_bytes(columns),
                        end = start_bit + 8u * coded_bytes;
-        const uint32_t header = low_bits(stage.bits_at(start_bit), 8u * header_bytes);
-        const uint32_t k = header & (ibp_closed_bit(columns) - 1u);
-        const bool closed = (header & ibp_closed_bit(columns)) != 0u;
-        if (k > columns || coded_bytes < header_bytes) return false;
+        ibp_listed_header header;
+        if (!ibp_split_header(low_bits(stage.bits_at(start_bit), 8u * header_bytes), coded_bytes, columns, &header))
+            return false;
+        const uint32_t k = header.num_listed;
+        const bool closed = header.is_closed;
         fill_default(window);
         const uint32_t start = start_bit + 8u * header_bytes;
         if (k == 0) return start == end;

@@ -210,10 +210,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     __device__ __forceinline__ ibp_position_form form_at(uint32_t k, uint32_t i) const
     {
         constexpr uint32_t kLists = IBP_MAX_LOW_BITS + 1u;
-        if (i == 0u) return {0, 0, 0, k, columns, (columns + 7u) / 8u};
-        const uint32_t complement = i > kLists, l = (i - 1u) % kLists, m = complement ? columns - k : k;
-        const uint32_t upper = m + ((columns - 1u) >> l);
-        return {1, complement, l, m, upper, (upper + 7u) / 8u + (m * l + 7u) / 8u};
+        if (i == 0u) return ibp_bitmap_form(k, columns);
+        return ibp_list_form(k, columns, i > kLists, (i - 1u) % kLists);
     }
 
     // Where the parts are, in stage bits; digits[num_planes] are the raw symbols.
