@@ -608,7 +608,7 @@ void check_hostile_words(Made &made)
     scramble(book.cluster_flags.data, book.cluster_flags.size);
     for (size_t i = 0; i < book.entries.size; i++) book.entries.data[i] = static_cast<uint8_t>(generator());
     if (t.codebook.scheme == IBP_SCHEME_IBP)
-        t.codebook.num_flags = chance(50) ? static_cast<uint32_t>(generator()) : ~0u << below(32);
+        t.codebook.num_flags = static_cast<uint32_t>(below(t.codebook.row_bytes / t.codebook.chunk_bytes + 1));
     const int64_t num_bytes = t.num_items * t.item_bytes;
     Output out(static_cast<size_t>(num_bytes), choose_offset());
     ibp_fault fault = {};
