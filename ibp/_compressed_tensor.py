@@ -125,9 +125,9 @@ class CompressedTensor(Table):
             TypeError: dtype is another one.
         """
         if isinstance(device, (torch.Tensor, Table)):
-            device, dtype = device.device, device.dtype
+            dtype, device = device.dtype, device.device
         elif isinstance(device, torch.dtype):
-            device, dtype = None, device
+            dtype, device = device, None
         if dtype is not None and dtype != self.dtype:
             raise TypeError(f"dtype is {dtype}, but a table keeps its own, {self.dtype}: decompress it, convert, and compress again")
         target = self.device if device is None else _memory.canonical(device)

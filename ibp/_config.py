@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+from typing import Any
 
 import torch
 
 from . import _core, _ops
 from ._fetch import gather, streaming
+from ._fetch.paths import Path
 
 _CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # enum ibp_cpu_feature
 
@@ -22,7 +25,7 @@ def config_text() -> str:
     features = _core.cpu_features()
     coders = [name for bit, name in _CPU_FEATURES.items() if features & bit] or ["plain C"]
     lines = {
-        "ibp": f"{_core.version()}, format version {_core.FORMAT_VERSION}, in {Path(__file__).parent}",
+        "ibp": f"{_core.version()}, format version {_core.FORMAT_VERSION}, in {FilePath(__file__).parent}",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
         "CUDA kernels": "built" if _core.cuda_is_built() else "not built (nvcc was not found when ibp was installed)",
         "CPU coders": f"{', '.join(coders)}; {torch.get_num_threads()} threads",
@@ -37,7 +40,7 @@ def config_text() -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
 
 
-def _names(paths) -> str:
+def _names(paths: Sequence[Path[Any]]) -> str:
     return ", ".join(repr(path.name) for path in paths if path.name is not None)
 
 

@@ -6,6 +6,7 @@ The verbs (`index_select`, `decompress`, `[]`) are in `_compressed_tensor.py`, w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +42,8 @@ class Table:
     lengths: torch.Tensor
     bases: torch.Tensor
     codebook: AnyCodebook | None
+    _stored_bytes: int | None
+    _link_bytes: int | None
 
     def __init__(self, *, shape: tuple[int, ...], dtype: torch.dtype, scheme: str, row_bytes: int, slot_bytes: int, slots: torch.Tensor,
                  overflow: torch.Tensor, lengths: torch.Tensor, bases: torch.Tensor, codebook: AnyCodebook | None) -> None:
@@ -175,8 +178,7 @@ class Table:
 
     def _refresh(self) -> None:
         """Forgets what was derived from the tensors."""
-        self._stored_bytes: int | None = None
-        self._link_bytes: int | None = None
+        self._stored_bytes = self._link_bytes = None
         self._places.clear()
         held = [tensor for tensor in (self.slots, self.overflow) if tensor.numel()]
         self._is_pinned = self.device.type == "cpu" and torch.cuda.is_available() and all(tensor.is_pinned() for tensor in held)
@@ -229,7 +231,7 @@ class Table:
             self._raise_fault((status, position, None if of_selections else value, taken),
                               f" (noted by an earlier call on {device}; its row was filled with zeros)")
 
-    def _raise_fault(self, fault, when: str = "") -> None:
+    def _raise_fault(self, fault: Sequence[int | None], when: str = "") -> None:
         status, position, value, _ = fault
         if status == _INDEX_OUT_OF_RANGE:
             raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self._num_items - 1}{when}")

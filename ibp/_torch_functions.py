@@ -36,7 +36,7 @@ def _index_select(input: Table, dim: int, index: torch.Tensor, *, out: torch.Ten
     return torch.index_select(decompress(input, device=index.device), dim, index, out=out)
 
 
-def _embedding(input: torch.Tensor, weight: Table, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
+def embedding_of(input: torch.Tensor, weight: Table, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
                scale_grad_by_freq: bool = False, sparse: bool = False) -> torch.Tensor:
     """Rows of the table at input, on input's device. padding_idx and the two last concern gradients, which a table has none of."""
     _check_table(weight, "weight")
@@ -48,10 +48,10 @@ def _embedding(input: torch.Tensor, weight: Table, padding_idx: int | None = Non
 
 
 def _torch_embedding(weight: Table, indices: torch.Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> torch.Tensor:
-    return _embedding(indices, weight)
+    return embedding_of(indices, weight)
 
 
-def _linear(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_of(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
     """The whole table decoded on input's device for the time of the call (longer where autograd keeps it for input's gradient)."""
     _check_table(weight, "weight")
     return F.linear(input, decompress(weight, device=input.device), bias)
@@ -59,7 +59,7 @@ def _linear(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = None
 
 _NAMED: tuple[tuple[str, tuple[tuple[Callable, Callable], ...]], ...] = (
     ("torch.index_select", ((torch.index_select, _index_select), (torch.Tensor.index_select, _index_select))),
-    ("F.embedding", ((F.embedding, _embedding), (torch.embedding, _torch_embedding))),
-    ("F.linear", ((F.linear, _linear),)),
+    ("F.embedding", ((F.embedding, embedding_of), (torch.embedding, _torch_embedding))),
+    ("F.linear", ((F.linear, linear_of),)),
 )
 _HANDLERS: dict[Callable, Callable] = {function: handler for _, pairs in _NAMED for function, handler in pairs}

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ._compressed_tensor import CompressedTensor
+from ._torch_functions import embedding_of, linear_of
 
 __all__ = ["Embedding", "Linear"]
 
@@ -91,7 +91,7 @@ class Embedding(_TableModule):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows at ids, int32 or int64 of any shape [...]: [..., embedding_dim]."""
-        return F.embedding(ids, self.weight)
+        return embedding_of(ids, self.weight)
 
 
 class Linear(_TableModule):
@@ -109,6 +109,8 @@ class Linear(_TableModule):
         ValueError: table has not two dimensions, or bias another length.
     """
 
+    bias: torch.nn.Parameter | None
+
     def __init__(self, table: CompressedTensor, bias: torch.Tensor | None = None, *, stays: bool = False) -> None:
         super().__init__(table, stays)
         self.out_features, self.in_features = table.shape
@@ -120,4 +122,4 @@ class Linear(_TableModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] times the weights: [..., out_features]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear_of(x, self.weight, self.bias)

@@ -205,7 +205,7 @@ class _Here(_Decode):
         return None if request.worker.type == "cpu" else "the GPU can decode"
 
 
-PATHS: tuple[ItemPath, ...] = (_Gpu(), _Bucketed(), _Cpu(), _Here())
+PATHS: tuple[ItemPath, ...] = (_Gpu(), _Here(), _Bucketed(), _Cpu())  # the usual ones first: of others the cost alone is looked at
 
 
 def refuse(path: ItemPath, request: Request) -> None:
@@ -259,7 +259,7 @@ def check_range(ids: torch.Tensor, num_items: int, least: int = 0) -> None:
     """Raises IndexError, with its position, for the first of CPU ids that is not in [least, num_items)."""
     if ids.numel() == 0:
         return
-    low, high = (int(v) for v in torch.aminmax(ids))
-    if low < least or high >= num_items:
+    low, high = torch.aminmax(ids)
+    if low.item() < least or high.item() >= num_items:
         position = int(((ids < least) | (ids >= num_items)).nonzero()[0])
         raise IndexError(f"ids[{position}] is {int(ids[position])}; wanted {least} to {num_items - 1}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -35,7 +35,7 @@ class Path(Generic[Request]):
 AnyPath = TypeVar("AnyPath", bound=Path)
 
 
-def choose(paths: Sequence[AnyPath], request) -> AnyPath:
+def choose(paths: Sequence[AnyPath], request: Any) -> AnyPath:
     """The cheapest path that can serve the request, the first of equal ones."""
     best, least = None, math.inf
     for path in paths:
