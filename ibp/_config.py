@@ -16,7 +16,7 @@ _CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # enum ibp_cpu_feature
 
 
 def show_config() -> None:
-    """Prints how this ibp was built, what it runs on, and which paths rows can take to a GPU: what a bug report needs."""
+    """Prints how ibp was built, what it runs on, and which paths rows can take to a GPU: for bug reports."""
     print(config_text())
 
 
@@ -45,5 +45,5 @@ def _names(paths: Sequence[Path[Any]]) -> str:
 
 
 def _gpu_text(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    return f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
+    found = torch.cuda.get_device_properties(index)
+    return f"cuda:{index} {found.name}, {found.total_memory / 2**30:.0f} GiB, {found.multi_processor_count} SMs"
