@@ -49,8 +49,8 @@ def files_below(directory):
 class Installed:
     """A library that make installed below a directory of its own."""
 
-    def __init__(self, directory, **variables):
-        self.build, self.prefix = directory / "build", directory / "prefix"
+    def __init__(self, directory, build=None, **variables):
+        self.build, self.prefix = build or directory / "build", directory / "prefix"
         self.variables = variables
         self.output = self.make("install")
 
@@ -101,14 +101,19 @@ def test_installed_files(installed):
         assert "@" not in (installed.prefix / name).read_text(), name
 
 
+def symbols(installed):
+    """Names that the installed library exports."""
+    output = run("nm", "-D", "--defined-only", installed.prefix / "lib" / "libibp.so")
+    return {line.split()[-1] for line in output.splitlines()}
+
+
 def test_soname_and_symbols(installed):
     """Exported are the functions that the headers declare, all of them and nothing else."""
-    library = installed.prefix / "lib" / "libibp.so"
-    assert f"soname: [{SONAME}]" in run("readelf", "-d", library)
-    exported = {line.split()[-1] for line in run("nm", "-D", "--defined-only", library).splitlines()}
+    assert f"soname: [{SONAME}]" in run("readelf", "-d", installed.prefix / "lib" / "libibp.so")
     headers = "".join((installed.prefix / "include" / name).read_text() for name in ("ibp.h", "ibp_cuda.h"))
-    declared = set(re.findall(r"^IBP_API [^;]*?\b(ibp_\w+)\(", re.sub(r"/\*.*?\*/", "", headers, flags=re.DOTALL), re.MULTILINE))
-    assert exported == declared and len(declared) > 30
+    text = re.sub(r"/\*.*?\*/", "", headers, flags=re.DOTALL)
+    declared = set(re.findall(r"^IBP_API [^;]*?\b(ibp_\w+)\(", text, re.MULTILINE))
+    assert symbols(installed) == declared and len(declared) > 30
 
 
 VERSIONS = """
@@ -277,6 +282,64 @@ def test_architectures(tmp_path):
     assert gencode("9.0a 10.0") == [("compute_90a", "sm_90a"), ("compute_100", "sm_100")]
     with pytest.raises(AssertionError, match="TORCH_CUDA_ARCH_LIST has Hopper"):
         gencode("8.0 Hopper")
+
+
+# ---- with kernels --------------------------------------------------------------------------------------------------------
+
+
+def built_architectures(record):
+    """TORCH_CUDA_ARCH_LIST of a build, by the command that it left."""
+    found = re.findall(r"code=(sm|compute)_(\d+)(\d[af]?)", record.read_text())
+    machine_code = [f"{major}.{minor}" for kind, major, minor in found if kind == "sm"]
+    portable = [f"{major}.{minor}" for kind, major, minor in found if kind == "compute"]
+    return " ".join(f"{arch}+PTX" if arch in portable else arch for arch in machine_code)
+
+
+@pytest.fixture(scope="module")
+def installed_with_cuda(tmp_path_factory):
+    """Installed from what the Python package was built from, so that no kernel is compiled again."""
+    record = ROOT / "build" / "native" / "nvcc.cmd"
+    if not (shutil.which("nvcc") and record.exists() and ibp.cuda_is_built()):
+        pytest.skip("there is no nvcc, or this build has no kernels")
+    directory = tmp_path_factory.mktemp("installed_with_cuda")
+    return Installed(directory, build=record.parent, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST=built_architectures(record))
+
+
+@pytest.fixture(scope="module", params=sorted(EXAMPLES.glob("*.cu")), ids=lambda path: path.stem)
+def cuda_example(request, installed_with_cuda, tmp_path_factory):
+    """A program that nvcc makes of an example, with pkg-config, for the first GPU that the library is built for."""
+    arch = installed_with_cuda.variables["TORCH_CUDA_ARCH_LIST"].split()[0].removesuffix("+PTX").replace(".", "")
+    program = tmp_path_factory.mktemp("example") / request.param.stem
+    rpath = ["-Xlinker", "-rpath", "-Xlinker", installed_with_cuda.prefix / "lib"]
+    flags = ["-std=c++17", f"-arch=sm_{arch}", "-Werror", "all-warnings", *installed_with_cuda.pkg_config("--cflags", "--libs")]
+    run("nvcc", *flags, *rpath, request.param, "-o", program)
+    return program
+
+
+@pytest.mark.slow
+def test_cuda_examples_compile(cuda_example, pkg_config):
+    assert f"[{SONAME}]" in run("readelf", "-d", cuda_example)
+
+
+@pytest.mark.slow
+def test_cuda_examples_run(cuda_example, pkg_config, cuda):
+    run(cuda_example)
+
+
+@pytest.mark.slow
+def test_symbols_with_cuda(installed_with_cuda, installed):
+    assert symbols(installed_with_cuda) == symbols(installed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
+def test_depfile_of_several_architectures(tmp_path):
+    """nvcc lists the headers of every pass, so that a changed one compiles the kernels again."""
+    target = f"{tmp_path}/cuda/index.cu.o"
+    make(f"BUILD={tmp_path}", target, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
+    text = (tmp_path / "cuda" / "index.cu.d").read_text()
+    assert {"include/ibp.h", "core/format.h"} <= {os.path.normpath(name) for name in re.findall(r"[\w./]+", text)}
+    assert "nvcc" not in make(f"BUILD={tmp_path}", target, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
 
 
 # ---- pip ----------------------------------------------------------------------------------------------------------------
