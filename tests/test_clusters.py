@@ -163,6 +163,7 @@ def test_long_rows(make, arguments):
 
 
 @pytest.mark.parametrize("make, arguments", [(make_masks, (24, 4)), (make_entries, (2, 16, 1, 2, (2, 1), "dense"))], ids=["ibp", "planes"])
+@pytest.mark.slow
 def test_256_clusters(make, arguments):
     rng = np.random.default_rng(256)
     codebooks = make(rng, 256, *arguments)
@@ -665,6 +666,7 @@ def test_tables_with_another_codebook():
 
 
 @functools.cache
+@functools.cache
 def op_samples():
     """(operation, arguments) with codebooks of several clusters."""
     samples = []
@@ -681,7 +683,7 @@ def op_samples():
     return samples
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number in range(4, 12)), *range(12, 16)])
 def test_opcheck(number):
     name, arguments = op_samples()[number]
     torch.library.opcheck(getattr(OPS, name).default, arguments)

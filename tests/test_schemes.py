@@ -96,6 +96,7 @@ def test_auto_where_the_last_row_is_short():
         assert compress(x, layout="packed").stored_bytes == min(sizes.values()), sizes
 
 
+@pytest.mark.slow
 def test_auto_of_a_sample():
     """Tables far larger than what is looked at."""
     for x in (embedding(60000, 64, torch.bfloat16), spiky_rows(40000, 64), torch.randn(60000, 16).relu()):

@@ -10,9 +10,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import TENSORS, assert_same_bits, assert_same_table, embedding, make_tensor, spiky_rows
 
 import ibp
+from helpers import TENSORS, assert_same_bits, assert_same_table, embedding, make_tensor, spiky_rows
 from ibp._compressed_tensor import CompressedTensor
 
 ON_CPU = {"device": "cpu", "pin_memory": False}
