@@ -44,7 +44,7 @@ def test_c_core(flags, tmp_path):
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
     program = tmp_path / "test_core"
     sources = [*sorted(TESTS.glob("*.c")), *CORE_SOURCES, CSRC / "cuda" / "no_cuda.c"]
-    code, output = run([*compiler("CC", "cc", "gcc", "clang"), "-std=c11", *flags, *WARNINGS, *INCLUDES, *sources, "-o", program])
+    code, output = run([*compiler("CC", "cc", "gcc", "clang"), "-std=c11", *flags, *WARNINGS, *INCLUDES, *sources, "-pthread", "-o", program])
     assert code == 0, output
     code, output = run([program], env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}, timeout=300)
     print(output)
