@@ -1,4 +1,4 @@
-"""The CPU coders with each set of the processor's vector and bit instructions and without: the bytes of the numpy references, and the same tables."""
+"""The CPU coders with and without each set of vector instructions: the numpy references' bytes, the same tables."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ import ibp
 import reference
 import reference_planes
 from golden.make_planes import KINDS, adversarial_rows, damaged, random_codebook
-from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, make_tensor, spiky_rows
+from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, make_tensor, pairwise, spiky_rows
 from test_planes_rows import assert_coded_alike, assert_decoded_alike, codec_of
 
 ALL = 0xFFFFFFFF
@@ -49,12 +49,12 @@ def test_features_are_those_set(features):
     assert ibp._core.set_cpu_features(AVX512) == 0
 
 
-# ---- rows against the numpy references --------------------------------------------------------------------------------
+# ---- rows against the numpy references -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("digit_bits", [(), (1, 4), (2, 2, 2, 3), (3, 3)], ids=str)
-@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "element_bytes, digit_bits, kind", pairwise([1, 2, 4, 8], [(), (1, 4), (2, 2, 2, 3), (3, 3)], KINDS), ids=str
+)
 def test_rows_of_planes(element_bytes, digit_bits, kind, features):
     rng = np.random.default_rng([element_bytes, len(digit_bits), KINDS.index(kind)])
     for residual_bits in {0, 3, 7, 8, 8 * element_bytes - 8, 8 * element_bytes - 5, 8 * element_bytes}:
@@ -76,7 +76,10 @@ def test_rows_of_masks(row_bytes, chunk_bytes, features):
     for flag_all in (False, True):
         mask = rng.integers(0, 256, row_bytes, np.uint8) & rng.integers(0, 256, row_bytes, np.uint8)
         bitval = rng.integers(0, 256, row_bytes, np.uint8) & mask
-        codebook, codec = reference.make_codebook(mask, bitval, chunk_bytes, flag_all), ibp._core.RowCodec(mask, bitval, chunk_bytes, flag_all)
+        codebook, codec = (
+            reference.make_codebook(mask, bitval, chunk_bytes, flag_all),
+            ibp._core.RowCodec(mask, bitval, chunk_bytes, flag_all),
+        )
         for _ in range(8):
             row = rng.integers(0, 256, row_bytes, np.uint8)
             row = np.where(rng.random(row_bytes) < 0.9, row & ~mask | bitval, row).astype(np.uint8).tobytes()
@@ -87,7 +90,7 @@ def test_rows_of_masks(row_bytes, chunk_bytes, features):
                     codec.decode(bad)
 
 
-# ---- tables -------------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 TENSORS = {
     "bfloat16": lambda: embedding(300, 77, torch.bfloat16),
@@ -120,8 +123,9 @@ def test_tables_are_the_same(name, scheme):
 
 @pytest.mark.parametrize("bad_rows", [(1234,), (1999, 777), (0,)], ids=str)
 @pytest.mark.parametrize("scheme", ["ibp", "planes"])
-def test_encode_rows_names_the_bad_row(scheme, bad_rows, features):
+def test_encode_rows_names_the_bad_row(scheme, bad_rows, features, set_threads):
     """Also where several threads have rows, and in the middle of a thread's."""
+    set_threads(3)
     x = spiky_rows(2000, 60)
     table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
     slots, overflow, *rest = table._arguments(torch.device("cpu"))

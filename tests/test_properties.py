@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import ibp
@@ -10,15 +10,19 @@ import reference
 from helpers import DTYPES, SCHEMES, assert_same_bits, bytes_of, make_tensor, reference_decode, take
 
 ELEMENTS = [dtype for dtype in DTYPES if dtype != torch.complex32]  # torch warns of that one; it has tests of its own
-settings.register_profile("ibp", deadline=None, derandomize=True, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ibp")
 
 shapes = st.one_of(
     st.tuples(st.integers(0, 130), st.integers(0, 90)),
     st.tuples(st.integers(0, 3000)),
     st.lists(st.integers(0, 9), min_size=0, max_size=4).map(tuple),
 )
-tensors = st.builds(make_tensor, shapes, st.sampled_from(ELEMENTS), st.sampled_from(["sparse", "narrow", "random", "equal"]), st.integers(0, 1000))
+tensors = st.builds(
+    make_tensor,
+    shapes,
+    st.sampled_from(ELEMENTS),
+    st.sampled_from(["sparse", "narrow", "random", "equal"]),
+    st.integers(0, 1000),
+)
 schemes = st.sampled_from(SCHEMES)
 chunks = st.sampled_from([None, 1, 2, 4, 8])
 taus = st.one_of(st.none(), st.floats(0.5, 1.0))

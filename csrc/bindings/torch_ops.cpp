@@ -5,6 +5,7 @@
 #include "torch_tables.h"
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
 #include <tuple>
 
@@ -17,33 +18,27 @@ using namespace ibp_torch;
 constexpr int64_t kGrainBytes = 1 << 16;       // least work of a thread
 constexpr int64_t kLeastSharedBytes = 1 << 19; // less work stays on the calling thread: others take some 10 us to wake, and then spin for a while
 
-// Runs work(first, last) over ranges of [0, count), on torch's threads where that pays. bytes_each: what one step reads or writes.
-template <typename Work> void over_ranges(int64_t count, int64_t bytes_each, const Work &work)
+// Runs work(first, last, scratch, fault) over ranges of [0, count), on torch's threads where that pays, and keeps the fault with the lowest
+// position. bytes_each: what one step reads or writes. work returns a status, of which IBP_INVALID_ARGUMENT raises.
+template <typename Work>
+void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {
     bytes_each = std::max<int64_t>(1, bytes_each);
     const bool is_little = count <= kLeastSharedBytes / bytes_each;
     const int64_t grain = std::max<int64_t>(1, is_little ? count : kGrainBytes / bytes_each);
-    torch::stable::parallel_for(0, count, grain, work);
-}
-
-// Runs work(first, last, scratch, fault) likewise, which returns an ibp_status, and keeps the fault with the lowest position. Throws where an
-// argument was refused.
-template <typename Work>
-void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
-{
     std::mutex mutex;
-    bool refused = false;
-    over_ranges(count, bytes_each, [&](int64_t first, int64_t last) {
-        std::vector<uint8_t> scratch(scratch_bytes);
+    bool refused = false; // by any range
+    torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
+        const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
         ibp_fault mine{};
-        const ibp_status status = work(first, last, scratch.data(), &mine);
+        const ibp_status status = work(first, last, scratch.get(), &mine);
         if (status == IBP_OK) return;
         const std::lock_guard<std::mutex> lock(mutex);
         refused = refused || status == IBP_INVALID_ARGUMENT;
         if (mine.status == IBP_OK) return;
         if (fault->status == IBP_OK || mine.position < fault->position) *fault = mine;
     });
-    require(!refused, "the table's or codebook's numbers contradict each other");
+    check(refused ? IBP_INVALID_ARGUMENT : IBP_OK, "table");
 }
 
 uint64_t *counts_of(const Tensor &counts) { return static_cast<uint64_t *>(counts.data_ptr()); }
@@ -58,7 +53,7 @@ template <typename Count> Tensor count_on_cpu(const Tensor &data, int64_t num_co
     std::mutex mutex;
     torch::stable::parallel_for(0, num_rows, std::max<int64_t>(1, kLeastCounted / row_bytes), [&](int64_t first, int64_t last) {
         std::vector<uint64_t> partial(static_cast<size_t>(num_counts));
-        count(rows + first * row_bytes, static_cast<size_t>(last - first), partial.data());
+        check(count(rows + first * row_bytes, static_cast<size_t>(last - first), partial.data()), "counting");
         const std::lock_guard<std::mutex> lock(mutex);
         for (size_t i = 0; i < partial.size(); i++) counts_of(counts)[i] += partial[i];
     });
@@ -105,10 +100,12 @@ std::tuple<Tensor, Tensor> choose_masks(Tensor data, int64_t row_bytes, int64_t 
     uint8_t *const to_mask = bytes_of(mask, bytes, "mask"), *const to_bitval = bytes_of(bitval, bytes, "bitval");
     const int64_t num_rows = data.numel() / row_bytes;
     const int64_t times_read = 2 * chunk_bytes; // once for each bit that is added to the mask, of 8 * chunk_bytes some
-    over_ranges(divide_up(row_bytes, chunk_bytes), num_rows * chunk_bytes * times_read, [&](int64_t first, int64_t last) {
-        ibp_choose_masks(rows, static_cast<size_t>(num_rows), bytes, chunk, static_cast<uint32_t>(first), static_cast<uint32_t>(last),
-                         to_mask, to_bitval);
-    });
+    ibp_fault unused{};
+    over_ranges(divide_up(row_bytes, chunk_bytes), num_rows * chunk_bytes * times_read, 0, &unused,
+                [&](int64_t first, int64_t last, uint8_t *, ibp_fault *) {
+                    return ibp_choose_masks(rows, static_cast<size_t>(num_rows), bytes, chunk, static_cast<uint32_t>(first),
+                                            static_cast<uint32_t>(last), to_mask, to_bitval);
+                });
     return {mask, bitval};
 }
 
@@ -116,7 +113,7 @@ Tensor count_bits_cpu(Tensor data, int64_t row_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes);
     return count_on_cpu(data, 8 * row_bytes, bytes, [&](const uint8_t *rows, size_t num_rows, uint64_t *counts) {
-        ibp_count_bits(rows, num_rows, bytes, counts);
+        return ibp_count_bits(rows, num_rows, bytes, counts);
     });
 }
 
@@ -144,7 +141,7 @@ Tensor count_hits_cpu(Tensor data, Tensor codebook, std::vector<int64_t> codec)
     require_cpu({&data, &codebook});
     const ibp_codebook cb = masks_of(codebook, codec);
     return count_on_cpu(data, chunks_of(cb), cb.row_bytes,
-                        [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) { ibp_count_hits(&cb, rows, num_rows, hits); });
+                        [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) { return ibp_count_hits(&cb, rows, num_rows, hits); });
 }
 
 Tensor count_hits_cuda(Tensor data, Tensor codebook, std::vector<int64_t> codec)
@@ -206,7 +203,7 @@ Tensor index_rows_cpu(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int6
 {
     return index_rows(lengths, num_bytes, row_bytes, slot_bytes,
                       [&](const uint16_t *in, uint32_t bytes, uint32_t slot, uint64_t *bases, int64_t *overflow_bytes) {
-                          ibp_index_rows(in, num_bytes, bytes, slot, bases, overflow_bytes);
+                          check(ibp_index_rows(in, num_bytes, bytes, slot, bases, overflow_bytes), "index_rows");
                       });
 }
 
@@ -223,7 +220,7 @@ Tensor index_rows_cuda(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int
 // Returns the stored bytes, and how many rows take 0, 1, ... sectors.
 template <typename Survey> Tensor survey_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, const Survey &survey)
 {
-    constexpr int64_t kSectorBytes = IBP_OVERFLOW_ALIGN; // overflow parts begin with a sector
+    constexpr int64_t kSectorBytes = IBP_OVERFLOW_ALIGN;
     const uint32_t bytes = row_bytes_of(row_bytes);
     require(0 <= num_bytes && num_bytes <= kMaxBytes, "num_bytes is ", num_bytes);
     const uint16_t *const given = data_of<uint16_t>(lengths, ScalarType::UInt16, divide_up(num_bytes, bytes), "lengths");
@@ -235,7 +232,9 @@ template <typename Survey> Tensor survey_rows(const Tensor &lengths, int64_t num
 Tensor survey_rows_cpu(Tensor lengths, int64_t num_bytes, int64_t row_bytes)
 {
     return survey_rows(lengths, num_bytes, row_bytes,
-                       [&](const uint16_t *in, uint32_t bytes, uint64_t *found) { ibp_survey_rows(in, num_bytes, bytes, found); });
+                       [&](const uint16_t *in, uint32_t bytes, uint64_t *found) {
+                           check(ibp_survey_rows(in, num_bytes, bytes, found), "survey_rows");
+                       });
 }
 
 Tensor survey_rows_cuda(Tensor lengths, int64_t num_bytes, int64_t row_bytes)

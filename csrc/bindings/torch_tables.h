@@ -15,17 +15,6 @@ using Codec = std::vector<int64_t>;
 
 // ---- codebooks ----
 
-// What several clusters' codebooks of one_size numbers each are in `size` of them; `extra` follows each where there are several.
-inline void read_clusters(int64_t size, int64_t one_size, int64_t extra, ibp_codebook *codebook)
-{
-    if (size == one_size) return;
-    const int64_t stride = one_size + extra;
-    require(stride > 0 && size % stride == 0 && size / stride <= int64_t{IBP_MAX_CLUSTERS}, "codebook has ", size, " numbers, ", one_size,
-            " or 1 to 256 times ", stride, " are needed");
-    codebook->num_clusters = static_cast<uint32_t>(size / stride);
-    codebook->cluster_stride = static_cast<uint32_t>(stride);
-}
-
 inline void read_raw(const Tensor &, const Codec &codec, ibp_codebook *)
 {
     require(codec.size() == 2, "codec of scheme raw has ", codec.size(), " numbers, 2 are needed");
@@ -46,8 +35,13 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
     codebook->mask = data;
     codebook->bitval = data + num_words;
     codebook->flags = data + 2 * num_words;
+    const int64_t stride = 3 * num_words + 4;
+    if (words.numel() == 3 * num_words) return;
+    require(words.numel() % stride == 0 && words.numel() / stride <= int64_t{IBP_MAX_CLUSTERS}, "codebook has ", words.numel(),
+            " numbers, ", 3 * num_words, " or 1 to 256 times ", stride, " are needed");
+    codebook->num_clusters = static_cast<uint32_t>(words.numel() / stride);
+    codebook->cluster_stride = static_cast<uint32_t>(stride);
     codebook->cluster_flags = data + 3 * num_words;
-    read_clusters(words.numel(), 3 * num_words, 4, codebook);
 }
 
 // codec is [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, digit_bits ...], entries the packed symbols,
@@ -70,8 +64,8 @@ inline void read_planes(const Tensor &entries, const Codec &codec, ibp_codebook 
     planes.entries = bytes_of(entries, 0, "codebook");
     const ibp_status status =
         ibp_build_planes_codebook(&planes, codebook->row_bytes, static_cast<size_t>(entries.numel()), codebook);
-    require(status == IBP_OK, "codebook has ", entries.numel(), " bytes, not those of 1 to 256 sets of entries aligned to their symbols; ",
-            "or the codec of scheme planes is out of range");
+    require(status == IBP_OK, "codebook has ", entries.numel(), " bytes, not those of 1 to 256 sets of entries aligned to their ",
+            "symbols; or the codec of scheme planes is out of range");
 }
 
 // What stands behind [scheme, row_bytes] in a codec is the scheme's own matter: a new scheme has a row here.

@@ -2,7 +2,7 @@
 //
 // A gather from a large table is bound by address translation: rows fetched in the order of the table's windows find their
 // pages' addresses at hand. Bound by latency: three short kernels that read and write some twenty bytes an id in the L2 cache.
-#include "warp.cuh"
+#include "launch.cuh"
 
 namespace ibp {
 

@@ -123,6 +123,7 @@ int main(void)
         .slot_bytes = slot_bytes,
         .codebook = codebook,
     };
+    check(ibp_check_table(&table), "ibp_check_table");
     ibp_fault fault = {0};
     check(ibp_encode_rows(&table, bytes, 0, NUM_ROWS, slots, overflow, scratch, scratch_bytes, &fault), "ibp_encode_rows");
 

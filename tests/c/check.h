@@ -12,6 +12,7 @@
 #include <string.h>
 
 extern long num_passed, num_failed;
+extern bool is_quick; /* fewer rounds with other random numbers */
 
 /* Counts, and prints the first failures with the values that the caller names (printf style). */
 #define CHECK(condition, ...)                                                \

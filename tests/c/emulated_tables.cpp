@@ -1,7 +1,7 @@
-/* emulated_tables.cpp - the kernels of csrc/gather.cu and csrc/encode.cu under emulated_simt.h against the C core: tables of every scheme, good ones and corrupt ones.
+/* emulated_tables.cpp - the kernels of csrc/cuda/decode and csrc/cuda/encode under emulated_simt.h against the C core: tables of every scheme, good ones and corrupt ones.
  * Usage: emulated_tables [seed] [cases] [filter]. filter: part of the description that the cases to run have; "case 17 " is one of them. */
 #include "emulated_simt.h"
-#include "cuda/warp.cuh"
+#include "cuda/launch.cuh"
 
 #include <csignal>
 #include <random>

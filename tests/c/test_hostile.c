@@ -438,7 +438,7 @@ void test_arguments(void)
 void test_hostile_codebooks(void)
 {
     rng r = rng_seed(32);
-    for (int round = 0; round < 3000; round++) {
+    for (int round = 0; round < (is_quick ? 1000 : 20000); round++) {
         check_hostile_masks(&r);
         check_hostile_planes(&r);
     }
