@@ -16,7 +16,7 @@ help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
 	@echo "make test    what to run after a change (PYTEST_ARGS=...)"
 	@echo "make test-all   every test that this machine can run; make test-slow: those of them that make test leaves out"
-	@echo "make test-gpu   every test, on a machine with a GPU: none may skip for want of one"
+	@echo "make test-gpu   every test, a process a file, on a machine with a GPU: none may skip for want of one"
 	@echo "make bench   python -m benchmarks (BENCH_ARGS=...)"
 	@echo "make lint    clang-format, ruff and mypy in check mode"
 	@echo "make format  what make lint asks of the layout of the code"
