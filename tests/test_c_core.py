@@ -30,7 +30,7 @@ def test_c_core(flags, rounds):
     if flags is SANITIZED and not can_sanitize():
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
     objects = core_objects(flags, [*sorted(TESTS.glob("*.c")), *CORE_SOURCES, CSRC / "cuda" / "no_cuda.c"])
-    program = linked([*c_compiler(), *flags], objects)
+    program = linked([*c_compiler(), *flags, "-pthread"], objects)
     code, output = run([program, rounds], env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}, timeout=300)
     print(output)
     passed, failed = map(int, re.search(r"^(\d+) passed, (\d+) failed$", output, re.M).groups())

@@ -240,14 +240,22 @@ IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *b
     }
 }
 
+/* Makes ranks that are above num_entries, as levels have whose digits changed after they were counted, num_entries. Padded. */
+IBP_AVX2 static void bound_ranks(const ibp_planes *planes, uint32_t n, uint8_t *ranks)
+{
+    const __m256i most = _mm256_set1_epi8((char)planes->num_entries);
+    for (uint32_t i = 0; i < n; i += 32) store_vector(ranks + i, _mm256_min_epu8(load_vector(ranks + i), most));
+}
+
 /* The symbols of the elements of level 0, which is of ranks, in lanes of symbol_bytes. Padded. */
 IBP_AVX2 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
-                                      const uint8_t *level0, uint8_t *symbols, ibp_scratch *scratch)
+                                      uint8_t *level0, uint8_t *symbols, ibp_scratch *scratch)
 {
     const uint32_t n = reaching[0], num_raw = reaching[planes->num_planes], lane_bytes = planes->symbol_bytes;
     uint64_t *const is_raw = take_bitmap(scratch, n);
     uint8_t *const raw = ibp_take(scratch, (size_t)n * lane_bytes);
     ibp_unpack_fields(bytes->digits[planes->num_planes], num_raw, ibp_symbol_bits(planes), lane_bytes, raw);
+    bound_ranks(planes, n, level0);
     if (lane_bytes == 2 && !planes->per_column)
         name_shorts(planes, level0, n, symbols);
     else
@@ -271,7 +279,7 @@ IBP_AVX2 static void read_residuals(const ibp_planes *planes, const uint8_t *src
 
 /* level0, where it is of symbols, or `symbols` joined with the residuals. Both padded. */
 IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
-                                   const uint8_t *level0, uint8_t *elements, ibp_scratch *scratch)
+                                   uint8_t *level0, uint8_t *elements, ibp_scratch *scratch)
 {
     const uint32_t n = reaching[0], lane_bytes = planes->element_bytes, symbol_bytes = planes->symbol_bytes;
     read_residuals(planes, bytes->residuals, n, elements, scratch);
