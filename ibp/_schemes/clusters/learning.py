@@ -74,7 +74,7 @@ def _with_count(codebook: AnyCodebook, table: torch.Tensor, count: int, request:
     """A codebook with at most `count` clusters, or None if the rows do not fall apart."""
     if not codebook.can_differ:
         return None
-    assigned = kmeans(table, count)
+    assigned = kmeans(table, min(count, max(2, len(table) // 2)))  # a codebook for one row takes more bytes than the row
     codebooks = _relearned(codebook, table, assigned, request)
     for _ in range(_COST_ROUNDS):
         if len(codebooks) < 2:
