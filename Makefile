@@ -8,15 +8,18 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 # In $(VENV) the kernels are compiled for the GPUs of this machine; where there is none, for one, to see that they compile.
 # `pip install` and `make install` compile for all.
 GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
-demo test test-all bench: export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
+demo test test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
 
-.PHONY: help demo test bench lint install uninstall clean FORCE
+.PHONY: help demo test test-all test-slow test-gpu bench lint format install uninstall clean FORCE
 
 help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
-	@echo "make test    every test that this machine can run (PYTEST_ARGS=..., IBP_REQUIRE_CUDA=1: no GPU test may skip)"
+	@echo "make test    what to run after a change (PYTEST_ARGS=...)"
+	@echo "make test-all   every test that this machine can run; make test-slow: those of them that make test leaves out"
+	@echo "make test-gpu   every test, on a machine with a GPU: none may skip for want of one"
 	@echo "make bench   python -m benchmarks (BENCH_ARGS=...)"
 	@echo "make lint    clang-format, ruff and mypy in check mode"
+	@echo "make format  what make lint asks of the layout of the code"
 	@echo "make clean   remove $(VENV) and everything built"
 	@echo "make install PREFIX=...    the C and CUDA library alone, without Python (make uninstall; csrc/Makefile says more)"
 	@echo "PYTHON=$(PYTHON) makes $(VENV); its torch is used if it imports one, else a pinned one is installed"
@@ -24,8 +27,21 @@ help:
 demo: $(VENV)/.ibp $(VENV)/.demo
 	$(RUN) examples/demo.py
 
+# Tests run in a process a core where pytest-xdist could be installed, in one where it could not.
+PYTEST = $(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2> /dev/null && echo --numprocesses=auto --maxprocesses=8 --dist=worksteal)
+
 test: $(VENV)/.ibp $(VENV)/.test
-	$(RUN) -m pytest -q tests benchmarks $(PYTEST_ARGS)
+	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+test-all: $(VENV)/.ibp $(VENV)/.test
+	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
+
+# Tests of drawn examples are in both: here they draw ten times as many.
+test-slow: $(VENV)/.ibp $(VENV)/.test
+	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile=full $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.ibp $(VENV)/.test
+	$(RUN) tools/test_gpu.py $(PYTEST_ARGS)
 
 bench: $(VENV)/.ibp $(VENV)/.demo $(VENV)/.bench
 	$(RUN) -m benchmarks $(BENCH_ARGS)
@@ -35,7 +51,12 @@ $(VENV)/.build: tools/make_venv.py tools/requirements.py pyproject.toml
 	$(PYTHON) tools/make_venv.py $(VENV) build
 	@touch $@
 
-$(VENV)/.test $(VENV)/.demo $(VENV)/.lint: $(VENV)/.build
+$(VENV)/.test: $(VENV)/.build
+	$(PYTHON) tools/make_venv.py $(VENV) test
+	$(PYTHON) tools/make_venv.py $(VENV) test-workers --optional
+	@touch $@
+
+$(VENV)/.demo $(VENV)/.lint: $(VENV)/.build
 	$(PYTHON) tools/make_venv.py $(VENV) $(@F:.%=%)
 	@touch $@
 
@@ -54,14 +75,23 @@ $(VENV)/.ibp: $(VENV)/.build $(VENV)/.environment $(SOURCES)
 	$(RUN) -m pip --disable-pip-version-check --quiet install --no-build-isolation --no-deps --no-index -e .
 	@touch $@
 
+CLANG_FORMAT = $(RUN) -c 'import clang_format; clang_format.clang_format()'
+C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
 lint: $(VENV)/.lint
-	$(RUN) -m clang_format --dry-run --Werror $$(find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+	$(CLANG_FORMAT) --dry-run --Werror $(C_FILES)
 	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
 	$(RUN) -m mypy
 
-# Below $(VENV) nothing is asked of them: the library needs no Python.
+format: $(VENV)/.lint
+	$(CLANG_FORMAT) -i $(C_FILES)
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+# The library alone: no Python, no $(VENV).
 install uninstall:
 	$(MAKE) -C csrc $@ $(if $(PREFIX),PREFIX='$(abspath $(PREFIX))')
 
 clean:
-	rm -rf $(VENV) build ibp.egg-info ibp/_lib ibp/include ibp/_core.*
+	rm -rf $(VENV) build ibp.egg-info ibp/_lib ibp/include ibp/_core.*.so

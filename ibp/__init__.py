@@ -6,14 +6,15 @@
     x2    = ibp.decompress(table)                          # the whole tensor again
 
 The method is that of the paper Invariant Bit Packing (EuroSys 2026); the bytes are specified in FORMAT.md
-beside the installed headers (`ibp.get_include()`).
+beside the installed headers (`ibp.get_include()`). Modules over tables are in `ibp.nn`, bridges to frameworks in `ibp.integrations`.
 """
 
-from pathlib import Path
+from pathlib import Path as _Path
 
-from . import _core, _ops
+from . import _core, _ops, nn
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
+from ._config import show_config
 from ._estimation import analyze, estimate
 from ._fetch.gather import index_select
 from ._fetch.streaming import decompress, decompress_many
@@ -39,7 +40,13 @@ __all__ = [
     "get_include",
     "get_library_dir",
     "index_select",
+    "nn",
+    "show_config",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 def cuda_is_available() -> bool:
@@ -49,9 +56,9 @@ def cuda_is_available() -> bool:
 
 def get_include() -> str:
     """The directory of ibp.h, ibp_cuda.h, format.h and FORMAT.md, for programs that link the core."""
-    return str(Path(__file__).parent / "include")
+    return str(_Path(__file__).parent / "include")
 
 
 def get_library_dir() -> str:
     """The directory of libibp.so, the core library."""
-    return str(Path(__file__).parent / "_lib")
+    return str(_Path(__file__).parent / "_lib")

@@ -68,6 +68,10 @@ class CompressedTensor(Table):
         return self.slots.is_cuda
 
     @property
+    def is_meta(self) -> bool:
+        return False
+
+    @property
     def requires_grad(self) -> bool:
         """False: a table's values are fixed."""
         return False

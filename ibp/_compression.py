@@ -53,18 +53,11 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
     """
     _rows.check_tensor(x)
     learning = _Learning.of(scheme, chunk_bytes, tau, sample, clusters, codebook)
-    if layout not in ("slots", "packed"):
-        raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
-    if layout == "packed" and slot_bytes is not None:
-        raise ValueError(f"slot_bytes is {slot_bytes}, but the packed layout has no slots")
     pin = _wants_pinning(x, pin_memory)
     geometry = _geometry(x, row_bytes, codebook)
-    if slot_bytes is not None:
-        slot_bytes = _layout.check_slot_bytes(whole_number("slot_bytes", slot_bytes), geometry.row_bytes)
+    slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
     worker = _rows.working_device(x, device)
     data = _rows.bytes_of(x)
-    if layout == "packed":
-        slot_bytes = 0
     codebook, lengths, survey = learning.measured(data, geometry, worker, slot_bytes, progress)
     if codebook is None:
         slots = _memory.empty(geometry.num_bytes, data.device, pin).copy_(data)
@@ -101,7 +94,7 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
     geometry = _geometry(x, row_bytes, codebook)
     worker, pin = _rows.working_device(x, device), _wants_pinning(x, pin_memory)
     data = _rows.bytes_of(x)
-    codebook, lengths, _ = learning.measured(data, geometry, worker, 0, progress)
+    codebook, lengths, _ = learning.measured(data, geometry, worker, geometry.row_bytes, progress, in_place=True)
     if codebook is None:
         table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
     else:
@@ -143,12 +136,13 @@ class _Learning:
             raise ValueError(f"clusters is {clusters!r}, but rows of scheme 'raw' have no codebook")
         return cls(scheme, chunk_bytes, tau, sample, clusters, codebook)
 
-    def measured(self, data, geometry, worker, slot_bytes, progress) -> tuple[AnyCodebook | None, torch.Tensor | None, _layout.Survey | None]:
+    def measured(self, data, geometry, worker, slot_bytes, progress, in_place=False) -> tuple[AnyCodebook | None, torch.Tensor | None, _layout.Survey | None]:
         """(codebook, the `lengths` of all rows on the worker, their survey); None for all of them where raw rows take no more bytes."""
         codebook = self.codebook
         if codebook is None and geometry.num_bytes:
-            codebook = learn(self.scheme, Request(data, geometry, worker, self.sample, self.chunk_bytes, self.tau, slot_bytes=slot_bytes,
-                                                  clusters=self.clusters, progress=progress))
+            request = Request(data, geometry, worker, self.sample, self.chunk_bytes, self.tau, slot_bytes=slot_bytes, clusters=self.clusters,
+                              progress=progress)
+            codebook = learn(self.scheme, request, in_place)
         if codebook is None or not geometry.num_bytes:
             return None, None, None
         lengths = measure(data, codebook, worker, progress)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
 import torch
 
-from . import _choice, _rows, _schemes
+from . import _choice, _core, _layout, _rows, _schemes
 from ._arguments import number, whole_number
-from ._schemes import AnyCodebook, Codebook, PlanesCodebook, measure, total_stored
+from ._schemes import AnyCodebook, measure, total_stored
+
+_LONGER_ROW_BYTES = 512  # from here on dense rows come at more than 0.9 of the link's rate (benchmarks/results/gather.csv)
 
 
 def analyze(x: torch.Tensor, *, scheme: str = "ibp", sample: float | None = 0.1, chunk_bytes: int | None = None, tau: float | None = None,
             paper: bool = False, row_bytes: int | None = None, device: torch.device | str | int | None = None,
-            progress: bool = False) -> Codebook | PlanesCodebook | None:
+            progress: bool = False) -> AnyCodebook | None:
     """Learns a codebook from a sample of the rows of a tensor (the paper's sections 4.1 and, for samples, 6.1).
 
     Args:
@@ -38,21 +45,86 @@ def analyze(x: torch.Tensor, *, scheme: str = "ibp", sample: float | None = 0.1,
     return _choice.learn(scheme, request)
 
 
-def estimate(x: torch.Tensor, codebook: Codebook | PlanesCodebook | None = None, *, row_bytes: int | None = None,
-             device: torch.device | str | int | None = None, progress: bool = False) -> int | dict[str, float]:
+@dataclass(frozen=True)
+class SchemeEstimate:
+    """What a table of one scheme is expected to be.
+
+    Attributes:
+        scheme: "raw", "ibp" or "planes".
+        savings: 1 - stored_bytes / original bytes; 0 where `compress` would keep raw rows.
+        stored_bytes: of coded rows and codebook.
+        slot_bytes: bytes of a slot; 0 in the packed layout.
+        nbytes: of all memory that the table takes, its index and codebook counted.
+        memory_savings: 1 - nbytes / original bytes; negative where the table is larger than x.
+        link_bytes: of the 32-byte sectors that fetching every row once reads.
+        link_savings: 1 - link_bytes / those of raw rows.
+        fetch_speedup: how many times as fast as raw ones an H200 fetches and decodes rows from pinned memory, by benchmarks/results.
+    """
+
+    scheme: str
+    savings: float
+    stored_bytes: int
+    slot_bytes: int
+    nbytes: int
+    memory_savings: float
+    link_bytes: int
+    link_savings: float
+    fetch_speedup: float
+
+
+class Estimate(Mapping[str, float]):
+    """What `compress` would do to a tensor: a mapping from scheme to savings, {"raw": 0.0, "ibp": 0.23, "planes": 0.33}, that knows more.
+
+    Attributes:
+        shape, dtype, original_bytes: of the tensor.
+        layout, row_bytes: that were asked for.
+        schemes: dict from scheme to `SchemeEstimate`.
+        auto: the scheme that `compress` takes by itself for this layout.
+        advice: a sentence about what it takes, and what would help where that is raw rows.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(self, geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> None:
+        self.shape, self.dtype, self.original_bytes = geometry.shape, geometry.dtype, geometry.num_bytes
+        self.layout, self.row_bytes, self.schemes, self.auto = layout, geometry.row_bytes, schemes, auto
+        self.advice = _advice(geometry, layout, schemes, auto)
+
+    def __getitem__(self, scheme: str) -> float:
+        return self.schemes[scheme].savings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.schemes)
+
+    def __len__(self) -> int:
+        return len(self.schemes)
+
+    def __repr__(self) -> str:
+        heads = ("scheme", "coded bytes", "saved", "memory bytes", "saved", "link", "fetch")
+        lines = [f"ibp.estimate of {list(self.shape)} {self.dtype}: {self.original_bytes:,} bytes, rows of {self.row_bytes:,}, layout {self.layout!r}",
+                 "{:7}{:>15}{:>8}{:>15}{:>8}{:>8}{:>8}".format(*heads)]
+        lines += [f"{of.scheme:7}{of.stored_bytes:>15,}{_percent(of.savings):>8}{of.nbytes:>15,}{_percent(of.memory_savings):>8}"
+                  f"{_percent(of.link_savings):>8}{of.fetch_speedup:>7.2f}x" for of in self.schemes.values()]
+        return "\n".join([*lines, *textwrap.wrap(self.advice, 100)])
+
+
+def estimate(x: torch.Tensor, codebook: AnyCodebook | None = None, *, layout: str = "slots", slot_bytes: int | None = None,
+             row_bytes: int | None = None, device: torch.device | str | int | None = None, progress: bool = False) -> int | Estimate:
     """What compressing x would give, without compressing it.
 
     With a codebook: the exact bytes of rows and codebook, as `compress(x, codebook=codebook)` reports in `stored_bytes`, x's own size where
-    nothing would be saved. Without: the savings that each scheme is expected to give, measured on a sample of the rows.
+    nothing would be saved. Without: what each scheme is expected to give, in coded bytes, in memory and over the link, measured on a
+    sample of the rows, and which one `compress` takes by itself.
 
     Args:
-        x: tensor [N, ...].
+        x: tensor [N, ...]; of one that requires grad the values are taken.
         codebook: from `analyze`, `Codebook.from_masks` or a table; x is cut into rows of `codebook.row_bytes`.
-        row_bytes: bytes of a row where no codebook is given, see `compress`.
+        layout, slot_bytes, row_bytes: as in `compress`; not with a codebook.
         device: where rows are measured, as in `analyze`.
+        progress: show progress bars.
 
     Returns:
-        int, bytes; or {"raw": 0.0, "ibp": 0.23, "planes": 0.33}, 1 - stored / original bytes by scheme.
+        int, bytes; or an `Estimate`, which is a mapping: {"raw": 0.0, "ibp": 0.23, "planes": 0.33}, 1 - stored / original bytes by scheme.
 
     Raises:
         TypeError, ValueError: as `compress`.
@@ -60,12 +132,70 @@ def estimate(x: torch.Tensor, codebook: Codebook | PlanesCodebook | None = None,
     _rows.check_tensor(x)
     if codebook is None:
         geometry = _rows.Geometry.of(x, row_bytes)
-        request = _schemes.Request(_rows.bytes_of(x), geometry, _rows.working_device(x, device), slot_bytes=0, progress=progress)
-        return {found.scheme: 1 - found.stored / geometry.num_bytes if geometry.num_bytes else 0.0 for found in _choice.compare(request)}
+        slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
+        request = _schemes.Request(_rows.bytes_of(x), geometry, _rows.working_device(x, device), slot_bytes=slot_bytes, progress=progress)
+        return _estimate_of(geometry, layout, _choice.compare(request))
     check_codebook(codebook)
+    if layout != "slots" or slot_bytes is not None or row_bytes is not None:
+        raise ValueError("layout, slot_bytes and row_bytes belong to an estimate without a codebook: the bytes of rows are the same in all layouts")
     geometry = _rows.Geometry.of(x, codebook.row_bytes)
     lengths = measure(_rows.bytes_of(x), codebook, _rows.working_device(x, device), progress)
     return min(total_stored(lengths, geometry) + codebook.nbytes, geometry.num_bytes)
+
+
+def _estimate_of(geometry, layout, candidates):
+    raw, found, num_bytes = candidates[0], {candidate.scheme: candidate for candidate in candidates}, geometry.num_bytes
+
+    def of(scheme):
+        candidate = found.get(scheme, raw)  # rows that would not be smaller stay raw
+        return SchemeEstimate(scheme, _saved(candidate.stored_bytes, num_bytes), candidate.stored_bytes, candidate.slot_bytes, candidate.nbytes,
+                              _saved(candidate.nbytes, num_bytes), candidate.link_bytes, _saved(candidate.link_bytes, raw.link_bytes),
+                              raw.row_ns / candidate.row_ns)
+
+    return Estimate(geometry, layout, {scheme: of(scheme) for scheme in _schemes.SCHEMES}, _choice.choose(candidates).scheme)
+
+
+def _saved(held, of_bytes):
+    return 1 - held / of_bytes if of_bytes else 0.0
+
+
+def _advice(geometry, layout, schemes, auto):
+    """What `compress` takes; where that is raw rows, why, and what would help."""
+    best = max(schemes.values(), key=lambda scheme: scheme.savings)
+    rows = f"rows of {geometry.row_bytes} bytes"
+    if auto != "raw":
+        taken = schemes[auto]
+        over_the_link = taken.savings if layout == "packed" else taken.link_savings
+        return (f"compress takes scheme {auto!r}, which saves {_percent(taken.memory_savings)} of the memory and {_percent(over_the_link)} of the "
+                f"bytes over the link{' of a whole tensor' if layout == 'packed' else ''}.")
+    if best.savings == 0:
+        return "compress keeps raw rows: no scheme saves anything."
+    saved = f"compress keeps raw rows: {rows} save {_percent(best.savings)} of their bytes with scheme {best.scheme!r}"
+    helps = _helps(geometry, layout, best)
+    hint = f" Pass {', or '.join(helps)}." if helps else ""
+    if layout == "packed":
+        return f"{saved}, but their index takes as much.{hint}"
+    if best.link_savings <= 0:
+        return f"{saved}, but no 32-byte sector.{hint}"
+    return f"{saved}, but a GPU fetches and decodes them at {best.fetch_speedup:.2f} times the rate of raw ones.{hint}"
+
+
+def _helps(geometry, layout, best):
+    """Arguments of `compress` that make use of what the best scheme saves."""
+    saved_bytes, helps = geometry.num_bytes - best.stored_bytes, []
+    if layout == "slots" and saved_bytes > _layout.index_bytes(geometry, True):
+        helps.append("layout='packed' for a smaller table and for streaming")
+    least = max(_LONGER_ROW_BYTES, math.ceil(2 * _layout.SECTOR_BYTES / best.savings))  # rows that save two sectors
+    row_bytes = -(-least // max(1, geometry.item_bytes)) * geometry.item_bytes
+    if geometry.row_bytes < row_bytes <= min(_core.MAX_ROW_BYTES, geometry.num_bytes):
+        helps.append(f"row_bytes={row_bytes} where x is used as a whole")
+    if layout == "slots" and best.memory_savings > 0:
+        helps.append(f"scheme={best.scheme!r} to save {_percent(best.memory_savings)} of the memory all the same")
+    return helps
+
+
+def _percent(share):
+    return f"{round(share, 3) + 0.0:.1%}"  # never "-0.0%"
 
 
 def check_learning(scheme: str, chunk_bytes: int | None, tau: float | None, sample: float | None) -> tuple[int | None, float | None, float | None]:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ._arguments import whole_number
 from ._rows import Geometry
 
 SECTOR_BYTES = 32
+_ROWS_PER_BASE = 32  # IBP_ROWS_PER_BASE
 _SECOND_FETCH_BYTES = 64  # what fetching a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
 
 
@@ -53,11 +55,28 @@ def choose_slot_bytes(found: Survey, geometry: Geometry) -> int:
     return min(best * SECTOR_BYTES, geometry.row_bytes)
 
 
-def check_slot_bytes(slot_bytes: int, row_bytes: int) -> int:
-    """slot_bytes itself. Raises ValueError if rows of row_bytes cannot have slots of that size."""
+def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
+    """Raises ValueError if rows of row_bytes cannot have slots of that size."""
     if slot_bytes == row_bytes or (0 < slot_bytes < row_bytes and slot_bytes % SECTOR_BYTES == 0):
-        return slot_bytes
+        return
     raise ValueError(f"slot_bytes is {slot_bytes}; wanted a multiple of {SECTOR_BYTES} below the row's {row_bytes} bytes, or {row_bytes} itself")
+
+
+def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> int | None:
+    """Bytes of a slot as asked for by these arguments of `compress`: 0 for packed rows, None where it is to be chosen.
+
+    Raises:
+        TypeError, ValueError: layout or slot_bytes is none of a table.
+    """
+    if layout not in ("slots", "packed"):
+        raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
+    if layout == "packed" and slot_bytes is not None:
+        raise ValueError(f"slot_bytes is {slot_bytes}, but the packed layout has no slots")
+    if slot_bytes is None:
+        return 0 if layout == "packed" else None
+    slot_bytes = whole_number("slot_bytes", slot_bytes)
+    check_slot_bytes(slot_bytes, row_bytes)
+    return slot_bytes
 
 
 def slots_size(geometry: Geometry, slot_bytes: int) -> int:
@@ -70,10 +89,15 @@ def index_rows(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> to
     return torch.ops.ibp.index_rows(lengths, geometry.num_bytes, geometry.row_bytes, slot_bytes)[:-1]
 
 
-def fetch_cost(lengths: torch.Tensor, found: Survey, geometry: Geometry, slot_bytes: int) -> int:
-    """link_bytes with the second fetch of rows that overflow their slot priced in."""
+def index_bytes(geometry: Geometry, overflows: bool) -> int:
+    """Bytes of the lengths of a coded table, and of its bases if rows overflow their slots."""
+    return 2 * geometry.num_rows + (8 * -(-geometry.num_rows // _ROWS_PER_BASE) if overflows else 0)
+
+
+def second_fetch_bytes(found: Survey, geometry: Geometry, slot_bytes: int) -> int:
+    """What the second fetches of rows that overflow their slot cost besides their bytes, as bytes."""
     overflowing = found.sectors[slot_bytes // SECTOR_BYTES + 1 :].sum() if 0 < slot_bytes < geometry.row_bytes else 0
-    return link_bytes(lengths, geometry, slot_bytes) + int(overflowing) * _SECOND_FETCH_BYTES
+    return int(overflowing) * _SECOND_FETCH_BYTES
 
 
 def link_bytes(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> int:
@@ -92,6 +116,18 @@ def link_bytes(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> in
             sectors += _touched(ends - room, part)
             overflow_end = int(ends[-1])
     return sectors * SECTOR_BYTES
+
+
+def raw_link_bytes(geometry: Geometry) -> int:
+    """The same for rows that are all raw, one after the other: which sectors a row touches repeats itself every 32 rows."""
+
+    def of(num_bytes: int) -> int:
+        part = Geometry(torch.Size((num_bytes,)), torch.uint8, geometry.row_bytes)
+        return link_bytes(torch.empty(0, dtype=torch.uint16), part, geometry.row_bytes)
+
+    period = SECTOR_BYTES * geometry.row_bytes
+    whole, rest = divmod(geometry.num_bytes, period)
+    return whole * of(period) + of(rest) if whole else of(rest)
 
 
 def _touched(start, size):

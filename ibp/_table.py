@@ -303,7 +303,9 @@ def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
     is_codebook = isinstance(codebook, AnyCodebook) and codebook.is_finished
     fits = is_codebook and (codebook.scheme, codebook.row_bytes) == (scheme, row_bytes) if scheme != "raw" else codebook is None
     if not fits:
-        raise ValueError(f"the table's codebook is {codebook!r}; wanted one of scheme {scheme!r} for rows of {row_bytes} bytes")
+        got = repr(codebook) if is_codebook else f"a {type(codebook).__name__}"
+        wanted = "none" if scheme == "raw" else f"one of scheme {scheme!r} for rows of {row_bytes} bytes"
+        raise ValueError(f"the table's codebook is {got}; wanted {wanted}")
 
 
 def _raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:

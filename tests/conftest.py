@@ -1,18 +1,45 @@
+"""What all tests share: threads, seeds, markers, hypothesis profiles, and the GPU."""
+
 import os
 
-import pytest
-import torch
+# Set before torch makes its threads. The tests' operations are tiny: threads would spin for each other longer than they work,
+# and processes of tests share the cores. Programs that tests start inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
 
-import ibp
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import ibp  # noqa: E402
+
+torch.set_num_threads(1)  # where something imported torch before
+
+hypothesis.settings.register_profile("fast", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("fast"), max_examples=300)
+hypothesis.settings.load_profile("fast")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes many GiB of memory or more than half a minute; leave out with -m 'not slow'")
+    config.addinivalue_line("markers", "slow: left out of `make test`: takes seconds, or many GiB of memory, or repeats a fast test on more data")
+
+
+def pytest_collection_modifyitems(items):
+    """Names of tests are the same in every process, which pytest-xdist needs: none holds an address."""
+    changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if changing:
+        raise pytest.UsageError(f"{len(changing)} tests have an address in their names, the first is {changing[0]}: give parametrize ids that do not change")
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def set_threads():
+    """torch.set_num_threads, until the end of the test."""
+    yield torch.set_num_threads
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

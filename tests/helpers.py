@@ -1,5 +1,7 @@
 """What several test files share: tensors to compress, and comparison by bits."""
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -16,6 +18,31 @@ DTYPES = FLOAT8_DTYPES + [
     torch.bool, torch.int8, torch.uint8, torch.float16, torch.bfloat16, torch.int16, torch.uint16, torch.float32, torch.int32,
     torch.uint32, torch.complex32, torch.float64, torch.int64, torch.uint64, torch.complex64,
 ]  # fmt: skip
+
+
+def pairwise(*columns):
+    """Few combinations of the values of the columns, in which any value of a column meets any value of any other column.
+
+    For parametrize in place of the product, where code depends on each value, or on two of them, but not on all at once.
+    Greedy: each row takes the combination that holds most pairs not met yet, the first of equals, so that the list is the
+    same in every run.
+    """
+    places = list(itertools.combinations(range(len(columns)), 2))
+    wanted = {(i, j, a, b) for i, j in places for a in range(len(columns[i])) for b in range(len(columns[j]))}
+    rows = []
+    while wanted:
+        i, j, a, b = min(wanted)
+        row = {i: a, j: b}
+        for k in range(len(columns)):
+            if k not in row:
+                row[k] = max(range(len(columns[k])), key=lambda value: sum(pair_of(k, value, m, row[m]) in wanted for m in row))
+        wanted -= {pair_of(i, row[i], j, row[j]) for i, j in places}
+        rows.append(tuple(column[row[k]] for k, column in enumerate(columns)))
+    return rows
+
+
+def pair_of(i, a, j, b):
+    return (i, j, a, b) if i < j else (j, i, b, a)
 
 
 def bytes_of(x):

@@ -372,16 +372,12 @@ def test_getitem_with_index_tensors(x, table):
         assert_same_bits(table[key], x[key.long() if key.dtype == torch.int16 else key])
 
 
-def test_threads(x, table):
+def test_threads(x, table, set_threads):
     """Many ids in few and in many threads: the same bytes."""
     ids = torch.randint(500, (20000,))
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 4):
-            torch.set_num_threads(count)
-            assert_same_bits(ibp.index_select(table, ids), x[ids])
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 4):
+        set_threads(count)
+        assert_same_bits(ibp.index_select(table, ids), x[ids])
 
 
 def test_check_has_nothing_to_say(table):

@@ -1,52 +1,24 @@
 """Builds and runs the C unit tests of tests/c, once plainly and once under the address and undefined behaviour sanitizers."""
 
 import os
-import pathlib
 import re
-import shlex
-import shutil
-import subprocess
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
-CSRC, TESTS = ROOT / "csrc", ROOT / "tests" / "c"
-INCLUDES = [f"-I{CSRC / 'include'}", f"-I{CSRC}"]
-CORE_SOURCES = sorted([*CSRC.glob("core/*.c"), *CSRC.glob("x86/*.c")])
-WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
-SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+from native import (
+    CORE_SOURCES, CSRC, INCLUDES, PLAIN, SANITIZED, TESTS, WARNINGS, c_compiler, can_sanitize, compiled, core_objects, cxx_compiler, linked, run,
+    written,
+)  # fmt: skip
 
 
-def compiler(variable, *names):
-    """The compiler that the library is built with: the environment's, else the first one there is."""
-    if os.environ.get(variable):
-        return shlex.split(os.environ[variable])
-    found = [name for name in names if shutil.which(name)]
-    assert found, f"no compiler: none of {names} is on the PATH, and {variable} is not set"
-    return found[:1]
-
-
-def run(command, **options):
-    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options)
-    return done.returncode, done.stdout
-
-
-def can_sanitize(directory):
-    source = directory / "empty.c"
-    source.write_text("int main(void) { return 0; }\n")
-    built, _ = run([*compiler("CC", "cc", "gcc", "clang"), *SANITIZE, source, "-o", directory / "empty"])
-    return built == 0 and run([directory / "empty"])[0] == 0
-
-
-@pytest.mark.parametrize("flags", [["-O2"], ["-O1", "-g", *SANITIZE]], ids=["plain", "sanitized"])
-def test_c_core(flags, tmp_path):
-    if SANITIZE[0] in flags and not can_sanitize(tmp_path):
+@pytest.mark.parametrize("rounds", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", [PLAIN, SANITIZED], ids=["plain", "sanitized"])
+def test_c_core(flags, rounds):
+    if flags is SANITIZED and not can_sanitize():
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
-    program = tmp_path / "test_core"
-    sources = [*sorted(TESTS.glob("*.c")), *CORE_SOURCES, CSRC / "cuda" / "no_cuda.c"]
-    code, output = run([*compiler("CC", "cc", "gcc", "clang"), "-std=c11", *flags, *WARNINGS, *INCLUDES, *sources, "-o", program])
-    assert code == 0, output
-    code, output = run([program], env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}, timeout=300)
+    objects = core_objects(flags, [*sorted(TESTS.glob("*.c")), *CORE_SOURCES, CSRC / "cuda" / "no_cuda.c"])
+    program = linked([*c_compiler(), *flags], objects)
+    code, output = run([program, rounds], env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}, timeout=300)
     print(output)
     passed, failed = map(int, re.search(r"^(\d+) passed, (\d+) failed$", output, re.M).groups())
     assert code == 0 and failed == 0 and passed > 1_000_000, output
@@ -59,21 +31,16 @@ WAITS = ("cudaStreamWaitEvent(streamer->decodes, streamer->begun, 0)", "cudaStre
 
 
 @pytest.mark.parametrize("left_out", [None, *WAITS])
-def test_stream_order(left_out, tmp_path):
+def test_stream_order(left_out):
     """The streams and events of csrc/cuda/stream.cu, without a GPU: right in every order that they allow, and no wait too many."""
-    source, program = tmp_path / "stream.cpp", tmp_path / "stream_order"
-    text = (CSRC / "cuda" / "stream.cu").read_text().replace('"../core/', '"core/').replace('#include "warp.cuh"\n', "")
+    text = (CSRC / "cuda" / "stream.cu").read_text().replace('"../core/', '"core/').replace('#include "launch.cuh"\n', "")
     assert all(text.count(wait) == 1 for wait in WAITS)
-    source.write_text(text.replace(left_out, "cudaSuccess") if left_out else text)
-    flags = ["-O1", "-g", *SANITIZE] if not left_out and can_sanitize(tmp_path) else ["-O1"]
-    objects = []
-    for path in CORE_SOURCES:
-        objects.append(tmp_path / f"{path.stem}.o")
-        code, output = run([*compiler("CC", "cc", "gcc", "clang"), "-std=c11", *flags, *INCLUDES, "-c", path, "-o", objects[-1]])
-        assert code == 0, output
-    emulated = ["-std=c++17", *INCLUDES, f"-I{TESTS}", "-include", "emulated_cuda.h"]
-    code, output = run([*compiler("CXX", "c++", "g++", "clang++"), *emulated, *flags, source, TESTS / "stream_order.cpp", *objects, "-o", program])
-    assert code == 0, output
+    place = f"stream_order/{WAITS.index(left_out) if left_out else 'whole'}.cpp"
+    source = written(place, text.replace(left_out, "cudaSuccess") if left_out else text)
+    flags = SANITIZED if not left_out and can_sanitize() else PLAIN
+    emulated = [*cxx_compiler(), "-std=c++17", "-O1", *(flag for flag in flags if flag not in WARNINGS), *INCLUDES, f"-I{TESTS}", "-include", "emulated_cuda.h"]
+    objects = compiled([(emulated, source), (emulated, TESTS / "stream_order.cpp")])
+    program = linked([*cxx_compiler(), *flags], [*objects, *core_objects(flags)])
     code, output = run([program], timeout=300)
     print(output)
     runs, wrong, chunks = map(int, re.search(r"^(\d+) runs, (\d+) wrong, (\d+) chunks$", output, re.M).groups())
@@ -86,8 +53,8 @@ def test_stream_order(left_out, tmp_path):
 def test_headers_stand_alone(header, language, tmp_path):
     """Each public header compiles by itself, as C11 and as C++17, without a warning."""
     is_c = language == "c"
-    command = compiler("CC", "cc", "gcc", "clang") if is_c else compiler("CXX", "c++", "g++", "clang++")
+    command = [*c_compiler(), "-std=c11"] if is_c else [*cxx_compiler(), "-std=c++17"]
     source = tmp_path / ("main.c" if is_c else "main.cpp")
     source.write_text(f'#include "{header}"\n#include "{header}"\n')
-    code, output = run([*command, "-std=c11" if is_c else "-std=c++17", *WARNINGS, INCLUDES[0], "-c", source, "-o", tmp_path / "main.o"])
+    code, output = run([*command, *WARNINGS, INCLUDES[0], "-c", source, "-o", tmp_path / "main.o"])
     assert code == 0, output

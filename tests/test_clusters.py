@@ -17,7 +17,8 @@ import reference_planes
 from golden import make_clusters
 from golden.make_clusters import CASES, HERE, encode_row, load, make_entries, make_masks, make_rows, refused
 from helpers import (
-    LAYOUTS, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, planes_codebook, reference_planes_codebook,
+    LAYOUTS, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, planes_codebook,
+    reference_planes_codebook,
 )  # fmt: skip
 
 OPS = torch.ops.ibp
@@ -162,6 +163,7 @@ def test_long_rows(make, arguments):
 
 
 @pytest.mark.parametrize("make, arguments", [(make_masks, (24, 4)), (make_entries, (2, 16, 1, 2, (2, 1), "dense"))], ids=["ibp", "planes"])
+@pytest.mark.slow
 def test_256_clusters(make, arguments):
     rng = np.random.default_rng(256)
     codebooks = make(rng, 256, *arguments)
@@ -664,6 +666,7 @@ def test_tables_with_another_codebook():
 
 
 @functools.cache
+@functools.cache
 def op_samples():
     """(operation, arguments) with codebooks of several clusters."""
     samples = []
@@ -680,7 +683,7 @@ def op_samples():
     return samples
 
 
-@pytest.mark.parametrize("number", range(16))
+@pytest.mark.parametrize("number", [*range(4), *(pytest.param(number, marks=pytest.mark.slow) for number in range(4, 12)), *range(12, 16)])
 def test_opcheck(number):
     name, arguments = op_samples()[number]
     torch.library.opcheck(getattr(OPS, name).default, arguments)

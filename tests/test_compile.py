@@ -11,7 +11,7 @@ from helpers import assert_same_bits, embedding, spiky_rows
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 KINDS = ["raw", "ibp", "planes"]
-BACKENDS = ["eager", "aot_eager", "inductor"]
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import ibp
 import reference
 import reference_planes
 from golden.make_planes import KINDS, adversarial_rows, damaged, random_codebook
-from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, make_tensor, spiky_rows
+from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, make_tensor, pairwise, spiky_rows
 from test_planes_rows import assert_coded_alike, assert_decoded_alike, codec_of
 
 ALL = 0xFFFFFFFF
@@ -52,9 +52,7 @@ def test_features_are_those_set(features):
 # ---- rows against the numpy references --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("digit_bits", [(), (1, 4), (2, 2, 2, 3), (3, 3)], ids=str)
-@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
+@pytest.mark.parametrize("element_bytes, digit_bits, kind", pairwise([1, 2, 4, 8], [(), (1, 4), (2, 2, 2, 3), (3, 3)], KINDS), ids=str)
 def test_rows_of_planes(element_bytes, digit_bits, kind, features):
     rng = np.random.default_rng([element_bytes, len(digit_bits), KINDS.index(kind)])
     for residual_bits in {0, 3, 7, 8, 8 * element_bytes - 8, 8 * element_bytes - 5, 8 * element_bytes}:
@@ -120,8 +118,9 @@ def test_tables_are_the_same(name, scheme):
 
 @pytest.mark.parametrize("bad_rows", [(1234,), (1999, 777), (0,)], ids=str)
 @pytest.mark.parametrize("scheme", ["ibp", "planes"])
-def test_encode_rows_names_the_bad_row(scheme, bad_rows, features):
+def test_encode_rows_names_the_bad_row(scheme, bad_rows, features, set_threads):
     """Also where several threads have rows, and in the middle of a thread's."""
+    set_threads(3)
     x = spiky_rows(2000, 60)
     table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
     slots, overflow, *rest = table._arguments(torch.device("cpu"))

@@ -15,8 +15,8 @@ import reference
 from golden.load import CORRUPT_TABLES, arrays_of, load, op_arguments, reference_table
 from golden.make import CASES, edit_table
 from helpers import (
-    DTYPES, LAYOUTS, SCHEMES, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, make_tensor, one_hot_rows, spiky_rows,
-    take,
+    DTYPES, LAYOUTS, SCHEMES, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, make_tensor,
+    one_hot_rows, pairwise, spiky_rows, take,
 )  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -155,12 +155,7 @@ def test_encode_notes_lengths_of_other_data(cuda):
 # ---- fetching ----
 
 
-DTYPE_CASES = [("ibp", layout, place) for layout in LAYOUTS for place in PLACES]
-DTYPE_CASES += [("planes", "slots", "pinned"), ("planes", "packed", "device"), ("auto", "slots of 32", "device"), ("auto", "in place", "pinned")]
-
-
-@pytest.mark.parametrize("scheme, layout, place", DTYPE_CASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype, scheme, layout, place", pairwise(DTYPES, ["ibp", "planes", "auto"], LAYOUTS, PLACES), ids=str)
 def test_dtypes(cuda, dtype, scheme, layout, place):
     for kind in ("sparse", "narrow", "random"):
         x = make_tensor((300, 45), dtype, kind)
@@ -181,10 +176,7 @@ def test_every_small_row(cuda, layout, place):
         assert_same_bits(ibp.index_select(table, ids.to(cuda), check=True).cpu(), x[ids])
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("chunk_bytes", [1, 2, 4, 8])
-@pytest.mark.parametrize("row_bytes", LARGE_ROWS)
+@pytest.mark.parametrize("row_bytes, chunk_bytes, layout, place", pairwise(LARGE_ROWS, [1, 2, 4, 8], LAYOUTS, PLACES))
 def test_large_rows(cuda, row_bytes, chunk_bytes, layout, place):
     codebook = random_codebook(row_bytes, chunk_bytes, seed=2)
     x = matching_rows(70, codebook)
@@ -194,11 +186,13 @@ def test_large_rows(cuda, row_bytes, chunk_bytes, layout, place):
     assert_same_bits(table[20:50].cpu(), x[20:50])
 
 
-@pytest.mark.parametrize("scheme, place", [("ibp", "pinned"), ("ibp", "device"), ("planes", "device"), ("auto", "pinned")])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("item_bytes, row_bytes", [(70000, None), (100_001, None), (4, 4096), (3, 100), (250, 64), (64, 250), (1, 1), (1000, 1)])
-def test_items_that_are_not_rows(cuda, item_bytes, row_bytes, layout, scheme, place):
+ITEMS_AND_ROWS = [(70000, None), (100_001, None), (4, 4096), (3, 100), (250, 64), (64, 250), (1, 1), (1000, 1)]
+
+
+@pytest.mark.parametrize("sizes, layout, scheme, place", pairwise(ITEMS_AND_ROWS, LAYOUTS, SCHEMES, PLACES), ids=str)
+def test_items_that_are_not_rows(cuda, sizes, layout, scheme, place):
     """Items of several rows, several items a row, items that start in the middle of one; a short last row."""
+    item_bytes, row_bytes = sizes
     x = make_tensor((61, item_bytes), torch.uint8, "sparse", seed=item_bytes)
     row = row_bytes or 4096
     table = ibp.compress(x.to(cuda) if place == "device" else x, scheme=scheme, row_bytes=row_bytes, **layout_arguments(layout, row))
@@ -208,9 +202,10 @@ def test_items_that_are_not_rows(cuda, item_bytes, row_bytes, layout, scheme, pl
     assert_same_bits(table[7:60].cpu(), x[7:60])
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (5000,), (0,), (0, 7), (7, 0), (1, 1), (33, 5), (6, 5, 4, 3)], ids=str)
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+SHAPES = [(), (1,), (5000,), (0,), (0, 7), (7, 0), (1, 1), (33, 5), (6, 5, 4, 3)]
+
+
+@pytest.mark.parametrize("shape, scheme, place", pairwise(SHAPES, SCHEMES, PLACES), ids=str)
 def test_shapes(cuda, shape, scheme, place):
     for dtype in (torch.uint8, torch.float32, torch.complex64):
         x = make_tensor(shape, dtype)

@@ -9,7 +9,9 @@ import torch
 import ibp
 import reference_planes as reference
 from golden.make_planes import CASES, KINDS, adversarial_rows, bytes_of, damaged, load, make_rows, random_codebook, rows_of_k
-from helpers import LAYOUTS, assert_same_bits, assert_same_table, embedding, layout_arguments, make_tensor, one_hot_rows, planes_codebook
+from helpers import (
+    LAYOUTS, assert_same_bits, assert_same_table, embedding, layout_arguments, make_tensor, one_hot_rows, pairwise, planes_codebook,
+)  # fmt: skip
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -248,11 +250,13 @@ def test_out_at_any_address(cuda, kind, layout, place):
                 assert_same_bits(memory.cpu(), wanted)
 
 
-@pytest.mark.parametrize("place", ["pinned", "device"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("item_bytes, row_bytes", [(70000, 4096), (100_001, 4096), (4, 4096), (3, 104), (250, 64), (64, 248), (1, 8), (1001, 8), (131, 40)])
-def test_items_that_are_not_rows(cuda, item_bytes, row_bytes, kind, place):
+ITEMS_AND_ROWS = [(70000, 4096), (100_001, 4096), (4, 4096), (3, 104), (250, 64), (64, 248), (1, 8), (1001, 8), (131, 40)]
+
+
+@pytest.mark.parametrize("sizes, kind, place", pairwise(ITEMS_AND_ROWS, KINDS, ["pinned", "device"]), ids=str)
+def test_items_that_are_not_rows(cuda, sizes, kind, place):
     """Items of several rows, several items a row, items that start within an element; a short last row; and the same bytes in one dimension."""
+    item_bytes, row_bytes = sizes
     for element_bytes in ELEMENT_BYTES:
         rng, codebook = compressible(element_bytes, row_bytes, kind, seed=item_bytes)
         num_items = 7 if item_bytes > 4096 else 3 + max(61, 20 * row_bytes // item_bytes)

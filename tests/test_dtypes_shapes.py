@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import DTYPES, SCHEMES, assert_same_bits, bytes_of, make_tensor, take, tensor_from
+from helpers import DTYPES, SCHEMES, assert_same_bits, bytes_of, make_tensor, pairwise, take, tensor_from
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 LAYOUTS = ["slots", "packed"]
@@ -36,11 +36,13 @@ def layout_arguments(layout, x):
     return {"slots": {}, "packed": {"layout": "packed"}, "in place": {"slot_bytes": row_bytes}, "slots of 32": {"slot_bytes": 32}}[layout]
 
 
-@pytest.mark.parametrize("layout, scheme", [("slots", "ibp"), ("packed", "ibp"), ("in place", "ibp"), ("slots of 32", "ibp"), ("slots", "auto"),
-                                            ("packed", "planes"), ("slots of 32", "planes")])  # fmt: skip
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(dtype, kind, layout, scheme):
+ALL_LAYOUTS = [("slots", "ibp"), ("packed", "ibp"), ("in place", "ibp"), ("slots of 32", "ibp"), ("slots", "auto"), ("packed", "planes"),
+               ("slots of 32", "planes")]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, kind, layout_scheme", pairwise(DTYPES, KINDS, ALL_LAYOUTS), ids=str)
+def test_dtypes(dtype, kind, layout_scheme):
+    layout, scheme = layout_scheme
     x = make_tensor((70, 50), dtype, kind)
     table = check(x, scheme=scheme, **layout_arguments(layout, x))
     if kind in ("sparse", "equal"):
@@ -56,19 +58,24 @@ def test_every_dtype_of_torch_is_tried():
     assert {str(dtype) for dtype in fitting if not left_out.fullmatch(str(dtype))} == {str(dtype) for dtype in DTYPES}
 
 
-@pytest.mark.parametrize("layout, scheme", LAYOUT_SCHEMES)
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 31, 32, 33, 64, 65])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
-def test_row_counts(dtype, num_rows, layout, scheme):
+FOUR_SIZES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype, num_rows, layout_scheme", pairwise(FOUR_SIZES, [0, 1, 2, 31, 32, 33, 64, 65], LAYOUT_SCHEMES), ids=str)
+def test_row_counts(dtype, num_rows, layout_scheme):
+    layout, scheme = layout_scheme
     x = make_tensor((num_rows, 40), dtype, "sparse")
     table = check(x, scheme=scheme, layout=layout)
     assert table.num_rows == num_rows and len(table) == num_rows
 
 
-@pytest.mark.parametrize("layout, scheme", LAYOUT_SCHEMES)
-@pytest.mark.parametrize("shape", [(), (1,), (5000,), (0,), (0, 7), (7, 0), (3, 0, 5), (1, 1), (4, 1), (6, 5, 4), (6, 5, 4, 3), (2, 3, 2, 3, 2)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.complex64], ids=str)
-def test_shapes(dtype, shape, layout, scheme):
+SHAPES = [(), (1,), (5000,), (0,), (0, 7), (7, 0), (3, 0, 5), (1, 1), (4, 1), (6, 5, 4), (6, 5, 4, 3), (2, 3, 2, 3, 2)]
+FOUR_DTYPES = [torch.uint8, torch.float16, torch.float32, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype, shape, layout_scheme", pairwise(FOUR_DTYPES, SHAPES, LAYOUT_SCHEMES), ids=str)
+def test_shapes(dtype, shape, layout_scheme):
+    layout, scheme = layout_scheme
     x = make_tensor(shape, dtype, "sparse")
     table = check(x, scheme=scheme, layout=layout)
     if x.numel() == 0:
@@ -84,13 +91,15 @@ def test_zero_dimensions(scheme):
         len(table)
 
 
-@pytest.mark.parametrize("layout, scheme", [("slots", "ibp"), ("packed", "planes")])
-@pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 255, 600, 2408, 4095, 4097, 14812, 16384, 65535, 65536])
-def test_row_sizes(row_bytes, layout, scheme):
-    for kind in ("sparse", "random"):
-        x = make_tensor((35, row_bytes), torch.uint8, kind, seed=row_bytes)
-        table = check(x, scheme=scheme, layout=layout)
-        assert table.row_bytes == row_bytes and table.num_rows == 35
+ROW_BYTES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 255, 600, 2408, 4095, 4097, 14812, 16384, 65535, 65536]
+
+
+@pytest.mark.parametrize("row_bytes, layout_scheme, kind", pairwise(ROW_BYTES, [("slots", "ibp"), ("packed", "planes")], ["sparse", "random"]), ids=str)
+def test_row_sizes(row_bytes, layout_scheme, kind):
+    layout, scheme = layout_scheme
+    x = make_tensor((35, row_bytes), torch.uint8, kind, seed=row_bytes)
+    table = check(x, scheme=scheme, layout=layout)
+    assert table.row_bytes == row_bytes and table.num_rows == 35
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 4, 8])
@@ -124,10 +133,9 @@ def test_items_longer_than_a_row(item_bytes, layout, scheme):
         assert table.row_bytes == 4096 and table.num_rows == -(-5 * item_bytes // 4096)
 
 
-@pytest.mark.parametrize("layout, scheme", LAYOUT_SCHEMES)
-@pytest.mark.parametrize("row_bytes", [1, 10, 33, 64, 1000, 65536])
-@pytest.mark.parametrize("shape", [(997,), (50, 20), (7, 11, 13)], ids=str)
-def test_rows_that_are_not_items(shape, row_bytes, layout, scheme):
+@pytest.mark.parametrize("shape, row_bytes, layout_scheme", pairwise([(997,), (50, 20), (7, 11, 13)], [1, 10, 33, 64, 1000, 65536], LAYOUT_SCHEMES), ids=str)
+def test_rows_that_are_not_items(shape, row_bytes, layout_scheme):
+    layout, scheme = layout_scheme
     x = make_tensor(shape, torch.int16, "sparse")
     table = check(x, scheme=scheme, row_bytes=row_bytes, layout=layout)
     assert table.num_rows == -(-2 * x.numel() // row_bytes)
@@ -145,9 +153,7 @@ NON_CONTIGUOUS = {
 }
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", NON_CONTIGUOUS)
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype, name, scheme", pairwise([*FOUR_DTYPES, torch.float64], list(NON_CONTIGUOUS), SCHEMES), ids=str)
 def test_non_contiguous(dtype, name, scheme):
     x = NON_CONTIGUOUS[name](make_tensor((64, 64), dtype, "sparse"))
     check(x, scheme=scheme)
@@ -198,9 +204,7 @@ def test_special_floats(dtype, layout, scheme):
     assert table.scheme in (("ibp", "planes") if scheme == "auto" else (scheme,))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("value", [0x00, 0xFF, 0x80, 0x01, 0xA5])
-@pytest.mark.parametrize("num_rows", [1, 33, 5000])
+@pytest.mark.parametrize("num_rows, value, scheme", pairwise([1, 33, 5000], [0x00, 0xFF, 0x80, 0x01, 0xA5], SCHEMES))
 def test_all_rows_equal(num_rows, value, scheme):
     """All that is left of a row is one participation bit a chunk, or a header."""
     x = torch.full((num_rows, 256), value, dtype=torch.uint8)

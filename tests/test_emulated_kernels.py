@@ -1,15 +1,15 @@
-"""Compiles csrc/cuda/gather.cu and csrc/cuda/encode.cu as C++ and runs them without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
+"""Compiles the gathering and the encoding kernels of csrc/cuda as C++ and runs them without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
 
-import concurrent.futures
-import os
 import re
 
 import pytest
-from test_c_core import CORE_SOURCES, CSRC, INCLUDES, SANITIZE, TESTS, can_sanitize, compiler, run
 
-KERNELS = ("gather", "encode")  # sources in csrc/cuda
+from native import CSRC, INCLUDES, KEPT, PLAIN, SANITIZE, SANITIZED, TESTS, can_sanitize, compiled, core_objects, cxx_compiler, linked, run, written
+
+KERNELS = ("gather.cu", "encode.cu", "decode/*.cu", "encode/*.cu")  # sources in csrc/cuda
+FEW_CASES = 40  # of the 400 random tables, in the fast run
 # A collective must stay in one place of the program, by which lanes that come to different ones are told.
-COMMON = ["-O1", "-g1", "-fno-strict-aliasing", "-fno-thread-jumps", "-fno-tree-dominator-opts"]
+COMMON = ["-O0", "-g1", "-fno-strict-aliasing", "-fno-thread-jumps", "-fno-tree-dominator-opts"]
 # Pointers of corrupt tables are computed before they are checked, as numbers.
 FLAGS = [*COMMON, *SANITIZE, "-fno-sanitize=pointer-overflow"]
 # Accesses of the kernels are looked at by tests/c/emulated_races.cpp instead; addresses as addr2line wants them.
@@ -24,62 +24,48 @@ def translate(text):
     return re.sub(r"(?<!extern )__shared__ ", "static ", text)
 
 
-def compile_all(directory, commands, flags):
-    """Runs the commands, by the source that each compiles, and links what they make."""
-    cxx = compiler("CXX", "c++", "g++", "clang++")
-    commands = {directory / f"{source.stem}.o": [*command, *flags, "-c", source] for source, command in commands.items()}
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for code, output in pool.map(lambda item: run([*item[1], "-o", item[0]]), commands.items()):
-            assert code == 0, output
-    no_pie = ["-no-pie"] if "-fno-pie" in flags else []
-    code, output = run([*cxx, *flags, *no_pie, *commands, "-o", directory / "program"])
-    assert code == 0, output
-    return directory / "program"
-
-
 def emulated(directory):
     """The command that compiles kernels as C++."""
-    command = [*compiler("CXX", "c++", "g++", "clang++"), "-std=c++17", f"-I{directory}", *INCLUDES, f"-I{TESTS}", "-include", "emulated_simt.h"]
+    command = [*cxx_compiler(), "-std=c++17", f"-I{directory}", *INCLUDES, f"-I{TESTS}", "-include", "emulated_simt.h"]
     return [*command, "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-attributes", "-Wno-maybe-uninitialized"]
 
 
-def build(csrc, directory, flags):
-    """The program of tests/c/emulated_tables.cpp for the sources in csrc."""
-    for path in [*csrc.glob("core/*.h"), *csrc.rglob("*.cuh"), *(csrc / "cuda" / f"{name}.cu" for name in KERNELS)]:
-        target = (directory / path.relative_to(csrc)).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(translate(path.read_text()))
-    kernels = [directory / "cuda" / f"{name}.cpp" for name in KERNELS]
-    commands = {path: emulated(directory) for path in (*kernels, TESTS / "emulated_tables.cpp", TESTS / "emulated_simt.cpp")}
-    if flags is RACE_FLAGS:
-        for path in kernels:
-            commands[path].append("-fsanitize=thread")
-        commands[TESTS / "emulated_races.cpp"] = emulated(directory)
-    for path in CORE_SOURCES:
-        commands[path] = [*compiler("CC", "cc", "gcc", "clang"), "-std=c11", *INCLUDES]
-    return compile_all(directory, commands, flags)
+def build(flags):
+    """The program of tests/c/emulated_tables.cpp for the kernels in csrc, compiled with FLAGS or RACE_FLAGS."""
+    sources = [path for pattern in KERNELS for path in sorted((CSRC / "cuda").glob(pattern))]
+    translated = {}
+    for path in [*CSRC.glob("core/*.h"), *CSRC.glob("cuda/**/*.*h"), *sources]:
+        name = path.relative_to(CSRC).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix)
+        translated[path] = written(f"emulated/{name}", translate(path.read_text()))
+    looks_for_races = flags is RACE_FLAGS
+    command = [*emulated(KEPT / "emulated"), *flags]
+    of_kernels = [*command, "-fsanitize=thread"] if looks_for_races else command
+    others = ("tables", "simt", "races") if looks_for_races else ("tables", "simt")
+    objects = compiled([*((of_kernels, translated[path]) for path in sources), *((command, TESTS / f"emulated_{name}.cpp") for name in others)])
+    core = core_objects(PLAIN if looks_for_races else SANITIZED)
+    return linked([*cxx_compiler(), *flags, *(["-no-pie"] if looks_for_races else [])], [*objects, *core])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def sanitizers(tmp_path_factory):
-    if not can_sanitize(tmp_path_factory.mktemp("sanitizers")):
+def sanitizers():
+    if not can_sanitize():
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
 
 
+@pytest.mark.parametrize("num_cases, least_kernels", [(FEW_CASES, 20), pytest.param(400, 31, marks=pytest.mark.slow)], ids=["few", "many"])
 @pytest.mark.parametrize("flags", [FLAGS, RACE_FLAGS], ids=["sanitized", "races"])
-def test_kernels(flags, tmp_path):
-    program = build(CSRC, tmp_path, flags)
-    code, output = run([program, "1", "400"], timeout=900)
+def test_kernels(flags, num_cases, least_kernels):
+    code, output = run([build(flags), "1", num_cases], timeout=900)
     print(output)
     assert code == 0, output
     cases, wrong, kernels = map(int, re.search(r"^(\d+) cases, (\d+) wrong, (\d+) kernels$", output, re.M).groups())
-    assert (cases, wrong) == (400, 0) and kernels > 30, output
+    assert (cases, wrong) == (num_cases, 0) and kernels >= least_kernels, output
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("faults")
-    return compile_all(directory, {TESTS / f"emulated_{name}.cpp": emulated(directory) for name in ("faults", "simt")}, FLAGS)
+def faults():
+    command = [*emulated(KEPT / "emulated"), *FLAGS]
+    return linked([*cxx_compiler(), *FLAGS], compiled([(command, TESTS / f"emulated_{name}.cpp") for name in ("faults", "simt")]))
 
 
 @pytest.mark.parametrize("kernel", ["exchanges", "barriers", "numbers"])

@@ -21,12 +21,18 @@ SONAME = f"libibp.so.{re.match('(0[.])?[0-9]+', VERSION)[0]}"  # of 0.x the mino
 NO_CUDA = {"IBP_NO_CUDA": "1", "CFLAGS": "-O0"}
 
 
-def run(*command, cwd=None, **variables):
-    """Runs a command with more environment variables. @return what it printed; a failure is one of the test."""
+def run(*command, cwd=None, stdin=None, **variables):
+    """Runs a command with more environment variables. Returns what it printed; a failure is one of the test."""
     # A make that runs the tests keeps its flags to itself.
     kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "DESTDIR", "PREFIX")}
     done = subprocess.run(
-        [str(word) for word in command], cwd=cwd, env={**kept, **variables}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**kept, **variables},
+        input=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -43,8 +49,8 @@ def files_below(directory):
 class Installed:
     """A library that make installed below a directory of its own."""
 
-    def __init__(self, directory, **variables):
-        self.build, self.prefix = directory / "build", directory / "prefix"
+    def __init__(self, directory, build=None, **variables):
+        self.build, self.prefix = build or directory / "build", directory / "prefix"
         self.variables = variables
         self.output = self.make("install")
 
@@ -95,14 +101,34 @@ def test_installed_files(installed):
         assert "@" not in (installed.prefix / name).read_text(), name
 
 
+def symbols(installed):
+    """Names that the installed library exports."""
+    output = run("nm", "-D", "--defined-only", installed.prefix / "lib" / "libibp.so")
+    return {line.split()[-1] for line in output.splitlines()}
+
+
 def test_soname_and_symbols(installed):
     """Exported are the functions that the headers declare, all of them and nothing else."""
-    library = installed.prefix / "lib" / "libibp.so"
-    assert f"soname: [{SONAME}]" in run("readelf", "-d", library)
-    exported = {line.split()[-1] for line in run("nm", "-D", "--defined-only", library).splitlines()}
+    assert f"soname: [{SONAME}]" in run("readelf", "-d", installed.prefix / "lib" / "libibp.so")
     headers = "".join((installed.prefix / "include" / name).read_text() for name in ("ibp.h", "ibp_cuda.h"))
-    declared = set(re.findall(r"^IBP_API [^;]*?\b(ibp_\w+)\(", re.sub(r"/\*.*?\*/", "", headers, flags=re.DOTALL), re.MULTILINE))
-    assert exported == declared and len(declared) > 30
+    text = re.sub(r"/\*.*?\*/", "", headers, flags=re.DOTALL)
+    declared = set(re.findall(r"^IBP_API [^;]*?\b(ibp_\w+)\(", text, re.MULTILINE))
+    assert symbols(installed) == declared and len(declared) > 30
+
+
+VERSIONS = """
+#include <ibp_cuda.h>
+#include <stdio.h>
+
+int main(void)
+{
+    printf("%s %d.%d.%d %d %d\\n", IBP_VERSION, IBP_VERSION_MAJOR, IBP_VERSION_MINOR, IBP_VERSION_PATCH, IBP_VERSION_NUMBER,
+           IBP_FORMAT_VERSION);
+    const int number = ibp_version_number();
+    printf("%s %d.%d.%d %d %d\\n", ibp_version(), number / 10000, number / 100 % 100, number % 100, number, ibp_format_version());
+    return ibp_cuda_is_built() || ibp_cuda_device_count() != 0;
+}
+"""
 
 
 @pytest.mark.parametrize("standard", ["c11", "c++17"])
@@ -113,12 +139,10 @@ def test_headers_stand_alone(installed, standard, pkg_config, tmp_path):
         (tmp_path / "alone.c").write_text(f"#include <{name}>\n")
         run(*compiler, f"-std={standard}", *WARNINGS, *installed.pkg_config("--cflags"), "-fsyntax-only", tmp_path / "alone.c")
     source = tmp_path / "version.c"
-    source.write_text(
-        '#include <ibp_cuda.h>\n#include <stdio.h>\n\nint main(void)\n{\n    printf("%s %s %d %s\\n", IBP_VERSION, ibp_version(), '
-        "(int)ibp_cuda_is_built(), ibp_status_string(IBP_NO_CUDA));\n    return 0;\n}\n"
-    )
+    source.write_text(VERSIONS)
     program = installed.compile([*compiler, f"-std={standard}", *WARNINGS], source, tmp_path / "version")
-    assert run(program).split(maxsplit=3)[:3] == [VERSION, VERSION, "0"]
+    header, library = run(program).splitlines()
+    assert header == library and header.split()[:2] == [VERSION, VERSION]
     assert installed.pkg_config("--modversion") == [VERSION]
 
 
@@ -260,6 +284,64 @@ def test_architectures(tmp_path):
         gencode("8.0 Hopper")
 
 
+# ---- with kernels --------------------------------------------------------------------------------------------------------
+
+
+def built_architectures(record):
+    """TORCH_CUDA_ARCH_LIST of a build, by the command that it left."""
+    found = re.findall(r"code=(sm|compute)_(\d+)(\d[af]?)", record.read_text())
+    machine_code = [f"{major}.{minor}" for kind, major, minor in found if kind == "sm"]
+    portable = [f"{major}.{minor}" for kind, major, minor in found if kind == "compute"]
+    return " ".join(f"{arch}+PTX" if arch in portable else arch for arch in machine_code)
+
+
+@pytest.fixture(scope="module")
+def installed_with_cuda(tmp_path_factory):
+    """Installed from what the Python package was built from, so that no kernel is compiled again."""
+    record = ROOT / "build" / "native" / "nvcc.cmd"
+    if not (shutil.which("nvcc") and record.exists() and ibp.cuda_is_built()):
+        pytest.skip("there is no nvcc, or this build has no kernels")
+    directory = tmp_path_factory.mktemp("installed_with_cuda")
+    return Installed(directory, build=record.parent, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST=built_architectures(record))
+
+
+@pytest.fixture(scope="module", params=sorted(EXAMPLES.glob("*.cu")), ids=lambda path: path.stem)
+def cuda_example(request, installed_with_cuda, tmp_path_factory):
+    """A program that nvcc makes of an example, with pkg-config, for the first GPU that the library is built for."""
+    arch = installed_with_cuda.variables["TORCH_CUDA_ARCH_LIST"].split()[0].removesuffix("+PTX").replace(".", "")
+    program = tmp_path_factory.mktemp("example") / request.param.stem
+    rpath = ["-Xlinker", "-rpath", "-Xlinker", installed_with_cuda.prefix / "lib"]
+    flags = ["-std=c++17", f"-arch=sm_{arch}", "-Werror", "all-warnings", *installed_with_cuda.pkg_config("--cflags", "--libs")]
+    run("nvcc", *flags, *rpath, request.param, "-o", program)
+    return program
+
+
+@pytest.mark.slow
+def test_cuda_examples_compile(cuda_example, pkg_config):
+    assert f"[{SONAME}]" in run("readelf", "-d", cuda_example)
+
+
+@pytest.mark.slow
+def test_cuda_examples_run(cuda_example, pkg_config, cuda):
+    run(cuda_example)
+
+
+@pytest.mark.slow
+def test_symbols_with_cuda(installed_with_cuda, installed):
+    assert symbols(installed_with_cuda) == symbols(installed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
+def test_depfile_of_several_architectures(tmp_path):
+    """nvcc lists the headers of every pass, so that a changed one compiles the kernels again."""
+    target = f"{tmp_path}/cuda/index.cu.o"
+    make(f"BUILD={tmp_path}", target, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
+    text = (tmp_path / "cuda" / "index.cu.d").read_text()
+    assert {"include/ibp.h", "core/format.h"} <= {os.path.normpath(name) for name in re.findall(r"[\w./]+", text)}
+    assert "nvcc" not in make(f"BUILD={tmp_path}", target, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
+
+
 # ---- pip ----------------------------------------------------------------------------------------------------------------
 
 
@@ -272,3 +354,30 @@ def test_build_without_requirements_ends_with_the_commands(tmp_path):
     first, *commands = done.stdout.rstrip("\n").split("\n")
     assert first.startswith("ibp: setuptools>=") and "torch>=2.10" in first
     assert commands[0].startswith("    pip install 'setuptools>=") and commands[1:] == ["    pip install --no-build-isolation ."]
+
+
+# ---- docs/c.md -----------------------------------------------------------------------------------------------------------
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "docs" / "c.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_page_about_c(installed, pkg_config, tmp_path):
+    """Every block of docs/c.md, with the home directory replaced by one where the library is installed."""
+    (tmp_path / "ibp").symlink_to(installed.prefix)
+    (program,) = blocks("c")
+    (cmake_lists,) = blocks("cmake")
+    (output,) = blocks("text")
+    install, *shell = blocks("sh")
+    (tmp_path / "first.c").write_text(program)
+    prefix = re.fullmatch(r"make install PREFIX=\$HOME/(\w+)\n", install)[1]
+    assert prefix == "ibp" and len(shell) == 2
+    printed = run("sh", "-e", cwd=tmp_path, stdin="".join(shell), HOME=str(tmp_path))
+    assert printed == 3 * output
+    run("cc", "-std=c11", *WARNINGS, *installed.pkg_config("--cflags"), "-fsyntax-only", tmp_path / "first.c")
+    if shutil.which("cmake"):
+        (tmp_path / "CMakeLists.txt").write_text(cmake_lists)
+        run("cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={tmp_path}/ibp")
+        run("cmake", "--build", tmp_path / "build")
+        assert run(tmp_path / "build" / "first") == output

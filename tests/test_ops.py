@@ -85,7 +85,12 @@ NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "coun
          "encode_rows", "gather_items", "decode_bytes", "partition_ids", "select_rows"}  # fmt: skip
 
 
-@pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda number: f"{SAMPLES[number][0]}-{number}")
+def first_and_slow(names):
+    """The numbers of names: of each name the first, and, marked as slow, the others."""
+    return [pytest.param(number, id=f"{name}-{number}", marks=[pytest.mark.slow] * (name in names[:number])) for number, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("number", first_and_slow([name for name, _ in SAMPLES]))
 def test_opcheck(number):
     name, arguments = SAMPLES[number]
     torch.library.opcheck(getattr(OPS, name).default, arguments)

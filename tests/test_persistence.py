@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import SCHEMES, TENSORS, assert_same_bits, assert_same_table, make_tensor, one_hot_rows, spiky_rows
+from helpers import SCHEMES, TENSORS, assert_same_bits, assert_same_table, make_tensor, one_hot_rows, pairwise, spiky_rows
 
 TABLES = {
     "slots": lambda: (spiky_rows(200, 60), {}),
@@ -48,9 +48,7 @@ def check_equal(loaded, table, x):
     assert_same_bits(loaded.decompress(), x)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name, scheme, way", pairwise(list(TABLES), SCHEMES, list(WAYS)))
 def test_table(name, scheme, way):
     x, arguments = TABLES[name]()
     table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **arguments)

@@ -4,16 +4,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import ibp
 import reference_planes as reference
 from golden import make_planes
 from golden.make_planes import CASES, KINDS, adversarial_rows, damaged, load, make_rows, random_codebook, rows_of_k
+from helpers import pairwise
 
 FEW_COLUMNS = [name for name in CASES if CASES[name][2] <= 1000]
-examples = settings(deadline=None, derandomize=True, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 
 
 def codec_of(codebook):
@@ -73,9 +73,7 @@ INTEGERS = {"small_integers": 1, "rare_bytes": 1, "int64_ids": 8}
 DIGIT_BITS = [(), (1,), (4, 4), (2, 2, 2, 3), (1, 1, 2, 3), (3, 3, 3)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("digit_bits", DIGIT_BITS, ids=str)
-@pytest.mark.parametrize("rows_of", EXPONENTS)
+@pytest.mark.parametrize("rows_of, digit_bits, kind", pairwise(list(EXPONENTS), DIGIT_BITS, KINDS), ids=str)
 def test_floats(rows_of, digit_bits, kind):
     element_bytes, residual_bits = EXPONENTS[rows_of]
     rows = getattr(make_planes, rows_of)(np.random.default_rng(len(digit_bits)), 6, 257)
@@ -84,9 +82,7 @@ def test_floats(rows_of, digit_bits, kind):
     assert_coded_alike(codebook, rows)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("digit_bits", DIGIT_BITS, ids=str)
-@pytest.mark.parametrize("rows_of", INTEGERS)
+@pytest.mark.parametrize("rows_of, digit_bits, kind", pairwise(list(INTEGERS), DIGIT_BITS, KINDS), ids=str)
 def test_integers(rows_of, digit_bits, kind):
     rows = getattr(make_planes, rows_of)(np.random.default_rng(len(digit_bits)), 6, 500)
     for residual_bits in (0, 3, 8):
@@ -103,9 +99,7 @@ def test_other_rows_of_the_golden_cases(name):
 # ---- rows made to be hard -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("digit_bits", DIGIT_BITS, ids=str)
-@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
+@pytest.mark.parametrize("element_bytes, digit_bits, kind", pairwise([1, 2, 4, 8], DIGIT_BITS, KINDS), ids=str)
 def test_every_split(element_bytes, digit_bits, kind):
     """Every residual width, rotated and not."""
     rng = np.random.default_rng([element_bytes, len(digit_bits), KINDS.index(kind)])
@@ -157,7 +151,6 @@ def codebooks(draw, max_columns=200):
 
 
 @given(codebooks(), st.integers(0, 2**32), st.data())
-@examples
 def test_any_codebook(codebook, seed, data):
     rng = np.random.default_rng(seed)
     assert_coded_alike(codebook, adversarial_rows(rng, 2, codebook))
@@ -166,7 +159,6 @@ def test_any_codebook(codebook, seed, data):
 
 
 @given(codebooks(max_columns=24), st.data())
-@examples
 def test_any_row(codebook, data):
     row = data.draw(st.binary(min_size=codebook.row_bytes, max_size=codebook.row_bytes))
     assert_coded_alike(codebook, [np.frombuffer(row, np.uint8)])
@@ -232,7 +224,6 @@ def test_wrong_lists(columns, is_listed):
 
 
 @given(codebooks(max_columns=40), st.data())
-@examples
 def test_any_bytes_decode_alike_or_not_at_all(codebook, data):
     codec, size = codec_of(codebook), data.draw(st.integers(0, 2 * codebook.row_bytes + 20))
     assert_decoded_alike(codebook, codec, data.draw(st.binary(min_size=size, max_size=size)))
@@ -241,7 +232,6 @@ def test_any_bytes_decode_alike_or_not_at_all(codebook, data):
 
 
 @given(codebooks(max_columns=60), st.integers(0, 2**32))
-@examples
 def test_any_codebook_and_damage(codebook, seed):
     rng, codec = np.random.default_rng(seed), codec_of(codebook)
     for row in adversarial_rows(rng, 2, codebook):

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import ibp
@@ -10,8 +10,6 @@ import reference
 from helpers import DTYPES, SCHEMES, assert_same_bits, bytes_of, make_tensor, reference_decode, take
 
 ELEMENTS = [dtype for dtype in DTYPES if dtype != torch.complex32]  # torch warns of that one; it has tests of its own
-settings.register_profile("ibp", deadline=None, derandomize=True, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ibp")
 
 shapes = st.one_of(
     st.tuples(st.integers(0, 130), st.integers(0, 90)),

@@ -213,12 +213,20 @@ def check_auto(load, percent):
     assert savings >= savings_of(load, "ibp") - 0.1  # the same rows in every layout
 
 
-@pytest.mark.parametrize("name", AUTO_MADE)
+QUICK = {"N(0, 0.02) BF16", "half zeros FP16", "clipped FP32", "cora", "ncf mlp_user", "stories260k K BF16"}
+
+
+def quick_and_slow(names):
+    """Those of QUICK and, marked as slow, the others: the same with other data."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", quick_and_slow(AUTO_MADE))
 def test_auto_of_made_data(name):
     check_auto(*AUTO_MADE[name])
 
 
-@pytest.mark.parametrize("name", AUTO_IN_DATA)
+@pytest.mark.parametrize("name", quick_and_slow(AUTO_IN_DATA))
 def test_auto_of_data(name):
     check_auto(*AUTO_IN_DATA[name])
 

@@ -7,6 +7,7 @@ import pytest
 
 import reference_planes as reference
 from golden.make_planes import CASES, HERE, KINDS, adversarial_rows, damaged, load, make_rows, random_codebook, rows_of_k
+from helpers import pairwise
 
 EXAMPLE = reference.Codebook(2, 12, 1, 8, (1, 1), False, False, 0, 0, np.array([[0x7E, 0x7F]], np.uint8))
 ROW = bytes.fromhex("003F 803F 40BF 4040 003F C03F")
@@ -133,7 +134,7 @@ def plain_forms(is_listed):
             yield bytes_of_bits(upper) + bytes_of_bits(lows)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 31, 64, 127, 128, 300, 1000])
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 31, 64, 127, 128, 300, pytest.param(1000, marks=pytest.mark.slow)])
 def test_form_is_the_smallest(columns):
     """min() of all forms written out, over every k (or some) and random positions."""
     rng = np.random.default_rng(columns)
@@ -180,10 +181,7 @@ def test_every_kind_of_form_is_chosen():
 # ---- round trips ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("digit_bits", DIGIT_BITS, ids=str)
-@pytest.mark.parametrize("rotate", [0, 1])
-@pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
+@pytest.mark.parametrize("element_bytes, rotate, digit_bits, kind", pairwise([1, 2, 4, 8], [0, 1], DIGIT_BITS, KINDS), ids=str)
 def test_round_trip(element_bytes, rotate, digit_bits, kind):
     width = 8 * element_bytes
     rng = np.random.default_rng([element_bytes, rotate, len(digit_bits), KINDS.index(kind)])

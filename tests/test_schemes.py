@@ -59,23 +59,26 @@ def fetch_cost(table):
 def test_auto_packs_as_well_as_the_best_scheme(name):
     """Where the sample is the whole table the choice is exact."""
     x = SETS[name]()
-    sizes = {scheme: compress(x, scheme=scheme, layout="packed").stored_bytes for scheme in NAMED}
+    tables = {scheme: compress(x, scheme=scheme, layout="packed") for scheme in NAMED}
+    sizes = {scheme: table.stored_bytes + table.index_bytes for scheme, table in tables.items()}
     table = compress(x, layout="packed")
-    assert table.stored_bytes == min(sizes.values()) <= bytes_of(x).numel(), sizes
+    assert table.stored_bytes + table.index_bytes == min(sizes.values()) <= bytes_of(x).numel(), sizes
     assert_same_bits(table.decompress(), x)
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_auto_takes_the_least_to_fetch(name):
+    """Of the schemes that are fetched faster than raw rows, or as fast and from less memory."""
     x = SETS[name]()
-    costs = {scheme: fetch_cost(compress(x, scheme=scheme)) for scheme in NAMED}
+    better = [scheme for scheme, of in ibp.estimate(x, device="cpu").schemes.items() if (-of.fetch_speedup, of.nbytes) < (-1, bytes_of(x).numel())]
+    costs = {scheme: fetch_cost(compress(x, scheme=scheme)) for scheme in better or ["raw"]}
     table = compress(x)
     assert fetch_cost(table) == min(costs.values()), costs
     assert table.stored_bytes <= bytes_of(x).numel()
     assert_same_bits(table.decompress(), x)
 
 
-@pytest.mark.parametrize("make, slot_bytes", [(lambda: embedding(3000, 64, torch.bfloat16), 96), (lambda: embedding(3000, 64, torch.bfloat16), 128),
+@pytest.mark.parametrize("make, slot_bytes", [(lambda: embedding(2000, 128, torch.bfloat16), 192), (lambda: embedding(2000, 128, torch.bfloat16), 256),
                                               (lambda: spiky_rows(2000, 32), 32), (lambda: spiky_rows(2000, 32), 64), (lambda: spiky_rows(2000, 32), 128)])  # fmt: skip
 def test_auto_for_given_slots(make, slot_bytes):
     """Slots as long as the row save no memory, but a fetch reads less: rows are coded all the same."""
@@ -93,6 +96,7 @@ def test_auto_where_the_last_row_is_short():
         assert compress(x, layout="packed").stored_bytes == min(sizes.values()), sizes
 
 
+@pytest.mark.slow
 def test_auto_of_a_sample():
     """Tables far larger than what is looked at."""
     for x in (embedding(60000, 64, torch.bfloat16), spiky_rows(40000, 64), torch.randn(60000, 16).relu()):
@@ -179,7 +183,7 @@ def test_estimate_takes_row_bytes():
 
 
 def test_analyze_by_scheme():
-    x = embedding(2000, 64, torch.bfloat16)
+    x = embedding(1000, 128, torch.bfloat16)
     assert isinstance(ibp.analyze(x), ibp.Codebook) and isinstance(ibp.analyze(x, scheme="ibp"), ibp.Codebook)
     assert isinstance(ibp.analyze(x, scheme="planes"), ibp.PlanesCodebook) and ibp.analyze(x, scheme="raw") is None
     assert isinstance(ibp.analyze(x, scheme="auto"), ibp.PlanesCodebook)
@@ -188,7 +192,7 @@ def test_analyze_by_scheme():
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_analyze_gives_what_compress_uses(scheme):
-    for x in (embedding(2000, 64, torch.bfloat16), spiky_rows(500, 60)):
+    for x in (embedding(1000, 128, torch.bfloat16), spiky_rows(500, 60)):
         codebook = ibp.analyze(x, scheme=scheme, sample=None, device="cpu")
         assert_same_table(compress(x, codebook=codebook), compress(x, scheme=scheme))
         assert ibp.estimate(x, codebook, device="cpu") == compress(x, codebook=codebook).stored_bytes

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import LAYOUTS, assert_same_bits, bytes_of, embedding, layout_arguments, make_tensor, spiky_rows
+from helpers import LAYOUTS, assert_same_bits, bytes_of, embedding, layout_arguments, make_tensor, pairwise, spiky_rows
 from ibp._fetch import streaming
 
 CPU = torch.device("cpu")
@@ -139,9 +139,7 @@ def streamed(monkeypatch):
     return jobs
 
 
-@pytest.mark.parametrize("scheme", CODED)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_rows", [1, 31, 32, 33, 64, 65, 128, 500, 5001])
+@pytest.mark.parametrize("num_rows, layout, scheme", pairwise([1, 31, 32, 33, 64, 65, 128, 500, 5001], LAYOUTS, CODED))
 def test_chunk_borders(cuda, streamed, num_rows, layout, scheme):
     x = spiky_rows(num_rows, 60)
     table = make_table(x, layout, codebook=ibp.analyze(spiky_rows(5001, 60), scheme=scheme))

@@ -41,22 +41,22 @@ class RowCodec {
   public:
     uint32_t row_bytes() const { return codebook_.row_bytes; }
     uint32_t num_flags() const { return codebook_.num_flags; }
-    size_t coded_bytes(const py::buffer &row) const { return ibp_coded_row_bytes(&codebook_, checked_row(row).data()); }
+    size_t coded_bytes(const py::buffer &row) const { return measured(checked_row(row)); }
 
     py::bytes encode(const py::buffer &row) const
     {
         const std::vector<uint8_t> bytes = checked_row(row);
-        std::vector<uint8_t> coded(ibp_coded_row_bytes(&codebook_, bytes.data()));
+        std::vector<uint8_t> coded(measured(bytes)), scratch = new_scratch();
         size_t size = 0;
-        check(ibp_encode_row(&codebook_, bytes.data(), coded.data(), coded.size(), &size));
+        check(ibp_encode_row(&codebook_, bytes.data(), coded.data(), coded.size(), &size, scratch.data(), scratch.size()));
         return to_bytes(coded, size);
     }
 
     py::bytes decode(const py::buffer &coded) const
     {
         const std::vector<uint8_t> bytes = bytes_of(coded);
-        std::vector<uint8_t> row(codebook_.row_bytes);
-        check(ibp_decode_row(&codebook_, bytes.data(), bytes.size(), row.data()));
+        std::vector<uint8_t> row(codebook_.row_bytes), scratch = new_scratch();
+        check(ibp_decode_row(&codebook_, bytes.data(), bytes.size(), row.data(), scratch.data(), scratch.size()));
         return to_bytes(row, row.size());
     }
 
@@ -64,6 +64,14 @@ class RowCodec {
     ibp_codebook codebook_{};
 
   private:
+    std::vector<uint8_t> new_scratch() const { return std::vector<uint8_t>(ibp_scratch_bytes(codebook_.row_bytes)); }
+
+    size_t measured(const std::vector<uint8_t> &row) const
+    {
+        std::vector<uint8_t> scratch = new_scratch();
+        return ibp_coded_row_bytes(&codebook_, row.data(), scratch.data(), scratch.size());
+    }
+
     std::vector<uint8_t> checked_row(const py::buffer &row) const
     {
         std::vector<uint8_t> bytes = bytes_of(row);
@@ -99,22 +107,13 @@ class PlanesCodec : public RowCodec {
         : entries_(bytes_of(entries))
     {
         if (digit_bits.size() > IBP_MAX_PLANES) throw py::value_error("there are at most 4 planes");
-        codebook_.scheme = IBP_SCHEME_PLANES;
-        codebook_.row_bytes = row_bytes;
-        ibp_planes &planes = codebook_.planes;
-        planes = ibp_planes{entries_.data(), default_value, closed_value, element_bytes, residual_bits, rotate,
-                            static_cast<uint32_t>(digit_bits.size()), 0, 1, {}, per_column, listed};
-        for (size_t p = 0; p < digit_bits.size(); p++) {
+        ibp_planes planes{entries_.data(), default_value, closed_value, element_bytes, residual_bits, rotate,
+                          static_cast<uint32_t>(digit_bits.size()), 0, 0, {}, per_column, listed};
+        for (size_t p = 0; p < digit_bits.size(); p++)
             planes.digit_bits[p] = static_cast<uint8_t>(digit_bits[p] > IBP_MAX_DIGIT_BITS ? 0 : digit_bits[p]); // 0 is refused
-            planes.num_entries += (1u << planes.digit_bits[p]) - 1u;
-        }
-        if (element_bytes > 8 || residual_bits > 8 * element_bytes) throw py::value_error("element_bytes or residual_bits is out of range");
-        while (8 * planes.symbol_bytes < 8 * element_bytes - residual_bits) planes.symbol_bytes *= 2;
-        check(ibp_check_planes(&codebook_));
-        const size_t sets = per_column ? row_bytes / element_bytes : 1;
-        if (entries_.size() != sets * planes.num_entries * planes.symbol_bytes)
-            throw py::value_error("entries has " + std::to_string(entries_.size()) + " bytes, the codebook wants " +
-                                  std::to_string(sets * planes.num_entries * planes.symbol_bytes));
+        check(ibp_build_planes_codebook(&planes, row_bytes, entries_.size(), &codebook_));
+        check(ibp_check_codebook(&codebook_));
+        if (codebook_.num_clusters > 1) throw py::value_error("entries holds more than one set of entries");
     }
 
   private:

@@ -5,6 +5,7 @@
 #include "torch_tables.h"
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
 #include <tuple>
 
@@ -17,28 +18,27 @@ using namespace ibp_torch;
 constexpr int64_t kGrainBytes = 1 << 16;       // least work of a thread
 constexpr int64_t kLeastSharedBytes = 1 << 19; // less work stays on the calling thread: others take some 10 us to wake, and then spin for a while
 
-// Runs work(first, last) over ranges of [0, count), on torch's threads where that pays. bytes_each: what one step reads or writes.
-template <typename Work> void over_ranges(int64_t count, int64_t bytes_each, const Work &work)
+// Runs work(first, last, scratch, fault) over ranges of [0, count), on torch's threads where that pays, and keeps the fault with the lowest
+// position. bytes_each: what one step reads or writes. work returns a status, of which IBP_INVALID_ARGUMENT raises.
+template <typename Work>
+void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {
     bytes_each = std::max<int64_t>(1, bytes_each);
     const bool is_little = count <= kLeastSharedBytes / bytes_each;
     const int64_t grain = std::max<int64_t>(1, is_little ? count : kGrainBytes / bytes_each);
-    torch::stable::parallel_for(0, count, grain, work);
-}
-
-// Runs work(first, last, scratch, fault) likewise, and keeps the fault with the lowest position.
-template <typename Work>
-void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
-{
     std::mutex mutex;
-    over_ranges(count, bytes_each, [&](int64_t first, int64_t last) {
-        std::vector<uint8_t> scratch(scratch_bytes);
+    bool refused = false; // by any range
+    torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
+        const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
         ibp_fault mine{};
-        work(first, last, scratch.data(), &mine);
-        if (mine.status == IBP_OK) return;
+        const ibp_status status = work(first, last, scratch.get(), &mine);
+        if (status == IBP_OK) return;
         const std::lock_guard<std::mutex> lock(mutex);
+        refused = refused || status == IBP_INVALID_ARGUMENT;
+        if (mine.status == IBP_OK) return;
         if (fault->status == IBP_OK || mine.position < fault->position) *fault = mine;
     });
+    check(refused ? IBP_INVALID_ARGUMENT : IBP_OK, "table");
 }
 
 uint64_t *counts_of(const Tensor &counts) { return static_cast<uint64_t *>(counts.data_ptr()); }
@@ -53,7 +53,7 @@ template <typename Count> Tensor count_on_cpu(const Tensor &data, int64_t num_co
     std::mutex mutex;
     torch::stable::parallel_for(0, num_rows, std::max<int64_t>(1, kLeastCounted / row_bytes), [&](int64_t first, int64_t last) {
         std::vector<uint64_t> partial(static_cast<size_t>(num_counts));
-        count(rows + first * row_bytes, static_cast<size_t>(last - first), partial.data());
+        check(count(rows + first * row_bytes, static_cast<size_t>(last - first), partial.data()), "counting");
         const std::lock_guard<std::mutex> lock(mutex);
         for (size_t i = 0; i < partial.size(); i++) counts_of(counts)[i] += partial[i];
     });
@@ -100,10 +100,12 @@ std::tuple<Tensor, Tensor> choose_masks(Tensor data, int64_t row_bytes, int64_t 
     uint8_t *const to_mask = bytes_of(mask, bytes, "mask"), *const to_bitval = bytes_of(bitval, bytes, "bitval");
     const int64_t num_rows = data.numel() / row_bytes;
     const int64_t times_read = 2 * chunk_bytes; // once for each bit that is added to the mask, of 8 * chunk_bytes some
-    over_ranges(divide_up(row_bytes, chunk_bytes), num_rows * chunk_bytes * times_read, [&](int64_t first, int64_t last) {
-        ibp_choose_masks(rows, static_cast<size_t>(num_rows), bytes, chunk, static_cast<uint32_t>(first), static_cast<uint32_t>(last),
-                         to_mask, to_bitval);
-    });
+    ibp_fault unused{};
+    over_ranges(divide_up(row_bytes, chunk_bytes), num_rows * chunk_bytes * times_read, 0, &unused,
+                [&](int64_t first, int64_t last, uint8_t *, ibp_fault *) {
+                    return ibp_choose_masks(rows, static_cast<size_t>(num_rows), bytes, chunk, static_cast<uint32_t>(first),
+                                            static_cast<uint32_t>(last), to_mask, to_bitval);
+                });
     return {mask, bitval};
 }
 
@@ -111,7 +113,7 @@ Tensor count_bits_cpu(Tensor data, int64_t row_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes);
     return count_on_cpu(data, 8 * row_bytes, bytes, [&](const uint8_t *rows, size_t num_rows, uint64_t *counts) {
-        ibp_count_bits(rows, num_rows, bytes, counts);
+        return ibp_count_bits(rows, num_rows, bytes, counts);
     });
 }
 
@@ -139,7 +141,7 @@ Tensor count_hits_cpu(Tensor data, Tensor codebook, std::vector<int64_t> codec)
     require_cpu({&data, &codebook});
     const ibp_codebook cb = masks_of(codebook, codec);
     return count_on_cpu(data, chunks_of(cb), cb.row_bytes,
-                        [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) { ibp_count_hits(&cb, rows, num_rows, hits); });
+                        [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) { return ibp_count_hits(&cb, rows, num_rows, hits); });
 }
 
 Tensor count_hits_cuda(Tensor data, Tensor codebook, std::vector<int64_t> codec)
@@ -163,9 +165,11 @@ Tensor measure_rows_cpu(Tensor data, Tensor codebook, std::vector<int64_t> codec
     const int64_t num_rows = divide_up(data.numel(), cb.row_bytes);
     Tensor lengths = new_tensor(data, {num_rows}, ScalarType::UInt16);
     auto *const out = static_cast<uint16_t *>(lengths.data_ptr());
-    over_ranges(num_rows, cb.row_bytes, [&](int64_t first, int64_t last) {
+    const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
+    ibp_fault unused{};
+    over_ranges(num_rows, cb.row_bytes, scratch_bytes, &unused, [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *) {
         const int64_t start = first * cb.row_bytes, end = std::min<int64_t>(data.numel(), last * cb.row_bytes);
-        ibp_measure_rows(&cb, bytes + start, end - start, out + first);
+        return ibp_measure_rows(&cb, bytes + start, end - start, out + first, scratch, scratch_bytes);
     });
     return lengths;
 }
@@ -199,7 +203,7 @@ Tensor index_rows_cpu(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int6
 {
     return index_rows(lengths, num_bytes, row_bytes, slot_bytes,
                       [&](const uint16_t *in, uint32_t bytes, uint32_t slot, uint64_t *bases, int64_t *overflow_bytes) {
-                          ibp_index_rows(in, num_bytes, bytes, slot, bases, overflow_bytes);
+                          check(ibp_index_rows(in, num_bytes, bytes, slot, bases, overflow_bytes), "index_rows");
                       });
 }
 
@@ -216,7 +220,7 @@ Tensor index_rows_cuda(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int
 // Returns the stored bytes, and how many rows take 0, 1, ... sectors.
 template <typename Survey> Tensor survey_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, const Survey &survey)
 {
-    constexpr int64_t kSectorBytes = IBP_OVERFLOW_ALIGN; // overflow parts begin with a sector
+    constexpr int64_t kSectorBytes = IBP_OVERFLOW_ALIGN;
     const uint32_t bytes = row_bytes_of(row_bytes);
     require(0 <= num_bytes && num_bytes <= kMaxBytes, "num_bytes is ", num_bytes);
     const uint16_t *const given = data_of<uint16_t>(lengths, ScalarType::UInt16, divide_up(num_bytes, bytes), "lengths");
@@ -228,7 +232,9 @@ template <typename Survey> Tensor survey_rows(const Tensor &lengths, int64_t num
 Tensor survey_rows_cpu(Tensor lengths, int64_t num_bytes, int64_t row_bytes)
 {
     return survey_rows(lengths, num_bytes, row_bytes,
-                       [&](const uint16_t *in, uint32_t bytes, uint64_t *found) { ibp_survey_rows(in, num_bytes, bytes, found); });
+                       [&](const uint16_t *in, uint32_t bytes, uint64_t *found) {
+                           check(ibp_survey_rows(in, num_bytes, bytes, found), "survey_rows");
+                       });
 }
 
 Tensor survey_rows_cuda(Tensor lengths, int64_t num_bytes, int64_t row_bytes)
@@ -249,9 +255,10 @@ void encode_rows_cpu(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
                   {{"lengths", lengths}, {"bases", bases}, {"codebook", codebook}, {"data", data}});
     uint8_t *const to_slots = bytes_of(slots, 0, "slots"), *const to_overflow = bytes_of(overflow, 0, "overflow");
     const uint32_t row_bytes = table.codebook.row_bytes;
-    over_ranges(ibp_num_rows(&table), row_bytes, row_bytes, fault_of(fault),
+    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
+    over_ranges(ibp_num_rows(&table), row_bytes, scratch_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    ibp_encode_rows(&table, bytes, first, last, to_slots, to_overflow, scratch, mine);
+                    return ibp_encode_rows(&table, bytes, first, last, to_slots, to_overflow, scratch, scratch_bytes, mine);
                 });
 }
 
@@ -283,9 +290,10 @@ void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor 
     sms_of(max_sms);
     uint8_t *const to = room_of(out, 0, "out");
     const int64_t row_bytes = table.codebook.row_bytes;
-    over_ranges(items.count, std::max(item_bytes, row_bytes), static_cast<size_t>(2 * row_bytes), fault_of(fault),
+    const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+    over_ranges(items.count, std::max(item_bytes, row_bytes), scratch_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    ibp_gather_items(&table, &items, first, last, to, scratch, mine);
+                    return ibp_gather_items(&table, &items, first, last, to, scratch, scratch_bytes, mine);
                 });
 }
 
@@ -369,17 +377,20 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     require_apart(written, {{"ids", ids}});
     const auto over_groups = [&](int64_t bytes_each, const auto &work) {
         over_ranges(num_groups, bytes_each, 0, fault_of(fault), [&](int64_t begin, int64_t end, uint8_t *, ibp_fault *mine) {
-            for (int64_t g = begin; g < end && mine->status == IBP_OK; g++)
-                work(g, kGroup * g, std::min(num_rows, kGroup * (g + 1)), mine);
+            ibp_status status = IBP_OK;
+            for (int64_t g = begin; g < end && status == IBP_OK; g++)
+                status = work(g, kGroup * g, std::min(num_rows, kGroup * (g + 1)), mine);
             mine->position += first;
+            return status;
         });
     };
     const auto is_ok = [&] { return fault_of(fault)->status == IBP_OK; };
     result[0] = result[1] = 0;
     over_groups(kLengthBytes * kGroup, [&](int64_t g, int64_t from, int64_t until, ibp_fault *mine) {
         uint64_t stored_bytes = 0;
-        ibp_measure_selection(&table, &items, from, until, lengths_to + from, &stored_bytes, mine);
+        const ibp_status status = ibp_measure_selection(&table, &items, from, until, lengths_to + from, &stored_bytes, mine);
         starts[g] = static_cast<int64_t>(stored_bytes);
+        return status;
     });
     if (!is_ok()) return;
     int64_t end = 0;
@@ -394,7 +405,7 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     }
     over_groups(kGroup * row_bytes, [&](int64_t g, int64_t from, int64_t until, ibp_fault *mine) {
         const int64_t stop = g + 1 < num_groups ? starts[g + 1] : end;
-        ibp_copy_selection(&table, &items, from, until, to + starts[g], static_cast<uint64_t>(stop - starts[g]), mine);
+        return ibp_copy_selection(&table, &items, from, until, to + starts[g], static_cast<uint64_t>(stop - starts[g]), mine);
     });
     if (!is_ok()) return;
     result[0] = num_rows / rows_per_item;
@@ -423,11 +434,12 @@ void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t 
     ibp_fault *const first_fault = fault_of(fault);
     if (start == end) return;
     const int64_t row_bytes = table.codebook.row_bytes, first_row = start / row_bytes, last_row = (end - 1) / row_bytes + 1;
-    over_ranges(last_row - first_row, row_bytes, static_cast<size_t>(2 * row_bytes), first_fault,
+    const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+    over_ranges(last_row - first_row, row_bytes, scratch_bytes, first_fault,
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
                     const int64_t from = std::max(start, (first_row + first) * row_bytes),
                                   stop = std::min(end, (first_row + last) * row_bytes);
-                    ibp_decode_bytes(&table, from, stop, to + (from - start), scratch, mine);
+                    return ibp_decode_bytes(&table, from, stop, to + (from - start), scratch, scratch_bytes, mine);
                 });
 }
 

@@ -15,17 +15,6 @@ using Codec = std::vector<int64_t>;
 
 // ---- codebooks ----
 
-// What several clusters' codebooks of one_size numbers each are in `size` of them; `extra` follows each where there are several.
-inline void read_clusters(int64_t size, int64_t one_size, int64_t extra, ibp_codebook *codebook)
-{
-    if (size == one_size) return;
-    const int64_t stride = one_size + extra;
-    require(stride > 0 && size % stride == 0 && size / stride <= int64_t{IBP_MAX_CLUSTERS}, "codebook has ", size, " numbers, ", one_size,
-            " or 1 to 256 times ", stride, " are needed");
-    codebook->num_clusters = static_cast<uint32_t>(size / stride);
-    codebook->cluster_stride = static_cast<uint32_t>(stride);
-}
-
 inline void read_raw(const Tensor &, const Codec &codec, ibp_codebook *)
 {
     require(codec.size() == 2, "codec of scheme raw has ", codec.size(), " numbers, 2 are needed");
@@ -46,8 +35,13 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
     codebook->mask = data;
     codebook->bitval = data + num_words;
     codebook->flags = data + 2 * num_words;
+    const int64_t stride = 3 * num_words + 4;
+    if (words.numel() == 3 * num_words) return;
+    require(words.numel() % stride == 0 && words.numel() / stride <= int64_t{IBP_MAX_CLUSTERS}, "codebook has ", words.numel(),
+            " numbers, ", 3 * num_words, " or 1 to 256 times ", stride, " are needed");
+    codebook->num_clusters = static_cast<uint32_t>(words.numel() / stride);
+    codebook->cluster_stride = static_cast<uint32_t>(stride);
     codebook->cluster_flags = data + 3 * num_words;
-    read_clusters(words.numel(), 3 * num_words, 4, codebook);
 }
 
 // codec is [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, digit_bits ...], entries the packed symbols,
@@ -56,7 +50,7 @@ inline void read_planes(const Tensor &entries, const Codec &codec, ibp_codebook 
 {
     require(codec.size() >= 9 && codec.size() <= 9 + IBP_MAX_PLANES, "codec of scheme planes has ", codec.size(),
             " numbers, 9 to 13 are needed");
-    ibp_planes &planes = codebook->planes;
+    ibp_planes planes{};
     planes.element_bytes = to_u32(codec[2], 1, 8, "element_bytes");
     planes.rotate = to_u32(codec[3], 0, 1, "rotate");
     planes.residual_bits = to_u32(codec[4], 0, 8 * codec[2], "residual_bits");
@@ -65,17 +59,13 @@ inline void read_planes(const Tensor &entries, const Codec &codec, ibp_codebook 
     planes.default_value = static_cast<uint64_t>(codec[7]);
     planes.closed_value = static_cast<uint64_t>(codec[8]);
     planes.num_planes = static_cast<uint32_t>(codec.size()) - 9;
-    for (uint32_t p = 0; p < planes.num_planes; p++) {
+    for (uint32_t p = 0; p < planes.num_planes; p++)
         planes.digit_bits[p] = static_cast<uint8_t>(to_u32(codec[9 + p], 1, IBP_MAX_DIGIT_BITS, "digit_bits"));
-        planes.num_entries += (1u << planes.digit_bits[p]) - 1u;
-    }
-    for (planes.symbol_bytes = 1; 8 * planes.symbol_bytes < 8 * planes.element_bytes - planes.residual_bits;) planes.symbol_bytes *= 2;
-    const int64_t sets = planes.per_column ? codebook->row_bytes / planes.element_bytes : 1;
-    const int64_t one_bytes = sets * planes.num_entries * planes.symbol_bytes;
-    planes.entries = bytes_of(entries, one_bytes, "codebook");
-    require(reinterpret_cast<uintptr_t>(planes.entries) % planes.symbol_bytes == 0, "codebook is not aligned to its symbols");
-    if (one_bytes != 0) read_clusters(entries.numel(), one_bytes, 0, codebook);
-    check(ibp_check_planes(codebook), "codec of scheme planes");
+    planes.entries = bytes_of(entries, 0, "codebook");
+    const ibp_status status =
+        ibp_build_planes_codebook(&planes, codebook->row_bytes, static_cast<size_t>(entries.numel()), codebook);
+    require(status == IBP_OK, "codebook has ", entries.numel(), " bytes, not those of 1 to 256 sets of entries aligned to their ",
+            "symbols; or the codec of scheme planes is out of range");
 }
 
 // What stands behind [scheme, row_bytes] in a codec is the scheme's own matter: a new scheme has a row here.

@@ -75,8 +75,7 @@ inline void check(ibp_status status, const char *what)
 
 // ---- sizes ----
 
-// Sums and products of numbers of bytes are checked against this: it leaves room for the few rows that the core adds to them.
-constexpr int64_t kMaxBytes = INT64_MAX / 2;
+constexpr int64_t kMaxBytes = INT64_MAX / IBP_OVERFLOW_ALIGN; // of a table's items, as in the core
 
 // count * each_bytes, where both are at least 0 and the product at most kMaxBytes.
 inline int64_t total_bytes(int64_t count, int64_t each_bytes, const char *name)

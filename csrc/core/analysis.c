@@ -1,7 +1,7 @@
 /* analysis.c - from rows to masks in plain C (the paper's section 4.1, and a choice of masks beyond it). */
 #include "bits.h"
 #include "format.h"
-#include "ibp.h"
+#include "schemes.h"
 
 /* The bits of a byte as eight bytes of 0 or 1, bit 0 lowest. */
 static uint64_t spread_bits(uint8_t byte)
@@ -12,8 +12,9 @@ static uint64_t spread_bits(uint8_t byte)
 
 enum { COLUMNS = 512, ROWS_BEFORE_CARRY = 255 };
 
-void ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts)
+ibp_status ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts)
 {
+    if (!ibp_are_sizes(0, row_bytes)) return IBP_INVALID_ARGUMENT;
     for (uint32_t first = 0; first < row_bytes; first += COLUMNS) {
         const uint32_t columns = row_bytes - first < COLUMNS ? row_bytes - first : COLUMNS;
         for (size_t r = 0; r < num_rows; r += ROWS_BEFORE_CARRY) {
@@ -25,12 +26,13 @@ void ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, ui
                 for (uint32_t b = 0; b < 8; b++) counts[8 * (size_t)(first + i) + b] += (sums[i] >> (8 * b)) & 0xffu;
         }
     }
+    return IBP_OK;
 }
 
 ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows, uint32_t row_bytes, double tau, uint8_t *mask,
                               uint8_t *bitval)
 {
-    if (!(tau >= 0.5 && tau <= 1.0)) return IBP_INVALID_ARGUMENT;
+    if (!ibp_are_sizes(0, row_bytes) || !(tau >= 0.5 && tau <= 1.0)) return IBP_INVALID_ARGUMENT;
     const double high = tau * (double)num_rows, low = (1.0 - tau) * (double)num_rows;
     for (uint32_t i = 0; i < row_bytes; i++) {
         mask[i] = bitval[i] = 0;
@@ -74,14 +76,16 @@ static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, si
     }
 }
 
-void ibp_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits)
+ibp_status ibp_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits)
 {
+    if (cb->scheme != IBP_SCHEME_IBP || ibp_check_codebook_fields(cb) != IBP_OK) return IBP_INVALID_ARGUMENT;
     switch (cb->chunk_bytes) {
     case 1: count_hits_of(cb, data, num_rows, 1, hits); break;
     case 2: count_hits_of(cb, data, num_rows, 2, hits); break;
     case 4: count_hits_of(cb, data, num_rows, 4, hits); break;
     default: count_hits_of(cb, data, num_rows, 8, hits); break;
     }
+    return IBP_OK;
 }
 
 /* A mask that grows by one bit at a time, and how many rows agree with it. */
@@ -142,7 +146,9 @@ static int64_t gain_of(const growing_mask *grown, size_t num_rows)
 ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t first_chunk,
                             uint32_t last_chunk, uint8_t *mask, uint8_t *bitval)
 {
+    if (!ibp_are_sizes(0, row_bytes)) return IBP_INVALID_ARGUMENT;
     if (chunk_bytes != 1 && chunk_bytes != 2 && chunk_bytes != 4 && chunk_bytes != 8) return IBP_INVALID_ARGUMENT;
+    if (first_chunk > last_chunk || last_chunk > (row_bytes + chunk_bytes - 1) / chunk_bytes) return IBP_INVALID_ARGUMENT;
     for (uint32_t first = first_chunk * chunk_bytes; first < row_bytes && first < last_chunk * chunk_bytes; first += chunk_bytes) {
         const uint32_t valid_bytes = ibp_min_u32(chunk_bytes, row_bytes - first), valid_bits = 8 * valid_bytes;
         growing_mask grown = {0, 0, num_rows, 0}, best = grown;

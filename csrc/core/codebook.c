@@ -1,6 +1,6 @@
-/* codebook.c - from masks to the working codebook of scheme ibp. */
+/* codebook.c - the working codebook of scheme ibp: made from masks, and checked (FORMAT.md section 5). */
 #include "format.h"
-#include "ibp.h"
+#include "schemes.h"
 
 #include <string.h>
 
@@ -8,18 +8,43 @@ _Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS, "the position of any
 
 size_t ibp_codebook_words(uint32_t row_bytes) { return ((size_t)row_bytes + 15u) / 16u * 4u; }
 
-static bool chunk_has_mask(const uint8_t *mask, uint32_t row_bytes, uint32_t first, uint32_t chunk_bytes)
+static bool is_chunk_size(uint32_t chunk_bytes)
 {
-    for (uint32_t i = first; i < first + chunk_bytes && i < row_bytes; i++)
-        if (mask[i] != 0) return true;
-    return false;
+    return chunk_bytes == 1 || chunk_bytes == 2 || chunk_bytes == 4 || chunk_bytes == 8;
+}
+
+/* The chunks that start in word w of a row, as the flags of an entry name them; and those of them that have a mask. */
+static uint32_t chunks_of_word(const ibp_codebook *cb, uint32_t w)
+{
+    uint32_t chunks = 0;
+    for (uint32_t first = 4 * w; first < 4 * w + 4 && first < cb->row_bytes; first++)
+        if (first % cb->chunk_bytes == 0) chunks |= 1u << first % 4 / cb->chunk_bytes;
+    return chunks;
+}
+static uint32_t masked_chunks_of_word(const ibp_codebook *cb, uint32_t w)
+{
+    const uint32_t chunks = chunks_of_word(cb, w);
+    if (cb->chunk_bytes >= 4) return (cb->mask[w] | (cb->chunk_bytes == 8 ? cb->mask[w | 1u] : 0)) != 0 ? chunks : 0;
+    const uint32_t ones = (1u << 8 * cb->chunk_bytes) - 1;
+    uint32_t masked = 0;
+    for (uint32_t chunk = 0; chunk * cb->chunk_bytes < 4; chunk++)
+        if (cb->mask[w] & ones << 8 * cb->chunk_bytes * chunk) masked |= 1u << chunk;
+    return masked & chunks;
+}
+
+/* The entry of flags of word w, of whose chunks some are flagged. *position: of the next participation bit. */
+static uint32_t flags_entry(const ibp_codebook *cb, uint32_t w, uint32_t flagged, uint32_t *position)
+{
+    const bool is_second = cb->chunk_bytes == 8 && w % 2 == 1; /* of its chunk, whose participation bit came with the first */
+    const uint32_t first = is_second && ibp_flagged_chunks(cb->flags[w - 1]) ? *position - 1 : *position;
+    *position += ibp_popcount(flagged);
+    return first | flagged << IBP_FLAG_POS_BITS | ibp_gaps_of_word(cb->mask[w], cb->chunk_bytes);
 }
 
 ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes, uint32_t chunk_bytes, bool flag_all,
                               uint32_t *words, ibp_codebook *out)
 {
-    if (row_bytes < 1 || row_bytes > IBP_MAX_ROW_BYTES) return IBP_INVALID_ARGUMENT;
-    if (chunk_bytes != 1 && chunk_bytes != 2 && chunk_bytes != 4 && chunk_bytes != 8) return IBP_INVALID_ARGUMENT;
+    if (!ibp_are_sizes(0, row_bytes) || !is_chunk_size(chunk_bytes)) return IBP_INVALID_ARGUMENT;
     for (uint32_t i = 0; i < row_bytes; i++)
         if (bitval[i] & ~mask[i]) return IBP_INVALID_ARGUMENT;
 
@@ -30,22 +55,49 @@ ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32
         mask_words[i / 4] |= (uint32_t)mask[i] << (8 * (i % 4));
         bitval_words[i / 4] |= (uint32_t)bitval[i] << (8 * (i % 4));
     }
-    uint32_t position = 0, chunk_position = 0;
-    for (uint32_t first = 0; first < row_bytes; first += chunk_bytes) {
-        const uint32_t flagged = flag_all || chunk_has_mask(mask, row_bytes, first, chunk_bytes);
-        if (first % 4 == 0) flags[first / 4] = position;
-        flags[first / 4] |= flagged << (IBP_FLAG_POS_BITS + first % 4 / chunk_bytes);
-        chunk_position = position;
-        position += flagged;
-        if (chunk_bytes == 8 && first + 4 < row_bytes) flags[first / 4 + 1] = chunk_position;
-    }
-    for (size_t w = 0; w < num_words; w++) flags[w] |= ibp_gaps_of_word(mask_words[w], chunk_bytes);
-    *out = (ibp_codebook){.scheme = IBP_SCHEME_IBP,
-                          .row_bytes = row_bytes,
-                          .mask = mask_words,
-                          .bitval = bitval_words,
-                          .flags = flags,
-                          .chunk_bytes = chunk_bytes,
-                          .num_flags = position};
+    ibp_codebook cb = {.scheme = IBP_SCHEME_IBP, .row_bytes = row_bytes, .mask = mask_words, .bitval = bitval_words, .flags = flags,
+                       .chunk_bytes = chunk_bytes};
+    for (uint32_t w = 0; 4 * w < row_bytes; w++)
+        flags[w] = flags_entry(&cb, w, flag_all ? chunks_of_word(&cb, w) : masked_chunks_of_word(&cb, w), &cb.num_flags);
+    *out = cb;
     return IBP_OK;
+}
+
+static bool is_aligned(const void *words) { return words && (uintptr_t)words % 16 == 0; }
+
+ibp_status ibp_check_masks_fields(const ibp_codebook *cb)
+{
+    if (!is_chunk_size(cb->chunk_bytes)) return IBP_INVALID_ARGUMENT;
+    if (cb->num_flags > (cb->row_bytes + cb->chunk_bytes - 1) / cb->chunk_bytes) return IBP_INVALID_ARGUMENT;
+    if (!is_aligned(cb->mask) || !is_aligned(cb->bitval) || !is_aligned(cb->flags)) return IBP_INVALID_ARGUMENT;
+    if (!ibp_has_clusters(cb)) return IBP_OK;
+    const bool fits = cb->cluster_stride >= ibp_codebook_words(cb->row_bytes) && cb->cluster_stride % 4 == 0 && cb->cluster_flags;
+    return fits ? IBP_OK : IBP_INVALID_ARGUMENT;
+}
+
+ibp_status ibp_check_masks_words(const ibp_codebook *cb)
+{
+    uint32_t position = 0;
+    for (uint32_t w = 0; w < ibp_codebook_words(cb->row_bytes); w++) {
+        if (cb->mask[w] & ~ibp_row_bits_of_word(cb->row_bytes, w)) return IBP_INVALID_ARGUMENT;
+        if (cb->bitval[w] & ~cb->mask[w]) return IBP_INVALID_ARGUMENT;
+        if (4 * w >= cb->row_bytes) {
+            if (cb->flags[w] != 0) return IBP_INVALID_ARGUMENT;
+            continue;
+        }
+        const uint32_t flagged = ibp_flagged_chunks(cb->flags[w]);
+        if ((masked_chunks_of_word(cb, w) & ~flagged) || (flagged & ~chunks_of_word(cb, w))) return IBP_INVALID_ARGUMENT;
+        if (cb->flags[w] != flags_entry(cb, w, flagged, &position)) return IBP_INVALID_ARGUMENT;
+    }
+    return position == cb->num_flags ? IBP_OK : IBP_INVALID_ARGUMENT;
+}
+
+/* cluster_flags may hold anything: no row has more participation bits than bytes, and coders rely on it. */
+void ibp_select_masks(ibp_codebook *one, uint32_t k)
+{
+    const size_t offset = (size_t)k * one->cluster_stride;
+    one->mask += offset;
+    one->bitval += offset;
+    one->flags += offset;
+    one->num_flags = ibp_min_u32(one->cluster_flags[offset], one->row_bytes);
 }

@@ -5,16 +5,13 @@
 #ifndef IBP_FORMAT_H
 #define IBP_FORMAT_H
 
-#include <stdint.h>
+#include "ibp.h"
 
 #if defined(__CUDACC__)
 #define IBP_INLINE static __host__ __device__ __forceinline__
 #else
 #define IBP_INLINE static inline
 #endif
-
-#define IBP_ROWS_PER_BASE 32u  /* rows that share an entry of bases */
-#define IBP_OVERFLOW_ALIGN 32u /* of overflow parts where slot_bytes > 0 */
 
 /* Split of an entry of ibp_codebook.flags: position of the word's first participation bit, flagged chunks, where the first and
  * the last of the gaps that participating chunks leave in the word start, and whether there are more than these two. */

@@ -1,14 +1,16 @@
 /* index.c - what rows take as stored, counted for the choice of a slot size (FORMAT.md sections 2 and 3). */
-#include "format.h"
-#include "ibp.h"
+#include "locate.h"
+#include "schemes.h"
 
-void ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey)
+ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey)
 {
-    const int64_t num_rows = (num_bytes + row_bytes - 1) / row_bytes;
+    if (!ibp_are_sizes(num_bytes, row_bytes)) return IBP_INVALID_ARGUMENT;
+    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
     const uint32_t most = (row_bytes + IBP_OVERFLOW_ALIGN - 1) / IBP_OVERFLOW_ALIGN;
     for (int64_t r = 0; r < num_rows; r++) {
-        const uint32_t stored = lengths[r] ? lengths[r] : ibp_valid_bytes(num_bytes, row_bytes, r);
+        const uint32_t stored = ibp_stored_bytes(lengths[r], ibp_valid_bytes(num_bytes, row_bytes, r));
         survey[0] += stored;
         survey[1 + ibp_min_u32((stored + IBP_OVERFLOW_ALIGN - 1) / IBP_OVERFLOW_ALIGN, most)]++;
     }
+    return IBP_OK;
 }

@@ -45,24 +45,28 @@ static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
     return (bits + 7) / 8;
 }
 
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
+                         ibp_scratch scratch)
 {
-    *coded_bytes = coded_bytes_of(cb, row);
-    if (*coded_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
-    memset(dst, 0, *coded_bytes);
+    (void)scratch;
+    const size_t num_bytes = coded_bytes_of(cb, row);
+    *coded_bytes = num_bytes;
+    if (num_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
+    memset(dst, 0, num_bytes);
     size_t position = cb->num_flags;
     for (uint32_t w = 0; 4 * w < cb->row_bytes; w++) {
         uint32_t keep;
         const uint32_t participation = match_row_word(cb, row, w, &keep);
-        if (ibp_flagged_chunks(cb->flags[w])) ibp_or_bits(dst, ibp_flag_position(cb->flags[w]), participation);
-        ibp_or_bits(dst, position, ibp_extract(load_word(row, cb->row_bytes, w), keep));
+        if (ibp_flagged_chunks(cb->flags[w])) ibp_or_bits(dst, num_bytes, ibp_flag_position(cb->flags[w]), participation);
+        ibp_or_bits(dst, num_bytes, position, ibp_extract(load_word(row, cb->row_bytes, w), keep));
         position += ibp_popcount(keep);
     }
     return IBP_OK;
 }
 
-static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch)
 {
+    (void)scratch;
     size_t position = cb->num_flags;
     for (uint32_t w = 0; 4 * w < cb->row_bytes; w++) {
         const uint32_t participation = (uint32_t)ibp_load_bits(src, src_bytes, ibp_flag_position(cb->flags[w]));

@@ -3,32 +3,82 @@
 #include "planes_layout.h"
 #include "schemes.h"
 
-ibp_status ibp_check_planes(const ibp_codebook *cb)
-{
-    const ibp_planes *const p = &cb->planes;
-    const bool sizes = cb->row_bytes >= 1 && cb->row_bytes <= IBP_MAX_ROW_BYTES &&
-                       (p->element_bytes == 1 || p->element_bytes == 2 || p->element_bytes == 4 || p->element_bytes == 8);
-    if (!sizes || cb->row_bytes % p->element_bytes != 0 || p->residual_bits > ibp_element_bits(p)) return IBP_INVALID_ARGUMENT;
-    if (p->rotate > 1 || p->num_planes > IBP_MAX_PLANES || (p->per_column && p->listed)) return IBP_INVALID_ARGUMENT;
-    uint32_t num_entries = 0;
-    for (uint32_t i = 0; i < p->num_planes; i++) {
-        if (p->digit_bits[i] < 1 || p->digit_bits[i] > IBP_MAX_DIGIT_BITS) return IBP_INVALID_ARGUMENT;
-        num_entries += ibp_escape_of(p, i);
-    }
-    uint32_t symbol_bytes = 1;
-    while (8 * symbol_bytes < ibp_symbol_bits(p)) symbol_bytes *= 2;
-    const bool values = ibp_low_bits(p->default_value, ibp_element_bits(p)) == p->default_value &&
-                        ibp_low_bits(p->closed_value, ibp_element_bits(p)) == p->closed_value;
-    const bool fits = p->num_entries == num_entries && p->symbol_bytes == symbol_bytes && (num_entries == 0 || p->entries);
-    return fits && values ? IBP_OK : IBP_INVALID_ARGUMENT;
-}
-
 static uint64_t load_number(const void *numbers, size_t i, uint32_t num_bytes)
 {
     uint64_t value = 0;
     memcpy(&value, (const uint8_t *)numbers + i * num_bytes, num_bytes);
     return value;
 }
+
+/* ---- codebooks ---- */
+
+/* Entries of a column, and the bytes of a symbol. @return false if a plane's digits are out of range. */
+static bool derive_sizes(const ibp_planes *p, uint32_t *num_entries, uint32_t *symbol_bytes)
+{
+    *num_entries = 0;
+    for (uint32_t i = 0; i < p->num_planes; i++) {
+        if (p->digit_bits[i] < 1 || p->digit_bits[i] > IBP_MAX_DIGIT_BITS) return false;
+        *num_entries += ibp_escape_of(p, i);
+    }
+    for (*symbol_bytes = 1; 8 * *symbol_bytes < ibp_symbol_bits(p);) *symbol_bytes *= 2;
+    return true;
+}
+
+/* Bytes of one cluster's entries: at most 2^16 columns of 60 entries of 8 bytes. */
+static size_t bytes_of_entries(const ibp_codebook *cb)
+{
+    const ibp_planes *const p = &cb->planes;
+    return (size_t)(p->per_column ? ibp_columns_of(cb) : 1) * p->num_entries * p->symbol_bytes;
+}
+
+ibp_status ibp_check_planes_fields(const ibp_codebook *cb)
+{
+    const ibp_planes *const p = &cb->planes;
+    const bool is_size = p->element_bytes == 1 || p->element_bytes == 2 || p->element_bytes == 4 || p->element_bytes == 8;
+    if (!is_size || cb->row_bytes % p->element_bytes != 0 || p->residual_bits > ibp_element_bits(p)) return IBP_INVALID_ARGUMENT;
+    if (p->rotate > 1 || p->num_planes > IBP_MAX_PLANES || (p->per_column && p->listed)) return IBP_INVALID_ARGUMENT;
+    if (ibp_low_bits(p->default_value, ibp_element_bits(p)) != p->default_value) return IBP_INVALID_ARGUMENT;
+    if (ibp_low_bits(p->closed_value, ibp_element_bits(p)) != p->closed_value) return IBP_INVALID_ARGUMENT;
+    uint32_t num_entries, symbol_bytes;
+    if (!derive_sizes(p, &num_entries, &symbol_bytes)) return IBP_INVALID_ARGUMENT;
+    if (p->num_entries != num_entries || p->symbol_bytes != symbol_bytes) return IBP_INVALID_ARGUMENT;
+    if (num_entries != 0 && (!p->entries || (uintptr_t)p->entries % symbol_bytes != 0)) return IBP_INVALID_ARGUMENT;
+    if (!ibp_has_clusters(cb)) return IBP_OK;
+    const bool fits = cb->cluster_stride >= bytes_of_entries(cb) && cb->cluster_stride % symbol_bytes == 0;
+    return fits ? IBP_OK : IBP_INVALID_ARGUMENT;
+}
+
+ibp_status ibp_check_planes_entries(const ibp_codebook *cb)
+{
+    const ibp_planes *const p = &cb->planes;
+    const size_t num_entries = bytes_of_entries(cb) / p->symbol_bytes;
+    for (size_t i = 0; i < num_entries; i++) {
+        const uint64_t entry = load_number(p->entries, i, p->symbol_bytes);
+        if (entry != ibp_low_bits(entry, ibp_symbol_bits(p))) return IBP_INVALID_ARGUMENT;
+    }
+    return IBP_OK;
+}
+
+void ibp_select_planes(ibp_codebook *one, uint32_t k)
+{
+    if (one->planes.entries) one->planes.entries = (const uint8_t *)one->planes.entries + (size_t)k * one->cluster_stride;
+}
+
+ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_bytes, size_t entries_bytes, ibp_codebook *out)
+{
+    ibp_codebook cb = {.scheme = IBP_SCHEME_PLANES, .row_bytes = row_bytes, .planes = *planes};
+    ibp_planes *const p = &cb.planes;
+    if (p->element_bytes > 8 || p->residual_bits > ibp_element_bits(p) || p->num_planes > IBP_MAX_PLANES) return IBP_INVALID_ARGUMENT;
+    if (!derive_sizes(p, &p->num_entries, &p->symbol_bytes)) return IBP_INVALID_ARGUMENT;
+    if (ibp_check_codebook_fields(&cb) != IBP_OK) return IBP_INVALID_ARGUMENT;
+    const size_t set_bytes = bytes_of_entries(&cb), num_sets = set_bytes ? entries_bytes / set_bytes : 1;
+    if (entries_bytes != num_sets * set_bytes || num_sets < 1 || num_sets > IBP_MAX_CLUSTERS) return IBP_INVALID_ARGUMENT;
+    if (num_sets > 1) cb.num_clusters = (uint32_t)num_sets, cb.cluster_stride = (uint32_t)set_bytes;
+    *out = cb;
+    return IBP_OK;
+}
+
+/* ---- elements ---- */
 
 static uint64_t rotate_left(uint64_t x, uint32_t by, uint32_t width)
 {
@@ -93,11 +143,11 @@ static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
     return bits_of_row(cb, &census) / 8;
 }
 
-static void write_positions(const ibp_codebook *cb, const uint8_t *row, const row_census *census, uint8_t *dst)
+static void write_positions(const ibp_codebook *cb, const uint8_t *row, const row_census *census, uint8_t *dst, size_t dst_bytes)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), k = census->reaching[0];
-    ibp_or_bits(dst, 0, k | (census->closed ? ibp_closed_bit(columns) : 0));
+    ibp_or_bits(dst, dst_bytes, 0, k | (census->closed ? ibp_closed_bit(columns) : 0));
     if (k == 0) return;
     const ibp_position_form form = ibp_choose_position_form(k, columns);
     const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + ibp_to_byte(form.upper_bits);
@@ -105,16 +155,16 @@ static void write_positions(const ibp_codebook *cb, const uint8_t *row, const ro
     for (uint32_t column = 0; column < columns; column++) {
         const bool listed = load_number(row, column, planes->element_bytes) != planes->default_value;
         if (!form.is_list) {
-            ibp_or_bits(dst, start + column, listed);
+            ibp_or_bits(dst, dst_bytes, start + column, listed);
         } else if (listed != form.is_complement) {
-            ibp_or_bits(dst, start + (column >> form.low_bits) + written, 1);
-            ibp_or_bits(dst, low_start + (size_t)written * form.low_bits, ibp_low_bits(column, form.low_bits));
+            ibp_or_bits(dst, dst_bytes, start + (column >> form.low_bits) + written, 1);
+            ibp_or_bits(dst, dst_bytes, low_start + (size_t)written * form.low_bits, ibp_low_bits(column, form.low_bits));
             written++;
         }
     }
 }
 
-static void write_values(const ibp_codebook *cb, const uint8_t *row, ibp_value_parts parts, uint8_t *dst)
+static void write_values(const ibp_codebook *cb, const uint8_t *row, ibp_value_parts parts, uint8_t *dst, size_t dst_bytes)
 {
     const ibp_planes *const planes = &cb->planes;
     for (uint32_t column = 0; column < ibp_columns_of(cb); column++) {
@@ -122,31 +172,35 @@ static void write_values(const ibp_codebook *cb, const uint8_t *row, ibp_value_p
         if (!is_listed(planes, element)) continue;
         uint64_t symbol, residual;
         split_element(planes, element, &symbol, &residual);
-        ibp_or_bits(dst, parts.residuals, residual);
+        ibp_or_bits(dst, dst_bytes, parts.residuals, residual);
         parts.residuals += planes->residual_bits;
         uint32_t rank = rank_of(planes, column, symbol), p = 0;
         for (; p < planes->num_planes; p++) {
             const uint32_t digit = ibp_min_u32(rank, ibp_escape_of(planes, p));
-            ibp_or_bits(dst, parts.digits[p], digit);
+            ibp_or_bits(dst, dst_bytes, parts.digits[p], digit);
             parts.digits[p] += planes->digit_bits[p];
             if (digit < ibp_escape_of(planes, p)) break;
             rank -= digit;
         }
         if (p < planes->num_planes) continue;
-        ibp_or_bits(dst, parts.digits[p], symbol);
+        ibp_or_bits(dst, dst_bytes, parts.digits[p], symbol);
         parts.digits[p] += ibp_symbol_bits(planes);
     }
 }
 
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
+                         ibp_scratch scratch)
 {
+    (void)scratch;
     const row_census census = take_census(cb, row);
-    *coded_bytes = bits_of_row(cb, &census) / 8;
-    if (*coded_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
-    memset(dst, 0, *coded_bytes);
-    if (cb->planes.listed) write_positions(cb, row, &census, dst);
+    const size_t num_bytes = bits_of_row(cb, &census) / 8;
+    *coded_bytes = num_bytes;
+    if (num_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
+    memset(dst, 0, num_bytes);
+    if (cb->planes.listed) write_positions(cb, row, &census, dst, num_bytes);
     if (census.closed || census.reaching[0] == 0) return IBP_OK;
-    write_values(cb, row, ibp_lay_out(&cb->planes, ibp_bits_before_values(cb, census.reaching[0]), census.reaching), dst);
+    const size_t start = ibp_bits_before_values(cb, census.reaching[0]);
+    write_values(cb, row, ibp_lay_out(&cb->planes, start, census.reaching), dst, num_bytes);
     return IBP_OK;
 }
 
@@ -258,8 +312,9 @@ static ibp_status decode_listed(const ibp_codebook *cb, value_reader *reader, ui
     return IBP_OK;
 }
 
-static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch)
 {
+    (void)scratch;
     value_reader reader = {.planes = &cb->planes, .src = src, .src_bytes = src_bytes};
     if (cb->planes.listed) return decode_listed(cb, &reader, row);
     if (!open_values(&reader, 0, ibp_columns_of(cb))) return IBP_CORRUPT_ROW;

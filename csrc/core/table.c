@@ -1,17 +1,17 @@
 /* table.c - tables in host memory: the row index, coding rows into slots and overflow, gathering and selecting items (FORMAT.md 1 to 3). */
+#include "ids.h"
 #include "locate.h"
+#include "schemes.h"
 
 #include <string.h>
-
-int64_t ibp_num_rows(const ibp_table *table) { return ibp_rows_of_bytes(ibp_bytes_of_table(table), table->codebook.row_bytes); }
 
 _Static_assert(IBP_ROWS_PER_BASE == 32, "FORMAT.md section 2");
 
 /* Rows are coded in less time than their bytes take to come, and each in streams too short for the processor to foresee: while one is
- * coded, a row some bytes ahead is asked for. */
+ * coded, a row some bytes ahead is prefetched. */
 enum { BYTES_AHEAD = 2048, LINE_BYTES = 64 };
 
-/* That many rows, or items, of so many bytes. */
+/* BYTES_AHEAD in rows, or items, of so many bytes. */
 static int64_t steps_ahead(int64_t step_bytes) { return step_bytes > 0 ? 1 + BYTES_AHEAD / step_bytes : 1; }
 
 static void prefetch(const void *src, uint32_t num_bytes)
@@ -40,22 +40,46 @@ static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t
     return scratch;
 }
 
-void ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint16_t *lengths)
+/* What tables work in: two rows, and what is left for coders. */
+typedef struct workspace {
+    uint8_t *stored; /* a row as stored */
+    uint8_t *whole;  /* a row before coding, where it cannot lie where it belongs */
+    ibp_row_codec codec;
+} workspace;
+
+/* @return IBP_INVALID_ARGUMENT as ibp_open_codec; not for a scheme without coded rows, unless they are needed. */
+static ibp_status open_workspace(const ibp_codebook *cb, bool has_coded_rows, void *scratch, size_t scratch_bytes, workspace *work)
 {
-    uint8_t last_row[IBP_MAX_ROW_BYTES];
+    const size_t two_rows = 2 * (size_t)cb->row_bytes;
+    if (!scratch || !ibp_are_sizes(0, cb->row_bytes) || scratch_bytes < IBP_SCRATCH_BYTES(cb->row_bytes)) return IBP_INVALID_ARGUMENT;
+    work->stored = scratch;
+    work->whole = work->stored + cb->row_bytes;
+    if (!has_coded_rows) return ibp_check_codebook_fields(cb);
+    return ibp_open_codec(cb, work->stored + two_rows, &work->codec);
+}
+
+ibp_status ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint16_t *lengths, void *scratch,
+                            size_t scratch_bytes)
+{
+    workspace work;
+    if (!ibp_are_sizes(num_bytes, cb->row_bytes)) return IBP_INVALID_ARGUMENT;
+    const ibp_status status = open_workspace(cb, true, scratch, scratch_bytes, &work);
+    if (status != IBP_OK) return status;
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, cb->row_bytes);
     for (int64_t r = 0; r < num_rows; r++) {
         prefetch_data(data, num_bytes, cb->row_bytes, r);
-        const size_t coded = ibp_coded_row_bytes(cb, whole_row(data, num_bytes, cb->row_bytes, r, last_row));
+        const size_t coded = ibp_measure_with(&work.codec, whole_row(data, num_bytes, cb->row_bytes, r, work.whole));
         lengths[r] = coded < ibp_valid_bytes(num_bytes, cb->row_bytes, r) ? (uint16_t)coded : 0;
     }
+    return IBP_OK;
 }
 
 static uint32_t length_of(const uint16_t *lengths, int64_t row) { return lengths ? lengths[row] : 0; }
 
-void ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
-                    int64_t *overflow_bytes)
+ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
+                          int64_t *overflow_bytes)
 {
+    if (!ibp_are_sizes(num_bytes, row_bytes) || !ibp_is_slot(slot_bytes, row_bytes)) return IBP_INVALID_ARGUMENT;
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
     uint64_t end = 0;
     for (int64_t r = 0; r < num_rows; r++) {
@@ -63,6 +87,7 @@ void ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_byt
         end += ibp_room_of(length_of(lengths, r), ibp_valid_bytes(num_bytes, row_bytes, r), slot_bytes);
     }
     *overflow_bytes = (int64_t)end;
+    return IBP_OK;
 }
 
 /* @return false if the index contradicts the table's buffers. */
@@ -79,141 +104,167 @@ static bool locate_row(const ibp_table *table, int64_t row, ibp_row_place *place
     return ibp_place_in_bounds(table, base, rooms, place);
 }
 
-static void prefetch_row(const ibp_table *table, int64_t row)
+/* slots, overflow: the table's, or those that are written. */
+static void prefetch_row(const ibp_table *table, int64_t row, const uint8_t *slots, const uint8_t *overflow)
 {
     ibp_row_place place;
     if (!locate_row(table, row, &place)) return;
-    if (place.in_slot) prefetch(table->slots + place.slot_start, place.in_slot);
-    if (place.in_overflow) prefetch(table->overflow + place.overflow_start, place.in_overflow);
+    if (place.in_slot) prefetch(slots + place.slot_start, place.in_slot);
+    if (place.in_overflow) prefetch(overflow + place.overflow_start, place.in_overflow);
 }
 
-static void note_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
+/* The faults of one call: the first of all calls in the caller's ibp_fault, the first of this one as its status. */
+typedef struct fault_log {
+    ibp_fault *fault;
+    ibp_status status;
+} fault_log;
+
+static void note_fault(fault_log *log, ibp_status status, int64_t position, int64_t id)
 {
-    if (status != IBP_OK && fault->status == IBP_OK) *fault = (ibp_fault){status, position, id, 1};
+    if (status == IBP_OK) return;
+    if (log->status == IBP_OK) log->status = status;
+    if (log->fault->status == IBP_OK) *log->fault = (ibp_fault){status, position, id, 1};
 }
 
-/* Codes row r of data. scratch, last: row_bytes bytes each. */
+/* Codes row r of data. */
 static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, int64_t r, uint8_t *slots, uint8_t *overflow,
-                                   uint8_t *scratch, uint8_t *last)
+                                   const workspace *work)
 {
     const uint32_t row_bytes = table->codebook.row_bytes;
     ibp_row_place place;
     if (!locate_row(table, r, &place)) return IBP_BUFFER_TOO_SMALL;
-    const uint8_t *const row = whole_row(data, ibp_bytes_of_table(table), row_bytes, r, last);
-    const uint8_t *coded = row;
+    const uint8_t *coded = whole_row(data, ibp_bytes_of_table(table), row_bytes, r, work->whole);
     if (!place.raw) {
         size_t coded_bytes;
-        const ibp_status status = ibp_encode_row(&table->codebook, row, scratch, row_bytes, &coded_bytes);
-        if (status != IBP_OK || coded_bytes != table->lengths[r]) return IBP_CORRUPT_ROW;
-        coded = scratch;
+        const ibp_status status = ibp_encode_with(&work->codec, coded, work->stored, row_bytes, &coded_bytes);
+        if (status != IBP_OK || coded_bytes != place.in_slot + place.in_overflow) return IBP_CORRUPT_ROW;
+        coded = work->stored;
     }
     if (place.in_slot) memcpy(slots + place.slot_start, coded, place.in_slot);
     if (place.in_overflow) memcpy(overflow + place.overflow_start, coded + place.in_slot, place.in_overflow);
     return IBP_OK;
 }
 
-ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
-                           uint8_t *overflow, uint8_t *scratch, ibp_fault *fault)
+/* Checks a table, and opens a workspace for its rows. */
+static ibp_status open_table(const ibp_table *table, void *scratch, size_t scratch_bytes, workspace *work)
 {
-    uint8_t last[IBP_MAX_ROW_BYTES];
-    const int64_t ahead = steps_ahead(table->codebook.row_bytes);
-    for (int64_t r = first_row; r < last_row; r++) {
-        prefetch_data(data, ibp_bytes_of_table(table), table->codebook.row_bytes, r);
-        if (r + ahead < last_row) prefetch_row(table, r + ahead);
-        const ibp_status status = encode_table_row(table, data, r, slots, overflow, scratch, last);
-        note_fault(fault, status, r, r);
-        if (status != IBP_OK) return status;
-    }
-    return IBP_OK;
+    const ibp_status status = ibp_check_table_fields(table);
+    return status == IBP_OK ? open_workspace(&table->codebook, table->lengths != NULL, scratch, scratch_bytes, work) : status;
 }
 
-/* Row r of the table. scratch, out: row_bytes bytes each; *row is out, or points into scratch or the table where the row is raw. */
-static ibp_status read_row(const ibp_table *table, int64_t r, uint8_t *scratch, uint8_t *out, const uint8_t **row)
+ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
+                           uint8_t *overflow, void *scratch, size_t scratch_bytes, ibp_fault *fault)
+{
+    workspace work;
+    const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
+    if (opened != IBP_OK) return opened;
+    if (first_row < 0 || first_row > last_row || last_row > ibp_num_rows(table)) return IBP_INVALID_ARGUMENT;
+    if ((!slots && table->slots_bytes != 0) || (!overflow && table->overflow_bytes != 0)) return IBP_INVALID_ARGUMENT;
+    const int64_t ahead = steps_ahead(table->codebook.row_bytes);
+    fault_log log = {fault, IBP_OK};
+    for (int64_t r = first_row; r < last_row && log.status == IBP_OK; r++) {
+        prefetch_data(data, ibp_bytes_of_table(table), table->codebook.row_bytes, r);
+        if (r + ahead < last_row) prefetch_row(table, r + ahead, slots, overflow);
+        note_fault(&log, encode_table_row(table, data, r, slots, overflow, &work), r, r);
+    }
+    return log.status;
+}
+
+/* Row r of the table. out: row_bytes bytes; *row is out, or points into the workspace or the table where the row is raw. */
+static ibp_status read_row(const ibp_table *table, int64_t r, const workspace *work, uint8_t *out, const uint8_t **row)
 {
     ibp_row_place place;
     if (!locate_row(table, r, &place)) return IBP_CORRUPT_ROW;
     const uint8_t *stored = place.in_slot ? table->slots + place.slot_start : table->overflow + place.overflow_start;
     if (place.in_slot != 0 && place.in_overflow != 0) {
-        memcpy(scratch, stored, place.in_slot);
-        memcpy(scratch + place.in_slot, table->overflow + place.overflow_start, place.in_overflow);
-        stored = scratch;
+        memcpy(work->stored, stored, place.in_slot);
+        memcpy(work->stored + place.in_slot, table->overflow + place.overflow_start, place.in_overflow);
+        stored = work->stored;
     }
-    *row = stored;
-    if (place.raw) return IBP_OK;
-    *row = out;
-    return ibp_decode_row(&table->codebook, stored, place.in_slot + place.in_overflow, out);
+    *row = place.raw ? stored : out;
+    return place.raw ? IBP_OK : ibp_decode_with(&work->codec, stored, place.in_slot + place.in_overflow, out);
 }
 
-/* Bytes [start, end) of the original tensor. A corrupt row leaves zeros; *bad_row is the first one. */
-static ibp_status read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, uint8_t *scratch, int64_t *bad_row)
+/* Bytes [start, end) of the original tensor. A corrupt row leaves zeros. @return the first corrupt row, -1 if there is none. */
+static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, const workspace *work)
 {
     const int64_t row_bytes = table->codebook.row_bytes;
     const int64_t ahead = steps_ahead(row_bytes), last_row = (end - 1) / row_bytes;
-    ibp_status first_fault = IBP_OK;
+    int64_t first_bad = -1;
     while (start < end) {
         const int64_t r = start / row_bytes, row_start = r * row_bytes;
         if (r + ahead < last_row) {
-            prefetch_row(table, r + ahead);
+            prefetch_row(table, r + ahead, table->slots, table->overflow);
             prefetch(out + ((r + ahead) * row_bytes - start), table->codebook.row_bytes);
         }
         const int64_t stop = end < row_start + row_bytes ? end : row_start + row_bytes;
-        uint8_t *const decoded = stop - start == row_bytes ? out : scratch + row_bytes; /* whole rows where they belong */
+        uint8_t *const decoded = stop - start == row_bytes ? out : work->whole; /* whole rows where they belong */
         const uint8_t *row = decoded;
-        const ibp_status status = read_row(table, r, scratch, decoded, &row);
-        if (status == IBP_OK) {
-            if (row != out) memcpy(out, row + (start - row_start), (size_t)(stop - start));
-        } else {
+        if (read_row(table, r, work, decoded, &row) != IBP_OK) {
             memset(out, 0, (size_t)(stop - start));
-            if (first_fault == IBP_OK) *bad_row = r;
-            first_fault = IBP_CORRUPT_ROW;
+            if (first_bad < 0) first_bad = r;
+        } else if (row != out) {
+            memcpy(out, row + (start - row_start), (size_t)(stop - start));
         }
         out += stop - start;
         start = stop;
     }
-    return first_fault;
-}
-
-static int64_t id_at(const ibp_ids *ids, int64_t position)
-{
-    return ids->id_bytes == 8 ? ((const int64_t *)ids->data)[position] : ((const int32_t *)ids->data)[position];
+    return first_bad;
 }
 
 /* The first row of an item, if there is one. */
 static void prefetch_item(const ibp_table *table, int64_t id)
 {
     if (id < 0 || id >= table->num_items || table->item_bytes == 0) return;
-    prefetch_row(table, id * table->item_bytes / table->codebook.row_bytes);
+    prefetch_row(table, id * table->item_bytes / table->codebook.row_bytes, table->slots, table->overflow);
 }
 
-ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out, uint8_t *scratch,
+/* Whether the table's arrays can be read, and there are ids first to last - 1, for whose items the output's size is a number. */
+static bool can_read(const ibp_table *table)
+{
+    return (table->slots || table->slots_bytes == 0) && (table->overflow || table->overflow_bytes == 0);
+}
+static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last)
+{
+    if (!can_read(table) || !ibp_are_ids(ids, first, last)) return false;
+    const int64_t out_items = ids->positions ? ids->out_items : ids->count;
+    return out_items >= 0 && (table->item_bytes == 0 || out_items <= INT64_MAX / table->item_bytes);
+}
+
+ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out, void *scratch,
+                            size_t scratch_bytes, ibp_fault *fault)
+{
+    workspace work;
+    const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
+    if (opened != IBP_OK) return opened;
+    if (!can_gather(table, ids, first, last)) return IBP_INVALID_ARGUMENT;
+    const int64_t ahead = steps_ahead(table->item_bytes), item_bytes = table->item_bytes;
+    fault_log log = {fault, IBP_OK};
+    for (int64_t k = first; k < last; k++) {
+        const int64_t id = ibp_id_at(ids, k), position = ids->positions ? ids->positions[k] : k;
+        if (k + ahead < last) prefetch_item(table, ibp_id_at(ids, k + ahead));
+        const bool has_room = !ids->positions || position < ids->out_items, exists = id >= 0 && id < table->num_items;
+        if (!has_room || !exists) {
+            if (has_room) memset(out + position * item_bytes, 0, (size_t)item_bytes);
+            note_fault(&log, IBP_INDEX_OUT_OF_RANGE, position, id);
+        } else if (read_bytes(table, id * item_bytes, (id + 1) * item_bytes, out + position * item_bytes, &work) >= 0) {
+            note_fault(&log, IBP_CORRUPT_ROW, position, id);
+        }
+    }
+    return log.status;
+}
+
+ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, void *scratch, size_t scratch_bytes,
                             ibp_fault *fault)
 {
-    const int64_t ahead = steps_ahead(table->item_bytes);
-    ibp_status first_fault = IBP_OK;
-    for (int64_t k = first; k < last; k++) {
-        const int64_t id = id_at(ids, k), position = ids->positions ? ids->positions[k] : k;
-        const bool has_room = !ids->positions || position < ids->out_items;
-        uint8_t *const item = out + position * table->item_bytes;
-        ibp_status status = IBP_INDEX_OUT_OF_RANGE;
-        int64_t bad_row;
-        if (k + ahead < last) prefetch_item(table, id_at(ids, k + ahead));
-        if (has_room && id >= 0 && id < table->num_items)
-            status = read_bytes(table, id * table->item_bytes, (id + 1) * table->item_bytes, item, scratch, &bad_row);
-        else if (has_room)
-            memset(item, 0, (size_t)table->item_bytes);
-        note_fault(fault, status, position, id);
-        if (first_fault == IBP_OK) first_fault = status;
-    }
-    return first_fault;
-}
-
-ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, uint8_t *scratch, ibp_fault *fault)
-{
-    if (start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
-    int64_t bad_row = 0;
-    const ibp_status status = read_bytes(table, start, end, out, scratch, &bad_row);
-    note_fault(fault, status, bad_row, bad_row);
-    return status;
+    workspace work;
+    const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
+    if (opened != IBP_OK) return opened;
+    if (!can_read(table) || start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
+    const int64_t bad_row = read_bytes(table, start, end, out, &work);
+    fault_log log = {fault, IBP_OK};
+    if (bad_row >= 0) note_fault(&log, IBP_CORRUPT_ROW, bad_row, bad_row);
+    return log.status;
 }
 
 /* Items of a table by their ids, as the rows that they are made of. */
@@ -221,34 +272,39 @@ typedef struct selection {
     const ibp_table *table;
     const ibp_ids *ids;
     int64_t rows_per_item;
+    fault_log log;
 } selection;
 
-static bool is_selectable(const ibp_table *table)
+/* The rows first_row to last_row - 1 of a selection. @return IBP_INVALID_ARGUMENT if there are none such. */
+static ibp_status open_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, ibp_fault *fault,
+                                 selection *of)
 {
-    return table->item_bytes > 0 && table->item_bytes % table->codebook.row_bytes == 0;
-}
-
-static selection selection_of(const ibp_table *table, const ibp_ids *ids)
-{
-    return (selection){table, ids, table->item_bytes / table->codebook.row_bytes};
+    const ibp_status status = ibp_check_table_fields(table);
+    if (status != IBP_OK) return status;
+    const int64_t row_bytes = table->codebook.row_bytes;
+    if (table->item_bytes == 0 || table->item_bytes % row_bytes != 0 || !ibp_are_ids(ids, 0, ids->count)) return IBP_INVALID_ARGUMENT;
+    *of = (selection){table, ids, table->item_bytes / row_bytes, {fault, IBP_OK}};
+    if (ids->count > INT64_MAX / of->rows_per_item) return IBP_INVALID_ARGUMENT;
+    const bool exist = 0 <= first_row && first_row <= last_row && last_row <= ids->count * of->rows_per_item;
+    return exist && can_read(table) ? IBP_OK : IBP_INVALID_ARGUMENT;
 }
 
 /* Row q of a selection as a row of the table; -1 if its id is out of range. */
 static int64_t selected_row(const selection *of, int64_t q)
 {
-    const int64_t position = of->rows_per_item == 1 ? q : q / of->rows_per_item, id = id_at(of->ids, position);
+    const int64_t position = of->rows_per_item == 1 ? q : q / of->rows_per_item, id = ibp_id_at(of->ids, position);
     if (id < 0 || id >= of->table->num_items) return -1;
     return id * of->rows_per_item + (q - position * of->rows_per_item);
 }
 
-static ibp_status note_row(const selection *of, int64_t q, ibp_status status, ibp_fault *fault)
+static ibp_status note_row(selection *of, int64_t q, ibp_status status)
 {
     const int64_t position = q / of->rows_per_item;
-    note_fault(fault, status, position, id_at(of->ids, position));
-    return status;
+    note_fault(&of->log, status, position, ibp_id_at(of->ids, position));
+    return of->log.status;
 }
 
-/* Lengths at random places come no faster than their lines do: those of rows some way ahead are asked for. */
+/* Lengths at random places come no faster than their lines do: those of rows some way ahead are prefetched. */
 #define PREFETCH_LENGTHS 32
 
 static void prefetch_length(const selection *of, int64_t q)
@@ -260,17 +316,18 @@ static void prefetch_length(const selection *of, int64_t q)
 ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint16_t *lengths,
                                  uint64_t *stored_bytes, ibp_fault *fault)
 {
-    if (!is_selectable(table)) return IBP_INVALID_ARGUMENT;
-    const selection of = selection_of(table, ids);
+    selection of;
     *stored_bytes = 0;
+    const ibp_status status = open_selection(table, ids, first_row, last_row, fault, &of);
+    if (status != IBP_OK) return status;
     for (int64_t q = first_row; q < last_row; q++) {
         const int64_t row = selected_row(&of, q);
-        if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE, fault);
+        if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE);
         prefetch_length(&of, q + PREFETCH_LENGTHS);
-        const uint32_t stored = ibp_stored_bytes(length_of(table->lengths, row), table->codebook.row_bytes);
-        if (stored > table->codebook.row_bytes) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
+        const uint32_t length = length_of(table->lengths, row), stored = ibp_stored_bytes(length, table->codebook.row_bytes);
+        if (stored > table->codebook.row_bytes) return note_row(&of, q, IBP_CORRUPT_ROW);
         *stored_bytes += stored;
-        if (table->lengths) lengths[q - first_row] = table->lengths[row];
+        if (table->lengths) lengths[q - first_row] = (uint16_t)length;
     }
     return IBP_OK;
 }
@@ -279,23 +336,18 @@ ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int
 ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint8_t *dst,
                               uint64_t dst_bytes, ibp_fault *fault)
 {
-    if (!is_selectable(table)) return IBP_INVALID_ARGUMENT;
-    const selection of = selection_of(table, ids);
-    const uint64_t slots_end = (uint64_t)table->slots_bytes;
+    selection of;
+    const ibp_status status = open_selection(table, ids, first_row, last_row, fault, &of);
+    if (status != IBP_OK) return status;
     for (int64_t q = first_row; q < last_row; q++) {
         const int64_t row = selected_row(&of, q);
-        if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE, fault);
-        const uint32_t stored = ibp_stored_bytes(length_of(table->lengths, row), table->codebook.row_bytes);
-        const uint64_t start = (uint64_t)row * table->slot_bytes - table->slots_start;
-        if (stored > dst_bytes) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
-        if (stored <= table->slot_bytes && start <= slots_end && stored <= slots_end - start) {
-            memcpy(dst, table->slots + start, stored);
-        } else {
-            ibp_row_place place;
-            if (!locate_row(table, row, &place)) return note_row(&of, q, IBP_CORRUPT_ROW, fault);
-            if (place.in_slot) memcpy(dst, table->slots + place.slot_start, place.in_slot);
-            if (place.in_overflow) memcpy(dst + place.in_slot, table->overflow + place.overflow_start, place.in_overflow);
-        }
+        ibp_row_place place;
+        if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE);
+        if (!locate_row(table, row, &place)) return note_row(&of, q, IBP_CORRUPT_ROW);
+        const uint32_t stored = place.in_slot + place.in_overflow;
+        if (stored > dst_bytes) return note_row(&of, q, IBP_CORRUPT_ROW);
+        if (place.in_slot) memcpy(dst, table->slots + place.slot_start, place.in_slot);
+        if (place.in_overflow) memcpy(dst + place.in_slot, table->overflow + place.overflow_start, place.in_overflow);
         dst += stored;
         dst_bytes -= stored;
     }

@@ -1,4 +1,4 @@
-/* version.c - status texts and the library's version. */
+/* version.c - status texts, and the versions of the library and of the format. */
 #include "ibp.h"
 
 const char *ibp_status_string(ibp_status status)
@@ -12,4 +12,12 @@ const char *ibp_status_string(ibp_status status)
     return "not an ibp_status";
 }
 
-const char *ibp_version(void) { return IBP_VERSION; }
+#define TEXT_OF(x) #x
+#define VERSION_TEXT(major, minor, patch) TEXT_OF(major) "." TEXT_OF(minor) "." TEXT_OF(patch)
+
+/* Put together from the numbers, so that a test sees whether IBP_VERSION says the same. */
+const char *ibp_version(void) { return VERSION_TEXT(IBP_VERSION_MAJOR, IBP_VERSION_MINOR, IBP_VERSION_PATCH); }
+
+int ibp_version_number(void) { return IBP_VERSION_NUMBER; }
+
+int ibp_format_version(void) { return IBP_FORMAT_VERSION; }

@@ -1,5 +1,5 @@
 // device.cu - devices, errors, launch sizes and pinned memory.
-#include "warp.cuh"
+#include "launch.cuh"
 
 #include <sys/mman.h>
 #include <unistd.h>

@@ -22,14 +22,6 @@ __device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) 
 
 // ---- digits of two bits ----
 
-// Whether the dense rows of a codebook are those of decode/pairs.cuh and, unless entries are a column's, of encode/pairs.cuh.
-inline bool has_pairs(const ibp_planes &planes)
-{
-    bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
-    for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;
-    return pairs && (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.residual_bits == 24));
-}
-
 // Bit 0 of each of 16 digits that is an escape.
 __device__ __forceinline__ uint32_t escaped_pairs(uint32_t digits) { return digits & digits >> 1 & 0x55555555u; }
 

@@ -1,6 +1,6 @@
 // index.cu - the row index on the GPU: where overflow parts start, and what rows take (FORMAT.md sections 2 and 3). Bound by memory: two
 // bytes a row; the scan over groups of 32 rows, 16 bytes each, is done by one block.
-#include "warp.cuh"
+#include "launch.cuh"
 
 #include <algorithm>
 

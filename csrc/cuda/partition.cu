@@ -2,7 +2,7 @@
 //
 // A gather from a large table is bound by address translation: rows fetched in the order of the table's windows find their
 // pages' addresses at hand. Bound by latency: three short kernels that read and write some twenty bytes an id in the L2 cache.
-#include "warp.cuh"
+#include "launch.cuh"
 
 namespace ibp {
 
@@ -87,7 +87,8 @@ extern "C" ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_ite
                                              void *sorted_ids, uint32_t *positions, ibp_stream stream)
 {
     if (window_bits > 62 || ids->count < 0 || ids->count > UINT32_MAX) return IBP_INVALID_ARGUMENT;
-    if (ibp_num_windows(num_items, window_bits) > IBP_MAX_WINDOWS) return IBP_INVALID_ARGUMENT;
+    const int64_t num_windows = ibp_num_windows(num_items, window_bits);
+    if (num_windows < 1 || num_windows > IBP_MAX_WINDOWS) return IBP_INVALID_ARGUMENT;
     if (ids->count == 0) return IBP_OK;
     uint32_t *const words = static_cast<uint32_t *>(workspace);
     if (ids->id_bytes == 8)

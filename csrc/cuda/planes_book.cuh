@@ -51,14 +51,19 @@ template <typename T> struct PlanesBook {
     {
     }
 
+    // Bytes of an entry: at most those of an element.
+    static __host__ __device__ __forceinline__ uint32_t symbol_bytes(const ibp_planes &planes)
+    {
+        return sizeof(T) == 1 ? 1u : planes.symbol_bytes;
+    }
     __device__ __forceinline__ T entry(uint32_t i) const
     {
-        switch (planes.symbol_bytes) {
-        case 1: return static_cast<T>(__ldg(entries + i));
-        case 2: return static_cast<T>(__ldg(reinterpret_cast<const uint16_t *>(entries) + i));
-        case 4: return static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
-        default: return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
-        }
+        if (sizeof(T) == 1 || planes.symbol_bytes == 1u) return static_cast<T>(__ldg(entries + i));
+        if (sizeof(T) == 2 || planes.symbol_bytes == 2u)
+            return static_cast<T>(__ldg(reinterpret_cast<const uint16_t *>(entries) + i));
+        if (sizeof(T) == 4 || planes.symbol_bytes == 4u)
+            return static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
+        return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
     }
     // Bits of a plane's digits; 0 of a plane that there is not.
     __device__ __forceinline__ uint32_t width_of(uint32_t plane) const

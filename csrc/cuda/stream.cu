@@ -7,7 +7,7 @@
 // a table's last chunk, waits for anything but the bytes that it needs. The decode stream has the highest priority: its few blocks get the next
 // SMs that other kernels leave.
 #include "../core/chunk_plan.h"
-#include "warp.cuh"
+#include "launch.cuh"
 
 #include <cstdlib>
 

@@ -6,22 +6,22 @@
 
 #include <immintrin.h>
 
-#define IBP_X86 __attribute__((target("avx2,bmi,bmi2,popcnt")))
-#define IBP_X86_INLINE static inline __attribute__((always_inline, target("avx2,bmi,bmi2,popcnt")))
+#define IBP_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
+#define IBP_AVX2_INLINE static inline __attribute__((always_inline, target("avx2,bmi,bmi2,popcnt")))
 
-enum { IBP_X86_PADDING = 32 }; /* readable bytes that the functions below want after what they read */
+enum { IBP_AVX2_PADDING = 32 }; /* readable bytes that the functions below want after what they read */
 
-IBP_X86_INLINE uint64_t ibp_load64(const uint8_t *src)
+IBP_AVX2_INLINE uint64_t ibp_load64(const uint8_t *src)
 {
     uint64_t x;
     memcpy(&x, src, 8);
     return x;
 }
 
-IBP_X86_INLINE void ibp_store64(uint8_t *dst, uint64_t x) { memcpy(dst, &x, 8); }
+IBP_AVX2_INLINE void ibp_store64(uint8_t *dst, uint64_t x) { memcpy(dst, &x, 8); }
 
 /* The 64 bits from a bit position on. */
-IBP_X86_INLINE uint64_t ibp_load64_at(const uint8_t *src, size_t position)
+IBP_AVX2_INLINE uint64_t ibp_load64_at(const uint8_t *src, size_t position)
 {
     const uint8_t *const at = src + position / 8;
     const uint32_t shift = position % 8;
@@ -29,13 +29,13 @@ IBP_X86_INLINE uint64_t ibp_load64_at(const uint8_t *src, size_t position)
 }
 
 /* The low `bits` bits of each lane of a 64-bit word. */
-IBP_X86_INLINE uint64_t ibp_lane_fields(uint32_t lane_bytes, uint32_t bits)
+IBP_AVX2_INLINE uint64_t ibp_lane_fields(uint32_t lane_bytes, uint32_t bits)
 {
     return ~(uint64_t)0 / ibp_low_bits(~(uint64_t)0, 8 * lane_bytes) * ibp_low_bits(~(uint64_t)0, bits);
 }
 
 /* n fields of `bits` bits from src, one in the low bits of each lane of out, which has exactly n * lane_bytes bytes. */
-IBP_X86_INLINE void ibp_unpack_fields(const uint8_t *src, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *out)
+IBP_AVX2_INLINE void ibp_unpack_fields(const uint8_t *src, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *out)
 {
     const uint64_t fields = ibp_lane_fields(lane_bytes, bits);
     const uint32_t step = 8 / lane_bytes * bits;
@@ -59,7 +59,7 @@ typedef struct ibp_bit_writer {
 } ibp_bit_writer;
 
 /* Stores what has been appended; writes zeros after it. */
-IBP_X86_INLINE void ibp_flush_bits(const ibp_bit_writer *w)
+IBP_AVX2_INLINE void ibp_flush_bits(const ibp_bit_writer *w)
 {
     if (w->at + 8 <= w->dst_bytes)
         ibp_store64(w->dst + w->at, w->bits);
@@ -68,7 +68,7 @@ IBP_X86_INLINE void ibp_flush_bits(const ibp_bit_writer *w)
 }
 
 /* bits: num_bits, at most 64, and none set above them. */
-IBP_X86_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t num_bits)
+IBP_AVX2_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t num_bits)
 {
     w->bits |= bits << w->filled;
     ibp_flush_bits(w);
@@ -79,22 +79,24 @@ IBP_X86_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t n
     w->filled %= 64;
 }
 
-/* Ends two runs of bits that belong together in the second one's buffer: the first has been written to a buffer of its own, the second from the
- * bit on that follows it. @return bytes of both; if they are more than the second's buffer has, they are not joined. */
-IBP_X86_INLINE size_t ibp_join_runs(const ibp_bit_writer *first, const ibp_bit_writer *second)
+/* Ends two runs of bits that belong together in the second one's buffer: the first has been written to a buffer of its own, whose last
+ * byte is the one that they share; the second from the bit on that follows it. @return bytes of both; if they are more than the second's
+ * buffer has, they are not joined. */
+IBP_AVX2_INLINE size_t ibp_join_runs(const ibp_bit_writer *first, const ibp_bit_writer *second)
 {
     ibp_flush_bits(first);
     ibp_flush_bits(second);
-    const size_t num_bytes = second->at + (second->filled + 7) / 8, whole = first->at + first->filled / 8;
+    const size_t num_bytes = second->at + (second->filled + 7) / 8, shared = first->dst_bytes - 1;
+    const size_t filled = first->at + first->filled / 8, whole = filled < shared ? filled : shared; /* flags may claim to be more */
     if (num_bytes > second->dst_bytes) return num_bytes;
     memcpy(second->dst, first->dst, whole);
-    if (first->filled % 8) second->dst[whole] |= first->dst[whole];
+    if (first->filled % 8 && whole < num_bytes) second->dst[whole] |= first->dst[whole];
     return num_bytes;
 }
 
 /* The inverse of ibp_unpack_fields, to dst from a byte on, of which there are dst_bytes: fields past them are lost. lanes has n of
  * them and is readable to a multiple of 8 bytes; lanes past n are 0. Writes zeros after the fields. */
-IBP_X86_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *dst, size_t at,
+IBP_AVX2_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *dst, size_t at,
                                     size_t dst_bytes)
 {
     const uint64_t fields = ibp_lane_fields(lane_bytes, bits);

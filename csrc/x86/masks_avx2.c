@@ -12,7 +12,7 @@ typedef struct wide_word {
     uint32_t flag_position;
 } wide_word;
 
-IBP_X86_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t chunk_bytes)
+IBP_AVX2_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t chunk_bytes)
 {
     const uint64_t flags = ibp_load64((const uint8_t *)(cb->flags + w));
     const uint32_t chunks = ibp_flagged_chunks((uint32_t)flags) | ibp_flagged_chunks((uint32_t)(flags >> 32)) << (4 / chunk_bytes);
@@ -23,7 +23,7 @@ IBP_X86_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t 
 }
 
 /* All bits of the chunks that match. */
-IBP_X86_INLINE uint64_t matching_chunks(uint64_t mismatch, uint32_t chunk_bytes)
+IBP_AVX2_INLINE uint64_t matching_chunks(uint64_t mismatch, uint32_t chunk_bytes)
 {
     const __m128i x = _mm_cvtsi64_si128((int64_t)mismatch), zero = _mm_setzero_si128();
     switch (chunk_bytes) {
@@ -35,16 +35,16 @@ IBP_X86_INLINE uint64_t matching_chunks(uint64_t mismatch, uint32_t chunk_bytes)
 }
 
 /* The 8 bytes of a row from byte `at` on, zeros past its end; and the bits of them that belong to it. */
-IBP_X86_INLINE uint64_t load_row(const uint8_t *row, uint32_t row_bytes, uint32_t at)
+IBP_AVX2_INLINE uint64_t load_row(const uint8_t *row, uint32_t row_bytes, uint32_t at)
 {
     uint64_t x = 0;
     if (at + 8 <= row_bytes) return ibp_load64(row + at);
     memcpy(&x, row + at, row_bytes - at);
     return x;
 }
-IBP_X86_INLINE uint64_t row_bits(uint32_t row_bytes, uint32_t at) { return ibp_low_bits(~(uint64_t)0, 8 * (row_bytes - at)); }
+IBP_AVX2_INLINE uint64_t row_bits(uint32_t row_bytes, uint32_t at) { return ibp_low_bits(~(uint64_t)0, 8 * (row_bytes - at)); }
 
-IBP_X86_INLINE size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row, uint32_t chunk_bytes)
+IBP_AVX2_INLINE size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row, uint32_t chunk_bytes)
 {
     size_t bits = cb->num_flags;
     for (uint32_t at = 0; at < cb->row_bytes; at += 8) {
@@ -56,11 +56,11 @@ IBP_X86_INLINE size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row,
     return (bits + 7) / 8;
 }
 
-IBP_X86_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
-                                    uint32_t chunk_bytes)
+IBP_AVX2_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
+                                     ibp_scratch *scratch, uint32_t chunk_bytes)
 {
-    uint8_t flags[cb->num_flags / 8 + 1];
-    ibp_bit_writer to_flags = {flags, sizeof flags, 0, 0, 0};
+    const size_t flags_bytes = cb->num_flags / 8 + 1;
+    ibp_bit_writer to_flags = {ibp_take(scratch, flags_bytes), flags_bytes, 0, 0, 0};
     ibp_bit_writer kept = {dst, dst_bytes, cb->num_flags / 8, 0, cb->num_flags % 8};
     for (uint32_t at = 0; at < cb->row_bytes; at += 8) {
         const wide_word word = load_wide(cb, at / 4, chunk_bytes);
@@ -74,17 +74,18 @@ IBP_X86_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *row, 
     return *coded_bytes > dst_bytes ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }
 
-IBP_X86_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
-                                    uint32_t chunk_bytes)
+IBP_AVX2_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
+                                     ibp_scratch *scratch, uint32_t chunk_bytes)
 {
     if (src_bytes < (cb->num_flags + 7) / 8 || src_bytes > (cb->num_flags + 7) / 8 + cb->row_bytes) return IBP_CORRUPT_ROW;
-    uint8_t padded[src_bytes + IBP_X86_PADDING];
+    uint8_t *const padded = ibp_take(scratch, src_bytes + IBP_AVX2_PADDING);
     memcpy(padded, src, src_bytes);
-    memset(padded + src_bytes, 0, IBP_X86_PADDING);
+    memset(padded + src_bytes, 0, IBP_AVX2_PADDING);
     size_t position = cb->num_flags;
     for (uint32_t at = 0; at < cb->row_bytes; at += 8) {
         const wide_word word = load_wide(cb, at / 4, chunk_bytes);
-        const uint64_t flags = ibp_load64(padded + word.flag_position / 8) >> (word.flag_position % 8);
+        const uint32_t flags_at = ibp_min_u32(word.flag_position, cb->num_flags);
+        const uint64_t flags = ibp_load64(padded + flags_at / 8) >> (flags_at % 8);
         const uint64_t matching = _pdep_u64(flags, word.flagged) * ibp_low_bits(~(uint64_t)0, 8 * chunk_bytes);
         const uint64_t keep = ~(word.mask & matching) & row_bits(cb->row_bytes, at);
         if (position > 8 * src_bytes) return IBP_CORRUPT_ROW;
@@ -98,7 +99,7 @@ IBP_X86_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, 
     return (position + 7) / 8 == src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
 }
 
-#define TARGET IBP_X86
+#define TARGET IBP_AVX2
 #define CODER ibp_masks_avx2
 #include "masks_coder.h"
 #endif

@@ -75,11 +75,11 @@ IBP_AVX512_INLINE size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *r
 }
 
 IBP_AVX512_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
-                                       size_t *coded_bytes, uint32_t chunk_bytes)
+                                       size_t *coded_bytes, ibp_scratch *scratch, uint32_t chunk_bytes)
 {
     const uint32_t row_bytes = cb->row_bytes, num_flags = cb->num_flags;
-    uint8_t flags[num_flags / 8 + 1];
-    ibp_bit_writer to_flags = {flags, sizeof flags, 0, 0, 0}, kept = {dst, dst_bytes, num_flags / 8, 0, num_flags % 8};
+    const size_t flags_bytes = num_flags / 8 + 1;
+    ibp_bit_writer to_flags = {ibp_take(scratch, flags_bytes), flags_bytes, 0, 0, 0}, kept = {dst, dst_bytes, num_flags / 8, 0, num_flags % 8};
     for (uint32_t at = 0; at < row_bytes; at += BLOCK) {
         const size_t left = row_bytes - at;
         const block b = load_block(cb, at, chunk_bytes);
@@ -99,11 +99,11 @@ IBP_AVX512_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *ro
 enum { PADDING = BLOCK + 16 }; /* what a block may read past the end of a row that it should not have been in */
 
 IBP_AVX512_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
-                                       uint32_t chunk_bytes)
+                                       ibp_scratch *scratch, uint32_t chunk_bytes)
 {
     const uint32_t row_bytes = cb->row_bytes, num_flags = cb->num_flags;
     if (src_bytes < (num_flags + 7) / 8 || src_bytes > (num_flags + 7) / 8 + row_bytes) return IBP_CORRUPT_ROW;
-    uint8_t padded[src_bytes + PADDING];
+    uint8_t *const padded = ibp_take(scratch, src_bytes + PADDING);
     memcpy(padded, src, src_bytes);
     memset(padded + src_bytes, 0, PADDING);
     size_t position = num_flags;
@@ -111,7 +111,7 @@ IBP_AVX512_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *sr
         if (position > 8 * src_bytes) return IBP_CORRUPT_ROW;
         const size_t left = row_bytes - at;
         const block b = load_block(cb, at, chunk_bytes);
-        const uint64_t matching = _pdep_u64(ibp_load64_at(padded, b.flag_position), b.flagged);
+        const uint64_t matching = _pdep_u64(ibp_load64_at(padded, ibp_min_u32(b.flag_position, num_flags)), b.flagged);
         const __m512i kept = kept_bits(&b, matching, left, chunk_bytes);
         uint64_t keep[WORDS], words[WORDS];
         _mm512_storeu_si512(keep, kept);

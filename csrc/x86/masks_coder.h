@@ -10,23 +10,24 @@ TARGET static size_t coded_bytes(const ibp_codebook *cb, const uint8_t *row)
     }
 }
 
-TARGET static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_size)
+TARGET static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_size,
+                                ibp_scratch scratch)
 {
     switch (cb->chunk_bytes) {
-    case 1: return encode_of(cb, row, dst, dst_bytes, coded_size, 1);
-    case 2: return encode_of(cb, row, dst, dst_bytes, coded_size, 2);
-    case 4: return encode_of(cb, row, dst, dst_bytes, coded_size, 4);
-    default: return encode_of(cb, row, dst, dst_bytes, coded_size, 8);
+    case 1: return encode_of(cb, row, dst, dst_bytes, coded_size, &scratch, 1);
+    case 2: return encode_of(cb, row, dst, dst_bytes, coded_size, &scratch, 2);
+    case 4: return encode_of(cb, row, dst, dst_bytes, coded_size, &scratch, 4);
+    default: return encode_of(cb, row, dst, dst_bytes, coded_size, &scratch, 8);
     }
 }
 
-TARGET static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+TARGET static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch)
 {
     switch (cb->chunk_bytes) {
-    case 1: return decode_of(cb, src, src_bytes, row, 1);
-    case 2: return decode_of(cb, src, src_bytes, row, 2);
-    case 4: return decode_of(cb, src, src_bytes, row, 4);
-    default: return decode_of(cb, src, src_bytes, row, 8);
+    case 1: return decode_of(cb, src, src_bytes, row, &scratch, 1);
+    case 2: return decode_of(cb, src, src_bytes, row, &scratch, 2);
+    case 4: return decode_of(cb, src, src_bytes, row, &scratch, 4);
+    default: return decode_of(cb, src, src_bytes, row, &scratch, 8);
     }
 }
 

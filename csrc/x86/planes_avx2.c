@@ -24,42 +24,42 @@ typedef uint16_t lane16 __attribute__((may_alias, aligned(1)));
 typedef uint32_t lane32 __attribute__((may_alias, aligned(1)));
 typedef uint64_t lane64 __attribute__((may_alias, aligned(1)));
 
-IBP_X86_INLINE __m256i load_vector(const uint8_t *src) { return _mm256_loadu_si256((const __m256i *)(const void *)src); }
-IBP_X86_INLINE void store_vector(uint8_t *dst, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)dst, x); }
+IBP_AVX2_INLINE __m256i load_vector(const uint8_t *src) { return _mm256_loadu_si256((const __m256i *)(const void *)src); }
+IBP_AVX2_INLINE void store_vector(uint8_t *dst, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)dst, x); }
 
 /* Shifts of all lanes by 0 or more bits. */
-IBP_X86_INLINE __m256i shift_left16(__m256i x, __m128i by) { return _mm256_sll_epi16(x, by); }
-IBP_X86_INLINE __m256i shift_left32(__m256i x, __m128i by) { return _mm256_sll_epi32(x, by); }
-IBP_X86_INLINE __m256i shift_left64(__m256i x, __m128i by) { return _mm256_sll_epi64(x, by); }
-IBP_X86_INLINE __m256i shift_right16(__m256i x, __m128i by) { return _mm256_srl_epi16(x, by); }
-IBP_X86_INLINE __m256i shift_right32(__m256i x, __m128i by) { return _mm256_srl_epi32(x, by); }
-IBP_X86_INLINE __m256i shift_right64(__m256i x, __m128i by) { return _mm256_srl_epi64(x, by); }
-IBP_X86_INLINE __m256i shift_left8(__m256i x, __m128i by)
+IBP_AVX2_INLINE __m256i shift_left16(__m256i x, __m128i by) { return _mm256_sll_epi16(x, by); }
+IBP_AVX2_INLINE __m256i shift_left32(__m256i x, __m128i by) { return _mm256_sll_epi32(x, by); }
+IBP_AVX2_INLINE __m256i shift_left64(__m256i x, __m128i by) { return _mm256_sll_epi64(x, by); }
+IBP_AVX2_INLINE __m256i shift_right16(__m256i x, __m128i by) { return _mm256_srl_epi16(x, by); }
+IBP_AVX2_INLINE __m256i shift_right32(__m256i x, __m128i by) { return _mm256_srl_epi32(x, by); }
+IBP_AVX2_INLINE __m256i shift_right64(__m256i x, __m128i by) { return _mm256_srl_epi64(x, by); }
+IBP_AVX2_INLINE __m256i shift_left8(__m256i x, __m128i by)
 {
     return _mm256_and_si256(_mm256_sll_epi16(x, by), _mm256_set1_epi8((char)(0xff << _mm_cvtsi128_si32(by))));
 }
-IBP_X86_INLINE __m256i shift_right8(__m256i x, __m128i by)
+IBP_AVX2_INLINE __m256i shift_right8(__m256i x, __m128i by)
 {
     return _mm256_and_si256(_mm256_srl_epi16(x, by), _mm256_set1_epi8((char)(0xff >> _mm_cvtsi128_si32(by))));
 }
 
 /* Lanes, cut to 255. */
-IBP_X86_INLINE __m256i at_most_255_8(__m256i x) { return x; }
-IBP_X86_INLINE __m256i at_most_255_16(__m256i x) { return _mm256_min_epu16(x, _mm256_set1_epi16(255)); }
-IBP_X86_INLINE __m256i at_most_255_32(__m256i x) { return _mm256_min_epu32(x, _mm256_set1_epi32(255)); }
-IBP_X86_INLINE __m256i at_most_255_64(__m256i x)
+IBP_AVX2_INLINE __m256i at_most_255_8(__m256i x) { return x; }
+IBP_AVX2_INLINE __m256i at_most_255_16(__m256i x) { return _mm256_min_epu16(x, _mm256_set1_epi16(255)); }
+IBP_AVX2_INLINE __m256i at_most_255_32(__m256i x) { return _mm256_min_epu32(x, _mm256_set1_epi32(255)); }
+IBP_AVX2_INLINE __m256i at_most_255_64(__m256i x)
 {
     return _mm256_blendv_epi8(_mm256_set1_epi64x(255), x, _mm256_cmpeq_epi64(_mm256_srli_epi64(x, 8), _mm256_setzero_si256()));
 }
 
 /* 32 lanes, at most 255 each, as bytes that `in_order` puts in the order of the lanes. */
-IBP_X86_INLINE __m256i pack_bytes8(const __m256i *x) { return x[0]; }
-IBP_X86_INLINE __m256i pack_bytes16(const __m256i *x) { return _mm256_packus_epi16(x[0], x[1]); }
-IBP_X86_INLINE __m256i pack_bytes32(const __m256i *x)
+IBP_AVX2_INLINE __m256i pack_bytes8(const __m256i *x) { return x[0]; }
+IBP_AVX2_INLINE __m256i pack_bytes16(const __m256i *x) { return _mm256_packus_epi16(x[0], x[1]); }
+IBP_AVX2_INLINE __m256i pack_bytes32(const __m256i *x)
 {
     return _mm256_packus_epi16(_mm256_packus_epi32(x[0], x[1]), _mm256_packus_epi32(x[2], x[3]));
 }
-IBP_X86_INLINE __m256i pack_bytes64(const __m256i *x)
+IBP_AVX2_INLINE __m256i pack_bytes64(const __m256i *x)
 {
     __m256i halves[4]; /* the low 32 bits of the lanes */
     for (int v = 0; v < 4; v++) {
@@ -68,28 +68,28 @@ IBP_X86_INLINE __m256i pack_bytes64(const __m256i *x)
     }
     return pack_bytes32(halves);
 }
-IBP_X86_INLINE __m256i in_order8(__m256i x) { return x; }
-IBP_X86_INLINE __m256i in_order16(__m256i x) { return _mm256_permute4x64_epi64(x, 0xd8); }
-IBP_X86_INLINE __m256i in_order32(__m256i x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
-IBP_X86_INLINE __m256i in_order64(__m256i x) { return in_order32(x); }
+IBP_AVX2_INLINE __m256i in_order8(__m256i x) { return x; }
+IBP_AVX2_INLINE __m256i in_order16(__m256i x) { return _mm256_permute4x64_epi64(x, 0xd8); }
+IBP_AVX2_INLINE __m256i in_order32(__m256i x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+IBP_AVX2_INLINE __m256i in_order64(__m256i x) { return in_order32(x); }
 
 /* A vector of lanes from unsigned numbers of `bytes` bytes, 1 to a lane's; reads up to 32 bytes. */
-IBP_X86_INLINE __m128i load_half(const uint8_t *src) { return _mm_loadu_si128((const __m128i *)(const void *)src); }
-IBP_X86_INLINE __m256i widened8(const uint8_t *src, uint32_t bytes)
+IBP_AVX2_INLINE __m128i load_half(const uint8_t *src) { return _mm_loadu_si128((const __m128i *)(const void *)src); }
+IBP_AVX2_INLINE __m256i widened8(const uint8_t *src, uint32_t bytes)
 {
     return bytes == 1 ? load_vector(src) : _mm256_setzero_si256();
 }
-IBP_X86_INLINE __m256i widened16(const uint8_t *src, uint32_t bytes)
+IBP_AVX2_INLINE __m256i widened16(const uint8_t *src, uint32_t bytes)
 {
     return bytes == 1 ? _mm256_cvtepu8_epi16(load_half(src)) : load_vector(src);
 }
-IBP_X86_INLINE __m256i widened32(const uint8_t *src, uint32_t bytes)
+IBP_AVX2_INLINE __m256i widened32(const uint8_t *src, uint32_t bytes)
 {
     return bytes == 1   ? _mm256_cvtepu8_epi32(load_half(src))
            : bytes == 2 ? _mm256_cvtepu16_epi32(load_half(src))
                         : load_vector(src);
 }
-IBP_X86_INLINE __m256i widened64(const uint8_t *src, uint32_t bytes)
+IBP_AVX2_INLINE __m256i widened64(const uint8_t *src, uint32_t bytes)
 {
     return bytes == 1   ? _mm256_cvtepu8_epi64(load_half(src))
            : bytes == 2 ? _mm256_cvtepu16_epi64(load_half(src))
@@ -98,7 +98,7 @@ IBP_X86_INLINE __m256i widened64(const uint8_t *src, uint32_t bytes)
 }
 
 /* table[x] for each byte x below 16, 0 for others: adding 0x70 with saturation sets bit 7 of those and no others'. */
-IBP_X86_INLINE __m256i look_up(const uint8_t *table, __m256i x)
+IBP_AVX2_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 {
     const __m256i twice = _mm256_broadcastsi128_si256(load_half(table));
     return _mm256_shuffle_epi8(twice, _mm256_adds_epu8(x, _mm256_set1_epi8(0x70)));
@@ -117,8 +117,11 @@ IBP_X86_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 #define FOR_LANES(lane_bytes, name) \
     ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
 
+/* A bitmap of n bits, in whole words. */
+static uint64_t *take_bitmap(ibp_scratch *scratch, uint32_t n) { return ibp_take(scratch, (size_t)(n + 63) / 64 * 8); }
+
 /* As name_symbols16 where all columns have the same entries: 16 entries at a time, each byte of them by itself. */
-IBP_X86 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
+IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
     const uint8_t *const entries = planes->entries;
     uint8_t tables[2][MAX_ENTRIES] = {{0}}; /* low and high bytes */
@@ -138,7 +141,7 @@ IBP_X86 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks, 
 }
 
 /* A bit for each of n ranks that no entry has. */
-IBP_X86 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
+IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
 {
     find_others8(ranks, n, planes->num_entries, is_raw);
     for (uint32_t i = 0; i < n; i += 64) is_raw[i / 64] = ibp_low_bits(~is_raw[i / 64], n - i);
@@ -147,7 +150,7 @@ IBP_X86 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uin
 /* ---- decoding ---- */
 
 /* Escapes among n digits of b bits that begin with a byte of src. */
-IBP_X86_INLINE uint32_t count_escapes_of(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
+IBP_AVX2_INLINE uint32_t count_escapes_of(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
 {
     const uint32_t fields = b == 3 ? 16 : 64 / b; /* in whole bytes */
     const uint64_t lowest = ibp_low_bits(~(uint64_t)0, b * fields) / ((1u << b) - 1);
@@ -161,7 +164,7 @@ IBP_X86_INLINE uint32_t count_escapes_of(const uint8_t *src, size_t src_bytes, s
     }
 }
 
-IBP_X86 static uint32_t count_escapes(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
+IBP_AVX2 static uint32_t count_escapes(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
 {
     switch (b) {
     case 1: return count_escapes_of(src, src_bytes, at, n, 1);
@@ -172,7 +175,7 @@ IBP_X86 static uint32_t count_escapes(const uint8_t *src, size_t src_bytes, size
 }
 
 /* Fills in what reaches further planes than the first, and the parts. @return false if they do not end just where src does. */
-IBP_X86 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start, uint32_t *reaching,
+IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start, uint32_t *reaching,
                                ibp_value_parts *parts)
 {
     for (uint32_t p = 0; p < planes->num_planes; p++) {
@@ -185,7 +188,7 @@ IBP_X86 static bool find_parts(const ibp_planes *planes, const uint8_t *src, siz
 }
 
 /* A level from its digits and, for escapes, the next one. All padded. */
-IBP_X86_INLINE void build_level_of(const uint8_t *digits, uint32_t n, uint32_t b, __m128i named, const uint8_t *next,
+IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, uint32_t b, __m128i named, const uint8_t *next,
                                    uint8_t *level)
 {
     const uint64_t ones = ibp_lane_fields(1, 1), fields = ibp_lane_fields(1, b);
@@ -199,7 +202,7 @@ IBP_X86_INLINE void build_level_of(const uint8_t *digits, uint32_t n, uint32_t b
 }
 
 /* named: what each digit of the plane stands for; 0 for the escape. */
-IBP_X86 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, const uint8_t *named, const uint8_t *next,
+IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, const uint8_t *named, const uint8_t *next,
                                 uint8_t *level)
 {
     const __m128i bytes = _mm_loadu_si128((const void *)named);
@@ -217,7 +220,7 @@ typedef struct value_bytes {
 } value_bytes;
 
 /* Level 0 in levels[0], all of which have room for what is built in them. */
-IBP_X86 static void build_levels(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
+IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                  uint8_t *const levels[3])
 {
     const uint32_t num_planes = planes->num_planes;
@@ -238,12 +241,12 @@ IBP_X86 static void build_levels(const ibp_planes *planes, const value_bytes *by
 }
 
 /* The symbols of the elements of level 0, which is of ranks, in lanes of symbol_bytes. Padded. */
-IBP_X86 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
-                                    const uint8_t *level0, uint8_t *symbols)
+IBP_AVX2 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
+                                      const uint8_t *level0, uint8_t *symbols, ibp_scratch *scratch)
 {
     const uint32_t n = reaching[0], num_raw = reaching[planes->num_planes], lane_bytes = planes->symbol_bytes;
-    uint64_t is_raw[(n + 63) / 64];
-    uint8_t raw[num_raw * lane_bytes + 1];
+    uint64_t *const is_raw = take_bitmap(scratch, n);
+    uint8_t *const raw = ibp_take(scratch, (size_t)n * lane_bytes);
     ibp_unpack_fields(bytes->digits[planes->num_planes], num_raw, ibp_symbol_bits(planes), lane_bytes, raw);
     if (lane_bytes == 2 && !planes->per_column)
         name_shorts(planes, level0, n, symbols);
@@ -253,35 +256,36 @@ IBP_X86 static void look_up_symbols(const ibp_planes *planes, const value_bytes 
     FOR_LANES(lane_bytes, scatter)(raw, 1, is_raw, n, symbols);
 }
 
-IBP_X86 static void read_residuals(const ibp_planes *planes, const uint8_t *src, uint32_t n, uint8_t *elements)
+IBP_AVX2 static void read_residuals(const ibp_planes *planes, const uint8_t *src, uint32_t n, uint8_t *elements,
+                                    ibp_scratch *scratch)
 {
     const uint32_t r = planes->residual_bits, lane_bytes = planes->element_bytes;
     if (r > 8 || lane_bytes == 1) {
         ibp_unpack_fields(src, n, r, lane_bytes, elements);
         return;
     }
-    uint8_t unpacked[r < 8 ? n : 1];
+    uint8_t *const unpacked = ibp_take(scratch, n);
     if (r < 8) ibp_unpack_fields(src, n, r, 1, unpacked);
     FOR_LANES(lane_bytes, widen_bytes)(r < 8 ? unpacked : src, n, elements);
 }
 
 /* level0, where it is of symbols, or `symbols` joined with the residuals. Both padded. */
-IBP_X86 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
-                                  const uint8_t *level0, uint8_t *elements)
+IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
+                                   const uint8_t *level0, uint8_t *elements, ibp_scratch *scratch)
 {
     const uint32_t n = reaching[0], lane_bytes = planes->element_bytes, symbol_bytes = planes->symbol_bytes;
-    read_residuals(planes, bytes->residuals, n, elements);
+    read_residuals(planes, bytes->residuals, n, elements, scratch);
     const bool looks_up = !levels_are_symbols(planes), is_empty = ibp_symbol_bits(planes) == 0;
-    uint8_t symbols[looks_up || is_empty ? (n + PADDING) * symbol_bytes : 1];
-    if (looks_up) look_up_symbols(planes, bytes, reaching, level0, symbols);
+    uint8_t *const symbols = ibp_take(scratch, looks_up || is_empty ? (size_t)(n + PADDING) * symbol_bytes : 0);
+    if (looks_up) look_up_symbols(planes, bytes, reaching, level0, symbols, scratch);
     if (is_empty) memset(symbols, 0, n);
     FOR_LANES(lane_bytes, join)(elements, looks_up || is_empty ? symbols : level0, symbol_bytes, n,
                                 planes->residual_bits % ibp_element_bits(planes), planes->rotate);
 }
 
 /* The n elements whose values begin with bit `start` of src, into `elements`. */
-IBP_X86 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start, uint32_t n,
-                                        uint8_t *elements)
+IBP_AVX2 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start, uint32_t n,
+                                         uint8_t *elements, ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     uint32_t reaching[IBP_MAX_PLANES + 1] = {n};
@@ -291,7 +295,7 @@ IBP_X86 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *s
     /* From which byte on the parts are read from a padded copy; those before it have more than PADDING bytes behind them. */
     const size_t after_first = planes->num_planes > 0 ? parts.digits[1] / 8 : src_bytes;
     const size_t copied = after_first + PADDING <= src_bytes ? after_first : start / 8;
-    uint8_t copy[src_bytes - copied + PADDING];
+    uint8_t *const copy = ibp_take(scratch, src_bytes - copied + PADDING);
     memcpy(copy, src + copied, src_bytes - copied);
     memset(copy + (src_bytes - copied), 0, PADDING);
     value_bytes bytes = {.residuals = copied == start / 8 ? copy : src + parts.residuals / 8};
@@ -300,15 +304,15 @@ IBP_X86 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *s
         bytes.digits[p] = at < copied ? src + at : copy + (at - copied);
     }
 
-    const uint32_t num_escaped = reaching[planes->num_planes > 0];
-    uint8_t level0[n + PADDING], even[num_escaped + PADDING], odd[num_escaped + PADDING];
-    build_levels(planes, &bytes, reaching, (uint8_t *const[3]){level0, even, odd});
-    join_elements(planes, &bytes, reaching, level0, elements);
+    /* Levels have room for n each, so that digits that change after they were counted read nothing outside. */
+    uint8_t *const levels[3] = {ibp_take(scratch, n + PADDING), ibp_take(scratch, n + PADDING), ibp_take(scratch, n + PADDING)};
+    build_levels(planes, &bytes, reaching, levels);
+    join_elements(planes, &bytes, reaching, levels[0], elements, scratch);
     return IBP_OK;
 }
 
 /* The listed positions as a bitmap. @return false if the form does not hold the right number of increasing ones. */
-IBP_X86 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32_t columns, const ibp_position_form *form,
+IBP_AVX2 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32_t columns, const ibp_position_form *form,
                                    uint64_t *bitmap)
 {
     const size_t start = ibp_header_bytes(columns), low_start = 8 * start + ibp_to_byte(form->upper_bits);
@@ -335,7 +339,8 @@ IBP_X86 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32_
     return found == form->num_positions;
 }
 
-IBP_X86 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+IBP_AVX2 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
+                                         ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), header_bytes = ibp_header_bytes(columns), lane_bytes = planes->element_bytes;
@@ -348,29 +353,29 @@ IBP_X86 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *s
     const ibp_position_form form = ibp_choose_position_form(k, columns);
     const size_t start = 8 * (size_t)(header_bytes + (k ? form.num_bytes : 0));
     if (k == 0) return start == 8 * src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
-    uint64_t bitmap[(columns + 63) / 64];
+    uint64_t *const bitmap = take_bitmap(scratch, columns);
     if (start > 8 * src_bytes || !read_positions(src, src_bytes, columns, &form, bitmap)) return IBP_CORRUPT_ROW;
     if (closed) {
         if (start != 8 * src_bytes) return IBP_CORRUPT_ROW;
         FOR_LANES(lane_bytes, scatter)((const uint8_t *)&planes->closed_value, 0, bitmap, columns, row);
         return IBP_OK;
     }
-    uint8_t listed[k * lane_bytes];
-    const ibp_status status = decode_values(cb, src, src_bytes, start, k, listed);
+    uint8_t *const listed = ibp_take(scratch, (size_t)k * lane_bytes);
+    const ibp_status status = decode_values(cb, src, src_bytes, start, k, listed, scratch);
     if (status == IBP_OK) FOR_LANES(lane_bytes, scatter)(listed, 1, bitmap, columns, row);
     return status;
 }
 
-static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch)
 {
-    return cb->planes.listed ? decode_listed(cb, src, src_bytes, row)
-                             : decode_values(cb, src, src_bytes, 0, ibp_columns_of(cb), row);
+    return cb->planes.listed ? decode_listed(cb, src, src_bytes, row, &scratch)
+                             : decode_values(cb, src, src_bytes, 0, ibp_columns_of(cb), row, &scratch);
 }
 
 /* ---- encoding ---- */
 
 /* The symbols of elements in lanes of symbol_bytes; symbols has room for lanes of element_bytes. */
-IBP_X86 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *symbols)
+IBP_AVX2 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *symbols)
 {
     const uint32_t r = planes->residual_bits, lane_bytes = planes->element_bytes, symbol_bytes = planes->symbol_bytes;
     if (ibp_symbol_bits(planes) == 0) {
@@ -388,7 +393,7 @@ IBP_X86 static void cut_symbols(const ibp_planes *planes, const uint8_t *element
 }
 
 /* Level 0 as ranks; zeros after it. symbols and ranks are padded. */
-IBP_X86 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
+IBP_AVX2 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const uint32_t lane_bytes = planes->symbol_bytes;
     if (planes->per_column)
@@ -399,7 +404,7 @@ IBP_X86 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbol
 }
 
 /* Fills in what reaches further planes than the first. ranks: n, zeros after them. */
-IBP_X86 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint32_t *reaching)
+IBP_AVX2 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint32_t *reaching)
 {
     for (uint32_t p = 0, first = 0; p < planes->num_planes; p++) {
         first += ibp_escape_of(planes, p);
@@ -415,7 +420,7 @@ IBP_X86 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks, 
 }
 
 /* Writes the digits of a level and strips it to the next one, in place. Zeros follow both levels. */
-IBP_X86 static void strip_level(uint8_t *level, uint32_t n, uint32_t b, uint8_t *dst, size_t dst_bytes)
+IBP_AVX2 static void strip_level(uint8_t *level, uint32_t n, uint32_t b, uint8_t *dst, size_t dst_bytes)
 {
     const __m128i escape = _mm_set1_epi8((char)((1u << b) - 1));
     const uint64_t fields = ibp_lane_fields(1, b);
@@ -435,8 +440,8 @@ IBP_X86 static void strip_level(uint8_t *level, uint32_t n, uint32_t b, uint8_t 
     memset(next, 0, 8);
 }
 
-IBP_X86 static void write_residuals(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *dst, size_t at,
-                                    size_t dst_bytes)
+IBP_AVX2 static void write_residuals(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *dst, size_t at,
+                                     size_t dst_bytes, ibp_scratch *scratch)
 {
     const uint32_t r = planes->residual_bits, lane_bytes = planes->element_bytes;
     if (r == 8) {
@@ -444,7 +449,7 @@ IBP_X86 static void write_residuals(const ibp_planes *planes, const uint8_t *ele
         return;
     }
     const uint32_t cut_bytes = r < 8 ? 1 : lane_bytes; /* of a lane of what is packed */
-    uint8_t cut[n * cut_bytes + 8];
+    uint8_t *const cut = ibp_take(scratch, (size_t)n * cut_bytes + 8);
     if (r < 8)
         FOR_LANES(lane_bytes, shift_bytes)(elements, n, planes->rotate, 0, cut);
     else
@@ -454,13 +459,14 @@ IBP_X86 static void write_residuals(const ibp_planes *planes, const uint8_t *ele
 }
 
 /* Codes n elements to dst from bit `start` on, or nothing if they end past dst_bytes. @return where they end. */
-IBP_X86 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
-                                    size_t dst_bytes)
+IBP_AVX2 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
+                                      size_t dst_bytes, ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t lane_bytes = planes->symbol_bytes, num_planes = planes->num_planes;
     uint32_t reaching[IBP_MAX_PLANES + 1] = {n};
-    uint8_t symbols[(n + PADDING) * planes->element_bytes], ranks[n + PADDING];
+    uint8_t *const symbols = ibp_take(scratch, (size_t)(n + PADDING) * planes->element_bytes);
+    uint8_t *const ranks = ibp_take(scratch, n + PADDING);
     cut_symbols(planes, elements, n, symbols);
     rank_symbols(planes, symbols, n, ranks);
     count_ranks(planes, ranks, n, reaching);
@@ -468,12 +474,12 @@ IBP_X86 static size_t encode_values(const ibp_codebook *cb, const uint8_t *eleme
     if (parts.end > 8 * dst_bytes) return parts.end;
 
     const uint32_t num_raw = reaching[num_planes];
-    uint64_t is_raw[(n + 63) / 64];
-    uint8_t raw[num_raw * lane_bytes + 8];
+    uint64_t *const is_raw = take_bitmap(scratch, n);
+    uint8_t *const raw = ibp_take(scratch, (size_t)num_raw * lane_bytes + 8);
     find_raw(planes, ranks, n, is_raw);
     FOR_LANES(lane_bytes, gather)(symbols, is_raw, n, raw);
     memset(raw + num_raw * lane_bytes, 0, 8);
-    write_residuals(planes, elements, n, dst, parts.residuals / 8, dst_bytes);
+    write_residuals(planes, elements, n, dst, parts.residuals / 8, dst_bytes, scratch);
     for (uint32_t p = 0; p < num_planes; p++)
         strip_level(ranks, reaching[p], planes->digit_bits[p], dst + parts.digits[p] / 8, dst_bytes - parts.digits[p] / 8);
     ibp_pack_fields(raw, num_raw, ibp_symbol_bits(planes), lane_bytes, dst, parts.digits[num_planes] / 8, dst_bytes);
@@ -481,7 +487,7 @@ IBP_X86 static size_t encode_values(const ibp_codebook *cb, const uint8_t *eleme
 }
 
 /* Header and positions to dst, which has room for them. bitmap: the k listed ones. */
-IBP_X86 static void write_positions(uint32_t columns, uint32_t k, bool closed, const ibp_position_form *form,
+IBP_AVX2 static void write_positions(uint32_t columns, uint32_t k, bool closed, const ibp_position_form *form,
                                     const uint64_t *bitmap, uint8_t *dst, size_t dst_bytes)
 {
     const uint32_t header = k | (closed ? ibp_closed_bit(columns) : 0), header_bytes = ibp_header_bytes(columns);
@@ -507,15 +513,16 @@ IBP_X86 static void write_positions(uint32_t columns, uint32_t k, bool closed, c
 }
 
 /* As encode_values, for a whole row. */
-IBP_X86 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes)
+IBP_AVX2 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                                     ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), lane_bytes = planes->element_bytes;
-    uint64_t bitmap[(columns + 63) / 64], others[(columns + 63) / 64];
+    uint64_t *const bitmap = take_bitmap(scratch, columns), *const others = take_bitmap(scratch, columns);
     FOR_LANES(lane_bytes, find_others)(row, columns, planes->default_value, bitmap);
     uint32_t k = 0, num_others = 0;
     for (uint32_t i = 0; i < columns; i += 64) k += (uint32_t)_mm_popcnt_u64(bitmap[i / 64]);
-    uint8_t listed[k * lane_bytes + 1];
+    uint8_t *const listed = ibp_take(scratch, (size_t)k * lane_bytes);
     FOR_LANES(lane_bytes, gather)(row, bitmap, columns, listed);
     FOR_LANES(lane_bytes, find_others)(listed, k, planes->closed_value, others);
     for (uint32_t i = 0; i < k; i += 64) num_others += others[i / 64] != 0;
@@ -523,13 +530,14 @@ IBP_X86 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row, 
     const ibp_position_form form = ibp_choose_position_form(k, columns);
     const size_t start = 8 * (size_t)(ibp_header_bytes(columns) + (k ? form.num_bytes : 0));
     if (start <= 8 * dst_bytes) write_positions(columns, k, closed, &form, bitmap, dst, dst_bytes);
-    return closed || k == 0 ? start : encode_values(cb, listed, start, k, dst, dst_bytes);
+    return closed || k == 0 ? start : encode_values(cb, listed, start, k, dst, dst_bytes, scratch);
 }
 
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
+                         ibp_scratch scratch)
 {
-    const size_t bits =
-        cb->planes.listed ? encode_listed(cb, row, dst, dst_bytes) : encode_values(cb, row, 0, ibp_columns_of(cb), dst, dst_bytes);
+    const size_t bits = cb->planes.listed ? encode_listed(cb, row, dst, dst_bytes, &scratch)
+                                          : encode_values(cb, row, 0, ibp_columns_of(cb), dst, dst_bytes, &scratch);
     *coded_bytes = bits / 8;
     return *coded_bytes > dst_bytes ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }

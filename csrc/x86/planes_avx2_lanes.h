@@ -7,20 +7,20 @@
 #define LANE_BYTES (LANE_BITS / 8)
 #define LANES (32 / LANE_BYTES) /* of a vector */
 
-IBP_X86_INLINE lane NAME(rotated)(lane x, uint32_t left)
+IBP_AVX2_INLINE lane NAME(rotated)(lane x, uint32_t left)
 {
     const uint64_t wide = x;
     return (lane)(left == 0 ? wide : wide << left | wide >> (LANE_BITS - left));
 }
 
-IBP_X86_INLINE __m256i NAME(rotated_vector)(__m256i x, uint32_t left)
+IBP_AVX2_INLINE __m256i NAME(rotated_vector)(__m256i x, uint32_t left)
 {
     return _mm256_or_si256(NAME(shift_left)(x, _mm_cvtsi32_si128((int)left)),
                            NAME(shift_right)(x, _mm_cvtsi32_si128((int)(LANE_BITS - left))));
 }
 
 /* out[i] = row[i] rotated and shifted right by `shift` < LANE_BITS bits. */
-IBP_X86 static void NAME(shift_lanes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
+IBP_AVX2 static void NAME(shift_lanes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
 {
     const __m128i count = _mm_cvtsi32_si128((int)shift);
     uint32_t i = 0;
@@ -31,7 +31,7 @@ IBP_X86 static void NAME(shift_lanes)(const uint8_t *row, uint32_t n, uint32_t r
 }
 
 /* Likewise, of each only the low byte. */
-IBP_X86 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
+IBP_AVX2 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
 {
     const __m128i count = _mm_cvtsi32_si128((int)shift);
     const __m256i low = _mm256_set1_epi64x((int64_t)ibp_lane_fields(LANE_BYTES, 8));
@@ -47,7 +47,7 @@ IBP_X86 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t r
 }
 
 /* The inverse: row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i]. Padded symbols. */
-IBP_X86_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r,
+IBP_AVX2_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r,
                                   uint32_t rotate)
 {
     const __m128i count = _mm_cvtsi32_si128((int)r);
@@ -64,7 +64,7 @@ IBP_X86_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t
     }
 }
 
-IBP_X86 static void NAME(join)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r, uint32_t rotate)
+IBP_AVX2 static void NAME(join)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r, uint32_t rotate)
 {
     switch (ibp_min_u32(symbol_bytes, LANE_BYTES)) {
     case 1: NAME(join_of)(row, symbols, 1, n, r, rotate); break;
@@ -75,23 +75,23 @@ IBP_X86 static void NAME(join)(uint8_t *row, const uint8_t *symbols, uint32_t sy
 }
 
 /* row[i] = bytes[i] */
-IBP_X86 static void NAME(widen_bytes)(const uint8_t *bytes, uint32_t n, uint8_t *row)
+IBP_AVX2 static void NAME(widen_bytes)(const uint8_t *bytes, uint32_t n, uint8_t *row)
 {
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = bytes[i];
 }
 
 /* symbols[i] = the entry ranks[i], as wide as a lane, of its column; anything where there is none. Padded symbols. */
-IBP_X86 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
+IBP_AVX2 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
     const uint32_t num_entries = planes->num_entries, stride = planes->per_column ? num_entries : 0;
     const lane *const entries = (const lane *)planes->entries;
     if (num_entries == 0) return;
-    for (uint32_t i = 0; i < n; i++) ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] == num_entries ? 0 : ranks[i])];
+    for (uint32_t i = 0; i < n; i++) ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] < num_entries ? ranks[i] : 0)];
 }
 
 /* ranks[i] = the first of the entries, as wide as a lane, that equals symbols[i]; num_entries if none does. Both padded. One look-up
  * for each value that entries have above their low 4 bits. */
-IBP_X86 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
+IBP_AVX2 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const lane *const entries = (const lane *)planes->entries;
     uint8_t tables[MAX_ENTRIES][16]; /* num_entries less the rank, 0 where there is no entry */
@@ -120,7 +120,7 @@ IBP_X86 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols,
 }
 
 /* Likewise among the entries of column i, for all widths. */
-IBP_X86 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
+IBP_AVX2 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const uint32_t num_entries = planes->num_entries;
     const lane *const entries = (const lane *)planes->entries;
@@ -141,7 +141,7 @@ IBP_X86 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_t
 }
 
 /* The lanes whose bits are set, one after the other. */
-IBP_X86 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uint32_t n, uint8_t *out)
+IBP_AVX2 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uint32_t n, uint8_t *out)
 {
     lane *next = (lane *)out;
     for (uint32_t i = 0; i < n; i += 64)
@@ -150,7 +150,7 @@ IBP_X86 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uin
 }
 
 /* The inverse: row[i] = the next lane for each bit set; `step` 0: always the first. */
-IBP_X86 static void NAME(scatter)(const uint8_t *in, uint32_t step, const uint64_t *bitmap, uint32_t n, uint8_t *row)
+IBP_AVX2 static void NAME(scatter)(const uint8_t *in, uint32_t step, const uint64_t *bitmap, uint32_t n, uint8_t *row)
 {
     const lane *next = (const lane *)in;
     for (uint32_t i = 0; i < n; i += 64)
@@ -158,13 +158,13 @@ IBP_X86 static void NAME(scatter)(const uint8_t *in, uint32_t step, const uint64
             ((lane *)row)[i + (uint32_t)_tzcnt_u64(bits)] = *next;
 }
 
-IBP_X86 static void NAME(fill)(uint8_t *row, uint32_t n, uint64_t value)
+IBP_AVX2 static void NAME(fill)(uint8_t *row, uint32_t n, uint64_t value)
 {
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = (lane)value;
 }
 
 /* A bit for each lane that is not `value`; bits from n up to a whole word are 0. */
-IBP_X86 static void NAME(find_others)(const uint8_t *row, uint32_t n, uint64_t value, uint64_t *bitmap)
+IBP_AVX2 static void NAME(find_others)(const uint8_t *row, uint32_t n, uint64_t value, uint64_t *bitmap)
 {
     const __m256i values = _mm256_set1_epi64x((int64_t)(value * ibp_lane_fields(LANE_BYTES, 1)));
     const uint32_t one_a_lane = UINT32_MAX / ((1u << LANE_BYTES) - 1);

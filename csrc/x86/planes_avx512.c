@@ -167,11 +167,12 @@ IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *sr
     }
 }
 
-IBP_AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+IBP_AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
+                                          ibp_scratch scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t n = ibp_columns_of(cb), num_planes = planes->num_planes;
-    uint8_t room[(num_planes + 1) * (n + PADDING)], *levels[LEVELS] = {room};
+    uint8_t *levels[LEVELS] = {ibp_take(&scratch, (size_t)(num_planes + 1) * (n + PADDING))};
     uint32_t reaching[LEVELS + 1] = {n};
     size_t at = ibp_to_byte((size_t)n * planes->residual_bits) / 8;
     for (uint32_t p = 0; p <= num_planes; p++) {
@@ -263,11 +264,11 @@ IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, ui
 }
 
 IBP_AVX512 static ibp_status encode_dense(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
-                                          size_t *coded_bytes)
+                                          size_t *coded_bytes, ibp_scratch scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t n = ibp_columns_of(cb), r = planes->residual_bits, symbol_bits = ibp_symbol_bits(planes);
-    uint8_t symbols[n + PADDING], level[n + PADDING];
+    uint8_t *const symbols = ibp_take(&scratch, n + PADDING), *const level = ibp_take(&scratch, n + PADDING);
     cut_symbols(planes, row, cb->row_bytes, symbols);
     const uint32_t num_raw = rank_symbols(planes, symbols, n, level);
     size_t at = ibp_to_byte((size_t)n * r) / 8, end;
@@ -297,15 +298,17 @@ static bool is_coded_here(const ibp_planes *planes)
     return !planes->listed && !planes->per_column && planes->symbol_bytes == 1 && fits_words(planes);
 }
 
-static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row)
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch)
 {
-    return is_coded_here(&cb->planes) ? decode_dense(cb, src, src_bytes, row) : ibp_planes_avx2.decode(cb, src, src_bytes, row);
+    return is_coded_here(&cb->planes) ? decode_dense(cb, src, src_bytes, row, scratch)
+                                      : ibp_planes_avx2.decode(cb, src, src_bytes, row, scratch);
 }
 
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
+                         ibp_scratch scratch)
 {
-    return is_coded_here(&cb->planes) ? encode_dense(cb, row, dst, dst_bytes, coded_bytes)
-                                      : ibp_planes_avx2.encode(cb, row, dst, dst_bytes, coded_bytes);
+    return is_coded_here(&cb->planes) ? encode_dense(cb, row, dst, dst_bytes, coded_bytes, scratch)
+                                      : ibp_planes_avx2.encode(cb, row, dst, dst_bytes, coded_bytes, scratch);
 }
 
 const ibp_row_coder ibp_planes_avx512 = {NULL, encode, decode};

@@ -93,22 +93,24 @@ int main(void)
     ibp_codebook codebook;
     make_codebook(bytes, words, &codebook);
 
-    /* 2. Measure: how many bytes each row takes as coded, and with that the size of a slot. */
+    /* 2. Measure: how many bytes each row takes as coded, and with that the size of a slot. Functions that code rows work in scratch
+     * that the caller gives. */
+    const size_t scratch_bytes = ibp_scratch_bytes(ROW_BYTES);
+    uint8_t *const scratch = allocate(1, scratch_bytes);
     uint16_t *const lengths = allocate(NUM_ROWS, sizeof *lengths);
-    ibp_measure_rows(&codebook, bytes, num_bytes, lengths);
+    check(ibp_measure_rows(&codebook, bytes, num_bytes, lengths, scratch, scratch_bytes), "ibp_measure_rows");
     const uint32_t slot_bytes = choose_slot_bytes(lengths);
 
     /* 3. Index: where the overflow of each 32 rows starts, and how much there is. */
-    const size_t num_bases = (NUM_ROWS + 31) / 32;
+    const size_t num_bases = (NUM_ROWS + IBP_ROWS_PER_BASE - 1) / IBP_ROWS_PER_BASE;
     uint64_t *const bases = allocate(num_bases, sizeof *bases);
     int64_t overflow_bytes;
-    ibp_index_rows(lengths, num_bytes, ROW_BYTES, slot_bytes, bases, &overflow_bytes);
+    check(ibp_index_rows(lengths, num_bytes, ROW_BYTES, slot_bytes, bases, &overflow_bytes), "ibp_index_rows");
 
     /* 4. Encode into arrays of exactly the size that the index asks for. */
     const int64_t slots_bytes = (int64_t)NUM_ROWS * slot_bytes;
     uint8_t *const slots = allocate((size_t)slots_bytes, 1);
     uint8_t *const overflow = allocate((size_t)overflow_bytes, 1);
-    uint8_t *const scratch = allocate(2, ROW_BYTES);
     const ibp_table table = {
         .num_items = NUM_ROWS,
         .item_bytes = ROW_BYTES,
@@ -121,8 +123,9 @@ int main(void)
         .slot_bytes = slot_bytes,
         .codebook = codebook,
     };
+    check(ibp_check_table(&table), "ibp_check_table");
     ibp_fault fault = {0};
-    check(ibp_encode_rows(&table, bytes, 0, NUM_ROWS, slots, overflow, scratch, &fault), "ibp_encode_rows");
+    check(ibp_encode_rows(&table, bytes, 0, NUM_ROWS, slots, overflow, scratch, scratch_bytes, &fault), "ibp_encode_rows");
 
     /* 5. Gather rows by their ids. */
     int64_t *const ids = allocate(NUM_IDS, sizeof *ids);
@@ -130,17 +133,17 @@ int main(void)
     for (int k = 0; k < NUM_IDS; k++) ids[k] = random_bits(&state) % NUM_ROWS;
     uint8_t *const rows = allocate(NUM_IDS, ROW_BYTES);
     const ibp_ids wanted = {.data = ids, .count = NUM_IDS, .id_bytes = sizeof *ids};
-    check(ibp_gather_items(&table, &wanted, 0, NUM_IDS, rows, scratch, &fault), "ibp_gather_items");
+    check(ibp_gather_items(&table, &wanted, 0, NUM_IDS, rows, scratch, scratch_bytes, &fault), "ibp_gather_items");
     for (int k = 0; k < NUM_IDS; k++) check_bytes(rows + (size_t)k * ROW_BYTES, bytes + ids[k] * ROW_BYTES, ROW_BYTES, "gathered row");
 
     /* 6. Decode the whole table. */
     uint8_t *const all = allocate((size_t)num_bytes, 1);
-    check(ibp_decode_bytes(&table, 0, num_bytes, all, scratch, &fault), "ibp_decode_bytes");
+    check(ibp_decode_bytes(&table, 0, num_bytes, all, scratch, scratch_bytes, &fault), "ibp_decode_bytes");
     check_bytes(all, bytes, (size_t)num_bytes, "whole table");
 
     /* 7. An id out of range leaves zeros in its place and is noted with its position. */
     ids[7] = NUM_ROWS;
-    const ibp_status status = ibp_gather_items(&table, &wanted, 0, NUM_IDS, rows, scratch, &fault);
+    const ibp_status status = ibp_gather_items(&table, &wanted, 0, NUM_IDS, rows, scratch, scratch_bytes, &fault);
     if (status != IBP_INDEX_OUT_OF_RANGE || fault.position != 7 || fault.id != NUM_ROWS) return EXIT_FAILURE;
     printf("ids[%lld] = %lld: %s\n", (long long)fault.position, (long long)fault.id, ibp_status_string(status));
 

@@ -240,7 +240,7 @@ def tensor_of(values: Any, name: str) -> torch.Tensor:
     if not isinstance(values, (list, tuple, range, np.ndarray, np.generic)):
         raise TypeError(f"{name} is a {type(values).__name__}; wanted an integer tensor, a sequence of ints or a numpy array")
     try:
-        tensor = torch.as_tensor(values)
+        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)  # a copy: of any strides, and writable
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name} is a {type(values).__name__} that is no array of integers: {error}") from error
     return tensor if tensor.numel() else tensor.to(torch.int64)

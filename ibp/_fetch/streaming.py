@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,7 +113,15 @@ class _Job(NamedTuple):
         return self.table.resident_bytes * (self.end - self.start) // self.table.original_bytes
 
 
-Decode = Callable[[_Job, int, torch.Tensor, torch.Tensor], None]  # job, SMs (0: all), result, fault
+class Decoder:
+    """What decodes the jobs of a request, one after the other, on the worker's current stream: here, where a kernel reads the rows."""
+
+    def decode(self, job: _Job, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
+        """Queues a job with at most this many SMs (0: all); notes in fault what goes wrong."""
+        torch.ops.ibp.decode_bytes.default(*job.table._arguments(job.worker), job.start, job.end, sms, result, fault)
+
+    def close(self) -> None:
+        """Gives back what was borrowed for the request."""
 
 
 class Request(NamedTuple):
@@ -128,9 +135,9 @@ class Request(NamedTuple):
 class TensorPath(Path[Request]):
     """A path that whole tensors take."""
 
-    def run(self, request: Request) -> contextlib.AbstractContextManager[Decode]:
-        """For the time of the request, what decodes each of its jobs, in their order, on the worker's current stream."""
-        return contextlib.nullcontext(_decode_in_place)
+    def run(self, request: Request) -> Decoder:
+        """What decodes each of the request's jobs, in their order; the caller closes it."""
+        return _KERNEL
 
     def can(self, request: Request) -> str | None:
         return None if request.over_the_link else "it goes from pinned host memory to a GPU"
@@ -144,13 +151,16 @@ class _Copy(TensorPath):
 
     name = "copy"
 
+    def can(self, request: Request) -> str | None:
+        return "it cannot be compiled: its ring is not torch's" if torch.compiler.is_compiling() else super().can(request)
+
     def cost(self, request: Request) -> float:
         if not request.over_the_link:
             return 2.0
         return 0.5 if sum(job.stored_bytes for job in request.jobs) >= _LEAST_STREAMED_BYTES else 2.0
 
-    def run(self, request: Request) -> contextlib.AbstractContextManager[Decode]:
-        return _borrow_stream(request.worker, len(request.jobs))
+    def run(self, request: Request) -> Decoder:
+        return _Stream(request.worker, len(request.jobs))
 
 
 class _Gpu(TensorPath):
@@ -166,11 +176,8 @@ class _Here(TensorPath):
         return "the rows come over the link" if request.over_the_link else None
 
 
+_KERNEL = Decoder()
 PATHS: tuple[TensorPath, ...] = (_Copy(), _Gpu(), _Here())
-
-
-def _decode_in_place(job: _Job, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
-    torch.ops.ibp.decode_bytes.default(*job.table._arguments(job.worker), job.start, job.end, sms, result, fault)
 
 
 def _refuse(path: TensorPath, jobs: list[_Job]) -> None:
@@ -189,18 +196,22 @@ def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None
         _refuse(asked, jobs)
     on_gpus = [job for job in jobs if job.worker.type == "cuda"]
     for job in on_gpus:  # what waits comes first, so that it does not hold up a stream
-        job.table._raise_pending(job.worker)
+        if not torch.compiler.is_compiling():
+            job.table._raise_pending(job.worker)
         job.table._arguments(job.worker)
     groups: dict[tuple[torch.device, bool], list[_Job]] = {}
     for job in jobs:
         groups.setdefault((job.worker, job.comes_over_the_link), []).append(job)
-    with contextlib.ExitStack() as stack:
-        decoders: dict[tuple[torch.device, bool], Decode] = {}
+    decoders: dict[tuple[torch.device, bool], Decoder] = {}
+    try:
         for (worker, over_the_link), group in groups.items():
             request = Request(group, worker, over_the_link)
             chosen = asked if asked is not None and over_the_link else choose(PATHS, request)
-            decoders[worker, over_the_link] = stack.enter_context(chosen.run(request))
+            decoders[worker, over_the_link] = chosen.run(request)
         results = [_run(job, decoders[job.worker, job.comes_over_the_link], sms) for job in jobs]
+    finally:
+        for decoder in decoders.values():
+            decoder.close()
     if check:
         for job in on_gpus:
             torch.cuda.current_stream(job.worker).synchronize()
@@ -208,8 +219,8 @@ def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None
     return results
 
 
-def _run(job: _Job, decode: Decode, sms: int) -> torch.Tensor:
-    return produce(job.table, job.shape, job.target, job.worker, job.out, False, lambda result, fault: decode(job, sms, result, fault))
+def _run(job: _Job, decoder: Decoder, sms: int) -> torch.Tensor:
+    return produce(job.table, job.shape, job.target, job.worker, job.out, False, lambda result, fault: decoder.decode(job, sms, result, fault))
 
 
 def sms_at_link_rate(num_bytes: int, stored_bytes: int) -> int:
@@ -217,12 +228,21 @@ def sms_at_link_rate(num_bytes: int, stored_bytes: int) -> int:
     return -(-_SMS_AT_LINK_RATE * num_bytes // max(1, stored_bytes))
 
 
-class _Stream:
+_idle_streamers: dict[tuple[int, int], list[_core.Streamer]] = {}  # by device and stream: captures of one stream must not reach another's work
+
+
+class _Stream(Decoder):
     """The streamed jobs of one call on one GPU: the ring they go through, which nobody else uses before the current stream is done with it."""
 
-    def __init__(self, device: torch.device, streamer: _core.Streamer, num_jobs: int) -> None:
-        self.streamer, self.num_jobs, self.num_done = streamer, num_jobs, 0
+    def __init__(self, device: torch.device, num_jobs: int) -> None:
+        self.num_jobs, self.num_done = num_jobs, 0
         self.ring = torch.empty(_RING_BYTES, dtype=torch.uint8, device=device)
+        self._idle = _idle_streamers.setdefault((device.index, torch.cuda.current_stream(device).cuda_stream), [])
+        try:
+            self.streamer = self._idle.pop()
+        except IndexError:
+            with torch.cuda.device(device):  # its streams and events are the current device's
+                self.streamer = _core.Streamer()
 
     def decode(self, job: _Job, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
         sms = sms or sms_at_link_rate(job.end - job.start, job.stored_bytes)
@@ -230,19 +250,5 @@ class _Stream:
         torch.ops.ibp.stream_bytes(*job.table._arguments(job.worker), job.table.bases, job.start, job.end, self.streamer.address, self.num_done == 1,
                                    self.num_done == self.num_jobs, sms, self.ring, bytes_of(result), fault)
 
-
-_idle_streamers: dict[tuple[int, int], list[_core.Streamer]] = {}  # by device and stream: captures of one stream must not reach another's work
-
-
-@contextlib.contextmanager
-def _borrow_stream(device: torch.device, num_jobs: int) -> Iterator[Decode]:
-    idle = _idle_streamers.setdefault((device.index, torch.cuda.current_stream(device).cuda_stream), [])
-    try:
-        streamer = idle.pop()
-    except IndexError:
-        with torch.cuda.device(device):  # its streams and events are the current device's
-            streamer = _core.Streamer()
-    try:
-        yield _Stream(device, streamer, num_jobs).decode
-    finally:
-        idle.append(streamer)
+    def close(self) -> None:
+        self._idle.append(self.streamer)

@@ -12,6 +12,7 @@
 #include <string.h>
 
 extern long num_passed, num_failed;
+extern bool is_quick; /* fewer rounds with other random numbers */
 
 /* Counts, and prints the first failures with the values that the caller names (printf style). */
 #define CHECK(condition, ...)                                                \
@@ -44,6 +45,14 @@ typedef struct buffer {
 buffer buffer_new(size_t size, size_t offset);
 buffer buffer_copy(const uint8_t *bytes, size_t size, size_t offset);
 void buffer_free(buffer *b);
+
+/* Scratch of just the size that rows of row_bytes bytes need, misaligned. */
+buffer scratch_new(uint32_t row_bytes);
+
+/* The functions of ibp.h with such scratch. */
+size_t coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row);
+ibp_status encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes);
+ibp_status decode_row(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row);
 
 /* ---- the rules of FORMAT.md bit by bit: slow, and sharing no code with the core (naive.c) ---- */
 

@@ -1,7 +1,7 @@
-/* emulated_tables.cpp - the kernels of csrc/gather.cu and csrc/encode.cu under emulated_simt.h against the C core: tables of every scheme, good ones and corrupt ones.
+/* emulated_tables.cpp - the kernels of csrc/cuda/decode and csrc/cuda/encode under emulated_simt.h against the C core: tables of every scheme, good ones and corrupt ones.
  * Usage: emulated_tables [seed] [cases] [filter]. filter: part of the description that the cases to run have; "case 17 " is one of them. */
 #include "emulated_simt.h"
-#include "cuda/warp.cuh"
+#include "cuda/launch.cuh"
 
 #include <csignal>
 #include <random>
@@ -146,7 +146,7 @@ void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, boo
     for (uint8_t b : plan) description += std::to_string(b);
     description += " residual_bits=" + std::to_string(p.residual_bits) + " rotate=" + std::to_string(p.rotate) + " per_column=" + std::to_string(p.per_column) +
                    " symbol_bytes=" + std::to_string(p.symbol_bytes);
-    if (ibp_check_planes(&cb) != IBP_OK) abort();
+    if (ibp_check_codebook(&cb) != IBP_OK) abort();
 }
 
 /* ---- rows ---- */
@@ -253,7 +253,8 @@ Made make_table(const std::string &scheme)
     t.slot_bytes = scheme == "raw" || chance(25) ? row_bytes : chance(30) ? 0 : static_cast<uint32_t>(below((row_bytes + 31) / 32)) * 32;
     if (scheme != "raw") {
         made.lengths = Array<uint16_t>(static_cast<size_t>(num_rows)), made.bases = Array<uint64_t>(static_cast<size_t>((num_rows + 31) / 32));
-        ibp_measure_rows(&t.codebook, made.data.data, num_bytes, made.lengths.data);
+        Array<uint8_t> work(ibp_scratch_bytes(t.codebook.row_bytes));
+    ibp_measure_rows(&t.codebook, made.data.data, num_bytes, made.lengths.data, work.data, work.size);
         if (chance(50) && t.slot_bytes != 0 && t.slot_bytes != row_bytes) { /* as an encoder would choose it: about as long as a row */
             const uint32_t length = made.lengths.data[below(made.lengths.size)];
             t.slot_bytes = length / 32 * 32 < row_bytes ? length / 32 * 32 : t.slot_bytes;
@@ -266,11 +267,11 @@ Made make_table(const std::string &scheme)
     made.overflow = Array<uint8_t>(static_cast<size_t>(t.overflow_bytes), offset());
     t.slots = made.slots.data, t.overflow = made.overflow.data, t.lengths = made.lengths.data;
     t.bases = t.overflow_bytes || chance(20) ? made.bases.data : nullptr;
-    Array<uint8_t> scratch(row_bytes);
+    Array<uint8_t> scratch(ibp_scratch_bytes(row_bytes));
     ibp_fault fault = {};
     if (scheme == "raw")
         memcpy(made.slots.data, made.data.data, made.data.size);
-    else if (ibp_encode_rows(&t, made.data.data, 0, num_rows, made.slots.data, made.overflow.data, scratch.data, &fault) != IBP_OK)
+    else if (ibp_encode_rows(&t, made.data.data, 0, num_rows, made.slots.data, made.overflow.data, scratch.data, scratch.size, &fault) != IBP_OK)
         abort();
     long coded = 0, two_parts = 0;
     for (size_t r = 0; r < made.lengths.size; r++) coded += made.lengths.data[r] != 0, two_parts += t.slot_bytes != 0 && made.lengths.data[r] > t.slot_bytes;
@@ -381,12 +382,12 @@ void check_decode(const Made &made, bool whole)
     const size_t offset = choose_offset(), size = static_cast<size_t>(end - start);
     const std::string what = "bytes " + std::to_string(start) + " to " + std::to_string(end) + ", out + " + std::to_string(offset);
     Output met(size, offset), wanted(size, offset);
-    Array<uint8_t> scratch(2 * static_cast<size_t>(row_bytes));
+    Array<uint8_t> scratch(ibp_scratch_bytes(static_cast<uint32_t>(row_bytes)));
     Faults faults;
     for (int64_t at = start; at < end;) {
         const int64_t stop = std::min(end, (at / row_bytes + 1) * row_bytes);
         ibp_fault fault = {};
-        ibp_decode_bytes(&t, at, stop, wanted.out + (at - start), scratch.data, &fault);
+        ibp_decode_bytes(&t, at, stop, wanted.out + (at - start), scratch.data, scratch.size, &fault);
         if (fault.status != 0) faults.all.push_back(fault);
         at = stop;
     }
@@ -425,11 +426,11 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
     const size_t offset = choose_offset();
     const std::string what = std::to_string(count) + " ids of " + std::to_string(sizeof(Id)) + " bytes" + (request.positions ? " with positions" : "") + ", out + " + std::to_string(offset);
     Output met(out_items * item_bytes, offset), wanted(out_items * item_bytes, offset);
-    Array<uint8_t> scratch(2 * size_t{t.codebook.row_bytes});
+    Array<uint8_t> scratch(ibp_scratch_bytes(t.codebook.row_bytes));
     Faults faults;
     for (int64_t k = 0; k < request.count; k++) {
         ibp_fault fault = {};
-        ibp_gather_items(&t, &request, k, k + 1, wanted.out, scratch.data, &fault);
+        ibp_gather_items(&t, &request, k, k + 1, wanted.out, scratch.data, scratch.size, &fault);
         if (fault.status != 0) faults.all.push_back(fault);
     }
     ibp_fault fault = {};
@@ -457,9 +458,9 @@ void check_encode(const Made &made)
     }
     Output slots(made.slots.size, choose_offset()), overflow(made.overflow.size, choose_offset()), wanted_slots(made.slots.size, 0), wanted_overflow(made.overflow.size, 0);
     for (Output *output : {&slots, &overflow, &wanted_slots, &wanted_overflow}) memset(output->bytes.data, 0, output->bytes.size);
-    Array<uint8_t> scratch(t.codebook.row_bytes);
+    Array<uint8_t> scratch(ibp_scratch_bytes(t.codebook.row_bytes));
     ibp_fault fault = {};
-    if (ibp_encode_rows(&t, made.data.data, 0, num_rows, wanted_slots.out, wanted_overflow.out, scratch.data, &fault) != IBP_OK) abort();
+    if (ibp_encode_rows(&t, made.data.data, 0, num_rows, wanted_slots.out, wanted_overflow.out, scratch.data, scratch.size, &fault) != IBP_OK) abort();
     simt::watch(slots.bytes.data, slots.bytes.size);
     if (ibp_cuda_encode_rows(&t, data.data, slots.out, overflow.out, &fault, nullptr) != IBP_OK || fault.status != 0) complain("rows could not be coded");
     compare_bytes(slots, wanted_slots, made.slots.size, "slots");

@@ -4,6 +4,7 @@
 #include <time.h>
 
 long num_passed, num_failed;
+bool is_quick;
 
 static void run(const char *name, void (*test)(void))
 {
@@ -14,8 +15,10 @@ static void run(const char *name, void (*test)(void))
            (double)(clock() - start) / CLOCKS_PER_SEC);
 }
 
-int main(void)
+/* With the argument "quick": fewer rounds of what repeats itself with other random numbers. */
+int main(int count, char **arguments)
 {
+    is_quick = count > 1 && strcmp(arguments[1], "quick") == 0;
     run("bits", test_bits);
     run("status", test_status);
     run("codebook", test_codebook);

@@ -41,6 +41,36 @@ void buffer_free(buffer *b)
     *b = (buffer){0};
 }
 
+buffer scratch_new(uint32_t row_bytes) { return buffer_new(ibp_scratch_bytes(row_bytes), row_bytes % 16); }
+
+/* Scratch that is kept from one row to the next. */
+static const buffer *scratch_of(const ibp_codebook *codebook)
+{
+    static buffer scratch;
+    if (scratch.size == ibp_scratch_bytes(codebook->row_bytes)) return &scratch;
+    buffer_free(&scratch);
+    scratch = scratch_new(codebook->row_bytes);
+    return &scratch;
+}
+
+size_t coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row)
+{
+    const buffer *const scratch = scratch_of(codebook);
+    return ibp_coded_row_bytes(codebook, row, scratch->data, scratch->size);
+}
+
+ibp_status encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+{
+    const buffer *const scratch = scratch_of(codebook);
+    return ibp_encode_row(codebook, row, dst, dst_bytes, coded_bytes, scratch->data, scratch->size);
+}
+
+ibp_status decode_row(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row)
+{
+    const buffer *const scratch = scratch_of(codebook);
+    return ibp_decode_row(codebook, src, src_bytes, row, scratch->data, scratch->size);
+}
+
 static uint8_t mask_byte(rng *r, int kind, uint32_t i, uint32_t chunk_bytes)
 {
     const uint8_t a = (uint8_t)rng_next(r), b = (uint8_t)rng_next(r), c = (uint8_t)rng_next(r);

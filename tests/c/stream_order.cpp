@@ -50,15 +50,16 @@ struct Tensor {
         table.num_items = num_bytes, table.item_bytes = 1, table.codebook = codebook, table.slot_bytes = slot_sizes[below(3)];
         const int64_t num_rows = ibp_num_rows(&table);
         lengths.resize(static_cast<size_t>(num_rows)), bases.resize(static_cast<size_t>(num_rows + 31) / 32);
-        ibp_measure_rows(&codebook, data.data(), num_bytes, lengths.data());
+        uint8_t scratch[IBP_SCRATCH_BYTES(kRowBytes)];
+        ibp_measure_rows(&codebook, data.data(), num_bytes, lengths.data(), scratch, sizeof scratch);
         table.lengths = raw ? nullptr : lengths.data();
         ibp_index_rows(table.lengths, num_bytes, kRowBytes, table.slot_bytes, bases.data(), &table.overflow_bytes);
         table.slots_bytes = table.slot_bytes == kRowBytes ? num_bytes : num_rows * table.slot_bytes;
         slots.resize(static_cast<size_t>(table.slots_bytes)), overflow.resize(static_cast<size_t>(table.overflow_bytes));
         table.slots = slots.data(), table.overflow = overflow.data();
         table.bases = table.overflow_bytes ? bases.data() : nullptr;
-        uint8_t scratch[kRowBytes];
-        if (ibp_encode_rows(&table, data.data(), 0, num_rows, slots.data(), overflow.data(), scratch, &fault) != IBP_OK) abort();
+        if (ibp_encode_rows(&table, data.data(), 0, num_rows, slots.data(), overflow.data(), scratch, sizeof scratch, &fault) != IBP_OK)
+            abort();
         start = below(3) ? 0 : static_cast<int64_t>(below(data.size()));
         end = below(3) ? num_bytes : start + static_cast<int64_t>(below(data.size() - static_cast<size_t>(start) + 1));
         out.resize(static_cast<size_t>(end - start));
@@ -132,8 +133,8 @@ extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t star
 {
     num_decodes++;
     stream->add([=, block = *table] {
-        uint8_t scratch[2 * kRowBytes];
-        ibp_decode_bytes(&block, start, end, out, scratch, fault);
+        uint8_t scratch[IBP_SCRATCH_BYTES(kRowBytes)];
+        ibp_decode_bytes(&block, start, end, out, scratch, sizeof scratch, fault);
     });
     return IBP_OK;
 }

@@ -7,7 +7,7 @@ enum { NUM_LARGE_ROWS = sizeof large_rows / sizeof *large_rows };
 static void check_decode(const sample *s, const uint8_t *coded, size_t coded_bytes, const uint8_t *expected, size_t offset)
 {
     buffer src = buffer_copy(coded, coded_bytes, offset), row = buffer_new(s->masks.row_bytes, offset + 1);
-    const ibp_status status = ibp_decode_row(&s->codebook, src.data, coded_bytes, row.data);
+    const ibp_status status = decode_row(&s->codebook, src.data, coded_bytes, row.data);
     if (expected) {
         CHECK(status == IBP_OK, "row of %u, %zu coded bytes: %s", s->masks.row_bytes, coded_bytes, ibp_status_string(status));
         CHECK(memcmp(row.data, expected, row.size) == 0, "row of %u, chunks of %u", s->masks.row_bytes, s->masks.chunk_bytes);
@@ -22,14 +22,14 @@ static void check_encode(const sample *s, const uint8_t *row, const uint8_t *exp
 {
     size_t coded_bytes = 0;
     buffer dst = buffer_new(expected_bytes, offset);
-    CHECK(ibp_coded_row_bytes(&s->codebook, row) == expected_bytes, "%zu", ibp_coded_row_bytes(&s->codebook, row));
-    const ibp_status status = ibp_encode_row(&s->codebook, row, dst.data, dst.size, &coded_bytes);
+    CHECK(coded_row_bytes(&s->codebook, row) == expected_bytes, "%zu", coded_row_bytes(&s->codebook, row));
+    const ibp_status status = encode_row(&s->codebook, row, dst.data, dst.size, &coded_bytes);
     CHECK(status == IBP_OK && coded_bytes == expected_bytes, "row of %u: %s", s->masks.row_bytes, ibp_status_string(status));
     CHECK(memcmp(dst.data, expected, expected_bytes) == 0, "row of %u, chunks of %u", s->masks.row_bytes, s->masks.chunk_bytes);
     buffer_free(&dst);
 
     dst = buffer_new(expected_bytes - 1, offset);
-    CHECK(ibp_encode_row(&s->codebook, row, dst.data, dst.size, &coded_bytes) == IBP_BUFFER_TOO_SMALL, "a byte too few");
+    CHECK(encode_row(&s->codebook, row, dst.data, dst.size, &coded_bytes) == IBP_BUFFER_TOO_SMALL, "a byte too few");
     buffer_free(&dst);
 }
 
@@ -56,7 +56,7 @@ static void check_worked_example(void)
     check_encode(&s, row, coded, sizeof coded, 1);
     check_decode(&s, coded, sizeof coded, row, 1);
     const uint8_t other[] = {0x01, 0x45, 0xEF, 0xBE, 0x3C, 0x12};
-    CHECK(ibp_coded_row_bytes(&s.codebook, other) == 6, "%zu", ibp_coded_row_bytes(&s.codebook, other));
+    CHECK(coded_row_bytes(&s.codebook, other) == 6, "%zu", coded_row_bytes(&s.codebook, other));
 }
 
 void test_rows(void)

@@ -53,7 +53,8 @@ static made make_table(rng *r, int64_t num_bytes, uint32_t row_bytes, uint32_t s
     t.lengths = malloc((size_t)num_rows * sizeof *t.lengths);
     t.bases = malloc((size_t)((num_rows + 31) / 32) * sizeof *t.bases);
     if (!t.lengths || !t.bases) abort();
-    if (!raw) ibp_measure_rows(&t.sample.codebook, t.data.data, num_bytes, t.lengths);
+    buffer scratch = scratch_new(row_bytes);
+    if (!raw) ibp_measure_rows(&t.sample.codebook, t.data.data, num_bytes, t.lengths, scratch.data, scratch.size);
     ibp_index_rows(raw ? NULL : t.lengths, num_bytes, row_bytes, slot_bytes, t.bases, &t.table.overflow_bytes);
     t.table.slots_bytes = slot_bytes == row_bytes ? num_bytes : num_rows * slot_bytes;
     t.slots = buffer_new((size_t)t.table.slots_bytes, 0);
@@ -62,10 +63,10 @@ static made make_table(rng *r, int64_t num_bytes, uint32_t row_bytes, uint32_t s
     t.table.overflow = t.overflow.data;
     t.table.lengths = raw ? NULL : t.lengths;
     t.table.bases = t.table.overflow_bytes ? t.bases : NULL;
-    buffer scratch = buffer_new(row_bytes, 0);
+    
     ibp_fault fault = {0};
     const ibp_status status =
-        ibp_encode_rows(&t.table, t.data.data, 0, num_rows, t.slots.data, t.overflow.data, scratch.data, &fault);
+        ibp_encode_rows(&t.table, t.data.data, 0, num_rows, t.slots.data, t.overflow.data, scratch.data, scratch.size, &fault);
     CHECK(status == IBP_OK && fault.status == IBP_OK, "%s", ibp_status_string(status));
     buffer_free(&scratch);
     return t;
@@ -90,13 +91,13 @@ static bool decode_chunk(const made *t, const ibp_chunk *chunk, uint8_t *out)
                   end = last < num_bytes ? last : num_bytes;
     buffer slots = buffer_copy(t->slots.data + chunk->slots_start, chunk->slots_bytes, 0);
     buffer overflow = buffer_copy(t->overflow.data + chunk->overflow_start, chunk->overflow_bytes, 0);
-    buffer scratch = buffer_new(2 * (size_t)row_bytes, 0);
+    buffer scratch = scratch_new((uint32_t)row_bytes);
     ibp_table block = t->table;
     block.slots = slots.data, block.slots_start = chunk->slots_start, block.slots_bytes = (int64_t)chunk->slots_bytes;
     block.overflow = overflow.data, block.overflow_start = chunk->overflow_start,
     block.overflow_bytes = (int64_t)chunk->overflow_bytes;
     ibp_fault fault = {0};
-    const bool intact = ibp_decode_bytes(&block, start, end, out + start, scratch.data, &fault) == IBP_OK;
+    const bool intact = ibp_decode_bytes(&block, start, end, out + start, scratch.data, scratch.size, &fault) == IBP_OK;
     buffer_free(&slots);
     buffer_free(&overflow);
     buffer_free(&scratch);

@@ -32,7 +32,9 @@ static made make_table(rng *r, sample s, int64_t num_items, int64_t item_bytes, 
     CHECK(num_rows == (num_bytes + row_bytes - 1) / row_bytes, "%lld rows", (long long)num_rows);
     t.lengths = exact_array(num_rows, sizeof *t.lengths);
     t.bases = exact_array((num_rows + 31) / 32, sizeof *t.bases);
-    ibp_measure_rows(&s.codebook, t.data.data, num_bytes, t.lengths);
+    buffer scratch = scratch_new((uint32_t)row_bytes);
+    CHECK(ibp_measure_rows(&s.codebook, t.data.data, num_bytes, t.lengths, scratch.data, scratch.size) == IBP_OK, "%s", "measured");
+    buffer_free(&scratch);
     ibp_index_rows(t.lengths, num_bytes, (uint32_t)row_bytes, slot_bytes, t.bases, &t.table.overflow_bytes);
     t.table.slots_bytes = slot_bytes == row_bytes ? num_bytes : num_rows * slot_bytes;
     t.slots = buffer_new((size_t)t.table.slots_bytes, rng_below(r, 4));
@@ -47,11 +49,11 @@ static made make_table(rng *r, sample s, int64_t num_items, int64_t item_bytes, 
 static void encode_table(made *t, int64_t num_parts)
 {
     const int64_t num_rows = ibp_num_rows(&t->table);
-    buffer scratch = buffer_new(t->sample.masks.row_bytes, 1);
+    buffer scratch = scratch_new(t->sample.masks.row_bytes);
     for (int64_t part = 0; part < num_parts; part++) {
         ibp_fault fault = {0};
         const ibp_status status = ibp_encode_rows(&t->table, t->data.data, num_rows * part / num_parts, num_rows * (part + 1) / num_parts,
-                                                  t->slots.data, t->overflow.data, scratch.data, &fault);
+                                                  t->slots.data, t->overflow.data, scratch.data, scratch.size, &fault);
         CHECK(status == IBP_OK && fault.status == IBP_OK && fault.taken == 0, "%s", ibp_status_string(status));
     }
     buffer_free(&scratch);
@@ -101,11 +103,11 @@ static void check_gather(rng *r, const made *t, uint32_t id_bytes)
     int32_t ids32[NUM_IDS];
     for (int k = 0; k < NUM_IDS; k++) ids32[k] = (int32_t)(ids64[k] = rng_below(r, (uint32_t)t->table.num_items));
     const ibp_ids ids = {.data = id_bytes == 4 ? (const void *)ids32 : ids64, .count = NUM_IDS, .id_bytes = id_bytes};
-    buffer out = buffer_new(NUM_IDS * item, 1), scratch = buffer_new(2 * (size_t)t->sample.masks.row_bytes, 0);
+    buffer out = buffer_new(NUM_IDS * item, 1), scratch = scratch_new(t->sample.masks.row_bytes);
     ibp_fault fault = {0};
-    CHECK(ibp_gather_items(&t->table, &ids, 0, 20, out.data, scratch.data, &fault) == IBP_OK, "%s", "the first half");
+    CHECK(ibp_gather_items(&t->table, &ids, 0, 20, out.data, scratch.data, scratch.size, &fault) == IBP_OK, "%s", "the first half");
     CHECK(out.size == 20 * item || out.data[20 * item] == 0xA5, "%s", "writes past the last position");
-    CHECK(ibp_gather_items(&t->table, &ids, 20, NUM_IDS, out.data, scratch.data, &fault) == IBP_OK, "%s", "the rest");
+    CHECK(ibp_gather_items(&t->table, &ids, 20, NUM_IDS, out.data, scratch.data, scratch.size, &fault) == IBP_OK, "%s", "the rest");
     CHECK(fault.status == IBP_OK, "%lld", (long long)fault.status);
     for (size_t k = 0; k < NUM_IDS; k++)
         CHECK(memcmp(out.data + k * item, t->data.data + (size_t)ids64[k] * item, item) == 0, "id %lld", (long long)ids64[k]);
@@ -115,14 +117,14 @@ static void check_gather(rng *r, const made *t, uint32_t id_bytes)
 
 static void check_decode_bytes(rng *r, const made *t)
 {
-    buffer scratch = buffer_new(2 * (size_t)t->sample.masks.row_bytes, 0);
+    buffer scratch = scratch_new(t->sample.masks.row_bytes);
     const int64_t num_bytes = (int64_t)t->data.size;
     for (int i = 0; i < 8; i++) {
         const int64_t a = i == 0 ? 0 : rng_below(r, (uint32_t)num_bytes + 1), b = rng_below(r, (uint32_t)num_bytes + 1);
         const int64_t start = a < b ? a : b, end = i == 0 ? num_bytes : a < b ? b : a;
         buffer out = buffer_new((size_t)(end - start), 1);
         ibp_fault fault = {0};
-        CHECK(ibp_decode_bytes(&t->table, start, end, out.data, scratch.data, &fault) == IBP_OK, "%lld to %lld", (long long)start,
+        CHECK(ibp_decode_bytes(&t->table, start, end, out.data, scratch.data, scratch.size, &fault) == IBP_OK, "%lld to %lld", (long long)start,
               (long long)end);
         CHECK(out.size == 0 || memcmp(out.data, t->data.data + start, out.size) == 0, "%lld to %lld", (long long)start, (long long)end);
         buffer_free(&out);
@@ -131,7 +133,7 @@ static void check_decode_bytes(rng *r, const made *t)
     ibp_fault fault = {0};
     const int64_t bad[][2] = {{-1, 0}, {1, 0}, {0, num_bytes + 1}, {num_bytes + 1, num_bytes + 1}, {INT64_MIN, INT64_MAX}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        CHECK(ibp_decode_bytes(&t->table, bad[i][0], bad[i][1], &byte, scratch.data, &fault) == IBP_INVALID_ARGUMENT, "range %zu", i);
+        CHECK(ibp_decode_bytes(&t->table, bad[i][0], bad[i][1], &byte, scratch.data, scratch.size, &fault) == IBP_INVALID_ARGUMENT, "range %zu", i);
     buffer_free(&scratch);
 }
 
@@ -142,11 +144,11 @@ static void check_bad_ids(const made *t)
     enum { NUM_IDS = sizeof ids64 / sizeof *ids64 };
     const size_t item = (size_t)t->table.item_bytes;
     const ibp_ids ids = {.data = ids64, .count = NUM_IDS, .id_bytes = 8};
-    buffer out = buffer_new(NUM_IDS * item, 0), scratch = buffer_new(2 * (size_t)t->sample.masks.row_bytes, 0);
+    buffer out = buffer_new(NUM_IDS * item, 0), scratch = scratch_new(t->sample.masks.row_bytes);
     buffer zeros = buffer_new(item, 0);
     memset(zeros.data, 0, item);
     ibp_fault fault = {0};
-    CHECK(ibp_gather_items(&t->table, &ids, 0, NUM_IDS, out.data, scratch.data, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "bad ids");
+    CHECK(ibp_gather_items(&t->table, &ids, 0, NUM_IDS, out.data, scratch.data, scratch.size, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "bad ids");
     CHECK(fault.status == IBP_INDEX_OUT_OF_RANGE && fault.position == 1 && fault.id == -1, "position %lld, id %lld",
           (long long)fault.position, (long long)fault.id);
     for (size_t k = 0; k < NUM_IDS; k++) {
@@ -154,17 +156,18 @@ static void check_bad_ids(const made *t)
         const uint8_t *const expected = good ? t->data.data + (size_t)ids64[k] * item : zeros.data;
         CHECK(memcmp(out.data + k * item, expected, item) == 0, "id %lld", (long long)ids64[k]);
     }
-    CHECK(ibp_gather_items(&t->table, &ids, 2, 4, out.data, scratch.data, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "again");
+    CHECK(ibp_gather_items(&t->table, &ids, 2, 4, out.data, scratch.data, scratch.size, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "again");
     CHECK(fault.position == 1, "the first fault stays, not %lld", (long long)fault.position);
     buffer_free(&out);
     buffer_free(&scratch);
     buffer_free(&zeros);
 }
 
-static void check_encode_fault(made *t, int64_t first, int64_t last, int64_t bad_row, ibp_status expected, uint8_t *scratch)
+static void check_encode_fault(made *t, int64_t first, int64_t last, int64_t bad_row, ibp_status expected, const buffer *scratch)
 {
     ibp_fault fault = {0};
-    const ibp_status status = ibp_encode_rows(&t->table, t->data.data, first, last, t->slots.data, t->overflow.data, scratch, &fault);
+    const ibp_status status = ibp_encode_rows(&t->table, t->data.data, first, last, t->slots.data, t->overflow.data, scratch->data, scratch->size,
+                                              &fault);
     CHECK(status == expected && fault.status == (int64_t)expected, "row %lld: %s", (long long)bad_row, ibp_status_string(status));
     CHECK(fault.position == bad_row && fault.id == bad_row, "row %lld, not %lld", (long long)fault.position, (long long)bad_row);
 }
@@ -174,14 +177,14 @@ static void check_encode_errors(made *t)
 {
     const int64_t num_rows = ibp_num_rows(&t->table);
     const ibp_table good = t->table;
-    buffer scratch = buffer_new(t->sample.masks.row_bytes, 0);
+    buffer scratch = scratch_new(t->sample.masks.row_bytes);
     for (int64_t r = 0; r < num_rows; r++) {
         if (t->lengths[r] < 2) continue;
         t->lengths[r]--;
-        check_encode_fault(t, r > 2 ? r - 2 : 0, r + 1, r, IBP_CORRUPT_ROW, scratch.data);
+        check_encode_fault(t, r > 2 ? r - 2 : 0, r + 1, r, IBP_CORRUPT_ROW, &scratch);
         t->lengths[r] = (uint16_t)(t->lengths[r] + 2); /* one more than it has: corrupt, or where it ends in no room */
         ibp_fault fault = {0};
-        CHECK(ibp_encode_rows(&t->table, t->data.data, r, r + 1, t->slots.data, t->overflow.data, scratch.data, &fault) != IBP_OK, "row %lld",
+        CHECK(ibp_encode_rows(&t->table, t->data.data, r, r + 1, t->slots.data, t->overflow.data, scratch.data, scratch.size, &fault) != IBP_OK, "row %lld",
               (long long)r);
         CHECK(fault.status != IBP_OK && fault.position == r, "row %lld", (long long)fault.position);
         t->lengths[r]--;
@@ -190,13 +193,13 @@ static void check_encode_errors(made *t)
         const uint32_t stored = t->lengths[r] ? t->lengths[r] : naive_valid_bytes(&t->table, r);
         if (stored <= good.slot_bytes) continue;
         t->table.overflow_bytes = 0;
-        check_encode_fault(t, 0, num_rows, r, IBP_BUFFER_TOO_SMALL, scratch.data);
+        check_encode_fault(t, 0, num_rows, r, IBP_BUFFER_TOO_SMALL, &scratch);
         t->table = good;
         break;
     }
     if (good.slots_bytes > 0) {
         t->table.slots_bytes = 0;
-        check_encode_fault(t, 0, num_rows, 0, IBP_BUFFER_TOO_SMALL, scratch.data);
+        check_encode_fault(t, 0, num_rows, 0, IBP_BUFFER_TOO_SMALL, &scratch);
         t->table = good;
     }
     buffer_free(&scratch);
@@ -209,7 +212,7 @@ static void check_overflow_start(const made *t)
     if (t->table.overflow_bytes == 0 || t->table.slots_bytes > 0 || ibp_num_rows(&t->table) <= first) return;
     if (t->table.item_bytes != row_bytes) return;
     const uint64_t start = t->bases[1];
-    buffer block = buffer_new(t->overflow.size - (size_t)start, 0), scratch = buffer_new((size_t)row_bytes, 0);
+    buffer block = buffer_new(t->overflow.size - (size_t)start, 0), scratch = scratch_new((uint32_t)row_bytes);
     ibp_table rest = t->table;
     rest.num_items -= first;
     rest.lengths += first;
@@ -219,7 +222,7 @@ static void check_overflow_start(const made *t)
     rest.overflow_bytes = (int64_t)block.size;
     ibp_fault fault = {0};
     const ibp_status status = ibp_encode_rows(&rest, t->data.data + first * row_bytes, 0, (num_bytes - 1) / row_bytes + 1 - first,
-                                              NULL, block.data, scratch.data, &fault);
+                                              NULL, block.data, scratch.data, scratch.size, &fault);
     CHECK(status == IBP_OK, "%s", ibp_status_string(status));
     CHECK(memcmp(block.data, t->overflow.data + start, block.size) == 0, "%zu bytes", block.size);
     buffer_free(&block);
@@ -245,7 +248,7 @@ static void check_selection(rng *r, const made *t)
     } else {
         CHECK(measured == IBP_OK, "%s", ibp_status_string(measured));
         buffer rows = buffer_new((size_t)stored_bytes, 1), item = buffer_new((size_t)item_bytes, 0);
-        buffer scratch = buffer_new(2 * (size_t)row_bytes, 0);
+        buffer scratch = scratch_new((uint32_t)row_bytes);
         ibp_table selection = {.num_items = NUM_IDS, .item_bytes = item_bytes, .lengths = lengths, .bases = bases,
                                .overflow = stored_bytes ? rows.data : NULL, .codebook = t->table.codebook};
         ibp_index_rows(lengths, NUM_IDS * item_bytes, (uint32_t)row_bytes, 0, bases, &selection.overflow_bytes);
@@ -256,7 +259,7 @@ static void check_selection(rng *r, const made *t)
         CHECK(ibp_copy_selection(&t->table, &ids, middle, num_rows, rows.data + cut, stored_bytes - cut, &fault) == IBP_OK, "%s", "the rest");
         for (int64_t k = 0; k < NUM_IDS; k++) {
             const ibp_status status =
-                ibp_decode_bytes(&selection, k * item_bytes, (k + 1) * item_bytes, item.data, scratch.data, &fault);
+                ibp_decode_bytes(&selection, k * item_bytes, (k + 1) * item_bytes, item.data, scratch.data, scratch.size, &fault);
             CHECK(status == IBP_OK && memcmp(item.data, t->data.data + ids32[k] * item_bytes, (size_t)item_bytes) == 0, "id %d", ids32[k]);
         }
         CHECK(ibp_copy_selection(&t->table, &ids, 0, num_rows, rows.data, stored_bytes - 1, &fault) == IBP_CORRUPT_ROW, "%s", "no room");
@@ -280,9 +283,9 @@ static void check_positions(const made *t)
     const int32_t ids32[] = {0, (int32_t)t->table.num_items - 1, 0};
     const uint32_t positions[] = {2, 0, 3};
     const ibp_ids ids = {.data = ids32, .count = 3, .id_bytes = 4, .positions = positions, .out_items = 3};
-    buffer out = buffer_new(3 * item, 1), scratch = buffer_new(2 * (size_t)t->sample.masks.row_bytes, 0);
+    buffer out = buffer_new(3 * item, 1), scratch = scratch_new(t->sample.masks.row_bytes);
     ibp_fault fault = {0};
-    CHECK(ibp_gather_items(&t->table, &ids, 0, 3, out.data, scratch.data, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "no position 3");
+    CHECK(ibp_gather_items(&t->table, &ids, 0, 3, out.data, scratch.data, scratch.size, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "no position 3");
     CHECK(fault.position == 3 && fault.id == 0, "%lld", (long long)fault.position);
     CHECK(memcmp(out.data + 2 * item, t->data.data, item) == 0, "%s", "the first item");
     CHECK(memcmp(out.data, t->data.data + (size_t)ids32[1] * item, item) == 0, "%s", "the last item");
@@ -312,7 +315,7 @@ static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32
 
 static void check_raw_table(void)
 {
-    uint8_t data[50], out[50], scratch[32];
+    uint8_t data[50], out[50], scratch[IBP_SCRATCH_BYTES(16)];
     rng r = rng_seed(6);
     rng_fill(&r, data, sizeof data);
     const ibp_table table = {.num_items = 10, .item_bytes = 5, .slots = data, .slots_bytes = 50, .slot_bytes = 16,
@@ -321,9 +324,9 @@ static void check_raw_table(void)
     const ibp_ids ids = {.data = ids64, .count = 5, .id_bytes = 8};
     ibp_fault fault = {0};
     CHECK(ibp_num_rows(&table) == 4, "%lld", (long long)ibp_num_rows(&table));
-    CHECK(ibp_gather_items(&table, &ids, 0, 5, out, scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
+    CHECK(ibp_gather_items(&table, &ids, 0, 5, out, scratch, sizeof scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
     for (int k = 0; k < 5; k++) CHECK(memcmp(out + 5 * k, data + 5 * ids64[k], 5) == 0, "id %lld", (long long)ids64[k]);
-    CHECK(ibp_decode_bytes(&table, 0, 50, out, scratch, &fault) == IBP_OK && memcmp(out, data, 50) == 0, "%s", "all of it");
+    CHECK(ibp_decode_bytes(&table, 0, 50, out, scratch, sizeof scratch, &fault) == IBP_OK && memcmp(out, data, 50) == 0, "%s", "all of it");
 }
 
 static void check_empty_table(void)
@@ -331,13 +334,13 @@ static void check_empty_table(void)
     const ibp_table table = {.num_items = 0, .item_bytes = 4, .slot_bytes = 4, .codebook = {.row_bytes = 4}};
     const int64_t zero = 0;
     const ibp_ids none = {.data = &zero, .count = 0, .id_bytes = 8}, one = {.data = &zero, .count = 1, .id_bytes = 8};
-    uint8_t out[4] = {1, 1, 1, 1}, scratch[8];
+    uint8_t out[4] = {1, 1, 1, 1}, scratch[IBP_SCRATCH_BYTES(4)];
     ibp_fault fault = {0};
     CHECK(ibp_num_rows(&table) == 0, "%lld", (long long)ibp_num_rows(&table));
-    CHECK(ibp_gather_items(&table, &none, 0, 0, NULL, scratch, &fault) == IBP_OK, "%s", "no ids");
-    CHECK(ibp_gather_items(&table, &one, 0, 1, out, scratch, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "an id of nothing");
+    CHECK(ibp_gather_items(&table, &none, 0, 0, NULL, scratch, sizeof scratch, &fault) == IBP_OK, "%s", "no ids");
+    CHECK(ibp_gather_items(&table, &one, 0, 1, out, scratch, sizeof scratch, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "an id of nothing");
     CHECK(out[0] == 0 && out[3] == 0, "%u", out[0]);
-    CHECK(ibp_decode_bytes(&table, 0, 0, NULL, scratch, &fault) == IBP_OK, "%s", "no bytes");
+    CHECK(ibp_decode_bytes(&table, 0, 0, NULL, scratch, sizeof scratch, &fault) == IBP_OK, "%s", "no bytes");
     int64_t overflow_bytes = -1;
     ibp_index_rows(NULL, 0, 4, 0, NULL, &overflow_bytes);
     CHECK(overflow_bytes == 0, "%lld", (long long)overflow_bytes);
@@ -399,7 +402,7 @@ static void shrink_to_fit(made *t)
 static void check_against_naive(const made *t)
 {
     const int64_t num_rows = ibp_num_rows(&t->table), row_bytes = t->sample.masks.row_bytes;
-    buffer out = buffer_new(t->data.size, 0), expected = buffer_new(t->data.size, 0), scratch = buffer_new(2 * (size_t)row_bytes, 0);
+    buffer out = buffer_new(t->data.size, 0), expected = buffer_new(t->data.size, 0), scratch = scratch_new((uint32_t)row_bytes);
     int64_t first_bad = -1;
     for (int64_t r = 0; r < num_rows; r++) {
         uint8_t *const row = expected.data + r * row_bytes;
@@ -408,7 +411,7 @@ static void check_against_naive(const made *t)
         if (first_bad < 0) first_bad = r;
     }
     ibp_fault fault = {0};
-    const ibp_status status = ibp_decode_bytes(&t->table, 0, (int64_t)out.size, out.data, scratch.data, &fault);
+    const ibp_status status = ibp_decode_bytes(&t->table, 0, (int64_t)out.size, out.data, scratch.data, scratch.size, &fault);
     CHECK(status == (first_bad < 0 ? IBP_OK : IBP_CORRUPT_ROW), "%s, first bad row %lld", ibp_status_string(status), (long long)first_bad);
     CHECK(fault.status == (int64_t)status && (first_bad < 0 || fault.id == first_bad), "row %lld, not %lld", (long long)fault.id,
           (long long)first_bad);
@@ -425,9 +428,9 @@ static void check_gather_of_corrupt_row(rng *r)
     t.lengths[7] = 1;
     const int32_t ids32[] = {5, 7, 7, 6, -2};
     const ibp_ids ids = {.data = ids32, .count = 5, .id_bytes = 4};
-    uint8_t out[5 * 64], scratch[2 * 64];
+    uint8_t out[5 * 64], scratch[IBP_SCRATCH_BYTES(64)];
     ibp_fault fault = {0};
-    CHECK(ibp_gather_items(&t.table, &ids, 0, 5, out, scratch, &fault) == IBP_CORRUPT_ROW, "%lld", (long long)fault.status);
+    CHECK(ibp_gather_items(&t.table, &ids, 0, 5, out, scratch, sizeof scratch, &fault) == IBP_CORRUPT_ROW, "%lld", (long long)fault.status);
     CHECK(fault.status == IBP_CORRUPT_ROW && fault.position == 1 && fault.id == 7, "position %lld", (long long)fault.position);
     CHECK(memcmp(out, t.data.data + 5 * 64, 64) == 0 && memcmp(out + 3 * 64, t.data.data + 6 * 64, 64) == 0, "%s", "good rows");
     for (int i = 0; i < 64; i++) CHECK(out[64 + i] == 0 && out[128 + i] == 0 && out[256 + i] == 0, "byte %d", i);
@@ -501,7 +504,7 @@ static void check_row_past_4_gib(uint32_t slot_bytes)
     uint16_t *const lengths = calloc((size_t)num_rows, sizeof *lengths);
     if (!lengths) abort();
     sample_rows(&r, &s, 0, data + last * row_bytes, row_bytes);
-    const size_t coded = ibp_coded_row_bytes(&s.codebook, data + last * row_bytes);
+    const size_t coded = coded_row_bytes(&s.codebook, data + last * row_bytes);
     lengths[last] = (uint16_t)coded;
     ibp_table table = {.num_items = num_rows, .item_bytes = row_bytes, .lengths = lengths, .slot_bytes = slot_bytes,
                        .codebook = s.codebook};
@@ -512,15 +515,15 @@ static void check_row_past_4_gib(uint32_t slot_bytes)
     table.overflow = slot_bytes ? NULL : stored;
     table.bases = slot_bytes ? NULL : bases;
 
-    uint8_t scratch[2 * 4096], out[2 * 4096];
+    uint8_t scratch[IBP_SCRATCH_BYTES(4096)], out[2 * 4096];
     ibp_fault fault = {0};
     const ibp_status status =
-        ibp_encode_rows(&table, data, last, num_rows, slot_bytes ? stored : NULL, slot_bytes ? NULL : stored, scratch, &fault);
+        ibp_encode_rows(&table, data, last, num_rows, slot_bytes ? stored : NULL, slot_bytes ? NULL : stored, scratch, sizeof scratch, &fault);
     CHECK(status == IBP_OK, "%s", ibp_status_string(status));
     CHECK(naive_read_row(&s.masks, &table, last, out) && memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
     const int64_t ids64[] = {last, last - 1};
     const ibp_ids ids = {.data = ids64, .count = 2, .id_bytes = 8};
-    CHECK(ibp_gather_items(&table, &ids, 0, 2, out, scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
+    CHECK(ibp_gather_items(&table, &ids, 0, 2, out, scratch, sizeof scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
     CHECK(memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
     CHECK(memcmp(out + row_bytes, data, row_bytes) == 0, "a raw row of zeros, slot_bytes %u", slot_bytes);
 

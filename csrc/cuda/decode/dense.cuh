@@ -11,6 +11,7 @@
 #define IBP_DECODE_DENSE_CUH
 
 #include "../planes_book.cuh"
+#include "decoder.cuh"
 
 namespace ibp {
 
@@ -69,7 +70,7 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
     // Shared memory of a group: of every warp the tables and the bytes of plane 1 and of the tail, then what the warps exchange.
     static __host__ __device__ __forceinline__ uint32_t byte_planes(const ibp_codebook &cb)
     {
-        return cb.planes.symbol_bytes + (cb.planes.per_column ? 1u : 0u);
+        return PlanesBook<T>::symbol_bytes(cb.planes) + (cb.planes.per_column ? 1u : 0u);
     }
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
@@ -157,7 +158,7 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
                 shared_bytes()[to] = kRaw;
                 to += kLevel2;
             }
-            for (uint32_t h = 0; h < cb.planes.symbol_bytes; h++)
+            for (uint32_t h = 0; h < book.symbol_bytes(cb.planes); h++)
                 shared_bytes()[to + h * kLevel2] = static_cast<uint8_t>(symbol >> 8u * h);
         }
         next[0] += n;
@@ -311,10 +312,10 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
 #pragma unroll
         for (uint32_t e = 0; e < kPerVector; e++) symbol[e] = static_cast<T>(bytes[e / 4u] >> 8u * (e % 4u) & 0xffu);
         if (!cb.planes.per_column) {
-            for (uint32_t h = 1; h < cb.planes.symbol_bytes; h++) add_bytes(book, tile, s, h, 8u * h, symbol);
+            for (uint32_t h = 1; h < book.symbol_bytes(cb.planes); h++) add_bytes(book, tile, s, h, 8u * h, symbol);
         } else {
             T raw[kPerVector] = {};
-            for (uint32_t h = 0; h < cb.planes.symbol_bytes; h++) add_bytes(book, tile, s, h + 1u, 8u * h, raw);
+            for (uint32_t h = 0; h < book.symbol_bytes(cb.planes); h++) add_bytes(book, tile, s, h + 1u, 8u * h, raw);
 #pragma unroll
             for (uint32_t e = 0; e < kPerVector; e++) {
                 const uint32_t rank = static_cast<uint32_t>(symbol[e]);

@@ -3,6 +3,7 @@
 #define IBP_DECODE_LISTED_CUH
 
 #include "../planes_book.cuh"
+#include "decoder.cuh"
 
 namespace ibp {
 
@@ -103,7 +104,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ void fill_default(const Window &window) const
     {
         if (cb.planes.default_value == 0u) {
-            group_zero<G>(window.dst, window.high - window.low);
+            zero_bytes(team_of<G>(), window.dst, window.high - window.low);
         } else {
             const bool vectors = window.is_units(cb.row_bytes, 16);
             constexpr uint32_t kRepeats = sizeof(T) == 8 ? 1 : 4 / sizeof(T); // of the element in a word

@@ -2,7 +2,7 @@
 #ifndef IBP_DECODE_MASKS_CUH
 #define IBP_DECODE_MASKS_CUH
 
-#include "../group.cuh"
+#include "decoder.cuh"
 
 namespace ibp {
 

@@ -14,6 +14,7 @@
 #define IBP_DECODE_PAIRS_CUH
 
 #include "../planes_book.cuh"
+#include "decoder.cuh"
 
 namespace ibp {
 

@@ -3,14 +3,19 @@
 #ifndef IBP_ENCODER_CUH
 #define IBP_ENCODER_CUH
 
+#include "../../core/locate.h"
 #include "../warp.cuh"
 
 namespace ibp {
 
 constexpr uint32_t kEncodeThreads = 256, kVector = 16;
 
-// LANES threads that work on one row: a part of a warp for short rows, a warp, or a whole block for long ones.
-template <uint32_t LANES> struct Group {
+// Lanes of a row: as many as rows of a length keep busy. Row bytes up to which it is coded by a part of a warp, and by a warp.
+constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 4096;
+
+// LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. Unlike the groups of
+// group.cuh, those of a warp go ways of their own: collectives name the lanes of the group only.
+template <uint32_t LANES> struct EncodeGroup {
     static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp; // lanes of one warp
     static constexpr bool kIsBlock = LANES > kWarp;
     static_assert(!kIsBlock || LANES == kEncodeThreads, "more than a warp is a block");
@@ -146,7 +151,7 @@ struct PlainRow {
     }
 };
 
-// Sends for a row's bytes, as far as the L2 cache.
+// Prefetches a row's bytes into the L2 cache.
 template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 {
 #ifdef __CUDACC__
@@ -236,41 +241,37 @@ template <class G> __device__ __forceinline__ void copy_out(uint8_t *dst, const 
     for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
 }
 
-// Where a row's bytes go (FORMAT.md section 3). slot_room and room: bytes of the slot and of the overflow room, padding included.
-struct RowPlace {
-    uint64_t slot, overflow;
-    uint32_t stored, slot_room, room;
-    bool raw, in_bounds;
+// Where a row's bytes go. slot_room and room: bytes of the slot and of the overflow room, padding included; 0 where the row has no
+// part there.
+struct RowTarget {
+    ibp_row_place place;
+    uint32_t slot_room, room;
+    bool in_bounds;
 };
 
-template <class G> __device__ __forceinline__ RowPlace place_row(const ibp_table &table, int64_t num_bytes, int64_t row)
+template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_table &table, int64_t row)
 {
-    RowPlace place{};
-    const uint32_t row_bytes = table.codebook.row_bytes, slot_bytes = table.slot_bytes,
-                   length = table.lengths ? table.lengths[row] : 0u;
-    const uint32_t valid = ibp_valid_bytes(num_bytes, row_bytes, row);
-    place.raw = length == 0u;
-    place.stored = place.raw ? valid : length;
-    const uint32_t part = ibp_overflow_part(place.stored, slot_bytes), in_slot = place.stored - part;
-    const uint64_t slots_end = static_cast<uint64_t>(table.slots_bytes);
-    place.slot = static_cast<uint64_t>(row) * slot_bytes - table.slots_start;
-    place.in_bounds = place.stored <= valid && (in_slot == 0u || (place.slot <= slots_end && in_slot <= slots_end - place.slot));
-    if (!place.in_bounds) return place;
-    if (in_slot != 0u) place.slot_room = static_cast<uint32_t>(min(static_cast<uint64_t>(slot_bytes), slots_end - place.slot));
-    if (part == 0u) return place;
-    place.in_bounds = table.bases != nullptr;
-    if (!place.in_bounds) return place;
-    uint32_t before = 0;
-    for (int64_t q = row / IBP_ROWS_PER_BASE * IBP_ROWS_PER_BASE + G::lane() % G::kWidth; q < row; q += G::kWidth)
-        before += ibp_overflow_room(ibp_overflow_part(stored_bytes(table, num_bytes, q), slot_bytes), slot_bytes);
-    const uint64_t start = table.bases[row / IBP_ROWS_PER_BASE] - table.overflow_start,
-                   end = static_cast<uint64_t>(table.overflow_bytes);
-    before = G::sum_in_warp(before);
-    place.overflow = start + before;
-    place.in_bounds = start <= end && uint64_t{before} + part <= end - start;
-    if (place.in_bounds)
-        place.room = static_cast<uint32_t>(min(uint64_t{ibp_overflow_room(part, slot_bytes)}, end - place.overflow));
-    return place;
+    const auto length_of = [&](int64_t r) { return table.lengths ? static_cast<uint32_t>(table.lengths[r]) : 0u; };
+    RowTarget target{};
+    ibp_row_place &place = target.place;
+    place = ibp_split_row(&table, row, length_of(row));
+    uint64_t base = 0;
+    uint32_t rooms = 0;
+    if (ibp_needs_base(&table, &place)) { // the lanes sum the rooms of the rows before
+        for (int64_t r = ibp_first_of_group(row) + G::lane() % G::kWidth; r < row; r += G::kWidth)
+            rooms += ibp_room_of(length_of(r), table.codebook.row_bytes, table.slot_bytes);
+        base = table.bases[ibp_group_of_row(row)];
+        rooms = G::sum_in_warp(rooms);
+    }
+    target.in_bounds = ibp_place_in_bounds(&table, base, rooms, &place);
+    if (!target.in_bounds) return target;
+    const auto left = [](int64_t array_bytes, uint64_t start) { return static_cast<uint64_t>(array_bytes) - start; };
+    if (place.in_slot != 0u)
+        target.slot_room = static_cast<uint32_t>(min(uint64_t{table.slot_bytes}, left(table.slots_bytes, place.slot_start)));
+    if (place.in_overflow != 0u)
+        target.room = static_cast<uint32_t>(min(uint64_t{ibp_overflow_room(place.in_overflow, table.slot_bytes)},
+                                                left(table.overflow_bytes, place.overflow_start)));
+    return target;
 }
 
 } // namespace ibp

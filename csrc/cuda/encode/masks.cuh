@@ -9,8 +9,8 @@
 namespace ibp {
 
 template <uint32_t LANES> struct MasksEncoder {
-    using G = Group<LANES>;
-    using Measurer = MasksEncoder;
+    using Group = EncodeGroup<LANES>;
+    using G = Group;
     const uint32_t *mask, *bitval, *flags;
     uint32_t row_bytes, chunk_bytes, num_flags;
 

@@ -7,15 +7,14 @@
 #ifndef IBP_ENCODE_PAIRS_CUH
 #define IBP_ENCODE_PAIRS_CUH
 
-#include "../digits.cuh"
 #include "planes.cuh"
 
 namespace ibp {
 
 template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, false, LANES> {
     using Base = PlanesEncoder<T, false, LANES>;
-    using G = typename Base::G;
-    using Measurer = Base;
+    using Group = typename Base::Group;
+    using G = Group;
     using Base::codes, Base::columns, Base::planes, Base::row_bytes, Base::symbol_bits;
     static constexpr uint32_t kPerLane = Base::kPerLane, kSteps = 2, kStepBytes = kVector * LANES;
     static constexpr uint32_t kWords = kPerLane / 4u; // that hold a byte of each element of a lane
@@ -176,17 +175,17 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
     {
         uint8_t *const bytes = reinterpret_cast<uint8_t *>(stage.words), *const list = bytes + bit_stage_bytes(row_bytes);
         const uint32_t end = 8u * coded_bytes;
-        uint32_t at = start_bit + ibp::to_byte(columns * planes.residual_bits), next = at + ibp::to_byte(2u * columns);
+        uint32_t at = start_bit + to_byte(columns * planes.residual_bits), next = at + to_byte(2u * columns);
         if (next > end) return false;
         uint32_t n = encode_first(row, bytes + start_bit / 8u, bytes + at / 8u, list);
         at = next;
 #pragma unroll 1
         for (uint32_t p = 1; p < planes.num_planes; p++, at = next) {
-            next = at + ibp::to_byte(2u * n);
+            next = at + to_byte(2u * n);
             if (next > end) return false;
             n = encode_list(p, n, bytes + at / 8u, list);
         }
-        if (at + ibp::to_byte(n * symbol_bits) != end) return false;
+        if (at + to_byte(n * symbol_bits) != end) return false;
         for (uint32_t i = G::lane(); i < n; i += LANES) stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(list[i]));
         return true;
     }

@@ -8,60 +8,53 @@
 #ifndef IBP_ENCODE_PLANES_CUH
 #define IBP_ENCODE_PLANES_CUH
 
+#include "../kinds.h"
+#include "../planes_book.cuh"
 #include "encoder.cuh"
 
 #include <type_traits>
 
 namespace ibp {
 
-constexpr uint32_t kMostCodes = 4096;     // of symbols that are looked up in a table of all, in shared memory
 constexpr uint32_t kEscapes = 0x01010101; // of a code
 
-template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
-    using G = Group<LANES>;
-    using Measurer = PlanesEncoder; // whose measure() is used
+template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : PlanesBook<T> {
+    using Book = PlanesBook<T>;
+    using Group = EncodeGroup<LANES>;
+    using G = Group;
+    using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
     static constexpr uint32_t kAll = (1u << kPerLane) - 1u;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
-    const ibp_planes &planes;
-    const uint32_t columns, row_bytes, symbol_bits;
-    const uint32_t *codes;  // of all symbols, or of all ranks
-    const uint8_t *entries; // read where codes are those of ranks
+    const uint32_t row_bytes;
+    const uint32_t *codes; // of all symbols, or of all ranks: then entries are read
     bool has_all;
 
     // ---- the codebook ----
 
-    static __host__ __device__ __forceinline__ uint32_t num_clusters(const ibp_codebook &cb)
-    {
-        return cb.num_clusters > 1u ? cb.num_clusters : 1u;
-    }
-    static __host__ __device__ __forceinline__ bool fits_all(const ibp_codebook &cb)
-    {
-        const uint32_t bits = kBits - cb.planes.residual_bits;
-        return !cb.planes.per_column && bits <= 12u && num_clusters(cb) << bits <= kMostCodes;
-    }
     static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &cb)
     {
-        const uint32_t count = fits_all(cb) ? num_clusters(cb) << (kBits - cb.planes.residual_bits) : cb.planes.num_entries + 1u;
+        const uint32_t count = has_code_table(cb) ? codes_of_all(cb) : cb.planes.num_entries + 1u;
         return (4u * count + 15u) / 16u * 16u;
     }
 
     // By the whole block: table has table_bytes of shared memory.
     __device__ __forceinline__ PlanesEncoder(const ibp_codebook &cb, uint32_t *table)
-        : planes(cb.planes), columns(cb.row_bytes / static_cast<uint32_t>(sizeof(T))), row_bytes(cb.row_bytes),
-          symbol_bits(kBits - cb.planes.residual_bits), codes(table), entries(static_cast<const uint8_t *>(cb.planes.entries)),
-          has_all(fits_all(cb))
+        : Book(cb, 0), row_bytes(cb.row_bytes), codes(table), has_all(has_code_table(cb))
     {
-        const uint32_t count = has_all ? num_clusters(cb) << symbol_bits : planes.num_entries + 1u;
+        const uint32_t count = has_all ? codes_of_all(cb) : planes.num_entries + 1u;
         for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) table[i] = code_of_rank(has_all ? planes.num_entries : i);
         __syncthreads();
-        for (uint32_t i = threadIdx.x; has_all && i < num_clusters(cb) * planes.num_entries; i += blockDim.x) {
+        for (uint32_t i = threadIdx.x; has_all && i < clusters_of(cb) * planes.num_entries; i += blockDim.x) {
             const PlanesEncoder one = of_cluster(cb, i / planes.num_entries);
             const uint32_t rank = i % planes.num_entries;
             bool is_first = true;
-            for (uint32_t q = 0; q < rank; q++) is_first = is_first && one.load_entry(q) != one.load_entry(rank);
-            if (is_first) table[(one.codes - table) + static_cast<uint32_t>(one.load_entry(rank))] = code_of_rank(rank);
+            const T symbol = one.entry(rank);
+            for (uint32_t q = 0; q < rank; q++) is_first = is_first && one.entry(q) != symbol;
+            // An entry with more bits than a symbol, of a codebook that is not what it says, is no row's.
+            if (is_first && static_cast<uint64_t>(symbol) >> symbol_bits == 0u)
+                table[(one.codes - table) + static_cast<uint32_t>(symbol)] = code_of_rank(rank);
         }
         __syncthreads();
     }
@@ -72,29 +65,18 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
         if (has_all) one.codes += k << symbol_bits;
         return one;
     }
-    __device__ __forceinline__ uint32_t escape_of(uint32_t plane) const { return (1u << planes.digit_bits[plane]) - 1u; }
     __device__ __forceinline__ uint32_t code_of_rank(uint32_t rank) const
     {
         uint32_t code = 0;
         for (uint32_t p = 0; p < planes.num_planes; p++) {
-            const uint32_t digit = ibp_min_u32(rank, escape_of(p));
+            const uint32_t digit = ibp_min_u32(rank, this->escape_of(p));
             code |= digit << (8u * p + 4u);
-            if (digit != escape_of(p)) return code;
+            if (digit != this->escape_of(p)) return code;
             code |= 1u << (8u * p);
             rank -= digit;
         }
         return code;
     }
-    __device__ __forceinline__ T load_entry(uint32_t i) const
-    {
-        if (sizeof(T) == 1 || planes.symbol_bytes == 1) return static_cast<T>(__ldg(entries + i));
-        if (sizeof(T) == 2 || planes.symbol_bytes == 2)
-            return static_cast<T>(__ldg(reinterpret_cast<const uint16_t *>(entries) + i));
-        if (sizeof(T) == 4 || planes.symbol_bytes == 4)
-            return static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
-        return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
-    }
-
     // Shared memory of a group besides its stage.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
 
@@ -179,7 +161,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
             const uint32_t found = codes[rank];
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++) {
-                if (!(open >> e & 1u) || load_entry(first + e * step + rank) != symbol(lane, e)) continue;
+                if (!(open >> e & 1u) || this->entry(first + e * step + rank) != symbol(lane, e)) continue;
                 code[e] = found;
                 open &= ~(1u << e);
             }
@@ -234,7 +216,6 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder {
     struct Parts {
         uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     };
-    static __device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) & ~7u; }
     __device__ __forceinline__ Parts lay_out(uint32_t start, const Census &census) const
     {
         Parts parts;

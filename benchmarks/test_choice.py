@@ -1,0 +1,82 @@
+"""What "auto" takes for slots, against what gather.csv measured: never a scheme that is slower than raw rows there."""
+
+import csv
+
+import pytest
+import torch
+
+import ibp
+from benchmarks import harness, ideal, inputs
+from ibp import _choice, _rows, _schemes
+
+ARMS = {"raw": "raw rows", "ibp": "ibp slots", "planes": "planes slots"}
+MOST_BYTES = 256 << 10  # of the rows that a choice is made from
+
+
+def measured_rates():
+    """GB/s with all multiprocessors by (case, dtype, bytes of a row) and arm."""
+    with open(harness.RESULTS / "gather.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    most = max(int(row["sms"]) for row in rows)
+    found = {}
+    for row in rows:
+        if int(row["sms"]) == most:
+            found.setdefault((row["case"], row["dtype"], int(row["row_bytes"])), {})[row["arm"]] = float(row["gbps"])
+    return found
+
+
+RATES = measured_rates()
+
+
+def choice_for(x, row_bytes):
+    """The scheme that `compress` takes by itself, and all candidates by their names."""
+    x = x[: max(16, MOST_BYTES // row_bytes)].contiguous()
+    request = _schemes.Request(_rows.bytes_of(x), _rows.Geometry.of(x, row_bytes), torch.device("cpu"))
+    candidates = _choice.compare(request)
+    return _choice.choose(candidates).scheme, {candidate.scheme: candidate for candidate in candidates}
+
+
+def assert_no_slower(key, scheme, candidates):
+    rates = RATES[key]
+    assert rates[ARMS[scheme]] >= rates[ARMS["raw"]], f"{key}: auto takes {scheme}, {candidates}"
+
+
+def test_the_link_is_the_same_as_the_ideals():
+    assert (_choice.LINK_BYTES_PER_NS, _choice.LEAST_ROW_NS) == (ideal.LINK_KERNEL_GBPS, ideal.LINK_ROW_NS)
+
+
+@pytest.mark.parametrize("key", [pytest.param(key, marks=pytest.mark.slow if key[2] > 512 else (), id=str(key)) for key in RATES
+                                 if key[0].startswith("normal")])  # fmt: skip
+def test_normal_values(key):
+    _, dtype, row_bytes = key
+    deviation = {"normal 1": 1.0, "normal 0.02": 0.02}[key[0]]
+    dtype = getattr(torch, dtype)
+    x = inputs.normal_rows(max(MOST_BYTES, 16 * row_bytes), dtype, deviation, "cpu", columns=row_bytes // dtype.itemsize)
+    scheme, candidates = choice_for(x, row_bytes)
+    assert_no_slower(key, scheme, candidates)
+    if row_bytes >= 256:
+        assert scheme == "planes"
+
+
+@pytest.mark.parametrize("name, x", list(inputs.real_sets(inputs.DATA_DIR)), ids=lambda value: value if isinstance(value, str) else "")
+def test_real_sets(name, x):
+    row_bytes = x.shape[1] * x.element_size()
+    key = name, str(x.dtype).removeprefix("torch."), row_bytes
+    scheme, candidates = choice_for(x, row_bytes)
+    assert_no_slower(key, scheme, candidates)
+    assert RATES[key][ARMS[scheme]] >= 0.98 * max(RATES[key][arm] for arm in ARMS.values())
+
+
+@pytest.mark.parametrize("key", [key for key in RATES if key[0].startswith("synthetic ")], ids=str)
+def test_synthetic_rows(key):
+    """With the codebook that the rows were made for."""
+    case, _, row_bytes = key
+    mask, bitval = inputs.synthetic_mask(row_bytes, float(case.split()[1].rstrip("%")) / 100)
+    codebook = ibp.Codebook.from_masks(mask, bitval, inputs.CHUNK_BYTES)
+    x = inputs.agreeing_rows(64, mask, bitval, "cpu")
+    request = _schemes.Request(_rows.bytes_of(x), _rows.Geometry.of(x, row_bytes), torch.device("cpu"))
+    coded, raw = _choice._measured("ibp", codebook, request), _choice._raw(request)
+    rates = RATES[key] | RATES["synthetic", "int32", row_bytes]
+    assert coded.row_ns >= raw.row_ns or rates["ibp slots"] >= rates["raw rows"]
+    if rates["ibp slots"] > 1.2 * rates["raw rows"]:
+        assert coded.row_ns < raw.row_ns

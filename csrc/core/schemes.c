@@ -1,0 +1,87 @@
+/* schemes.c - the table of schemes, and the checks of codebooks and tables that follow from it. */
+#include "schemes.h"
+
+#include "locate.h"
+
+#if IBP_HAS_X86_ROWS
+#define CODERS(name) &ibp_##name##_plain, &ibp_##name##_avx2, &ibp_##name##_avx512
+#else
+#define CODERS(name) &ibp_##name##_plain, &ibp_##name##_plain, &ibp_##name##_plain
+#endif
+
+static ibp_status accept(const ibp_codebook *codebook)
+{
+    (void)codebook;
+    return IBP_OK;
+}
+
+static ibp_status check_raw(const ibp_codebook *cb) { return ibp_has_clusters(cb) ? IBP_INVALID_ARGUMENT : IBP_OK; }
+
+static const ibp_scheme_row schemes[] = {
+    {IBP_SCHEME_RAW, "raw", NULL, NULL, NULL, check_raw, accept, NULL},
+    {IBP_SCHEME_IBP, "ibp", CODERS(masks), ibp_check_masks_fields, ibp_check_masks_words, ibp_select_masks},
+    {IBP_SCHEME_PLANES, "planes", CODERS(planes), ibp_check_planes_fields, ibp_check_planes_entries, ibp_select_planes},
+};
+enum { NUM_SCHEMES = sizeof schemes / sizeof *schemes };
+
+const ibp_scheme_row *ibp_find_scheme(ibp_scheme id)
+{
+    for (int i = 0; i < NUM_SCHEMES; i++)
+        if (schemes[i].id == id) return &schemes[i];
+    return NULL;
+}
+
+const char *ibp_scheme_name(ibp_scheme id)
+{
+    const ibp_scheme_row *const scheme = ibp_find_scheme(id);
+    return scheme ? scheme->name : NULL;
+}
+
+ibp_status ibp_check_codebook_fields(const ibp_codebook *cb)
+{
+    const ibp_scheme_row *const scheme = ibp_find_scheme(cb->scheme);
+    if (!scheme || !ibp_are_sizes(0, cb->row_bytes) || cb->num_clusters > IBP_MAX_CLUSTERS) return IBP_INVALID_ARGUMENT;
+    return scheme->check_fields(cb);
+}
+
+ibp_status ibp_check_codebook(const ibp_codebook *cb)
+{
+    if (ibp_check_codebook_fields(cb) != IBP_OK) return IBP_INVALID_ARGUMENT;
+    const ibp_scheme_row *const scheme = ibp_find_scheme(cb->scheme);
+    if (!ibp_has_clusters(cb)) return scheme->check_arrays(cb);
+    for (uint32_t k = 0; k < cb->num_clusters; k++) {
+        const ibp_codebook one = ibp_cluster_of(scheme, cb, k);
+        if (scheme->check_arrays(&one) != IBP_OK) return IBP_INVALID_ARGUMENT;
+    }
+    return IBP_OK;
+}
+
+static bool are_items(int64_t num_items, int64_t item_bytes)
+{
+    const int64_t most = INT64_MAX / IBP_OVERFLOW_ALIGN;
+    return num_items >= 0 && item_bytes >= 0 && (item_bytes == 0 || num_items <= most / item_bytes);
+}
+
+ibp_status ibp_check_table_fields(const ibp_table *table)
+{
+    if (ibp_check_codebook_fields(&table->codebook) != IBP_OK) return IBP_INVALID_ARGUMENT;
+    if (!are_items(table->num_items, table->item_bytes)) return IBP_INVALID_ARGUMENT;
+    if (!ibp_is_slot(table->slot_bytes, table->codebook.row_bytes)) return IBP_INVALID_ARGUMENT;
+    if (table->slots_bytes < 0 || table->overflow_bytes < 0) return IBP_INVALID_ARGUMENT;
+    const bool has_coded_rows = ibp_find_scheme(table->codebook.scheme)->plain != NULL;
+    return table->lengths && !has_coded_rows ? IBP_INVALID_ARGUMENT : IBP_OK;
+}
+
+ibp_status ibp_check_table(const ibp_table *table)
+{
+    const ibp_status status = ibp_check_table_fields(table);
+    if (status != IBP_OK) return status;
+    if ((!table->slots && table->slots_bytes != 0) || (!table->overflow && table->overflow_bytes != 0)) return IBP_INVALID_ARGUMENT;
+    return ibp_check_codebook(&table->codebook);
+}
+
+int64_t ibp_num_rows(const ibp_table *table)
+{
+    if (!are_items(table->num_items, table->item_bytes) || !ibp_are_sizes(0, table->codebook.row_bytes)) return 0;
+    return ibp_rows_of_bytes(ibp_bytes_of_table(table), table->codebook.row_bytes);
+}

@@ -1,0 +1,47 @@
+// request.h - what a gather is asked for, as the kernels of every decoder get it, and the list of decoders.
+#ifndef IBP_DECODE_REQUEST_H
+#define IBP_DECODE_REQUEST_H
+
+#include "ibp_cuda.h"
+
+namespace ibp {
+
+constexpr int64_t kMostJobs = 1ll << 31; // of a launch: job numbers have 32 bits
+
+// The items at ids, or, where there are none, the rows of the bytes [start, end): an "item" each, in order.
+struct Request {
+    ibp_ids ids;
+    int64_t start, end;
+    int64_t rows_per_item, first_row; // of the bytes
+    uint32_t num_jobs;
+    bool by_id, whole_rows; // whole_rows: items begin and end with rows
+    // Ordinary are the rows of the num_ordinary items from first_ordinary on: whole ones, of row_bytes bytes, that begin in `rows`.
+    int64_t first_ordinary;
+    uint64_t num_ordinary;
+    uint32_t out_items, most_stored; // most_stored: bytes of a row as stored that lie in one piece
+    uint8_t *dst;                    // where the row of item 0 would go
+    const uint8_t *rows;             // slots or overflow
+    int64_t rows_bytes;
+    bool packed, copies_vectors; // copies_vectors: raw rows at multiples of 16 bytes can be
+};
+
+// A request as it is launched. bytes and pointers as in ibp_cuda_gather_items.
+struct Gather {
+    const ibp_table &table;
+    const Request &request;
+    uint8_t *out;
+    ibp_fault *fault;
+    int max_sms;
+    ibp_stream stream;
+};
+
+// The decoders, each in a translation unit of its own under decode/. gather.cu says which codebooks each one takes.
+ibp_status gather_raw(const Gather &gather);
+ibp_status gather_masks(const Gather &gather);
+ibp_status gather_pairs(const Gather &gather);
+ibp_status gather_dense(const Gather &gather);
+ibp_status gather_listed(const Gather &gather);
+
+} // namespace ibp
+
+#endif

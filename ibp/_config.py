@@ -1,0 +1,46 @@
+"""What this installation is and can do: `show_config`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from . import _core, _ops
+from ._fetch import gather, streaming
+
+_CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # enum ibp_cpu_feature
+
+
+def show_config() -> None:
+    """Prints how this ibp was built, what it runs on, and which paths rows can take to a GPU: what a bug report needs."""
+    print(config_text())
+
+
+def config_text() -> str:
+    """What `show_config` prints."""
+    features = _core.cpu_features()
+    coders = [name for bit, name in _CPU_FEATURES.items() if features & bit] or ["plain C"]
+    lines = {
+        "ibp": f"{_core.version()}, format version {_core.FORMAT_VERSION}, in {Path(__file__).parent}",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
+        "CUDA kernels": "built" if _core.cuda_is_built() else "not built (nvcc was not found when ibp was installed)",
+        "CPU coders": f"{', '.join(coders)}; {torch.get_num_threads()} threads",
+        "GPUs": "; ".join(map(_gpu_text, range(torch.cuda.device_count()))) or "none that torch sees",
+    }
+    if _ops.cuda_is_available():
+        lines["index_select"] = f"paths {_names(gather.PATHS)}, or decoded by the CPU"
+        lines["decompress"] = f"paths {_names(streaming.PATHS)}, or decoded by the CPU"
+    else:
+        lines["index_select"] = lines["decompress"] = "decoded by the CPU"
+    width = max(map(len, lines))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+
+
+def _names(paths) -> str:
+    return ", ".join(repr(path.name) for path in paths if path.name is not None)
+
+
+def _gpu_text(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    return f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"

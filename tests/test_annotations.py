@@ -1,0 +1,47 @@
+"""What type checkers see of the package: py.typed, annotations of everything public, a stub of the extension module."""
+
+import ast
+import inspect
+import pathlib
+
+import ibp
+from ibp import _core
+
+PACKAGE = pathlib.Path(ibp.__file__).parent
+
+
+def public_functions():
+    """(name, function) of the public functions, and of the public methods and properties of the public classes."""
+    for name in ibp.__all__:
+        thing = getattr(ibp, name)
+        if inspect.isfunction(thing):
+            yield name, thing
+        elif inspect.isclass(thing):
+            for method, value in vars(thing).items():
+                value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                if inspect.isfunction(value) and value.__module__.startswith("ibp") and (method == "__init__" or not method.startswith("_")):
+                    yield f"{name}.{method}", value
+
+
+def test_public_functions_are_annotated():
+    functions = dict(public_functions())
+    assert len(functions) > 20
+    for name, function in functions.items():
+        signature = inspect.signature(function)
+        missing = [p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in ("self", "cls")]
+        assert not missing, f"{name}: {missing}"
+        assert function.__name__ == "__init__" or signature.return_annotation is not signature.empty, name
+
+
+def test_stub_of_the_extension():
+    """ibp/_core.pyi names what the module has, and the package ships it beside py.typed."""
+    assert (PACKAGE / "py.typed").exists()
+    tree = ast.parse((PACKAGE / "_core.pyi").read_text())
+    defined = {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    constants = {node.target.id for node in tree.body if isinstance(node, ast.AnnAssign)}
+    assert {*defined, *constants} == {name for name in dir(_core) if not name.startswith("__")}
+    for name, node in defined.items():
+        if isinstance(node, ast.ClassDef):
+            for member in (item.name for item in node.body if isinstance(item, ast.FunctionDef)):
+                # Python has __buffer__ from 3.12 on.
+                assert member == "__buffer__" or hasattr(getattr(_core, name), member), f"{name}.{member}"

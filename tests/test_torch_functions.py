@@ -1,0 +1,119 @@
+"""torch's own functions of a table: torch.index_select, F.embedding, F.linear; what is no function of tables says so."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ibp
+from helpers import assert_same_bits, embedding
+
+ON_CPU = {"device": "cpu", "pin_memory": False}
+IDS = torch.tensor([3, 99, 0, 3])
+
+
+@pytest.fixture(scope="module")
+def x():
+    return embedding(100, 32)
+
+
+@pytest.fixture(scope="module", params=["raw", "ibp", "planes"])
+def table(x, request):
+    return ibp.compress(x, scheme=request.param, **ON_CPU)
+
+
+def test_index_select(table, x):
+    for ids in (IDS, IDS.to(torch.int32), IDS[:0]):
+        assert_same_bits(torch.index_select(table, 0, ids), torch.index_select(x, 0, ids))
+        assert_same_bits(torch.index_select(table, -2, ids), torch.index_select(x, -2, ids))
+    assert_same_bits(torch.index_select(table, 1, IDS[2:]), torch.index_select(x, 1, IDS[2:]))
+    assert_same_bits(torch.index_select(input=table, dim=0, index=IDS), x[IDS])
+    out = torch.empty(4, 32)
+    assert torch.index_select(table, 0, IDS, out=out) is out
+    assert_same_bits(out, x[IDS])
+    with pytest.raises(IndexError, match=r"ids\[0\] is 100; wanted 0 to 99"):
+        torch.index_select(table, 0, torch.tensor([100]))
+    with pytest.raises(IndexError):
+        torch.index_select(table, 2, IDS)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (), (1, 4, 1), (0, 3)], ids=str)
+def test_embedding(table, x, shape):
+    ids = IDS[: torch.Size(shape).numel()].reshape(shape)
+    for arguments in ({}, {"padding_idx": 3}, {"sparse": True}, {"scale_grad_by_freq": True}):
+        assert_same_bits(F.embedding(ids, table, **arguments), F.embedding(ids, x, **arguments))
+    assert_same_bits(torch.embedding(table, ids), torch.embedding(x, ids))
+    assert not F.embedding(ids, table).requires_grad
+
+
+def test_embedding_refuses(table):
+    with pytest.raises(ValueError, match="max_norm"):
+        F.embedding(IDS, table, max_norm=1.0)
+    with pytest.raises(ValueError, match=r"shape \[4, 5, 6\]; wanted two dimensions"):
+        F.embedding(IDS, ibp.compress(torch.zeros(4, 5, 6), **ON_CPU))
+    with pytest.raises(IndexError, match="100"):
+        F.embedding(torch.tensor([[100]]), table)
+    with pytest.raises(TypeError, match="weight is a Tensor"):
+        F.embedding(table, torch.zeros(3, 3))
+
+
+def test_linear(table, x):
+    given, bias = torch.randn(5, 7, 32), torch.randn(100)
+    for arguments in ((), (bias,)):
+        assert_same_bits(F.linear(given, table, *arguments), F.linear(given, x, *arguments))
+    assert_same_bits(F.linear(given[0, 0], table), F.linear(given[0, 0], x))
+    with pytest.raises(TypeError, match="weight is a Tensor"):
+        F.linear(table, given[0])
+
+
+def test_gradients_pass_through_linear(table, x):
+    results = []
+    for weight in (table, x):
+        given, bias = torch.linspace(-1, 1, 96).view(3, 32).requires_grad_(), torch.ones(100, requires_grad=True)
+        F.linear(given, weight, bias).square().sum().backward()
+        results.append((given.grad, bias.grad))
+    for of_table, of_tensor in zip(*results):
+        assert_same_bits(of_table, of_tensor)
+
+
+@pytest.mark.parametrize("call", [
+    lambda t: torch.add(t, 1), lambda t: torch.cat([t, t]), lambda t: torch.matmul(torch.ones(1, 100), t), lambda t: F.embedding_bag(IDS.view(1, 4), t),
+    lambda t: torch.empty_like(t), lambda t: torch.equal(t, t), lambda t: torch.sum(t), lambda t: F.relu(t),
+], ids=range(8))  # fmt: skip
+def test_other_functions(table, call):
+    with pytest.raises(TypeError, match=r"does not take an ibp.CompressedTensor \(only F.embedding, F.linear, torch.index_select do\).*decompress\(\)"):
+        call(table)
+
+
+@pytest.mark.parametrize("call", [lambda t: torch.ones(1, 100) @ t, lambda t: torch.ones(100, 32) + t, lambda t: t + 1, lambda t: t * t, lambda t: -t], ids=range(5))
+def test_operators(table, call):
+    with pytest.raises(TypeError):
+        call(table)
+
+
+@pytest.mark.parametrize("function", [lambda t, ids, given: torch.index_select(t, 0, ids), lambda t, ids, given: F.embedding(ids, t) * 2,
+                                      lambda t, ids, given: F.linear(given, t), lambda t, ids, given: ibp.decompress(t) + 1], ids=range(4))  # fmt: skip
+def test_compiled(table, x, function):
+    torch.compiler.reset()
+    given = torch.randn(3, 32)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    table.index_select(IDS)
+    expected = function(table, IDS, given)
+    assert_same_bits(compiled(table, IDS, given), expected)
+    assert_same_bits(compiled(table, IDS[:2], given), function(table, IDS[:2], given))
+
+
+@pytest.mark.parametrize("place", ["pinned", "device", "pageable"])
+def test_on_a_gpu(cuda, x, place):
+    table = ibp.compress(x.to(cuda) if place == "device" else x, pin_memory=place == "pinned")
+    ids, given = IDS.to(cuda), torch.randn(3, 32, device=cuda)
+    for result in (torch.index_select(table, 0, ids), F.embedding(ids, table), F.embedding(ids.view(2, 2), table).view(4, 32)):
+        assert result.device == cuda
+        assert_same_bits(result.cpu(), x[IDS])
+    assert_same_bits(F.linear(given, table).cpu(), F.linear(given, x.to(cuda)).cpu())
+    assert_same_bits(torch.index_select(table, 1, ids[2:]).cpu(), x[:, [0, 3]])
+    torch.compiler.reset()
+    compiled = torch.compile(lambda ids, given: (F.embedding(ids, table) * 2, F.linear(given, table)), fullgraph=True, backend="aot_eager")
+    rows, product = compiled(ids, given)
+    assert_same_bits(rows.cpu(), x[IDS] * 2)
+    torch.testing.assert_close(product, F.linear(given, x.to(cuda)))
+    table.check()

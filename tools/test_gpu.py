@@ -1,0 +1,56 @@
+"""Runs every test file in a process of its own, as many at a time as there are cores; a test that finds no GPU fails.
+
+    python tools/test_gpu.py [arguments of pytest]
+
+Prints the last line of each file's run as it ends, what pytest said of those that failed, and the total. The output of each
+is in build/tests/gpu. Exits with 1 if a file failed.
+"""
+
+import collections
+import concurrent.futures
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / "build" / "tests" / "gpu"
+NO_TESTS_COLLECTED = 5  # pytest's exit status where -k or -m leaves nothing of a file
+
+
+def run_file(path, arguments):
+    """(path, whether all is well, pytest's output)."""
+    command = [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=full", "-p", "no:cacheprovider", path.relative_to(ROOT), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "IBP_REQUIRE_CUDA": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (LOGS / f"{path.stem}.txt").write_text(done.stdout)
+    return path, done.returncode in (0, NO_TESTS_COLLECTED), done.stdout
+
+
+def counts_in(line):
+    """What pytest's last line counts: {"passed": 3, "skipped": 1}."""
+    return {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|failed|skipped|error|xfailed|xpassed|deselected)", line)}
+
+
+def main():
+    LOGS.mkdir(parents=True, exist_ok=True)
+    started, total, failed = time.monotonic(), collections.Counter(), []
+    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for running in concurrent.futures.as_completed([pool.submit(run_file, path, sys.argv[1:]) for path in files]):
+            path, is_well, output = running.result()
+            last = output.strip().rpartition("\n")[2]
+            print(f"{path.name}: {last}", flush=True)
+            total.update(counts_in(last))
+            if not is_well:
+                failed.append((path, output))
+    for path, output in failed:
+        print(f"\n==== {path.name} ====\n{output}")
+    said = ", ".join(f"{number} {outcome}" for outcome, number in total.items())
+    print(f"{len(files)} files, {len(failed)} of them failed: {said} in {time.monotonic() - started:.0f} s")
+    return 1 if failed or not total["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
