@@ -1,7 +1,8 @@
 """Which bits are invariant: codebooks of scheme ibp learned from rows (the paper's sections 4.1 and 6.1).
 
-Learning runs on groups of rows, each of which gets a codebook of its own: the whole sample for a table, its clusters for several. Below, K is a number
-of groups. Bits of rows are counted by the operations; what is small, masks and sums a group, is kept in numpy arrays for all groups at once.
+Learning runs on groups of rows, each of which gets a codebook of its own: the whole sample for a table, its clusters
+for several. Below, K is a number of groups. Bits of rows are counted by the operations; what is small, masks and sums a
+group, is kept in numpy arrays for all groups at once.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ def learn(request: Request) -> Codebook:
         return Codebook.from_masks(nothing, nothing, 4)
     sweep = _Sweep(rows, row_bytes, [rows.numel() // row_bytes], [request.geometry.num_rows])
     sizes = CHUNK_BYTES if request.chunk_bytes is None else (request.chunk_bytes,)
-    found = [sweep.best(size, request.tau, request.paper) for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not request.progress)]
-    return max((codebook for codebook, in found), key=_savings_of)
+    found = [
+        sweep.best(size, request.tau, request.paper)
+        for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not request.progress)
+    ]
+    return max((codebook for (codebook,) in found), key=_savings_of)
 
 
 def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float | None) -> list[Codebook]:
@@ -58,7 +62,8 @@ def _savings_of(codebook: Codebook) -> float:
 
 
 class _Masks(NamedTuple):
-    """A mask and bitval for the rows of every group: uint8 [K, row_bytes]. tau: float64 [K], nan where there is no one threshold."""
+    """A mask and bitval for the rows of every group: uint8 [K, row_bytes]. tau: float64 [K], nan where there is no one
+    threshold."""
 
     mask: np.ndarray
     bitval: np.ndarray
@@ -66,8 +71,9 @@ class _Masks(NamedTuple):
 
     def where(self, condition: np.ndarray, other: _Masks) -> _Masks:
         """These for the groups where the condition, [K], holds, others' for the rest."""
-        pairs = [np.where(condition[:, None], mine, its) for mine, its in zip(self[:2], other[:2])]
-        return _Masks(*pairs, np.where(condition, self.tau, other.tau))
+        by_row = condition[:, None]
+        mask, bitval = np.where(by_row, self.mask, other.mask), np.where(by_row, self.bitval, other.bitval)
+        return _Masks(mask, bitval, np.where(condition, self.tau, other.tau))
 
 
 class _Sweep:
@@ -96,15 +102,27 @@ class _Sweep:
             chosen = self._best_masks(tried, gains, chunk_bytes)
             of_chosen = self.savings(chosen, chunk_bytes, False)
             found, savings = found.where(savings >= of_chosen, chosen), np.maximum(savings, of_chosen)
-        return [Codebook.from_masks(torch.from_numpy(mask), torch.from_numpy(bitval), chunk_bytes, paper, tau=None if np.isnan(at) else float(at),
-                                    expected_savings=float(saved)) for mask, bitval, at, saved in zip(*found, savings)]
+        return [
+            Codebook.from_masks(
+                torch.from_numpy(mask),
+                torch.from_numpy(bitval),
+                chunk_bytes,
+                paper,
+                tau=None if np.isnan(at) else float(at),
+                expected_savings=float(saved),
+            )
+            for mask, bitval, at, saved in zip(*found, savings)
+        ]
 
     def thresholds(self, taus: tuple[float, ...]) -> list[_Masks]:
         """The masks of thresholds, without those that are the same as of the threshold before in every group."""
         found: list[_Masks] = []
         for tau in taus:
             if tau not in self._thresholds:
-                pairs = [torch.ops.ibp.threshold_bits(counts, size, float(tau)) for counts, size in zip(self.counts, self.sizes.tolist())]
+                pairs = [
+                    torch.ops.ibp.threshold_bits(counts, size, float(tau))
+                    for counts, size in zip(self.counts, self.sizes.tolist())
+                ]
                 mask, bitval = (np.stack([part.numpy() for part in parts]) for parts in zip(*pairs))
                 self._thresholds[tau] = _Masks(mask, bitval, np.full(len(pairs), tau))
             if not found or (self._thresholds[tau].mask != found[-1].mask).any():
@@ -112,8 +130,8 @@ class _Sweep:
         return found
 
     def _best_threshold(self, tried: list[_Masks], gains: list[np.ndarray], chunk_bytes: int, paper: bool) -> _Masks:
-        """The paper's choice: one threshold for all chunks, the best of those tried. With gains, only the masks of a group that fix the most bits are
-        compared exactly."""
+        """The paper's choice: one threshold for all chunks, the best of those tried. With gains, only the masks of a
+        group that fix the most bits are compared exactly."""
         ranked = np.tile(np.arange(len(tried))[:, None], (1, len(self.sizes)))
         if gains and len(tried) > _FINALISTS:
             totals = np.stack([gain.sum(1) for gain in gains])
@@ -122,7 +140,9 @@ class _Sweep:
             ranked = np.sort((-totals.astype(np.float64)).argsort(axis=0, kind="stable")[:_FINALISTS], axis=0)
         best, most = None, np.full(len(self.sizes), -np.inf)
         for places in ranked:
-            masks = functools.reduce(lambda found, at: tried[at].where(places == at, found), np.unique(places)[1:], tried[places.min()])
+            masks = functools.reduce(
+                lambda found, at: tried[at].where(places == at, found), np.unique(places)[1:], tried[places.min()]
+            )
             savings = self.savings(masks, chunk_bytes, paper)
             best, most = masks if best is None else best.where(most >= savings, masks), np.maximum(most, savings)
         assert best is not None
@@ -148,20 +168,29 @@ class _Sweep:
     def _few_rows(self) -> list[torch.Tensor]:
         """Rows of every group for the greedy choice, evenly spread, on the CPU."""
         most = max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes)
-        return [part.view(-1, self.row_bytes)[:: -(-size // most)].reshape(-1).contiguous().cpu() for part, size in zip(self.parts, self.sizes.tolist())]
+        return [
+            part.view(-1, self.row_bytes)[:: -(-size // most)].reshape(-1).contiguous().cpu()
+            for part, size in zip(self.parts, self.sizes.tolist())
+        ]
 
     def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
-        """Bits that each chunk saves over all rows of a group with every one of the masks, participation bits paid: int64 [K, chunks]."""
+        """Bits that each chunk saves over all rows of a group with every one of the masks, participation bits paid:
+        int64 [K, chunks]."""
         codec, found = MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0), []
         for masks in tried:
             words = self._words(masks, chunk_bytes, False)
-            hits = torch.stack([torch.ops.ibp.count_hits(part, near, codec) for part, near in zip(self.parts, words)]).cpu().numpy()
+            hits = (
+                torch.stack([torch.ops.ibp.count_hits(part, near, codec) for part, near in zip(self.parts, words)])
+                .cpu()
+                .numpy()
+            )
             fixed = self._per_chunk(_BITS_SET[masks.mask], chunk_bytes)
             found.append(hits * fixed - self.sizes[:, None] * (fixed > 0))
         return found
 
     def savings(self, masks: _Masks, chunk_bytes: int, flag_all: bool) -> np.ndarray:
-        """1 - coded / original bytes on the rows of every group, exactly, codebook included: float64 [K]. Rows that would grow are raw."""
+        """1 - coded / original bytes on the rows of every group, exactly, codebook included: float64 [K]. Rows that
+        would grow are raw."""
         fixed = self._per_chunk(_BITS_SET[masks.mask], chunk_bytes)
         num_flags = np.count_nonzero(fixed, axis=1) if not flag_all else np.full(len(fixed), fixed.shape[1])
         form, stored = MasksForm(self.row_bytes, chunk_bytes, flag_all), []
@@ -174,7 +203,9 @@ class _Sweep:
     def _words(self, masks: _Masks, chunk_bytes: int, flag_all: bool) -> torch.Tensor:
         """The working form of every group's masks, int32 [K, 3, words] on the device."""
         pairs = zip(torch.from_numpy(masks.mask), torch.from_numpy(masks.bitval))
-        return torch.stack([torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all) for mask, bitval in pairs]).to(self.device)
+        return torch.stack(
+            [torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all) for mask, bitval in pairs]
+        ).to(self.device)
 
     def _per_chunk(self, values: np.ndarray, chunk_bytes: int) -> np.ndarray:
         """Sums over the bytes of each chunk: int64 [K, chunks] of [K, row_bytes]."""
