@@ -2,8 +2,8 @@
 
 import os
 
-# Set before torch makes its threads. The tests' operations are tiny: threads would spin for each other longer than they work,
-# and processes of tests share the cores. Programs that tests start inherit it.
+# Set before torch makes its threads. The tests' operations are tiny: threads would spin for each other longer than they
+# work, and processes of tests share the cores. Programs that tests start inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis  # noqa: E402
@@ -14,20 +14,25 @@ import ibp  # noqa: E402
 
 torch.set_num_threads(1)  # where something imported torch before
 
-hypothesis.settings.register_profile("fast", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile(
+    "fast", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("fast"), max_examples=300)
 hypothesis.settings.load_profile("fast")
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: left out of `make test`: takes seconds, or many GiB of memory, or repeats a fast test on more data")
+    config.addinivalue_line(
+        "markers",
+        "slow: left out of `make test`: takes seconds, or much memory, or is a fast test with more data",
+    )
 
 
 def pytest_collection_modifyitems(items):
     """Names of tests are the same in every process, which pytest-xdist needs: none holds an address."""
     changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if changing:
-        raise pytest.UsageError(f"{len(changing)} tests have an address in their names, the first is {changing[0]}: give parametrize ids that do not change")
+        raise pytest.UsageError(f"{len(changing)} tests have addresses in their names; give ids to {changing[0]}")
 
 
 @pytest.fixture(autouse=True)

@@ -15,17 +15,29 @@ LAYOUTS = ["slots", "slots of 32", "in place", "packed"]
 
 FLOAT8_DTYPES = [getattr(torch, name) for name in sorted(dir(torch)) if name.startswith("float8_")]
 DTYPES = FLOAT8_DTYPES + [
-    torch.bool, torch.int8, torch.uint8, torch.float16, torch.bfloat16, torch.int16, torch.uint16, torch.float32, torch.int32,
-    torch.uint32, torch.complex32, torch.float64, torch.int64, torch.uint64, torch.complex64,
-]  # fmt: skip
+    torch.bool,
+    torch.int8,
+    torch.uint8,
+    torch.float16,
+    torch.bfloat16,
+    torch.int16,
+    torch.uint16,
+    torch.float32,
+    torch.int32,
+    torch.uint32,
+    torch.complex32,
+    torch.float64,
+    torch.int64,
+    torch.uint64,
+    torch.complex64,
+]
 
 
 def pairwise(*columns):
-    """Few combinations of the values of the columns, in which any value of a column meets any value of any other column.
+    """Few combinations of values, one of each column, in which every value meets every value of every other column.
 
-    For parametrize in place of the product, where code depends on each value, or on two of them, but not on all at once.
-    Greedy: each row takes the combination that holds most pairs not met yet, the first of equals, so that the list is the
-    same in every run.
+    For parametrize in place of the product, where code depends on one value or on two, but not on all at once. Greedy:
+    to a pair that has not met yet, each other column adds the value that meets most others for the first time.
     """
     places = list(itertools.combinations(range(len(columns)), 2))
     wanted = {(i, j, a, b) for i, j in places for a in range(len(columns[i])) for b in range(len(columns[j]))}
@@ -35,7 +47,9 @@ def pairwise(*columns):
         row = {i: a, j: b}
         for k in range(len(columns)):
             if k not in row:
-                row[k] = max(range(len(columns[k])), key=lambda value: sum(pair_of(k, value, m, row[m]) in wanted for m in row))
+                row[k] = max(
+                    range(len(columns[k])), key=lambda value: sum(pair_of(k, value, m, row[m]) in wanted for m in row)
+                )
         wanted -= {pair_of(i, row[i], j, row[j]) for i, j in places}
         rows.append(tuple(column[row[k]] for k, column in enumerate(columns)))
     return rows
@@ -47,7 +61,8 @@ def pair_of(i, a, j, b):
 
 def bytes_of(x):
     """The bytes of a tensor: uint8 [numel * itemsize] on the CPU."""
-    x = x.detach().cpu().contiguous().reshape(-1)
+    x = x.detach().cpu().contiguous()
+    x = x.as_strided((x.numel(),), (1,))  # one of at most one element may have any strides
     return torch.view_as_real(x).reshape(-1).view(torch.uint8) if x.dtype.is_complex else x.view(torch.uint8)
 
 
@@ -86,7 +101,7 @@ def assert_same_table(a, b):
 
 
 def make_tensor(shape, dtype, kind="sparse", seed=0):
-    """Kinds: `sparse` few bytes not 0, `narrow` the high half of each element nearly fixed, `random`, `equal` all elements alike."""
+    """Kinds: `sparse` few bytes not 0, `narrow` the high half of elements nearly fixed, `random`, `equal` all alike."""
     rng = np.random.default_rng([seed, len(kind)])
     count = int(np.prod(shape, dtype=np.int64))
     elements = rng.integers(0, 256, (count, dtype.itemsize), np.uint8)
@@ -124,14 +139,36 @@ def planes_codebook(codebook):
     """A codebook of the numpy reference as the library's."""
     c = codebook
     entries = torch.from_numpy(c.entries.astype(np.uint64).view(np.int64))
-    return ibp.PlanesCodebook(c.row_bytes, c.element_bytes, c.rotate, c.residual_bits, c.digit_bits, c.per_column, c.listed, c.default, c.closed, entries)
+    return ibp.PlanesCodebook(
+        c.row_bytes,
+        c.element_bytes,
+        c.rotate,
+        c.residual_bits,
+        c.digit_bits,
+        c.per_column,
+        c.listed,
+        c.default,
+        c.closed,
+        entries,
+    )
 
 
 def reference_planes_codebook(codebook):
     """The inverse of planes_codebook."""
     c = codebook
     entries = c.entries.numpy().view(np.uint64).astype(reference_planes.symbol_type(c.symbol_bits))
-    return reference_planes.Codebook(c.element_bytes, c.row_bytes, c.rotate, c.residual_bits, c.digit_bits, c.per_column, c.listed, c.default, c.closed, entries)
+    return reference_planes.Codebook(
+        c.element_bytes,
+        c.row_bytes,
+        c.rotate,
+        c.residual_bits,
+        c.digit_bits,
+        c.per_column,
+        c.listed,
+        c.default,
+        c.closed,
+        entries,
+    )
 
 
 def reference_decode(table):
@@ -158,5 +195,13 @@ def reference_table(table):
 
 def plain_table(table, codebook):
     num_bytes = table.shape.numel() * table.dtype.itemsize
-    return reference.Table(num_bytes, table.row_bytes, table.slot_bytes, codebook, table.lengths.numpy(), table.bases.numpy().view(np.uint64),
-                           table.slots.numpy(), table.overflow.numpy())
+    return reference.Table(
+        num_bytes,
+        table.row_bytes,
+        table.slot_bytes,
+        codebook,
+        table.lengths.numpy(),
+        table.bases.numpy().view(np.uint64),
+        table.slots.numpy(),
+        table.overflow.numpy(),
+    )

@@ -1,8 +1,8 @@
 """C and C++ programs for the tests: each object and program is made once and kept in build/tests.
 
-What is kept is found by its command, the compiler's version and the contents of every file that it was made of, headers
-included; where one of these differs, it is made again. Processes that want the same thing at the same time wait for one of
-them to make it.
+What is kept is found by its command, the compiler's version and the contents of every file that it was made of,
+headers included; where one of these differs, it is made again. Processes that want the same thing at the same time wait
+for one of them to make it.
 """
 
 import concurrent.futures
@@ -29,7 +29,14 @@ PLAIN, SANITIZED = ["-O2", *WARNINGS], ["-O1", "-g", *SANITIZE, *WARNINGS]
 
 def run(command, **options):
     """(exit status, output) of a command."""
-    done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options)
+    done = subprocess.run(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        **options,
+    )
     return done.returncode, done.stdout
 
 

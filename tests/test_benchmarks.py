@@ -1,4 +1,4 @@
-"""Tests of what the benchmarks compute without a GPU: sectors and ideal rates, synthetic tables, savings, CSV files, targets, charts, claims."""
+"""What the benchmarks compute without a GPU: sectors, ideal rates, tables, savings, CSVs, targets, charts, claims."""
 
 import contextlib
 import csv
@@ -15,7 +15,23 @@ import torch
 
 import ibp
 from benchmarks import __main__ as suite
-from benchmarks import charts, claims, codec, cpu, gather, harness, ideal, inputs, large_table, overlap, ratio, sampling, sets, small_calls, stream
+from benchmarks import (
+    charts,
+    claims,
+    codec,
+    cpu,
+    gather,
+    harness,
+    ideal,
+    inputs,
+    large_table,
+    overlap,
+    ratio,
+    sampling,
+    sets,
+    small_calls,
+    stream,
+)
 from benchmarks.cpu_gather import PipelinedGather
 
 
@@ -30,17 +46,26 @@ def make_table(lengths, *, num_rows, row_bytes, slot_bytes, num_bytes=None, offs
         part = max(0, n - slot_bytes)
         end += part if slot_bytes == 0 else -(-part // 32) * 32
     aligned = torch.empty(1 << 20, dtype=torch.uint8)
-    aligned = aligned[-aligned.data_ptr() % 64:]
+    aligned = aligned[-aligned.data_ptr() % 64 :]
     return types.SimpleNamespace(
-        shape=(num_bytes,), dtype=torch.uint8, num_rows=num_rows, row_bytes=row_bytes, slot_bytes=slot_bytes,
-        lengths=torch.tensor(lengths, dtype=torch.uint16), bases=torch.tensor(bases if end else [], dtype=torch.int64),
-        slots=aligned[offset:], overflow=aligned[2 * offset:]), stored
+        shape=(num_bytes,),
+        dtype=torch.uint8,
+        num_rows=num_rows,
+        row_bytes=row_bytes,
+        slot_bytes=slot_bytes,
+        lengths=torch.tensor(lengths, dtype=torch.uint16),
+        bases=torch.tensor(bases if end else [], dtype=torch.int64),
+        slots=aligned[offset:],
+        overflow=aligned[2 * offset :],
+    ), stored
 
 
 def sectors_by_bytes(table, stored, row):
     """Row by row and byte by byte: the sectors of every byte that a fetch of one row reads."""
-    sectors = {("slots", (table.slots.data_ptr() + row * table.slot_bytes + k) // 32)
-               for k in range(min(stored[row], table.slot_bytes))}
+    sectors = {
+        ("slots", (table.slots.data_ptr() + row * table.slot_bytes + k) // 32)
+        for k in range(min(stored[row], table.slot_bytes))
+    }
     part = max(0, stored[row] - table.slot_bytes)
     if part:
         start = int(table.bases[row // 32])
@@ -57,8 +82,9 @@ def test_row_sectors_counts_every_byte(row_bytes, slot_bytes, offset):
     rng = np.random.default_rng(row_bytes + slot_bytes)
     num_rows, num_bytes = 70, 70 * row_bytes - 5
     lengths = [int(n) for n in rng.integers(0, row_bytes - 5, num_rows)]
-    table, stored = make_table(lengths, num_rows=num_rows, row_bytes=row_bytes, slot_bytes=slot_bytes, num_bytes=num_bytes,
-                               offset=offset)
+    table, stored = make_table(
+        lengths, num_rows=num_rows, row_bytes=row_bytes, slot_bytes=slot_bytes, num_bytes=num_bytes, offset=offset
+    )
     assert ideal.row_sectors(table).tolist() == [sectors_by_bytes(table, stored, r) for r in range(num_rows)]
     ids = torch.tensor([69, 0, 33, 33], dtype=torch.int32)
     assert ideal.row_sectors(table, ids).tolist() == [sectors_by_bytes(table, stored, r) for r in ids.tolist()]
@@ -105,7 +131,13 @@ def test_synthetic_mask_refuses_the_impossible():
 
 
 def test_real_sets_that_are_there(tmp_path, capsys):
-    np.savez(tmp_path / "cora.npz", data=np.float32([1, 2]), indices=np.uint16([2, 0]), indptr=np.int32([0, 1, 1, 2]), shape=[3, 4])
+    np.savez(
+        tmp_path / "cora.npz",
+        data=np.float32([1, 2]),
+        indices=np.uint16([2, 0]),
+        indptr=np.int32([0, 1, 1, 2]),
+        shape=[3, 4],
+    )
     np.savez(tmp_path / "stories260k.npz", weights_bf16=np.uint16([[0x3F80, 0x4000]]))
     found = dict(inputs.real_sets(tmp_path))
     assert list(found) == ["cora", "LLM weights"]
@@ -141,7 +173,9 @@ def test_run_writes_the_columns_and_goes_on_after_a_failure(tmp_path, capsys):
     assert "FAILED broken: RuntimeError: no such kernel" in printed and "50 (50)" in printed
     with open(tmp_path / "gather.csv", newline="") as file:
         lines = list(csv.reader(file))
-    assert ",".join(lines[0]) == ("benchmark,case,arm,rows,row_bytes,dtype,savings,gbps,ideal_gbps,sms,gpu,torch,cuda,commit")
+    assert ",".join(lines[0]) == (
+        "benchmark,case,arm,rows,row_bytes,dtype,savings,gbps,ideal_gbps,sms,gpu,torch,cuda,commit"
+    )
     assert lines[1][:9] == ["gather", "synthetic 50%", "ibp slots", "5", "128", "bfloat16", "0.5000", "50", "100"]
     assert len(lines) == 3
 
@@ -193,12 +227,23 @@ def test_no_commit_without_a_repository(tmp_path, monkeypatch):
     assert harness.commit_id() == "unknown"
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def memory_row(**changed):
-    same = {"case": "normal", "arm": "planes slots", "row_bytes": 256, "dtype": "bfloat16", "peak_bytes": 1 << 20, "output_bytes": 1 << 26,
-            "index_bytes": 1 << 20, "original_bytes": 1 << 27, "gpu": "NVIDIA H200", "benchmark": "gather", "commit": "0"}
+    same = {
+        "case": "normal",
+        "arm": "planes slots",
+        "row_bytes": 256,
+        "dtype": "bfloat16",
+        "peak_bytes": 1 << 20,
+        "output_bytes": 1 << 26,
+        "index_bytes": 1 << 20,
+        "original_bytes": 1 << 27,
+        "gpu": "NVIDIA H200",
+        "benchmark": "gather",
+        "commit": "0",
+    }
     return same | changed
 
 
@@ -211,11 +256,23 @@ def test_memory_is_recorded_beside_that_of_other_scripts(tmp_path):
     table = ibp.compress(x, scheme="ibp")
     result, peak_bytes = run.peak_bytes(lambda: ibp.decompress(table))
     assert torch.equal(result, x) and peak_bytes is None
-    run.add_memory(case="zeros", arm="decode", row_bytes=256, dtype=x.dtype, peak_bytes=peak_bytes, output_bytes=16384, original_bytes=16384, table=table)
+    run.add_memory(
+        case="zeros",
+        arm="decode",
+        row_bytes=256,
+        dtype=x.dtype,
+        peak_bytes=peak_bytes,
+        output_bytes=16384,
+        original_bytes=16384,
+        table=table,
+    )
     lines = lines_of(tmp_path / "memory.csv")
     assert lines[0] == harness.MEMORY_COLUMNS and [line[0] for line in lines[1:]] == ["codec", "gather"]
     words = table.codebook.words(torch.device("cpu"))
-    assert int(lines[2][7]) == harness.metadata_bytes(table, "cpu") == table.index_bytes + 4 * words.numel() and lines[2][5] == ""
+    assert (
+        int(lines[2][7]) == harness.metadata_bytes(table, "cpu") == table.index_bytes + 4 * words.numel()
+        and lines[2][5] == ""
+    )
 
 
 def test_peak_is_counted_beyond_the_result(tmp_path, monkeypatch):
@@ -247,7 +304,7 @@ def test_shortfalls_are_printed_on_a_full_run_alone(tmp_path, monkeypatch, capsy
     assert run.finish(["too slow"]) == 0 and "BELOW too slow" in capsys.readouterr().out
 
 
-# ---- gather ---------------------------------------------------------------------------------------------------------------------
+# ---- gather ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ids, columns", [(1, 4), (1000, 33), (70_000, 64)])
@@ -262,7 +319,16 @@ def test_pipelined_gather(num_ids, columns):
 
 
 def rate_row(**changed):
-    same = {"case": "normal 0.02", "arm": "planes slots", "row_bytes": 1024, "dtype": "bfloat16", "savings": "0.3300", "gbps": "75", "ideal_gbps": "76", "sms": 8}
+    same = {
+        "case": "normal 0.02",
+        "arm": "planes slots",
+        "row_bytes": 1024,
+        "dtype": "bfloat16",
+        "savings": "0.3300",
+        "gbps": "75",
+        "ideal_gbps": "76",
+        "sms": 8,
+    }
     return same | changed
 
 
@@ -271,13 +337,20 @@ def test_gather_is_judged():
     assert gather.shortfalls([rate_row(), *raw], {}) == []
     few, all_sms = rate_row(gbps="73"), rate_row(gbps="73", sms=132)  # promised with few SMs
     assert len(gather.shortfalls([few, *raw], {})) == 1 and gather.shortfalls([all_sms, *raw], {}) == []
-    assert gather.shortfalls([rate_row(gbps="69", row_bytes=256), *raw], {}) == ["normal 0.02 bfloat16, 256 B, planes slots, 8 SMs: 69 GB/s, less than 92 % of the ideal, 69.92"]
+    assert gather.shortfalls([rate_row(gbps="69", row_bytes=256), *raw], {}) == [
+        "normal 0.02 bfloat16, 256 B, planes slots, 8 SMs: 69 GB/s, less than 92 % of the ideal, 69.92"
+    ]
     assert "raw rows" in gather.shortfalls([rate_row(gbps="49", sms=132), *raw], {})[0]
     assert gather.shortfalls([rate_row(gbps="50", sms=132), *raw], {}) == []
-    ibp_row = rate_row(case="synthetic 50%", arm="ibp slots", dtype="int32", savings="0.5000", gbps="98", ideal_gbps="102.8", sms=132)
+    ibp_row = rate_row(
+        case="synthetic 50%", arm="ibp slots", dtype="int32", savings="0.5000", gbps="98", ideal_gbps="102.8", sms=132
+    )
     assert gather.shortfalls([ibp_row], {(1024, 0.5): 97.0}) == []
     assert "the paper's code" in gather.shortfalls([ibp_row], {(1024, 0.5): 98.5})[0]
-    assert len(gather.shortfalls([rate_row(case="citeseer", dtype="float32", gbps="900", ideal_gbps="1000", sms=132)], {})) == 1
+    assert (
+        len(gather.shortfalls([rate_row(case="citeseer", dtype="float32", gbps="900", ideal_gbps="1000", sms=132)], {}))
+        == 1
+    )
     assert gather.wanted_share(ibp_row | {"savings": "0.9", "row_bytes": 512}) is None
 
 
@@ -288,17 +361,28 @@ def test_paper_rates():
     assert all(row["gbps"] > 0 for row in charts.read(charts.REFERENCE))
 
 
-# ---- codec ----------------------------------------------------------------------------------------------------------------------
+# ---- codec -----------------------------------------------------------------------------------------------------------
 
 
 def test_decoding_is_judged():
-    device = [rate_row(case="device", arm="copy_", gbps="2000", sms=132), rate_row(case="device", arm="memset", gbps="3000", sms=132)]
+    device = [
+        rate_row(case="device", arm="copy_", gbps="2000", sms=132),
+        rate_row(case="device", arm="memset", gbps="3000", sms=132),
+    ]
 
     def short(**changed):
         return len(codec.shortfalls([*device, rate_row(sms=132, rows=1, **changed)]))
 
-    assert short(arm="planes decode", gbps="1890") == 1 == short(arm="planes decode packed", gbps="1890") and short(arm="planes decode", gbps="1900") == 0
-    assert short(arm="planes decode", gbps="1300", dtype="float16") == 0 == short(arm="planes per column decode", gbps="1300") == short(arm="decode", gbps="1300")
+    assert (
+        short(arm="planes decode", gbps="1890") == 1 == short(arm="planes decode packed", gbps="1890")
+        and short(arm="planes decode", gbps="1900") == 0
+    )
+    assert (
+        short(arm="planes decode", gbps="1300", dtype="float16")
+        == 0
+        == short(arm="planes per column decode", gbps="1300")
+        == short(arm="decode", gbps="1300")
+    )
     assert short(arm="decode", gbps="1100") == 1 and short(arm="decode", gbps="1100", row_bytes=256) == 0
     assert short(arm="planes listed decode", gbps="2390") == 1 and short(arm="planes listed decode", gbps="2400") == 0
     assert short(arm="nvcomp ANS decode", gbps="300") == 0 == short(arm="encode", gbps="10")
@@ -308,15 +392,28 @@ def test_decoding_is_judged():
 
 def test_compression_and_analysis_are_judged():
     """On the GPU of large tables alone; from pinned memory by the link, from pageable memory by torch's copy."""
-    device = [rate_row(case="device", arm="copy_", gbps="2000", sms=132), rate_row(case="device", arm="memset", gbps="3000", sms=132)]
-    large, copied = {"rows": codec.LARGE_BYTES // 2048, "row_bytes": 2048}, rate_row(arm="planes to(cuda), pageable", gbps="7.5", rows=1, row_bytes=2048)
+    device = [
+        rate_row(case="device", arm="copy_", gbps="2000", sms=132),
+        rate_row(case="device", arm="memset", gbps="3000", sms=132),
+    ]
+    large, copied = (
+        {"rows": codec.LARGE_BYTES // 2048, "row_bytes": 2048},
+        rate_row(arm="planes to(cuda), pageable", gbps="7.5", rows=1, row_bytes=2048),
+    )
 
     def short(arm, gbps, rows=1, row_bytes=2048):
-        return len(codec.shortfalls([*device, copied, rate_row(arm=arm, gbps=gbps, rows=rows, row_bytes=row_bytes, sms=132)]))
+        return len(
+            codec.shortfalls([*device, copied, rate_row(arm=arm, gbps=gbps, rows=rows, row_bytes=row_bytes, sms=132)])
+        )
 
     for arm, least in (("planes compress", 500), ("compress", 500), ("analyze", 1000)):
         assert short(arm, str(least - 1), **large) == 1 and short(arm, str(least), **large) == 0 == short(arm, "1")
-    for arm, least in (("planes compress, pinned", 44.4), ("planes analyze, pinned", 49.9), ("planes compress, pageable", 5), ("planes analyze, pageable", 5)):
+    for arm, least in (
+        ("planes compress, pinned", 44.4),
+        ("planes analyze, pinned", 49.9),
+        ("planes compress, pageable", 5),
+        ("planes analyze, pageable", 5),
+    ):
         assert short(arm, str(least - 0.2)) == 1 and short(arm, str(least)) == 0
 
 
@@ -324,7 +421,9 @@ def test_column_codebook():
     x = inputs.normal_rows(1 << 18, torch.bfloat16, 0.02, "cpu", columns=128)
     x *= 2.0 ** torch.arange(-64, 64, 1)  # columns of different exponents
     dense = ibp.analyze(x, scheme="planes", sample=1.0)
-    shared = ibp.PlanesCodebook(256, 2, dense.rotate, dense.residual_bits, dense.digit_bits, False, False, 0, 0, dense.entries[:1])
+    shared = ibp.PlanesCodebook(
+        256, 2, dense.rotate, dense.residual_bits, dense.digit_bits, False, False, 0, 0, dense.entries[:1]
+    )
     found = codec.column_codebook(shared, x)
     assert found.per_column and codec.kind_of(found) == "planes per column " and codec.kind_of(shared) == "planes "
     table = ibp.compress(x, codebook=found)
@@ -352,7 +451,7 @@ def test_nvcomp_arms_of_codec(tmp_path, monkeypatch):
     assert PlainCodec.made[-1]["data_type"] == "<f4"
 
 
-# ---- overlap --------------------------------------------------------------------------------------------------------------------
+# ---- overlap ---------------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -389,11 +488,19 @@ def beside(monkeypatch, clock, num_fetches):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: clock)
     monkeypatch.setattr(torch.cuda, "stream", clock.stream)
     run = types.SimpleNamespace(sync=lambda: None, device="cuda")
-    return overlap.beside(run, types.SimpleNamespace(launch=clock.launch), 10, types.SimpleNamespace(call=clock.fetch, arm="gather"), num_fetches)
+    return overlap.beside(
+        run,
+        types.SimpleNamespace(launch=clock.launch),
+        10,
+        types.SimpleNamespace(call=clock.fetch, arm="gather"),
+        num_fetches,
+    )
 
 
 def test_products_beside_fetches(monkeypatch):
-    assert beside(monkeypatch, Clock(7.0, 2.0), 8) == pytest.approx((0.020, 0.007))  # a train of 20 ms, in which fetches end at 7 and 14
+    assert beside(monkeypatch, Clock(7.0, 2.0), 8) == pytest.approx(
+        (0.020, 0.007)
+    )  # a train of 20 ms, in which fetches end at 7 and 14
     assert beside(monkeypatch, Clock(7.0, 2.0), 3) is None  # the fetches end before the train does
     with pytest.raises(AssertionError, match="wanted two"):
         beside(monkeypatch, Clock(15.0, 2.0), 8)
@@ -415,7 +522,7 @@ def test_losses_are_judged():
     assert overlap.shortfalls([row | {"arm": "sleep, beside", "loss_ratio": "9", "fetch_share": ""}]) == []  # no fetch
 
 
-# ---- whole scripts --------------------------------------------------------------------------------------------------------------
+# ---- whole scripts ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -436,23 +543,41 @@ def small(monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("script", [gather, codec, stream, large_table, overlap, small_calls], ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    "script", [gather, codec, stream, large_table, overlap, small_calls], ids=lambda script: script.__name__
+)
 def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
     assert script.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     name = script.__name__.split(".")[-1]
     lines = lines_of(tmp_path / f"{name}.csv")
     assert lines[0][: len(harness.COLUMNS)] == harness.COLUMNS and len(lines) > 3
-    assert all(len(line) == len(lines[0]) and line[0] == name and float(line[7]) > 0 and float(line[8]) > 0 for line in lines[1:])
+    assert all(
+        len(line) == len(lines[0]) and line[0] == name and float(line[7]) > 0 and float(line[8]) > 0
+        for line in lines[1:]
+    )
     memory = lines_of(tmp_path / "memory.csv")
-    assert memory[0] == harness.MEMORY_COLUMNS and {line[0] for line in memory[1:]} == (set() if script is small_calls else {name})
+    assert memory[0] == harness.MEMORY_COLUMNS and {line[0] for line in memory[1:]} == (
+        set() if script is small_calls else {name}
+    )
     assert "BELOW" not in capsys.readouterr().out
     arms = {line[2] for line in lines[1:]}
-    expected = {"gather": {"raw rows", "cpu index + copy", "cpu pipelined", "ibp slots", "ibp in place", "planes slots"},
-                "codec": {"copy_", "memset", "decode", "decode packed", "planes decode", "planes per column decode", "planes listed decode", "planes encode"},
-                "stream": {"raw copy_", "planes packed", "planes packed, list", "planes slots", "ibp packed", "ibp slots"},
-                "large_table": {"raw", "planes", "x[ids].to", "partition alone"},
-                "overlap": {"planes gather, alone", "raw gather, alone", "planes decompress, alone", "copy_, alone"},
-                "small_calls": {"until it returns", "until the result is there"}}
+    expected = {
+        "gather": {"raw rows", "cpu index + copy", "cpu pipelined", "ibp slots", "ibp in place", "planes slots"},
+        "codec": {
+            "copy_",
+            "memset",
+            "decode",
+            "decode packed",
+            "planes decode",
+            "planes per column decode",
+            "planes listed decode",
+            "planes encode",
+        },
+        "stream": {"raw copy_", "planes packed", "planes packed, list", "planes slots", "ibp packed", "ibp slots"},
+        "large_table": {"raw", "planes", "x[ids].to", "partition alone"},
+        "overlap": {"planes gather, alone", "raw gather, alone", "planes decompress, alone", "copy_, alone"},
+        "small_calls": {"until it returns", "until the result is there"},
+    }
     assert expected[name] <= arms
 
 
@@ -461,14 +586,18 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, cap
 
     def start(words):
         called.append(words[2:])
-        return types.SimpleNamespace(wait=lambda limit_s: -11 if words[2] == "benchmarks.codec" else 0, terminate=lambda: None)
+        return types.SimpleNamespace(
+            wait=lambda limit_s: -11 if words[2] == "benchmarks.codec" else 0, terminate=lambda: None
+        )
 
     monkeypatch.setattr(suite.subprocess, "Popen", start)
     argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
     assert suite.main(["--all", *argv]) == 1
     signal.signal(signal.SIGTERM, before)
     names = [*suite.SPEED, *suite.BYTES]
-    assert [words[0] for words in called] == [f"benchmarks.{name}" for name in names] and all(words[1:] == argv for words in called)
+    assert [words[0] for words in called] == [f"benchmarks.{name}" for name in names] and all(
+        words[1:] == argv for words in called
+    )
     assert all((Path(suite.__file__).parent / f"{name}.py").exists() for name in names)
     assert "FAILED: codec" in capsys.readouterr().out
 
@@ -483,16 +612,31 @@ def test_the_scripts_of_speed_share_five_minutes():
     assert sum(suite.SPEED.values()) < 300
 
 
-# ---- charts and claims ----------------------------------------------------------------------------------------------------------
+# ---- charts and claims -----------------------------------------------------------------------------------------------
 
 
 def write_measurements(directory):
     """Every CSV that charts and claims read, with rates that stand for nothing."""
-    runs = {name: run_on_cpu(directory, name) for name in ("gather", "codec", "stream", "large_table", "cpu", "small_calls")}
-    runs["overlap"] = harness.Run("overlap", harness.parse_args(["--device", "cpu", "--quick", "--out", str(directory)]), overlap.COLUMNS)
+    runs = {
+        name: run_on_cpu(directory, name) for name in ("gather", "codec", "stream", "large_table", "cpu", "small_calls")
+    }
+    runs["overlap"] = harness.Run(
+        "overlap", harness.parse_args(["--device", "cpu", "--quick", "--out", str(directory)]), overlap.COLUMNS
+    )
 
     def add(name, case, arm, gbps=50.0, row_bytes=2048, dtype=torch.bfloat16, sms=132, **extra):
-        runs[name].add(case=case, arm=arm, rows=10, row_bytes=row_bytes, dtype=dtype, savings=0.5, gbps=gbps, ideal_gbps=100.0, sms=sms, **extra)
+        runs[name].add(
+            case=case,
+            arm=arm,
+            rows=10,
+            row_bytes=row_bytes,
+            dtype=dtype,
+            savings=0.5,
+            gbps=gbps,
+            ideal_gbps=100.0,
+            sms=sms,
+            **extra,
+        )
 
     for row_bytes in (512, 2048):
         add("gather", "synthetic", "raw rows", row_bytes=row_bytes)
@@ -510,12 +654,33 @@ def write_measurements(directory):
     add("large_table", "4 GiB", "raw rows", 6.5)
     add("cpu", "one core", "planes decode", 3.25, sms=0)
     add("small_calls", "ibp, host memory", "until it returns", 10 * 2048 / 12.5e3)
-    add("overlap", "normal 0.02", "planes gather, beside", 70.0, sms=8, matmul_tflops="600", matmul_share="0.9300", fetch_share="0.9900", sm_share="0.0606", loss_ratio="1.155")
+    add(
+        "overlap",
+        "normal 0.02",
+        "planes gather, beside",
+        70.0,
+        sms=8,
+        matmul_tflops="600",
+        matmul_share="0.9300",
+        fetch_share="0.9900",
+        sm_share="0.0606",
+        loss_ratio="1.155",
+    )
     with open(directory / "memory.csv", "a", newline="") as file:
         csv.DictWriter(file, harness.MEMORY_COLUMNS, lineterminator="\n").writerow(memory_row())
     sheet = ratio.Sheet(directory / "ratio.csv", ratio.COLUMNS)
     for method, savings in {"paper": 0.1, "ibp": 0.2, "planes": 0.9, "nvcomp LZ4": -0.0001, "nvcomp ANS": 0.31}.items():
-        sheet.add(set="cora", dtype="float32", rows=10, row_bytes=64, method=method, savings=savings, link_savings="", metadata_bytes="", seconds="")
+        sheet.add(
+            set="cora",
+            dtype="float32",
+            rows=10,
+            row_bytes=64,
+            method=method,
+            savings=savings,
+            link_savings="",
+            metadata_bytes="",
+            seconds="",
+        )
 
 
 def test_charts_from_csv(tmp_path):
@@ -524,7 +689,18 @@ def test_charts_from_csv(tmp_path):
     assert list(tmp_path.glob("*.png")) == []
     write_measurements(tmp_path)
     charts.draw(tmp_path)
-    drawn = {"overview", "gather", "gather_normal", "gather_real", "codec", "stream", "large_table", "cpu", "overlap", "ratio"}
+    drawn = {
+        "overview",
+        "gather",
+        "gather_normal",
+        "gather_real",
+        "codec",
+        "stream",
+        "large_table",
+        "cpu",
+        "overlap",
+        "ratio",
+    }
     assert {path.stem for path in tmp_path.glob("*.png")} == drawn
 
 
@@ -532,7 +708,12 @@ def test_overview_takes_the_best_of_each_kind(tmp_path):
     write_measurements(tmp_path)
     found = {name: charts.read(tmp_path / f"{name}.csv") for name in ("gather", "codec", "stream")}
     assert charts.rows_by_savings(found["gather"]) == {"50% saved": {"raw rows": 50.0, "ibp": 93.0, "paper": 93.0}}
-    assert [(label, gbps) for label, gbps, _, _ in charts.tensor_bars(found["stream"])] == [("raw copy_", 55.0), ("the paper's code", 62.0), ("nvCOMP, pipelined", 70.0), ("ibp", 80.5)]
+    assert [(label, gbps) for label, gbps, _, _ in charts.tensor_bars(found["stream"])] == [
+        ("raw copy_", 55.0),
+        ("the paper's code", 62.0),
+        ("nvCOMP, pipelined", 70.0),
+        ("ibp", 80.5),
+    ]
     assert [gbps for _, gbps, _, _ in charts.device_bars(found["codec"])] == [2000.0, 400.0, 1000.0, 1700.0]
 
 
@@ -546,8 +727,19 @@ def test_claims_are_what_the_csvs_say(tmp_path, capsys):
     assert claims.main([*argv, "--check"]) == 1 and claims.main(argv) == 0 and claims.main([*argv, "--check"]) == 0
     readme, results = (page.read_text() for page in pages)
     assert results.startswith("before\n<!-- rows") and results.count("\nbetween\n") == len(claims.BLOCKS)
-    for said in ("| 2 KiB |", "1.00 to 1.24 times", "ibp 80.5", "`copy_` does 2,000", "| 1,700 |", "7.0 % |", "0.78 %", "| 3.2 |", "| 6.5 |", "| 12.5 |",
-                 "| cora | float32 | 10.0 % | 20.0 % | 10.0x |  | 31.0 % (ANS) |"):
+    for said in (
+        "| 2 KiB |",
+        "1.00 to 1.24 times",
+        "ibp 80.5",
+        "`copy_` does 2,000",
+        "| 1,700 |",
+        "7.0 % |",
+        "0.78 %",
+        "| 3.2 |",
+        "| 6.5 |",
+        "| 12.5 |",
+        "| cora | float32 | 10.0 % | 20.0 % | 10.0x |  | 31.0 % (ANS) |",
+    ):
         assert said in results, said
     assert "| a whole BF16 tensor | `copy_` 55.0, nvCOMP, pipelined 70.0 | 80.5 |" in readme
     (tmp_path / "gather.csv").unlink()
@@ -565,7 +757,7 @@ def test_the_pages_say_what_the_results_say():
     assert claims.main(["--check"]) == 0
 
 
-# ---- savings --------------------------------------------------------------------------------------------------------------------
+# ---- savings ---------------------------------------------------------------------------------------------------------
 
 
 def test_synthetic_sets_are_what_they_are_called():
@@ -573,7 +765,12 @@ def test_synthetic_sets_are_what_they_are_called():
     assert all(x.shape == (32, sets.COLUMNS) and x.dtype == dtype for (_, dtype), x in found.items())
     assert abs(float((found["half zeros", torch.bfloat16] == 0).float().mean()) - 0.5) < 0.02
     assert float(found["clipped normal", torch.float16].min()) == 0
-    assert 0 <= int(found["ids below 2^20", torch.int64].min()) <= int(found["ids below 2^20", torch.int64].max()) < 1 << 20
+    assert (
+        0
+        <= int(found["ids below 2^20", torch.int64].min())
+        <= int(found["ids below 2^20", torch.int64].max())
+        < 1 << 20
+    )
     assert int(found["counts", torch.int32].min()) == 1
     for dtype, low, high in ((torch.int8, -127, 127), (torch.uint8, 1, 255), (torch.int16, -32767, 32767)):
         x = found["quantised weights", dtype]
@@ -585,7 +782,11 @@ def test_synthetic_sets_are_what_they_are_called():
 def test_shipped_sets_of_savings():
     found = {(case.name, case.dtype): case for case in sets.real_sets(inputs.DATA_DIR)}
     assert found["citeseer", torch.float32].rows == 3327 and found["citeseer", torch.float32].row_bytes == 14812
-    assert {dtype for name, dtype in found if name == "pubmed_1060rows"} == {torch.float32, torch.float16, torch.bfloat16}
+    assert {dtype for name, dtype in found if name == "pubmed_1060rows"} == {
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    }
     one, many = found["stories260k", torch.bfloat16], found["stories260k, codebook a tensor", torch.bfloat16]
     assert len(one.tensors) == 1 and len(many.tensors) == 31 and one.num_bytes == many.num_bytes
     assert torch.equal(torch.cat(many.tensors).view(torch.int16), one.tensors[0].view(torch.int16))
@@ -631,7 +832,11 @@ def test_nvcomp_cells_of_ratio(monkeypatch):
     monkeypatch.setattr(ratio, "nvcomp", types.SimpleNamespace(Codec=PlainCodec, as_array=lambda x: x))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     for dtype, num_floats in ((torch.bfloat16, 1), (torch.float32, 1), (torch.float64, 0), (torch.int8, 0)):
-        methods = {name: measure for name, measure in ratio.methods_for(dtype, on_gpu=True).items() if name.startswith("nvcomp ")}
+        methods = {
+            name: measure
+            for name, measure in ratio.methods_for(dtype, on_gpu=True).items()
+            if name.startswith("nvcomp ")
+        }
         assert len(methods) == 6 + num_floats
         for measure in methods.values():
             cell = ratio.measure_cell(measure, [torch.ones(3, 5, dtype=dtype)], torch.device("cpu"), with_times=False)
@@ -642,7 +847,10 @@ def test_nvcomp_cells_of_ratio(monkeypatch):
 
 def test_ratio_shows_and_judges_savings():
     assert [ratio.show(s) for s in (-0.001, -0.0001, 0.334, 0.875, 0.9975)] == ["-0.1", "0.0", "33.4", "8.0x", "400x"]
-    cells = {("a", "float32"): {"paper": 0.1, "ibp": 0.2, "auto": 0.1995}, ("b", "int8"): {"paper": 0.3, "ibp": 0.2, "auto": -0.1}}
+    cells = {
+        ("a", "float32"): {"paper": 0.1, "ibp": 0.2, "auto": 0.1995},
+        ("b", "int8"): {"paper": 0.3, "ibp": 0.2, "auto": -0.1},
+    }
     assert ratio.shortfalls({("a", "float32"): cells["a", "float32"]}, {("a", "float32"): 0.19}) == []
     below = [line.split(", less than ")[1].split(",")[0] for line in ratio.shortfalls(cells, {("a", "float32"): 0.25})]
     assert below == ["its target", "raw rows", "ibp", "paper"]
@@ -658,7 +866,12 @@ def test_ratio_writes_its_columns_table_and_chart(tmp_path, monkeypatch, capsys)
     assert ratio.main(["--device", "cpu", "--quick", "--no-times", "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path / "ratio.csv")
     assert ",".join(lines[0]) == "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds"
-    assert [line[4] for line in lines[1:5]] == list(ratio.OURS) and lines[1][:4] == ["normal 1", "float32", "400", "128"]
+    assert [line[4] for line in lines[1:5]] == list(ratio.OURS) and lines[1][:4] == [
+        "normal 1",
+        "float32",
+        "400",
+        "128",
+    ]
     assert all(line[8] == "" for line in lines[1:])
     assert "Percent saved" in capsys.readouterr().out
     if charts.plt:
@@ -681,7 +894,9 @@ def test_sampling_writes_its_columns(tmp_path, monkeypatch, capsys):
     assert sampling.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path / "sampling.csv")
     assert ",".join(lines[0]) == "set,dtype,scheme,sample,savings"
-    assert [line[2:4] for line in lines[1:]] == [[scheme, str(share)] for scheme in sampling.SCHEMES for share in sampling.SAMPLES]
+    assert [line[2:4] for line in lines[1:]] == [
+        [scheme, str(share)] for scheme in sampling.SCHEMES for share in sampling.SAMPLES
+    ]
     assert float(lines[6][4]) > 0.1 and "100%" in capsys.readouterr().out
 
 
@@ -694,7 +909,12 @@ def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatc
     lines = lines_of(tmp_path / "cpu.csv")
     assert ",".join(lines[0]) == ",".join(harness.COLUMNS)
     avx2 = [" avx2"] if before[1] > cpu.AVX2 else []
-    arms = ["copy_"] + [f"{scheme}{kind} {verb}" for scheme in cpu.SCHEMES for kind in ("", *avx2, " plain") for verb in ("decode", "encode")]
+    arms = ["copy_"] + [
+        f"{scheme}{kind} {verb}"
+        for scheme in cpu.SCHEMES
+        for kind in ("", *avx2, " plain")
+        for verb in ("decode", "encode")
+    ]
     one_thread = [line for line in lines[1:] if line[1] == "normal 0.02, 1 thread"]
     assert [line[2] for line in one_thread][: len(arms)] == arms and float(one_thread[1][6]) > 0.3
     of_all_threads = len(one_thread) - 2 * len(avx2) * len(cpu.SCHEMES) if before[0] > 1 else 0

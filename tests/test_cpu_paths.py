@@ -1,4 +1,4 @@
-"""The CPU coders with each set of the processor's vector and bit instructions and without: the bytes of the numpy references, and the same tables."""
+"""The CPU coders with and without each set of vector instructions: the numpy references' bytes, the same tables."""
 
 import numpy as np
 import pytest
@@ -49,10 +49,12 @@ def test_features_are_those_set(features):
     assert ibp._core.set_cpu_features(AVX512) == 0
 
 
-# ---- rows against the numpy references --------------------------------------------------------------------------------
+# ---- rows against the numpy references -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("element_bytes, digit_bits, kind", pairwise([1, 2, 4, 8], [(), (1, 4), (2, 2, 2, 3), (3, 3)], KINDS), ids=str)
+@pytest.mark.parametrize(
+    "element_bytes, digit_bits, kind", pairwise([1, 2, 4, 8], [(), (1, 4), (2, 2, 2, 3), (3, 3)], KINDS), ids=str
+)
 def test_rows_of_planes(element_bytes, digit_bits, kind, features):
     rng = np.random.default_rng([element_bytes, len(digit_bits), KINDS.index(kind)])
     for residual_bits in {0, 3, 7, 8, 8 * element_bytes - 8, 8 * element_bytes - 5, 8 * element_bytes}:
@@ -74,7 +76,10 @@ def test_rows_of_masks(row_bytes, chunk_bytes, features):
     for flag_all in (False, True):
         mask = rng.integers(0, 256, row_bytes, np.uint8) & rng.integers(0, 256, row_bytes, np.uint8)
         bitval = rng.integers(0, 256, row_bytes, np.uint8) & mask
-        codebook, codec = reference.make_codebook(mask, bitval, chunk_bytes, flag_all), ibp._core.RowCodec(mask, bitval, chunk_bytes, flag_all)
+        codebook, codec = (
+            reference.make_codebook(mask, bitval, chunk_bytes, flag_all),
+            ibp._core.RowCodec(mask, bitval, chunk_bytes, flag_all),
+        )
         for _ in range(8):
             row = rng.integers(0, 256, row_bytes, np.uint8)
             row = np.where(rng.random(row_bytes) < 0.9, row & ~mask | bitval, row).astype(np.uint8).tobytes()
@@ -85,7 +90,7 @@ def test_rows_of_masks(row_bytes, chunk_bytes, features):
                     codec.decode(bad)
 
 
-# ---- tables -------------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 TENSORS = {
     "bfloat16": lambda: embedding(300, 77, torch.bfloat16),

@@ -1,10 +1,25 @@
-"""Compiles the gathering and the encoding kernels of csrc/cuda as C++ and runs them without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
+"""Kernels of csrc/cuda as C++, run without a GPU, lane by lane (tests/c/emulated_simt.h), against the C core."""
 
 import re
 
 import pytest
 
-from native import CSRC, INCLUDES, KEPT, PLAIN, SANITIZE, SANITIZED, TESTS, can_sanitize, compiled, core_objects, cxx_compiler, linked, run, written
+from native import (
+    CSRC,
+    INCLUDES,
+    KEPT,
+    PLAIN,
+    SANITIZE,
+    SANITIZED,
+    TESTS,
+    can_sanitize,
+    compiled,
+    core_objects,
+    cxx_compiler,
+    linked,
+    run,
+    written,
+)
 
 KERNELS = ("gather.cu", "encode.cu", "decode/*.cu", "encode/*.cu")  # sources in csrc/cuda
 FEW_CASES = 40  # of the 400 random tables, in the fast run
@@ -41,7 +56,12 @@ def build(flags):
     command = [*emulated(KEPT / "emulated"), *flags]
     of_kernels = [*command, "-fsanitize=thread"] if looks_for_races else command
     others = ("tables", "simt", "races") if looks_for_races else ("tables", "simt")
-    objects = compiled([*((of_kernels, translated[path]) for path in sources), *((command, TESTS / f"emulated_{name}.cpp") for name in others)])
+    objects = compiled(
+        [
+            *((of_kernels, translated[path]) for path in sources),
+            *((command, TESTS / f"emulated_{name}.cpp") for name in others),
+        ]
+    )
     core = core_objects(PLAIN if looks_for_races else SANITIZED)
     return linked([*cxx_compiler(), *flags, *(["-no-pie"] if looks_for_races else [])], [*objects, *core])
 
@@ -52,7 +72,9 @@ def sanitizers():
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
 
 
-@pytest.mark.parametrize("num_cases, least_kernels", [(FEW_CASES, 20), pytest.param(400, 31, marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "num_cases, least_kernels", [(FEW_CASES, 20), pytest.param(400, 31, marks=pytest.mark.slow)], ids=["few", "many"]
+)
 @pytest.mark.parametrize("flags", [FLAGS, RACE_FLAGS], ids=["sanitized", "races"])
 def test_kernels(flags, num_cases, least_kernels):
     code, output = run([build(flags), "1", num_cases], timeout=900)
@@ -65,7 +87,9 @@ def test_kernels(flags, num_cases, least_kernels):
 @pytest.fixture(scope="module")
 def faults():
     command = [*emulated(KEPT / "emulated"), *FLAGS]
-    return linked([*cxx_compiler(), *FLAGS], compiled([(command, TESTS / f"emulated_{name}.cpp") for name in ("faults", "simt")]))
+    return linked(
+        [*cxx_compiler(), *FLAGS], compiled([(command, TESTS / f"emulated_{name}.cpp") for name in ("faults", "simt")])
+    )
 
 
 @pytest.mark.parametrize("kernel", ["exchanges", "barriers", "numbers"])
@@ -75,10 +99,18 @@ def test_emulation_is_right(faults, kernel):
 
 
 MISTAKES = {
-    "no_sync": r"^[1-9]\d* wrong", "diverging": "wait for each other at different collectives", "other_line": "wait for each other at different collectives",
-    "other_instance": "wait for each other at different collectives", "returning": "returned; threads 5$", "outside_mask": "is not in the mask 0000ffff", "absent_source": "a lane that takes no part", "missing_warp": "no warp can go on",
-    "different_counts": "a barrier of different numbers of threads", "past_shared": "use-after-poison", "misaligned": "misaligned address",
-}  # fmt: skip
+    "no_sync": r"^[1-9]\d* wrong",
+    "diverging": "wait for each other at different collectives",
+    "other_line": "wait for each other at different collectives",
+    "other_instance": "wait for each other at different collectives",
+    "returning": "returned; threads 5$",
+    "outside_mask": "is not in the mask 0000ffff",
+    "absent_source": "a lane that takes no part",
+    "missing_warp": "no warp can go on",
+    "different_counts": "a barrier of different numbers of threads",
+    "past_shared": "use-after-poison",
+    "misaligned": "misaligned address",
+}
 
 
 @pytest.mark.parametrize("kernel", MISTAKES)

@@ -6,7 +6,16 @@ import torch
 
 import ibp
 import reference
-from golden.load import CORRUPT_ROWS, CORRUPT_TABLES, GOLDEN, arrays_of, core_codebook, load, op_arguments, reference_table
+from golden.load import (
+    CORRUPT_ROWS,
+    CORRUPT_TABLES,
+    GOLDEN,
+    arrays_of,
+    core_codebook,
+    load,
+    op_arguments,
+    reference_table,
+)
 from golden.make import CASES, edit_table
 
 CORRUPT = 3  # IBP_CORRUPT_ROW
@@ -21,7 +30,9 @@ def core_decode(table, start, end):
 
 
 def test_every_case_has_a_file():
-    assert {path.stem for path in GOLDEN.glob("*.npz") if not path.stem.startswith(("planes_", "clusters_"))} == set(CASES)
+    assert {path.stem for path in GOLDEN.glob("*.npz") if not path.stem.startswith(("planes_", "clusters_"))} == set(
+        CASES
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,7 +70,10 @@ def test_core_encodes(name):
     *bases, overflow_bytes = torch.ops.ibp.index_rows(lengths, num_bytes, table.row_bytes, table.slot_bytes).tolist()
     assert overflow_bytes == len(golden["overflow"])
     assert bases == (golden["bases"].tolist() or [0] * len(bases))
-    slots, overflow = torch.zeros(len(golden["slots"]), dtype=torch.uint8), torch.zeros(overflow_bytes, dtype=torch.uint8)
+    slots, overflow = (
+        torch.zeros(len(golden["slots"]), dtype=torch.uint8),
+        torch.zeros(overflow_bytes, dtype=torch.uint8),
+    )
     arguments = op_arguments(table, slots, overflow, lengths, torch.tensor(bases, dtype=torch.int64))
     fault = torch.zeros(4, dtype=torch.int64)
     torch.ops.ibp.encode_rows(*arguments, data, fault)
@@ -75,7 +89,11 @@ def test_public_api(name):
     table = reference_table(golden)
     x = torch.from_numpy(golden["original"].copy()).view(-1, int(golden["item_bytes"]))
     layout = {"layout": "packed"} if table.slot_bytes == 0 else {"slot_bytes": table.slot_bytes}
-    codebook = {"codebook": core_codebook(table.codebook)} if table.codebook else {"row_bytes": table.row_bytes, "scheme": "raw"}
+    codebook = (
+        {"codebook": core_codebook(table.codebook)}
+        if table.codebook
+        else {"row_bytes": table.row_bytes, "scheme": "raw"}
+    )
     made = ibp.compress(x, pin_memory=False, device="cpu", **codebook, **layout)
     assert torch.equal(made.decompress(), x)
     if table.codebook is None or reference.stored_bytes(table) >= x.numel():
@@ -83,7 +101,9 @@ def test_public_api(name):
         return
     assert made.scheme == "ibp" and made.stored_bytes == reference.stored_bytes(table)
     for array in ("lengths", "bases", "slots", "overflow"):
-        np.testing.assert_array_equal(getattr(made, array).numpy(), golden[array].astype(getattr(made, array).numpy().dtype), err_msg=array)
+        np.testing.assert_array_equal(
+            getattr(made, array).numpy(), golden[array].astype(getattr(made, array).numpy().dtype), err_msg=array
+        )
 
 
 def test_wide_index_is_wide():
@@ -103,7 +123,9 @@ def test_corrupt_rows(row):
         codec.decode(coded)
 
 
-@pytest.mark.parametrize("edit", CORRUPT_TABLES, ids=lambda edit: f"{edit['table']}-{edit['array']}-{edit['at']}-{edit['value']}")
+@pytest.mark.parametrize(
+    "edit", CORRUPT_TABLES, ids=lambda edit: f"{edit['table']}-{edit['array']}-{edit['at']}-{edit['value']}"
+)
 def test_corrupt_tables(edit):
     table = edit_table(reference_table(load(edit["table"])), edit["array"], edit["at"], edit["value"])
     corrupt = []

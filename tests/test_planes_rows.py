@@ -1,4 +1,4 @@
-"""Rows of scheme `planes` from the C core: byte for byte those of the numpy reference, and no harm from bytes that are none."""
+"""Rows of scheme `planes` from the C core: the numpy reference's bytes, and no harm from bytes that are no row."""
 
 import dataclasses
 
@@ -18,8 +18,18 @@ FEW_COLUMNS = [name for name in CASES if CASES[name][2] <= 1000]
 
 def codec_of(codebook):
     c = codebook
-    return ibp._core.PlanesCodec(c.row_bytes, c.element_bytes, c.rotate, c.residual_bits, list(c.digit_bits), c.per_column, c.listed, c.default,
-                                 c.closed, c.entries.tobytes())
+    return ibp._core.PlanesCodec(
+        c.row_bytes,
+        c.element_bytes,
+        c.rotate,
+        c.residual_bits,
+        list(c.digit_bits),
+        c.per_column,
+        c.listed,
+        c.default,
+        c.closed,
+        c.entries.tobytes(),
+    )
 
 
 def assert_coded_alike(codebook, rows):
@@ -67,8 +77,17 @@ def test_worked_example():
 
 # ---- rows as they are met -------------------------------------------------------------------------------------------
 
-EXPONENTS = {"bfloat16_rows": (2, 8), "float16_rows": (2, 11), "float32_rows": (4, 24), "float64_rows": (8, 53), "half_zeros": (2, 8),
-             "few_zeros": (2, 8), "mostly_zeros": (4, 24), "zeros_and_ones": (4, 23), "scaled_columns": (4, 24)}  # fmt: skip
+EXPONENTS = {
+    "bfloat16_rows": (2, 8),
+    "float16_rows": (2, 11),
+    "float32_rows": (4, 24),
+    "float64_rows": (8, 53),
+    "half_zeros": (2, 8),
+    "few_zeros": (2, 8),
+    "mostly_zeros": (4, 24),
+    "zeros_and_ones": (4, 23),
+    "scaled_columns": (4, 24),
+}
 INTEGERS = {"small_integers": 1, "rare_bytes": 1, "int64_ids": 8}
 DIGIT_BITS = [(), (1,), (4, 4), (2, 2, 2, 3), (1, 1, 2, 3), (3, 3, 3)]
 
@@ -77,8 +96,15 @@ DIGIT_BITS = [(), (1,), (4, 4), (2, 2, 2, 3), (1, 1, 2, 3), (3, 3, 3)]
 def test_floats(rows_of, digit_bits, kind):
     element_bytes, residual_bits = EXPONENTS[rows_of]
     rows = getattr(make_planes, rows_of)(np.random.default_rng(len(digit_bits)), 6, 257)
-    codebook = reference.make_codebook(rows, element_bytes, rotate=1, residual_bits=residual_bits, digit_bits=digit_bits,
-                                       per_column=kind == "per_column", listed=kind == "listed")  # fmt: skip
+    codebook = reference.make_codebook(
+        rows,
+        element_bytes,
+        rotate=1,
+        residual_bits=residual_bits,
+        digit_bits=digit_bits,
+        per_column=kind == "per_column",
+        listed=kind == "listed",
+    )
     assert_coded_alike(codebook, rows)
 
 
@@ -86,8 +112,14 @@ def test_floats(rows_of, digit_bits, kind):
 def test_integers(rows_of, digit_bits, kind):
     rows = getattr(make_planes, rows_of)(np.random.default_rng(len(digit_bits)), 6, 500)
     for residual_bits in (0, 3, 8):
-        codebook = reference.make_codebook(rows, INTEGERS[rows_of], residual_bits=residual_bits, digit_bits=digit_bits,
-                                           per_column=kind == "per_column", listed=kind == "listed")  # fmt: skip
+        codebook = reference.make_codebook(
+            rows,
+            INTEGERS[rows_of],
+            residual_bits=residual_bits,
+            digit_bits=digit_bits,
+            per_column=kind == "per_column",
+            listed=kind == "listed",
+        )
         assert_coded_alike(codebook, rows)
 
 
@@ -104,9 +136,13 @@ def test_every_split(element_bytes, digit_bits, kind):
     """Every residual width, rotated and not."""
     rng = np.random.default_rng([element_bytes, len(digit_bits), KINDS.index(kind)])
     for residual_bits in range(8 * element_bytes + 1):
-        codebook = random_codebook(rng, element_bytes, int(rng.integers(1, 80)), residual_bits % 2, residual_bits, digit_bits, kind)
+        codebook = random_codebook(
+            rng, element_bytes, int(rng.integers(1, 80)), residual_bits % 2, residual_bits, digit_bits, kind
+        )
         assert_coded_alike(codebook, adversarial_rows(rng, 3, codebook))
-        assert_coded_alike(dataclasses.replace(codebook, rotate=1 - codebook.rotate), adversarial_rows(rng, 3, codebook))
+        assert_coded_alike(
+            dataclasses.replace(codebook, rotate=1 - codebook.rotate), adversarial_rows(rng, 3, codebook)
+        )
 
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 8, 9, 64, 65, 127, 128, 129, 300])
@@ -124,7 +160,23 @@ def test_every_k(columns):
 def test_long_rows(columns):
     rng = np.random.default_rng(columns)
     codebook = random_codebook(rng, 1, columns, 0, 4, (2, 1), "listed")
-    counts = [0, 1, 2, 5, 13, 27, 60, 200, 1000, columns // 3, columns - 300, columns - 20, columns - 3, columns - 1, columns]
+    counts = [
+        0,
+        1,
+        2,
+        5,
+        13,
+        27,
+        60,
+        200,
+        1000,
+        columns // 3,
+        columns - 300,
+        columns - 20,
+        columns - 3,
+        columns - 1,
+        columns,
+    ]
     rows = rows_of_k(rng, codebook, counts)
     assert_coded_alike(codebook, rows)
     assert_coded_alike(codebook, np.where(rows == codebook.default, codebook.default, codebook.closed).astype(np.uint8))
@@ -144,9 +196,18 @@ def codebooks(draw, max_columns=200):
     columns = draw(st.one_of(st.integers(1, max_columns), st.sampled_from([127, 128])))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     digit_bits = draw(st.lists(st.integers(1, 4), max_size=4).map(tuple))
-    codebook = random_codebook(rng, element_bytes, columns, draw(st.integers(0, 1)), draw(st.integers(0, 8 * element_bytes)), digit_bits,
-                               draw(st.sampled_from(KINDS)))  # fmt: skip
-    elements = st.one_of(st.sampled_from([0, 1, 2 ** (8 * element_bytes) - 1]), st.integers(0, 2 ** (8 * element_bytes) - 1))
+    codebook = random_codebook(
+        rng,
+        element_bytes,
+        columns,
+        draw(st.integers(0, 1)),
+        draw(st.integers(0, 8 * element_bytes)),
+        digit_bits,
+        draw(st.sampled_from(KINDS)),
+    )
+    elements = st.one_of(
+        st.sampled_from([0, 1, 2 ** (8 * element_bytes) - 1]), st.integers(0, 2 ** (8 * element_bytes) - 1)
+    )
     return dataclasses.replace(codebook, default=draw(elements), closed=draw(elements))
 
 
@@ -182,7 +243,7 @@ def test_every_wrong_length_is_refused(name):
     codec = codec_of(codebook)
     for row in rows[::3]:
         coded = codec.encode(row.tobytes())
-        for wrong in [coded[:size] for size in range(len(coded))] + [coded + b"\0", coded + b"\xFF" * 9, coded * 2]:
+        for wrong in [coded[:size] for size in range(len(coded))] + [coded + b"\0", coded + b"\xff" * 9, coded * 2]:
             with pytest.raises(ValueError, match="corrupt|contradicts"):
                 codec.decode(wrong)
 
@@ -213,7 +274,11 @@ def test_wrong_lists(columns, is_listed):
         upper = np.zeros(reference.num_upper_bits(2, low, columns), np.uint8)
         upper[[first >> low, 1 + (second >> low)]] = 1
         lows = np.array([first, second]) % 2**low
-        return (k | 1 << (8 * size - 1)).to_bytes(size, "little") + reference.pack_fields(upper, 1) + reference.pack_fields(lows, low)
+        return (
+            (k | 1 << (8 * size - 1)).to_bytes(size, "little")
+            + reference.pack_fields(upper, 1)
+            + reference.pack_fields(lows, low)
+        )
 
     row = np.full(columns, 1 - is_listed, np.uint8)
     row[[1, 3]] = is_listed
@@ -228,7 +293,11 @@ def test_any_bytes_decode_alike_or_not_at_all(codebook, data):
     codec, size = codec_of(codebook), data.draw(st.integers(0, 2 * codebook.row_bytes + 20))
     assert_decoded_alike(codebook, codec, data.draw(st.binary(min_size=size, max_size=size)))
     k = data.draw(st.integers(0, codebook.columns + 1)) | data.draw(st.sampled_from([0, 0x80, 0x8000]))
-    assert_decoded_alike(codebook, codec, k.to_bytes(2, "little")[: reference.header_bytes(codebook.columns)] + data.draw(st.binary(max_size=40)))
+    assert_decoded_alike(
+        codebook,
+        codec,
+        k.to_bytes(2, "little")[: reference.header_bytes(codebook.columns)] + data.draw(st.binary(max_size=40)),
+    )
 
 
 @given(codebooks(max_columns=60), st.integers(0, 2**32))
@@ -241,18 +310,49 @@ def test_any_codebook_and_damage(codebook, seed):
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
-GOOD = {"row_bytes": 12, "element_bytes": 2, "rotate": 1, "residual_bits": 8, "digit_bits": [1, 1], "per_column": False, "listed": False,
-        "default": 0, "closed": 0, "entries": b"\x7E\x7F"}  # fmt: skip
+GOOD = {
+    "row_bytes": 12,
+    "element_bytes": 2,
+    "rotate": 1,
+    "residual_bits": 8,
+    "digit_bits": [1, 1],
+    "per_column": False,
+    "listed": False,
+    "default": 0,
+    "closed": 0,
+    "entries": b"\x7e\x7f",
+}
 
 
-@pytest.mark.parametrize("changes", [
-    {"row_bytes": 0}, {"row_bytes": 13}, {"row_bytes": 65538}, {"row_bytes": 2**32 - 2}, {"element_bytes": 0},
-    {"element_bytes": 3, "entries": bytes(4)}, {"element_bytes": 8, "entries": bytes(16)}, {"element_bytes": 16, "row_bytes": 48, "residual_bits": 120},
-    {"rotate": 2}, {"residual_bits": 17},
-    {"digit_bits": [1, 0, 1]}, {"digit_bits": [5], "entries": bytes(31)}, {"digit_bits": [1, 257]}, {"digit_bits": [1] * 5, "entries": bytes(5)},
-    {"digit_bits": [1]}, {"per_column": True}, {"per_column": True, "listed": True, "entries": bytes(12)},
-    {"default": 65536}, {"closed": 65536}, {"entries": b""}, {"entries": b"\x7E"}, {"entries": b"\x7E\x7F\x80"}, {"residual_bits": 7},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"row_bytes": 0},
+        {"row_bytes": 13},
+        {"row_bytes": 65538},
+        {"row_bytes": 2**32 - 2},
+        {"element_bytes": 0},
+        {"element_bytes": 3, "entries": bytes(4)},
+        {"element_bytes": 8, "entries": bytes(16)},
+        {"element_bytes": 16, "row_bytes": 48, "residual_bits": 120},
+        {"rotate": 2},
+        {"residual_bits": 17},
+        {"digit_bits": [1, 0, 1]},
+        {"digit_bits": [5], "entries": bytes(31)},
+        {"digit_bits": [1, 257]},
+        {"digit_bits": [1] * 5, "entries": bytes(5)},
+        {"digit_bits": [1]},
+        {"per_column": True},
+        {"per_column": True, "listed": True, "entries": bytes(12)},
+        {"default": 65536},
+        {"closed": 65536},
+        {"entries": b""},
+        {"entries": b"\x7e"},
+        {"entries": b"\x7e\x7f\x80"},
+        {"residual_bits": 7},
+    ],
+    ids=str,
+)
 def test_codebooks_that_contradict_themselves(changes):
     ibp._core.PlanesCodec(*GOOD.values())
     with pytest.raises(ValueError):

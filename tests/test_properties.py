@@ -16,7 +16,13 @@ shapes = st.one_of(
     st.tuples(st.integers(0, 3000)),
     st.lists(st.integers(0, 9), min_size=0, max_size=4).map(tuple),
 )
-tensors = st.builds(make_tensor, shapes, st.sampled_from(ELEMENTS), st.sampled_from(["sparse", "narrow", "random", "equal"]), st.integers(0, 1000))
+tensors = st.builds(
+    make_tensor,
+    shapes,
+    st.sampled_from(ELEMENTS),
+    st.sampled_from(["sparse", "narrow", "random", "equal"]),
+    st.integers(0, 1000),
+)
 schemes = st.sampled_from(SCHEMES)
 chunks = st.sampled_from([None, 1, 2, 4, 8])
 taus = st.one_of(st.none(), st.floats(0.5, 1.0))

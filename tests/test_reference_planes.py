@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 import reference_planes as reference
-from golden.make_planes import CASES, HERE, KINDS, adversarial_rows, damaged, load, make_rows, random_codebook, rows_of_k
+from golden.make_planes import (
+    CASES,
+    HERE,
+    KINDS,
+    adversarial_rows,
+    damaged,
+    load,
+    make_rows,
+    random_codebook,
+    rows_of_k,
+)
 from helpers import pairwise
 
 EXAMPLE = reference.Codebook(2, 12, 1, 8, (1, 1), False, False, 0, 0, np.array([[0x7E, 0x7F]], np.uint8))
@@ -43,7 +53,10 @@ def test_worked_example():
     assert reference.decode_row(EXAMPLE, CODED) == ROW
 
 
-@pytest.mark.parametrize("coded", [b"", CODED[:6], CODED[:-1], CODED + b"\0", CODED[:7] + bytes.fromhex("03 80"), CODED[:7] + bytes.fromhex("00 80")])
+@pytest.mark.parametrize(
+    "coded",
+    [b"", CODED[:6], CODED[:-1], CODED + b"\0", CODED[:7] + bytes.fromhex("03 80"), CODED[:7] + bytes.fromhex("00 80")],
+)
 def test_worked_example_of_another_length(coded):
     """The last two: two raw symbols are asked for, and none."""
     with pytest.raises(reference.CorruptRow):
@@ -51,7 +64,7 @@ def test_worked_example_of_another_length(coded):
 
 
 def test_list_by_hand():
-    """Positions 3 and 21 of 40: groups of 8 (l = 3), upper bits 1 0 0 1 0 0, low bits 3 and 5; the bitmap would be 5 bytes."""
+    """Positions 3 and 21 of 40: groups of 8 (l = 3), upper bits 1 0 0 1 0 0, low bits 3 and 5; a bitmap has 5 bytes."""
     codebook = byte_codebook(40)
     assert round_trip(codebook, row_with(40, {3: 7, 21: 9})) == bytes.fromhex("02 09 2B 07 09")
     assert round_trip(codebook, row_with(40, {3: 1, 21: 1})) == bytes.fromhex("82 09 2B")
@@ -78,7 +91,9 @@ def test_no_planes_is_all_raw_symbols():
 
 def test_entries_of_every_column():
     """Entries 1, 2, 3 in column 0 and 3, 2, 1 in column 1: digits 0, 2; the escape is 3."""
-    codebook = reference.Codebook(1, 4, 0, 0, (2,), True, False, 0, 0, np.array([[1, 2, 3], [3, 2, 1], [9, 9, 9], [0, 0, 0]], np.uint8))
+    codebook = reference.Codebook(
+        1, 4, 0, 0, (2,), True, False, 0, 0, np.array([[1, 2, 3], [3, 2, 1], [9, 9, 9], [0, 0, 0]], np.uint8)
+    )
     assert round_trip(codebook, bytes([1, 1, 9, 5])) == bytes([0b11_00_10_00, 5])
     assert round_trip(codebook, bytes([4, 2, 9, 0])) == bytes([0b00_00_01_11, 4])
 
@@ -99,7 +114,9 @@ def test_header_bytes(columns, size):
     codebook = byte_codebook(columns)
     assert round_trip(codebook, bytes(columns)) == bytes(size)
     all_listed = (columns | 1 << (8 * size - 1)).to_bytes(size, "little")
-    assert round_trip(codebook, bytes([1] * columns)) == all_listed + bytes(columns > 8192)  # the zeros between the groups of the empty list
+    assert round_trip(codebook, bytes([1] * columns)) == all_listed + bytes(
+        columns > 8192
+    )  # the zeros between the groups of the empty list
 
 
 def test_default_and_closed_are_not_rotated():
@@ -134,7 +151,9 @@ def plain_forms(is_listed):
             yield bytes_of_bits(upper) + bytes_of_bits(lows)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 9, 31, 64, 127, 128, 300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "columns", [1, 2, 3, 7, 8, 9, 31, 64, 127, 128, 300, pytest.param(1000, marks=pytest.mark.slow)]
+)
 def test_form_is_the_smallest(columns):
     """min() of all forms written out, over every k (or some) and random positions."""
     rng = np.random.default_rng(columns)
@@ -172,7 +191,11 @@ def test_every_form(form, columns):
 
 
 def test_every_kind_of_form_is_chosen():
-    chosen = {reference.choose_form(columns, k) for columns in (5, 60, 300, 4096, 65536) for k in range(1, columns + 1, max(1, columns // 700))}
+    chosen = {
+        reference.choose_form(columns, k)
+        for columns in (5, 60, 300, 4096, 65536)
+        for k in range(1, columns + 1, max(1, columns // 700))
+    }
     chosen |= {reference.choose_form(65536, k) for k in range(1, 100)}
     assert {form[0] for form in chosen} == {"bitmap", "listed", "not listed"}
     assert {form[1] for form in chosen if form[0] == "listed"} >= set(range(1, 14))
@@ -181,18 +204,26 @@ def test_every_kind_of_form_is_chosen():
 # ---- round trips ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("element_bytes, rotate, digit_bits, kind", pairwise([1, 2, 4, 8], [0, 1], DIGIT_BITS, KINDS), ids=str)
+@pytest.mark.parametrize(
+    "element_bytes, rotate, digit_bits, kind", pairwise([1, 2, 4, 8], [0, 1], DIGIT_BITS, KINDS), ids=str
+)
 def test_round_trip(element_bytes, rotate, digit_bits, kind):
     width = 8 * element_bytes
     rng = np.random.default_rng([element_bytes, rotate, len(digit_bits), KINDS.index(kind)])
     for residual_bits in range(0, width + 1, 1 if width < 32 else 7):
-        codebook = random_codebook(rng, element_bytes, int(rng.integers(1, 150)), rotate, residual_bits, digit_bits, kind)
+        codebook = random_codebook(
+            rng, element_bytes, int(rng.integers(1, 150)), rotate, residual_bits, digit_bits, kind
+        )
         for row in adversarial_rows(rng, 5, codebook):
             coded = round_trip(codebook, row.tobytes())
             if kind != "listed":
                 n, symbol_bits = codebook.columns, codebook.symbol_bits
                 most = sum(n * b // 8 + 1 for b in (residual_bits, *digit_bits, symbol_bits))
-                assert (n * residual_bits + 7) // 8 + (n * (digit_bits or (symbol_bits,))[0] + 7) // 8 <= len(coded) <= most
+                assert (
+                    (n * residual_bits + 7) // 8 + (n * (digit_bits or (symbol_bits,))[0] + 7) // 8
+                    <= len(coded)
+                    <= most
+                )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -218,7 +249,9 @@ def test_special_counts(columns, digit_bits):
         closed = np.where(is_listed, codebook.closed, codebook.default).astype("<u2")
         again = round_trip(codebook, closed.tobytes())
         positions = reference.form_bytes(reference.choose_form(columns, k), columns, k) if k else 0
-        assert again[:size] == (k | (k > 0) << (8 * size - 1)).to_bytes(size, "little") and len(again) == size + positions
+        assert (
+            again[:size] == (k | (k > 0) << (8 * size - 1)).to_bytes(size, "little") and len(again) == size + positions
+        )
         assert again[size:] == coded[size : size + positions]
 
 
@@ -256,24 +289,50 @@ def test_golden_rows(name):
 # ---- corrupt rows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("coded, why", [
-    ("", "no header"), ("02", "no positions"), ("02 09", "no low bits"), ("02 09 2B 07", "one value"), ("02 09 2B 07 09 00", "a byte more"),
-    ("82 09 2B 00", "a byte more, closed"), ("00 00", "a byte more, none listed"), ("A3", "no positions but of 35 listed"),
-    ("A5 00", "a byte more, all listed"),
-    ("26", "k is 38"), ("A7", "k is 39"), ("FF", "k is 127"), ("82 01 2B", "one upper bit"), ("82 19 2B", "three upper bits"),
-    ("82 00 2B", "no upper bit"), ("82 21 3B", "position 39"), ("82 03 1D", "positions 5 and 3"), ("82 03 1B", "position 3 twice"),
-    ("A3 03 1B", "not listed: position 3 twice"), ("A3 21 3B", "not listed: position 39"), ("8C 07 00 00 00 00", "a bitmap of 3 for k = 12"),
-    ("8C FF FF FF FF FF", "a bitmap of 37 for k = 12"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "coded, why",
+    [
+        ("", "no header"),
+        ("02", "no positions"),
+        ("02 09", "no low bits"),
+        ("02 09 2B 07", "one value"),
+        ("02 09 2B 07 09 00", "a byte more"),
+        ("82 09 2B 00", "a byte more, closed"),
+        ("00 00", "a byte more, none listed"),
+        ("A3", "no positions but of 35 listed"),
+        ("A5 00", "a byte more, all listed"),
+        ("26", "k is 38"),
+        ("A7", "k is 39"),
+        ("FF", "k is 127"),
+        ("82 01 2B", "one upper bit"),
+        ("82 19 2B", "three upper bits"),
+        ("82 00 2B", "no upper bit"),
+        ("82 21 3B", "position 39"),
+        ("82 03 1D", "positions 5 and 3"),
+        ("82 03 1B", "position 3 twice"),
+        ("A3 03 1B", "not listed: position 3 twice"),
+        ("A3 21 3B", "not listed: position 39"),
+        ("8C 07 00 00 00 00", "a bitmap of 3 for k = 12"),
+        ("8C FF FF FF FF FF", "a bitmap of 37 for k = 12"),
+    ],
+)
 def test_wrong_lists_by_hand(coded, why):
     """Rows of 37 elements, with lists of 2 in two bytes as in test_list_by_hand."""
     with pytest.raises(reference.CorruptRow):
         reference.decode_row(byte_codebook(37), bytes.fromhex(coded))
 
 
-@pytest.mark.parametrize("coded, listed", [
-    ("82 09 2B", [3, 21]), ("82 C9 EB", [3, 21]), ("82 03 2B", [3, 5]), ("8C FF 0F 00 00 E0", range(12)), ("80", []), ("A5", range(37)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "coded, listed",
+    [
+        ("82 09 2B", [3, 21]),
+        ("82 C9 EB", [3, 21]),
+        ("82 03 2B", [3, 5]),
+        ("8C FF 0F 00 00 E0", range(12)),
+        ("80", []),
+        ("A5", range(37)),
+    ],
+)
 def test_right_lists_by_hand(coded, listed):
     """Padding means nothing, nor does is_closed where nothing is listed."""
     assert reference.decode_row(byte_codebook(37), bytes.fromhex(coded)) == row_with(37, dict.fromkeys(listed, 1))
@@ -301,7 +360,7 @@ def test_every_wrong_length_is_corrupt(name):
     codebook, rows = make_rows(3000, name)
     for row in rows[::3]:
         coded = reference.encode_row(codebook, row.tobytes())
-        for wrong in [coded[:size] for size in range(len(coded))] + [coded + b"\0", coded + b"\xFF" * 9, coded * 2]:
+        for wrong in [coded[:size] for size in range(len(coded))] + [coded + b"\0", coded + b"\xff" * 9, coded * 2]:
             with pytest.raises(reference.CorruptRow):
                 reference.decode_row(codebook, wrong)
 
@@ -314,16 +373,35 @@ def test_random_bytes(digit_bits, kind):
         columns = int(rng.integers(1, 40))
         codebook = random_codebook(rng, 2, columns, 1, int(rng.integers(0, 17)), digit_bits, kind)
         for _ in range(20):
-            assert_row_or_corrupt(codebook, bytes([int(rng.integers(0, columns + 1))]) + rng.bytes(int(rng.integers(0, 3 * columns))))
+            assert_row_or_corrupt(
+                codebook, bytes([int(rng.integers(0, columns + 1))]) + rng.bytes(int(rng.integers(0, 3 * columns)))
+            )
 
 
-@pytest.mark.parametrize("changes", [
-    {"element_bytes": 3}, {"element_bytes": 8}, {"row_bytes": 13}, {"row_bytes": 0}, {"row_bytes": 65538}, {"rotate": 2}, {"residual_bits": 17},
-    {"residual_bits": -1}, {"digit_bits": (1, 1, 1)}, {"digit_bits": (1, 0, 1)}, {"digit_bits": (5,), "entries": np.zeros((1, 31), np.uint8)},
-    {"per_column": True}, {"listed": True, "per_column": True, "entries": np.zeros((6, 2), np.uint8)},
-    {"default": 65536}, {"closed": 65536}, {"entries": np.array([[1, 2, 3]], np.uint8)}, {"entries": np.array([[1, 2]], np.uint16)},
-    {"residual_bits": 10, "entries": np.array([[1, 64]], np.uint8)}, {"digit_bits": (1,) * 5, "entries": np.zeros((1, 5), np.uint8)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"element_bytes": 3},
+        {"element_bytes": 8},
+        {"row_bytes": 13},
+        {"row_bytes": 0},
+        {"row_bytes": 65538},
+        {"rotate": 2},
+        {"residual_bits": 17},
+        {"residual_bits": -1},
+        {"digit_bits": (1, 1, 1)},
+        {"digit_bits": (1, 0, 1)},
+        {"digit_bits": (5,), "entries": np.zeros((1, 31), np.uint8)},
+        {"per_column": True},
+        {"listed": True, "per_column": True, "entries": np.zeros((6, 2), np.uint8)},
+        {"default": 65536},
+        {"closed": 65536},
+        {"entries": np.array([[1, 2, 3]], np.uint8)},
+        {"entries": np.array([[1, 2]], np.uint16)},
+        {"residual_bits": 10, "entries": np.array([[1, 64]], np.uint8)},
+        {"digit_bits": (1,) * 5, "entries": np.zeros((1, 5), np.uint8)},
+    ],
+)
 def test_codebooks_that_contradict_themselves(changes):
     with pytest.raises(ValueError):
         dataclasses.replace(EXAMPLE, **changes)

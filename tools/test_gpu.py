@@ -1,9 +1,11 @@
 """Runs every test file in a process of its own, as many at a time as there are cores; a test that finds no GPU fails.
 
+Tests of two GPUs fail too where a second one is there but cannot be used.
+
     python tools/test_gpu.py [arguments of pytest]
 
-Prints the last line of each file's run as it ends, what pytest said of those that failed, and the total. The output of each
-is in build/tests/gpu. Exits with 1 if a file failed.
+Prints the last line of each file's run as it ends, what pytest said of those that failed, and the total. The output of
+each is in build/tests/gpu. Exits with 1 if a file failed.
 """
 
 import collections
@@ -15,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "tests" / "gpu"
 NO_TESTS_COLLECTED = 5  # pytest's exit status where -k or -m leaves nothing of a file
@@ -22,15 +26,35 @@ NO_TESTS_COLLECTED = 5  # pytest's exit status where -k or -m leaves nothing of 
 
 def run_file(path, arguments):
     """(path, whether all is well, pytest's output)."""
-    command = [sys.executable, "-m", "pytest", "-q", "--hypothesis-profile=full", "-p", "no:cacheprovider", path.relative_to(ROOT), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "IBP_REQUIRE_CUDA": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--hypothesis-profile=full",
+        "-p",
+        "no:cacheprovider",
+        path.relative_to(ROOT),
+        *arguments,
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "IBP_REQUIRE_CUDA": "1", "IBP_REQUIRE_CUDA_DEVICES": str(torch.cuda.device_count())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     (LOGS / f"{path.stem}.txt").write_text(done.stdout)
     return path, done.returncode in (0, NO_TESTS_COLLECTED), done.stdout
 
 
 def counts_in(line):
     """What pytest's last line counts: {"passed": 3, "skipped": 1}."""
-    return {outcome: int(number) for number, outcome in re.findall(r"(\d+) (passed|failed|skipped|error|xfailed|xpassed|deselected)", line)}
+    return {
+        outcome: int(number)
+        for number, outcome in re.findall(r"(\d+) (passed|failed|skipped|error|xfailed|xpassed|deselected)", line)
+    }
 
 
 def main():

@@ -13,7 +13,7 @@
 /* ---- scratch of row coders ---- */
 
 /* What is left of a caller's scratch. Coders take arrays from it, one after the other; the sum of what any coder takes is at most
- * IBP_SCRATCH_BYTES less the two rows that tables use, which tests/c/test_scratch.c holds against. */
+ * IBP_SCRATCH_BYTES less the two rows that tables use, which tests/c/test_cpu_paths.c holds against. */
 typedef struct ibp_scratch {
     uint8_t *at;
 } ibp_scratch;

@@ -4,6 +4,8 @@
 
 #include "../core/bits.h"
 
+#include "../core/schemes.h"
+
 #include <immintrin.h>
 
 #define IBP_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
@@ -48,6 +50,24 @@ IBP_AVX2_INLINE void ibp_unpack_fields(const uint8_t *src, uint32_t n, uint32_t 
         for (; at + 8 <= end; at += 8, position += step) ibp_store64(out + at, _pdep_u64(ibp_load64_at(src, position), fields));
     const uint64_t last = at < end ? _pdep_u64(ibp_load64_at(src, position), fields) : 0;
     memcpy(out + at, &last, end - at);
+}
+
+/* The bits of an entry of flags that say a position among num_flags participation bits: as many as those positions have. What a hostile
+ * entry says is then below 2 * num_flags. */
+static inline uint32_t ibp_position_mask(uint32_t num_flags)
+{
+    return num_flags == 0 ? 0 : UINT32_MAX >> __builtin_clz(num_flags);
+}
+
+/* A copy of a coded row that has zeros after it: `padding` bytes, and so many that least_bytes can be read. */
+static inline const uint8_t *ibp_pad_row(const uint8_t *src, size_t src_bytes, size_t least_bytes, size_t padding,
+                                         ibp_scratch *scratch)
+{
+    const size_t end = src_bytes + padding > least_bytes ? src_bytes + padding : least_bytes;
+    uint8_t *const padded = ibp_take(scratch, end);
+    memcpy(padded, src, src_bytes);
+    memset(padded + src_bytes, 0, end - src_bytes);
+    return padded;
 }
 
 /* Appends bits to a buffer, 64 at a time; those past its end are lost. */

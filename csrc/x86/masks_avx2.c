@@ -9,7 +9,7 @@
 typedef struct wide_word {
     uint64_t mask, bitval;
     uint64_t flagged; /* the lowest bit of each flagged chunk */
-    uint32_t flag_position;
+    uint32_t flags_entry; /* of the first word */
 } wide_word;
 
 IBP_AVX2_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t chunk_bytes)
@@ -19,7 +19,7 @@ IBP_AVX2_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t
     return (wide_word){.mask = ibp_load64((const uint8_t *)(cb->mask + w)),
                        .bitval = ibp_load64((const uint8_t *)(cb->bitval + w)),
                        .flagged = _pdep_u64(chunks, ibp_lane_fields(chunk_bytes, 1)),
-                       .flag_position = ibp_flag_position((uint32_t)flags)};
+                       .flags_entry = (uint32_t)flags};
 }
 
 /* All bits of the chunks that match. */
@@ -78,13 +78,12 @@ IBP_AVX2_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src,
                                      ibp_scratch *scratch, uint32_t chunk_bytes)
 {
     if (src_bytes < (cb->num_flags + 7) / 8 || src_bytes > (cb->num_flags + 7) / 8 + cb->row_bytes) return IBP_CORRUPT_ROW;
-    uint8_t *const padded = ibp_take(scratch, src_bytes + IBP_AVX2_PADDING);
-    memcpy(padded, src, src_bytes);
-    memset(padded + src_bytes, 0, IBP_AVX2_PADDING);
+    const uint32_t position_mask = ibp_position_mask(cb->num_flags);
+    const uint8_t *const padded = ibp_pad_row(src, src_bytes, position_mask / 8 + IBP_AVX2_PADDING, IBP_AVX2_PADDING, scratch);
     size_t position = cb->num_flags;
     for (uint32_t at = 0; at < cb->row_bytes; at += 8) {
         const wide_word word = load_wide(cb, at / 4, chunk_bytes);
-        const uint32_t flags_at = ibp_min_u32(word.flag_position, cb->num_flags);
+        const uint32_t flags_at = word.flags_entry & position_mask;
         const uint64_t flags = ibp_load64(padded + flags_at / 8) >> (flags_at % 8);
         const uint64_t matching = _pdep_u64(flags, word.flagged) * ibp_low_bits(~(uint64_t)0, 8 * chunk_bytes);
         const uint64_t keep = ~(word.mask & matching) & row_bits(cb->row_bytes, at);

@@ -12,7 +12,7 @@ enum { BLOCK = IBP_VECTOR_BYTES, WORDS = BLOCK / 8 };
 typedef struct block {
     __m512i mask, bitval;
     uint64_t flagged; /* a bit for each chunk */
-    uint32_t flag_position;
+    uint32_t flags_entry; /* of the first word */
 } block;
 
 IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t chunk_bytes)
@@ -21,7 +21,7 @@ IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t
     const uint32_t *const flags = cb->flags + at / 4, chunks = chunk_bytes < 4 ? 4 / chunk_bytes : 1; /* of a word's flags */
     block b = {.mask = ibp_load_part(cb->mask + at / 4, left),
                .bitval = ibp_load_part(cb->bitval + at / 4, left),
-               .flag_position = ibp_flag_position(*flags)};
+               .flags_entry = *flags};
     const __m512i words = ibp_load_part(flags, left);
     for (uint32_t chunk = 0; chunk < chunks; chunk++) {
         const uint64_t flagged = _mm512_test_epi32_mask(words, _mm512_set1_epi32(1 << (IBP_FLAG_POS_BITS + chunk)));
@@ -103,15 +103,14 @@ IBP_AVX512_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *sr
 {
     const uint32_t row_bytes = cb->row_bytes, num_flags = cb->num_flags;
     if (src_bytes < (num_flags + 7) / 8 || src_bytes > (num_flags + 7) / 8 + row_bytes) return IBP_CORRUPT_ROW;
-    uint8_t *const padded = ibp_take(scratch, src_bytes + PADDING);
-    memcpy(padded, src, src_bytes);
-    memset(padded + src_bytes, 0, PADDING);
+    const uint32_t position_mask = ibp_position_mask(num_flags);
+    const uint8_t *const padded = ibp_pad_row(src, src_bytes, position_mask / 8 + PADDING, PADDING, scratch);
     size_t position = num_flags;
     for (uint32_t at = 0; at < row_bytes; at += BLOCK) {
         if (position > 8 * src_bytes) return IBP_CORRUPT_ROW;
         const size_t left = row_bytes - at;
         const block b = load_block(cb, at, chunk_bytes);
-        const uint64_t matching = _pdep_u64(ibp_load64_at(padded, ibp_min_u32(b.flag_position, num_flags)), b.flagged);
+        const uint64_t matching = _pdep_u64(ibp_load64_at(padded, b.flags_entry & position_mask), b.flagged);
         const __m512i kept = kept_bits(&b, matching, left, chunk_bytes);
         uint64_t keep[WORDS], words[WORDS];
         _mm512_storeu_si512(keep, kept);

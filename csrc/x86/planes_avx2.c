@@ -240,14 +240,22 @@ IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *b
     }
 }
 
+/* Makes ranks that are above num_entries, as levels have whose digits changed after they were counted, num_entries. Padded. */
+IBP_AVX2 static void bound_ranks(const ibp_planes *planes, uint32_t n, uint8_t *ranks)
+{
+    const __m256i most = _mm256_set1_epi8((char)planes->num_entries);
+    for (uint32_t i = 0; i < n; i += 32) store_vector(ranks + i, _mm256_min_epu8(load_vector(ranks + i), most));
+}
+
 /* The symbols of the elements of level 0, which is of ranks, in lanes of symbol_bytes. Padded. */
 IBP_AVX2 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
-                                      const uint8_t *level0, uint8_t *symbols, ibp_scratch *scratch)
+                                      uint8_t *level0, uint8_t *symbols, ibp_scratch *scratch)
 {
     const uint32_t n = reaching[0], num_raw = reaching[planes->num_planes], lane_bytes = planes->symbol_bytes;
     uint64_t *const is_raw = take_bitmap(scratch, n);
     uint8_t *const raw = ibp_take(scratch, (size_t)n * lane_bytes);
     ibp_unpack_fields(bytes->digits[planes->num_planes], num_raw, ibp_symbol_bits(planes), lane_bytes, raw);
+    bound_ranks(planes, n, level0);
     if (lane_bytes == 2 && !planes->per_column)
         name_shorts(planes, level0, n, symbols);
     else
@@ -271,7 +279,7 @@ IBP_AVX2 static void read_residuals(const ibp_planes *planes, const uint8_t *src
 
 /* level0, where it is of symbols, or `symbols` joined with the residuals. Both padded. */
 IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
-                                   const uint8_t *level0, uint8_t *elements, ibp_scratch *scratch)
+                                   uint8_t *level0, uint8_t *elements, ibp_scratch *scratch)
 {
     const uint32_t n = reaching[0], lane_bytes = planes->element_bytes, symbol_bytes = planes->symbol_bytes;
     read_residuals(planes, bytes->residuals, n, elements, scratch);
@@ -344,11 +352,11 @@ IBP_AVX2 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), header_bytes = ibp_header_bytes(columns), lane_bytes = planes->element_bytes;
-    if (src_bytes < header_bytes) return IBP_CORRUPT_ROW;
-    const uint32_t header = (uint32_t)ibp_load_field(src, src_bytes, 0, 8 * header_bytes),
-                   k = header & (ibp_closed_bit(columns) - 1u);
-    const bool closed = (header & ibp_closed_bit(columns)) != 0;
-    if (k > columns) return IBP_CORRUPT_ROW;
+    ibp_listed_header header;
+    if (!ibp_split_header((uint32_t)ibp_load_field(src, src_bytes, 0, 8 * header_bytes), (uint32_t)src_bytes, columns, &header))
+        return IBP_CORRUPT_ROW;
+    const uint32_t k = header.num_listed;
+    const bool closed = header.is_closed;
     FOR_LANES(lane_bytes, fill)(row, columns, planes->default_value);
     const ibp_position_form form = ibp_choose_position_form(k, columns);
     const size_t start = 8 * (size_t)(header_bytes + (k ? form.num_bytes : 0));

@@ -80,13 +80,13 @@ IBP_AVX2 static void NAME(widen_bytes)(const uint8_t *bytes, uint32_t n, uint8_t
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = bytes[i];
 }
 
-/* symbols[i] = the entry ranks[i], as wide as a lane, of its column; anything where there is none. Padded symbols. */
+/* symbols[i] = the entry ranks[i] <= num_entries, as wide as a lane, of its column; anything where there is none. Padded symbols. */
 IBP_AVX2 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
     const uint32_t num_entries = planes->num_entries, stride = planes->per_column ? num_entries : 0;
     const lane *const entries = (const lane *)planes->entries;
     if (num_entries == 0) return;
-    for (uint32_t i = 0; i < n; i++) ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] < num_entries ? ranks[i] : 0)];
+    for (uint32_t i = 0; i < n; i++) ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] == num_entries ? 0 : ranks[i])];
 }
 
 /* ranks[i] = the first of the entries, as wide as a lane, that equals symbols[i]; num_entries if none does. Both padded. One look-up

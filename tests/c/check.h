@@ -49,7 +49,7 @@ void buffer_free(buffer *b);
 /* Scratch of just the size that rows of row_bytes bytes need, misaligned. */
 buffer scratch_new(uint32_t row_bytes);
 
-/* The functions of ibp.h with such scratch. */
+/* The functions of ibp.h with such scratch, which ends where memory that can be touched does. */
 size_t coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row);
 ibp_status encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes);
 ibp_status decode_row(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row);
@@ -88,6 +88,10 @@ void sample_free(sample *s);
 /* Writes num_bytes of rows that match the codebook always, mostly, hardly or by chance. */
 void sample_rows(rng *r, const sample *s, int row_kind, uint8_t *data, size_t num_bytes);
 
+/* The sets of features that a processor may have, from the least on (samples.c). */
+enum { NUM_FEATURE_SETS = 3 };
+extern const uint32_t feature_sets[NUM_FEATURE_SETS];
+
 void test_bits(void);
 void test_status(void);
 void test_codebook(void);
@@ -101,5 +105,9 @@ void test_offsets_past_4_gib(void);
 void test_stream(void);
 void test_partition(void);
 void test_no_cuda(void);
+void test_arguments(void);
+void test_hostile_codebooks(void);
+void test_changing_rows(void);
+void test_stack(void);
 
 #endif

@@ -36,6 +36,10 @@ int main(int count, char **arguments)
     run("stream", test_stream);
     run("partition", test_partition);
     run("no cuda", test_no_cuda);
+    run("arguments", test_arguments);
+    run("hostile codebooks", test_hostile_codebooks);
+    run("changing rows", test_changing_rows);
+    run("stack", test_stack);
     printf("%ld passed, %ld failed\n", num_passed, num_failed);
     return num_failed != 0;
 }

@@ -123,10 +123,6 @@ static outcome run_coder(uint32_t features, const ibp_codebook *cb, const uint8_
     return o;
 }
 
-/* The sets of features that a processor may have, from the least on. */
-static const uint32_t feature_sets[] = {0, IBP_CPU_AVX2_BMI2, IBP_CPU_AVX2_BMI2 | IBP_CPU_AVX512};
-enum { NUM_FEATURE_SETS = sizeof feature_sets / sizeof *feature_sets };
-
 /* Encodes row to dst_bytes and decodes src with each set of features that this processor has. */
 static void check_same(const ibp_codebook *cb, const uint8_t *row, size_t dst_bytes, const buffer *src, size_t offset)
 {
