@@ -6,7 +6,8 @@
     x2    = ibp.decompress(table)                          # the whole tensor again
 
 The method is that of the paper Invariant Bit Packing (EuroSys 2026); the bytes are specified in FORMAT.md
-beside the installed headers (`ibp.get_include()`). Modules over tables are in `ibp.nn`, bridges to frameworks in `ibp.integrations`.
+beside the installed headers (`ibp.get_include()`). Modules over tables are in `ibp.nn`, bridges to frameworks in
+`ibp.integrations`.
 """
 
 from pathlib import Path as _Path

@@ -18,10 +18,12 @@ _ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many row
 
 
 class CompressedTensor(Table):
-    """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress`, `ibp.compress_` and by unpickling; its constructor is internal.
+    """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress`, `ibp.compress_` and by unpickling; its
+    constructor is internal.
 
-    It answers what tensors are asked (`shape`, `size()`, `to()`, `table[key]`, iteration, `torch.index_select`, `F.embedding`, `F.linear`) by decoding
-    the rows needed. It is no torch.Tensor, takes part in no arithmetic and has no gradient. `==` and `hash` go by identity.
+    It answers what tensors are asked (`shape`, `size()`, `to()`, `table[key]`, iteration, `torch.index_select`,
+    `F.embedding`, `F.linear`) by decoding the rows needed. It is no torch.Tensor, takes part in no arithmetic and has
+    no gradient. `==` and `hash` go by identity.
 
     Attributes (none of which can be set):
         shape, dtype: of the original tensor.
@@ -32,7 +34,8 @@ class CompressedTensor(Table):
         slot_bytes: bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
         slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3); not to be changed.
 
-    Pickling and `torch.save` keep everything but pinning: call `pin_memory` after loading. Loading needs `import ibp` first.
+    Pickling and `torch.save` keep everything but pinning: call `pin_memory` after loading. Loading needs `import ibp`
+    first.
     """
 
     __module__ = "ibp"
@@ -100,8 +103,11 @@ class CompressedTensor(Table):
         where = str(self.device) if self.device.type == "cuda" else "pinned" if self._is_pinned else "pageable"
         slots = f", slot_bytes={self.slot_bytes}" if self.slot_bytes else ""
         share = f" ({self.nbytes / self.original_bytes:.1%} of the tensor)" if self.original_bytes else ""
-        return (f"ibp.CompressedTensor(shape={list(self.shape)}, dtype={self.dtype}, scheme={self.scheme!r}, layout={self.layout!r}{slots}, "
-                f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, nbytes={self.nbytes:,}{share}, {where})")
+        return (
+            f"ibp.CompressedTensor(shape={list(self.shape)}, dtype={self.dtype}, scheme={self.scheme!r}, "
+            f"layout={self.layout!r}{slots}, bytes={self.original_bytes:,} -> {self.stored_bytes:,}, "
+            f"savings={self.savings:.1%}, nbytes={self.nbytes:,}{share}, {where})"
+        )
 
     # ---- where it is ----
 
@@ -111,8 +117,13 @@ class CompressedTensor(Table):
 
     pin_memory.__doc__ = Table.pin_memory.__doc__
 
-    def to(self, device: torch.device | str | int | torch.dtype | torch.Tensor | Table | None = None, dtype: torch.dtype | None = None,
-           non_blocking: bool = False, copy: bool = False) -> CompressedTensor:
+    def to(
+        self,
+        device: torch.device | str | int | torch.dtype | torch.Tensor | Table | None = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+        copy: bool = False,
+    ) -> CompressedTensor:
         """The table on another device: itself if it is there, else a copy of its coded bytes (not pinned).
 
         Args:
@@ -125,11 +136,13 @@ class CompressedTensor(Table):
             TypeError: dtype is another one.
         """
         if isinstance(device, (torch.Tensor, Table)):
-            device, dtype = device.device, device.dtype
+            dtype, device = device.dtype, device.device
         elif isinstance(device, torch.dtype):
-            device, dtype = None, device
+            dtype, device = device, None
         if dtype is not None and dtype != self.dtype:
-            raise TypeError(f"dtype is {dtype}, but a table keeps its own, {self.dtype}: decompress it, convert, and compress again")
+            raise TypeError(
+                f"dtype is {dtype}, but a table keeps its own, {self.dtype}: decompress it, convert, and compress again"
+            )
         target = self.device if device is None else _memory.canonical(device)
         if target == self.device:
             return self.clone() if copy else self
@@ -168,7 +181,10 @@ class CompressedTensor(Table):
             RuntimeError: the table is pinned, or `compress_` made it in a tensor's own memory.
         """
         if self._is_pinned or self._owner is not None:
-            raise RuntimeError("a table that is pinned, or in the memory of a tensor that was compressed in place, cannot be shared: clone() it first")
+            raise RuntimeError(
+                "a table that is pinned, or in the memory of a tensor that was compressed in place, cannot be shared: "
+                "clone() it first"
+            )
         for name in _TENSORS:
             getattr(self, name).share_memory_()
         return self
@@ -187,28 +203,53 @@ class CompressedTensor(Table):
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CompressedTensor:
         """A table of changed tensors."""
         moved = {name: change(getattr(self, name)) for name in _TENSORS}
-        made = type(self)(shape=self.shape, dtype=self.dtype, scheme=self.scheme, row_bytes=self.row_bytes, slot_bytes=self.slot_bytes,
-                          codebook=self.codebook, **moved)
-        if made.slots.data_ptr() == self.slots.data_ptr():  # the memory's owner, and what pins it, live as long as any table in it
+        made = type(self)(
+            shape=self.shape,
+            dtype=self.dtype,
+            scheme=self.scheme,
+            row_bytes=self.row_bytes,
+            slot_bytes=self.slot_bytes,
+            codebook=self.codebook,
+            **moved,
+        )
+        # The memory's owner, and what pins it, live as long as any table in it.
+        if made.slots.data_ptr() == self.slots.data_ptr():
             made._owner, made._pinned_range = self._owner, self._pinned_range
         return made
 
     # ---- what can be asked of it ----
 
-    def index_select(self, ids: gather.Ids, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
-                     check: bool = False, max_sms: int | None = None, path: str | None = None) -> torch.Tensor:
+    def index_select(
+        self,
+        ids: gather.Ids,
+        *,
+        device: torch.device | str | int | None = None,
+        out: torch.Tensor | None = None,
+        check: bool = False,
+        max_sms: int | None = None,
+        path: str | None = None,
+    ) -> torch.Tensor:
         """See `ibp.index_select`."""
         return gather.index_select(self, ids, device=device, out=out, check=check, max_sms=max_sms, path=path)
 
-    def decompress(self, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None, check: bool = False,
-                   max_sms: int | None = None, path: str | None = None) -> torch.Tensor:
+    def decompress(
+        self,
+        *,
+        device: torch.device | str | int | None = None,
+        out: torch.Tensor | None = None,
+        check: bool = False,
+        max_sms: int | None = None,
+        path: str | None = None,
+    ) -> torch.Tensor:
         """See `ibp.decompress`."""
         return streaming.decompress(self, device=device, out=out, check=check, max_sms=max_sms, path=path)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """x[key], decoding only the rows that the key needs: ints, slices, ..., None, index tensors, arrays and lists, bool masks, and tuples of them.
+        """x[key], decoding only the rows that the key needs: ints, slices, ..., None, index tensors, arrays and lists,
+        bool masks, and tuples of them.
 
-        On the table's device, or on that of the index tensor that chooses rows. uint8 tensors, which torch takes for masks, are refused.
+        On the table's device, or on that of the index tensor that chooses rows. uint8 tensors, which torch takes for
+        masks, are refused.
 
         Raises:
             IndexError: an index is out of range, a mask has another shape, or there are too many indices.
@@ -229,14 +270,16 @@ class CompressedTensor(Table):
             yield from streaming.decode_items(self, first, min(first + step, len(self)), check=self.is_cuda).unbind(0)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole tensor as a numpy array, as numpy.asarray(table) wants it. TypeError for dtypes that numpy lacks."""
+        """The whole tensor, for numpy.asarray(table). TypeError for dtypes that numpy lacks."""
         if copy is False:
             raise ValueError("a compressed table cannot become an array without a copy")
         array = self.decompress(device="cpu").numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     @classmethod
-    def __torch_function__(cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """torch.index_select, F.embedding and F.linear of a table; TypeError for other functions."""
         return _torch_functions.call(function, args, kwargs or {})
 

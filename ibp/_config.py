@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path as FilePath
+from typing import Any
 
 import torch
 
 from . import _core, _ops
 from ._fetch import gather, streaming
+from ._fetch.paths import Path
 
 _CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # enum ibp_cpu_feature
 
 
 def show_config() -> None:
-    """Prints how this ibp was built, what it runs on, and which paths rows can take to a GPU: what a bug report needs."""
+    """Prints how ibp was built, what it runs on, and which paths rows can take to a GPU: for bug reports."""
     print(config_text())
 
 
@@ -22,7 +25,7 @@ def config_text() -> str:
     features = _core.cpu_features()
     coders = [name for bit, name in _CPU_FEATURES.items() if features & bit] or ["plain C"]
     lines = {
-        "ibp": f"{_core.version()}, format version {_core.FORMAT_VERSION}, in {Path(__file__).parent}",
+        "ibp": f"{_core.version()}, format version {_core.FORMAT_VERSION}, in {FilePath(__file__).parent}",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
         "CUDA kernels": "built" if _core.cuda_is_built() else "not built (nvcc was not found when ibp was installed)",
         "CPU coders": f"{', '.join(coders)}; {torch.get_num_threads()} threads",
@@ -37,10 +40,10 @@ def config_text() -> str:
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
 
 
-def _names(paths) -> str:
+def _names(paths: Sequence[Path[Any]]) -> str:
     return ", ".join(repr(path.name) for path in paths if path.name is not None)
 
 
 def _gpu_text(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    return f"cuda:{index} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} SMs"
+    found = torch.cuda.get_device_properties(index)
+    return f"cuda:{index} {found.name}, {found.total_memory / 2**30:.0f} GiB, {found.multi_processor_count} SMs"

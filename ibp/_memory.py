@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _core
+from . import _core, _ops
 
 
 def empty(num_bytes: int, device: torch.device, pin: bool) -> torch.Tensor:
@@ -40,16 +40,16 @@ def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 _usable: set[torch.device] = {torch.device("cpu")}  # devices with their index, as canonical() has found them
 
 
-def canonical(device: torch.device | str | int | None) -> torch.device | None:
-    """The device with its index: "cuda" is the current CUDA device."""
-    if device is None or device in _usable:
+def canonical(device: torch.device | str | int) -> torch.device:
+    """The device with its index: "cuda" is the current CUDA device. TypeError, ValueError: it is none, or cannot be used."""
+    if isinstance(device, torch.device) and device in _usable:
         return device
-    device = _canonical(device)
-    _usable.add(device)
-    return device
+    found = _canonical(device)
+    _usable.add(found)
+    return found
 
 
-def _canonical(device):
+def _canonical(device: torch.device | str | int) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         raise TypeError(f"device is a {type(device).__name__}; wanted a torch.device, the name of one, or the number of a CUDA device")
     try:
@@ -60,8 +60,6 @@ def _canonical(device):
         raise ValueError(f"device is {str(device)!r}; wanted a CPU or CUDA device")
     if device.type == "cpu":
         return torch.device("cpu")
-    from . import _ops
-
     if not _core.cuda_is_built():
         raise ValueError(f"device is {str(device)!r}, but this build of ibp has no CUDA kernels (nvcc was not found when it was installed)")
     if not _ops.cuda_is_available():

@@ -1,11 +1,14 @@
-"""The state of a table: its tensors, what is derived from them, where it is used from, and the faults that its work has met.
+"""The state of a table: its tensors, what is derived from them, where it is used from, and the faults that its work has
+met.
 
-The verbs (`index_select`, `decompress`, `[]`) are in `_compressed_tensor.py`, which builds on this; what fetches rows, in `_fetch/`, works on this.
+The verbs (`index_select`, `decompress`, `[]`) are in `_compressed_tensor.py`, which builds on this; what fetches rows,
+in `_fetch/`, works on this.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +32,8 @@ class CorruptTableError(ValueError):
 
 
 class Table:
-    """What a table consists of. Its fields are checked once, when it is made or unpickled, and cannot be set from then on."""
+    """What a table consists of. Its fields are checked once, when it is made or unpickled, and cannot be set from then
+    on."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -41,18 +45,44 @@ class Table:
     lengths: torch.Tensor
     bases: torch.Tensor
     codebook: AnyCodebook | None
+    _stored_bytes: int | None
+    _link_bytes: int | None
 
-    def __init__(self, *, shape: tuple[int, ...], dtype: torch.dtype, scheme: str, row_bytes: int, slot_bytes: int, slots: torch.Tensor,
-                 overflow: torch.Tensor, lengths: torch.Tensor, bases: torch.Tensor, codebook: AnyCodebook | None) -> None:
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        scheme: str,
+        row_bytes: int,
+        slot_bytes: int,
+        slots: torch.Tensor,
+        overflow: torch.Tensor,
+        lengths: torch.Tensor,
+        bases: torch.Tensor,
+        codebook: AnyCodebook | None,
+    ) -> None:
         if "_geometry" in vars(self):
             raise RuntimeError("the table is made already: its fields are checked once and cannot be set again")
         _check_kinds(shape, dtype, scheme, row_bytes, slot_bytes)
         geometry = Geometry(torch.Size(shape), dtype, row_bytes)
         tensors = _checked_tensors(geometry, scheme, slot_bytes, slots, overflow, lengths, bases)
         _check_codebook(codebook, scheme, row_bytes)
-        vars(self).update(shape=geometry.shape, dtype=dtype, scheme=scheme, row_bytes=row_bytes, slot_bytes=slot_bytes, codebook=codebook, **tensors)
+        vars(self).update(
+            shape=geometry.shape,
+            dtype=dtype,
+            scheme=scheme,
+            row_bytes=row_bytes,
+            slot_bytes=slot_bytes,
+            codebook=codebook,
+            **tensors,
+        )
         self._geometry = geometry
-        self._num_items, self._item_bytes, self._item_shape = geometry.num_items, geometry.item_bytes, tuple(geometry.shape[1:])
+        self._num_items, self._item_bytes, self._item_shape = (
+            geometry.num_items,
+            geometry.item_bytes,
+            tuple(geometry.shape[1:]),
+        )
         self._places: dict[torch.device, tuple] = {}
         self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see _fault_on
         self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made by compress_
@@ -61,7 +91,9 @@ class Table:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
-            raise AttributeError(f"{name} of an ibp.CompressedTensor cannot be set: a table's fields are checked once, when it is made")
+            raise AttributeError(
+                f"{name} of an ibp.CompressedTensor cannot be set: a table's fields are checked once, when it is made"
+            )
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> NoReturn:
@@ -76,7 +108,7 @@ class Table:
 
     @property
     def layout(self) -> str:
-        """"slots" or "packed" (FORMAT.md section 3)."""
+        """ "slots" or "packed" (FORMAT.md section 3)."""
         return "slots" if self.slot_bytes else "packed"
 
     @property
@@ -104,12 +136,14 @@ class Table:
 
     @property
     def savings(self) -> float:
-        """1 - stored_bytes / original bytes; 0 for an empty tensor. Memory is counted by `nbytes`, which slots can make larger."""
+        """1 - stored_bytes / original bytes; 0 for an empty tensor. Memory is counted by `nbytes`, which slots can make
+        larger."""
         return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working form."""
+        """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working
+        form."""
         codebook = self.codebook.nbytes + _nbytes(self.codebook.words(_CPU)) if self.codebook else 0
         return _nbytes(self.slots) + _nbytes(self.overflow) + self.index_bytes + codebook
 
@@ -130,10 +164,11 @@ class Table:
         return self._is_pinned
 
     def pin_memory(self):
-        """Moves the rows to pinned host memory of exactly their size, so that GPUs fetch them by themselves. Returns the table itself.
+        """Moves the rows to pinned host memory of exactly their size, so that GPUs fetch them by themselves. Returns
+        the table itself.
 
-        torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by `compress_` is pinned where it
-        is. No-op if already pinned or on a GPU.
+        torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by
+        `compress_` is pinned where it is. No-op if already pinned or on a GPU.
 
         Raises:
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
@@ -151,10 +186,19 @@ class Table:
     # ---- pickling ----
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"format_version": _core.FORMAT_VERSION, "shape": tuple(self.shape), "dtype": self.dtype, "scheme": self.scheme,
-                "row_bytes": self.row_bytes, "slot_bytes": self.slot_bytes, "slots": self.slots, "overflow": self.overflow,
-                "lengths": self.lengths.view(torch.int16),  # plain pickle cannot load uint16 tensors
-                "bases": self.bases, "codebook": self.codebook}
+        return {
+            "format_version": _core.FORMAT_VERSION,
+            "shape": tuple(self.shape),
+            "dtype": self.dtype,
+            "scheme": self.scheme,
+            "row_bytes": self.row_bytes,
+            "slot_bytes": self.slot_bytes,
+            "slots": self.slots,
+            "overflow": self.overflow,
+            "lengths": self.lengths.view(torch.int16),  # plain pickle cannot load uint16 tensors
+            "bases": self.bases,
+            "codebook": self.codebook,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if not isinstance(state, dict):
@@ -175,15 +219,16 @@ class Table:
 
     def _refresh(self) -> None:
         """Forgets what was derived from the tensors."""
-        self._stored_bytes: int | None = None
-        self._link_bytes: int | None = None
+        self._stored_bytes = self._link_bytes = None
         self._places.clear()
         held = [tensor for tensor in (self.slots, self.overflow) if tensor.numel()]
-        self._is_pinned = self.device.type == "cpu" and torch.cuda.is_available() and all(tensor.is_pinned() for tensor in held)
+        self._is_pinned = (
+            self.device.type == "cpu" and torch.cuda.is_available() and all(tensor.is_pinned() for tensor in held)
+        )
 
     def _arguments(self, device: torch.device) -> tuple:
-        """What every table operation starts with (see _ops). Made once a device: the index and the codebook are copied to a GPU, pinned rows are
-        mapped."""
+        """What every table operation starts with (see _ops). Made once a device: the index and the codebook are copied
+        to a GPU, pinned rows are mapped."""
         if device in self._places:
             return self._places[device]
         _refuse_capture(device)
@@ -191,8 +236,18 @@ class Table:
         if device != self.device:
             slots, overflow = _memory.device_view(slots, device), _memory.device_view(overflow, device)
         codec, words = self._coding(device)
-        place = (slots, overflow, self.lengths.to(device), self.bases.to(device), words, codec, self.slot_bytes, 0,
-                 self._num_items, self._item_bytes)
+        place = (
+            slots,
+            overflow,
+            self.lengths.to(device),
+            self.bases.to(device),
+            words,
+            codec,
+            self.slot_bytes,
+            0,
+            self._num_items,
+            self._item_bytes,
+        )
         self._places[device] = place
         self._fault_on(device)  # compiled code and graphs find it made
         return place
@@ -204,15 +259,17 @@ class Table:
     # ---- faults ----
 
     def check(self) -> None:
-        """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or CorruptTableError."""
+        """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or
+        CorruptTableError."""
         for device in list(self._faults):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self._raise_pending(device)
 
     def _fault_on(self, device: torch.device, of_selections: bool = False) -> torch.Tensor:
-        """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time. of_selections: for those that read
-        selections of the table's items (see host_gather), which do not know the items' ids."""
+        """Where a device's work notes faults that nobody waits for: mapped host memory, readable at any time.
+        of_selections: for those that read selections of the table's items (see host_gather), which do not know the
+            items' ids."""
         if of_selections not in self._faults.get(device, ()):
             _refuse_capture(device)
             host = _memory.empty(32, _CPU, pin=device.type == "cuda").view(torch.int64).zero_()
@@ -226,15 +283,19 @@ class Table:
                 continue
             status, position, value, taken = record.tolist()
             record[:] = 0
-            self._raise_fault((status, position, None if of_selections else value, taken),
-                              f" (noted by an earlier call on {device}; its row was filled with zeros)")
+            self._raise_fault(
+                (status, position, None if of_selections else value, taken),
+                f" (noted by an earlier call on {device}; its row was filled with zeros)",
+            )
 
-    def _raise_fault(self, fault, when: str = "") -> None:
+    def _raise_fault(self, fault: Sequence[int | None], when: str = "") -> None:
         status, position, value, _ = fault
         if status == _INDEX_OUT_OF_RANGE:
             raise IndexError(f"ids[{position}] is {value}; wanted 0 to {self._num_items - 1}{when}")
         if status == _CORRUPT_ROW:
-            which = f"item or row {value} at position {position}" if value is not None else f"the item of ids[{position}]"
+            which = (
+                f"item or row {value} at position {position}" if value is not None else f"the item of ids[{position}]"
+            )
             raise CorruptTableError(f"{_core.status_string(status)}: {which}{when}")
 
 
@@ -246,7 +307,10 @@ def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes
     if scheme not in SCHEMES:
         raise ValueError(f"the table has scheme {scheme!r}; this ibp knows {sorted(SCHEMES)}")
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
-        raise ValueError(f"the table has dtype {dtype!r}; wanted a torch.dtype with elements of 1, 2, 4 or 8 whole bytes, not quantized or packed")
+        raise ValueError(
+            f"the table has dtype {dtype!r}; wanted a torch.dtype with elements of 1, 2, 4 or 8 whole bytes, not "
+            "quantized or packed"
+        )
     if not isinstance(shape, (tuple, list)) or any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"the table has shape {shape!r}; wanted a tuple of ints of at least 0")
     if math.prod(max(1, size) for size in shape) * dtype.itemsize > _MAX_TENSOR_BYTES:
@@ -259,28 +323,44 @@ def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes
         _layout.check_slot_bytes(slot_bytes, row_bytes)
 
 
-def _checked_tensors(geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any) -> dict[str, torch.Tensor]:
-    """The table's tensors, each an alias that nobody else holds. ValueError unless sizes, dtypes and devices fit; what the bytes say is checked
-    when they are decoded."""
+def _checked_tensors(
+    geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any
+) -> dict[str, torch.Tensor]:
+    """The table's tensors, each an alias that nobody else holds. ValueError unless sizes, dtypes and devices fit; what
+    the bytes say is checked when they are decoded."""
     num_bases = -(-geometry.num_rows // _ROWS_PER_BASE)
     raw_overflow = _raw_overflow_bytes(geometry, slot_bytes)
     is_raw = scheme == "raw"
-    wanted = (("slots", slots, torch.uint8, {_layout.slots_size(geometry, slot_bytes)}),
-              ("overflow", overflow, torch.uint8, {raw_overflow} if is_raw else None),
-              ("lengths", lengths, torch.uint16, {0} if is_raw else {geometry.num_rows}),
-              ("bases", bases, torch.int64, {num_bases} if is_raw and raw_overflow else {0, num_bases}))
+    wanted = (
+        ("slots", slots, torch.uint8, {_layout.slots_size(geometry, slot_bytes)}),
+        ("overflow", overflow, torch.uint8, {raw_overflow} if is_raw else None),
+        ("lengths", lengths, torch.uint16, {0} if is_raw else {geometry.num_rows}),
+        ("bases", bases, torch.int64, {num_bases} if is_raw and raw_overflow else {0, num_bases}),
+    )
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor, dtype, sizes in wanted:
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype or tensor.dim() != 1 or (sizes is not None and tensor.numel() not in sizes):
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype != dtype
+            or tensor.dim() != 1
+            or (sizes is not None and tensor.numel() not in sizes)
+        ):
             got = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             size = f"[{' or '.join(str(s) for s in sorted(sizes))}]" if sizes else "[any size]"
-            raise ValueError(f"the table's {name} is {got}; wanted {dtype} {size}: it is truncated or was not made by ibp")
+            raise ValueError(
+                f"the table's {name} is {got}; wanted {dtype} {size}: it is truncated or was not made by ibp"
+            )
         flaw = _flaw(tensor)
         if flaw is not None:
-            raise ValueError(f"the table's {name} is {flaw}; wanted a contiguous tensor in memory of its own, on the CPU or a CUDA device")
+            raise ValueError(
+                f"the table's {name} is {flaw}; wanted a contiguous tensor in memory of its own, on the CPU or a CUDA "
+                "device"
+            )
         tensors[name] = tensor.detach()
         if tensor.device != tensors["slots"].device:
-            raise ValueError(f"the table's {name} is on {tensor.device}, its slots on {tensors['slots'].device}; wanted one device")
+            raise ValueError(
+                f"the table's {name} is on {tensor.device}, its slots on {tensors['slots'].device}; wanted one device"
+            )
     return tensors
 
 
@@ -301,7 +381,11 @@ def _flaw(tensor: torch.Tensor) -> str | None:
 
 def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
     is_codebook = isinstance(codebook, AnyCodebook) and codebook.is_finished
-    fits = is_codebook and (codebook.scheme, codebook.row_bytes) == (scheme, row_bytes) if scheme != "raw" else codebook is None
+    fits = (
+        is_codebook and (codebook.scheme, codebook.row_bytes) == (scheme, row_bytes)
+        if scheme != "raw"
+        else codebook is None
+    )
     if not fits:
         got = repr(codebook) if is_codebook else f"a {type(codebook).__name__}"
         wanted = "none" if scheme == "raw" else f"one of scheme {scheme!r} for rows of {row_bytes} bytes"
@@ -325,8 +409,10 @@ def _refuse_capture(device: torch.device) -> None:
         return
     with torch.cuda.device(device):  # torch looks at the current device's stream
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
-                               "call index_select or decompress once before capturing")
+            raise RuntimeError(
+                f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
+                "call index_select or decompress once before capturing"
+            )
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

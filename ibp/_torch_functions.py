@@ -18,14 +18,19 @@ def call(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     handler = _HANDLERS.get(function)
     if handler is None:
         known = ", ".join(sorted({name for name, _ in _NAMED}))
-        raise TypeError(f"{getattr(function, '__name__', function)} does not take an ibp.CompressedTensor (only {known} do): "
-                        "call table.decompress() and give it the tensor")
+        raise TypeError(
+            f"{getattr(function, '__name__', function)} does not take an ibp.CompressedTensor (only {known} do): "
+            "call table.decompress() and give it the tensor"
+        )
     return handler(*args, **kwargs)
 
 
 def _check_table(table: Any, name: str) -> None:
     if not isinstance(table, Table):
-        raise TypeError(f"{name} is a {type(table).__name__}; of this function's arguments, a table can only be the one that holds rows")
+        raise TypeError(
+            f"{name} is a {type(table).__name__}; of this function's arguments, a table can only be the one that holds "
+            "rows"
+        )
 
 
 def _index_select(input: Table, dim: int, index: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -36,9 +41,17 @@ def _index_select(input: Table, dim: int, index: torch.Tensor, *, out: torch.Ten
     return torch.index_select(decompress(input, device=index.device), dim, index, out=out)
 
 
-def _embedding(input: torch.Tensor, weight: Table, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
-               scale_grad_by_freq: bool = False, sparse: bool = False) -> torch.Tensor:
-    """Rows of the table at input, on input's device. padding_idx and the two last concern gradients, which a table has none of."""
+def embedding_of(
+    input: torch.Tensor,
+    weight: Table,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """Rows of the table at input, on input's device. padding_idx and the two last concern gradients, which a table has
+    none of."""
     _check_table(weight, "weight")
     if max_norm is not None:
         raise ValueError(f"max_norm is {max_norm}, but it would change the rows of the table, which are fixed")
@@ -47,19 +60,22 @@ def _embedding(input: torch.Tensor, weight: Table, padding_idx: int | None = Non
     return index_select(weight, input.reshape(-1)).reshape(*input.shape, weight.shape[1])
 
 
-def _torch_embedding(weight: Table, indices: torch.Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> torch.Tensor:
-    return _embedding(indices, weight)
+def _torch_embedding(
+    weight: Table, indices: torch.Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> torch.Tensor:
+    return embedding_of(indices, weight)
 
 
-def _linear(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The whole table decoded on input's device for the time of the call (longer where autograd keeps it for input's gradient)."""
+def linear_of(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The whole table decoded on input's device for the time of the call (longer where autograd keeps it for input's
+    gradient)."""
     _check_table(weight, "weight")
     return F.linear(input, decompress(weight, device=input.device), bias)
 
 
 _NAMED: tuple[tuple[str, tuple[tuple[Callable, Callable], ...]], ...] = (
     ("torch.index_select", ((torch.index_select, _index_select), (torch.Tensor.index_select, _index_select))),
-    ("F.embedding", ((F.embedding, _embedding), (torch.embedding, _torch_embedding))),
-    ("F.linear", ((F.linear, _linear),)),
+    ("F.embedding", ((F.embedding, embedding_of), (torch.embedding, _torch_embedding))),
+    ("F.linear", ((F.linear, linear_of),)),
 )
 _HANDLERS: dict[Callable, Callable] = {function: handler for _, pairs in _NAMED for function, handler in pairs}

@@ -3,9 +3,10 @@
     embedding = ibp.nn.Embedding(ibp.compress(weight))
     linear    = ibp.nn.Linear(ibp.compress(weight, layout="packed"), bias)
 
-A table is no torch.Tensor (docs/tensor_subclass.md says why), so that a module cannot hold it as a parameter or buffer. These hold it as `weight`:
-`module.to()`, `cuda()`, `state_dict()`, `load_state_dict()`, `copy.deepcopy`, pickling and torch.compile work as for other modules. `parameters()` and
-`buffers()` do not list it: optimizers, DDP and FSDP leave it alone.
+A table is no torch.Tensor (docs/tensor_subclass.md says why), so that a module cannot hold it as a parameter or buffer.
+These hold it as `weight`: `module.to()`, `cuda()`, `state_dict()`, `load_state_dict()`, `copy.deepcopy`, pickling and
+torch.compile work as for other modules. `parameters()` and `buffers()` do not list it: optimizers, DDP and FSDP leave
+it alone.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from ._compressed_tensor import CompressedTensor
+from ._torch_functions import embedding_of, linear_of
 
 __all__ = ["Embedding", "Linear"]
 
@@ -30,7 +31,9 @@ class _TableModule(torch.nn.Module):
     def __init__(self, table: CompressedTensor, stays: bool) -> None:
         super().__init__()
         if not isinstance(table, CompressedTensor):
-            raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor: ibp.compress makes one of a tensor")
+            raise TypeError(
+                f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor: ibp.compress makes one of a tensor"
+            )
         if table.dim() != 2:
             raise ValueError(f"table has shape {list(table.shape)}; wanted two dimensions")
         self.weight = table
@@ -46,9 +49,19 @@ class _TableModule(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = self.weight
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, missing_keys: list[str],
-                              unexpected_keys: list[str], error_msgs: list[str]) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         key, held = prefix + "weight", self.weight
         if key in unexpected_keys:
             unexpected_keys.remove(key)
@@ -58,9 +71,14 @@ class _TableModule(torch.nn.Module):
             return
         table = state_dict[key]
         if not isinstance(table, CompressedTensor):
-            error_msgs.append(f"{key} is a {type(table).__name__}; wanted an ibp.CompressedTensor: ibp.compress makes one of a tensor")
+            error_msgs.append(
+                f"{key} is a {type(table).__name__}; wanted an ibp.CompressedTensor: ibp.compress makes one of a tensor"
+            )
         elif (table.shape, table.dtype) != (held.shape, held.dtype):
-            error_msgs.append(f"{key} has shape {list(table.shape)} and dtype {table.dtype}; wanted {list(held.shape)} and {held.dtype}")
+            error_msgs.append(
+                f"{key} has shape {list(table.shape)} and dtype {table.dtype}; wanted {list(held.shape)} and "
+                f"{held.dtype}"
+            )
         elif local_metadata.get("assign_to_params_buffers", False):
             self.weight = table
         else:
@@ -74,7 +92,8 @@ class _TableModule(torch.nn.Module):
 class Embedding(_TableModule):
     """`torch.nn.Embedding` with fixed weights, whose rows are decoded when they are looked up.
 
-    Results are on the device of the ids, wherever the table is: a table in pinned host memory serves GPUs with rows that they fetch themselves.
+    Results are on the device of the ids, wherever the table is: a table in pinned host memory serves GPUs with rows
+    that they fetch themselves.
 
     Args:
         table: [num_embeddings, embedding_dim].
@@ -91,7 +110,7 @@ class Embedding(_TableModule):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows at ids, int32 or int64 of any shape [...]: [..., embedding_dim]."""
-        return F.embedding(ids, self.weight)
+        return embedding_of(ids, self.weight)
 
 
 class Linear(_TableModule):
@@ -109,6 +128,8 @@ class Linear(_TableModule):
         ValueError: table has not two dimensions, or bias another length.
     """
 
+    bias: torch.nn.Parameter | None
+
     def __init__(self, table: CompressedTensor, bias: torch.Tensor | None = None, *, stays: bool = False) -> None:
         super().__init__(table, stays)
         self.out_features, self.in_features = table.shape
@@ -120,4 +141,4 @@ class Linear(_TableModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] times the weights: [..., out_features]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear_of(x, self.weight, self.bias)

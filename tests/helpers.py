@@ -61,7 +61,8 @@ def pair_of(i, a, j, b):
 
 def bytes_of(x):
     """The bytes of a tensor: uint8 [numel * itemsize] on the CPU."""
-    x = x.detach().cpu().contiguous().reshape(-1)
+    x = x.detach().cpu().contiguous()
+    x = x.as_strided((x.numel(),), (1,))  # one of at most one element may have any strides
     return torch.view_as_real(x).reshape(-1).view(torch.uint8) if x.dtype.is_complex else x.view(torch.uint8)
 
 

@@ -159,6 +159,31 @@ def test_non_contiguous(dtype, name, scheme):
     check(x, scheme=scheme)
 
 
+AT_MOST_ONE_ELEMENT = {
+    "one element of every other": lambda x: x[::2][:1],
+    "none of every other": lambda x: x[::2][:0],
+    "a part of a matrix": lambda x: x.view(8, 8)[3:4, 5:6],
+    "any strides": lambda x: x.as_strided((1, 1), (3, 5)),
+    "a scalar": lambda x: x[::2][1],
+    "no columns": lambda x: x.new_zeros(5, 0).t(),
+    "a size of 1 among others": lambda x: x.view(8, 8)[:, ::2][:1, :1].reshape(1),
+    "expanded": lambda x: x[:1].expand(1),
+}
+
+
+@pytest.mark.parametrize("name", AT_MOST_ONE_ELEMENT)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex64], ids=str)
+def test_strides_of_at_most_one_element(dtype, name):
+    """Torch calls such a tensor contiguous, whatever its strides are."""
+    x = AT_MOST_ONE_ELEMENT[name](torch.arange(64).to(dtype))
+    check(x)
+    ibp.analyze(x, device="cpu")
+    assert ibp.estimate(x, device="cpu").original_bytes == x.numel() * x.element_size()
+    alone = torch.empty(0, dtype=dtype).set_(x.clone().untyped_storage(), 0, x.shape, x.stride()) if x.numel() else x.clone()
+    assert alone.stride() == x.stride()
+    assert_same_bits(ibp.compress_(alone, device="cpu", pin_memory=False).decompress(), x.clone())
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_lazily_conjugated_and_negated(scheme):
     x = torch.randn(30, 8, dtype=torch.complex64)

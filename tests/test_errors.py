@@ -36,8 +36,12 @@ def codebook(x, request):
         (lambda: torch.zeros(3, 3, dtype=torch.complex128), "complex128.*16"),
         (lambda: torch.eye(3).to_sparse(), "sparse"),
         (lambda: torch.zeros(3, 3, device="meta"), "meta"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "nested"),
+        (lambda: torch.empty(4, dtype=torch.uint4), "uint4.*whole bytes"),
+        (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "float4.*whole bytes"),
+        (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.bits8), "bits8.*whole bytes"),
     ],
-    ids=["list", "numpy", "None", "complex128", "sparse", "meta"],
+    ids=["list", "numpy", "None", "complex128", "sparse", "meta", "nested", "uint4", "float4", "bits8"],
 )
 def test_what_cannot_be_compressed(function, make, message):
     with pytest.raises(TypeError, match=message):
@@ -86,6 +90,57 @@ def test_arguments_of_compress(x, arguments, message):
 def test_arguments_of_analyze(x, arguments, message):
     with pytest.raises(ValueError, match=message):
         ibp.analyze(x, **arguments)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze, ibp.estimate])
+def test_quantized_tensors(function):
+    x = torch.quantize_per_tensor(torch.zeros(3, 3), 0.1, 0, torch.quint8)
+    with pytest.raises(TypeError, match="quint8.*quantized.*int_repr"):
+        function(x)
+
+
+WRONG_TYPES = [
+    ({"row_bytes": 1.5}, TypeError, "row_bytes.*1.5.*int"),
+    ({"row_bytes": True}, TypeError, "row_bytes.*True.*bool.*int"),
+    ({"row_bytes": "240"}, TypeError, "row_bytes.*'240'.*int"),
+    ({"sample": "all"}, TypeError, "sample.*'all'.*float"),
+    ({"sample": True}, TypeError, "sample.*True.*float"),
+    ({"sample": [0.5]}, TypeError, "sample.*list.*float"),
+    ({"tau": "0.8"}, TypeError, "tau.*'0.8'.*float"),
+    ({"tau": False}, TypeError, "tau.*False.*float"),
+    ({"chunk_bytes": 4.0}, TypeError, "chunk_bytes.*4.0.*int"),
+    ({"chunk_bytes": True}, TypeError, "chunk_bytes.*True.*int"),
+    ({"device": "foo"}, ValueError, "device.*'foo'.*CUDA"),
+    ({"device": 1.5}, TypeError, "device.*float.*torch.device"),
+    ({"device": True}, TypeError, "device.*bool.*torch.device"),
+]
+
+
+@pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze])
+@pytest.mark.parametrize("arguments, error, message", WRONG_TYPES, ids=str)
+def test_types_of_arguments(x, function, arguments, error, message):
+    before = x.clone()
+    with pytest.raises(error, match=message):
+        function(before, **arguments)
+    assert_same_bits(before, x)
+
+
+@pytest.mark.parametrize("arguments, error, message", [
+    ({"slot_bytes": 32.0}, TypeError, "slot_bytes.*32.0.*int"), ({"slot_bytes": "32"}, TypeError, "slot_bytes.*int"), ({"clusters": 2.0}, TypeError, "clusters.*2.0.*int"),
+    ({"clusters": True}, TypeError, "clusters.*True"), ({"clusters": "many"}, ValueError, "clusters.*many.*auto"), ({"clusters": 257}, ValueError, "clusters.*257.*256"),
+    ({"clusters": np.int64(0)}, ValueError, "clusters.*0"),
+], ids=str)  # fmt: skip
+def test_types_of_arguments_of_compress(x, arguments, error, message):
+    with pytest.raises(error, match=message):
+        ibp.compress(x, **arguments)
+
+
+def test_numbers_of_numpy_are_numbers(x):
+    table = ibp.compress(x, row_bytes=np.int32(120), slot_bytes=np.uint16(32), sample=np.float32(1), tau=np.float64(0.9), chunk_bytes=np.int8(4), device="cpu")
+    assert (table.row_bytes, table.slot_bytes, table.codebook.chunk_bytes, table.codebook.tau) == (120, 32, 4, 0.9)
+    assert type(table.row_bytes) is type(table.slot_bytes) is int
+    assert_same_bits(ibp.compress(x, clusters=np.int64(2), scheme="ibp", device="cpu").decompress(), x)
 
 
 def test_bad_arguments_are_refused_for_empty_and_tiny_tensors_too():

@@ -1,11 +1,12 @@
-"""Large tables: ids by windows, selections that the CPU gathers for a GPU, and the paths of index_select; on small tables, which know no difference."""
+"""Large tables: ids by windows, selections that the CPU gathers for a GPU, and the paths of index_select; on small
+tables, which know no difference."""
 
 import numpy as np
 import pytest
 import torch
+from helpers import LAYOUTS, assert_same_bits, embedding, layout_arguments, make_tensor, one_hot_rows, spiky_rows
 
 import ibp
-from helpers import LAYOUTS, assert_same_bits, embedding, layout_arguments, make_tensor, one_hot_rows, spiky_rows
 from ibp._fetch import gather, host_gather, paths
 
 OPS = torch.ops.ibp
@@ -17,7 +18,11 @@ NAMES = ["gpu", "bucketed", "cpu", None]
 
 def check_partition(ids, num_items, window_bits, stable):
     sorted_ids, positions = OPS.partition_ids(ids, num_items, window_bits)
-    assert sorted_ids.dtype == ids.dtype and positions.dtype == torch.int32 and sorted_ids.device == positions.device == ids.device
+    assert (
+        sorted_ids.dtype == ids.dtype
+        and positions.dtype == torch.int32
+        and sorted_ids.device == positions.device == ids.device
+    )
     ids, sorted_ids, positions = ids.cpu(), sorted_ids.cpu(), positions.cpu().long()
     assert torch.equal(positions.sort().values, torch.arange(len(ids)))
     assert torch.equal(sorted_ids, ids[positions])
@@ -29,14 +34,28 @@ def check_partition(ids, num_items, window_bits, stable):
 
 
 def partition_cases():
-    """(ids, num_items, window_bits): none, few, many, all alike, in order, out of range, windows of one item and one window."""
-    for count, num_items, window_bits in ((0, 10, 0), (1, 1, 0), (31, 5, 0), (33, 100, 3), (5000, 1 << 16, 0), (5000, 70_001, 5), (70_000, 1 << 30, 14), (999, 7, 62)):
+    """(ids, num_items, window_bits): none, few, many, all alike, in order, out of range, windows of one item and one
+    window."""
+    for count, num_items, window_bits in (
+        (0, 10, 0),
+        (1, 1, 0),
+        (31, 5, 0),
+        (33, 100, 3),
+        (5000, 1 << 16, 0),
+        (5000, 70_001, 5),
+        (70_000, 1 << 30, 14),
+        (999, 7, 62),
+    ):
         anywhere = torch.randint(num_items, (count,))
         yield anywhere, num_items, window_bits
         yield anywhere.sort().values, num_items, window_bits
         yield anywhere // max(1, num_items // 3), num_items, window_bits
         yield torch.full((count,), num_items - 1), num_items, window_bits
-        yield torch.where(torch.rand(count) < 0.1, torch.randint(-(2**31), 2**31 - 1, (count,)), anywhere), num_items, window_bits
+        yield (
+            torch.where(torch.rand(count) < 0.1, torch.randint(-(2**31), 2**31 - 1, (count,)), anywhere),
+            num_items,
+            window_bits,
+        )
     yield torch.tensor([2**62, -(2**63), 3, 2**63 - 1]), 5, 1
     yield torch.tensor([0, -1]), 0, 0
 
@@ -75,7 +94,9 @@ def test_window_bits(num_items, item_bytes):
     bits = gather.window_bits(Sized(num_items, num_items * item_bytes))
     windows = ((max(1, num_items) - 1) >> bits) + 1
     assert windows <= gather.MAX_WINDOWS
-    if bits and num_items * item_bytes and num_items > 1:  # no larger than need be: at most twice 64 KiB, or at least half of the windows
+    if (
+        bits and num_items * item_bytes and num_items > 1
+    ):  # no larger than need be: at most twice 64 KiB, or at least half of the windows
         assert item_bytes << (bits - 1) < gather.WINDOW_BYTES or 2 * windows >= gather.MAX_WINDOWS
     if windows > 1 and item_bytes:
         assert item_bytes << bits >= gather.WINDOW_BYTES // 2
@@ -87,7 +108,9 @@ def test_a_partitioned_gather_puts_items_where_they_belong(layout, scheme):
     if scheme == "raw" and layout != "in place":
         pytest.skip("raw tables have one layout")
     x = spiky_rows(3000, 60)
-    table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **(layout_arguments(layout, 240) if scheme != "raw" else {}))
+    table = ibp.compress(
+        x, scheme=scheme, device="cpu", pin_memory=False, **(layout_arguments(layout, 240) if scheme != "raw" else {})
+    )
     for count in (0, 1, 777):
         ids = torch.randint(3000, (count,))
         sorted_ids, positions = OPS.partition_ids(ids, 3000, 4)
@@ -102,20 +125,32 @@ def test_positions_outside_are_noted():
     table = ibp.compress(x, device="cpu", pin_memory=False)
     out, fault = torch.full((3, 60), 7.0), torch.zeros(4, dtype=torch.int64)
     for bad in (3, -1, 2**31 - 1):
-        OPS.gather_items(*table._arguments(CPU), torch.tensor([4, 5]), 0, out, fault.zero_(), torch.tensor([bad, 1], dtype=torch.int32))
+        OPS.gather_items(
+            *table._arguments(CPU),
+            torch.tensor([4, 5]),
+            0,
+            out,
+            fault.zero_(),
+            torch.tensor([bad, 1], dtype=torch.int32),
+        )
         assert fault.tolist()[:3] == [2, bad % 2**32, 4]
         assert_same_bits(out[1], x[5])
         assert (out[[0, 2]] == 7).all()
     with pytest.raises(RuntimeError, match="positions"):
-        OPS.gather_items(*table._arguments(CPU), torch.tensor([4, 5]), 0, out, fault, torch.tensor([0], dtype=torch.int32))
+        OPS.gather_items(
+            *table._arguments(CPU), torch.tensor([4, 5]), 0, out, fault, torch.tensor([0], dtype=torch.int32)
+        )
 
 
 # ---- selections, decoded on the CPU ----
 
 
 def fetch_by_selections(table, ids, chunk_bytes, num_rows=None):
-    """What host_gather.fetch does, with one chunk, no pinned memory and the CPU for the GPU. Returns (items, sizes of the chunks)."""
-    num_rows = min(num_rows or host_gather.rows_at_once(table), len(ids) * (table._geometry.item_bytes // table.row_bytes))
+    """What host_gather.fetch does, with one chunk, no pinned memory and the CPU for the GPU. Returns (items, sizes of
+    the chunks)."""
+    num_rows = min(
+        num_rows or host_gather.rows_at_once(table), len(ids) * (table._geometry.item_bytes // table.row_bytes)
+    )
     memory = torch.full((chunk_bytes,), 0xA5, dtype=torch.uint8)
     out = torch.empty((len(ids), *table.shape[1:]), dtype=table.dtype)
     fault, order, first, sizes = torch.zeros(4, dtype=torch.int64), torch.arange(len(ids), dtype=torch.int32), 0, []
@@ -133,17 +168,31 @@ def fetch_by_selections(table, ids, chunk_bytes, num_rows=None):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("columns, row_bytes", [(60, None), (60, 80), (1, None), (3000, 4000)])
 def test_selections(layout, scheme, columns, row_bytes):
-    """Items of one and of several rows, rows that overflow their slots, ids of both dtypes, chunks cut by rows and by bytes."""
+    """Items of one and of several rows, rows that overflow their slots, ids of both dtypes, chunks cut by rows and by
+    bytes."""
     if scheme == "raw" and layout != "in place":
         pytest.skip("raw tables have one layout")
     x = spiky_rows(300, columns)
-    table = ibp.compress(x, scheme=scheme, row_bytes=row_bytes, device="cpu", pin_memory=False,
-                         **(layout_arguments(layout, row_bytes or 4 * columns) if scheme != "raw" else {}))
+    table = ibp.compress(
+        x,
+        scheme=scheme,
+        row_bytes=row_bytes,
+        device="cpu",
+        pin_memory=False,
+        **(layout_arguments(layout, row_bytes or 4 * columns) if scheme != "raw" else {}),
+    )
     rows_per_item = 4 * columns // table.row_bytes
-    for ids in (torch.randint(300, (500,)), torch.randint(300, (499,), dtype=torch.int32), torch.tensor([299]), torch.full((100,), 7)):
+    for ids in (
+        torch.randint(300, (500,)),
+        torch.randint(300, (499,), dtype=torch.int32),
+        torch.tensor([299]),
+        torch.full((100,), 7),
+    ):
         out, sizes = fetch_by_selections(table, ids, 1 << 20 if columns < 3000 else 16 << 20)
         assert_same_bits(out, x[ids.long()])
-        out, sizes = fetch_by_selections(table, ids, (rows_per_item + 40) * table.row_bytes + 8192, num_rows=64 * rows_per_item)
+        out, sizes = fetch_by_selections(
+            table, ids, (rows_per_item + 40) * table.row_bytes + 8192, num_rows=64 * rows_per_item
+        )
         assert_same_bits(out, x[ids.long()])
         assert len(sizes) >= len(ids) / 64
 
@@ -161,9 +210,16 @@ def test_chunks_are_cut_where_rows_are_longer_than_expected(monkeypatch):
 
 
 def test_items_that_cannot_be_selected():
-    for shape, dtype, row_bytes in (((50, 8), torch.int32, 64), ((50, 100), torch.uint8, 64), ((50,), torch.int32, None), ((7, 0), torch.int32, None),
-                                    ((2, 9 << 20), torch.uint8, 65536)):
-        table = ibp.compress(make_tensor(shape, dtype, "equal"), scheme="raw", row_bytes=row_bytes, device="cpu", pin_memory=False)
+    for shape, dtype, row_bytes in (
+        ((50, 8), torch.int32, 64),
+        ((50, 100), torch.uint8, 64),
+        ((50,), torch.int32, None),
+        ((7, 0), torch.int32, None),
+        ((2, 9 << 20), torch.uint8, 65536),
+    ):
+        table = ibp.compress(
+            make_tensor(shape, dtype, "equal"), scheme="raw", row_bytes=row_bytes, device="cpu", pin_memory=False
+        )
         assert host_gather.rows_at_once(table) == 0
     table = ibp.compress(spiky_rows(50, 60), row_bytes=100, scheme="ibp", device="cpu", pin_memory=False)
     parts = host_gather.parts_of(torch.empty(1 << 20, dtype=torch.uint8), 100)
@@ -178,7 +234,10 @@ def test_selections_from_damaged_tables(layout, scheme):
     x = spiky_rows(300, 60)
     table = ibp.compress(x, scheme=scheme, device="cpu", pin_memory=False, **layout_arguments(layout, 240))
     parts = host_gather.parts_of(torch.empty(1 << 20, dtype=torch.uint8), 1000)
-    for ids, first, message in ((torch.tensor([1, 300]), 0, r"ids\[1\] is 300"), (torch.tensor([1, 5, -1]), 1, r"ids\[2\] is -1")):
+    for ids, first, message in (
+        (torch.tensor([1, 300]), 0, r"ids\[1\] is 300"),
+        (torch.tensor([1, 5, -1]), 1, r"ids\[2\] is -1"),
+    ):
         with pytest.raises(IndexError, match=message):
             host_gather.select(table, ids, first, parts)
     table.lengths.view(torch.int16)[7] = -1
@@ -187,7 +246,9 @@ def test_selections_from_damaged_tables(layout, scheme):
     rng = np.random.default_rng(0)
     for _ in range(50):
         table.lengths.view(torch.int16)[:] = torch.from_numpy(rng.integers(-(2**15), 300, 300).astype(np.int16))
-        table.bases[:] = torch.from_numpy(rng.integers(-(2**62), 2**62, len(table.bases)) % (table.overflow.numel() + 64))
+        table.bases[:] = torch.from_numpy(
+            rng.integers(-(2**62), 2**62, len(table.bases)) % (table.overflow.numel() + 64)
+        )
         ids = torch.randint(300, (4,))
         if (table.lengths.to(torch.int64)[ids] > 240).any():
             with pytest.raises(ibp.CorruptTableError):
@@ -232,7 +293,9 @@ def test_choices_where_the_cpu_does_it_all():
 
 
 def make_table(x, scheme, place, cuda, **arguments):
-    table = ibp.compress(x.to(cuda) if place == "device" else x, scheme=scheme, pin_memory=place == "pinned", device=cuda, **arguments)
+    table = ibp.compress(
+        x.to(cuda) if place == "device" else x, scheme=scheme, pin_memory=place == "pinned", device=cuda, **arguments
+    )
     assert table.is_pinned() == (place == "pinned")
     return table
 
@@ -244,7 +307,10 @@ def test_multiprocessors_of_bucketed_ids(scheme):
     assert gather.bucketed_sms(table) == gather.BUCKETED_SMS
     if scheme == "planes":
         assert table.codebook.is_fast
-        for codebook in (ibp.analyze(one_hot_rows(500, 300), scheme="planes"), ibp.analyze((torch.arange(64_000) % 5000).view(-1, 64), scheme="planes")):
+        for codebook in (
+            ibp.analyze(one_hot_rows(500, 300), scheme="planes"),
+            ibp.analyze((torch.arange(64_000) % 5000).view(-1, 64), scheme="planes"),
+        ):
             assert not codebook.is_fast, codebook
             rows = torch.zeros(64, codebook.row_bytes, dtype=torch.uint8)
             assert gather.bucketed_sms(ibp.compress(rows, codebook=codebook, pin_memory=False)) == 0
@@ -259,7 +325,10 @@ def test_choices(cuda, monkeypatch):
     assert choices(pageable, many, "cuda:0", "cpu") == "cpu" and choices(pageable, few, "cuda:0", "cpu") is None
     monkeypatch.setattr(gather, "LARGE_TABLE_BYTES", 1 << 20)
     assert choices(pinned, many, "cuda:0", "cuda:0") == "cpu" and choices(pinned, few, "cuda:0", "cuda:0") == "gpu"
-    assert choices(pinned, many.to(cuda), "cuda:0", "cuda:0") == "bucketed" and choices(pinned, few.to(cuda), "cuda:0", "cuda:0") == "gpu"
+    assert (
+        choices(pinned, many.to(cuda), "cuda:0", "cuda:0") == "bucketed"
+        and choices(pinned, few.to(cuda), "cuda:0", "cuda:0") == "gpu"
+    )
     assert choices(on_gpu, many.to(cuda), "cuda:0", "cuda:0") == "gpu"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert choices(pinned, many, "cuda:0", "cuda:0") == "bucketed"
@@ -289,11 +358,19 @@ def test_every_path_gives_the_same(cuda, small_is_large, layout, scheme, place):
     x = spiky_rows(5000, 60)
     table = make_table(x, scheme, place, cuda, **(layout_arguments(layout, 240) if scheme != "raw" else {}))
     for dtype in (torch.int32, torch.int64):
-        for ids in (torch.randint(5000, (3333,)), torch.arange(5000), torch.full((1000,), 4999), torch.tensor([17]), torch.empty(0)):
+        for ids in (
+            torch.randint(5000, (3333,)),
+            torch.arange(5000),
+            torch.full((1000,), 4999),
+            torch.tensor([17]),
+            torch.empty(0),
+        ):
             for device in (CPU, cuda):
                 chosen, expected = ids.to(dtype).to(device), x[ids.long()]
                 for path in paths_of(chosen, place):
-                    assert_same_bits(ibp.index_select(table, chosen, device=cuda, path=path, check=True).cpu(), expected)
+                    assert_same_bits(
+                        ibp.index_select(table, chosen, device=cuda, path=path, check=True).cpu(), expected
+                    )
                     out = torch.full((len(ids), 60), 7.0, device=cuda)
                     assert table.index_select(chosen, out=out, path=path, check=True, max_sms=2) is out
                     assert_same_bits(out.cpu(), expected)
@@ -309,7 +386,8 @@ def test_items_of_several_rows(cuda, small_is_large, path, columns, row_bytes):
 
 
 def test_many_chunks(cuda, monkeypatch, small_is_large):
-    """More bytes than the ring holds, on two streams by turns, with work of the GPU in front that lets the ring fill."""
+    """More bytes than the ring holds, on two streams by turns, with work of the GPU in front that lets the ring
+    fill."""
     x = embedding(50_000, 256, torch.bfloat16)
     table = make_table(x, "planes", "pinned", cuda)
     streams, results = [torch.cuda.Stream(), torch.cuda.Stream()], []
@@ -449,7 +527,14 @@ def test_positions_outside_are_noted_by_the_gpu(cuda):
     x = spiky_rows(30, 60)
     arguments = make_table(x, "planes", "device", cuda)._arguments(cuda)
     out, fault = torch.full((3, 60), 7.0, device=cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
-    OPS.gather_items(*arguments, torch.tensor([4, 5], device=cuda), 0, out, fault, torch.tensor([3, 1], dtype=torch.int32, device=cuda))
+    OPS.gather_items(
+        *arguments,
+        torch.tensor([4, 5], device=cuda),
+        0,
+        out,
+        fault,
+        torch.tensor([3, 1], dtype=torch.int32, device=cuda),
+    )
     assert fault.tolist()[:3] == [2, 3, 4]
     assert_same_bits(out[1].cpu(), x[5])
     assert (out[[0, 2]] == 7).all()

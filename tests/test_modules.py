@@ -1,4 +1,5 @@
-"""ibp.nn: modules over tables beside torch's over tensors; moved, saved, loaded, copied, compiled, under DDP and FSDP2."""
+"""ibp.nn: modules over tables beside torch's over tensors; moved, saved, loaded, copied, compiled, under DDP and
+FSDP2."""
 
 import copy
 import io
@@ -7,9 +8,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import assert_same_bits, assert_same_table, embedding
 
 import ibp
-from helpers import assert_same_bits, assert_same_table, embedding
 
 ON_CPU = {"device": "cpu", "pin_memory": False}
 IDS = torch.tensor([[3, 99], [0, 3]])
@@ -22,7 +23,9 @@ class Model(torch.nn.Module):
         super().__init__()
         if compressed:
             self.embedding = ibp.nn.Embedding(ibp.compress(weight, scheme="planes", **ON_CPU), **arguments)
-            self.fixed = ibp.nn.Linear(ibp.compress(other, scheme="planes", layout="packed", **ON_CPU), torch.zeros(len(other)), **arguments)
+            self.fixed = ibp.nn.Linear(
+                ibp.compress(other, scheme="planes", layout="packed", **ON_CPU), torch.zeros(len(other)), **arguments
+            )
         else:
             self.embedding = torch.nn.Embedding.from_pretrained(weight)
             self.fixed = torch.nn.Linear(other.shape[1], len(other))
@@ -55,7 +58,9 @@ def test_they_compute_what_torchs_do():
     assert embedded.weight.scheme == fixed.weight.scheme == "planes"
     assert "ibp.CompressedTensor(shape=[100, 32]" in repr(model) and "stays" not in repr(model)
     assert "stays=True" in repr(make_model(stays=True))
-    assert [name for name, _ in model.named_parameters()] == ["fixed.bias", "last.weight", "last.bias"] and not list(model.buffers())
+    assert [name for name, _ in model.named_parameters()] == ["fixed.bias", "last.weight", "last.bias"] and not list(
+        model.buffers()
+    )
 
 
 def test_what_is_no_table():
@@ -76,7 +81,9 @@ def test_gradients_reach_what_is_ordinary():
     torchs.fixed.weight.requires_grad_(False)
     for one in (model, torchs):
         one(IDS).square().sum().backward()
-    for (name, parameter), (_, expected) in zip(model.named_parameters(), (p for p in torchs.named_parameters() if p[1].requires_grad)):
+    for (name, parameter), (_, expected) in zip(
+        model.named_parameters(), (p for p in torchs.named_parameters() if p[1].requires_grad)
+    ):
         torch.testing.assert_close(parameter.grad, expected.grad, msg=name)
     before = model.embedding.weight
     torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1).step()
@@ -86,7 +93,9 @@ def test_gradients_reach_what_is_ordinary():
 def test_moving():
     model = make_model()
     table = model.embedding.weight
-    assert model.to("cpu") is model and model.embedding.weight is table and model.cpu().float().embedding.weight is table
+    assert (
+        model.to("cpu") is model and model.embedding.weight is table and model.cpu().float().embedding.weight is table
+    )
     for change in (model.half, model.double, lambda: model.to(torch.bfloat16)):
         with pytest.raises(TypeError, match="keeps its own, torch.float32"):
             change()
@@ -110,14 +119,19 @@ def test_state_dict(assign):
 def test_state_dicts_that_do_not_fit():
     model, state = make_model(), make_model(seed=5).state_dict()
     before = model.embedding.weight
-    for change, message in (({"embedding.weight": None}, "Missing key.*embedding.weight"), ({"embedding.weigth": torch.zeros(1)}, "Unexpected.*weigth"),
-                            ({"embedding.weight": embedding(100, 32)}, "embedding.weight is a Tensor; wanted an ibp.CompressedTensor"),
-                            ({"embedding.weight": ibp.compress(embedding(100, 31), **ON_CPU)}, r"shape \[100, 31\].*wanted \[100, 32\]"),
-                            ({"embedding.weight": ibp.compress(embedding(100, 32).double(), **ON_CPU)}, "float64; wanted")):  # fmt: skip
+    for change, message in (
+        ({"embedding.weight": None}, "Missing key.*embedding.weight"),
+        ({"embedding.weigth": torch.zeros(1)}, "Unexpected.*weigth"),
+        ({"embedding.weight": embedding(100, 32)}, "embedding.weight is a Tensor; wanted an ibp.CompressedTensor"),
+        ({"embedding.weight": ibp.compress(embedding(100, 31), **ON_CPU)}, r"shape \[100, 31\].*wanted \[100, 32\]"),
+        ({"embedding.weight": ibp.compress(embedding(100, 32).double(), **ON_CPU)}, "float64; wanted"),
+    ):
         changed = {name: value for name, value in {**state, **change}.items() if value is not None}
         with pytest.raises(RuntimeError, match=message):
             model.load_state_dict(changed)
-        assert model.embedding.weight is before or "weigth" in message  # torch reports what is too much after loading the rest
+        assert (
+            model.embedding.weight is before or "weigth" in message
+        )  # torch reports what is too much after loading the rest
         model.embedding.weight = before
     partial = {name: value for name, value in state.items() if not name.startswith("embedding")}
     assert model.load_state_dict(partial, strict=False).missing_keys == ["embedding.weight"]
@@ -157,7 +171,9 @@ def test_fsdp2(one_process):
     torch.testing.assert_close(model(IDS), plain(IDS))
     model(IDS).sum().backward()
     state = model.state_dict()
-    assert isinstance(state["embedding.weight"], ibp.CompressedTensor) and type(state["last.weight"]).__name__ == "DTensor"
+    assert (
+        isinstance(state["embedding.weight"], ibp.CompressedTensor) and type(state["last.weight"]).__name__ == "DTensor"
+    )
     assert model.last.weight.grad is not None
 
 
@@ -171,14 +187,22 @@ def test_ddp(one_process):
 @pytest.mark.parametrize("stays", [False, True])
 def test_on_a_gpu(cuda, stays):
     weight = embedding(100, 32)
-    model = torch.nn.Sequential(ibp.nn.Embedding(ibp.compress(weight, pin_memory=True), stays=stays), torch.nn.Linear(32, 3)).to(cuda)
+    model = torch.nn.Sequential(
+        ibp.nn.Embedding(ibp.compress(weight, pin_memory=True), stays=stays), torch.nn.Linear(32, 3)
+    ).to(cuda)
     held = model[0].weight
     assert held.is_pinned() == stays and held.is_cuda != stays
     assert_same_bits(model[0](IDS.to(cuda)).cpu(), weight[IDS])
     state = saved(model.state_dict())
     model.load_state_dict(state)
-    assert model[0].weight is not held and model[0].weight.is_pinned() == stays and model[0].weight.device == held.device
+    assert (
+        model[0].weight is not held and model[0].weight.is_pinned() == stays and model[0].weight.device == held.device
+    )
     assert_same_bits(model[0](IDS.to(cuda)).cpu(), weight[IDS])
     torch.compiler.reset()
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(IDS.to(cuda)), model(IDS.to(cuda)))
-    torch.testing.assert_close(model.cpu()(IDS), torch.nn.functional.linear(weight[IDS], model[1].weight, model[1].bias))
+    torch.testing.assert_close(
+        torch.compile(model, fullgraph=True, backend="aot_eager")(IDS.to(cuda)), model(IDS.to(cuda))
+    )
+    torch.testing.assert_close(
+        model.cpu()(IDS), torch.nn.functional.linear(weight[IDS], model[1].weight, model[1].bias)
+    )

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 import ibp
-from helpers import SCHEMES, TENSORS, assert_same_bits, assert_same_table, make_tensor, one_hot_rows, pairwise, spiky_rows
+from helpers import (
+    SCHEMES,
+    TENSORS,
+    assert_same_bits,
+    assert_same_table,
+    make_tensor,
+    one_hot_rows,
+    pairwise,
+    spiky_rows,
+)
 
 TABLES = {
     "slots": lambda: (spiky_rows(200, 60), {}),
@@ -38,7 +47,12 @@ def through_torch(weights_only):
     return save_and_load
 
 
-WAYS = {"pickle": through_pickle, "torch": through_torch(False), "torch, weights only": through_torch(True), "deepcopy": copy.deepcopy}
+WAYS = {
+    "pickle": through_pickle,
+    "torch": through_torch(False),
+    "torch, weights only": through_torch(True),
+    "deepcopy": copy.deepcopy,
+}
 
 
 def check_equal(loaded, table, x):
@@ -124,7 +138,9 @@ def load_state(kind, state):
 
 @pytest.fixture(params=["ibp", "planes"])
 def state(request):
-    state = ibp.compress(spiky_rows(200, 60), scheme=request.param, slot_bytes=32, device="cpu", pin_memory=False).__getstate__()
+    state = ibp.compress(
+        spiky_rows(200, 60), scheme=request.param, slot_bytes=32, device="cpu", pin_memory=False
+    ).__getstate__()
     assert all(state[name].numel() for name in TENSORS)
     return state
 
@@ -157,8 +173,18 @@ def test_missing_and_unknown_fields(state):
 
 
 @pytest.mark.parametrize("name", ["slots", "lengths", "bases"])
-@pytest.mark.parametrize("keep", [lambda t: t[:-1], lambda t: t[: len(t) // 2], lambda t: t.view(1, -1), lambda t: t.to(torch.float32),
-                                  lambda t: torch.cat([t, t]), lambda t: None], ids=["one short", "half", "2-D", "float", "double", "None"])
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda t: t[:-1],
+        lambda t: t[: len(t) // 2],
+        lambda t: t.view(1, -1),
+        lambda t: t.to(torch.float32),
+        lambda t: torch.cat([t, t]),
+        lambda t: None,
+    ],
+    ids=["one short", "half", "2-D", "float", "double", "None"],
+)
 def test_truncated_and_misshapen_tensors(state, name, keep):
     state[name] = keep(state[name])
     with pytest.raises(ValueError, match=f"{name}.*wanted"):
@@ -212,8 +238,18 @@ def test_truncated_overflow_is_found_when_it_is_read(state):
         ({"shape": (1 << 62, 60)}, "wanted"),
         ({"dtype": torch.float64}, "wanted"),
         ({"codebook": None}, "codebook.*None"),
-        ({"codebook": ibp.Codebook.from_masks(torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), 4)}, "codebook.*240"),
-        ({"codebook": ibp.PlanesCodebook(8, 4, 1, 24, (), False, False, 0, 0, torch.zeros(1, 0, dtype=torch.int64))}, "codebook.*240"),
+        (
+            {
+                "codebook": ibp.Codebook.from_masks(
+                    torch.zeros(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8), 4
+                )
+            },
+            "codebook.*240",
+        ),
+        (
+            {"codebook": ibp.PlanesCodebook(8, 4, 1, 24, (), False, False, 0, 0, torch.zeros(1, 0, dtype=torch.int64))},
+            "codebook.*240",
+        ),
         ({"codebook": "codebook"}, "codebook"),
         ({"scheme": "raw"}, "wanted"),
         ({"scheme": "auto"}, "scheme.*auto"),
@@ -233,17 +269,36 @@ def test_a_codebook_of_another_scheme(state):
             load_state(ibp.CompressedTensor, {**state, **change})
 
 
-@pytest.mark.parametrize("change", [{"shape": "abc"}, {"shape": (-200, -60)}, {"dtype": "float32"}, {"row_bytes": "240"}, {"slot_bytes": None},
-                                    {"row_bytes": 240.0}, {"dtype": torch.complex128}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": "abc"},
+        {"shape": (-200, -60)},
+        {"dtype": "float32"},
+        {"row_bytes": "240"},
+        {"slot_bytes": None},
+        {"row_bytes": 240.0},
+        {"dtype": torch.complex128},
+    ],
+    ids=str,
+)
 def test_states_of_the_wrong_types(state, change):
     with pytest.raises((ValueError, TypeError)):
         load_state(ibp.CompressedTensor, {**state, **change})
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"palette": torch.zeros(1, 2, 3, dtype=torch.uint8)}, "palette"), ({"chunk_bytes": 3}, "chunk_bytes"), ({"row_bytes": 0}, "row_bytes"),
-    ({"row_bytes": 241}, "index|past the end"), ({"index": torch.zeros(5, dtype=torch.uint8)}, "index"), ({"palette": None}, "palette"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"palette": torch.zeros(1, 2, 3, dtype=torch.uint8)}, "palette"),
+        ({"chunk_bytes": 3}, "chunk_bytes"),
+        ({"row_bytes": 0}, "row_bytes"),
+        ({"row_bytes": 241}, "index|past the end"),
+        ({"index": torch.zeros(5, dtype=torch.uint8)}, "index"),
+        ({"palette": None}, "palette"),
+    ],
+    ids=str,
+)
 def test_impossible_codebooks(change, message):
     state = ibp.analyze(one_hot_rows(200, 60), chunk_bytes=4).__getstate__()
     assert load_state(ibp.Codebook, dict(state)).row_bytes == 240
@@ -258,7 +313,9 @@ def test_damaged_bytes_do_no_harm(state, seed):
     for name in TENSORS:
         tensor = state[name].clone()
         places = torch.randint(len(tensor), (5,), generator=generator)
-        tensor[places] = torch.randint(-(2**63) if name == "bases" else 0, 2**62 if name == "bases" else 255, (5,), generator=generator).to(tensor.dtype)
+        tensor[places] = torch.randint(
+            -(2**63) if name == "bases" else 0, 2**62 if name == "bases" else 255, (5,), generator=generator
+        ).to(tensor.dtype)
         state[name] = tensor
     table = load_state(ibp.CompressedTensor, state)
     try:

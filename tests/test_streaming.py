@@ -1,4 +1,5 @@
-"""Whole tensors: lists of them, and on a GPU the stream of chunks through a ring. With IBP_REQUIRE_CUDA=1 no GPU test may skip.
+"""Whole tensors: lists of them, and on a GPU the stream of chunks through a ring. With IBP_REQUIRE_CUDA=1 no GPU test
+may skip.
 
 The chunks themselves are tested in tests/c/test_stream.c.
 """
@@ -19,7 +20,11 @@ SMALL_RING = 4 * (16 << 10)  # each place holds two groups of 32 rows of 240 byt
 
 
 def make_table(x, layout="packed", **arguments):
-    row_bytes = arguments["codebook"].row_bytes if "codebook" in arguments else arguments.get("row_bytes", x.shape[1:].numel() * x.element_size())
+    row_bytes = (
+        arguments["codebook"].row_bytes
+        if "codebook" in arguments
+        else arguments.get("row_bytes", x.shape[1:].numel() * x.element_size())
+    )
     return ibp.compress(x, **layout_arguments(layout, row_bytes), **arguments)
 
 
@@ -28,8 +33,18 @@ def packed_raw_table(x):
     data, row_bytes = bytes_of(x), x.shape[1] * x.element_size()
     nothing = torch.empty(0, dtype=torch.uint8)
     bases = OPS.index_rows(torch.empty(0, dtype=torch.uint16), data.numel(), row_bytes, 0)
-    return ibp.CompressedTensor(shape=x.shape, dtype=x.dtype, scheme="raw", row_bytes=row_bytes, slot_bytes=0, slots=nothing, overflow=data,
-                                lengths=nothing.view(torch.uint16), bases=bases[:-1].clone(), codebook=None)
+    return ibp.CompressedTensor(
+        shape=x.shape,
+        dtype=x.dtype,
+        scheme="raw",
+        row_bytes=row_bytes,
+        slot_bytes=0,
+        slots=nothing,
+        overflow=data,
+        lengths=nothing.view(torch.uint16),
+        bases=bases[:-1].clone(),
+        codebook=None,
+    )
 
 
 HALF_ROW, HALF_CODED = 128, 4 + 64
@@ -50,7 +65,9 @@ def half_rows(num_rows, seed=0):
 
 
 def poisoned(x, device):
-    return torch.full((x.numel() * x.element_size(),), 0xA5, dtype=torch.uint8, device=device).view(x.dtype).view(x.shape)
+    return (
+        torch.full((x.numel() * x.element_size(),), 0xA5, dtype=torch.uint8, device=device).view(x.dtype).view(x.shape)
+    )
 
 
 # ---- lists, anywhere ----
@@ -58,8 +75,16 @@ def poisoned(x, device):
 
 @pytest.mark.parametrize("scheme", CODED)
 def test_many_on_the_cpu(scheme):
-    xs = [spiky_rows(300, 60), make_tensor((70, 45), torch.int16), torch.zeros(0, 3), torch.tensor(2.5), torch.randn(100, 7)]
-    tables = [ibp.compress(x, scheme=scheme, layout=layout, pin_memory=False) for x in xs for layout in ("slots", "packed")]
+    xs = [
+        spiky_rows(300, 60),
+        make_tensor((70, 45), torch.int16),
+        torch.zeros(0, 3),
+        torch.tensor(2.5),
+        torch.randn(100, 7),
+    ]
+    tables = [
+        ibp.compress(x, scheme=scheme, layout=layout, pin_memory=False) for x in xs for layout in ("slots", "packed")
+    ]
     results = ibp.decompress_many(tables)
     assert isinstance(results, list) and len(results) == 2 * len(xs)
     for result, x in zip(results, [x for x in xs for _ in range(2)]):
@@ -87,8 +112,12 @@ def test_arguments_of_many():
         ibp.decompress_many(tables, out=[good])
     with pytest.raises(TypeError, match="table is a Tensor"):
         ibp.decompress_many([tables[0], xs[0]], out=[good, None])
-    for bad, error in ((torch.empty(100, 61), ValueError), (torch.empty(100, 60, dtype=torch.int32), TypeError),
-                       (torch.empty(60, 100).t(), ValueError), (3, TypeError)):
+    for bad, error in (
+        (torch.empty(100, 61), ValueError),
+        (torch.empty(100, 60, dtype=torch.int32), TypeError),
+        (torch.empty(60, 100).t(), ValueError),
+        (3, TypeError),
+    ):
         with pytest.raises(error, match="out"):
             ibp.decompress_many(tables, out=[good, bad])
     with pytest.raises(ValueError, match="max_sms is 0"):
@@ -229,10 +258,20 @@ def test_many(cuda, streamed, monkeypatch, small_ring):
     """Of all schemes, layouts and places, some with an out; each as often as it comes."""
     if not small_ring:
         monkeypatch.setattr(streaming, "_RING_BYTES", 32 << 20)
-    xs = [spiky_rows(700, 60), embedding(999, 33, torch.bfloat16), torch.zeros(0, 3), spiky_rows(2000, 60, seed=1), torch.tensor(2.5)]
+    xs = [
+        spiky_rows(700, 60),
+        embedding(999, 33, torch.bfloat16),
+        torch.zeros(0, 3),
+        spiky_rows(2000, 60, seed=1),
+        torch.tensor(2.5),
+    ]
     tables, want = [], []
     for x in xs:
-        tables += [ibp.compress(x, scheme=scheme, layout=layout) for scheme in ("ibp", "planes", "raw") for layout in ("slots", "packed")]
+        tables += [
+            ibp.compress(x, scheme=scheme, layout=layout)
+            for scheme in ("ibp", "planes", "raw")
+            for layout in ("slots", "packed")
+        ]
         tables += [ibp.compress(x, pin_memory=False), ibp.compress(x.to(cuda))]
         want += [x] * 8
     num_streamed = sum(table.is_pinned() and table.original_bytes > 0 for table in tables)
@@ -245,14 +284,18 @@ def test_many(cuda, streamed, monkeypatch, small_ring):
     assert len(streamed) == num_streamed + 1
     results = ibp.decompress_many(tables, out=outs, check=True)
     for i, (result, x, table) in enumerate(zip(results, want, tables)):
-        assert result.device == (outs[i] if outs[i] is not None else table).device and (outs[i] is None or result is outs[i])
+        assert result.device == (outs[i] if outs[i] is not None else table).device and (
+            outs[i] is None or result is outs[i]
+        )
         assert_same_bits(result.cpu(), x)
 
 
 def test_one_stream_of_many(cuda, streamed, monkeypatch):
     """Only the first begins and only the last ends it; small ones are streamed if they are much together."""
     calls, stream_bytes = [], OPS.stream_bytes
-    monkeypatch.setattr(OPS, "stream_bytes", lambda *arguments: (calls.append(arguments[14:16]), stream_bytes(*arguments))[1])
+    monkeypatch.setattr(
+        OPS, "stream_bytes", lambda *arguments: (calls.append(arguments[14:16]), stream_bytes(*arguments))[1]
+    )
     xs = [spiky_rows(700, 60, seed) for seed in range(4)]
     tables = [make_table(x, scheme="planes") for x in xs]
     monkeypatch.setattr(streaming, "_LEAST_STREAMED_BYTES", sum(table.overflow.numel() for table in tables))
@@ -272,7 +315,10 @@ def test_paths(cuda, streamed, monkeypatch, layout):
     for path, num_streamed in (("gpu", 0), ("copy", 1)):
         monkeypatch.setattr(streaming, "_LEAST_STREAMED_BYTES", 0 if path == "gpu" else float("inf"))
         streamed.clear()
-        for result in (table.decompress(device=cuda, path=path, max_sms=2, check=True), *ibp.decompress_many([table], device=cuda, path=path)):
+        for result in (
+            table.decompress(device=cuda, path=path, max_sms=2, check=True),
+            *ibp.decompress_many([table], device=cuda, path=path),
+        ):
             assert_same_bits(result.cpu(), x)
         assert len(streamed) == 2 * num_streamed
 
@@ -283,7 +329,10 @@ def test_paths_that_cannot_be_taken():
         ibp.decompress(table, path="bucketed")
     for path in ("copy", "gpu"):
         out = poisoned(torch.empty(64, 60), "cpu")
-        with pytest.raises(ValueError, match=f"path '{path}' cannot be taken: it goes from pinned host memory to a GPU, but the table is .* goes to cpu"):
+        with pytest.raises(
+            ValueError,
+            match=f"path '{path}' cannot be taken: it goes from pinned host memory to a GPU, but .* goes to cpu",
+        ):
             ibp.decompress_many([table], out=[out], path=path)
         assert_same_bits(out, poisoned(torch.empty(64, 60), "cpu"))
 
@@ -292,7 +341,8 @@ def test_paths_that_cannot_be_taken():
 
 
 def test_the_ring_is_the_current_streams(cuda, streamed, monkeypatch):
-    """Its memory is still written when the call is queued, and is written again right after: neither may meet the copies."""
+    """Its memory is still written when the call is queued, and is written again right after: neither may meet the
+    copies."""
     monkeypatch.setattr(streaming, "_RING_BYTES", 4 << 20)
     x = spiky_rows(3000, 60)
     table, outs = make_table(x, scheme="planes"), [poisoned(x, cuda) for _ in range(6)]
@@ -521,15 +571,25 @@ def test_the_operation(cuda):
     assert streamer.address != 0
     for layout in ("slots of 32", "packed"):
         table = make_table(x.to(cuda), layout, scheme="planes")
-        ring, fault = torch.zeros(1 << 20, dtype=torch.uint8, device=cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
+        ring, fault = (
+            torch.zeros(1 << 20, dtype=torch.uint8, device=cuda),
+            torch.zeros(4, dtype=torch.int64, device=cuda),
+        )
         arguments = [*table._arguments(cuda), table.bases.cpu(), 1000, 7777, streamer.address, True, True, 8, ring]
         out = torch.zeros(6777, dtype=torch.uint8, device=cuda)
         torch.library.opcheck(OPS.stream_bytes.default, (*arguments, out, fault))
         OPS.stream_bytes(*arguments, out, fault)
         assert_same_bits(out.cpu(), bytes_of(x)[1000:7777])
-        for place, value, message in ((10, table.bases, "host_bases"), (10, torch.zeros(3, dtype=torch.int64), "host_bases"), (11, 9000, "range"),
-                                      (12, 10**9, "out"), (13, 0, "streamer"), (16, -1, "max_sms"), (17, ring[1:], "range"),
-                                      (17, ring.cpu(), "CUDA device")):
+        for place, value, message in (
+            (10, table.bases, "host_bases"),
+            (10, torch.zeros(3, dtype=torch.int64), "host_bases"),
+            (11, 9000, "range"),
+            (12, 10**9, "out"),
+            (13, 0, "streamer"),
+            (16, -1, "max_sms"),
+            (17, ring[1:], "range"),
+            (17, ring.cpu(), "CUDA device"),
+        ):
             bad = [*arguments[:place], value, *arguments[place + 1 :]]
             with pytest.raises(RuntimeError, match=message):
                 OPS.stream_bytes(*bad, out, fault)

@@ -14,9 +14,17 @@ from .._table import Table
 CPU = torch.device("cpu")
 
 
-def produce(table: Table, shape: Sequence[int], target: torch.device, worker: torch.device, out: torch.Tensor | None, check: bool,
-            run: Callable[[torch.Tensor, torch.Tensor], None]) -> torch.Tensor:
-    """Runs an operation, run(result, fault), that writes on the worker device, into out where that is there, and brings the result to the target."""
+def produce(
+    table: Table,
+    shape: Sequence[int],
+    target: torch.device,
+    worker: torch.device,
+    out: torch.Tensor | None,
+    check: bool,
+    run: Callable[[torch.Tensor, torch.Tensor], None],
+) -> torch.Tensor:
+    """Runs an operation, run(result, fault), that writes on the worker device, into out where that is there, and brings
+    the result to the target."""
     if out is not None:
         check_out(out, shape, table.dtype)
     result = out if out is not None and out.device == worker else torch.empty(shape, dtype=table.dtype, device=worker)

@@ -13,10 +13,10 @@ from . import host_gather
 from .calls import check_table, produce, sms_of, target_of, worker_of
 from .paths import Path, choose, is_capturing, named
 
-# Thresholds of the paths, for an H200 on PCIe 5 and 16 cores; benchmarks/large_table.py measures every path beside the others. A GPU that fetches at
-# random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128 B come at 49 million rows a second, and at 370 to
-# 400 when their ids are put in the order of windows of 64 KiB to 256 MiB first; 100,000 rows gain 3.5 times from windows of 64 KiB there and 1.6
-# times out of 16 GiB.
+# Thresholds of the paths, for an H200 on PCIe 5 and 16 cores; benchmarks/large_table.py measures every path beside the
+# others. A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000
+# rows of 128 B come at 49 million rows a second, and at 370 to 400 when their ids are put in the order of windows of 64
+# KiB to 256 MiB first; 100,000 rows gain 3.5 times from windows of 64 KiB there and 1.6 times out of 16 GiB.
 LARGE_TABLE_BYTES = 512 << 20  # of slots and overflow: from here on address translation binds
 LEAST_BUCKETED_IDS = 1 << 15  # fewer fetches cost less than the four launches of a partition gain
 WINDOW_BYTES = 64 << 10  # at least, of a window
@@ -29,40 +29,54 @@ Ids = torch.Tensor | Sequence[int] | np.ndarray
 _WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
-def index_select(table: Table, ids: Ids, *, device: torch.device | str | int | None = None,
-                 out: torch.Tensor | None = None, check: bool = False, max_sms: int | None = None, path: str | None = None) -> torch.Tensor:
+def index_select(
+    table: Table,
+    ids: Ids,
+    *,
+    device: torch.device | str | int | None = None,
+    out: torch.Tensor | None = None,
+    check: bool = False,
+    max_sms: int | None = None,
+    path: str | None = None,
+) -> torch.Tensor:
     """The items ids of a table, as torch.index_select(x, 0, ids), moved to a device (the paper's sections 4.3 and 4.4).
 
-    A table in pinned host memory is fetched and rebuilt by the GPU itself in one kernel on the current stream, and a table on a GPU
-    likewise; an unpinned table is gathered on the CPU and copied. With ids and out on the GPU and the table pinned or on that GPU, the call
-    does not synchronise, allocates nothing but what path "bucketed" needs, and can be captured in a CUDA graph (after one call outside it).
+    A table in pinned host memory is fetched and rebuilt by the GPU itself in one kernel on the current stream, and a
+    table on a GPU likewise; an unpinned table is gathered on the CPU and copied. With ids and out on the GPU and the
+    table pinned or on that GPU, the call does not synchronise, allocates nothing but what path "bucketed" needs, and
+    can be captured in a CUDA graph (after one call outside it).
 
-    CPU ids out of range raise IndexError at once. CUDA ids are checked by the kernel, without synchronising: a bad id's item is
-    zeros, and the first bad one met raises in the next call on the table, in `table.check()`, or here with check=True.
+    CPU ids out of range raise IndexError at once. CUDA ids are checked by the kernel, without synchronising: a bad id's
+    item is zeros, and the first bad one met raises in the next call on the table, in `table.check()`, or here with
+    check=True.
 
-    Inside torch.compile, fullgraph=True too, it works after one call outside; there CPU ids are checked like CUDA ones, without check=True or path="cpu".
+    Inside torch.compile, fullgraph=True too, it works after one call outside; there CPU ids are checked like CUDA ones,
+    without check=True or path="cpu".
 
     Args:
         table: a table of N items of shape [...].
-        ids: integers [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all: a tensor (int32 and int64 are taken as they are,
-            shorter ones are widened), a sequence of ints or a numpy array.
+        ids: integers [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all: a tensor (int32 and
+            int64 are taken as they are, shorter ones are widened), a sequence of ints or a numpy array.
         device: where the result goes; None: out's device, else the ids'.
         out: contiguous tensor [K, ...] of the table's dtype to write to.
         check: wait for the result and raise here what went wrong.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "bucketed" 16 where these decode as fast as the
-            link brings rows.
+        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "bucketed" 16 where
+            these decode as fast as the link brings rows.
         path: how items come from host memory to a GPU; None chooses by the sizes. All give the same bits.
             "gpu": the GPU fetches them in the order given.
-            "bucketed": the GPU first puts the ids in the order of windows of the table, then fetches in that order: for many ids of a large table.
-            "cpu": the CPU gathers rows as they are stored, the copy engine moves them and the GPU decodes: for ids on the CPU and a large table, or
-            one that is not pinned. Items must be whole rows. The call comes back when the CPU's part is done, and cannot be captured.
+            "bucketed": the GPU first puts the ids in the order of windows of the table, then fetches in that order: for
+                many ids of a large table.
+            "cpu": the CPU gathers rows as they are stored, the copy engine moves them and the GPU decodes: for ids on
+                the CPU and a large table, or one that is not pinned. Items must be whole rows. The call comes back when
+                the CPU's part is done, and cannot be captured.
 
     Returns:
         Tensor [K, ...]; out if it was given.
 
     Raises:
         TypeError: ids are no integers, or out has another dtype.
-        ValueError: ids is not 1-D, out has another shape, is not contiguous or is not on `device`, or `path` cannot be taken.
+        ValueError: ids is not 1-D, out has another shape, is not contiguous or is not on `device`, or `path` cannot be
+            taken.
         IndexError: an id is out of range.
         CorruptTableError: the table's bytes contradict each other.
     """
@@ -89,8 +103,15 @@ def index_select(table: Table, ids: Ids, *, device: torch.device | str | int | N
     request = Request(table, ids, target, worker, sms)
     if chosen is None:
         chosen = choose(PATHS, request)
-    return produce(table, (ids.numel(), *table._item_shape), target, chosen.worker(request), out, check,
-                   lambda result, fault: chosen.run(request, result, fault))
+    return produce(
+        table,
+        (ids.numel(), *table._item_shape),
+        target,
+        chosen.worker(request),
+        out,
+        check,
+        lambda result, fault: chosen.run(request, result, fault),
+    )
 
 
 class Request(NamedTuple):
@@ -111,17 +132,18 @@ class ItemPath(Path[Request]):
         return request.worker
 
     def run(self, request: Request, result: torch.Tensor, fault: torch.Tensor) -> None:
-        """Writes the items to result on the worker device, in the order of its current stream; notes in fault what goes wrong."""
+        """Writes the items to result on the worker device, in the order of its current stream; notes in fault what goes
+        wrong."""
         raise NotImplementedError
 
 
 class _Decode(ItemPath):
     """The device that decodes reads rows where they are, in the order given."""
 
-    def cost(self, request):
+    def cost(self, request: Request) -> float:
         return 1.0
 
-    def run(self, request, result, fault):
+    def run(self, request: Request, result: torch.Tensor, fault: torch.Tensor) -> None:
         table, ids, worker = request.table, request.ids, request.worker
         if ids.device != worker:
             ids = ids.to(worker)
@@ -134,7 +156,7 @@ class _Gpu(_Decode):
 
     name = "gpu"
 
-    def can(self, request):
+    def can(self, request: Request) -> str | None:
         return None if request.worker.type == "cuda" else "it is the GPU's: wanted a pinned table and device='cuda'"
 
 
@@ -143,16 +165,16 @@ class _Bucketed(ItemPath):
 
     name = "bucketed"
 
-    def can(self, request):
+    def can(self, request: Request) -> str | None:
         return None if request.worker.type == "cuda" else "it is the GPU's: wanted a pinned table and device='cuda'"
 
-    def cost(self, request):
+    def cost(self, request: Request) -> float:
         table, ids = request.table, request.ids
         if ids.numel() < LEAST_BUCKETED_IDS or table.resident_bytes < LARGE_TABLE_BYTES or table.device.type == "cuda":
             return 2.0
         return 2.0 if not ids.is_cuda and not torch.compiler.is_compiling() and looks_sorted(ids) else 0.5
 
-    def run(self, request, result, fault):
+    def run(self, request: Request, result: torch.Tensor, fault: torch.Tensor) -> None:
         table, ids, worker = request.table, request.ids.to(request.worker), request.worker
         if ids.numel() == 0:
             return
@@ -166,7 +188,7 @@ class _Cpu(ItemPath):
 
     name = "cpu"
 
-    def can(self, request):
+    def can(self, request: Request) -> str | None:
         table = request.table
         if request.target.type != "cuda" or table.device.type != "cpu":
             return "it goes from host memory to a GPU"
@@ -175,24 +197,27 @@ class _Cpu(ItemPath):
         if torch.compiler.is_compiling():
             return "it cannot be compiled: the CPU looks at the ids"
         if not host_gather.rows_at_once(table):
-            return (f"it wants items of whole rows that fit its staging buffers; these have {table._item_bytes:,} bytes in rows of "
-                    f"{table.row_bytes:,}")
+            return (
+                "it wants items of whole rows that fit its staging buffers; these have "
+                f"{table._item_bytes:,} bytes in rows of {table.row_bytes:,}"
+            )
         if is_capturing(request.target):
             return "it cannot be captured in a CUDA graph, which the CPU takes no part in: wanted 'gpu' or 'bucketed'"
         return None
 
-    def cost(self, request):
+    def cost(self, request: Request) -> float:
         table = request.table
         if request.ids.numel() * table._item_bytes < LEAST_STAGED_BYTES:
             return 4.0
         if request.worker.type == "cpu":  # not pinned: the GPU cannot fetch by itself
             return 0.25
-        return 0.25 if table.resident_bytes >= LARGE_TABLE_BYTES and torch.get_num_threads() >= LEAST_STAGING_THREADS else 4.0
+        is_large = table.resident_bytes >= LARGE_TABLE_BYTES
+        return 0.25 if is_large and torch.get_num_threads() >= LEAST_STAGING_THREADS else 4.0
 
-    def worker(self, request):
+    def worker(self, request: Request) -> torch.device:
         return request.target
 
-    def run(self, request, result, fault):
+    def run(self, request: Request, result: torch.Tensor, fault: torch.Tensor) -> None:
         table, ids, device = request.table, request.ids, request.target
         if ids.numel():
             host_gather.fetch(table, ids, device, request.sms, result, table._fault_on(device, of_selections=True))
@@ -201,20 +226,24 @@ class _Cpu(ItemPath):
 class _Here(_Decode):
     """The CPU decodes rows where they are."""
 
-    def can(self, request):
+    def can(self, request: Request) -> str | None:
         return None if request.worker.type == "cpu" else "the GPU can decode"
 
 
-PATHS: tuple[ItemPath, ...] = (_Gpu(), _Bucketed(), _Cpu(), _Here())
+# The usual ones first: of the others the cost alone is looked at.
+PATHS: tuple[ItemPath, ...] = (_Gpu(), _Here(), _Bucketed(), _Cpu())
 
 
 def refuse(path: ItemPath, request: Request) -> None:
     """Raises ValueError if the path cannot be taken."""
     reason = path.can(request)
     if reason is not None:
-        kind = "pinned" if request.table._is_pinned else "pageable" if request.table.device.type == "cpu" else "not pinned"
-        raise ValueError(f"path {path.name!r} cannot be taken: {reason}; the table is on {request.table.device} ({kind}), "
-                         f"the ids are on {request.ids.device}, the result goes to {request.target}")
+        table = request.table
+        kind = "device memory" if table.device.type == "cuda" else "pinned" if table._is_pinned else "pageable"
+        raise ValueError(
+            f"path {path.name!r} cannot be taken: {reason}; the table is on {table.device} ({kind}), "
+            f"the ids are on {request.ids.device}, the result goes to {request.target}"
+        )
 
 
 def bucketed_sms(table: Table) -> int:
@@ -230,7 +259,8 @@ def window_bits(table: Table) -> int:
 
 
 def looks_sorted(ids: torch.Tensor) -> bool:
-    """Whether CPU ids are in order at a thousand places: looking at all of them costs more than putting them in order on a GPU."""
+    """Whether CPU ids are in order at a thousand places: looking at all of them costs more than putting them in order
+    on a GPU."""
     some = ids[:: max(1, ids.numel() // 1024)]
     return bool((some[1:] >= some[:-1]).all())
 
@@ -238,9 +268,12 @@ def looks_sorted(ids: torch.Tensor) -> bool:
 def tensor_of(values: Any, name: str) -> torch.Tensor:
     """Ids or a mask, given as a sequence or an array, as a tensor; no values are int64."""
     if not isinstance(values, (list, tuple, range, np.ndarray, np.generic)):
-        raise TypeError(f"{name} is a {type(values).__name__}; wanted an integer tensor, a sequence of ints or a numpy array")
+        raise TypeError(
+            f"{name} is a {type(values).__name__}; wanted an integer tensor, a sequence of ints or a numpy array"
+        )
     try:
-        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)  # a copy: of any strides, and writable
+        # A copy of an array: of any strides, and writable.
+        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name} is a {type(values).__name__} that is no array of integers: {error}") from error
     return tensor if tensor.numel() else tensor.to(torch.int64)
@@ -259,7 +292,7 @@ def check_range(ids: torch.Tensor, num_items: int, least: int = 0) -> None:
     """Raises IndexError, with its position, for the first of CPU ids that is not in [least, num_items)."""
     if ids.numel() == 0:
         return
-    low, high = (int(v) for v in torch.aminmax(ids))
-    if low < least or high >= num_items:
+    low, high = torch.aminmax(ids)
+    if low.item() < least or high.item() >= num_items:
         position = int(((ids < least) | (ids >= num_items)).nonzero()[0])
         raise IndexError(f"ids[{position}] is {int(ids[position])}; wanted {least} to {num_items - 1}")

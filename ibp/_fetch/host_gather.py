@@ -1,7 +1,9 @@
-"""Items fetched with the CPU's help: its threads gather rows as they are stored, the copy engine moves them, the GPU decodes them.
+"""Items fetched with the CPU's help: its threads gather rows as they are stored, the copy engine moves them, the GPU
+decodes them.
 
-Rows at random places of a large table reach a GPU that fetches them itself no faster than it can translate their addresses; CPU cores have no such
-limit. What they gather is a table in packed layout (FORMAT.md section 3) of the chosen items only, which the GPU decodes like any other.
+Rows at random places of a large table reach a GPU that fetches them itself no faster than it can translate their
+addresses; CPU cores have no such limit. What they gather is a table in packed layout (FORMAT.md section 3) of the
+chosen items only, which the GPU decodes like any other.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _GROUP_ROWS = 32  # that share a base
 
 
 def rows_at_once(table: Table) -> int:
-    """Rows of a chunk's selection, as many as are expected to fit; 0 where items are not whole rows or one may not fit."""
+    """Rows of a chunk's selection, as many as are expected to fit; 0 where items are not whole rows or one may not
+    fit."""
     geometry = table._geometry
     if geometry.item_bytes == 0 or geometry.item_bytes % geometry.row_bytes:
         return 0
@@ -35,10 +38,16 @@ def parts_of(memory: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.T
     """(bases, lengths, rows) of a selection of at most num_rows rows, one after the other in a chunk's memory."""
     bases_bytes = -(-num_rows // _GROUP_ROWS) * 8
     lengths_end = bases_bytes + 2 * num_rows
-    return memory[:bases_bytes].view(torch.int64), memory[bases_bytes:lengths_end].view(torch.uint16), memory[-(-lengths_end // 16) * 16 :]
+    return (
+        memory[:bases_bytes].view(torch.int64),
+        memory[bases_bytes:lengths_end].view(torch.uint16),
+        memory[-(-lengths_end // 16) * 16 :],
+    )
 
 
-def select(table: Table, ids: torch.Tensor, first: int, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> list[int]:
+def select(
+    table: Table, ids: torch.Tensor, first: int, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> list[int]:
     """Fills parts with the selection of ids[first:]. Returns (items, bytes of rows) taken: at least one item.
 
     Raises IndexError or CorruptTableError; positions count from the first of ids.
@@ -50,10 +59,18 @@ def select(table: Table, ids: torch.Tensor, first: int, parts: tuple[torch.Tenso
     return taken.tolist()
 
 
-def decode(table: Table, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor], first: int, num_items: int, order: torch.Tensor, max_sms: int,
-           out: torch.Tensor, fault: torch.Tensor) -> None:
-    """Decodes a selection of num_items items, on the device of its parts, to position first of out. order: int32 0, 1, 2 and so on, one for each
-    position."""
+def decode(
+    table: Table,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    first: int,
+    num_items: int,
+    order: torch.Tensor,
+    max_sms: int,
+    out: torch.Tensor,
+    fault: torch.Tensor,
+) -> None:
+    """Decodes a selection of num_items items, on the device of its parts, to position first of out. order: int32 0, 1,
+    2 and so on, one for each position."""
     bases, lengths, rows = parts
     geometry, none = table._geometry, rows[:0]
     codec, words = table._coding(rows.device)
@@ -61,8 +78,17 @@ def decode(table: Table, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         coded = (rows, none, lengths[:0], bases[:0], words, codec, geometry.row_bytes)
     else:
         coded = (none, rows, lengths, bases, words, codec, 0)
-    torch.ops.ibp.gather_items.default(*coded, 0, num_items, geometry.item_bytes, order[:num_items], max_sms, out, fault,
-                                       order[first : first + num_items])
+    torch.ops.ibp.gather_items.default(
+        *coded,
+        0,
+        num_items,
+        geometry.item_bytes,
+        order[:num_items],
+        max_sms,
+        out,
+        fault,
+        order[first : first + num_items],
+    )
 
 
 class _Chunk:
@@ -98,8 +124,11 @@ def _ring_of(device: torch.device) -> _Ring:
         return _rings[device]
 
 
-def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor, fault: torch.Tensor) -> None:
-    """The items at ids (CPU, contiguous, not empty) of a table in host memory to out, on the CUDA device, in the order of its current stream.
+def fetch(
+    table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor, fault: torch.Tensor
+) -> None:
+    """The items at ids (CPU, contiguous, not empty) of a table in host memory to out, on the CUDA device, in the order
+    of its current stream.
 
     The call comes back when the last row is gathered; it waits for the GPU only where every chunk is still in use.
     """

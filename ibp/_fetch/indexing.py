@@ -1,4 +1,5 @@
-"""`table[key]`, as x[key] of the tensor x that the table was made from: the rows that the key needs are decoded, then indexed by torch."""
+"""`table[key]`, as x[key] of the tensor x that the table was made from: the rows that the key needs are decoded, then
+indexed by torch."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ _WANTED = "wanted an int, a slice, ..., None, or an integer or bool tensor, arra
 def take(table: Table, key: Any) -> torch.Tensor:
     """x[key], on the table's device, or on that of the index tensor that chooses rows."""
     if not isinstance(key, tuple):
-        return _rows_at(table, _checked(key))[0] if key is not None and key is not Ellipsis and table.shape else _of_many(table, (_checked(key),))
+        return (
+            _rows_at(table, _checked(key))[0]
+            if key is not None and key is not Ellipsis and table.shape
+            else _of_many(table, (_checked(key),))
+        )
     return _of_many(table, tuple(_checked(element) for element in key))
 
 
@@ -66,14 +71,18 @@ def _checked(element: Any) -> Any:
     if element.dtype == torch.bool and element.dim():
         return element
     if element.dtype == torch.uint8:
-        raise TypeError("index has dtype torch.uint8, which torch takes for a mask: wanted torch.bool for a mask, torch.int64 for ids")
+        raise TypeError(
+            "index has dtype torch.uint8, which torch takes for a mask: wanted torch.bool for a mask, torch.int64 for "
+            "ids"
+        )
     if element.dtype == torch.bool or element.is_floating_point() or element.is_complex():
         raise TypeError(f"index is a tensor of {element.dtype} {list(element.shape)}; {_WANTED}")
     return int(element) if element.dim() == 0 else checked_ids(element, "index")
 
 
 def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Tensor, Any]:
-    """(rows, what to index them with in place of an index of dimension 0). is_alone: the rows are so already, where that can be."""
+    """(rows, what to index them with in place of an index of dimension 0). is_alone: the rows are so already, where
+    that can be."""
     num_items = table._num_items
     if isinstance(index, int):
         if not -num_items <= index < num_items:

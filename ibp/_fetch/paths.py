@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -14,7 +14,8 @@ Request = TypeVar("Request")
 class Path(Generic[Request]):
     """One way to serve requests.
 
-    A new path is a subclass with `can`, `cost` and a method `run` that the requests' module calls, and one entry in that module's `PATHS`.
+    A new path is a subclass with `can`, `cost` and a method `run` that the requests' module calls, and one entry in
+    that module's `PATHS`.
 
     Attributes:
         name: what callers ask for it by (`path=`); None: taken by itself only.
@@ -27,15 +28,15 @@ class Path(Generic[Request]):
         raise NotImplementedError
 
     def cost(self, request: Request) -> float:
-        """Time relative to 1.0, a kernel that reads rows in the order given; a ranking by measured thresholds, no prediction. Cheap to work out, and
-        valid for requests that the path cannot serve too."""
+        """Time relative to 1.0, a kernel that reads rows in the order given; a ranking by measured thresholds, no
+        prediction. Cheap to work out, and valid for requests that the path cannot serve too."""
         raise NotImplementedError
 
 
 AnyPath = TypeVar("AnyPath", bound=Path)
 
 
-def choose(paths: Sequence[AnyPath], request) -> AnyPath:
+def choose(paths: Sequence[AnyPath], request: Any) -> AnyPath:
     """The cheapest path that can serve the request, the first of equal ones."""
     best, least = None, math.inf
     for path in paths:

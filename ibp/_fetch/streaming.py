@@ -14,30 +14,41 @@ from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
 from .paths import Path, choose, named
 
 _RING_BYTES = 32 << 20  # staging buffers on the GPU, taken from torch's allocator for the time of a call
-_LEAST_STREAMED_BYTES = 64 << 20  # stored; of less the kernel, which starts at once, fetches a tensor sooner than the faster copy engine
+_LEAST_STREAMED_BYTES = (
+    64 << 20
+)  # stored; of less the kernel, which starts at once, fetches a tensor sooner than the faster copy engine
 _SMS_AT_LINK_RATE = 5  # times original over stored bytes: they decode faster than the copy engine brings the rows
 
 
-def decompress(table: Table, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
-               check: bool = False, max_sms: int | None = None, path: str | None = None) -> torch.Tensor:
+def decompress(
+    table: Table,
+    *,
+    device: torch.device | str | int | None = None,
+    out: torch.Tensor | None = None,
+    check: bool = False,
+    max_sms: int | None = None,
+    path: str | None = None,
+) -> torch.Tensor:
     """The whole tensor again.
 
-    From pinned host memory to a GPU the stored bytes are moved by the copy engine into a ring of staging buffers of 32 MiB, and decoded there
-    meanwhile, on streams beside the current one, which waits for them; less than 64 MiB is fetched by a kernel itself. With
-    out on the GPU and the table pinned or on that GPU, the call does not synchronise and can be captured in a CUDA graph (after
-    one call outside it), which then keeps the ring. Several tensors are fetched faster by `decompress_many`.
+    From pinned host memory to a GPU the stored bytes are moved by the copy engine into a ring of staging buffers of 32
+    MiB, and decoded there meanwhile, on streams beside the current one, which waits for them; less than 64 MiB is
+    fetched by a kernel itself. With out on the GPU and the table pinned or on that GPU, the call does not synchronise
+    and can be captured in a CUDA graph (after one call outside it), which then keeps the ring. Several tensors are
+    fetched faster by `decompress_many`.
 
     Args:
         table: a table made from a tensor x.
         device: where the result goes; None: out's device, else the table's.
         out: contiguous tensor of x's shape and dtype to write to.
         check: as in `index_select`.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "copy" no more than keep up with
-            the link (8 where a third is saved).
+        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "copy" no more than
+            keep up with the link (8 where a third is saved).
         path: how rows come from pinned host memory to a GPU; None chooses by the size. All give the same bits.
-            "copy": the copy engine moves them into the ring. The fastest on a GPU that has multiprocessors free; chunks wait for some, though, one
-            after the other, while kernels that keep all of them busy run beside.
-            "gpu": one kernel fetches them itself, and keeps the multiprocessors that it has once been given: beside such kernels take this.
+            "copy": the copy engine moves them into the ring. The fastest on a GPU that has multiprocessors free; beside
+                kernels that keep all of them busy, every chunk waits for some.
+            "gpu": one kernel fetches them itself, and keeps the multiprocessors that it has once been given: beside
+                such kernels take this.
 
     Returns:
         Tensor of x's shape and dtype; out if it was given.
@@ -49,12 +60,19 @@ def decompress(table: Table, *, device: torch.device | str | int | None = None, 
     return _decode([_Job.of(table, 0, None, device, out)], check, max_sms, path)[0]
 
 
-def decompress_many(tables: Iterable[Table], *, device: torch.device | str | int | None = None, out: Iterable[torch.Tensor | None] | None = None,
-                    check: bool = False, max_sms: int | None = None, path: str | None = None) -> list[torch.Tensor]:
+def decompress_many(
+    tables: Iterable[Table],
+    *,
+    device: torch.device | str | int | None = None,
+    out: Iterable[torch.Tensor | None] | None = None,
+    check: bool = False,
+    max_sms: int | None = None,
+    path: str | None = None,
+) -> list[torch.Tensor]:
     """Several whole tensors, in order: those in pinned host memory that go to one GPU as one stream through one ring.
 
-    The copies for one tensor run while the one before is still being decoded, so that the link is busy from the first tensor to the last,
-    however small they are. Tables of other places are decompressed as `decompress` does it.
+    The copies for one tensor run while the one before is still being decoded, so that the link is busy from the first
+    tensor to the last, however small they are. Tables of other places are decompressed as `decompress` does it.
 
     Args:
         tables: the tables.
@@ -66,7 +84,8 @@ def decompress_many(tables: Iterable[Table], *, device: torch.device | str | int
         List of tensors, one a table.
 
     Raises:
-        As `decompress`; ValueError also if there are not as many outs as tables. Arguments are checked before anything is written.
+        As `decompress`; ValueError also if there are not as many outs as tables. Arguments are checked before anything
+        is written.
     """
     tables = list(tables)
     outs = [None] * len(tables) if out is None else list(out)
@@ -75,8 +94,15 @@ def decompress_many(tables: Iterable[Table], *, device: torch.device | str | int
     return _decode([_Job.of(table, 0, None, device, to) for table, to in zip(tables, outs)], check, max_sms, path)
 
 
-def decode_items(table: Table, first_item: int, last_item: int | None, device: torch.device | str | int | None = None, out: torch.Tensor | None = None,
-                 check: bool = False, max_sms: int | None = None) -> torch.Tensor:
+def decode_items(
+    table: Table,
+    first_item: int,
+    last_item: int | None,
+    device: torch.device | str | int | None = None,
+    out: torch.Tensor | None = None,
+    check: bool = False,
+    max_sms: int | None = None,
+) -> torch.Tensor:
     """Items first_item to last_item - 1 in order; all of the tensor, in its own shape, if last_item is None."""
     return _decode([_Job.of(table, first_item, last_item, device, out)], check, max_sms)[0]
 
@@ -93,7 +119,14 @@ class _Job(NamedTuple):
     worker: torch.device
 
     @classmethod
-    def of(cls, table: Table, first_item: int, last_item: int | None, device: torch.device | str | int | None, out: torch.Tensor | None) -> _Job:
+    def of(
+        cls,
+        table: Table,
+        first_item: int,
+        last_item: int | None,
+        device: torch.device | str | int | None,
+        out: torch.Tensor | None,
+    ) -> _Job:
         check_table(table)
         shape = table.shape if last_item is None else (last_item - first_item, *table._item_shape)
         if out is not None:
@@ -114,7 +147,8 @@ class _Job(NamedTuple):
 
 
 class Decoder:
-    """What decodes the jobs of a request, one after the other, on the worker's current stream: here, where a kernel reads the rows."""
+    """What decodes the jobs of a request, one after the other, on the worker's current stream: here, where a kernel
+    reads the rows."""
 
     def decode(self, job: _Job, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
         """Queues a job with at most this many SMs (0: all); notes in fault what goes wrong."""
@@ -152,7 +186,9 @@ class _Copy(TensorPath):
     name = "copy"
 
     def can(self, request: Request) -> str | None:
-        return "it cannot be compiled: its ring is not torch's" if torch.compiler.is_compiling() else super().can(request)
+        return (
+            "it cannot be compiled: its ring is not torch's" if torch.compiler.is_compiling() else super().can(request)
+        )
 
     def cost(self, request: Request) -> float:
         if not request.over_the_link:
@@ -185,7 +221,10 @@ def _refuse(path: TensorPath, jobs: list[_Job]) -> None:
     for job in jobs:
         reason = path.can(Request([job], job.worker, job.comes_over_the_link)) if job.end > job.start else None
         if reason is not None:
-            raise ValueError(f"path {path.name!r} cannot be taken: {reason}, but the table is {job.table!r} and the result goes to {job.target}")
+            raise ValueError(
+                f"path {path.name!r} cannot be taken: {reason}, but the table is {job.table!r} and the result goes to "
+                f"{job.target}"
+            )
 
 
 def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None = None) -> list[torch.Tensor]:
@@ -220,7 +259,15 @@ def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None
 
 
 def _run(job: _Job, decoder: Decoder, sms: int) -> torch.Tensor:
-    return produce(job.table, job.shape, job.target, job.worker, job.out, False, lambda result, fault: decoder.decode(job, sms, result, fault))
+    return produce(
+        job.table,
+        job.shape,
+        job.target,
+        job.worker,
+        job.out,
+        False,
+        lambda result, fault: decoder.decode(job, sms, result, fault),
+    )
 
 
 def sms_at_link_rate(num_bytes: int, stored_bytes: int) -> int:
@@ -228,11 +275,14 @@ def sms_at_link_rate(num_bytes: int, stored_bytes: int) -> int:
     return -(-_SMS_AT_LINK_RATE * num_bytes // max(1, stored_bytes))
 
 
-_idle_streamers: dict[tuple[int, int], list[_core.Streamer]] = {}  # by device and stream: captures of one stream must not reach another's work
+_idle_streamers: dict[
+    tuple[int, int], list[_core.Streamer]
+] = {}  # by device and stream: captures of one stream must not reach another's work
 
 
 class _Stream(Decoder):
-    """The streamed jobs of one call on one GPU: the ring they go through, which nobody else uses before the current stream is done with it."""
+    """The streamed jobs of one call on one GPU: the ring they go through, which nobody else uses before the current
+    stream is done with it."""
 
     def __init__(self, device: torch.device, num_jobs: int) -> None:
         self.num_jobs, self.num_done = num_jobs, 0
@@ -247,8 +297,19 @@ class _Stream(Decoder):
     def decode(self, job: _Job, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
         sms = sms or sms_at_link_rate(job.end - job.start, job.stored_bytes)
         self.num_done += 1
-        torch.ops.ibp.stream_bytes(*job.table._arguments(job.worker), job.table.bases, job.start, job.end, self.streamer.address, self.num_done == 1,
-                                   self.num_done == self.num_jobs, sms, self.ring, bytes_of(result), fault)
+        torch.ops.ibp.stream_bytes(
+            *job.table._arguments(job.worker),
+            job.table.bases,
+            job.start,
+            job.end,
+            self.streamer.address,
+            self.num_done == 1,
+            self.num_done == self.num_jobs,
+            sms,
+            self.ring,
+            bytes_of(result),
+            fault,
+        )
 
     def close(self) -> None:
         self._idle.append(self.streamer)
