@@ -3,7 +3,7 @@
 #ifndef IBP_SCHEMES_H
 #define IBP_SCHEMES_H
 
-#include "ibp.h"
+#include "checks.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define IBP_HAS_X86_ROWS 1
@@ -71,26 +71,6 @@ typedef struct ibp_scheme_row {
 
 /* The row of a scheme; NULL if there is none. */
 const ibp_scheme_row *ibp_find_scheme(ibp_scheme id);
-
-/* Whether the fields of a codebook, or of a table and its codebook, fit each other. No array is read: the pointers may
- * be a device's. */
-ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
-ibp_status ibp_check_table_fields(const ibp_table *table);
-
-/* Whether there may be rows of so many bytes in so many bytes of data. */
-static inline bool ibp_are_sizes(int64_t num_bytes, uint32_t row_bytes)
-{
-    return num_bytes >= 0 && num_bytes <= INT64_MAX / IBP_OVERFLOW_ALIGN && row_bytes >= 1 &&
-           row_bytes <= IBP_MAX_ROW_BYTES;
-}
-
-/* Whether slots may have that size (section 3). */
-static inline bool ibp_is_slot(uint32_t slot_bytes, uint32_t row_bytes)
-{
-    return slot_bytes == row_bytes || (slot_bytes < row_bytes && slot_bytes % IBP_OVERFLOW_ALIGN == 0);
-}
-
-static inline bool ibp_has_clusters(const ibp_codebook *codebook) { return codebook->num_clusters > 1u; }
 
 /* Cluster k as a codebook that has no clusters. */
 static inline ibp_codebook ibp_cluster_of(const ibp_scheme_row *scheme, const ibp_codebook *codebook, uint32_t k)

@@ -3,7 +3,7 @@
 #define IBP_ENCODE_ROWS_CUH
 
 #include "../launch.cuh"
-#include "../../core/clusters.h"
+#include "../../core/checks.h"
 #include "../kinds.h"
 #include "encoder.cuh"
 #include "request.h"
