@@ -1,5 +1,5 @@
-/* checks.h - checks of sizes and fields that take no memory to be read, so that pointers may be a device's; for gcc, g++
- * and nvcc. */
+/* checks.h - checks of sizes and fields that take no memory to be read, so that pointers may be a device's; for gcc,
+ * g++ and nvcc. */
 #ifndef IBP_CHECKS_H
 #define IBP_CHECKS_H
 

@@ -232,7 +232,7 @@ typedef struct ibp_table {
     ibp_codebook codebook;
 } ibp_table;
 
-#define IBP_ROWS_PER_BASE 32u /* rows that share an entry of bases (section 2) */
+#define IBP_ROWS_PER_BASE 32u  /* rows that share an entry of bases (section 2) */
 #define IBP_OVERFLOW_ALIGN 32u /* bytes: the unit of overflow rooms and slots (section 3), a sector of GPU memory */
 
 /* Whether the fields of a table fit each other, and ibp_check_codebook of its codebook. Its rows and index are not
