@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-# In $(VENV) the kernels are compiled for the GPUs of this machine; where there is none, for one, to see that they compile.
+# In $(VENV) the kernels are compiled for the GPUs of this machine; where there is none, for one, to see that they do.
 # `pip install` and `make install` compile for all.
 GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
 demo test test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
@@ -16,19 +16,20 @@ help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
 	@echo "make test    what to run after a change (PYTEST_ARGS=...)"
 	@echo "make test-all   every test that this machine can run; make test-slow: those of them that make test leaves out"
-	@echo "make test-gpu   every test, on a machine with a GPU: none may skip for want of one"
+	@echo "make test-gpu   every test, a process a file, on a machine with a GPU: none may skip for want of one"
 	@echo "make bench   python -m benchmarks (BENCH_ARGS=...)"
 	@echo "make lint    clang-format, ruff and mypy in check mode"
 	@echo "make format  what make lint asks of the layout of the code"
 	@echo "make clean   remove $(VENV) and everything built"
-	@echo "make install PREFIX=...    the C and CUDA library alone, without Python (make uninstall; csrc/Makefile says more)"
+	@echo "make install PREFIX=...    the C and CUDA library alone, no Python (make uninstall; csrc/Makefile says more)"
 	@echo "PYTHON=$(PYTHON) makes $(VENV); its torch is used if it imports one, else a pinned one is installed"
 
 demo: $(VENV)/.ibp $(VENV)/.demo
 	$(RUN) examples/demo.py
 
 # Tests run in a process a core where pytest-xdist could be installed, in one where it could not.
-PYTEST = $(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2> /dev/null && echo --numprocesses=auto --maxprocesses=8 --dist=worksteal)
+PYTEST = $(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2> /dev/null && echo $(WORKERS))
+WORKERS := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 test: $(VENV)/.ibp $(VENV)/.test
 	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
@@ -80,6 +81,7 @@ C_FILES = $(shell find csrc tests/c examples/c -name '*.[ch]' -o -name '*.cpp' -
 
 lint: $(VENV)/.lint
 	$(CLANG_FORMAT) --dry-run --Werror $(C_FILES)
+	@! grep -nE '^.{121}' $(C_FILES) Makefile csrc/Makefile  # comments too, which clang-format leaves as they are
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) -m mypy

@@ -1,5 +1,7 @@
 """Runs every test file in a process of its own, as many at a time as there are cores; a test that finds no GPU fails.
 
+Tests of two GPUs fail too where a second one is there but cannot be used.
+
     python tools/test_gpu.py [arguments of pytest]
 
 Prints the last line of each file's run as it ends, what pytest said of those that failed, and the total. The output of
@@ -14,6 +16,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "tests" / "gpu"
@@ -36,7 +40,7 @@ def run_file(path, arguments):
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env={**os.environ, "IBP_REQUIRE_CUDA": "1"},
+        env={**os.environ, "IBP_REQUIRE_CUDA": "1", "IBP_REQUIRE_CUDA_DEVICES": str(torch.cuda.device_count())},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

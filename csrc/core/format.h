@@ -152,6 +152,20 @@ IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint
 IBP_INLINE uint32_t ibp_header_bytes(uint32_t columns) { return columns < 128u ? 1u : columns < 32768u ? 2u : 3u; }
 IBP_INLINE uint32_t ibp_closed_bit(uint32_t columns) { return 1u << (8u * ibp_header_bytes(columns) - 1u); }
 
+/* A listed row's header. */
+typedef struct ibp_listed_header {
+    uint32_t num_listed;
+    bool is_closed;
+} ibp_listed_header;
+
+/* bits: of the header. @return false if the row, of src_bytes bytes, has none, or lists more elements than there are. */
+IBP_INLINE bool ibp_split_header(uint32_t bits, uint32_t src_bytes, uint32_t columns, ibp_listed_header *header)
+{
+    header->num_listed = bits & (ibp_closed_bit(columns) - 1u);
+    header->is_closed = (bits & ibp_closed_bit(columns)) != 0u;
+    return src_bytes >= ibp_header_bytes(columns) && header->num_listed <= columns;
+}
+
 /* The form in which k listed positions of a row are stored. */
 typedef struct ibp_position_form {
     uint32_t is_list;       /* else a bitmap */
@@ -162,19 +176,27 @@ typedef struct ibp_position_form {
     uint32_t num_bytes;     /* in all */
 } ibp_position_form;
 
+IBP_INLINE ibp_position_form ibp_bitmap_form(uint32_t k, uint32_t columns)
+{
+    const ibp_position_form form = {0, 0, 0, k, columns, (columns + 7u) / 8u};
+    return form;
+}
+/* The list (m, l) of the positions that are listed, or of the complement. */
+IBP_INLINE ibp_position_form ibp_list_form(uint32_t k, uint32_t columns, uint32_t complement, uint32_t l)
+{
+    const uint32_t m = complement ? columns - k : k, upper = m + ((columns - 1u) >> l);
+    const ibp_position_form form = {1, complement, l, m, upper, (upper + 7u) / 8u + (m * l + 7u) / 8u};
+    return form;
+}
+/* The first of the shortest. */
 IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t columns)
 {
-    ibp_position_form best = {0, 0, 0, k, columns, (columns + 7u) / 8u};
-    for (uint32_t complement = 0; complement < 2u; complement++) {
-        const uint32_t m = complement ? columns - k : k;
+    ibp_position_form best = ibp_bitmap_form(k, columns);
+    for (uint32_t complement = 0; complement < 2u; complement++)
         for (uint32_t l = 0; l <= IBP_MAX_LOW_BITS; l++) {
-            const uint32_t upper = m + ((columns - 1u) >> l);
-            const uint32_t num_bytes = (upper + 7u) / 8u + (m * l + 7u) / 8u;
-            if (num_bytes >= best.num_bytes) continue;
-            const ibp_position_form form = {1, complement, l, m, upper, num_bytes};
-            best = form;
+            const ibp_position_form form = ibp_list_form(k, columns, complement, l);
+            if (form.num_bytes < best.num_bytes) best = form;
         }
-    }
     return best;
 }
 

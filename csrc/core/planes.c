@@ -293,12 +293,12 @@ static bool read_positions(const value_reader *reader, uint32_t columns, const i
 static ibp_status decode_listed(const ibp_codebook *cb, value_reader *reader, uint8_t *row)
 {
     const ibp_planes *const planes = &cb->planes;
-    const uint32_t columns = ibp_columns_of(cb), header_bytes = ibp_header_bytes(columns);
-    if (reader->src_bytes < header_bytes) return IBP_CORRUPT_ROW;
-    const uint32_t header = (uint32_t)ibp_load_field(reader->src, reader->src_bytes, 0, 8 * header_bytes);
-    const uint32_t k = header & (ibp_closed_bit(columns) - 1u);
-    const bool closed = (header & ibp_closed_bit(columns)) != 0;
-    if (k > columns) return IBP_CORRUPT_ROW;
+    const uint32_t columns = ibp_columns_of(cb), src_bytes = (uint32_t)reader->src_bytes;
+    const uint64_t bits = ibp_load_field(reader->src, reader->src_bytes, 0, 8 * ibp_header_bytes(columns));
+    ibp_listed_header header;
+    if (!ibp_split_header((uint32_t)bits, src_bytes, columns, &header)) return IBP_CORRUPT_ROW;
+    const uint32_t k = header.num_listed;
+    const bool closed = header.is_closed;
     for (uint32_t column = 0; column < columns; column++) store_element(planes, row, column, planes->default_value);
     const size_t start = ibp_bits_before_values(cb, k);
     if (k == 0) return start == 8 * reader->src_bytes ? IBP_OK : IBP_CORRUPT_ROW;

@@ -1,5 +1,7 @@
-// analysis.cu - bit and chunk statistics over rows (the paper's section 4.1). A block takes up to 256 columns of words of a row and every
-// k-th row; a thread one column, eight rows at a time. Bound by memory: some 10 instructions a word, and one atomic a counter and block.
+// analysis.cu - bit and chunk statistics over rows (the paper's section 4.1). A block takes up to 256 columns of
+// words of a row and every k-th row; a thread one column, eight rows at a time. Bound by memory: some 10 instructions
+// a word, and one atomic a counter and block.
+#include "checks.h"
 #include "launch.cuh"
 
 #include <algorithm>
@@ -108,22 +110,24 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (added != 0u) counters.flush(sums + own.column, own.count);
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < 32u * own.count; i += kThreads) { // eight bytes a counter, those of a word side by side
+    for (uint32_t i = threadIdx.x; i < 32u * own.count;
+         i += kThreads) { // eight bytes a counter, those of a word side by side
         const uint32_t sum = sums[i % 32u * own.count + i / 32u];
         if (sum != 0u) atomicAdd(counts + 32ull * own.first + i, static_cast<unsigned long long>(sum));
     }
 }
 
 // A thread's unit is a word, or two words of a chunk of 8 bytes; a word has up to four chunks.
-__global__ void __launch_bounds__(kThreads)
-    count_hits(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_rows, unsigned long long *hits)
+__global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ ibp_codebook cb, const uint8_t *data,
+                                                       const int64_t num_rows, unsigned long long *hits)
 {
     __shared__ uint32_t sums[4 * kThreads]; // [column][chunk]
     const uint32_t unit_bytes = max(cb.chunk_bytes, 4u), chunks = 4u / ibp_min_u32(cb.chunk_bytes, 4u);
     const Columns own((cb.row_bytes + unit_bytes - 1u) / unit_bytes);
     for (uint32_t i = threadIdx.x; i < 4u * kThreads; i += kThreads) sums[i] = 0;
     __syncthreads();
-    const uint32_t w = (own.first + own.column) * (unit_bytes / 4u), ones = chunks == 1u ? ~0u : (1u << (32u / chunks)) - 1u;
+    const uint32_t w = (own.first + own.column) * (unit_bytes / 4u),
+                   ones = chunks == 1u ? ~0u : (1u << (32u / chunks)) - 1u;
     const bool two_words = cb.chunk_bytes == 8u && 4u * w + 4u < cb.row_bytes;
     const uint32_t mask[2] = {cb.mask[w], two_words ? cb.mask[w + 1u] : 0u},
                    bitval[2] = {cb.bitval[w], two_words ? cb.bitval[w + 1u] : 0u};
@@ -138,7 +142,8 @@ __global__ void __launch_bounds__(kThreads)
                 continue;
             }
             mismatch[i] = (load_row_word(data + row * cb.row_bytes, cb.row_bytes, w) ^ bitval[0]) & mask[0];
-            if (two_words) mismatch[i] |= (load_row_word(data + row * cb.row_bytes, cb.row_bytes, w + 1u) ^ bitval[1]) & mask[1];
+            if (two_words)
+                mismatch[i] |= (load_row_word(data + row * cb.row_bytes, cb.row_bytes, w + 1u) ^ bitval[1]) & mask[1];
         }
 #pragma unroll
         for (uint32_t i = 0; i < kRowsAhead; i++)
@@ -157,16 +162,19 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Blocks for num_units columns: enough to fill the device, and not more than have eight rows a thread; a multiple of the tiles of 256 columns.
+// Blocks for num_units columns: enough to fill the device, and not more than have eight rows a thread; a multiple of
+// the tiles of 256 columns.
 static ibp_status plan_tiles(const void *kernel, int64_t num_rows, uint32_t num_units, uint32_t *num_blocks)
 {
     int device = 0, num_sms = 0, blocks_an_sm = 0;
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    if (status == IBP_OK) status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel, kThreads, 0));
+    if (status == IBP_OK)
+        status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel, kThreads, 0));
     const int64_t tiles = (num_units + kThreads - 1) / kThreads, slices = kThreads / std::min(num_units, kThreads);
     const int64_t filling = std::max<int64_t>(1, int64_t{num_sms} * std::max(1, blocks_an_sm) / tiles);
-    *num_blocks = static_cast<uint32_t>(tiles * std::min(filling, (num_rows + kRowsAhead * slices - 1) / (kRowsAhead * slices)));
+    *num_blocks =
+        static_cast<uint32_t>(tiles * std::min(filling, (num_rows + kRowsAhead * slices - 1) / (kRowsAhead * slices)));
     return status;
 }
 
@@ -175,10 +183,13 @@ static ibp_status plan_tiles(const void *kernel, int64_t num_rows, uint32_t num_
 extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                                           ibp_stream stream)
 {
+    if (!ibp::are_rows(0, row_bytes) || num_rows > static_cast<size_t>(INT64_MAX) / row_bytes)
+        return IBP_INVALID_ARGUMENT;
     if (num_rows == 0) return IBP_OK;
+    if (data == nullptr || counts == nullptr) return IBP_INVALID_ARGUMENT;
     uint32_t blocks;
-    const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_bits), static_cast<int64_t>(num_rows),
-                                              (row_bytes + 3u) / 4u, &blocks);
+    const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_bits),
+                                              static_cast<int64_t>(num_rows), (row_bytes + 3u) / 4u, &blocks);
     if (status != IBP_OK) return status;
     ibp::count_bits<<<blocks, ibp::kThreads, 0, stream>>>(data, static_cast<int64_t>(num_rows), row_bytes,
                                                           reinterpret_cast<unsigned long long *>(counts));
@@ -188,11 +199,15 @@ extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, 
 extern "C" ibp_status ibp_cuda_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits,
                                           ibp_stream stream)
 {
+    if (!ibp::is_codebook(cb) || cb->scheme != IBP_SCHEME_IBP) return IBP_INVALID_ARGUMENT;
+    if (num_rows > static_cast<size_t>(INT64_MAX) / cb->row_bytes) return IBP_INVALID_ARGUMENT;
     if (num_rows == 0) return IBP_OK;
+    if (data == nullptr || hits == nullptr) return IBP_INVALID_ARGUMENT;
     const uint32_t unit_bytes = cb->chunk_bytes > 4 ? cb->chunk_bytes : 4;
     uint32_t blocks;
-    const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_hits), static_cast<int64_t>(num_rows),
-                                              (cb->row_bytes + unit_bytes - 1) / unit_bytes, &blocks);
+    const ibp_status status =
+        ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_hits), static_cast<int64_t>(num_rows),
+                        (cb->row_bytes + unit_bytes - 1) / unit_bytes, &blocks);
     if (status != IBP_OK) return status;
     ibp::count_hits<<<blocks, ibp::kThreads, 0, stream>>>(*cb, data, static_cast<int64_t>(num_rows),
                                                           reinterpret_cast<unsigned long long *>(hits));

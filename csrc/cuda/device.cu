@@ -35,7 +35,8 @@ static ibp_status limits_of(int max_sms, Limits *limits)
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     if (status == IBP_OK)
-        status = check_cuda(cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+        status =
+            check_cuda(cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     limits->sms = max_sms > 0 ? std::min(max_sms, num_sms) : num_sms;
     limits->leaves_sms = limits->sms < num_sms;
     return status;
@@ -44,7 +45,8 @@ static ibp_status limits_of(int max_sms, Limits *limits)
 // Always the most: another thread may be about to launch the kernel with more than this one's launch needs.
 static ibp_status allow_shared(const void *kernel, int shared_bytes)
 {
-    return check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes - kStaticSharedBytes));
+    return check_cuda(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes - kStaticSharedBytes));
 }
 ibp_status allow_shared(const void *kernel)
 {
@@ -89,7 +91,8 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block
 static void touch_pages(uint8_t *pages, size_t num_bytes)
 {
     const size_t page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE)), least_share = size_t{32} << 20;
-    const size_t num_threads = std::max<size_t>(1, std::min<size_t>(std::thread::hardware_concurrency(), num_bytes / least_share)),
+    const size_t num_threads = std::max<size_t>(
+                     1, std::min<size_t>(std::thread::hardware_concurrency(), num_bytes / least_share)),
                  share = (num_bytes / num_threads / page_bytes + 1) * page_bytes;
     const auto touch = [=](size_t from) {
         for (size_t at = from; at < std::min(from + share, num_bytes); at += page_bytes) pages[at] = 0;
@@ -120,10 +123,11 @@ int ibp_cuda_device_count(void)
 
 const char *ibp_cuda_last_error(void) { return ibp::last_error; }
 
-// The system's own pages, as huge as it has them, written by all processors and then registered: 20 to 27 GB/s on the host of an H200 with 16
-// processors, where cudaHostAlloc does 1.5 to 2.9.
+// The system's own pages, as huge as it has them, written by all processors and then registered: 20 to 27 GB/s on the
+// host of an H200 with 16 processors, where cudaHostAlloc does 1.5 to 2.9.
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host)
 {
+    if (host == nullptr) return IBP_INVALID_ARGUMENT;
     *host = nullptr;
     if (num_bytes == 0) return IBP_OK;
     void *const pages = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -148,13 +152,18 @@ ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes)
 
 ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes)
 {
+    if (host == nullptr || num_bytes == 0) return IBP_INVALID_ARGUMENT;
     return ibp::check_cuda(cudaHostRegister(host, num_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
 }
 
-ibp_status ibp_cuda_unregister_pinned(void *host) { return ibp::check_cuda(cudaHostUnregister(host)); }
+ibp_status ibp_cuda_unregister_pinned(void *host)
+{
+    return host == nullptr ? IBP_INVALID_ARGUMENT : ibp::check_cuda(cudaHostUnregister(host));
+}
 
 ibp_status ibp_cuda_map_pinned(void *host, void **device)
 {
+    if (host == nullptr || device == nullptr) return IBP_INVALID_ARGUMENT;
     *device = nullptr;
     return ibp::check_cuda(cudaHostGetDevicePointer(device, host, 0));
 }

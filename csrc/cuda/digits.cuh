@@ -41,7 +41,10 @@ __device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits) { return di
 // Which of the escaped bytes each nibble takes: how many nibbles below it have escaped.
 __device__ __forceinline__ uint32_t order_of(uint32_t escaped) { return escaped * 0x11111110u; }
 // How many of eight nibbles have escaped.
-__device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order) { return (order >> 28) + (escaped >> 28); }
+__device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order)
+{
+    return (order >> 28) + (escaped >> 28);
+}
 
 // ---- shared memory from any byte on ----
 
@@ -51,7 +54,10 @@ struct Cursor {
 
     static __device__ __forceinline__ Cursor at(uint32_t byte) { return {&shared_word(byte / 4u), 8u * byte}; }
     // The word that is i words further on, the 32 bits that are so many bits further on.
-    __device__ __forceinline__ uint32_t word(uint32_t i) const { return __funnelshift_r(words[i], words[i + 1u], shift); }
+    __device__ __forceinline__ uint32_t word(uint32_t i) const
+    {
+        return __funnelshift_r(words[i], words[i + 1u], shift);
+    }
     __device__ __forceinline__ uint32_t bits(uint32_t further) const
     {
         const uint32_t position = shift % 32u + further;

@@ -1,5 +1,6 @@
-// encode.cu - ibp_cuda_measure_rows and ibp_cuda_encode_rows: which encoder measures and codes rows (the paper's section 4.2). The
-// kernels are in encode/.
+// encode.cu - ibp_cuda_measure_rows and ibp_cuda_encode_rows: which encoder measures and codes rows (the paper's
+// section 4.2). The kernels are in encode/.
+#include "checks.h"
 #include "encode/request.h"
 #include "kinds.h"
 
@@ -9,7 +10,8 @@ static bool is_any(const ibp_codebook &) { return true; }
 static bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
 static bool is_of_pairs(const ibp_codebook &cb) { return has_pairs(cb.planes) && has_code_table(cb); }
 
-// A codebook goes to the first encoder of its scheme that takes it. Rows of scheme raw are stored as they are, by any encoder.
+// A codebook goes to the first encoder of its scheme that takes it. Rows of scheme raw are stored as they are, by any
+// encoder.
 struct Encoder {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);
@@ -34,20 +36,27 @@ static const Encoder *encoder_of(const ibp_codebook &codebook)
 
 } // namespace ibp
 
-extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint16_t *lengths,
-                                            ibp_stream stream)
+extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
+                                            uint16_t *lengths, ibp_stream stream)
 {
+    if (!ibp::is_codebook(codebook) || !ibp::are_rows(num_bytes, codebook->row_bytes)) return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(*codebook);
-    if (encoder == nullptr || encoder->measure == nullptr || num_bytes < 0) return IBP_INVALID_ARGUMENT;
+    if (encoder == nullptr || encoder->measure == nullptr) return IBP_INVALID_ARGUMENT;
     if (num_bytes == 0) return IBP_OK;
+    if (data == nullptr || lengths == nullptr) return IBP_INVALID_ARGUMENT;
     return encoder->measure({*codebook, data, num_bytes, lengths, stream});
 }
 
-extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
-                                           ibp_fault *fault, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots,
+                                           uint8_t *overflow, ibp_fault *fault, ibp_stream stream)
 {
+    // The arrays that are written are those of the arguments: the table's own pointers are not read.
+    if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
+    if (!ibp::has_bytes(slots, table->slots_bytes) || !ibp::has_bytes(overflow, table->overflow_bytes))
+        return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(table->codebook);
     if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
     if (ibp_num_rows(table) == 0) return IBP_OK;
+    if (data == nullptr) return IBP_INVALID_ARGUMENT;
     return encoder->encode({*table, data, slots, overflow, fault, stream});
 }

@@ -1,5 +1,6 @@
-// gather.cu - ibp_cuda_gather_items and ibp_cuda_decode_bytes: what is asked for, and which decoder answers (the paper's sections
-// 4.3 and 4.4). The kernels are in decode/.
+// gather.cu - ibp_cuda_gather_items and ibp_cuda_decode_bytes: what is asked for, and which decoder answers (the
+// paper's sections 4.3 and 4.4). The kernels are in decode/.
+#include "checks.h"
 #include "decode/request.h"
 #include "kinds.h"
 
@@ -15,30 +16,32 @@ static int64_t rows_an_item(int64_t item_bytes, int64_t row_bytes)
     return (item_bytes - 2) / row_bytes + 2;
 }
 
-// Fills in which items are ordinary, and where their rows are.
+// Fills in which items are regular, and where their rows are.
 static void describe_rows(const ibp_table &table, uint8_t *out, Request *request)
 {
     const int64_t row_bytes = table.codebook.row_bytes;
     request->packed = table.slot_bytes == 0u;
-    request->most_stored = request->packed ? table.codebook.row_bytes : std::min(table.slot_bytes, table.codebook.row_bytes);
+    request->most_stored =
+        request->packed ? table.codebook.row_bytes : std::min(table.slot_bytes, table.codebook.row_bytes);
     request->rows = request->packed ? table.overflow : table.slots;
     request->rows_bytes = request->packed ? table.overflow_bytes : table.slots_bytes;
     const int64_t pitch = row_bytes * request->rows_per_item;
     if (request->by_id) {
         const bool by_positions = request->ids.positions != nullptr;
-        request->out_items =
-            static_cast<uint32_t>(std::min<int64_t>(by_positions ? request->ids.out_items : request->ids.count, UINT32_MAX));
-        request->num_ordinary = request->whole_rows ? static_cast<uint64_t>(table.num_items) : 0u;
+        request->out_items = static_cast<uint32_t>(
+            std::min<int64_t>(by_positions ? request->ids.out_items : request->ids.count, UINT32_MAX));
+        request->num_regular = request->whole_rows ? static_cast<uint64_t>(table.num_items) : 0u;
         request->dst = out;
     } else {
         request->out_items = request->num_jobs;
-        request->first_ordinary = request->start % row_bytes != 0;
-        request->num_ordinary =
-            static_cast<uint64_t>(std::max<int64_t>(0, request->end / row_bytes - request->first_row - request->first_ordinary));
+        request->first_regular = request->start % row_bytes != 0;
+        request->num_regular = static_cast<uint64_t>(
+            std::max<int64_t>(0, request->end / row_bytes - request->first_row - request->first_regular));
         request->dst = out + (request->first_row * row_bytes - request->start);
     }
-    if (request->packed && !table.bases) request->num_ordinary = 0;
-    request->copies_vectors = reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && pitch % 16 == 0 && row_bytes % 16 == 0;
+    if (request->packed && !table.bases) request->num_regular = 0;
+    request->copies_vectors =
+        reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && pitch % 16 == 0 && row_bytes % 16 == 0;
 }
 
 // ---- the decoders ----
@@ -53,16 +56,14 @@ static const struct {
     bool (*takes)(const ibp_codebook &codebook);
     ibp_status (*launch)(const Gather &gather);
 } kDecoders[] = {
-    {IBP_SCHEME_RAW, is_any, gather_raw},
-    {IBP_SCHEME_IBP, is_any, gather_masks},
-    {IBP_SCHEME_PLANES, is_listed, gather_listed},
-    {IBP_SCHEME_PLANES, is_of_pairs, gather_pairs},
+    {IBP_SCHEME_RAW, is_any, gather_raw},          {IBP_SCHEME_IBP, is_any, gather_masks},
+    {IBP_SCHEME_PLANES, is_listed, gather_listed}, {IBP_SCHEME_PLANES, is_of_pairs, gather_pairs},
     {IBP_SCHEME_PLANES, is_any, gather_dense},
 };
 
-static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, ibp_fault *fault, int max_sms,
+                         ibp_stream stream)
 {
-    if (fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
     describe_rows(*table, out, &request);
     for (const auto &decoder : kDecoders)
         if (decoder.scheme == table->codebook.scheme && decoder.takes(table->codebook))
@@ -72,10 +73,12 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
 
 } // namespace ibp
 
-extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms,
-                                            ibp_stream stream)
+extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
+                                            int max_sms, ibp_stream stream)
 {
+    if (!ibp::is_table(table) || !ibp::are_ids(ids) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
     if (ids->count == 0 || table->item_bytes == 0) return IBP_OK;
+    if (out == nullptr || (ids->positions != nullptr && ids->out_items < 0)) return IBP_INVALID_ARGUMENT;
     ibp::Request request{};
     request.ids = *ids;
     request.rows_per_item = ibp::rows_an_item(table->item_bytes, table->codebook.row_bytes);
@@ -86,11 +89,13 @@ extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_id
     return ibp::gather(table, request, out, fault, max_sms, stream);
 }
 
-extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
-                                            int max_sms, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
+                                            ibp_fault *fault, int max_sms, ibp_stream stream)
 {
-    if (start < 0 || start > end || end > table->num_items * table->item_bytes) return IBP_INVALID_ARGUMENT;
+    if (!ibp::is_table(table) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    if (start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
     if (start == end) return IBP_OK;
+    if (out == nullptr) return IBP_INVALID_ARGUMENT;
     const int64_t row_bytes = table->codebook.row_bytes;
     ibp::Request request{};
     request.start = start, request.end = end;

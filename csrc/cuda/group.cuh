@@ -1,4 +1,5 @@
-// group.cuh - the threads that decode one row together: 4, 8 or 16 lanes of a warp, a warp, or several warps of a block.
+// group.cuh - the threads that decode one row together: 4, 8 or 16 lanes of a warp, a warp, or several warps of a
+// block.
 #ifndef IBP_GROUP_CUH
 #define IBP_GROUP_CUH
 
@@ -6,11 +7,12 @@
 
 namespace ibp {
 
-constexpr uint32_t kLaneBytes = 64;                // of a row, where there are lanes enough
+constexpr uint32_t kLaneBytes = 64;                    // of a row, where there are lanes enough
 constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // of a row
-constexpr uint32_t kMostWarps = 8;  // of a group
+constexpr uint32_t kMostWarps = 8;                     // of a group
 
-// LANES lanes of a warp (WARPS == 1), or WARPS whole warps. Every function is called by all lanes of a warp together, whatever each group has to do.
+// LANES lanes of a warp (WARPS == 1), or WARPS whole warps. Every function is called by all lanes of a warp together,
+// whatever each group has to do.
 // ANY_LENGTH: rows may have more than kLaneBytes for each of its lanes.
 template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group {
     static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
@@ -34,7 +36,10 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
             named_barrier(in_block() + 1u, kThreads);
     }
     // Whether it is so in any lane of the warp; all lanes of a group say the same.
-    static __device__ __forceinline__ bool any(bool is_so) { return kPerWarp == 1 ? is_so : __any_sync(kAllLanes, is_so); }
+    static __device__ __forceinline__ bool any(bool is_so)
+    {
+        return kPerWarp == 1 ? is_so : __any_sync(kAllLanes, is_so);
+    }
     // Sums of v over the lanes up to this one; v may hold several numbers side by side that do not run over.
     static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)
     {
@@ -42,7 +47,10 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
         for (uint32_t step = 1; step < LANES; step *= 2) v = add_from_below<LANES>(v, step);
         return v;
     }
-    static __device__ __forceinline__ uint32_t last_lane(uint32_t v) { return __shfl_sync(kAllLanes, v, LANES - 1u, LANES); }
+    static __device__ __forceinline__ uint32_t last_lane(uint32_t v)
+    {
+        return __shfl_sync(kAllLanes, v, LANES - 1u, LANES);
+    }
     static __device__ __forceinline__ uint32_t sum(uint32_t v)
     {
         if constexpr (LANES == kWarp) {
@@ -61,8 +69,8 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     }
     static __device__ __forceinline__ uint32_t lanes_below() { return low_bits(~0u, lane()); }
 
-    // The sum of the numbers of the group's earlier warps, and of all of them. counts: shared word with which WARPS words
-    // begin that no other exchange uses at the same time.
+    // The sum of the numbers of the group's earlier warps, and of all of them. counts: shared word with which WARPS
+    // words begin that no other exchange uses at the same time.
     static __device__ __forceinline__ uint32_t exchange(uint32_t counts, uint32_t mine, uint32_t &total)
     {
         if (WARPS == 1) {
@@ -88,11 +96,13 @@ struct Team {
 template <class G> __device__ __forceinline__ Team team_of() { return {G::rank(), G::kThreads}; }
 
 // Copies with the widest accesses that both addresses allow; no byte outside the ranges is touched.
-template <typename T> __device__ __forceinline__ void copy_as(Team team, uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+template <typename T>
+__device__ __forceinline__ void copy_as(Team team, uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     const uint32_t whole = num_bytes / sizeof(T);
 #pragma unroll 4
-    for (uint32_t i = team.rank; i < whole; i += team.threads) reinterpret_cast<T *>(dst)[i] = reinterpret_cast<const T *>(src)[i];
+    for (uint32_t i = team.rank; i < whole; i += team.threads)
+        reinterpret_cast<T *>(dst)[i] = reinterpret_cast<const T *>(src)[i];
     for (uint32_t i = whole * sizeof(T) + team.rank; i < num_bytes; i += team.threads) dst[i] = src[i];
 }
 __device__ __forceinline__ void copy_bytes(Team team, uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
@@ -115,7 +125,8 @@ __device__ __forceinline__ void zero_bytes(Team team, uint8_t *dst, uint32_t num
     const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 16u), num_bytes);
     const uint32_t vectors = (num_bytes - head) / 16u, tail = head + 16u * vectors;
     for (uint32_t i = team.rank; i < head; i += team.threads) dst[i] = 0;
-    for (uint32_t i = team.rank; i < vectors; i += team.threads) reinterpret_cast<uint4 *>(dst + head)[i] = make_uint4(0, 0, 0, 0);
+    for (uint32_t i = team.rank; i < vectors; i += team.threads)
+        reinterpret_cast<uint4 *>(dst + head)[i] = make_uint4(0, 0, 0, 0);
     for (uint32_t i = tail + team.rank; i < num_bytes; i += team.threads) dst[i] = 0;
 }
 

@@ -1,5 +1,6 @@
-// index.cu - the row index on the GPU: where overflow parts start, and what rows take (FORMAT.md sections 2 and 3). Bound by memory: two
-// bytes a row; the scan over groups of 32 rows, 16 bytes each, is done by one block.
+// index.cu - the row index on the GPU: where overflow parts start, and what rows take (FORMAT.md sections 2 and 3).
+// Bound by memory: two bytes a row; the scan over groups of rows, 16 bytes each, is done by one block.
+#include "checks.h"
 #include "launch.cuh"
 
 #include <algorithm>
@@ -8,29 +9,24 @@ namespace ibp {
 
 constexpr uint32_t kIndexThreads = 256, kScanThreads = 1024;
 
-__device__ __forceinline__ uint32_t stored_of(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, int64_t row)
-{
-    const uint32_t length = lengths ? lengths[row] : 0u;
-    return length ? length : ibp_valid_bytes(num_bytes, row_bytes, row);
-}
-
 // bases[g]: bytes of the overflow rooms of the group's rows. A warp a group.
 __global__ void __launch_bounds__(kIndexThreads)
     sum_rooms(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
               const uint32_t slot_bytes, unsigned long long *bases)
 {
     const int64_t step = int64_t{gridDim.x} * kIndexThreads;
-    for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r / kWarp * kWarp < num_rows; r += step) {
+    for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; ibp_first_of_group(r) < num_rows; r += step) {
         uint32_t room = 0;
         if (r < num_rows)
-            room = ibp_overflow_room(ibp_overflow_part(stored_of(lengths, num_bytes, row_bytes, r), slot_bytes), slot_bytes);
+            room = ibp_room_of(lengths ? lengths[r] : 0u, ibp_valid_bytes(num_bytes, row_bytes, r), slot_bytes);
         room = __reduce_add_sync(kAllLanes, room);
-        if (lane_id() == 0) bases[r / kWarp] = room;
+        if (lane_id() == 0) bases[ibp_group_of_row(r)] = room;
     }
 }
 
 // Turns the sums into the sums before them, and writes the total.
-__global__ void __launch_bounds__(kScanThreads) scan_rooms(const int64_t num_groups, unsigned long long *bases, int64_t *total)
+__global__ void __launch_bounds__(kScanThreads)
+    scan_rooms(const int64_t num_groups, unsigned long long *bases, int64_t *total)
 {
     __shared__ unsigned long long of_warps[kScanThreads / kWarp];
     const uint32_t warp = threadIdx.x / kWarp;
@@ -71,7 +67,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     unsigned long long stored = 0;
     uint32_t bin = 0, count = 0;
     for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r < num_rows; r += step) {
-        const uint32_t own = stored_of(lengths, num_bytes, row_bytes, r);
+        const uint32_t own = ibp_stored_bytes(lengths[r], ibp_valid_bytes(num_bytes, row_bytes, r));
         const uint32_t sectors =
             ibp_min_u32((own + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN, num_bins - 1u); // of a corrupt length too
         if (sectors != bin) {
@@ -96,25 +92,33 @@ static uint32_t index_blocks(int64_t num_rows)
 
 } // namespace ibp
 
-extern "C" ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
-                                          uint64_t *bases, int64_t *overflow_bytes, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                          uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
+                                          ibp_stream stream)
 {
-    const int64_t num_rows = (num_bytes + row_bytes - 1) / row_bytes, num_groups = (num_rows + ibp::kWarp - 1) / ibp::kWarp;
+    if (!ibp::are_rows(num_bytes, row_bytes) || overflow_bytes == nullptr) return IBP_INVALID_ARGUMENT;
+    if (slot_bytes != row_bytes && (slot_bytes > row_bytes || slot_bytes % IBP_OVERFLOW_ALIGN != 0))
+        return IBP_INVALID_ARGUMENT;
+    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes),
+                  num_groups = ibp_group_of_row(num_rows + ibp::kWarp - 1);
+    if (num_rows > 0 && bases == nullptr) return IBP_INVALID_ARGUMENT;
     auto *const sums = reinterpret_cast<unsigned long long *>(bases);
     if (num_rows > 0)
-        ibp::sum_rooms<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows, row_bytes,
-                                                                                       slot_bytes, sums);
+        ibp::sum_rooms<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows,
+                                                                                       row_bytes, slot_bytes, sums);
     ibp::scan_rooms<<<1, ibp::kScanThreads, 0, stream>>>(num_groups, sums, overflow_bytes);
     return ibp::check_cuda(cudaGetLastError());
 }
 
-extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey,
-                                           ibp_stream stream)
+extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                           uint64_t *survey, ibp_stream stream)
 {
-    const int64_t num_rows = (num_bytes + row_bytes - 1) / row_bytes;
+    if (!ibp::are_rows(num_bytes, row_bytes)) return IBP_INVALID_ARGUMENT;
+    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
     if (num_rows == 0) return IBP_OK;
+    if (lengths == nullptr || survey == nullptr) return IBP_INVALID_ARGUMENT;
     auto *const counts = reinterpret_cast<unsigned long long *>(survey);
-    ibp::survey_rows<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows, row_bytes,
-                                                                                     counts);
+    ibp::survey_rows<<<ibp::index_blocks(num_rows), ibp::kIndexThreads, 0, stream>>>(lengths, num_bytes, num_rows,
+                                                                                     row_bytes, counts);
     return ibp::check_cuda(cudaGetLastError());
 }

@@ -7,12 +7,13 @@
 
 namespace ibp {
 
-// Codebooks of rows.
-IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return cb.num_clusters > 1u ? cb.num_clusters : 1u; }
+// Codebooks of rows: with more than one, a coded row begins with the number of its own.
+IBP_INLINE bool has_clusters(const ibp_codebook &cb) { return cb.num_clusters > 1u; }
+IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return has_clusters(cb) ? cb.num_clusters : 1u; }
 
-// Whether all digits have two bits and all symbols a byte, of elements that have two bytes or a byte besides: their dense rows are
-// those of decode/pairs.cuh.
-inline bool has_pairs(const ibp_planes &planes)
+// Whether all digits have two bits and all symbols a byte, of elements that have two bytes or a byte besides: their
+// dense rows are those of decode/pairs.cuh.
+IBP_INLINE bool has_pairs(const ibp_planes &planes)
 {
     bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
     for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;
@@ -22,7 +23,10 @@ inline bool has_pairs(const ibp_planes &planes)
 // Encoders look symbols up in a table of all there are, in shared memory, 4 bytes each, if they are not too many.
 constexpr uint32_t kMostCodes = 4096, kMostCodeBits = 12;
 
-IBP_INLINE uint32_t bits_of_symbol(const ibp_planes &planes) { return 8u * planes.element_bytes - planes.residual_bits; }
+IBP_INLINE uint32_t bits_of_symbol(const ibp_planes &planes)
+{
+    return 8u * planes.element_bytes - planes.residual_bits;
+}
 // Entries of such a table, of all clusters.
 IBP_INLINE uint32_t codes_of_all(const ibp_codebook &cb) { return clusters_of(cb) << bits_of_symbol(cb.planes); }
 IBP_INLINE bool has_code_table(const ibp_codebook &cb)

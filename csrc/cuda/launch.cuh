@@ -17,15 +17,17 @@ ibp_status check_cuda(cudaError_t error);
 // Lets a kernel have all the dynamic shared memory that a block can have.
 ibp_status allow_shared(const void *kernel);
 
-// Blocks of up to most_threads threads, one an SM, for groups of threads that take a job at a time and have group_bytes of shared memory each, besides the
-// block's block_bytes; never more SMs than max_sms (0: all). Few jobs are spread over all of them. Where max_sms leaves SMs to other kernels, blocks
-// come in clusters of two, which get SMs that are neighbours: a matrix product in such clusters cannot use an SM whose neighbour is taken.
+// Blocks of up to most_threads threads, one an SM, for groups of threads that take a job at a time and have
+// group_bytes of shared memory each, besides the block's block_bytes; never more SMs than max_sms (0: all). Few jobs
+// are spread over all of them. Where max_sms leaves SMs to other kernels, blocks come in clusters of two, which get
+// SMs that are neighbours: a matrix product in such clusters cannot use an SM whose neighbour is taken.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 
 // Launches a kernel as planned.
 template <class... Parameters, class... Arguments>
-ibp_status launch_kernel(void (*kernel)(Parameters...), const Launch &launch, ibp_stream stream, const Arguments &...arguments)
+ibp_status launch_kernel(void (*kernel)(Parameters...), const Launch &launch, ibp_stream stream,
+                         const Arguments &...arguments)
 {
 #ifdef __CUDACC__
     cudaLaunchAttribute cluster{};

@@ -5,7 +5,8 @@ bool ibp_cuda_is_built(void) { return false; }
 int ibp_cuda_device_count(void) { return 0; }
 const char *ibp_cuda_last_error(void) { return ""; }
 
-ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts, ibp_stream stream)
+ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
+                               ibp_stream stream)
 {
     (void)data, (void)num_rows, (void)row_bytes, (void)counts, (void)stream;
     return IBP_NO_CUDA;
@@ -18,42 +19,43 @@ ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint16_t *lengths,
-                                 ibp_stream stream)
+ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
+                                 uint16_t *lengths, ibp_stream stream)
 {
     (void)codebook, (void)data, (void)num_bytes, (void)lengths, (void)stream;
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
-                               int64_t *overflow_bytes, ibp_stream stream)
+ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
+                               uint64_t *bases, int64_t *overflow_bytes, ibp_stream stream)
 {
     (void)lengths, (void)num_bytes, (void)row_bytes, (void)slot_bytes, (void)bases, (void)overflow_bytes, (void)stream;
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey, ibp_stream stream)
+ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey,
+                                ibp_stream stream)
 {
     (void)lengths, (void)num_bytes, (void)row_bytes, (void)survey, (void)stream;
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow, ibp_fault *fault,
-                                ibp_stream stream)
+ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
+                                ibp_fault *fault, ibp_stream stream)
 {
     (void)table, (void)data, (void)slots, (void)overflow, (void)fault, (void)stream;
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms,
-                                 ibp_stream stream)
+ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
+                                 int max_sms, ibp_stream stream)
 {
     (void)table, (void)ids, (void)out, (void)fault, (void)max_sms, (void)stream;
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault, int max_sms,
-                                 ibp_stream stream)
+ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
+                                 int max_sms, ibp_stream stream)
 {
     (void)table, (void)start, (void)end, (void)out, (void)fault, (void)max_sms, (void)stream;
     return IBP_NO_CUDA;
@@ -77,16 +79,16 @@ ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t 
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases, int64_t start, int64_t end,
-                                 bool ends, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases, int64_t start,
+                                 int64_t end, bool ends, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 {
     (void)streamer, (void)table, (void)bases, (void)start, (void)end, (void)ends, (void)out, (void)fault, (void)max_sms,
         (void)stream;
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace, void *sorted_ids,
-                                  uint32_t *positions, ibp_stream stream)
+ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
+                                  void *sorted_ids, uint32_t *positions, ibp_stream stream)
 {
     (void)ids, (void)num_items, (void)window_bits, (void)workspace, (void)sorted_ids, (void)positions, (void)stream;
     return IBP_NO_CUDA;

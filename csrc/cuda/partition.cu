@@ -1,7 +1,9 @@
 // partition.cu - ids in the order of the windows of a table, by counting: count, scan, scatter.
 //
-// A gather from a large table is bound by address translation: rows fetched in the order of the table's windows find their
-// pages' addresses at hand. Bound by latency: three short kernels that read and write some twenty bytes an id in the L2 cache.
+// A gather from a large table is bound by address translation: rows fetched in the order of the table's windows find
+// their pages' addresses at hand. Bound by latency: three short kernels that read and write some twenty bytes an id
+// in the L2 cache.
+#include "checks.h"
 #include "launch.cuh"
 
 namespace ibp {
@@ -25,11 +27,11 @@ __device__ __forceinline__ uint32_t block_scan(uint32_t v, uint32_t &total)
     return before + __shfl_sync(kAllLanes, warps_before, static_cast<int>(threadIdx.x / kWarp));
 }
 
-// ranks[k]: how many ids of the same window were counted before id k. The lanes of a warp that share a window count together, so
-// that a window which many ids want is not waited for by each.
+// ranks[k]: how many ids of the same window were counted before id k. The lanes of a warp that share a window count
+// together, so that a window which many ids want is not waited for by each.
 template <typename Id>
-__global__ void __launch_bounds__(kThreads)
-    count_windows(const Id *ids, int64_t count, int64_t num_items, uint32_t window_bits, uint32_t *counts, uint32_t *ranks)
+__global__ void __launch_bounds__(kThreads) count_windows(const Id *ids, int64_t count, int64_t num_items,
+                                                          uint32_t window_bits, uint32_t *counts, uint32_t *ranks)
 {
     const int64_t k = blockIdx.x * int64_t{kThreads} + threadIdx.x;
     const bool is_id = k < count;
@@ -41,8 +43,10 @@ __global__ void __launch_bounds__(kThreads)
     if (is_id) ranks[k] = before + ibp_popcount(below);
 }
 
-// starts[w]: ids in the windows before w. A block scans kScanThreads windows, after it has summed all those before them.
-__global__ void __launch_bounds__(kScanThreads) scan_windows(const uint32_t *counts, uint32_t num_windows, uint32_t *starts)
+// starts[w]: ids in the windows before w. A block scans kScanThreads windows, after it has summed all those before
+// them.
+__global__ void __launch_bounds__(kScanThreads)
+    scan_windows(const uint32_t *counts, uint32_t num_windows, uint32_t *starts)
 {
     const uint32_t first = blockIdx.x * kScanThreads, w = first + threadIdx.x;
     uint32_t mine = 0, before, total;
@@ -66,8 +70,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Id>
-static ibp_status partition(const ibp_ids &ids, int64_t num_items, uint32_t window_bits, uint32_t *starts, Id *sorted_ids,
-                            uint32_t *positions, ibp_stream stream)
+static ibp_status partition(const ibp_ids &ids, int64_t num_items, uint32_t window_bits, uint32_t *starts,
+                            Id *sorted_ids, uint32_t *positions, ibp_stream stream)
 {
     const auto num_windows = static_cast<uint32_t>(ibp_num_windows(num_items, window_bits));
     const auto blocks = static_cast<uint32_t>((ids.count + kThreads - 1) / kThreads);
@@ -76,22 +80,26 @@ static ibp_status partition(const ibp_ids &ids, int64_t num_items, uint32_t wind
     const ibp_status status = check_cuda(cudaMemsetAsync(counts, 0, sizeof(uint32_t) * num_windows, stream));
     if (status != IBP_OK) return status;
     count_windows<<<blocks, kThreads, 0, stream>>>(data, ids.count, num_items, window_bits, counts, ranks);
-    scan_windows<<<(num_windows + kScanThreads - 1) / kScanThreads, kScanThreads, 0, stream>>>(counts, num_windows, starts);
-    scatter_ids<<<blocks, kThreads, 0, stream>>>(data, ids.count, num_items, window_bits, starts, ranks, sorted_ids, positions);
+    scan_windows<<<(num_windows + kScanThreads - 1) / kScanThreads, kScanThreads, 0, stream>>>(counts, num_windows,
+                                                                                               starts);
+    scatter_ids<<<blocks, kThreads, 0, stream>>>(data, ids.count, num_items, window_bits, starts, ranks, sorted_ids,
+                                                 positions);
     return check_cuda(cudaGetLastError());
 }
 
 } // namespace ibp
 
-extern "C" ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
-                                             void *sorted_ids, uint32_t *positions, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits,
+                                             void *workspace, void *sorted_ids, uint32_t *positions, ibp_stream stream)
 {
-    if (window_bits > 62 || ids->count < 0 || ids->count > UINT32_MAX) return IBP_INVALID_ARGUMENT;
+    if (!ibp::are_ids(ids) || window_bits > 62 || ids->count > UINT32_MAX) return IBP_INVALID_ARGUMENT;
     const int64_t num_windows = ibp_num_windows(num_items, window_bits);
     if (num_windows < 1 || num_windows > IBP_MAX_WINDOWS) return IBP_INVALID_ARGUMENT;
     if (ids->count == 0) return IBP_OK;
+    if (workspace == nullptr || sorted_ids == nullptr || positions == nullptr) return IBP_INVALID_ARGUMENT;
     uint32_t *const words = static_cast<uint32_t *>(workspace);
     if (ids->id_bytes == 8)
-        return ibp::partition(*ids, num_items, window_bits, words, static_cast<int64_t *>(sorted_ids), positions, stream);
+        return ibp::partition(*ids, num_items, window_bits, words, static_cast<int64_t *>(sorted_ids), positions,
+                              stream);
     return ibp::partition(*ids, num_items, window_bits, words, static_cast<int32_t *>(sorted_ids), positions, stream);
 }

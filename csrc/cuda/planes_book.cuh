@@ -1,4 +1,5 @@
-// planes_book.cuh - a codebook of scheme planes and the parts of a coded row (FORMAT.md section 6). T is the element; everything else is a run-time value.
+// planes_book.cuh - a codebook of scheme planes and the parts of a coded row (FORMAT.md section 6). T is the element;
+// everything else is a run-time value.
 #ifndef IBP_PLANES_BOOK_CUH
 #define IBP_PLANES_BOOK_CUH
 
@@ -22,8 +23,8 @@ struct DigitRange {
     uint32_t from, to;
 };
 
-// Where the parts of the values are, in stage bits. A plane that there is not has no bits and only escapes, so that digits[IBP_MAX_PLANES]
-// are the raw symbols. mine[p]: the warp's own digits.
+// Where the parts of the values are, in stage bits. An absent plane has no bits and only escapes, so that
+// digits[IBP_MAX_PLANES] are the raw symbols. mine[p]: the warp's own digits.
 struct ValueParts {
     uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     DigitRange mine[IBP_MAX_PLANES + 1];
@@ -46,7 +47,8 @@ template <typename T> struct PlanesBook {
     const uint32_t columns, symbol_bits;
 
     __device__ __forceinline__ PlanesBook(const ibp_codebook &cb, uint32_t cluster)
-        : planes(cb.planes), entries(static_cast<const uint8_t *>(cb.planes.entries) + uint64_t{cluster} * cb.cluster_stride),
+        : planes(cb.planes),
+          entries(static_cast<const uint8_t *>(cb.planes.entries) + uint64_t{cluster} * cb.cluster_stride),
           columns(cb.row_bytes / static_cast<uint32_t>(sizeof(T))), symbol_bits(kElementBits - cb.planes.residual_bits)
     {
     }
@@ -65,7 +67,7 @@ template <typename T> struct PlanesBook {
             return static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
         return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
     }
-    // Bits of a plane's digits; 0 of a plane that there is not.
+    // Bits of a plane's digits; 0 of an absent plane.
     __device__ __forceinline__ uint32_t width_of(uint32_t plane) const
     {
         return plane < planes.num_planes ? planes.digit_bits[plane] : 0u;
@@ -94,20 +96,22 @@ template <typename T> struct PlanesBook {
     }
 
     // How many of a warp's digits are escapes.
-    template <class G> static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
+    template <class G>
+    static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
         uint32_t count = 0;
         if (num_bits == 2u) { // 16 digits a word
 #pragma unroll 1
             for (uint32_t i = range.from + 16u * G::lane(); __any_sync(kAllLanes, i < range.to); i += 16u * G::kLanes)
                 if (i < range.to)
-                    count +=
-                        ibp_popcount(escaped_pairs(low_bits(shared_bits(start + 2u * i), 2u * ibp_min_u32(range.to - i, 16u))));
+                    count += ibp_popcount(
+                        escaped_pairs(low_bits(shared_bits(start + 2u * i), 2u * ibp_min_u32(range.to - i, 16u))));
             return G::sum(count);
         }
         const uint32_t per_load = 64u / num_bits;
 #pragma unroll 1
-        for (uint32_t i = range.from + per_load * G::lane(); __any_sync(kAllLanes, i < range.to); i += per_load * G::kLanes) {
+        for (uint32_t i = range.from + per_load * G::lane(); __any_sync(kAllLanes, i < range.to);
+             i += per_load * G::kLanes) {
             if (i >= range.to) continue;
             const uint32_t position = start + i * num_bits;
             const uint64_t digits = shared_bits(position) | static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
@@ -116,12 +120,14 @@ template <typename T> struct PlanesBook {
         return G::sum(count);
     }
 
-    // Finds the parts of n values that lie in the shared bits from start to end: each plane is as long as the one before has escapes. Where one
-    // lies past the end, parts.end does too. mine: the elements of the warp. TWO_BITS: all digits are known to have two.
-    // exchanged: shared word with which IBP_MAX_PLANES times G::kWarps words begin. count(plane, start, range, num_bits) counts the escapes of the warp.
+    // Finds the parts of n values that lie in the shared bits from start to end: each plane is as long as the one
+    // before has escapes. Where one lies past the end, parts.end does too. mine: the elements of the warp. TWO_BITS:
+    // all digits are known to have two.
+    // exchanged: shared word with which IBP_MAX_PLANES times G::kWarps words begin. count(plane, start, range,
+    // num_bits) counts the escapes of the warp.
     template <class G, bool TWO_BITS, class Count>
-    __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine, uint32_t exchanged,
-                                                     const Count &count) const
+    __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine,
+                                                     uint32_t exchanged, const Count &count) const
     {
         ValueParts parts;
         parts.residuals = start;

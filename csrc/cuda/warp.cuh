@@ -9,6 +9,7 @@ namespace ibp {
 
 constexpr uint32_t kWarp = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
+static_assert(IBP_ROWS_PER_BASE == kWarp, "a warp adds up the rooms of the rows that share a base");
 
 __device__ __forceinline__ uint32_t lane_id() { return threadIdx.x % kWarp; }
 
@@ -24,7 +25,10 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t v, uint32_t &total)
     return sum - v;
 }
 
-__device__ __forceinline__ bool aligned(const void *p, uint32_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+__device__ __forceinline__ bool aligned(const void *p, uint32_t bytes)
+{
+    return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
 
 // A barrier of the block among num_threads threads, whole warps; id: 1 to 15.
 #ifdef __CUDACC__
@@ -78,7 +82,10 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, ui
     return of_three_bits<0xca>(mask, ones, zeros);
 }
 // (a | b) & mask, and nothing else.
-__device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t mask) { return of_three_bits<0xa8>(a, b, mask); }
+__device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t mask)
+{
+    return of_three_bits<0xa8>(a, b, mask);
+}
 
 // A constant that stays in a register.
 __device__ __forceinline__ uint32_t in_register(uint32_t constant)
@@ -106,7 +113,8 @@ __device__ __forceinline__ uint32_t shared_bits(uint32_t position)
 
 // A group's part of it: a row as coded.
 struct Stage {
-    uint32_t first, last_word; // byte it begins with, a multiple of 16; word that is read where a corrupt row asks for one past it
+    uint32_t first,
+        last_word; // byte it begins with, a multiple of 16; word that is read where a corrupt row asks for one past it
 
     __device__ __forceinline__ uint8_t *bytes() const { return shared_bytes() + first; }
     __device__ __forceinline__ uint32_t bits_at(uint32_t position) const
@@ -121,7 +129,10 @@ struct Stage {
 };
 
 // Room for a row of row_bytes that starts anywhere in its first 16 bytes, and 16 to 31 bytes that are read behind it.
-__host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes) { return (row_bytes + 15u) / 16u * 16u + 32u; }
+__host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes)
+{
+    return (row_bytes + 15u) / 16u * 16u + 32u;
+}
 
 __device__ __forceinline__ Stage stage_at(uint32_t first, uint32_t row_bytes)
 {
@@ -140,7 +151,8 @@ struct Window {
     }
 };
 
-// Writes the bytes of up to four words, word w of the row and those behind it, that lie in the window: as words where dst allows it.
+// Writes the bytes of up to four words, word w of the row and those behind it, that lie in the window: as words where
+// dst allows it.
 static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32_t num_words, uint4 words)
 {
     const uint32_t values[4] = {words.x, words.y, words.z, words.w};
@@ -160,7 +172,8 @@ static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32
 
 // units: what window.is_units said of units of WORDS words; the words are then known to lie in the row.
 template <int WORDS>
-__device__ __forceinline__ void store_words(const Window &window, bool units, uint32_t w, const uint32_t (&words)[WORDS])
+__device__ __forceinline__ void store_words(const Window &window, bool units, uint32_t w,
+                                            const uint32_t (&words)[WORDS])
 {
     const uint4 four = make_uint4(words[0], words[1 % WORDS], words[2 % WORDS], words[3 % WORDS]);
     if (!units)
@@ -179,11 +192,6 @@ __device__ __forceinline__ void record_fault(ibp_fault *fault, ibp_status status
     fault->id = id;
     __threadfence_system();
     *reinterpret_cast<volatile int64_t *>(&fault->status) = status;
-}
-__device__ __forceinline__ uint32_t stored_bytes(const ibp_table &table, int64_t num_bytes, int64_t row)
-{
-    const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u;
-    return length ? length : ibp_valid_bytes(num_bytes, table.codebook.row_bytes, row);
 }
 
 } // namespace ibp

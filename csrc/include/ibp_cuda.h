@@ -1,9 +1,20 @@
 /* ibp_cuda.h - the CUDA twins of ibp.h: same verbs, same bytes, device pointers, the stream last.
  *
  * Pointers may be anything that the current device can read: device memory, or pinned host memory mapped into it (rows
- * are then fetched over the link by the kernel itself, the paper's section 4.4). Nothing here allocates, synchronises or uses
- * the default stream; every function but the allocators can be captured in a CUDA graph. In a build without CUDA every
- * function returns IBP_NO_CUDA. IBP_CUDA_ERROR: the cause is in cudaGetLastError() / ibp_cuda_last_error().
+ * are then fetched over the link by the kernel itself, the paper's section 4.4). Nothing here allocates, synchronises
+ * or uses the default stream; every function but the allocators can be captured in a CUDA graph. In a build without
+ * CUDA every function returns IBP_NO_CUDA.
+ *
+ * Devices. Every function works on the device that is current when it is called: the stream belongs to it, and it can
+ * read the inputs and write the outputs. A streamer belongs to the device that was current when it was created.
+ * Pinned memory belongs to no device: all of them can read it, at the address that ibp_cuda_map_pinned gives for
+ * each. An ibp_fault is written by one device at a time.
+ *
+ * Errors. IBP_INVALID_ARGUMENT: an argument is NULL where bytes are needed, out of range, or contradicts another one
+ * (raw rows with lengths, an unknown scheme, a codebook whose fields do not fit each other); then nothing
+ * has been launched. What arrays in device memory hold is not checked before, and does no harm: what is wrong in a
+ * table's index and rows is noted in *fault, words of a codebook that are wrong give wrong rows. IBP_CUDA_ERROR: a
+ * CUDA call failed, and ibp_cuda_last_error() says why; the error is no longer in cudaGetLastError().
  */
 #ifndef IBP_CUDA_H
 #define IBP_CUDA_H
@@ -26,30 +37,31 @@ IBP_API const char *ibp_cuda_last_error(void);
 IBP_API ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                                        ibp_stream stream);
 /* As ibp_count_hits; adds to hits. */
-IBP_API ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits,
-                                       ibp_stream stream);
+IBP_API ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows,
+                                       uint64_t *hits, ibp_stream stream);
 /* As ibp_measure_rows. */
-IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint16_t *lengths,
-                                         ibp_stream stream);
+IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
+                                         uint16_t *lengths, ibp_stream stream);
 /* As ibp_index_rows; overflow_bytes is a device pointer as well. */
-IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
-                                       uint64_t *bases, int64_t *overflow_bytes, ibp_stream stream);
+IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                       uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
+                                       ibp_stream stream);
 /* As ibp_survey_rows; adds to survey. */
-IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey,
-                                        ibp_stream stream);
-/* As ibp_encode_rows for all rows of data. Codes exactly the bytes that ibp_encode_rows does, and zeros to the end of each slot and
- * overflow room.
+IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                        uint64_t *survey, ibp_stream stream);
+/* As ibp_encode_rows for all rows of data. Codes exactly the bytes that ibp_encode_rows does, and zeros to the end of
+ * each slot and overflow room.
  * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
-/* As ibp_gather_items for all ids. fault: device-accessible, not NULL, cleared by the caller; the first fault met by any
- * warp is kept. max_sms: at most this many SMs are kept busy; 0: all. */
-IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms,
-                                         ibp_stream stream);
+/* As ibp_gather_items for all ids. fault: device-accessible, not NULL, cleared by the caller; the first fault met by
+ * any warp is kept. max_sms: at most this many SMs are kept busy; 0: all, and never negative. */
+IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
+                                         int max_sms, ibp_stream stream);
 
 /* As ibp_decode_bytes. fault and max_sms as in ibp_cuda_gather_items. */
-IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
-                                         int max_sms, ibp_stream stream);
+IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
+                                         ibp_fault *fault, int max_sms, ibp_stream stream);
 
 /* As ibp_partition_ids, but for the order inside a window, which may be any. */
 IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
@@ -57,45 +69,51 @@ IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items,
 
 /* ---- streams of whole tables ------------------------------------------------------------------------------------- */
 
-/* Brings tables from pinned host memory to the GPU with its copy engine, chunk by chunk through a ring of staging buffers there, while
- * the chunks before are decoded. Owns streams and events of the device that is current when it is created, no other memory.
- * Used by one host thread at a time, and with one caller's stream. */
+/* Brings tables from pinned host memory to the GPU with its copy engine, chunk by chunk through a ring of staging
+ * buffers there, while the chunks before are decoded. Owns streams and events of the device that is current when it
+ * is created, no other memory. Used by one host thread at a time, and with one caller's stream; from another current
+ * device the functions that use one return IBP_INVALID_ARGUMENT. */
 typedef struct ibp_streamer ibp_streamer;
 
 IBP_API ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer);
-/* Work already queued is completed. */
+/* Work already queued is completed. From any current device; NULL: nothing to do. */
 IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
 
-/* Begins a stream: one table after the other, each by a call of ibp_cuda_stream_bytes with the same caller's stream, through this ring.
- * ring: device memory, aligned to 128 bytes, free for use where the caller's stream is when the first chunk is queued; every later use
- * of it by the caller's stream comes after all copies of the stream, since each call joins its own. ring_bytes: it is cut in four; 32 MiB
- * keep a PCIe 5 link busy, and where 32 rows do not fit into a quarter, the kernel fetches rows from host memory itself.
- * Queues nothing. */
+/* Begins a stream: one table after the other, each by a call of ibp_cuda_stream_bytes with the same caller's stream,
+ * through this ring. ring: device memory, aligned to 128 bytes, free for use where the caller's stream is when the
+ * first chunk is queued; every later use of it by the caller's stream comes after all copies of the stream, since
+ * each call joins its own. ring_bytes: it is cut in four; 32 MiB keep a PCIe 5 link busy, and where 32 rows do not
+ * fit into a quarter, the kernel fetches rows from host memory itself. Queues nothing. */
 IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);
 
 /* As ibp_cuda_decode_bytes, of the next table of a stream.
- * table: slots and overflow mapped pinned host memory, which must hold its bytes when this is called and stay as it is until they have been
- * copied; lengths, bases and codebook in device memory; slots_start and overflow_start 0.
- * bases: table->bases in host memory, read before the function returns. Where they are out of order, rows of that chunk are
- * fetched as ibp_cuda_decode_bytes does it; other wrong bases may cost intact rows of the same chunk, which are then zeros and noted.
- * ends: this is the last table of the stream, so that its last chunks are small ones. Leaving it out only costs time.
- * The caller's stream waits for the last chunk, and copies for the caller's stream where the stream begins and, from the fifth chunk
- * on, until a place of the ring has been decoded: copies for one table run while the one before is still being decoded, and all of it
- * can be captured in a CUDA graph, whose replays then need the ring and the pinned memory, but no longer the streamer. A whole stream, from
- * begin to its last table, is either captured or not. */
-IBP_API ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases, int64_t start,
-                                         int64_t end, bool ends, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
+ * table: slots and overflow mapped pinned host memory, which must hold its bytes when this is called and stay as it
+ * is until they have been copied; lengths, bases and codebook in device memory; slots_start and overflow_start 0.
+ * bases: table->bases in host memory, read before the function returns. Where they are out of order, rows of that
+ * chunk are fetched as ibp_cuda_decode_bytes does it; other wrong bases may cost intact rows of the same chunk, which
+ * are then zeros and noted. ends: this is the last table of the stream, so that its last chunks are small ones.
+ * Leaving it out only costs time. The caller's stream waits for the last chunk, and copies for the caller's stream
+ * where the stream begins and, from the fifth chunk on, until a place of the ring has been decoded: copies for one
+ * table run while the one before is still being decoded, and all of it can be captured in a CUDA graph, whose replays
+ * then need the ring and the pinned memory, but no longer the streamer. A whole stream, from begin to its last table,
+ * is either captured or not. */
+IBP_API ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases,
+                                         int64_t start, int64_t end, bool ends, uint8_t *out, ibp_fault *fault,
+                                         int max_sms, ibp_stream stream);
 
-/* ---- pinned memory --------------------------------------------------------------------------------------------------- */
+/* ---- pinned memory ----------------------------------------------------------------------------------------------- */
 
-/* Pinned host memory of exactly num_bytes (no rounding to a power of two), zeroed, mapped and portable. */
+/* Pinned host memory of exactly num_bytes (no rounding to a power of two), zeroed; mapped into the address spaces of
+ * all devices, whichever is current now, and pinned for all (portable). */
 IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host);
 /* What ibp_cuda_alloc_pinned gave, with the same num_bytes. */
 IBP_API ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes);
-/* Pins memory that the caller owns, where it is, until it is unregistered. */
+/* Pins memory that the caller owns, where it is, until it is unregistered; mapped and portable as above. num_bytes >
+ * 0. */
 IBP_API ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes);
 IBP_API ibp_status ibp_cuda_unregister_pinned(void *host);
-/* Device address of mapped host memory, for the current device. */
+/* Address of pinned host memory for the current device. Devices may have different ones: ask again where another one
+ * is current. */
 IBP_API ibp_status ibp_cuda_map_pinned(void *host, void **device);
 
 #ifdef __cplusplus

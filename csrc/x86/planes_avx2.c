@@ -352,11 +352,11 @@ IBP_AVX2 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), header_bytes = ibp_header_bytes(columns), lane_bytes = planes->element_bytes;
-    if (src_bytes < header_bytes) return IBP_CORRUPT_ROW;
-    const uint32_t header = (uint32_t)ibp_load_field(src, src_bytes, 0, 8 * header_bytes),
-                   k = header & (ibp_closed_bit(columns) - 1u);
-    const bool closed = (header & ibp_closed_bit(columns)) != 0;
-    if (k > columns) return IBP_CORRUPT_ROW;
+    ibp_listed_header header;
+    if (!ibp_split_header((uint32_t)ibp_load_field(src, src_bytes, 0, 8 * header_bytes), (uint32_t)src_bytes, columns, &header))
+        return IBP_CORRUPT_ROW;
+    const uint32_t k = header.num_listed;
+    const bool closed = header.is_closed;
     FOR_LANES(lane_bytes, fill)(row, columns, planes->default_value);
     const ibp_position_form form = ibp_choose_position_form(k, columns);
     const size_t start = 8 * (size_t)(header_bytes + (k ? form.num_bytes : 0));

@@ -1,5 +1,5 @@
-/* emulated_cuda.h - streams and events as queues in host memory, for csrc/stream.cu compiled as C++: what is queued is run afterwards, in any
- * order that the waits allow. Given with -include, and with IBP_WARP_CUH defined, so that the kernels' header stays out. */
+/* emulated_cuda.h - streams and events as queues in host memory, for csrc/stream.cu compiled as C++: what is queued
+ * is run afterwards, in any order that the waits allow. Given with -include, without the include of launch.cuh. */
 #ifndef EMULATED_CUDA_H
 #define EMULATED_CUDA_H
 
@@ -35,6 +35,13 @@ using cudaEvent_t = Event *;
 
 extern std::vector<cudaStream_t> created_streams;
 
+/* The current device, which tests change. */
+extern int current_device;
+inline cudaError_t cudaGetDevice(int *device)
+{
+    *device = current_device;
+    return cudaSuccess;
+}
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, int)
 {
     created_streams.push_back(*stream = new CUstream_st);
@@ -45,7 +52,10 @@ inline cudaError_t cudaDeviceGetStreamPriorityRange(int *lowest, int *highest)
     *lowest = 0, *highest = -5;
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, int flags, int) { return cudaStreamCreateWithFlags(stream, flags); }
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, int flags, int)
+{
+    return cudaStreamCreateWithFlags(stream, flags);
+}
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
     delete stream;
@@ -78,7 +88,8 @@ inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t num_bytes,
 {
     const size_t half = num_bytes / 2;
     stream->add([=] { memcpy(to, from, half); });
-    stream->add([=] { memcpy(static_cast<char *>(to) + half, static_cast<const char *>(from) + half, num_bytes - half); });
+    stream->add(
+        [=] { memcpy(static_cast<char *>(to) + half, static_cast<const char *>(from) + half, num_bytes - half); });
     return cudaSuccess;
 }
 

@@ -1,4 +1,5 @@
-/* emulated_races.cpp - what -fsanitize=thread makes kernels call, for simt::touch instead of the sanitizer's own library. */
+/* emulated_races.cpp - what -fsanitize=thread makes kernels call, for simt::touch instead of the sanitizer's own
+ * library. */
 #include "emulated_simt.h"
 
 extern "C" {
@@ -8,12 +9,12 @@ void __tsan_func_exit() {}
 
 #define ACCESS(name, num_bytes, writes) \
     void __tsan_##name(void *p) { simt::touch(p, num_bytes, writes, __builtin_return_address(0)); }
-#define ACCESSES(num_bytes)                           \
-    ACCESS(read##num_bytes, num_bytes, false)         \
-    ACCESS(write##num_bytes, num_bytes, true)         \
+#define ACCESSES(num_bytes)                             \
+    ACCESS(read##num_bytes, num_bytes, false)           \
+    ACCESS(write##num_bytes, num_bytes, true)           \
     ACCESS(unaligned_read##num_bytes, num_bytes, false) \
     ACCESS(unaligned_write##num_bytes, num_bytes, true) \
-    ACCESS(volatile_read##num_bytes, num_bytes, false) \
+    ACCESS(volatile_read##num_bytes, num_bytes, false)  \
     ACCESS(volatile_write##num_bytes, num_bytes, true)
 ACCESSES(1)
 ACCESSES(2)

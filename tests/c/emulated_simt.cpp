@@ -111,12 +111,15 @@ namespace simt {
 
 constexpr uint32_t kWarp = 32, kMostThreads = 1024, kBarriers = 16;
 constexpr size_t kStackBytes = 256 << 10;
-constexpr uint64_t kMostSteps = 20'000'000; /* of a launch, a warp's way from one collective to the next: no launch of a test has nearly as many */
+constexpr uint64_t kMostSteps =
+    20'000'000; /* of a launch, a warp's way from one collective to the next: no launch of a test has nearly as many */
 
 enum class State { ready, waits, at_barrier, returned };
 
-static const char *const kNames[] = {"__syncwarp", "barrier", "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
-                                     "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync", "__match_any_sync"};
+static const char *const kNames[] = {"__syncwarp",        "barrier",           "__shfl_sync",       "__shfl_up_sync",
+                                     "__shfl_down_sync",  "__shfl_xor_sync",   "__ballot_sync",     "__any_sync",
+                                     "__all_sync",        "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
+                                     "__reduce_and_sync", "__reduce_or_sync",  "__reduce_xor_sync", "__match_any_sync"};
 
 struct Fiber {
     uint8_t *stack;
@@ -177,7 +180,8 @@ static void start(Fiber *fiber)
 {
     if (!fiber->stack) {
         const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)); /* below a stack, never to be touched */
-        void *const memory = mmap(nullptr, page + kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        void *const memory =
+            mmap(nullptr, page + kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (memory == MAP_FAILED || mprotect(memory, page, PROT_NONE) != 0) abort();
         fiber->stack = static_cast<uint8_t *>(memory) + page;
     }
@@ -196,12 +200,16 @@ static void start(Fiber *fiber)
     for (uint32_t t = first; t < end; t++) {
         if (shown[t]) continue;
         Fiber &one = fibers[t];
-        fprintf(stderr, one.state == State::ready ? "running" : one.state == State::returned ? "returned" : "%s at %s:%d, mask %08x, argument %u, width %u",
+        fprintf(stderr,
+                one.state == State::ready      ? "running"
+                : one.state == State::returned ? "returned"
+                                               : "%s at %s:%d, mask %08x, argument %u, width %u",
                 kNames[static_cast<int>(one.kind)], one.file, one.line, one.mask, one.argument, one.width);
         fprintf(stderr, "; threads");
         const auto is_here = [&](const Fiber &f) {
             const bool waits = one.state == State::waits || one.state == State::at_barrier;
-            return f.state == one.state && (!waits || (f.kind == one.kind && f.line == one.line && f.file == one.file && f.mask == one.mask));
+            return f.state == one.state &&
+                   (!waits || (f.kind == one.kind && f.line == one.line && f.file == one.file && f.mask == one.mask));
         };
         for (uint32_t u = t; u < end; u++)
             if (is_here(fibers[u])) shown[u] = true, fprintf(stderr, " %u", u);
@@ -216,7 +224,8 @@ static void start(Fiber *fiber)
 /* ---- races ---- */
 
 constexpr uint32_t kMostWarps = kMostThreads / kWarp;
-static uint32_t seen[kMostWarps][kMostWarps]; /* by warp: how many synchronisations of each warp come before what it does now; its own number goes up with each */
+/* By warp: how many synchronisations of each warp come before what it does now; its own number goes up with each. */
+static uint32_t seen[kMostWarps][kMostWarps];
 
 struct Touch {
     uint32_t thread, when; /* when: 1 more than the synchronisations before it; 0: none */
@@ -250,10 +259,13 @@ void touch(const void *bytes, size_t num_bytes, bool writes, const void *place)
         if (region.of_byte.empty() || first < region.begin || first + num_bytes > region.end) continue;
         for (uintptr_t at = first; at < first + num_bytes; at++) {
             Touches &touches = region.of_byte[at - region.begin];
-            const Touch *const other = is_unordered(touches.write, thread) ? &touches.write : writes && is_unordered(touches.read, thread) ? &touches.read : nullptr;
+            const Touch *const other = is_unordered(touches.write, thread)            ? &touches.write
+                                       : writes && is_unordered(touches.read, thread) ? &touches.read
+                                                                                      : nullptr;
             if (other) {
-                fprintf(stderr, "a race: thread %u %s, thread %u %s the byte before; addr2line -Cfip: %p %p\n", thread, writes ? "writes" : "reads", other->thread,
-                        other == &touches.write ? "wrote" : "read", place, other->place);
+                fprintf(stderr, "a race: thread %u %s, thread %u %s the byte before; addr2line -Cfip: %p %p\n", thread,
+                        writes ? "writes" : "reads", other->thread, other == &touches.write ? "wrote" : "read", place,
+                        other->place);
                 abort();
             }
             (writes ? touches.write : touches.read) = {thread, when, place};
@@ -333,7 +345,8 @@ static void arrive(uint32_t first)
     if (id >= kBarriers || warp->width % kWarp != 0 || warp->width == 0 || warp->width > blockDim.x)
         give_up("there is no such barrier, or not of so many threads", first, first + kWarp);
     Barrier &barrier = barriers[id];
-    if (barrier.arrived != 0 && barrier.expected != warp->width) give_up("a barrier of different numbers of threads", 0, blockDim.x);
+    if (barrier.arrived != 0 && barrier.expected != warp->width)
+        give_up("a barrier of different numbers of threads", 0, blockDim.x);
     barrier.expected = warp->width;
     barrier.arrived += kWarp;
     for (uint32_t lane = 0; lane < kWarp; lane++) warp[lane].state = State::at_barrier;
@@ -361,8 +374,10 @@ static void complete(uint32_t first)
         for (uint32_t i = 0; i < kWarp; i++) {
             const Fiber &other = warp[i];
             if (!(mine.mask >> i & 1u)) continue;
-            whole = whole && other.state == State::waits && other.kind == mine.kind && other.mask == mine.mask && other.line == mine.line && strcmp(other.file, mine.file) == 0 && other.place == mine.place;
-            if (whole && mine.kind == Kind::barrier && (other.argument != mine.argument || other.width != mine.width)) whole = false;
+            whole = whole && other.state == State::waits && other.kind == mine.kind && other.mask == mine.mask &&
+                    other.line == mine.line && strcmp(other.file, mine.file) == 0 && other.place == mine.place;
+            if (whole && mine.kind == Kind::barrier && (other.argument != mine.argument || other.width != mine.width))
+                whole = false;
         }
         if (!whole) continue;
         progresses = true;
@@ -372,24 +387,29 @@ static void complete(uint32_t first)
         for (uint32_t i = 0; i < kWarp; i++) {
             if (!(mask >> i & 1u)) continue;
             const bool shuffles = warp[i].kind >= Kind::shfl && warp[i].kind <= Kind::shfl_xor;
-            if (shuffles && !(mask >> source_of(warp[i], i) & 1u)) give_up("a shuffle from a lane that takes no part", first, first + kWarp);
+            if (shuffles && !(mask >> source_of(warp[i], i) & 1u))
+                give_up("a shuffle from a lane that takes no part", first, first + kWarp);
             warp[i].result = result_of(warp, i, mask);
         }
         for (uint32_t i = 0; i < kWarp; i++)
             if (mask >> i & 1u) warp[i].state = State::ready;
     }
-    if (waits && !progresses) give_up("lanes of a warp wait for each other at different collectives", first, first + kWarp);
+    if (waits && !progresses)
+        give_up("lanes of a warp wait for each other at different collectives", first, first + kWarp);
 }
 
-uint64_t collective(Kind kind, uint32_t mask, uint64_t value, uint32_t argument, uint32_t width, const char *file, int line)
+uint64_t collective(Kind kind, uint32_t mask, uint64_t value, uint32_t argument, uint32_t width, const char *file,
+                    int line)
 {
     Fiber *const mine = current;
     const bool shuffles = kind >= Kind::shfl && kind <= Kind::shfl_xor;
-    mine->kind = kind, mine->mask = mask, mine->value = value, mine->argument = argument, mine->width = width, mine->file = file, mine->line = line, mine->place = __builtin_return_address(0);
+    mine->kind = kind, mine->mask = mask, mine->value = value, mine->argument = argument, mine->width = width,
+    mine->file = file, mine->line = line, mine->place = __builtin_return_address(0);
     mine->state = State::waits;
     const bool good_width = !shuffles || (width >= 1 && width <= kWarp && (width & (width - 1)) == 0);
     if (!(mask >> threadIdx.x % kWarp & 1u) || !good_width) {
-        fprintf(stderr, "%s at %s:%d: thread %u is not in the mask %08x, or the width %u is none\n", kNames[static_cast<int>(kind)], file, line, threadIdx.x, mask, width);
+        fprintf(stderr, "%s at %s:%d: thread %u is not in the mask %08x, or the width %u is none\n",
+                kNames[static_cast<int>(kind)], file, line, threadIdx.x, mask, width);
         __sanitizer_print_stack_trace();
         abort();
     }
@@ -423,9 +443,12 @@ static void run_block(uint64_t &steps)
         ready.clear();
         bool done = true;
         for (uint32_t t = 0; t < blockDim.x; t += kWarp) {
-            const auto in_state = [&](State state) { return std::any_of(fibers + t, fibers + t + kWarp, [=](const Fiber &f) { return f.state == state; }); };
+            const auto in_state = [&](State state) {
+                return std::any_of(fibers + t, fibers + t + kWarp, [=](const Fiber &f) { return f.state == state; });
+            };
             if (in_state(State::ready)) ready.push_back(t);
-            done = done && std::all_of(fibers + t, fibers + t + kWarp, [](const Fiber &f) { return f.state == State::returned; });
+            done = done && std::all_of(fibers + t, fibers + t + kWarp,
+                                       [](const Fiber &f) { return f.state == State::returned; });
         }
         if (done) return;
         if (ready.empty()) give_up("no warp can go on", 0, blockDim.x);
@@ -436,8 +459,10 @@ static void run_block(uint64_t &steps)
 
 void launch(uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, const std::function<void()> &body)
 {
-    if (num_blocks == 0 || num_threads == 0 || num_threads > kMostThreads || num_threads % kWarp != 0 || shared_bytes > ibp::kSharedBytes) {
-        fprintf(stderr, "a launch of %u blocks of %u threads with %zu bytes of shared memory\n", num_blocks, num_threads, shared_bytes);
+    if (num_blocks == 0 || num_threads == 0 || num_threads > kMostThreads || num_threads % kWarp != 0 ||
+        shared_bytes > ibp::kSharedBytes) {
+        fprintf(stderr, "a launch of %u blocks of %u threads with %zu bytes of shared memory\n", num_blocks,
+                num_threads, shared_bytes);
         abort();
     }
     kernel = &body;

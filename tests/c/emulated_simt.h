@@ -1,11 +1,13 @@
-/* emulated_simt.h - CUDA's threads, warps and blocks as fibers of one host thread, for kernels compiled as C++17. Given with -include.
+/* emulated_simt.h - CUDA's threads, warps and blocks as fibers of one host thread, for kernels compiled as C++17.
+ * Given with -include.
  *
- * Blocks run one after another. A lane runs until it comes to a collective; which lane and which warp goes first is drawn anew every time, so that
- * a read of what another lane has not yet been made to write comes out wrong in some order. A collective is done when all lanes of its mask have come
- * to it, at the same line of the source and place of the program: device functions are inlined, so that instances of a template are told apart. The
- * program is aborted, with the places where the lanes are, if lanes wait for each other or for lanes that have returned. Dynamic shared memory is as
- * large as launched for the address sanitizer, and filled with garbage; vector accesses that are not aligned are
- * seen by -fsanitize=alignment. */
+ * Blocks run one after another. A lane runs until it comes to a collective; which lane and which warp goes first is
+ * drawn anew every time, so that a read of what another lane has not yet been made to write comes out wrong in some
+ * order. A collective is done when all lanes of its mask have come to it, at the same line of the source and place of
+ * the program: device functions are inlined, so that instances of a template are told apart. The program is aborted,
+ * with the places where the lanes are, if lanes wait for each other or for lanes that have returned. Dynamic shared
+ * memory is as large as launched for the address sanitizer, and filled with garbage; vector accesses that are not
+ * aligned are seen by -fsanitize=alignment. */
 #ifndef EMULATED_SIMT_H
 #define EMULATED_SIMT_H
 
@@ -30,7 +32,9 @@
 #define __device__
 #define __host__
 #define __constant__
-#define __shared__ /* `extern __shared__ uint4 shared[]` in a function of namespace ibp is ibp::shared; other shared variables are made static */
+/* `extern __shared__ uint4 shared[]` in a function of namespace ibp is ibp::shared; other shared variables are made
+ * static. */
+#define __shared__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__
 #define __launch_bounds__(...)
@@ -70,11 +74,29 @@ constexpr int warpSize = 32;
 
 namespace simt {
 
-enum class Kind { sync, barrier, shfl, shfl_up, shfl_down, shfl_xor, ballot, any, all, add, least, most, bit_and, bit_or, bit_xor, match_any };
+enum class Kind {
+    sync,
+    barrier,
+    shfl,
+    shfl_up,
+    shfl_down,
+    shfl_xor,
+    ballot,
+    any,
+    all,
+    add,
+    least,
+    most,
+    bit_and,
+    bit_or,
+    bit_xor,
+    match_any
+};
 
-/* Waits until all lanes of mask are here, and returns what the collective gives this lane. value: its contribution. argument: lane, distance or barrier.
- * width: of a part of the warp, or threads of a barrier. */
-uint64_t collective(Kind kind, uint32_t mask, uint64_t value, uint32_t argument, uint32_t width, const char *file, int line);
+/* Waits until all lanes of mask are here, and returns what the collective gives this lane. value: its contribution.
+ * argument: lane, distance or barrier. width: of a part of the warp, or threads of a barrier. */
+uint64_t collective(Kind kind, uint32_t mask, uint64_t value, uint32_t argument, uint32_t width, const char *file,
+                    int line);
 
 /* Runs kernel for every thread of every block. */
 void launch(uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, const std::function<void()> &kernel);
@@ -82,8 +104,9 @@ void launch(uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, cons
 /* Decides in which order lanes and warps go. */
 void seed(uint64_t seed);
 
-/* Ends the program if bytes of shared memory, or of the memory watched, were last touched by another thread of the block, one of the two writes, and no
- * __syncwarp or barrier came between. What is watched is so until the next launch is over. Called for every access of kernels compiled with -fsanitize=thread (emulated_races.cpp). */
+/* Ends the program if bytes of shared memory, or of the memory watched, were last touched by another thread of the
+ * block, one of the two writes, and no __syncwarp or barrier came between. What is watched is so until the next
+ * launch is over. Called for every access of kernels compiled with -fsanitize=thread (emulated_races.cpp). */
 void touch(const void *bytes, size_t num_bytes, bool writes, const void *place);
 void watch(const void *bytes, size_t num_bytes);
 
@@ -108,8 +131,14 @@ template <class T> using Promoted = decltype(+T{});
 #define SIMT_INLINE inline __attribute__((always_inline))
 #define SIMT_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
-SIMT_INLINE void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE) { simt::collective(simt::Kind::sync, mask, 0, 0, 0, file, line); }
-SIMT_INLINE void __syncthreads(SIMT_SITE) { simt::collective(simt::Kind::barrier, 0xffffffffu, 0, 0, blockDim.x, file, line); }
+SIMT_INLINE void __syncwarp(unsigned mask = 0xffffffffu, SIMT_SITE)
+{
+    simt::collective(simt::Kind::sync, mask, 0, 0, 0, file, line);
+}
+SIMT_INLINE void __syncthreads(SIMT_SITE)
+{
+    simt::collective(simt::Kind::barrier, 0xffffffffu, 0, 0, blockDim.x, file, line);
+}
 SIMT_INLINE int __syncthreads_or(int condition, SIMT_SITE)
 {
     static int any;
@@ -121,10 +150,13 @@ SIMT_INLINE int __syncthreads_or(int condition, SIMT_SITE)
     return any;
 }
 
-#define SIMT_SHUFFLE(name, kind, number)                                                                                         \
-    template <class T> SIMT_INLINE simt::Promoted<T> name(unsigned mask, T value, number argument, int width = 32, SIMT_SITE)                 \
-    {                                                                                                                            \
-        return simt::from_bits<simt::Promoted<T>>(simt::collective(kind, mask, simt::to_bits(+value), static_cast<uint32_t>(argument), static_cast<uint32_t>(width), file, line)); \
+#define SIMT_SHUFFLE(name, kind, number)                                                                       \
+    template <class T>                                                                                         \
+    SIMT_INLINE simt::Promoted<T> name(unsigned mask, T value, number argument, int width = 32, SIMT_SITE)     \
+    {                                                                                                          \
+        return simt::from_bits<simt::Promoted<T>>(simt::collective(kind, mask, simt::to_bits(+value),          \
+                                                                   static_cast<uint32_t>(argument),            \
+                                                                   static_cast<uint32_t>(width), file, line)); \
     }
 SIMT_SHUFFLE(__shfl_sync, simt::Kind::shfl, int)
 SIMT_SHUFFLE(__shfl_up_sync, simt::Kind::shfl_up, unsigned)
@@ -132,10 +164,10 @@ SIMT_SHUFFLE(__shfl_down_sync, simt::Kind::shfl_down, unsigned)
 SIMT_SHUFFLE(__shfl_xor_sync, simt::Kind::shfl_xor, int)
 #undef SIMT_SHUFFLE
 
-#define SIMT_VOTE(name, result, kind)                                                                                \
-    SIMT_INLINE result name(unsigned mask, int predicate, SIMT_SITE)                                                      \
-    {                                                                                                                \
-        return static_cast<result>(simt::collective(kind, mask, predicate != 0, 0, 0, file, line));                  \
+#define SIMT_VOTE(name, result, kind)                                                               \
+    SIMT_INLINE result name(unsigned mask, int predicate, SIMT_SITE)                                \
+    {                                                                                               \
+        return static_cast<result>(simt::collective(kind, mask, predicate != 0, 0, 0, file, line)); \
     }
 SIMT_VOTE(__ballot_sync, unsigned, simt::Kind::ballot)
 SIMT_VOTE(__any_sync, int, simt::Kind::any)
@@ -143,11 +175,12 @@ SIMT_VOTE(__all_sync, int, simt::Kind::all)
 #undef SIMT_VOTE
 
 /* Numbers are sign- or zero-extended to 64 bits, which keeps their order. */
-#define SIMT_REDUCE(name, kind)                                                                                      \
-    template <class T> SIMT_INLINE simt::Promoted<T> name(unsigned mask, T value, SIMT_SITE)                                     \
-    {                                                                                                                \
-        static_assert(sizeof(T) <= 4, "reductions are of 32 bits");                                                  \
-        return static_cast<simt::Promoted<T>>(simt::collective(kind, mask, static_cast<uint64_t>(static_cast<int64_t>(value)), 0, 0, file, line)); \
+#define SIMT_REDUCE(name, kind)                                                                                  \
+    template <class T> SIMT_INLINE simt::Promoted<T> name(unsigned mask, T value, SIMT_SITE)                     \
+    {                                                                                                            \
+        static_assert(sizeof(T) <= 4, "reductions are of 32 bits");                                              \
+        return static_cast<simt::Promoted<T>>(                                                                   \
+            simt::collective(kind, mask, static_cast<uint64_t>(static_cast<int64_t>(value)), 0, 0, file, line)); \
     }
 SIMT_REDUCE(__reduce_add_sync, simt::Kind::add)
 SIMT_REDUCE(__reduce_min_sync, simt::Kind::least)
@@ -159,7 +192,8 @@ SIMT_REDUCE(__reduce_xor_sync, simt::Kind::bit_xor)
 
 template <class T> SIMT_INLINE unsigned __match_any_sync(unsigned mask, T value, SIMT_SITE)
 {
-    return static_cast<unsigned>(simt::collective(simt::Kind::match_any, mask, simt::to_bits(+value), 0, 0, file, line));
+    return static_cast<unsigned>(
+        simt::collective(simt::Kind::match_any, mask, simt::to_bits(+value), 0, 0, file, line));
 }
 
 /* ---- memory ---- */
@@ -177,18 +211,19 @@ inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 
 /* A lane is never interrupted between collectives. */
-template <class T> __attribute__((no_sanitize_thread)) T atomicCAS(T *p, std::common_type_t<T> compare, std::common_type_t<T> value)
+template <class T>
+__attribute__((no_sanitize_thread)) T atomicCAS(T *p, std::common_type_t<T> compare, std::common_type_t<T> value)
 {
     const T old = *p;
     if (old == compare) *p = value;
     return old;
 }
-#define SIMT_ATOMIC(name, expression)                                    \
-    template <class T> __attribute__((no_sanitize_thread)) T name(T *p, std::common_type_t<T> value)         \
-    {                                                                    \
-        const T old = *p;                                                \
-        *p = expression;                                                 \
-        return old;                                                      \
+#define SIMT_ATOMIC(name, expression)                                                                \
+    template <class T> __attribute__((no_sanitize_thread)) T name(T *p, std::common_type_t<T> value) \
+    {                                                                                                \
+        const T old = *p;                                                                            \
+        *p = expression;                                                                             \
+        return old;                                                                                  \
     }
 SIMT_ATOMIC(atomicAdd, old + value)
 SIMT_ATOMIC(atomicSub, old - value)
@@ -241,20 +276,21 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selectors)
     const uint64_t bytes = uint64_t{y} << 32 | x;
     unsigned result = 0;
     for (unsigned i = 0; i < 4u; i++) {
-        const unsigned selector = selectors >> 4u * i & 15u, byte = static_cast<unsigned>(bytes >> 8u * (selector % 8u)) & 0xffu;
+        const unsigned selector = selectors >> 4u * i & 15u,
+                       byte = static_cast<unsigned>(bytes >> 8u * (selector % 8u)) & 0xffu;
         result |= (selector < 8u ? byte : byte >> 7 ? 0xffu : 0u) << 8u * i;
     }
     return result;
 }
-#define SIMT_BYTES(name, expression)                                                     \
-    inline unsigned name(unsigned a, unsigned b)                                         \
-    {                                                                                    \
-        unsigned result = 0;                                                             \
-        for (unsigned i = 0; i < 32u; i += 8u) {                                         \
-            const unsigned x = a >> i & 0xffu, y = b >> i & 0xffu;                       \
-            result |= (static_cast<unsigned>(expression) & 0xffu) << i;                  \
-        }                                                                                \
-        return result;                                                                   \
+#define SIMT_BYTES(name, expression)                                    \
+    inline unsigned name(unsigned a, unsigned b)                        \
+    {                                                                   \
+        unsigned result = 0;                                            \
+        for (unsigned i = 0; i < 32u; i += 8u) {                        \
+            const unsigned x = a >> i & 0xffu, y = b >> i & 0xffu;      \
+            result |= (static_cast<unsigned>(expression) & 0xffu) << i; \
+        }                                                               \
+        return result;                                                  \
     }
 SIMT_BYTES(__vcmpeq4, x == y ? 0xff : 0)
 SIMT_BYTES(__vcmpne4, x != y ? 0xff : 0)
@@ -274,9 +310,15 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum)
 }
 
 /* The overloads that CUDA has, so that a call compiles here as it does there. */
-#define SIMT_MIN_MAX(result, left, right)                                                                                              \
-    inline result min(left a, right b) { return static_cast<result>(a) < static_cast<result>(b) ? static_cast<result>(a) : static_cast<result>(b); } \
-    inline result max(left a, right b) { return static_cast<result>(a) < static_cast<result>(b) ? static_cast<result>(b) : static_cast<result>(a); }
+#define SIMT_MIN_MAX(result, left, right)                                                                         \
+    inline result min(left a, right b)                                                                            \
+    {                                                                                                             \
+        return static_cast<result>(a) < static_cast<result>(b) ? static_cast<result>(a) : static_cast<result>(b); \
+    }                                                                                                             \
+    inline result max(left a, right b)                                                                            \
+    {                                                                                                             \
+        return static_cast<result>(a) < static_cast<result>(b) ? static_cast<result>(b) : static_cast<result>(a); \
+    }
 SIMT_MIN_MAX(int, int, int)
 SIMT_MIN_MAX(unsigned, unsigned, unsigned)
 SIMT_MIN_MAX(unsigned, int, unsigned)
@@ -318,9 +360,11 @@ inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, co
     return cudaSuccess;
 }
 
-/* What kernel<<<num_blocks, num_threads, shared_bytes, stream>>>(arguments...) becomes. Every thread has its own copy of the arguments. */
+/* What kernel<<<num_blocks, num_threads, shared_bytes, stream>>>(arguments...) becomes. Every thread has its own copy
+ * of the arguments. */
 template <class... Parameters, class Stream, class... Arguments>
-void emulate(void (*kernel)(Parameters...), uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, Stream, const Arguments &...arguments)
+void emulate(void (*kernel)(Parameters...), uint32_t num_blocks, uint32_t num_threads, size_t shared_bytes, Stream,
+             const Arguments &...arguments)
 {
     simt::launch(num_blocks, num_threads, shared_bytes, [&] { kernel(arguments...); });
 }

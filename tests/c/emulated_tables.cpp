@@ -1,6 +1,8 @@
-/* emulated_tables.cpp - the kernels of csrc/cuda/decode and csrc/cuda/encode under emulated_simt.h against the C core: tables of every scheme, good ones and corrupt ones.
- * Usage: emulated_tables [seed] [cases] [filter]. filter: part of the description that the cases to run have; "case 17 " is one of them. */
+/* emulated_tables.cpp - the kernels of csrc/cuda/decode and csrc/cuda/encode under emulated_simt.h against the C
+ * core: tables of every scheme, good ones and corrupt ones. Usage: emulated_tables [seed] [cases] [filter]. filter:
+ * part of the description that the cases to run have; "case 17 " is one of them. */
 #include "emulated_simt.h"
+#include "cuda/decode/warp_rows.cuh"
 #include "cuda/launch.cuh"
 
 #include <csignal>
@@ -24,7 +26,10 @@ bool is_wrong = false;
 uint64_t below(uint64_t limit) { return generator() % limit; }
 bool chance(uint32_t percent) { return below(100) < percent; }
 template <class T> T pick(std::initializer_list<T> choices) { return choices.begin()[below(choices.size())]; }
-uint64_t low(uint64_t value, uint32_t num_bits) { return num_bits >= 64 ? value : value & ((uint64_t{1} << num_bits) - 1); }
+uint64_t low(uint64_t value, uint32_t num_bits)
+{
+    return num_bits >= 64 ? value : value & ((uint64_t{1} << num_bits) - 1);
+}
 
 template <class... Values> void complain(const char *format, Values... values)
 {
@@ -64,7 +69,10 @@ template <class T> struct Array {
         return *this;
     }
     ~Array() { free(memory); }
-    void swap(Array &other) { std::swap(memory, other.memory), std::swap(data, other.data), std::swap(size, other.size); }
+    void swap(Array &other)
+    {
+        std::swap(memory, other.memory), std::swap(data, other.data), std::swap(size, other.size);
+    }
 };
 
 /* ---- codebooks ---- */
@@ -77,7 +85,8 @@ struct Codebook {
 
 uint8_t mask_byte(int kind, uint32_t i, uint32_t chunk_bytes)
 {
-    const auto a = static_cast<uint8_t>(generator()), b = static_cast<uint8_t>(generator()), c = static_cast<uint8_t>(generator());
+    const auto a = static_cast<uint8_t>(generator()), b = static_cast<uint8_t>(generator()),
+               c = static_cast<uint8_t>(generator());
     switch (kind) {
     case 0: return 0;
     case 1: return 0xff;
@@ -94,12 +103,15 @@ void make_masks(Codebook &made, uint32_t row_bytes, uint32_t clusters)
     const uint32_t chunk_bytes = pick({1u, 2u, 4u, 8u});
     const size_t num_words = ibp_codebook_words(row_bytes);
     const bool flag_all = chance(25);
-    made.mask = Array<uint32_t>(clusters * num_words), made.bitval = Array<uint32_t>(clusters * num_words), made.flags = Array<uint32_t>(clusters * num_words);
+    made.mask = Array<uint32_t>(clusters * num_words), made.bitval = Array<uint32_t>(clusters * num_words),
+    made.flags = Array<uint32_t>(clusters * num_words);
     made.cluster_flags = Array<uint32_t>((clusters - 1) * num_words + 1);
-    made.mask_bytes = Array<uint8_t>(size_t{clusters} * row_bytes), made.bitval_bytes = Array<uint8_t>(size_t{clusters} * row_bytes);
+    made.mask_bytes = Array<uint8_t>(size_t{clusters} * row_bytes),
+    made.bitval_bytes = Array<uint8_t>(size_t{clusters} * row_bytes);
     const int kind = static_cast<int>(below(7));
     for (uint32_t k = 0; k < clusters; k++) {
-        uint8_t *const mask = made.mask_bytes.data + size_t{k} * row_bytes, *const bitval = made.bitval_bytes.data + size_t{k} * row_bytes;
+        uint8_t *const mask = made.mask_bytes.data + size_t{k} * row_bytes, *const bitval = made.bitval_bytes.data +
+                                                                                            size_t{k} * row_bytes;
         for (uint32_t i = 0; i < row_bytes; i++) {
             mask[i] = mask_byte(kind, i, chunk_bytes);
             bitval[i] = mask[i] & static_cast<uint8_t>(generator());
@@ -114,27 +126,35 @@ void make_masks(Codebook &made, uint32_t row_bytes, uint32_t clusters)
         made.cluster_flags.data[k * num_words] = one.num_flags;
     }
     made.codebook.mask = made.mask.data, made.codebook.bitval = made.bitval.data, made.codebook.flags = made.flags.data;
-    made.codebook.num_clusters = clusters, made.codebook.cluster_stride = static_cast<uint32_t>(num_words), made.codebook.cluster_flags = made.cluster_flags.data;
-    description += " chunk_bytes=" + std::to_string(chunk_bytes) + " flag_all=" + std::to_string(flag_all) + " masks=" + std::to_string(kind);
+    made.codebook.num_clusters = clusters, made.codebook.cluster_stride = static_cast<uint32_t>(num_words),
+    made.codebook.cluster_flags = made.cluster_flags.data;
+    description += " chunk_bytes=" + std::to_string(chunk_bytes) + " flag_all=" + std::to_string(flag_all) +
+                   " masks=" + std::to_string(kind);
 }
 
 void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, bool listed, uint32_t clusters)
 {
-    static const std::vector<std::vector<uint8_t>> plans = {{2, 2, 2, 2}, {2, 2, 2}, {2, 2}, {3, 3, 4}, {4, 4}, {}, {2, 2, 2, 3}, {1}, {1, 1}, {4, 3, 2, 1}, {3}, {2}, {1, 2, 3, 4}, {4, 4, 4, 4}, {3, 2}};
+    static const std::vector<std::vector<uint8_t>> plans = {
+        {2, 2, 2, 2}, {2, 2, 2},    {2, 2}, {3, 3, 4}, {4, 4},       {},           {2, 2, 2, 3}, {1},
+        {1, 1},       {4, 3, 2, 1}, {3},    {2},       {1, 2, 3, 4}, {4, 4, 4, 4}, {3, 2}};
     const uint32_t width = 8 * element_bytes;
     ibp_codebook &cb = made.codebook;
     ibp_planes &p = cb.planes;
     cb.scheme = IBP_SCHEME_PLANES, cb.row_bytes = row_bytes;
     p.element_bytes = element_bytes, p.listed = listed, p.rotate = static_cast<uint32_t>(below(2));
     p.per_column = !listed && chance(25);
-    p.residual_bits = chance(40) ? width - 8 : chance(5) ? width : pick({0u, 8u, 11u, 24u, width - 1, static_cast<uint32_t>(below(width))});
+    p.residual_bits = chance(40)  ? width - 8
+                      : chance(5) ? width
+                                  : pick({0u, 8u, 11u, 24u, width - 1, static_cast<uint32_t>(below(width))});
     if (p.residual_bits > width) p.residual_bits = static_cast<uint32_t>(below(width));
     const std::vector<uint8_t> &plan = plans[below(chance(60) ? 6 : plans.size())];
     p.num_planes = static_cast<uint32_t>(plan.size());
     for (uint32_t i = 0; i < p.num_planes; i++) p.digit_bits[i] = plan[i], p.num_entries += (1u << plan[i]) - 1;
     for (p.symbol_bytes = 1; 8 * p.symbol_bytes < width - p.residual_bits;) p.symbol_bytes *= 2;
-    p.default_value = chance(60) ? 0 : low(generator(), width), p.closed_value = low(chance(50) ? 1 : generator(), width);
-    const size_t columns = p.per_column ? row_bytes / element_bytes : 1, set_bytes = columns * p.num_entries * p.symbol_bytes;
+    p.default_value = chance(60) ? 0 : low(generator(), width),
+    p.closed_value = low(chance(50) ? 1 : generator(), width);
+    const size_t columns = p.per_column ? row_bytes / element_bytes : 1,
+                 set_bytes = columns * p.num_entries * p.symbol_bytes;
     made.entries = Array<uint8_t>(clusters * set_bytes);
     for (size_t i = 0; i < clusters * columns * p.num_entries; i++) {
         const uint64_t symbol = low(generator(), width - p.residual_bits);
@@ -144,8 +164,8 @@ void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, boo
     cb.num_clusters = clusters, cb.cluster_stride = static_cast<uint32_t>(set_bytes);
     description += " element_bytes=" + std::to_string(element_bytes) + " digit_bits=";
     for (uint8_t b : plan) description += std::to_string(b);
-    description += " residual_bits=" + std::to_string(p.residual_bits) + " rotate=" + std::to_string(p.rotate) + " per_column=" + std::to_string(p.per_column) +
-                   " symbol_bytes=" + std::to_string(p.symbol_bytes);
+    description += " residual_bits=" + std::to_string(p.residual_bits) + " rotate=" + std::to_string(p.rotate) +
+                   " per_column=" + std::to_string(p.per_column) + " symbol_bytes=" + std::to_string(p.symbol_bytes);
     if (ibp_check_codebook(&cb) != IBP_OK) abort();
 }
 
@@ -158,7 +178,9 @@ void fill_masked(const Codebook &book, Kind kind, uint32_t cluster, uint8_t *row
 {
     static const uint32_t percent_broken[] = {0, 5, 50, 100, 0};
     const uint32_t row_bytes = book.codebook.row_bytes;
-    const uint8_t *const mask = book.mask_bytes.data + size_t{cluster} * row_bytes, *const bitval = book.bitval_bytes.data + size_t{cluster} * row_bytes;
+    const uint8_t *const mask = book.mask_bytes.data + size_t{cluster} * row_bytes, *const bitval =
+                                                                                        book.bitval_bytes.data +
+                                                                                        size_t{cluster} * row_bytes;
     bool breaks = false;
     for (size_t i = 0; i < num_bytes; i++) {
         if (i % book.codebook.chunk_bytes == 0) breaks = chance(percent_broken[kind]);
@@ -171,7 +193,10 @@ void fill_planes(const Codebook &book, Kind kind, uint32_t cluster, uint8_t *row
 {
     const ibp_planes &p = book.codebook.planes;
     const uint32_t width = 8 * p.element_bytes, percent_raw = kind == kWell ? 0 : kind == kSome ? 3 : 40;
-    const uint32_t percent_listed = pick({0u, 1u, 5u, 30u, 70u, 97u, 100u}), percent_next = kind == kWell ? 5 : kind == kSome ? 25 : 60; /* to the next entry */
+    const uint32_t percent_listed = pick({0u, 1u, 5u, 30u, 70u, 97u, 100u}),
+                   percent_next = kind == kWell   ? 5
+                                  : kind == kSome ? 25
+                                                  : 60; /* to the next entry */
     const bool closed = chance(15);
     for (size_t i = 0; i + p.element_bytes <= num_bytes; i += p.element_bytes) {
         const size_t column = p.per_column ? i / p.element_bytes : 0;
@@ -180,9 +205,13 @@ void fill_planes(const Codebook &book, Kind kind, uint32_t cluster, uint8_t *row
             size_t rank = kind == kMany ? below(p.num_entries) : 0;
             while (rank + 1 < p.num_entries && chance(percent_next)) rank++;
             symbol = 0;
-            memcpy(&symbol, book.entries.data + size_t{cluster} * book.codebook.cluster_stride + (column * p.num_entries + rank) * p.symbol_bytes, p.symbol_bytes);
+            memcpy(&symbol,
+                   book.entries.data + size_t{cluster} * book.codebook.cluster_stride +
+                       (column * p.num_entries + rank) * p.symbol_bytes,
+                   p.symbol_bytes);
         }
-        const uint64_t rotated = (p.residual_bits >= 64 ? 0 : symbol << p.residual_bits) | low(generator(), p.residual_bits);
+        const uint64_t rotated =
+            (p.residual_bits >= 64 ? 0 : symbol << p.residual_bits) | low(generator(), p.residual_bits);
         uint64_t element = p.rotate ? rotated >> 1 | low(rotated, 1) << (width - 1) : rotated;
         if (p.listed) element = !chance(percent_listed) ? p.default_value : closed ? p.closed_value : element;
         memcpy(row + i, &element, p.element_bytes);
@@ -195,7 +224,8 @@ void fill_rows(const Codebook &book, uint8_t *data, size_t num_bytes)
     const int style = static_cast<int>(below(6)); /* of the table: mostly one kind of row, or a mixture */
     for (size_t start = 0; start < num_bytes; start += cb.row_bytes) {
         const size_t bytes = std::min<size_t>(cb.row_bytes, num_bytes - start);
-        const Kind kind = style < 4 && !chance(15) ? (style == 3 ? kNoise : static_cast<Kind>(style)) : static_cast<Kind>(below(5));
+        const Kind kind =
+            style < 4 && !chance(15) ? (style == 3 ? kNoise : static_cast<Kind>(style)) : static_cast<Kind>(below(5));
         const uint32_t cluster = static_cast<uint32_t>(below(std::max(1u, cb.num_clusters)));
         for (size_t i = 0; i < bytes; i++) data[start + i] = kind == kZeros ? 0 : static_cast<uint8_t>(generator());
         if (kind == kNoise || kind == kZeros) continue;
@@ -227,42 +257,56 @@ uint32_t choose_row_bytes(uint32_t unit)
 Made make_table(const std::string &scheme)
 {
     Made made;
-    const uint32_t element_bytes = scheme == "dense" || scheme == "listed" ? pick({1u, 2u, 2u, 4u, 8u}) : 1, row_bytes = choose_row_bytes(element_bytes);
+    const uint32_t element_bytes = scheme == "dense" || scheme == "listed" ? pick({1u, 2u, 2u, 4u, 8u}) : 1,
+                   row_bytes = choose_row_bytes(element_bytes);
     const uint32_t clusters = chance(25) ? 2 + static_cast<uint32_t>(below(2)) : 1;
     description += " row_bytes=" + std::to_string(row_bytes) + " clusters=" + std::to_string(clusters);
     made.book.codebook.row_bytes = row_bytes;
     if (scheme == "ibp") make_masks(made.book, row_bytes, clusters);
-    if (scheme == "dense" || scheme == "listed") make_planes(made.book, row_bytes, element_bytes, scheme == "listed", clusters);
+    if (scheme == "dense" || scheme == "listed")
+        make_planes(made.book, row_bytes, element_bytes, scheme == "listed", clusters);
     if (chance(50) && clusters == 1) made.book.codebook.num_clusters = 0;
 
     ibp_table &t = made.table;
     t.codebook = made.book.codebook;
-    const int64_t most_bytes = std::min<int64_t>(200 * int64_t{row_bytes}, std::max<int64_t>(chance(10) ? 200000 : 60000, 8 * int64_t{row_bytes}));
+    const int64_t most_bytes = std::min<int64_t>(
+        200 * int64_t{row_bytes}, std::max<int64_t>(chance(10) ? 200000 : 60000, 8 * int64_t{row_bytes}));
     const int64_t most_rows = std::max<int64_t>(most_bytes / row_bytes, 1);
-    const int64_t tensor_bytes = (1 + static_cast<int64_t>(below(static_cast<uint64_t>(most_rows)))) * row_bytes - (chance(50) ? static_cast<int64_t>(below(row_bytes)) : 0);
+    const int64_t tensor_bytes = (1 + static_cast<int64_t>(below(static_cast<uint64_t>(most_rows)))) * row_bytes -
+                                 (chance(50) ? static_cast<int64_t>(below(row_bytes)) : 0);
     switch (below(5)) {
     case 0: t.item_bytes = 1 + static_cast<int64_t>(below(2 * row_bytes)); break;
     case 1: t.item_bytes = row_bytes * (2 + static_cast<int64_t>(below(3))); break;
-    case 2: t.item_bytes = row_bytes % 4 == 0 && chance(50) ? row_bytes / 4 : row_bytes % 2 == 0 ? row_bytes / 2 : row_bytes; break;
+    case 2:
+        t.item_bytes = row_bytes % 4 == 0 && chance(50) ? row_bytes / 4
+                       : row_bytes % 2 == 0             ? row_bytes / 2
+                                                        : row_bytes;
+        break;
     default: t.item_bytes = row_bytes;
     }
     t.num_items = std::max<int64_t>(tensor_bytes / t.item_bytes, 1);
     const int64_t num_bytes = t.num_items * t.item_bytes, num_rows = ibp_num_rows(&t);
     made.data = Array<uint8_t>(static_cast<size_t>(num_bytes));
     fill_rows(made.book, made.data.data, made.data.size);
-    t.slot_bytes = scheme == "raw" || chance(25) ? row_bytes : chance(30) ? 0 : static_cast<uint32_t>(below((row_bytes + 31) / 32)) * 32;
+    t.slot_bytes = scheme == "raw" || chance(25) ? row_bytes
+                   : chance(30)                  ? 0
+                                                 : static_cast<uint32_t>(below((row_bytes + 31) / 32)) * 32;
     if (scheme != "raw") {
-        made.lengths = Array<uint16_t>(static_cast<size_t>(num_rows)), made.bases = Array<uint64_t>(static_cast<size_t>((num_rows + 31) / 32));
+        made.lengths = Array<uint16_t>(static_cast<size_t>(num_rows)),
+        made.bases = Array<uint64_t>(static_cast<size_t>((num_rows + 31) / 32));
         Array<uint8_t> work(ibp_scratch_bytes(t.codebook.row_bytes));
-    ibp_measure_rows(&t.codebook, made.data.data, num_bytes, made.lengths.data, work.data, work.size);
-        if (chance(50) && t.slot_bytes != 0 && t.slot_bytes != row_bytes) { /* as an encoder would choose it: about as long as a row */
+        ibp_measure_rows(&t.codebook, made.data.data, num_bytes, made.lengths.data, work.data, work.size);
+        if (chance(50) && t.slot_bytes != 0 &&
+            t.slot_bytes != row_bytes) { /* as an encoder would choose it: about as long as a row */
             const uint32_t length = made.lengths.data[below(made.lengths.size)];
             t.slot_bytes = length / 32 * 32 < row_bytes ? length / 32 * 32 : t.slot_bytes;
         }
         ibp_index_rows(made.lengths.data, num_bytes, row_bytes, t.slot_bytes, made.bases.data, &t.overflow_bytes);
     }
     t.slots_bytes = t.slot_bytes == row_bytes ? num_bytes : num_rows * t.slot_bytes;
-    const auto offset = [] { return chance(60) ? size_t{0} : pick({size_t{1}, size_t{2}, size_t{4}, size_t{8}, size_t{13}}); };
+    const auto offset = [] {
+        return chance(60) ? size_t{0} : pick({size_t{1}, size_t{2}, size_t{4}, size_t{8}, size_t{13}});
+    };
     made.slots = Array<uint8_t>(static_cast<size_t>(t.slots_bytes), offset());
     made.overflow = Array<uint8_t>(static_cast<size_t>(t.overflow_bytes), offset());
     t.slots = made.slots.data, t.overflow = made.overflow.data, t.lengths = made.lengths.data;
@@ -271,11 +315,14 @@ Made make_table(const std::string &scheme)
     ibp_fault fault = {};
     if (scheme == "raw")
         memcpy(made.slots.data, made.data.data, made.data.size);
-    else if (ibp_encode_rows(&t, made.data.data, 0, num_rows, made.slots.data, made.overflow.data, scratch.data, scratch.size, &fault) != IBP_OK)
+    else if (ibp_encode_rows(&t, made.data.data, 0, num_rows, made.slots.data, made.overflow.data, scratch.data,
+                             scratch.size, &fault) != IBP_OK)
         abort();
     long coded = 0, two_parts = 0;
-    for (size_t r = 0; r < made.lengths.size; r++) coded += made.lengths.data[r] != 0, two_parts += t.slot_bytes != 0 && made.lengths.data[r] > t.slot_bytes;
-    description += " slot_bytes=" + std::to_string(t.slot_bytes) + " rows=" + std::to_string(num_rows) + " coded=" + std::to_string(coded) + " in_two_parts=" + std::to_string(two_parts) +
+    for (size_t r = 0; r < made.lengths.size; r++)
+        coded += made.lengths.data[r] != 0, two_parts += t.slot_bytes != 0 && made.lengths.data[r] > t.slot_bytes;
+    description += " slot_bytes=" + std::to_string(t.slot_bytes) + " rows=" + std::to_string(num_rows) +
+                   " coded=" + std::to_string(coded) + " in_two_parts=" + std::to_string(two_parts) +
                    " item_bytes=" + std::to_string(t.item_bytes) + " items=" + std::to_string(t.num_items);
     return made;
 }
@@ -284,22 +331,30 @@ void corrupt(Made &made)
 {
     made.is_corrupt = true;
     const auto flip = [](uint8_t *bytes, size_t num_bytes, size_t times) {
-        for (size_t i = 0; num_bytes != 0 && i < times; i++) bytes[below(num_bytes)] ^= static_cast<uint8_t>(1 + below(255));
+        for (size_t i = 0; num_bytes != 0 && i < times; i++)
+            bytes[below(num_bytes)] ^= static_cast<uint8_t>(1 + below(255));
     };
     const size_t times = 1 + below(chance(50) ? 3 : 60);
     switch (below(5)) {
     case 0: flip(made.slots.data, made.slots.size, times), flip(made.overflow.data, made.overflow.size, times); break;
     case 1:
-        for (size_t i = 0; made.lengths.size != 0 && i < times; i++) made.lengths.data[below(made.lengths.size)] = static_cast<uint16_t>(chance(50) ? below(made.table.codebook.row_bytes + 2) : generator());
+        for (size_t i = 0; made.lengths.size != 0 && i < times; i++)
+            made.lengths.data[below(made.lengths.size)] =
+                static_cast<uint16_t>(chance(50) ? below(made.table.codebook.row_bytes + 2) : generator());
         break;
     case 2:
-        for (size_t i = 0; made.lengths.size != 0 && i < times; i++) made.lengths.data[below(made.lengths.size)] = static_cast<uint16_t>(made.lengths.data[below(made.lengths.size)] + pick({1, -1}));
+        for (size_t i = 0; made.lengths.size != 0 && i < times; i++)
+            made.lengths.data[below(made.lengths.size)] =
+                static_cast<uint16_t>(made.lengths.data[below(made.lengths.size)] + pick({1, -1}));
         break;
     case 3:
-        if (made.bases.size != 0) made.bases.data[below(made.bases.size)] += chance(50) ? generator() : pick<uint64_t>({1, 32, ~uint64_t{0}, 1u << 20});
+        if (made.bases.size != 0)
+            made.bases.data[below(made.bases.size)] +=
+                chance(50) ? generator() : pick<uint64_t>({1, 32, ~uint64_t{0}, 1u << 20});
         break;
     default: /* every row's first bytes: headers, flags, the cluster */
-        for (size_t i = 0; i + 4 < made.slots.size; i += std::max(1u, made.table.slot_bytes)) flip(made.slots.data + i, 4, chance(40));
+        for (size_t i = 0; i + 4 < made.slots.size; i += std::max(1u, made.table.slot_bytes))
+            flip(made.slots.data + i, 4, chance(40));
         flip(made.overflow.data, made.overflow.size, times);
     }
 }
@@ -308,17 +363,23 @@ void corrupt(Made &made)
 void cut_block(Made &made)
 {
     ibp_table &t = made.table;
-    const size_t num_groups = static_cast<size_t>(ibp_num_rows(&t) + 31) / 32, first = below(num_groups), end = first + 1 + below(num_groups - first);
+    const size_t num_groups = static_cast<size_t>(ibp_num_rows(&t) + 31) / 32, first = below(num_groups),
+                 end = first + 1 + below(num_groups - first);
     const auto cut = [](Array<uint8_t> &array, uint64_t from, uint64_t to) {
         Array<uint8_t> block(to - from, from % 16);
         if (from < to) memcpy(block.data, array.data + from, block.size);
         array = std::move(block);
     };
-    const auto slots_at = [&](size_t group) { return std::min<uint64_t>(32 * uint64_t{t.slot_bytes} * group, made.slots.size); };
-    const auto overflow_at = [&](size_t group) { return group < num_groups && made.bases.size != 0 ? made.bases.data[group] : made.overflow.size; };
+    const auto slots_at = [&](size_t group) {
+        return std::min<uint64_t>(32 * uint64_t{t.slot_bytes} * group, made.slots.size);
+    };
+    const auto overflow_at = [&](size_t group) {
+        return group < num_groups && made.bases.size != 0 ? made.bases.data[group] : made.overflow.size;
+    };
     t.slots_start = slots_at(first), t.overflow_start = overflow_at(first);
     cut(made.overflow, t.overflow_start, overflow_at(end)), cut(made.slots, t.slots_start, slots_at(end));
-    t.slots = made.slots.data, t.slots_bytes = static_cast<int64_t>(made.slots.size), t.overflow = made.overflow.data, t.overflow_bytes = static_cast<int64_t>(made.overflow.size);
+    t.slots = made.slots.data, t.slots_bytes = static_cast<int64_t>(made.slots.size), t.overflow = made.overflow.data,
+    t.overflow_bytes = static_cast<int64_t>(made.overflow.size);
 }
 
 /* ---- comparison ---- */
@@ -338,12 +399,17 @@ struct Faults {
     void check(const ibp_fault &met, const char *what) const
     {
         if (all.empty()) {
-            if (met.status != 0 || met.taken != 0) complain("%s: fault %lld at %lld, id %lld; there is none", what, (long long)met.status, (long long)met.position, (long long)met.id);
+            if (met.status != 0 || met.taken != 0)
+                complain("%s: fault %lld at %lld, id %lld; there is none", what, (long long)met.status,
+                         (long long)met.position, (long long)met.id);
             return;
         }
-        const bool known = std::any_of(all.begin(), all.end(), [&](const ibp_fault &f) { return f.status == met.status && f.position == met.position && f.id == met.id; });
+        const bool known = std::any_of(all.begin(), all.end(), [&](const ibp_fault &f) {
+            return f.status == met.status && f.position == met.position && f.id == met.id;
+        });
         if (!known)
-            complain("%s: fault %lld at %lld, id %lld; the first of %zu is %lld at %lld, id %lld", what, (long long)met.status, (long long)met.position, (long long)met.id, all.size(),
+            complain("%s: fault %lld at %lld, id %lld; the first of %zu is %lld at %lld, id %lld", what,
+                     (long long)met.status, (long long)met.position, (long long)met.id, all.size(),
                      (long long)all[0].status, (long long)all[0].position, (long long)all[0].id);
     }
 };
@@ -354,7 +420,8 @@ void compare(const Output &met, const Output &wanted, const std::string &what)
     for (size_t i = met.bytes.size; i-- > 0;)
         if (met.bytes.data[i] != wanted.bytes.data[i]) num_different++, first = i;
     if (num_different == 0) return;
-    complain("%s: %zu bytes differ, the first is %lld: %02x, not %02x", what.c_str(), num_different, (long long)(met.bytes.data + first - met.out), met.bytes.data[first], wanted.bytes.data[first]);
+    complain("%s: %zu bytes differ, the first is %lld: %02x, not %02x", what.c_str(), num_different,
+             (long long)(met.bytes.data + first - met.out), met.bytes.data[first], wanted.bytes.data[first]);
 }
 
 void compare_bytes(const Output &met, const Output &wanted, size_t num_bytes, const char *what)
@@ -374,13 +441,15 @@ void check_decode(const Made &made, bool whole)
     const int64_t num_bytes = t.num_items * t.item_bytes, row_bytes = t.codebook.row_bytes;
     int64_t start = 0, end = num_bytes;
     if (!whole) {
-        start = static_cast<int64_t>(below(static_cast<uint64_t>(num_bytes) + 1)), end = static_cast<int64_t>(below(static_cast<uint64_t>(num_bytes) + 1));
+        start = static_cast<int64_t>(below(static_cast<uint64_t>(num_bytes) + 1)),
+        end = static_cast<int64_t>(below(static_cast<uint64_t>(num_bytes) + 1));
         const int64_t unit = chance(30) ? row_bytes : chance(50) ? 16 : 1;
         start = start / unit * unit;
         if (start > end) std::swap(start, end);
     }
     const size_t offset = choose_offset(), size = static_cast<size_t>(end - start);
-    const std::string what = "bytes " + std::to_string(start) + " to " + std::to_string(end) + ", out + " + std::to_string(offset);
+    const std::string what =
+        "bytes " + std::to_string(start) + " to " + std::to_string(end) + ", out + " + std::to_string(offset);
     Output met(size, offset), wanted(size, offset);
     Array<uint8_t> scratch(ibp_scratch_bytes(static_cast<uint32_t>(row_bytes)));
     Faults faults;
@@ -393,7 +462,8 @@ void check_decode(const Made &made, bool whole)
     }
     ibp_fault fault = {};
     if (!made.is_corrupt) simt::watch(met.bytes.data, met.bytes.size);
-    const ibp_status status = ibp_cuda_decode_bytes(&t, start, end, met.out, &fault, static_cast<int>(below(4)), nullptr);
+    const ibp_status status =
+        ibp_cuda_decode_bytes(&t, start, end, met.out, &fault, static_cast<int>(below(4)), nullptr);
     if (status != IBP_OK) complain("%s: status %d", what.c_str(), status);
     compare(met, wanted, what);
     faults.check(fault, what.c_str());
@@ -409,7 +479,9 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
     for (size_t k = 0; k < count; k++) {
         ids.data[k] = static_cast<Id>(in_order ? k % num_items : below(num_items));
         if (k != 0 && chance(20)) ids.data[k] = ids.data[k - 1];
-        if (bad_ids && chance(10)) ids.data[k] = pick({Id{-1}, static_cast<Id>(num_items), std::numeric_limits<Id>::min(), std::numeric_limits<Id>::max()});
+        if (bad_ids && chance(10))
+            ids.data[k] = pick(
+                {Id{-1}, static_cast<Id>(num_items), std::numeric_limits<Id>::min(), std::numeric_limits<Id>::max()});
     }
     Array<uint32_t> positions;
     ibp_ids request = {ids.data, static_cast<int64_t>(count), sizeof(Id), nullptr, 0};
@@ -420,11 +492,14 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
         std::shuffle(places.begin(), places.end(), generator);
         out_items = places.size();
         positions = Array<uint32_t>(count);
-        for (size_t k = 0; k < count; k++) positions.data[k] = bad_ids && chance(10) ? pick({static_cast<uint32_t>(out_items), ~0u, 1u << 31}) : places[k];
+        for (size_t k = 0; k < count; k++)
+            positions.data[k] =
+                bad_ids && chance(10) ? pick({static_cast<uint32_t>(out_items), ~0u, 1u << 31}) : places[k];
         request.positions = positions.data, request.out_items = static_cast<int64_t>(out_items);
     }
     const size_t offset = choose_offset();
-    const std::string what = std::to_string(count) + " ids of " + std::to_string(sizeof(Id)) + " bytes" + (request.positions ? " with positions" : "") + ", out + " + std::to_string(offset);
+    const std::string what = std::to_string(count) + " ids of " + std::to_string(sizeof(Id)) + " bytes" +
+                             (request.positions ? " with positions" : "") + ", out + " + std::to_string(offset);
     Output met(out_items * item_bytes, offset), wanted(out_items * item_bytes, offset);
     Array<uint8_t> scratch(ibp_scratch_bytes(t.codebook.row_bytes));
     Faults faults;
@@ -449,22 +524,156 @@ void check_encode(const Made &made)
     memcpy(data.data, made.data.data, made.data.size);
     if (t.codebook.scheme != IBP_SCHEME_RAW) {
         Array<uint16_t> lengths(made.lengths.size);
-        if (ibp_cuda_measure_rows(&t.codebook, data.data, num_bytes, lengths.data, nullptr) != IBP_OK) complain("rows could not be measured");
+        if (ibp_cuda_measure_rows(&t.codebook, data.data, num_bytes, lengths.data, nullptr) != IBP_OK)
+            complain("rows could not be measured");
         for (size_t r = 0; r < lengths.size; r++)
             if (lengths.data[r] != made.lengths.data[r]) {
                 complain("row %zu has %u bytes, not %u", r, lengths.data[r], made.lengths.data[r]);
                 break;
             }
     }
-    Output slots(made.slots.size, choose_offset()), overflow(made.overflow.size, choose_offset()), wanted_slots(made.slots.size, 0), wanted_overflow(made.overflow.size, 0);
-    for (Output *output : {&slots, &overflow, &wanted_slots, &wanted_overflow}) memset(output->bytes.data, 0, output->bytes.size);
+    Output slots(made.slots.size, choose_offset()), overflow(made.overflow.size, choose_offset()),
+        wanted_slots(made.slots.size, 0), wanted_overflow(made.overflow.size, 0);
+    for (Output *output : {&slots, &overflow, &wanted_slots, &wanted_overflow})
+        memset(output->bytes.data, 0, output->bytes.size);
     Array<uint8_t> scratch(ibp_scratch_bytes(t.codebook.row_bytes));
     ibp_fault fault = {};
-    if (ibp_encode_rows(&t, made.data.data, 0, num_rows, wanted_slots.out, wanted_overflow.out, scratch.data, scratch.size, &fault) != IBP_OK) abort();
+    if (ibp_encode_rows(&t, made.data.data, 0, num_rows, wanted_slots.out, wanted_overflow.out, scratch.data,
+                        scratch.size, &fault) != IBP_OK)
+        abort();
     simt::watch(slots.bytes.data, slots.bytes.size);
-    if (ibp_cuda_encode_rows(&t, data.data, slots.out, overflow.out, &fault, nullptr) != IBP_OK || fault.status != 0) complain("rows could not be coded");
+    if (ibp_cuda_encode_rows(&t, data.data, slots.out, overflow.out, &fault, nullptr) != IBP_OK || fault.status != 0)
+        complain("rows could not be coded");
     compare_bytes(slots, wanted_slots, made.slots.size, "slots");
     compare_bytes(overflow, wanted_overflow, made.overflow.size, "overflow");
+}
+
+/* A kernel of a user's, with warp_rows.cuh: a warp takes every so many rows; rows that lie in one piece are decoded
+ * from their bytes every other time. */
+__global__ void decode_each(const ibp_table table, uint32_t warp_bytes, uint8_t *out, uint32_t *statuses)
+{
+    const int64_t num_warps = gridDim.x * (blockDim.x / 32u), row_bytes = table.codebook.row_bytes;
+    const uint32_t warp = threadIdx.x / 32u;
+    for (int64_t r = blockIdx.x * (blockDim.x / 32u) + warp; r <= ibp_num_rows(&table); r += num_warps) {
+        ibp_row_place place;
+        uint8_t *const row = out + r * row_bytes;
+        ibp_status status;
+        if (r % 2 != 0 && r < ibp_num_rows(&table) && ibp::find_row(table, r, &place) && !place.raw &&
+            place.in_overflow == 0u)
+            status = ibp::warp_decode_coded(table.codebook, table.slots + place.slot_start, place.in_slot, row,
+                                            place.valid, warp * warp_bytes);
+        else
+            status = ibp::warp_decode_row(table, r, row, warp * warp_bytes);
+        if (threadIdx.x % 32u == 0) statuses[r] = status;
+    }
+}
+
+void check_device_rows(const Made &made)
+{
+    const ibp_table &t = made.table;
+    const int64_t num_bytes = t.num_items * t.item_bytes, row_bytes = t.codebook.row_bytes, num_rows = ibp_num_rows(&t);
+    const size_t offset = choose_offset();
+    Output met(static_cast<size_t>((num_rows + 1) * row_bytes), offset),
+        wanted(static_cast<size_t>((num_rows + 1) * row_bytes), offset);
+    Array<uint32_t> statuses(static_cast<size_t>(num_rows) + 1);
+    Array<uint8_t> scratch(ibp_scratch_bytes(t.codebook.row_bytes));
+    memset(wanted.out + num_rows * row_bytes, 0, static_cast<size_t>(row_bytes)); /* there is no such row */
+    const uint32_t warp_bytes = ibp::warp_scratch_bytes(t.codebook);
+    emulate(decode_each, 2, 64, 2 * warp_bytes, nullptr, t, warp_bytes, met.out, statuses.data);
+    for (int64_t r = 0; r < num_rows; r++) {
+        ibp_fault fault = {};
+        ibp_decode_bytes(&t, r * row_bytes, std::min((r + 1) * row_bytes, num_bytes), wanted.out + r * row_bytes,
+                         scratch.data, scratch.size, &fault);
+        if (statuses.data[r] != static_cast<uint32_t>(fault.status))
+            complain("row %lld by a warp: status %u, not %lld", (long long)r, statuses.data[r],
+                     (long long)fault.status);
+    }
+    if (statuses.data[num_rows] != IBP_INDEX_OUT_OF_RANGE)
+        complain("the row past the last one: status %u", statuses.data[num_rows]);
+    compare(met, wanted, "rows by warps");
+}
+
+/* Words of a codebook that say anything, and entries with any bits: what comes out does not matter, but nothing
+ * outside the arrays is touched. */
+void check_hostile_words(Made &made)
+{
+    Codebook &book = made.book;
+    ibp_table &t = made.table;
+    const auto scramble = [](uint32_t *words, size_t count) {
+        for (size_t i = 0; i < count; i++)
+            if (chance(50)) words[i] = chance(50) ? static_cast<uint32_t>(generator()) : ~0u << below(32);
+    };
+    scramble(book.mask.data, book.mask.size), scramble(book.bitval.data, book.bitval.size),
+        scramble(book.flags.data, book.flags.size);
+    scramble(book.cluster_flags.data, book.cluster_flags.size);
+    for (size_t i = 0; i < book.entries.size; i++) book.entries.data[i] = static_cast<uint8_t>(generator());
+    if (t.codebook.scheme == IBP_SCHEME_IBP)
+        t.codebook.num_flags = static_cast<uint32_t>(below(t.codebook.row_bytes / t.codebook.chunk_bytes + 1));
+    const int64_t num_bytes = t.num_items * t.item_bytes;
+    Output out(static_cast<size_t>(num_bytes), choose_offset());
+    ibp_fault fault = {};
+    if (ibp_cuda_decode_bytes(&t, 0, num_bytes, out.out, &fault, 0, nullptr) != IBP_OK)
+        complain("hostile words: not decoded");
+    const int64_t ids[] = {t.num_items - 1, 0, t.num_items / 2, -1};
+    const ibp_ids request = {ids, 4, sizeof *ids, nullptr, 0};
+    Output items(4 * static_cast<size_t>(t.item_bytes), choose_offset());
+    fault = {};
+    if (ibp_cuda_gather_items(&t, &request, items.out, &fault, 0, nullptr) != IBP_OK || fault.status == IBP_OK)
+        complain("hostile words: not gathered");
+    Array<uint8_t> data((made.data.size + 3) / 4 * 4);
+    memcpy(data.data, made.data.data, made.data.size);
+    Array<uint16_t> lengths(made.lengths.size);
+    if (t.codebook.scheme != IBP_SCHEME_RAW &&
+        ibp_cuda_measure_rows(&t.codebook, data.data, num_bytes, lengths.data, nullptr) != IBP_OK)
+        complain("hostile words: not measured");
+    Output slots(made.slots.size, choose_offset()), overflow(made.overflow.size, choose_offset());
+    fault = {};
+    if (ibp_cuda_encode_rows(&t, data.data, slots.out, overflow.out, &fault, nullptr) != IBP_OK)
+        complain("hostile words: not encoded");
+}
+
+/* Arguments that contradict each other are refused before a launch. */
+void check_refusals()
+{
+    description = "refusals";
+    const auto expect = [](const char *what, ibp_status status) {
+        if (status != IBP_INVALID_ARGUMENT) complain("%s: status %d", what, status);
+    };
+    uint8_t data[64] = {}, out[64];
+    uint16_t lengths[4] = {};
+    int64_t id = 0;
+    ibp_fault fault = {};
+    ibp_table good = {};
+    good.num_items = 4, good.item_bytes = 16, good.slots = data, good.slots_bytes = sizeof data, good.slot_bytes = 16,
+    good.codebook.row_bytes = 16;
+    const ibp_ids one = {&id, 1, sizeof id, nullptr, 0};
+    if (ibp_cuda_decode_bytes(&good, 0, 64, out, &fault, 0, nullptr) != IBP_OK) complain("a good table is refused");
+    const auto refuse = [&](const char *what, const ibp_table &t) {
+        expect(what, ibp_cuda_decode_bytes(&t, 0, 64, out, &fault, 0, nullptr));
+        expect(what, ibp_cuda_gather_items(&t, &one, out, &fault, 0, nullptr));
+    };
+    ibp_table bad = good;
+    bad.lengths = lengths, refuse("raw with lengths", bad);
+    expect("raw with lengths", ibp_cuda_encode_rows(&bad, data, out, nullptr, &fault, nullptr));
+    bad = good, bad.codebook.scheme = static_cast<ibp_scheme>(7), refuse("no scheme", bad);
+    expect("no scheme", ibp_cuda_encode_rows(&bad, data, out, nullptr, &fault, nullptr));
+    expect("no scheme", ibp_cuda_measure_rows(&bad.codebook, data, 64, lengths, nullptr));
+    expect("raw rows measured", ibp_cuda_measure_rows(&good.codebook, data, 64, lengths, nullptr));
+    bad = good, bad.codebook.row_bytes = 0, refuse("rows of no bytes", bad);
+    bad = good, bad.slots = nullptr, refuse("no slots", bad);
+    bad = good, bad.num_items = INT64_MAX, refuse("too many items", bad);
+    bad = good, bad.codebook.scheme = IBP_SCHEME_PLANES, bad.codebook.planes.element_bytes = 3,
+    refuse("elements of 3 bytes", bad);
+    expect("no output", ibp_cuda_decode_bytes(&good, 0, 64, nullptr, &fault, 0, nullptr));
+    expect("no fault", ibp_cuda_decode_bytes(&good, 0, 64, out, nullptr, 0, nullptr));
+    expect("bytes past the end", ibp_cuda_decode_bytes(&good, 0, 65, out, &fault, 0, nullptr));
+    ibp_ids ids = one;
+    ids.id_bytes = 2, expect("ids of 2 bytes", ibp_cuda_gather_items(&good, &ids, out, &fault, 0, nullptr));
+    ids = one, ids.data = nullptr, expect("no ids", ibp_cuda_gather_items(&good, &ids, out, &fault, 0, nullptr));
+    ids = one, ids.count = -1, expect("-1 ids", ibp_cuda_gather_items(&good, &ids, out, &fault, 0, nullptr));
+    expect("no data", ibp_cuda_encode_rows(&good, nullptr, out, nullptr, &fault, nullptr));
+    expect("no slots", ibp_cuda_encode_rows(&good, data, nullptr, nullptr, &fault, nullptr));
+    num_wrong += is_wrong;
 }
 
 /* @return whether the case has the filter in its description. */
@@ -472,15 +681,18 @@ bool run_case(uint64_t seed, long number, const char *filter)
 {
     generator.seed(seed * 1000003 + static_cast<uint64_t>(number));
     simt::seed(seed * 1000003 + static_cast<uint64_t>(number));
-    static const char *const schemes[] = {"raw", "ibp", "ibp", "ibp", "dense", "dense", "dense", "dense", "dense", "listed", "listed", "listed"};
+    static const char *const schemes[] = {"raw",   "ibp",   "ibp",   "ibp",    "dense",  "dense",
+                                          "dense", "dense", "dense", "listed", "listed", "listed"};
     const std::string scheme = schemes[below(12)];
     description = "case " + std::to_string(number) + " of seed " + std::to_string(seed) + ": " + scheme;
     Made made = make_table(scheme);
     const bool corrupts = chance(40), cuts = chance(8);
     description += corrupts ? " corrupt" : cuts ? " block" : " good";
     if (description.find(filter) == std::string::npos) return false;
-    if (corrupts) corrupt(made);
-    else if (cuts) cut_block(made);
+    if (corrupts)
+        corrupt(made);
+    else if (cuts)
+        cut_block(made);
     is_wrong = false;
     alarm(120);
     check_decode(made, true);
@@ -488,6 +700,8 @@ bool run_case(uint64_t seed, long number, const char *filter)
     check_gather<int32_t>(made, chance(20));
     check_gather<int64_t>(made, chance(20));
     if (!corrupts && !cuts) check_encode(made);
+    check_device_rows(made);
+    if (!cuts && chance(25)) check_hostile_words(made);
     num_wrong += is_wrong;
     return true;
 }
@@ -505,10 +719,11 @@ ibp_status allow_shared(const void *kernel)
 }
 
 /* As in device.cu, of a GPU so small that groups take several jobs one after the other. */
-ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes, uint32_t group_threads, int64_t num_jobs, int max_sms,
-                       Launch *launch)
+ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
+                       uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
 {
-    const uint32_t unit = std::max(group_threads, kWarp), groups_a_unit = unit / group_threads, unit_bytes = groups_a_unit * group_bytes;
+    const uint32_t unit = std::max(group_threads, kWarp), groups_a_unit = unit / group_threads,
+                   unit_bytes = groups_a_unit * group_bytes;
     const auto few = [] { return chance(50) ? int64_t{1} : 1 + static_cast<int64_t>(below(3)); };
     const int64_t sms = max_sms > 0 ? std::min<int64_t>(max_sms, few()) : few();
     const int64_t fitting = unit_bytes ? ((226 << 10) - int64_t{block_bytes}) / unit_bytes : most_threads;
@@ -516,7 +731,8 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block
     const int64_t a_block = std::min({fitting, int64_t{most_threads / unit}, an_sm, few()});
     if (a_block < 1) return IBP_INVALID_ARGUMENT;
     kernels.insert(kernel);
-    *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, sms)), static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(block_bytes + a_block * unit_bytes)};
+    *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, sms)),
+               static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(block_bytes + a_block * unit_bytes)};
     return IBP_OK;
 }
 
@@ -530,7 +746,9 @@ int main(int count, char **arguments)
     signal(SIGALRM, on_signal);
     signal(SIGABRT, on_signal);
     long num_run = 0;
-    for (long number = 0; num_run < num_cases && number < 1000 * num_cases; number++) num_run += run_case(seed, number, filter);
+    check_refusals();
+    for (long number = 0; num_run < num_cases && number < 1000 * num_cases; number++)
+        num_run += run_case(seed, number, filter);
     printf("%ld cases, %ld wrong, %zu kernels\n", num_run, num_wrong, kernels.size());
     return num_wrong != 0;
 }

@@ -1,5 +1,6 @@
-/* stream_order.cpp - streams of tables by csrc/stream.cu under emulated_cuda.h, run in many random orders: every tensor must come out right, and
- * the ring must not be touched before the caller's stream gets to the first chunk or after it has passed the last. */
+/* stream_order.cpp - streams of tables by csrc/stream.cu under emulated_cuda.h, run in many random orders: every
+ * tensor must come out right, and the ring must not be touched before the caller's stream gets to the first chunk or
+ * after it has passed the last. */
 #include "emulated_cuda.h"
 #include "core/chunk_plan.h"
 
@@ -9,6 +10,7 @@
 #include <random>
 
 std::vector<cudaStream_t> created_streams;
+int current_device = 0;
 
 namespace {
 
@@ -47,7 +49,8 @@ struct Tensor {
             data[i] = i % kRowBytes % 2 == 0 && below(20) ? 0 : static_cast<uint8_t>(generator());
         const bool raw = below(4) == 0;
         const uint32_t slot_sizes[] = {0, 32, kRowBytes};
-        table.num_items = num_bytes, table.item_bytes = 1, table.codebook = codebook, table.slot_bytes = slot_sizes[below(3)];
+        table.num_items = num_bytes, table.item_bytes = 1, table.codebook = codebook,
+        table.slot_bytes = slot_sizes[below(3)];
         const int64_t num_rows = ibp_num_rows(&table);
         lengths.resize(static_cast<size_t>(num_rows)), bases.resize(static_cast<size_t>(num_rows + 31) / 32);
         uint8_t scratch[IBP_SCRATCH_BYTES(kRowBytes)];
@@ -55,10 +58,12 @@ struct Tensor {
         table.lengths = raw ? nullptr : lengths.data();
         ibp_index_rows(table.lengths, num_bytes, kRowBytes, table.slot_bytes, bases.data(), &table.overflow_bytes);
         table.slots_bytes = table.slot_bytes == kRowBytes ? num_bytes : num_rows * table.slot_bytes;
-        slots.resize(static_cast<size_t>(table.slots_bytes)), overflow.resize(static_cast<size_t>(table.overflow_bytes));
+        slots.resize(static_cast<size_t>(table.slots_bytes)),
+            overflow.resize(static_cast<size_t>(table.overflow_bytes));
         table.slots = slots.data(), table.overflow = overflow.data();
         table.bases = table.overflow_bytes ? bases.data() : nullptr;
-        if (ibp_encode_rows(&table, data.data(), 0, num_rows, slots.data(), overflow.data(), scratch, sizeof scratch, &fault) != IBP_OK)
+        if (ibp_encode_rows(&table, data.data(), 0, num_rows, slots.data(), overflow.data(), scratch, sizeof scratch,
+                            &fault) != IBP_OK)
             abort();
         start = below(3) ? 0 : static_cast<int64_t>(below(data.size()));
         end = below(3) ? num_bytes : start + static_cast<int64_t>(below(data.size() - static_cast<size_t>(start) + 1));
@@ -110,8 +115,8 @@ bool stream_twice(const Codebook &codebook)
         good = good && ibp_cuda_begin_stream(streamer, ring, ring_bytes) == IBP_OK;
         for (Tensor &t : tensors) {
             caller->add([&t] { std::fill(t.out.begin(), t.out.end(), uint8_t{0xA5}); });
-            good = good && ibp_cuda_stream_bytes(streamer, &t.table, t.table.bases, t.start, t.end, &t == &tensors.back(),
-                                                 t.out.data(), &t.fault, 8, caller) == IBP_OK;
+            good = good && ibp_cuda_stream_bytes(streamer, &t.table, t.table.bases, t.start, t.end,
+                                                 &t == &tensors.back(), t.out.data(), &t.fault, 8, caller) == IBP_OK;
             caller->add([&t, &good] { good = good && t.is_right(); });
         }
         caller->add([=] { memset(ring, 0xDD, sizeof ring); });
@@ -119,6 +124,15 @@ bool stream_twice(const Codebook &codebook)
             undisturbed = undisturbed && std::all_of(ring, ring + sizeof ring, [](uint8_t b) { return b == 0xDD; });
         });
     }
+    /* Of another device: refused before anything is queued. */
+    const size_t num_queued = caller->queue.size();
+    current_device = 1;
+    good = good && ibp_cuda_begin_stream(streamer, ring, ring_bytes) == IBP_INVALID_ARGUMENT;
+    good = good &&
+           ibp_cuda_stream_bytes(streamer, &tensors[0].table, tensors[0].table.bases, tensors[0].start, tensors[0].end,
+                                 true, tensors[0].out.data(), &tensors[0].fault, 8, caller) == IBP_INVALID_ARGUMENT;
+    current_device = 0;
+    good = good && caller->queue.size() == num_queued;
     good = run_in_some_order(created_streams) && good && undisturbed;
     good = ibp_cuda_destroy_streamer(streamer) == IBP_OK && good;
     cudaStreamDestroy(caller);
@@ -128,8 +142,8 @@ bool stream_twice(const Codebook &codebook)
 
 } // namespace
 
-extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault, int,
-                                            ibp_stream stream)
+extern "C" ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
+                                            ibp_fault *fault, int, ibp_stream stream)
 {
     num_decodes++;
     stream->add([=, block = *table] {

@@ -1,11 +1,13 @@
 // dense.cuh - dense rows of scheme planes (FORMAT.md section 6), of all kinds but those of decode/pairs.cuh.
 //
-// Works on bytes: digits are spread to nibbles, which select bytes of a table of entries (`prmt`); symbols that escaped are taken from the
-// bytes of the next plane, where a prefix sum over nibbles says which. So a tile of a row is decoded from the last plane to the first:
+// Works on bytes: digits are spread to nibbles, which select bytes of a table of entries (`prmt`); symbols that
+// escaped are taken from the bytes of the next plane, where a prefix sum over nibbles says which. So a tile of a row
+// is decoded from the last plane to the first:
 //   tail     planes 2, 3 and raw symbols, one element a lane: few elements come so far
 //   plane 1  eight digits a lane
 //   plane 0  16 bytes of output a lane and step, joined with their residuals
-// Symbols of several bytes are so many bytes side by side; with entries a column the first byte is the rank, kRaw with a raw symbol behind it.
+// Symbols of several bytes are so many bytes side by side; with entries a column the first byte is the rank, kRaw
+// with a raw symbol behind it.
 // Bound by integer instructions, some 20 an element of BF16; on all SMs by device memory too.
 #ifndef IBP_DECODE_DENSE_CUH
 #define IBP_DECODE_DENSE_CUH
@@ -15,13 +17,14 @@
 
 namespace ibp {
 
-// Eight digits of num_bits, from bit 0 of bits on, one a nibble. Of a plane that there is not, whose digits have no bits, all are escapes, of four.
+// Eight digits of num_bits, from bit 0 of bits on, one a nibble. Of an absent plane, whose digits have no
+// bits, all are escapes, of four.
 __device__ __forceinline__ uint32_t spread_digits(uint32_t bits, uint32_t num_bits)
 {
     if (num_bits == 2u) return spread_pairs<false>(bits);
     if (num_bits == 0u) return ~0u;
-    const uint32_t gap = 4u - num_bits, four = (1u << 4u * num_bits) - 1u, two = ((1u << 2u * num_bits) - 1u) * 0x00010001u,
-                   one = ((1u << num_bits) - 1u) * 0x01010101u;
+    const uint32_t gap = 4u - num_bits, four = (1u << 4u * num_bits) - 1u,
+                   two = ((1u << 2u * num_bits) - 1u) * 0x00010001u, one = ((1u << num_bits) - 1u) * 0x01010101u;
     bits = (bits & four) | (bits << 4u * gap & four << 16);
     bits = (bits & two) | (bits << 2u * gap & two << 8);
     return (bits & one) | (bits << gap & one << 4);
@@ -36,16 +39,19 @@ __device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits, uint32_t nu
     return digits & digits >> 2 & 0x11111111u;
 }
 
-// What four digits stand for, one byte each. table: 16 bytes, those of a plane's entries and 0 at the escape; escape: 0xff there, of digits
-// of up to 3 bits. x: the next escaped bytes; order: which of them each nibble takes. Nibbles above the fourth mean nothing.
-__device__ __forceinline__ uint32_t bytes_of_digits(uint32_t digits, uint32_t num_bits, uint4 table, uint2 escape, uint2 x,
-                                                    uint32_t order)
+// What four digits stand for, one byte each. table: 16 bytes, those of a plane's entries and 0 at the escape; escape:
+// 0xff there, of digits of up to 3 bits. x: the next escaped bytes; order: which of them each nibble takes. Nibbles
+// above the fourth mean nothing.
+__device__ __forceinline__ uint32_t bytes_of_digits(uint32_t digits, uint32_t num_bits, uint4 table, uint2 escape,
+                                                    uint2 x, uint32_t order)
 {
     const uint32_t escaped = permute_bytes(x.x, x.y, order);
     if (num_bits == 2u) return (escaped & permute_bytes(escape.x, 0, digits)) | permute_bytes(table.x, 0, digits);
-    if (num_bits < 4u) return (escaped & permute_bytes(escape.x, escape.y, digits)) | permute_bytes(table.x, table.y, digits);
+    if (num_bits < 4u)
+        return (escaped & permute_bytes(escape.x, escape.y, digits)) | permute_bytes(table.x, table.y, digits);
     const uint32_t low = digits & 0x7777u, upper = permute_bytes(0xff00u, 0, digits >> 3 & 0x1111u);
-    const uint32_t entries = select_bits(upper, permute_bytes(table.z, table.w, low), permute_bytes(table.x, table.y, low));
+    const uint32_t entries =
+        select_bits(upper, permute_bytes(table.z, table.w, low), permute_bytes(table.x, table.y, low));
     return (escaped & permute_bytes(0, 0xff000000u, low) & upper) | entries;
 }
 
@@ -56,7 +62,7 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
     static constexpr uint32_t kSteps = 4;                                 // vectors of a lane in a tile
     static constexpr uint32_t kOctet = kPerVector < 8u ? kPerVector : 8u; // elements whose digits share a word
     static constexpr uint32_t kOctets = kPerVector / kOctet;              // of a vector
-    static constexpr uint32_t kByteWords = (kPerVector + 3u) / 4u;        // words that hold a byte of each element of a vector
+    static constexpr uint32_t kByteWords = (kPerVector + 3u) / 4u; // words that hold a byte of each element of a vector
     static constexpr uint32_t kTile = G::kLanes * kSteps * kPerVector;
     static constexpr uint32_t kTableBytes = 16u * IBP_MAX_PLANES; // of a byte of the symbols
     static constexpr uint32_t kLevel1 = kTile + 16u, kLevel2 = 16u * G::kLanes + 16u;
@@ -67,7 +73,8 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
 
-    // Shared memory of a group: of every warp the tables and the bytes of plane 1 and of the tail, then what the warps exchange.
+    // Shared memory of a group: of every warp the tables and the bytes of plane 1 and of the tail, then what the
+    // warps exchange.
     static __host__ __device__ __forceinline__ uint32_t byte_planes(const ibp_codebook &cb)
     {
         return PlanesBook<T>::symbol_bytes(cb.planes) + (cb.planes.per_column ? 1u : 0u);
@@ -99,7 +106,8 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
         return num_bits == 0u ? 4u : num_bits;
     }
 
-    __device__ __forceinline__ DenseDecoder(const ibp_codebook &codebook, uint32_t shared) : cb(codebook), scratch(shared)
+    __device__ __forceinline__ DenseDecoder(const ibp_codebook &codebook, uint32_t shared)
+        : cb(codebook), scratch(shared)
     {
         if (cb.num_clusters <= 1u) fill_tables(PlanesBook<T>(cb, 0));
     }
@@ -108,9 +116,11 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
     {
         const uint32_t planes = byte_planes(cb);
         for (uint32_t i = G::lane(); i < kTableBytes * planes; i += G::kLanes) {
-            const uint32_t digit = i % 16u, h = i / 16u % planes, plane = i / (16u * planes), rank = book.first_of(plane) + digit;
+            const uint32_t digit = i % 16u, h = i / 16u % planes, plane = i / (16u * planes),
+                           rank = book.first_of(plane) + digit;
             uint64_t byte = 0;
-            if (digit < book.escape_of(plane) && !cb.planes.per_column) byte = static_cast<uint64_t>(book.entry(rank)) >> 8u * h;
+            if (digit < book.escape_of(plane) && !cb.planes.per_column)
+                byte = static_cast<uint64_t>(book.entry(rank)) >> 8u * h;
             if (digit < book.escape_of(plane) && cb.planes.per_column && h == 0u) byte = rank;
             shared_bytes()[tables() + i] = static_cast<uint8_t>(byte);
         }
@@ -124,7 +134,8 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
 
     // ---- the tail ----
 
-    // Puts the bytes of the next n elements that escaped plane 1 into level 2. next: how many elements reached planes 2, 3 and the raw symbols so far.
+    // Puts the bytes of the next n elements that escaped plane 1 into level 2. next: how many elements reached planes
+    // 2, 3 and the raw symbols so far.
     __device__ __forceinline__ void decode_tail(const PlanesBook<T> &book, const ValueParts &parts, uint32_t n,
                                                 uint32_t (&next)[3]) const
     {
@@ -147,7 +158,8 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
             if (i >= n) continue;
             uint32_t to = level2() + i;
             if (!open) {
-                for (uint32_t h = 0; h < byte_planes(cb); h++) shared_bytes()[to + h * kLevel2] = shared_bytes()[named + 16u * h];
+                for (uint32_t h = 0; h < byte_planes(cb); h++)
+                    shared_bytes()[to + h * kLevel2] = shared_bytes()[named + 16u * h];
                 continue;
             }
             const uint32_t position = parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits;
@@ -166,9 +178,10 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
 
     // ---- plane 1 ----
 
-    // Puts the bytes of the n elements of a tile that escaped plane 0 into level 1. first: how many of the row's came before.
-    __device__ __forceinline__ void decode_plane1(const PlanesBook<T> &book, const ValueParts &parts, uint32_t first, uint32_t n,
-                                                  uint32_t (&next)[3]) const
+    // Puts the bytes of the n elements of a tile that escaped plane 0 into level 1. first: how many of the row's came
+    // before.
+    __device__ __forceinline__ void decode_plane1(const PlanesBook<T> &book, const ValueParts &parts, uint32_t first,
+                                                  uint32_t n, uint32_t (&next)[3]) const
     {
         constexpr uint32_t kLaneOctets = 2;
         const uint32_t width = book.width_of(1), num_bits = nibble_bits(book, 1);
@@ -179,8 +192,8 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
 #pragma unroll
             for (uint32_t q = 0; q < kLaneOctets; q++) {
                 const uint32_t j = ibp_min_u32(i + 8u * q, n);
-                digits[q] =
-                    low_bits(spread_digits(shared_bits(parts.digits[1] + (first + j) * width), width), 4u * ibp_min_u32(n - j, 8u));
+                digits[q] = low_bits(spread_digits(shared_bits(parts.digits[1] + (first + j) * width), width),
+                                     4u * ibp_min_u32(n - j, 8u));
                 escaped[q] = escaped_nibbles(digits[q], num_bits);
                 count += count_of(escaped[q], order_of(escaped[q]));
             }
@@ -262,7 +275,8 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
             const uint32_t sums = G::inclusive_scan(counts[k]), totals = G::last_lane(sums), before = sums - counts[k];
 #pragma unroll
             for (uint32_t f = 0; f < kFields; f++) {
-                tile.before[k * kFields + f] = level1() + tile.num_escaped + (before >> f * kField & ((1u << kField) - 1u));
+                tile.before[k * kFields + f] =
+                    level1() + tile.num_escaped + (before >> f * kField & ((1u << kField) - 1u));
                 tile.num_escaped += totals >> f * kField & ((1u << kField) - 1u);
             }
         }
@@ -270,8 +284,8 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
     }
 
     // Byte h of the symbols of step s, from element 0 on.
-    __device__ __forceinline__ void bytes_of_step(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s, uint32_t h,
-                                                  uint32_t (&bytes)[kByteWords]) const
+    __device__ __forceinline__ void bytes_of_step(const PlanesBook<T> &book, const TileDigits &tile, uint32_t s,
+                                                  uint32_t h, uint32_t (&bytes)[kByteWords]) const
     {
         const uint32_t num_bits = nibble_bits(book, 0);
         const uint4 entries = h == 0u ? tile.entries : table(0, h);
@@ -284,7 +298,8 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
             const uint2 x = eight_bytes(escaped);
             bytes[q * 2u] = bytes_of_digits(digits, num_bits, entries, escape, x, order);
             if (kOctet == 8u)
-                bytes[(q * 2u + 1u) % kByteWords] = bytes_of_digits(digits >> 16, num_bits, entries, escape, x, order >> 16);
+                bytes[(q * 2u + 1u) % kByteWords] =
+                    bytes_of_digits(digits >> 16, num_bits, entries, escape, x, order >> 16);
             if (kOctets > 1u) escaped += count_of(escapes, order);
         }
     }
@@ -302,8 +317,9 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
     }
 
     // The 16 bytes of step s, whose first element is i < n or, where there are none, any.
-    __device__ __forceinline__ void decode_vector(const PlanesBook<T> &book, const ValueParts &parts, const TileDigits &tile,
-                                                  uint32_t s, uint32_t i, uint32_t n, uint32_t (&words)[4]) const
+    __device__ __forceinline__ void decode_vector(const PlanesBook<T> &book, const ValueParts &parts,
+                                                  const TileDigits &tile, uint32_t s, uint32_t i, uint32_t n,
+                                                  uint32_t (&words)[4]) const
     {
         uint32_t bytes[kByteWords];
         bytes_of_step(book, tile, s, 0, bytes);
@@ -344,9 +360,10 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
             numbers[e] = static_cast<T>(numbers[e] | static_cast<T>(bytes[e / 4u] >> 8u * (e % 4u) & 0xffu) << shift);
     }
 
-    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just coded_bytes.
-    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit, uint32_t coded_bytes,
-                                           const Window &window) const
+    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
+    // coded_bytes.
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
+                                           uint32_t coded_bytes, const Window &window) const
     {
         const PlanesBook<T> book(cb, cluster);
         if (cb.num_clusters > 1u) {
@@ -362,13 +379,15 @@ template <typename T, class G> struct DenseDecoder : NoBlockMemory {
         TileDigits tile{};
         const bool one_tile = per_warp == 1u && cb.planes.num_planes > 0u; // whose digits need not be looked at twice
         ValueParts parts = book.template find_parts<G, false>(
-            start_bit, end, n, {first, last}, exchanged(), [&](uint32_t p, uint32_t start, DigitRange range, uint32_t num_bits) {
+            start_bit, end, n, {first, last}, exchanged(),
+            [&](uint32_t p, uint32_t start, DigitRange range, uint32_t num_bits) {
                 if (p != 0u || !one_tile) return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
                 tile = load_digits(book, start, G::warp() * kTile, range.to);
                 return tile.num_escaped;
             });
         const bool good = !active || parts.end == end;
-        if (!good) { // otherwise every position that is read from here on lies in the row, or up to 16 bytes behind a part of it
+        // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
+        if (!good) {
             n = 0;
             parts = ValueParts::nothing(start_bit);
             tile.clear(level1());

@@ -1,13 +1,14 @@
-// fetch.cuh - a row's stored bytes brought to where a decoder or the output wants them, from wherever the table's bytes are.
+// fetch.cuh - a row's stored bytes brought to where a decoder or the output wants them, from wherever the table's
+// bytes are.
 //
-// A group of threads takes a row a job. The lanes of its warp look up the warp's next rows together, one each; then the groups go
-// through them, each decoding a row while the bytes of its next one are on their way to registers. Irregular rows are fetched when
-// their turn comes, by functions of their own.
+// A group of threads takes a row a job. The lanes of its warp look up the warp's next rows together, one each; then
+// the groups go through them, each decoding a row while the bytes of its next one are on their way to registers.
+// Irregular rows are fetched when their turn comes, by functions of their own.
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
-#include "../../core/locate.h"
 #include "decoder.cuh"
+#include "find_row.cuh"
 #include "request.h"
 
 namespace ibp {
@@ -26,18 +27,6 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
     const int64_t id = request.ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(request.ids.data) + item)
                                                  : __ldg(static_cast<const int *>(request.ids.data) + item);
     return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
-}
-
-// Bytes that the rows of a row's group before it take in overflow: whole rows.
-__device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
-{
-    const int64_t first = ibp_first_of_group(row);
-    const auto in_group = static_cast<uint32_t>(row - first);
-    uint32_t rooms = 0;
-#pragma unroll 8
-    for (uint32_t q = 0; q < in_group; q++)
-        rooms += ibp_room_of(table.lengths ? __ldg(table.lengths + (first + q)) : 0u, table.codebook.row_bytes, table.slot_bytes);
-    return rooms;
 }
 
 // Where in overflow a row of a packed table begins: past its end where the base lies there.
@@ -86,13 +75,14 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     }
     job.window.low = static_cast<uint32_t>(max(start - row_start, int64_t{0}));
     job.window.high = static_cast<uint32_t>(min(end - row_start, row_bytes));
-    job.window.dst = out + (request.by_id ? job.ticket.position * table.item_bytes : 0) + (row_start + job.window.low - start);
+    job.window.dst =
+        out + (request.by_id ? job.ticket.position * table.item_bytes : 0) + (row_start + job.window.low - start);
     return job;
 }
 
 // Leaves zeros where a row should have gone, and records why.
-static __device__ __noinline__ void refuse(Team team, const ibp_table &table, const Request &request, uint8_t *out, uint32_t number,
-                                           ibp_status status, ibp_fault *fault)
+static __device__ __noinline__ void refuse(Team team, const ibp_table &table, const Request &request, uint8_t *out,
+                                           uint32_t number, ibp_status status, ibp_fault *fault)
 {
     const Job job = job_of(table, request, out, number);
     if (job.window.dst) zero_bytes(team, job.window.dst, job.window.high - job.window.low);
@@ -103,18 +93,9 @@ static __device__ __noinline__ void refuse(Team team, const ibp_table &table, co
         record_fault(fault, status, job.row, job.row);
 }
 
-// Where a row's stored bytes are. Returns false if it is corrupt.
-static __device__ bool find_row(const ibp_table &table, int64_t row, ibp_row_place *place)
-{
-    *place = ibp_split_row(&table, row, table.lengths ? __ldg(table.lengths + row) : 0u);
-    const bool needs_base = ibp_needs_base(&table, place);
-    const uint64_t base = needs_base ? __ldg(table.bases + ibp_group_of_row(row)) : 0u;
-    return ibp_place_in_bounds(&table, base, needs_base ? rooms_before(table, row) : 0u, place);
-}
-
 // Fetches the row of a job, of any kind.
-static __device__ __noinline__ Fetched fetch_irregular(Team team, const ibp_table &table, const Request &request, uint8_t *out,
-                                                       uint32_t stage, uint32_t number, ibp_fault *fault)
+static __device__ __noinline__ Fetched fetch_irregular(Team team, const ibp_table &table, const Request &request,
+                                                       uint8_t *out, uint32_t stage, uint32_t number, ibp_fault *fault)
 {
     Fetched fetched{{nullptr, 0, 0}, 0, kNothing};
     const Job job = job_of(table, request, out, number);
@@ -131,15 +112,17 @@ static __device__ __noinline__ Fetched fetch_irregular(Team team, const ibp_tabl
         uint8_t *const dst = place.raw ? job.window.dst : shared_bytes() + stage;
         if (!place.raw) fetched = {job.window, stored, kCoded};
         copy_part(team, dst, table.slots + place.slot_start + low, split - low);
-        copy_part(team, dst + (split - low), table.overflow + place.overflow_start + (split - place.in_slot), high - split);
+        copy_part(team, dst + (split - low), table.overflow + place.overflow_start + (split - place.in_slot),
+                  high - split);
     }
     return fetched;
 }
 
-// ---- ordinary rows ----
+// ---- regular rows ----
 
-// A row as a lane has looked it up. what: the vectors of 16 bytes at `from` that hold it, how many bytes of the first and of the last are not its, and its
-// kind; no vectors where it is out of the ordinary, or there is none.
+// A row as a lane has looked it up. what: how many vectors of 16 bytes at `from` hold it, how many bytes before it the
+// first one has and how many behind it the last one, and its kind. No vectors where the row is irregular, or there is
+// none.
 struct Entry {
     const uint8_t *from;
     uint8_t *dst;
@@ -150,7 +133,10 @@ struct Row {
     uint32_t what;
 
     __device__ __forceinline__ uint32_t shift() const { return what >> 16 & 15u; }
-    __device__ __forceinline__ uint32_t num_bytes() const { return 16u * (what & 0xffffu) - shift() - (what >> 20 & 15u); }
+    __device__ __forceinline__ uint32_t num_bytes() const
+    {
+        return 16u * (what & 0xffffu) - shift() - (what >> 20 & 15u);
+    }
     __device__ __forceinline__ Kind kind() const { return static_cast<Kind>(what >> 24); }
 };
 static_assert(IBP_MAX_ROW_BYTES / 16u + 1u < 1u << 16, "the fields of Entry::what");
@@ -167,21 +153,25 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     if (number >= request.num_jobs) return {nullptr, nullptr, what_of(0, 0, kNothing)};
     Entry entry{nullptr, nullptr, what_of(0, 0, kIrregular)};
     const Ticket ticket = load_ticket(request, number);
-    if (static_cast<uint64_t>(ticket.id - request.first_ordinary) >= request.num_ordinary || ticket.position >= request.out_items)
+    if (static_cast<uint64_t>(ticket.id - request.first_regular) >= request.num_regular ||
+        ticket.position >= request.out_items)
         return entry;
     const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
     const int64_t row = request.first_row + ticket.id * rows_per_item + ticket.part;
-    const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u, stored = ibp_stored_bytes(length, table.codebook.row_bytes);
+    const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u,
+                   stored = ibp_stored_bytes(length, table.codebook.row_bytes);
     const uint64_t start =
         request.packed ? packed_start(table, row) : static_cast<uint64_t>(row) * table.slot_bytes - table.slots_start;
     const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(request.rows) + start) % 16u,
                    num_vectors = (shift + stored + 15u) / 16u;
     const int64_t before = static_cast<int64_t>(start) - shift;
-    if (stored > request.most_stored || before < 0 || before > request.rows_bytes - 16 * static_cast<int64_t>(num_vectors))
+    if (stored > request.most_stored || before < 0 ||
+        before > request.rows_bytes - 16 * static_cast<int64_t>(num_vectors))
         return entry;
     const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
     entry.from = request.rows + before;
-    entry.dst = request.dst + (static_cast<uint64_t>(ticket.position) * rows_per_item + ticket.part) * table.codebook.row_bytes;
+    entry.dst =
+        request.dst + (static_cast<uint64_t>(ticket.position) * rows_per_item + ticket.part) * table.codebook.row_bytes;
     entry.what = what_of(stored, shift, kind);
     return entry;
 }
@@ -194,7 +184,8 @@ template <class Decoder> struct Fetch {
     const Request &request;
     uint8_t *const out;
     const Stage stage;
-    const uint32_t first_stage, group_bytes; // shared bytes: where the block's first group has its own, and how many each has
+    const uint32_t first_stage,
+        group_bytes; // shared bytes: where the block's first group has its own, and how many each has
 
     // The row that lane i has looked up. By all lanes of a warp together.
     static __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i)
@@ -207,8 +198,9 @@ template <class Decoder> struct Fetch {
             __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.dst)), i));
     }
 
-    // Vectors of a warp's rows are fetched row by row, consecutive ones by consecutive lanes, whichever lanes will decode them: the link is used best by
-    // wide requests. So of the vectors that are on their way, a lane's k-th is vector_of(k) of the warp's row row_in_warp(k).
+    // Vectors of a warp's rows are fetched row by row, consecutive ones by consecutive lanes, whichever lanes will
+    // decode them: the link is used best by wide requests. So of the vectors that are on their way, a lane's k-th is
+    // vector_of(k) of the warp's row row_in_warp(k).
     static constexpr uint32_t kRowVectors = kVectors * G::kThreads;
     static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k)
     {
@@ -224,7 +216,7 @@ template <class Decoder> struct Fetch {
             __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.from)), i));
     }
 
-    // Sends for the bytes of the rows that the lanes from i on have looked up. By all lanes of a warp together.
+    // Issues the loads of the rows that the lanes from i on have looked up. By all lanes of a warp together.
     static __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors])
     {
         uint32_t num_vectors = 0;
@@ -239,18 +231,23 @@ template <class Decoder> struct Fetch {
         }
     }
 
-    // Puts the vectors that were on their way where they belong, and fetches those for which there was no room. By all lanes of a warp together.
-    __device__ __forceinline__ void receive(const Row &row, const Entry &entry, uint32_t i, const uint4 (&vectors)[kVectors]) const
+    // Puts the vectors that have been loaded where they belong, and fetches those for which there was no room. By
+    // all lanes of a warp together.
+    __device__ __forceinline__ void receive(const Row &row, const Entry &entry, uint32_t i,
+                                            const uint4 (&vectors)[kVectors]) const
     {
         const uint32_t first_group = G::in_block() / G::kPerWarp * G::kPerWarp;
         const auto what_of_row = [&](uint32_t k) {
             return G::kPerWarp == 1 ? row.what : __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
         };
-        const auto staged = [&](uint32_t k) { return shared_bytes() + first_stage + (first_group + row_in_warp(k)) * group_bytes; };
+        const auto staged = [&](uint32_t k) {
+            return shared_bytes() + first_stage + (first_group + row_in_warp(k)) * group_bytes;
+        };
         if (!G::any(is_raw(row.what))) {
 #pragma unroll
             for (uint32_t k = 0; k < kVectors; k++)
-                if (vector_of(k) < vectors_in(what_of_row(k))) reinterpret_cast<uint4 *>(staged(k))[vector_of(k)] = vectors[k];
+                if (vector_of(k) < vectors_in(what_of_row(k)))
+                    reinterpret_cast<uint4 *>(staged(k))[vector_of(k)] = vectors[k];
         } else {
 #pragma unroll
             for (uint32_t k = 0; k < kVectors; k++) {

@@ -1,4 +1,5 @@
-// gather.cuh - the kernel that every decoder is instantiated with, and its launch: included by the one .cu of each decoder.
+// gather.cuh - the kernel that every decoder is instantiated with, and its launch: included by the one .cu of each
+// decoder.
 #ifndef IBP_GATHER_CUH
 #define IBP_GATHER_CUH
 
@@ -7,12 +8,13 @@
 
 namespace ibp {
 
-// Bound by the link from pinned memory, by instruction issue on few SMs, by device memory or instruction issue otherwise; by address translation where
-// the rows that are fetched at the same time lie far apart. So consecutive jobs are done at the same time, by different warps.
+// Bound by the link from pinned memory, by instruction issue on few SMs, by device memory or instruction issue
+// otherwise; by address translation where the rows that are fetched at the same time lie far apart. So consecutive
+// jobs are done at the same time, by different warps.
 template <class Decoder>
 __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
-    gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request, const uint32_t group_bytes,
-                 uint8_t *out, ibp_fault *fault)
+    gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
+                 const uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
 {
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
@@ -21,8 +23,8 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
     __syncthreads();
 
-    // A warp, or a group of several, takes G::kPerWarp jobs a round, blocks in turn, so that few jobs spread over all of them; its lanes look up those
-    // of as many rounds as there are lanes for.
+    // A warp, or a group of several, takes G::kPerWarp jobs a round, blocks in turn, so that few jobs spread over all
+    // of them; its lanes look up those of as many rounds as there are lanes for.
     const uint32_t teams = blockDim.x / (G::kThreads * G::kPerWarp), team = threadIdx.x / (G::kThreads * G::kPerWarp);
     const uint32_t num_jobs = request.num_jobs, round = gridDim.x * teams * G::kPerWarp;
     const uint32_t ahead = lane_id() / G::kPerWarp * round + lane_id() % G::kPerWarp;
@@ -46,16 +48,18 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
 
 template <class Decoder> ibp_status launch_gather(const Gather &gather)
 {
+    static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
     using G = typename Decoder::Group;
     const ibp_codebook &cb = gather.table.codebook;
     const auto kernel = gather_items<Decoder>;
     const uint32_t group_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
     Launch launch;
     const ibp_status status =
-        plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, Decoder::block_bytes(cb), group_bytes,
-                    G::kThreads, gather.request.num_jobs, gather.max_sms, &launch);
+        plan_groups(reinterpret_cast<const void *>(kernel), Decoder::kMostThreads, Decoder::block_bytes(cb),
+                    group_bytes, G::kThreads, gather.request.num_jobs, gather.max_sms, &launch);
     if (status != IBP_OK) return status;
-    return launch_kernel(kernel, launch, gather.stream, gather.table, gather.request, group_bytes, gather.out, gather.fault);
+    return launch_kernel(kernel, launch, gather.stream, gather.table, gather.request, group_bytes, gather.out,
+                         gather.fault);
 }
 
 // The group that a row gets depends on its length: a part of a warp or a warp,

@@ -1,4 +1,5 @@
-// listed.cuh - listed rows of scheme planes (FORMAT.md section 6): the default everywhere, then the listed elements over it, one a lane.
+// listed.cuh - listed rows of scheme planes (FORMAT.md section 6): the default everywhere, then the listed elements
+// over it, one a lane.
 #ifndef IBP_DECODE_LISTED_CUH
 #define IBP_DECODE_LISTED_CUH
 
@@ -14,15 +15,21 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     static constexpr uint32_t kQueue = 2 * kWarp;
 
     const ibp_codebook &cb;
-    const uint32_t
-        queue; // shared word with which the positions found and not yet stored begin; behind them a bitmap of all positions
+    // Shared word with which the positions found and not yet stored begin; behind them a bitmap of all positions.
+    const uint32_t queue;
 
-    static __host__ __device__ __forceinline__ uint32_t bitmap_words(uint32_t columns) { return (columns + 127u) / 128u * 4u + 4u; }
+    static __host__ __device__ __forceinline__ uint32_t bitmap_words(uint32_t columns)
+    {
+        return (columns + 127u) / 128u * 4u + 4u;
+    }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &codebook)
     {
         return 4u * (kQueue + bitmap_words(codebook.row_bytes / static_cast<uint32_t>(sizeof(T))));
     }
-    __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t scratch) : cb(codebook), queue(scratch / 4u) {}
+    __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t scratch)
+        : cb(codebook), queue(scratch / 4u)
+    {
+    }
     __device__ __forceinline__ uint32_t &queued(uint32_t j) const { return shared_word(queue + j % kQueue); }
 
     // 32 bits of a bit array that ends at bit end.
@@ -32,15 +39,17 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     }
 
     // The position that this lane's bit of a list's upper bits stands for.
-    __device__ __forceinline__ uint32_t list_position(Stage stage, const ibp_position_form &form, uint32_t low_start, uint32_t bit,
-                                                      uint32_t rank) const
+    __device__ __forceinline__ uint32_t list_position(Stage stage, const ibp_position_form &form, uint32_t low_start,
+                                                      uint32_t bit, uint32_t rank) const
     {
         return (bit - rank) << form.low_bits | low_bits(stage.bits_at(low_start + rank * form.low_bits), form.low_bits);
     }
 
-    // Turns a list of the positions that are not listed into a bitmap of those that are. Returns whether it names m of them.
-    __device__ __forceinline__ bool spread_complement(uint32_t columns, uint32_t bitmap, Stage stage, const ibp_position_form &form,
-                                                      uint32_t start, uint32_t low_start) const
+    // Turns a list of the positions that are not listed into a bitmap of those that are. Returns whether it names m
+    // of them.
+    __device__ __forceinline__ bool spread_complement(uint32_t columns, uint32_t bitmap, Stage stage,
+                                                      const ibp_position_form &form, uint32_t start,
+                                                      uint32_t low_start) const
     {
         for (uint32_t i = lane_id(); i < bitmap_words(columns); i += kWarp)
             shared_word(bitmap + i) = 32u * i < columns ? low_bits(~0u, ibp_min_u32(columns - 32u * i, 32u)) : 0u;
@@ -63,9 +72,10 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         return __all_sync(kAllLanes, good) && found == form.num_positions;
     }
 
-    // The values of up to 32 listed elements, one a lane, from the j-th on. next: how many elements reached planes 1, 2, 3 and the raw symbols so far.
-    __device__ __forceinline__ T listed_value(const PlanesBook<T> &book, Stage stage, const ValueParts &parts, uint32_t j,
-                                              bool active, uint32_t (&next)[IBP_MAX_PLANES]) const
+    // The values of up to 32 listed elements, one a lane, from the j-th on. next: how many elements reached planes 1,
+    // 2, 3 and the raw symbols so far.
+    __device__ __forceinline__ T listed_value(const PlanesBook<T> &book, Stage stage, const ValueParts &parts,
+                                              uint32_t j, bool active, uint32_t (&next)[IBP_MAX_PLANES]) const
     {
         uint32_t at = j, rank = 0;
         bool open = active;
@@ -85,7 +95,8 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
             symbol = book.field(stage, parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits, book.symbol_bits);
         else if (active)
             symbol = book.entry(rank);
-        return book.join(symbol, book.field(stage, parts.residuals + j * book.planes.residual_bits, book.planes.residual_bits));
+        return book.join(symbol,
+                         book.field(stage, parts.residuals + j * book.planes.residual_bits, book.planes.residual_bits));
     }
 
     static __device__ __forceinline__ void store_element(const Window &window, uint32_t column, T element)
@@ -115,22 +126,26 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
                 for (uint32_t e = 0; e < kRepeats; e++)
                     words[i] |= static_cast<uint32_t>(cb.planes.default_value >> (sizeof(T) == 8 ? 32u * (i % 2u) : 0u))
                                 << (8u * sizeof(T) * e % 32u);
-            for (uint32_t w = 4u * lane_id(); 4u * w < cb.row_bytes; w += 4u * kWarp) store_words(window, vectors, w, words);
+            for (uint32_t w = 4u * lane_id(); 4u * w < cb.row_bytes; w += 4u * kWarp)
+                store_words(window, vectors, w, words);
         }
         __syncwarp(); // before single elements are stored over it
     }
 
-    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just coded_bytes.
-    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes,
-                                           const Window &window) const
+    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
+    // coded_bytes.
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
+                                           uint32_t coded_bytes, const Window &window) const
     {
         if (!active) return true;
         const PlanesBook<T> book(cb, cluster);
-        const uint32_t columns = book.columns, header_bytes = ibp_header_bytes(columns), end = start_bit + 8u * coded_bytes;
-        const uint32_t header = low_bits(stage.bits_at(start_bit), 8u * header_bytes);
-        const uint32_t k = header & (ibp_closed_bit(columns) - 1u);
-        const bool closed = (header & ibp_closed_bit(columns)) != 0u;
-        if (k > columns || coded_bytes < header_bytes) return false;
+        const uint32_t columns = book.columns, header_bytes = ibp_header_bytes(columns),
+                       end = start_bit + 8u * coded_bytes;
+        ibp_listed_header header;
+        if (!ibp_split_header(low_bits(stage.bits_at(start_bit), 8u * header_bytes), coded_bytes, columns, &header))
+            return false;
+        const uint32_t k = header.num_listed;
+        const bool closed = header.is_closed;
         fill_default(window);
         const uint32_t start = start_bit + 8u * header_bytes;
         if (k == 0) return start == end;
@@ -139,10 +154,10 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         if (values > end) return false;
         ValueParts parts{};
         if (!closed)
-            parts = book.template find_parts<G, false>(values, end, k, {0, k}, 0,
-                                                       [](uint32_t, uint32_t from, DigitRange range, uint32_t num_bits) {
-                                                           return PlanesBook<T>::template count_escapes<G>(from, range, num_bits);
-                                                       });
+            parts = book.template find_parts<G, false>(
+                values, end, k, {0, k}, 0, [](uint32_t, uint32_t from, DigitRange range, uint32_t num_bits) {
+                    return PlanesBook<T>::template count_escapes<G>(from, range, num_bits);
+                });
         if ((closed ? values : parts.end) != end) return false;
         Stage upper = stage;
         uint32_t upper_start = start;
@@ -158,9 +173,10 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     }
 
     // Walks the upper bits 32 at a time; the positions found wait in a queue until there are 32 of them.
-    __device__ __forceinline__ bool store_listed(const PlanesBook<T> &book, Stage stage, Stage upper, const ibp_position_form &form,
-                                                 uint32_t upper_start, uint32_t low_start, const ValueParts &parts, uint32_t k,
-                                                 bool closed, const Window &window) const
+    __device__ __forceinline__ bool store_listed(const PlanesBook<T> &book, Stage stage, Stage upper,
+                                                 const ibp_position_form &form, uint32_t upper_start,
+                                                 uint32_t low_start, const ValueParts &parts, uint32_t k, bool closed,
+                                                 const Window &window) const
     {
         const uint32_t columns = book.columns;
         uint32_t found = 0, stored = 0, next[IBP_MAX_PLANES] = {};

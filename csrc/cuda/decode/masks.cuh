@@ -6,9 +6,11 @@
 
 namespace ibp {
 
-// A lane takes kSteps * WORDS words a tile; one scan of the bits that its words keep gives their places, for all steps side by side.
-// MOVES: bits are deposited in five steps, each of which moves some by 1, 2, 4, 8 or 16 places (Warren, Hacker's Delight, section 7-5). Which ones, a
-// block works out once for every word. Otherwise gaps are inserted one after the other.
+// A lane takes kSteps * WORDS words a tile; one scan of the bits that its words keep gives their places, for all
+// steps side by side.
+// MOVES: bits are deposited in five steps, each of which moves some by 1, 2, 4, 8 or 16 places (Warren, Hacker's
+// Delight, section 7-5). Which ones, a block works out once for every word. Otherwise gaps are inserted one after the
+// other.
 template <int WORDS, bool MOVES, class G> struct MasksDecoder {
     static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
     using Group = G;
@@ -25,7 +27,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
     {
         return (cb.row_bytes + 15u) / 16u * 4u;
     }
-    // Whether a word's bits are all kept or all those of its mask removed, and there is room for the moves of all words.
+    // Whether a word's bits are all kept or all those of its mask removed, and there is room for the moves of all
+    // words.
     static __host__ __device__ __forceinline__ bool has_moves(const ibp_codebook &cb)
     {
         return cb.chunk_bytes >= 4u && cb.num_clusters <= 1u && 4u * kMoves * entries_of(cb) <= kMostTable;
@@ -40,7 +43,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
         return G::kWarps > 1 ? 4u * G::kWarps : 0u;
     }
 
-    __device__ __forceinline__ MasksDecoder(const ibp_codebook &codebook, uint32_t scratch) : cb(codebook), exchanged(scratch / 4u)
+    __device__ __forceinline__ MasksDecoder(const ibp_codebook &codebook, uint32_t scratch)
+        : cb(codebook), exchanged(scratch / 4u)
     {
         if constexpr (MOVES) find_moves();
     }
@@ -50,7 +54,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
             uint32_t keep = ~__ldg(cb.mask + w), removed = ~keep << 1;
 #pragma unroll
             for (uint32_t i = 0; i < kMoves; i++) {
-                uint32_t odd = removed; // where an odd number of bits are removed below, of those that are left to consider
+                uint32_t odd =
+                    removed; // where an odd number of bits are removed below, of those that are left to consider
 #pragma unroll
                 for (uint32_t step = 1; step < 32u; step *= 2) odd ^= odd << step;
                 const uint32_t moved = odd & keep;
@@ -97,18 +102,20 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
         load_entries(book.mask, w, mask);
         load_entries(book.flags, w, kept.flags);
         const uint32_t position = ibp_flag_position(kept.flags[0]), bits = stage.bits_at(start_bit + position);
-        const uint32_t participation = __funnelshift_l(bits, bits, position); // bit i: that of the position that is i modulo 32
+        const uint32_t participation =
+            __funnelshift_l(bits, bits, position); // bit i: that of the position that is i modulo 32
         kept.count = 0;
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
-            kept.keep[i] =
-                ibp_keep_word(__funnelshift_r(participation, participation, kept.flags[i]), mask[i], kept.flags[i], CHUNK_BYTES);
+            kept.keep[i] = ibp_keep_word(__funnelshift_r(participation, participation, kept.flags[i]), mask[i],
+                                         kept.flags[i], CHUNK_BYTES);
             kept.count += ibp_popcount(kept.keep[i]);
         }
         if (4u * (w + WORDS) > cb.row_bytes) {
             kept.count = 0;
 #pragma unroll
-            for (int i = 0; i < WORDS; i++) kept.count += ibp_popcount(kept.keep[i] & ibp_row_bits_of_word(cb.row_bytes, w + i));
+            for (int i = 0; i < WORDS; i++)
+                kept.count += ibp_popcount(kept.keep[i] & ibp_row_bits_of_word(cb.row_bytes, w + i));
         }
         return kept;
     }
@@ -129,7 +136,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
         }
         load_entries(book.bitval, w, bitval);
 #pragma unroll
-        for (int i = 0; i < WORDS; i++) word[i] = kept.keep[i] == ~0u ? word[i] : select_bits(kept.keep[i], moved[i], bitval[i]);
+        for (int i = 0; i < WORDS; i++)
+            word[i] = kept.keep[i] == ~0u ? word[i] : select_bits(kept.keep[i], moved[i], bitval[i]);
     }
 
     // A lane's words, whose kept bits are staged from bit `from` on.
@@ -149,7 +157,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
 #pragma unroll
         for (int i = 0; i + 1 < WORDS; i++)
 #pragma unroll
-            for (int k = WORDS - 1; k > i; k--) word[k] = __funnelshift_rc(word[k - 1], word[k], ibp_popcount(kept.keep[i]));
+            for (int k = WORDS - 1; k > i; k--)
+                word[k] = __funnelshift_rc(word[k - 1], word[k], ibp_popcount(kept.keep[i]));
         if constexpr (MOVES) {
             move(book, w, kept, word);
             return;
@@ -190,8 +199,9 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
             for (uint32_t t = first; t < ibp_min_u32(first + per_warp, tiles); t++)
 #pragma unroll
                 for (uint32_t s = 0; s < kSteps; s++)
-                    count +=
-                        kept_bits<CHUNK_BYTES>(book, stage, start_bit, t * kTileWords + s * kStepWords + G::lane() * WORDS).count;
+                    count += kept_bits<CHUNK_BYTES>(book, stage, start_bit,
+                                                    t * kTileWords + s * kStepWords + G::lane() * WORDS)
+                                 .count;
             position += G::exchange(exchanged, G::sum(count), total);
             total += book.num_flags;
             if ((total + 7u) / 8u != coded_bytes) return !active;
@@ -201,7 +211,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
             uint32_t counts = 0;
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
-                kept[s] = kept_bits<CHUNK_BYTES>(book, stage, start_bit, t * kTileWords + s * kStepWords + G::lane() * WORDS);
+                kept[s] =
+                    kept_bits<CHUNK_BYTES>(book, stage, start_bit, t * kTileWords + s * kStepWords + G::lane() * WORDS);
                 counts += kept[s].count << 16u * s;
             }
             const uint32_t sums = G::inclusive_scan(counts), totals = G::last_lane(sums), before = sums - counts;
@@ -217,14 +228,17 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
         return !active || G::kWarps > 1 || (position + 7u) / 8u == coded_bytes;
     }
 
-    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just coded_bytes.
-    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit, uint32_t coded_bytes,
-                                           const Window &window) const
+    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
+    // coded_bytes.
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
+                                           uint32_t coded_bytes, const Window &window) const
     {
         switch (MOVES ? 4u : cb.chunk_bytes) {
         case 1: return decode_chunks<1>(cluster, active, stage, start_bit, coded_bytes, window);
         case 2: return decode_chunks<2>(cluster, active, stage, start_bit, coded_bytes, window);
-        default: return decode_chunks<4>(cluster, active, stage, start_bit, coded_bytes, window); // a participation bit a word
+        default:
+            return decode_chunks<4>(cluster, active, stage, start_bit, coded_bytes,
+                                    window); // a participation bit a word
         }
     }
 };

@@ -1,15 +1,16 @@
-// pairs.cuh - dense rows of scheme planes with digits of two bits and symbols of a byte (FORMAT.md section 6): what most tables of floats are given.
+// pairs.cuh - dense rows of scheme planes with digits of two bits and symbols of a byte (FORMAT.md section 6): what
+// most tables of floats are given.
 //
-// Down the planes, escapes are counted, which says where the next plane begins; a lane keeps its digits of planes 0 and 1, two bits each, and names
-// the few elements that come further, one at a time:
-//   tail     planes 2, 3 and raw symbols: the symbols of all elements of plane 2, and a list of those that are still open
-// Up again, digits are spread to nibbles, which select bytes of a plane's entries (`prmt`); escaped elements take the bytes of the level below, of which
-// a prefix sum over nibbles says which:
+// Down the planes, escapes are counted, which says where the next plane begins; a lane keeps its digits of planes 0
+// and 1, two bits each, and names the few elements that come further, one at a time:
+//   tail     planes 2, 3 and raw symbols: the symbols of all elements of plane 2, and a list of those that are still
+// open Up again, digits are spread to nibbles, which select bytes of a plane's entries (`prmt`); escaped elements
+// take the bytes of the level below, of which a prefix sum over nibbles says which:
 //   plane 1  16 digits a lane
 //   plane 0  16 bytes of output a lane and step, joined with their residuals
 // Where entries are a column's, all this is done with ranks; symbols are looked up, and raw ones put in, at the end.
-// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, 22 an element, of which 3.0 a cycle are issued of
-// the 4 that an SM can, and on all SMs by device memory.
+// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, 22 an element,
+// of which 3.0 a cycle are issued of the 4 that an SM can, and on all SMs by device memory.
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
 
@@ -22,7 +23,8 @@ namespace ibp {
 template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     static_assert(sizeof(T) == 2 || sizeof(T) == 4, "the joins that there are");
     using Group = G;
-    // Of groups for rows of any length there is room for two in shared memory, so that they can have more registers; those that fit 72 get more warps.
+    // Of groups for rows of any length there is room for two in shared memory, so that they can have more registers;
+    // those that fit 72 get more warps.
     static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : sizeof(T) == 2 && !COLUMNS ? 896 : 768;
     static constexpr uint32_t kVectors = G::kAnyLength ? 8 : sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
@@ -43,14 +45,15 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         return planes.rotate && planes.residual_bits == 8u;
     }
 
-    // Shared memory of a block: the columns' entries of each rank, if there is room for them, and some bytes that are read behind them.
+    // Shared memory of a block: the columns' entries of each rank, if there is room for them, and some bytes that are
+    // read behind them.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t num_bytes = cb.row_bytes / static_cast<uint32_t>(sizeof(T)) * cb.planes.num_entries + 16u;
         return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostTable ? num_bytes / 16u * 16u + 16u : 0u;
     }
-    // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements of plane 2, and the list, which
-    // makes room for those of plane 1; then what the warps exchange.
+    // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements
+    // of plane 2, and the list, which makes room for those of plane 1; then what the warps exchange.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
     {
         return G::kWarps * kWarpBytes + (G::kWarps > 1 ? 4u * IBP_MAX_PLANES * G::kWarps : 0u);
@@ -65,7 +68,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * kWarpBytes) / 4u; }
     __device__ __forceinline__ uint32_t entries_of(uint32_t plane) const { return shared_word(entries() / 4u + plane); }
 
-    __device__ __forceinline__ PairsDecoder(const ibp_codebook &codebook, uint32_t shared) : cb(codebook), scratch(shared)
+    __device__ __forceinline__ PairsDecoder(const ibp_codebook &codebook, uint32_t shared)
+        : cb(codebook), scratch(shared)
     {
         const PlanesBook<T> book(cb, 0);
         if (cb.num_clusters <= 1u) fill_entries(book);
@@ -87,25 +91,31 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         shared_word(entries() / 4u + plane) = bytes;
     }
 
-    // What eight digits stand for, a byte each; from: the shared byte with which those of the escaped begin, order: which of them they take.
+    // What eight digits stand for, a byte each; from: the shared byte with which those of the escaped begin, order:
+    // which of them they take.
     struct Entries {
         uint32_t named, escape; // bytes, the second with 0xff at the escape
 
         __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t order, uint32_t from) const
         {
             const uint2 x = eight_bytes(from);
-            return make_uint2((permute_bytes(x.x, x.y, order) & permute_bytes(escape, 0, digits)) | permute_bytes(named, 0, digits),
+            return make_uint2((permute_bytes(x.x, x.y, order) & permute_bytes(escape, 0, digits)) |
+                                  permute_bytes(named, 0, digits),
                               (permute_bytes(x.x, x.y, order >> 16) & permute_bytes(escape, 0, digits >> 16)) |
                                   permute_bytes(named, 0, digits >> 16));
         }
     };
 
-    __device__ __forceinline__ Entries entries_at(uint32_t plane) const { return {entries_of(plane), in_register(0xff000000u)}; }
+    __device__ __forceinline__ Entries entries_at(uint32_t plane) const
+    {
+        return {entries_of(plane), in_register(0xff000000u)};
+    }
 
     // ---- the tail ----
 
-    // Puts the symbols of n elements of plane 2 or 3 into level 2: FIRST: of the first ones there, otherwise of those listed. Those that escape
-    // are listed. digit: number of the first element's, of the plane that begins with the shared byte `plane`; entries: the plane's. Returns how many have escaped.
+    // Puts the symbols of n elements of plane 2 or 3 into level 2: FIRST: of the first ones there, otherwise of those
+    // listed. Those that escape are listed. digit: number of the first element's, of the plane that begins with the
+    // shared byte `plane`; entries: the plane's. Returns how many have escaped.
     template <bool FIRST>
     __device__ __forceinline__ uint32_t name(uint32_t plane, uint32_t digit, uint32_t n, uint32_t entries) const
     {
@@ -156,7 +166,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         return {digits, sums - count, G::last_lane(sums)};
     }
 
-    // Puts the symbols of the n elements of a tile that escaped plane 0 into level 1. position: bit of their first digit; chunk: the first ones.
+    // Puts the symbols of the n elements of a tile that escaped plane 0 into level 1. position: bit of their first
+    // digit; chunk: the first ones.
     __device__ __forceinline__ void decode_plane1(uint32_t position, uint32_t n, Chunk chunk) const
     {
         const Entries entries = entries_at(1);
@@ -182,7 +193,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
 
     // ---- plane 0 ----
 
-    // Digits of a lane's vectors in a tile, and the shared bytes with which the symbols of their escaped elements begin.
+    // Digits of a lane's vectors in a tile, and the shared bytes with which the symbols of their escaped elements
+    // begin.
     struct Tile {
         uint32_t digits[kSteps], before[kSteps], num_escaped;
         Chunk chunk; // of plane 1
@@ -208,12 +220,13 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             counts += ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector)) << 8u * s;
         tile.num_escaped = number(counts, level1(), tile.before);
     }
-    // Numbers elements of a tile from `first` on, of which a lane has as many in step s as byte s of counts says. before: those of its first ones. Returns
-    // how many there are.
+    // Numbers elements of a tile from `first` on, of which a lane has as many in step s as byte s of counts says.
+    // before: those of its first ones. Returns how many there are.
     static __device__ __forceinline__ uint32_t number(uint32_t counts, uint32_t first, uint32_t (&before)[kSteps])
     {
         // All lanes but the last have up to 255 together in a step.
-        const uint32_t lower = G::inclusive_scan(counts) - counts, lower_of_last = G::last_lane(lower), last = G::last_lane(counts);
+        const uint32_t lower = G::inclusive_scan(counts) - counts, lower_of_last = G::last_lane(lower),
+                       last = G::last_lane(counts);
         uint32_t total = 0;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
@@ -225,7 +238,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     static_assert(kSteps == 4 && kStep <= 256 && kStep % 16 == 0,
                   "the bytes of counts; vectors of a lane that are whole words of digits apart");
 
-    // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first. Returns how many are escapes.
+    // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
+    // Returns how many are escapes.
     __device__ __forceinline__ uint32_t visit(uint32_t p, uint32_t start, DigitRange range, Tile &tile) const
     {
         const uint32_t n = range.to - range.from;
@@ -281,7 +295,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         if (block_bytes(cb) != 0u) {
             const uint8_t *const table = shared_bytes() + column;
 #pragma unroll
-            for (uint32_t e = 0; e < 4u; e++) symbols[e] = (table + permute_bytes(ranks, 0, 0x4440 + e) * book.columns)[e];
+            for (uint32_t e = 0; e < 4u; e++)
+                symbols[e] = (table + permute_bytes(ranks, 0, 0x4440 + e) * book.columns)[e];
         } else {
 #pragma unroll
             for (uint32_t e = 0; e < 4u; e++) {
@@ -289,7 +304,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                 symbols[e] = __ldg(book.entries + of_column + permute_bytes(ranks, 0, 0x4440 + e));
             }
         }
-        return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040), permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
+        return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040),
+                             permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
     }
     // Puts raw symbols, of which the first begins with a bit, where the ranks say so.
     __device__ __forceinline__ void put_raw(uint32_t ranks, uint32_t &position, uint32_t &symbols) const
@@ -300,11 +316,12 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         }
     }
 
-    __device__ __forceinline__ uint2 symbols_of(const PlanesBook<T> &book, const ValueParts &parts, const Ranks &ranks, uint32_t s,
-                                                uint32_t column) const
+    __device__ __forceinline__ uint2 symbols_of(const PlanesBook<T> &book, const ValueParts &parts, const Ranks &ranks,
+                                                uint32_t s, uint32_t column) const
     {
         const uint2 bytes = ranks.bytes[s];
-        uint2 symbols = make_uint2(look_up(book, bytes.x, column), kPerVector > 4u ? look_up(book, bytes.y, column + 4u) : 0u);
+        uint2 symbols =
+            make_uint2(look_up(book, bytes.x, column), kPerVector > 4u ? look_up(book, bytes.y, column + 4u) : 0u);
         if (!ranks.any_raw) return symbols;
         uint32_t position = parts.digits[IBP_MAX_PLANES] + ranks.raw_before[s] * symbol_bits();
         put_raw(bytes.x, position, symbols.x);
@@ -322,7 +339,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
 
     // 16 bytes of elements, of which the first one's residual is `bits` bits after a cursor.
     template <bool BYTES>
-    __device__ __forceinline__ void join(uint2 symbols, const Cursor &residuals, uint32_t bits, uint32_t (&words)[4]) const
+    __device__ __forceinline__ void join(uint2 symbols, const Cursor &residuals, uint32_t bits,
+                                         uint32_t (&words)[4]) const
     {
         if constexpr (!BYTES) {
             const uint32_t r = cb.planes.residual_bits, mask = low_bits(0xffffu, r) * 0x00010001u;
@@ -340,9 +358,12 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             words[2] = rotated_back(permute_bytes(high, symbols.y, 0x5140)),
             words[3] = rotated_back(permute_bytes(high, symbols.y, 0x7362));
         } else {
-            const uint32_t a = residuals.word(bits / 32u), b = residuals.word(bits / 32u + 1u), c = residuals.word(bits / 32u + 2u);
-            words[0] = permute_bytes(a, symbols.x, 0x4210), words[1] = permute_bytes(__funnelshift_r(a, b, 24), symbols.x, 0x5210);
-            words[2] = permute_bytes(__funnelshift_r(b, c, 16), symbols.x, 0x6210), words[3] = permute_bytes(c, symbols.x, 0x7321);
+            const uint32_t a = residuals.word(bits / 32u), b = residuals.word(bits / 32u + 1u),
+                           c = residuals.word(bits / 32u + 2u);
+            words[0] = permute_bytes(a, symbols.x, 0x4210),
+            words[1] = permute_bytes(__funnelshift_r(a, b, 24), symbols.x, 0x5210);
+            words[2] = permute_bytes(__funnelshift_r(b, c, 16), symbols.x, 0x6210),
+            words[3] = permute_bytes(c, symbols.x, 0x7321);
 #pragma unroll
             for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], cb.planes.rotate);
         }
@@ -351,29 +372,34 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     // Not by all lanes together: units may differ from group to group. UNITS: what window.is_units said.
     template <bool UNITS, bool BYTES>
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
-                                               const Ranks &ranks, uint32_t tile_start, uint32_t n, const Window &window) const
+                                               const Ranks &ranks, uint32_t tile_start, uint32_t n,
+                                               const Window &window) const
     {
         const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
         const uint32_t residual_bits = BYTES ? 8u * (sizeof(T) - 1u) : cb.planes.residual_bits;
         const Entries entries = entries_at(0);
-        const Cursor residuals = Cursor::at((parts.residuals + first * residual_bits) / 8u); // whole bytes of residuals a vector
+        const Cursor residuals =
+            Cursor::at((parts.residuals + first * residual_bits) / 8u); // whole bytes of residuals a vector
         uint8_t *const dst = window.dst + size_t{first} * sizeof(T);
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s * kStep >= left) break;
-            const uint2 symbols = COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
+            const uint2 symbols =
+                COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
             uint32_t words[4];
             join<BYTES>(symbols, residuals, s * kStep * residual_bits, words);
             if (UNITS)
-                *reinterpret_cast<uint4 *>(dst + s * kStep * sizeof(T)) = make_uint4(words[0], words[1], words[2], words[3]);
+                *reinterpret_cast<uint4 *>(dst + s * kStep * sizeof(T)) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
             else
                 store_words(window, false, (first + s * kStep) * static_cast<uint32_t>(sizeof(T)) / 4u, words);
         }
     }
 
-    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just coded_bytes.
-    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit, uint32_t coded_bytes,
-                                           const Window &window) const
+    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
+    // coded_bytes.
+    __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
+                                           uint32_t coded_bytes, const Window &window) const
     {
         const PlanesBook<T> book(cb, cluster);
         if (cb.num_clusters > 1u) {
@@ -391,7 +417,8 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         Tile tile;
         ValueParts parts = book.template find_parts<G, true>(
             start_bit, end, n, {first, last}, exchanged(), [&](uint32_t p, uint32_t start, DigitRange range, uint32_t) {
-                return one_tile ? visit(p, start, range, tile) : PlanesBook<T>::template count_escapes<G>(start, range, 2);
+                return one_tile ? visit(p, start, range, tile)
+                                : PlanesBook<T>::template count_escapes<G>(start, range, 2);
             });
         // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
         const bool good = !active || parts.end == end;
@@ -409,8 +436,9 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                 mine[0] = {tile_start, ibp_min_u32(tile_start + kTile, last)};
 #pragma unroll
                 for (uint32_t p = 0; p < IBP_MAX_PLANES; p++)
-                    mine[p + 1].to = mine[p + 1].from + (p < cb.planes.num_planes ? visit(p, parts.digits[p], mine[p], tile)
-                                                                                  : mine[p].to - mine[p].from);
+                    mine[p + 1].to =
+                        mine[p + 1].from + (p < cb.planes.num_planes ? visit(p, parts.digits[p], mine[p], tile)
+                                                                     : mine[p].to - mine[p].from);
             }
             const DigitRange raw = mine[IBP_MAX_PLANES];
             name_raw(parts.digits[IBP_MAX_PLANES] + raw.from * book.symbol_bits, raw.to - raw.from);

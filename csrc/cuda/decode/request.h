@@ -15,9 +15,10 @@ struct Request {
     int64_t rows_per_item, first_row; // of the bytes
     uint32_t num_jobs;
     bool by_id, whole_rows; // whole_rows: items begin and end with rows
-    // Ordinary are the rows of the num_ordinary items from first_ordinary on: whole ones, of row_bytes bytes, that begin in `rows`.
-    int64_t first_ordinary;
-    uint64_t num_ordinary;
+    // Regular are the rows of the num_regular items from first_regular on: whole ones, of row_bytes bytes, that
+    // begin in `rows`.
+    int64_t first_regular;
+    uint64_t num_regular;
     uint32_t out_items, most_stored; // most_stored: bytes of a row as stored that lie in one piece
     uint8_t *dst;                    // where the row of item 0 would go
     const uint8_t *rows;             // slots or overflow

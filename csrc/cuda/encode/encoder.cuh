@@ -1,27 +1,69 @@
-// encoder.cuh - what the encoders share: a group of lanes takes a row, loads it by 16-byte vectors at any address and puts its bits
-// together in the group's stage, a part of shared memory.
+// encoder.cuh - what an encoder is, and what encoders share: a group of lanes loads a row by vectors of 16 bytes at
+// any address and puts its bits together in the group's stage, a part of shared memory.
+//
+// An encoder is a struct for one kind of codebook and a number of lanes:
+//
+//     template <uint32_t LANES> struct SomeEncoder {
+//         using Group = EncodeGroup<LANES>;                     the threads that encode one row together
+//         static uint32_t table_bytes(const ibp_codebook &);     shared memory of a block, from byte 0 on; a multiple
+// of 16
+//         static uint32_t scratch_bytes(const ibp_codebook &);   shared memory of a group behind its stage; a
+// multiple of 16
+//         SomeEncoder(const ibp_codebook &, uint32_t *table);    table: the block's shared memory
+//         SomeEncoder of_cluster(const ibp_codebook &, uint32_t k) const;     for the rows of cluster k, 0 where
+// there is but one
+//         uint32_t measure(const PlainRow &row) const;                        bits of the row as coded
+//         bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit, uint32_t coded_bytes) const;
+//     };
+//
+// What it is guaranteed:
+// - The codebook's fields have been checked (ibp_check_codebook_fields); what its arrays hold has not.
+// - The constructor is called once by all threads of a block of kEncodeThreads; it ends with a barrier of the block
+// if it has filled
+//   the table.
+// - measure and encode are called by all lanes of a group together; groups of a warp go ways of their own.
+// - The stage is all zeros, start_bit is 0 or 8, and coded_bytes is at most the row's valid bytes: what its lengths
+// entry says.
+//
+// What it guarantees:
+// - measure returns the same in all lanes, and as many bits as ibp_coded_row_bytes has bytes, rounded up.
+// - encode leaves the row's bits in the stage from start_bit on and returns, in all lanes, whether they end in byte
+// coded_bytes - 1.
+//   Where they do not, the stage holds anything and nothing of it is stored.
+// - It writes no shared memory outside the group's stage and scratch, whatever the row and the codebook's arrays
+// hold, also if the row
+//   changes meanwhile: BitStage drops what would lie past the stage.
+//
+// To add one: a .cuh with the struct and a .cu that instantiates it with the kernels of rows.cuh; functions in
+// request.h, and a line in the list of encode.cu.
 #ifndef IBP_ENCODER_CUH
 #define IBP_ENCODER_CUH
 
 #include "../../core/locate.h"
 #include "../warp.cuh"
 
+#include <type_traits>
+
 namespace ibp {
 
 constexpr uint32_t kEncodeThreads = 256, kVector = 16;
 
-// Lanes of a row: as many as rows of a length keep busy. Row bytes up to which it is coded by a part of a warp, and by a warp.
+// Lanes of a row: as many as rows of a length keep busy. Row bytes up to which it is coded by a part of a warp, and
+// by a warp.
 constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 4096;
 
-// LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. Unlike the groups of
-// group.cuh, those of a warp go ways of their own: collectives name the lanes of the group only.
+// LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. Unlike
+// the groups of group.cuh, those of a warp go ways of their own: collectives name the lanes of the group only.
 template <uint32_t LANES> struct EncodeGroup {
     static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp; // lanes of one warp
     static constexpr bool kIsBlock = LANES > kWarp;
     static_assert(!kIsBlock || LANES == kEncodeThreads, "more than a warp is a block");
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
-    static __device__ __forceinline__ uint32_t mask() { return (kAllLanes >> (kWarp - kWidth)) << (lane_id() / kWidth * kWidth); }
+    static __device__ __forceinline__ uint32_t mask()
+    {
+        return (kAllLanes >> (kWarp - kWidth)) << (lane_id() / kWidth * kWidth);
+    }
     static __device__ __forceinline__ void sync()
     {
         if (kIsBlock)
@@ -72,7 +114,8 @@ template <uint32_t LANES> struct EncodeGroup {
     static __device__ __forceinline__ uint32_t min_in_warp(uint32_t v)
     {
 #pragma unroll
-        for (uint32_t step = kWidth / 2; step > 0; step /= 2) v = ibp_min_u32(v, __shfl_xor_sync(mask(), v, step, kWidth));
+        for (uint32_t step = kWidth / 2; step > 0; step /= 2)
+            v = ibp_min_u32(v, __shfl_xor_sync(mask(), v, step, kWidth));
         return v;
     }
     static __device__ __forceinline__ uint32_t sum_in_warp(uint32_t v)
@@ -89,7 +132,8 @@ template <uint32_t LANES> struct EncodeGroup {
   private:
     // From the warps' sums: those of the warps below this one, and of all.
     template <int N>
-    static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N], uint32_t (&total)[N])
+    static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N],
+                                                      uint32_t (&total)[N])
     {
         constexpr uint32_t kWarps = kEncodeThreads / kWarp;
         __shared__ uint32_t parts[kWarps][N];
@@ -111,7 +155,8 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 };
 
-// 16 bytes from any address on, of which num_bytes are valid; zeros behind them. Reads no 4-byte word that has no valid byte.
+// 16 bytes from any address on, of which num_bytes are valid; zeros behind them. Reads no 4-byte word that has no
+// valid byte.
 static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
 {
     uint32_t words[4] = {};
@@ -161,8 +206,8 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
-// A row being coded: bits are ORed into words that are zero. What would lie past the end is dropped: only a row that has changed
-// since it was measured asks for that.
+// A row being coded: bits are ORed into words that are zero. What would lie past the end is dropped: only a row that
+// has changed since it was measured asks for that.
 struct BitStage {
     uint32_t *words;
     uint32_t num_words;
@@ -184,7 +229,8 @@ struct BitStage {
     }
 };
 
-// One lane's run of bits: whole words are stored, the first and the last one may be shared with other lanes and are ORed.
+// One lane's run of bits: whole words are stored, the first and the last one may be shared with other lanes and are
+// ORed.
 struct BitWriter {
     const BitStage &stage;
     uint64_t bits = 0;
@@ -219,10 +265,14 @@ struct BitWriter {
 };
 
 // Room for a coded row, the padding of its overflow part, and the word after it.
-__host__ __device__ __forceinline__ uint32_t bit_stage_bytes(uint32_t row_bytes) { return (row_bytes + 15u) / 16u * 16u + 48u; }
+__host__ __device__ __forceinline__ uint32_t bit_stage_bytes(uint32_t row_bytes)
+{
+    return (row_bytes + 15u) / 16u * 16u + 48u;
+}
 
 // Writes num_bytes of a stage from byte `from`, a multiple of 16, on; dst may have any alignment.
-template <class G> __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, uint32_t from, uint32_t num_bytes)
+template <class G>
+__device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, uint32_t from, uint32_t num_bytes)
 {
     const uint32_t *const words = stage.words + from / 4u;
     const uint8_t *const bytes = reinterpret_cast<const uint8_t *>(words);
@@ -241,8 +291,8 @@ template <class G> __device__ __forceinline__ void copy_out(uint8_t *dst, const 
     for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
 }
 
-// Where a row's bytes go. slot_room and room: bytes of the slot and of the overflow room, padding included; 0 where the row has no
-// part there.
+// Where a row's bytes go. slot_room and room: bytes of the slot and of the overflow room, padding included; 0 where
+// the row has no part there.
 struct RowTarget {
     ibp_row_place place;
     uint32_t slot_room, room;
@@ -267,11 +317,26 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
     if (!target.in_bounds) return target;
     const auto left = [](int64_t array_bytes, uint64_t start) { return static_cast<uint64_t>(array_bytes) - start; };
     if (place.in_slot != 0u)
-        target.slot_room = static_cast<uint32_t>(min(uint64_t{table.slot_bytes}, left(table.slots_bytes, place.slot_start)));
+        target.slot_room =
+            static_cast<uint32_t>(min(uint64_t{table.slot_bytes}, left(table.slots_bytes, place.slot_start)));
     if (place.in_overflow != 0u)
         target.room = static_cast<uint32_t>(min(uint64_t{ibp_overflow_room(place.in_overflow, table.slot_bytes)},
                                                 left(table.overflow_bytes, place.overflow_start)));
     return target;
+}
+
+// The parts of the contract that a compiler can see.
+template <class Encoder> constexpr bool is_encoder()
+{
+    static_assert(kEncodeThreads % Encoder::Group::kLanes == 0, "a block of whole groups");
+    static_assert(std::is_constructible<Encoder, const ibp_codebook &, uint32_t *>::value,
+                  "made of a codebook and shared memory");
+    static_assert(std::is_same<decltype(Encoder::table_bytes(ibp_codebook())), uint32_t>::value, "bytes of a block");
+    static_assert(std::is_same<decltype(Encoder::scratch_bytes(ibp_codebook())), uint32_t>::value, "bytes of a group");
+    static_assert(std::is_same<bool (Encoder::*)(const PlainRow &, const BitStage &, uint32_t, uint32_t) const,
+                               decltype(&Encoder::encode)>::value,
+                  "encode");
+    return true;
 }
 
 } // namespace ibp

@@ -1,6 +1,8 @@
-// masks.cuh - rows of scheme ibp coded by a group of lanes, 16 bytes a lane and step (FORMAT.md section 5; the paper's section 4.2).
+// masks.cuh - rows of scheme ibp coded by a group of lanes, 16 bytes a lane and step (FORMAT.md section 5; the
+// paper's section 4.2).
 //
-// Bound by the issue of instructions: some 250 a step of 512 bytes, most of them parallel bit extracts; measuring takes about 80.
+// Bound by the issue of instructions: some 250 a step of 512 bytes, most of them parallel bit extracts; measuring
+// takes about 80.
 #ifndef IBP_ENCODE_MASKS_CUH
 #define IBP_ENCODE_MASKS_CUH
 
@@ -30,7 +32,8 @@ template <uint32_t LANES> struct MasksEncoder {
         return one;
     }
 
-    // What a lane knows of its four words: the words, the bits kept of them, and their participation bits with their position.
+    // What a lane knows of its four words: the words, the bits kept of them, and their participation bits with their
+    // position.
     struct Lane {
         uint32_t word[4], keep[4];
         uint32_t participation, flag_position, num_kept;
@@ -60,8 +63,8 @@ template <uint32_t LANES> struct MasksEncoder {
             const uint32_t participation = ibp_match_word(mismatch[i], entry[i], chunk_bytes);
             const uint32_t flags_before = (ibp_flag_position(entry[i]) - lane.flag_position) % 32u;
             if (ibp_flagged_chunks(entry[i])) lane.participation |= participation << flags_before;
-            lane.keep[i] =
-                ibp_keep_word(participation, invariant[i], entry[i], chunk_bytes) & ibp_row_bits_of_word(row_bytes, first / 4u + i);
+            lane.keep[i] = ibp_keep_word(participation, invariant[i], entry[i], chunk_bytes) &
+                           ibp_row_bits_of_word(row_bytes, first / 4u + i);
             lane.num_kept += ibp_popcount(lane.keep[i]);
         }
         return lane;
@@ -77,7 +80,8 @@ template <uint32_t LANES> struct MasksEncoder {
         return num_flags + kept[0];
     }
 
-    // Codes a row into a stage that is all zeros from start_bit on. Returns whether it took the bytes up to coded_bytes.
+    // Codes a row into a stage that is all zeros from start_bit on. Returns whether it took the bytes up to
+    // coded_bytes.
     __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                            uint32_t coded_bytes) const
     {
@@ -90,7 +94,8 @@ template <uint32_t LANES> struct MasksEncoder {
             stage.or_bits(start_bit + lane.flag_position, lane.participation);
             BitWriter writer(stage, position + before[0]);
 #pragma unroll
-            for (int i = 0; i < 4; i++) writer.push(ibp_extract(lane.word[i], lane.keep[i]), ibp_popcount(lane.keep[i]));
+            for (int i = 0; i < 4; i++)
+                writer.push(ibp_extract(lane.word[i], lane.keep[i]), ibp_popcount(lane.keep[i]));
             writer.finish();
             position += total[0];
         }

@@ -1,9 +1,12 @@
-// pairs.cuh - dense rows of scheme planes with digits of two bits and symbols of a byte, the same entries for all columns (FORMAT.md section 6):
+// pairs.cuh - dense rows of scheme planes with digits of two bits and symbols of a byte, the same entries for all
+// columns (FORMAT.md section 6):
 // the twin of decode/pairs.cuh.
 //
-// A lane takes 16 bytes a step. Residuals and digits of plane 0 have whole bytes a lane, at places that are known; the symbols of elements that escape go
-// to a list in shared memory, from which plane 1 is coded, and so on, the list becoming shorter in place.
-// Bound by instruction issue: counters of an H200 showed 53 an element of BF16 before two of four steps were taken out of the loop, and 2.8 a cycle of 4.
+// A lane takes 16 bytes a step. Residuals and digits of plane 0 have whole bytes a lane, at places that are known;
+// the symbols of elements that escape go to a list in shared memory, from which plane 1 is coded, and so on, the list
+// becoming shorter in place.
+// Bound by instruction issue: counters of an H200 showed 53 an element of BF16 before two of four steps were taken
+// out of the loop, and 2.8 a cycle of 4.
 #ifndef IBP_ENCODE_PAIRS_CUH
 #define IBP_ENCODE_PAIRS_CUH
 
@@ -32,7 +35,8 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
         return (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 31u) / 16u * 16u;
     }
 
-    // A byte of each of four symbols' codes: bit 0 is set if they escape the plane, bits 4 and 5 are their digits there.
+    // A byte of each of four symbols' codes: bit 0 is set if they escape the plane, bits 4 and 5 are their digits
+    // there.
     __device__ __forceinline__ uint32_t codes_of(uint32_t symbols, uint32_t plane) const
     {
         uint32_t code[4];
@@ -42,7 +46,10 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
         return permute_bytes(permute_bytes(code[0], code[1], order), permute_bytes(code[2], code[3], order), 0x5410);
     }
     // The digits of four codes, two bits each.
-    static __device__ __forceinline__ uint32_t digits_of(uint32_t code) { return (code >> 4 & 0x03030303u) * 0x01041040u >> 24; }
+    static __device__ __forceinline__ uint32_t digits_of(uint32_t code)
+    {
+        return (code >> 4 & 0x03030303u) * 0x01041040u >> 24;
+    }
     static __device__ __forceinline__ uint32_t escaped_of(uint32_t code) { return code & 0x01010101u; }
 
     static __device__ __forceinline__ void put_bytes(uint8_t *to, const uint32_t (&words)[4], uint32_t num_bytes)
@@ -71,16 +78,21 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
     }
 
     // Splits a lane's elements, rotated, into symbols and residuals side by side.
-    __device__ __forceinline__ void split(const uint32_t (&word)[4], uint32_t (&symbols)[kWords], uint32_t (&residuals)[4]) const
+    __device__ __forceinline__ void split(const uint32_t (&word)[4], uint32_t (&symbols)[kWords],
+                                          uint32_t (&residuals)[4]) const
     {
         const uint32_t r = planes.residual_bits;
         if constexpr (sizeof(T) == 4) {
-            symbols[0] = permute_bytes(permute_bytes(word[0], word[1], 0x73), permute_bytes(word[2], word[3], 0x73), 0x5410);
-            residuals[0] = permute_bytes(word[0], word[1], 0x4210), residuals[1] = permute_bytes(word[1], word[2], 0x5421);
+            symbols[0] =
+                permute_bytes(permute_bytes(word[0], word[1], 0x73), permute_bytes(word[2], word[3], 0x73), 0x5410);
+            residuals[0] = permute_bytes(word[0], word[1], 0x4210),
+            residuals[1] = permute_bytes(word[1], word[2], 0x5421);
             residuals[2] = permute_bytes(word[2], word[3], 0x6542), residuals[3] = 0;
         } else if (r == 8u) {
-            symbols[0] = permute_bytes(word[0], word[1], 0x7531), symbols[1 % kWords] = permute_bytes(word[2], word[3], 0x7531);
-            residuals[0] = permute_bytes(word[0], word[1], 0x6420), residuals[1] = permute_bytes(word[2], word[3], 0x6420);
+            symbols[0] = permute_bytes(word[0], word[1], 0x7531),
+            symbols[1 % kWords] = permute_bytes(word[2], word[3], 0x7531);
+            residuals[0] = permute_bytes(word[0], word[1], 0x6420),
+            residuals[1] = permute_bytes(word[2], word[3], 0x6420);
             residuals[2] = residuals[3] = 0;
         } else {
             const uint32_t of_symbol = low_bits(0xffffu, 16u - r) * 0x00010001u, of_residual = low_bits(0xffffu, r);
@@ -88,7 +100,8 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
             symbols[1 % kWords] = permute_bytes(word[2] >> r & of_symbol, word[3] >> r & of_symbol, 0x6420);
             uint64_t fields[4]; // 2 * r bits each
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++) fields[i] = (word[i] & of_residual) | uint64_t{word[i] >> 16 & of_residual} << r;
+            for (uint32_t i = 0; i < 4; i++)
+                fields[i] = (word[i] & of_residual) | uint64_t{word[i] >> 16 & of_residual} << r;
             const uint64_t low = fields[0] | fields[1] << 2u * r, high = fields[2] | fields[3] << 2u * r;
             const bool fills = r == 16u; // the first 64 bits
             const uint64_t first = fills ? low : low | high << 4u * r, second = fills ? high : high >> (64u - 4u * r);
@@ -98,7 +111,8 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
     }
 
     // Codes the row's residuals and plane 0, and lists the symbols that escape. Returns how many.
-    __device__ __forceinline__ uint32_t encode_first(const PlainRow &row, uint8_t *residuals, uint8_t *digits, uint8_t *list) const
+    __device__ __forceinline__ uint32_t encode_first(const PlainRow &row, uint8_t *residuals, uint8_t *digits,
+                                                     uint8_t *list) const
     {
         const uint32_t r = planes.residual_bits;
         uint32_t num_listed = 0;
@@ -173,7 +187,8 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
     __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                            uint32_t coded_bytes) const
     {
-        uint8_t *const bytes = reinterpret_cast<uint8_t *>(stage.words), *const list = bytes + bit_stage_bytes(row_bytes);
+        uint8_t *const bytes = reinterpret_cast<uint8_t *>(stage.words), *const list =
+                                                                             bytes + bit_stage_bytes(row_bytes);
         const uint32_t end = 8u * coded_bytes;
         uint32_t at = start_bit + to_byte(columns * planes.residual_bits), next = at + to_byte(2u * columns);
         if (next > end) return false;
@@ -186,7 +201,8 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
             n = encode_list(p, n, bytes + at / 8u, list);
         }
         if (at + to_byte(n * symbol_bits) != end) return false;
-        for (uint32_t i = G::lane(); i < n; i += LANES) stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(list[i]));
+        for (uint32_t i = G::lane(); i < n; i += LANES)
+            stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(list[i]));
         return true;
     }
 };

@@ -1,10 +1,11 @@
-// planes.cuh - rows of scheme planes coded by a group of lanes, 16 bytes a lane and step (FORMAT.md section 6). T is the element;
-// everything else is a run-time value.
+// planes.cuh - rows of scheme planes coded by a group of lanes, 16 bytes a lane and step (FORMAT.md section 6). T is
+// the element; everything else is a run-time value.
 //
-// A symbol's *code* says at once all that becomes of it: bit 8p is set if it escapes plane p, bits 8p + 4 to 8p + 7 are its digit there.
+// A symbol's *code* says at once all that becomes of it: bit 8p is set if it escapes plane p, bits 8p + 4 to 8p + 7
+// are its digit there.
 // Codes of up to 16 elements add up in bytes to the escapes of a lane; sums of lanes take 16 bits each.
-// Measuring is bound by memory: some 60 instructions a step of 512 bytes of 16-bit elements. Encoding counts first, to know where the
-// parts are, and is bound by issue: some 350.
+// Measuring is bound by memory: some 60 instructions a step of 512 bytes of 16-bit elements. Encoding counts first,
+// to know where the parts are, and is bound by issue: some 350.
 #ifndef IBP_ENCODE_PLANES_CUH
 #define IBP_ENCODE_PLANES_CUH
 
@@ -44,7 +45,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         : Book(cb, 0), row_bytes(cb.row_bytes), codes(table), has_all(has_code_table(cb))
     {
         const uint32_t count = has_all ? codes_of_all(cb) : planes.num_entries + 1u;
-        for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) table[i] = code_of_rank(has_all ? planes.num_entries : i);
+        for (uint32_t i = threadIdx.x; i < count; i += blockDim.x)
+            table[i] = code_of_rank(has_all ? planes.num_entries : i);
         __syncthreads();
         for (uint32_t i = threadIdx.x; has_all && i < clusters_of(cb) * planes.num_entries; i += blockDim.x) {
             const PlanesEncoder one = of_cluster(cb, i / planes.num_entries);
@@ -132,7 +134,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     }
     __device__ __forceinline__ T residual_mask() const
     {
-        return static_cast<T>(planes.residual_bits >= kBits ? ~uint64_t{0} : (uint64_t{1} << planes.residual_bits) - 1u);
+        return static_cast<T>(planes.residual_bits >= kBits ? ~uint64_t{0}
+                                                            : (uint64_t{1} << planes.residual_bits) - 1u);
     }
     // The codes of a lane's elements, 0 for those that are not coded. Returns their sum's escapes.
     __device__ __forceinline__ uint32_t find_codes(const Lane &lane, uint32_t (&code)[kPerLane]) const
@@ -191,7 +194,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         }
         uint32_t sums[6] = {LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu, even >> 16, odd >> 16, open};
         G::sum(sums);
-        return {{LISTED ? sums[0] : columns, sums[1], sums[2], sums[3], sums[4]}, LISTED && sums[5] == 0u && sums[0] > 0u};
+        return {{LISTED ? sums[0] : columns, sums[1], sums[2], sums[3], sums[4]},
+                LISTED && sums[5] == 0u && sums[0] > 0u};
     }
 
     // As ibp_choose_position_form: every lane looks at a few forms, the first of the shortest is taken.
@@ -206,10 +210,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     __device__ __forceinline__ ibp_position_form form_at(uint32_t k, uint32_t i) const
     {
         constexpr uint32_t kLists = IBP_MAX_LOW_BITS + 1u;
-        if (i == 0u) return {0, 0, 0, k, columns, (columns + 7u) / 8u};
-        const uint32_t complement = i > kLists, l = (i - 1u) % kLists, m = complement ? columns - k : k;
-        const uint32_t upper = m + ((columns - 1u) >> l);
-        return {1, complement, l, m, upper, (upper + 7u) / 8u + (m * l + 7u) / 8u};
+        if (i == 0u) return ibp_bitmap_form(k, columns);
+        return ibp_list_form(k, columns, i > kLists, (i - 1u) % kLists);
     }
 
     // Where the parts are, in stage bits; digits[num_planes] are the raw symbols.
@@ -273,7 +275,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
             stage.or_bits(start + lane.column, lane.present);
             return;
         }
-        const uint32_t left = columns - ibp_min_u32(lane.column, columns), held = left >= kPerLane ? kAll : (1u << left) - 1u;
+        const uint32_t left = columns - ibp_min_u32(lane.column, columns),
+                       held = left >= kPerLane ? kAll : (1u << left) - 1u;
         uint32_t named = form.is_complement ? held & ~lane.present : lane.present;
         uint32_t rank = form.is_complement ? lane.column - listed_before : listed_before;
         BitWriter low(stage, start + to_byte(form.upper_bits) + rank * form.low_bits);
@@ -325,7 +328,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
                                                  const Running &at, const Running &total, const BitStage &stage) const
     {
         write_residuals(lane, parts.residuals + at.values * planes.residual_bits, stage);
-        if (planes.num_planes > 0u) stage.or_bits(parts.digits[0] + at.values * planes.digit_bits[0], digits_of(lane, code, 0));
+        if (planes.num_planes > 0u)
+            stage.or_bits(parts.digits[0] + at.values * planes.digit_bits[0], digits_of(lane, code, 0));
         uint32_t raw = lane.present, raw_at = parts.digits[0] + at.values * symbol_bits;
         bool is_raw = planes.num_planes == 0u;
 #pragma unroll
@@ -350,7 +354,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         writer.finish();
     }
 
-    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns whether it took the bytes up to coded_bytes.
+    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns whether it took the bytes
+    // up to coded_bytes.
     __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                            uint32_t coded_bytes) const
     {

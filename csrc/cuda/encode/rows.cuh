@@ -1,9 +1,9 @@
-// rows.cuh - the kernels that every encoder is instantiated with, and their launches: included by the one .cu of each encoder.
+// rows.cuh - the kernels that every encoder is instantiated with, and their launches: included by the one .cu of each
+// encoder.
 #ifndef IBP_ENCODE_ROWS_CUH
 #define IBP_ENCODE_ROWS_CUH
 
 #include "../launch.cuh"
-#include "../../core/clusters.h"
 #include "../kinds.h"
 #include "encoder.cuh"
 #include "request.h"
@@ -19,7 +19,7 @@ struct Choice {
 template <class Encoder>
 __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row)
 {
-    const uint32_t number_bytes = ibp_has_clusters(&cb);
+    const uint32_t number_bytes = has_clusters(cb);
     Choice best{0, ~0u};
 #pragma unroll 1
     for (uint32_t k = 0; k < clusters_of(cb); k++) {
@@ -30,14 +30,16 @@ __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const E
 }
 
 template <class Encoder>
-__global__ void __launch_bounds__(kEncodeThreads) measure_rows(const __grid_constant__ ibp_codebook cb, const uint8_t *data,
-                                                               const int64_t num_bytes, const int64_t num_rows, uint16_t *lengths)
+__global__ void __launch_bounds__(kEncodeThreads)
+    measure_rows(const __grid_constant__ ibp_codebook cb, const uint8_t *data, const int64_t num_bytes,
+                 const int64_t num_rows, uint16_t *lengths)
 {
     using G = typename Encoder::Group;
     extern __shared__ uint4 shared[];
     constexpr uint32_t kGroups = kEncodeThreads / G::kLanes;
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
-    for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows; r += int64_t{gridDim.x} * kGroups) {
+    for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows;
+         r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
         const uint32_t coded = choose_cluster(cb, encoder, row).bytes;
         if (G::lane() == 0u) lengths[r] = coded < row.valid ? static_cast<uint16_t>(coded) : uint16_t{0};
@@ -54,19 +56,21 @@ __device__ __forceinline__ bool store_row(const ibp_codebook &cb, const Encoder 
         for (uint32_t first = kVector * G::lane(); first < row.valid; first += kVector * G::kLanes) {
             uint32_t words[4];
             row.load(first, words);
-            reinterpret_cast<uint4 *>(stage.words)[first / kVector] = make_uint4(words[0], words[1], words[2], words[3]);
+            reinterpret_cast<uint4 *>(stage.words)[first / kVector] =
+                make_uint4(words[0], words[1], words[2], words[3]);
         }
         return true;
     }
-    const bool has_clusters = ibp_has_clusters(&cb);
-    const uint32_t k = has_clusters ? choose_cluster(cb, encoder, row).cluster : 0u;
-    if (has_clusters && G::lane() == 0u) stage.or_bits(0, k);
-    return encoder.of_cluster(cb, k).encode(row, stage, has_clusters ? 8u : 0u, place.in_slot + place.in_overflow);
+    const bool numbered = has_clusters(cb);
+    const uint32_t k = numbered ? choose_cluster(cb, encoder, row).cluster : 0u;
+    if (numbered && G::lane() == 0u) stage.or_bits(0, k);
+    return encoder.of_cluster(cb, k).encode(row, stage, numbered ? 8u : 0u, place.in_slot + place.in_overflow);
 }
 
 template <class Encoder>
 __global__ void __launch_bounds__(kEncodeThreads)
-    encode_rows(const __grid_constant__ ibp_table table, const uint8_t *data, uint8_t *slots, uint8_t *overflow, ibp_fault *fault)
+    encode_rows(const __grid_constant__ ibp_table table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
+                ibp_fault *fault)
 {
     using G = typename Encoder::Group;
     extern __shared__ uint4 shared[];
@@ -75,10 +79,13 @@ __global__ void __launch_bounds__(kEncodeThreads)
     const int64_t num_bytes = ibp_bytes_of_table(&table), num_rows = ibp_rows_of_bytes(num_bytes, cb.row_bytes);
     const uint32_t stage_bytes = bit_stage_bytes(cb.row_bytes), group_bytes = stage_bytes + Encoder::scratch_bytes(cb);
     uint8_t *const stages = reinterpret_cast<uint8_t *>(shared) + Encoder::table_bytes(cb);
-    const BitStage stage{reinterpret_cast<uint32_t *>(stages + threadIdx.x / G::kLanes * group_bytes), stage_bytes / 4u - 1u};
+    const BitStage stage{reinterpret_cast<uint32_t *>(stages + threadIdx.x / G::kLanes * group_bytes),
+                         stage_bytes / 4u - 1u};
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     const int64_t step = int64_t{gridDim.x} * kGroups;
-    const auto row_at = [&](int64_t r) { return PlainRow{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)}; };
+    const auto row_at = [&](int64_t r) {
+        return PlainRow{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
+    };
     for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows; r += step) {
         const PlainRow row = row_at(r);
         if (r + step < num_rows) prefetch<G>(row_at(r + step));
@@ -110,7 +117,8 @@ inline ibp_status plan_blocks(const void *kernel, uint32_t shared_bytes, int64_t
     if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     if (status == IBP_OK) status = allow_shared(kernel);
     if (status == IBP_OK)
-        status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel, kEncodeThreads, shared_bytes));
+        status = check_cuda(
+            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel, kEncodeThreads, shared_bytes));
     *blocks = static_cast<uint32_t>(std::min<int64_t>(num_blocks, int64_t{num_sms} * std::max(1, blocks_an_sm)));
     return status;
 }
@@ -119,28 +127,32 @@ template <class Encoder> ibp_status launch_measure(const Measure &measure)
 {
     const ibp_codebook &cb = measure.codebook;
     const auto kernel = measure_rows<Encoder>;
-    const int64_t groups = kEncodeThreads / Encoder::Group::kLanes, num_rows = ibp_rows_of_bytes(measure.num_bytes, cb.row_bytes);
+    const int64_t groups = kEncodeThreads / Encoder::Group::kLanes,
+                  num_rows = ibp_rows_of_bytes(measure.num_bytes, cb.row_bytes);
     const uint32_t shared_bytes = Encoder::table_bytes(cb);
     uint32_t blocks;
     const ibp_status status =
         plan_blocks(reinterpret_cast<const void *>(kernel), shared_bytes, (num_rows + groups - 1) / groups, &blocks);
     if (status != IBP_OK) return status;
-    kernel<<<blocks, kEncodeThreads, shared_bytes, measure.stream>>>(cb, measure.data, measure.num_bytes, num_rows, measure.lengths);
+    kernel<<<blocks, kEncodeThreads, shared_bytes, measure.stream>>>(cb, measure.data, measure.num_bytes, num_rows,
+                                                                     measure.lengths);
     return check_cuda(cudaGetLastError());
 }
 
 template <class Encoder> ibp_status launch_encode(const Encode &encode)
 {
+    static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
     const ibp_codebook &cb = encode.table.codebook;
     const auto kernel = encode_rows<Encoder>;
     const uint32_t groups = kEncodeThreads / Encoder::Group::kLanes;
-    const uint32_t shared_bytes = Encoder::table_bytes(cb) + groups * (bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb));
+    const uint32_t shared_bytes =
+        Encoder::table_bytes(cb) + groups * (bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb));
     uint32_t blocks;
     const ibp_status status = plan_blocks(reinterpret_cast<const void *>(kernel), shared_bytes,
                                           (ibp_num_rows(&encode.table) + groups - 1) / groups, &blocks);
     if (status != IBP_OK) return status;
-    kernel<<<blocks, kEncodeThreads, shared_bytes, encode.stream>>>(encode.table, encode.data, encode.slots, encode.overflow,
-                                                                    encode.fault);
+    kernel<<<blocks, kEncodeThreads, shared_bytes, encode.stream>>>(encode.table, encode.data, encode.slots,
+                                                                    encode.overflow, encode.fault);
     return check_cuda(cudaGetLastError());
 }
 

@@ -1,0 +1,42 @@
+// checks.h - what the functions of ibp_cuda.h ask of their arguments before they launch anything. Device memory is
+// not read.
+#ifndef IBP_CUDA_CHECKS_H
+#define IBP_CUDA_CHECKS_H
+
+#include "../core/locate.h"
+#include "ibp_cuda.h"
+
+extern "C" { // core/schemes.h
+ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
+ibp_status ibp_check_table_fields(const ibp_table *table);
+}
+
+namespace ibp {
+
+// Whether there are pointers to what has bytes.
+inline bool has_bytes(const void *bytes, int64_t num_bytes) { return num_bytes == 0 || bytes != nullptr; }
+
+inline bool is_codebook(const ibp_codebook *codebook)
+{
+    return codebook != nullptr && ibp_check_codebook_fields(codebook) == IBP_OK;
+}
+inline bool is_table(const ibp_table *table)
+{
+    return table != nullptr && ibp_check_table_fields(table) == IBP_OK && has_bytes(table->slots, table->slots_bytes) &&
+           has_bytes(table->overflow, table->overflow_bytes);
+}
+// Whether so many bytes may be the rows of a table.
+inline bool are_rows(int64_t num_bytes, uint32_t row_bytes)
+{
+    return num_bytes >= 0 && num_bytes <= INT64_MAX / IBP_OVERFLOW_ALIGN && row_bytes >= 1 &&
+           row_bytes <= IBP_MAX_ROW_BYTES;
+}
+inline bool are_ids(const ibp_ids *ids)
+{
+    return ids != nullptr && ids->count >= 0 && (ids->id_bytes == 4 || ids->id_bytes == 8) &&
+           has_bytes(ids->data, ids->count);
+}
+
+} // namespace ibp
+
+#endif

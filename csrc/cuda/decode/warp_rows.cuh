@@ -1,0 +1,172 @@
+// warp_rows.cuh - one row decoded by one warp, for kernels of any kind: what ibp_device.cuh offers, and its contract.
+#ifndef IBP_WARP_ROWS_CUH
+#define IBP_WARP_ROWS_CUH
+
+#include "../kinds.h"
+#include "dense.cuh"
+#include "find_row.cuh"
+#include "listed.cuh"
+#include "masks.cuh"
+#include "pairs.cuh"
+
+namespace ibp {
+
+// Kinds of coded rows: those of scheme ibp, dense and listed ones of scheme planes. A kernel that names only those
+// that it will meet is smaller and compiles faster.
+enum RowKinds : uint32_t { kMaskRows = 1, kDenseRows = 2, kListedRows = 4, kAllRows = 7 };
+
+// Calls use.with<Decoder>() with the decoder of a codebook. Returns false if it is of none of the kinds.
+template <uint32_t KINDS, class Use>
+__host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb, Use &use)
+{
+    using Warp = Group<kWarp, 1, true>;
+    if (cb.scheme == IBP_SCHEME_IBP) {
+        if constexpr ((KINDS & kMaskRows) != 0u) return use.template with<MasksDecoder<4, false, Warp>>();
+    } else if (cb.scheme == IBP_SCHEME_PLANES && cb.planes.listed) {
+        if constexpr ((KINDS & kListedRows) != 0u) {
+            switch (cb.planes.element_bytes) {
+            case 1: return use.template with<ListedDecoder<uint8_t>>();
+            case 2: return use.template with<ListedDecoder<uint16_t>>();
+            case 4: return use.template with<ListedDecoder<uint32_t>>();
+            case 8: return use.template with<ListedDecoder<uint64_t>>();
+            }
+        }
+    } else if (cb.scheme == IBP_SCHEME_PLANES) {
+        if constexpr ((KINDS & kDenseRows) != 0u) {
+            const bool pairs = has_pairs(cb.planes) && !cb.planes.per_column;
+            switch (cb.planes.element_bytes) {
+            case 1: return use.template with<DenseDecoder<uint8_t, Warp>>();
+            case 2:
+                return pairs ? use.template with<PairsDecoder<uint16_t, Warp, false>>()
+                             : use.template with<DenseDecoder<uint16_t, Warp>>();
+            case 4:
+                return pairs ? use.template with<PairsDecoder<uint32_t, Warp, false>>()
+                             : use.template with<DenseDecoder<uint32_t, Warp>>();
+            case 8: return use.template with<DenseDecoder<uint64_t, Warp>>();
+            }
+        }
+    }
+    return false;
+}
+
+struct ScratchOf {
+    const ibp_codebook &cb;
+    uint32_t num_bytes;
+
+    template <class Decoder> __host__ __device__ __forceinline__ bool with()
+    {
+        num_bytes += Decoder::scratch_bytes(cb);
+        return true;
+    }
+};
+
+// Bytes of dynamic shared memory that a warp needs to decode rows of a codebook: a multiple of 16.
+template <uint32_t KINDS = kAllRows>
+__host__ __device__ __forceinline__ uint32_t warp_scratch_bytes(const ibp_codebook &cb)
+{
+    ScratchOf scratch{cb, row_stage_bytes(cb.row_bytes)};
+    use_warp_decoder<KINDS>(cb, scratch);
+    return (scratch.num_bytes + 15u) / 16u * 16u;
+}
+
+// A coded row without its cluster's number, staged in shared memory.
+struct StagedRow {
+    const ibp_codebook &cb;
+    uint32_t scratch, cluster, start, num_bytes;
+    Window window;
+
+    // Not inlined: a kernel has each decoder once.
+    template <class Decoder> static __device__ __noinline__ bool decode(const StagedRow &row)
+    {
+        const Decoder decoder(row.cb, row.scratch + row_stage_bytes(row.cb.row_bytes));
+        __syncwarp();
+        return decoder.decode(row.cluster, true, stage_at(row.scratch, row.cb.row_bytes), 8u * row.start, row.num_bytes,
+                              row.window);
+    }
+    template <class Decoder> __device__ __forceinline__ bool with() const { return decode<Decoder>(*this); }
+};
+
+// Rebuilds the row that is staged with the scratch; zeros if it is corrupt.
+template <uint32_t KINDS>
+__device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint32_t num_bytes, const Window &window,
+                                                    uint32_t scratch)
+{
+    StagedRow row{cb, scratch, 0, scratch, num_bytes, window};
+    bool good = num_bytes >= 1u;
+    if (good && has_clusters(cb)) {
+        row.cluster = shared_bits(8u * scratch) & 0xffu;
+        row.start++, row.num_bytes--;
+        good = row.cluster < cb.num_clusters;
+    }
+    good = good && use_warp_decoder<KINDS>(cb, row);
+    __syncwarp(); // what has been stored is there
+    if (!good) zero_bytes({lane_id(), kWarp}, window.dst, window.high);
+    __syncwarp();
+    return good ? IBP_OK : IBP_CORRUPT_ROW;
+}
+
+// Decodes a row from its coded bytes.
+//
+// Called by all 32 lanes of a warp together, with the same arguments.
+// cb: a codebook whose fields are right (ibp_check_codebook on the host); its arrays in memory that the device can
+// read.
+// coded: coded_bytes bytes, at any address that the device can read: device memory, mapped pinned memory, shared
+// memory.
+// row: num_bytes bytes, 1 to cb.row_bytes, at any address that the device can write: the first bytes of the row.
+// 16-byte vectors are
+//     stored where row is a multiple of 16 and all of the row is wanted.
+// scratch: byte of the block's dynamic shared memory, a multiple of 16, with which warp_scratch_bytes(cb) bytes of
+// this warp's own
+//     begin; dynamic shared memory is counted from where `extern __shared__` arrays begin.
+// @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW if these are not the bytes of a row, or of none of KINDS, and
+// zeros in row. The
+//     lanes see what has been stored. Nothing outside coded, row and the scratch is touched, whatever the bytes are.
+template <uint32_t KINDS = kAllRows>
+__device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, const uint8_t *coded,
+                                                        uint32_t coded_bytes, uint8_t *row, uint32_t num_bytes,
+                                                        uint32_t scratch)
+{
+    const uint32_t staged = coded_bytes <= cb.row_bytes ? coded_bytes : 0u; // a longer one is corrupt
+    __syncwarp();                                                           // the scratch is free
+    copy_part({lane_id(), kWarp}, shared_bytes() + scratch, coded, staged);
+    __syncwarp();
+    return decode_staged<KINDS>(cb, staged, {row, 0, num_bytes}, scratch);
+}
+
+// Fetches row number `number` of a table and decodes it, or copies it if it is raw.
+//
+// table: as for ibp_cuda_gather_items, best a __grid_constant__ parameter of the kernel; all else as in
+// warp_decode_coded.
+// row: table.codebook.row_bytes bytes; of the last row of a table, which may be short, only those that there are are
+// written.
+// @return also IBP_INDEX_OUT_OF_RANGE, and row_bytes zeros, if the table has no such row.
+template <uint32_t KINDS = kAllRows>
+__device__ __forceinline__ ibp_status warp_decode_row(const ibp_table &table, int64_t number, uint8_t *row,
+                                                      uint32_t scratch)
+{
+    const uint32_t row_bytes = table.codebook.row_bytes;
+    const Team warp{lane_id(), kWarp};
+    __syncwarp(); // the scratch is free
+    ibp_status status = IBP_OK;
+    ibp_row_place place{};
+    place.valid = row_bytes;
+    if (number < 0 || number >= ibp_rows_of_bytes(ibp_bytes_of_table(&table), row_bytes))
+        status = IBP_INDEX_OUT_OF_RANGE;
+    else if (!find_row(table, number, &place))
+        status = IBP_CORRUPT_ROW;
+    if (status != IBP_OK) {
+        zero_bytes(warp, row, place.valid);
+        __syncwarp();
+        return status;
+    }
+    uint8_t *const to = place.raw ? row : shared_bytes() + scratch;
+    copy_part(warp, to, table.slots + place.slot_start, place.in_slot);
+    copy_part(warp, to + place.in_slot, table.overflow + place.overflow_start, place.in_overflow);
+    __syncwarp();
+    if (place.raw) return IBP_OK;
+    return decode_staged<KINDS>(table.codebook, place.in_slot + place.in_overflow, {row, 0, place.valid}, scratch);
+}
+
+} // namespace ibp
+
+#endif
