@@ -251,8 +251,7 @@ void encode_rows_cpu(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&table), "data");
-    require_apart({{"slots", slots}, {"overflow", overflow}, {"fault", fault}},
-                  {{"lengths", lengths}, {"bases", bases}, {"codebook", codebook}, {"data", data}});
+    args.check_writing(data, fault);
     uint8_t *const to_slots = bytes_of(slots, 0, "slots"), *const to_overflow = bytes_of(overflow, 0, "overflow");
     const uint32_t row_bytes = table.codebook.row_bytes;
     const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
@@ -268,8 +267,7 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&table), "data");
-    require_apart({{"slots", slots}, {"overflow", overflow}, {"fault", fault}},
-                  {{"lengths", lengths}, {"bases", bases}, {"codebook", codebook}, {"data", data}});
+    args.check_writing(data, fault);
     check(ibp_cuda_encode_rows(&table, bytes, bytes_of(slots, 0, "slots"), bytes_of(overflow, 0, "overflow"), fault_of(fault),
                                current_stream(data)),
           "encode_rows");
@@ -279,14 +277,23 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
 
 int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
 
+void check_footprints(const TableArgs &args, const Tensor &ids, const std::optional<Tensor> &positions, const Tensor &out,
+                      const Tensor &fault)
+{
+    Footprints memory = args.footprints();
+    memory.reads("ids", ids);
+    if (positions) memory.reads("positions", *positions);
+    memory.writes("out", out);
+    memory.writes("fault", fault);
+}
+
 void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor out, Tensor fault, std::optional<Tensor> positions)
 {
     require_cpu({&out, IBP_TABLE_TENSORS, &ids, &fault, positions ? &*positions : &ids});
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const ibp_ids items = placed_ids_of(ids, positions, out, item_bytes);
-    args.require_untouched({{"out", out}, {"fault", fault}});
-    require_apart({{"out", out}, {"fault", fault}}, {{"ids", ids}, {"positions", positions ? *positions : ids}});
+    check_footprints(args, ids, positions, out, fault);
     sms_of(max_sms);
     uint8_t *const to = room_of(out, 0, "out");
     const int64_t row_bytes = table.codebook.row_bytes;
@@ -303,8 +310,7 @@ void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const ibp_ids items = placed_ids_of(ids, positions, out, item_bytes);
-    args.require_untouched({{"out", out}, {"fault", fault}});
-    require_apart({{"out", out}, {"fault", fault}}, {{"ids", ids}, {"positions", positions ? *positions : ids}});
+    check_footprints(args, ids, positions, out, fault);
     check(ibp_cuda_gather_items(&table, &items, room_of(out, 0, "out"), fault_of(fault), sms_of(max_sms), current_stream(out)),
           "gather_items");
 }
@@ -371,10 +377,13 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     auto *const starts = data_of<int64_t>(bases_out, ScalarType::Long, num_groups, "bases_out");
     auto *const result = data_of<int64_t>(taken, ScalarType::Long, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
-    const std::initializer_list<Named> written = {
-        {"lengths_out", lengths_out}, {"bases_out", bases_out}, {"rows_out", rows_out}, {"taken", taken}, {"fault", fault}};
-    args.require_untouched(written);
-    require_apart(written, {{"ids", ids}});
+    Footprints memory = args.footprints();
+    memory.reads("ids", ids);
+    memory.writes("lengths_out", lengths_out);
+    memory.writes("bases_out", bases_out);
+    memory.writes("rows_out", rows_out);
+    memory.writes("taken", taken);
+    memory.writes("fault", fault);
     const auto over_groups = [&](int64_t bytes_each, const auto &work) {
         over_ranges(num_groups, bytes_each, 0, fault_of(fault), [&](int64_t begin, int64_t end, uint8_t *, ibp_fault *mine) {
             ibp_status status = IBP_OK;
@@ -414,13 +423,15 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
 
 // ---- decoding ----
 
-// Bytes [start, end) must be in the table, and nothing of it where they go.
-void check_decoding(const TableArgs &args, const ibp_table &table, int64_t start, int64_t end, const Tensor &out, const Tensor &fault)
+// Bytes [start, end) must be in the table, and nothing of it where they go. Returns the memory of it all.
+Footprints check_decoding(const TableArgs &args, const ibp_table &table, int64_t start, int64_t end, const Tensor &out, const Tensor &fault)
 {
     const int64_t num_bytes = ibp_bytes_of_table(&table);
     require(0 <= start && start <= end && end <= num_bytes, "bytes [", start, ", ", end, ") are not among the table's ", num_bytes);
-    args.require_untouched({{"out", out}, {"fault", fault}});
-    require_apart({{"out", out}}, {{"fault", fault}});
+    Footprints memory = args.footprints();
+    memory.writes("out", out);
+    memory.writes("fault", fault);
+    return memory;
 }
 
 void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t max_sms, Tensor out, Tensor fault)
@@ -466,9 +477,7 @@ void stream_bytes_cuda(IBP_TABLE_PARAMETERS, Tensor host_bases, int64_t start, i
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const uint64_t *const starts = unsigned_longs_of(host_bases, 0, "host_bases");
-    check_decoding(args, table, start, end, out, fault);
-    args.require_untouched({{"ring", ring}});
-    require_apart({{"ring", ring}}, {{"out", out}, {"fault", fault}});
+    check_decoding(args, table, start, end, out, fault).writes("ring", ring);
     uint8_t *const to = bytes_of(out, end - start, "out"), *const staging = bytes_of(ring, 0, "ring");
     auto *const stream = reinterpret_cast<ibp_streamer *>(static_cast<uintptr_t>(streamer));
     if (begins) check(ibp_cuda_begin_stream(stream, staging, ring.numel()), "begin_stream");

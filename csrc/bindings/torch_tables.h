@@ -126,10 +126,29 @@ struct TableArgs {
         return t;
     }
 
-    // Nothing that an operation writes is a part of the table.
-    void require_untouched(std::initializer_list<Named> written) const
+    // Where the table's rows are written, nothing else is.
+    void check_writing(const Tensor &data, const Tensor &fault) const
     {
-        require_apart(written, {{"slots", slots}, {"overflow", overflow}, {"lengths", lengths}, {"bases", bases}, {"codebook", codebook}});
+        Footprints memory;
+        memory.reads("lengths", lengths);
+        memory.reads("bases", bases);
+        memory.reads("codebook", codebook);
+        memory.reads("data", data);
+        memory.writes("slots", slots);
+        memory.writes("overflow", overflow);
+        memory.writes("fault", fault);
+    }
+
+    // The memory of a table that is read.
+    Footprints footprints() const
+    {
+        Footprints memory;
+        memory.reads("slots", slots);
+        memory.reads("overflow", overflow);
+        memory.reads("lengths", lengths);
+        memory.reads("bases", bases);
+        memory.reads("codebook", codebook);
+        return memory;
     }
 };
 

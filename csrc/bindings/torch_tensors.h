@@ -13,6 +13,7 @@
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
 
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <stdexcept>
@@ -145,28 +146,37 @@ inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
     return memory.data;
 }
 
-struct Named {
-    const char *name;
-    const Tensor &tensor;
-};
+// The memory of a call's tensors. No byte that is written belongs to another tensor: an operation that reads what it writes at the same time would
+// act on numbers that it has not checked.
+class Footprints {
+  public:
+    void reads(const char *name, const Tensor &tensor) { add({name, memory_of(tensor, name), false}); }
+    void writes(const char *name, const Tensor &tensor) { add({name, memory_of(tensor, name), true}); }
 
-// No byte that is written belongs to another of the tensors: an operation that reads what it writes at the same time would act on numbers that it
-// has not checked.
-inline void require_apart(std::initializer_list<Named> written, std::initializer_list<Named> read)
-{
-    const auto check_pair = [](const Memory &memory, const char *name, const Named &other) {
-        const Memory beside = memory_of(other.tensor, other.name);
-        if (beside.data == nullptr) return;
-        const bool apart = memory.data + memory.num_bytes <= beside.data || beside.data + beside.num_bytes <= memory.data;
-        require(apart, name, " and ", other.name, " share memory");
+  private:
+    struct Footprint {
+        const char *name;
+        Memory memory;
+        bool is_written;
     };
-    for (const Named *one = written.begin(); one != written.end(); one++) {
-        const Memory memory = memory_of(one->tensor, one->name);
-        if (memory.data == nullptr) continue;
-        for (const Named *other = written.begin(); other != one; other++) check_pair(memory, one->name, *other);
-        for (const Named &other : read) check_pair(memory, one->name, other);
+
+    void add(const Footprint &added)
+    {
+        const Memory &memory = added.memory;
+        if (memory.data == nullptr) return;
+        for (size_t i = 0; i < count_; i++) {
+            const Footprint &other = footprints_[i];
+            const bool apart = memory.data + memory.num_bytes <= other.memory.data ||
+                               other.memory.data + other.memory.num_bytes <= memory.data;
+            require(apart || !(added.is_written || other.is_written), added.name, " and ", other.name, " share memory");
+        }
+        require(count_ < footprints_.size(), "too many tensors");
+        footprints_[count_++] = added;
     }
-}
+
+    std::array<Footprint, 16> footprints_{}; // more than any operation has
+    size_t count_ = 0;
+};
 
 // ---- devices ----
 
