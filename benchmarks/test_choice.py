@@ -45,20 +45,29 @@ def test_the_link_is_the_same_as_the_ideals():
     assert (_choice.LINK_BYTES_PER_NS, _choice.LEAST_ROW_NS) == (ideal.LINK_KERNEL_GBPS, ideal.LINK_ROW_NS)
 
 
-@pytest.mark.parametrize("key", [pytest.param(key, marks=pytest.mark.slow if key[2] > 512 else (), id=str(key)) for key in RATES
-                                 if key[0].startswith("normal")])  # fmt: skip
+NORMAL = [key for key in RATES if key[0].startswith("normal")]
+SHORT = [key for key in NORMAL if key[2] <= 512]
+
+
+@pytest.mark.parametrize(
+    "key", [*SHORT, *(pytest.param(key, marks=pytest.mark.slow) for key in NORMAL if key not in SHORT)], ids=str
+)
 def test_normal_values(key):
     _, dtype, row_bytes = key
     deviation = {"normal 1": 1.0, "normal 0.02": 0.02}[key[0]]
     dtype = getattr(torch, dtype)
-    x = inputs.normal_rows(max(MOST_BYTES, 16 * row_bytes), dtype, deviation, "cpu", columns=row_bytes // dtype.itemsize)
+    x = inputs.normal_rows(
+        max(MOST_BYTES, 16 * row_bytes), dtype, deviation, "cpu", columns=row_bytes // dtype.itemsize
+    )
     scheme, candidates = choice_for(x, row_bytes)
     assert_no_slower(key, scheme, candidates)
     if row_bytes >= 256:
         assert scheme == "planes"
 
 
-@pytest.mark.parametrize("name, x", list(inputs.real_sets(inputs.DATA_DIR)), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "name, x", list(inputs.real_sets(inputs.DATA_DIR)), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_real_sets(name, x):
     row_bytes = x.shape[1] * x.element_size()
     key = name, str(x.dtype).removeprefix("torch."), row_bytes

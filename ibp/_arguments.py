@@ -37,4 +37,8 @@ def number(name: str, value: SupportsFloat) -> float:
 
 
 def _shown(value: object) -> str:
-    return f"{value!r}, a {type(value).__name__}" if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+    return (
+        f"{value!r}, a {type(value).__name__}"
+        if isinstance(value, (bool, int, float, str))
+        else f"a {type(value).__name__}"
+    )

@@ -10,44 +10,59 @@ from tqdm import tqdm
 from . import _core, _layout, _memory, _ops, _rows, _staging
 from ._arguments import whole_number
 from ._choice import learn
-from ._estimation import check_codebook, check_learning
 from ._compressed_tensor import CompressedTensor
+from ._estimation import check_codebook, check_learning
 from ._schemes import AnyCodebook, Request, check_clusters, measure
 
 
-def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None,
-             codebook: AnyCodebook | None = None, sample: float | None = None, clusters: int | str | None = None,
-             layout: str = "slots", slot_bytes: int | None = None, row_bytes: int | None = None,
-             device: torch.device | str | int | None = None, pin_memory: bool | None = None,
-             progress: bool = False) -> CompressedTensor:
+def compress(
+    x: torch.Tensor,
+    *,
+    scheme: str = "auto",
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    codebook: AnyCodebook | None = None,
+    sample: float | None = None,
+    clusters: int | str | None = None,
+    layout: str = "slots",
+    slot_bytes: int | None = None,
+    row_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    pin_memory: bool | None = None,
+    progress: bool = False,
+) -> CompressedTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
 
-    The table lives where x lives: on its GPU, or in host memory, pinned unless pin_memory says otherwise. Coded rows that would not be smaller
-    than x are left raw, and the table says so: `table.scheme == "raw"`. What it saves is told apart: `table.savings` of the bytes of rows,
-    `table.nbytes` and `table.link_bytes` the memory that it takes and what is fetched over the link. `estimate` tells them beforehand.
+    The table lives where x lives: on its GPU, or in host memory, pinned unless pin_memory says otherwise. Rows
+    that would not become smaller are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts
+    the bytes of its rows, `table.nbytes` the memory that it takes and `table.link_bytes` what is fetched over the link;
+    `estimate` tells them beforehand.
 
     Args:
-        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor that requires grad the
-            values are taken, as by `x.detach()`: no gradient flows through a table.
-        scheme: "auto", the best for the layout on a sample of rows: for slots the one that a GPU fetches fastest, link and decoding counted, and
-            never one slower than raw rows; for packed rows the one of fewest bytes. Or "ibp", invariant bits (the paper's); "planes", ranked
-            symbols; or "raw", rows as they are (to gather them by the same kernels).
+        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor
+            that requires grad the values are taken, as by `x.detach()`: no gradient flows through a table.
+        scheme: "auto", the best for the layout on a sample of rows: for slots the one that fetches the fewest bytes, of
+            those that a GPU fetches and decodes faster than raw rows; for packed rows the one of fewest bytes. Or "ibp",
+            invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to gather them by the
+            same kernels).
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
         sample: fraction of the rows to learn the codebook from; None: as many as fit 64 MiB (16 MiB without a GPU).
-        clusters: how many codebooks to divide the rows among, 1 to 256, by k-means over their bits and then by coded size (the paper's section
-            6.5); "auto": doubled for as long as the net saving grows. None: one.
-        layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and files.
-        slot_bytes: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place layout). None: chosen from the row lengths.
-        row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is not 1-D,
-            else 4,096 bytes of the flat tensor.
+        clusters: how many codebooks to divide the rows among, 1 to 256, by k-means over their bits and then by coded
+            size (the paper's section 6.5); "auto": doubled for as long as the net saving grows. None: one.
+        layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and
+            files.
+        slot_bytes: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place layout). None: chosen
+            from the row lengths.
+        row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is
+            not 1-D, else 4,096 bytes of the flat tensor.
         device: where analysis and compression run. None: x's GPU, else the current GPU if there is one, else the CPU.
         pin_memory: whether a table in host memory is pinned, at exactly its size. None: if there is a CUDA device.
         progress: show progress bars.
 
     Raises:
-        TypeError: x is not a dense tensor of a supported dtype (quantized ones and those of less than a byte are not), codebook is none, or an
-            argument is not of its type.
+        TypeError: x is not a dense tensor of a supported dtype (quantized ones and those of less than a byte are not),
+            codebook is none, or an argument is not of its type.
         ValueError: an argument is outside its range or contradicts another.
         RuntimeError: memory cannot be pinned.
     """
@@ -58,27 +73,39 @@ def compress(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None =
     slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
     worker = _rows.working_device(x, device)
     data = _rows.bytes_of(x)
-    codebook, lengths, survey = learning.measured(data, geometry, worker, slot_bytes, progress)
-    if codebook is None:
+    coding = learning.coding_of(data, geometry, worker, slot_bytes, progress)
+    if coding is None:
         slots = _memory.empty(geometry.num_bytes, data.device, pin).copy_(data)
         return _table(geometry, "raw", geometry.row_bytes, slots, None, None)
     if slot_bytes is None:
-        slot_bytes = _layout.choose_slot_bytes(survey, geometry)
-    return _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, progress)
+        slot_bytes = _layout.choose_slot_bytes(coding.survey, geometry)
+    return _encode(data, geometry, coding, slot_bytes, worker, pin, progress)
 
 
-def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None = None, tau: float | None = None,
-              codebook: AnyCodebook | None = None, sample: float | None = None, clusters: int | str | None = None,
-              row_bytes: int | None = None, device: torch.device | str | int | None = None, pin_memory: bool | None = None,
-              progress: bool = False) -> CompressedTensor:
-    """Compresses a tensor within its own memory (the paper's in-place layout, section 5), so that one that fills memory can be compressed.
+def compress_(
+    x: torch.Tensor,
+    *,
+    scheme: str = "auto",
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    codebook: AnyCodebook | None = None,
+    sample: float | None = None,
+    clusters: int | str | None = None,
+    row_bytes: int | None = None,
+    device: torch.device | str | int | None = None,
+    pin_memory: bool | None = None,
+    progress: bool = False,
+) -> CompressedTensor:
+    """Compresses a tensor within its own memory (the paper's in-place layout, section 5), so that one that fills memory
+    can be compressed.
 
-    Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory is freed. x's values are gone
-    afterwards: its memory belongs to the table. Besides x this takes 2.25 bytes a row and about 128 MiB. "auto" takes the scheme of fewest bytes.
+    Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory is freed. x's
+    values are gone afterwards: its memory belongs to the table. Besides x this takes 2.25 bytes a row and about
+    128 MiB. "auto" takes the scheme of fewest bytes.
 
-    All analysis is done before the first write; rows are then rewritten in blocks, each with its lengths by one operation. If that is
-    interrupted, however often, or the memory cannot be pinned afterwards, the exception has the table as its attribute `table`, and
-    that table decompresses to x. Without that attribute x is as it was.
+    All analysis is done before the first write; rows are then rewritten in blocks, each with its lengths by one
+    operation. If that is interrupted, however often, or the memory cannot be pinned afterwards, the exception has the
+    table as its attribute `table`, and that table decompresses to x. Without that attribute x is as it was.
 
     Args:
         x: contiguous tensor that owns its whole storage and does not require grad.
@@ -94,22 +121,37 @@ def compress_(x: torch.Tensor, *, scheme: str = "auto", chunk_bytes: int | None 
     geometry = _geometry(x, row_bytes, codebook)
     worker, pin = _rows.working_device(x, device), _wants_pinning(x, pin_memory)
     data = _rows.bytes_of(x)
-    codebook, lengths, _ = learning.measured(data, geometry, worker, geometry.row_bytes, progress, in_place=True)
-    if codebook is None:
+    coding = learning.coding_of(data, geometry, worker, geometry.row_bytes, progress, in_place=True)
+    if coding is None:
         table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
     else:
-        coded = torch.zeros_like(lengths, device=data.device)  # all rows raw: what the memory holds
-        table = _table(geometry, codebook.scheme, geometry.row_bytes, data, codebook, coded)
+        coded = torch.zeros_like(coding.lengths, device=data.device)  # all rows raw: what the memory holds
+        table = _table(geometry, coding.codebook.scheme, geometry.row_bytes, data, coding.codebook, coded)
     table._owner = x
     kept: list[CompressedTensor] = []
 
     def work() -> CompressedTensor:
         kept.append(table)  # from the first row rewritten, the table is all that is left of x
-        if codebook is not None:
-            _encode_in_place(table, data, lengths, worker, progress)
+        if coding is not None:
+            _encode_in_place(table, data, coding, worker, progress)
         return table.pin_memory() if pin else table
 
     return _core.call_keeping_table(kept, work)
+
+
+@dataclass(frozen=True)
+class _Coding:
+    """How a tensor's rows are coded.
+
+    Attributes:
+        codebook: what with.
+        lengths: of all rows on the working device (FORMAT.md section 2).
+        survey: of the lengths.
+    """
+
+    codebook: AnyCodebook
+    lengths: torch.Tensor
+    survey: _layout.Survey
 
 
 @dataclass(frozen=True)
@@ -124,42 +166,67 @@ class _Learning:
     codebook: AnyCodebook | None
 
     @classmethod
-    def of(cls, scheme, chunk_bytes, tau, sample, clusters, codebook) -> _Learning:
+    def of(
+        cls,
+        scheme: str,
+        chunk_bytes: int | None,
+        tau: float | None,
+        sample: float | None,
+        clusters: int | str | None,
+        codebook: AnyCodebook | None,
+    ) -> _Learning:
         """Of the arguments of the same names. Raises TypeError and ValueError for wrong ones."""
         chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample)
         if clusters is not None and not isinstance(clusters, str):
             clusters = whole_number("clusters", clusters)
         check_clusters(clusters)
         if clusters is not None and codebook is not None:
-            raise ValueError(f"clusters is {clusters!r}, but a codebook is given: it says itself how many clusters there are")
+            raise ValueError(
+                f"clusters is {clusters!r}, but a codebook is given: it says itself how many clusters there are"
+            )
         if clusters is not None and scheme == "raw":
             raise ValueError(f"clusters is {clusters!r}, but rows of scheme 'raw' have no codebook")
         return cls(scheme, chunk_bytes, tau, sample, clusters, codebook)
 
-    def measured(self, data, geometry, worker, slot_bytes, progress, in_place=False) -> tuple[AnyCodebook | None, torch.Tensor | None, _layout.Survey | None]:
-        """(codebook, the `lengths` of all rows on the worker, their survey); None for all of them where raw rows take no more bytes."""
+    def coding_of(
+        self,
+        data: torch.Tensor,
+        geometry: _rows.Geometry,
+        worker: torch.device,
+        slot_bytes: int | None,
+        progress: bool,
+        in_place: bool = False,
+    ) -> _Coding | None:
+        """How the bytes are coded; None where raw rows take no more bytes, or are what is asked for."""
         codebook = self.codebook
         if codebook is None and geometry.num_bytes:
-            request = Request(data, geometry, worker, self.sample, self.chunk_bytes, self.tau, slot_bytes=slot_bytes, clusters=self.clusters,
-                              progress=progress)
+            request = Request(
+                data,
+                geometry,
+                worker,
+                self.sample,
+                self.chunk_bytes,
+                self.tau,
+                slot_bytes=slot_bytes,
+                clusters=self.clusters,
+                progress=progress,
+            )
             codebook = learn(self.scheme, request, in_place)
         if codebook is None or not geometry.num_bytes:
-            return None, None, None
+            return None
         lengths = measure(data, codebook, worker, progress)
         survey = _layout.survey(lengths, geometry)
-        if survey.stored + codebook.nbytes >= geometry.num_bytes:
-            return None, None, None
-        return codebook, lengths, survey
+        return _Coding(codebook, lengths, survey) if survey.stored + codebook.nbytes < geometry.num_bytes else None
 
 
-def _wants_pinning(x, pin_memory):
+def _wants_pinning(x: torch.Tensor, pin_memory: bool | None) -> bool:
     """Whether a table of x is to be pinned; RuntimeError if it cannot be."""
     if pin_memory and not _ops.cuda_is_available():
         raise RuntimeError("pin_memory=True needs a CUDA device and a build of ibp with CUDA")
-    return not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else pin_memory)
+    return not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else bool(pin_memory))
 
 
-def _geometry(x, row_bytes, codebook):
+def _geometry(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
     if codebook is None:
         return _rows.Geometry.of(x, row_bytes)
     check_codebook(codebook)
@@ -168,32 +235,73 @@ def _geometry(x, row_bytes, codebook):
     return _rows.Geometry.of(x, codebook.row_bytes)
 
 
-def _check_owns_memory(x):
+def _check_owns_memory(x: torch.Tensor) -> None:
     if not x.is_contiguous() or x.is_conj() or x.is_neg():
         raise ValueError(f"x has strides {x.stride()}; compress_ wants a contiguous tensor")
     held = x.untyped_storage().nbytes()
     if x.storage_offset() != 0 or held != x.numel() * x.element_size():
-        raise ValueError(f"x has {x.numel() * x.element_size()} bytes of a storage of {held}; compress_ wants a tensor that owns all of its storage")
+        raise ValueError(
+            f"x has {x.numel() * x.element_size()} bytes of a storage of {held}; "
+            "compress_ wants a tensor that owns all of its storage"
+        )
     if x.requires_grad:
         raise ValueError("x requires grad; compress_ would destroy its values: detach it first")
 
 
-def _table(geometry, scheme, slot_bytes, slots, codebook, lengths, overflow=None, bases=None):
-    def on_home(tensor, dtype):
+def _table(
+    geometry: _rows.Geometry,
+    scheme: str,
+    slot_bytes: int,
+    slots: torch.Tensor,
+    codebook: AnyCodebook | None,
+    lengths: torch.Tensor | None,
+    overflow: torch.Tensor | None = None,
+    bases: torch.Tensor | None = None,
+) -> CompressedTensor:
+    def on_home(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype, device=slots.device) if tensor is None else tensor.to(slots.device)
 
-    return CompressedTensor(shape=geometry.shape, dtype=geometry.dtype, scheme=scheme, row_bytes=geometry.row_bytes, slot_bytes=slot_bytes,
-                            slots=slots, overflow=on_home(overflow, torch.uint8), lengths=on_home(lengths, torch.uint16),
-                            bases=on_home(bases, torch.int64), codebook=codebook)
+    return CompressedTensor(
+        shape=geometry.shape,
+        dtype=geometry.dtype,
+        scheme=scheme,
+        row_bytes=geometry.row_bytes,
+        slot_bytes=slot_bytes,
+        slots=slots,
+        overflow=on_home(overflow, torch.uint8),
+        lengths=on_home(lengths, torch.uint16),
+        bases=on_home(bases, torch.int64),
+        codebook=codebook,
+    )
 
 
-def _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, progress):
+def _encode(
+    data: torch.Tensor,
+    geometry: _rows.Geometry,
+    coding: _Coding,
+    slot_bytes: int,
+    worker: torch.device,
+    pin: bool,
+    progress: bool,
+) -> CompressedTensor:
+    codebook, lengths, survey = coding.codebook, coding.lengths, coding.survey
     slots = _memory.empty(_layout.slots_size(geometry, slot_bytes), data.device, pin)
-    overflow = _memory.empty(survey.overflow_bytes(slot_bytes) if slot_bytes < geometry.row_bytes else 0, data.device, pin)
-    bases = _layout.index_rows(lengths, geometry, slot_bytes) if overflow.numel() else torch.empty(0, dtype=torch.int64, device=worker)
+    overflow = _memory.empty(
+        survey.overflow_bytes(slot_bytes) if slot_bytes < geometry.row_bytes else 0, data.device, pin
+    )
+    bases = (
+        _layout.index_rows(lengths, geometry, slot_bytes)
+        if overflow.numel()
+        else torch.empty(0, dtype=torch.int64, device=worker)
+    )
     lies_near, faults = slots.device == worker, []
-    ends = [*bases.tolist(), overflow.numel()] if overflow.numel() and not (lies_near and worker.type == "cuda") else None
-    with _staging.outlet(worker, slots.device, pageable=not pin) as outlet, tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar:
+    ends = (
+        [*bases.tolist(), overflow.numel()] if overflow.numel() and not (lies_near and worker.type == "cuda") else None
+    )
+    with (
+        _staging.outlet(worker, slots.device, pageable=not pin) as outlet,
+        tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar,
+    ):
         for first, last, block in _rows.blocks(data, geometry.row_bytes, worker):
             start, end = (ends[first // 32], ends[-(-last // 32)]) if ends else (0, overflow.numel())
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
@@ -207,33 +315,68 @@ def _encode(data, geometry, codebook, lengths, survey, slot_bytes, worker, pin, 
     return _table(geometry, codebook.scheme, slot_bytes, slots, codebook, lengths, overflow, bases)
 
 
-def _encode_block(block, codebook, lengths, bases, slot_bytes, overflow_start, slots, overflow):
+def _encode_block(
+    block: torch.Tensor,
+    codebook: AnyCodebook,
+    lengths: torch.Tensor,
+    bases: torch.Tensor,
+    slot_bytes: int,
+    overflow_start: int,
+    slots: torch.Tensor,
+    overflow: torch.Tensor,
+) -> torch.Tensor:
     """Codes a block of rows into slices of slots and overflow on its own device. Returns where a fault is noted."""
     device = block.device
     if device.type == "cpu":  # zeros between the rows' bytes, as kernels write them: equal tables have equal tensors
         slots.zero_(), overflow.zero_()
     fault = torch.zeros(4, dtype=torch.int64, device=device)
-    torch.ops.ibp.encode_rows(slots, overflow, lengths, bases, codebook.words(device), codebook.codec, slot_bytes, overflow_start, 1, block.numel(), block, fault)
+    torch.ops.ibp.encode_rows(
+        slots,
+        overflow,
+        lengths,
+        bases,
+        codebook.words(device),
+        codebook.codec,
+        slot_bytes,
+        overflow_start,
+        1,
+        block.numel(),
+        block,
+        fault,
+    )
     return fault
 
 
-def _check_faults(faults):
+def _check_faults(faults: list[torch.Tensor]) -> None:
     for status, row, _, _ in torch.stack(faults).tolist():
         if status:
-            raise RuntimeError(f"x changed while it was being compressed: row {row} of a block no longer has the length measured before")
+            raise RuntimeError(
+                f"x changed while it was being compressed: row {row} of a block no longer has the length measured"
+            )
 
 
-def _encode_in_place(table, data, lengths, worker, progress):
-    """Rewrites the rows of a table that are still raw. Rows and lengths of a block change by one operation of torch, before and after which the
+def _encode_in_place(
+    table: CompressedTensor, data: torch.Tensor, coding: _Coding, worker: torch.device, progress: bool
+) -> None:
+    """Rewrites the rows of a table that are still raw. Rows and lengths of a block change by one operation of torch,
+    before and after which the
     table decodes: an interrupt finds it so, however many there are."""
-    codebook, row_bytes, coded = table.codebook, table.row_bytes, table.lengths.view(torch.uint8)
-    no_bases, no_overflow = torch.empty(0, dtype=torch.int64, device=worker), torch.empty(0, dtype=torch.uint8, device=worker)
-    with (_staging.outlet(worker, data.device, pageable=True) as outlet,
-          tqdm(total=table.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar):
+    codebook, lengths = coding.codebook, coding.lengths
+    row_bytes, coded = table.row_bytes, table.lengths.view(torch.uint8)
+    no_bases, no_overflow = (
+        torch.empty(0, dtype=torch.int64, device=worker),
+        torch.empty(0, dtype=torch.uint8, device=worker),
+    )
+    with (
+        _staging.outlet(worker, data.device, pageable=True) as outlet,
+        tqdm(total=table.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar,
+    ):
         for first, last, block in _rows.blocks(data, row_bytes, worker, whole=False):
             targets = data[first * row_bytes : last * row_bytes], coded[2 * first : 2 * last]
             rows, new_lengths = outlet.take([target.numel() for target in targets])
             new_lengths.copy_(lengths[first:last].view(torch.uint8))
-            _check_faults([_encode_block(block, codebook, lengths[first:last], no_bases, row_bytes, 0, rows, no_overflow)])
+            _check_faults(
+                [_encode_block(block, codebook, lengths[first:last], no_bases, row_bytes, 0, rows, no_overflow)]
+            )
             outlet.put(targets, (rows, new_lengths))
             bar.update(last - first)

@@ -11,7 +11,9 @@ from ._rows import Geometry
 
 SECTOR_BYTES = 32
 _ROWS_PER_BASE = 32  # IBP_ROWS_PER_BASE
-_SECOND_FETCH_BYTES = 64  # what fetching a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
+_SECOND_FETCH_BYTES = (
+    64  # what fetching a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Survey:
     sectors: torch.Tensor
 
     def overflow_bytes(self, slot_bytes: int) -> int:
-        """Bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact bytes without slots."""
+        """Bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact bytes without
+        slots."""
         if slot_bytes == 0:
             return self.stored
         above = self.sectors[slot_bytes // SECTOR_BYTES + 1 :]
@@ -43,8 +46,8 @@ def survey(lengths: torch.Tensor, geometry: Geometry) -> Survey:
 
 
 def choose_slot_bytes(found: Survey, geometry: Geometry) -> int:
-    """The slot size, a multiple of 32 below row_bytes or row_bytes itself, at which slots and overflow take the fewest bytes, each row's
-    second fetch priced in; of equal ones the largest."""
+    """The slot size, a multiple of 32 below row_bytes or row_bytes itself, at which slots and overflow take the fewest
+    bytes, each row's second fetch priced in; of equal ones the largest."""
     rows = found.sectors.to(torch.float64)
     slots = torch.arange(len(rows), dtype=torch.float64)
     rows_above = rows.flip(0).cumsum(0).flip(0) - rows  # rows that overflow a slot of k sectors
@@ -59,7 +62,10 @@ def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
     """Raises ValueError if rows of row_bytes cannot have slots of that size."""
     if slot_bytes == row_bytes or (0 < slot_bytes < row_bytes and slot_bytes % SECTOR_BYTES == 0):
         return
-    raise ValueError(f"slot_bytes is {slot_bytes}; wanted a multiple of {SECTOR_BYTES} below the row's {row_bytes} bytes, or {row_bytes} itself")
+    raise ValueError(
+        f"slot_bytes is {slot_bytes}; wanted a multiple of {SECTOR_BYTES} below the row's {row_bytes} bytes, "
+        f"or {row_bytes} itself"
+    )
 
 
 def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> int | None:
@@ -119,7 +125,8 @@ def link_bytes(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> in
 
 
 def raw_link_bytes(geometry: Geometry) -> int:
-    """The same for rows that are all raw, one after the other: which sectors a row touches repeats itself every 32 rows."""
+    """The same for rows that are all raw, one after the other: which sectors a row touches repeats itself every 32
+    rows."""
 
     def of(num_bytes: int) -> int:
         part = Geometry(torch.Size((num_bytes,)), torch.uint8, geometry.row_bytes)
@@ -130,6 +137,6 @@ def raw_link_bytes(geometry: Geometry) -> int:
     return whole * of(period) + of(rest) if whole else of(rest)
 
 
-def _touched(start, size):
+def _touched(start: torch.Tensor, size: torch.Tensor) -> int:
     touched = (start + size - 1) // SECTOR_BYTES - start // SECTOR_BYTES + 1
     return int((touched * (size > 0)).sum())

@@ -15,8 +15,28 @@ _BLOCK_BYTES = 64 << 20  # of what is coded at once, and in `compress_` held twi
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # What a tensor may hold: elements of whole bytes, 1, 2, 4 or 8 of them, that torch neither scales nor packs.
-_DTYPE_NAMES = ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32", "float64",
-                "complex32", "complex64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_DTYPE_NAMES = (
+    "bool",
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex32",
+    "complex64",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
 DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
 
 
@@ -62,8 +82,10 @@ def check_tensor(x: torch.Tensor) -> None:
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"x is a {kind} tensor on {x.device}; wanted a dense tensor on the CPU or a CUDA device")
     if x.dtype not in DTYPES:
-        raise TypeError(f"x has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted elements of 1, 2, 4 or 8 whole bytes, neither "
-                        "quantized nor packed: pass x.int_repr() or x.view(torch.uint8)")
+        raise TypeError(
+            f"x has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted 1, 2, 4 or 8 whole bytes, not "
+            "quantized or packed: pass x.int_repr() or x.view(torch.uint8)"
+        )
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
@@ -72,22 +94,28 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
     x = x.view(_INTEGERS[x.element_size()]).contiguous()
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # a contiguous tensor of at most one element may have any strides
+    return x.as_strided((x.numel(),), (1,)).view(
+        torch.uint8
+    )  # a contiguous tensor of at most one element may have any strides
 
 
 def working_device(x: torch.Tensor, device: torch.device | str | int | None) -> torch.device:
-    """Where analysis and compression of x run: the device asked for, else x's own if it is a GPU, else the GPU if there is one."""
-    if device is not None:
-        return _memory.canonical(device)
-    if x.is_cuda:
-        return _memory.canonical(x.device)
-    return _memory.canonical("cuda" if _ops.cuda_is_available() else "cpu")
+    """Where x is analysed and compressed: the device asked for, else x's own if it is a GPU, else the GPU if there is
+    one."""
+    if device is None:
+        device = x.device if x.is_cuda else "cuda" if _ops.cuda_is_available() else "cpu"
+    found = _memory.canonical(device)
+    assert found is not None
+    return found
 
 
-def blocks(data: torch.Tensor, row_bytes: int, device: torch.device, whole: bool = True) -> Iterator[tuple[int, int, torch.Tensor]]:
+def blocks(
+    data: torch.Tensor, row_bytes: int, device: torch.device, whole: bool = True
+) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(first row, last row, bytes on the device) of about 64 MiB each; the first row is a multiple of 32.
 
-    What is on the GPU that works on it is one block, if `whole`. Host data is brought to a GPU in smaller blocks by its copy engine, the next
+    What is on the GPU that works on it is one block, if `whole`. Host data is brought to a GPU in smaller blocks by its
+    copy engine, the next
     one while the caller works on one: such a block is valid until the next one is asked for (see `_staging`).
     """
     num_rows, is_staged = -(-data.numel() // row_bytes), device.type == "cuda" and data.device.type == "cpu"
@@ -99,13 +127,16 @@ def blocks(data: torch.Tensor, row_bytes: int, device: torch.device, whole: bool
     step = max(1, most_bytes // (32 * row_bytes)) * 32
     ranges = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
     parts = (data[first * row_bytes : last * row_bytes] for first, last in ranges)
-    near = _staging.copied_ahead(parts, device, not data.is_pinned()) if is_staged else (part.to(device) for part in parts)
+    near = (
+        _staging.copied_ahead(parts, device, not data.is_pinned()) if is_staged else (part.to(device) for part in parts)
+    )
     for block, (first, last) in zip(near, ranges):
         yield first, last, block
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """The bytes of num_sampled whole rows, drawn without repetition and in order; all whole rows without a copy if there are no more."""
+    """The bytes of num_sampled whole rows, drawn without repetition and in order; all whole rows without a copy if
+    there are no more."""
     num_rows = data.numel() // row_bytes
     rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
     if num_sampled >= num_rows:

@@ -12,7 +12,8 @@ _ALIGNMENT = 256  # bytes, of what shares a buffer
 
 
 class _Turn:
-    """A buffer on the GPU, one in pinned memory beside it where host memory is pageable, and what is known of their copies."""
+    """A buffer on the GPU, one in pinned memory beside it where host memory is pageable, and what is known of their
+    copies."""
 
     def __init__(self, device: torch.device, pageable: bool) -> None:
         self.device, self.pageable = device, pageable
@@ -20,7 +21,9 @@ class _Turn:
         self.pinned = torch.empty(0, dtype=torch.uint8)
         self.copied = torch.cuda.Event()  # the last copy from or to the buffers
         self.used = torch.cuda.Event()  # the caller's last work on what was brought
-        self.delivery: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None  # (targets, pinned sources) not yet copied by the CPU
+        self.delivery: tuple[list[torch.Tensor], list[torch.Tensor]] | None = (
+            None  # (targets, pinned sources) not yet copied by the CPU
+        )
 
     def finish(self) -> None:
         """Waits for the last copy, and delivers what it brought to pinned memory."""
@@ -48,8 +51,10 @@ def _empty_pinned(num_bytes: int) -> torch.Tensor:
 class Staging:
     """Two buffers on a GPU, used in turn, and a stream of their own for the copies between them and host memory.
 
-    Pageable memory goes through pinned buffers, which torch's intra-op threads fill or empty while the copy engine works on the other turn.
-    Blocks go one way: `bring` and `release`, or `take` and `put`. The caller's work is on the device's current stream, whichever device is
+    Pageable memory goes through pinned buffers, which torch's intra-op threads fill or empty while the copy engine
+    works on the other turn.
+    Blocks go one way: `bring` and `release`, or `take` and `put`. The caller's work is on the device's current stream,
+        whichever device is
     current. Leaving the context waits for all copies.
 
     Args:
@@ -73,7 +78,8 @@ class Staging:
     # ---- to the GPU ----
 
     def bring(self, part: torch.Tensor) -> tuple[_Turn, torch.Tensor]:
-        """Starts copying bytes of host memory. Returns the turn, to release, and its bytes on the GPU, there once `wait` says so."""
+        """Starts copying bytes of host memory. Returns the turn, to release, and its bytes on the GPU, there once
+        `wait` says so."""
         num_bytes = part.numel()
         turn = self._next(num_bytes)
         if turn.pageable:
@@ -103,7 +109,8 @@ class Staging:
     def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Starts copying what was taken last, as the work issued so far leaves it, to host memory.
 
-        To pageable memory all of it is copied by one operation (see `copy_all`), at the latest when the context is left.
+        To pageable memory all of it is copied by one operation (see `copy_all`), at the latest when the context is
+        left.
         """
         turn = self._turns[0]
         staged = list(targets)
@@ -128,7 +135,8 @@ class Staging:
 
 
 class Direct:
-    """Has the `take` and `put` of `Staging` where there is no link to hide: tensors of the worker's memory, copied at once."""
+    """Has the `take` and `put` of `Staging` where there is no link to hide: tensors of the worker's memory, copied at
+    once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -152,12 +160,14 @@ def outlet(worker: torch.device, home: torch.device, pageable: bool) -> Staging 
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies every source to its target in one operation of torch: Python runs no signal handler before the last of them is copied."""
+    """Copies every source to its target in one operation of torch: Python runs no signal handler before the last of
+    them is copied."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: bool) -> Iterator[torch.Tensor]:
-    """Parts of host memory on a GPU, the next one copied while the caller works on one: each is valid until the next one is asked for."""
+    """Parts of host memory on a GPU, the next one copied while the caller works on one: each is valid until the next
+    one is asked for."""
     with Staging(device, pageable) as staging:
         parts = iter(parts)
         first = next(parts, None)
@@ -172,7 +182,8 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As tensor.to(device), but a contiguous tensor in pageable memory goes to a GPU in blocks, as above, which is faster."""
+    """As tensor.to(device), but a contiguous tensor in pageable memory goes to a GPU in blocks, as above, which is
+    faster."""
     data = tensor.view(-1).view(torch.uint8)
     if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or data.is_pinned():
         return tensor.to(device)

