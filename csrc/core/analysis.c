@@ -56,9 +56,11 @@ static uint64_t load_chunk(const uint8_t *row, uint32_t row_bytes, uint32_t firs
 }
 
 /* chunk_bytes is a constant where this is called, so that whole chunks are single loads. */
-static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint32_t chunk_bytes, uint64_t *hits)
+static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint32_t chunk_bytes,
+                                 uint64_t *hits)
 {
-    const uint8_t *const mask = (const uint8_t *)cb->mask, *const bitval = (const uint8_t *)cb->bitval; /* words are little-endian */
+    const uint8_t *const mask = (const uint8_t *)cb->mask, *const bitval = (const uint8_t *)
+                                                                               cb->bitval; /* words are little-endian */
     const uint32_t num_whole = cb->row_bytes / chunk_bytes, rest = num_whole * chunk_bytes;
     for (size_t r = 0; r < num_rows; r++) {
         const uint8_t *const row = data + r * cb->row_bytes;
@@ -71,7 +73,8 @@ static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, si
             hits[chunk] += ((value ^ wanted) & invariant) == 0;
         }
         if (rest == cb->row_bytes) continue;
-        const uint64_t differing = load_chunk(row, cb->row_bytes, rest, chunk_bytes) ^ load_chunk(bitval, cb->row_bytes, rest, chunk_bytes);
+        const uint64_t differing =
+            load_chunk(row, cb->row_bytes, rest, chunk_bytes) ^ load_chunk(bitval, cb->row_bytes, rest, chunk_bytes);
         hits[num_whole] += (differing & load_chunk(mask, cb->row_bytes, rest, chunk_bytes)) == 0;
     }
 }
@@ -97,8 +100,8 @@ typedef struct growing_mask {
 enum { CHUNK_BITS = 64 };
 
 /* ones[b]: rows that agree with the mask so far and have bit b of their chunk set. */
-static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes, const growing_mask *grown,
-                           uint64_t ones[CHUNK_BITS])
+static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes,
+                           const growing_mask *grown, uint64_t ones[CHUNK_BITS])
 {
     uint64_t sums[CHUNK_BITS / 8] = {0}; /* eight counters of one byte each */
     uint32_t added = 0;
@@ -143,13 +146,15 @@ static int64_t gain_of(const growing_mask *grown, size_t num_rows)
     return (int64_t)(grown->num_matching * grown->num_bits) - (int64_t)num_rows;
 }
 
-ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t first_chunk,
-                            uint32_t last_chunk, uint8_t *mask, uint8_t *bitval)
+ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes,
+                            uint32_t first_chunk, uint32_t last_chunk, uint8_t *mask, uint8_t *bitval)
 {
     if (!ibp_are_sizes(0, row_bytes)) return IBP_INVALID_ARGUMENT;
     if (chunk_bytes != 1 && chunk_bytes != 2 && chunk_bytes != 4 && chunk_bytes != 8) return IBP_INVALID_ARGUMENT;
-    if (first_chunk > last_chunk || last_chunk > (row_bytes + chunk_bytes - 1) / chunk_bytes) return IBP_INVALID_ARGUMENT;
-    for (uint32_t first = first_chunk * chunk_bytes; first < row_bytes && first < last_chunk * chunk_bytes; first += chunk_bytes) {
+    if (first_chunk > last_chunk || last_chunk > (row_bytes + chunk_bytes - 1) / chunk_bytes)
+        return IBP_INVALID_ARGUMENT;
+    for (uint32_t first = first_chunk * chunk_bytes; first < row_bytes && first < last_chunk * chunk_bytes;
+         first += chunk_bytes) {
         const uint32_t valid_bytes = ibp_min_u32(chunk_bytes, row_bytes - first), valid_bits = 8 * valid_bytes;
         growing_mask grown = {0, 0, num_rows, 0}, best = grown;
         int64_t best_gain = 0;

@@ -34,8 +34,8 @@ static inline uint64_t ibp_load_field(const uint8_t *src, size_t src_bytes, size
     return ibp_low_bits(bits, num_bits);
 }
 
-/* ORs a field of up to 64 bits, with no bits set above it, to a buffer that is still zero there. Bits past its end are dropped: only a
- * row that changes while it is coded, or a codebook that is not right, has any. */
+/* ORs a field of up to 64 bits, with no bits set above it, to a buffer that is still zero there. Bits past its end are
+ * dropped: only a row that changes while it is coded, or a codebook that is not right, has any. */
 static inline void ibp_or_bits(uint8_t *dst, size_t dst_bytes, size_t position, uint64_t bits)
 {
     const uint32_t shift = position % 8;

@@ -39,8 +39,10 @@ static int64_t bytes_between(const ibp_table *table, const uint64_t *bases, int6
                      overflow_before(table, bases, row));
 }
 
-/* The last of the group ends in (first_row, end_row] up to which there are at most wanted_bytes; at least the first of them. */
-static int64_t find_end(const ibp_table *table, const uint64_t *bases, int64_t first_row, int64_t end_row, int64_t wanted_bytes)
+/* The last of the group ends in (first_row, end_row] up to which there are at most wanted_bytes; at least the first of
+ * them. */
+static int64_t find_end(const ibp_table *table, const uint64_t *bases, int64_t first_row, int64_t end_row,
+                        int64_t wanted_bytes)
 {
     int64_t low = first_row / IBP_ROWS_PER_BASE + 1, high = (end_row - 1) / IBP_ROWS_PER_BASE + 1;
     while (low < high) {
@@ -53,11 +55,12 @@ static int64_t find_end(const ibp_table *table, const uint64_t *bases, int64_t f
     return min_i64(low * IBP_ROWS_PER_BASE, end_row);
 }
 
-ibp_chunk ibp_plan_chunk(const ibp_table *table, const uint64_t *bases, int64_t first_row, int64_t end_row, int64_t done_bytes,
-                         int64_t room_bytes, bool ends)
+ibp_chunk ibp_plan_chunk(const ibp_table *table, const uint64_t *bases, int64_t first_row, int64_t end_row,
+                         int64_t done_bytes, int64_t room_bytes, bool ends)
 {
     const int64_t left = max_i64(1, bytes_between(table, bases, first_row, end_row));
-    const int64_t most = max_i64(1, room_bytes - 3 * IBP_CHUNK_ALIGN); /* both starts and the overflow part's place are rounded */
+    const int64_t most =
+        max_i64(1, room_bytes - 3 * IBP_CHUNK_ALIGN); /* both starts and the overflow part's place are rounded */
     ibp_chunk chunk = {.first_row = first_row};
     chunk.last_row = find_end(table, bases, first_row, end_row, ibp_size_chunk(done_bytes, left, most, ends));
     const uint64_t overflow_from = overflow_before(table, bases, first_row),

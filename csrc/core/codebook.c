@@ -4,7 +4,8 @@
 
 #include <string.h>
 
-_Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS, "the position of any participation bit fits an entry of flags");
+_Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS,
+               "the position of any participation bit fits an entry of flags");
 
 size_t ibp_codebook_words(uint32_t row_bytes) { return ((size_t)row_bytes + 15u) / 16u * 4u; }
 
@@ -35,14 +36,15 @@ static uint32_t masked_chunks_of_word(const ibp_codebook *cb, uint32_t w)
 /* The entry of flags of word w, of whose chunks some are flagged. *position: of the next participation bit. */
 static uint32_t flags_entry(const ibp_codebook *cb, uint32_t w, uint32_t flagged, uint32_t *position)
 {
-    const bool is_second = cb->chunk_bytes == 8 && w % 2 == 1; /* of its chunk, whose participation bit came with the first */
+    const bool is_second =
+        cb->chunk_bytes == 8 && w % 2 == 1; /* of its chunk, whose participation bit came with the first */
     const uint32_t first = is_second && ibp_flagged_chunks(cb->flags[w - 1]) ? *position - 1 : *position;
     *position += ibp_popcount(flagged);
     return first | flagged << IBP_FLAG_POS_BITS | ibp_gaps_of_word(cb->mask[w], cb->chunk_bytes);
 }
 
-ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes, uint32_t chunk_bytes, bool flag_all,
-                              uint32_t *words, ibp_codebook *out)
+ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes, uint32_t chunk_bytes,
+                              bool flag_all, uint32_t *words, ibp_codebook *out)
 {
     if (!ibp_are_sizes(0, row_bytes) || !is_chunk_size(chunk_bytes)) return IBP_INVALID_ARGUMENT;
     for (uint32_t i = 0; i < row_bytes; i++)
@@ -55,10 +57,15 @@ ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32
         mask_words[i / 4] |= (uint32_t)mask[i] << (8 * (i % 4));
         bitval_words[i / 4] |= (uint32_t)bitval[i] << (8 * (i % 4));
     }
-    ibp_codebook cb = {.scheme = IBP_SCHEME_IBP, .row_bytes = row_bytes, .mask = mask_words, .bitval = bitval_words, .flags = flags,
+    ibp_codebook cb = {.scheme = IBP_SCHEME_IBP,
+                       .row_bytes = row_bytes,
+                       .mask = mask_words,
+                       .bitval = bitval_words,
+                       .flags = flags,
                        .chunk_bytes = chunk_bytes};
     for (uint32_t w = 0; 4 * w < row_bytes; w++)
-        flags[w] = flags_entry(&cb, w, flag_all ? chunks_of_word(&cb, w) : masked_chunks_of_word(&cb, w), &cb.num_flags);
+        flags[w] =
+            flags_entry(&cb, w, flag_all ? chunks_of_word(&cb, w) : masked_chunks_of_word(&cb, w), &cb.num_flags);
     *out = cb;
     return IBP_OK;
 }
@@ -71,7 +78,8 @@ ibp_status ibp_check_masks_fields(const ibp_codebook *cb)
     if (cb->num_flags > (cb->row_bytes + cb->chunk_bytes - 1) / cb->chunk_bytes) return IBP_INVALID_ARGUMENT;
     if (!is_aligned(cb->mask) || !is_aligned(cb->bitval) || !is_aligned(cb->flags)) return IBP_INVALID_ARGUMENT;
     if (!ibp_has_clusters(cb)) return IBP_OK;
-    const bool fits = cb->cluster_stride >= ibp_codebook_words(cb->row_bytes) && cb->cluster_stride % 4 == 0 && cb->cluster_flags;
+    const bool fits =
+        cb->cluster_stride >= ibp_codebook_words(cb->row_bytes) && cb->cluster_stride % 4 == 0 && cb->cluster_flags;
     return fits ? IBP_OK : IBP_INVALID_ARGUMENT;
 }
 
@@ -86,7 +94,8 @@ ibp_status ibp_check_masks_words(const ibp_codebook *cb)
             continue;
         }
         const uint32_t flagged = ibp_flagged_chunks(cb->flags[w]);
-        if ((masked_chunks_of_word(cb, w) & ~flagged) || (flagged & ~chunks_of_word(cb, w))) return IBP_INVALID_ARGUMENT;
+        if ((masked_chunks_of_word(cb, w) & ~flagged) || (flagged & ~chunks_of_word(cb, w)))
+            return IBP_INVALID_ARGUMENT;
         if (cb->flags[w] != flags_entry(cb, w, flagged, &position)) return IBP_INVALID_ARGUMENT;
     }
     return position == cb->num_flags ? IBP_OK : IBP_INVALID_ARGUMENT;

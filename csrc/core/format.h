@@ -13,8 +13,9 @@
 #define IBP_INLINE static inline
 #endif
 
-/* Split of an entry of ibp_codebook.flags: position of the word's first participation bit, flagged chunks, where the first and
- * the last of the gaps that participating chunks leave in the word start, and whether there are more than these two. */
+/* Split of an entry of ibp_codebook.flags: position of the word's first participation bit, flagged chunks, where the
+ * first and the last of the gaps that participating chunks leave in the word start, and whether there are more than
+ * these two. */
 #define IBP_FLAG_POS_BITS 17u
 #define IBP_FLAG_FIRST_GAP (IBP_FLAG_POS_BITS + 4u)
 #define IBP_FLAG_LAST_GAP (IBP_FLAG_FIRST_GAP + 5u)
@@ -34,8 +35,8 @@ IBP_INLINE uint32_t ibp_min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; 
 /* The lowest run of ones in x, as a mask. */
 IBP_INLINE uint32_t ibp_lowest_run(uint32_t x) { return x & ~(x + (x & (0u - x))); }
 
-/* The bits of word from bit `start` on, of which only its low 5 bits count, moved up to make room for gap, a run of ones that begins
- * there, or for no gap, 0. The gap's bits become 0. */
+/* The bits of word from bit `start` on, of which only its low 5 bits count, moved up to make room for gap, a run of
+ * ones that begins there, or for no gap, 0. The gap's bits become 0. */
 IBP_INLINE uint32_t ibp_insert_gap(uint32_t word, uint32_t gap, uint32_t start)
 {
 #if defined(__CUDA_ARCH__)
@@ -48,13 +49,14 @@ IBP_INLINE uint32_t ibp_insert_gap(uint32_t word, uint32_t gap, uint32_t start)
 /* Inserts the lowest of the gaps, and takes it off them. */
 IBP_INLINE uint32_t ibp_insert_lowest_gap(uint32_t word, uint32_t *gaps)
 {
-    const uint32_t gap = ibp_lowest_run(*gaps), below = (gap & (0u - gap)) - 1u; /* ones under the gap: their count is its start */
+    const uint32_t gap = ibp_lowest_run(*gaps),
+                   below = (gap & (0u - gap)) - 1u; /* ones under the gap: their count is its start */
     *gaps ^= gap;
     return ibp_insert_gap(word, gap, ibp_popcount(below));
 }
 
-/* Parallel bit deposit: the low popcount(keep) bits of word, in order, at the ones of keep; gaps, the zeros of keep, are inserted
- * one after the other: floating point masks have one to three. */
+/* Parallel bit deposit: the low popcount(keep) bits of word, in order, at the ones of keep; gaps, the zeros of keep,
+ * are inserted one after the other: floating point masks have one to three. */
 IBP_INLINE uint32_t ibp_deposit(uint32_t word, uint32_t keep)
 {
     uint32_t gaps = ~keep;
@@ -87,7 +89,8 @@ IBP_INLINE uint32_t ibp_row_bits_of_word(uint32_t row_bytes, uint32_t w)
 IBP_INLINE uint32_t ibp_flag_position(uint32_t flags_entry) { return flags_entry & ((1u << IBP_FLAG_POS_BITS) - 1u); }
 IBP_INLINE uint32_t ibp_flagged_chunks(uint32_t flags_entry) { return flags_entry >> IBP_FLAG_POS_BITS & 0xfu; }
 
-/* The entry's part on the gaps of a word: the runs of ones of its mask, cut where chunks end, so that a gap is left or not as a whole. */
+/* The entry's part on the gaps of a word: the runs of ones of its mask, cut where chunks end, so that a gap is left or
+ * not as a whole. */
 IBP_INLINE uint32_t ibp_gaps_of_word(uint32_t mask, uint32_t chunk_bytes)
 {
     uint32_t first = 0, last = 0, count = 0;
@@ -113,12 +116,13 @@ IBP_INLINE uint32_t ibp_insert_two_gaps(uint32_t word, uint32_t removed, uint32_
 }
 
 /* Kept bits of a word, from its mask, its flags entry and the participation bits that start at its flag position.
- * A chunk of 4 or 8 bytes has one participation bit for the whole word; where such a chunk is not flagged its mask is 0, so that
- * the stray bit read for it does not matter. */
+ * A chunk of 4 or 8 bytes has one participation bit for the whole word; where such a chunk is not flagged its mask is
+ * 0, so that the stray bit read for it does not matter. */
 IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_t flags_entry, uint32_t chunk_bytes)
 {
     if (chunk_bytes >= 4u) return ~(mask * (participation & 1u));
-    const uint32_t chunk_bits = 8u * chunk_bytes, ones = (1u << chunk_bits) - 1u, flagged = ibp_flagged_chunks(flags_entry);
+    const uint32_t chunk_bits = 8u * chunk_bytes, ones = (1u << chunk_bits) - 1u,
+                   flagged = ibp_flagged_chunks(flags_entry);
     uint32_t removed = 0;
     for (uint32_t chunk = 0; chunk * chunk_bytes < 4u; chunk++) {
         if (!((flagged >> chunk) & 1u)) continue;
@@ -128,8 +132,8 @@ IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_
     return ~removed;
 }
 
-/* The participation bits of the flagged chunks that start in a word, packed. mismatch = (word ^ bitval) & mask; for chunks of 8
- * bytes the OR of both words' mismatches. */
+/* The participation bits of the flagged chunks that start in a word, packed. mismatch = (word ^ bitval) & mask; for
+ * chunks of 8 bytes the OR of both words' mismatches. */
 IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint32_t chunk_bytes)
 {
     const uint32_t flagged = ibp_flagged_chunks(flags_entry);
@@ -158,7 +162,8 @@ typedef struct ibp_listed_header {
     bool is_closed;
 } ibp_listed_header;
 
-/* bits: of the header. @return false if the row, of src_bytes bytes, has none, or lists more elements than there are. */
+/* bits: of the header. @return false if the row, of src_bytes bytes, has none, or lists more elements than there are.
+ */
 IBP_INLINE bool ibp_split_header(uint32_t bits, uint32_t src_bytes, uint32_t columns, ibp_listed_header *header)
 {
     header->num_listed = bits & (ibp_closed_bit(columns) - 1u);
@@ -202,7 +207,8 @@ IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t colum
 
 /* ---- rows of a table (section 3) ---- */
 
-/* Bytes of row r before coding; stored bytes of a row; what of them lies in overflow, exactly and with its padding (section 3). */
+/* Bytes of row r before coding; stored bytes of a row; what of them lies in overflow, exactly and with its padding
+ * (section 3). */
 IBP_INLINE uint32_t ibp_valid_bytes(int64_t num_bytes, uint32_t row_bytes, int64_t row)
 {
     const int64_t left = num_bytes - row * (int64_t)row_bytes;
@@ -214,7 +220,8 @@ IBP_INLINE uint32_t ibp_overflow_part(uint32_t stored_bytes, uint32_t slot_bytes
 }
 IBP_INLINE uint32_t ibp_overflow_room(uint32_t part_bytes, uint32_t slot_bytes)
 {
-    return slot_bytes == 0u ? part_bytes : (part_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN * IBP_OVERFLOW_ALIGN;
+    return slot_bytes == 0u ? part_bytes
+                            : (part_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN * IBP_OVERFLOW_ALIGN;
 }
 
 #endif

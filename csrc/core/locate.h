@@ -1,10 +1,10 @@
 /* locate.h - where the stored bytes of a row are (FORMAT.md sections 1 to 3), for gcc, g++ and nvcc.
  *
- * This is the rule that memory safety rests on: nothing of a table's index is trusted, and a row's bytes are touched only after
- * ibp_place_in_bounds has said that they lie in the table. In three steps:
+ * This is the rule that memory safety rests on: nothing of a table's index is trusted, and a row's bytes are touched
+ * only after ibp_place_in_bounds has said that they lie in the table. In three steps:
  *
  *     ibp_row_place place = ibp_split_row(&table, row, length of the row);          sizes, no memory read
- *     if (ibp_needs_base(&table, &place)) base = ..., rooms = sum of ibp_room_of over the rows of the group before this one;
+ *     if (ibp_needs_base(&table, &place)) base = ..., rooms = sum of ibp_room_of over the rows before it in its group;
  *     if (!ibp_place_in_bounds(&table, base, rooms, &place)) the row is corrupt;    else read or write it
  *
  * The rooms are summed by the caller: one after the other on a processor, by the lanes of a warp on a GPU. */
@@ -16,24 +16,31 @@
 
 /* Bytes of a table's tensor, and its rows; no overflow in a table that ibp_check_table accepts. */
 IBP_INLINE int64_t ibp_bytes_of_table(const ibp_table *table) { return table->num_items * table->item_bytes; }
-IBP_INLINE int64_t ibp_rows_of_bytes(int64_t num_bytes, uint32_t row_bytes) { return (num_bytes + row_bytes - 1) / row_bytes; }
+IBP_INLINE int64_t ibp_rows_of_bytes(int64_t num_bytes, uint32_t row_bytes)
+{
+    return (num_bytes + row_bytes - 1) / row_bytes;
+}
 
 /* The group of rows that share an entry of bases: its number, and its first row. */
 IBP_INLINE int64_t ibp_group_of_row(int64_t row) { return row / (int64_t)IBP_ROWS_PER_BASE; }
 IBP_INLINE int64_t ibp_first_of_group(int64_t row) { return ibp_group_of_row(row) * (int64_t)IBP_ROWS_PER_BASE; }
 
-/* Bytes of a row as stored. length: its entry of lengths, 0 where the table has none. valid_bytes: of the row before coding. */
-IBP_INLINE uint32_t ibp_stored_bytes(uint32_t length, uint32_t valid_bytes) { return length != 0u ? length : valid_bytes; }
+/* Bytes of a row as stored. length: its entry of lengths, 0 where the table has none. valid_bytes: of the row before
+ * coding. */
+IBP_INLINE uint32_t ibp_stored_bytes(uint32_t length, uint32_t valid_bytes)
+{
+    return length != 0u ? length : valid_bytes;
+}
 
-/* Bytes that a row takes in overflow, padding included. A row before another one of its group is a whole one: its valid_bytes are
- * row_bytes. At most 65,536 bytes, so that the rooms of a group sum up in 32 bits. */
+/* Bytes that a row takes in overflow, padding included. A row before another one of its group is a whole one: its
+ * valid_bytes are row_bytes. At most 65,536 bytes, so that the rooms of a group sum up in 32 bits. */
 IBP_INLINE uint32_t ibp_room_of(uint32_t length, uint32_t valid_bytes, uint32_t slot_bytes)
 {
     return ibp_overflow_room(ibp_overflow_part(ibp_stored_bytes(length, valid_bytes), slot_bytes), slot_bytes);
 }
 
-/* A row's stored bytes: the first in_slot of them from slot_start of table->slots on, the other in_overflow ones from overflow_start
- * of table->overflow on. A start means nothing where its part is empty. */
+/* A row's stored bytes: the first in_slot of them from slot_start of table->slots on, the other in_overflow ones from
+ * overflow_start of table->overflow on. A start means nothing where its part is empty. */
 typedef struct ibp_row_place {
     uint64_t slot_start, overflow_start;
     uint32_t in_slot, in_overflow;
@@ -67,13 +74,15 @@ IBP_INLINE bool ibp_part_in_bounds(uint64_t start, uint32_t num_bytes, int64_t a
     return start <= (uint64_t)array_bytes && num_bytes <= (uint64_t)array_bytes - start;
 }
 
-/* Fills in overflow_start, and checks everything. base: the group's entry of bases, which may be any number; rooms: the sum of
- * ibp_room_of over the rows of the group before this one; both read only where ibp_needs_base.
- * @return false if the row is corrupt: it claims to be longer than it is, or a part of it lies outside the table's arrays. */
+/* Fills in overflow_start, and checks everything. base: the group's entry of bases, which may be any number; rooms: the
+ * sum of ibp_room_of over the rows of the group before this one; both read only where ibp_needs_base.
+ * @return false if the row is corrupt: it claims to be longer than it is, or a part of it lies outside the table's
+ * arrays. */
 IBP_INLINE bool ibp_place_in_bounds(const ibp_table *table, uint64_t base, uint32_t rooms, ibp_row_place *place)
 {
     if (place->in_slot + place->in_overflow > place->valid) return false;
-    if (place->in_slot != 0u && !ibp_part_in_bounds(place->slot_start, place->in_slot, table->slots_bytes)) return false;
+    if (place->in_slot != 0u && !ibp_part_in_bounds(place->slot_start, place->in_slot, table->slots_bytes))
+        return false;
     if (place->in_overflow == 0u) return true;
     if (table->bases == NULL) return false;
     const uint64_t first = base - table->overflow_start;

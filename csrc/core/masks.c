@@ -1,4 +1,5 @@
-/* masks.c - rows of scheme ibp in plain C (FORMAT.md section 5): the oracle that every other encoder and decoder is compared to. */
+/* masks.c - rows of scheme ibp in plain C (FORMAT.md section 5): the oracle that every other encoder and decoder is
+ * compared to. */
 #include "bits.h"
 #include "format.h"
 #include "schemes.h"
@@ -30,7 +31,8 @@ static uint32_t match_row_word(const ibp_codebook *cb, const uint8_t *row, uint3
         mismatch |= (load_word(row, cb->row_bytes, other) ^ cb->bitval[other]) & cb->mask[other];
     }
     const uint32_t participation = ibp_match_word(mismatch, cb->flags[w], cb->chunk_bytes);
-    *keep = ibp_keep_word(participation, cb->mask[w], cb->flags[w], cb->chunk_bytes) & ibp_row_bits_of_word(cb->row_bytes, w);
+    *keep = ibp_keep_word(participation, cb->mask[w], cb->flags[w], cb->chunk_bytes) &
+            ibp_row_bits_of_word(cb->row_bytes, w);
     return participation;
 }
 
@@ -45,8 +47,8 @@ static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
     return (bits + 7) / 8;
 }
 
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
-                         ibp_scratch scratch)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                         size_t *coded_bytes, ibp_scratch scratch)
 {
     (void)scratch;
     const size_t num_bytes = coded_bytes_of(cb, row);
@@ -57,21 +59,23 @@ static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *ds
     for (uint32_t w = 0; 4 * w < cb->row_bytes; w++) {
         uint32_t keep;
         const uint32_t participation = match_row_word(cb, row, w, &keep);
-        if (ibp_flagged_chunks(cb->flags[w])) ibp_or_bits(dst, num_bytes, ibp_flag_position(cb->flags[w]), participation);
+        if (ibp_flagged_chunks(cb->flags[w]))
+            ibp_or_bits(dst, num_bytes, ibp_flag_position(cb->flags[w]), participation);
         ibp_or_bits(dst, num_bytes, position, ibp_extract(load_word(row, cb->row_bytes, w), keep));
         position += ibp_popcount(keep);
     }
     return IBP_OK;
 }
 
-static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch)
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
+                         ibp_scratch scratch)
 {
     (void)scratch;
     size_t position = cb->num_flags;
     for (uint32_t w = 0; 4 * w < cb->row_bytes; w++) {
         const uint32_t participation = (uint32_t)ibp_load_bits(src, src_bytes, ibp_flag_position(cb->flags[w]));
-        const uint32_t keep =
-            ibp_keep_word(participation, cb->mask[w], cb->flags[w], cb->chunk_bytes) & ibp_row_bits_of_word(cb->row_bytes, w);
+        const uint32_t keep = ibp_keep_word(participation, cb->mask[w], cb->flags[w], cb->chunk_bytes) &
+                              ibp_row_bits_of_word(cb->row_bytes, w);
         const uint32_t kept = ibp_deposit((uint32_t)ibp_load_bits(src, src_bytes, position), keep);
         store_word(row, cb->row_bytes, w, kept | (cb->bitval[w] & ~keep));
         position += ibp_popcount(keep);

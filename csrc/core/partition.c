@@ -23,8 +23,8 @@ static int64_t window_of(int64_t id, int64_t num_items, uint32_t window_bits)
     return (below_end > 0 ? below_end : 0) >> window_bits;
 }
 
-ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace, void *sorted_ids,
-                             uint32_t *positions)
+ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
+                             void *sorted_ids, uint32_t *positions)
 {
     const int64_t num_windows = ibp_num_windows(num_items, window_bits);
     if (!ibp_are_ids(ids, 0, ids->count) || ids->count > UINT32_MAX) return IBP_INVALID_ARGUMENT;
@@ -35,8 +35,8 @@ ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t win
     for (uint32_t w = 0, end = 0; w < num_windows; end += counts[w], w++) starts[w] = end;
     for (int64_t k = 0; k < ids->count; k++) {
         const uint32_t to = starts[window_of(ibp_id_at(ids, k), num_items, window_bits)]++;
-        memcpy((uint8_t *)sorted_ids + (size_t)to * ids->id_bytes, (const uint8_t *)ids->data + (size_t)k * ids->id_bytes,
-               ids->id_bytes);
+        memcpy((uint8_t *)sorted_ids + (size_t)to * ids->id_bytes,
+               (const uint8_t *)ids->data + (size_t)k * ids->id_bytes, ids->id_bytes);
         positions[to] = (uint32_t)k;
     }
     return IBP_OK;

@@ -1,4 +1,5 @@
-/* planes.c - rows of scheme planes in plain C (FORMAT.md section 6): the oracle that every other encoder and decoder is compared to. */
+/* planes.c - rows of scheme planes in plain C (FORMAT.md section 6): the oracle that every other encoder and decoder is
+ * compared to. */
 #include "bits.h"
 #include "planes_layout.h"
 #include "schemes.h"
@@ -34,8 +35,10 @@ static size_t bytes_of_entries(const ibp_codebook *cb)
 ibp_status ibp_check_planes_fields(const ibp_codebook *cb)
 {
     const ibp_planes *const p = &cb->planes;
-    const bool is_size = p->element_bytes == 1 || p->element_bytes == 2 || p->element_bytes == 4 || p->element_bytes == 8;
-    if (!is_size || cb->row_bytes % p->element_bytes != 0 || p->residual_bits > ibp_element_bits(p)) return IBP_INVALID_ARGUMENT;
+    const bool is_size =
+        p->element_bytes == 1 || p->element_bytes == 2 || p->element_bytes == 4 || p->element_bytes == 8;
+    if (!is_size || cb->row_bytes % p->element_bytes != 0 || p->residual_bits > ibp_element_bits(p))
+        return IBP_INVALID_ARGUMENT;
     if (p->rotate > 1 || p->num_planes > IBP_MAX_PLANES || (p->per_column && p->listed)) return IBP_INVALID_ARGUMENT;
     if (ibp_low_bits(p->default_value, ibp_element_bits(p)) != p->default_value) return IBP_INVALID_ARGUMENT;
     if (ibp_low_bits(p->closed_value, ibp_element_bits(p)) != p->closed_value) return IBP_INVALID_ARGUMENT;
@@ -61,18 +64,22 @@ ibp_status ibp_check_planes_entries(const ibp_codebook *cb)
 
 void ibp_select_planes(ibp_codebook *one, uint32_t k)
 {
-    if (one->planes.entries) one->planes.entries = (const uint8_t *)one->planes.entries + (size_t)k * one->cluster_stride;
+    if (one->planes.entries)
+        one->planes.entries = (const uint8_t *)one->planes.entries + (size_t)k * one->cluster_stride;
 }
 
-ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_bytes, size_t entries_bytes, ibp_codebook *out)
+ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_bytes, size_t entries_bytes,
+                                     ibp_codebook *out)
 {
     ibp_codebook cb = {.scheme = IBP_SCHEME_PLANES, .row_bytes = row_bytes, .planes = *planes};
     ibp_planes *const p = &cb.planes;
-    if (p->element_bytes > 8 || p->residual_bits > ibp_element_bits(p) || p->num_planes > IBP_MAX_PLANES) return IBP_INVALID_ARGUMENT;
+    if (p->element_bytes > 8 || p->residual_bits > ibp_element_bits(p) || p->num_planes > IBP_MAX_PLANES)
+        return IBP_INVALID_ARGUMENT;
     if (!derive_sizes(p, &p->num_entries, &p->symbol_bytes)) return IBP_INVALID_ARGUMENT;
     if (ibp_check_codebook_fields(&cb) != IBP_OK) return IBP_INVALID_ARGUMENT;
     const size_t set_bytes = bytes_of_entries(&cb), num_sets = set_bytes ? entries_bytes / set_bytes : 1;
-    if (entries_bytes != num_sets * set_bytes || num_sets < 1 || num_sets > IBP_MAX_CLUSTERS) return IBP_INVALID_ARGUMENT;
+    if (entries_bytes != num_sets * set_bytes || num_sets < 1 || num_sets > IBP_MAX_CLUSTERS)
+        return IBP_INVALID_ARGUMENT;
     if (num_sets > 1) cb.num_clusters = (uint32_t)num_sets, cb.cluster_stride = (uint32_t)set_bytes;
     *out = cb;
     return IBP_OK;
@@ -90,7 +97,8 @@ static uint32_t rank_of(const ibp_planes *planes, uint32_t column, uint64_t symb
 {
     const size_t first = planes->per_column ? (size_t)column * planes->num_entries : 0;
     uint32_t rank = 0;
-    while (rank < planes->num_entries && load_number(planes->entries, first + rank, planes->symbol_bytes) != symbol) rank++;
+    while (rank < planes->num_entries && load_number(planes->entries, first + rank, planes->symbol_bytes) != symbol)
+        rank++;
     return rank;
 }
 
@@ -102,7 +110,10 @@ typedef struct row_census {
     bool closed;
 } row_census;
 
-static bool is_listed(const ibp_planes *planes, uint64_t element) { return !planes->listed || element != planes->default_value; }
+static bool is_listed(const ibp_planes *planes, uint64_t element)
+{
+    return !planes->listed || element != planes->default_value;
+}
 
 static void split_element(const ibp_planes *planes, uint64_t element, uint64_t *symbol, uint64_t *residual)
 {
@@ -122,7 +133,8 @@ static row_census take_census(const ibp_codebook *cb, const uint8_t *row)
         uint64_t symbol, residual;
         split_element(planes, element, &symbol, &residual);
         const uint32_t rank = rank_of(planes, column, symbol);
-        for (uint32_t p = 0, first = 0; p <= planes->num_planes && rank >= first; first += ibp_escape_of(planes, p), p++) {
+        for (uint32_t p = 0, first = 0; p <= planes->num_planes && rank >= first;
+             first += ibp_escape_of(planes, p), p++) {
             census.reaching[p]++;
             if (p == planes->num_planes) break;
         }
@@ -143,7 +155,8 @@ static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
     return bits_of_row(cb, &census) / 8;
 }
 
-static void write_positions(const ibp_codebook *cb, const uint8_t *row, const row_census *census, uint8_t *dst, size_t dst_bytes)
+static void write_positions(const ibp_codebook *cb, const uint8_t *row, const row_census *census, uint8_t *dst,
+                            size_t dst_bytes)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), k = census->reaching[0];
@@ -158,13 +171,15 @@ static void write_positions(const ibp_codebook *cb, const uint8_t *row, const ro
             ibp_or_bits(dst, dst_bytes, start + column, listed);
         } else if (listed != form.is_complement) {
             ibp_or_bits(dst, dst_bytes, start + (column >> form.low_bits) + written, 1);
-            ibp_or_bits(dst, dst_bytes, low_start + (size_t)written * form.low_bits, ibp_low_bits(column, form.low_bits));
+            ibp_or_bits(dst, dst_bytes, low_start + (size_t)written * form.low_bits,
+                        ibp_low_bits(column, form.low_bits));
             written++;
         }
     }
 }
 
-static void write_values(const ibp_codebook *cb, const uint8_t *row, ibp_value_parts parts, uint8_t *dst, size_t dst_bytes)
+static void write_values(const ibp_codebook *cb, const uint8_t *row, ibp_value_parts parts, uint8_t *dst,
+                         size_t dst_bytes)
 {
     const ibp_planes *const planes = &cb->planes;
     for (uint32_t column = 0; column < ibp_columns_of(cb); column++) {
@@ -188,8 +203,8 @@ static void write_values(const ibp_codebook *cb, const uint8_t *row, ibp_value_p
     }
 }
 
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
-                         ibp_scratch scratch)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                         size_t *coded_bytes, ibp_scratch scratch)
 {
     (void)scratch;
     const row_census census = take_census(cb, row);
@@ -267,7 +282,8 @@ static void store_element(const ibp_planes *planes, uint8_t *row, uint32_t colum
 
 enum { BITMAP_BYTES = IBP_MAX_ROW_BYTES / 8 };
 
-/* The listed positions as a bitmap of columns bits. @return false if the form does not hold the right number of increasing ones. */
+/* The listed positions as a bitmap of columns bits. @return false if the form does not hold the right number of
+ * increasing ones. */
 static bool read_positions(const value_reader *reader, uint32_t columns, const ibp_position_form *form, uint8_t *bitmap)
 {
     const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + ibp_to_byte(form->upper_bits);
@@ -277,15 +293,16 @@ static bool read_positions(const value_reader *reader, uint32_t columns, const i
         if (!(ibp_load_bits(reader->src, reader->src_bytes, start + i) & 1)) continue;
         uint32_t position = i;
         if (form->is_list) {
-            const uint64_t low =
-                ibp_load_field(reader->src, reader->src_bytes, low_start + (size_t)found * form->low_bits, form->low_bits);
+            const uint64_t low = ibp_load_field(reader->src, reader->src_bytes,
+                                                low_start + (size_t)found * form->low_bits, form->low_bits);
             position = (i - found) << form->low_bits | (uint32_t)low;
         }
         found++;
         if (position < least || position >= columns || found > form->num_positions) return false;
         least = position + 1;
         const uint8_t bit = (uint8_t)(1u << (position % 8));
-        bitmap[position / 8] = (uint8_t)(form->is_complement ? bitmap[position / 8] & ~bit : bitmap[position / 8] | bit);
+        bitmap[position / 8] =
+            (uint8_t)(form->is_complement ? bitmap[position / 8] & ~bit : bitmap[position / 8] | bit);
     }
     return found == form->num_positions;
 }
@@ -312,7 +329,8 @@ static ibp_status decode_listed(const ibp_codebook *cb, value_reader *reader, ui
     return IBP_OK;
 }
 
-static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch)
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
+                         ibp_scratch scratch)
 {
     (void)scratch;
     value_reader reader = {.planes = &cb->planes, .src = src, .src_bytes = src_bytes};

@@ -1,4 +1,5 @@
-/* planes_layout.h - where the parts of a row of scheme planes are (FORMAT.md section 6), shared by the C coders of that scheme. */
+/* planes_layout.h - where the parts of a row of scheme planes are (FORMAT.md section 6), shared by the C coders of that
+ * scheme. */
 #ifndef IBP_PLANES_LAYOUT_H
 #define IBP_PLANES_LAYOUT_H
 
@@ -9,9 +10,15 @@ static inline uint32_t ibp_columns_of(const ibp_codebook *cb) { return cb->row_b
 
 static inline uint32_t ibp_element_bits(const ibp_planes *planes) { return 8 * planes->element_bytes; }
 
-static inline uint32_t ibp_symbol_bits(const ibp_planes *planes) { return ibp_element_bits(planes) - planes->residual_bits; }
+static inline uint32_t ibp_symbol_bits(const ibp_planes *planes)
+{
+    return ibp_element_bits(planes) - planes->residual_bits;
+}
 
-static inline uint32_t ibp_escape_of(const ibp_planes *planes, uint32_t plane) { return (1u << planes->digit_bits[plane]) - 1; }
+static inline uint32_t ibp_escape_of(const ibp_planes *planes, uint32_t plane)
+{
+    return (1u << planes->digit_bits[plane]) - 1;
+}
 
 /* Where the parts of the values of n elements are, in bits from the start of the coded row; each begins a byte. */
 typedef struct ibp_value_parts {
@@ -29,7 +36,8 @@ static inline ibp_value_parts ibp_lay_out(const ibp_planes *planes, size_t start
     parts.digits[0] = start + ibp_to_byte((size_t)reaching[0] * planes->residual_bits);
     for (uint32_t p = 0; p < planes->num_planes; p++)
         parts.digits[p + 1] = parts.digits[p] + ibp_to_byte((size_t)reaching[p] * planes->digit_bits[p]);
-    parts.end = parts.digits[planes->num_planes] + ibp_to_byte((size_t)reaching[planes->num_planes] * ibp_symbol_bits(planes));
+    parts.end =
+        parts.digits[planes->num_planes] + ibp_to_byte((size_t)reaching[planes->num_planes] * ibp_symbol_bits(planes));
     return parts;
 }
 

@@ -1,9 +1,13 @@
-/* row_codec.c - one coded row in whichever scheme its codebook names, behind its cluster's number if there are several. */
+/* row_codec.c - one coded row in whichever scheme its codebook names, behind its cluster's number if there are several.
+ */
 #include "schemes.h"
 
 size_t ibp_scratch_bytes(uint32_t row_bytes) { return ibp_are_sizes(0, row_bytes) ? IBP_SCRATCH_BYTES(row_bytes) : 0; }
 
-size_t ibp_max_coded_row_bytes(uint32_t row_bytes) { return ibp_are_sizes(0, row_bytes) ? IBP_CODED_ROW_BYTES(row_bytes) : 0; }
+size_t ibp_max_coded_row_bytes(uint32_t row_bytes)
+{
+    return ibp_are_sizes(0, row_bytes) ? IBP_CODED_ROW_BYTES(row_bytes) : 0;
+}
 
 static const ibp_row_coder *coder_of(const ibp_scheme_row *scheme)
 {
@@ -50,7 +54,8 @@ size_t ibp_measure_with(const ibp_row_codec *codec, const uint8_t *row)
     return bytes + 1;
 }
 
-ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                           size_t *coded_bytes)
 {
     if (!ibp_has_clusters(codec->codebook))
         return codec->coder->encode(codec->codebook, row, dst, dst_bytes, coded_bytes, codec->scratch);
@@ -66,7 +71,8 @@ ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8
 
 ibp_status ibp_decode_with(const ibp_row_codec *codec, const uint8_t *src, size_t src_bytes, uint8_t *row)
 {
-    if (!ibp_has_clusters(codec->codebook)) return codec->coder->decode(codec->codebook, src, src_bytes, row, codec->scratch);
+    if (!ibp_has_clusters(codec->codebook))
+        return codec->coder->decode(codec->codebook, src, src_bytes, row, codec->scratch);
     if (src_bytes < 1) return IBP_CORRUPT_ROW;
     const uint32_t k = src[0];
     if (k >= codec->codebook->num_clusters) return IBP_CORRUPT_ROW;
@@ -86,8 +92,8 @@ size_t ibp_coded_row_bytes(const ibp_codebook *cb, const uint8_t *row, void *scr
     return open_checked(cb, scratch, scratch_bytes, &codec) == IBP_OK ? ibp_measure_with(&codec, row) : 0;
 }
 
-ibp_status ibp_encode_row(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
-                          void *scratch, size_t scratch_bytes)
+ibp_status ibp_encode_row(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                          size_t *coded_bytes, void *scratch, size_t scratch_bytes)
 {
     ibp_row_codec codec;
     *coded_bytes = 0;

@@ -76,7 +76,8 @@ ibp_status ibp_check_table(const ibp_table *table)
 {
     const ibp_status status = ibp_check_table_fields(table);
     if (status != IBP_OK) return status;
-    if ((!table->slots && table->slots_bytes != 0) || (!table->overflow && table->overflow_bytes != 0)) return IBP_INVALID_ARGUMENT;
+    if ((!table->slots && table->slots_bytes != 0) || (!table->overflow && table->overflow_bytes != 0))
+        return IBP_INVALID_ARGUMENT;
     return ibp_check_codebook(&table->codebook);
 }
 

@@ -1,8 +1,9 @@
-/* schemes.h - the table of schemes: all that the core knows of a scheme as one row. A new scheme adds its coders, and a row in schemes.c. */
+/* schemes.h - the table of schemes: all that the core knows of a scheme as one row. A new scheme adds its coders, and a
+ * row in schemes.c. */
 #ifndef IBP_SCHEMES_H
 #define IBP_SCHEMES_H
 
-#include "ibp.h"
+#include "checks.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define IBP_HAS_X86_ROWS 1
@@ -12,8 +13,8 @@
 
 /* ---- scratch of row coders ---- */
 
-/* What is left of a caller's scratch. Coders take arrays from it, one after the other; the sum of what any coder takes is at most
- * IBP_SCRATCH_BYTES less the two rows that tables use, which tests/c/test_cpu_paths.c holds against. */
+/* What is left of a caller's scratch. Coders take arrays from it, one after the other; the sum of what any coder takes
+ * is at most IBP_SCRATCH_BYTES less the two rows that tables use, which tests/c/test_cpu_paths.c holds against. */
 typedef struct ibp_scratch {
     uint8_t *at;
 } ibp_scratch;
@@ -34,14 +35,15 @@ static inline void *ibp_take(ibp_scratch *scratch, size_t num_bytes)
 
 /* ---- coders of single rows ---- */
 
-/* A set of coders for one scheme and kind of processor, of codebooks without clusters whose fields are checked; with the contracts of
- * ibp.h, the same bytes and the same statuses. Nothing is trusted of what the codebook's arrays hold.
+/* A set of coders for one scheme and kind of processor, of codebooks without clusters whose fields are checked; with
+ * the contracts of ibp.h, the same bytes and the same statuses. Nothing is trusted of what the codebook's arrays hold.
  * coded_bytes: NULL where nothing is faster than to encode to no bytes at all. */
 typedef struct ibp_row_coder {
     size_t (*coded_bytes)(const ibp_codebook *codebook, const uint8_t *row);
-    ibp_status (*encode)(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
+    ibp_status (*encode)(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                         size_t *coded_bytes, ibp_scratch scratch);
+    ibp_status (*decode)(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row,
                          ibp_scratch scratch);
-    ibp_status (*decode)(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch);
 } ibp_row_coder;
 
 extern const ibp_row_coder ibp_masks_plain, ibp_planes_plain; /* the oracle */
@@ -55,9 +57,11 @@ extern const ibp_row_coder ibp_masks_avx512, ibp_planes_avx512; /* with IBP_CPU_
 typedef struct ibp_scheme_row {
     ibp_scheme id;
     const char *name;
-    /* Coders for processors without features, with IBP_CPU_AVX2_BMI2, with IBP_CPU_AVX512 too. All NULL: the scheme has no coded rows. */
+    /* Coders for processors without features, with IBP_CPU_AVX2_BMI2, with IBP_CPU_AVX512 too. All NULL: the scheme has
+     * no coded rows. */
     const ibp_row_coder *plain, *avx2, *avx512;
-    /* Whether the scheme's own fields of a codebook fit each other and its row_bytes; called when those that all schemes have do. */
+    /* Whether the scheme's own fields of a codebook fit each other and its row_bytes; called when those that all
+     * schemes have do. */
     ibp_status (*check_fields)(const ibp_codebook *codebook);
     /* Whether the arrays of a codebook without clusters, whose fields are checked, hold what they should. */
     ibp_status (*check_arrays)(const ibp_codebook *codebook);
@@ -67,24 +71,6 @@ typedef struct ibp_scheme_row {
 
 /* The row of a scheme; NULL if there is none. */
 const ibp_scheme_row *ibp_find_scheme(ibp_scheme id);
-
-/* Whether the fields of a codebook, or of a table and its codebook, fit each other. No array is read: the pointers may be a device's. */
-ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
-ibp_status ibp_check_table_fields(const ibp_table *table);
-
-/* Whether there may be rows of so many bytes in so many bytes of data. */
-static inline bool ibp_are_sizes(int64_t num_bytes, uint32_t row_bytes)
-{
-    return num_bytes >= 0 && num_bytes <= INT64_MAX / IBP_OVERFLOW_ALIGN && row_bytes >= 1 && row_bytes <= IBP_MAX_ROW_BYTES;
-}
-
-/* Whether slots may have that size (section 3). */
-static inline bool ibp_is_slot(uint32_t slot_bytes, uint32_t row_bytes)
-{
-    return slot_bytes == row_bytes || (slot_bytes < row_bytes && slot_bytes % IBP_OVERFLOW_ALIGN == 0);
-}
-
-static inline bool ibp_has_clusters(const ibp_codebook *codebook) { return codebook->num_clusters > 1u; }
 
 /* Cluster k as a codebook that has no clusters. */
 static inline ibp_codebook ibp_cluster_of(const ibp_scheme_row *scheme, const ibp_codebook *codebook, uint32_t k)
@@ -107,7 +93,8 @@ typedef struct ibp_row_codec {
  * @return IBP_INVALID_ARGUMENT for fields that contradict each other, or a scheme without coded rows. */
 ibp_status ibp_open_codec(const ibp_codebook *codebook, void *scratch, ibp_row_codec *codec);
 size_t ibp_measure_with(const ibp_row_codec *codec, const uint8_t *row);
-ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes);
+ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                           size_t *coded_bytes);
 ibp_status ibp_decode_with(const ibp_row_codec *codec, const uint8_t *src, size_t src_bytes, uint8_t *row);
 
 /* The parts of the table that stand in files of their own. */

@@ -1,4 +1,5 @@
-/* table.c - tables in host memory: the row index, coding rows into slots and overflow, gathering and selecting items (FORMAT.md 1 to 3). */
+/* table.c - tables in host memory: the row index, coding rows into slots and overflow, gathering and selecting items
+ * (FORMAT.md 1 to 3). */
 #include "ids.h"
 #include "locate.h"
 #include "schemes.h"
@@ -7,8 +8,8 @@
 
 _Static_assert(IBP_ROWS_PER_BASE == 32, "FORMAT.md section 2");
 
-/* Rows are coded in less time than their bytes take to come, and each in streams too short for the processor to foresee: while one is
- * coded, a row some bytes ahead is prefetched. */
+/* Rows are coded in less time than their bytes take to come, and each in streams too short for the processor to
+ * foresee: while one is coded, a row some bytes ahead is prefetched. */
 enum { BYTES_AHEAD = 2048, LINE_BYTES = 64 };
 
 /* BYTES_AHEAD in rows, or items, of so many bytes. */
@@ -29,8 +30,10 @@ static void prefetch_data(const uint8_t *data, int64_t num_bytes, uint32_t row_b
     if (ahead < num_bytes / row_bytes) prefetch(data + ahead * row_bytes, row_bytes);
 }
 
-/* A row of codebook->row_bytes bytes: where it lies in data, or extended with zeros in scratch if it is the short last one. */
-static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row, uint8_t *scratch)
+/* A row of codebook->row_bytes bytes: where it lies in data, or extended with zeros in scratch if it is the short last
+ * one. */
+static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row,
+                                uint8_t *scratch)
 {
     const uint32_t valid = ibp_valid_bytes(num_bytes, row_bytes, row);
     const uint8_t *const start = data + row * (int64_t)row_bytes;
@@ -48,18 +51,20 @@ typedef struct workspace {
 } workspace;
 
 /* @return IBP_INVALID_ARGUMENT as ibp_open_codec; not for a scheme without coded rows, unless they are needed. */
-static ibp_status open_workspace(const ibp_codebook *cb, bool has_coded_rows, void *scratch, size_t scratch_bytes, workspace *work)
+static ibp_status open_workspace(const ibp_codebook *cb, bool has_coded_rows, void *scratch, size_t scratch_bytes,
+                                 workspace *work)
 {
     const size_t two_rows = 2 * (size_t)cb->row_bytes;
-    if (!scratch || !ibp_are_sizes(0, cb->row_bytes) || scratch_bytes < IBP_SCRATCH_BYTES(cb->row_bytes)) return IBP_INVALID_ARGUMENT;
+    if (!scratch || !ibp_are_sizes(0, cb->row_bytes) || scratch_bytes < IBP_SCRATCH_BYTES(cb->row_bytes))
+        return IBP_INVALID_ARGUMENT;
     work->stored = scratch;
     work->whole = work->stored + cb->row_bytes;
     if (!has_coded_rows) return ibp_check_codebook_fields(cb);
     return ibp_open_codec(cb, work->stored + two_rows, &work->codec);
 }
 
-ibp_status ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint16_t *lengths, void *scratch,
-                            size_t scratch_bytes)
+ibp_status ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint16_t *lengths,
+                            void *scratch, size_t scratch_bytes)
 {
     workspace work;
     if (!ibp_are_sizes(num_bytes, cb->row_bytes)) return IBP_INVALID_ARGUMENT;
@@ -76,8 +81,8 @@ ibp_status ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t
 
 static uint32_t length_of(const uint16_t *lengths, int64_t row) { return lengths ? lengths[row] : 0; }
 
-ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes, uint64_t *bases,
-                          int64_t *overflow_bytes)
+ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
+                          uint64_t *bases, int64_t *overflow_bytes)
 {
     if (!ibp_are_sizes(num_bytes, row_bytes) || !ibp_is_slot(slot_bytes, row_bytes)) return IBP_INVALID_ARGUMENT;
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
@@ -127,8 +132,8 @@ static void note_fault(fault_log *log, ibp_status status, int64_t position, int6
 }
 
 /* Codes row r of data. */
-static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, int64_t r, uint8_t *slots, uint8_t *overflow,
-                                   const workspace *work)
+static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, int64_t r, uint8_t *slots,
+                                   uint8_t *overflow, const workspace *work)
 {
     const uint32_t row_bytes = table->codebook.row_bytes;
     ibp_row_place place;
@@ -149,11 +154,12 @@ static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, 
 static ibp_status open_table(const ibp_table *table, void *scratch, size_t scratch_bytes, workspace *work)
 {
     const ibp_status status = ibp_check_table_fields(table);
-    return status == IBP_OK ? open_workspace(&table->codebook, table->lengths != NULL, scratch, scratch_bytes, work) : status;
+    return status == IBP_OK ? open_workspace(&table->codebook, table->lengths != NULL, scratch, scratch_bytes, work)
+                            : status;
 }
 
-ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
-                           uint8_t *overflow, void *scratch, size_t scratch_bytes, ibp_fault *fault)
+ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
+                           uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes, ibp_fault *fault)
 {
     workspace work;
     const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
@@ -170,7 +176,8 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
     return log.status;
 }
 
-/* Row r of the table. out: row_bytes bytes; *row is out, or points into the workspace or the table where the row is raw. */
+/* Row r of the table. out: row_bytes bytes; *row is out, or points into the workspace or the table where the row is
+ * raw. */
 static ibp_status read_row(const ibp_table *table, int64_t r, const workspace *work, uint8_t *out, const uint8_t **row)
 {
     ibp_row_place place;
@@ -185,7 +192,8 @@ static ibp_status read_row(const ibp_table *table, int64_t r, const workspace *w
     return place.raw ? IBP_OK : ibp_decode_with(&work->codec, stored, place.in_slot + place.in_overflow, out);
 }
 
-/* Bytes [start, end) of the original tensor. A corrupt row leaves zeros. @return the first corrupt row, -1 if there is none. */
+/* Bytes [start, end) of the original tensor. A corrupt row leaves zeros. @return the first corrupt row, -1 if there is
+ * none. */
 static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, const workspace *work)
 {
     const int64_t row_bytes = table->codebook.row_bytes;
@@ -219,7 +227,8 @@ static void prefetch_item(const ibp_table *table, int64_t id)
     prefetch_row(table, id * table->item_bytes / table->codebook.row_bytes, table->slots, table->overflow);
 }
 
-/* Whether the table's arrays can be read, and there are ids first to last - 1, for whose items the output's size is a number. */
+/* Whether the table's arrays can be read, and there are ids first to last - 1, for whose items the output's size is a
+ * number. */
 static bool can_read(const ibp_table *table)
 {
     return (table->slots || table->slots_bytes == 0) && (table->overflow || table->overflow_bytes == 0);
@@ -231,8 +240,8 @@ static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first
     return out_items >= 0 && (table->item_bytes == 0 || out_items <= INT64_MAX / table->item_bytes);
 }
 
-ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out, void *scratch,
-                            size_t scratch_bytes, ibp_fault *fault)
+ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out,
+                            void *scratch, size_t scratch_bytes, ibp_fault *fault)
 {
     workspace work;
     const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
@@ -254,8 +263,8 @@ ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t 
     return log.status;
 }
 
-ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, void *scratch, size_t scratch_bytes,
-                            ibp_fault *fault)
+ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, void *scratch,
+                            size_t scratch_bytes, ibp_fault *fault)
 {
     workspace work;
     const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
@@ -276,13 +285,14 @@ typedef struct selection {
 } selection;
 
 /* The rows first_row to last_row - 1 of a selection. @return IBP_INVALID_ARGUMENT if there are none such. */
-static ibp_status open_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, ibp_fault *fault,
-                                 selection *of)
+static ibp_status open_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
+                                 ibp_fault *fault, selection *of)
 {
     const ibp_status status = ibp_check_table_fields(table);
     if (status != IBP_OK) return status;
     const int64_t row_bytes = table->codebook.row_bytes;
-    if (table->item_bytes == 0 || table->item_bytes % row_bytes != 0 || !ibp_are_ids(ids, 0, ids->count)) return IBP_INVALID_ARGUMENT;
+    if (table->item_bytes == 0 || table->item_bytes % row_bytes != 0 || !ibp_are_ids(ids, 0, ids->count))
+        return IBP_INVALID_ARGUMENT;
     *of = (selection){table, ids, table->item_bytes / row_bytes, {fault, IBP_OK}};
     if (ids->count > INT64_MAX / of->rows_per_item) return IBP_INVALID_ARGUMENT;
     const bool exist = 0 <= first_row && first_row <= last_row && last_row <= ids->count * of->rows_per_item;
@@ -313,8 +323,8 @@ static void prefetch_length(const selection *of, int64_t q)
     if (row >= 0 && of->table->lengths) prefetch(&of->table->lengths[row], sizeof *of->table->lengths);
 }
 
-ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint16_t *lengths,
-                                 uint64_t *stored_bytes, ibp_fault *fault)
+ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
+                                 uint16_t *lengths, uint64_t *stored_bytes, ibp_fault *fault)
 {
     selection of;
     *stored_bytes = 0;
@@ -324,7 +334,8 @@ ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int
         const int64_t row = selected_row(&of, q);
         if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE);
         prefetch_length(&of, q + PREFETCH_LENGTHS);
-        const uint32_t length = length_of(table->lengths, row), stored = ibp_stored_bytes(length, table->codebook.row_bytes);
+        const uint32_t length = length_of(table->lengths, row),
+                       stored = ibp_stored_bytes(length, table->codebook.row_bytes);
         if (stored > table->codebook.row_bytes) return note_row(&of, q, IBP_CORRUPT_ROW);
         *stored_bytes += stored;
         if (table->lengths) lengths[q - first_row] = (uint16_t)length;
@@ -333,8 +344,8 @@ ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int
 }
 
 /* Few instructions a row, so that the processor has many rows' lines on their way at a time: no prefetch gains more. */
-ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint8_t *dst,
-                              uint64_t dst_bytes, ibp_fault *fault)
+ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
+                              uint8_t *dst, uint64_t dst_bytes, ibp_fault *fault)
 {
     selection of;
     const ibp_status status = open_selection(table, ids, first_row, last_row, fault, &of);

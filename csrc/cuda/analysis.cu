@@ -183,7 +183,7 @@ static ibp_status plan_tiles(const void *kernel, int64_t num_rows, uint32_t num_
 extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                                           ibp_stream stream)
 {
-    if (!ibp::are_rows(0, row_bytes) || num_rows > static_cast<size_t>(INT64_MAX) / row_bytes)
+    if (!ibp_are_sizes(0, row_bytes) || num_rows > static_cast<size_t>(INT64_MAX) / row_bytes)
         return IBP_INVALID_ARGUMENT;
     if (num_rows == 0) return IBP_OK;
     if (data == nullptr || counts == nullptr) return IBP_INVALID_ARGUMENT;

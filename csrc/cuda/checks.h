@@ -3,13 +3,9 @@
 #ifndef IBP_CUDA_CHECKS_H
 #define IBP_CUDA_CHECKS_H
 
+#include "../core/checks.h"
 #include "../core/locate.h"
 #include "ibp_cuda.h"
-
-extern "C" { // core/schemes.h
-ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
-ibp_status ibp_check_table_fields(const ibp_table *table);
-}
 
 namespace ibp {
 
@@ -24,12 +20,6 @@ inline bool is_table(const ibp_table *table)
 {
     return table != nullptr && ibp_check_table_fields(table) == IBP_OK && has_bytes(table->slots, table->slots_bytes) &&
            has_bytes(table->overflow, table->overflow_bytes);
-}
-// Whether so many bytes may be the rows of a table.
-inline bool are_rows(int64_t num_bytes, uint32_t row_bytes)
-{
-    return num_bytes >= 0 && num_bytes <= INT64_MAX / IBP_OVERFLOW_ALIGN && row_bytes >= 1 &&
-           row_bytes <= IBP_MAX_ROW_BYTES;
 }
 inline bool are_ids(const ibp_ids *ids)
 {

@@ -39,7 +39,7 @@ static const Encoder *encoder_of(const ibp_codebook &codebook)
 extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
                                             uint16_t *lengths, ibp_stream stream)
 {
-    if (!ibp::is_codebook(codebook) || !ibp::are_rows(num_bytes, codebook->row_bytes)) return IBP_INVALID_ARGUMENT;
+    if (!ibp::is_codebook(codebook) || !ibp_are_sizes(num_bytes, codebook->row_bytes)) return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(*codebook);
     if (encoder == nullptr || encoder->measure == nullptr) return IBP_INVALID_ARGUMENT;
     if (num_bytes == 0) return IBP_OK;

@@ -96,7 +96,7 @@ extern "C" ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_b
                                           uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
                                           ibp_stream stream)
 {
-    if (!ibp::are_rows(num_bytes, row_bytes) || overflow_bytes == nullptr) return IBP_INVALID_ARGUMENT;
+    if (!ibp_are_sizes(num_bytes, row_bytes) || overflow_bytes == nullptr) return IBP_INVALID_ARGUMENT;
     if (slot_bytes != row_bytes && (slot_bytes > row_bytes || slot_bytes % IBP_OVERFLOW_ALIGN != 0))
         return IBP_INVALID_ARGUMENT;
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes),
@@ -113,7 +113,7 @@ extern "C" ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_b
 extern "C" ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                            uint64_t *survey, ibp_stream stream)
 {
-    if (!ibp::are_rows(num_bytes, row_bytes)) return IBP_INVALID_ARGUMENT;
+    if (!ibp_are_sizes(num_bytes, row_bytes)) return IBP_INVALID_ARGUMENT;
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
     if (num_rows == 0) return IBP_OK;
     if (lengths == nullptr || survey == nullptr) return IBP_INVALID_ARGUMENT;

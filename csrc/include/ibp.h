@@ -1,26 +1,30 @@
 /* ibp.h - public C API of the ibp core: codebooks, rows and tables in host memory. C11 and C++17.
  *
- * Lossless compression of tensors whose rows decode alone. The bytes are specified in FORMAT.md; section numbers below refer to it. The
- * CUDA twins, with device pointers and a stream, are in ibp_cuda.h.
+ * Lossless compression of tensors whose rows decode alone. The bytes are specified in FORMAT.md; section numbers below
+ * refer to it. The CUDA twins, with device pointers and a stream, are in ibp_cuda.h.
  *
- * Memory. No function here allocates, prints or reads the environment. Callers own every buffer; nothing is kept after a function
- *   returns. Functions that code rows work in `scratch`: ibp_scratch_bytes(row_bytes) bytes, at any alignment, whose content before and
- *   after means nothing. All other local arrays together take at most IBP_MAX_STACK_BYTES of stack.
- * Threads. Every function may be called from several threads at once on different outputs and different scratch; inputs may be shared.
- *   The only state is the set of processor features in use (ibp_set_cpu_features), an atomic.
- * Arguments. Pointers are not NULL unless that is said. Sizes are exact. Every function checks its numbers and the fields of the
- *   codebook or table that it is given, which takes a few nanoseconds, and returns IBP_INVALID_ARGUMENT for unknown schemes and
- *   values that are out of range or contradict each other. It does not check what arrays hold: ibp_check_codebook and ibp_check_table
- *   do, once, for codebooks that come from elsewhere.
- * Safety. Coded bytes, lengths and bases may be hostile: they are found out or give wrong data, and nothing outside the buffers is read
- *   or written. The same holds for a codebook whose fields are in range but whose arrays hold anything, and for inputs that another thread
- *   changes while they are read: sizes are then those of the first look, and writes stay in the output.
- * ABI. While the major version is 0, a minor version may change anything in this file, and the soname changes with it; a patch version
- *   changes no declaration. From version 1 on, a minor version only adds: functions, enumerators, and fields at the end of ibp_codebook,
- *   ibp_planes and ibp_table, where zero means what there was before. So set structs to zero before you fill them in, and compare
- *   ibp_version_number() with IBP_VERSION_NUMBER where header and library may come from different builds. The format of stored bytes
- *   has a version of its own. What stands under "unstable" may change with any version.
- */
+ * Memory. No function here allocates, prints or reads the environment. Callers own every buffer; no function keeps one
+ * after it returns. Functions that code rows work in `scratch`: ibp_scratch_bytes(row_bytes) bytes, at any alignment,
+ * whose content before and after means nothing. A function takes at most IBP_MAX_STACK_BYTES of stack.
+ *
+ * Threads. Every function may be called from several threads at once on different outputs and different scratch; inputs
+ * may be shared. The only state is the set of processor features in use (ibp_set_cpu_features), an atomic.
+ *
+ * Arguments. Pointers are not NULL unless that is said. Sizes are exact. Every function checks its numbers and the
+ * fields of the codebook or table that it is given, which takes a few nanoseconds, and returns IBP_INVALID_ARGUMENT for
+ * unknown schemes and for values that are out of range or contradict each other. It does not check what arrays hold:
+ * ibp_check_codebook and ibp_check_table do that, once, for codebooks that come from elsewhere.
+ *
+ * Safety. Coded bytes, lengths and bases may be hostile: they are detected or give wrong data, and nothing outside the
+ * buffers is read or written. The same holds for a codebook whose fields are in range but whose arrays hold anything,
+ * and for inputs that another thread changes while they are read.
+ *
+ * ABI. While the major version is 0, a minor version may change anything in this file; a patch version changes no
+ * declaration. From version 1 on, a minor version only adds: functions, enumerators, and fields at the end of
+ * ibp_codebook, ibp_planes and ibp_table, for which zero means what there was before. So zero structs before you fill
+ * them in, and compare ibp_version_number() with IBP_VERSION_NUMBER where header and library may come from different
+ * builds. The name of the shared library changes with every version that is not compatible. The format of stored bytes
+ * has a version of its own. What stands under "unstable" may change with any version. */
 #ifndef IBP_H
 #define IBP_H
 
@@ -42,26 +46,29 @@ extern "C" {
 #define IBP_VERSION_MAJOR 0
 #define IBP_VERSION_MINOR 1
 #define IBP_VERSION_PATCH 0
-#define IBP_VERSION_NUMBER (IBP_VERSION_MAJOR * 10000 + IBP_VERSION_MINOR * 100 + IBP_VERSION_PATCH) /* grows with every version */
-#define IBP_FORMAT_VERSION 0 /* of the bytes of tables (FORMAT.md) */
+#define IBP_VERSION_NUMBER \
+    (IBP_VERSION_MAJOR * 10000 + IBP_VERSION_MINOR * 100 + IBP_VERSION_PATCH) /* grows with every version */
+#define IBP_FORMAT_VERSION 0                                                  /* of the bytes of tables (FORMAT.md) */
 
-/* ---- bounds ---------------------------------------------------------------------------------------------- */
+/* ---- bounds ----------------------------------------------------------------------------------------------------- */
 
 #define IBP_MAX_ROW_BYTES 65536u
 #define IBP_MAX_STACK_BYTES 32768u /* of any function here; tests/c/test_stack.c measures it */
 
-/* Scratch for rows of row_bytes bytes. The most is what the AVX2 decoder of scheme planes takes for elements of one byte: three times a
- * row for the largest coded row (section 6: 8 bits of symbol and residual, 16 of digits), five rows of levels, symbols and listed
- * elements, two bitmaps; and two rows for those that lie in two parts, or are wanted in part. */
+/* Scratch for rows of row_bytes bytes. The most is what the AVX2 decoder of scheme planes takes for elements of one
+ * byte: three times a row for the largest coded row (section 6: 8 bits of symbol and residual, 16 of digits), five rows
+ * of levels, symbols and listed elements, two bitmaps; and two rows for those that lie in two parts, or are wanted in
+ * part. */
 #define IBP_SCRATCH_BYTES(row_bytes) (13 * (size_t)(row_bytes) + 4096)
 #define IBP_MAX_SCRATCH_BYTES IBP_SCRATCH_BYTES(IBP_MAX_ROW_BYTES)
 
-/* No codebook codes a row of row_bytes bytes in more than this: 24 bits for each element of one byte, a bitmap of positions, and the
- * header, the cluster's number and the padding of six parts. A table stores rows raw that would not shrink. */
+/* No codebook codes a row of row_bytes bytes in more than this: 24 bits for each element of one byte, a bitmap of
+ * positions, and the header, the cluster's number and the padding of six parts. A table stores rows raw that would not
+ * shrink. */
 #define IBP_CODED_ROW_BYTES(row_bytes) (3 * (size_t)(row_bytes) + ((size_t)(row_bytes) + 7) / 8 + 16)
 #define IBP_MAX_CODED_ROW_BYTES IBP_CODED_ROW_BYTES(IBP_MAX_ROW_BYTES)
 
-/* ---- status ------------------------------------------------------------------------------------------------ */
+/* ---- status ----------------------------------------------------------------------------------------------------- */
 
 #define IBP_STATUS_LIST(X)                                                                  \
     X(IBP_OK, 0, "no error")                                                                \
@@ -81,7 +88,8 @@ typedef enum ibp_status {
 /* One sentence for a status; never NULL, also for values that are none. */
 IBP_API const char *ibp_status_string(ibp_status status);
 
-/* The version of the library that is linked, where the macros are those of the header: text, number, and that of the format. */
+/* The version of the library that is linked, where the macros are those of the header: text, number, and that of the
+ * format. */
 IBP_API const char *ibp_version(void);
 IBP_API int ibp_version_number(void);
 IBP_API int ibp_format_version(void);
@@ -90,7 +98,7 @@ IBP_API int ibp_format_version(void);
 IBP_API size_t ibp_scratch_bytes(uint32_t row_bytes);
 IBP_API size_t ibp_max_coded_row_bytes(uint32_t row_bytes);
 
-/* ---- codebook ---------------------------------------------------------------------------------------------- */
+/* ---- codebook --------------------------------------------------------------------------------------------------- */
 
 typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLANES = 2 } ibp_scheme;
 
@@ -100,23 +108,24 @@ typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLA
 
 /* Codebook of scheme planes (section 6). */
 typedef struct ibp_planes {
-    const void *entries;                /* symbols, symbol_bytes each and aligned to that, [columns or 1][num_entries]; NULL if
-                                           there are none */
-    uint64_t default_value;             /* element that a listed row leaves out */
-    uint64_t closed_value;              /* element that a closed row's listed elements equal */
-    uint32_t element_bytes;             /* 1, 2, 4 or 8; divides row_bytes */
-    uint32_t residual_bits;             /* 0 to 8 * element_bytes */
-    uint32_t rotate;                    /* 0 or 1 */
-    uint32_t num_planes;                /* 0 to IBP_MAX_PLANES */
-    uint32_t num_entries;               /* sum of 2^b - 1 over the planes */
-    uint32_t symbol_bytes;              /* 1, 2, 4 or 8: the smallest that holds 8 * element_bytes - residual_bits bits */
+    const void *entries;    /* symbols, symbol_bytes each and aligned to that, [columns or 1][num_entries]; NULL if
+                               there are none */
+    uint64_t default_value; /* element that a listed row leaves out */
+    uint64_t closed_value;  /* element that a closed row's listed elements equal */
+    uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
+    uint32_t residual_bits; /* 0 to 8 * element_bytes */
+    uint32_t rotate;        /* 0 or 1 */
+    uint32_t num_planes;    /* 0 to IBP_MAX_PLANES */
+    uint32_t num_entries;   /* sum of 2^b - 1 over the planes */
+    uint32_t symbol_bytes;  /* 1, 2, 4 or 8: the smallest that holds 8 * element_bytes - residual_bits bits */
     uint8_t digit_bits[IBP_MAX_PLANES]; /* 1 to IBP_MAX_DIGIT_BITS */
     bool per_column, listed;            /* not both */
 } ibp_planes;
 
-/* How the rows of a table are coded: a value, whose arrays the caller keeps. The pointers are host pointers for the functions of this
- * file and device pointers for those of ibp_cuda.h. The fields of other schemes than its own are not read. Scheme ibp has a working form with one entry for each 32-bit word of a row, as ibp_build_codebook makes it: each array
- * has ibp_codebook_words(row_bytes) entries, 16-byte aligned; those past the row are zero.
+/* How the rows of a table are coded: a value, whose arrays the caller keeps. The pointers are host pointers for the
+ * functions of this file and device pointers for those of ibp_cuda.h. The fields of other schemes than its own are not
+ * read. Scheme ibp has a working form with one entry for each 32-bit word of a row, as ibp_build_codebook makes it:
+ * each array has ibp_codebook_words(row_bytes) entries, 16-byte aligned; those past the row are zero.
  * ibp_build_codebook and ibp_build_planes_codebook make codebooks that are right. */
 typedef struct ibp_codebook {
     ibp_scheme scheme;
@@ -142,67 +151,72 @@ IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
 
 /* Scheme ibp: builds the working form from the masks and bitvals of a whole row (row_bytes bytes each).
  * flag_all: every chunk has a participation bit (the paper's bytes), not only those with a mask.
- * words: 3 * ibp_codebook_words(row_bytes) entries, 16-byte aligned, filled with mask, bitval and flags; out points into it.
- * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range or a bitval bit is set where the mask is clear. */
-IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes, uint32_t chunk_bytes,
-                                      bool flag_all, uint32_t *words, ibp_codebook *out);
+ * words: 3 * ibp_codebook_words(row_bytes) entries, 16-byte aligned, filled with mask, bitval and flags; out points
+ * into it.
+ * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range or a bitval bit is set where the mask is
+ * clear. */
+IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes,
+                                      uint32_t chunk_bytes, bool flag_all, uint32_t *words, ibp_codebook *out);
 
-/* Scheme planes: works out what follows from the other fields of a codebook: planes->num_entries and planes->symbol_bytes (not read),
- * and the clusters.
- * entries_bytes: of planes->entries in all, one set of entries after the other, a set for each cluster; planes->entries is not read
- * otherwise, so that it may be a device pointer. 0 where there are no entries.
+/* Scheme planes: works out what follows from the other fields of a codebook: planes->num_entries and
+ * planes->symbol_bytes (not read), and the clusters. entries_bytes: of planes->entries in all, one set of entries after
+ * the other, a set for each cluster; planes->entries is not read otherwise, so that it may be a device pointer. 0 where
+ * there are no entries.
  * @return IBP_INVALID_ARGUMENT if a field is out of range, or entries_bytes is not 1 to IBP_MAX_CLUSTERS sets. */
-IBP_API ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_bytes, size_t entries_bytes, ibp_codebook *out);
+IBP_API ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_bytes, size_t entries_bytes,
+                                             ibp_codebook *out);
 
-/* Whether a codebook is right: its fields, and what its arrays hold (of every cluster: flags that are the masks', no mask past the row,
- * bitvals inside masks; entries of no more bits than symbols have). Takes as long as to read it. Host pointers only.
- * A codebook that only has fields in range does no harm either, but rows may then come back wrong.
+/* Whether a codebook is right: its fields, and what its arrays hold (of every cluster: flags that are the masks', no
+ * mask past the row, bitvals inside masks; entries of no more bits than symbols have). Takes as long as to read it.
+ * Host pointers only. A codebook that only has fields in range does no harm either, but rows may then come back wrong.
  * @return IBP_INVALID_ARGUMENT if not. */
 IBP_API ibp_status ibp_check_codebook(const ibp_codebook *codebook);
 
-/* ---- analysis (the paper's section 4.1) ---------------------------------------------------------------------- */
+/* ---- analysis (the paper's section 4.1) ------------------------------------------------------------------------- */
 
-/* Adds to counts[8 * i + b] the number of rows whose bit b of byte i is 1. counts: 8 * row_bytes entries, set to 0 by the caller. */
+/* Adds to counts[8 * i + b] the number of rows whose bit b of byte i is 1. counts: 8 * row_bytes entries, set to 0 by
+ * the caller. */
 IBP_API ibp_status ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts);
 
-/* The paper's threshold: a bit is invariant with value 1 if count > tau * num_rows, with value 0 if count < (1 - tau) * num_rows;
- * with tau = 1, if all rows agree. 0.5 <= tau <= 1. mask, bitval: row_bytes bytes each. */
-IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows, uint32_t row_bytes, double tau, uint8_t *mask,
-                                      uint8_t *bitval);
+/* The paper's threshold: a bit is invariant with value 1 if count > tau * num_rows, with value 0 if count < (1 - tau) *
+ * num_rows; with tau = 1, if all rows agree. 0.5 <= tau <= 1. mask, bitval: row_bytes bytes each. */
+IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows, uint32_t row_bytes, double tau,
+                                      uint8_t *mask, uint8_t *bitval);
 
-/* For each of the chunks first_chunk to last_chunk - 1 of a row the mask that saves most bits on the given rows, found greedily: bits
- * are added in the order in which most of the rows that still match agree on them, and the best mask on the way is kept; none where
- * nothing pays for the participation bit. Beyond the paper, whose threshold asks each bit by itself.
- * mask, bitval: row_bytes bytes each, written where the chunks are. */
+/* For each of the chunks first_chunk to last_chunk - 1 of a row the mask that saves most bits on the given rows, found
+ * greedily: bits are added in the order in which most of the rows that still match agree on them, and the best mask on
+ * the way is kept; none where nothing pays for the participation bit. Beyond the paper, whose threshold asks each bit
+ * by itself. mask, bitval: row_bytes bytes each, written where the chunks are. */
 IBP_API ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes,
                                     uint32_t first_chunk, uint32_t last_chunk, uint8_t *mask, uint8_t *bitval);
 
-/* Adds to hits[i] the number of rows whose chunk i participates under the codebook, of scheme ibp; of its first cluster.
- * hits: ceil(row_bytes / chunk_bytes) entries. */
+/* Adds to hits[i] the number of rows whose chunk i participates under the codebook, of scheme ibp; of its first
+ * cluster. hits: ceil(row_bytes / chunk_bytes) entries. */
 IBP_API ibp_status ibp_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits);
 
-/* ---- one row (sections 5 and 6) ------------------------------------------------------------------------------------- */
+/* ---- one row (sections 5 and 6) --------------------------------------------------------------------------------- */
 
 /* Of codebooks of scheme raw there are no coded rows: these functions refuse them. */
 
-/* Exact size of a row as coded, in bytes, whether or not it is smaller than the row; 0 for an invalid argument, where there is no coded
- * row. row: codebook->row_bytes bytes. */
-IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row, void *scratch, size_t scratch_bytes);
+/* Exact size of a row as coded, in bytes, whether or not it is smaller than the row; 0 for an invalid argument, where
+ * there is no coded row. row: codebook->row_bytes bytes. */
+IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row, void *scratch,
+                                   size_t scratch_bytes);
 
-/* Writes the coded row to dst. @return IBP_BUFFER_TOO_SMALL, with nothing useful in dst, if it needs more than dst_bytes;
- * else IBP_OK; and in both cases the exact size in *coded_bytes. Writes nothing past dst_bytes. */
+/* Writes the coded row to dst. @return IBP_BUFFER_TOO_SMALL, with nothing useful in dst, if it needs more than
+ * dst_bytes; else IBP_OK; and in both cases the exact size in *coded_bytes. Writes nothing past dst_bytes. */
 IBP_API ibp_status ibp_encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
                                   size_t *coded_bytes, void *scratch, size_t scratch_bytes);
 
 /* Rebuilds a row (codebook->row_bytes bytes) from exactly src_bytes coded bytes. Reads nothing outside src.
  * @return IBP_CORRUPT_ROW, with unspecified bytes in row, if the coded row does not have exactly src_bytes bytes. */
-IBP_API ibp_status ibp_decode_row(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row, void *scratch,
-                                  size_t scratch_bytes);
+IBP_API ibp_status ibp_decode_row(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row,
+                                  void *scratch, size_t scratch_bytes);
 
-/* ---- a table of rows (sections 1 to 3) ----------------------------------------------------------------------- */
+/* ---- a table of rows (sections 1 to 3) -------------------------------------------------------------------------- */
 
-/* Where a table's bytes are and how they are coded; the caller keeps all arrays. Host pointers here; device-accessible ones in
- * ibp_cuda.h. */
+/* Where a table's bytes are and how they are coded; the caller keeps all arrays. Host pointers here; device-accessible
+ * ones in ibp_cuda.h. */
 typedef struct ibp_table {
     int64_t num_items;       /* items of the original tensor */
     int64_t item_bytes;      /* bytes of one item; all items have less than INT64_MAX / 32 bytes */
@@ -212,34 +226,36 @@ typedef struct ibp_table {
     const uint64_t *bases;   /* one for IBP_ROWS_PER_BASE rows, or NULL: no overflow parts */
     int64_t slots_bytes;
     int64_t overflow_bytes;
-    uint64_t slots_start,
-        overflow_start; /* which byte of the whole table's slots and overflow they begin with: 0, but for a block of its rows */
-    uint32_t slot_bytes; /* 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes */
+    uint64_t slots_start, overflow_start; /* which byte of the whole table's slots and overflow they begin with: 0, but
+                                             for a block of its rows */
+    uint32_t slot_bytes;                  /* 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes */
     ibp_codebook codebook;
 } ibp_table;
 
 #define IBP_ROWS_PER_BASE 32u  /* rows that share an entry of bases (section 2) */
-#define IBP_OVERFLOW_ALIGN 32u /* bytes: the unit of overflow rooms and of slots (section 3), a sector of a GPU's memory */
+#define IBP_OVERFLOW_ALIGN 32u /* bytes: the unit of overflow rooms and slots (section 3), a sector of GPU memory */
 
-/* Whether the fields of a table fit each other, and ibp_check_codebook of its codebook. Its rows and index are not read: what is wrong
- * in them is found row by row. Host pointers only. @return IBP_INVALID_ARGUMENT if not. */
+/* Whether the fields of a table fit each other, and ibp_check_codebook of its codebook. Its rows and index are not
+ * read: what is wrong in them is found row by row. Host pointers only. @return IBP_INVALID_ARGUMENT if not. */
 IBP_API ibp_status ibp_check_table(const ibp_table *table);
 
 /* Rows of a table: ceil(num_items * item_bytes / row_bytes). 0 if these are out of range. */
 IBP_API int64_t ibp_num_rows(const ibp_table *table);
 
-/* lengths[r] for rows 0 to num_rows - 1 of data (num_bytes bytes, the last row may be short): the coded size, or 0 if not smaller. */
-IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint16_t *lengths,
-                                    void *scratch, size_t scratch_bytes);
+/* lengths[r] for rows 0 to num_rows - 1 of data (num_bytes bytes, the last row may be short): the coded size, or 0 if
+ * not smaller. */
+IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
+                                    uint16_t *lengths, void *scratch, size_t scratch_bytes);
 
-/* Fills bases (ceil(num_rows / IBP_ROWS_PER_BASE) entries) for the given slot size, and *overflow_bytes with the size that overflow must
- * have. lengths: num_rows entries as ibp_measure_rows makes them, or NULL (all rows raw). num_rows = ceil(num_bytes / row_bytes). */
+/* Fills bases (ceil(num_rows / IBP_ROWS_PER_BASE) entries) for the given slot size, and *overflow_bytes with the size
+ * that overflow must have. lengths: num_rows entries as ibp_measure_rows makes them, or NULL (all rows raw). num_rows =
+ * ceil(num_bytes / row_bytes). */
 IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                                   uint64_t *bases, int64_t *overflow_bytes);
 
-/* Adds to survey[0] the bytes of the rows as stored and to survey[1 + k] how many of them take k sectors of IBP_OVERFLOW_ALIGN bytes;
- * one that claims to be longer than a row counts as a row of all sectors. lengths: num_rows entries.
- * survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) entries, set to 0 by the caller. */
+/* Adds to survey[0] the bytes of the rows as stored and to survey[1 + k] how many of them take k sectors of
+ * IBP_OVERFLOW_ALIGN bytes; one that claims to be longer than a row counts as a row of all sectors. lengths: num_rows
+ * entries. survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) entries, set to 0 by the caller. */
 IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey);
 
 /* What went wrong first; all zero when nothing did. Eight-byte fields so that a GPU can write it into mapped memory. */
@@ -250,15 +266,18 @@ typedef struct ibp_fault {
     int64_t taken;    /* used by the GPU to let the first fault win */
 } ibp_fault;
 
-/* Codes the rows first_row to last_row - 1 of data into slots and overflow, which have the sizes that the table says; table->slots and
- * table->overflow are not read. data: the whole tensor. Stops at the first row that it cannot code, noted in *fault if that is still
- * clear.
- * @return IBP_CORRUPT_ROW if table->lengths does not belong to data, IBP_BUFFER_TOO_SMALL if a part lies outside its array. */
-IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row, uint8_t *slots,
-                                   uint8_t *overflow, void *scratch, size_t scratch_bytes, ibp_fault *fault);
+/* Codes the rows first_row to last_row - 1 of data into slots and overflow, which have the sizes that the table says;
+ * table->slots and table->overflow are not read. data: the whole tensor. Stops at the first row that it cannot code,
+ * noted in *fault if that is still clear.
+ * @return IBP_CORRUPT_ROW if table->lengths does not belong to data, IBP_BUFFER_TOO_SMALL if a part lies outside its
+ * array. */
+IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
+                                   uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes,
+                                   ibp_fault *fault);
 
-/* Item ids of a gather: int32_t (id_bytes 4) or int64_t (id_bytes 8). Item k goes to position positions[k] of the output, which has
- * out_items positions; a position past them is left out and noted as IBP_INDEX_OUT_OF_RANGE. positions NULL: to position k. */
+/* Item ids of a gather: int32_t (id_bytes 4) or int64_t (id_bytes 8). Item k goes to position positions[k] of the
+ * output, which has out_items positions; a position past them is left out and noted as IBP_INDEX_OUT_OF_RANGE.
+ * positions NULL: to position k. */
 typedef struct ibp_ids {
     const void *data;
     int64_t count;
@@ -267,49 +286,58 @@ typedef struct ibp_ids {
     int64_t out_items; /* read where there are positions */
 } ibp_ids;
 
-/* out[k] = item ids[k], for first <= k < last, item_bytes bytes each; out points to position 0. With positions, out[positions[k]].
- * A bad id or a corrupt row leaves zeros in its place and is noted in *fault if that is still clear.
+/* out[k] = item ids[k], for first <= k < last, item_bytes bytes each; out points to position 0. With positions,
+ * out[positions[k]]. A bad id or a corrupt row leaves zeros in its place and is noted in *fault if that is still clear.
  * @return the first fault's status, or IBP_OK. */
-IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out,
-                                    void *scratch, size_t scratch_bytes, ibp_fault *fault);
+IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last,
+                                    uint8_t *out, void *scratch, size_t scratch_bytes, ibp_fault *fault);
 
-/* out = bytes [start, end) of the original tensor, 0 <= start <= end <= num_items * item_bytes. Otherwise as ibp_gather_items.
+/* out = bytes [start, end) of the original tensor, 0 <= start <= end <= num_items * item_bytes. Otherwise as
+ * ibp_gather_items.
  * @return IBP_INVALID_ARGUMENT for another range. */
 IBP_API ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, void *scratch,
                                     size_t scratch_bytes, ibp_fault *fault);
 
-/* ---- large tables -------------------------------------------------------------------------------------------- */
+/* ---- large tables ----------------------------------------------------------------------------------------------- */
 
 #define IBP_MAX_WINDOWS 65536
 
-/* Windows of 2^window_bits items that num_items items fall into: at least 1; 0 for a window_bits above 62 or negative num_items. */
+/* Windows of 2^window_bits items that num_items items fall into: at least 1; 0 for a window_bits above 62 or negative
+ * num_items. */
 IBP_API int64_t ibp_num_windows(int64_t num_items, uint32_t window_bits);
 
-/* Bytes of workspace, 8-byte aligned, that a partition of count ids needs; 0 for arguments that ibp_partition_ids refuses. */
+/* Bytes of workspace, 8-byte aligned, that a partition of count ids needs; 0 for arguments that ibp_partition_ids
+ * refuses. */
 IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, uint32_t window_bits);
 
-/* Puts ids in the order of the windows of 2^window_bits items that they lie in, so that a gather goes through the table once:
- * sorted_ids[k] = ids[positions[k]], sorted_ids of the type of ids; inside a window their order is kept. An id out of range counts
- * to the nearest window. ids->positions is not read.
- * @return IBP_INVALID_ARGUMENT for more than UINT32_MAX ids, more than IBP_MAX_WINDOWS windows or a negative num_items. */
-IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace, void *sorted_ids,
-                                     uint32_t *positions);
+/* Puts ids in the order of the windows of 2^window_bits items that they lie in, so that a gather goes through the table
+ * once: sorted_ids[k] = ids[positions[k]], sorted_ids of the type of ids; inside a window their order is kept. An id
+ * out of range counts to the nearest window. ids->positions is not read.
+ * @return IBP_INVALID_ARGUMENT for more than UINT32_MAX ids, more than IBP_MAX_WINDOWS windows or a negative num_items.
+ */
+IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
+                                     void *sorted_ids, uint32_t *positions);
 
-/* A selection is the table of the items ids[0], ids[1], ... in packed layout (section 3), its rows copied as they are stored. Its row
- * q is row q % n of item ids[q / n], n = item_bytes / row_bytes; the functions fail with IBP_INVALID_ARGUMENT unless that is whole.
+/* A selection is the table of the items ids[0], ids[1], ... in packed layout (section 3), its rows copied as they are
+ * stored. Its row q is row q % n of item ids[q / n], n = item_bytes / row_bytes; the functions fail with
+ * IBP_INVALID_ARGUMENT unless that is whole.
  *
- * For its rows first_row to last_row - 1: lengths[q - first_row], where the table has lengths, and the sum of their stored bytes.
- * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a length above row_bytes), noted in *fault if that is still clear. */
-IBP_API ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
-                                         uint16_t *lengths, uint64_t *stored_bytes, ibp_fault *fault);
+ * For its rows first_row to last_row - 1: lengths[q - first_row], where the table has lengths, and the sum of their
+ * stored bytes.
+ * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a length above row_bytes), noted in *fault if that is still clear.
+ */
+IBP_API ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row,
+                                         int64_t last_row, uint16_t *lengths, uint64_t *stored_bytes, ibp_fault *fault);
 /* Copies its rows first_row to last_row - 1, as stored, back to back to dst, which has room for dst_bytes.
- * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a row that lies outside the table or does not fit dst), noted likewise. */
-IBP_API ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row, uint8_t *dst,
-                                      uint64_t dst_bytes, ibp_fault *fault);
+ * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a row that lies outside the table or does not fit dst), noted
+ * likewise. */
+IBP_API ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
+                                      uint8_t *dst, uint64_t dst_bytes, ibp_fault *fault);
 
-/* ---- unstable: may change with any version ------------------------------------------------------------------------ */
+/* ---- unstable: may change with any version ---------------------------------------------------------------------- */
 
-/* Features of the processor that the functions of this file use for rows where it has them. Bytes and statuses are the same without. */
+/* Features of the processor that the functions of this file use for rows where it has them. Bytes and statuses are the
+ * same without. */
 typedef enum ibp_cpu_feature {
     IBP_CPU_AVX2_BMI2 = 1,
     IBP_CPU_AVX512 = 2 /* F, BW, VL, VBMI, VBMI2 and VPOPCNTDQ of it; never in use without IBP_CPU_AVX2_BMI2 */
@@ -317,8 +345,8 @@ typedef enum ibp_cpu_feature {
 
 /* The features in use, a sum of ibp_cpu_feature: all that the processor has, unless set otherwise. */
 IBP_API uint32_t ibp_cpu_features(void);
-/* Uses those of the given features that the processor has, in all threads from now on: for tests and benchmarks, 0 being the plain C
- * code. @return the features in use. */
+/* Uses those of the given features that the processor has, in all threads from now on: for tests and benchmarks, 0
+ * being the plain C code. @return the features in use. */
 IBP_API uint32_t ibp_set_cpu_features(uint32_t features);
 
 #ifdef __cplusplus

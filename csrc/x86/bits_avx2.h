@@ -1,4 +1,5 @@
-/* bits_avx2.h - bit fields of byte buffers by BMI2's parallel deposit and extract, for the coders that need IBP_CPU_AVX2_BMI2. */
+/* bits_avx2.h - bit fields of byte buffers by BMI2's parallel deposit and extract, for the coders that need
+ * IBP_CPU_AVX2_BMI2. */
 #ifndef IBP_BITS_AVX2_H
 #define IBP_BITS_AVX2_H
 
@@ -47,13 +48,14 @@ IBP_AVX2_INLINE void ibp_unpack_fields(const uint8_t *src, uint32_t n, uint32_t 
         for (; at + 8 <= end; at += 8, position += step)
             ibp_store64(out + at, _pdep_u64(ibp_load64(src + position / 8) >> (position % 8), fields));
     else
-        for (; at + 8 <= end; at += 8, position += step) ibp_store64(out + at, _pdep_u64(ibp_load64_at(src, position), fields));
+        for (; at + 8 <= end; at += 8, position += step)
+            ibp_store64(out + at, _pdep_u64(ibp_load64_at(src, position), fields));
     const uint64_t last = at < end ? _pdep_u64(ibp_load64_at(src, position), fields) : 0;
     memcpy(out + at, &last, end - at);
 }
 
-/* The bits of an entry of flags that say a position among num_flags participation bits: as many as those positions have. What a hostile
- * entry says is then below 2 * num_flags. */
+/* The bits of an entry of flags that say a position among num_flags participation bits: as many as those positions
+ * have. What a hostile entry says is then below 2 * num_flags. */
 static inline uint32_t ibp_position_mask(uint32_t num_flags)
 {
     return num_flags == 0 ? 0 : UINT32_MAX >> __builtin_clz(num_flags);
@@ -99,25 +101,26 @@ IBP_AVX2_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t 
     w->filled %= 64;
 }
 
-/* Ends two runs of bits that belong together in the second one's buffer: the first has been written to a buffer of its own, whose last
- * byte is the one that they share; the second from the bit on that follows it. @return bytes of both; if they are more than the second's
- * buffer has, they are not joined. */
+/* Ends two runs of bits that belong together in the second one's buffer: the first has been written to a buffer of its
+ * own, whose last byte is the one that they share; the second from the bit on that follows it. @return bytes of both;
+ * if they are more than the second's buffer has, they are not joined. */
 IBP_AVX2_INLINE size_t ibp_join_runs(const ibp_bit_writer *first, const ibp_bit_writer *second)
 {
     ibp_flush_bits(first);
     ibp_flush_bits(second);
     const size_t num_bytes = second->at + (second->filled + 7) / 8, shared = first->dst_bytes - 1;
-    const size_t filled = first->at + first->filled / 8, whole = filled < shared ? filled : shared; /* flags may claim to be more */
+    const size_t filled = first->at + first->filled / 8,
+                 whole = filled < shared ? filled : shared; /* flags may claim to be more */
     if (num_bytes > second->dst_bytes) return num_bytes;
     memcpy(second->dst, first->dst, whole);
     if (first->filled % 8 && whole < num_bytes) second->dst[whole] |= first->dst[whole];
     return num_bytes;
 }
 
-/* The inverse of ibp_unpack_fields, to dst from a byte on, of which there are dst_bytes: fields past them are lost. lanes has n of
- * them and is readable to a multiple of 8 bytes; lanes past n are 0. Writes zeros after the fields. */
-IBP_AVX2_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *dst, size_t at,
-                                    size_t dst_bytes)
+/* The inverse of ibp_unpack_fields, to dst from a byte on, of which there are dst_bytes: fields past them are lost.
+ * lanes has n of them and is readable to a multiple of 8 bytes; lanes past n are 0. Writes zeros after the fields. */
+IBP_AVX2_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *dst,
+                                     size_t at, size_t dst_bytes)
 {
     const uint64_t fields = ibp_lane_fields(lane_bytes, bits);
     const uint32_t step = 8 / lane_bytes * bits;

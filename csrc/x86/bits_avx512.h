@@ -15,10 +15,12 @@ IBP_AVX512_INLINE __mmask64 ibp_first_bytes(size_t num_bytes)
     return _bzhi_u64(~(uint64_t)0, num_bytes < IBP_VECTOR_BYTES ? (uint32_t)num_bytes : IBP_VECTOR_BYTES);
 }
 
-/* The first num_bytes bytes of a vector, all of it if there are more; the others are zero, and in memory not touched. */
+/* The first num_bytes bytes of a vector, all of it if there are more; the others are zero, and in memory not touched.
+ */
 IBP_AVX512_INLINE __m512i ibp_load_part(const void *src, size_t num_bytes)
 {
-    return num_bytes >= IBP_VECTOR_BYTES ? _mm512_loadu_si512(src) : _mm512_maskz_loadu_epi8(ibp_first_bytes(num_bytes), src);
+    return num_bytes >= IBP_VECTOR_BYTES ? _mm512_loadu_si512(src)
+                                         : _mm512_maskz_loadu_epi8(ibp_first_bytes(num_bytes), src);
 }
 IBP_AVX512_INLINE void ibp_store_part(uint8_t *dst, size_t num_bytes, __m512i x)
 {

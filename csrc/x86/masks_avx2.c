@@ -8,14 +8,15 @@
 /* What a codebook says of the 64 bits of a row from byte 4 * w on, w being even. */
 typedef struct wide_word {
     uint64_t mask, bitval;
-    uint64_t flagged; /* the lowest bit of each flagged chunk */
+    uint64_t flagged;     /* the lowest bit of each flagged chunk */
     uint32_t flags_entry; /* of the first word */
 } wide_word;
 
 IBP_AVX2_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t chunk_bytes)
 {
     const uint64_t flags = ibp_load64((const uint8_t *)(cb->flags + w));
-    const uint32_t chunks = ibp_flagged_chunks((uint32_t)flags) | ibp_flagged_chunks((uint32_t)(flags >> 32)) << (4 / chunk_bytes);
+    const uint32_t chunks = ibp_flagged_chunks((uint32_t)flags) | ibp_flagged_chunks((uint32_t)(flags >> 32))
+                                                                      << (4 / chunk_bytes);
     return (wide_word){.mask = ibp_load64((const uint8_t *)(cb->mask + w)),
                        .bitval = ibp_load64((const uint8_t *)(cb->bitval + w)),
                        .flagged = _pdep_u64(chunks, ibp_lane_fields(chunk_bytes, 1)),
@@ -42,7 +43,10 @@ IBP_AVX2_INLINE uint64_t load_row(const uint8_t *row, uint32_t row_bytes, uint32
     memcpy(&x, row + at, row_bytes - at);
     return x;
 }
-IBP_AVX2_INLINE uint64_t row_bits(uint32_t row_bytes, uint32_t at) { return ibp_low_bits(~(uint64_t)0, 8 * (row_bytes - at)); }
+IBP_AVX2_INLINE uint64_t row_bits(uint32_t row_bytes, uint32_t at)
+{
+    return ibp_low_bits(~(uint64_t)0, 8 * (row_bytes - at));
+}
 
 IBP_AVX2_INLINE size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row, uint32_t chunk_bytes)
 {
@@ -56,8 +60,8 @@ IBP_AVX2_INLINE size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row
     return (bits + 7) / 8;
 }
 
-IBP_AVX2_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
-                                     ibp_scratch *scratch, uint32_t chunk_bytes)
+IBP_AVX2_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                                     size_t *coded_bytes, ibp_scratch *scratch, uint32_t chunk_bytes)
 {
     const size_t flags_bytes = cb->num_flags / 8 + 1;
     ibp_bit_writer to_flags = {ibp_take(scratch, flags_bytes), flags_bytes, 0, 0, 0};
@@ -77,9 +81,11 @@ IBP_AVX2_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *row,
 IBP_AVX2_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
                                      ibp_scratch *scratch, uint32_t chunk_bytes)
 {
-    if (src_bytes < (cb->num_flags + 7) / 8 || src_bytes > (cb->num_flags + 7) / 8 + cb->row_bytes) return IBP_CORRUPT_ROW;
+    if (src_bytes < (cb->num_flags + 7) / 8 || src_bytes > (cb->num_flags + 7) / 8 + cb->row_bytes)
+        return IBP_CORRUPT_ROW;
     const uint32_t position_mask = ibp_position_mask(cb->num_flags);
-    const uint8_t *const padded = ibp_pad_row(src, src_bytes, position_mask / 8 + IBP_AVX2_PADDING, IBP_AVX2_PADDING, scratch);
+    const uint8_t *const padded =
+        ibp_pad_row(src, src_bytes, position_mask / 8 + IBP_AVX2_PADDING, IBP_AVX2_PADDING, scratch);
     size_t position = cb->num_flags;
     for (uint32_t at = 0; at < cb->row_bytes; at += 8) {
         const wide_word word = load_wide(cb, at / 4, chunk_bytes);

@@ -1,5 +1,6 @@
-/* masks_avx512.c - rows of scheme ibp with AVX-512: the bytes and statuses of masks.c. Which chunks match and which bits are kept is found
- * for a block of 64 bytes of a row at a time; the kept bits move 64 at a time, as in masks_avx2.c. */
+/* masks_avx512.c - rows of scheme ibp with AVX-512: the bytes and statuses of masks.c. Which chunks match and which
+ * bits are kept is found for a block of 64 bytes of a row at a time; the kept bits move 64 at a time, as in
+ * masks_avx2.c. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -11,14 +12,15 @@ enum { BLOCK = IBP_VECTOR_BYTES, WORDS = BLOCK / 8 };
 /* What a codebook says of a block. */
 typedef struct block {
     __m512i mask, bitval;
-    uint64_t flagged; /* a bit for each chunk */
+    uint64_t flagged;     /* a bit for each chunk */
     uint32_t flags_entry; /* of the first word */
 } block;
 
 IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t chunk_bytes)
 {
     const size_t left = 4 * ibp_codebook_words(cb->row_bytes) - at;
-    const uint32_t *const flags = cb->flags + at / 4, chunks = chunk_bytes < 4 ? 4 / chunk_bytes : 1; /* of a word's flags */
+    const uint32_t *const flags = cb->flags + at / 4,
+                          chunks = chunk_bytes < 4 ? 4 / chunk_bytes : 1; /* of a word's flags */
     block b = {.mask = ibp_load_part(cb->mask + at / 4, left),
                .bitval = ibp_load_part(cb->bitval + at / 4, left),
                .flags_entry = *flags};
@@ -79,7 +81,8 @@ IBP_AVX512_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *ro
 {
     const uint32_t row_bytes = cb->row_bytes, num_flags = cb->num_flags;
     const size_t flags_bytes = num_flags / 8 + 1;
-    ibp_bit_writer to_flags = {ibp_take(scratch, flags_bytes), flags_bytes, 0, 0, 0}, kept = {dst, dst_bytes, num_flags / 8, 0, num_flags % 8};
+    ibp_bit_writer to_flags = {ibp_take(scratch, flags_bytes), flags_bytes, 0, 0, 0},
+                   kept = {dst, dst_bytes, num_flags / 8, 0, num_flags % 8};
     for (uint32_t at = 0; at < row_bytes; at += BLOCK) {
         const size_t left = row_bytes - at;
         const block b = load_block(cb, at, chunk_bytes);

@@ -1,5 +1,5 @@
-/* masks_coder.h - a coder of scheme ibp from coded_bytes_of, encode_of and decode_of, which are inlined for each size of chunks; masks_avx2.c
- * and masks_avx512.c end with it. TARGET: the attribute of its functions; CODER: its name. */
+/* masks_coder.h - a coder of scheme ibp from coded_bytes_of, encode_of and decode_of, which are inlined for each size
+ * of chunks; masks_avx2.c and masks_avx512.c end with it. TARGET: the attribute of its functions; CODER: its name. */
 TARGET static size_t coded_bytes(const ibp_codebook *cb, const uint8_t *row)
 {
     switch (cb->chunk_bytes) {
@@ -10,8 +10,8 @@ TARGET static size_t coded_bytes(const ibp_codebook *cb, const uint8_t *row)
     }
 }
 
-TARGET static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_size,
-                                ibp_scratch scratch)
+TARGET static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                                size_t *coded_size, ibp_scratch scratch)
 {
     switch (cb->chunk_bytes) {
     case 1: return encode_of(cb, row, dst, dst_bytes, coded_size, &scratch, 1);
@@ -21,7 +21,8 @@ TARGET static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint
     }
 }
 
-TARGET static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch)
+TARGET static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
+                                ibp_scratch scratch)
 {
     switch (cb->chunk_bytes) {
     case 1: return decode_of(cb, src, src_bytes, row, &scratch, 1);

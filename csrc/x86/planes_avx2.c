@@ -1,10 +1,10 @@
 /* planes_avx2.c - rows of scheme planes with AVX2 and BMI2: the bytes and statuses of planes.c.
  *
- * Eight fields of b bits are b whole bytes, so that digits, residuals and raw symbols are spread to lanes by one parallel deposit for
- * each 64 bits of lanes, and packed by one extract. Between digits and symbols stand *levels*: level p has a byte for each element with
- * a digit in plane p, the last level one for each raw symbol. It is the symbol where symbols are bytes from one set of entries,
- * else its rank: which entry it is, num_entries if none. A decoder builds levels from the last to the first, an encoder strips them
- * from the first to the last. */
+ * Eight fields of b bits are b whole bytes, so that digits, residuals and raw symbols are spread to lanes by one
+ * parallel deposit for each 64 bits of lanes, and packed by one extract. Between digits and symbols stand *levels*:
+ * level p has a byte for each element with a digit in plane p, the last level one for each raw symbol. It is the symbol
+ * where symbols are bytes from one set of entries, else its rank: which entry it is, num_entries if none. A decoder
+ * builds levels from the last to the first, an encoder strips them from the first to the last. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -24,7 +24,10 @@ typedef uint16_t lane16 __attribute__((may_alias, aligned(1)));
 typedef uint32_t lane32 __attribute__((may_alias, aligned(1)));
 typedef uint64_t lane64 __attribute__((may_alias, aligned(1)));
 
-IBP_AVX2_INLINE __m256i load_vector(const uint8_t *src) { return _mm256_loadu_si256((const __m256i *)(const void *)src); }
+IBP_AVX2_INLINE __m256i load_vector(const uint8_t *src)
+{
+    return _mm256_loadu_si256((const __m256i *)(const void *)src);
+}
 IBP_AVX2_INLINE void store_vector(uint8_t *dst, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)dst, x); }
 
 /* Shifts of all lanes by 0 or more bits. */
@@ -49,7 +52,8 @@ IBP_AVX2_INLINE __m256i at_most_255_16(__m256i x) { return _mm256_min_epu16(x, _
 IBP_AVX2_INLINE __m256i at_most_255_32(__m256i x) { return _mm256_min_epu32(x, _mm256_set1_epi32(255)); }
 IBP_AVX2_INLINE __m256i at_most_255_64(__m256i x)
 {
-    return _mm256_blendv_epi8(_mm256_set1_epi64x(255), x, _mm256_cmpeq_epi64(_mm256_srli_epi64(x, 8), _mm256_setzero_si256()));
+    return _mm256_blendv_epi8(_mm256_set1_epi64x(255), x,
+                              _mm256_cmpeq_epi64(_mm256_srli_epi64(x, 8), _mm256_setzero_si256()));
 }
 
 /* 32 lanes, at most 255 each, as bytes that `in_order` puts in the order of the lanes. */
@@ -70,7 +74,10 @@ IBP_AVX2_INLINE __m256i pack_bytes64(const __m256i *x)
 }
 IBP_AVX2_INLINE __m256i in_order8(__m256i x) { return x; }
 IBP_AVX2_INLINE __m256i in_order16(__m256i x) { return _mm256_permute4x64_epi64(x, 0xd8); }
-IBP_AVX2_INLINE __m256i in_order32(__m256i x) { return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); }
+IBP_AVX2_INLINE __m256i in_order32(__m256i x)
+{
+    return _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
 IBP_AVX2_INLINE __m256i in_order64(__m256i x) { return in_order32(x); }
 
 /* A vector of lanes from unsigned numbers of `bytes` bytes, 1 to a lane's; reads up to 32 bytes. */
@@ -174,9 +181,10 @@ IBP_AVX2 static uint32_t count_escapes(const uint8_t *src, size_t src_bytes, siz
     }
 }
 
-/* Fills in what reaches further planes than the first, and the parts. @return false if they do not end just where src does. */
-IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start, uint32_t *reaching,
-                               ibp_value_parts *parts)
+/* Fills in what reaches further planes than the first, and the parts. @return false if they do not end just where src
+ * does. */
+IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start,
+                                uint32_t *reaching, ibp_value_parts *parts)
 {
     for (uint32_t p = 0; p < planes->num_planes; p++) {
         *parts = ibp_lay_out(planes, start, reaching);
@@ -189,7 +197,7 @@ IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, si
 
 /* A level from its digits and, for escapes, the next one. All padded. */
 IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, uint32_t b, __m128i named, const uint8_t *next,
-                                   uint8_t *level)
+                                    uint8_t *level)
 {
     const uint64_t ones = ibp_lane_fields(1, 1), fields = ibp_lane_fields(1, b);
     for (uint32_t i = 0; i < n; i += 8, digits += b) {
@@ -202,8 +210,8 @@ IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, uint32_t 
 }
 
 /* named: what each digit of the plane stands for; 0 for the escape. */
-IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, const uint8_t *named, const uint8_t *next,
-                                uint8_t *level)
+IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, const uint8_t *named,
+                                 const uint8_t *next, uint8_t *level)
 {
     const __m128i bytes = _mm_loadu_si128((const void *)named);
     switch (b) {
@@ -221,7 +229,7 @@ typedef struct value_bytes {
 
 /* Level 0 in levels[0], all of which have room for what is built in them. */
 IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
-                                 uint8_t *const levels[3])
+                                  uint8_t *const levels[3])
 {
     const uint32_t num_planes = planes->num_planes;
     const bool symbols = levels_are_symbols(planes);
@@ -240,7 +248,8 @@ IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *b
     }
 }
 
-/* Makes ranks that are above num_entries, as levels have whose digits changed after they were counted, num_entries. Padded. */
+/* Makes ranks that are above num_entries, as levels have whose digits changed after they were counted, num_entries.
+ * Padded. */
 IBP_AVX2 static void bound_ranks(const ibp_planes *planes, uint32_t n, uint8_t *ranks)
 {
     const __m256i most = _mm256_set1_epi8((char)planes->num_entries);
@@ -249,7 +258,7 @@ IBP_AVX2 static void bound_ranks(const ibp_planes *planes, uint32_t n, uint8_t *
 
 /* The symbols of the elements of level 0, which is of ranks, in lanes of symbol_bytes. Padded. */
 IBP_AVX2 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
-                                      uint8_t *level0, uint8_t *symbols, ibp_scratch *scratch)
+                                     uint8_t *level0, uint8_t *symbols, ibp_scratch *scratch)
 {
     const uint32_t n = reaching[0], num_raw = reaching[planes->num_planes], lane_bytes = planes->symbol_bytes;
     uint64_t *const is_raw = take_bitmap(scratch, n);
@@ -287,20 +296,22 @@ IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *
     uint8_t *const symbols = ibp_take(scratch, looks_up || is_empty ? (size_t)(n + PADDING) * symbol_bytes : 0);
     if (looks_up) look_up_symbols(planes, bytes, reaching, level0, symbols, scratch);
     if (is_empty) memset(symbols, 0, n);
-    FOR_LANES(lane_bytes, join)(elements, looks_up || is_empty ? symbols : level0, symbol_bytes, n,
-                                planes->residual_bits % ibp_element_bits(planes), planes->rotate);
+    FOR_LANES(lane_bytes, join)
+    (elements, looks_up || is_empty ? symbols : level0, symbol_bytes, n,
+     planes->residual_bits % ibp_element_bits(planes), planes->rotate);
 }
 
 /* The n elements whose values begin with bit `start` of src, into `elements`. */
-IBP_AVX2 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start, uint32_t n,
-                                         uint8_t *elements, ibp_scratch *scratch)
+IBP_AVX2 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start,
+                                         uint32_t n, uint8_t *elements, ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     uint32_t reaching[IBP_MAX_PLANES + 1] = {n};
     ibp_value_parts parts;
     if (!find_parts(planes, src, src_bytes, start, reaching, &parts)) return IBP_CORRUPT_ROW;
 
-    /* From which byte on the parts are read from a padded copy; those before it have more than PADDING bytes behind them. */
+    /* From which byte on the parts are read from a padded copy; those before it have more than PADDING bytes behind
+     * them. */
     const size_t after_first = planes->num_planes > 0 ? parts.digits[1] / 8 : src_bytes;
     const size_t copied = after_first + PADDING <= src_bytes ? after_first : start / 8;
     uint8_t *const copy = ibp_take(scratch, src_bytes - copied + PADDING);
@@ -313,15 +324,16 @@ IBP_AVX2 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *
     }
 
     /* Levels have room for n each, so that digits that change after they were counted read nothing outside. */
-    uint8_t *const levels[3] = {ibp_take(scratch, n + PADDING), ibp_take(scratch, n + PADDING), ibp_take(scratch, n + PADDING)};
+    uint8_t *const levels[3] = {ibp_take(scratch, n + PADDING), ibp_take(scratch, n + PADDING),
+                                ibp_take(scratch, n + PADDING)};
     build_levels(planes, &bytes, reaching, levels);
     join_elements(planes, &bytes, reaching, levels[0], elements, scratch);
     return IBP_OK;
 }
 
 /* The listed positions as a bitmap. @return false if the form does not hold the right number of increasing ones. */
-IBP_AVX2 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32_t columns, const ibp_position_form *form,
-                                   uint64_t *bitmap)
+IBP_AVX2 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32_t columns,
+                                    const ibp_position_form *form, uint64_t *bitmap)
 {
     const size_t start = ibp_header_bytes(columns), low_start = 8 * start + ibp_to_byte(form->upper_bits);
     const size_t num_words = (columns + 63) / 64;
@@ -336,14 +348,16 @@ IBP_AVX2 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32
         }
         for (; bits != 0; bits &= bits - 1, found++) {
             if (found == form->num_positions) return false;
-            const uint64_t low = ibp_load_field(src, src_bytes, low_start + (size_t)found * form->low_bits, form->low_bits);
+            const uint64_t low =
+                ibp_load_field(src, src_bytes, low_start + (size_t)found * form->low_bits, form->low_bits);
             const uint32_t position = (i + (uint32_t)_tzcnt_u64(bits) - found) << form->low_bits | (uint32_t)low;
             if (position < least || position >= columns) return false;
             least = position + 1;
             bitmap[position / 64] ^= (uint64_t)1 << (position % 64);
         }
     }
-    if (form->is_complement) bitmap[num_words - 1] = ibp_low_bits(bitmap[num_words - 1], columns - 64 * (uint32_t)(num_words - 1));
+    if (form->is_complement)
+        bitmap[num_words - 1] = ibp_low_bits(bitmap[num_words - 1], columns - 64 * (uint32_t)(num_words - 1));
     return found == form->num_positions;
 }
 
@@ -351,9 +365,11 @@ IBP_AVX2 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *
                                          ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
-    const uint32_t columns = ibp_columns_of(cb), header_bytes = ibp_header_bytes(columns), lane_bytes = planes->element_bytes;
+    const uint32_t columns = ibp_columns_of(cb), header_bytes = ibp_header_bytes(columns),
+                   lane_bytes = planes->element_bytes;
     ibp_listed_header header;
-    if (!ibp_split_header((uint32_t)ibp_load_field(src, src_bytes, 0, 8 * header_bytes), (uint32_t)src_bytes, columns, &header))
+    if (!ibp_split_header((uint32_t)ibp_load_field(src, src_bytes, 0, 8 * header_bytes), (uint32_t)src_bytes, columns,
+                          &header))
         return IBP_CORRUPT_ROW;
     const uint32_t k = header.num_listed;
     const bool closed = header.is_closed;
@@ -374,7 +390,8 @@ IBP_AVX2 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *
     return status;
 }
 
-static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch)
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
+                         ibp_scratch scratch)
 {
     return cb->planes.listed ? decode_listed(cb, src, src_bytes, row, &scratch)
                              : decode_values(cb, src, src_bytes, 0, ibp_columns_of(cb), row, &scratch);
@@ -420,8 +437,8 @@ IBP_AVX2 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks,
         uint32_t count = 0;
         for (uint32_t i = 0; i < n; i += 32) {
             const __m256i rank = _mm256_loadu_si256((const void *)(ranks + i));
-            count +=
-                (uint32_t)_mm_popcnt_u32((uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(rank, least), rank)));
+            count += (uint32_t)_mm_popcnt_u32(
+                (uint32_t)_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(rank, least), rank)));
         }
         reaching[p + 1] = count;
     }
@@ -448,8 +465,8 @@ IBP_AVX2 static void strip_level(uint8_t *level, uint32_t n, uint32_t b, uint8_t
     memset(next, 0, 8);
 }
 
-IBP_AVX2 static void write_residuals(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *dst, size_t at,
-                                     size_t dst_bytes, ibp_scratch *scratch)
+IBP_AVX2 static void write_residuals(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *dst,
+                                     size_t at, size_t dst_bytes, ibp_scratch *scratch)
 {
     const uint32_t r = planes->residual_bits, lane_bytes = planes->element_bytes;
     if (r == 8) {
@@ -467,8 +484,8 @@ IBP_AVX2 static void write_residuals(const ibp_planes *planes, const uint8_t *el
 }
 
 /* Codes n elements to dst from bit `start` on, or nothing if they end past dst_bytes. @return where they end. */
-IBP_AVX2 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
-                                      size_t dst_bytes, ibp_scratch *scratch)
+IBP_AVX2 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n,
+                                     uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t lane_bytes = planes->symbol_bytes, num_planes = planes->num_planes;
@@ -489,14 +506,15 @@ IBP_AVX2 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elem
     memset(raw + num_raw * lane_bytes, 0, 8);
     write_residuals(planes, elements, n, dst, parts.residuals / 8, dst_bytes, scratch);
     for (uint32_t p = 0; p < num_planes; p++)
-        strip_level(ranks, reaching[p], planes->digit_bits[p], dst + parts.digits[p] / 8, dst_bytes - parts.digits[p] / 8);
+        strip_level(ranks, reaching[p], planes->digit_bits[p], dst + parts.digits[p] / 8,
+                    dst_bytes - parts.digits[p] / 8);
     ibp_pack_fields(raw, num_raw, ibp_symbol_bits(planes), lane_bytes, dst, parts.digits[num_planes] / 8, dst_bytes);
     return parts.end;
 }
 
 /* Header and positions to dst, which has room for them. bitmap: the k listed ones. */
 IBP_AVX2 static void write_positions(uint32_t columns, uint32_t k, bool closed, const ibp_position_form *form,
-                                    const uint64_t *bitmap, uint8_t *dst, size_t dst_bytes)
+                                     const uint64_t *bitmap, uint8_t *dst, size_t dst_bytes)
 {
     const uint32_t header = k | (closed ? ibp_closed_bit(columns) : 0), header_bytes = ibp_header_bytes(columns);
     memcpy(dst, &header, header_bytes);
@@ -541,8 +559,8 @@ IBP_AVX2 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row,
     return closed || k == 0 ? start : encode_values(cb, listed, start, k, dst, dst_bytes, scratch);
 }
 
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
-                         ibp_scratch scratch)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                         size_t *coded_bytes, ibp_scratch scratch)
 {
     const size_t bits = cb->planes.listed ? encode_listed(cb, row, dst, dst_bytes, &scratch)
                                           : encode_values(cb, row, 0, ibp_columns_of(cb), dst, dst_bytes, &scratch);

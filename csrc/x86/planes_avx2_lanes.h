@@ -1,5 +1,6 @@
-/* planes_avx2_lanes.h - loops over elements or symbols in lanes of LANE_BITS bits; planes_avx2.c includes it once for each width.
- * Arrays of lanes are given as bytes and may lie anywhere. "Padded": readable, or writable, PADDING bytes further. */
+/* planes_avx2_lanes.h - loops over elements or symbols in lanes of LANE_BITS bits; planes_avx2.c includes it once for
+ * each width. Arrays of lanes are given as bytes and may lie anywhere. "Padded": readable, or writable, PADDING bytes
+ * further. */
 #define NAME_OF(name, bits) name##bits
 #define EXPAND_NAME(name, bits) NAME_OF(name, bits)
 #define NAME(name) EXPAND_NAME(name, LANE_BITS)
@@ -40,15 +41,17 @@ IBP_AVX2 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t 
         __m256i x[LANE_BYTES];
         for (uint32_t v = 0; v < LANE_BYTES; v++)
             x[v] = _mm256_and_si256(
-                NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES + 32 * v), rotate), count), low);
+                NAME(shift_right)(NAME(rotated_vector)(load_vector(row + i * LANE_BYTES + 32 * v), rotate), count),
+                low);
         store_vector(out + i, NAME(in_order)(NAME(pack_bytes)(x)));
     }
     for (; i < n; i++) out[i] = (uint8_t)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
 }
 
-/* The inverse: row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i]. Padded symbols. */
+/* The inverse: row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i]. Padded
+ * symbols. */
 IBP_AVX2_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r,
-                                  uint32_t rotate)
+                                   uint32_t rotate)
 {
     const __m128i count = _mm_cvtsi32_si128((int)r);
     uint32_t i = 0;
@@ -64,7 +67,8 @@ IBP_AVX2_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_
     }
 }
 
-IBP_AVX2 static void NAME(join)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r, uint32_t rotate)
+IBP_AVX2 static void NAME(join)(uint8_t *row, const uint8_t *symbols, uint32_t symbol_bytes, uint32_t n, uint32_t r,
+                                uint32_t rotate)
 {
     switch (ibp_min_u32(symbol_bytes, LANE_BYTES)) {
     case 1: NAME(join_of)(row, symbols, 1, n, r, rotate); break;
@@ -80,24 +84,27 @@ IBP_AVX2 static void NAME(widen_bytes)(const uint8_t *bytes, uint32_t n, uint8_t
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = bytes[i];
 }
 
-/* symbols[i] = the entry ranks[i] <= num_entries, as wide as a lane, of its column; anything where there is none. Padded symbols. */
+/* symbols[i] = the entry ranks[i] <= num_entries, as wide as a lane, of its column; anything where there is none.
+ * Padded symbols. */
 IBP_AVX2 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
     const uint32_t num_entries = planes->num_entries, stride = planes->per_column ? num_entries : 0;
     const lane *const entries = (const lane *)planes->entries;
     if (num_entries == 0) return;
-    for (uint32_t i = 0; i < n; i++) ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] == num_entries ? 0 : ranks[i])];
+    for (uint32_t i = 0; i < n; i++)
+        ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] == num_entries ? 0 : ranks[i])];
 }
 
-/* ranks[i] = the first of the entries, as wide as a lane, that equals symbols[i]; num_entries if none does. Both padded. One look-up
- * for each value that entries have above their low 4 bits. */
+/* ranks[i] = the first of the entries, as wide as a lane, that equals symbols[i]; num_entries if none does. Both
+ * padded. One look-up for each value that entries have above their low 4 bits. */
 IBP_AVX2 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const lane *const entries = (const lane *)planes->entries;
     uint8_t tables[MAX_ENTRIES][16]; /* num_entries less the rank, 0 where there is no entry */
     uint64_t highs[MAX_ENTRIES];     /* of the table's entries, in all lanes of a word */
     uint32_t num_tables = 0;
-    for (uint32_t e = planes->num_entries, t; e-- > 0; tables[t][entries[e] & 15] = (uint8_t)(planes->num_entries - e)) {
+    for (uint32_t e = planes->num_entries, t; e-- > 0;
+         tables[t][entries[e] & 15] = (uint8_t)(planes->num_entries - e)) {
         const uint64_t high = (lane)(entries[e] & ~(lane)15) * ibp_lane_fields(LANE_BYTES, 1);
         for (t = 0; t < num_tables && highs[t] != high;) t++;
         if (t < num_tables) continue;
@@ -132,8 +139,8 @@ IBP_AVX2 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_
         uint32_t rank = 0, equal = 0;
         for (; rank < num_entries && equal == 0 && first + rank + LANES <= end;
              rank += equal ? (uint32_t)_tzcnt_u32(equal) / LANE_BYTES : LANES)
-            equal = (uint32_t)_mm256_movemask_epi8(
-                EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(load_vector((const uint8_t *)(entries + first + rank)), wanted));
+            equal = (uint32_t)_mm256_movemask_epi8(EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(
+                load_vector((const uint8_t *)(entries + first + rank)), wanted));
         if (equal == 0)
             while (rank < num_entries && entries[first + rank] != symbol) rank++;
         ranks[i] = (uint8_t)ibp_min_u32(rank, num_entries); /* what was found may be the next column's */
@@ -173,7 +180,8 @@ IBP_AVX2 static void NAME(find_others)(const uint8_t *row, uint32_t n, uint64_t 
         uint64_t bits = 0;
         uint32_t j = 0;
         for (; j + LANES <= end; j += LANES) {
-            const __m256i same = EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(load_vector(row + (i + j) * LANE_BYTES), values);
+            const __m256i same =
+                EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(load_vector(row + (i + j) * LANE_BYTES), values);
             bits |= (uint64_t)_pext_u32(~(uint32_t)_mm256_movemask_epi8(same), one_a_lane) << j;
         }
         for (; j < end; j++) bits |= (uint64_t)(((const lane *)row)[i + j] != (lane)value) << j;

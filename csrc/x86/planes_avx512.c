@@ -1,11 +1,11 @@
-/* planes_avx512.c - dense rows of scheme planes whose symbols are bytes from one set of entries, with AVX-512: the bytes and statuses of
- * planes.c. Other rows go to planes_avx2.c.
+/* planes_avx512.c - dense rows of scheme planes whose symbols are bytes from one set of entries, with AVX-512: the
+ * bytes and statuses of planes.c. Other rows go to planes_avx2.c.
  *
- * Residuals, digits and raw symbols all are fields of so many bits, and all are unpacked to lanes and packed from them 64 bytes of lanes
- * at a time: eight 64-bit words, each with the fields of its lanes one after the other. Between digits and symbols stand *levels*: level p
- * has a byte for each element with a digit in plane p, the last level one for each raw symbol. A decoder reads the digits of all levels
- * from the first on and turns them into symbols from the last on; an encoder strips a level of ranks (which entry a symbol is) to the
- * next one. */
+ * Residuals, digits and raw symbols all are fields of so many bits, and all are unpacked to lanes and packed from them
+ * 64 bytes of lanes at a time: eight 64-bit words, each with the fields of its lanes one after the other. Between
+ * digits and symbols stand *levels*: level p has a byte for each element with a digit in plane p, the last level one
+ * for each raw symbol. A decoder reads the digits of all levels from the first on and turns them into symbols from the
+ * last on; an encoder strips a level of ranks (which entry a symbol is) to the next one. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -27,7 +27,10 @@ IBP_AVX512_INLINE __m512i all_bytes(__m512i words)
 }
 
 /* The bits of a where those of mask are set, of b elsewhere. */
-IBP_AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b) { return _mm512_ternarylogic_epi64(mask, a, b, 0xca); }
+IBP_AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b)
+{
+    return _mm512_ternarylogic_epi64(mask, a, b, 0xca);
+}
 
 /* ---- fields ---- */
 
@@ -42,7 +45,8 @@ IBP_AVX512_INLINE __m512i starts_of_words(uint32_t word_bits)
     return _mm512_mul_epu32(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), all_words(word_bits));
 }
 
-/* How fields become lanes: the bytes that each word takes, from which of their bits on each byte of it, and which bits of that. */
+/* How fields become lanes: the bytes that each word takes, from which of their bits on each byte of it, and which bits
+ * of that. */
 typedef struct unpacking {
     __m512i bytes, shifts, mask;
 } unpacking;
@@ -54,19 +58,21 @@ IBP_AVX512_INLINE unpacking unpacking_of(uint32_t bits, uint32_t lane_bytes)
                    in_lanes = byte_numbers & (lane_bytes - 1) * byte_ones;
     return (unpacking){
         .bytes = _mm512_add_epi8(all_bytes(_mm512_srli_epi64(starts, 3)), all_words(byte_numbers)),
-        .shifts = _mm512_add_epi8(all_bytes(_mm512_and_si512(starts, all_words(7))), all_words(lanes * bits + in_lanes * 8)),
+        .shifts =
+            _mm512_add_epi8(all_bytes(_mm512_and_si512(starts, all_words(7))), all_words(lanes * bits + in_lanes * 8)),
         .mask = all_words(ibp_lane_fields(lane_bytes, bits)),
     };
 }
 
 IBP_AVX512_INLINE __m512i unpack(const unpacking *u, __m512i fields)
 {
-    return _mm512_and_si512(_mm512_multishift_epi64_epi8(u->shifts, _mm512_permutexvar_epi8(u->bytes, fields)), u->mask);
+    return _mm512_and_si512(_mm512_multishift_epi64_epi8(u->shifts, _mm512_permutexvar_epi8(u->bytes, fields)),
+                            u->mask);
 }
 
-/* How lanes become fields. In words of 16, then 32, then 64 bits the upper half comes down to where the lower half's fields end, unless
- * a half is less than a lane. Then the 64-bit words close up: each is moved up to the bit that its fields begin with, takes over those
- * of the word before it that did not fill a byte, and gives its whole bytes. */
+/* How lanes become fields. In words of 16, then 32, then 64 bits the upper half comes down to where the lower half's
+ * fields end, unless a half is less than a lane. Then the 64-bit words close up: each is moved up to the bit that its
+ * fields begin with, takes over those of the word before it that did not fill a byte, and gives its whole bytes. */
 typedef struct packing {
     __m512i lower[3], down[3]; /* fields of the lower half, and by how many bits the upper one moves */
     __m512i mask, offset,
@@ -96,8 +102,8 @@ IBP_AVX512_INLINE __m512i pack(const packing *p, __m512i x)
     for (uint32_t step = 0; step < 3; step++) x = select_bits(p->lower[step], x, _mm512_srlv_epi64(x, p->down[step]));
     x = _mm512_and_si512(x, p->mask);
     const __m512i before = _mm512_alignr_epi64(x, x, 7);
-    return _mm512_maskz_compress_epi8(p->bytes,
-                                      _mm512_or_si512(_mm512_sllv_epi64(x, p->offset), _mm512_srlv_epi64(before, p->carried)));
+    return _mm512_maskz_compress_epi8(
+        p->bytes, _mm512_or_si512(_mm512_sllv_epi64(x, p->offset), _mm512_srlv_epi64(before, p->carried)));
 }
 
 /* ---- elements ---- */
@@ -110,7 +116,8 @@ typedef struct rotation {
 IBP_AVX512_INLINE rotation rotation_of(uint32_t left, uint32_t lane_bytes)
 {
     const uint32_t by = left % (8 * lane_bytes);
-    return (rotation){all_words(by), all_words(by ? 8 * lane_bytes - by : 0), all_words(ibp_lane_fields(lane_bytes, by))};
+    return (rotation){all_words(by), all_words(by ? 8 * lane_bytes - by : 0),
+                      all_words(ibp_lane_fields(lane_bytes, by))};
 }
 
 IBP_AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
@@ -134,9 +141,10 @@ IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint
     return num_escapes;
 }
 
-/* Turns a level of n digits into what they stand for: an entry's low bits each, or the next of the next level. All padded. */
-IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries, uint32_t symbol_bits,
-                                  const uint8_t *next)
+/* Turns a level of n digits into what they stand for: an entry's low bits each, or the next of the next level. All
+ * padded. */
+IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries,
+                                  uint32_t symbol_bits, const uint8_t *next)
 {
     const __m128i mask = _mm_set1_epi8((char)ibp_low_bits(255, symbol_bits));
     const __m512i named =
@@ -144,15 +152,15 @@ IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, c
     for (uint32_t i = 0; i < n; i += VECTOR) {
         const __m512i digit = _mm512_loadu_si512(level + i);
         const __mmask64 escapes = _mm512_cmpeq_epi8_mask(digit, _mm512_set1_epi8((char)escape));
-        _mm512_storeu_si512(level + i,
-                            _mm512_mask_expand_epi8(_mm512_shuffle_epi8(named, digit), escapes, _mm512_loadu_si512(next)));
+        _mm512_storeu_si512(
+            level + i, _mm512_mask_expand_epi8(_mm512_shuffle_epi8(named, digit), escapes, _mm512_loadu_si512(next)));
         next += _mm_popcnt_u64(escapes);
     }
 }
 
 /* The elements with the residuals that src begins with and a symbol each. Padded symbols. */
-IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, const uint8_t *symbols,
-                                     uint8_t *row, uint32_t row_bytes)
+IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, size_t src_bytes,
+                                     const uint8_t *symbols, uint8_t *row, uint32_t row_bytes)
 {
     const uint32_t bits = planes->residual_bits, lane_bytes = planes->element_bytes;
     const unpacking residuals = unpacking_of(bits, lane_bytes);
@@ -163,7 +171,8 @@ IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *sr
         const size_t from = (size_t)at / (8 * lane_bytes) * bits;
         const __m512i residual = unpack(&residuals, ibp_load_part(src + from, src_bytes - from));
         const __m512i symbol = _mm512_maskz_expand_epi8(lanes, _mm512_loadu_si512(symbols));
-        ibp_store_part(row + at, row_bytes - at, rotate(&back, _mm512_or_si512(residual, _mm512_sllv_epi64(symbol, shift))));
+        ibp_store_part(row + at, row_bytes - at,
+                       rotate(&back, _mm512_or_si512(residual, _mm512_sllv_epi64(symbol, shift))));
     }
 }
 
@@ -199,16 +208,19 @@ IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *row,
 {
     const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes;
     const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
-    const __m512i starts = all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits); /* of those in a word */
+    const __m512i starts =
+        all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits); /* of those in a word */
     const __m512i mask = all_words(byte_ones * ibp_low_bits(255, ibp_symbol_bits(planes)));
     const __mmask64 bytes = byte_ones * ibp_low_bits(255, per_word);
     for (uint32_t at = 0; at < row_bytes; at += VECTOR, symbols += 8 * per_word) {
-        const __m512i words = _mm512_multishift_epi64_epi8(starts, rotate(&to_coded, ibp_load_part(row + at, row_bytes - at)));
+        const __m512i words =
+            _mm512_multishift_epi64_epi8(starts, rotate(&to_coded, ibp_load_part(row + at, row_bytes - at)));
         _mm512_storeu_si512(symbols, _mm512_maskz_compress_epi8(bytes, _mm512_and_si512(words, mask)));
     }
 }
 
-/* The rank of each of n symbols; num_entries where no entry equals it, and those symbols come first in `symbols`. Both padded.
+/* The rank of each of n symbols; num_entries where no entry equals it, and those symbols come first in `symbols`. Both
+ * padded.
  * @return how many these are. */
 IBP_AVX512 static uint32_t rank_symbols(const ibp_planes *planes, uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
@@ -221,10 +233,11 @@ IBP_AVX512 static uint32_t rank_symbols(const ibp_planes *planes, uint8_t *symbo
     uint8_t *raw = symbols;
     for (uint32_t i = 0; i < n; i += VECTOR) {
         const __m512i symbol = _mm512_loadu_si512(symbols + i);
-        const __m512i rank =
-            _mm512_mask_blend_epi8(_mm512_movepi8_mask(symbol), _mm512_permutex2var_epi8(quarters[0], symbol, quarters[1]),
-                                   _mm512_permutex2var_epi8(quarters[2], symbol, quarters[3]));
-        const __mmask64 is_raw = _mm512_cmpeq_epi8_mask(rank, _mm512_set1_epi8((char)planes->num_entries)) & ibp_first_bytes(n - i);
+        const __m512i rank = _mm512_mask_blend_epi8(_mm512_movepi8_mask(symbol),
+                                                    _mm512_permutex2var_epi8(quarters[0], symbol, quarters[1]),
+                                                    _mm512_permutex2var_epi8(quarters[2], symbol, quarters[3]));
+        const __mmask64 is_raw =
+            _mm512_cmpeq_epi8_mask(rank, _mm512_set1_epi8((char)planes->num_entries)) & ibp_first_bytes(n - i);
         _mm512_storeu_si512(ranks + i, rank);
         _mm512_storeu_si512(raw, _mm512_maskz_compress_epi8(is_raw, symbol));
         raw += _mm_popcnt_u64(is_raw);
@@ -232,7 +245,8 @@ IBP_AVX512 static uint32_t rank_symbols(const ibp_planes *planes, uint8_t *symbo
     return (uint32_t)(raw - symbols);
 }
 
-/* Strips a level of n ranks to the next one, in place, and writes its digits, if dst is not NULL. Padded. @return the next one's n. */
+/* Strips a level of n ranks to the next one, in place, and writes its digits, if dst is not NULL. Padded. @return the
+ * next one's n. */
 IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits, uint8_t *dst)
 {
     const packing digits = packing_of(bits, 1);
@@ -251,15 +265,16 @@ IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits
 }
 
 /* Packs the low bits of the lanes, rotated left. */
-IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, uint32_t lane_bytes, uint32_t rotated, uint32_t bits,
-                                    uint8_t *dst)
+IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, uint32_t lane_bytes, uint32_t rotated,
+                                    uint32_t bits, uint8_t *dst)
 {
     const packing fields = packing_of(bits, lane_bytes);
     const rotation to_coded = rotation_of(rotated, lane_bytes);
     const size_t end = ibp_to_byte((size_t)num_bytes / lane_bytes * bits) / 8, step = bits_of_word(bits, lane_bytes);
     for (uint32_t at = 0; at < num_bytes; at += VECTOR, dst += step) {
         const size_t left = end - (size_t)at / VECTOR * step;
-        ibp_store_part(dst, left < step ? left : step, pack(&fields, rotate(&to_coded, ibp_load_part(lanes + at, num_bytes - at))));
+        ibp_store_part(dst, left < step ? left : step,
+                       pack(&fields, rotate(&to_coded, ibp_load_part(lanes + at, num_bytes - at))));
     }
 }
 
@@ -298,14 +313,15 @@ static bool is_coded_here(const ibp_planes *planes)
     return !planes->listed && !planes->per_column && planes->symbol_bytes == 1 && fits_words(planes);
 }
 
-static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row, ibp_scratch scratch)
+static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
+                         ibp_scratch scratch)
 {
     return is_coded_here(&cb->planes) ? decode_dense(cb, src, src_bytes, row, scratch)
                                       : ibp_planes_avx2.decode(cb, src, src_bytes, row, scratch);
 }
 
-static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes,
-                         ibp_scratch scratch)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                         size_t *coded_bytes, ibp_scratch scratch)
 {
     return is_coded_here(&cb->planes) ? encode_dense(cb, row, dst, dst_bytes, coded_bytes, scratch)
                                       : ibp_planes_avx2.encode(cb, row, dst, dst_bytes, coded_bytes, scratch);

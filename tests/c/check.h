@@ -1,4 +1,5 @@
-/* check.h - what the C unit tests share: CHECK, random numbers with fixed seeds, and buffers whose end a sanitizer watches. */
+/* check.h - what the C unit tests share: CHECK, random numbers with fixed seeds, and buffers whose end a sanitizer
+ * watches. */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -15,15 +16,15 @@ extern long num_passed, num_failed;
 extern bool is_quick; /* fewer rounds with other random numbers */
 
 /* Counts, and prints the first failures with the values that the caller names (printf style). */
-#define CHECK(condition, ...)                                                \
-    do {                                                                     \
-        if (condition) {                                                     \
-            num_passed++;                                                    \
-        } else if (num_failed++ < 30) {                                      \
-            printf("%s:%d: failed: %s: ", __FILE__, __LINE__, #condition);   \
-            printf(__VA_ARGS__);                                             \
-            printf("\n");                                                    \
-        }                                                                    \
+#define CHECK(condition, ...)                                              \
+    do {                                                                   \
+        if (condition) {                                                   \
+            num_passed++;                                                  \
+        } else if (num_failed++ < 30) {                                    \
+            printf("%s:%d: failed: %s: ", __FILE__, __LINE__, #condition); \
+            printf(__VA_ARGS__);                                           \
+            printf("\n");                                                  \
+        }                                                                  \
     } while (0)
 
 typedef struct rng {
@@ -51,7 +52,8 @@ buffer scratch_new(uint32_t row_bytes);
 
 /* The functions of ibp.h with such scratch, which ends where memory that can be touched does. */
 size_t coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row);
-ibp_status encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes);
+ibp_status encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                      size_t *coded_bytes);
 ibp_status decode_row(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row);
 
 /* ---- the rules of FORMAT.md bit by bit: slow, and sharing no code with the core (naive.c) ---- */

@@ -48,7 +48,8 @@ void buffer_free(buffer *b)
 
 buffer scratch_new(uint32_t row_bytes) { return buffer_new(ibp_scratch_bytes(row_bytes), row_bytes % 16); }
 
-/* The end of one piece of memory: what vector instructions with masks touch after it, no sanitizer sees, but the processor does. */
+/* The end of one piece of memory: what vector instructions with masks touch after it, no sanitizer sees, but the
+ * processor does. */
 static buffer scratch_of(const ibp_codebook *codebook)
 {
     enum { ROOM = (IBP_MAX_SCRATCH_BYTES + 65535) / 65536 * 65536, FENCE = 65536 };
@@ -68,7 +69,8 @@ size_t coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row)
     return ibp_coded_row_bytes(codebook, row, scratch.data, scratch.size);
 }
 
-ibp_status encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes, size_t *coded_bytes)
+ibp_status encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                      size_t *coded_bytes)
 {
     const buffer scratch = scratch_of(codebook);
     return ibp_encode_row(codebook, row, dst, dst_bytes, coded_bytes, scratch.data, scratch.size);

@@ -37,15 +37,18 @@ static void check_gaps(uint32_t mask, uint32_t value)
         for (uint32_t start = 0; start < 32; start += chunk_bits)
             for (uint32_t b = start; b < start + chunk_bits; b++)
                 num_gaps += (mask >> b & 1u) && (b == start || !(mask >> (b - 1) & 1u));
-        CHECK(((entry & IBP_FLAG_MANY_GAPS) != 0) == (num_gaps > 2), "chunks of %u, mask %08x: entry %08x", chunk_bytes, mask, entry);
-        CHECK(ibp_flag_position(entry) == 0 && ibp_flagged_chunks(entry) == 0, "chunks of %u, mask %08x: entry %08x", chunk_bytes, mask, entry);
+        CHECK(((entry & IBP_FLAG_MANY_GAPS) != 0) == (num_gaps > 2), "chunks of %u, mask %08x: entry %08x", chunk_bytes,
+              mask, entry);
+        CHECK(ibp_flag_position(entry) == 0 && ibp_flagged_chunks(entry) == 0, "chunks of %u, mask %08x: entry %08x",
+              chunk_bytes, mask, entry);
         if (num_gaps > 2) continue;
         for (uint32_t taken = 0; taken < 1u << 32 / chunk_bits; taken++) {
             uint32_t removed = 0;
             for (uint32_t b = 0; b < 32; b++)
                 if (taken >> b / chunk_bits & 1u) removed |= mask & 1u << b;
             const uint32_t word = ibp_insert_two_gaps(value, removed, entry);
-            CHECK(word == naive_deposit(value, ~removed), "chunks of %u, mask %08x, removed %08x: %08x", chunk_bytes, mask, removed, word);
+            CHECK(word == naive_deposit(value, ~removed), "chunks of %u, mask %08x, removed %08x: %08x", chunk_bytes,
+                  mask, removed, word);
         }
     }
 }
@@ -55,14 +58,16 @@ static void check_row_bits(uint32_t row_bytes)
     for (uint32_t w = 0; w < row_bytes / 4 + 3; w++)
         for (uint32_t b = 0; b < 32; b++) {
             const bool inside = 4 * w + b / 8 < row_bytes;
-            CHECK((ibp_row_bits_of_word(row_bytes, w) >> b & 1u) == inside, "row of %u, word %u, bit %u", row_bytes, w, b);
+            CHECK((ibp_row_bits_of_word(row_bytes, w) >> b & 1u) == inside, "row of %u, word %u, bit %u", row_bytes, w,
+                  b);
         }
 }
 
 void test_bits(void)
 {
-    static const uint32_t edges[] = {0,          1,          0x80000000, 0xffffffff, 0x7fffffff, 0xfffffffe, 0x55555555,
-                                     0xaaaaaaaa, 0x00ff00ff, 0x0000ffff, 0xffff0000, 0x7f800000, 0x807fffff, 0x80000001};
+    static const uint32_t edges[] = {0,          1,          0x80000000, 0xffffffff, 0x7fffffff,
+                                     0xfffffffe, 0x55555555, 0xaaaaaaaa, 0x00ff00ff, 0x0000ffff,
+                                     0xffff0000, 0x7f800000, 0x807fffff, 0x80000001};
     const size_t num_edges = sizeof edges / sizeof *edges;
     for (size_t i = 0; i < num_edges; i++)
         for (size_t k = 0; k < num_edges; k++) {
@@ -79,7 +84,8 @@ void test_bits(void)
         check_gaps(one_run & ~other_run, (uint32_t)rng_next(&r));
     }
     for (uint32_t run = 0; run < 32; run++)
-        for (uint32_t start = 0; start + run < 32; start++) check_keep((0xffffffffu >> (31 - run)) << start, (uint32_t)rng_next(&r));
+        for (uint32_t start = 0; start + run < 32; start++)
+            check_keep((0xffffffffu >> (31 - run)) << start, (uint32_t)rng_next(&r));
     for (uint32_t row_bytes = 1; row_bytes <= 40; row_bytes++) check_row_bits(row_bytes);
     CHECK(ibp_lowest_run(0x00000f30u) == 0x30u && ibp_lowest_run(0) == 0 && ibp_lowest_run(~0u) == ~0u, "lowest runs");
 }

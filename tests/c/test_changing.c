@@ -1,8 +1,8 @@
 /* test_changing.c - rows and coded rows that change while a coder reads them: it stays in its buffers.
  *
- * The bytes lie in several pages, of which the first and the last are made unreadable in turn: whenever a coder comes to the one that is, a
- * signal handler swaps them, and at a chosen swap it changes all bytes. So each look at the bytes after the first can be the one that sees
- * others, always in the same place. */
+ * The bytes lie in several pages, of which the first and the last are made unreadable in turn: whenever a coder comes
+ * to the one that is, a signal handler swaps them, and at a chosen swap it changes all bytes. So each look at the bytes
+ * after the first can be the one that sees others, always in the same place. */
 #define _GNU_SOURCE /* MAP_ANONYMOUS, sigaction */
 #include "check.h"
 
@@ -65,8 +65,8 @@ static void unwatch(void)
     munmap(watched.start - watched.page_bytes, room + 2 * watched.page_bytes);
 }
 
-/* A row that takes few bytes and one that takes many, each turning into the other after some looks, into a buffer that has room for just
- * the first or is as large as a row; and likewise a coded row that is decoded. */
+/* A row that takes few bytes and one that takes many, each turning into the other after some looks, into a buffer that
+ * has room for just the first or is as large as a row; and likewise a coded row that is decoded. */
 static void check_changing(const ibp_codebook *cb, const uint8_t *small, const uint8_t *large)
 {
     const uint8_t *const rows[] = {small, large};
@@ -117,21 +117,30 @@ static void check_masks(rng *r, uint32_t chunk_bytes, bool flag_all)
 }
 
 /* num_sets of entries 0, 1, 2, ... for each column or all; the small row has elements that equal some of them. */
-static void check_planes(rng *r, uint32_t element_bytes, uint32_t residual_bits, bool per_column, bool listed, uint32_t num_sets)
+static void check_planes(rng *r, uint32_t element_bytes, uint32_t residual_bits, bool per_column, bool listed,
+                         uint32_t num_sets)
 {
-    ibp_planes planes = {.element_bytes = element_bytes, .residual_bits = residual_bits, .num_planes = 2, .digit_bits = {1, 2},
-                         .per_column = per_column, .listed = listed, .closed_value = 1};
+    ibp_planes planes = {.element_bytes = element_bytes,
+                         .residual_bits = residual_bits,
+                         .num_planes = 2,
+                         .digit_bits = {1, 2},
+                         .per_column = per_column,
+                         .listed = listed,
+                         .closed_value = 1};
     const uint32_t columns = ROW_BYTES / element_bytes, symbol_bytes = 8 * element_bytes - residual_bits > 8 ? 2 : 1;
     const size_t num_entries = (size_t)num_sets * (per_column ? columns : 1) * 4;
-    buffer entries = buffer_new(num_entries * symbol_bytes, 0), small = buffer_new(ROW_BYTES, 0), large = buffer_new(ROW_BYTES, 0);
+    buffer entries = buffer_new(num_entries * symbol_bytes, 0), small = buffer_new(ROW_BYTES, 0),
+           large = buffer_new(ROW_BYTES, 0);
     memset(entries.data, 0, entries.size);
     for (size_t e = 0; e < num_entries; e++) entries.data[e * symbol_bytes] = (uint8_t)(e % 4);
     planes.entries = entries.data;
     ibp_codebook cb;
-    CHECK(ibp_build_planes_codebook(&planes, ROW_BYTES, entries.size, &cb) == IBP_OK, "elements of %u bytes", element_bytes);
+    CHECK(ibp_build_planes_codebook(&planes, ROW_BYTES, entries.size, &cb) == IBP_OK, "elements of %u bytes",
+          element_bytes);
     CHECK(cb.num_clusters == (num_sets > 1 ? num_sets : 0), "%u clusters", cb.num_clusters);
     memset(small.data, 0, small.size);
-    for (uint32_t i = 0; i < columns; i += 1 + rng_below(r, 20)) small.data[i * element_bytes] = (uint8_t)rng_below(r, 2);
+    for (uint32_t i = 0; i < columns; i += 1 + rng_below(r, 20))
+        small.data[i * element_bytes] = (uint8_t)rng_below(r, 2);
     rng_fill(r, large.data, large.size);
     check_all_features(&cb, small.data, large.data);
     buffer_free(&entries);
@@ -149,7 +158,7 @@ void test_changing_rows(void)
     for (uint32_t num_sets = 1; num_sets <= 2; num_sets++) {
         check_planes(&r, 1, 0, false, false, num_sets); /* the AVX-512 coder's, and all symbols */
         check_planes(&r, 2, 8, false, false, num_sets);
-        check_planes(&r, 2, 8, true, false, num_sets); /* ranks in columns */
+        check_planes(&r, 2, 8, true, false, num_sets);  /* ranks in columns */
         check_planes(&r, 2, 0, false, false, num_sets); /* ranks */
         check_planes(&r, 2, 5, true, false, num_sets);
         check_planes(&r, 1, 0, false, true, num_sets);

@@ -9,10 +9,12 @@ static void check_flags(const sample *s)
     CHECK(s->codebook.num_flags == naive_num_flags(m), "%u flags", s->codebook.num_flags);
     for (uint32_t chunk = 0; chunk < naive_num_chunks(m); chunk++) {
         const uint32_t first = chunk * m->chunk_bytes, entry = s->codebook.flags[first / 4];
-        const masks upto = {m->mask, m->bitval, first + m->chunk_bytes < m->row_bytes ? first + m->chunk_bytes : m->row_bytes,
+        const masks upto = {m->mask, m->bitval,
+                            first + m->chunk_bytes < m->row_bytes ? first + m->chunk_bytes : m->row_bytes,
                             m->chunk_bytes, m->flag_all};
         const uint32_t flagged = ibp_flagged_chunks(entry) >> (first % 4 / m->chunk_bytes) & 1u;
-        if (first % 4 == 0) CHECK(ibp_flag_position(entry) == position, "chunk %u: position %u", chunk, ibp_flag_position(entry));
+        if (first % 4 == 0)
+            CHECK(ibp_flag_position(entry) == position, "chunk %u: position %u", chunk, ibp_flag_position(entry));
         position += flagged;
         CHECK(naive_num_flags(&upto) == position, "chunk %u of %u, row of %u", chunk, m->chunk_bytes, m->row_bytes);
     }
@@ -22,7 +24,8 @@ static void check_words(const sample *s)
 {
     const masks *const m = &s->masks;
     const size_t num_words = ibp_codebook_words(m->row_bytes);
-    CHECK(num_words % 4 == 0 && 4 * num_words >= m->row_bytes && 4 * num_words < m->row_bytes + 16u, "%zu words", num_words);
+    CHECK(num_words % 4 == 0 && 4 * num_words >= m->row_bytes && 4 * num_words < m->row_bytes + 16u, "%zu words",
+          num_words);
     for (size_t i = 0; i < 4 * num_words; i++) {
         const uint32_t shift = 8 * (i % 4);
         const uint8_t mask = i < m->row_bytes ? m->mask[i] : 0, bitval = i < m->row_bytes ? m->bitval[i] : 0;
@@ -30,7 +33,8 @@ static void check_words(const sample *s)
         CHECK((s->codebook.bitval[i / 4] >> shift & 0xff) == bitval, "bitval, byte %zu of %u", i, m->row_bytes);
     }
     for (size_t w = 0; w < num_words; w++)
-        CHECK(s->codebook.flags[w] >> IBP_FLAG_FIRST_GAP == ibp_gaps_of_word(s->codebook.mask[w], m->chunk_bytes) >> IBP_FLAG_FIRST_GAP,
+        CHECK(s->codebook.flags[w] >> IBP_FLAG_FIRST_GAP ==
+                  ibp_gaps_of_word(s->codebook.mask[w], m->chunk_bytes) >> IBP_FLAG_FIRST_GAP,
               "gaps of word %zu: entry %08x", w, s->codebook.flags[w]);
     for (size_t w = (m->row_bytes + 3u) / 4; w < num_words; w++) CHECK(s->codebook.flags[w] == 0, "flags past the row");
 }
@@ -41,8 +45,8 @@ static void check_refused(uint32_t row_bytes, uint32_t chunk_bytes, uint8_t mask
     _Alignas(16) uint32_t words[12];
     ibp_codebook codebook;
     const ibp_status status = ibp_build_codebook(masks_, bitvals, row_bytes, chunk_bytes, false, words, &codebook);
-    CHECK(status == IBP_INVALID_ARGUMENT, "row_bytes %u, chunk_bytes %u, mask %02x, bitval %02x: %s", row_bytes, chunk_bytes,
-          mask, bitval, ibp_status_string(status));
+    CHECK(status == IBP_INVALID_ARGUMENT, "row_bytes %u, chunk_bytes %u, mask %02x, bitval %02x: %s", row_bytes,
+          chunk_bytes, mask, bitval, ibp_status_string(status));
 }
 
 void test_codebook(void)
@@ -76,8 +80,10 @@ static void check_counts(rng *r, size_t num_rows, uint32_t row_bytes, size_t off
     ibp_count_bits(data.data, num_rows, row_bytes, counts);
     for (size_t bit = 0; bit < 8 * (size_t)row_bytes; bit++) {
         uint64_t expected = bit == 0 ? 7 : 0;
-        for (size_t row = 0; row < num_rows; row++) expected += (uint32_t)data.data[row * row_bytes + bit / 8] >> (bit % 8) & 1u;
-        CHECK(counts[bit] == expected, "%zu rows of %u, bit %zu: %llu", num_rows, row_bytes, bit, (unsigned long long)counts[bit]);
+        for (size_t row = 0; row < num_rows; row++)
+            expected += (uint32_t)data.data[row * row_bytes + bit / 8] >> (bit % 8) & 1u;
+        CHECK(counts[bit] == expected, "%zu rows of %u, bit %zu: %llu", num_rows, row_bytes, bit,
+              (unsigned long long)counts[bit]);
     }
     free(counts);
     buffer_free(&data);
@@ -125,7 +131,8 @@ void test_analysis(void)
 {
     rng r = rng_seed(3);
     static const size_t rows[] = {0, 1, 254, 255, 256, 511, 600};
-    for (size_t i = 0; i < 2 * sizeof rows / sizeof *rows; i++) check_counts(&r, rows[i / 2], 1 + 7 * (uint32_t)i, i, i % 2 == 1);
+    for (size_t i = 0; i < 2 * sizeof rows / sizeof *rows; i++)
+        check_counts(&r, rows[i / 2], 1 + 7 * (uint32_t)i, i, i % 2 == 1);
     check_counts(&r, 3, 512, 1, false);
     check_counts(&r, 300, 1500, 1, true);
 
@@ -138,7 +145,8 @@ void test_analysis(void)
     uint8_t mask, bitval;
     static const double refused[] = {-1.0, 0.0, 0.49, 1.01, 100.0};
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
-        CHECK(ibp_threshold_bits(counts, 1, 1, refused[i], &mask, &bitval) == IBP_INVALID_ARGUMENT, "tau %g", refused[i]);
+        CHECK(ibp_threshold_bits(counts, 1, 1, refused[i], &mask, &bitval) == IBP_INVALID_ARGUMENT, "tau %g",
+              refused[i]);
     CHECK(ibp_threshold_bits(counts, 1, 1, strtod("nan", NULL), &mask, &bitval) == IBP_INVALID_ARGUMENT, "tau NaN");
 
     for (uint32_t row_bytes = 1; row_bytes <= 40; row_bytes++)

@@ -1,5 +1,5 @@
-/* test_cpu_paths.c - rows by each set of features that this processor has against the plain C code: the same bytes, sizes and statuses, from
- * and into buffers that end where they should. */
+/* test_cpu_paths.c - rows by each set of features that this processor has against the plain C code: the same bytes,
+ * sizes and statuses, from and into buffers that end where they should. */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #include "check.h"
 
@@ -13,7 +13,10 @@ typedef struct planes_sample {
 
 enum { NUM_FREQUENT = 24 };
 
-static uint64_t low_bits(uint64_t x, uint32_t num_bits) { return num_bits >= 64 ? x : x & (((uint64_t)1 << num_bits) - 1); }
+static uint64_t low_bits(uint64_t x, uint32_t num_bits)
+{
+    return num_bits >= 64 ? x : x & (((uint64_t)1 << num_bits) - 1);
+}
 
 /* Entries are symbols of some of the frequent elements, one in eight of them noise. */
 static planes_sample planes_new(rng *r, uint32_t columns, uint32_t element_bytes, bool per_column, bool listed)
@@ -43,15 +46,20 @@ static planes_sample planes_new(rng *r, uint32_t columns, uint32_t element_bytes
     for (size_t i = 0; i < num_entries; i++) {
         const uint64_t x = s.frequent[rng_below(r, NUM_FREQUENT)];
         const uint64_t rotated = p->rotate ? low_bits(x << 1, width) | x >> (width - 1) : x;
-        const uint64_t entry = low_bits(rng_chance(r, 12) ? rng_next(r) : symbol_bits == 0 ? 0 : rotated >> p->residual_bits, symbol_bits);
+        const uint64_t entry = low_bits(rng_chance(r, 12)  ? rng_next(r)
+                                        : symbol_bits == 0 ? 0
+                                                           : rotated >> p->residual_bits,
+                                        symbol_bits);
         memcpy(s.entries + i * symbol_bytes, &entry, symbol_bytes);
     }
     p->entries = num_entries ? s.entries : NULL;
     p->default_value = s.frequent[0];
     p->closed_value = s.frequent[1];
-    const ibp_status status = ibp_build_planes_codebook(p, columns * element_bytes, num_entries * symbol_bytes, &s.codebook);
+    const ibp_status status =
+        ibp_build_planes_codebook(p, columns * element_bytes, num_entries * symbol_bytes, &s.codebook);
     CHECK(status == IBP_OK, "%u columns of %u bytes", columns, element_bytes);
-    CHECK(s.codebook.planes.num_entries == set_entries && s.codebook.planes.symbol_bytes == symbol_bytes, "%u entries", set_entries);
+    CHECK(s.codebook.planes.num_entries == set_entries && s.codebook.planes.symbol_bytes == symbol_bytes, "%u entries",
+          set_entries);
     CHECK(ibp_check_codebook(&s.codebook) == IBP_OK, "%u columns of %u bytes", columns, element_bytes);
     return s;
 }
@@ -67,10 +75,12 @@ enum { NUM_PLANES_ROW_KINDS = 6 };
 /* Rows of frequent elements, of few, of noise, of defaults but for some; and of defaults but for the closed value. */
 static void planes_row(rng *r, const planes_sample *s, int kind, uint8_t *row)
 {
-    static const uint32_t percent_noise[NUM_PLANES_ROW_KINDS] = {0, 5, 100, 30, 2, 0}, percent_default[NUM_PLANES_ROW_KINDS] = {0, 0, 0, 50, 97, 80};
+    static const uint32_t percent_noise[NUM_PLANES_ROW_KINDS] = {0, 5, 100, 30, 2, 0},
+                          percent_default[NUM_PLANES_ROW_KINDS] = {0, 0, 0, 50, 97, 80};
     const uint32_t element_bytes = s->codebook.planes.element_bytes, num_kinds = kind == 1 ? 3 : NUM_FREQUENT;
     for (uint32_t at = 0; at < s->codebook.row_bytes; at += element_bytes) {
-        uint64_t x = rng_chance(r, percent_noise[kind]) ? rng_next(r) : s->frequent[kind == 5 ? 1 : rng_below(r, num_kinds)];
+        uint64_t x =
+            rng_chance(r, percent_noise[kind]) ? rng_next(r) : s->frequent[kind == 5 ? 1 : rng_below(r, num_kinds)];
         if (kind < 5) x ^= s->codebook.planes.residual_bits ? rng_next(r) & 1 : 0;
         if (rng_chance(r, percent_default[kind])) x = s->frequent[0];
         memcpy(row + at, &x, element_bytes);
@@ -84,15 +94,16 @@ typedef struct outcome {
     buffer dst, row;
 } outcome;
 
-static void run_coder_on(const ibp_codebook *cb, const uint8_t *row, const uint8_t *src, size_t src_bytes, uint8_t *dst, size_t dst_bytes,
-                         uint8_t *decoded, outcome *o)
+static void run_coder_on(const ibp_codebook *cb, const uint8_t *row, const uint8_t *src, size_t src_bytes, uint8_t *dst,
+                         size_t dst_bytes, uint8_t *decoded, outcome *o)
 {
     o->coded_bytes = coded_row_bytes(cb, row);
     o->encoded = encode_row(cb, row, dst, dst_bytes, &o->encoded_bytes);
     o->decoded = decode_row(cb, src, src_bytes, decoded);
 }
 
-/* A copy of bytes that ends where memory that can be touched does: what vector instructions with masks touch, no sanitizer sees. */
+/* A copy of bytes that ends where memory that can be touched does: what vector instructions with masks touch, no
+ * sanitizer sees. */
 static uint8_t *fenced(int place, const uint8_t *bytes, size_t size)
 {
     enum { NUM_PLACES = 4, ROOM = 8 * IBP_MAX_ROW_BYTES, FENCE = 65536 };
@@ -107,13 +118,15 @@ static uint8_t *fenced(int place, const uint8_t *bytes, size_t size)
     return ends[place] - size;
 }
 
-static outcome run_coder(uint32_t features, const ibp_codebook *cb, const uint8_t *row, size_t dst_bytes, const buffer *src, size_t offset)
+static outcome run_coder(uint32_t features, const ibp_codebook *cb, const uint8_t *row, size_t dst_bytes,
+                         const buffer *src, size_t offset)
 {
     outcome o = {.dst = buffer_new(dst_bytes, offset), .row = buffer_new(cb->row_bytes, offset)};
     ibp_set_cpu_features(features);
     if (offset % 2 == 0) {
         uint8_t *const dst = fenced(0, o.dst.data, dst_bytes), *const decoded = fenced(1, o.row.data, cb->row_bytes);
-        run_coder_on(cb, fenced(2, row, cb->row_bytes), fenced(3, src->data, src->size), src->size, dst, dst_bytes, decoded, &o);
+        run_coder_on(cb, fenced(2, row, cb->row_bytes), fenced(3, src->data, src->size), src->size, dst, dst_bytes,
+                     decoded, &o);
         if (dst_bytes != 0) memcpy(o.dst.data, dst, dst_bytes);
         memcpy(o.row.data, decoded, cb->row_bytes);
     } else {
@@ -132,9 +145,11 @@ static void check_same(const ibp_codebook *cb, const uint8_t *row, size_t dst_by
         const uint32_t features = feature_sets[i];
         if (features & ~ibp_cpu_features()) continue;
         outcome fast = run_coder(features, cb, row, dst_bytes, src, offset);
-#define ABOUT "features %u, row of %u: elements %u, residuals %u, rotate %u, planes %u (%u %u %u %u), column %d, listed %d, src %zu", features, cb->row_bytes, \
-        p->element_bytes, p->residual_bits, p->rotate, p->num_planes, p->digit_bits[0], p->digit_bits[1], p->digit_bits[2], p->digit_bits[3], p->per_column, \
-        p->listed, src->size
+#define ABOUT                                                                                                       \
+    "features %u, row of %u: elements %u, residuals %u, rotate %u, planes %u (%u %u %u %u), column %d, listed %d, " \
+    "src %zu",                                                                                                      \
+        features, cb->row_bytes, p->element_bytes, p->residual_bits, p->rotate, p->num_planes, p->digit_bits[0],    \
+        p->digit_bits[1], p->digit_bits[2], p->digit_bits[3], p->per_column, p->listed, src->size
         CHECK(fast.coded_bytes == plain.coded_bytes, ABOUT);
         CHECK(fast.encoded == plain.encoded && fast.encoded_bytes == plain.encoded_bytes, ABOUT);
         if (plain.encoded == IBP_OK && fast.encoded == IBP_OK)
@@ -167,7 +182,8 @@ static void check_row_both_ways(rng *r, const ibp_codebook *cb, const uint8_t *r
         check_same(cb, row, coded_bytes + 5, &exact, offset);
     }
     buffer_free(&exact);
-    const size_t others[] = {coded_bytes ? coded_bytes - 1 : 0, rng_below(r, (uint32_t)coded_bytes + 1), coded_bytes + 1, coded_bytes + 9};
+    const size_t others[] = {coded_bytes ? coded_bytes - 1 : 0, rng_below(r, (uint32_t)coded_bytes + 1),
+                             coded_bytes + 1, coded_bytes + 9};
     for (size_t i = 0; i < 4; i++) {
         buffer other = buffer_copy(coded.data, others[i], offset);
         check_same(cb, row, others[i], &other, offset);
@@ -216,7 +232,8 @@ void test_cpu_paths(void)
     bool is_known = false;
     for (int i = 0; i < NUM_FEATURE_SETS; i++) is_known = is_known || all == feature_sets[i];
     CHECK(is_known, "features %u", all);
-    CHECK(ibp_set_cpu_features(all & ~(uint32_t)IBP_CPU_AVX2_BMI2) == 0, "features %u less those that the others need", all);
+    CHECK(ibp_set_cpu_features(all & ~(uint32_t)IBP_CPU_AVX2_BMI2) == 0, "features %u less those that the others need",
+          all);
     ibp_set_cpu_features(UINT32_MAX);
     rng r = rng_seed(11);
     const int num_rounds = is_quick ? 1 : 5;

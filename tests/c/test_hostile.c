@@ -1,4 +1,5 @@
-/* test_hostile.c - arguments that contradict each other are refused by every function; codebooks whose arrays hold anything do no harm. */
+/* test_hostile.c - arguments that contradict each other are refused by every function; codebooks whose arrays hold
+ * anything do no harm. */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #include "check.h"
 
@@ -24,8 +25,13 @@ static void make_good(rng *r, good_table *g)
     g->slots = buffer_new(NUM_ITEMS * ROW_BYTES, 0);
     g->scratch = scratch_new(ROW_BYTES);
     sample_rows(r, &g->sample, 1, g->data.data, g->data.size);
-    g->table = (ibp_table){.num_items = NUM_ITEMS, .item_bytes = ROW_BYTES, .slots = g->slots.data, .lengths = g->lengths,
-                           .slots_bytes = NUM_ITEMS * ROW_BYTES, .slot_bytes = ROW_BYTES, .codebook = g->sample.codebook};
+    g->table = (ibp_table){.num_items = NUM_ITEMS,
+                           .item_bytes = ROW_BYTES,
+                           .slots = g->slots.data,
+                           .lengths = g->lengths,
+                           .slots_bytes = NUM_ITEMS * ROW_BYTES,
+                           .slot_bytes = ROW_BYTES,
+                           .codebook = g->sample.codebook};
 }
 
 static void free_good(good_table *g)
@@ -48,34 +54,36 @@ static ibp_status try_table(const good_table *g, const ibp_table *table)
     ibp_fault fault = {0};
     const ibp_status status = ibp_check_table(table);
     const ibp_status others[] = {
-        ibp_encode_rows(table, g->data.data, 0, 1, has_slots ? coded : NULL, has_overflow ? coded : NULL, g->scratch.data, g->scratch.size,
-                        &fault),
+        ibp_encode_rows(table, g->data.data, 0, 1, has_slots ? coded : NULL, has_overflow ? coded : NULL,
+                        g->scratch.data, g->scratch.size, &fault),
         ibp_gather_items(table, &ids, 0, 1, out, g->scratch.data, g->scratch.size, &fault),
         ibp_decode_bytes(table, 0, 1, out, g->scratch.data, g->scratch.size, &fault),
         ibp_measure_selection(table, &ids, 0, 1, lengths, &stored_bytes, &fault),
         ibp_copy_selection(table, &ids, 0, 1, out, sizeof out, &fault),
     };
     for (size_t i = 0; i < sizeof others / sizeof *others; i++)
-        CHECK((others[i] == IBP_INVALID_ARGUMENT) == (status == IBP_INVALID_ARGUMENT), "function %zu: %s", i, ibp_status_string(others[i]));
+        CHECK((others[i] == IBP_INVALID_ARGUMENT) == (status == IBP_INVALID_ARGUMENT), "function %zu: %s", i,
+              ibp_status_string(others[i]));
     return status;
 }
 
 /* Refused with that field of a good table set to that, which is put back. */
-#define CHECK_FIELD(g, field, ...)                                                                             \
-    do {                                                                                                       \
-        const ibp_table good = (g)->table;                                                                     \
-        (g)->table.field = __VA_ARGS__;                                                                        \
-        CHECK(try_table(g, &(g)->table) == IBP_INVALID_ARGUMENT, "%s = %s", #field, #__VA_ARGS__);             \
-        (g)->table = good;                                                                                     \
-        CHECK(try_table(g, &(g)->table) != IBP_INVALID_ARGUMENT, "good again after %s", #field);               \
+#define CHECK_FIELD(g, field, ...)                                                                 \
+    do {                                                                                           \
+        const ibp_table good = (g)->table;                                                         \
+        (g)->table.field = __VA_ARGS__;                                                            \
+        CHECK(try_table(g, &(g)->table) == IBP_INVALID_ARGUMENT, "%s = %s", #field, #__VA_ARGS__); \
+        (g)->table = good;                                                                         \
+        CHECK(try_table(g, &(g)->table) != IBP_INVALID_ARGUMENT, "good again after %s", #field);   \
     } while (0)
 
 static void check_table_fields(rng *r)
 {
     good_table g;
     make_good(r, &g);
-    CHECK(ibp_measure_rows(&g.table.codebook, g.data.data, NUM_ITEMS * ROW_BYTES, g.lengths, g.scratch.data, g.scratch.size) == IBP_OK, "%s",
-          "measured");
+    CHECK(ibp_measure_rows(&g.table.codebook, g.data.data, NUM_ITEMS * ROW_BYTES, g.lengths, g.scratch.data,
+                           g.scratch.size) == IBP_OK,
+          "%s", "measured");
     CHECK(try_table(&g, &g.table) == IBP_OK, "%s", "a good table");
     CHECK_FIELD(&g, num_items, -1);
     CHECK_FIELD(&g, num_items, INT64_MIN);
@@ -130,15 +138,23 @@ static void check_ranges(rng *r)
     ibp_measure_rows(&t->codebook, g.data.data, NUM_ITEMS * ROW_BYTES, g.lengths, scratch, size);
     static const int64_t bad_rows[][2] = {{-1, 1}, {2, 1}, {0, NUM_ITEMS + 1}, {INT64_MIN, INT64_MAX}};
     for (size_t i = 0; i < 4; i++)
-        CHECK(ibp_encode_rows(t, g.data.data, bad_rows[i][0], bad_rows[i][1], g.slots.data, NULL, scratch, size, &fault) == IBP_INVALID_ARGUMENT,
+        CHECK(ibp_encode_rows(t, g.data.data, bad_rows[i][0], bad_rows[i][1], g.slots.data, NULL, scratch, size,
+                              &fault) == IBP_INVALID_ARGUMENT,
               "rows %zu", i);
-    CHECK(ibp_encode_rows(t, g.data.data, 0, NUM_ITEMS, NULL, NULL, scratch, size, &fault) == IBP_INVALID_ARGUMENT, "%s", "no slots");
+    CHECK(ibp_encode_rows(t, g.data.data, 0, NUM_ITEMS, NULL, NULL, scratch, size, &fault) == IBP_INVALID_ARGUMENT,
+          "%s", "no slots");
     static const int64_t bad_ids[][2] = {{-1, 1}, {2, 1}, {0, 3}};
     for (size_t i = 0; i < 3; i++) {
         const ibp_ids ids = {.data = id, .count = 2, .id_bytes = 8};
-        CHECK(ibp_gather_items(t, &ids, bad_ids[i][0], bad_ids[i][1], out, scratch, size, &fault) == IBP_INVALID_ARGUMENT, "ids %zu", i);
-        CHECK(ibp_measure_selection(t, &ids, bad_ids[i][0], bad_ids[i][1], lengths, &stored_bytes, &fault) == IBP_INVALID_ARGUMENT, "ids %zu", i);
-        CHECK(ibp_copy_selection(t, &ids, bad_ids[i][0], bad_ids[i][1], out, sizeof out, &fault) == IBP_INVALID_ARGUMENT, "ids %zu", i);
+        CHECK(ibp_gather_items(t, &ids, bad_ids[i][0], bad_ids[i][1], out, scratch, size, &fault) ==
+                  IBP_INVALID_ARGUMENT,
+              "ids %zu", i);
+        CHECK(ibp_measure_selection(t, &ids, bad_ids[i][0], bad_ids[i][1], lengths, &stored_bytes, &fault) ==
+                  IBP_INVALID_ARGUMENT,
+              "ids %zu", i);
+        CHECK(ibp_copy_selection(t, &ids, bad_ids[i][0], bad_ids[i][1], out, sizeof out, &fault) ==
+                  IBP_INVALID_ARGUMENT,
+              "ids %zu", i);
     }
     const uint32_t positions[2] = {0, 1};
     const ibp_ids odd[] = {{.data = id, .count = 2, .id_bytes = 2},
@@ -153,11 +169,16 @@ static void check_ranges(rng *r)
     size_t coded_bytes = 1;
     CHECK(ibp_decode_bytes(t, 0, 1, out, scratch, size - 1, &fault) == IBP_INVALID_ARGUMENT, "%s", "little scratch");
     CHECK(ibp_decode_bytes(t, 0, 1, out, NULL, size, &fault) == IBP_INVALID_ARGUMENT, "%s", "no scratch");
-    CHECK(ibp_encode_row(&t->codebook, g.data.data, out, sizeof out, &coded_bytes, scratch, size - 1) == IBP_INVALID_ARGUMENT, "%s", "row");
-    CHECK(ibp_decode_row(&t->codebook, out, 9, out, scratch, size - 1) == IBP_INVALID_ARGUMENT && coded_bytes == 0, "%s", "row");
+    CHECK(ibp_encode_row(&t->codebook, g.data.data, out, sizeof out, &coded_bytes, scratch, size - 1) ==
+              IBP_INVALID_ARGUMENT,
+          "%s", "row");
+    CHECK(ibp_decode_row(&t->codebook, out, 9, out, scratch, size - 1) == IBP_INVALID_ARGUMENT && coded_bytes == 0,
+          "%s", "row");
     CHECK(ibp_coded_row_bytes(&t->codebook, g.data.data, scratch, size - 1) == 0, "%s", "row");
-    CHECK(ibp_measure_rows(&t->codebook, g.data.data, ROW_BYTES, g.lengths, scratch, size - 1) == IBP_INVALID_ARGUMENT, "%s", "rows");
-    CHECK(ibp_measure_rows(&t->codebook, g.data.data, -1, g.lengths, scratch, size) == IBP_INVALID_ARGUMENT, "%s", "rows");
+    CHECK(ibp_measure_rows(&t->codebook, g.data.data, ROW_BYTES, g.lengths, scratch, size - 1) == IBP_INVALID_ARGUMENT,
+          "%s", "rows");
+    CHECK(ibp_measure_rows(&t->codebook, g.data.data, -1, g.lengths, scratch, size) == IBP_INVALID_ARGUMENT, "%s",
+          "rows");
     CHECK(fault.status == IBP_OK, "%lld: what is refused is no fault of a row", (long long)fault.status);
     free_good(&g);
 }
@@ -172,15 +193,20 @@ static void check_no_coded_rows(void)
         size_t coded_bytes = 1;
         uint16_t length = 7;
         uint64_t hits[8] = {0};
-        CHECK(ibp_encode_row(&cb, row, coded, sizeof coded, &coded_bytes, scratch, sizeof scratch) == IBP_INVALID_ARGUMENT, "%d", schemes[i]);
+        CHECK(ibp_encode_row(&cb, row, coded, sizeof coded, &coded_bytes, scratch, sizeof scratch) ==
+                  IBP_INVALID_ARGUMENT,
+              "%d", schemes[i]);
         CHECK(ibp_decode_row(&cb, coded, 8, row, scratch, sizeof scratch) == IBP_INVALID_ARGUMENT, "%d", schemes[i]);
         CHECK(ibp_coded_row_bytes(&cb, row, scratch, sizeof scratch) == 0 && coded_bytes == 0, "%d", schemes[i]);
-        CHECK(ibp_measure_rows(&cb, row, 8, &length, scratch, sizeof scratch) == IBP_INVALID_ARGUMENT && length == 7, "%d", schemes[i]);
+        CHECK(ibp_measure_rows(&cb, row, 8, &length, scratch, sizeof scratch) == IBP_INVALID_ARGUMENT && length == 7,
+              "%d", schemes[i]);
         CHECK(ibp_count_hits(&cb, row, 1, hits) == IBP_INVALID_ARGUMENT && hits[0] == 0, "%d", schemes[i]);
         CHECK((ibp_check_codebook(&cb) == IBP_OK) == (schemes[i] == IBP_SCHEME_RAW), "%d", schemes[i]);
         CHECK((ibp_scheme_name(cb.scheme) == NULL) == (schemes[i] != IBP_SCHEME_RAW), "%d", schemes[i]);
     }
-    CHECK(strcmp(ibp_scheme_name(IBP_SCHEME_IBP), "ibp") == 0 && strcmp(ibp_scheme_name(IBP_SCHEME_PLANES), "planes") == 0, "%s", "names");
+    CHECK(strcmp(ibp_scheme_name(IBP_SCHEME_IBP), "ibp") == 0 &&
+              strcmp(ibp_scheme_name(IBP_SCHEME_PLANES), "planes") == 0,
+          "%s", "names");
 }
 
 static void check_numbers(void)
@@ -194,34 +220,45 @@ static void check_numbers(void)
         CHECK(ibp_count_bits(data, 1, bad_rows[i], counts) == IBP_INVALID_ARGUMENT, "%u", bad_rows[i]);
         CHECK(ibp_threshold_bits(counts, 1, bad_rows[i], 0.9, mask, bitval) == IBP_INVALID_ARGUMENT, "%u", bad_rows[i]);
         CHECK(ibp_choose_masks(data, 1, bad_rows[i], 1, 0, 0, mask, bitval) == IBP_INVALID_ARGUMENT, "%u", bad_rows[i]);
-        CHECK(ibp_index_rows(NULL, 64, bad_rows[i], 0, bases, &overflow_bytes) == IBP_INVALID_ARGUMENT, "%u", bad_rows[i]);
+        CHECK(ibp_index_rows(NULL, 64, bad_rows[i], 0, bases, &overflow_bytes) == IBP_INVALID_ARGUMENT, "%u",
+              bad_rows[i]);
         CHECK(ibp_survey_rows(lengths, 64, bad_rows[i], counts) == IBP_INVALID_ARGUMENT, "%u", bad_rows[i]);
         CHECK(ibp_scratch_bytes(bad_rows[i]) == 0 && ibp_max_coded_row_bytes(bad_rows[i]) == 0, "%u", bad_rows[i]);
     }
-    CHECK(ibp_scratch_bytes(9) == IBP_SCRATCH_BYTES(9) && ibp_max_coded_row_bytes(9) == IBP_CODED_ROW_BYTES(9), "%s", "bounds");
+    CHECK(ibp_scratch_bytes(9) == IBP_SCRATCH_BYTES(9) && ibp_max_coded_row_bytes(9) == IBP_CODED_ROW_BYTES(9), "%s",
+          "bounds");
     static const int64_t bad_bytes[] = {-1, INT64_MIN, INT64_MAX, INT64_MAX - IBP_MAX_ROW_BYTES};
     for (size_t i = 0; i < 4; i++) {
-        CHECK(ibp_index_rows(NULL, bad_bytes[i], 64, 32, bases, &overflow_bytes) == IBP_INVALID_ARGUMENT, "%lld", (long long)bad_bytes[i]);
-        CHECK(ibp_survey_rows(lengths, bad_bytes[i], 64, counts) == IBP_INVALID_ARGUMENT, "%lld", (long long)bad_bytes[i]);
+        CHECK(ibp_index_rows(NULL, bad_bytes[i], 64, 32, bases, &overflow_bytes) == IBP_INVALID_ARGUMENT, "%lld",
+              (long long)bad_bytes[i]);
+        CHECK(ibp_survey_rows(lengths, bad_bytes[i], 64, counts) == IBP_INVALID_ARGUMENT, "%lld",
+              (long long)bad_bytes[i]);
     }
     static const uint32_t bad_slots[] = {1, 31, 33, 65, 96, UINT32_MAX};
     for (size_t i = 0; i < 6; i++)
-        CHECK(ibp_index_rows(NULL, 64, 64, bad_slots[i], bases, &overflow_bytes) == IBP_INVALID_ARGUMENT, "slots of %u", bad_slots[i]);
+        CHECK(ibp_index_rows(NULL, 64, 64, bad_slots[i], bases, &overflow_bytes) == IBP_INVALID_ARGUMENT, "slots of %u",
+              bad_slots[i]);
     CHECK(ibp_choose_masks(data, 1, 64, 4, 0, 17, mask, bitval) == IBP_INVALID_ARGUMENT, "%s", "17 chunks of 16");
     CHECK(ibp_choose_masks(data, 1, 64, 4, 2, 1, mask, bitval) == IBP_INVALID_ARGUMENT, "%s", "from chunk 2 to 1");
-    CHECK(ibp_choose_masks(data, 1, 64, 4, UINT32_MAX, UINT32_MAX, mask, bitval) == IBP_INVALID_ARGUMENT, "%s", "chunk 2^32 - 1");
+    CHECK(ibp_choose_masks(data, 1, 64, 4, UINT32_MAX, UINT32_MAX, mask, bitval) == IBP_INVALID_ARGUMENT, "%s",
+          "chunk 2^32 - 1");
 
     const int64_t id = 5;
     ibp_ids ids = {.data = &id, .count = 1, .id_bytes = 8};
     uint32_t workspace[8], positions[1];
     int64_t sorted[1];
-    CHECK(ibp_num_windows(5, 63) == 0 && ibp_num_windows(-1, 0) == 0 && ibp_num_windows(INT64_MAX, 62) == 2, "%s", "windows");
-    CHECK(ibp_partition_ids(&ids, INT64_MIN, 0, workspace, sorted, positions) == IBP_INVALID_ARGUMENT, "%s", "negative items");
-    CHECK(ibp_partition_workspace_bytes(1, INT64_MIN, 0) == 0 && ibp_partition_workspace_bytes(-1, 5, 0) == 0, "%s", "workspace");
-    CHECK(ibp_partition_workspace_bytes(1, INT64_MAX, 0) == 0 && ibp_partition_workspace_bytes(INT64_MAX, 5, 0) == 0, "%s", "workspace");
+    CHECK(ibp_num_windows(5, 63) == 0 && ibp_num_windows(-1, 0) == 0 && ibp_num_windows(INT64_MAX, 62) == 2, "%s",
+          "windows");
+    CHECK(ibp_partition_ids(&ids, INT64_MIN, 0, workspace, sorted, positions) == IBP_INVALID_ARGUMENT, "%s",
+          "negative items");
+    CHECK(ibp_partition_workspace_bytes(1, INT64_MIN, 0) == 0 && ibp_partition_workspace_bytes(-1, 5, 0) == 0, "%s",
+          "workspace");
+    CHECK(ibp_partition_workspace_bytes(1, INT64_MAX, 0) == 0 && ibp_partition_workspace_bytes(INT64_MAX, 5, 0) == 0,
+          "%s", "workspace");
     ids.id_bytes = 3;
     CHECK(ibp_partition_ids(&ids, 5, 0, workspace, sorted, positions) == IBP_INVALID_ARGUMENT, "%s", "ids of 3 bytes");
-    CHECK(ibp_version_number() == IBP_VERSION_NUMBER && ibp_format_version() == IBP_FORMAT_VERSION, "%d", ibp_version_number());
+    CHECK(ibp_version_number() == IBP_VERSION_NUMBER && ibp_format_version() == IBP_FORMAT_VERSION, "%d",
+          ibp_version_number());
 }
 
 /* ---- codebooks of scheme planes ---- */
@@ -232,22 +269,28 @@ static void check_planes_refused(const ibp_planes *planes, uint32_t row_bytes, s
     CHECK(ibp_build_planes_codebook(planes, row_bytes, entries_bytes, &cb) == IBP_INVALID_ARGUMENT, "%s", why);
 }
 
-#define CHECK_PLANES(field, ...)                                        \
-    do {                                                                \
-        ibp_planes other = good;                                        \
-        other.field = __VA_ARGS__;                                      \
+#define CHECK_PLANES(field, ...)                                         \
+    do {                                                                 \
+        ibp_planes other = good;                                         \
+        other.field = __VA_ARGS__;                                       \
         check_planes_refused(&other, 24, 12, #field " = " #__VA_ARGS__); \
     } while (0)
 
 static void check_planes_fields(void)
 {
     _Alignas(8) uint8_t entries[12 * 3] = {0};
-    const ibp_planes good = {.entries = entries, .element_bytes = 4, .residual_bits = 20, .num_planes = 2, .digit_bits = {1, 2, 7},
+    const ibp_planes good = {.entries = entries,
+                             .element_bytes = 4,
+                             .residual_bits = 20,
+                             .num_planes = 2,
+                             .digit_bits = {1, 2, 7},
                              .default_value = 1};
     ibp_codebook cb, wrong;
     CHECK(ibp_build_planes_codebook(&good, 24, 8, &cb) == IBP_OK && ibp_check_codebook(&cb) == IBP_OK, "%s", "one set");
-    CHECK(cb.planes.num_entries == 4 && cb.planes.symbol_bytes == 2 && cb.num_clusters == 0, "%u entries", cb.planes.num_entries);
-    CHECK(ibp_build_planes_codebook(&good, 24, 24, &cb) == IBP_OK && ibp_check_codebook(&cb) == IBP_OK, "%s", "three sets");
+    CHECK(cb.planes.num_entries == 4 && cb.planes.symbol_bytes == 2 && cb.num_clusters == 0, "%u entries",
+          cb.planes.num_entries);
+    CHECK(ibp_build_planes_codebook(&good, 24, 24, &cb) == IBP_OK && ibp_check_codebook(&cb) == IBP_OK, "%s",
+          "three sets");
     CHECK(cb.num_clusters == 3 && cb.cluster_stride == 8, "%u clusters", cb.num_clusters);
     entries[17] = 0x10; /* bit 12 of a symbol of 12 bits, of the last cluster */
     CHECK(ibp_check_codebook(&cb) == IBP_INVALID_ARGUMENT, "%s", "an entry with more bits than a symbol");
@@ -286,7 +329,8 @@ static void check_planes_fields(void)
     check_planes_refused(&good, 24, 8 * (IBP_MAX_CLUSTERS + 1), "too many sets");
     check_planes_refused(&good, 24, SIZE_MAX / 8 * 8, "far too many sets");
     ibp_planes none = {.element_bytes = 4, .residual_bits = 32, .listed = true};
-    CHECK(ibp_build_planes_codebook(&none, 24, 0, &cb) == IBP_OK && ibp_check_codebook(&cb) == IBP_OK, "%s", "no planes");
+    CHECK(ibp_build_planes_codebook(&none, 24, 0, &cb) == IBP_OK && ibp_check_codebook(&cb) == IBP_OK, "%s",
+          "no planes");
     check_planes_refused(&none, 24, 8, "entries of no planes");
 }
 
@@ -302,11 +346,13 @@ static void check_words(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, bool f
     for (int i = 0; i < 40; i++) {
         const uint32_t w = rng_below(r, (uint32_t)num_words), bit = 1u << rng_below(r, 32);
         flags[w] ^= bit;
-        CHECK(ibp_check_codebook(&s.codebook) == IBP_INVALID_ARGUMENT, "flags %08x of word %u, row of %u", bit, w, row_bytes);
+        CHECK(ibp_check_codebook(&s.codebook) == IBP_INVALID_ARGUMENT, "flags %08x of word %u, row of %u", bit, w,
+              row_bytes);
         flags[w] ^= bit;
         if (mask[w] & bit) continue;
         bitval[w] ^= bit;
-        CHECK(ibp_check_codebook(&s.codebook) == IBP_INVALID_ARGUMENT, "bitval %08x of word %u, row of %u", bit, w, row_bytes);
+        CHECK(ibp_check_codebook(&s.codebook) == IBP_INVALID_ARGUMENT, "bitval %08x of word %u, row of %u", bit, w,
+              row_bytes);
         bitval[w] ^= bit;
     }
     for (uint32_t i = row_bytes; i < 4 * num_words; i++) {
@@ -320,7 +366,8 @@ static void check_words(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, bool f
 }
 
 /* Codebooks of several clusters in one array, laid out as the torch operations do, whose words may then be anything. */
-static uint32_t *make_clusters(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t num_clusters, ibp_codebook *out)
+static uint32_t *make_clusters(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t num_clusters,
+                               ibp_codebook *out)
 {
     const size_t num_words = ibp_codebook_words(row_bytes), stride = 3 * num_words + 4;
     uint32_t *const words = aligned_alloc(16, num_clusters * stride * 4);
@@ -355,7 +402,8 @@ static uint8_t *guarded(int place, size_t size, bool at_end)
     return at_end ? places[place] + ROOM - size : places[place];
 }
 
-/* Codes and decodes noise, from and to buffers between fences. The codebook's own arrays end at a fence, too, or are the caller's. */
+/* Codes and decodes noise, from and to buffers between fences. The codebook's own arrays end at a fence, too, or are
+ * the caller's. */
 static void code_noise(rng *r, const ibp_codebook *cb)
 {
     const size_t most = rng_chance(r, 50) ? ibp_max_coded_row_bytes(cb->row_bytes) : rng_below(r, 2 * cb->row_bytes);
@@ -363,8 +411,8 @@ static void code_noise(rng *r, const ibp_codebook *cb)
         if (ibp_set_cpu_features(feature_sets[i]) != feature_sets[i]) continue;
         const bool at_end = rng_chance(r, 50);
         const size_t src_bytes = rng_below(r, cb->row_bytes + 40), scratch_bytes = ibp_scratch_bytes(cb->row_bytes);
-        uint8_t *const row = guarded(0, cb->row_bytes, at_end), *const dst = guarded(1, most, at_end), *const src = guarded(2, src_bytes, at_end),
-                *const scratch = guarded(3, scratch_bytes, at_end);
+        uint8_t *const row = guarded(0, cb->row_bytes, at_end), *const dst = guarded(1, most, at_end),
+                       *const src = guarded(2, src_bytes, at_end), *const scratch = guarded(3, scratch_bytes, at_end);
         rng_fill(r, row, cb->row_bytes);
         rng_fill(r, src, src_bytes);
         if (src_bytes > 0 && cb->num_clusters > 1) src[0] = (uint8_t)(src[0] % cb->num_clusters);
@@ -386,7 +434,8 @@ static void check_hostile_masks(rng *r)
     uint32_t *const words = make_clusters(r, row_bytes, chunk_bytes, num_clusters, &cb);
     if (num_clusters == 1) cb.num_clusters = 0;
     CHECK(ibp_check_codebook(&cb) == IBP_OK, "%u clusters, row of %u", num_clusters, row_bytes);
-    const int kind = (int)rng_below(r, 4); /* any noise, positions as high as can be, flags for all, many flags of a cluster */
+    const int kind =
+        (int)rng_below(r, 4); /* any noise, positions as high as can be, flags for all, many flags of a cluster */
     for (uint32_t k = 0; k < num_clusters; k++)
         for (uint32_t w = 0; w < 3 * num_words + 4; w++) {
             uint32_t *const word = &words[k * (3 * num_words + 4) + w];
@@ -403,8 +452,11 @@ static void check_hostile_masks(rng *r)
 static void check_hostile_planes(rng *r)
 {
     const uint32_t element_bytes = 1u << rng_below(r, 4), columns = 1 + rng_below(r, 200);
-    ibp_planes planes = {.element_bytes = element_bytes, .residual_bits = rng_below(r, 8 * element_bytes + 1), .rotate = rng_below(r, 2),
-                         .num_planes = rng_below(r, IBP_MAX_PLANES + 1), .per_column = rng_chance(r, 30)};
+    ibp_planes planes = {.element_bytes = element_bytes,
+                         .residual_bits = rng_below(r, 8 * element_bytes + 1),
+                         .rotate = rng_below(r, 2),
+                         .num_planes = rng_below(r, IBP_MAX_PLANES + 1),
+                         .per_column = rng_chance(r, 30)};
     planes.listed = !planes.per_column && rng_chance(r, 50);
     size_t num_entries = 0, symbol_bytes = 1;
     for (uint32_t p = 0; p < planes.num_planes; p++) {

@@ -13,7 +13,8 @@ static int64_t clamped_window(int64_t id, int64_t num_items, uint32_t window_bit
 }
 
 /* spread: percent of the ids that are anywhere, also out of range; the others crowd in a few items. */
-static void check_partition(rng *r, int64_t count, int64_t num_items, uint32_t window_bits, uint32_t id_bytes, uint32_t spread)
+static void check_partition(rng *r, int64_t count, int64_t num_items, uint32_t window_bits, uint32_t id_bytes,
+                            uint32_t spread)
 {
     const size_t size = (size_t)count * id_bytes;
     buffer ids_memory = buffer_new(size, 0), sorted = buffer_new(size, 0), positions = buffer_new(4 * (size_t)count, 0);
@@ -28,14 +29,15 @@ static void check_partition(rng *r, int64_t count, int64_t num_items, uint32_t w
             ((int32_t *)(void *)ids_memory.data)[k] = (int32_t)id;
     }
     uint32_t *const at = (uint32_t *)(void *)positions.data;
-    CHECK(ibp_partition_ids(&ids, num_items, window_bits, workspace.data, sorted.data, at) == IBP_OK, "%lld ids", (long long)count);
+    CHECK(ibp_partition_ids(&ids, num_items, window_bits, workspace.data, sorted.data, at) == IBP_OK, "%lld ids",
+          (long long)count);
     for (int64_t k = 0; k < count; k++) {
         CHECK(at[k] < count && id_at(&ids, sorted.data, k) == id_at(&ids, ids.data, at[k]), "position %u", at[k]);
         if (k == 0) continue;
         const int64_t before = clamped_window(id_at(&ids, sorted.data, k - 1), num_items, window_bits);
         const int64_t window = clamped_window(id_at(&ids, sorted.data, k), num_items, window_bits);
-        CHECK(before < window || (before == window && at[k - 1] < at[k]), "windows %lld, %lld at %lld", (long long)before,
-              (long long)window, (long long)k);
+        CHECK(before < window || (before == window && at[k - 1] < at[k]), "windows %lld, %lld at %lld",
+              (long long)before, (long long)window, (long long)k);
     }
     buffer_free(&ids_memory);
     buffer_free(&sorted);
@@ -54,7 +56,8 @@ void test_partition(void)
     const int64_t none = 0;
     ibp_ids ids = {.data = &none, .count = 0, .id_bytes = 8};
     CHECK(ibp_num_windows(0, 3) == 1 && ibp_num_windows(8, 3) == 1 && ibp_num_windows(9, 3) == 2, "%s", "windows");
-    CHECK(ibp_partition_ids(&ids, IBP_MAX_WINDOWS + 1, 0, NULL, NULL, NULL) == IBP_INVALID_ARGUMENT, "%s", "too many windows");
+    CHECK(ibp_partition_ids(&ids, IBP_MAX_WINDOWS + 1, 0, NULL, NULL, NULL) == IBP_INVALID_ARGUMENT, "%s",
+          "too many windows");
     CHECK(ibp_partition_ids(&ids, 1, 63, NULL, NULL, NULL) == IBP_INVALID_ARGUMENT, "%s", "windows of 2^63 items");
     ids.count = (int64_t)1 << 32;
     CHECK(ibp_partition_ids(&ids, 1, 0, NULL, NULL, NULL) == IBP_INVALID_ARGUMENT, "%s", "too many ids");

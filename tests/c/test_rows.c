@@ -1,31 +1,39 @@
-/* test_rows.c - encoding and decoding one row against the bit loops of naive.c, from buffers that end where they should. */
+/* test_rows.c - encoding and decoding one row against the bit loops of naive.c, from buffers that end where they
+ * should. */
 #include "check.h"
 
 static const size_t large_rows[] = {600, 2408, 4096, 14812, 16384, 65535, 65536};
 enum { NUM_LARGE_ROWS = sizeof large_rows / sizeof *large_rows };
 
-static void check_decode(const sample *s, const uint8_t *coded, size_t coded_bytes, const uint8_t *expected, size_t offset)
+static void check_decode(const sample *s, const uint8_t *coded, size_t coded_bytes, const uint8_t *expected,
+                         size_t offset)
 {
     buffer src = buffer_copy(coded, coded_bytes, offset), row = buffer_new(s->masks.row_bytes, offset + 1);
     const ibp_status status = decode_row(&s->codebook, src.data, coded_bytes, row.data);
     if (expected) {
-        CHECK(status == IBP_OK, "row of %u, %zu coded bytes: %s", s->masks.row_bytes, coded_bytes, ibp_status_string(status));
-        CHECK(memcmp(row.data, expected, row.size) == 0, "row of %u, chunks of %u", s->masks.row_bytes, s->masks.chunk_bytes);
+        CHECK(status == IBP_OK, "row of %u, %zu coded bytes: %s", s->masks.row_bytes, coded_bytes,
+              ibp_status_string(status));
+        CHECK(memcmp(row.data, expected, row.size) == 0, "row of %u, chunks of %u", s->masks.row_bytes,
+              s->masks.chunk_bytes);
     } else {
-        CHECK(status == IBP_CORRUPT_ROW, "row of %u from %zu bytes: %s", s->masks.row_bytes, coded_bytes, ibp_status_string(status));
+        CHECK(status == IBP_CORRUPT_ROW, "row of %u from %zu bytes: %s", s->masks.row_bytes, coded_bytes,
+              ibp_status_string(status));
     }
     buffer_free(&src);
     buffer_free(&row);
 }
 
-static void check_encode(const sample *s, const uint8_t *row, const uint8_t *expected, size_t expected_bytes, size_t offset)
+static void check_encode(const sample *s, const uint8_t *row, const uint8_t *expected, size_t expected_bytes,
+                         size_t offset)
 {
     size_t coded_bytes = 0;
     buffer dst = buffer_new(expected_bytes, offset);
     CHECK(coded_row_bytes(&s->codebook, row) == expected_bytes, "%zu", coded_row_bytes(&s->codebook, row));
     const ibp_status status = encode_row(&s->codebook, row, dst.data, dst.size, &coded_bytes);
-    CHECK(status == IBP_OK && coded_bytes == expected_bytes, "row of %u: %s", s->masks.row_bytes, ibp_status_string(status));
-    CHECK(memcmp(dst.data, expected, expected_bytes) == 0, "row of %u, chunks of %u", s->masks.row_bytes, s->masks.chunk_bytes);
+    CHECK(status == IBP_OK && coded_bytes == expected_bytes, "row of %u: %s", s->masks.row_bytes,
+          ibp_status_string(status));
+    CHECK(memcmp(dst.data, expected, expected_bytes) == 0, "row of %u, chunks of %u", s->masks.row_bytes,
+          s->masks.chunk_bytes);
     buffer_free(&dst);
 
     dst = buffer_new(expected_bytes - 1, offset);
@@ -104,7 +112,8 @@ static void check_corrupt(rng *r, const sample *s, int row_kind)
     const size_t coded_bytes = naive_encode_row(&s->masks, row.data, coded.data);
     check_truncated(s, coded.data, coded_bytes, 1 + row.size / 100);
     for (int i = 0; i < 12; i++) { /* one more bit flipped each time, half of them among the participation bits */
-        const uint32_t num_bits = i % 2 == 0 && s->codebook.num_flags > 0 ? s->codebook.num_flags : 8 * (uint32_t)coded_bytes;
+        const uint32_t num_bits =
+            i % 2 == 0 && s->codebook.num_flags > 0 ? s->codebook.num_flags : 8 * (uint32_t)coded_bytes;
         const uint32_t bit = rng_below(r, num_bits);
         coded.data[bit / 8] ^= (uint8_t)(1u << (bit % 8));
         check_hostile(s, coded.data, coded_bytes);

@@ -1,4 +1,5 @@
-/* test_stream.c - chunks of a stream: their sizes, and that every row is found in the copy of its chunk; then hostile bases. */
+/* test_stream.c - chunks of a stream: their sizes, and that every row is found in the copy of its chunk; then hostile
+ * bases. */
 #include "check.h"
 #include "core/chunk_plan.h"
 
@@ -12,7 +13,8 @@ static void check_sizes(int64_t done, int64_t total, int64_t most, bool ends)
         CHECK(bytes >= 1 && bytes <= most && bytes <= left, "%lld of %lld", (long long)bytes, (long long)left);
         if (bytes < 1) return;
         CHECK(bytes <= done + MIB, "%lld after %lld", (long long)bytes, (long long)done);
-        CHECK(!ends || bytes <= MIB || bytes <= left / 3 + 1, "%lld of the last %lld", (long long)bytes, (long long)left);
+        CHECK(!ends || bytes <= MIB || bytes <= left / 3 + 1, "%lld of the last %lld", (long long)bytes,
+              (long long)left);
         done += bytes;
         left -= bytes;
         last = bytes;
@@ -30,7 +32,8 @@ static void test_sizes(rng *r)
         check_sizes(rng_below(r, 100 * MIB), total, most, i % 4 < 2);
     }
     CHECK(ibp_size_chunk(0, 100, 1, true) == 1 && ibp_size_chunk(0, 1, 100, false) == 1, "%s", "the least");
-    CHECK(ibp_size_chunk(99 * (int64_t)MIB, 80 * MIB, 8 * MIB, false) == 8 * MIB, "%s", "in between, as large as can be");
+    CHECK(ibp_size_chunk(99 * (int64_t)MIB, 80 * MIB, 8 * MIB, false) == 8 * MIB, "%s",
+          "in between, as large as can be");
     CHECK(ibp_size_chunk(99 * (int64_t)MIB, 9 * MIB, 8 * MIB, false) == 9 * MIB / 2, "%s",
           "two equal ones, not a large and a tiny one");
 }
@@ -48,7 +51,8 @@ static made make_table(rng *r, int64_t num_bytes, uint32_t row_bytes, uint32_t s
     made t = {.sample = sample_new(r, row_bytes, 4, false, (int)rng_below(r, NUM_MASK_KINDS)),
               .data = buffer_new((size_t)num_bytes, 0)};
     sample_rows(r, &t.sample, (int)rng_below(r, NUM_ROW_KINDS), t.data.data, t.data.size);
-    t.table = (ibp_table){.num_items = num_bytes, .item_bytes = 1, .slot_bytes = slot_bytes, .codebook = t.sample.codebook};
+    t.table =
+        (ibp_table){.num_items = num_bytes, .item_bytes = 1, .slot_bytes = slot_bytes, .codebook = t.sample.codebook};
     const int64_t num_rows = ibp_num_rows(&t.table);
     t.lengths = malloc((size_t)num_rows * sizeof *t.lengths);
     t.bases = malloc((size_t)((num_rows + 31) / 32) * sizeof *t.bases);
@@ -63,10 +67,10 @@ static made make_table(rng *r, int64_t num_bytes, uint32_t row_bytes, uint32_t s
     t.table.overflow = t.overflow.data;
     t.table.lengths = raw ? NULL : t.lengths;
     t.table.bases = t.table.overflow_bytes ? t.bases : NULL;
-    
+
     ibp_fault fault = {0};
-    const ibp_status status =
-        ibp_encode_rows(&t.table, t.data.data, 0, num_rows, t.slots.data, t.overflow.data, scratch.data, scratch.size, &fault);
+    const ibp_status status = ibp_encode_rows(&t.table, t.data.data, 0, num_rows, t.slots.data, t.overflow.data,
+                                              scratch.data, scratch.size, &fault);
     CHECK(status == IBP_OK && fault.status == IBP_OK, "%s", ibp_status_string(status));
     buffer_free(&scratch);
     return t;
@@ -82,7 +86,8 @@ static void free_table(made *t)
     free(t->bases);
 }
 
-/* Decodes a chunk from copies of its ranges, each as large as the range, so that a sanitizer sees what is read beside it.
+/* Decodes a chunk from copies of its ranges, each as large as the range, so that a sanitizer sees what is read beside
+ * it.
  * @return whether all rows are intact. */
 static bool decode_chunk(const made *t, const ibp_chunk *chunk, uint8_t *out)
 {
@@ -104,26 +109,30 @@ static bool decode_chunk(const made *t, const ibp_chunk *chunk, uint8_t *out)
     return intact;
 }
 
-/* Streams rows first_row to end_row - 1 as stream.cu does, from a table that may be damaged. @return whether every chunk fitted and was intact. */
+/* Streams rows first_row to end_row - 1 as stream.cu does, from a table that may be damaged. @return whether every
+ * chunk fitted and was intact. */
 static bool stream_rows(const made *t, int64_t first_row, int64_t end_row, int64_t room, bool ends, uint8_t *out)
 {
     bool intact = true;
     int64_t done = 0;
     for (int64_t row = first_row; row < end_row;) {
         const ibp_chunk chunk = ibp_plan_chunk(&t->table, t->table.bases, row, end_row, done, room, ends);
-        CHECK(chunk.first_row == row && chunk.last_row > row && chunk.last_row <= end_row, "rows %lld to %lld", (long long)row,
-              (long long)chunk.last_row);
+        CHECK(chunk.first_row == row && chunk.last_row > row && chunk.last_row <= end_row, "rows %lld to %lld",
+              (long long)row, (long long)chunk.last_row);
         if (chunk.last_row <= row) return false;
         CHECK(chunk.last_row % 32 == 0 || chunk.last_row == end_row, "ends at %lld", (long long)chunk.last_row);
         row = chunk.last_row;
         intact = intact && chunk.fits;
         if (!chunk.fits) continue;
         CHECK(chunk.slots_start + chunk.slots_bytes <= (uint64_t)t->table.slots_bytes, "%s", "slots past the end");
-        CHECK(chunk.overflow_start + chunk.overflow_bytes <= (uint64_t)t->table.overflow_bytes, "%s", "overflow past the end");
-        CHECK(chunk.slots_start % IBP_CHUNK_ALIGN == 0 && chunk.overflow_start % IBP_CHUNK_ALIGN == 0, "%s", "alignment");
+        CHECK(chunk.overflow_start + chunk.overflow_bytes <= (uint64_t)t->table.overflow_bytes, "%s",
+              "overflow past the end");
+        CHECK(chunk.slots_start % IBP_CHUNK_ALIGN == 0 && chunk.overflow_start % IBP_CHUNK_ALIGN == 0, "%s",
+              "alignment");
         const uint64_t offset = ibp_chunk_overflow_offset(&chunk);
-        CHECK(offset % IBP_CHUNK_ALIGN == 0 && offset >= chunk.slots_bytes && offset + chunk.overflow_bytes <= (uint64_t)room, "%s",
-              "parts in the room");
+        CHECK(offset % IBP_CHUNK_ALIGN == 0 && offset >= chunk.slots_bytes &&
+                  offset + chunk.overflow_bytes <= (uint64_t)room,
+              "%s", "parts in the room");
         done += (int64_t)(chunk.slots_bytes + chunk.overflow_bytes);
         intact = decode_chunk(t, &chunk, out) && intact;
     }
@@ -147,7 +156,8 @@ static void check_intact_table(rng *r, const made *t)
     }
     memset(out.data, 0xA5, out.size);
     CHECK(stream_rows(t, 32, 96, group_bytes + 3 * IBP_CHUNK_ALIGN, true, out.data), "%s", "rows 32 to 95");
-    CHECK(memcmp(out.data + 32 * row_bytes, t->data.data + 32 * row_bytes, 64 * (size_t)row_bytes) == 0, "%s", "rows 32 to 95");
+    CHECK(memcmp(out.data + 32 * row_bytes, t->data.data + 32 * row_bytes, 64 * (size_t)row_bytes) == 0, "%s",
+          "rows 32 to 95");
     CHECK(out.data[32 * row_bytes - 1] == 0xA5 && out.data[96 * row_bytes] == 0xA5, "%s", "rows beside them");
     CHECK(!stream_rows(t, 0, num_rows, 16, true, out.data), "%s", "32 rows do not fit 16 bytes");
     buffer_free(&out);

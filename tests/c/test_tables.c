@@ -26,14 +26,15 @@ static made make_table(rng *r, sample s, int64_t num_items, int64_t item_bytes, 
     const int64_t num_bytes = num_items * item_bytes, row_bytes = s.masks.row_bytes;
     t.data = buffer_new((size_t)num_bytes, rng_below(r, 4));
     sample_rows(r, &s, row_kind, t.data.data, t.data.size);
-    t.table = (ibp_table){.num_items = num_items, .item_bytes = item_bytes, .slot_bytes = slot_bytes,
-                          .codebook = s.codebook};
+    t.table =
+        (ibp_table){.num_items = num_items, .item_bytes = item_bytes, .slot_bytes = slot_bytes, .codebook = s.codebook};
     const int64_t num_rows = ibp_num_rows(&t.table);
     CHECK(num_rows == (num_bytes + row_bytes - 1) / row_bytes, "%lld rows", (long long)num_rows);
     t.lengths = exact_array(num_rows, sizeof *t.lengths);
     t.bases = exact_array((num_rows + 31) / 32, sizeof *t.bases);
     buffer scratch = scratch_new((uint32_t)row_bytes);
-    CHECK(ibp_measure_rows(&s.codebook, t.data.data, num_bytes, t.lengths, scratch.data, scratch.size) == IBP_OK, "%s", "measured");
+    CHECK(ibp_measure_rows(&s.codebook, t.data.data, num_bytes, t.lengths, scratch.data, scratch.size) == IBP_OK, "%s",
+          "measured");
     buffer_free(&scratch);
     ibp_index_rows(t.lengths, num_bytes, (uint32_t)row_bytes, slot_bytes, t.bases, &t.table.overflow_bytes);
     t.table.slots_bytes = slot_bytes == row_bytes ? num_bytes : num_rows * slot_bytes;
@@ -52,8 +53,9 @@ static void encode_table(made *t, int64_t num_parts)
     buffer scratch = scratch_new(t->sample.masks.row_bytes);
     for (int64_t part = 0; part < num_parts; part++) {
         ibp_fault fault = {0};
-        const ibp_status status = ibp_encode_rows(&t->table, t->data.data, num_rows * part / num_parts, num_rows * (part + 1) / num_parts,
-                                                  t->slots.data, t->overflow.data, scratch.data, scratch.size, &fault);
+        const ibp_status status =
+            ibp_encode_rows(&t->table, t->data.data, num_rows * part / num_parts, num_rows * (part + 1) / num_parts,
+                            t->slots.data, t->overflow.data, scratch.data, scratch.size, &fault);
         CHECK(status == IBP_OK && fault.status == IBP_OK && fault.taken == 0, "%s", ibp_status_string(status));
     }
     buffer_free(&scratch);
@@ -89,8 +91,8 @@ static void check_stored_rows(const made *t)
     buffer out = buffer_new(t->sample.masks.row_bytes, 0);
     for (int64_t r = 0; r < ibp_num_rows(&t->table); r++) {
         CHECK(naive_read_row(&t->sample.masks, &t->table, r, out.data), "row %lld", (long long)r);
-        CHECK(memcmp(out.data, t->data.data + r * t->sample.masks.row_bytes, naive_valid_bytes(&t->table, r)) == 0, "row %lld",
-              (long long)r);
+        CHECK(memcmp(out.data, t->data.data + r * t->sample.masks.row_bytes, naive_valid_bytes(&t->table, r)) == 0,
+              "row %lld", (long long)r);
     }
     buffer_free(&out);
 }
@@ -105,12 +107,15 @@ static void check_gather(rng *r, const made *t, uint32_t id_bytes)
     const ibp_ids ids = {.data = id_bytes == 4 ? (const void *)ids32 : ids64, .count = NUM_IDS, .id_bytes = id_bytes};
     buffer out = buffer_new(NUM_IDS * item, 1), scratch = scratch_new(t->sample.masks.row_bytes);
     ibp_fault fault = {0};
-    CHECK(ibp_gather_items(&t->table, &ids, 0, 20, out.data, scratch.data, scratch.size, &fault) == IBP_OK, "%s", "the first half");
+    CHECK(ibp_gather_items(&t->table, &ids, 0, 20, out.data, scratch.data, scratch.size, &fault) == IBP_OK, "%s",
+          "the first half");
     CHECK(out.size == 20 * item || out.data[20 * item] == 0xA5, "%s", "writes past the last position");
-    CHECK(ibp_gather_items(&t->table, &ids, 20, NUM_IDS, out.data, scratch.data, scratch.size, &fault) == IBP_OK, "%s", "the rest");
+    CHECK(ibp_gather_items(&t->table, &ids, 20, NUM_IDS, out.data, scratch.data, scratch.size, &fault) == IBP_OK, "%s",
+          "the rest");
     CHECK(fault.status == IBP_OK, "%lld", (long long)fault.status);
     for (size_t k = 0; k < NUM_IDS; k++)
-        CHECK(memcmp(out.data + k * item, t->data.data + (size_t)ids64[k] * item, item) == 0, "id %lld", (long long)ids64[k]);
+        CHECK(memcmp(out.data + k * item, t->data.data + (size_t)ids64[k] * item, item) == 0, "id %lld",
+              (long long)ids64[k]);
     buffer_free(&out);
     buffer_free(&scratch);
 }
@@ -124,16 +129,20 @@ static void check_decode_bytes(rng *r, const made *t)
         const int64_t start = a < b ? a : b, end = i == 0 ? num_bytes : a < b ? b : a;
         buffer out = buffer_new((size_t)(end - start), 1);
         ibp_fault fault = {0};
-        CHECK(ibp_decode_bytes(&t->table, start, end, out.data, scratch.data, scratch.size, &fault) == IBP_OK, "%lld to %lld", (long long)start,
+        CHECK(ibp_decode_bytes(&t->table, start, end, out.data, scratch.data, scratch.size, &fault) == IBP_OK,
+              "%lld to %lld", (long long)start, (long long)end);
+        CHECK(out.size == 0 || memcmp(out.data, t->data.data + start, out.size) == 0, "%lld to %lld", (long long)start,
               (long long)end);
-        CHECK(out.size == 0 || memcmp(out.data, t->data.data + start, out.size) == 0, "%lld to %lld", (long long)start, (long long)end);
         buffer_free(&out);
     }
     uint8_t byte;
     ibp_fault fault = {0};
-    const int64_t bad[][2] = {{-1, 0}, {1, 0}, {0, num_bytes + 1}, {num_bytes + 1, num_bytes + 1}, {INT64_MIN, INT64_MAX}};
+    const int64_t bad[][2] = {
+        {-1, 0}, {1, 0}, {0, num_bytes + 1}, {num_bytes + 1, num_bytes + 1}, {INT64_MIN, INT64_MAX}};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
-        CHECK(ibp_decode_bytes(&t->table, bad[i][0], bad[i][1], &byte, scratch.data, scratch.size, &fault) == IBP_INVALID_ARGUMENT, "range %zu", i);
+        CHECK(ibp_decode_bytes(&t->table, bad[i][0], bad[i][1], &byte, scratch.data, scratch.size, &fault) ==
+                  IBP_INVALID_ARGUMENT,
+              "range %zu", i);
     buffer_free(&scratch);
 }
 
@@ -148,7 +157,9 @@ static void check_bad_ids(const made *t)
     buffer zeros = buffer_new(item, 0);
     memset(zeros.data, 0, item);
     ibp_fault fault = {0};
-    CHECK(ibp_gather_items(&t->table, &ids, 0, NUM_IDS, out.data, scratch.data, scratch.size, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "bad ids");
+    CHECK(ibp_gather_items(&t->table, &ids, 0, NUM_IDS, out.data, scratch.data, scratch.size, &fault) ==
+              IBP_INDEX_OUT_OF_RANGE,
+          "%s", "bad ids");
     CHECK(fault.status == IBP_INDEX_OUT_OF_RANGE && fault.position == 1 && fault.id == -1, "position %lld, id %lld",
           (long long)fault.position, (long long)fault.id);
     for (size_t k = 0; k < NUM_IDS; k++) {
@@ -156,20 +167,25 @@ static void check_bad_ids(const made *t)
         const uint8_t *const expected = good ? t->data.data + (size_t)ids64[k] * item : zeros.data;
         CHECK(memcmp(out.data + k * item, expected, item) == 0, "id %lld", (long long)ids64[k]);
     }
-    CHECK(ibp_gather_items(&t->table, &ids, 2, 4, out.data, scratch.data, scratch.size, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "again");
+    CHECK(ibp_gather_items(&t->table, &ids, 2, 4, out.data, scratch.data, scratch.size, &fault) ==
+              IBP_INDEX_OUT_OF_RANGE,
+          "%s", "again");
     CHECK(fault.position == 1, "the first fault stays, not %lld", (long long)fault.position);
     buffer_free(&out);
     buffer_free(&scratch);
     buffer_free(&zeros);
 }
 
-static void check_encode_fault(made *t, int64_t first, int64_t last, int64_t bad_row, ibp_status expected, const buffer *scratch)
+static void check_encode_fault(made *t, int64_t first, int64_t last, int64_t bad_row, ibp_status expected,
+                               const buffer *scratch)
 {
     ibp_fault fault = {0};
-    const ibp_status status = ibp_encode_rows(&t->table, t->data.data, first, last, t->slots.data, t->overflow.data, scratch->data, scratch->size,
-                                              &fault);
-    CHECK(status == expected && fault.status == (int64_t)expected, "row %lld: %s", (long long)bad_row, ibp_status_string(status));
-    CHECK(fault.position == bad_row && fault.id == bad_row, "row %lld, not %lld", (long long)fault.position, (long long)bad_row);
+    const ibp_status status = ibp_encode_rows(&t->table, t->data.data, first, last, t->slots.data, t->overflow.data,
+                                              scratch->data, scratch->size, &fault);
+    CHECK(status == expected && fault.status == (int64_t)expected, "row %lld: %s", (long long)bad_row,
+          ibp_status_string(status));
+    CHECK(fault.position == bad_row && fault.id == bad_row, "row %lld, not %lld", (long long)fault.position,
+          (long long)bad_row);
 }
 
 /* Lengths of other data, and arrays that end too early. */
@@ -184,8 +200,9 @@ static void check_encode_errors(made *t)
         check_encode_fault(t, r > 2 ? r - 2 : 0, r + 1, r, IBP_CORRUPT_ROW, &scratch);
         t->lengths[r] = (uint16_t)(t->lengths[r] + 2); /* one more than it has: corrupt, or where it ends in no room */
         ibp_fault fault = {0};
-        CHECK(ibp_encode_rows(&t->table, t->data.data, r, r + 1, t->slots.data, t->overflow.data, scratch.data, scratch.size, &fault) != IBP_OK, "row %lld",
-              (long long)r);
+        CHECK(ibp_encode_rows(&t->table, t->data.data, r, r + 1, t->slots.data, t->overflow.data, scratch.data,
+                              scratch.size, &fault) != IBP_OK,
+              "row %lld", (long long)r);
         CHECK(fault.status != IBP_OK && fault.position == r, "row %lld", (long long)fault.position);
         t->lengths[r]--;
     }
@@ -221,8 +238,9 @@ static void check_overflow_start(const made *t)
     rest.overflow = block.data;
     rest.overflow_bytes = (int64_t)block.size;
     ibp_fault fault = {0};
-    const ibp_status status = ibp_encode_rows(&rest, t->data.data + first * row_bytes, 0, (num_bytes - 1) / row_bytes + 1 - first,
-                                              NULL, block.data, scratch.data, scratch.size, &fault);
+    const ibp_status status =
+        ibp_encode_rows(&rest, t->data.data + first * row_bytes, 0, (num_bytes - 1) / row_bytes + 1 - first, NULL,
+                        block.data, scratch.data, scratch.size, &fault);
     CHECK(status == IBP_OK, "%s", ibp_status_string(status));
     CHECK(memcmp(block.data, t->overflow.data + start, block.size) == 0, "%zu bytes", block.size);
     buffer_free(&block);
@@ -233,7 +251,8 @@ static void check_overflow_start(const made *t)
 static void check_selection(rng *r, const made *t)
 {
     enum { NUM_IDS = 37 };
-    const int64_t row_bytes = t->sample.masks.row_bytes, item_bytes = t->table.item_bytes, rows_per_item = item_bytes / row_bytes;
+    const int64_t row_bytes = t->sample.masks.row_bytes, item_bytes = t->table.item_bytes,
+                  rows_per_item = item_bytes / row_bytes;
     const int64_t num_rows = NUM_IDS * rows_per_item;
     int32_t ids32[NUM_IDS];
     for (int k = 0; k < NUM_IDS; k++) ids32[k] = (int32_t)rng_below(r, (uint32_t)t->table.num_items);
@@ -249,25 +268,36 @@ static void check_selection(rng *r, const made *t)
         CHECK(measured == IBP_OK, "%s", ibp_status_string(measured));
         buffer rows = buffer_new((size_t)stored_bytes, 1), item = buffer_new((size_t)item_bytes, 0);
         buffer scratch = scratch_new((uint32_t)row_bytes);
-        ibp_table selection = {.num_items = NUM_IDS, .item_bytes = item_bytes, .lengths = lengths, .bases = bases,
-                               .overflow = stored_bytes ? rows.data : NULL, .codebook = t->table.codebook};
+        ibp_table selection = {.num_items = NUM_IDS,
+                               .item_bytes = item_bytes,
+                               .lengths = lengths,
+                               .bases = bases,
+                               .overflow = stored_bytes ? rows.data : NULL,
+                               .codebook = t->table.codebook};
         ibp_index_rows(lengths, NUM_IDS * item_bytes, (uint32_t)row_bytes, 0, bases, &selection.overflow_bytes);
         CHECK(selection.overflow_bytes == (int64_t)stored_bytes, "%lld", (long long)selection.overflow_bytes);
         const int64_t middle = rng_below(r, (uint32_t)num_rows) / 32 * 32;
         const uint64_t cut = bases[middle / 32];
         CHECK(ibp_copy_selection(&t->table, &ids, 0, middle, rows.data, cut, &fault) == IBP_OK, "%s", "the first part");
-        CHECK(ibp_copy_selection(&t->table, &ids, middle, num_rows, rows.data + cut, stored_bytes - cut, &fault) == IBP_OK, "%s", "the rest");
+        CHECK(ibp_copy_selection(&t->table, &ids, middle, num_rows, rows.data + cut, stored_bytes - cut, &fault) ==
+                  IBP_OK,
+              "%s", "the rest");
         for (int64_t k = 0; k < NUM_IDS; k++) {
-            const ibp_status status =
-                ibp_decode_bytes(&selection, k * item_bytes, (k + 1) * item_bytes, item.data, scratch.data, scratch.size, &fault);
-            CHECK(status == IBP_OK && memcmp(item.data, t->data.data + ids32[k] * item_bytes, (size_t)item_bytes) == 0, "id %d", ids32[k]);
+            const ibp_status status = ibp_decode_bytes(&selection, k * item_bytes, (k + 1) * item_bytes, item.data,
+                                                       scratch.data, scratch.size, &fault);
+            CHECK(status == IBP_OK && memcmp(item.data, t->data.data + ids32[k] * item_bytes, (size_t)item_bytes) == 0,
+                  "id %d", ids32[k]);
         }
-        CHECK(ibp_copy_selection(&t->table, &ids, 0, num_rows, rows.data, stored_bytes - 1, &fault) == IBP_CORRUPT_ROW, "%s", "no room");
+        CHECK(ibp_copy_selection(&t->table, &ids, 0, num_rows, rows.data, stored_bytes - 1, &fault) == IBP_CORRUPT_ROW,
+              "%s", "no room");
         CHECK(fault.position == NUM_IDS - 1 && fault.id == ids32[NUM_IDS - 1], "%lld", (long long)fault.position);
         fault = (ibp_fault){0};
         ids32[5] = (int32_t)t->table.num_items;
-        CHECK(ibp_measure_selection(&t->table, &ids, 0, num_rows, lengths, &stored_bytes, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "a bad id");
-        CHECK(ibp_copy_selection(&t->table, &ids, 0, num_rows, rows.data, rows.size, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "a bad id");
+        CHECK(ibp_measure_selection(&t->table, &ids, 0, num_rows, lengths, &stored_bytes, &fault) ==
+                  IBP_INDEX_OUT_OF_RANGE,
+              "%s", "a bad id");
+        CHECK(ibp_copy_selection(&t->table, &ids, 0, num_rows, rows.data, rows.size, &fault) == IBP_INDEX_OUT_OF_RANGE,
+              "%s", "a bad id");
         CHECK(fault.position == 5 && fault.id == ids32[5], "%lld", (long long)fault.position);
         buffer_free(&rows);
         buffer_free(&item);
@@ -285,7 +315,9 @@ static void check_positions(const made *t)
     const ibp_ids ids = {.data = ids32, .count = 3, .id_bytes = 4, .positions = positions, .out_items = 3};
     buffer out = buffer_new(3 * item, 1), scratch = scratch_new(t->sample.masks.row_bytes);
     ibp_fault fault = {0};
-    CHECK(ibp_gather_items(&t->table, &ids, 0, 3, out.data, scratch.data, scratch.size, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "no position 3");
+    CHECK(ibp_gather_items(&t->table, &ids, 0, 3, out.data, scratch.data, scratch.size, &fault) ==
+              IBP_INDEX_OUT_OF_RANGE,
+          "%s", "no position 3");
     CHECK(fault.position == 3 && fault.id == 0, "%lld", (long long)fault.position);
     CHECK(memcmp(out.data + 2 * item, t->data.data, item) == 0, "%s", "the first item");
     CHECK(memcmp(out.data, t->data.data + (size_t)ids32[1] * item, item) == 0, "%s", "the last item");
@@ -294,7 +326,8 @@ static void check_positions(const made *t)
     buffer_free(&scratch);
 }
 
-static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t slot_bytes, int64_t item_bytes, int kind)
+static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t slot_bytes, int64_t item_bytes,
+                        int kind)
 {
     const int row_kind = kind % NUM_ROW_KINDS;
     const int64_t num_items = 1 + (int64_t)rng_below(r, 70 * row_bytes) / item_bytes;
@@ -318,15 +351,21 @@ static void check_raw_table(void)
     uint8_t data[50], out[50], scratch[IBP_SCRATCH_BYTES(16)];
     rng r = rng_seed(6);
     rng_fill(&r, data, sizeof data);
-    const ibp_table table = {.num_items = 10, .item_bytes = 5, .slots = data, .slots_bytes = 50, .slot_bytes = 16,
+    const ibp_table table = {.num_items = 10,
+                             .item_bytes = 5,
+                             .slots = data,
+                             .slots_bytes = 50,
+                             .slot_bytes = 16,
                              .codebook = {.row_bytes = 16}};
     const int64_t ids64[] = {9, 0, 3, 3, 6};
     const ibp_ids ids = {.data = ids64, .count = 5, .id_bytes = 8};
     ibp_fault fault = {0};
     CHECK(ibp_num_rows(&table) == 4, "%lld", (long long)ibp_num_rows(&table));
-    CHECK(ibp_gather_items(&table, &ids, 0, 5, out, scratch, sizeof scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
+    CHECK(ibp_gather_items(&table, &ids, 0, 5, out, scratch, sizeof scratch, &fault) == IBP_OK, "%lld",
+          (long long)fault.status);
     for (int k = 0; k < 5; k++) CHECK(memcmp(out + 5 * k, data + 5 * ids64[k], 5) == 0, "id %lld", (long long)ids64[k]);
-    CHECK(ibp_decode_bytes(&table, 0, 50, out, scratch, sizeof scratch, &fault) == IBP_OK && memcmp(out, data, 50) == 0, "%s", "all of it");
+    CHECK(ibp_decode_bytes(&table, 0, 50, out, scratch, sizeof scratch, &fault) == IBP_OK && memcmp(out, data, 50) == 0,
+          "%s", "all of it");
 }
 
 static void check_empty_table(void)
@@ -338,7 +377,8 @@ static void check_empty_table(void)
     ibp_fault fault = {0};
     CHECK(ibp_num_rows(&table) == 0, "%lld", (long long)ibp_num_rows(&table));
     CHECK(ibp_gather_items(&table, &none, 0, 0, NULL, scratch, sizeof scratch, &fault) == IBP_OK, "%s", "no ids");
-    CHECK(ibp_gather_items(&table, &one, 0, 1, out, scratch, sizeof scratch, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s", "an id of nothing");
+    CHECK(ibp_gather_items(&table, &one, 0, 1, out, scratch, sizeof scratch, &fault) == IBP_INDEX_OUT_OF_RANGE, "%s",
+          "an id of nothing");
     CHECK(out[0] == 0 && out[3] == 0, "%u", out[0]);
     CHECK(ibp_decode_bytes(&table, 0, 0, NULL, scratch, sizeof scratch, &fault) == IBP_OK, "%s", "no bytes");
     int64_t overflow_bytes = -1;
@@ -366,7 +406,8 @@ void test_tables(void)
     check_empty_table();
 }
 
-/* ---- hostile indexes ---------------------------------------------------------------------------------------------- */
+/* ---- hostile indexes ----------------------------------------------------------------------------------------------
+ */
 
 static void corrupt_index(rng *r, made *t)
 {
@@ -374,7 +415,8 @@ static void corrupt_index(rng *r, made *t)
     const int64_t slots_bytes = (int64_t)t->slots.size, overflow_bytes = (int64_t)t->overflow.size;
     for (int i = 0; i < 3; i++) {
         uint16_t *const length = &t->lengths[rng_below(r, (uint32_t)num_rows)];
-        if (rng_chance(r, 50)) *length = rng_chance(r, 50) ? (uint16_t)rng_next(r) : (uint16_t)rng_below(r, t->sample.masks.row_bytes + 2);
+        if (rng_chance(r, 50))
+            *length = rng_chance(r, 50) ? (uint16_t)rng_next(r) : (uint16_t)rng_below(r, t->sample.masks.row_bytes + 2);
         if (rng_chance(r, 30)) t->bases[rng_below(r, (uint32_t)num_bases)] = rng_next(r) >> rng_below(r, 64);
     }
     if (rng_chance(r, 10)) t->bases[0] = UINT64_MAX - rng_below(r, 100);
@@ -402,7 +444,8 @@ static void shrink_to_fit(made *t)
 static void check_against_naive(const made *t)
 {
     const int64_t num_rows = ibp_num_rows(&t->table), row_bytes = t->sample.masks.row_bytes;
-    buffer out = buffer_new(t->data.size, 0), expected = buffer_new(t->data.size, 0), scratch = scratch_new((uint32_t)row_bytes);
+    buffer out = buffer_new(t->data.size, 0), expected = buffer_new(t->data.size, 0),
+           scratch = scratch_new((uint32_t)row_bytes);
     int64_t first_bad = -1;
     for (int64_t r = 0; r < num_rows; r++) {
         uint8_t *const row = expected.data + r * row_bytes;
@@ -411,11 +454,14 @@ static void check_against_naive(const made *t)
         if (first_bad < 0) first_bad = r;
     }
     ibp_fault fault = {0};
-    const ibp_status status = ibp_decode_bytes(&t->table, 0, (int64_t)out.size, out.data, scratch.data, scratch.size, &fault);
-    CHECK(status == (first_bad < 0 ? IBP_OK : IBP_CORRUPT_ROW), "%s, first bad row %lld", ibp_status_string(status), (long long)first_bad);
-    CHECK(fault.status == (int64_t)status && (first_bad < 0 || fault.id == first_bad), "row %lld, not %lld", (long long)fault.id,
+    const ibp_status status =
+        ibp_decode_bytes(&t->table, 0, (int64_t)out.size, out.data, scratch.data, scratch.size, &fault);
+    CHECK(status == (first_bad < 0 ? IBP_OK : IBP_CORRUPT_ROW), "%s, first bad row %lld", ibp_status_string(status),
           (long long)first_bad);
-    CHECK(memcmp(out.data, expected.data, out.size) == 0, "%lld rows of %lld", (long long)num_rows, (long long)row_bytes);
+    CHECK(fault.status == (int64_t)status && (first_bad < 0 || fault.id == first_bad), "row %lld, not %lld",
+          (long long)fault.id, (long long)first_bad);
+    CHECK(memcmp(out.data, expected.data, out.size) == 0, "%lld rows of %lld", (long long)num_rows,
+          (long long)row_bytes);
     buffer_free(&out);
     buffer_free(&expected);
     buffer_free(&scratch);
@@ -430,9 +476,12 @@ static void check_gather_of_corrupt_row(rng *r)
     const ibp_ids ids = {.data = ids32, .count = 5, .id_bytes = 4};
     uint8_t out[5 * 64], scratch[IBP_SCRATCH_BYTES(64)];
     ibp_fault fault = {0};
-    CHECK(ibp_gather_items(&t.table, &ids, 0, 5, out, scratch, sizeof scratch, &fault) == IBP_CORRUPT_ROW, "%lld", (long long)fault.status);
-    CHECK(fault.status == IBP_CORRUPT_ROW && fault.position == 1 && fault.id == 7, "position %lld", (long long)fault.position);
-    CHECK(memcmp(out, t.data.data + 5 * 64, 64) == 0 && memcmp(out + 3 * 64, t.data.data + 6 * 64, 64) == 0, "%s", "good rows");
+    CHECK(ibp_gather_items(&t.table, &ids, 0, 5, out, scratch, sizeof scratch, &fault) == IBP_CORRUPT_ROW, "%lld",
+          (long long)fault.status);
+    CHECK(fault.status == IBP_CORRUPT_ROW && fault.position == 1 && fault.id == 7, "position %lld",
+          (long long)fault.position);
+    CHECK(memcmp(out, t.data.data + 5 * 64, 64) == 0 && memcmp(out + 3 * 64, t.data.data + 6 * 64, 64) == 0, "%s",
+          "good rows");
     for (int i = 0; i < 64; i++) CHECK(out[64 + i] == 0 && out[128 + i] == 0 && out[256 + i] == 0, "byte %d", i);
     free_table(&t);
 }
@@ -445,8 +494,9 @@ void test_corrupt_tables(void)
         const uint32_t row_bytes = row_sizes[round % 5], slots[] = {0, row_bytes, 32, 64};
         const uint32_t slot_bytes = slots[rng_below(&r, 4)] >= row_bytes ? row_bytes : slots[rng_below(&r, 2)];
         const int64_t num_items = 1 + rng_below(&r, 100);
-        made t = make_table(&r, sample_new(&r, row_bytes, 1u << rng_below(&r, 4), round % 2 == 1, 1 + round % 6), num_items,
-                            1 + rng_below(&r, 2 * row_bytes), rng_chance(&r, 30) && row_bytes > 32 ? 32 : slot_bytes, round % 4);
+        made t = make_table(&r, sample_new(&r, row_bytes, 1u << rng_below(&r, 4), round % 2 == 1, 1 + round % 6),
+                            num_items, 1 + rng_below(&r, 2 * row_bytes),
+                            rng_chance(&r, 30) && row_bytes > 32 ? 32 : slot_bytes, round % 4);
         encode_table(&t, 1);
         corrupt_index(&r, &t);
         shrink_to_fit(&t);
@@ -456,7 +506,8 @@ void test_corrupt_tables(void)
     check_gather_of_corrupt_row(&r);
 }
 
-/* ---- more than 4 GiB ---------------------------------------------------------------------------------------------- */
+/* ---- more than 4 GiB ----------------------------------------------------------------------------------------------
+ */
 
 static void check_index_past_4_gib(uint32_t slot_bytes)
 {
@@ -468,15 +519,19 @@ static void check_index_past_4_gib(uint32_t slot_bytes)
     for (int i = 0; i < NUM_ROWS; i++) lengths[i] = rng_chance(&r, 20) ? 0 : (uint16_t)(60000 + rng_below(&r, 5000));
     for (int with_lengths = 0; with_lengths < 2; with_lengths++) {
         int64_t overflow_bytes = 0;
-        ibp_index_rows(with_lengths ? lengths : NULL, num_bytes, (uint32_t)row_bytes, slot_bytes, bases, &overflow_bytes);
+        ibp_index_rows(with_lengths ? lengths : NULL, num_bytes, (uint32_t)row_bytes, slot_bytes, bases,
+                       &overflow_bytes);
         int64_t end = 0;
         for (int64_t row = 0; row < NUM_ROWS; row++) {
-            if (row % 32 == 0) CHECK(bases[row / 32] == (uint64_t)end, "row %lld: %llu", (long long)row, (unsigned long long)bases[row / 32]);
+            if (row % 32 == 0)
+                CHECK(bases[row / 32] == (uint64_t)end, "row %lld: %llu", (long long)row,
+                      (unsigned long long)bases[row / 32]);
             const int64_t valid = row == NUM_ROWS - 1 ? row_bytes - 5 : row_bytes;
             const int64_t part = (with_lengths && lengths[row] ? lengths[row] : valid) - (int64_t)slot_bytes;
             end += slot_bytes ? (part + 31) / 32 * 32 : part;
         }
-        CHECK(overflow_bytes == end && end > (int64_t)5 << 30, "%lld, not %lld", (long long)overflow_bytes, (long long)end);
+        CHECK(overflow_bytes == end && end > (int64_t)5 << 30, "%lld, not %lld", (long long)overflow_bytes,
+              (long long)end);
     }
     free(lengths);
     free(bases);
@@ -484,7 +539,8 @@ static void check_index_past_4_gib(uint32_t slot_bytes)
 
 static uint8_t *map_zeros(size_t num_bytes)
 {
-    void *const memory = mmap(NULL, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *const memory =
+        mmap(NULL, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
         printf("cannot map %zu bytes of address space\n", num_bytes);
         exit(1);
@@ -499,14 +555,18 @@ static void check_row_past_4_gib(uint32_t slot_bytes)
     const int64_t num_rows = 3 << 19, last = num_rows - 1;
     rng r = rng_seed(10);
     sample s = sample_new(&r, row_bytes, 4, false, 5);
-    uint8_t *const data = map_zeros((size_t)num_rows * row_bytes), *const stored = map_zeros((size_t)num_rows * row_bytes);
+    uint8_t *const data = map_zeros((size_t)num_rows * row_bytes), *const stored =
+                                                                       map_zeros((size_t)num_rows * row_bytes);
     uint64_t *const bases = exact_array(num_rows / 32, sizeof *bases);
     uint16_t *const lengths = calloc((size_t)num_rows, sizeof *lengths);
     if (!lengths) abort();
     sample_rows(&r, &s, 0, data + last * row_bytes, row_bytes);
     const size_t coded = coded_row_bytes(&s.codebook, data + last * row_bytes);
     lengths[last] = (uint16_t)coded;
-    ibp_table table = {.num_items = num_rows, .item_bytes = row_bytes, .lengths = lengths, .slot_bytes = slot_bytes,
+    ibp_table table = {.num_items = num_rows,
+                       .item_bytes = row_bytes,
+                       .lengths = lengths,
+                       .slot_bytes = slot_bytes,
                        .codebook = s.codebook};
     CHECK(ibp_num_rows(&table) == num_rows && coded < row_bytes, "%lld", (long long)ibp_num_rows(&table));
     ibp_index_rows(lengths, num_rows * row_bytes, row_bytes, slot_bytes, bases, &table.overflow_bytes);
@@ -517,13 +577,15 @@ static void check_row_past_4_gib(uint32_t slot_bytes)
 
     uint8_t scratch[IBP_SCRATCH_BYTES(4096)], out[2 * 4096];
     ibp_fault fault = {0};
-    const ibp_status status =
-        ibp_encode_rows(&table, data, last, num_rows, slot_bytes ? stored : NULL, slot_bytes ? NULL : stored, scratch, sizeof scratch, &fault);
+    const ibp_status status = ibp_encode_rows(&table, data, last, num_rows, slot_bytes ? stored : NULL,
+                                              slot_bytes ? NULL : stored, scratch, sizeof scratch, &fault);
     CHECK(status == IBP_OK, "%s", ibp_status_string(status));
-    CHECK(naive_read_row(&s.masks, &table, last, out) && memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
+    CHECK(naive_read_row(&s.masks, &table, last, out) && memcmp(out, data + last * row_bytes, row_bytes) == 0,
+          "slot_bytes %u", slot_bytes);
     const int64_t ids64[] = {last, last - 1};
     const ibp_ids ids = {.data = ids64, .count = 2, .id_bytes = 8};
-    CHECK(ibp_gather_items(&table, &ids, 0, 2, out, scratch, sizeof scratch, &fault) == IBP_OK, "%lld", (long long)fault.status);
+    CHECK(ibp_gather_items(&table, &ids, 0, 2, out, scratch, sizeof scratch, &fault) == IBP_OK, "%lld",
+          (long long)fault.status);
     CHECK(memcmp(out, data + last * row_bytes, row_bytes) == 0, "slot_bytes %u", slot_bytes);
     CHECK(memcmp(out + row_bytes, data, row_bytes) == 0, "a raw row of zeros, slot_bytes %u", slot_bytes);
 

@@ -1,15 +1,14 @@
 """What rows of scheme planes cost with a codebook, to the byte (FORMAT.md section 6).
 
-Below, n is a number of rows, C the elements of a row, w the bits of an element, t = w - r the bits of a symbol, E the entries a column.
-A symbol's *rank* is its place among the entries, E if it is none. Elements and symbols are int32 where w <= 32, else int64: of 32 or
-64 bits they are signed there, bit patterns all the same.
+Below, n is a number of rows, C the elements of a row, w the bits of an element, t = w - r the bits of a symbol, E the
+entries a column. A symbol's *rank* is its place among the entries, E if it is none. Elements and symbols are int32
+where w <= 32, else int64: of 32 or 64 bits they are signed there, bit patterns all the same.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -78,7 +77,9 @@ def ranks_of(symbols: torch.Tensor, entries: torch.Tensor, bits: int) -> torch.T
         places = torch.arange(count, device=symbols.device)
         table = torch.full((2**bits,), count, device=symbols.device).scatter_reduce_(0, entries[0], places, "amin")
         return table.to(torch.uint8).index_select(0, symbols.reshape(-1)).view(symbols.shape)
-    ordered, order = _as_symbols(entries, bits, symbols.dtype).sort(dim=1, stable=True)  # of equal ones the first is found
+    ordered, order = _as_symbols(entries, bits, symbols.dtype).sort(
+        dim=1, stable=True
+    )  # of equal ones the first is found
     wanted = symbols.t().contiguous() if len(entries) > 1 else symbols.reshape(1, -1)
     at = torch.searchsorted(ordered, wanted).clamp_(max=count - 1)
     ranks = torch.where(ordered.gather(1, at) == wanted, order.gather(1, at), count).to(torch.uint8)
@@ -107,14 +108,20 @@ def header_bytes(columns: int) -> int:
 
 
 def row_bytes_of(codebook: PlanesCodebook, sample: torch.Tensor) -> torch.Tensor:
-    """Exact bytes of rows as coded with a codebook, row_bytes for those that are stored raw: int64 [n] on the sample's device.
+    """Exact bytes of rows as coded with a codebook, row_bytes for those that are stored raw: int64 [n] on the sample's
+    device.
 
     Args:
         sample: uint8 [n * row_bytes], whole rows.
     """
     check_sample(sample, codebook.row_bytes)
-    values, bits = values_of(codebook, elements_of(sample, codebook.element_bytes, codebook.columns)), codebook.symbol_bits
-    return values.lengths(ranks_of(values.symbols(codebook.rotate, bits), codebook.entries, bits), bits, codebook.digit_bits)
+    values, bits = (
+        values_of(codebook, elements_of(sample, codebook.element_bytes, codebook.columns)),
+        codebook.symbol_bits,
+    )
+    return values.lengths(
+        ranks_of(values.symbols(codebook.rotate, bits), codebook.entries, bits), bits, codebook.digit_bits
+    )
 
 
 def _whole_bytes(bits):
@@ -128,7 +135,8 @@ def check_sample(sample, row_bytes):
 
 @dataclass
 class Values:
-    """The elements of n rows that are coded one by one: all of dense rows, the listed ones of listed rows that are not closed."""
+    """The elements of n rows that are coded one by one: all of dense rows, the listed ones of listed rows that are not
+    closed."""
 
     elements: torch.Tensor  # [n, C], or [m] if listed
     rows: torch.Tensor | None  # int64 [m], the row of every element, if listed

@@ -1,0 +1,36 @@
+/* checks.h - checks of sizes and fields that take no memory to be read, so that pointers may be a device's; for gcc,
+ * g++ and nvcc. */
+#ifndef IBP_CHECKS_H
+#define IBP_CHECKS_H
+
+#include "format.h"
+#include "ibp.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Whether the fields of a codebook, or of a table and its codebook, fit each other (schemes.c). */
+ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
+ibp_status ibp_check_table_fields(const ibp_table *table);
+
+#ifdef __cplusplus
+}
+#endif
+
+/* Whether there may be rows of so many bytes in so many bytes of data. */
+IBP_INLINE bool ibp_are_sizes(int64_t num_bytes, uint32_t row_bytes)
+{
+    return num_bytes >= 0 && num_bytes <= INT64_MAX / (int64_t)IBP_OVERFLOW_ALIGN && row_bytes >= 1 &&
+           row_bytes <= IBP_MAX_ROW_BYTES;
+}
+
+/* Whether slots may have that size (section 3). */
+IBP_INLINE bool ibp_is_slot(uint32_t slot_bytes, uint32_t row_bytes)
+{
+    return slot_bytes == row_bytes || (slot_bytes < row_bytes && slot_bytes % IBP_OVERFLOW_ALIGN == 0);
+}
+
+IBP_INLINE bool ibp_has_clusters(const ibp_codebook *codebook) { return codebook->num_clusters > 1u; }
+
+#endif
