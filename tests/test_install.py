@@ -18,7 +18,7 @@ WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Wpedantic", "-Werr
 VERSION = re.search(r'#define IBP_VERSION "([^"]+)"', (CSRC / "include" / "ibp.h").read_text()).group(1)
 SONAME = f"libibp.so.{re.match('(0[.])?[0-9]+', VERSION)[0]}"  # of 0.x the minor version counts
 # Optimising makes no difference to what is tested here.
-NO_CUDA = {"IBP_NO_CUDA": "1", "CFLAGS": "-O0"}
+NO_CUDA = {"IBP_NO_CUDA": "1", "CC": "cc", "CFLAGS": "-O0"}
 
 
 def run(*command, cwd=None, stdin=None, **variables):
@@ -311,7 +311,8 @@ def cuda_example(request, installed_with_cuda, tmp_path_factory):
     arch = installed_with_cuda.variables["TORCH_CUDA_ARCH_LIST"].split()[0].removesuffix("+PTX").replace(".", "")
     program = tmp_path_factory.mktemp("example") / request.param.stem
     rpath = ["-Xlinker", "-rpath", "-Xlinker", installed_with_cuda.prefix / "lib"]
-    flags = ["-std=c++17", f"-arch=sm_{arch}", "-Werror", "all-warnings", *installed_with_cuda.pkg_config("--cflags", "--libs")]
+    host = ["-ccbin", os.environ["CXX"].split()[0]] if os.environ.get("CXX") else []
+    flags = ["-std=c++17", f"-arch=sm_{arch}", *host, "-Werror", "all-warnings", *installed_with_cuda.pkg_config("--cflags", "--libs")]
     run("nvcc", *flags, *rpath, request.param, "-o", program)
     return program
 
@@ -323,6 +324,7 @@ def test_cuda_examples_compile(cuda_example, pkg_config):
 
 @pytest.mark.slow
 def test_cuda_examples_run(cuda_example, pkg_config, cuda):
+    """They end with status 0 where every byte is right."""
     run(cuda_example)
 
 

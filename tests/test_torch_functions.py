@@ -124,8 +124,9 @@ def test_operators(table, call):
     ],
     ids=range(4),
 )
-def test_compiled(table, x, function):
+def test_compiled(x, function):
     torch.compiler.reset()
+    table = ibp.compress(x, scheme="planes", **ON_CPU)
     given = torch.randn(3, 32)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     table.index_select(IDS)

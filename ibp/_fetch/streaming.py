@@ -35,7 +35,7 @@ def decompress(
     MiB, and decoded there meanwhile, on streams beside the current one, which waits for them; less than 64 MiB is
     fetched by a kernel itself. With out on the GPU and the table pinned or on that GPU, the call does not synchronise
     and can be captured in a CUDA graph (after one call outside it), which then keeps the ring. Several tensors are
-    fetched faster by `decompress_many`.
+    fetched faster by `decompress_many`. Inside torch.compile, after one call outside it, a kernel fetches.
 
     Args:
         table: a table made from a tensor x.
