@@ -21,11 +21,16 @@ CLUSTERS, QUICK_CLUSTERS = (1, 2, 4, 8, 16, 32, 64, "auto"), (1, 2, 4, "auto")
 ROWS, QUICK_ROWS, NUM_COLUMNS = 8192, 512, 128
 FIELD_SIDE, QUICK_FIELD_SIDE, NUM_WAVES = 96, 24, 8
 EMBEDDINGS = (("ncf mlp_user", ("ncf_ml1m.npz", "ncf_mlp.npz"), "mlp_user"), ("kokoro", ("kokoro_voices.npz",), "x"))
-STYLE = {"normal integers": ("#1f5fa8", "o"), "uniform integers": ("#7a7a7a", "s"), "ncf mlp_user": ("#5d8c3e", "^"), "kokoro": ("#a5c78b", "v"),
-         "smooth 3D field": ("#d9822b", "D")}
+STYLE = {
+    "normal integers": ("#1f5fa8", "o"),
+    "uniform integers": ("#7a7a7a", "s"),
+    "ncf mlp_user": ("#5d8c3e", "^"),
+    "kokoro": ("#a5c78b", "v"),
+    "smooth 3D field": ("#d9822b", "D"),
+}
 
 
-# ---- sets -----------------------------------------------------------------------------------------------------------------------
+# ---- sets ----------------------------------------------------------------------------------------------------------
 
 
 def normal_integers(rows):
@@ -39,12 +44,16 @@ def uniform_integers(rows):
 
 
 def smooth_field(side):
-    """float32 on a cube: waves in random directions, of which a few fit its side. A row is a line of the cube: its neighbours are like it."""
+    """float32 on a cube: waves in random directions, of which a few fit its side. A row is a line of the cube: its
+    neighbours are like it."""
     generator, points = seeded(), torch.arange(side, dtype=torch.float64) / side
     frequency = torch.randint(0, 4, (NUM_WAVES, 3), generator=generator).to(torch.float64)
     phase, height = torch.rand(2, NUM_WAVES, generator=generator, dtype=torch.float64)
     x, y, z = points[:, None, None], points[:, None], points
-    waves = ((1 + h) * torch.sin(2 * math.pi * (f[0] * x + f[1] * y + f[2] * z + p)) for f, p, h in zip(frequency, phase, height))
+    waves = (
+        (1 + h) * torch.sin(2 * math.pi * (f[0] * x + f[1] * y + f[2] * z + p))
+        for f, p, h in zip(frequency, phase, height)
+    )
     return sum(waves).to(torch.float32).reshape(side * side, side)
 
 
@@ -72,12 +81,14 @@ def seeded():
     return torch.Generator().manual_seed(0)
 
 
-# ---- measuring and showing ------------------------------------------------------------------------------------------------------
+# ---- measuring and showing -----------------------------------------------------------------------------------------
 
 
 def measure(x, scheme, clusters, device):
     """(savings, bytes of the codebooks)."""
-    table = ibp.compress(x, scheme=scheme, clusters=clusters, sample=1.0, layout="packed", device=device, pin_memory=False)
+    table = ibp.compress(
+        x, scheme=scheme, clusters=clusters, sample=1.0, layout="packed", device=device, pin_memory=False
+    )
     harness.check_bits(table.decompress(), x, f"{scheme}, {clusters} clusters")
     return table.savings, table.codebook.nbytes if table.codebook else 0
 
@@ -85,7 +96,9 @@ def measure(x, scheme, clusters, device):
 def print_table(rows):
     lines = {}
     for row in rows:
-        lines.setdefault((row["set"], row["dtype"], row["scheme"]), {})[row["clusters"]] = ratio.show(float(row["savings"]), 2)
+        lines.setdefault((row["set"], row["dtype"], row["scheme"]), {})[row["clusters"]] = ratio.show(
+            float(row["savings"]), 2
+        )
     heads = charts.in_order(row["clusters"] for row in rows)
     texts = [[*key, *(found.get(clusters, "") for clusters in heads)] for key, found in lines.items()]
     ratio.print_lines("Percent saved by number of clusters", ["set", "dtype", "scheme", *map(str, heads)], texts, 3)
@@ -131,7 +144,15 @@ def draw_set(panel, rows, ticks):
     label = f"{rows[0]['set']} ({rows[0]['rows']} x {rows[0]['row_bytes']} B)"
     panel.plot(*zip(*line), color=color, marker=marker, markersize=4.5, label=label)
     if alone:
-        panel.plot(*zip(*alone), color=color, marker=marker, markersize=7, linestyle="none", markerfacecolor="none", markeredgewidth=1.6)
+        panel.plot(
+            *zip(*alone),
+            color=color,
+            marker=marker,
+            markersize=7,
+            linestyle="none",
+            markerfacecolor="none",
+            markeredgewidth=1.6,
+        )
 
 
 def main(argv=None):
@@ -144,7 +165,13 @@ def main(argv=None):
             for clusters in QUICK_CLUSTERS if args.quick else CLUSTERS:
                 try:
                     savings, metadata_bytes = measure(x, scheme, clusters, device)
-                    sheet.add(**same, scheme=scheme, clusters=clusters, savings=f"{savings:.6f}", metadata_bytes=metadata_bytes)
+                    sheet.add(
+                        **same,
+                        scheme=scheme,
+                        clusters=clusters,
+                        savings=f"{savings:.6f}",
+                        metadata_bytes=metadata_bytes,
+                    )
                 except Exception as error:
                     sheet.failed(f"{scheme}, {name}, {clusters} clusters", error)
         print(".", end="", flush=True)

@@ -1,8 +1,8 @@
 """How much is saved: one table, sets x methods. Bit equality of what is decompressed is checked in every cell.
 
-Sets: synthetic ones and those in --data. Methods: the paper's own choice and bytes, scheme ibp, scheme planes, auto; zstd by blocks
-of 64 KiB where the package `zstandard` is there; nvCOMP's codecs where a GPU and the wheel `nvidia-nvcomp-cu13` are there.
-With --no-times the column `seconds` stays empty.
+Sets: synthetic ones and those in --data. Methods: the paper's own choice and bytes, scheme ibp, scheme planes, auto;
+zstd by blocks of 64 KiB where the package `zstandard` is there; nvCOMP's codecs where a GPU and the wheel
+`nvidia-nvcomp-cu13` are there. With --no-times the column `seconds` stays empty.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Sheet:
         return 1 if self.failures else 0
 
 
-# ---- methods: function(list of tensors on the device, device) -> (Cell without times, function that compresses once more) ---------
+# ---- methods: function(list of tensors on the device, device) -> (Cell without times, function that compresses once mo
 
 
 def _compress(x, method, layout, device):
@@ -127,8 +127,12 @@ def nvcomp_codec(algorithm, typestr, as_words):
 
     def measure(tensors, device):
         torch.cuda.synchronize(device)
-        codec = nvcomp.Codec(algorithm=algorithm, uncomp_chunk_size=BLOCK_BYTES, **({"data_type": typestr} if typestr else {}))
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensors[0].element_size() if as_words else 1]
+        codec = nvcomp.Codec(
+            algorithm=algorithm, uncomp_chunk_size=BLOCK_BYTES, **({"data_type": typestr} if typestr else {})
+        )
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            tensors[0].element_size() if as_words else 1
+        ]
         arrays, total = [nvcomp.as_array(_bytes(x).view(words)) for x in tensors], Cell(0)
         for x, array in zip(tensors, arrays):
             coded = codec.encode(array)
@@ -143,14 +147,24 @@ def nvcomp_codec(algorithm, typestr, as_words):
 
 
 def _nvcomp_methods(dtype):
-    """ANS knows floats of 2 bytes, and of 4 in newer versions, which split off the exponents; of other dtypes it codes the bytes."""
+    """ANS knows floats of 2 bytes, and of 4 in newer versions, which split off the exponents; of other dtypes it codes
+    the bytes."""
     size, methods = dtype.itemsize, {}
     if dtype.is_floating_point and size in (2, 4):
         methods["nvcomp ANS float"] = nvcomp_codec("ANS", f"<f{size}", False)
     unsigned = f"<u{size}" if size > 1 else "|u1"
-    methods |= {"nvcomp ANS": nvcomp_codec("ANS", "|u1", False), "nvcomp Bitcomp": nvcomp_codec("Bitcomp", unsigned, True)}
-    methods |= {"nvcomp GDeflate": nvcomp_codec("GDeflate", None, False), "nvcomp zstd": nvcomp_codec("Zstd", None, False)}
-    return methods | {"nvcomp LZ4": nvcomp_codec("LZ4", "|u1", False), "nvcomp Cascaded": nvcomp_codec("Cascaded", unsigned, True)}
+    methods |= {
+        "nvcomp ANS": nvcomp_codec("ANS", "|u1", False),
+        "nvcomp Bitcomp": nvcomp_codec("Bitcomp", unsigned, True),
+    }
+    methods |= {
+        "nvcomp GDeflate": nvcomp_codec("GDeflate", None, False),
+        "nvcomp zstd": nvcomp_codec("Zstd", None, False),
+    }
+    return methods | {
+        "nvcomp LZ4": nvcomp_codec("LZ4", "|u1", False),
+        "nvcomp Cascaded": nvcomp_codec("Cascaded", unsigned, True),
+    }
 
 
 def methods_for(dtype, on_gpu):
@@ -169,7 +183,7 @@ def say_what_is_left_out(on_gpu):
         print("nvCOMP: the package nvidia-nvcomp-cu13 is not installed, left out")
 
 
-# ---- what auto should save -------------------------------------------------------------------------------------------------------
+# ---- what auto should save -----------------------------------------------------------------------------------------
 
 
 def _times(ratio):
@@ -177,16 +191,30 @@ def _times(ratio):
 
 
 TARGETS = {  # savings by set and dtype, packed
-    ("normal 0.02", sets.BF16): 0.33, ("normal 0.02", sets.FP16): 0.144,
-    ("normal 1", sets.FP32): 0.165, ("normal 1", sets.FP64): 0.124,
-    ("half zeros", sets.FP16): 0.509, ("half zeros", sets.BF16): 0.6,
-    ("half zeros", sets.FP32): 0.55, ("half zeros", sets.FP64): 0.545,
-    ("clipped normal", sets.FP32): 0.56, ("clipped normal", sets.FP16): 0.535, ("clipped normal", sets.BF16): 0.63,
-    ("kokoro", sets.BF16): 0.339, ("kokoro", sets.FP16): 0.153, ("kokoro", sets.FP32): 0.17,
-    ("word2vec", sets.BF16): 0.33, ("stories260k, codebook a tensor", sets.BF16): 0.32,
-    ("K-cache", sets.BF16): 0.334, ("V-cache", sets.BF16): 0.32, ("ncf mlp_user", sets.FP32): 0.16,
-    ("citeseer", sets.FP32): _times(350), ("cora", sets.FP32): _times(240), ("amazon_photo", sets.FP32): _times(38),
-    ("pubmed_1060rows", sets.FP32): _times(10), ("pubmed_1060rows", sets.FP16): _times(8.5),
+    ("normal 0.02", sets.BF16): 0.33,
+    ("normal 0.02", sets.FP16): 0.144,
+    ("normal 1", sets.FP32): 0.165,
+    ("normal 1", sets.FP64): 0.124,
+    ("half zeros", sets.FP16): 0.509,
+    ("half zeros", sets.BF16): 0.6,
+    ("half zeros", sets.FP32): 0.55,
+    ("half zeros", sets.FP64): 0.545,
+    ("clipped normal", sets.FP32): 0.56,
+    ("clipped normal", sets.FP16): 0.535,
+    ("clipped normal", sets.BF16): 0.63,
+    ("kokoro", sets.BF16): 0.339,
+    ("kokoro", sets.FP16): 0.153,
+    ("kokoro", sets.FP32): 0.17,
+    ("word2vec", sets.BF16): 0.33,
+    ("stories260k, codebook a tensor", sets.BF16): 0.32,
+    ("K-cache", sets.BF16): 0.334,
+    ("V-cache", sets.BF16): 0.32,
+    ("ncf mlp_user", sets.FP32): 0.16,
+    ("citeseer", sets.FP32): _times(350),
+    ("cora", sets.FP32): _times(240),
+    ("amazon_photo", sets.FP32): _times(38),
+    ("pubmed_1060rows", sets.FP32): _times(10),
+    ("pubmed_1060rows", sets.FP16): _times(8.5),
     ("pubmed_1060rows", sets.BF16): _times(10),
 }
 TARGET_OF = {(name, harness.dtype_name(dtype)): target for (name, dtype), target in TARGETS.items()}
@@ -196,15 +224,21 @@ def shortfalls(cells, targets):
     """Lines that say where savings {method: fraction} of {(set, dtype): ...} are below what they should be."""
     found = []
     for (name, dtype), savings in cells.items():
-        wanted = [("auto", "its target", targets.get((name, dtype)), 0), ("auto", "raw rows", 0, 0),
-                  ("auto", "ibp", savings.get("ibp"), 0.001), ("ibp", "paper", savings.get("paper"), 1e-5)]
+        wanted = [
+            ("auto", "its target", targets.get((name, dtype)), 0),
+            ("auto", "raw rows", 0, 0),
+            ("auto", "ibp", savings.get("ibp"), 0.001),
+            ("ibp", "paper", savings.get("paper"), 1e-5),
+        ]
         for method, other, least, slack in wanted:
             if method in savings and least is not None and savings[method] < least - slack:
-                found.append(f"{name} {dtype}: {method} saves {show(savings[method], 2)}, less than {other}, {show(least, 2)}")
+                found.append(
+                    f"{name} {dtype}: {method} saves {show(savings[method], 2)}, less than {other}, {show(least, 2)}"
+                )
     return found
 
 
-# ---- a run -----------------------------------------------------------------------------------------------------------------------
+# ---- a run ---------------------------------------------------------------------------------------------------------
 
 
 def _seconds(again, device):
@@ -228,10 +262,17 @@ def record(sheet, case, method, cell):
     def savings(num_bytes):
         return "" if num_bytes is None else f"{1 - num_bytes / case.num_bytes:.6f}"
 
-    sheet.add(set=case.name, dtype=harness.dtype_name(case.dtype), rows=case.rows, row_bytes=case.row_bytes, method=method,
-              savings=savings(cell.stored_bytes), link_savings=savings(cell.link_bytes),
-              metadata_bytes="" if cell.metadata_bytes is None else cell.metadata_bytes,
-              seconds="" if cell.seconds is None else harness.four_digits(cell.seconds))
+    sheet.add(
+        set=case.name,
+        dtype=harness.dtype_name(case.dtype),
+        rows=case.rows,
+        row_bytes=case.row_bytes,
+        method=method,
+        savings=savings(cell.stored_bytes),
+        link_savings=savings(cell.link_bytes),
+        metadata_bytes="" if cell.metadata_bytes is None else cell.metadata_bytes,
+        seconds="" if cell.seconds is None else harness.four_digits(cell.seconds),
+    )
 
 
 def run_set(sheet, case, device, with_times):
@@ -241,13 +282,15 @@ def run_set(sheet, case, device, with_times):
             record(sheet, case, method, measure_cell(measure, tensors, device, with_times))
         except Exception as error:
             what = f"{method}, {case.name} {harness.dtype_name(case.dtype)}"
-            if method.startswith("nvcomp ") and not isinstance(error, AssertionError):  # versions differ in the dtypes they take
+            if method.startswith("nvcomp ") and not isinstance(
+                error, AssertionError
+            ):  # versions differ in the dtypes they take
                 print(f"{what}: left out: {error}")
             else:
                 sheet.failed(what, error)
 
 
-# ---- the table -------------------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------------------------
 
 
 def show(savings, digits=1):

@@ -1,4 +1,5 @@
-"""How many rows a codebook must be learned from (the paper's table 5): codebooks of 1 to 100 % of the rows, applied to all of them.
+"""How many rows a codebook must be learned from (the paper's table 5): codebooks of 1 to 100 % of the rows, applied to
+all of them.
 
 Sets as in ratio.py; savings in the packed layout, codebooks included.
 """
@@ -20,8 +21,8 @@ SAMPLES = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 def codebook_of(x, scheme, sample, device):
     """Learned on ceil(sample * rows) rows, drawn with a fixed seed.
 
-    Scheme ibp's analysis looks at 1,024 rows at least, so it is shown no others. Scheme planes' takes any number, and wants to know
-    how many rows share the codebook.
+    Scheme ibp's analysis looks at 1,024 rows at least, so it is shown no others. Scheme planes' takes any number, and
+    wants to know how many rows share the codebook.
     """
     if scheme == "ibp":
         chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: math.ceil(sample * len(x))]
@@ -38,7 +39,12 @@ def print_table(rows):
     lines = {}
     for row in rows:
         lines.setdefault((row["set"], row["dtype"], row["scheme"]), []).append(ratio.show(float(row["savings"]), 2))
-    heads = ["set", "dtype", "scheme", *(f"{100 * sample:g}%" for sample in charts.in_order(row["sample"] for row in rows))]
+    heads = [
+        "set",
+        "dtype",
+        "scheme",
+        *(f"{100 * sample:g}%" for sample in charts.in_order(row["sample"] for row in rows)),
+    ]
     texts = [[*key, *texts] for key, texts in lines.items()]
     ratio.print_lines("Percent saved, or times smaller, by the share of rows learned from", heads, texts, 3)
 

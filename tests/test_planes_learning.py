@@ -1,4 +1,5 @@
-"""Codebooks of scheme `planes`: their fields, what rows cost with them to the byte, and what is learned from tables and samples."""
+"""Codebooks of scheme `planes`: their fields, what rows cost with them to the byte, and what is learned from tables and
+samples."""
 
 import copy
 import io
@@ -24,34 +25,75 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHIPPED, SHARED = ROOT / "data", ROOT.parent / "shared" / "data"
 examples = settings(deadline=None, derandomize=True, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 
-FIELDS = {"row_bytes": 12, "element_bytes": 2, "rotate": 1, "residual_bits": 8, "digit_bits": (1, 1), "per_column": False, "listed": False,
-          "default": 0, "closed": 0, "entries": torch.tensor([[0x7E, 0x7F]])}  # fmt: skip
+FIELDS = {
+    "row_bytes": 12,
+    "element_bytes": 2,
+    "rotate": 1,
+    "residual_bits": 8,
+    "digit_bits": (1, 1),
+    "per_column": False,
+    "listed": False,
+    "default": 0,
+    "closed": 0,
+    "entries": torch.tensor([[0x7E, 0x7F]]),
+}
 WORKED = bytes.fromhex("003F 803F 40BF 4040 003F C03F")
 
 
 def from_reference(codebook):
     """The codebook of the numpy reference as ours."""
     entries = torch.from_numpy(codebook.entries.astype(np.uint64).view(np.int64))
-    return PlanesCodebook(codebook.row_bytes, codebook.element_bytes, codebook.rotate, codebook.residual_bits, codebook.digit_bits,
-                          codebook.per_column, codebook.listed, codebook.default, codebook.closed, entries)
+    return PlanesCodebook(
+        codebook.row_bytes,
+        codebook.element_bytes,
+        codebook.rotate,
+        codebook.residual_bits,
+        codebook.digit_bits,
+        codebook.per_column,
+        codebook.listed,
+        codebook.default,
+        codebook.closed,
+        entries,
+    )
 
 
 def to_reference(codebook):
     entries = codebook.entries.numpy().view(np.uint64).astype(reference.symbol_type(codebook.symbol_bits))
-    return reference.Codebook(codebook.element_bytes, codebook.row_bytes, codebook.rotate, codebook.residual_bits, codebook.digit_bits,
-                              codebook.per_column, codebook.listed, codebook.default, codebook.closed, entries)
+    return reference.Codebook(
+        codebook.element_bytes,
+        codebook.row_bytes,
+        codebook.rotate,
+        codebook.residual_bits,
+        codebook.digit_bits,
+        codebook.per_column,
+        codebook.listed,
+        codebook.default,
+        codebook.closed,
+        entries,
+    )
 
 
 def codec_of(codebook):
     """The C core's coder of single rows."""
-    return ibp._core.PlanesCodec(codebook.row_bytes, codebook.element_bytes, codebook.rotate, codebook.residual_bits, list(codebook.digit_bits),
-                                 codebook.per_column, codebook.listed, codebook.default, codebook.closed,
-                                 codebook.words(torch.device("cpu")).numpy().tobytes())
+    return ibp._core.PlanesCodec(
+        codebook.row_bytes,
+        codebook.element_bytes,
+        codebook.rotate,
+        codebook.residual_bits,
+        list(codebook.digit_bits),
+        codebook.per_column,
+        codebook.listed,
+        codebook.default,
+        codebook.closed,
+        codebook.words(torch.device("cpu")).numpy().tobytes(),
+    )
 
 
 def as_sample(rows):
     """Rows of bytes objects or a uint8 array as a sample."""
-    return torch.from_numpy(np.frombuffer(b"".join(row if isinstance(row, bytes) else row.tobytes() for row in rows), np.uint8).copy())
+    return torch.from_numpy(
+        np.frombuffer(b"".join(row if isinstance(row, bytes) else row.tobytes() for row in rows), np.uint8).copy()
+    )
 
 
 def learned(x, row_bytes=None, **kwargs):
@@ -61,12 +103,18 @@ def learned(x, row_bytes=None, **kwargs):
     return learn_planes(data, row_bytes, data.numel() // row_bytes, x.dtype, **kwargs)
 
 
-# ---- codebooks ------------------------------------------------------------------------------------------------------
+# ---- codebooks -----------------------------------------------------------------------------------------------------
 
 
 def test_the_worked_example():
     codebook = PlanesCodebook(**FIELDS)
-    assert (codebook.columns, codebook.symbol_bits, codebook.symbol_bytes, codebook.num_entries, codebook.nbytes) == (6, 8, 1, 2, 2)
+    assert (codebook.columns, codebook.symbol_bits, codebook.symbol_bytes, codebook.num_entries, codebook.nbytes) == (
+        6,
+        8,
+        1,
+        2,
+        2,
+    )
     assert codebook.codec == [2, 12, 2, 1, 8, 0, 0, 0, 0, 1, 1]
     assert codebook.words(torch.device("cpu")).tolist() == [0x7E, 0x7F]
     assert row_bytes_of(codebook, as_sample([WORKED])).tolist() == [9]
@@ -77,7 +125,9 @@ def test_codec_and_words_of_wide_elements():
     entries = torch.tensor([[-1, 5, 1 << 40]])
     codebook = PlanesCodebook(16, 8, 0, 0, (2,), False, True, 2**64 - 2, 2**63, entries)
     assert codebook.codec == [2, 16, 8, 0, 0, 0, 1, -2, -(2**63), 2]
-    assert codebook.words("cpu").numpy().tobytes() == b"\xff" * 8 + (5).to_bytes(8, "little") + (1 << 40).to_bytes(8, "little")
+    assert codebook.words("cpu").numpy().tobytes() == b"\xff" * 8 + (5).to_bytes(8, "little") + (1 << 40).to_bytes(
+        8, "little"
+    )
 
 
 @pytest.mark.parametrize("bits, size", [(0, 1), (1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4), (33, 8), (64, 8)])
@@ -102,10 +152,18 @@ WRONG = {
     "listed": [2, -1, None],
     "default": [-1, 2**16, 0.0],
     "closed": [-1, 2**16],
-    "entries": [torch.tensor([[0x7E, 0x7F]], dtype=torch.int32), torch.tensor([0x7E, 0x7F]), torch.tensor([[0x7E, 256]]), torch.tensor([[-1, 0x7F]]),
-                torch.tensor([[0x7E]]), [[0x7E, 0x7F]], torch.zeros(6, 2, dtype=torch.int64), torch.eye(2, dtype=torch.int64)[:1].to_sparse()],
+    "entries": [
+        torch.tensor([[0x7E, 0x7F]], dtype=torch.int32),
+        torch.tensor([0x7E, 0x7F]),
+        torch.tensor([[0x7E, 256]]),
+        torch.tensor([[-1, 0x7F]]),
+        torch.tensor([[0x7E]]),
+        [[0x7E, 0x7F]],
+        torch.zeros(6, 2, dtype=torch.int64),
+        torch.eye(2, dtype=torch.int64)[:1].to_sparse(),
+    ],
     "expected_savings": ["much"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name, value", [(name, value) for name in WRONG for value in WRONG[name]])
@@ -122,7 +180,9 @@ def test_wrong_fields(name, value):
 
 def test_columns_of_their_own_are_never_listed():
     with pytest.raises(ValueError, match="per_column and listed"):
-        PlanesCodebook(**{**FIELDS, "per_column": True, "listed": True, "entries": torch.zeros(6, 2, dtype=torch.int64)})
+        PlanesCodebook(
+            **{**FIELDS, "per_column": True, "listed": True, "entries": torch.zeros(6, 2, dtype=torch.int64)}
+        )
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {**FIELDS}, {**FIELDS, "expected_savings": None, "_words": {}}])
@@ -163,7 +223,7 @@ def test_pickle(name):
         assert torch.equal(again.words("cpu"), codebook.words("cpu"))
 
 
-# ---- cost -----------------------------------------------------------------------------------------------------------
+# ---- cost ----------------------------------------------------------------------------------------------------------
 
 
 def assert_cost(codebook, rows, coded=None):
@@ -181,11 +241,20 @@ def test_cost_of_golden_rows(name):
 
 
 @examples
-@given(st.integers(0, 2**32), st.sampled_from([1, 2, 4, 8]), st.integers(1, 70), st.integers(0, 1), st.integers(0, 64),
-       st.lists(st.integers(1, 4), max_size=4), st.sampled_from(KINDS))  # fmt: skip
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 70),
+    st.integers(0, 1),
+    st.integers(0, 64),
+    st.lists(st.integers(1, 4), max_size=4),
+    st.sampled_from(KINDS),
+)
 def test_cost_of_any_rows(seed, element_bytes, columns, rotate, residual_bits, digit_bits, kind):
     rng = np.random.default_rng(seed)
-    codebook = random_codebook(rng, element_bytes, columns, rotate, residual_bits % (8 * element_bytes + 1), tuple(digit_bits), kind)
+    codebook = random_codebook(
+        rng, element_bytes, columns, rotate, residual_bits % (8 * element_bytes + 1), tuple(digit_bits), kind
+    )
     rows = np.concatenate([adversarial_rows(rng, 4, codebook), rows_of_k(rng, codebook, [0, columns // 3, columns])])
     assert_cost(codebook, rows)
 
@@ -210,7 +279,7 @@ def test_rows_of_zero_value_compression():
     assert (cost <= 1 + columns // 8 + 4 * torch.arange(columns + 1)).all() and cost[0] == 1
 
 
-# ---- degenerate tables ----------------------------------------------------------------------------------------------
+# ---- degenerate tables ---------------------------------------------------------------------------------------------
 
 
 def assert_learned_is_exact(x, row_bytes=None, **kwargs):
@@ -237,8 +306,17 @@ def test_all_dtypes(dtype, kind):
         assert found.codebook.expected_savings > 0.1
 
 
-@pytest.mark.parametrize("x", [torch.zeros(1, 1), torch.randn(1, 50), torch.randn(2, 3), torch.full((7, 5), -0.0), torch.arange(4096).view(64, 64)],
-                         ids=["one element", "one row", "two rows", "all equal", "all distinct"])  # fmt: skip
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(1, 1),
+        torch.randn(1, 50),
+        torch.randn(2, 3),
+        torch.full((7, 5), -0.0),
+        torch.arange(4096).view(64, 64),
+    ],
+    ids=["one element", "one row", "two rows", "all equal", "all distinct"],
+)
 def test_few_rows(x):
     assert assert_learned_is_exact(x).codebook.expected_savings >= 0
 
@@ -261,7 +339,11 @@ def test_no_rows():
 
 
 def test_samples_that_are_none():
-    for sample in (torch.zeros(10, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.int8)):
+    for sample in (
+        torch.zeros(10, dtype=torch.uint8),
+        torch.zeros(2, 8, dtype=torch.uint8),
+        torch.zeros(8, dtype=torch.int8),
+    ):
         with pytest.raises(ValueError, match="the sample is"):
             learn_planes(sample, 8, 2, torch.float32)
     for element_bytes in (3, 8):
@@ -304,15 +386,19 @@ def test_entries_that_are_missing_repeat_the_first():
         assert column == list(distinct) + [column[0]] * (len(column) - len(distinct))
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------------------------
 
 
 def every_setting(x, widths):
     """Bytes of every dense setting with entries of the whole table or a column, found without any search."""
     data, columns, width = bytes_of(x), x.shape[1], 8 * x.element_size()
     rows = data.view(len(x), -1).numpy()
-    for rotate, bits, per_column, digits in itertools.product((0, 1), widths, (False, True), ((2, 2, 2, 3), (2, 2, 2), (1, 1, 2), (4, 4), (3, 3))):
-        made = reference.make_codebook(rows, x.element_size(), rotate=rotate, residual_bits=width - bits, digit_bits=digits, per_column=per_column)
+    for rotate, bits, per_column, digits in itertools.product(
+        (0, 1), widths, (False, True), ((2, 2, 2, 3), (2, 2, 2), (1, 1, 2), (4, 4), (3, 3))
+    ):
+        made = reference.make_codebook(
+            rows, x.element_size(), rotate=rotate, residual_bits=width - bits, digit_bits=digits, per_column=per_column
+        )
         size = num_entries(digits) * (columns if per_column else 1) * made.entries.dtype.itemsize
         yield int(row_bytes_of(from_reference(made), data).sum()) + size
 
@@ -321,11 +407,18 @@ def shifted_columns(num_rows=600, num_columns=32):
     return torch.arange(num_columns) / 4 + torch.randn(num_rows, num_columns).abs() / 20
 
 
-@pytest.mark.parametrize("make, dtype, widths", [
-    (lambda: torch.randn(600, 32), torch.bfloat16, range(7, 13)), (lambda: torch.randn(600, 32), torch.float16, range(4, 10)),
-    (shifted_columns, torch.bfloat16, range(8, 17)), (lambda: torch.randn(600, 32) * 300, torch.int16, range(4, 14)),
-    (lambda: torch.randn(600, 32) * 20, torch.int8, range(2, 9)), (lambda: torch.randn(600, 32) * 4 / 8, torch.float32, range(7, 13)),
-], ids=["bfloat16", "float16", "columns", "int16", "int8", "float32"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, dtype, widths",
+    [
+        (lambda: torch.randn(600, 32), torch.bfloat16, range(7, 13)),
+        (lambda: torch.randn(600, 32), torch.float16, range(4, 10)),
+        (shifted_columns, torch.bfloat16, range(8, 17)),
+        (lambda: torch.randn(600, 32) * 300, torch.int16, range(4, 14)),
+        (lambda: torch.randn(600, 32) * 20, torch.int8, range(2, 9)),
+        (lambda: torch.randn(600, 32) * 4 / 8, torch.float32, range(7, 13)),
+    ],
+    ids=["bfloat16", "float16", "columns", "int16", "int8", "float32"],
+)
 def test_within_a_hundredth_of_every_setting(make, dtype, widths):
     x = make().to(dtype)
     found = learned(x)
@@ -355,12 +448,15 @@ def test_a_codebook_is_paid_for():
     assert few.nbytes < many.nbytes and many.per_column
 
 
-# ---- samples --------------------------------------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.1])
-@pytest.mark.parametrize("make", [lambda: torch.randn(20000, 16) * 0.02, lambda: shifted_columns(20000, 16), lambda: torch.randn(20000, 16).relu()],
-                         ids=["normal", "columns", "clipped"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.randn(20000, 16) * 0.02, lambda: shifted_columns(20000, 16), lambda: torch.randn(20000, 16).relu()],
+    ids=["normal", "columns", "clipped"],
+)
 def test_a_sample_does_nearly_as_well(make, fraction):
     x = make().to(torch.bfloat16)
     rows = bytes_of(x).view(len(x), -1)
@@ -387,20 +483,25 @@ def test_the_same_codebook_every_time():
     assert learn_planes(bytes_of(x), 64, len(x), x.dtype).codebook == first.codebook
 
 
-@pytest.mark.parametrize("make", [lambda: torch.randn(3000, 256) * 0.02, lambda: shifted_columns(3000, 256), lambda: torch.randn(3000, 256).relu()],
-                         ids=["normal", "columns", "clipped"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.randn(3000, 256) * 0.02, lambda: shifted_columns(3000, 256), lambda: torch.randn(3000, 256).relu()],
+    ids=["normal", "columns", "clipped"],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64], ids=str)
 def test_the_same_on_a_gpu(cuda, make, dtype):
     x = (make() * (1000 if dtype == torch.int64 else 1)).to(dtype)
     for rows in (len(x), 10 * len(x)):
-        here, there = (learn_planes(bytes_of(x).to(device), 256 * dtype.itemsize, rows, dtype) for device in ("cpu", cuda))
+        here, there = (
+            learn_planes(bytes_of(x).to(device), 256 * dtype.itemsize, rows, dtype) for device in ("cpu", cuda)
+        )
         assert here.codebook == there.codebook
         assert there.lengths.is_cuda and torch.equal(here.lengths, there.lengths.cpu())
         assert here.codebook.expected_savings == pytest.approx(there.codebook.expected_savings, abs=1e-12)
         assert torch.equal(there.codebook.words(cuda).cpu(), here.codebook.words("cpu"))
 
 
-# ---- savings --------------------------------------------------------------------------------------------------------
+# ---- savings -------------------------------------------------------------------------------------------------------
 
 
 def sparse(path):
@@ -429,7 +530,9 @@ def normal():
 
 def half_zeros():
     x = normal()
-    return torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.5, x, torch.zeros((), dtype=x.dtype))
+    return torch.where(
+        torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.5, x, torch.zeros((), dtype=x.dtype)
+    )
 
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -452,7 +555,10 @@ IN_DATA = {
     "pubmed": (lambda: sparse(SHIPPED / "pubmed_1060rows.npz"), {FP32: ratio(10), FP16: ratio(8.5), BF16: ratio(10)}),
     "mlp_user": (lambda: array(SHIPPED / "ncf_mlp.npz", "mlp_user"), {FP32: 16}),
     "mlp_item": (lambda: array(SHIPPED / "ncf_mlp.npz", "mlp_item"), {FP32: 15.3}),
-    "stories weights": (lambda: array(SHIPPED / "stories260k.npz", "weights_bf16"), {BF16: 31.2}),  # 32 with a codebook a matrix, below
+    "stories weights": (
+        lambda: array(SHIPPED / "stories260k.npz", "weights_bf16"),
+        {BF16: 31.2},
+    ),  # 32 with a codebook a matrix, below
     "keys": (lambda: array(SHIPPED / "kv_stories260k.npz", "k_bf16"), {BF16: 33.4}),
     "values": (lambda: array(SHIPPED / "kv_stories260k.npz", "v_bf16"), {BF16: 32.0}),
 }
@@ -466,7 +572,11 @@ IN_SHARED = {
 
 
 def cases(sets):
-    return [pytest.param(make, dtype, least, id=f"{name}-{dtype}") for name, (make, dtypes) in sets.items() for dtype, least in dtypes.items()]
+    return [
+        pytest.param(make, dtype, least, id=f"{name}-{dtype}")
+        for name, (make, dtypes) in sets.items()
+        for dtype, least in dtypes.items()
+    ]
 
 
 @pytest.mark.parametrize("make, dtype, least", cases(MADE) + cases(IN_DATA))

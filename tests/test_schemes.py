@@ -1,4 +1,5 @@
-"""The schemes side by side: what `auto` chooses, what `estimate` and `analyze` say of each, and tables of scheme planes that are damaged."""
+"""The schemes side by side: what `auto` chooses, what `estimate` and `analyze` say of each, and tables of scheme planes
+that are damaged."""
 
 import numpy as np
 import pytest
@@ -9,9 +10,18 @@ import reference
 import reference_planes
 from golden.make_planes import KINDS, random_codebook
 from helpers import (
-    SCHEMES, assert_same_bits, assert_same_table, bytes_of, embedding, make_tensor, one_hot_rows, plain_table, planes_codebook,
-    reference_planes_codebook, spiky_rows,
-)  # fmt: skip
+    SCHEMES,
+    assert_same_bits,
+    assert_same_table,
+    bytes_of,
+    embedding,
+    make_tensor,
+    one_hot_rows,
+    plain_table,
+    planes_codebook,
+    reference_planes_codebook,
+    spiky_rows,
+)
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -22,7 +32,7 @@ def compress(x, **arguments):
     return ibp.compress(x, device="cpu", pin_memory=False, **arguments)
 
 
-# ---- what auto chooses ----------------------------------------------------------------------------------------------
+# ---- what auto chooses ---------------------------------------------------------------------------------------------
 
 SETS = {
     "bfloat16 weights": lambda: embedding(3000, 64, torch.bfloat16),
@@ -30,13 +40,18 @@ SETS = {
     "float16 weights": lambda: embedding(1000, 33, torch.float16),
     "one-hot": lambda: one_hot_rows(800, 120),
     "spiky": lambda: spiky_rows(800, 120),
-    "half zeros": lambda: torch.where(torch.rand(500, 64, dtype=torch.float64) < 0.5, torch.randn(500, 64, dtype=torch.float64), 0.0),
+    "half zeros": lambda: torch.where(
+        torch.rand(500, 64, dtype=torch.float64) < 0.5, torch.randn(500, 64, dtype=torch.float64), 0.0
+    ),
     "clipped": lambda: torch.randn(500, 80).relu(),
     "scaled columns": lambda: torch.randn(4000, 32) * 2.0 ** torch.arange(-16, 16),
     "counting": lambda: torch.arange(6400).view(100, 64),
     "ids": lambda: torch.randint(10**6, (700, 16)),
     "quantised": lambda: (torch.randn(600, 96) * 20).round().to(torch.int8),
-    "fixed bits": lambda: torch.randint(0, 256, (900, 40)).to(torch.uint8) & torch.tensor([0x11, 0x80, 0x42, 0xFF] * 10, dtype=torch.uint8),
+    "fixed bits": lambda: (
+        torch.randint(0, 256, (900, 40)).to(torch.uint8)
+        & torch.tensor([0x11, 0x80, 0x42, 0xFF] * 10, dtype=torch.uint8)
+    ),
     "equal": lambda: make_tensor((400, 50), torch.float32, "equal"),
     "noise": lambda: make_tensor((500, 64), torch.uint8, "random"),
     "noise of 64 bits": lambda: make_tensor((300, 33), torch.float64, "random"),
@@ -70,7 +85,11 @@ def test_auto_packs_as_well_as_the_best_scheme(name):
 def test_auto_takes_the_least_to_fetch(name):
     """Of the schemes that are fetched faster than raw rows, or as fast and from less memory."""
     x = SETS[name]()
-    better = [scheme for scheme, of in ibp.estimate(x, device="cpu").schemes.items() if (-of.fetch_speedup, of.nbytes) < (-1, bytes_of(x).numel())]
+    better = [
+        scheme
+        for scheme, of in ibp.estimate(x, device="cpu").schemes.items()
+        if (-of.fetch_speedup, of.nbytes) < (-1, bytes_of(x).numel())
+    ]
     costs = {scheme: fetch_cost(compress(x, scheme=scheme)) for scheme in better or ["raw"]}
     table = compress(x)
     assert fetch_cost(table) == min(costs.values()), costs
@@ -78,20 +97,35 @@ def test_auto_takes_the_least_to_fetch(name):
     assert_same_bits(table.decompress(), x)
 
 
-@pytest.mark.parametrize("make, slot_bytes", [(lambda: embedding(2000, 128, torch.bfloat16), 192), (lambda: embedding(2000, 128, torch.bfloat16), 256),
-                                              (lambda: spiky_rows(2000, 32), 32), (lambda: spiky_rows(2000, 32), 64), (lambda: spiky_rows(2000, 32), 128)])  # fmt: skip
+@pytest.mark.parametrize(
+    "make, slot_bytes",
+    [
+        (lambda: embedding(2000, 128, torch.bfloat16), 192),
+        (lambda: embedding(2000, 128, torch.bfloat16), 256),
+        # Fmt: skip
+        (lambda: spiky_rows(2000, 32), 32),
+        (lambda: spiky_rows(2000, 32), 64),
+        (lambda: spiky_rows(2000, 32), 128),
+    ],
+)
 def test_auto_for_given_slots(make, slot_bytes):
     """Slots as long as the row save no memory, but a fetch reads less: rows are coded all the same."""
     x = make()
     table = compress(x, slot_bytes=slot_bytes)
     assert table.slot_bytes == slot_bytes and table.scheme != "raw"
-    assert table.link_bytes <= 1.01 * min(compress(x, scheme=scheme, slot_bytes=slot_bytes).link_bytes for scheme in ("ibp", "planes"))
+    assert table.link_bytes <= 1.01 * min(
+        compress(x, scheme=scheme, slot_bytes=slot_bytes).link_bytes for scheme in ("ibp", "planes")
+    )
 
 
 def test_auto_where_the_last_row_is_short():
     """A row of few bytes costs few bytes: it does not make a whole row's difference to the choice."""
     for length in (2049, 4096, 6000, 8193):
-        x = torch.full((length,), 7, dtype=torch.uint8) if length == 8193 else embedding(length, 1, torch.bfloat16).reshape(-1)
+        x = (
+            torch.full((length,), 7, dtype=torch.uint8)
+            if length == 8193
+            else embedding(length, 1, torch.bfloat16).reshape(-1)
+        )
         sizes = {scheme: compress(x, scheme=scheme, layout="packed").stored_bytes for scheme in NAMED}
         assert compress(x, layout="packed").stored_bytes == min(sizes.values()), sizes
 
@@ -151,7 +185,7 @@ def test_unknown_schemes(function, scheme):
             function(x, scheme=scheme)
 
 
-# ---- estimate and analyze -------------------------------------------------------------------------------------------
+# ---- estimate and analyze ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -179,7 +213,9 @@ def test_estimate_takes_row_bytes():
     for row_bytes in (100, 4096):
         estimates = ibp.estimate(x, row_bytes=row_bytes, device="cpu")
         for scheme in ("ibp", "planes"):
-            assert estimates[scheme] == pytest.approx(compress(x, scheme=scheme, row_bytes=row_bytes, layout="packed").savings, abs=0.01)
+            assert estimates[scheme] == pytest.approx(
+                compress(x, scheme=scheme, row_bytes=row_bytes, layout="packed").savings, abs=0.01
+            )
 
 
 def test_analyze_by_scheme():
@@ -204,7 +240,9 @@ def test_compress_with_any_planes_codebook(kind):
     """The codebook is used as it is, however little it fits; rows that would grow stay raw."""
     rng = np.random.default_rng(0)
     for element_bytes in (1, 2, 4, 8):
-        codebook = planes_codebook(random_codebook(rng, element_bytes, 240 // element_bytes, 1, 8 * element_bytes - 5, (1, 2), kind))
+        codebook = planes_codebook(
+            random_codebook(rng, element_bytes, 240 // element_bytes, 1, 8 * element_bytes - 5, (1, 2), kind)
+        )
         for x in (spiky_rows(300, 60), embedding(300, 60), make_tensor((300, 120), torch.int16, "narrow")):
             table = compress(x, codebook=codebook)
             assert table.scheme == "raw" or table.codebook is codebook
@@ -230,15 +268,25 @@ def test_in_place_with_every_scheme(scheme, name):
     assert_same_bits(table.decompress(), x)
 
 
-# ---- damaged tables -------------------------------------------------------------------------------------------------
+# ---- damaged tables ------------------------------------------------------------------------------------------------
 
 
 def planes_table(kind, layout, seed=0):
     """A table of 150 rows of 48 elements, coded, raw and, with slots of 32, in two parts."""
-    x = {"dense": lambda: embedding(150, 48), "per_column": lambda: torch.randn(150, 48) * 2.0 ** torch.arange(-24, 24), "listed": lambda: spiky_rows(150, 48)}[kind]()
+    x = {
+        "dense": lambda: embedding(150, 48),
+        "per_column": lambda: torch.randn(150, 48) * 2.0 ** torch.arange(-24, 24),
+        "listed": lambda: spiky_rows(150, 48),
+    }[kind]()
     x[::17] = make_tensor((9, 48), torch.float32, "random", seed)
     rows = bytes_of(x).numpy().reshape(150, -1)
-    settings = {"rotate": 1, "residual_bits": 24, "digit_bits": (1, 2, 2), "per_column": kind == "per_column", "listed": kind == "listed"}
+    settings = {
+        "rotate": 1,
+        "residual_bits": 24,
+        "digit_bits": (1, 2, 2),
+        "per_column": kind == "per_column",
+        "listed": kind == "listed",
+    }
     table = compress(x, codebook=planes_codebook(reference_planes.make_codebook(rows, 4, **settings)), **layout)
     assert table.scheme == "planes" and (table.lengths.view(torch.int16) == 0).any()
     return x, table
@@ -257,7 +305,8 @@ def decoded_by_numpy(table, row):
 
 
 def check_against_numpy(table):
-    """Every row decoded alone is what numpy makes of it, or zeros and a fault; the whole table has a fault if any row has. Returns how many have."""
+    """Every row decoded alone is what numpy makes of it, or zeros and a fault; the whole table has a fault if any row
+    has. Returns how many have."""
     size, corrupt = table.row_bytes, []
     arguments = table._arguments(CPU)
     for row in range(table.num_rows):
@@ -291,10 +340,15 @@ def test_damaged_bytes(kind, layout):
         rng = np.random.default_rng(seed)
         used = np.minimum(table.lengths.numpy().astype(np.int64), table.slot_bytes)
         in_slots = np.flatnonzero(np.arange(table.slot_bytes or 1) < used[:, None]) if table.slot_bytes else []
-        for array, places in ((table.slots.numpy(), in_slots), (table.overflow.numpy(), np.arange(table.overflow.numel()))):
+        for array, places in (
+            (table.slots.numpy(), in_slots),
+            (table.overflow.numpy(), np.arange(table.overflow.numel())),
+        ):
             if len(places):
                 at = rng.choice(places, 60)
-                array[at] = rng.integers(0, 256, 60) if seed % 2 else array[at] ^ (1 << rng.integers(0, 8, 60)).astype(np.uint8)
+                array[at] = (
+                    rng.integers(0, 256, 60) if seed % 2 else array[at] ^ (1 << rng.integers(0, 8, 60)).astype(np.uint8)
+                )
         found += check_against_numpy(table)
     assert found > 0
 
@@ -310,7 +364,9 @@ def test_damaged_index(kind, layout):
         at = rng.integers(0, 150, 12)
         lengths[at] = [rng.integers(0, 65536, 12), rng.integers(0, 193, 12), lengths[at] + 1, lengths[at] - 1][seed % 4]
         if len(bases) and seed % 2:
-            bases[rng.integers(0, len(bases))] = rng.integers(-(2**63), 2**63 - 1) if seed % 4 == 1 else rng.integers(0, len(table.overflow) + 40)
+            bases[rng.integers(0, len(bases))] = (
+                rng.integers(-(2**63), 2**63 - 1) if seed % 4 == 1 else rng.integers(0, len(table.overflow) + 40)
+            )
         found += check_against_numpy(table)
     assert found > 0
 
@@ -322,14 +378,21 @@ def test_other_entries(kind):
     state = table.__getstate__()
     for seed in range(5):
         fields = state["codebook"].__getstate__()
-        fields["entries"] = torch.randint(0, 256, fields["entries"].shape, generator=torch.Generator().manual_seed(seed))
+        fields["entries"] = torch.randint(
+            0, 256, fields["entries"].shape, generator=torch.Generator().manual_seed(seed)
+        )
         codebook = ibp.PlanesCodebook.__new__(ibp.PlanesCodebook)
         codebook.__setstate__(fields)
         other = ibp.CompressedTensor.__new__(ibp.CompressedTensor)
         other.__setstate__({**state, "codebook": codebook})
         assert check_against_numpy(other) == 0
         assert bytes_of(other.decompress()).ne(bytes_of(x)).any()
-        for change in (torch.full_like(fields["entries"], 256), torch.full_like(fields["entries"], -1), fields["entries"][:, :-1], fields["entries"].int()):
+        for change in (
+            torch.full_like(fields["entries"], 256),
+            torch.full_like(fields["entries"], -1),
+            fields["entries"][:, :-1],
+            fields["entries"].int(),
+        ):
             with pytest.raises(ValueError, match="entries"):
                 ibp.PlanesCodebook.__new__(ibp.PlanesCodebook).__setstate__({**fields, "entries": change})
 
@@ -342,8 +405,15 @@ def test_a_table_of_other_rows():
     for number in range(60):
         element_bytes = [1, 2, 4, 8][number % 4]
         row_bytes = 192 if number % 10 else 96
-        codebook = random_codebook(rng, element_bytes, row_bytes // element_bytes, number % 2, int(rng.integers(0, 8 * element_bytes + 1)),
-                                   tuple(rng.integers(1, 5, number % 5).tolist()), KINDS[number % 3])  # fmt: skip
+        codebook = random_codebook(
+            rng,
+            element_bytes,
+            row_bytes // element_bytes,
+            number % 2,
+            int(rng.integers(0, 8 * element_bytes + 1)),
+            tuple(rng.integers(1, 5, number % 5).tolist()),
+            KINDS[number % 3],
+        )
         other = ibp.CompressedTensor.__new__(ibp.CompressedTensor)
         if row_bytes != 192:
             with pytest.raises(ValueError, match="wanted one of scheme 'planes' for rows of 192 bytes"):
@@ -353,7 +423,7 @@ def test_a_table_of_other_rows():
         check_against_numpy(other)
 
 
-# ---- the operations beneath -----------------------------------------------------------------------------------------
+# ---- the operations beneath ----------------------------------------------------------------------------------------
 
 
 def test_ops_check_codecs_of_planes():
@@ -362,8 +432,17 @@ def test_ops_check_codecs_of_planes():
         x, table = planes_table(kind, {"layout": "packed"})
         arguments = list(table._arguments(CPU))
         words, codec = arguments[4:6]
-        assert codec[:7] == [2, 192, 4, 1, 24, int(kind == "per_column"), int(kind == "listed")] and codec[9:] == [1, 2, 2]
-        data, ids, out, fault = bytes_of(x), torch.tensor([7]), torch.zeros(192, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        assert codec[:7] == [2, 192, 4, 1, 24, int(kind == "per_column"), int(kind == "listed")] and codec[9:] == [
+            1,
+            2,
+            2,
+        ]
+        data, ids, out, fault = (
+            bytes_of(x),
+            torch.tensor([7]),
+            torch.zeros(192, dtype=torch.uint8),
+            torch.zeros(4, dtype=torch.int64),
+        )
 
         def refuses(words, codec):
             with pytest.raises(RuntimeError, match="ibp"):
@@ -375,8 +454,16 @@ def test_ops_check_codecs_of_planes():
             with pytest.raises(RuntimeError, match="ibp"):
                 OPS.decode_bytes(*arguments[:4], words, codec, *arguments[6:], 0, 192, 0, out, fault)
 
-        wrong = {1: [0, -4, 65540, 2**33], 2: [0, 3, 5, 9, 16, -4, 2**32 + 4], 3: [2, -1, 2**32], 4: [-1, 33, 64, 2**32 + 24],
-                 7: [2**32, -1, 2**62], 8: [2**32, -1, -(2**63)], 9: [0, 5, -1, 2**32 + 1], 11: [0, 5]}  # fmt: skip
+        wrong = {
+            1: [0, -4, 65540, 2**33],
+            2: [0, 3, 5, 9, 16, -4, 2**32 + 4],
+            3: [2, -1, 2**32],
+            4: [-1, 33, 64, 2**32 + 24],
+            7: [2**32, -1, 2**62],
+            8: [2**32, -1, -(2**63)],
+            9: [0, 5, -1, 2**32 + 1],
+            11: [0, 5],
+        }
         for place, values in wrong.items():
             for value in values:
                 refuses(words, [*codec[:place], value, *codec[place + 1 :]])
@@ -386,7 +473,13 @@ def test_ops_check_codecs_of_planes():
         refuses(words, [*codec[:5], 1, 1, *codec[7:]])
         refuses(words, [*codec[:5], -1, 5, *codec[7:]])
         refuses(words, [3, *codec[1:]])
-        for bad in (words[:-1], words[:0], words.to(torch.int32), words.view(torch.int8), torch.stack([words] * 2, 1)[:, 0]):
+        for bad in (
+            words[:-1],
+            words[:0],
+            words.to(torch.int32),
+            words.view(torch.int8),
+            torch.stack([words] * 2, 1)[:, 0],
+        ):
             refuses(bad, codec)
         OPS.gather_items(*arguments, ids, 0, out, fault)
         assert fault[0] == 0

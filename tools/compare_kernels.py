@@ -1,49 +1,97 @@
-"""Compares the machine code of two builds kernel by kernel: python tools/compare_kernels.py before.cubin[,more] after.cubin[,more]
+"""Compares the machine code of two builds, kernel by kernel.
 
-Makes its input with `nvcc -cubin -gencode=arch=compute_90,code=sm_90 ... -o x.cubin x.cu`. Kernels are the .text sections of the ELF
-files, by their mangled names. Prints those whose bytes differ, with their numbers of instructions (16 bytes each from sm_70 on), and those that only one side
-has. The exit status is 1 if anything differs.
+    nvcc -cubin -arch=sm_90 -O3 -std=c++17 -Icsrc/include -o new/raw.cubin csrc/cuda/decode/raw.cu
+    python tools/compare_kernels.py old/raw.cubin[,more.cubin] new/raw.cubin[,more.cubin]
+
+Kernels are the .text sections of the ELF files, by their mangled names. Prints those whose bytes differ, with
+numbers of instructions (16 bytes each from sm_70 on), registers and bytes of stack on both sides, and those that only
+one side has. The exit status is 1 if anything differs.
 """
 
-import re
 import struct
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 INSTRUCTION_BYTES = 16
+# Attributes of kernels in section .nv.info: a format (4: with as many bytes as the next two say), the attribute, and
+# for these two the kernel's symbol and a number. As cuobjdump --dump-elf names them.
+SIZED, FRAME_SIZE, REGCOUNT = 0x04, 0x11, 0x2F
 
 
-def kernels(paths):
-    """Machine code by kernel name of the cubins, whose names are separated by commas."""
-    found = {}
-    for path in paths.split(","):
-        data = Path(path).read_bytes()
-        assert data[:5] == b"\x7fELF\x02", f"{path} is no 64-bit ELF file"
-        table, = struct.unpack_from("<Q", data, 40)
-        entry_bytes, count, names = struct.unpack_from("<HHH", data, 58)
-        headers = [struct.unpack_from("<IIQQQQ", data, table + i * entry_bytes) for i in range(count)]
-        strings = headers[names][4]
-        for name, _, _, _, start, size in headers:
-            text = data[strings + name : data.index(b"\0", strings + name)].decode()
-            if text.startswith(".text."):
-                found[text.removeprefix(".text.")] = data[start : start + size]
+class Kernel(NamedTuple):
+    code: bytes
+    registers: int  # of a thread
+    stack_bytes: int
+
+    def __str__(self) -> str:
+        return f"{len(self.code) // INSTRUCTION_BYTES} instr. {self.registers} regs {self.stack_bytes} B stack"
+
+
+class Section(NamedTuple):
+    name: str
+    data: bytes
+
+
+def sections(path: str) -> list[Section]:
+    elf = Path(path).read_bytes()
+    if elf[:5] != b"\x7fELF\x02":
+        sys.exit(f"{path} is no 64-bit ELF file")
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    header_bytes, count, names = struct.unpack_from("<HHH", elf, 58)
+    # Of each: name, type, flags, address, start, size.
+    headers = [struct.unpack_from("<IIQQQQ", elf, table + i * header_bytes) for i in range(count)]
+    return [
+        Section(text(elf, headers[names][4] + name), elf[start : start + size])
+        for name, _, _, _, start, size in headers
+    ]
+
+
+def text(data: bytes, start: int) -> str:
+    return data[start : data.index(b"\0", start)].decode()
+
+
+def attributes(info: bytes) -> dict[tuple[int, int], int]:
+    """The numbers in section .nv.info by attribute and symbol."""
+    found, at = {}, 0
+    while at + 4 <= len(info):
+        kind, attribute, size = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if kind != SIZED:
+            continue
+        if attribute in (FRAME_SIZE, REGCOUNT):
+            symbol, number = struct.unpack_from("<II", info, at)
+            found[attribute, symbol] = number
+        at += size
     return found
 
 
-def without_file(name):
-    """A kernel's name without the part that names the source file of a function that is local to it."""
-    return re.sub(r"_GLOBAL__N__[0-9a-f_]+", "", name)
+def kernels(paths: str) -> dict[str, Kernel]:
+    """Kernels by name of the cubins, whose file names are separated by commas."""
+    found = {}
+    for path in paths.split(","):
+        by_name = {section.name: section.data for section in sections(path)}
+        numbers, symbols = attributes(by_name[".nv.info"]), by_name[".symtab"]
+        places = {
+            text(by_name[".strtab"], struct.unpack_from("<I", symbols, 24 * i)[0]): i for i in range(len(symbols) // 24)
+        }
+        for name, code in by_name.items():
+            if name.startswith(".text."):
+                kernel = name.removeprefix(".text.")
+                of_kernel = (numbers.get((attribute, places[kernel]), 0) for attribute in (REGCOUNT, FRAME_SIZE))
+                found[kernel] = Kernel(code, *of_kernel)
+    return found
 
 
-def main():
-    before, after = ({without_file(name): code for name, code in kernels(side).items()} for side in sys.argv[1:3])
-    same = [name for name in before if before[name] == after.get(name)]
-    for name in sorted(before.keys() | after.keys() - set(same)):
-        counts = [str(len(side[name]) // INSTRUCTION_BYTES) if name in side else "none" for side in (before, after)]
-        if name not in same:
-            print(f"{counts[0]:>6} -> {counts[1]:>6} instructions  {name}")
-    print(f"{len(same)} kernels are the same, {len(before.keys() | after.keys()) - len(same)} are not")
-    return int(len(same) != len(before.keys() | after.keys()))
+def main() -> int:
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    before, after = kernels(sys.argv[1]), kernels(sys.argv[2])
+    different = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    for name in different:
+        print(f"{before.get(name, 'none')} -> {after.get(name, 'none')}: {name}")
+    print(f"{len(before.keys() | after.keys()) - len(different)} kernels are the same, {len(different)} are not")
+    return int(bool(different))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ Modules import only those before them in this list:
     registry    the table of schemes
     clusters    several codebooks for one table: codebook, kmeans, learning
 
-The rest of the package takes what it needs from here, and the modules here take from it only what cuts tensors into rows (_rows, _staging, _layout).
+The rest of the package takes what it needs from here, and the modules here take from it only what cuts tensors into
+rows (_rows, _staging, _layout).
 """
 
 from .clusters.codebook import ClusteredCodebook
@@ -23,6 +24,18 @@ from .request import Request, check_sample
 from .sizes import measure, total_stored
 
 __all__ = [
-    "SCHEMES", "AnyCodebook", "ClusteredCodebook", "Codebook", "PlanesCodebook", "Request", "check_clusters", "check_sample", "check_scheme", "coding_of",
-    "learn", "measure", "scheme_of", "total_stored",
+    "SCHEMES",
+    "AnyCodebook",
+    "ClusteredCodebook",
+    "Codebook",
+    "PlanesCodebook",
+    "Request",
+    "check_clusters",
+    "check_sample",
+    "check_scheme",
+    "coding_of",
+    "learn",
+    "measure",
+    "scheme_of",
+    "total_stored",
 ]

@@ -16,22 +16,25 @@ _Book = TypeVar("_Book", bound="AnyCodebook")
 
 
 def public(kind: _Class) -> _Class:
-    """Makes a class pickle as `ibp.<name>`, wherever its file is, and lets torch.load(weights_only=True) make its objects."""
+    """Makes a class pickle as `ibp.<name>`, wherever its file is, and lets torch.load(weights_only=True) make its
+    objects."""
     kind.__module__ = "ibp"
     torch.serialization.add_safe_globals([kind])
     return kind
 
 
 class AnyCodebook(ABC):
-    """How the rows of a table are coded: what `ibp.Codebook`, `ibp.PlanesCodebook` and `ibp.ClusteredCodebook` have in common.
+    """How the rows of a table are coded: what `ibp.Codebook`, `ibp.PlanesCodebook` and `ibp.ClusteredCodebook` have in
+    common.
 
-    A codebook is checked when it is made and cannot be changed afterwards: the coders rely on it. Its tensors are copies of its own, on the CPU,
-    and must not be written to. Codebooks are shared freely between tables and threads.
+    A codebook is checked when it is made and cannot be changed afterwards: the coders rely on it. Its tensors are
+    copies of its own, on the CPU, and must not be written to. Codebooks are shared freely between tables and threads.
 
     Attributes:
         scheme: name of the scheme.
         row_bytes: bytes of a row, 1 to 65,536.
-        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if not learned.
+        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if not
+            learned.
     """
 
     __module__ = "ibp"
@@ -93,7 +96,8 @@ class AnyCodebook(ABC):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the codebook has been made and checked; False between __new__ and __setstate__ while it is unpickled."""
+        """Whether the codebook has been made and checked; False between __new__ and __setstate__ while it is
+        unpickled."""
         return "_words" in vars(self)
 
     _words: dict[torch.device, torch.Tensor]
@@ -121,9 +125,14 @@ class AnyCodebook(ABC):
         if self.is_finished:
             raise ValueError(f"the state of a finished {kind} cannot be set again")
         if not isinstance(state, dict):
-            raise ValueError(f"the state of a {kind} is a {type(state).__name__}; wanted a dict with the fields {sorted(self._fields)}")
+            raise ValueError(
+                f"the state of a {kind} is a {type(state).__name__}; wanted a dict with the fields "
+                f"{sorted(self._fields)}"
+            )
         if set(state) != set(self._fields):
-            raise ValueError(f"the state of a {kind} has the fields {sorted(map(str, state))}; wanted {sorted(self._fields)}")
+            raise ValueError(
+                f"the state of a {kind} has the fields {sorted(map(str, state))}; wanted {sorted(self._fields)}"
+            )
         self.__init__(**state)  # type: ignore[misc]
 
     @abstractmethod
@@ -139,7 +148,9 @@ class AnyCodebook(ABC):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AnyCodebook):
             return NotImplemented
-        return type(self) is type(other) and self.form == other.form and torch.equal(self.words(_CPU), other.words(_CPU))
+        return (
+            type(self) is type(other) and self.form == other.form and torch.equal(self.words(_CPU), other.words(_CPU))
+        )
 
     def __hash__(self) -> int:
         return hash((self.form, self.words(_CPU).numpy().tobytes()))
@@ -173,8 +184,15 @@ def checked_savings(value: object) -> float | None:
 
 
 def private_copy(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A contiguous copy on the CPU, which nobody else can write to; ValueError unless it is a dense tensor of the dtype and shape."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dtype != dtype or tensor.shape != shape or tensor.is_meta:
+    """A contiguous copy on the CPU, which nobody else can write to; ValueError unless it is a dense tensor of the dtype
+    and shape."""
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.layout != torch.strided
+        or tensor.dtype != dtype
+        or tensor.shape != shape
+        or tensor.is_meta
+    ):
         raise ValueError(f"{name} is {kind_of(tensor)}; wanted {dtype} {list(shape)}")
     return torch.empty(shape, dtype=dtype).copy_(tensor.detach())
 
@@ -183,4 +201,6 @@ def kind_of(value: object) -> str:
     """A tensor's dtype and shape, or the type of anything else, for messages."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
-    return f"{value.dtype} {list(value.shape)}" + ("" if value.layout == torch.strided and not value.is_meta else f" ({value.layout}, {value.device})")
+    return f"{value.dtype} {list(value.shape)}" + (
+        "" if value.layout == torch.strided and not value.is_meta else f" ({value.layout}, {value.device})"
+    )

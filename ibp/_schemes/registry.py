@@ -1,9 +1,11 @@
-"""The table of schemes: all that the package knows of each. A new scheme is its own folder and a row here (and what csrc/FORMAT.md and csrc/core/schemes.h say of it)."""
+"""The table of schemes: all that the package knows of each. A new scheme is its own folder and a row here (and what
+csrc/FORMAT.md and csrc/core/schemes.h say of it)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -24,26 +26,37 @@ class Scheme:
         number: enum ibp_scheme of ibp.h, the first number of every codec.
         codebook: class of its codebooks; None where rows are as they are.
         learn: finds a codebook for a request.
-        relearn: (codebook, rows, sizes, request): codebooks of the same form, one for each group of rows; rows is uint8 [n * row_bytes], those of
-            a group next to each other, and sizes says how many each has.
-        options: the arguments of `ibp.compress` and `ibp.analyze` that belong to it, and what raises ValueError for wrong ones.
+        relearn: (codebook, rows, sizes, request): codebooks of the same form, one for each group of rows; rows is uint8
+            [n * row_bytes], those of a group next to each other, and sizes says how many each has.
+        options: the arguments of `ibp.compress` and `ibp.analyze` that belong to it, and what raises ValueError for
+            wrong ones.
     """
 
     name: str
     number: int
     codebook: type[AnyCodebook] | None
     learn: Callable[[Request], AnyCodebook | None]
-    relearn: Callable[[AnyCodebook, torch.Tensor, list[int], Request], list[AnyCodebook]] | None = None
+    relearn: Callable[[Any, torch.Tensor, list[int], Request], Sequence[AnyCodebook]] | None = None
     options: Mapping[str, Callable[..., object]] = field(default_factory=dict)
 
 
 _ROWS = (
     Scheme("raw", 0, None, learn=lambda request: None),
-    Scheme(Codebook.scheme, Codebook.number, Codebook, learn=masks.learn,
-           relearn=lambda codebook, rows, sizes, request: masks.relearn(codebook, rows, sizes, request.tau),
-           options={"chunk_bytes": check_chunk_bytes, "tau": masks.check_tau, "paper": bool}),
-    Scheme(PlanesCodebook.scheme, PlanesCodebook.number, PlanesCodebook, learn=planes.learn,
-           relearn=lambda codebook, rows, sizes, request: planes.relearn(codebook, rows, sizes)),
+    Scheme(
+        Codebook.scheme,
+        Codebook.number,
+        Codebook,
+        learn=masks.learn,
+        relearn=lambda codebook, rows, sizes, request: masks.relearn(codebook, rows, sizes, request.tau),
+        options={"chunk_bytes": check_chunk_bytes, "tau": masks.check_tau, "paper": bool},
+    ),
+    Scheme(
+        PlanesCodebook.scheme,
+        PlanesCodebook.number,
+        PlanesCodebook,
+        learn=planes.learn,
+        relearn=lambda codebook, rows, sizes, request: planes.relearn(codebook, rows, sizes),
+    ),
 )
 SCHEMES: Mapping[str, Scheme] = {scheme.name: scheme for scheme in _ROWS}
 
@@ -56,7 +69,8 @@ def coding_of(codebook: AnyCodebook | None, row_bytes: int, device: torch.device
 
 
 def check_scheme(scheme: str, **options: object) -> None:
-    """Raises ValueError for a scheme that is none, for wrong options, and for those of other schemes; "auto" takes the options of any one scheme."""
+    """Raises ValueError for a scheme that is none, for wrong options, and for those of other schemes; "auto" takes the
+    options of any one scheme."""
     if scheme not in ("auto", *SCHEMES):
         raise ValueError(f"scheme is {scheme!r}; wanted one of {['auto', *SCHEMES]}")
     for name, value in _given(options).items():

@@ -11,7 +11,8 @@ from .. import _rows, _staging
 
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _FEW_SHARE = 0.01
-# Bytes that an analysis without a given sample looks at. A codebook a table loses at most 0.07 points of savings at 1 % of the rows (benchmarks/sampling.py).
+# Bytes that an analysis without a given sample looks at. A codebook a table loses at most 0.07 points of savings at 1 %
+# of the rows (benchmarks/sampling.py).
 _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 
 
@@ -43,7 +44,8 @@ class Request:
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
-        """Sampled whole rows on the device, uint8 [n * row_bytes]. A table of one short row gives that row, with zeros."""
+        """Sampled whole rows on the device, uint8 [n * row_bytes]. A table of one short row gives that row, with
+        zeros."""
         geometry = self.geometry
         if 0 < geometry.num_bytes < geometry.row_bytes:
             return torch.nn.functional.pad(self.data, (0, geometry.row_bytes - geometry.num_bytes)).to(self.device)

@@ -18,8 +18,10 @@ class ClusteredCodebook(AnyCodebook):
     Made by `ibp.compress(..., clusters=)` or from its parts. It never changes.
 
     Attributes:
-        codebooks: tuple of `Codebook` with equal chunk_bytes and flag_all, or of `PlanesCodebook` that differ in their entries only.
-        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebooks included; None if not learned.
+        codebooks: tuple of `Codebook` with equal chunk_bytes and flag_all, or of `PlanesCodebook` that differ in their
+            entries only.
+        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebooks included; None if not
+            learned.
 
     Raises:
         ValueError: the codebooks do not fit each other.
@@ -38,8 +40,15 @@ class ClusteredCodebook(AnyCodebook):
             raise ValueError(f"there are {len(codebooks)} codebooks; wanted 2 to {MAX_CLUSTERS}")
         first = codebooks[0]
         for codebook in codebooks:
-            if not isinstance(codebook, AnyCodebook) or isinstance(codebook, ClusteredCodebook) or not codebook.is_finished:
-                raise ValueError(f"there is a {type(codebook).__name__} among the codebooks; wanted finished codebooks of one cluster each")
+            if (
+                not isinstance(codebook, AnyCodebook)
+                or isinstance(codebook, ClusteredCodebook)
+                or not codebook.is_finished
+            ):
+                raise ValueError(
+                    f"there is a {type(codebook).__name__} among the codebooks; wanted finished codebooks, "
+                    "each of one cluster"
+                )
             if type(codebook) is not type(first) or codebook.form != first.form:
                 raise ValueError(f"the codebooks {first!r} and {codebook!r} do not fit each other")
         if not first.can_differ:

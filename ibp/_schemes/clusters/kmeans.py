@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-# Of the rows that k-means looks at, for up to 64 clusters; for more, fewer, so that time grows no further with their number. 256 MiB as float32.
+# Of the rows that k-means looks at, for up to 64 clusters; for more, fewer, so that time grows no further with their
+# number. 256 MiB as float32.
 _SAMPLE_BITS, _FULL_SAMPLE_CLUSTERS = 1 << 26, 64
 _ROUNDS = 8
 _MOST_SEEDS = 1 << 16  # rows that it may start from: torch.multinomial takes at most 2^24
 
 
 def kmeans(table: torch.Tensor, count: int) -> torch.Tensor:
-    """The cluster of each row, int64 [n]: Lloyd's iteration on the rows' bits, from seeds that are far apart, until it is settled.
+    """The cluster of each row, int64 [n]: Lloyd's iteration on the rows' bits, from seeds that are far apart, until it
+    is settled.
 
     Args:
         table: uint8 [n, row_bytes].
@@ -41,7 +43,8 @@ def _distances(bits: torch.Tensor, norms: torch.Tensor, centres: torch.Tensor) -
 
 
 def _far_seeds(bits: torch.Tensor, norms: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows to start from, each drawn with a probability that grows with its distance to those before (k-means++), seeded."""
+    """Rows to start from, each drawn with a probability that grows with its distance to those before (k-means++),
+    seeded."""
     generator = torch.Generator().manual_seed(0)
     step = -(-len(bits) // _MOST_SEEDS)
     bits, norms = bits[::step], norms[::step]

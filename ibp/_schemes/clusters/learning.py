@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..codebook import AnyCodebook
@@ -52,7 +54,8 @@ def split(codebook: AnyCodebook, request: Request) -> AnyCodebook:
 
 
 def _halves(table: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows to learn on and others, drawn at random, to compare on; the same, if they are the whole table but for a short last row."""
+    """Rows to learn on and others, drawn at random, to compare on; the same, if they are the whole table but for a
+    short last row."""
     if len(table) >= num_rows - 1 or len(table) < 2:
         return table, table
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0)).to(table.device)
@@ -74,7 +77,9 @@ def _with_count(codebook: AnyCodebook, table: torch.Tensor, count: int, request:
     """A codebook with at most `count` clusters, or None if the rows do not fall apart."""
     if not codebook.can_differ:
         return None
-    assigned = kmeans(table, count)
+    assigned = kmeans(
+        table, min(count, max(2, len(table) // 2))
+    )  # a codebook for one row takes more bytes than the row
     codebooks = _relearned(codebook, table, assigned, request)
     for _ in range(_COST_ROUNDS):
         if len(codebooks) < 2:
@@ -89,7 +94,7 @@ def _with_count(codebook: AnyCodebook, table: torch.Tensor, count: int, request:
     return found.with_savings(1 - _cost(found, table, request.geometry.num_rows) / codebook.row_bytes)
 
 
-def _cheapest(codebooks: list[AnyCodebook], table: torch.Tensor) -> torch.Tensor:
+def _cheapest(codebooks: Sequence[AnyCodebook], table: torch.Tensor) -> torch.Tensor:
     """The codebook that codes each row in the fewest bytes, the first of equal ones: int64 [n]."""
     least = _stored(codebooks[0], table)
     assigned = torch.zeros_like(least)
@@ -100,7 +105,9 @@ def _cheapest(codebooks: list[AnyCodebook], table: torch.Tensor) -> torch.Tensor
     return assigned
 
 
-def _relearned(codebook: AnyCodebook, table: torch.Tensor, assigned: torch.Tensor, request: Request) -> list[AnyCodebook]:
+def _relearned(
+    codebook: AnyCodebook, table: torch.Tensor, assigned: torch.Tensor, request: Request
+) -> Sequence[AnyCodebook]:
     """A codebook of the same form for the rows of each cluster that has any."""
     relearn = SCHEMES[codebook.scheme].relearn
     assert relearn is not None, f"scheme {codebook.scheme} has codebooks but does not say how to learn them again"

@@ -30,17 +30,19 @@ class MasksForm(NamedTuple):
 class Codebook(AnyCodebook):
     """The masks and bitvals of a row's chunks, each distinct pair stored once.
 
-    Made by `ibp.analyze`, by `ibp.compress`, or from masks by `Codebook.from_masks`. It never changes, and is shared freely between tables; its
-    tensors are copies of its own and must not be written to.
+    Made by `ibp.analyze`, by `ibp.compress`, or from masks by `Codebook.from_masks`. It never changes, and is shared
+    freely between tables; its tensors are copies of its own and must not be written to.
 
     Attributes:
         row_bytes: bytes of a row, 1 to 65,536.
         chunk_bytes: bytes of a chunk: 1, 2, 4 or 8.
         flag_all: whether chunks without a mask have a participation bit too (the paper's bytes).
         palette: uint8 [P, 2, chunk_bytes], the distinct (mask, bitval) pairs, P from 1 to 65,536.
-        index: uint8 or, from 257 pairs on, uint16 [num_chunks], the pair of each chunk; empty if there is only one pair.
+        index: uint8 or, from 257 pairs on, uint16 [num_chunks], the pair of each chunk; empty if there is only one
+            pair.
         tau: the paper's threshold, where one was used for all chunks, else None.
-        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if made from masks.
+        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if made
+            from masks.
         mask, bitval: uint8 [row_bytes], the same spread over a whole row.
         num_flags: participation bits of a row.
 
@@ -64,21 +66,47 @@ class Codebook(AnyCodebook):
     bitval: torch.Tensor
     num_flags: int
 
-    def __init__(self, row_bytes: int, chunk_bytes: int, flag_all: bool, palette: torch.Tensor, index: torch.Tensor, tau: float | None = None,
-                 expected_savings: float | None = None) -> None:
+    def __init__(
+        self,
+        row_bytes: int,
+        chunk_bytes: int,
+        flag_all: bool,
+        palette: torch.Tensor,
+        index: torch.Tensor,
+        tau: float | None = None,
+        expected_savings: float | None = None,
+    ) -> None:
         row_bytes = whole("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
         chunk_bytes = check_chunk_bytes(whole("chunk_bytes", chunk_bytes, 1, 8))
         flag_all = bool(whole("flag_all", flag_all, 0, 1))
         palette, index = _checked_pairs(palette, index, chunk_bytes, -(-row_bytes // chunk_bytes))
         mask, bitval = _spread(palette, index, row_bytes, chunk_bytes)
         words = torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all)
-        self._finish(words, row_bytes=row_bytes, chunk_bytes=chunk_bytes, flag_all=flag_all, palette=palette, index=index,
-                     tau=fraction("tau", tau), expected_savings=checked_savings(expected_savings), mask=mask, bitval=bitval,
-                     num_flags=_count_flags(mask, chunk_bytes, flag_all))
+        self._finish(
+            words,
+            row_bytes=row_bytes,
+            chunk_bytes=chunk_bytes,
+            flag_all=flag_all,
+            palette=palette,
+            index=index,
+            tau=fraction("tau", tau),
+            expected_savings=checked_savings(expected_savings),
+            mask=mask,
+            bitval=bitval,
+            num_flags=_count_flags(mask, chunk_bytes, flag_all),
+        )
 
     @classmethod
-    def from_masks(cls, mask: torch.Tensor, bitval: torch.Tensor, chunk_bytes: int, flag_all: bool = False, *, tau: float | None = None,
-                   expected_savings: float | None = None) -> Codebook:
+    def from_masks(
+        cls,
+        mask: torch.Tensor,
+        bitval: torch.Tensor,
+        chunk_bytes: int,
+        flag_all: bool = False,
+        *,
+        tau: float | None = None,
+        expected_savings: float | None = None,
+    ) -> Codebook:
         """A codebook from the mask and bitval of a whole row.
 
         Args:
@@ -96,7 +124,9 @@ class Codebook(AnyCodebook):
             if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
                 raise TypeError(f"{name} is {kind_of(tensor)}; wanted a uint8 tensor")
         if mask.dim() != 1 or mask.shape != bitval.shape:
-            raise ValueError(f"mask has shape {list(mask.shape)}, bitval {list(bitval.shape)}; wanted two equal shapes [row_bytes]")
+            raise ValueError(
+                f"mask has shape {list(mask.shape)}, bitval {list(bitval.shape)}; wanted two equal shapes [row_bytes]"
+            )
         row_bytes = whole("row_bytes", mask.numel(), 1, _core.MAX_ROW_BYTES)
         chunk_bytes = check_chunk_bytes(chunk_bytes)
         pairs = np.zeros((2, -(-row_bytes // chunk_bytes) * chunk_bytes), np.uint8)
@@ -107,8 +137,20 @@ class Codebook(AnyCodebook):
         pairs = pairs.reshape(2, -1, chunk_bytes).transpose(1, 0, 2).reshape(-1, 2 * chunk_bytes)
         palette, index = _distinct(pairs)
         num_pairs = len(palette)
-        stored = torch.from_numpy(index.astype(np.uint8 if num_pairs <= 256 else np.uint16)) if num_pairs > 1 else torch.empty(0, dtype=torch.uint8)
-        return cls(row_bytes, chunk_bytes, flag_all, torch.from_numpy(palette.reshape(num_pairs, 2, chunk_bytes)), stored, tau, expected_savings)
+        stored = (
+            torch.from_numpy(index.astype(np.uint8 if num_pairs <= 256 else np.uint16))
+            if num_pairs > 1
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        return cls(
+            row_bytes,
+            chunk_bytes,
+            flag_all,
+            torch.from_numpy(palette.reshape(num_pairs, 2, chunk_bytes)),
+            stored,
+            tau,
+            expected_savings,
+        )
 
     @property
     def form(self) -> MasksForm:
@@ -130,7 +172,8 @@ class Codebook(AnyCodebook):
 
     @property
     def cluster_words(self) -> torch.Tensor:
-        """The words of one cluster, then its num_flags and three numbers that mean nothing: the next one's words are aligned to 16 bytes."""
+        """The words of one cluster, then its num_flags and three numbers that mean nothing: the next one's words are
+        aligned to 16 bytes."""
         return torch.cat([self.words("cpu").reshape(-1), torch.tensor([self.num_flags, 0, 0, 0], dtype=torch.int32)])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,8 +190,13 @@ class Codebook(AnyCodebook):
 
     def _description(self) -> list[str]:
         fixed = int(np.unpackbits(self.mask.numpy()).sum())
-        parts = [f"row_bytes={self.row_bytes}", f"chunk_bytes={self.chunk_bytes}",
-                 f"invariant={fixed / (8 * self.row_bytes):.1%} of bits", f"palette={len(self.palette)}", f"nbytes={self.nbytes}"]
+        parts = [
+            f"row_bytes={self.row_bytes}",
+            f"chunk_bytes={self.chunk_bytes}",
+            f"invariant={fixed / (8 * self.row_bytes):.1%} of bits",
+            f"palette={len(self.palette)}",
+            f"nbytes={self.nbytes}",
+        ]
         if self.flag_all:
             parts.append("flag_all=True")
         if self.tau is not None:
@@ -163,10 +211,14 @@ def check_chunk_bytes(chunk_bytes: int) -> int:
     return int(chunk_bytes)
 
 
-def _checked_pairs(palette: object, index: object, chunk_bytes: int, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _checked_pairs(
+    palette: object, index: object, chunk_bytes: int, num_chunks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Copies of palette and index."""
     if not isinstance(palette, torch.Tensor) or palette.dim() != 3 or not 1 <= len(palette) <= 65536:
-        raise ValueError(f"palette is {kind_of(palette)}; wanted torch.uint8 [P, 2, {chunk_bytes}] with P from 1 to 65,536")
+        raise ValueError(
+            f"palette is {kind_of(palette)}; wanted torch.uint8 [P, 2, {chunk_bytes}] with P from 1 to 65,536"
+        )
     num_pairs = len(palette)
     palette = private_copy("palette", palette, torch.uint8, (num_pairs, 2, chunk_bytes))
     dtype = next(dtype for dtype, most in _INDEX_DTYPES.items() if num_pairs <= most)
@@ -177,7 +229,9 @@ def _checked_pairs(palette: object, index: object, chunk_bytes: int, num_chunks:
     return palette, index
 
 
-def _spread(palette: torch.Tensor, index: torch.Tensor, row_bytes: int, chunk_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _spread(
+    palette: torch.Tensor, index: torch.Tensor, row_bytes: int, chunk_bytes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The mask and bitval of a whole row."""
     num_chunks = -(-row_bytes // chunk_bytes)
     pairs = palette.numpy()[index.numpy() if index.numel() else np.zeros(num_chunks, np.int64)]

@@ -1,21 +1,26 @@
-"""Which bits are invariant: codebooks of scheme ibp learned from rows (the paper's sections 4.1 and 6.1)."""
+"""Which bits are invariant: codebooks of scheme ibp learned from rows (the paper's sections 4.1 and 6.1).
+
+Learning runs on groups of rows, each of which gets a codebook of its own: the whole sample for a table, its clusters
+for several. Below, K is a number of groups. Bits of rows are counted by the operations; what is small, masks and sums a
+group, is kept in numpy arrays for all groups at once.
+"""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from ... import _rows
 from ..request import Request
-from ..sizes import measure, total_stored
-from .codebook import CHUNK_BYTES, Codebook, MasksForm, check_chunk_bytes
+from .codebook import CHUNK_BYTES, Codebook, MasksForm
 
-TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)
-_GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256  # what the greedy choice of masks looks at
+TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)  # the paper's artifact sweeps 0.70 to 1.0
+_GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256  # of a group's rows that the greedy choice of masks looks at
 _FINALISTS = 3  # thresholds for all chunks that are compared exactly
-_BITS_SET = torch.tensor([bin(byte).count("1") for byte in range(256)])
+_BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
 
 def check_tau(tau: float) -> None:
@@ -26,8 +31,17 @@ def check_tau(tau: float) -> None:
 
 def learn(request: Request) -> Codebook:
     """The best codebook of scheme ibp for a table."""
-    return _learn(request.rows, request.geometry.row_bytes, request.geometry.num_rows, request.device, request.chunk_bytes, request.tau, request.paper,
-                  request.progress)
+    rows, row_bytes = request.rows, request.geometry.row_bytes
+    if rows.numel() == 0:
+        nothing = torch.zeros(row_bytes, dtype=torch.uint8)
+        return Codebook.from_masks(nothing, nothing, 4)
+    sweep = _Sweep(rows, row_bytes, [rows.numel() // row_bytes], [request.geometry.num_rows])
+    sizes = CHUNK_BYTES if request.chunk_bytes is None else (request.chunk_bytes,)
+    found = [
+        sweep.best(size, request.tau, request.paper)
+        for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not request.progress)
+    ]
+    return max((codebook for (codebook,) in found), key=_savings_of)
 
 
 def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float | None) -> list[Codebook]:
@@ -39,112 +53,171 @@ def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float
         sizes: rows of each group, at least one.
         tau: a threshold for all chunks; None: each group finds the best ones.
     """
-    parts = rows.split([size * codebook.row_bytes for size in sizes])
-    return [_learn(part, codebook.row_bytes, size, rows.device, codebook.chunk_bytes, tau, codebook.flag_all) for part, size in zip(parts, sizes)]
+    return _Sweep(rows, codebook.row_bytes, sizes, sizes).best(codebook.chunk_bytes, tau, codebook.flag_all)
 
 
-def _learn(rows: torch.Tensor, row_bytes: int, num_rows: int, device: torch.device, chunk_bytes: int | None = None, tau: float | None = None,
-          paper: bool = False, progress: bool = False) -> Codebook:
-    """The best codebook of scheme ibp for a table, from a sample of its rows; other arguments as `analyze`.
+def _savings_of(codebook: Codebook) -> float:
+    assert codebook.expected_savings is not None
+    return codebook.expected_savings
 
-    Args:
-        rows: uint8 [n * row_bytes], whole rows; none at all for a table without rows.
-        num_rows: rows of the whole table, over which the codebook's own bytes are spread.
-        device: where the work is done.
-    """
-    if rows.numel() == 0:
-        nothing = torch.zeros(row_bytes, dtype=torch.uint8)
-        return Codebook.from_masks(nothing, nothing, 4)
-    sweep = _Sweep(rows, row_bytes, num_rows, device)
-    sizes = CHUNK_BYTES if chunk_bytes is None else (chunk_bytes,)
-    taus = TAUS if tau is None else (tau,)
-    found = []
-    for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not progress):
-        found.append(sweep.with_one_threshold(size, taus, paper))
-        if not paper and tau is None:
-            found.append(sweep.with_best_masks(size))
-    return max(found, key=lambda codebook: codebook.expected_savings)
+
+class _Masks(NamedTuple):
+    """A mask and bitval for the rows of every group: uint8 [K, row_bytes]. tau: float64 [K], nan where there is no one
+    threshold."""
+
+    mask: np.ndarray
+    bitval: np.ndarray
+    tau: np.ndarray
+
+    def where(self, condition: np.ndarray, other: _Masks) -> _Masks:
+        """These for the groups where the condition, [K], holds, others' for the rest."""
+        by_row = condition[:, None]
+        mask, bitval = np.where(by_row, self.mask, other.mask), np.where(by_row, self.bitval, other.bitval)
+        return _Masks(mask, bitval, np.where(condition, self.tau, other.tau))
 
 
 class _Sweep:
-    """Thresholds and chunk sizes tried on the same sampled rows."""
+    """Thresholds and chunk sizes tried on the same sampled rows, for every group by itself.
 
-    def __init__(self, data, row_bytes, num_rows, device):
-        self.data, self.row_bytes, self.num_rows, self.device = data, row_bytes, num_rows, device
-        self.num_sampled = data.numel() // row_bytes
-        self.counts = sum(torch.ops.ibp.count_bits(block, row_bytes) for block in self._blocks()).cpu()
-        self._thresholds, self._kept_gains = {}, {}
+    Args:
+        rows: uint8 [n * row_bytes], whole rows on the device that does the work, those of a group next to each other.
+        sizes: rows of each group, at least one.
+        num_rows: rows over which the bytes of each group's codebook are spread.
+    """
 
-    def _blocks(self):
-        return (block for _, _, block in _rows.blocks(self.data, self.row_bytes, self.device))
+    def __init__(self, rows: torch.Tensor, row_bytes: int, sizes: list[int], num_rows: list[int]) -> None:
+        self.row_bytes, self.device = row_bytes, rows.device
+        self.parts = rows.split([size * row_bytes for size in sizes])
+        self.sizes, self.num_rows = np.array(sizes), np.array(num_rows)
+        self.counts = torch.stack([torch.ops.ibp.count_bits(part, row_bytes) for part in self.parts]).cpu()
+        self._thresholds: dict[float, _Masks] = {}
 
-    def thresholds(self, taus):
-        """[(tau, mask, bitval)] of the thresholds that give different masks."""
-        if taus not in self._thresholds:
-            found = self._thresholds[taus] = []
-            for tau in taus:
-                mask, bitval = torch.ops.ibp.threshold_bits(self.counts, self.num_sampled, float(tau))
-                if not found or not torch.equal(mask, found[-1][1]):
-                    found.append((tau, mask, bitval))
-        return self._thresholds[taus]
+    def best(self, chunk_bytes: int, tau: float | None, paper: bool) -> list[Codebook]:
+        """For every group the codebook of chunks of this size that saves most, with expected_savings."""
+        tried = self.thresholds(TAUS if tau is None else (tau,))
+        gains = self.gains(tried, chunk_bytes) if not paper and tau is None else []
+        found = self._best_threshold(tried, gains, chunk_bytes, paper)
+        savings = self.savings(found, chunk_bytes, paper)
+        if gains:
+            chosen = self._best_masks(tried, gains, chunk_bytes)
+            of_chosen = self.savings(chosen, chunk_bytes, False)
+            found, savings = found.where(savings >= of_chosen, chosen), np.maximum(savings, of_chosen)
+        return [
+            Codebook.from_masks(
+                torch.from_numpy(mask),
+                torch.from_numpy(bitval),
+                chunk_bytes,
+                paper,
+                tau=None if np.isnan(at) else float(at),
+                expected_savings=float(saved),
+            )
+            for mask, bitval, at, saved in zip(*found, savings)
+        ]
 
-    def with_one_threshold(self, chunk_bytes, taus, paper):
-        """The paper's choice: one threshold for all chunks, the best of those given; only those that fix the most bits are compared exactly."""
-        tried = self.thresholds(taus)
-        if not paper and len(tried) > _FINALISTS:
-            gains = [int(gain.sum()) for gain in self._gains(taus, chunk_bytes)]
-            tried = [tried[i] for i in sorted(sorted(range(len(tried)), key=lambda i: -gains[i])[:_FINALISTS])]
-        found = [self._codebook(mask, bitval, chunk_bytes, paper, tau) for tau, mask, bitval in tried]
-        return max(found, key=lambda codebook: codebook.expected_savings)
+    def thresholds(self, taus: tuple[float, ...]) -> list[_Masks]:
+        """The masks of thresholds, without those that are the same as of the threshold before in every group."""
+        found: list[_Masks] = []
+        for tau in taus:
+            if tau not in self._thresholds:
+                pairs = [
+                    torch.ops.ibp.threshold_bits(counts, size, float(tau))
+                    for counts, size in zip(self.counts, self.sizes.tolist())
+                ]
+                mask, bitval = (np.stack([part.numpy() for part in parts]) for parts in zip(*pairs))
+                self._thresholds[tau] = _Masks(mask, bitval, np.full(len(pairs), tau))
+            if not found or (self._thresholds[tau].mask != found[-1].mask).any():
+                found.append(self._thresholds[tau])
+        return found
 
-    def with_best_masks(self, chunk_bytes):
+    def _best_threshold(self, tried: list[_Masks], gains: list[np.ndarray], chunk_bytes: int, paper: bool) -> _Masks:
+        """The paper's choice: one threshold for all chunks, the best of those tried. With gains, only the masks of a
+        group that fix the most bits are compared exactly."""
+        ranked = np.tile(np.arange(len(tried))[:, None], (1, len(self.sizes)))
+        if gains and len(tried) > _FINALISTS:
+            totals = np.stack([gain.sum(1) for gain in gains])
+            for at in range(1, len(tried)):  # masks that are the same as of the threshold before are no finalists
+                totals[at][(tried[at].mask == tried[at - 1].mask).all(1)] = np.iinfo(np.int64).min
+            ranked = np.sort((-totals.astype(np.float64)).argsort(axis=0, kind="stable")[:_FINALISTS], axis=0)
+        best, most = None, np.full(len(self.sizes), -np.inf)
+        for places in ranked:
+            masks = functools.reduce(
+                lambda found, at: tried[at].where(places == at, found), np.unique(places)[1:], tried[places.min()]
+            )
+            savings = self.savings(masks, chunk_bytes, paper)
+            best, most = masks if best is None else best.where(most >= savings, masks), np.maximum(most, savings)
+        assert best is not None
+        return best
+
+    def _best_masks(self, tried: list[_Masks], gains: list[np.ndarray], chunk_bytes: int) -> _Masks:
         """For each chunk the mask that saves most: of the thresholds', of the greedy one, or none."""
-        best_mask = torch.zeros(self.row_bytes, dtype=torch.uint8)
-        best_bitval, best_gain = best_mask.clone(), self._per_chunk(best_mask, chunk_bytes)
-        greedy = torch.ops.ibp.choose_masks(self._few_rows, self.row_bytes, chunk_bytes)
-        tried = [(*greedy, *self._gains_of([greedy], chunk_bytes))]
-        tried += [(mask, bitval, gain) for (_, mask, bitval), gain in zip(self.thresholds(TAUS), self._gains(TAUS, chunk_bytes))]
-        for mask, bitval, gain in tried:
-            better = (gain > best_gain).repeat_interleave(chunk_bytes)[: self.row_bytes]
-            best_gain = torch.maximum(gain, best_gain)
-            best_mask, best_bitval = torch.where(better, mask, best_mask), torch.where(better, bitval, best_bitval)
-        return self._codebook(best_mask, best_bitval, chunk_bytes, False, None)
+        greedy = self._greedy(chunk_bytes)
+        mask, bitval = np.zeros_like(greedy.mask), np.zeros_like(greedy.mask)
+        best = np.zeros_like(gains[0])
+        for masks, gain in zip([greedy, *tried], [*self.gains([greedy], chunk_bytes), *gains]):
+            better = (gain > best).repeat(chunk_bytes, axis=1)[:, : self.row_bytes]
+            best = np.maximum(gain, best)
+            mask, bitval = np.where(better, masks.mask, mask), np.where(better, masks.bitval, bitval)
+        return _Masks(mask, bitval, greedy.tau)
+
+    def _greedy(self, chunk_bytes: int) -> _Masks:
+        pairs = [torch.ops.ibp.choose_masks(rows, self.row_bytes, chunk_bytes) for rows in self._few_rows]
+        mask, bitval = (np.stack([part.numpy() for part in parts]) for parts in zip(*pairs))
+        return _Masks(mask, bitval, np.full(len(pairs), np.nan))
 
     @functools.cached_property
-    def _few_rows(self):
-        """Rows for the greedy choice, evenly spread over the sample, on the CPU."""
-        step = -(-self.num_sampled // max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes))
-        return self.data.view(self.num_sampled, self.row_bytes)[::step].reshape(-1).contiguous().cpu()
+    def _few_rows(self) -> list[torch.Tensor]:
+        """Rows of every group for the greedy choice, evenly spread, on the CPU."""
+        most = max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes)
+        return [
+            part.view(-1, self.row_bytes)[:: -(-size // most)].reshape(-1).contiguous().cpu()
+            for part, size in zip(self.parts, self.sizes.tolist())
+        ]
 
-    def _per_chunk(self, mask, chunk_bytes):
-        """Bits set in each chunk of a mask."""
-        padded = torch.zeros(-(-self.row_bytes // chunk_bytes) * chunk_bytes, dtype=torch.int64)
-        padded[: self.row_bytes] = _BITS_SET[mask.to(torch.int64)]
-        return padded.view(-1, chunk_bytes).sum(1)
+    def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
+        """Bits that each chunk saves over all rows of a group with every one of the masks, participation bits paid:
+        int64 [K, chunks]."""
+        codec, found = MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0), []
+        for masks in tried:
+            words = self._words(masks, chunk_bytes, False)
+            hits = (
+                torch.stack([torch.ops.ibp.count_hits(part, near, codec) for part, near in zip(self.parts, words)])
+                .cpu()
+                .numpy()
+            )
+            fixed = self._per_chunk(_BITS_SET[masks.mask], chunk_bytes)
+            found.append(hits * fixed - self.sizes[:, None] * (fixed > 0))
+        return found
 
-    def _gains(self, taus, chunk_bytes):
-        """_gains_of the thresholds' masks; kept."""
-        if (taus, chunk_bytes) not in self._kept_gains:
-            self._kept_gains[taus, chunk_bytes] = self._gains_of([(mask, bitval) for _, mask, bitval in self.thresholds(taus)], chunk_bytes)
-        return self._kept_gains[taus, chunk_bytes]
+    def savings(self, masks: _Masks, chunk_bytes: int, flag_all: bool) -> np.ndarray:
+        """1 - coded / original bytes on the rows of every group, exactly, codebook included: float64 [K]. Rows that
+        would grow are raw."""
+        fixed = self._per_chunk(_BITS_SET[masks.mask], chunk_bytes)
+        num_flags = np.count_nonzero(fixed, axis=1) if not flag_all else np.full(len(fixed), fixed.shape[1])
+        form, stored = MasksForm(self.row_bytes, chunk_bytes, flag_all), []
+        for part, words, flags in zip(self.parts, self._words(masks, chunk_bytes, flag_all), num_flags.tolist()):
+            lengths = torch.ops.ibp.measure_rows(part, words, form.codec(flags))
+            stored.append(torch.ops.ibp.survey_rows(lengths, len(part), self.row_bytes)[0])
+        coded = torch.stack(stored).cpu().numpy() / self.sizes
+        return 1 - (coded + self._codebook_bytes(masks, chunk_bytes) / self.num_rows) / self.row_bytes
 
-    def _gains_of(self, masks, chunk_bytes):
-        """Bits that each chunk saves over all sampled rows with every (mask, bitval), participation bits paid: brought to the CPU at once."""
-        words = [torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, False) for mask, bitval in masks]
-        near, codec = torch.stack(words).to(self.device), MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0)
-        hits = torch.zeros(len(masks), -(-self.row_bytes // chunk_bytes), dtype=torch.int64, device=self.device)
-        for block in self._blocks():
-            for i in range(len(masks)):
-                hits[i] += torch.ops.ibp.count_hits(block, near[i], codec)
-        fixed = [self._per_chunk(mask, chunk_bytes) for mask, _ in masks]
-        return [found * bits - self.num_sampled * (bits > 0) for found, bits in zip(hits.cpu(), fixed)]
+    def _words(self, masks: _Masks, chunk_bytes: int, flag_all: bool) -> torch.Tensor:
+        """The working form of every group's masks, int32 [K, 3, words] on the device."""
+        pairs = zip(torch.from_numpy(masks.mask), torch.from_numpy(masks.bitval))
+        return torch.stack(
+            [torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all) for mask, bitval in pairs]
+        ).to(self.device)
 
-    def _codebook(self, mask, bitval, chunk_bytes, flag_all, tau):
-        codebook = Codebook.from_masks(mask, bitval, chunk_bytes, flag_all, tau=tau)
-        return codebook.with_savings(self._savings(codebook))
+    def _per_chunk(self, values: np.ndarray, chunk_bytes: int) -> np.ndarray:
+        """Sums over the bytes of each chunk: int64 [K, chunks] of [K, row_bytes]."""
+        return np.add.reduceat(values, np.arange(0, self.row_bytes, chunk_bytes), axis=1, dtype=np.int64)
 
-    def _savings(self, codebook):
-        """Exact, on the sampled rows: rows are rounded to bytes, and those that would grow are raw."""
-        sampled = _rows.Geometry(torch.Size((self.num_sampled, self.row_bytes)), torch.uint8, self.row_bytes)
-        coded = total_stored(measure(self.data, codebook, self.device), sampled) / self.num_sampled
-        return 1 - (coded + codebook.nbytes / self.num_rows) / self.row_bytes
+    def _codebook_bytes(self, masks: _Masks, chunk_bytes: int) -> np.ndarray:
+        """`nbytes` of every group's codebook: int64 [K]."""
+        chunks = -(-self.row_bytes // chunk_bytes)
+        room = ((0, 0), (0, chunks * chunk_bytes - self.row_bytes))
+        mask, bitval = (np.pad(values, room).view(f"u{chunk_bytes}") for values in masks[:2])
+        order = np.lexsort((bitval, mask), axis=-1)
+        mask, bitval = (np.take_along_axis(values, order, axis=1) for values in (mask, bitval))
+        is_new = (mask[:, 1:] != mask[:, :-1]) | (bitval[:, 1:] != bitval[:, :-1])
+        pairs = 1 + is_new.sum(1)
+        return pairs * 2 * chunk_bytes + np.where(pairs > 1, chunks * np.where(pairs > 256, 2, 1), 0)

@@ -28,8 +28,17 @@ class PlanesForm(NamedTuple):
     digit_bits: tuple[int, ...]
 
     def codec(self) -> list[int]:
-        """What the operations are told besides the words (read_planes in csrc/bindings); default and closed as signed 64-bit numbers."""
-        split = [PlanesCodebook.number, self.row_bytes, self.element_bytes, self.rotate, self.residual_bits, int(self.per_column), int(self.listed)]
+        """What the operations are told besides the words (read_planes in csrc/bindings); default and closed as signed
+        64-bit numbers."""
+        split = [
+            PlanesCodebook.number,
+            self.row_bytes,
+            self.element_bytes,
+            self.rotate,
+            self.residual_bits,
+            int(self.per_column),
+            int(self.listed),
+        ]
         return [*split, signed(self.default, 64), signed(self.closed, 64), *self.digit_bits]
 
 
@@ -38,8 +47,8 @@ class PlanesForm(NamedTuple):
 class PlanesCodebook(AnyCodebook):
     """How the elements of a row are split and which symbols are frequent.
 
-    Made by `ibp.analyze`, by `ibp.compress`, or from its fields. It never changes, and is shared freely between tables; its entries are a copy of
-    its own and must not be written to.
+    Made by `ibp.analyze`, by `ibp.compress`, or from its fields. It never changes, and is shared freely between tables;
+    its entries are a copy of its own and must not be written to.
 
     Attributes:
         row_bytes: bytes of a row, 1 to 65,536, a multiple of element_bytes.
@@ -50,8 +59,10 @@ class PlanesCodebook(AnyCodebook):
         per_column: whether every column has entries of its own; not with listed.
         listed: whether rows list the elements that differ from default.
         default, closed: bit patterns of elements, not negative; used in listed rows only.
-        entries: int64 [columns or 1, E], the symbols' bit patterns, most frequent first; of 64 bits as signed numbers. On the CPU.
-        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if not learned.
+        entries: int64 [columns or 1, E], the symbols' bit patterns, most frequent first; of 64 bits as signed numbers.
+            On the CPU.
+        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if not
+            learned.
 
     Raises:
         ValueError: fields are out of range or contradict each other.
@@ -71,15 +82,36 @@ class PlanesCodebook(AnyCodebook):
 
     scheme = "planes"
     number = 2  # IBP_SCHEME_PLANES
-    _fields = ("row_bytes", "element_bytes", "rotate", "residual_bits", "digit_bits", "per_column", "listed", "default", "closed", "entries", "expected_savings")
+    _fields = (
+        "row_bytes",
+        "element_bytes",
+        "rotate",
+        "residual_bits",
+        "digit_bits",
+        "per_column",
+        "listed",
+        "default",
+        "closed",
+        "entries",
+        "expected_savings",
+    )
 
     def __post_init__(self) -> None:
         row_bytes = whole("row_bytes", self.row_bytes, 1, _core.MAX_ROW_BYTES)
         element_bytes = whole("element_bytes", self.element_bytes, 1, 8)
         if element_bytes not in ELEMENT_BYTES or row_bytes % element_bytes:
-            raise ValueError(f"element_bytes is {element_bytes}; wanted one of {ELEMENT_BYTES} that divides row_bytes, {row_bytes}")
+            raise ValueError(
+                f"element_bytes is {element_bytes}; wanted one of {ELEMENT_BYTES} that divides row_bytes, {row_bytes}"
+            )
         width = 8 * element_bytes
-        most = {"rotate": 1, "residual_bits": width, "per_column": 1, "listed": 1, "default": 2**width - 1, "closed": 2**width - 1}
+        most = {
+            "rotate": 1,
+            "residual_bits": width,
+            "per_column": 1,
+            "listed": 1,
+            "default": 2**width - 1,
+            "closed": 2**width - 1,
+        }
         numbers = {name: whole(name, getattr(self, name), 0, limit) for name, limit in most.items()}
         if numbers["per_column"] and numbers["listed"]:
             raise ValueError("listed rows have no entries a column: per_column and listed are both set")
@@ -88,7 +120,14 @@ class PlanesCodebook(AnyCodebook):
         entries = _checked_entries(self.entries, shape, symbol_bits)
         in_bytes = entries.view(torch.uint8).view(*shape, 8)[..., : symbol_bytes(symbol_bits)]
         flags = {name: bool(numbers[name]) for name in ("per_column", "listed")}
-        checked = {**numbers, **flags, "row_bytes": row_bytes, "element_bytes": element_bytes, "digit_bits": digit_bits, "entries": entries}
+        checked = {
+            **numbers,
+            **flags,
+            "row_bytes": row_bytes,
+            "element_bytes": element_bytes,
+            "digit_bits": digit_bits,
+            "entries": entries,
+        }
         self._finish(in_bytes.reshape(-1).clone(), **checked, expected_savings=checked_savings(self.expected_savings))
 
     @property
@@ -145,7 +184,10 @@ class PlanesCodebook(AnyCodebook):
         return self.words("cpu")
 
     def _description(self) -> list[str]:
-        parts = [f"{name}={getattr(self, name)!r}" for name in ("row_bytes", "element_bytes", "rotate", "residual_bits", "digit_bits")]
+        parts = [
+            f"{name}={getattr(self, name)!r}"
+            for name in ("row_bytes", "element_bytes", "rotate", "residual_bits", "digit_bits")
+        ]
         if self.per_column:
             parts.append("per_column=True")
         if self.listed:
@@ -164,7 +206,8 @@ def num_entries(digit_bits: tuple[int, ...]) -> int:
 
 
 def is_fast(symbol_bits: int, digit_bits: tuple[int, ...]) -> bool:
-    """Whether the decoder of dense rows is at its best: symbols of at most a byte, digits of two bits (csrc/cuda/decode/dense.cuh)."""
+    """Whether the decoder of dense rows is at its best: symbols of at most a byte, digits of two bits
+    (csrc/cuda/decode/dense.cuh)."""
     return symbol_bits <= 8 and set(digit_bits) <= {2}
 
 
@@ -183,5 +226,7 @@ def _checked_entries(entries: object, shape: tuple[int, int], symbol_bits: int) 
     """A copy of the entries."""
     entries = private_copy("entries", entries, torch.int64, shape)
     if entries.numel() and symbol_bits < 64 and not 0 <= int(entries.min()) <= int(entries.max()) < 2**symbol_bits:
-        raise ValueError(f"entries are {int(entries.min())} to {int(entries.max())}; wanted symbols of {symbol_bits} bits")
+        raise ValueError(
+            f"entries are {int(entries.min())} to {int(entries.max())}; wanted symbols of {symbol_bits} bits"
+        )
     return entries
