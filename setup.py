@@ -7,9 +7,9 @@ The package gets three shared libraries, and the headers for C programs:
     ibp/_core.<abi>.so          pybind11 module; tied to one Python version
 
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS; CUDA_HOME or CUDA_PATH; TORCH_CUDA_ARCH_LIST (default "8.0 9.0+PTX");
-IBP_NO_CUDA=1 builds without CUDA even where nvcc is found; MAX_JOBS limits parallel compilers; V=1 shows their commands.
-IBP_BUILD_DIR (default build/native) is where objects are kept from one build to the next. A second build beside the
-first one, here one with the address sanitizer, which is used with PYTHONPATH=build/asan/lib:
+IBP_NO_CUDA=1 builds without CUDA even where nvcc is found; MAX_JOBS limits parallel compilers; V=1 shows their
+commands. IBP_BUILD_DIR (default build/native) is where objects are kept from one build to the next. A second build
+beside the first one, here one with the address sanitizer, which is used with PYTHONPATH=build/asan/lib:
 
     export IBP_BUILD_DIR=build/asan CFLAGS=-fsanitize=address CXXFLAGS=-fsanitize=address
     python setup.py build --build-lib build/asan/lib
@@ -38,6 +38,7 @@ BUILD = ROOT / os.environ.get("IBP_BUILD_DIR", "build/native")
 
 TORCH_TARGET_VERSION = "0x020A000000000000"
 
+
 def fail(sentence):
     sys.exit(f"\nibp: {sentence}")
 
@@ -55,7 +56,10 @@ def compiler(variable, names, language):
     for command in candidates:
         if shutil.which(shlex.split(command)[0]):
             return command
-    fail(f"no {language} compiler found ({' or '.join(candidates)}): install one, or name it in the environment variable {variable}.")
+    fail(
+        f"no {language} compiler found ({' or '.join(candidates)}): install one, or name it in the environment "
+        f"variable {variable}."
+    )
 
 
 def torch_paths():
@@ -117,9 +121,14 @@ class BuildNative(build_ext):
         settings = [f"{name}={value}" for name, value in variables.items()]
         command = ["make", "--no-print-directory", "-C", CSRC, f"-j{jobs}", "package", *settings]
         # A make that runs this script keeps its own jobs and flags to itself.
-        environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
+        }
         if subprocess.run(command, env=environment, stderr=subprocess.STDOUT).returncode != 0:
-            fail("the libraries could not be built: the messages of the compilers stand above; IBP_NO_CUDA=1 builds without CUDA.")
+            fail(
+                "the libraries could not be built: the messages of the compilers stand above; IBP_NO_CUDA=1 builds "
+                "without CUDA."
+            )
         for built, target in self.artefacts():
             install_file(built, self.package_parent() / target)
 

@@ -1,8 +1,9 @@
 """All benchmarks, then the charts: `python -m benchmarks [--all] [--unlimited] [--out DIR] [--device cpu] [--quick]`.
 
-Those of speed, in under 5 minutes on one H200; --all: those that count bytes as well, which are the same on every machine. Each runs in a
-process of its own, so that none is stopped by another's failure or has to live with the memory that it holds. On a GPU a script of speed is stopped when its
-time is over, and what it measured until then stays; --unlimited lets it finish.
+Those of speed, in under 5 minutes on one H200; --all: those that count bytes as well, which are the same on every
+machine. Each runs in a process of its own, so that none is stopped by another's failure or has to live with the memory
+that it holds. On a GPU a script of speed is stopped when its time is over, and what it measured until then stays;
+--unlimited lets it finish.
 """
 
 import argparse
@@ -13,7 +14,15 @@ import time
 
 from . import charts, harness
 
-SPEED = {"gather": 80, "codec": 70, "stream": 40, "large_table": 45, "overlap": 24, "small_calls": 14, "cpu": 25}  # seconds each may take, most important first
+SPEED = {
+    "gather": 80,
+    "codec": 70,
+    "stream": 40,
+    "large_table": 45,
+    "overlap": 24,
+    "small_calls": 14,
+    "cpu": 25,
+}  # seconds each may take, most important first
 BYTES = ("ratio", "sampling", "clusters")
 GRACE_S = 5  # to print what was measured
 
@@ -38,7 +47,10 @@ def run_script(name, argv, limit_s=None):
         print(f"{name}: stopped after {limit_s} s", flush=True)
     finally:
         status = stop(process)
-    print(f"{name}: {time.perf_counter() - started:.0f} s" + (f", exit status {status}" if status else "") + "\n", flush=True)
+    print(
+        f"{name}: {time.perf_counter() - started:.0f} s" + (f", exit status {status}" if status else "") + "\n",
+        flush=True,
+    )
     return status
 
 

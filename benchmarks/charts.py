@@ -22,7 +22,16 @@ SYNTHETIC = "synthetic "  # cases "synthetic 12.5%" and so on; raw rows and the 
 NORMAL = "normal"
 IBP_ARM, PLANES_ARM, RAW_ARM, CPU_ARM, PAPER_ARM = "ibp slots", "planes slots", "raw rows", "cpu pipelined", "paper"
 BLUE, PURPLE, ORANGE, GREY, GREEN, LIGHT_GREEN, RED, OLIVE, SAND = (
-    "#1f5fa8", "#8e5ea2", "#d9822b", "#7a7a7a", "#5d8c3e", "#a5c78b", "#b5453c", "#8a8d00", "#eab676")
+    "#1f5fa8",
+    "#8e5ea2",
+    "#d9822b",
+    "#7a7a7a",
+    "#5d8c3e",
+    "#a5c78b",
+    "#b5453c",
+    "#8a8d00",
+    "#eab676",
+)
 # Arm: label, colour. An arm is one thing in every chart.
 GATHER_STYLE = {
     PLANES_ARM: ("planes, slots", PURPLE),
@@ -41,9 +50,15 @@ DECODE_STYLE = {
     "decode packed": ("ibp, packed", BLUE, "--"),
 }
 CODEC_STYLE = {
-    "decode": ("ibp decode", BLUE), "planes decode": ("planes decode", PURPLE), "planes per column decode": ("planes decode, codebook a column", OLIVE),
-    "planes listed decode": ("planes decode, listed", "#c9a0d8"), "nvcomp ANS decode": ("nvCOMP ANS decode", GREEN), "encode": ("ibp encode", ORANGE),
-    "planes encode": ("planes encode", SAND), "nvcomp ANS compress": ("nvCOMP ANS compress", LIGHT_GREEN), "analyze": ("analyze", GREY),
+    "decode": ("ibp decode", BLUE),
+    "planes decode": ("planes decode", PURPLE),
+    "planes per column decode": ("planes decode, codebook a column", OLIVE),
+    "planes listed decode": ("planes decode, listed", "#c9a0d8"),
+    "nvcomp ANS decode": ("nvCOMP ANS decode", GREEN),
+    "encode": ("ibp encode", ORANGE),
+    "planes encode": ("planes encode", SAND),
+    "nvcomp ANS compress": ("nvCOMP ANS compress", LIGHT_GREEN),
+    "analyze": ("analyze", GREY),
 }
 OTHER_COLORS = (BLUE, PURPLE, ORANGE, GREEN, GREY, RED, OLIVE, SAND, LIGHT_GREEN, "#4fa3a5", "#c9a0d8", "#444444")
 
@@ -60,12 +75,23 @@ SPARSE_SAVINGS = 0.8  # sets of which auto saves more are drawn as times smaller
 
 
 WHOLE_COLUMNS = ("rows", "row_bytes", "sms")
-REAL_COLUMNS = ("savings", "link_savings", "gbps", "ideal_gbps", "matmul_share", "fetch_share", "sm_share", "loss_ratio")
+REAL_COLUMNS = (
+    "savings",
+    "link_savings",
+    "gbps",
+    "ideal_gbps",
+    "matmul_share",
+    "fetch_share",
+    "sm_share",
+    "loss_ratio",
+)
 REFERENCE = Path(__file__).with_name("reference_rates.csv")
 
 
 def read(path):
-    """Rows of a CSV with numbers as numbers, None where there is none, without its comments; [] if there is no such file."""
+    """Rows of a CSV with numbers as numbers, None where there is none, without its comments; [] if there is no such
+    file.
+    """
     if not path.exists():
         return []
     with open(path, newline="") as file:
@@ -108,7 +134,7 @@ def paper_rates(path):
     return [row for row in read(REFERENCE) if row["path"] == path]
 
 
-# ---- rows of host memory ----------------------------------------------------------------------------------------------------------
+# ---- rows of host memory -------------------------------------------------------------------------------------------
 
 
 def draw_lines(panel, points, color, label, line="-"):
@@ -133,20 +159,41 @@ def legend_below(figure, panels, ncols):
 
 
 def draw_gather_synthetic(rows, path):
-    """One panel for each savings: GB/s by row size, ibp beside its ideal, the paper's code, raw rows and the CPU's gathers."""
+    """One panel for each savings: GB/s by row size, ibp beside its ideal, the paper's code, raw rows and the CPU's
+    gathers.
+    """
     rows = with_most_sms([row for row in rows if row["case"].startswith(SYNTHETIC.strip())])
     cases = in_order(row["case"] for row in rows if row["case"].startswith(SYNTHETIC))
     if not cases:
         return
-    figure, panels = plt.subplots(1, len(cases), figsize=(3.3 * len(cases), 4.6), sharey=True, squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(cases), figsize=(3.3 * len(cases), 4.6), sharey=True, squeeze=False, layout="constrained"
+    )
     sizes = sorted({row["row_bytes"] for row in rows})
     for panel, case in zip(panels[0], cases):
-        ideal = sorted((row["row_bytes"], row["ideal_gbps"]) for row in rows if row["case"] == case and row["arm"] == IBP_ARM)
+        ideal = sorted(
+            (row["row_bytes"], row["ideal_gbps"]) for row in rows if row["case"] == case and row["arm"] == IBP_ARM
+        )
         if ideal:
             panel.plot(*zip(*ideal), color="black", linestyle=":", label="ideal, slots")
         for arm, (label, color) in GATHER_STYLE.items():
-            draw_lines(panel, [(row["row_bytes"], row["gbps"]) for row in rows if row["arm"] == arm and row["case"] in (case, SYNTHETIC.strip())], color, label)
-        draw_lines(panel, [(row["row_bytes"], row["gbps"]) for row in paper_rates("rows") if row["savings"] == savings_of(case)], RED, PAPER_LABEL, "--")
+            draw_lines(
+                panel,
+                [
+                    (row["row_bytes"], row["gbps"])
+                    for row in rows
+                    if row["arm"] == arm and row["case"] in (case, SYNTHETIC.strip())
+                ],
+                color,
+                label,
+            )
+        draw_lines(
+            panel,
+            [(row["row_bytes"], row["gbps"]) for row in paper_rates("rows") if row["savings"] == savings_of(case)],
+            RED,
+            PAPER_LABEL,
+            "--",
+        )
         set_rate_axis(panel)
         finish_lines(panel, sizes, f"{case.removeprefix(SYNTHETIC)} saved")
     panels[0][0].set_ylabel(RATE_LABEL)
@@ -160,23 +207,37 @@ def savings_of(case):
 
 
 def draw_gather_normal(rows, path):
-    """One panel for each dtype: GB/s by row size of both schemes, planes by few SMs too, raw rows and the CPU's gather."""
+    """One panel for each dtype: GB/s by row size of both schemes, planes by few SMs too, raw rows and the
+    CPU's gather.
+    """
     rows = [row for row in rows if row["case"].startswith(NORMAL)]
     tables = in_order((row["case"], row["dtype"]) for row in rows)
     if not tables:
         return
     most = max(row["sms"] for row in rows)
-    figure, panels = plt.subplots(1, len(tables), figsize=(max(6.0, 4.6 * len(tables)), 4.8), sharey=True, squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(tables), figsize=(max(6.0, 4.6 * len(tables)), 4.8), sharey=True, squeeze=False, layout="constrained"
+    )
     for panel, table in zip(panels[0], tables):
         own = [row for row in rows if (row["case"], row["dtype"]) == table]
-        ideal = sorted((row["row_bytes"], row["ideal_gbps"]) for row in own if row["arm"] == PLANES_ARM and row["sms"] == most)
+        ideal = sorted(
+            (row["row_bytes"], row["ideal_gbps"]) for row in own if row["arm"] == PLANES_ARM and row["sms"] == most
+        )
         if ideal:
             panel.plot(*zip(*ideal), color="black", linestyle=":", label="ideal, planes")
         for arm, (label, color) in GATHER_STYLE.items():
-            for sms, line in zip(sorted({row["sms"] for row in own if row["arm"] == arm}, reverse=True), ("-", "--", ":")):
+            for sms, line in zip(
+                sorted({row["sms"] for row in own if row["arm"] == arm}, reverse=True), ("-", "--", ":")
+            ):
                 few = f", at most {sms} SMs" if 0 < sms < most else ""
                 if arm == PLANES_ARM or not few:
-                    draw_lines(panel, [(row["row_bytes"], row["gbps"]) for row in own if row["arm"] == arm and row["sms"] == sms], color, label + few, line)
+                    draw_lines(
+                        panel,
+                        [(row["row_bytes"], row["gbps"]) for row in own if row["arm"] == arm and row["sms"] == sms],
+                        color,
+                        label + few,
+                        line,
+                    )
         finish_lines(panel, sorted({row["row_bytes"] for row in own}), f"N(0, {table[0].split()[-1]}), {table[1]}")
     panels[0][0].set_ylim(bottom=0)
     panels[0][0].set_ylabel(RATE_LABEL)
@@ -196,19 +257,29 @@ def draw_gather_real(rows, path):
     for i, arm in enumerate(arms):
         draw_bars(panel, rows, labels, arm, i, len(arms), *GATHER_STYLE[arm])
         if arm in (IBP_ARM, PLANES_ARM):
-            places = [(labels.index(case_label(row)) + (i - (len(arms) - 1) / 2) * width, row["ideal_gbps"]) for row in rows if row["arm"] == arm]
-            panel.hlines([gbps for _, gbps in places], [place - width / 2 for place, _ in places], [place + width / 2 for place, _ in places], color="black",
-                         linewidth=1.5, label="ideal" if arm == PLANES_ARM else None)
+            places = [
+                (labels.index(case_label(row)) + (i - (len(arms) - 1) / 2) * width, row["ideal_gbps"])
+                for row in rows
+                if row["arm"] == arm
+            ]
+            panel.hlines(
+                [gbps for _, gbps in places],
+                [place - width / 2 for place, _ in places],
+                [place + width / 2 for place, _ in places],
+                color="black",
+                linewidth=1.5,
+                label="ideal" if arm == PLANES_ARM else None,
+            )
     finish_bars(figure, panel, labels)
     save(figure, path, f"Random rows of real tables from pinned host memory ({machine(rows)})")
 
 
-# ---- device memory ----------------------------------------------------------------------------------------------------------------
+# ---- device memory -------------------------------------------------------------------------------------------------
 
 
 def draw_codec(rows, path):
-    """Above: decoding of normal tables by row size, a panel a dtype. Below: bars of every arm on real tables, and on normal ones of one row size.
-    All SMs, with the copy's and the memset's rate across."""
+    """Above: decoding of normal tables by row size, a panel a dtype. Below: bars of every arm on real tables, and on
+    normal ones of one row size. All SMs, with the copy's and the memset's rate across."""
     rows = with_most_sms(rows)
     device = {row["arm"]: row["gbps"] for row in rows if row["case"] == "device"}
     shown = [row for row in rows if row["case"] != "device" and not row["case"].startswith(SYNTHETIC)]
@@ -228,7 +299,9 @@ def draw_codec(rows, path):
             if row["arm"] == "nvcomp ANS decode":
                 panel.axhline(row["gbps"], color=GREEN, linewidth=1.5, label="nvCOMP ANS")
         draw_device_rates(panel, device)
-        finish_lines(panel, sorted({row["row_bytes"] for row in own}), f"decoding N(0, {table[0].split()[-1]}), {table[1]}")
+        finish_lines(
+            panel, sorted({row["row_bytes"] for row in own}), f"decoding N(0, {table[0].split()[-1]}), {table[1]}"
+        )
     panels[0].set_ylim(bottom=0)
     panels[0].set_ylabel(RATE_LABEL)
     legend_below(above, panels, 9)
@@ -246,31 +319,46 @@ def draw_device_rates(panel, device):
         panel.axhline(gbps, color="black", linestyle=line, linewidth=1, label=arm)
 
 
-# ---- whole tensors ----------------------------------------------------------------------------------------------------------------
+# ---- whole tensors -------------------------------------------------------------------------------------------------
 
 VARIANT_LINES = ((", list", "--"), (", by kernel", ":"), (" slots", "-."))
 
 
 def draw_stream(rows, path):
-    """A panel for each kind of tensor, every arm at its best number of SMs: lines by size beside the ideal of packed tables, bars where there is one size."""
+    """A panel for each kind of tensor, every arm at its best number of SMs: lines by size beside the ideal of packed
+    tables, bars where there is one size.
+    """
     kinds = in_order((row["case"].split(",")[0], row["dtype"]) for row in rows)
     if not kinds:
         return
-    figure, panels = plt.subplots(1, len(kinds), figsize=(max(6.0, 4.6 * len(kinds)), 4.8), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        1, len(kinds), figsize=(max(6.0, 4.6 * len(kinds)), 4.8), squeeze=False, layout="constrained"
+    )
     for panel, kind in zip(panels[0], kinds):
         own = [row for row in rows if (row["case"].split(",")[0], row["dtype"]) == kind]
         best = best_by(own, lambda row: (row["arm"], row["rows"] * row["row_bytes"]))
         sizes = sorted({size for _, size in best})
         if len(sizes) == 1:
-            draw_numbered_bars(panel, [(arm, row["gbps"], arm_color(arm, 0), row["ideal_gbps"]) for (arm, _), row in best.items()])
+            draw_numbered_bars(
+                panel, [(arm, row["gbps"], arm_color(arm, 0), row["ideal_gbps"]) for (arm, _), row in best.items()]
+            )
             panel.set_title(f"{', '.join(kind)}, {sizes[0] >> 20} MiB (tick: the ideal)", fontsize=10)
             panel.set_xlabel(RATE_LABEL, fontsize=9)
             continue
         for arm in in_order(arm for arm, _ in best if " slots," not in arm):  # variants of the packed layout suffice
             line = next((line for variant, line in VARIANT_LINES if variant in arm), "-")
-            draw_lines(panel, [(size, row["gbps"]) for (name, size), row in best.items() if name == arm], arm_color(arm, 0), arm, line)
-        ideal = [(size, max(row["ideal_gbps"] for (arm, at), row in best.items() if arm.endswith("packed") and at == size)) for size in sizes
-                 if any(arm.endswith("packed") and at == size for arm, at in best)]
+            draw_lines(
+                panel,
+                [(size, row["gbps"]) for (name, size), row in best.items() if name == arm],
+                arm_color(arm, 0),
+                arm,
+                line,
+            )
+        ideal = [
+            (size, max(row["ideal_gbps"] for (arm, at), row in best.items() if arm.endswith("packed") and at == size))
+            for size in sizes
+            if any(arm.endswith("packed") and at == size for arm, at in best)
+        ]
         if ideal:
             panel.plot(*zip(*ideal), color="black", linewidth=1, label="ideal, packed")
         finish_lines(panel, sizes, ", ".join(kind))
@@ -279,10 +367,14 @@ def draw_stream(rows, path):
         panel.set_ylabel(RATE_LABEL)
         panel.set_ylim(bottom=0)
     legend_below(figure, panels[0], 5)
-    save(figure, path, f"Whole tensors from pinned host memory to the GPU, each arm at its best number of SMs ({machine(rows)})")
+    save(
+        figure,
+        path,
+        f"Whole tensors from pinned host memory to the GPU, each arm at its best number of SMs ({machine(rows)})",
+    )
 
 
-# ---- scripts whose cases are few: a panel a case ----------------------------------------------------------------------------------
+# ---- scripts whose cases are few: a panel a case -------------------------------------------------------------------
 
 PANELS_A_ROW = 3
 CASE_CHARTS = {"large_table": "Random rows of large tables in host memory", "cpu": "On the CPU alone"}
@@ -306,11 +398,13 @@ def draw_cases(rows, path, title):
     columns = min(PANELS_A_ROW, len(groups))
     lines = -(-len(groups) // columns)
     longest = max(len(group) for group in groups.values())
-    figure, panels = plt.subplots(lines, columns, figsize=(5.6 * columns, lines * (0.9 + 0.24 * longest)), squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        lines, columns, figsize=(5.6 * columns, lines * (0.9 + 0.24 * longest)), squeeze=False, layout="constrained"
+    )
     for panel, (label, group) in zip(panels.flat, groups.items()):
         draw_numbered_bars(panel, [(name(row), row["gbps"], color_of[name(row)], row["ideal_gbps"]) for row in group])
         panel.set_title(label.replace("\n", ", "), fontsize=9)
-    for panel in list(panels.flat)[len(groups):]:
+    for panel in list(panels.flat)[len(groups) :]:
         panel.set_visible(False)
     figure.supxlabel(RATE_LABEL + ("; tick: the ideal" if any(row["ideal_gbps"] for row in rows) else ""), fontsize=9)
     save(figure, path, f"{title} ({machine(rows)})")
@@ -318,19 +412,35 @@ def draw_cases(rows, path, title):
 
 def arm_color(arm, i):
     """Peers look the same in all charts; other arms differ from each other."""
-    for words, color in ((("nvcomp",), GREEN), (("planes",), PURPLE), (("ibp",), BLUE), (("raw", "copy_", "memcpy"), GREY), (("cpu", "zstd", "lz4"), LIGHT_GREEN)):
+    for words, color in (
+        (("nvcomp",), GREEN),
+        (("planes",), PURPLE),
+        (("ibp",), BLUE),
+        (("raw", "copy_", "memcpy"), GREY),
+        (("cpu", "zstd", "lz4"), LIGHT_GREEN),
+    ):
         if any(word in arm.lower() for word in words):
             return color
     return OTHER_COLORS[i % len(OTHER_COLORS)]
 
 
 def draw_numbered_bars(panel, bars):
-    """Horizontal bars from above: (label, value, colour, ideal or None). Ideals far beyond the longest bar are left out."""
+    """Horizontal bars from above: (label, value, colour, ideal or None). Ideals far beyond the longest bar are left
+    out.
+    """
     longest = max(value for _, value, _, _ in bars)
     for i, (_, value, color, ideal) in enumerate(bars):
         panel.barh(i, value, color=color, height=0.74)
-        panel.annotate(number(value), (value, i), (4, 0), textcoords="offset points", va="center", fontsize=8, zorder=3,
-                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})
+        panel.annotate(
+            number(value),
+            (value, i),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            zorder=3,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )
         if ideal and ideal <= 1.5 * longest:
             panel.vlines(ideal, i - 0.37, i + 0.37, color="black", linewidth=1.5)
     panel.set_yticks(range(len(bars)), [label for label, _, _, _ in bars], fontsize=8)
@@ -342,20 +452,42 @@ def draw_numbered_bars(panel, bars):
 
 
 def draw_overlap(rows, path):
-    """What the matrix products keep beside each fetch, and the fetch beside them; a tick where the share of SMs taken would be lost, and no more."""
+    """What the matrix products keep beside each fetch, and the fetch beside them; a tick where the share of SMs taken
+    would be lost, and no more.
+    """
     beside = [row for row in rows if row.get("matmul_share")]
     if not beside:
         return
-    labels = [row["arm"].removesuffix(", beside").replace(" by ", "\nby ") + f"\n{row['sms'] or 'no'} SMs" for row in beside]
+    labels = [
+        row["arm"].removesuffix(", beside").replace(" by ", "\nby ") + f"\n{row['sms'] or 'no'} SMs" for row in beside
+    ]
     figure, panel = plt.subplots(figsize=(max(7.0, 1.5 * len(labels)), 4.4), layout="constrained")
-    for offset, column, label, color in ((-0.2, "matmul_share", "matrix products", BLUE), (0.2, "fetch_share", "the fetch", ORANGE)):
+    for offset, column, label, color in (
+        (-0.2, "matmul_share", "matrix products", BLUE),
+        (0.2, "fetch_share", "the fetch", ORANGE),
+    ):
         present = [(i, row) for i, row in enumerate(beside) if row[column]]  # a kernel that sleeps is no fetch
-        panel.bar([i + offset for i, _ in present], [100 * row[column] for _, row in present], 0.4, color=color, label=label)
+        panel.bar(
+            [i + offset for i, _ in present], [100 * row[column] for _, row in present], 0.4, color=color, label=label
+        )
         for i, row in present:
-            panel.annotate(f"{100 * row[column]:.1f}", (i + offset, 100 * row[column]), (0, -11), textcoords="offset points", ha="center", fontsize=8,
-                           color="white")
-    panel.hlines([100 * (1 - row["sm_share"]) for row in beside], [i - 0.4 for i in range(len(beside))], [float(i) for i in range(len(beside))], color="black",
-                 linewidth=1.5, label="the share of SMs left to the products")
+            panel.annotate(
+                f"{100 * row[column]:.1f}",
+                (i + offset, 100 * row[column]),
+                (0, -11),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color="white",
+            )
+    panel.hlines(
+        [100 * (1 - row["sm_share"]) for row in beside],
+        [i - 0.4 for i in range(len(beside))],
+        [float(i) for i in range(len(beside))],
+        color="black",
+        linewidth=1.5,
+        label="the share of SMs left to the products",
+    )
     panel.set_xticks(range(len(labels)), labels, fontsize=9)
     panel.set_ylabel("percent of the rate alone")
     panel.set_ylim(0, 118)
@@ -365,7 +497,7 @@ def draw_overlap(rows, path):
     save(figure, path, f"BF16 matrix products beside fetches from pinned host memory ({machine(beside)})")
 
 
-# ---- what ibp gains, in one picture -----------------------------------------------------------------------------------------------
+# ---- what ibp gains, in one picture --------------------------------------------------------------------------------
 
 OVERVIEW_ROW_BYTES = 2048
 IBP_LABEL = "ibp"
@@ -381,10 +513,14 @@ def best_by(rows, key):
 
 
 def gather_groups(rows, label_of, paper):
-    """{label: {kind: GB/s}} of all arms' best: the CPU's gather, raw rows, the paper's code, and ibp by its better scheme."""
+    """{label: {kind: GB/s}} of all arms' best: the CPU's gather, raw rows, the paper's code, and ibp by its better
+    scheme.
+    """
     kinds = {CPU_ARM: CPU_ARM, RAW_ARM: RAW_ARM, IBP_ARM: IBP_LABEL, PLANES_ARM: IBP_LABEL}
     groups = {}
-    for (label, kind), row in best_by([row for row in rows if row["arm"] in kinds], lambda row: (label_of(row), kinds[row["arm"]])).items():
+    for (label, kind), row in best_by(
+        [row for row in rows if row["arm"] in kinds], lambda row: (label_of(row), kinds[row["arm"]])
+    ).items():
         groups.setdefault(label, {})[kind] = row["gbps"]
     for label, gbps in paper.items():
         if label in groups:
@@ -392,16 +528,30 @@ def gather_groups(rows, label_of, paper):
     return groups
 
 
-GROUP_STYLE = {CPU_ARM: ("CPU gather, pipelined with the copy", LIGHT_GREEN), RAW_ARM: ("raw rows by the same kernel", GREY),
-               PAPER_ARM: (PAPER_LABEL, RED), IBP_LABEL: ("ibp, its better scheme", BLUE)}
+GROUP_STYLE = {
+    CPU_ARM: ("CPU gather, pipelined with the copy", LIGHT_GREEN),
+    RAW_ARM: ("raw rows by the same kernel", GREY),
+    PAPER_ARM: (PAPER_LABEL, RED),
+    IBP_LABEL: ("ibp, its better scheme", BLUE),
+}
 
 
 def draw_groups(panel, groups, title, log):
     kinds = [kind for kind in GROUP_STYLE if any(kind in group for group in groups.values())]
     width = 0.86 / len(kinds)
     for i, kind in enumerate(kinds):
-        places = [(at + (i - (len(kinds) - 1) / 2) * width, group[kind]) for at, group in enumerate(groups.values()) if kind in group]
-        panel.bar([place for place, _ in places], [gbps for _, gbps in places], width, color=GROUP_STYLE[kind][1], label=GROUP_STYLE[kind][0])
+        places = [
+            (at + (i - (len(kinds) - 1) / 2) * width, group[kind])
+            for at, group in enumerate(groups.values())
+            if kind in group
+        ]
+        panel.bar(
+            [place for place, _ in places],
+            [gbps for _, gbps in places],
+            width,
+            color=GROUP_STYLE[kind][1],
+            label=GROUP_STYLE[kind][0],
+        )
         for place, gbps in places:
             panel.annotate(f"{gbps:,.0f}", (place, gbps), (0, 2), textcoords="offset points", ha="center", fontsize=7.5)
     panel.set_xticks(range(len(groups)), groups, fontsize=8)
@@ -416,13 +566,24 @@ def draw_groups(panel, groups, title, log):
 
 def rows_by_savings(gather):
     """Synthetic rows of one size."""
-    own = with_most_sms([row for row in gather if row["case"].startswith(SYNTHETIC.strip()) and row["row_bytes"] == OVERVIEW_ROW_BYTES])
+    own = with_most_sms(
+        [row for row in gather if row["case"].startswith(SYNTHETIC.strip()) and row["row_bytes"] == OVERVIEW_ROW_BYTES]
+    )
     cases = in_order(row["case"] for row in own if row["case"].startswith(SYNTHETIC))
     everywhere = [row for row in own if row["case"] == SYNTHETIC.strip()]
     paper = {row["savings"]: row["gbps"] for row in paper_rates("rows") if row["row_bytes"] == OVERVIEW_ROW_BYTES}
-    shown = [{**row, "case": case} for case in cases for row in own + everywhere if row["case"] in (case, SYNTHETIC.strip())]
-    return gather_groups(shown, lambda row: f"{row['case'].removeprefix(SYNTHETIC)} saved",
-                         {f"{case.removeprefix(SYNTHETIC)} saved": paper[savings_of(case)] for case in cases if savings_of(case) in paper})
+    shown = [
+        {**row, "case": case} for case in cases for row in own + everywhere if row["case"] in (case, SYNTHETIC.strip())
+    ]
+    return gather_groups(
+        shown,
+        lambda row: f"{row['case'].removeprefix(SYNTHETIC)} saved",
+        {
+            f"{case.removeprefix(SYNTHETIC)} saved": paper[savings_of(case)]
+            for case in cases
+            if savings_of(case) in paper
+        },
+    )
 
 
 def rows_of_tables(gather):
@@ -432,14 +593,25 @@ def rows_of_tables(gather):
 
 
 def tensor_bars(stream):
-    """The largest normal BF16 tensor brought to the GPU whole: raw, by the paper's code, nvCOMP and ibp, each at its best."""
+    """The largest normal BF16 tensor brought to the GPU whole: raw, by the paper's code, nvCOMP and ibp, each at its
+    best.
+    """
     own = [row for row in stream if row["dtype"] == "bfloat16" and row["case"].startswith(NORMAL)]
     if not own:
         return []
     largest = max(row["rows"] * row["row_bytes"] for row in own)
-    best = best_by([row for row in own if row["rows"] * row["row_bytes"] == largest and stream_kind(row["arm"])], lambda row: stream_kind(row["arm"]))
-    bars = [(kind, best[kind]["gbps"], color, None) for kind, color in (("raw copy_", GREY), ("nvCOMP, pipelined", GREEN), ("ibp", BLUE)) if kind in best]
-    paper = [("the paper's code", row["gbps"], RED, None) for row in paper_rates("tensor") if row["dtype"] == "bfloat16"]
+    best = best_by(
+        [row for row in own if row["rows"] * row["row_bytes"] == largest and stream_kind(row["arm"])],
+        lambda row: stream_kind(row["arm"]),
+    )
+    bars = [
+        (kind, best[kind]["gbps"], color, None)
+        for kind, color in (("raw copy_", GREY), ("nvCOMP, pipelined", GREEN), ("ibp", BLUE))
+        if kind in best
+    ]
+    paper = [
+        ("the paper's code", row["gbps"], RED, None) for row in paper_rates("tensor") if row["dtype"] == "bfloat16"
+    ]
     return bars[:1] + paper + bars[1:]
 
 
@@ -459,17 +631,34 @@ def device_bars(codec):
     own = [row for row in codec if row["dtype"] == "bfloat16" and row["case"].startswith(NORMAL)]
     best = best_by([row for row in own if row["row_bytes"] == OVERVIEW_ROW_BYTES], lambda row: row["arm"])
     ours = max((best[arm]["gbps"] for arm in ("planes decode", "planes decode packed") if arm in best), default=None)
-    bars = [("copy_ of the tensor", rates.get("copy_"), GREY)] + [("the paper's code, its best", row["gbps"], RED) for row in paper_rates("device")]
-    bars += [("nvCOMP ANS", best["nvcomp ANS decode"]["gbps"] if "nvcomp ANS decode" in best else None, GREEN), ("ibp, planes", ours, BLUE)]
+    bars = [("copy_ of the tensor", rates.get("copy_"), GREY)] + [
+        ("the paper's code, its best", row["gbps"], RED) for row in paper_rates("device")
+    ]
+    bars += [
+        ("nvCOMP ANS", best["nvcomp ANS decode"]["gbps"] if "nvcomp ANS decode" in best else None, GREEN),
+        ("ibp, planes", ours, BLUE),
+    ]
     return [(label, gbps, color, None) for label, gbps, color in bars if gbps] if ours else []
 
 
 def draw_overview(gather, stream, codec, path):
-    """Rows by savings, rows of real tables, whole tensors to the GPU, decoding in device memory; panels without measurements are left out."""
-    panels = [("groups", rows_by_savings(gather), f"Random rows of {size_name(OVERVIEW_ROW_BYTES)} from host memory, by savings"),
-              ("log groups", rows_of_tables(gather), "Random rows of real tables from host memory (logarithmic)"),
-              ("bars", tensor_bars(stream), "A whole BF16 tensor, N(0, 0.02), from host memory"),
-              ("bars", device_bars(codec), f"Decoding BF16, N(0, 0.02), rows of {size_name(OVERVIEW_ROW_BYTES)}, in device memory")]
+    """Rows by savings, rows of real tables, whole tensors to the GPU, decoding in device memory; panels without
+    measurements are left out.
+    """
+    panels = [
+        (
+            "groups",
+            rows_by_savings(gather),
+            f"Random rows of {size_name(OVERVIEW_ROW_BYTES)} from host memory, by savings",
+        ),
+        ("log groups", rows_of_tables(gather), "Random rows of real tables from host memory (logarithmic)"),
+        ("bars", tensor_bars(stream), "A whole BF16 tensor, N(0, 0.02), from host memory"),
+        (
+            "bars",
+            device_bars(codec),
+            f"Decoding BF16, N(0, 0.02), rows of {size_name(OVERVIEW_ROW_BYTES)}, in device memory",
+        ),
+    ]
     shown = [panel for panel in panels if panel[1]]
     if not shown:
         return
@@ -487,11 +676,13 @@ def draw_overview(gather, stream, codec, path):
     save(figure, path, f"What ibp gains ({machine(gather or stream or codec)})")
 
 
-# ---- savings ----------------------------------------------------------------------------------------------------------------------
+# ---- savings -------------------------------------------------------------------------------------------------------
 
 
 def draw_ratio(rows, path):
-    """Savings of every set by every method: synthetic sets and real ones in percent, very compressible ones as times smaller."""
+    """Savings of every set by every method: synthetic sets and real ones in percent, very compressible ones as times
+    smaller.
+    """
     if plt is None or not rows:
         return
     sets = {}
@@ -526,14 +717,32 @@ def draw_ratio_panel(panel, shown, as_times):
         label, color = RATIO_STYLE[arm]
         offset = (i - (len(arms) - 1) / 2) * width
         places = [(at + offset, methods[arm]) for at, methods in enumerate(shown.values()) if arm in methods]
-        panel.bar([place for place, _ in places], [height(row["savings"]) for _, row in places], width, color=color, label=label)
+        panel.bar(
+            [place for place, _ in places],
+            [height(row["savings"]) for _, row in places],
+            width,
+            color=color,
+            label=label,
+        )
         if arm == "auto":
-            panel.hlines([height(row["link_savings"]) for _, row in places], [place - width / 2 for place, _ in places],
-                         [place + width / 2 for place, _ in places], color="black", linewidth=1.5, label="auto, over the link")
+            panel.hlines(
+                [height(row["link_savings"]) for _, row in places],
+                [place - width / 2 for place, _ in places],
+                [place + width / 2 for place, _ in places],
+                color="black",
+                linewidth=1.5,
+                label="auto, over the link",
+            )
             for place, row in places:
                 number = height(row["savings"])
-                panel.annotate(f"{number:.{0 if number >= 100 else 1}f}", (place, number), (0, 2), textcoords="offset points",
-                               ha="center", fontsize=7)
+                panel.annotate(
+                    f"{number:.{0 if number >= 100 else 1}f}",
+                    (place, number),
+                    (0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=7,
+                )
     panel.set_xticks(range(len(shown)), shown, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
     panel.set_xlim(-0.6, len(shown) - 0.4)
     panel.set_ylabel("times smaller" if as_times else "percent saved")
@@ -547,10 +756,17 @@ def draw_ratio_panel(panel, shown, as_times):
 
 
 def draw_bars(panel, rows, labels, arm, position, num_arms, label, color):
-    points = [(labels.index(case_label(row)), row["gbps"]) for row in rows if row["arm"] == arm and case_label(row) in labels]
+    points = [
+        (labels.index(case_label(row)), row["gbps"]) for row in rows if row["arm"] == arm and case_label(row) in labels
+    ]
     width = 0.84 / num_arms
-    panel.bar([place + (position - (num_arms - 1) / 2) * width for place, _ in points], [gbps for _, gbps in points],
-              width, color=color, label=label)
+    panel.bar(
+        [place + (position - (num_arms - 1) / 2) * width for place, _ in points],
+        [gbps for _, gbps in points],
+        width,
+        color=color,
+        label=label,
+    )
 
 
 def finish_bars(figure, panel, labels):

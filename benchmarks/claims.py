@@ -45,7 +45,7 @@ def with_ideal(rows, **wanted):
     return f"{charts.number(best['gbps'])} ({100 * best['gbps'] / best['ideal_gbps']:.0f} %)"
 
 
-# ---- blocks -----------------------------------------------------------------------------------------------------------------------
+# ---- blocks --------------------------------------------------------------------------------------------------------
 
 
 def rows_block(directory):
@@ -59,22 +59,50 @@ def rows_block(directory):
     lines = []
     for size in (size for size in ROWS if rates(normal, row_bytes=size)):
         own = rates(normal, row_bytes=size)
-        lines.append([charts.size_name(size), rate(own, arm="cpu index + copy"), rate(own, arm="cpu pipelined"), rate(own, arm="raw rows", sms=most),
-                      with_ideal(own, arm="ibp slots", sms=most), with_ideal(own, arm="planes slots", sms=most), with_ideal(own, arm="planes slots", sms=few)])
-    heads = ["row", "CPU gather, then copy", "CPU gather pipelined with the copy", "raw rows", "`ibp`", "`planes`", f"`planes`, at most {few} SMs"]
+        lines.append(
+            [
+                charts.size_name(size),
+                rate(own, arm="cpu index + copy"),
+                rate(own, arm="cpu pipelined"),
+                rate(own, arm="raw rows", sms=most),
+                with_ideal(own, arm="ibp slots", sms=most),
+                with_ideal(own, arm="planes slots", sms=most),
+                with_ideal(own, arm="planes slots", sms=few),
+            ]
+        )
+    heads = [
+        "row",
+        "CPU gather, then copy",
+        "CPU gather pipelined with the copy",
+        "raw rows",
+        "`ibp`",
+        "`planes`",
+        f"`planes`, at most {few} SMs",
+    ]
     text = []
     if lines:
-        text.append(f"Random rows of BF16 N(0, 0.02) from pinned host memory (`gather.csv`: {caption(rows)}); GB/s of original bytes, in brackets the share of "
-                    "what the link allows for the sectors that the rows touch:\n\n" + markdown(heads, lines))
-    cells = [row for row in rows if row["case"].startswith(charts.SYNTHETIC) and row["arm"] == "ibp slots" and row["sms"] == most]
+        text.append(
+            f"Random rows of BF16 N(0, 0.02) from pinned host memory (`gather.csv`: {caption(rows)}); GB/s of original "
+            "bytes, in brackets the share of "
+            "what the link allows for the sectors that the rows touch:\n\n" + markdown(heads, lines)
+        )
+    cells = [
+        row
+        for row in rows
+        if row["case"].startswith(charts.SYNTHETIC) and row["arm"] == "ibp slots" and row["sms"] == most
+    ]
     paper = {(row["row_bytes"], row["savings"]): row["gbps"] for row in charts.paper_rates("rows")}
     keys = [(row["row_bytes"], charts.savings_of(row["case"])) for row in cells]
     against = {key: row["gbps"] / paper[key] for key, row in zip(keys, cells) if key in paper}
     if against:
         sizes, savings = zip(*against)
-        text.append(f"Scheme `ibp` on the paper's synthetic rows of {charts.size_name(min(sizes))} to {charts.size_name(max(sizes))}, {100 * min(savings):g} to "
-                    f"{100 * max(savings):g} % saved, comes {min(against.values()):.2f} to {max(against.values()):.2f} times as fast as the paper's own code did on "
-                    "the same kind of GPU (`benchmarks/reference_rates.csv`).")
+        text.append(
+            f"Scheme `ibp` on the paper's synthetic rows of {charts.size_name(min(sizes))} to "
+            f"{charts.size_name(max(sizes))}, {100 * min(savings):g} to "
+            f"{100 * max(savings):g} % saved, comes {min(against.values()):.2f} to {max(against.values()):.2f} times "
+            "as fast as the paper's own code did on "
+            "the same kind of GPU (`benchmarks/reference_rates.csv`)."
+        )
     return "\n\n".join(text) or None
 
 
@@ -82,18 +110,41 @@ def device_block(directory):
     """Decoding in device memory beside a copy and nvCOMP."""
     rows = charts.read(directory / "codec.csv")
     device = {row["arm"]: row["gbps"] for row in rows if row["case"] == "device"}
-    own = [row for row in rows if row["row_bytes"] == charts.OVERVIEW_ROW_BYTES and row["case"].startswith(charts.NORMAL)]
+    own = [
+        row for row in rows if row["row_bytes"] == charts.OVERVIEW_ROW_BYTES and row["case"].startswith(charts.NORMAL)
+    ]
     if not own or not device:
         return None
     most, lines = max(row["sms"] for row in own), []
     for case, dtype in charts.in_order((row["case"], row["dtype"]) for row in own):
         cell, few = rates(own, case=case, dtype=dtype), min(row["sms"] for row in own if row["sms"])
-        lines.append([f"{dtype}, N(0, {case.split()[-1]})", rate(cell, arm="planes decode", sms=most), rate(cell, arm="planes per column decode", sms=most),
-                      rate(cell, arm="decode", sms=most), rate(cell, arm="planes decode", sms=few), rate(cell, arm="nvcomp ANS decode"),
-                      rate(cell, arm="planes encode", sms=most), rate(cell, arm="nvcomp ANS compress")])
-    heads = ["table", "`planes`", "a codebook a column", "`ibp`", f"`planes`, at most {few} SMs", "nvCOMP ANS", "`planes` encoding", "nvCOMP ANS compressing"]
-    return (f"Decoding in device memory, rows of {charts.size_name(charts.OVERVIEW_ROW_BYTES)} (`codec.csv`: {caption(rows)}); GB/s of original bytes, where `copy_` does "
-            f"{charts.number(device['copy_'])} and a memset {charts.number(device['memset'])}:\n\n" + markdown(heads, lines))
+        lines.append(
+            [
+                f"{dtype}, N(0, {case.split()[-1]})",
+                rate(cell, arm="planes decode", sms=most),
+                rate(cell, arm="planes per column decode", sms=most),
+                rate(cell, arm="decode", sms=most),
+                rate(cell, arm="planes decode", sms=few),
+                rate(cell, arm="nvcomp ANS decode"),
+                rate(cell, arm="planes encode", sms=most),
+                rate(cell, arm="nvcomp ANS compress"),
+            ]
+        )
+    heads = [
+        "table",
+        "`planes`",
+        "a codebook a column",
+        "`ibp`",
+        f"`planes`, at most {few} SMs",
+        "nvCOMP ANS",
+        "`planes` encoding",
+        "nvCOMP ANS compressing",
+    ]
+    return (
+        f"Decoding in device memory, rows of {charts.size_name(charts.OVERVIEW_ROW_BYTES)} (`codec.csv`: "
+        f"{caption(rows)}); GB/s of original bytes, where `copy_` does "
+        f"{charts.number(device['copy_'])} and a memset {charts.number(device['memset'])}:\n\n" + markdown(heads, lines)
+    )
 
 
 def tensor_block(directory):
@@ -102,8 +153,12 @@ def tensor_block(directory):
     bars = charts.tensor_bars(rows)
     if not bars:
         return None
-    return (f"A whole BF16 tensor, N(0, 0.02), from pinned host memory (`stream.csv`: {caption(rows)}; the paper's code measured apart), GB/s of original bytes: "
-            + ", ".join(f"{label} {charts.number(gbps)}" for label, gbps, _, _ in bars) + ".")
+    return (
+        f"A whole BF16 tensor, N(0, 0.02), from pinned host memory (`stream.csv`: {caption(rows)}; the paper's code "
+        "measured apart), GB/s of original bytes: "
+        + ", ".join(f"{label} {charts.number(gbps)}" for label, gbps, _, _ in bars)
+        + "."
+    )
 
 
 def beside_block(directory):
@@ -113,24 +168,43 @@ def beside_block(directory):
         return None
 
     def fetched(row):
-        return (charts.number(row["gbps"]), f"{100 * row['fetch_share']:.0f} %") if row["fetch_share"] else ("", "")  # a kernel that sleeps is no fetch
+        return (
+            (charts.number(row["gbps"]), f"{100 * row['fetch_share']:.0f} %") if row["fetch_share"] else ("", "")
+        )  # a kernel that sleeps is no fetch
 
-    lines = [[row["arm"].removesuffix(", beside"), str(row["sms"]), *fetched(row), f"{100 * row['sm_share']:.1f} %", f"{100 - 100 * row['matmul_share']:.1f} %"]
-             for row in rows]
+    lines = [
+        [
+            row["arm"].removesuffix(", beside"),
+            str(row["sms"]),
+            *fetched(row),
+            f"{100 * row['sm_share']:.1f} %",
+            f"{100 - 100 * row['matmul_share']:.1f} %",
+        ]
+        for row in rows
+    ]
     heads = ["fetch", "SMs at most", "GB/s", "of its rate alone", "SMs taken", "lost by the products"]
-    return f"BF16 matrix products beside fetches from pinned host memory (`overlap.csv`: {caption(rows)}):\n\n" + markdown(heads, lines)
+    return (
+        f"BF16 matrix products beside fetches from pinned host memory (`overlap.csv`: {caption(rows)}):\n\n"
+        + markdown(heads, lines)
+    )
 
 
 def cases_block(name, what, cases_with=""):
     """A table of every arm by every case of one script that is named so, each at its best number of SMs."""
 
     def block(directory):
-        rows = [row for row in charts.read(directory / f"{name}.csv") if row["arm"] not in charts.PARTS and cases_with in row["case"]]
+        rows = [
+            row
+            for row in charts.read(directory / f"{name}.csv")
+            if row["arm"] not in charts.PARTS and cases_with in row["case"]
+        ]
         if not rows:
             return None
         cases = charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in rows)
-        lines = [[arm, *(rate(rows, arm=arm, case=case, dtype=dtype, row_bytes=size) for case, dtype, size in cases)]
-                 for arm in charts.in_order(row["arm"] for row in rows)]
+        lines = [
+            [arm, *(rate(rows, arm=arm, case=case, dtype=dtype, row_bytes=size) for case, dtype, size in cases)]
+            for arm in charts.in_order(row["arm"] for row in rows)
+        ]
         heads = ["arm", *(f"{case}, {dtype}, rows of {charts.size_name(size)}" for case, dtype, size in cases)]
         return f"{what} (`{name}.csv`: {caption(rows)}); GB/s of original bytes:\n\n" + markdown(heads, lines)
 
@@ -146,8 +220,10 @@ def calls_block(directory):
     for case in charts.in_order(row["case"] for row in rows):
         times = {row["arm"]: row["rows"] * row["row_bytes"] / row["gbps"] * 1e-3 for row in rates(rows, case=case)}
         lines.append([case, *(charts.number(times[arm]) if arm in times else "" for arm in arms)])
-    return (f"A call of `index_select` for few rows of {charts.size_name(rows[0]['row_bytes'])} (`small_calls.csv`: {caption(rows)}), in microseconds:\n\n"
-            + markdown(["from", *arms], lines))
+    return (
+        f"A call of `index_select` for few rows of {charts.size_name(rows[0]['row_bytes'])} (`small_calls.csv`: "
+        f"{caption(rows)}), in microseconds:\n\n" + markdown(["from", *arms], lines)
+    )
 
 
 def memory_block(directory):
@@ -156,9 +232,13 @@ def memory_block(directory):
     tables, own = harness.of_tables(rows), [row for row in rows if row["index_bytes"]]
     if not tables:
         return None
-    return (f"In the GPU's memory a table's metadata takes at most {100 * max(map(harness.metadata_share, tables)):.2f} % of the original bytes (rows from "
-            f"{harness.METADATA_ROW_BYTES} B), and no path more than {max(int(row['peak_bytes']) for row in own) / 2**20:.1f} MiB of temporaries beyond its output "
-            "(`memory.csv`).")
+    return (
+        f"In the GPU's memory a table's metadata takes at most {100 * max(map(harness.metadata_share, tables)):.2f} % "
+        "of the original bytes (rows from "
+        f"{harness.METADATA_ROW_BYTES} B), and no path more than "
+        f"{max(int(row['peak_bytes']) for row in own) / 2**20:.1f} MiB of temporaries beyond its output "
+        "(`memory.csv`)."
+    )
 
 
 def savings_block(directory):
@@ -168,15 +248,23 @@ def savings_block(directory):
     lines = []
     for (name, dtype), saved in ratio.cells_of(rows).items():
         best = max((method for method in saved if method.startswith(charts.NVCOMP)), key=saved.get, default=None)
-        lines.append([name, dtype, *(savings_text(saved.get(method)) for method in ("paper", "ibp", "planes", ratio.ZSTD)),
-                      f"{savings_text(saved[best])} ({best.removeprefix(charts.NVCOMP)})" if best else ""])
+        lines.append(
+            [
+                name,
+                dtype,
+                *(savings_text(saved.get(method)) for method in ("paper", "ibp", "planes", ratio.ZSTD)),
+                f"{savings_text(saved[best])} ({best.removeprefix(charts.NVCOMP)})" if best else "",
+            ]
+        )
     heads = ["set", "dtype", "the paper's choice", "`ibp`", "`planes`", f"{ratio.ZSTD}, 64 KiB", "nvCOMP, its best"]
-    return ("Savings, or how many times smaller (`ratio.csv`: bytes of coded rows and codebooks, every set by every method; packed layout):\n\n"
-            + markdown(heads, lines))
+    return (
+        "Savings, or how many times smaller (`ratio.csv`: bytes of coded rows and codebooks, every set by every "
+        "method; packed layout):\n\n" + markdown(heads, lines)
+    )
 
 
 def savings_text(savings):
-    """"33.6 %", or "12.3x" where most is saved; empty where there is no such method."""
+    """ "33.6 %", or "12.3x" where most is saved; empty where there is no such method."""
     if savings is None:
         return ""
     text = ratio.show(savings)
@@ -189,41 +277,88 @@ def headline_block(directory):
     saved = ratio.cells_of(charts.read(directory / "ratio.csv"))
     rows = rates(gather, case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES)
     device = {row["arm"]: row["gbps"] for row in codec if row["case"] == "device"}
-    decode = rates(codec, case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES, arm="planes decode")
+    decode = rates(
+        codec, case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES, arm="planes decode"
+    )
     if not rows or not stream or not decode or not device:
         return None
     size, most = charts.size_name(charts.OVERVIEW_ROW_BYTES), max(row["sms"] for row in gather)
-    lines = [[f"random rows of {size}, BF16", f"`x[ids].to(\"cuda\")` {rate(rows, arm='cpu index + copy')}, "
-              f"a kernel that reads raw rows {rate(rows, arm='raw rows', sms=most)}", rate(rows, arm="planes slots", sms=most)]]
+    lines = [
+        [
+            f"random rows of {size}, BF16",
+            f'`x[ids].to("cuda")` {rate(rows, arm="cpu index + copy")}, '
+            f"a kernel that reads raw rows {rate(rows, arm='raw rows', sms=most)}",
+            rate(rows, arm="planes slots", sms=most),
+        ]
+    ]
     for case in ("cora", "citeseer"):
         own = rates(gather, case=case)
         if own:
             best = rate([row for row in own if row["arm"] in ("ibp slots", "planes slots")], case=case)
-            lines.append([f"random rows of {case.capitalize()}'s features", f"raw rows {rate(own, arm='raw rows', sms=most)}", best])
+            lines.append(
+                [
+                    f"random rows of {case.capitalize()}'s features",
+                    f"raw rows {rate(own, arm='raw rows', sms=most)}",
+                    best,
+                ]
+            )
     bars = {label: gbps for label, gbps, _, _ in charts.tensor_bars(stream)}
-    lines.append(["a whole BF16 tensor", ", ".join(f"`copy_` {charts.number(gbps)}" if label == "raw copy_" else f"{label} {charts.number(gbps)}"
-                                                   for label, gbps in bars.items() if label not in ("ibp", "the paper's code")),
-                  charts.number(bars["ibp"])])
-    lines.append(["decoding in device memory, BF16", f"`copy_` {charts.number(device['copy_'])}, nvCOMP ANS "
-                  f"{rate(codec, case='normal 0.02', dtype='bfloat16', row_bytes=charts.OVERVIEW_ROW_BYTES, arm='nvcomp ANS decode')}",
-                  rate(decode)])
-    for key, what in ((("normal 0.02", "bfloat16"), "BF16 N(0, 0.02)"), (("citeseer", "float32"), "Citeseer's features")):
+    lines.append(
+        [
+            "a whole BF16 tensor",
+            ", ".join(
+                f"`copy_` {charts.number(gbps)}" if label == "raw copy_" else f"{label} {charts.number(gbps)}"
+                for label, gbps in bars.items()
+                if label not in ("ibp", "the paper's code")
+            ),
+            charts.number(bars["ibp"]),
+        ]
+    )
+    ans = dict(case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES, arm="nvcomp ANS decode")
+    lines.append(
+        [
+            "decoding in device memory, BF16",
+            f"`copy_` {charts.number(device['copy_'])}, nvCOMP ANS {rate(codec, **ans)}",
+            rate(decode),
+        ]
+    )
+    for key, what in (
+        (("normal 0.02", "bfloat16"), "BF16 N(0, 0.02)"),
+        (("citeseer", "float32"), "Citeseer's features"),
+    ):
         if key in saved:
             own = saved[key]
             best = max((method for method in own if method.startswith(charts.NVCOMP)), key=own.get, default=None)
             other = f"nvCOMP {savings_text(own[best])}, " if best else ""
-            lines.append([f"bytes saved of {what}", f"{other}zstd {savings_text(own.get(ratio.ZSTD))}", savings_text(own["planes"])])
-    return (f"GB/s of original bytes, from pinned host memory unless said otherwise ({CAPTION_OF_MACHINE.format(**gather[0])}):\n\n"
-            + markdown(["what", "without ibp", "with ibp"], lines))
+            lines.append(
+                [
+                    f"bytes saved of {what}",
+                    f"{other}zstd {savings_text(own.get(ratio.ZSTD))}",
+                    savings_text(own["planes"]),
+                ]
+            )
+    return (
+        "GB/s of original bytes, from pinned host memory unless said otherwise "
+        f"({CAPTION_OF_MACHINE.format(**gather[0])}):\n\n" + markdown(["what", "without ibp", "with ibp"], lines)
+    )
 
 
-BLOCKS = {"rows": rows_block, "large tables": cases_block("large_table", "Random rows of large tables in host memory"), "tensors": tensor_block,
-          "device": device_block, "compressing": cases_block("codec", "Decoding, compression and analysis of larger tensors", " GiB, "),
-          "small calls": calls_block, "beside": beside_block, "cpu": cases_block("cpu", "On the CPU alone"), "memory": memory_block, "savings": savings_block}
+BLOCKS = {
+    "rows": rows_block,
+    "large tables": cases_block("large_table", "Random rows of large tables in host memory"),
+    "tensors": tensor_block,
+    "device": device_block,
+    "compressing": cases_block("codec", "Decoding, compression and analysis of larger tensors", " GiB, "),
+    "small calls": calls_block,
+    "beside": beside_block,
+    "cpu": cases_block("cpu", "On the CPU alone"),
+    "memory": memory_block,
+    "savings": savings_block,
+}
 PAGES = {"README.md": {"headline": headline_block}, "benchmarks/RESULTS.md": BLOCKS}  # relative to the repository
 
 
-# ---- the pages -------------------------------------------------------------------------------------------------------------------
+# ---- the pages -----------------------------------------------------------------------------------------------------
 
 
 def rewritten(text, blocks, directory):

@@ -2,10 +2,11 @@
 
     python -m benchmarks.codec [--out DIR] [--device cpu] [--quick]
 
-Tables of 256 MiB, several times the L2 cache, and one of 4 GiB, beside which the fixed costs of compression and analysis are small; 1 GiB from host
-memory. GB/s of original bytes, the copy's of bytes copied. `decode` is `ibp.decompress(table, out=)` of
-the slots layout, `decode packed` of the packed one; `encode` is the kernels alone, `compress` and the analyses whole Python calls with their allocations and
-synchronisations, and so are nvCOMP's. Decoding slower than it should be is printed last, as BELOW.
+Tables of 256 MiB, several times the L2 cache, and one of 4 GiB, beside which the fixed costs of compression and
+analysis are small; 1 GiB from host memory. GB/s of original bytes, the copy's of bytes copied. `decode` is
+`ibp.decompress(table, out=)` of the slots layout, `decode packed` of the packed one; `encode` is the kernels alone,
+`compress` and the analyses whole Python calls with their allocations and synchronisations, and so are nvCOMP's.
+Decoding slower than it should be is printed last, as BELOW.
 """
 
 import sys
@@ -20,8 +21,12 @@ from . import harness, ideal, inputs
 from .ratio import BLOCK_BYTES, nvcomp
 
 ANALYZED_SAVINGS = 0.5  # the one synthetic savings at which analysis is timed too: its time hardly depends on them
-ANALYZED_ROW_BYTES = 2048  # the one row size at which analysis is timed too, of normal tables also encoding, and nvCOMP, which knows no rows
-LARGE_BYTES, HOST_BYTES = 4096 * inputs.MIB, 1024 * inputs.MIB  # of the BF16 tables that are compressed and analysed on the GPU and in host memory
+# The one row size at which analysis is timed too, of normal tables also encoding, and nvCOMP, which knows no rows.
+ANALYZED_ROW_BYTES = 2048
+LARGE_BYTES, HOST_BYTES = (
+    4096 * inputs.MIB,
+    1024 * inputs.MIB,
+)  # of the BF16 tables that are compressed and analysed on the GPU and in host memory
 ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 16384), (512, 2048)  # of normal tables
 SYNTHETIC_ROW_BYTES, SYNTHETIC_SAVINGS = (256, 512, 2048, 65536), (0.125, 0.5, 0.9)
 SWEEP_SAMPLE = 0.1  # of the rows, for the analysis that sweeps thresholds and chunk sizes
@@ -46,8 +51,17 @@ class DeviceRates:
         harness.check_bits(target, source, "copy_")
         self.memset_gbps = size * 1e-9 / run.seconds([target.zero_])
         for arm, gbps in (("copy_", self.copy_gbps), ("memset", self.memset_gbps)):
-            run.add(case="device", arm=arm, rows=1, row_bytes=size, dtype=torch.uint8, savings=0.0, gbps=gbps,
-                    ideal_gbps=gbps, sms=None)
+            run.add(
+                case="device",
+                arm=arm,
+                rows=1,
+                row_bytes=size,
+                dtype=torch.uint8,
+                savings=0.0,
+                gbps=gbps,
+                ideal_gbps=gbps,
+                sms=None,
+            )
 
 
 class Case:
@@ -66,8 +80,17 @@ class Case:
         harness.check_bits(ibp.decompress(table, out=self.out), self.x, f"{self.name}, {arm}")
 
     def time(self, arm, call, savings, ideal_gbps, sms=None, wall=False):
-        self.run.add(case=self.name, arm=self.kind + arm, rows=len(self.x), row_bytes=self.row_bytes, dtype=self.x.dtype, savings=savings,
-                     gbps=self.num_bytes * 1e-9 / self.run.seconds([call], wall), ideal_gbps=ideal_gbps, sms=sms)
+        self.run.add(
+            case=self.name,
+            arm=self.kind + arm,
+            rows=len(self.x),
+            row_bytes=self.row_bytes,
+            dtype=self.x.dtype,
+            savings=savings,
+            gbps=self.num_bytes * 1e-9 / self.run.seconds([call], wall),
+            ideal_gbps=ideal_gbps,
+            sms=sms,
+        )
 
     def cell(self, what):
         return self.run.cell(f"{self.name} {harness.dtype_name(self.x.dtype)}, {self.row_bytes} B, {self.kind}{what}")
@@ -92,8 +115,16 @@ def measure_decode(case, table, moved_bytes):
     harness.poison(case.out)
     decoded, peak_bytes = case.run.peak_bytes(lambda: ibp.decompress(table, out=case.out), out=case.out)
     harness.check_bits(decoded, case.x, f"{case.name}, {case.kind}{arm}")
-    case.run.add_memory(case=case.name, arm=case.kind + arm, row_bytes=case.row_bytes, dtype=case.x.dtype, peak_bytes=peak_bytes,
-                        output_bytes=case.num_bytes, original_bytes=case.num_bytes, table=table)
+    case.run.add_memory(
+        case=case.name,
+        arm=case.kind + arm,
+        row_bytes=case.row_bytes,
+        dtype=case.x.dtype,
+        peak_bytes=peak_bytes,
+        output_bytes=case.num_bytes,
+        original_bytes=case.num_bytes,
+        table=table,
+    )
     ideal_gbps = ideal.device_gbps(case.num_bytes, moved_bytes, case.rates.copy_gbps, case.rates.memset_gbps)
     for sms in (None, FEWEST_SMS) if case.run.on_gpu and case.kind == "planes " else (None,):
 
@@ -110,8 +141,20 @@ def measure_encode(case, table, moved_bytes):
 
     def encode():
         lengths = torch.ops.ibp.measure_rows(data, words, codebook.codec)
-        torch.ops.ibp.encode_rows(table.slots, table.overflow, lengths, table.bases, words, codebook.codec, table.slot_bytes, 0,
-                                  len(case.x), case.row_bytes, data, fault)
+        torch.ops.ibp.encode_rows(
+            table.slots,
+            table.overflow,
+            lengths,
+            table.bases,
+            words,
+            codebook.codec,
+            table.slot_bytes,
+            0,
+            len(case.x),
+            case.row_bytes,
+            data,
+            fault,
+        )
 
     for coded in (table.slots, table.overflow):
         harness.poison(coded)
@@ -152,7 +195,9 @@ def measure_decoding(case, codebook):
 def measure_codec(case, codebook):
     """Decoding and encoding under a given codebook. They move the coded rows' sectors and the original bytes."""
     table = measure_decoding(case, codebook)
-    case.kind = "planes " if codebook.scheme == "planes" else ""  # the encoder's arms are called alike for all codebooks of a scheme
+    case.kind = (
+        "planes " if codebook.scheme == "planes" else ""
+    )  # the encoder's arms are called alike for all codebooks of a scheme
     # Where nothing is saved, nothing is encoded.
     for measure in (measure_encode, measure_kernels, measure_compress) if table.scheme != "raw" else ():
         with case.cell(measure.__name__):
@@ -170,15 +215,19 @@ def measure_analysis(case, arms=tuple(ANALYSES)):
 
 
 def measure_host(case, codebook):
-    """Compression from host memory to host memory and analysis of host memory, beside the copies that bound them: the link for pinned data,
-    x.to("cuda") for pageable. Whole calls by the wall clock: `compress` allocates its table, and pins it."""
+    """Compression from host memory to host memory and analysis of host memory, beside the copies that bound them: the
+    link for pinned data, x.to("cuda") for pageable. Whole calls by the wall clock: `compress` allocates its table, and
+    pins it.
+    """
     run = case.run
     case.kind = kind_of(codebook)
     far = {"pageable": case.x.cpu(), "pinned": case.x.cpu().pin_memory()}
     for place, x in far.items():
         calls = {
             "to(cuda)": lambda: x.to(run.device, non_blocking=True),
-            "compress": lambda: ibp.compress(x, codebook=codebook, layout="slots", device=run.device, pin_memory=place == "pinned"),
+            "compress": lambda: ibp.compress(
+                x, codebook=codebook, layout="slots", device=run.device, pin_memory=place == "pinned"
+            ),
             "analyze": lambda: ibp.analyze(x, **ONE_THRESHOLD, device=run.device),
         }
         with case.cell(place):
@@ -209,7 +258,9 @@ def column_codebook(codebook, x):
 
 
 def measure_nvcomp(case):
-    """nvCOMP's ANS on the same bytes: on floats of 2 or 4 bytes as such where the version knows them. By the wall clock: its calls wait."""
+    """nvCOMP's ANS on the same bytes: on floats of 2 or 4 bytes as such where the version knows them. By the wall
+    clock: its calls wait.
+    """
     case.kind = ""
     if not (nvcomp and case.run.on_gpu):
         return
@@ -225,8 +276,13 @@ def measure_nvcomp(case):
         savings = 1 - coded.buffer_size / case.num_bytes
         back = codec.decode(coded)
         case.run.sync()
-        harness.check_bits(torch.as_tensor(back, device=case.run.device).view(torch.uint8).view(-1), data, f"{case.name}, nvCOMP")
-        for arm, call in (("nvcomp ANS decode", lambda: codec.decode(coded)), ("nvcomp ANS compress", lambda: codec.encode(array))):
+        harness.check_bits(
+            torch.as_tensor(back, device=case.run.device).view(torch.uint8).view(-1), data, f"{case.name}, nvCOMP"
+        )
+        for arm, call in (
+            ("nvcomp ANS decode", lambda: codec.decode(coded)),
+            ("nvcomp ANS compress", lambda: codec.encode(array)),
+        ):
             ideal_gbps = ideal.device_gbps(case.num_bytes, coded.buffer_size + case.num_bytes, case.rates.copy_gbps)
             case.time(arm, call, savings, ideal_gbps, wall=True)
 
@@ -236,7 +292,9 @@ def run_normal(run, rates):
     for name, dtype, deviation in inputs.NORMAL:
         for row_bytes in QUICK_ROW_BYTES if run.quick else ROW_BYTES:
             with run.cell(f"{name} {harness.dtype_name(dtype)}, {row_bytes} B"):
-                x = inputs.normal_rows(data_bytes(run), dtype, deviation, run.device, columns=row_bytes // dtype.itemsize)
+                x = inputs.normal_rows(
+                    data_bytes(run), dtype, deviation, run.device, columns=row_bytes // dtype.itemsize
+                )
                 case, is_analyzed = Case(run, rates, name, x), row_bytes == ANALYZED_ROW_BYTES
                 measure = measure_codec if is_analyzed else measure_decoding
                 measure(case, ibp.analyze(x, sample=SWEEP_SAMPLE))
@@ -257,7 +315,10 @@ def run_large(run, rates):
     name, dtype, deviation = inputs.NORMAL[0]
     with run.cell(f"{name} {harness.dtype_name(dtype)}, {LARGE_BYTES >> 30} GiB"):
         x = inputs.normal_rows(LARGE_BYTES, dtype, deviation, run.device, columns=ANALYZED_ROW_BYTES // dtype.itemsize)
-        case, dense = Case(run, rates, f"{LARGE_BYTES >> 30} GiB, {name}", x), ibp.analyze(x, scheme="planes", sample=None)
+        case, dense = (
+            Case(run, rates, f"{LARGE_BYTES >> 30} GiB, {name}", x),
+            ibp.analyze(x, scheme="planes", sample=None),
+        )
         measure_codec(case, ibp.analyze(x, sample=None))
         measure_analysis(case, ["analyze"])
         measure_codec(case, dense)
@@ -275,15 +336,20 @@ def run_real(run, rates, data_dir):
             measure_nvcomp(case)
 
 
-# ---- what the rates should be ---------------------------------------------------------------------------------------------------
+# ---- what the rates should be --------------------------------------------------------------------------------------
 
 LEAST_ROW_BYTES = 512
 FEWEST_SMS_GBPS = 85.0  # of BF16 planes with FEWEST_SMS: what the link brings
 
 
 def wanted_gbps(row, device):
-    """(GB/s, what that is) that decoding should reach on all SMs or on FEWEST_SMS; None where nothing is promised. device: GB/s of "copy_" and "memset"."""
-    kind, is_dense_float = row["arm"].removesuffix(" packed").removesuffix("decode"), row["dtype"] in ("bfloat16", "float32")
+    """(GB/s, what that is) that decoding should reach on all SMs or on FEWEST_SMS; None where nothing is promised.
+    device: GB/s of "copy_" and "memset".
+    """
+    kind, is_dense_float = (
+        row["arm"].removesuffix(" packed").removesuffix("decode"),
+        row["dtype"] in ("bfloat16", "float32"),
+    )
     if "decode" not in row["arm"] or "nvcomp" in row["arm"] or row["row_bytes"] < LEAST_ROW_BYTES:
         return None
     if row["sms"] > FEWEST_SMS:
@@ -308,7 +374,11 @@ def wanted_of_large(row, rows):
     if what in PINNED_SHARES and row["arm"].endswith(", pinned"):
         return PINNED_SHARES[what] * ideal.LINK_COPY_GBPS, f"{100 * PINNED_SHARES[what]:g} % of the link"
     if what in PINNED_SHARES and row["arm"].endswith(", pageable"):
-        copied = next(float(other["gbps"]) for other in rows if other["case"] == row["case"] and other["arm"].endswith("to(cuda), pageable"))
+        copied = next(
+            float(other["gbps"])
+            for other in rows
+            if other["case"] == row["case"] and other["arm"].endswith("to(cuda), pageable")
+        )
         return copied / PAGEABLE_FACTOR, f'x.to("cuda") in {PAGEABLE_FACTOR:g} times its time'
     return None
 
@@ -317,8 +387,13 @@ def shortfalls(rows):
     """Lines that say where decoding, compression or analysis is slower than it should be."""
     device = {row["arm"]: float(row["gbps"]) for row in rows if row["case"] == "device"}
     wanted = [(row, wanted_gbps(row, device) or wanted_of_large(row, rows)) for row in rows if row["case"] != "device"]
-    return [f"{row['case']} {row['dtype']}, {row['row_bytes']} B, {row['arm']}, {row['sms']} SMs: {row['gbps']} GB/s, less than {want[1]}, "
-            f"{harness.four_digits(want[0])}" for row, want in wanted if want and float(row["gbps"]) < want[0]]
+    return [
+        f"{row['case']} {row['dtype']}, {row['row_bytes']} B, {row['arm']}, {row['sms']} SMs: {row['gbps']} GB/s, less "
+        f"than {want[1]}, "
+        f"{harness.four_digits(want[0])}"
+        for row, want in wanted
+        if want and float(row["gbps"]) < want[0]
+    ]
 
 
 def main(argv=None):

@@ -2,11 +2,12 @@
 
     python -m benchmarks.cpu [--out DIR] [--quick]
 
-Normal tables of 128 MiB in host memory, rows of 1,024 values, in the slots layout; on one core those in BF16. GB/s of original bytes; the ideal is the
-copy's rate in the same run with as many threads. `encode` measures the rows and codes them into the table's own memory. The `plain` arms are the C
-code without the processor's vector and bit instructions, on a part of the rows; the `avx2` arms, on one core, the code for processors without
-AVX-512. zstd and LZ4 (packages zstandard and lz4) take blocks of 256 KiB, as many at a time as there are threads. In the CSV the column gpu names
-the processor, sms is 0, and the case has the threads.
+Normal tables of 128 MiB in host memory, rows of 1,024 values, in the slots layout; on one core those in BF16. GB/s of
+original bytes; the ideal is the copy's rate in the same run with as many threads. `encode` measures the rows and codes
+them into the table's own memory. The `plain` arms are the C code without the processor's vector and bit instructions,
+on a part of the rows; the `avx2` arms, on one core, the code for processors without AVX-512. zstd and LZ4 (packages
+zstandard and lz4) take blocks of 256 KiB, as many at a time as there are threads. In the CSV the column gpu names the
+processor, sms is 0, and the case has the threads.
 """
 
 import contextlib
@@ -45,7 +46,11 @@ def data_bytes(run):
 
 def processor_name():
     info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
     return names[0] if names else platform.processor() or platform.machine()
 
 
@@ -85,8 +90,17 @@ class Case:
         return x.numel() * x.dtype.itemsize * 1e-9 / self.run.seconds([call], wall=True)
 
     def add(self, arm, x, savings, gbps):
-        self.run.add(case=self.name, arm=arm, rows=len(x), row_bytes=x.shape[1] * x.dtype.itemsize, dtype=x.dtype, savings=savings, gbps=gbps,
-                     ideal_gbps=self.copy_gbps, sms=0)
+        self.run.add(
+            case=self.name,
+            arm=arm,
+            rows=len(x),
+            row_bytes=x.shape[1] * x.dtype.itemsize,
+            dtype=x.dtype,
+            savings=savings,
+            gbps=gbps,
+            ideal_gbps=self.copy_gbps,
+            sms=0,
+        )
 
     def time(self, arm, x, savings, call):
         self.add(arm, x, savings, self.gbps(x, call))
@@ -103,8 +117,20 @@ def measure_coding(case, arm, x, codebook):
 
     def encode():
         lengths = torch.ops.ibp.measure_rows(data, words, codebook.codec)
-        torch.ops.ibp.encode_rows(table.slots, table.overflow, lengths, table.bases, words, codebook.codec, table.slot_bytes, 0, len(x),
-                                  codebook.row_bytes, data, fault)
+        torch.ops.ibp.encode_rows(
+            table.slots,
+            table.overflow,
+            lengths,
+            table.bases,
+            words,
+            codebook.codec,
+            table.slot_bytes,
+            0,
+            len(x),
+            codebook.row_bytes,
+            data,
+            fault,
+        )
 
     for call in (decode, encode, decode):
         for tensor in (out,) if call is decode else (table.slots, table.overflow):
@@ -187,7 +213,9 @@ def main(argv=None):
         print("this processor has none of the features that ibp uses: the arms are all of plain C", flush=True)
     for name, dtype, deviation in inputs.NORMAL:
         x = inputs.normal_rows(data_bytes(run), dtype, deviation, run.device)
-        for num_threads in sorted({1, torch.get_num_threads()} if dtype == ONE_THREAD_DTYPE else {torch.get_num_threads()}):
+        for num_threads in sorted(
+            {1, torch.get_num_threads()} if dtype == ONE_THREAD_DTYPE else {torch.get_num_threads()}
+        ):
             measure_case(run, name, x, num_threads)
     return run.finish()
 

@@ -5,13 +5,16 @@ import contextlib
 import torch
 
 NUM_BUFFERS = 4
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 1 << 20, 8 << 20  # smaller copies waste the link, larger ones leave it idle at the start and the end
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = (
+    1 << 20,
+    8 << 20,
+)  # smaller copies waste the link, larger ones leave it idle at the start and the end
 CHUNKS = 8  # at least, where the smallest chunk allows it: so much of the gathering and of the copying overlaps
 
 
 class PipelinedGather:
-    """x[ids] as fast as a machine with idle cores can bring it to a GPU: torch's intra-op threads gather the rows into pinned chunks,
-    and the copy engine moves each while the next ones are gathered.
+    """x[ids] as fast as a machine with idle cores can bring it to a GPU: torch's intra-op threads gather the rows into
+    pinned chunks, and the copy engine moves each while the next ones are gathered.
 
     host: 2-D tensor [N, C] in host memory, pinned or not. num_ids: the most ids of a call.
     """
@@ -21,12 +24,17 @@ class PipelinedGather:
         row_bytes = host.shape[1] * host.element_size()
         chunk_bytes = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, num_ids * row_bytes // CHUNKS))
         self.chunk_rows = max(1, min(num_ids, chunk_bytes // row_bytes))
-        self.buffers = [torch.empty(self.chunk_rows, host.shape[1], dtype=host.dtype, pin_memory=self.on_gpu) for _ in range(NUM_BUFFERS)]
+        self.buffers = [
+            torch.empty(self.chunk_rows, host.shape[1], dtype=host.dtype, pin_memory=self.on_gpu)
+            for _ in range(NUM_BUFFERS)
+        ]
         self.stream = torch.cuda.Stream(device) if self.on_gpu else None
         self.copied = [torch.cuda.Event() for _ in range(NUM_BUFFERS)] if self.on_gpu else []
 
     def __call__(self, ids, out):
-        """ids: int64 [K] on the CPU; out: [K, C] on the GPU. Returns out, written when the current stream gets there."""
+        """ids: int64 [K] on the CPU; out: [K, C] on the GPU. Returns out, written when the current stream
+        gets there.
+        """
         if self.on_gpu:
             self.stream.wait_stream(torch.cuda.current_stream())
         for i, part in enumerate(ids.split(self.chunk_rows)):

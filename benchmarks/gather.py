@@ -2,9 +2,9 @@
 
     python -m benchmarks.gather [--out DIR] [--device cpu] [--quick]
 
-100,000 random rows (fewer where rows are long) of a table of at most 0.5 GiB, which address translation does not bind. Arms: slots of both
-schemes, the paper's in-place layout, raw rows by the same kernel, and the CPU gathering before or while it copies. Rates below what they
-should be are printed last, as BELOW.
+100,000 random rows (fewer where rows are long) of a table of at most 0.5 GiB, which address translation does not bind.
+Arms: slots of both schemes, the paper's in-place layout, raw rows by the same kernel, and the CPU gathering before or
+while it copies. Rates below what they should be are printed last, as BELOW.
 """
 
 import csv
@@ -54,16 +54,35 @@ def measure(run, case, arm, x, fetches, call, *, savings, ideal_gbps, sms=None, 
     result, peak_bytes = run.peak_bytes(lambda: call(0), out=None if makes_result else fetches.outs[0])
     harness.check_bits(result, torch.index_select(x, 0, fetches.ids[0]), f"{case}, {arm}")
     if sms is None or table is None:
-        run.add_memory(case=case, arm=arm, row_bytes=row_bytes, dtype=x.dtype, peak_bytes=peak_bytes, output_bytes=fetches.output_bytes,
-                       original_bytes=x.numel() * x.dtype.itemsize, table=table)
+        run.add_memory(
+            case=case,
+            arm=arm,
+            row_bytes=row_bytes,
+            dtype=x.dtype,
+            peak_bytes=peak_bytes,
+            output_bytes=fetches.output_bytes,
+            original_bytes=x.numel() * x.dtype.itemsize,
+            table=table,
+        )
     calls = [lambda k=k: call(k) for k in range(len(fetches.ids))]
     gbps = fetches.output_bytes * 1e-9 / run.seconds(calls, wall)
-    run.add(case=case, arm=arm, rows=len(fetches.ids[0]), row_bytes=row_bytes, dtype=x.dtype, savings=savings, gbps=gbps,
-            ideal_gbps=ideal_gbps, sms=sms)
+    run.add(
+        case=case,
+        arm=arm,
+        rows=len(fetches.ids[0]),
+        row_bytes=row_bytes,
+        dtype=x.dtype,
+        savings=savings,
+        gbps=gbps,
+        ideal_gbps=ideal_gbps,
+        sms=sms,
+    )
 
 
 def table_ideal(run, table, fetches):
-    return ideal.gather_gbps(fetches.output_bytes * len(fetches.ids), ideal.row_sectors(table, torch.cat(fetches.ids)), run.memset_gbps)
+    return ideal.gather_gbps(
+        fetches.output_bytes * len(fetches.ids), ideal.row_sectors(table, torch.cat(fetches.ids)), run.memset_gbps
+    )
 
 
 def measure_table(run, case, arm, table, x, fetches, sms_counts):
@@ -97,7 +116,9 @@ def measure_found(run, case, rows, x, host, fetches, sample=None):
 
 
 def measure_raw(run, case, x, host, fetches):
-    """What users do without compression: the same kernel on raw rows, and the CPU's gather before or while it copies."""
+    """What users do without compression: the same kernel on raw rows, and the CPU's gather before or
+    while it copies.
+    """
     with run.cell(f"{case}, raw rows"):
         measure_table(run, case, "raw rows", ibp.compress(host, scheme="raw"), x, fetches, SMS["raw"])
     pipelined = PipelinedGather(host, len(fetches.cpu_ids[0]), run.device)
@@ -153,7 +174,9 @@ def run_normal(run, buffer):
     for name, dtype, deviation in inputs.NORMAL:
         for row_bytes in row_sizes(run) if run.quick or dtype == MAIN_DTYPE else OTHER_ROW_BYTES:
             with run.cell(f"{name} {harness.dtype_name(dtype)}, {row_bytes} B"):
-                x = inputs.normal_rows(table_bytes(run, row_bytes), dtype, deviation, run.device, columns=row_bytes // dtype.itemsize)
+                x = inputs.normal_rows(
+                    table_bytes(run, row_bytes), dtype, deviation, run.device, columns=row_bytes // dtype.itemsize
+                )
                 measure_found(run, name, x, x, buffer.hold(x), Fetches(run, len(x), x.shape[1], x.dtype), SAMPLE)
 
 
@@ -168,7 +191,7 @@ def run_real(run, buffer, data_dir):
             measure_found(run, name, rows.to(run.device), x, host, fetches)
 
 
-# ---- what the rates should be ---------------------------------------------------------------------------------------------------
+# ---- what the rates should be --------------------------------------------------------------------------------------
 
 LISTED_GBPS = {"citeseer": 1000.0}  # rows of a few dozen bytes: writing them binds
 RAW_TOLERANCE = 0.02
@@ -190,28 +213,45 @@ def paper_rates(path=PAPER_RATES):
     """{(row_bytes, savings): GB/s} of rows fetched by the paper's own code."""
     with open(path, newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
-        return {(int(row["row_bytes"]), float(row["savings"])): float(row["gbps"]) for row in rows if row["path"] == "rows"}
+        return {
+            (int(row["row_bytes"]), float(row["savings"])): float(row["gbps"]) for row in rows if row["path"] == "rows"
+        }
 
 
 def shortfalls(rows, paper):
     """Lines that say where tables with compressed rows come slower than they should."""
-    raw = {(row["case"], row["dtype"], row["row_bytes"], row["sms"]): float(row["gbps"]) for row in rows if row["arm"] == "raw rows"}
+    raw = {
+        (row["case"], row["dtype"], row["row_bytes"], row["sms"]): float(row["gbps"])
+        for row in rows
+        if row["arm"] == "raw rows"
+    }
     found = []
     for row in rows:
         if not row["arm"].endswith(" slots"):
             continue
-        is_synthetic, gbps, ideal_gbps = row["case"].startswith("synthetic"), float(row["gbps"]), float(row["ideal_gbps"])
+        is_synthetic, gbps, ideal_gbps = (
+            row["case"].startswith("synthetic"),
+            float(row["gbps"]),
+            float(row["ideal_gbps"]),
+        )
         same_rows = raw.get(("synthetic" if is_synthetic else row["case"], row["dtype"], row["row_bytes"], row["sms"]))
         share = wanted_share(row)
         wanted = {"raw rows less 2 %": same_rows and (1 - RAW_TOLERANCE) * same_rows}
         if share:
             wanted[f"{100 * share:g} % of the ideal"] = share * ideal_gbps
         if row["sms"] > FEW_SMS and is_synthetic:
-            wanted["the paper's code"] = paper.get((row["row_bytes"], float(row["case"].removeprefix("synthetic ").removesuffix("%")) / 100))
+            wanted["the paper's code"] = paper.get(
+                (row["row_bytes"], float(row["case"].removeprefix("synthetic ").removesuffix("%")) / 100)
+            )
         if row["sms"] > FEW_SMS and row["arm"] == "planes slots":
             wanted["what listed rows should"] = LISTED_GBPS.get(row["case"])
-        found += [f"{row['case']} {row['dtype']}, {row['row_bytes']} B, {row['arm']}, {row['sms']} SMs: {gbps:g} GB/s, less than {what}, "
-                  f"{harness.four_digits(least)}" for what, least in wanted.items() if least and gbps < least]
+        found += [
+            f"{row['case']} {row['dtype']}, {row['row_bytes']} B, {row['arm']}, {row['sms']} SMs: {gbps:g} GB/s, less "
+            f"than {what}, "
+            f"{harness.four_digits(least)}"
+            for what, least in wanted.items()
+            if least and gbps < least
+        ]
     return found
 
 

@@ -1,12 +1,12 @@
 """One harness for all benchmarks: command line, timing, memory, checks, CSV and the table printed last.
 
-Timing: CUDA events around each call, the calls queued behind a head start so that no launch gap is measured; two warm-up calls
-(one where calls are long); median. Calls rotate among several inputs and outputs, so that more bytes than the L2 cache holds
-pass between two uses of the same ones. With --device cpu a wall clock stands in for the events: that executes the scripts on
-a machine without a GPU, and measures nothing that the project claims.
+Timing: CUDA events around each call, the calls queued behind a head start so that no launch gap is measured; two
+warm-up calls (one where calls are long); median. Calls rotate among several inputs and outputs, so that more bytes than
+the L2 cache holds pass between two uses of the same ones. With --device cpu a wall clock stands in for the events: that
+executes the scripts on a machine without a GPU, and measures nothing that the project claims.
 
-Memory: what torch's allocator handed out at most while one call ran, beyond its result and what an earlier call left. The core library
-allocates nothing by itself.
+Memory: what torch's allocator handed out at most while one call ran, beyond its result and what an earlier call left.
+The core library allocates nothing by itself.
 """
 
 import argparse
@@ -28,7 +28,9 @@ import torch
 from . import inputs
 
 COLUMNS = "benchmark,case,arm,rows,row_bytes,dtype,savings,gbps,ideal_gbps,sms,gpu,torch,cuda,commit".split(",")
-MEMORY_COLUMNS = "benchmark,case,arm,row_bytes,dtype,peak_bytes,output_bytes,index_bytes,original_bytes,gpu,commit".split(",")
+MEMORY_COLUMNS = (
+    "benchmark,case,arm,row_bytes,dtype,peak_bytes,output_bytes,index_bytes,original_bytes,gpu,commit".split(",")
+)
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 POISON = 0xA5
@@ -37,20 +39,24 @@ LONG_S = 2.0  # one timed call has to do where it takes longer than this
 MAX_ROTATION = 16
 HEAD_START_S = 2e-3  # of GPU work while the timed calls are queued
 
-# Limits of memory on a GPU: no temporary is larger than the ring in which streamed tensors are staged, and what a table keeps there to be
-# fetched from is a small part of it.
+# Limits of memory on a GPU: no temporary is larger than the ring in which streamed tensors are staged, and what a table
+# keeps there to be fetched from is a small part of it.
 MAX_TEMPORARY_BYTES = 64 << 20
 MAX_METADATA_SHARE, METADATA_ROW_BYTES = 0.01, 256  # of the original bytes, for rows from so many
 
 
-# ---- command line and provenance ----------------------------------------------------------------------------------------------
+# ---- command line and provenance -----------------------------------------------------------------------------------
 
 
 def parse_args(argv=None, description=None):
     """--out, --device, --quick and --data, the same for every script."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="directory of the CSV files (default: benchmarks/results for a full run on a "
-                        "GPU, else a directory for temporary files)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="directory of the CSV files (default: benchmarks/results for a full run on a "
+        "GPU, else a directory for temporary files)",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="few cells and small tables: does it run?")
     parser.add_argument("--data", type=Path, default=inputs.DATA_DIR, help="directory of the real sets")
@@ -64,7 +70,9 @@ def parse_args(argv=None, description=None):
 
 
 def commit_id():
-    """The commit measured: IBP_COMMIT where it is set, for copies of a tree; else git's HEAD, with "-dirty" where code differs from it."""
+    """The commit measured: IBP_COMMIT where it is set, for copies of a tree; else git's HEAD, with "-dirty" where code
+    differs from it.
+    """
     if os.environ.get("IBP_COMMIT"):
         return os.environ["IBP_COMMIT"]
 
@@ -83,7 +91,7 @@ def commit_id():
     return head.stdout.strip() + ("-dirty" if code.stdout.strip() else "")
 
 
-# ---- bits -----------------------------------------------------------------------------------------------------------------------
+# ---- bits ----------------------------------------------------------------------------------------------------------
 
 
 def poison(tensor):
@@ -108,7 +116,7 @@ def four_digits(number):
     return f"{float(f'{number:.4g}'):g}"
 
 
-# ---- a CSV file that several scripts share --------------------------------------------------------------------------------------
+# ---- a CSV file that several scripts share -------------------------------------------------------------------------
 
 
 def append_row(path, columns, row):
@@ -129,19 +137,21 @@ def start_file(path, columns, keep=lambda row: False):
         append_row(path, columns, row)
 
 
-# ---- a run ----------------------------------------------------------------------------------------------------------------------
+# ---- a run ---------------------------------------------------------------------------------------------------------
 
 
 def metadata_bytes(table, device):
-    """What a table keeps in the memory of a device that fetches from it, beside its rows: lengths, bases, the codebook's words."""
+    """What a table keeps in the memory of a device that fetches from it, beside its rows: lengths, bases, the
+    codebook's words.
+    """
     held = [table.lengths, table.bases] + ([table.codebook.words(torch.device(device))] if table.codebook else [])
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 class Run:
-    """One script's run: times calls, collects rows, writes them to <out>/<benchmark>.csv as they come, what they took of the GPU's
-    memory to <out>/memory.csv. SIGTERM ends the script with what was measured until then. extra_columns: of this script's CSV, after
-    the common ones."""
+    """One script's run: times calls, collects rows, writes them to <out>/<benchmark>.csv as they come, what they took
+    of the GPU's memory to <out>/memory.csv. SIGTERM ends the script with what was measured until then. extra_columns:
+    of this script's CSV, after the common ones."""
 
     def __init__(self, benchmark, args, extra_columns=()):
         self.benchmark, self.quick, self.device = benchmark, args.quick, torch.device(args.device)
@@ -150,11 +160,19 @@ class Run:
         self.started = time.perf_counter()
         if self.on_gpu:
             properties = torch.cuda.get_device_properties(self.device)
-            self.num_sms, self.l2_bytes = properties.multi_processor_count, getattr(properties, "L2_cache_size", 64 << 20)
+            self.num_sms, self.l2_bytes = (
+                properties.multi_processor_count,
+                getattr(properties, "L2_cache_size", 64 << 20),
+            )
         else:
             self.num_sms, self.l2_bytes = 0, 1 << 20
-        self.same = {"benchmark": benchmark, "gpu": torch.cuda.get_device_name(self.device) if self.on_gpu else "none",
-                     "torch": torch.__version__, "cuda": torch.version.cuda or "none", "commit": commit_id()}
+        self.same = {
+            "benchmark": benchmark,
+            "gpu": torch.cuda.get_device_name(self.device) if self.on_gpu else "none",
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda or "none",
+            "commit": commit_id(),
+        }
         self.scratch = torch.empty((1 << 30) if self.on_gpu else (1 << 24), dtype=torch.uint8, device=self.device)
         self.path = args.out / f"{benchmark}.csv"
         args.out.mkdir(parents=True, exist_ok=True)
@@ -172,18 +190,29 @@ class Run:
         return self.on_gpu and not self.quick
 
     def add(self, *, case, arm, rows, row_bytes, dtype, savings, gbps, ideal_gbps, sms, **extra):
-        """Records one measurement. sms: the most SMs that the arm may keep busy, None for all, 0 where no kernel does the work.
+        """Records one measurement. sms: the most SMs that the arm may keep busy, None for all, 0 where no kernel does
+        the work.
         extra: the script's own columns, texts or numbers."""
-        row = {**self.same, "case": case, "arm": arm, "rows": rows, "row_bytes": row_bytes, "dtype": dtype_name(dtype),
-               "savings": f"{savings:.4f}", "gbps": four_digits(gbps), "ideal_gbps": four_digits(ideal_gbps),
-               "sms": self.num_sms if sms is None else sms, **extra}
+        row = {
+            **self.same,
+            "case": case,
+            "arm": arm,
+            "rows": rows,
+            "row_bytes": row_bytes,
+            "dtype": dtype_name(dtype),
+            "savings": f"{savings:.4f}",
+            "gbps": four_digits(gbps),
+            "ideal_gbps": four_digits(ideal_gbps),
+            "sms": self.num_sms if sms is None else sms,
+            **extra,
+        }
         self.rows.append(row)
         append_row(self.path, self.columns, row)
 
     def peak_bytes(self, call, out=None):
-        """(what call returned, the most bytes of device memory held at once while it ran, beyond what was held before and its result).
-        It is called twice: what stays, a table's metadata, comes with the first. out: the tensor that call writes its result to; None: it
-        makes the result, a tensor or several. Without a GPU the bytes are None."""
+        """(what call returned, the most bytes of device memory held at once while it ran, beyond what was held before
+        and its result). It is called twice: what stays, a table's metadata, comes with the first. out: the tensor that
+        call writes its result to; None: it makes the result, a tensor or several. Without a GPU the bytes are None."""
         call()
         if not self.on_gpu:
             return call(), None
@@ -197,12 +226,21 @@ class Run:
         return result, torch.cuda.max_memory_allocated(self.device) - before - made_bytes
 
     def add_memory(self, *, case, arm, row_bytes, dtype, peak_bytes, output_bytes, original_bytes, table=None):
-        """Records what one path takes of the GPU's memory. table: what is fetched from, whose metadata there is `index_bytes`. Nothing to
-        record without a GPU, except that a CPU run tests the columns."""
-        row = {"benchmark": self.benchmark, "case": case, "arm": arm, "row_bytes": row_bytes, "dtype": dtype_name(dtype),
-               "peak_bytes": "" if peak_bytes is None else peak_bytes, "output_bytes": output_bytes,
-               "index_bytes": "" if table is None else metadata_bytes(table, self.device), "original_bytes": original_bytes,
-               "gpu": self.same["gpu"], "commit": self.same["commit"]}
+        """Records what one path takes of the GPU's memory. table: what is fetched from, whose metadata there is
+        `index_bytes`. Nothing to record without a GPU, except that a CPU run tests the columns."""
+        row = {
+            "benchmark": self.benchmark,
+            "case": case,
+            "arm": arm,
+            "row_bytes": row_bytes,
+            "dtype": dtype_name(dtype),
+            "peak_bytes": "" if peak_bytes is None else peak_bytes,
+            "output_bytes": output_bytes,
+            "index_bytes": "" if table is None else metadata_bytes(table, self.device),
+            "original_bytes": original_bytes,
+            "gpu": self.same["gpu"],
+            "commit": self.same["commit"],
+        }
         self.memory.append(row)
         append_row(self.memory_path, MEMORY_COLUMNS, row)
 
@@ -257,7 +295,8 @@ class Run:
         sys.exit(self.finish())
 
     def finish(self, shortfalls=()):
-        """Prints the table, what falls short of its target, and the failures. @return the exit status of the script: 1 if something failed.
+        """Prints the table, what falls short of its target, and the failures. @return the exit status of the script: 1
+        if something failed.
 
         shortfalls: lines that say where the rates are below their targets.
         """
@@ -267,14 +306,16 @@ class Run:
             print(line)
         for line in [*shortfalls, *memory_shortfalls(self.memory)] if self.is_judged else ():
             print(f"BELOW {line}")
-        print(f"{self.benchmark}: {len(self.rows)} measurements in {time.perf_counter() - self.started:.0f} s on "
-              f"{self.same['gpu']}, memset {self.memset_gbps:.0f} GB/s, {self.path}")
+        print(
+            f"{self.benchmark}: {len(self.rows)} measurements in {time.perf_counter() - self.started:.0f} s on "
+            f"{self.same['gpu']}, memset {self.memset_gbps:.0f} GB/s, {self.path}"
+        )
         for failure in self.failures:
             print(f"FAILED {failure}", flush=True)
         return 1 if self.failures else 0
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------------------------
 
 
 def _path_name(row):
@@ -294,7 +335,10 @@ def memory_lines(memory):
     """The largest share of metadata and the largest temporary."""
     if tables := of_tables(memory):
         most = max(tables, key=metadata_share)
-        yield f"metadata on the GPU: at most {100 * metadata_share(most):.2f} % of the original bytes, rows from {METADATA_ROW_BYTES} B ({_path_name(most)})"
+        yield (
+            f"metadata on the GPU: at most {100 * metadata_share(most):.2f} % of the original bytes, "
+            f"rows from {METADATA_ROW_BYTES} B ({_path_name(most)})"
+        )
     if own := [row for row in memory if row["index_bytes"] != "" and row["peak_bytes"] != ""]:
         most = max(own, key=lambda row: int(row["peak_bytes"]))
         yield f"temporaries on the GPU: at most {int(most['peak_bytes']) / 2**20:.1f} MiB ({_path_name(most)})"
@@ -303,13 +347,15 @@ def memory_lines(memory):
 def memory_shortfalls(memory):
     for row in of_tables(memory):
         if metadata_share(row) > MAX_METADATA_SHARE:
-            yield f"{_path_name(row)}: metadata is {100 * metadata_share(row):.2f} % of the original bytes, wanted {100 * MAX_METADATA_SHARE:g} % at most"
+            share = f"{100 * metadata_share(row):.2f} % of the original bytes"
+            yield f"{_path_name(row)}: metadata is {share}, wanted {100 * MAX_METADATA_SHARE:g} % at most"
     for row in memory:
         if row["index_bytes"] != "" and row["peak_bytes"] != "" and int(row["peak_bytes"]) > MAX_TEMPORARY_BYTES:
-            yield f"{_path_name(row)}: temporaries of {int(row['peak_bytes']) / 2**20:.1f} MiB, wanted {MAX_TEMPORARY_BYTES >> 20} at most"
+            taken = f"{int(row['peak_bytes']) / 2**20:.1f} MiB"
+            yield f"{_path_name(row)}: temporaries of {taken}, wanted {MAX_TEMPORARY_BYTES >> 20} at most"
 
 
-# ---- the table printed last -------------------------------------------------------------------------------------------------------
+# ---- the table printed last ----------------------------------------------------------------------------------------
 
 
 def format_table(rows):

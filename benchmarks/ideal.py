@@ -22,7 +22,9 @@ def sectors_of_range(start, num_bytes):
 
 
 def stored_row_bytes(table):
-    """Bytes of every row as stored: its entry of `lengths`, or all its bytes where that is 0 or there is none. int64, on the table's device."""
+    """Bytes of every row as stored: its entry of `lengths`, or all its bytes where that is 0 or there is none. int64,
+    on the table's device.
+    """
     original = original_bytes(table)
     valid = torch.full((table.num_rows,), table.row_bytes, dtype=torch.int64, device=table.slots.device)
     if table.num_rows:
@@ -52,13 +54,15 @@ def overflow_starts(table, part):
 
 
 def row_sectors(table, rows=None):
-    """Sectors that fetching each of `rows` alone touches, from the stored lengths and the real addresses. Row bytes only: not
-    the row index, which is a copy in device memory. rows: int64 row numbers, or None for all rows. int64, on the device of `rows`, or of the
-    table."""
+    """Sectors that fetching each of `rows` alone touches, from the stored lengths and the real addresses. Row bytes
+    only: not the row index, which is a copy in device memory. rows: int64 row numbers, or None for all rows. int64, on
+    the device of `rows`, or of the table."""
     stored = stored_row_bytes(table)
     in_slot = torch.clamp(stored, max=table.slot_bytes)
     part = stored - in_slot
-    slot_start = table.slots.data_ptr() % SECTOR_BYTES + torch.arange(table.num_rows, device=stored.device) * table.slot_bytes
+    slot_start = (
+        table.slots.data_ptr() % SECTOR_BYTES + torch.arange(table.num_rows, device=stored.device) * table.slot_bytes
+    )
     part_start = table.overflow.data_ptr() % SECTOR_BYTES + overflow_starts(table, part)
     sectors = sectors_of_range(slot_start, in_slot) + sectors_of_range(part_start, part)
     return sectors if rows is None else sectors.to(rows.device)[rows.to(torch.int64)]
@@ -81,6 +85,6 @@ def tensor_gbps(num_bytes, link_bytes):
 
 
 def device_gbps(num_bytes, moved_bytes, copy_gbps, memset_gbps=float("inf")):
-    """Ideal rate of num_bytes bytes from device memory to device memory: moved_bytes read and written at the traffic of a
-    device copy (twice its rate), and not faster than a memset where num_bytes is what is written."""
+    """Ideal rate of num_bytes bytes from device memory to device memory: moved_bytes read and written at the traffic of
+    a device copy (twice its rate), and not faster than a memset where num_bytes is what is written."""
     return min(2 * copy_gbps * num_bytes / moved_bytes, memset_gbps)

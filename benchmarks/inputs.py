@@ -15,17 +15,21 @@ QUICK_SAVINGS = (0.5, 0.9)
 DATA_DIR = Path(__file__).resolve().parent.parent / "data"
 
 
-# ---- synthetic ----------------------------------------------------------------------------------------------------------------
+# ---- synthetic -----------------------------------------------------------------------------------------------------
 
 
 def synthetic_mask(row_bytes, savings, seed=0):
-    """Mask and bitval (uint8, row_bytes each) under which every row that agrees with them saves `savings`, as in the paper's
-    figure 7: fixed bits at random positions, of random value, and one more of them a chunk to pay its participation bit."""
+    """Mask and bitval (uint8, row_bytes each) under which every row that agrees with them saves `savings`, as in the
+    paper's figure 7: fixed bits at random positions, of random value, and one more of them a chunk to pay its
+    participation bit.
+    """
     num_bits = 8 * row_bytes
     num_fixed = round(savings * num_bits) + row_bytes // CHUNK_BYTES
     if row_bytes % CHUNK_BYTES or not row_bytes // CHUNK_BYTES <= num_fixed <= num_bits:
-        raise ValueError(f"no mask for rows of {row_bytes} bytes and savings of {savings}: wanted a multiple of {CHUNK_BYTES} "
-                         f"bytes and savings from 0 to {1 - 1 / (8 * CHUNK_BYTES)}")
+        raise ValueError(
+            f"no mask for rows of {row_bytes} bytes and savings of {savings}: wanted a multiple of {CHUNK_BYTES} "
+            f"bytes and savings from 0 to {1 - 1 / (8 * CHUNK_BYTES)}"
+        )
     generator = torch.Generator().manual_seed(seed)
     bits = torch.zeros(num_bits, dtype=torch.uint8)
     bits[torch.randperm(num_bits, generator=generator)[:num_fixed]] = 1
@@ -51,7 +55,7 @@ def normal_rows(num_bytes, dtype, deviation, device, columns=1024):
     return (torch.randn(num_rows, columns, device=device) * deviation).to(dtype)
 
 
-# ---- real sets ----------------------------------------------------------------------------------------------------------------
+# ---- real sets -----------------------------------------------------------------------------------------------------
 
 
 def _csr(z):

@@ -2,10 +2,11 @@
 
     python -m benchmarks.large_table [--out DIR] [--device cpu] [--quick]
 
-Tables of 4 and 16 GiB of BF16 N(0, 0.02) in pinned memory: 1 GiB of distinct rows, coded on the GPU and laid one after the other until the table is
-full, which is a table like any other, as rows decode alone. Arms: rows raw and coded, fetched by the GPU in the order given, pre-sorted (not timed)
-and bucketed (timed with its partition), the partition alone, the CPU path, and what torch does: x[ids].to("cuda"), and index_select into pinned
-chunks whose copies run beside it.
+Tables of 4 and 16 GiB of BF16 N(0, 0.02) in pinned memory: 1 GiB of distinct rows, coded on the GPU and laid one after
+the other until the table is full, which is a table like any other, as rows decode alone. Arms: rows raw and coded,
+fetched by the GPU in the order given, pre-sorted (not timed) and bucketed (timed with its partition), the partition
+alone, the CPU path, and what torch does: x[ids].to("cuda"), and index_select into pinned chunks whose copies run beside
+it.
 """
 
 import sys
@@ -27,7 +28,9 @@ DTYPE = torch.bfloat16
 
 
 def tiled(table, num_rows, buffer):
-    """The table's rows over and over until there are num_rows of them, slots in the buffer (pinned on a GPU's machine)."""
+    """The table's rows over and over until there are num_rows of them, slots in the buffer (pinned on a
+    GPU's machine).
+    """
     times = num_rows // table.num_rows
     slots = buffer[: times * table.slots.numel()]
     for part in slots.split(max(1, table.slots.numel())):
@@ -36,13 +39,24 @@ def tiled(table, num_rows, buffer):
     overflow = _memory.to_pinned(overflow) if buffer.is_pinned() else overflow
     starts = torch.arange(times).mul_(table.overflow.numel()).view(-1, 1)
     bases = (table.bases.cpu().view(1, -1) + starts).view(-1) if table.bases.numel() else table.bases.cpu()
-    return ibp.CompressedTensor(shape=(num_rows, *table.shape[1:]), dtype=table.dtype, scheme=table.scheme, row_bytes=table.row_bytes,
-                                slot_bytes=table.slot_bytes, slots=slots, overflow=overflow, lengths=table.lengths.cpu().repeat(times), bases=bases,
-                                codebook=table.codebook)
+    return ibp.CompressedTensor(
+        shape=(num_rows, *table.shape[1:]),
+        dtype=table.dtype,
+        scheme=table.scheme,
+        row_bytes=table.row_bytes,
+        slot_bytes=table.slot_bytes,
+        slots=slots,
+        overflow=overflow,
+        lengths=table.lengths.cpu().repeat(times),
+        bases=bases,
+        codebook=table.codebook,
+    )
 
 
 class Fetches:
-    """Ids in several sets, as they are drawn and sorted, on the GPU and on the CPU; outputs; and the rows that they must become."""
+    """Ids in several sets, as they are drawn and sorted, on the GPU and on the CPU; outputs; and the rows that they
+    must become.
+    """
 
     def __init__(self, run, gib, x, num_rows, num_ids):
         self.run, self.x, self.num_rows, self.case = run, x, num_rows, f"{gib:g} GiB, {num_ids:,} ids"
@@ -62,22 +76,52 @@ class Fetches:
     def cell(self, arm):
         return self.run.cell(f"{self.case}, {arm}")
 
-    def measure(self, arm, ids, call, *, savings, ideal_gbps, sms=None, wall=False, table=None, makes_result=False, buffer_bytes=0):
-        """call(k) fetches set k, whose ids are ids[k], and returns the result. table: what it fetches from, None for torch's own arms.
+    def measure(
+        self,
+        arm,
+        ids,
+        call,
+        *,
+        savings,
+        ideal_gbps,
+        sms=None,
+        wall=False,
+        table=None,
+        makes_result=False,
+        buffer_bytes=0,
+    ):
+        """call(k) fetches set k, whose ids are ids[k], and returns the result. table: what it fetches from, None for
+        torch's own arms.
         buffer_bytes: device memory that the arm keeps from call to call."""
         with self.cell(arm):
             harness.poison(self.outs[0])
             result, peak_bytes = self.run.peak_bytes(lambda: call(0), out=None if makes_result else self.outs[0])
             harness.check_bits(result, self.wanted(ids[0]), f"{self.case}, {arm}")
-            self.run.add_memory(case=self.case, arm=arm, row_bytes=self.x.shape[1] * self.x.dtype.itemsize, dtype=self.x.dtype,
-                                peak_bytes=None if peak_bytes is None else peak_bytes + buffer_bytes,
-                                output_bytes=self.output_bytes, original_bytes=self.num_rows * self.x.shape[1] * self.x.dtype.itemsize, table=table)
+            self.run.add_memory(
+                case=self.case,
+                arm=arm,
+                row_bytes=self.x.shape[1] * self.x.dtype.itemsize,
+                dtype=self.x.dtype,
+                peak_bytes=None if peak_bytes is None else peak_bytes + buffer_bytes,
+                output_bytes=self.output_bytes,
+                original_bytes=self.num_rows * self.x.shape[1] * self.x.dtype.itemsize,
+                table=table,
+            )
             self.add(arm, [lambda k=k: call(k) for k in range(NUM_SETS)], savings, ideal_gbps, sms, wall)
 
     def add(self, arm, calls, savings, ideal_gbps, sms, wall):
         gbps = self.output_bytes * 1e-9 / self.run.seconds(calls, wall)
-        self.run.add(case=self.case, arm=arm, rows=len(self.ids[0]), row_bytes=self.x.shape[1] * self.x.dtype.itemsize, dtype=self.x.dtype,
-                     savings=savings, gbps=gbps, ideal_gbps=ideal_gbps, sms=sms)
+        self.run.add(
+            case=self.case,
+            arm=arm,
+            rows=len(self.ids[0]),
+            row_bytes=self.x.shape[1] * self.x.dtype.itemsize,
+            dtype=self.x.dtype,
+            savings=savings,
+            gbps=gbps,
+            ideal_gbps=ideal_gbps,
+            sms=sms,
+        )
 
 
 def measure_table(run, kind, table, savings, link_gbps, fetches):
@@ -86,17 +130,36 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
     def fetching(ids, path, sms=None):
         return lambda k: ibp.index_select(table, ids[k], out=fetches.outs[k], path=path, max_sms=sms)
 
-    few = gather.bucketed_sms(table) or None  # what the bucketed path takes by itself: the pre-sorted ids get as many, which is faster than with all
-    arms = ({"": (fetches.ids, "gpu", None), " pre-sorted": (fetches.sorted_ids, "gpu", few), " bucketed": (fetches.ids, "bucketed", few)} if run.on_gpu
-            else {"": (fetches.ids, None, None)})
+    few = (
+        gather.bucketed_sms(table) or None
+    )  # what the bucketed path takes by itself: the pre-sorted ids get as many, which is faster than with all
+    arms = (
+        {
+            "": (fetches.ids, "gpu", None),
+            " pre-sorted": (fetches.sorted_ids, "gpu", few),
+            " bucketed": (fetches.ids, "bucketed", few),
+        }
+        if run.on_gpu
+        else {"": (fetches.ids, None, None)}
+    )
     for arm, (ids, path, sms) in arms.items():
-        fetches.measure(f"{kind}{arm}", ids, fetching(ids, path, sms), savings=savings, ideal_gbps=link_gbps, sms=sms, table=table)
+        fetches.measure(
+            f"{kind}{arm}", ids, fetching(ids, path, sms), savings=savings, ideal_gbps=link_gbps, sms=sms, table=table
+        )
     if not run.on_gpu:
         return
     copy_gbps = min(ideal.LINK_COPY_GBPS / (1 - savings), run.memset_gbps)
     for arm, path in (("cpu path", "cpu"), ("chosen, ids on the CPU", None)):
-        fetches.measure(f"{kind}, {arm}", fetches.cpu_ids, fetching(fetches.cpu_ids, path), savings=savings, ideal_gbps=copy_gbps, wall=True, table=table,
-                        buffer_bytes=host_gather.NUM_CHUNKS * host_gather.CHUNK_BYTES)
+        fetches.measure(
+            f"{kind}, {arm}",
+            fetches.cpu_ids,
+            fetching(fetches.cpu_ids, path),
+            savings=savings,
+            ideal_gbps=copy_gbps,
+            wall=True,
+            table=table,
+            buffer_bytes=host_gather.NUM_CHUNKS * host_gather.CHUNK_BYTES,
+        )
 
 
 def measure_partition(table, savings, link_gbps, fetches):
@@ -134,7 +197,16 @@ def measure_torch(run, host, fetches):
         chunks = Chunks(run, host.shape[1])
         arms["cpu pinned chunks + copy"] = lambda k: chunks.fetch(host, fetches.cpu_ids[k], fetches.outs[k])
     for arm, call in arms.items():
-        fetches.measure(arm, fetches.cpu_ids, call, savings=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0, wall=True, makes_result=arm == "x[ids].to")
+        fetches.measure(
+            arm,
+            fetches.cpu_ids,
+            call,
+            savings=0.0,
+            ideal_gbps=ideal.LINK_COPY_GBPS,
+            sms=0,
+            wall=True,
+            makes_result=arm == "x[ids].to",
+        )
 
 
 def run_table(run, buffer, gib, row_bytes, numbers_of_ids):
@@ -145,7 +217,12 @@ def run_table(run, buffer, gib, row_bytes, numbers_of_ids):
     every = [Fetches(run, gib, x, num_rows, num_ids) for num_ids in numbers_of_ids]
     for scheme in ("raw", "planes"):
         small = ibp.compress(x, scheme=scheme, layout="slots", pin_memory=False)
-        ideals = [ideal.gather_gbps(fetches.output_bytes * NUM_SETS, ideal.row_sectors(small, fetches.distinct_rows()), run.memset_gbps) for fetches in every]
+        ideals = [
+            ideal.gather_gbps(
+                fetches.output_bytes * NUM_SETS, ideal.row_sectors(small, fetches.distinct_rows()), run.memset_gbps
+            )
+            for fetches in every
+        ]
         table, savings = tiled(small, num_rows, buffer), small.savings
         del small
         if run.on_gpu and not table.is_pinned():

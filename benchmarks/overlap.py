@@ -1,14 +1,17 @@
-"""What does fetching cost the work beside it? A BF16 matrix product on all SMs beside fetches that keep few of them busy.
+"""What does fetching cost the work beside it? A BF16 matrix product on all SMs beside fetches that keep few of them
+busy.
 
     python -m benchmarks.overlap [--out DIR] [--device cpu] [--quick]
 
-Both are timed alone and beside each other: a train of matrix products on one stream, fetches back to back on another of higher priority
-that lasts longer than the train. The rate of the fetches beside it counts those that began and ended during the train. The loss of the
-products is compared with the share of SMs that the fetches may take; the copy engine, which takes none, shows what the link's traffic costs by itself,
-and a kernel that only sleeps on some SMs what it costs that they are not the products'.
+Both are timed alone and beside each other: a train of matrix products on one stream, fetches back to back on another of
+higher priority that lasts longer than the train. The rate of the fetches beside it counts those that began and ended
+during the train. The loss of the products is compared with the share of SMs that the fetches may take; the copy engine,
+which takes none, shows what the link's traffic costs by itself, and a kernel that only sleeps on some SMs what it costs
+that they are not the products'.
 
-overlap.csv has the fetches' rates, and after the common columns those of the products: matmul_tflops, matmul_share (of the products alone),
-fetch_share (of the fetches alone), sm_share (of the GPU's SMs that the fetches may take), loss_ratio ((1 - matmul_share) / sm_share).
+overlap.csv has the fetches' rates, and after the common columns those of the products: matmul_tflops, matmul_share (of
+the products alone), fetch_share (of the fetches alone), sm_share (of the GPU's SMs that the fetches may take),
+loss_ratio ((1 - matmul_share) / sm_share).
 """
 
 import statistics
@@ -22,12 +25,22 @@ from . import harness, ideal, inputs
 
 COLUMNS = "matmul_tflops,matmul_share,fetch_share,sm_share,loss_ratio".split(",")
 SIDE, QUICK_SIDE = 8192, 256
-TRAIN, QUICK_TRAIN = 64, 4  # products of a train: 0.1 s on an H200; a quarter where fetches may take all SMs, which leaves the products few
+TRAIN, QUICK_TRAIN = (
+    64,
+    4,
+)  # products of a train: 0.1 s on an H200; a quarter where fetches may take all SMs, which leaves the products few
 REPEATS, MAX_DOUBLINGS = 3, 5
 ROW_BYTES = 2048
 TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, 2 * inputs.MIB
-PASSES = 2  # how often one fetch reads every row of the table: long kernels, so that few of them begin and end beside the train
-SMS = {"planes gather": (8, 4, None), "raw gather": (8,), "planes decompress": (8, 4), "planes decompress by kernel": (8, 4), "sleep": (8, 4)}
+# How often one fetch reads every row of the table: long kernels, so that few of them begin and end beside the train.
+PASSES = 2
+SMS = {
+    "planes gather": (8, 4, None),
+    "raw gather": (8,),
+    "planes decompress": (8, 4),
+    "planes decompress by kernel": (8, 4),
+    "sleep": (8, 4),
+}
 JUDGED_SMS, MOST_LOSS_RATIO = 8, 1.3
 LINE_RATE = 0.92  # of the ideal: the fetch alone has to be at the link's rate for the loss to mean something
 
@@ -53,7 +66,9 @@ class Products:
 
 
 class Fetch:
-    """One way to bring bytes of x to the GPU. call: writes `out`, which is then `want`; num_bytes: original bytes of a call; table: None for raw copies."""
+    """One way to bring bytes of x to the GPU. call: writes `out`, which is then `want`; num_bytes: original bytes of a
+    call; table: None for raw copies.
+    """
 
     def __init__(self, arm, x, call, out, want, *, table, ideal_gbps, sms):
         self.arm, self.x, self.call, self.out, self.want = arm, x, call, out, want
@@ -80,7 +95,11 @@ class Sleep:
         } while (now - start < 1000ull * microseconds);
     }
     """
-    MICROSECONDS, THREADS, SHARED_BYTES = 5000, 1024, 120_000  # of a block: beside it there is no room for one of the products'
+    MICROSECONDS, THREADS, SHARED_BYTES = (
+        5000,
+        1024,
+        120_000,
+    )  # of a block: beside it there is no room for one of the products'
 
     def __init__(self, sms):
         self.arm, self.sms = "sleep", sms
@@ -88,7 +107,9 @@ class Sleep:
         self.kernel.set_shared_memory_config(self.SHARED_BYTES)
 
     def call(self):
-        self.kernel(grid=(self.sms, 1, 1), block=(self.THREADS, 1, 1), args=[self.MICROSECONDS], shared_mem=self.SHARED_BYTES)
+        self.kernel(
+            grid=(self.sms, 1, 1), block=(self.THREADS, 1, 1), args=[self.MICROSECONDS], shared_mem=self.SHARED_BYTES
+        )
 
     def check(self, what):
         pass
@@ -106,7 +127,9 @@ def alone(run, products, num):
 
 
 def beside(run, products, num, fetch, num_fetches):
-    """(seconds of the train, seconds of one fetch) beside each other; None where the fetches ended before the train did."""
+    """(seconds of the train, seconds of one fetch) beside each other; None where the fetches ended before the train
+    did.
+    """
     stream, current = torch.cuda.Stream(run.device, priority=-1), torch.cuda.current_stream()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_fetches)]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -136,8 +159,10 @@ def beside(run, products, num, fetch, num_fetches):
 
 
 def measure_beside(run, products, fetch, fetch_s):
-    """Median seconds of a product alone, of one beside the fetches, and of a fetch beside the products. Trains alone and beside fetches
-    alternate, so that both have the same clocks; as many fetches as outlast the train; both results are checked each time."""
+    """Median seconds of a product alone, of one beside the fetches, and of a fetch beside the products. Trains alone
+    and beside fetches alternate, so that both have the same clocks; as many fetches as outlast the train; both results
+    are checked each time.
+    """
     num = products.num if fetch.sms is not None else products.num // 4
     num_fetches, doublings, times = 3 + int(1.5 * alone(run, products, num) / fetch_s), 0, []
     while len(times) < REPEATS:
@@ -160,30 +185,65 @@ def measure(run, products, fetch):
     _, peak_bytes = run.peak_bytes(fetch.call, out=fetch.out)
     fetch.check("alone")
     fetch_s = run.seconds([fetch.call])
-    same = dict(case="normal 0.02", rows=len(fetch.out), row_bytes=ROW_BYTES, dtype=fetch.x.dtype, savings=fetch.savings,
-                ideal_gbps=fetch.ideal_gbps, sms=fetch.sms)
+    same = dict(
+        case="normal 0.02",
+        rows=len(fetch.out),
+        row_bytes=ROW_BYTES,
+        dtype=fetch.x.dtype,
+        savings=fetch.savings,
+        ideal_gbps=fetch.ideal_gbps,
+        sms=fetch.sms,
+    )
     if all(row["arm"] != fetch.arm for row in run.memory):
-        run.add_memory(case=same["case"], arm=fetch.arm, row_bytes=ROW_BYTES, dtype=fetch.x.dtype, peak_bytes=peak_bytes, output_bytes=fetch.num_bytes,
-                       original_bytes=fetch.x.numel() * fetch.x.element_size(), table=fetch.table)
+        run.add_memory(
+            case=same["case"],
+            arm=fetch.arm,
+            row_bytes=ROW_BYTES,
+            dtype=fetch.x.dtype,
+            peak_bytes=peak_bytes,
+            output_bytes=fetch.num_bytes,
+            original_bytes=fetch.x.numel() * fetch.x.element_size(),
+            table=fetch.table,
+        )
     run.add(arm=f"{fetch.arm}, alone", gbps=fetch.num_bytes * 1e-9 / fetch_s, **same)
     if not run.on_gpu:
         return
     alone_s, product_s, beside_s = measure_beside(run, products, fetch, fetch_s)
-    run.add(arm=f"{fetch.arm}, beside", gbps=fetch.num_bytes * 1e-9 / beside_s, **same, fetch_share=f"{fetch_s / beside_s:.4f}",
-            **loss(run, products, alone_s, product_s, fetch.sms))
+    run.add(
+        arm=f"{fetch.arm}, beside",
+        gbps=fetch.num_bytes * 1e-9 / beside_s,
+        **same,
+        fetch_share=f"{fetch_s / beside_s:.4f}",
+        **loss(run, products, alone_s, product_s, fetch.sms),
+    )
 
 
 def measure_sleep(run, products, sleep):
     alone_s, product_s, _ = measure_beside(run, products, sleep, sleep.MICROSECONDS * 1e-6)
-    run.add(case="normal 0.02", arm="sleep, beside", rows=0, row_bytes=ROW_BYTES, dtype=torch.bfloat16, savings=0.0, gbps=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=sleep.sms,
-            fetch_share="", **loss(run, products, alone_s, product_s, sleep.sms))
+    run.add(
+        case="normal 0.02",
+        arm="sleep, beside",
+        rows=0,
+        row_bytes=ROW_BYTES,
+        dtype=torch.bfloat16,
+        savings=0.0,
+        gbps=0.0,
+        ideal_gbps=ideal.LINK_COPY_GBPS,
+        sms=sleep.sms,
+        fetch_share="",
+        **loss(run, products, alone_s, product_s, sleep.sms),
+    )
 
 
 def loss(run, products, alone_s, product_s, sms):
     """The columns of the products: a product takes alone_s alone and product_s beside what may have so many SMs."""
     share, sm_share = alone_s / product_s, (run.num_sms if sms is None else sms) / run.num_sms
-    return {"matmul_tflops": harness.four_digits(products.flops * 1e-12 / product_s), "matmul_share": f"{share:.4f}", "sm_share": f"{sm_share:.4f}",
-            "loss_ratio": f"{(1 - share) / sm_share:.3f}" if sm_share else ""}
+    return {
+        "matmul_tflops": harness.four_digits(products.flops * 1e-12 / product_s),
+        "matmul_share": f"{share:.4f}",
+        "sm_share": f"{sm_share:.4f}",
+        "loss_ratio": f"{(1 - share) / sm_share:.3f}" if sm_share else "",
+    }
 
 
 def fetches(run):
@@ -194,20 +254,54 @@ def fetches(run):
     codebook = ibp.analyze(x, scheme="planes", sample=None)
     ids = torch.cat([torch.randperm(len(x), device=run.device) for _ in range(PASSES)])
     gathered, whole = torch.index_select(x, 0, ids), torch.empty_like(x)
-    for arm, table in (("planes gather", ibp.compress(host, codebook=codebook)), ("raw gather", ibp.compress(host, scheme="raw"))):
+    for arm, table in (
+        ("planes gather", ibp.compress(host, codebook=codebook)),
+        ("raw gather", ibp.compress(host, scheme="raw")),
+    ):
         out = torch.empty_like(gathered)
-        ideal_gbps = ideal.gather_gbps(gathered.numel() * x.element_size(), ideal.row_sectors(table, ids), run.memset_gbps)
+        ideal_gbps = ideal.gather_gbps(
+            gathered.numel() * x.element_size(), ideal.row_sectors(table, ids), run.memset_gbps
+        )
         for sms in SMS[arm] if run.on_gpu else (None,):
-            yield Fetch(arm, x, lambda table=table, out=out, sms=sms: ibp.index_select(table, ids, out=out, max_sms=sms), out, gathered,
-                        table=table, ideal_gbps=ideal_gbps, sms=sms)
+            yield Fetch(
+                arm,
+                x,
+                lambda table=table, out=out, sms=sms: ibp.index_select(table, ids, out=out, max_sms=sms),
+                out,
+                gathered,
+                table=table,
+                ideal_gbps=ideal_gbps,
+                sms=sms,
+            )
         del out
     packed = ibp.compress(host, codebook=codebook, layout="packed")
     ideal_gbps = ideal.tensor_gbps(packed.original_bytes, packed.stored_bytes)
-    for arm, path in (("planes decompress", "copy"), ("planes decompress by kernel", "gpu")) if run.on_gpu else (("planes decompress", None),):
+    for arm, path in (
+        (("planes decompress", "copy"), ("planes decompress by kernel", "gpu"))
+        if run.on_gpu
+        else (("planes decompress", None),)
+    ):
         for sms in SMS[arm] if run.on_gpu else (None,):
-            yield Fetch(arm, x, lambda sms=sms, path=path: ibp.decompress(packed, out=whole, max_sms=sms, path=path), whole, x, table=packed,
-                        ideal_gbps=ideal_gbps, sms=sms)
-    yield Fetch("copy_", x, lambda: whole.copy_(host, non_blocking=True), whole, x, table=None, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0)
+            yield Fetch(
+                arm,
+                x,
+                lambda sms=sms, path=path: ibp.decompress(packed, out=whole, max_sms=sms, path=path),
+                whole,
+                x,
+                table=packed,
+                ideal_gbps=ideal_gbps,
+                sms=sms,
+            )
+    yield Fetch(
+        "copy_",
+        x,
+        lambda: whole.copy_(host, non_blocking=True),
+        whole,
+        x,
+        table=None,
+        ideal_gbps=ideal.LINK_COPY_GBPS,
+        sms=0,
+    )
 
 
 def shortfalls(rows):
@@ -220,16 +314,29 @@ def shortfalls(rows):
         if row["arm"].endswith(", alone") and share < LINE_RATE:
             found.append(f"{what}: {100 * share:.0f} % of the ideal, not the line rate ({100 * LINE_RATE:g} %)")
         if row["arm"].endswith(", beside") and row["fetch_share"] and float(row["loss_ratio"]) > MOST_LOSS_RATIO:
-            found.append(f"{what}: the products lose {row['loss_ratio']} times the share of SMs taken, wanted {MOST_LOSS_RATIO:g} at most")
+            found.append(
+                f"{what}: the products lose {row['loss_ratio']} times the share of SMs taken, wanted "
+                f"{MOST_LOSS_RATIO:g} at most"
+            )
     return found
 
 
 def print_losses(rows):
     for row in rows:
         if row.get("matmul_share"):
-            taken = f"with {100 * float(row['sm_share']):.1f} % of the SMs taken" + (f" (ratio {row['loss_ratio']})" if row["loss_ratio"] else "")
-            print(f"{row['arm']} products: they run at {row['matmul_tflops']} TFLOP/s and lose {100 - 100 * float(row['matmul_share']):.1f} % "
-                  f"{taken}" + (f"; the fetch runs at {100 * float(row['fetch_share']):.0f} % of its rate alone" if row["fetch_share"] else ""))
+            taken = f"with {100 * float(row['sm_share']):.1f} % of the SMs taken" + (
+                f" (ratio {row['loss_ratio']})" if row["loss_ratio"] else ""
+            )
+            print(
+                f"{row['arm']} products: they run at {row['matmul_tflops']} TFLOP/s and lose "
+                f"{100 - 100 * float(row['matmul_share']):.1f} % "
+                f"{taken}"
+                + (
+                    f"; the fetch runs at {100 * float(row['fetch_share']):.0f} % of its rate alone"
+                    if row["fetch_share"]
+                    else ""
+                )
+            )
 
 
 def main(argv=None):

@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import inputs
-
 COLUMNS = 1024
 ROWS, QUICK_ROWS = 4096, 256
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -16,7 +14,9 @@ FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bflo
 
 @dataclass(frozen=True)
 class Set:
-    """One table, or several that belong together, each compressed on its own; 2-D CPU tensors of one dtype and row size."""
+    """One table, or several that belong together, each compressed on its own; 2-D CPU tensors of one dtype and row
+    size.
+    """
 
     name: str
     tensors: tuple[torch.Tensor, ...]
@@ -38,7 +38,7 @@ class Set:
         return self.rows * self.row_bytes
 
 
-# ---- synthetic ----------------------------------------------------------------------------------------------------------------
+# ---- synthetic -----------------------------------------------------------------------------------------------------
 
 
 def _normal(rows, generator, dtype=FP32):
@@ -51,7 +51,9 @@ def _half_zeros(rows, generator, dtype):
 
 
 def _quantised(rows, generator, dtype):
-    """Normal weights as integers: the row's largest magnitude becomes the dtype's; of unsigned ones the middle is zero."""
+    """Normal weights as integers: the row's largest magnitude becomes the dtype's; of unsigned ones the
+    middle is zero.
+    """
     x, most = _normal(rows, generator), (1 << 8 * dtype.itemsize - 1) - 1
     x = (x / x.abs().amax(1, keepdim=True) * most).round()
     return (x if dtype.is_signed else x + most + 1).to(dtype)
@@ -65,7 +67,11 @@ SYNTHETIC = (  # name, dtypes, maker(rows, generator, dtype)
     ("ids below 2^20", (torch.int64,), lambda rows, g, dtype: torch.randint(1 << 20, (rows, COLUMNS), generator=g)),
     ("counts", (torch.int32,), lambda rows, g, dtype: (1 / (1 - torch.rand(rows, COLUMNS, generator=g))).to(dtype)),
     ("quantised weights", (torch.int8, torch.uint8, torch.int16), _quantised),
-    ("random bytes", (torch.uint8,), lambda rows, g, dtype: torch.randint(256, (rows, COLUMNS), generator=g, dtype=dtype)),
+    (
+        "random bytes",
+        (torch.uint8,),
+        lambda rows, g, dtype: torch.randint(256, (rows, COLUMNS), generator=g, dtype=dtype),
+    ),
 )
 
 
@@ -76,9 +82,10 @@ def synthetic_sets(rows: int) -> Iterator[Set]:
             yield Set(name, (make(rows, torch.Generator().manual_seed(0), dtype),))
 
 
-# ---- real ---------------------------------------------------------------------------------------------------------------------
+# ---- real ----------------------------------------------------------------------------------------------------------
 
-# The matrices with rows of 64 of the model in stories260k.npz, in the order in which `weights_bf16` has them one below the other.
+# The matrices with rows of 64 of the model in stories260k.npz, in the order in which `weights_bf16` has them one below
+# the other.
 MATRICES = (("emb", 1, 512), ("wq", 5, 64), ("wk", 5, 32), ("wv", 5, 32), ("wo", 5, 64), ("w1", 5, 172), ("w3", 5, 172))
 
 
@@ -119,8 +126,10 @@ REAL = (  # name, files of which the first that is there is taken, dtypes, loade
     ("cora", ("cora.npz",), (FP32,), _csr),
     ("amazon_photo", ("amazon_photo.npz",), (FP32,), _csr),
     ("pubmed_1060rows", ("pubmed_1060rows.npz",), (FP32, FP16, BF16), _csr),
-    *((f"ncf {name}", ("ncf_ml1m.npz", "ncf_mlp.npz"), (FP32,), _array(name))
-      for name in ("mlp_user", "mlp_item", "gmf_user", "gmf_item")),
+    *(
+        (f"ncf {name}", ("ncf_ml1m.npz", "ncf_mlp.npz"), (FP32,), _array(name))
+        for name in ("mlp_user", "mlp_item", "gmf_user", "gmf_item")
+    ),
     ("kokoro", ("kokoro_voices.npz",), (FP32, FP16, BF16), _array("x")),
     ("word2vec", ("word2vec_1000x300.npz",), (FP32, FP16, BF16), _array("x")),
     ("stories260k", ("stories260k.npz",), (FP32, FP16, BF16), _weights),
@@ -131,7 +140,9 @@ REAL = (  # name, files of which the first that is there is taken, dtypes, loade
 
 
 def real_sets(data_dir: Path) -> Iterator[Set]:
-    """Every set that the directory holds, rounded to each of its dtypes; sets kept as BF16 in that one only. Names the missing."""
+    """Every set that the directory holds, rounded to each of its dtypes; sets kept as BF16 in that one only. Names the
+    missing.
+    """
     for name, files, dtypes, load in REAL:
         path = next((path for file in files if (path := Path(data_dir) / file).exists()), None)
         tensors = ()

@@ -2,9 +2,10 @@
 
     python -m benchmarks.small_calls [--out DIR] [--device cpu] [--quick]
 
-1 to 1,000 rows of 512 B, from pinned and from device memory, beside torch.index_select on a tensor in device memory. Three times a call: until it comes back
-(a loop of calls that are not waited for), until its result is there (each call waited for), and the kernel alone (in a CUDA graph of many). The CSV has
-rates, as everywhere; the times in microseconds are printed, with what the call costs on top of the kernel.
+1 to 1,000 rows of 512 B, from pinned and from device memory, beside torch.index_select on a tensor in device memory.
+Three times a call: until it comes back (a loop of calls that are not waited for), until its result is there (each call
+waited for), and the kernel alone (in a CUDA graph of many). The CSV has rates, as everywhere; the times in microseconds
+are printed, with what the call costs on top of the kernel.
 """
 
 import statistics
@@ -62,24 +63,48 @@ def measure(run, case, savings, num_rows, call, wanted, out, lines):
         times["kernel in a graph"] = kernel_s(run, call)
     fastest = min(times.values())
     for arm, seconds in times.items():
-        run.add(case=f"{case}, {num_rows:,} rows", arm=arm, rows=num_rows, row_bytes=ROW_BYTES, dtype=DTYPE, savings=savings,
-                gbps=num_rows * ROW_BYTES * 1e-9 / seconds, ideal_gbps=num_rows * ROW_BYTES * 1e-9 / times.get("kernel in a graph", fastest), sms=None)
+        run.add(
+            case=f"{case}, {num_rows:,} rows",
+            arm=arm,
+            rows=num_rows,
+            row_bytes=ROW_BYTES,
+            dtype=DTYPE,
+            savings=savings,
+            gbps=num_rows * ROW_BYTES * 1e-9 / seconds,
+            ideal_gbps=num_rows * ROW_BYTES * 1e-9 / times.get("kernel in a graph", fastest),
+            sms=None,
+        )
     on_top = times["until the result is there"] - times.get("kernel in a graph", 0.0)
-    lines.append(f"{case:20s} {num_rows:5d} rows  " + "  ".join(f"{arm} {1e6 * seconds:7.2f} us" for arm, seconds in times.items())
-                 + f"  waited for, on top of the kernel {1e6 * on_top:7.2f} us")
+    lines.append(
+        f"{case:20s} {num_rows:5d} rows  "
+        + "  ".join(f"{arm} {1e6 * seconds:7.2f} us" for arm, seconds in times.items())
+        + f"  waited for, on top of the kernel {1e6 * on_top:7.2f} us"
+    )
 
 
 def main(argv=None):
     args = harness.parse_args(argv, __doc__)
     run = harness.Run("small_calls", args)
     torch.manual_seed(0)
-    x = inputs.normal_rows(1 << 22 if run.quick or not run.on_gpu else 1 << 26, DTYPE, 0.02, run.device, columns=ROW_BYTES // DTYPE.itemsize)
-    tables = {"ibp, host memory": ibp.compress(x.cpu(), scheme="planes"), "ibp, device memory": ibp.compress(x, scheme="planes")}
+    x = inputs.normal_rows(
+        1 << 22 if run.quick or not run.on_gpu else 1 << 26,
+        DTYPE,
+        0.02,
+        run.device,
+        columns=ROW_BYTES // DTYPE.itemsize,
+    )
+    tables = {
+        "ibp, host memory": ibp.compress(x.cpu(), scheme="planes"),
+        "ibp, device memory": ibp.compress(x, scheme="planes"),
+    }
     lines = []
     for num_rows in NUM_ROWS:
         ids = torch.randint(len(x), (num_rows,), device=run.device)
         out = torch.empty(num_rows, x.shape[1], dtype=DTYPE, device=run.device)
-        calls = {case: (table.savings, lambda table=table: ibp.index_select(table, ids, out=out)) for case, table in tables.items()}
+        calls = {
+            case: (table.savings, lambda table=table: ibp.index_select(table, ids, out=out))
+            for case, table in tables.items()
+        }
         calls["torch"] = 0.0, lambda: torch.index_select(x, 0, ids, out=out)
         for case, (savings, call) in calls.items():
             with run.cell(f"{case}, {num_rows} rows"):

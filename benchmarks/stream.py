@@ -2,11 +2,12 @@
 
     python -m benchmarks.stream [--out DIR] [--device cpu] [--quick]
 
-BF16 tensors of 8 to 256 MiB, the others of 256 MiB; several of one size up to 256 MiB, taken in turn or as a list. Arms: torch's copy_ of the raw
-tensor; ibp's stream through the copy engine, packed and from slots, with its own choice of SMs, at most 8 and at most 4; the kernel that
-fetches the rows itself; `decompress_many` of all tensors of a size; nvCOMP's ANS, its pieces decoded while the next are copied (pieces,
-staging buffers for all of them and decoding configurations prepared beforehand). The stream is measured at every size, also where
-ibp.decompress would choose the kernel. The ideal is the copy engine's rate over the share of bytes stored.
+BF16 tensors of 8 to 256 MiB, the others of 256 MiB; several of one size up to 256 MiB, taken in turn or as a list.
+Arms: torch's copy_ of the raw tensor; ibp's stream through the copy engine, packed and from slots, with its own choice
+of SMs, at most 8 and at most 4; the kernel that fetches the rows itself; `decompress_many` of all tensors of a size;
+nvCOMP's ANS, its pieces decoded while the next are copied (pieces, staging buffers for all of them and decoding
+configurations prepared beforehand). The stream is measured at every size, also where ibp.decompress would choose the
+kernel. The ideal is the copy engine's rate over the share of bytes stored.
 """
 
 import sys
@@ -41,8 +42,8 @@ class Cell:
         self.outs = [torch.empty_like(x) for x in self.xs]
 
     def measure(self, arm, calls, *, moved_bytes, savings, sms, tensors_a_call=1, buffer_bytes=0, table=None):
-        """Checks an arm on poisoned output and times it. calls: one for each tensor, or one for all. buffer_bytes: device memory that the arm was
-        given beforehand. table: one of those decompressed."""
+        """Checks an arm on poisoned output and times it. calls: one for each tensor, or one for all. buffer_bytes:
+        device memory that the arm was given beforehand. table: one of those decompressed."""
         for out in self.outs:
             harness.poison(out)
 
@@ -55,23 +56,54 @@ class Cell:
         row_bytes = x.shape[1] * x.dtype.itemsize
         for each, out in zip(self.xs, self.outs):
             harness.check_bits(out, each, f"{self.case}, {arm}")
-        self.run.add_memory(case=self.case, arm=arm, row_bytes=row_bytes, dtype=x.dtype, peak_bytes=None if peak_bytes is None else peak_bytes + buffer_bytes,
-                            output_bytes=self.num_bytes, original_bytes=self.num_bytes, table=table)
+        self.run.add_memory(
+            case=self.case,
+            arm=arm,
+            row_bytes=row_bytes,
+            dtype=x.dtype,
+            peak_bytes=None if peak_bytes is None else peak_bytes + buffer_bytes,
+            output_bytes=self.num_bytes,
+            original_bytes=self.num_bytes,
+            table=table,
+        )
         gbps = tensors_a_call * self.num_bytes * 1e-9 / self.run.seconds(calls)
-        self.run.add(case=self.case, arm=arm, rows=len(x), row_bytes=row_bytes, dtype=x.dtype, savings=savings, gbps=gbps,
-                     ideal_gbps=ideal.LINK_COPY_GBPS * self.num_bytes / moved_bytes, sms=sms)
+        self.run.add(
+            case=self.case,
+            arm=arm,
+            rows=len(x),
+            row_bytes=row_bytes,
+            dtype=x.dtype,
+            savings=savings,
+            gbps=gbps,
+            ideal_gbps=ideal.LINK_COPY_GBPS * self.num_bytes / moved_bytes,
+            sms=sms,
+        )
 
 
 def in_host_memory(table, pin):
     """A table's copy in host memory, pinned at exactly its size."""
-    slots, overflow = (_memory.empty(held.numel(), torch.device("cpu"), pin).copy_(held) for held in (table.slots, table.overflow))
-    return ibp.CompressedTensor(shape=table.shape, dtype=table.dtype, scheme=table.scheme, row_bytes=table.row_bytes,
-                                slot_bytes=table.slot_bytes, slots=slots, overflow=overflow, lengths=table.lengths.cpu(),
-                                bases=table.bases.cpu(), codebook=table.codebook)
+    slots, overflow = (
+        _memory.empty(held.numel(), torch.device("cpu"), pin).copy_(held) for held in (table.slots, table.overflow)
+    )
+    return ibp.CompressedTensor(
+        shape=table.shape,
+        dtype=table.dtype,
+        scheme=table.scheme,
+        row_bytes=table.row_bytes,
+        slot_bytes=table.slot_bytes,
+        slots=slots,
+        overflow=overflow,
+        lengths=table.lengths.cpu(),
+        bases=table.bases.cpu(),
+        codebook=table.codebook,
+    )
 
 
 def measure_raw(cell):
-    hosts = [_memory.empty(cell.num_bytes, torch.device("cpu"), cell.run.on_gpu).view(x.dtype).view(x.shape).copy_(x) for x in cell.xs]
+    hosts = [
+        _memory.empty(cell.num_bytes, torch.device("cpu"), cell.run.on_gpu).view(x.dtype).view(x.shape).copy_(x)
+        for x in cell.xs
+    ]
     calls = [lambda out=out, host=host: out.copy_(host, non_blocking=True) for out, host in zip(cell.outs, hosts)]
     cell.measure("raw copy_", calls, moved_bytes=cell.num_bytes, savings=0.0, sms=0)
 
@@ -84,34 +116,48 @@ def measure_tables(cell, codebook, layout):
     chosen = streaming.sms_at_link_rate(cell.num_bytes, int(moved_bytes)) if cell.run.on_gpu else None
     path = "copy" if cell.run.on_gpu else None
     for sms in {FEW_SMS: FEW_SMS, FEWEST_SMS: FEWEST_SMS, chosen: None}.values() if cell.run.on_gpu else (None,):
-        each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms, path=path) for table, out in zip(tables, cell.outs)]
+        each = [
+            lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms, path=path)
+            for table, out in zip(tables, cell.outs)
+        ]
         label = sms or chosen
         cell.measure(name, each, sms=label, **same)
         if len(tables) > 1:
             every = [lambda sms=sms: ibp.decompress_many(tables, out=cell.outs, max_sms=sms, path=path)]
             cell.measure(f"{name}, list", every, sms=label, tensors_a_call=len(tables), **same)
     for sms in (None, FEW_SMS) if cell.run.on_gpu else ():
-        each = [lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms, path="gpu") for table, out in zip(tables, cell.outs)]
+        each = [
+            lambda table=table, out=out, sms=sms: ibp.decompress(table, out=out, max_sms=sms, path="gpu")
+            for table, out in zip(tables, cell.outs)
+        ]
         cell.measure(f"{name}, by kernel", each, sms=sms, **same)
 
 
 class AnsPieces:
-    """A tensor as nvCOMP's ANS codes it, in pieces in pinned memory, each with a place on the GPU to be copied to and decoded from."""
+    """A tensor as nvCOMP's ANS codes it, in pieces in pinned memory, each with a place on the GPU to be copied to and
+    decoded from.
+    """
 
     def __init__(self, x, out, stream):
         self.copies, self.stream = torch.cuda.Stream(), stream
         data, to = (t.view(torch.uint8).view(-1) for t in (x, out))
         size = max(NVCOMP_LEAST_PIECE_BYTES, -(-data.numel() // NVCOMP_PIECES))
         typestr = f"<f{x.dtype.itemsize}"
-        self.codec = nvcomp.Codec(algorithm="ANS", uncomp_chunk_size=NVCOMP_CHUNK_BYTES, data_type=typestr, cuda_stream=stream.cuda_stream)
+        self.codec = nvcomp.Codec(
+            algorithm="ANS", uncomp_chunk_size=NVCOMP_CHUNK_BYTES, data_type=typestr, cuda_stream=stream.cuda_stream
+        )
         self.pieces, self.stored_bytes = [], 0
         for part, target in zip(data.split(size), to.split(size)):
-            coded = torch.as_tensor(self.codec.encode(nvcomp.as_array(part)), device=x.device).view(torch.uint8).reshape(-1)
+            coded = (
+                torch.as_tensor(self.codec.encode(nvcomp.as_array(part)), device=x.device).view(torch.uint8).reshape(-1)
+            )
             stream.synchronize()
             staging = coded.clone()
             host = _memory.empty(coded.numel(), torch.device("cpu"), pin=True).copy_(coded)
             array = nvcomp.as_array(staging)
-            self.pieces.append((host, staging, array, target, self.codec.decompression_config(array), torch.cuda.Event()))
+            self.pieces.append(
+                (host, staging, array, target, self.codec.decompression_config(array), torch.cuda.Event())
+            )
             self.stored_bytes += coded.numel()
 
     def decode(self):
@@ -134,8 +180,14 @@ def measure_nvcomp(cell, what):
             print(f"{what}: nvCOMP left out: {error}")
             return
         moved_bytes = sum(pieces.stored_bytes for pieces in coded) / len(coded)
-        cell.measure("nvcomp ANS", [pieces.decode for pieces in coded], moved_bytes=moved_bytes, savings=1 - moved_bytes / cell.num_bytes, sms=None,
-                     buffer_bytes=max(pieces.stored_bytes for pieces in coded))
+        cell.measure(
+            "nvcomp ANS",
+            [pieces.decode for pieces in coded],
+            moved_bytes=moved_bytes,
+            savings=1 - moved_bytes / cell.num_bytes,
+            sms=None,
+            buffer_bytes=max(pieces.stored_bytes for pieces in coded),
+        )
 
 
 def measure_size(run, case, make, codebooks, num_bytes):
@@ -163,11 +215,19 @@ def cases(run):
 
         learned = make(inputs.MIB if run.quick else 64 * inputs.MIB)
         is_main = dtype == torch.bfloat16
-        codebooks = [ibp.analyze(learned, scheme=scheme, sample=None) for scheme in (("planes", "ibp") if is_main else ("planes",))]
+        codebooks = [
+            ibp.analyze(learned, scheme=scheme, sample=None)
+            for scheme in (("planes", "ibp") if is_main else ("planes",))
+        ]
         yield name, make, codebooks, sizes if is_main else other_sizes
     mask, bitval = inputs.synthetic_mask(2048, 0.5)
     codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
-    yield "synthetic 50%", lambda num_bytes: inputs.agreeing_rows(num_bytes // 2048, mask, bitval, run.device), [codebook], other_sizes
+    yield (
+        "synthetic 50%",
+        lambda num_bytes: inputs.agreeing_rows(num_bytes // 2048, mask, bitval, run.device),
+        [codebook],
+        other_sizes,
+    )
 
 
 def main(argv=None):

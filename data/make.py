@@ -1,6 +1,6 @@
 """Makes the shipped data files from the larger ones that README.md beside this script describes.
 
-    python data/make.py SOURCE_DIRECTORY
+python data/make.py SOURCE_DIRECTORY
 """
 
 import shutil

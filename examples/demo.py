@@ -1,4 +1,5 @@
-"""Compresses the tensors in data/, checks every bit, and prints what it saved; with a GPU, also how fast rows are fetched.
+"""Compresses the tensors in data/, checks every bit, and prints what it saved; with a GPU, also how fast rows are
+fetched.
 
     python examples/demo.py
 
@@ -143,18 +144,26 @@ def print_savings(console, results):
         saved = [f"{table.savings:.1%}" for table in coded.values()]
         memory, link = (f"{1 - taken / x.nbytes:.1%}" for taken in (auto.nbytes, auto.link_bytes))
         bits = "same" if result["lossless"] else "DIFFER"
-        rows.append([name, str(x.dtype).removeprefix("torch."), f"{x[0].nbytes:,}", *saved, auto.scheme, memory, link, bits])
+        rows.append(
+            [name, str(x.dtype).removeprefix("torch."), f"{x[0].nbytes:,}", *saved, auto.scheme, memory, link, bits]
+        )
     print_grid(console, ["set", "dtype", "row bytes", *SCHEMES, "auto", "memory", "link", "bits"], rows)
-    console.print("ibp, planes: what each scheme saves of the original bytes. auto: the scheme\n"
-                  "that ibp.compress(x) takes; memory: what its table saves in all; link: what\n"
-                  "it saves over the link, counted in sectors of 32 bytes.", highlight=False)
+    console.print(
+        "ibp, planes: what each scheme saves of the original bytes. auto: the scheme\n"
+        "that ibp.compress(x) takes; memory: what its table saves in all; link: what\n"
+        "it saves over the link, counted in sectors of 32 bytes.",
+        highlight=False,
+    )
 
 
 def print_rates(console, results):
     rows = [[name, *(f"{rate:.1f}" for rate in result["rates"].values())] for name, result in results.items()]
     print_grid(console, ["set", "raw rows", *SCHEMES], rows)
-    console.print(f"GB/s of original bytes: {FETCH_BYTES >> 20} MiB of random rows, from each set repeated to\n"
-                  f"{TABLE_BYTES >> 20} MiB of pinned host memory.", highlight=False)
+    console.print(
+        f"GB/s of original bytes: {FETCH_BYTES >> 20} MiB of random rows, from each set repeated to\n"
+        f"{TABLE_BYTES >> 20} MiB of pinned host memory.",
+        highlight=False,
+    )
 
 
 def label_bars(axes, bars, texts):
@@ -167,7 +176,11 @@ def draw_bars(axes, series, unit):
     height = 0.8 / len(series)
     for i, (label, (color, values)) in enumerate(series.items()):
         places = np.arange(len(values)) + (i - (len(series) - 1) / 2) * height
-        label_bars(axes, axes.barh(places, values, height=0.92 * height, color=color, label=label), [unit.format(value) for value in values])
+        label_bars(
+            axes,
+            axes.barh(places, values, height=0.92 * height, color=color, label=label),
+            [unit.format(value) for value in values],
+        )
     axes.legend(loc="lower right", frameon=False, fontsize=8)
 
 
@@ -175,12 +188,29 @@ def draw_chart(results, has_gpu):
     names, rows = list(results), list(results.values())
     figure, panels = plt.subplots(1, 2 if has_gpu else 1, figsize=(12 if has_gpu else 8, 5), sharey=True, squeeze=False)
     savings = panels[0][0]
-    draw_bars(savings, {label: (COLORS[scheme], [100 * row["coded"][scheme].savings for row in rows]) for scheme, label in SCHEMES.items()}, "{:.1f}")
-    savings.set(title="Bytes saved, lossless", xlabel="% of the original bytes", xlim=(0, 112), yticks=np.arange(len(names)), yticklabels=names)
+    draw_bars(
+        savings,
+        {
+            label: (COLORS[scheme], [100 * row["coded"][scheme].savings for row in rows])
+            for scheme, label in SCHEMES.items()
+        },
+        "{:.1f}",
+    )
+    savings.set(
+        title="Bytes saved, lossless",
+        xlabel="% of the original bytes",
+        xlim=(0, 112),
+        yticks=np.arange(len(names)),
+        yticklabels=names,
+    )
     savings.invert_yaxis()
     if has_gpu:
         labels = {"raw": "raw rows", **SCHEMES}
-        draw_bars(panels[0][1], {label: (COLORS[scheme], [row["rates"][scheme] for row in rows]) for scheme, label in labels.items()}, "{:.0f}")
+        draw_bars(
+            panels[0][1],
+            {label: (COLORS[scheme], [row["rates"][scheme] for row in rows]) for scheme, label in labels.items()},
+            "{:.0f}",
+        )
         panels[0][1].set(title="Random rows fetched from pinned host memory", xlabel="GB/s of original bytes")
         panels[0][1].margins(x=0.12)
     figure.tight_layout()

@@ -42,9 +42,9 @@ def compress(
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor
             that requires grad the values are taken, as by `x.detach()`: no gradient flows through a table.
         scheme: "auto", the best for the layout on a sample of rows: for slots the one that fetches the fewest bytes, of
-            those that a GPU fetches and decodes faster than raw rows; for packed rows the one of fewest bytes. Or "ibp",
-            invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to gather them by the
-            same kernels).
+            those that a GPU fetches and decodes faster than raw rows; for packed rows the one of fewest bytes. Or
+            "ibp", invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to gather them by
+            the same kernels).
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
         sample: fraction of the rows to learn the codebook from; None: as many as fit 64 MiB (16 MiB without a GPU).

@@ -94,15 +94,19 @@ def padded(data: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate([data, np.zeros(size - len(data), np.uint8)])
 
 
-# ---- codebook -------------------------------------------------------------------------------------------------------
+# ---- codebook ------------------------------------------------------------------------------------------------------
 
 
-def make_codebook(mask: bytes | np.ndarray, bitval: bytes | np.ndarray, chunk_bytes: int, flag_all: bool = False) -> Codebook:
+def make_codebook(
+    mask: bytes | np.ndarray, bitval: bytes | np.ndarray, chunk_bytes: int, flag_all: bool = False
+) -> Codebook:
     """The codebook of a row's masks and bitvals, pairs numbered in order of appearance."""
     mask, bitval = as_bytes(mask), as_bytes(bitval)
     assert mask.shape == bitval.shape and not np.any(bitval & ~mask)
     size = ceil_div(len(mask), chunk_bytes) * chunk_bytes
-    chunks = np.stack([padded(mask, size).reshape(-1, chunk_bytes), padded(bitval, size).reshape(-1, chunk_bytes)], axis=1)
+    chunks = np.stack(
+        [padded(mask, size).reshape(-1, chunk_bytes), padded(bitval, size).reshape(-1, chunk_bytes)], axis=1
+    )
     numbers: dict[bytes, int] = {}
     index = [numbers.setdefault(pair.tobytes(), len(numbers)) for pair in chunks]
     palette = np.frombuffer(b"".join(numbers), np.uint8).reshape(-1, 2, chunk_bytes)
@@ -116,7 +120,7 @@ def masks_of(codebook: Codebook) -> tuple[np.ndarray, np.ndarray]:
     return tuple(pairs[:, i].reshape(-1)[: codebook.row_bytes] for i in (0, 1))
 
 
-# ---- one row --------------------------------------------------------------------------------------------------------
+# ---- one row -------------------------------------------------------------------------------------------------------
 
 
 def kept_bits(codebook: Codebook, participates: np.ndarray) -> np.ndarray:
@@ -152,11 +156,13 @@ def decode_row(codebook: Codebook, coded: bytes | np.ndarray) -> bytes:
     return np.packbits(row, bitorder="little").tobytes()
 
 
-# ---- a table --------------------------------------------------------------------------------------------------------
+# ---- a table -------------------------------------------------------------------------------------------------------
 
 
 def encode_table(data: bytes | np.ndarray, row_bytes: int, slot_bytes: int, codebook: Codebook | None) -> Table:
-    """Codes a whole tensor's bytes. slot_bytes: 0 (packed), a multiple of 32 below row_bytes (slots), or row_bytes (in place)."""
+    """Codes a whole tensor's bytes. slot_bytes: 0 (packed), a multiple of 32 below row_bytes (slots), or row_bytes (in
+    place).
+    """
     data = as_bytes(data)
     none = {"lengths": np.zeros(0, np.uint16), "bases": np.zeros(0, np.uint64), "overflow": np.zeros(0, np.uint8)}
     if codebook is None:

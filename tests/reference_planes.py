@@ -1,6 +1,7 @@
 """An encoder and a decoder of rows of scheme `planes` in plain numpy, written from csrc/FORMAT.md, section 6, alone.
 
-Slow and simple on purpose: this is what the C and CUDA code is compared with. Storing a row raw is the caller's (section 2).
+Slow and simple on purpose: this is what the C and CUDA code is compared with. Storing a row raw is the caller's
+(section 2).
 """
 
 from __future__ import annotations
@@ -34,15 +35,26 @@ class Codebook:
     def __post_init__(self):
         self.digit_bits = tuple(self.digit_bits)
         require(self.element_bytes in (1, 2, 4, 8), "an element has 1, 2, 4 or 8 bytes")
-        require(1 <= self.row_bytes <= MAX_ROW_BYTES and self.row_bytes % self.element_bytes == 0, "a row is 1 to 65536 bytes of whole elements")
+        require(
+            1 <= self.row_bytes <= MAX_ROW_BYTES and self.row_bytes % self.element_bytes == 0,
+            "a row is 1 to 65536 bytes of whole elements",
+        )
         require(self.rotate in (0, 1), "elements are rotated by 0 or 1 bit")
         require(0 <= self.residual_bits <= self.width, "a residual is no wider than an element")
-        require(len(self.digit_bits) <= 4 and all(1 <= b <= 4 for b in self.digit_bits), "at most 4 planes of 1 to 4 bits")
+        require(
+            len(self.digit_bits) <= 4 and all(1 <= b <= 4 for b in self.digit_bits), "at most 4 planes of 1 to 4 bits"
+        )
         require(not (self.per_column and self.listed), "listed elements have no entries of their column")
         require(max(self.default, self.closed) < 2**self.width, "default and closed are elements")
-        dtype, shape = symbol_type(self.symbol_bits), (self.columns if self.per_column else 1, sum(2**b - 1 for b in self.digit_bits))
+        dtype, shape = (
+            symbol_type(self.symbol_bits),
+            (self.columns if self.per_column else 1, sum(2**b - 1 for b in self.digit_bits)),
+        )
         require(self.entries.shape == shape and self.entries.dtype == dtype, f"entries must be {dtype} {list(shape)}")
-        require(not np.any(high_part(self.entries.astype(np.uint64), self.symbol_bits)), f"entries are symbols of {self.symbol_bits} bits")
+        require(
+            not np.any(high_part(self.entries.astype(np.uint64), self.symbol_bits)),
+            f"entries are symbols of {self.symbol_bits} bits",
+        )
 
     @property
     def width(self) -> int:
@@ -85,7 +97,7 @@ def high_part(values: np.ndarray, shift: int) -> np.ndarray:
     return values >> np.uint64(shift) if shift < 64 else np.zeros_like(values)
 
 
-# ---- fields of bits -------------------------------------------------------------------------------------------------
+# ---- fields of bits ------------------------------------------------------------------------------------------------
 
 
 def pack_fields(values: np.ndarray, width: int) -> bytes:
@@ -106,7 +118,9 @@ class Reader:
         size = ceil_div(count * width, 8)
         if self.at + size > len(self.coded):
             raise CorruptRow(f"byte {self.at + size} of a row of {len(self.coded)} bytes is asked for")
-        bits = np.unpackbits(self.coded[self.at : self.at + size], bitorder="little")[: count * width].reshape(count, width)
+        bits = np.unpackbits(self.coded[self.at : self.at + size], bitorder="little")[: count * width].reshape(
+            count, width
+        )
         self.at += size
         return (bits.astype(np.uint64) << np.arange(width, dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
 
@@ -115,7 +129,7 @@ class Reader:
             raise CorruptRow(f"the row asks for {self.at} bytes, there are {len(self.coded)}")
 
 
-# ---- elements -------------------------------------------------------------------------------------------------------
+# ---- elements ------------------------------------------------------------------------------------------------------
 
 
 def elements_of(row: bytes, element_bytes: int) -> np.ndarray:
@@ -141,7 +155,7 @@ def join(symbols: np.ndarray, residuals: np.ndarray, width: int, rotate: int, re
     return rotate_left(high | residuals, width - rotate if rotate else 0, width)
 
 
-# ---- values of n elements -------------------------------------------------------------------------------------------
+# ---- values of n elements ------------------------------------------------------------------------------------------
 
 
 def planes_of(codebook: Codebook, n: int) -> list[tuple[int, np.ndarray]]:
@@ -177,7 +191,7 @@ def decode_values(codebook: Codebook, n: int, reader: Reader) -> np.ndarray:
     return join(symbols, residuals, *codebook.split)
 
 
-# ---- positions of listed elements -----------------------------------------------------------------------------------
+# ---- positions of listed elements ----------------------------------------------------------------------------------
 
 BITMAP = ("bitmap", None)
 FORMS = [BITMAP] + [(of, low) for of in ("listed", "not listed") for low in range(14)]
@@ -237,7 +251,7 @@ def decode_positions(columns: int, k: int, form: tuple, reader: Reader) -> np.nd
     return in_list if of == "listed" else ~in_list
 
 
-# ---- a row ----------------------------------------------------------------------------------------------------------
+# ---- a row ---------------------------------------------------------------------------------------------------------
 
 
 def header_bytes(columns: int) -> int:
@@ -284,7 +298,7 @@ def decode_row(codebook: Codebook, coded: bytes) -> bytes:
     return elements.astype(f"<u{codebook.element_bytes}").tobytes()
 
 
-# ---- a codebook for given rows --------------------------------------------------------------------------------------
+# ---- a codebook for given rows -------------------------------------------------------------------------------------
 
 
 def frequent(values: np.ndarray, count: int) -> list[int]:
@@ -294,7 +308,9 @@ def frequent(values: np.ndarray, count: int) -> list[int]:
     return [int(value) for value in distinct[order]] + [0] * (count - len(order))
 
 
-def make_codebook(rows: np.ndarray, element_bytes: int, *, rotate=0, residual_bits=0, digit_bits=(), per_column=False, listed=False) -> Codebook:
+def make_codebook(
+    rows: np.ndarray, element_bytes: int, *, rotate=0, residual_bits=0, digit_bits=(), per_column=False, listed=False
+) -> Codebook:
     """A codebook for rows, uint8 [num_rows, row_bytes]: default, closed and entries are what is most frequent in them.
 
     The bytes of a coded row do not depend on how a codebook was found: this is one way.
@@ -302,8 +318,20 @@ def make_codebook(rows: np.ndarray, element_bytes: int, *, rotate=0, residual_bi
     row_bytes, num_entries = rows.shape[1], sum(2**b - 1 for b in digit_bits)
     elements = elements_of(rows.tobytes(), element_bytes)
     default, closed = frequent(elements, 2) if listed else (0, 0)
-    symbols, _ = split(elements[elements != np.uint64(default)] if listed else elements, 8 * element_bytes, rotate, residual_bits)
+    symbols, _ = split(
+        elements[elements != np.uint64(default)] if listed else elements, 8 * element_bytes, rotate, residual_bits
+    )
     columns = symbols.reshape(-1, row_bytes // element_bytes).T if per_column else [symbols]
     entries = np.array([frequent(column, num_entries) for column in columns], np.uint64)
-    return Codebook(element_bytes, row_bytes, rotate, residual_bits, digit_bits, per_column, listed, default, closed,
-                    entries.astype(symbol_type(8 * element_bytes - residual_bits)))
+    return Codebook(
+        element_bytes,
+        row_bytes,
+        rotate,
+        residual_bits,
+        digit_bits,
+        per_column,
+        listed,
+        default,
+        closed,
+        entries.astype(symbol_type(8 * element_bytes - residual_bits)),
+    )

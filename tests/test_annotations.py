@@ -19,7 +19,11 @@ def public_functions():
         elif inspect.isclass(thing):
             for method, value in vars(thing).items():
                 value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-                if inspect.isfunction(value) and value.__module__.startswith("ibp") and (method == "__init__" or not method.startswith("_")):
+                if (
+                    inspect.isfunction(value)
+                    and value.__module__.startswith("ibp")
+                    and (method == "__init__" or not method.startswith("_"))
+                ):
                     yield f"{name}.{method}", value
 
 
@@ -28,7 +32,9 @@ def test_public_functions_are_annotated():
     assert len(functions) > 20
     for name, function in functions.items():
         signature = inspect.signature(function)
-        missing = [p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in ("self", "cls")]
+        missing = [
+            p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in ("self", "cls")
+        ]
         assert not missing, f"{name}: {missing}"
         assert function.__name__ == "__init__" or signature.return_annotation is not signature.empty, name
 

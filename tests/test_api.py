@@ -15,7 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ibp
 import reference
 from helpers import (
-    SCHEMES, assert_same_bits, assert_same_table, bytes_of, embedding, make_tensor, one_hot_rows, plain_table, reference_decode, spiky_rows,
+    SCHEMES,
+    assert_same_bits,
+    assert_same_table,
+    bytes_of,
+    embedding,
+    make_tensor,
+    one_hot_rows,
+    plain_table,
+    reference_decode,
+    spiky_rows,
     tensor_from,
 )  # fmt: skip
 
@@ -64,7 +73,9 @@ def test_attributes(x, table):
     assert table.row_bytes == 240 and table.num_rows == 500 and len(table) == 500
     assert table.slot_bytes % 32 == 0 and 0 < table.slot_bytes < 240
     assert table.slots.dtype == torch.uint8 and table.slots.numel() == 500 * table.slot_bytes
-    assert table.overflow.dtype == torch.uint8 and table.lengths.dtype == torch.uint16 and table.bases.dtype == torch.int64
+    assert (
+        table.overflow.dtype == torch.uint8 and table.lengths.dtype == torch.uint16 and table.bases.dtype == torch.int64
+    )
     assert table.lengths.numel() == 500 and table.bases.numel() == 16
 
 
@@ -119,14 +130,25 @@ def test_equal_input_gives_equal_tables(x, scheme):
 
 def test_repr_says_what_there_is(table):
     text = repr(table)
-    for part in ("[500, 60]", "torch.float32", f"scheme={table.scheme!r}", "slots", "120,000", f"{table.stored_bytes:,}", f"{table.savings:.1%}",
-                 f"nbytes={table.nbytes:,}", "pinned" if table.is_pinned() else "pageable"):
+    for part in (
+        "[500, 60]",
+        "torch.float32",
+        f"scheme={table.scheme!r}",
+        "slots",
+        "120,000",
+        f"{table.stored_bytes:,}",
+        f"{table.savings:.1%}",
+        f"nbytes={table.nbytes:,}",
+        "pinned" if table.is_pinned() else "pageable",
+    ):
         assert part in text, f"{part} is not in {text}"
 
 
 def test_a_table_that_saves_nothing_is_raw():
     x = make_tensor((300, 64), torch.uint8, "random")
-    arguments_of = [{"scheme": scheme, **layout} for scheme in SCHEMES for layout in ({}, {"layout": "packed"}, {"slot_bytes": 32})]
+    arguments_of = [
+        {"scheme": scheme, **layout} for scheme in SCHEMES for layout in ({}, {"layout": "packed"}, {"slot_bytes": 32})
+    ]
     for arguments in (*arguments_of, {"chunk_bytes": 8, "tau": 0.9}):
         table = ibp.compress(x, device="cpu", **arguments)
         assert table.scheme == "raw" and table.codebook is None and table.savings == 0 and "raw" in repr(table)
@@ -164,6 +186,7 @@ def test_row_bytes(x, scheme):
 
 def test_default_rows():
     """An item is a row up to 64 KiB; longer ones and 1-D tensors are cut into rows of 4 KiB."""
+
     def rows_of(*shape):
         table = ibp.compress(make_tensor(shape, torch.int16), device="cpu")
         return table.row_bytes, table.num_rows
@@ -232,7 +255,9 @@ def test_analyze_paper_flags_every_chunk_and_takes_the_best_tau():
         assert best <= 1.002 * ibp.estimate(x, ibp.Codebook.from_masks(mask, bitval, 4, flag_all=True), device="cpu")
 
 
-@pytest.mark.parametrize("make", [lambda: embedding(2000, 32), lambda: one_hot_rows(2000, 64), lambda: embedding(2000, 64, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "make", [lambda: embedding(2000, 32), lambda: one_hot_rows(2000, 64), lambda: embedding(2000, 64, torch.bfloat16)]
+)
 def test_the_sweep_beats_every_single_choice(make):
     x = make()
     swept = ibp.estimate(x, ibp.analyze(x, sample=1.0, device="cpu"), device="cpu")
@@ -252,12 +277,19 @@ def test_expected_savings(x):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_sample_loses_little(scheme):
     x = embedding(20000, 32)
-    whole, sampled = (ibp.compress(x, scheme=scheme, layout="packed", sample=sample, device="cpu").savings for sample in (1.0, 0.06))
+    whole, sampled = (
+        ibp.compress(x, scheme=scheme, layout="packed", sample=sample, device="cpu").savings for sample in (1.0, 0.06)
+    )
     assert 0.05 < whole and sampled > whole - 0.005
 
 
 def test_estimate_is_exact(x):
-    masks = [ibp.analyze(x), ibp.analyze(x, chunk_bytes=8, tau=0.9), ibp.analyze(x, paper=True), ibp.analyze(x, row_bytes=100)]
+    masks = [
+        ibp.analyze(x),
+        ibp.analyze(x, chunk_bytes=8, tau=0.9),
+        ibp.analyze(x, paper=True),
+        ibp.analyze(x, row_bytes=100),
+    ]
     for codebook in (*masks, ibp.analyze(x, scheme="planes"), ibp.analyze(x, scheme="planes", row_bytes=100)):
         table = ibp.compress(x, codebook=codebook)
         assert ibp.estimate(x, codebook) == table.stored_bytes and table.codebook == codebook
@@ -280,14 +312,23 @@ def test_chunk_bytes_and_tau_are_taken(x):
 
 
 def test_codebook_from_masks():
-    mask, bitval = torch.tensor([255, 240, 0, 0, 255, 0], dtype=torch.uint8), torch.tensor([0, 64, 0, 0, 60, 0], dtype=torch.uint8)
+    mask, bitval = (
+        torch.tensor([255, 240, 0, 0, 255, 0], dtype=torch.uint8),
+        torch.tensor([0, 64, 0, 0, 60, 0], dtype=torch.uint8),
+    )
     codebook = ibp.Codebook.from_masks(mask, bitval, 2)
     assert (codebook.row_bytes, codebook.chunk_bytes, codebook.flag_all) == (6, 2, False)
     assert codebook.palette.shape == (3, 2, 2) and codebook.index.dtype == torch.uint8 and codebook.nbytes == 12 + 3
     assert torch.equal(codebook.mask, mask) and torch.equal(codebook.bitval, bitval)
-    assert codebook == ibp.Codebook.from_masks(mask, bitval, 2) and hash(codebook) == hash(ibp.Codebook.from_masks(mask, bitval, 2))
-    others = [ibp.Codebook.from_masks(mask, bitval, 1), ibp.Codebook.from_masks(mask, bitval, 2, flag_all=True),
-              ibp.Codebook.from_masks(mask, bitval & 15, 2), ibp.Codebook.from_masks(mask | 1, bitval, 2)]
+    assert codebook == ibp.Codebook.from_masks(mask, bitval, 2) and hash(codebook) == hash(
+        ibp.Codebook.from_masks(mask, bitval, 2)
+    )
+    others = [
+        ibp.Codebook.from_masks(mask, bitval, 1),
+        ibp.Codebook.from_masks(mask, bitval, 2, flag_all=True),
+        ibp.Codebook.from_masks(mask, bitval & 15, 2),
+        ibp.Codebook.from_masks(mask | 1, bitval, 2),
+    ]
     assert all(codebook != other for other in others) and codebook != "codebook"
     assert "row_bytes=6" in repr(codebook) and "chunk_bytes=2" in repr(codebook)
 
@@ -307,7 +348,9 @@ def test_codebook_of_many_pairs_has_a_wide_index():
 def test_row_codec(x):
     codebook = ibp.analyze(x)
     codec = ibp._core.RowCodec(codebook.mask.numpy(), codebook.bitval.numpy(), codebook.chunk_bytes, codebook.flag_all)
-    plain = reference.make_codebook(codebook.mask.numpy(), codebook.bitval.numpy(), codebook.chunk_bytes, codebook.flag_all)
+    plain = reference.make_codebook(
+        codebook.mask.numpy(), codebook.bitval.numpy(), codebook.chunk_bytes, codebook.flag_all
+    )
     assert codec.row_bytes == 240 and codec.num_flags == int(plain.flagged().sum())
     for row in bytes_of(x).numpy().reshape(500, 240)[:20]:
         coded = reference.encode_row(plain, row)
@@ -329,7 +372,15 @@ def test_row_codec(x):
 def test_index_select(x, arguments, dtype, scheme):
     table = compress(x, scheme=scheme, **arguments)
     ids = torch.randint(500, (1000,)).to(dtype)
-    for chosen in (ids, ids[:0], ids[:1], ids[::3], ids.flip(0), torch.stack([ids, ids], 1)[:, 0], torch.full((40,), 7, dtype=dtype)):
+    for chosen in (
+        ids,
+        ids[:0],
+        ids[:1],
+        ids[::3],
+        ids.flip(0),
+        torch.stack([ids, ids], 1)[:, 0],
+        torch.full((40,), 7, dtype=dtype),
+    ):
         assert_same_bits(ibp.index_select(table, chosen), torch.index_select(x, 0, chosen))
         assert_same_bits(table.index_select(chosen), x[chosen.long()])
 
@@ -359,16 +410,40 @@ def test_results_share_nothing_with_the_table():
     assert_same_bits(table.decompress(), x)
 
 
-@pytest.mark.parametrize("key", [0, 499, -1, -500, np.int64(3), slice(None), slice(3, 9), slice(-5, None), slice(9, 3), slice(0, 100, 7),
-                                 slice(490, 600), [1, -2, 3], []], ids=repr)
+@pytest.mark.parametrize(
+    "key",
+    [
+        0,
+        499,
+        -1,
+        -500,
+        np.int64(3),
+        slice(None),
+        slice(3, 9),
+        slice(-5, None),
+        slice(9, 3),
+        slice(0, 100, 7),
+        slice(490, 600),
+        [1, -2, 3],
+        [],
+    ],
+    ids=repr,
+)
 def test_getitem(x, table, key):
     assert_same_bits(table[key], x[key])
 
 
 def test_getitem_with_index_tensors(x, table):
     mask = torch.rand(500) < 0.1
-    for key in (torch.tensor([5, -5]), torch.tensor([[1, 2], [3, -4]]), torch.tensor(17), mask, torch.tensor([1, 2], dtype=torch.int32),
-                torch.tensor([1, 2], dtype=torch.uint8).to(torch.int16), torch.zeros(0, dtype=torch.int64)):
+    for key in (
+        torch.tensor([5, -5]),
+        torch.tensor([[1, 2], [3, -4]]),
+        torch.tensor(17),
+        mask,
+        torch.tensor([1, 2], dtype=torch.int32),
+        torch.tensor([1, 2], dtype=torch.uint8).to(torch.int16),
+        torch.zeros(0, dtype=torch.int64),
+    ):
         assert_same_bits(table[key], x[key.long() if key.dtype == torch.int16 else key])
 
 
@@ -403,12 +478,19 @@ def test_a_corrupt_table_is_reported_and_harmless(x, scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("make", [lambda: spiky_rows(500, 60), lambda: embedding(999, 33), lambda: one_hot_rows(1, 5000).reshape(-1)])
+@pytest.mark.parametrize(
+    "make", [lambda: spiky_rows(500, 60), lambda: embedding(999, 33), lambda: one_hot_rows(1, 5000).reshape(-1)]
+)
 def test_compress_in_place(make, scheme):
     x = make()
     before, address = x.clone(), x.data_ptr()
     table = ibp.compress_(x, scheme=scheme, device="cpu", pin_memory=False)
-    assert table.scheme in ("ibp", "planes") and scheme in ("auto", table.scheme) and table.slots.data_ptr() == address and table.slots.numel() == x.nbytes
+    assert (
+        table.scheme in ("ibp", "planes")
+        and scheme in ("auto", table.scheme)
+        and table.slots.data_ptr() == address
+        and table.slots.numel() == x.nbytes
+    )
     assert table.slot_bytes == table.row_bytes and table.overflow.numel() == 0 and table.bases.numel() == 0
     copied = ibp.compress(before, codebook=table.codebook, slot_bytes=table.row_bytes, device="cpu")
     assert table.stored_bytes == copied.stored_bytes and torch.equal(table.lengths, copied.lengths)
@@ -472,9 +554,11 @@ PACKAGE, TQDM = (os.path.dirname(module.__file__) for module in (ibp, tqdm))
 
 
 def interrupt_at(line, then, call):
-    """Runs call, but raises Interrupted at the line of ibp's Python code of this number, counted from 0, and, if `then` is a number, once more at
-    that point of what Python runs on its way out: a point is a call, or the return of a C function, where Python handles signals too.
-    Returns (what call returns, or the table of the exception that leaves it; how many interrupts there were)."""
+    """Runs call, but raises Interrupted at the line of ibp's Python code of this number, counted from 0, and, if `then`
+    is a number, once more at that point of what Python runs on its way out: a point is a call, or the return of a C
+    function, where Python handles signals too. Returns (what call returns, or the table of the exception that leaves
+    it; how many interrupts there were).
+    """
     lines, points, raised = itertools.count(), itertools.count(), 0
 
     def tracer(frame, event, _):
@@ -490,7 +574,12 @@ def interrupt_at(line, then, call):
         nonlocal raised
         if event == "c_return" and function is ibp._core.call_keeping_table:
             return  # the table is the caller's to lose
-        if raised == 1 and frame.f_code.co_filename.startswith((PACKAGE, TQDM)) and event in ("call", "c_call", "c_return") and next(points) == then:
+        if (
+            raised == 1
+            and frame.f_code.co_filename.startswith((PACKAGE, TQDM))
+            and event in ("call", "c_call", "c_return")
+            and next(points) == then
+        ):
             raised = 2
             raise Interrupted
 
@@ -526,7 +615,9 @@ def test_compress_in_place_interrupted_at_every_line(in_blocks):
     seen = set()
     for line in itertools.count():
         x = before.clone()
-        table, raised = interrupt_at(line, None, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False))
+        table, raised = interrupt_at(
+            line, None, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+        )
         seen.add(assert_kept(table, x, before))
         if not raised:
             break
@@ -542,7 +633,9 @@ def test_compress_in_place_interrupted_twice(in_blocks, stride):
     for line in itertools.count(stride // 2, stride):
         for point in itertools.count():
             x = before.clone()
-            table, raised = interrupt_at(line, point, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False))
+            table, raised = interrupt_at(
+                line, point, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+            )
             seen.add(assert_kept(table, x, before))
             pairs += raised == 2
             if raised < 2:
@@ -572,7 +665,9 @@ class InterruptedOperations(TorchDispatchMode):
 
 @pytest.mark.parametrize("before_it", [True, False])
 def test_compress_in_place_interrupted_at_every_operation(in_blocks, before_it):
-    """As a signal that comes while torch works, and that Python handles when the operation returns; then a second one in the same way."""
+    """As a signal that comes while torch works, and that Python handles when the operation returns; then a second one
+    in the same way.
+    """
     before, codebook = in_blocks
     seen, last = set(), 0
     for first in itertools.count():

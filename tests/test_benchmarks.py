@@ -227,7 +227,7 @@ def test_no_commit_without_a_repository(tmp_path, monkeypatch):
     assert harness.commit_id() == "unknown"
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------------------------
 
 
 def memory_row(**changed):
@@ -304,7 +304,7 @@ def test_shortfalls_are_printed_on_a_full_run_alone(tmp_path, monkeypatch, capsy
     assert run.finish(["too slow"]) == 0 and "BELOW too slow" in capsys.readouterr().out
 
 
-# ---- gather ----------------------------------------------------------------------------------------------------------
+# ---- gather --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ids, columns", [(1, 4), (1000, 33), (70_000, 64)])
@@ -361,7 +361,7 @@ def test_paper_rates():
     assert all(row["gbps"] > 0 for row in charts.read(charts.REFERENCE))
 
 
-# ---- codec -----------------------------------------------------------------------------------------------------------
+# ---- codec ---------------------------------------------------------------------------------------------------------
 
 
 def test_decoding_is_judged():
@@ -451,7 +451,7 @@ def test_nvcomp_arms_of_codec(tmp_path, monkeypatch):
     assert PlainCodec.made[-1]["data_type"] == "<f4"
 
 
-# ---- overlap ---------------------------------------------------------------------------------------------------------
+# ---- overlap -------------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -522,7 +522,7 @@ def test_losses_are_judged():
     assert overlap.shortfalls([row | {"arm": "sleep, beside", "loss_ratio": "9", "fetch_share": ""}]) == []  # no fetch
 
 
-# ---- whole scripts ---------------------------------------------------------------------------------------------------
+# ---- whole scripts -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -611,7 +611,7 @@ def test_the_scripts_of_speed_share_five_minutes():
     assert sum(suite.SPEED.values()) < 300
 
 
-# ---- charts and claims -----------------------------------------------------------------------------------------------
+# ---- charts and claims ---------------------------------------------------------------------------------------------
 
 
 def write_measurements(directory):
@@ -756,7 +756,7 @@ def test_the_pages_say_what_the_results_say():
     assert claims.main(["--check"]) == 0
 
 
-# ---- savings ---------------------------------------------------------------------------------------------------------
+# ---- savings -------------------------------------------------------------------------------------------------------
 
 
 def test_synthetic_sets_are_what_they_are_called():

@@ -54,7 +54,7 @@ def unpickled(codebook, state):
     return made
 
 
-# ---- frozen ---------------------------------------------------------------------------------------------------------
+# ---- frozen --------------------------------------------------------------------------------------------------------
 
 
 def test_attributes_cannot_be_set(codebook):
@@ -140,7 +140,7 @@ def test_wrong_fields_of_masks(name, values):
             unpickled(masks(), {**state, name: value})
 
 
-# ---- tensors of its own ---------------------------------------------------------------------------------------------
+# ---- tensors of its own --------------------------------------------------------------------------------------------
 
 
 def test_tensors_are_copies(codebook):
@@ -172,7 +172,7 @@ def test_codebooks_of_other_kinds_are_not_equal():
     assert made[0] != "a codebook" and len(set(made)) == len(made)
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------------------------
 
 
 class Builds:
@@ -218,7 +218,7 @@ def test_tables_refuse_unfinished_codebooks(kind):
         torch.zeros(50, 16), scheme="ibp", layout="packed", device="cpu", pin_memory=False
     ).__getstate__()
     made = ibp.CompressedTensor.__new__(ibp.CompressedTensor)
-    with pytest.raises(ValueError, match="codebook is .*unfinished"):
+    with pytest.raises(ValueError, match="codebook is .*wanted one of scheme"):
         made.__setstate__({**state, "codebook": kind.__new__(kind)})
 
 
@@ -240,7 +240,7 @@ def test_a_fresh_process_loads_them(tmp_path):
     assert printed.splitlines() == [repr(codebook) for codebook in made]
 
 
-# ---- the table of schemes -------------------------------------------------------------------------------------------
+# ---- the table of schemes ------------------------------------------------------------------------------------------
 
 
 def test_the_table_of_schemes():

@@ -49,7 +49,7 @@ def test_features_are_those_set(features):
     assert ibp._core.set_cpu_features(AVX512) == 0
 
 
-# ---- rows against the numpy references -------------------------------------------------------------------------------
+# ---- rows against the numpy references -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_rows_of_masks(row_bytes, chunk_bytes, features):
                     codec.decode(bad)
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------------------------
 
 TENSORS = {
     "bfloat16": lambda: embedding(300, 77, torch.bfloat16),

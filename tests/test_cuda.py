@@ -1,4 +1,6 @@
-"""The GPU against the CPU: the same bytes coded, the same bits fetched, the same errors. With IBP_REQUIRE_CUDA=1 none of these may skip."""
+"""The GPU against the CPU: the same bytes coded, the same bits fetched, the same errors. With IBP_REQUIRE_CUDA=1 none
+of these may skip.
+"""
 
 import copy
 import io
@@ -10,14 +12,26 @@ import pytest
 import torch
 
 import ibp
-from ibp import _memory
 import reference
 from golden.load import CORRUPT_TABLES, arrays_of, load, op_arguments, reference_table
 from golden.make import CASES, edit_table
 from helpers import (
-    DTYPES, LAYOUTS, SCHEMES, TENSORS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, make_tensor,
-    one_hot_rows, pairwise, spiky_rows, take,
+    DTYPES,
+    LAYOUTS,
+    SCHEMES,
+    TENSORS,
+    assert_same_bits,
+    assert_same_table,
+    bytes_of,
+    embedding,
+    layout_arguments,
+    make_tensor,
+    one_hot_rows,
+    pairwise,
+    spiky_rows,
+    take,
 )  # fmt: skip
+from ibp import _memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 OPS = torch.ops.ibp
@@ -28,7 +42,9 @@ LARGE_ROWS = [256, 600, 1024, 2408, 4096, 14812, 16384, 65535, 65536]
 
 
 def make_table(x, layout, place, cuda, **arguments):
-    """A table in pinned host memory, or in device memory. arguments: of compress(), which has either a codebook or a scheme."""
+    """A table in pinned host memory, or in device memory. arguments: of compress(), which has either a codebook or a
+    scheme.
+    """
     row_bytes = arguments["codebook"].row_bytes if "codebook" in arguments else x.shape[1:].numel() * x.element_size()
     x = x.to(cuda) if place == "device" else x
     table = ibp.compress(x, **layout_arguments(layout, row_bytes), **arguments)
@@ -73,7 +89,9 @@ def test_analysis_counts(cuda, row_bytes):
             assert_same_bits(on_gpu.cpu(), OPS.count_hits(data, codebook.words(CPU), codebook.codec))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"tau": 0.8, "chunk_bytes": 2}, {"paper": True}, {"chunk_bytes": 8}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"tau": 0.8, "chunk_bytes": 2}, {"paper": True}, {"chunk_bytes": 8}], ids=str
+)
 def test_analysis(cuda, arguments):
     for x in (one_hot_rows(3000, 60), embedding(3000, 32), embedding(3000, 33, torch.bfloat16)):
         on_cpu = ibp.analyze(x, sample=1.0, device="cpu", **arguments)
@@ -96,7 +114,9 @@ def test_coding_large_rows(cuda, row_bytes, chunk_bytes):
 
 
 def check_coding(cuda, codebook, num_rows):
-    """CUDA codes a tensor of whole rows and a short one to the bytes that C does, in every layout, and fetches it again."""
+    """CUDA codes a tensor of whole rows and a short one to the bytes that C does, in every layout, and fetches it
+    again.
+    """
     row_bytes = codebook.row_bytes
     data = matching_rows(num_rows, codebook).reshape(-1)[: num_rows * row_bytes - row_bytes // 3]
     lengths = OPS.measure_rows(data, codebook.words(CPU), codebook.codec)
@@ -114,7 +134,10 @@ def test_where_x_is_makes_no_difference(cuda, layout, scheme):
     x = spiky_rows(3000, 60)
     arguments = {"scheme": scheme, **layout_arguments(layout, 240)}
     tables = [ibp.compress(x, device="cpu", pin_memory=False, **arguments)]
-    tables += [ibp.compress(where, device=cuda, **arguments) for where in (x, x.pin_memory(), x.to(cuda), x.to(cuda).t().contiguous().t())]
+    tables += [
+        ibp.compress(where, device=cuda, **arguments)
+        for where in (x, x.pin_memory(), x.to(cuda), x.to(cuda).t().contiguous().t())
+    ]
     for table in tables:
         assert_same_table(table, tables[0])
     assert [table.device.type for table in tables] == ["cpu", "cpu", "cpu", "cuda", "cuda"]
@@ -136,7 +159,11 @@ def test_a_tensor_of_many_blocks(cuda, monkeypatch, scheme):
 def test_estimate(cuda, scheme):
     x = spiky_rows(3000, 60)
     codebook = ibp.analyze(x, scheme=scheme)
-    assert ibp.estimate(x, codebook, device=cuda) == ibp.estimate(x.to(cuda), codebook) == ibp.estimate(x, codebook, device="cpu")
+    assert (
+        ibp.estimate(x, codebook, device=cuda)
+        == ibp.estimate(x.to(cuda), codebook)
+        == ibp.estimate(x, codebook, device="cpu")
+    )
 
 
 def test_encode_notes_lengths_of_other_data(cuda):
@@ -155,7 +182,9 @@ def test_encode_notes_lengths_of_other_data(cuda):
 # ---- fetching ----
 
 
-@pytest.mark.parametrize("dtype, scheme, layout, place", pairwise(DTYPES, ["ibp", "planes", "auto"], LAYOUTS, PLACES), ids=str)
+@pytest.mark.parametrize(
+    "dtype, scheme, layout, place", pairwise(DTYPES, ["ibp", "planes", "auto"], LAYOUTS, PLACES), ids=str
+)
 def test_dtypes(cuda, dtype, scheme, layout, place):
     for kind in ("sparse", "narrow", "random"):
         x = make_tensor((300, 45), dtype, kind)
@@ -195,7 +224,9 @@ def test_items_that_are_not_rows(cuda, sizes, layout, scheme, place):
     item_bytes, row_bytes = sizes
     x = make_tensor((61, item_bytes), torch.uint8, "sparse", seed=item_bytes)
     row = row_bytes or 4096
-    table = ibp.compress(x.to(cuda) if place == "device" else x, scheme=scheme, row_bytes=row_bytes, **layout_arguments(layout, row))
+    table = ibp.compress(
+        x.to(cuda) if place == "device" else x, scheme=scheme, row_bytes=row_bytes, **layout_arguments(layout, row)
+    )
     ids = random_ids(61)
     assert_same_bits(ibp.index_select(table, ids.to(cuda), check=True).cpu(), x[ids])
     assert_same_bits(table.decompress(device=cuda, check=True).cpu(), x)
@@ -220,7 +251,10 @@ def test_shapes(cuda, shape, scheme, place):
 def test_golden_tables(cuda, name):
     golden = load(name)
     table = reference_table(golden)
-    out, fault = torch.zeros(table.num_bytes, dtype=torch.uint8, device=cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
+    out, fault = (
+        torch.zeros(table.num_bytes, dtype=torch.uint8, device=cuda),
+        torch.zeros(4, dtype=torch.int64, device=cuda),
+    )
     OPS.decode_bytes(*op_arguments(table, *arrays_of(table, cuda)), 0, table.num_bytes, 0, out, fault)
     assert fault.tolist() == [0, 0, 0, 0]
     np.testing.assert_array_equal(out.cpu().numpy(), golden["original"])
@@ -235,7 +269,14 @@ def test_ids(cuda, place, scheme):
         for device in (CPU, cuda):
             ids = random_ids(500, 333, dtype, device)
             both = torch.stack([ids, ids], 1)
-            for chosen in (ids, both[:, 0], ids[::3], ids[:0], ids[:1], torch.full((100,), 7, dtype=dtype, device=device)):
+            for chosen in (
+                ids,
+                both[:, 0],
+                ids[::3],
+                ids[:0],
+                ids[:1],
+                torch.full((100,), 7, dtype=dtype, device=device),
+            ):
                 expected = x[chosen.cpu().long()]
                 result = ibp.index_select(table, chosen)
                 assert result.device == device
@@ -296,7 +337,9 @@ def test_out_at_any_address(cuda, layout, place):
         ids = random_ids(90, 50)
         for offset in (0, 1, 2, 3, 4, 7, 8, 15, 16):
             memory = torch.full((offset + 50 * row_bytes + 37,), 0xA5, dtype=torch.uint8, device=cuda)
-            ibp.index_select(table, ids.to(cuda), out=memory[offset : offset + 50 * row_bytes].view(50, row_bytes), check=True)
+            ibp.index_select(
+                table, ids.to(cuda), out=memory[offset : offset + 50 * row_bytes].view(50, row_bytes), check=True
+            )
             expected = torch.full_like(memory, 0xA5, device=CPU)
             expected[offset : offset + 50 * row_bytes] = x[ids].reshape(-1)
             assert_same_bits(memory.cpu(), expected)
@@ -337,7 +380,9 @@ def test_the_current_stream_is_used(cuda, place, scheme):
 
 def test_many_streams(cuda):
     x = spiky_rows(5000, 60)
-    tables = [make_table(x, layout, place, cuda, scheme=scheme) for layout in LAYOUTS for place in PLACES for scheme in CODED]
+    tables = [
+        make_table(x, layout, place, cuda, scheme=scheme) for layout in LAYOUTS for place in PLACES for scheme in CODED
+    ]
     chosen = [random_ids(5000, 3000) for _ in tables]
     on_gpu = [ids.to(cuda) for ids in chosen]
     streams = [torch.cuda.Stream() for _ in tables]
@@ -504,7 +549,9 @@ def damage(table, seed):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 4, 8])
 def test_damaged_tables(cuda, chunk_bytes, layout, place):
-    """The GPU reads from damaged tables what the C core reads from them: a row, or zeros and a fault. It never fails."""
+    """The GPU reads from damaged tables what the C core reads from them: a row, or zeros and a fault. It
+    never fails.
+    """
     for seed in range(25):
         row_bytes = [33, 64, 100, 600, 4100][seed % 5]
         codebook = random_codebook(row_bytes, chunk_bytes, seed % 2 == 1, seed=seed)
@@ -513,7 +560,10 @@ def test_damaged_tables(cuda, chunk_bytes, layout, place):
         whole = 130 * row_bytes
         outs, faults = [], []
         for device, near in ((CPU, table.to("cpu")), (cuda, table)):
-            out, fault = torch.full((whole,), 0xA5, dtype=torch.uint8, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+            out, fault = (
+                torch.full((whole,), 0xA5, dtype=torch.uint8, device=device),
+                torch.zeros(4, dtype=torch.int64, device=device),
+            )
             OPS.decode_bytes(*near._arguments(device), 0, whole, 0, out, fault)
             outs.append(out.cpu())
             faults.append(fault.tolist())
@@ -528,13 +578,18 @@ def test_damaged_tables(cuda, chunk_bytes, layout, place):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("edit", CORRUPT_TABLES, ids=lambda edit: f"{edit['table']}-{edit['array']}-{edit['at']}-{edit['value']}")
+@pytest.mark.parametrize(
+    "edit", CORRUPT_TABLES, ids=lambda edit: f"{edit['table']}-{edit['array']}-{edit['at']}-{edit['value']}"
+)
 def test_golden_corrupt_tables(cuda, edit):
     table = edit_table(reference_table(load(edit["table"])), edit["array"], edit["at"], edit["value"])
     arguments = op_arguments(table, *arrays_of(table, cuda))
     for row in range(table.num_rows):
         start, size = row * table.row_bytes, table.valid(row)
-        out, fault = torch.full((size,), 0xA5, dtype=torch.uint8, device=cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
+        out, fault = (
+            torch.full((size,), 0xA5, dtype=torch.uint8, device=cuda),
+            torch.zeros(4, dtype=torch.int64, device=cuda),
+        )
         OPS.decode_bytes(*arguments, start, start + size, 0, out, fault)
         is_corrupt = row in edit["corrupt_rows"]
         assert out.cpu().numpy().tobytes() == (bytes(size) if is_corrupt else reference.decode_table_row(table, row))
@@ -545,8 +600,11 @@ def test_bad_arguments(cuda):
     x = one_hot_rows(500, 60)
     table = ibp.compress(x)
     ids = torch.tensor([1, 2, 3], device=cuda)
-    for out, error in ((torch.empty(3, 59, device=cuda), ValueError), (torch.empty(3, 60, dtype=torch.int32, device=cuda), TypeError),
-                       (torch.empty(60, 3, device=cuda).t(), ValueError)):
+    for out, error in (
+        (torch.empty(3, 59, device=cuda), ValueError),
+        (torch.empty(3, 60, dtype=torch.int32, device=cuda), TypeError),
+        (torch.empty(60, 3, device=cuda).t(), ValueError),
+    ):
         with pytest.raises(error, match="out"):
             ibp.index_select(table, ids, out=out)
     with pytest.raises(ValueError, match="device"):
@@ -606,10 +664,14 @@ def test_pickling(cuda, place, scheme):
 
 
 def cuda_samples(cuda):
-    """One call of every operation that runs on a GPU; tables on it, as torch refuses to clone views of pinned memory, which opcheck does."""
+    """One call of every operation that runs on a GPU; tables on it, as torch refuses to clone views of pinned memory,
+    which opcheck does.
+    """
     x = spiky_rows(100, 60)
     data, masks = bytes_of(x).to(cuda), ibp.analyze(x)
-    kinds = [(layout, place, scheme) for layout in ("slots of 32", "packed") for place in ("device",) for scheme in CODED]
+    kinds = [
+        (layout, place, scheme) for layout in ("slots of 32", "packed") for place in ("device",) for scheme in CODED
+    ]
     tables = [make_table(x, layout, place, cuda, scheme=scheme)._arguments(cuda) for layout, place, scheme in kinds]
 
     def fault():
@@ -641,7 +703,10 @@ def test_compile(cuda, scheme):
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def gather_and_sum(ids):
-        out, noted = torch.zeros(len(ids) * 240, dtype=torch.uint8, device=ids.device), torch.zeros(4, dtype=torch.int64, device=ids.device)
+        out, noted = (
+            torch.zeros(len(ids) * 240, dtype=torch.uint8, device=ids.device),
+            torch.zeros(4, dtype=torch.int64, device=ids.device),
+        )
         OPS.gather_items(*arguments, ids, 0, out, noted)
         return out.view(torch.float32).view(-1, 60).sum(0), noted
 
@@ -706,7 +771,8 @@ def check_large(table, block, cuda):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme, layout, place", [("ibp", "slots", "pinned"), ("ibp", "packed", "device"), ("planes", "slots", "device"),
+@pytest.mark.parametrize("scheme, layout, place",
+    [("ibp", "slots", "pinned"), ("ibp", "packed", "device"), ("planes", "slots", "device"),
                                                    ("planes", "packed", "pinned")])  # fmt: skip
 def test_tables_over_4_gib(cuda, large, scheme, layout, place):
     x, block = large

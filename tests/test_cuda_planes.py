@@ -1,4 +1,6 @@
-"""Rows of scheme `planes` on the GPU against the C core: the same bytes coded, the same bits fetched, the same rows refused."""
+"""Rows of scheme `planes` on the GPU against the C core: the same bytes coded, the same bits fetched, the same rows
+refused.
+"""
 
 import dataclasses
 
@@ -8,9 +10,27 @@ import torch
 
 import ibp
 import reference_planes as reference
-from golden.make_planes import CASES, KINDS, adversarial_rows, bytes_of, damaged, load, make_rows, random_codebook, rows_of_k
+from golden.make_planes import (
+    CASES,
+    KINDS,
+    adversarial_rows,
+    bytes_of,
+    damaged,
+    load,
+    make_rows,
+    random_codebook,
+    rows_of_k,
+)
 from helpers import (
-    LAYOUTS, assert_same_bits, assert_same_table, embedding, layout_arguments, make_tensor, one_hot_rows, pairwise, planes_codebook,
+    LAYOUTS,
+    assert_same_bits,
+    assert_same_table,
+    embedding,
+    layout_arguments,
+    make_tensor,
+    one_hot_rows,
+    pairwise,
+    planes_codebook,
 )  # fmt: skip
 
 OPS = torch.ops.ibp
@@ -28,12 +48,15 @@ def any_codebook(rng, element_bytes, columns, rotate, residual_bits, digit_bits,
 
 
 def slot_bytes_of(layout, row_bytes):
-    return {"slots": max(32, row_bytes // 2 // 32 * 32), "slots of 32": 32, "in place": row_bytes, "packed": 0}[layout] if row_bytes > 32 else \
+    return {"slots": max(32, row_bytes // 2 // 32 * 32), "slots of 32": 32, "in place": row_bytes,
+        "packed": 0}[layout] if row_bytes > 32 else \
            {"packed": 0}.get(layout, row_bytes)  # fmt: skip
 
 
 def ranked_rows(rng, num_rows, codebook):
-    """Rows as a codebook wants them: first entries most often, few symbols that have none; listed rows nearly empty to full, some closed."""
+    """Rows as a codebook wants them: first entries most often, few symbols that have none; listed rows nearly empty to
+    full, some closed.
+    """
     shape = (num_rows, codebook.columns)
     anything = rng.integers(0, 2**64, shape, np.uint64) & reference.low_bits(codebook.width)
     symbols, residuals = reference.split(anything, *codebook.split)
@@ -46,7 +69,11 @@ def ranked_rows(rng, num_rows, codebook):
     elements = reference.join(symbols, residuals, *codebook.split)
     if codebook.listed:
         elements = np.where(rng.random((num_rows, 1)) < 0.3, np.uint64(codebook.closed), elements)
-        elements = np.where(rng.random(shape) < rng.choice([0, 0.05, 0.5, 0.9, 0.99, 1], (num_rows, 1)), np.uint64(codebook.default), elements)
+        elements = np.where(
+            rng.random(shape) < rng.choice([0, 0.05, 0.5, 0.9, 0.99, 1], (num_rows, 1)),
+            np.uint64(codebook.default),
+            elements,
+        )
     return bytes_of(elements.astype(f"<u{codebook.element_bytes}"))
 
 
@@ -59,7 +86,9 @@ def fault_on(device):
 
 
 def check_coding(cuda, codebook, rows, layout, cut=0):
-    """CUDA measures and codes rows, the last one `cut` bytes short, to the bytes that C does, and reads them again. Returns how many were coded."""
+    """CUDA measures and codes rows, the last one `cut` bytes short, to the bytes that C does, and reads them again.
+    Returns how many were coded.
+    """
     codebook = planes_codebook(codebook)
     data = torch.from_numpy(rows.reshape(-1)[: rows.size - cut])
     row_bytes, slot_bytes = codebook.row_bytes, slot_bytes_of(layout, codebook.row_bytes)
@@ -70,7 +99,16 @@ def check_coding(cuda, codebook, rows, layout, cut=0):
     overflow, bases = torch.zeros(overflow_bytes, dtype=torch.uint8), torch.tensor(bases)
     written = []
     for device in (CPU, cuda):
-        index = lengths.to(device), bases.to(device), codebook.words(device), codebook.codec, slot_bytes, 0, 1, len(data)
+        index = (
+            lengths.to(device),
+            bases.to(device),
+            codebook.words(device),
+            codebook.codec,
+            slot_bytes,
+            0,
+            1,
+            len(data),
+        )
         arrays = zeros(slots).to(device), zeros(overflow).to(device)
         fault = fault_on(device)
         OPS.encode_rows(*arrays, *index, data.to(device), fault)
@@ -85,13 +123,16 @@ def check_coding(cuda, codebook, rows, layout, cut=0):
     return int((lengths.view(torch.int16) != 0).sum())
 
 
-# ---- coding and decoding every kind of row --------------------------------------------------------------------------
+# ---- coding and decoding every kind of row -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden_rows(cuda, name):
     codebook, rows, coded, _ = load(name)
-    shorter = np.stack([np.frombuffer(row, np.uint8) for row, bytes_ in zip(rows, coded) if len(bytes_) < len(row)] or [np.frombuffer(rows[0], np.uint8)])
+    shorter = np.stack(
+        [np.frombuffer(row, np.uint8) for row, bytes_ in zip(rows, coded) if len(bytes_) < len(row)]
+        or [np.frombuffer(rows[0], np.uint8)]
+    )
     for layout in LAYOUTS:
         check_coding(cuda, codebook, shorter, layout)
     codebook, rows = make_rows(4000, name)
@@ -106,7 +147,16 @@ def test_every_split(cuda, element_bytes, kind):
     for number, digit_bits in enumerate(DIGIT_BITS):
         for residual_bits in {0, 1, width // 2 - 1, width - 8, width - 3, width - 1, width}:
             columns = int(rng.integers(1, 150))
-            codebook = any_codebook(rng, element_bytes, columns, (number + residual_bits) % 2, residual_bits, digit_bits, kind, residual_bits)
+            codebook = any_codebook(
+                rng,
+                element_bytes,
+                columns,
+                (number + residual_bits) % 2,
+                residual_bits,
+                digit_bits,
+                kind,
+                residual_bits,
+            )
             rows = np.concatenate([ranked_rows(rng, 30, codebook), adversarial_rows(rng, 7, codebook)])
             coded += check_coding(cuda, codebook, rows, LAYOUTS[number % 4], int(rng.integers(0, codebook.row_bytes)))
     assert coded > 200
@@ -119,8 +169,12 @@ def test_every_small_row(cuda, element_bytes, kind):
     rng, coded = np.random.default_rng([element_bytes, KINDS.index(kind), 1]), 0
     for columns in range(1, 141):
         residual_bits = 8 * element_bytes - int(rng.integers(2, 9))
-        codebook = any_codebook(rng, element_bytes, columns, columns // 2 % 2, residual_bits, DIGIT_BITS[columns % 9], kind, columns)
-        coded += check_coding(cuda, codebook, ranked_rows(rng, 37, codebook), LAYOUTS[columns % 4], columns * element_bytes // 3)
+        codebook = any_codebook(
+            rng, element_bytes, columns, columns // 2 % 2, residual_bits, DIGIT_BITS[columns % 9], kind, columns
+        )
+        coded += check_coding(
+            cuda, codebook, ranked_rows(rng, 37, codebook), LAYOUTS[columns % 4], columns * element_bytes // 3
+        )
     assert coded > 1000
 
 
@@ -131,7 +185,9 @@ def test_large_rows(cuda, row_bytes, element_bytes, kind):
     rng, coded = np.random.default_rng([row_bytes, element_bytes, KINDS.index(kind)]), 0
     for number, digit_bits in enumerate([(4, 4), (2, 2, 2, 3), (1,)]):
         residual_bits = [8 * element_bytes - 8, 0, 8 * element_bytes - 5][number]
-        codebook = any_codebook(rng, element_bytes, row_bytes // element_bytes, 1, residual_bits, digit_bits, kind, number)
+        codebook = any_codebook(
+            rng, element_bytes, row_bytes // element_bytes, 1, residual_bits, digit_bits, kind, number
+        )
         rows = ranked_rows(rng, 5 if row_bytes > 10_000 else 35, codebook)
         coded += check_coding(cuda, codebook, rows, LAYOUTS[(number + element_bytes) % 4], row_bytes // 3)
     assert coded > 0
@@ -150,7 +206,11 @@ def test_every_k(cuda, columns, element_bytes):
 
 def closed_of(codebook, rows):
     elements = rows.view(f"<u{codebook.element_bytes}")
-    return bytes_of(np.where(elements == codebook.default, elements.dtype.type(codebook.default), elements.dtype.type(codebook.closed)))
+    return bytes_of(
+        np.where(
+            elements == codebook.default, elements.dtype.type(codebook.default), elements.dtype.type(codebook.closed)
+        )
+    )
 
 
 @pytest.mark.parametrize("columns", [4096, 8191, 32767, 32768, 65535, 65536])
@@ -158,7 +218,23 @@ def test_long_lists(cuda, columns):
     """Headers of one to three bytes, lists with up to 13 low bits, of the listed positions and of the others."""
     rng = np.random.default_rng(columns)
     codebook = random_codebook(rng, 1, columns, 0, 4, (2, 1), "listed")
-    counts = [0, 1, 2, 5, 13, 27, 60, 200, 1000, columns // 3, columns - 300, columns - 20, columns - 3, columns - 1, columns]
+    counts = [
+        0,
+        1,
+        2,
+        5,
+        13,
+        27,
+        60,
+        200,
+        1000,
+        columns // 3,
+        columns - 300,
+        columns - 20,
+        columns - 3,
+        columns - 1,
+        columns,
+    ]
     rows = rows_of_k(rng, codebook, counts)
     assert check_coding(cuda, codebook, rows, "packed") >= 10
     assert check_coding(cuda, codebook, closed_of(codebook, rows), "slots of 32") == 15
@@ -167,7 +243,11 @@ def test_long_lists(cuda, columns):
 def test_forms_are_all_met():
     """The counts above choose bitmaps, lists of the listed and lists of the others."""
     for columns in (300, 65536):
-        assert {reference.choose_form(columns, k)[0] for k in range(1, columns + 1, max(1, columns // 300))} == {"bitmap", "listed", "not listed"}
+        assert {reference.choose_form(columns, k)[0] for k in range(1, columns + 1, max(1, columns // 300))} == {
+            "bitmap",
+            "listed",
+            "not listed",
+        }
     assert max(reference.choose_form(65536, k)[1] or 0 for k in (1, 2, 5, 13)) == 13
 
 
@@ -181,11 +261,13 @@ def test_encoding_notes_lengths_of_other_data(cuda):
         lengths.view(torch.int16)[row] -= 1
         nothing, bases = data[:0], torch.empty(0, dtype=torch.int64, device=cuda)
         fault = fault_on(cuda)
-        OPS.encode_rows(zeros(data), nothing, lengths, bases, codebook.words(cuda), codebook.codec, 128, 0, 40, 128, data, fault)
+        OPS.encode_rows(
+            zeros(data), nothing, lengths, bases, codebook.words(cuda), codebook.codec, 128, 0, 40, 128, data, fault
+        )
         assert fault.tolist()[:2] == [CORRUPT, row]
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------------------------
 
 
 def make_table(x, codebook, layout, place, cuda):
@@ -214,9 +296,20 @@ def test_the_same_table_from_cpu_and_gpu(cuda, kind, layout, place):
 
 
 def compressible(element_bytes, row_bytes, kind, seed=0):
-    """(generator, a codebook) with which mostly_first() makes rows that save something, even of one element. A default of 0 for every other seed."""
+    """(generator, a codebook) with which mostly_first() makes rows that save something, even of one element. A default
+    of 0 for every other seed.
+    """
     rng = np.random.default_rng([seed, element_bytes, row_bytes])
-    codebook = any_codebook(rng, element_bytes, row_bytes // element_bytes, 1, {1: 0, 2: 8, 4: 16, 8: 40}[element_bytes], (1, 2, 2), kind, seed)
+    codebook = any_codebook(
+        rng,
+        element_bytes,
+        row_bytes // element_bytes,
+        1,
+        {1: 0, 2: 8, 4: 16, 8: 40}[element_bytes],
+        (1, 2, 2),
+        kind,
+        seed,
+    )
     return rng, codebook
 
 
@@ -225,13 +318,17 @@ def mostly_first(rng, num_rows, codebook):
     rows = ranked_rows(rng, num_rows, codebook)
     elements = rows.view(f"<u{codebook.element_bytes}").astype(np.uint64)
     _, residuals = reference.split(elements, *codebook.split)
-    named = reference.join(np.broadcast_to(codebook.entries.astype(np.uint64)[:, 0], elements.shape), residuals, *codebook.split)
+    named = reference.join(
+        np.broadcast_to(codebook.entries.astype(np.uint64)[:, 0], elements.shape), residuals, *codebook.split
+    )
     frequent = np.uint64(codebook.default) if codebook.listed else named
     keep = (rng.random(elements.shape) < 0.08) | (rng.random((num_rows, 1)) < 0.04)
     return bytes_of(np.where(keep, elements, frequent).astype(f"<u{codebook.element_bytes}"))
 
 
-@pytest.mark.parametrize("layout, place", [("slots", "pinned"), ("slots of 32", "device"), ("in place", "device"), ("packed", "pinned")])
+@pytest.mark.parametrize(
+    "layout, place", [("slots", "pinned"), ("slots of 32", "device"), ("in place", "device"), ("packed", "pinned")]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_out_at_any_address(cuda, kind, layout, place):
     """Views that start anywhere; not a byte beside them is touched."""
@@ -244,23 +341,41 @@ def test_out_at_any_address(cuda, kind, layout, place):
             on_gpu, expected = ids.to(cuda), x[ids].reshape(-1)
             for offset in (0, 1, 2, 4, 7, 8, 15, 16):
                 memory = torch.full((offset + 50 * row_bytes + 37,), 0xA5, dtype=torch.uint8, device=cuda)
-                ibp.index_select(table, on_gpu, out=memory[offset : offset + 50 * row_bytes].view(50, row_bytes), check=True)
+                ibp.index_select(
+                    table, on_gpu, out=memory[offset : offset + 50 * row_bytes].view(50, row_bytes), check=True
+                )
                 wanted = torch.full_like(memory, 0xA5, device=CPU)
                 wanted[offset : offset + 50 * row_bytes] = expected
                 assert_same_bits(memory.cpu(), wanted)
 
 
-ITEMS_AND_ROWS = [(70000, 4096), (100_001, 4096), (4, 4096), (3, 104), (250, 64), (64, 248), (1, 8), (1001, 8), (131, 40)]
+ITEMS_AND_ROWS = [
+    (70000, 4096),
+    (100_001, 4096),
+    (4, 4096),
+    (3, 104),
+    (250, 64),
+    (64, 248),
+    (1, 8),
+    (1001, 8),
+    (131, 40),
+]
 
 
 @pytest.mark.parametrize("sizes, kind, place", pairwise(ITEMS_AND_ROWS, KINDS, ["pinned", "device"]), ids=str)
 def test_items_that_are_not_rows(cuda, sizes, kind, place):
-    """Items of several rows, several items a row, items that start within an element; a short last row; and the same bytes in one dimension."""
+    """Items of several rows, several items a row, items that start within an element; a short last row; and the same
+    bytes in one dimension.
+    """
     item_bytes, row_bytes = sizes
     for element_bytes in ELEMENT_BYTES:
         rng, codebook = compressible(element_bytes, row_bytes, kind, seed=item_bytes)
         num_items = 7 if item_bytes > 4096 else 3 + max(61, 20 * row_bytes // item_bytes)
-        flat = torch.from_numpy(mostly_first(rng, -(-num_items * item_bytes // row_bytes), codebook)).reshape(-1)[: num_items * item_bytes].clone()
+        flat = (
+            torch.from_numpy(mostly_first(rng, -(-num_items * item_bytes // row_bytes), codebook))
+            .reshape(-1)[: num_items * item_bytes]
+            .clone()
+        )
         layout = LAYOUTS[(element_bytes + item_bytes) % 4]
         x = flat.view(num_items, item_bytes)
         codebook = planes_codebook(codebook)
@@ -276,7 +391,7 @@ def test_items_that_are_not_rows(cuda, sizes, kind, place):
             assert_same_bits(line[first:last].cpu(), flat[first:last])
 
 
-# ---- bytes that are no coded rows -----------------------------------------------------------------------------------
+# ---- bytes that are no coded rows ----------------------------------------------------------------------------------
 
 
 def swapped(rng, coded, count):
@@ -296,7 +411,10 @@ def hostile_rows(rng, codec, rows, row_bytes):
         coded = codec.encode(row.tobytes())
         found += [coded, *damaged(rng, coded), *swapped(rng, coded, 8)]
         for _ in range(3):
-            found.append(int(rng.integers(0, 40)).to_bytes(3, "little")[: int(rng.integers(1, 4))] + rng.bytes(int(rng.integers(0, 20))))
+            found.append(
+                int(rng.integers(0, 40)).to_bytes(3, "little")[: int(rng.integers(1, 4))]
+                + rng.bytes(int(rng.integers(0, 20)))
+            )
     return [row[:row_bytes] for row in found if row]
 
 
@@ -314,9 +432,11 @@ def as_table(rows, codebook, slot_bytes):
         overflow[end : end + len(part)] = part
         end += len(part) if slot_bytes == 0 else -(-len(part) // 32) * 32
     assert end == overflow_bytes
-    return ibp.CompressedTensor(shape=(num_rows, row_bytes), dtype=torch.uint8, scheme="planes", row_bytes=row_bytes, slot_bytes=slot_bytes,
+    return ibp.CompressedTensor(shape=(num_rows, row_bytes), dtype=torch.uint8, scheme="planes", row_bytes=row_bytes,
+        slot_bytes=slot_bytes,
                                 slots=torch.from_numpy(slots), overflow=torch.from_numpy(overflow), lengths=lengths,
-                                bases=torch.tensor(bases if overflow_bytes else [], dtype=torch.int64), codebook=codebook)  # fmt: skip
+                                bases=torch.tensor(bases if overflow_bytes else [], dtype=torch.int64),
+                                codebook=codebook)  # fmt: skip
 
 
 def decode_row_by_row(table, device):
@@ -335,7 +455,10 @@ def check_hostile(cuda, table):
     by_c, faults_of_c = decode_row_by_row(table, CPU)
     refused = faults_of_c[:, 0] == CORRUPT
     numbers = torch.arange(table.num_rows)
-    assert torch.equal(faults_of_c, torch.where(refused[:, None], torch.stack([torch.full_like(numbers, CORRUPT), numbers, numbers], 1), 0))
+    assert torch.equal(
+        faults_of_c,
+        torch.where(refused[:, None], torch.stack([torch.full_like(numbers, CORRUPT), numbers, numbers], 1), 0),
+    )
     assert not by_c.view(table.num_rows, -1)[refused].any()
     on_gpu = table.to(cuda)
     by_cuda, faults = decode_row_by_row(on_gpu, cuda)
@@ -354,8 +477,18 @@ def check_hostile(cuda, table):
 
 
 def codec_of(codebook):
-    return ibp._core.PlanesCodec(codebook.row_bytes, codebook.element_bytes, codebook.rotate, codebook.residual_bits, list(codebook.digit_bits),
-                                 codebook.per_column, codebook.listed, codebook.default, codebook.closed, codebook.words(CPU).numpy().tobytes())
+    return ibp._core.PlanesCodec(
+        codebook.row_bytes,
+        codebook.element_bytes,
+        codebook.rotate,
+        codebook.residual_bits,
+        list(codebook.digit_bits),
+        codebook.per_column,
+        codebook.listed,
+        codebook.default,
+        codebook.closed,
+        codebook.words(CPU).numpy().tobytes(),
+    )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -365,7 +498,16 @@ def test_hostile_rows(cuda, element_bytes, kind, layout):
     rng, refused, accepted = np.random.default_rng([element_bytes, KINDS.index(kind), LAYOUTS.index(layout)]), 0, 0
     for number, columns in enumerate([1, 3, 33, 101, 127, 128, 300]):
         residual_bits = int(rng.integers(0, 8 * element_bytes + 1)) if number % 2 else 8 * element_bytes - 6
-        codebook = any_codebook(rng, element_bytes, columns, number % 2, residual_bits, DIGIT_BITS[(number + element_bytes) % 9], kind, number // 2)
+        codebook = any_codebook(
+            rng,
+            element_bytes,
+            columns,
+            number % 2,
+            residual_bits,
+            DIGIT_BITS[(number + element_bytes) % 9],
+            kind,
+            number // 2,
+        )
         rows = list(ranked_rows(rng, 3, codebook))
         if kind == "listed":
             rows += list(rows_of_k(rng, codebook, [0, 1, min(2, columns), max(0, columns - 2), columns // 2, columns]))
@@ -407,7 +549,11 @@ def test_wrong_lists(cuda, columns, is_listed):
                 continue
             upper[places] = 1
             lows = np.array([first, second]) % 2**low
-            rows.append((k | 1 << (8 * size - 1)).to_bytes(size, "little") + reference.pack_fields(upper, 1) + reference.pack_fields(lows, low))
+            rows.append(
+                (k | 1 << (8 * size - 1)).to_bytes(size, "little")
+                + reference.pack_fields(upper, 1)
+                + reference.pack_fields(lows, low)
+            )
     refused, accepted = check_hostile(cuda, as_table(rows, planes_codebook(codebook), 0))
     assert refused > 10 and accepted >= 21
 
@@ -418,7 +564,9 @@ def test_entries_that_are_no_symbols(cuda, kind):
     rng = np.random.default_rng(0)
     for number in range(40):
         element_bytes = ELEMENT_BYTES[number % 4]
-        codebook = any_codebook(rng, element_bytes, 24, number % 2, int(rng.integers(1, 8 * element_bytes)), (1, 2, 2), kind, number // 2)
+        codebook = any_codebook(
+            rng, element_bytes, 24, number % 2, int(rng.integers(1, 8 * element_bytes)), (1, 2, 2), kind, number // 2
+        )
         rows = [codec_of(planes_codebook(codebook)).encode(row.tobytes()) for row in ranked_rows(rng, 40, codebook)]
         table = as_table([row for row in rows if len(row) <= codebook.row_bytes], planes_codebook(codebook), 0)
         words = torch.from_numpy(rng.integers(0, 256, table.codebook.words(torch.device("cpu")).numel(), np.uint8))
@@ -441,7 +589,9 @@ def test_damaged_tables(cuda, kind, layout):
         element_bytes, row_bytes = ELEMENT_BYTES[seed % 4], [40, 64, 104, 600, 4104][seed % 5]
         rng, codebook = compressible(element_bytes, row_bytes, kind, seed)
         x = torch.from_numpy(mostly_first(rng, 70, codebook))
-        table = ibp.compress(x, codebook=planes_codebook(codebook), device="cpu", pin_memory=False, **layout_arguments(layout, row_bytes))
+        table = ibp.compress(
+            x, codebook=planes_codebook(codebook), device="cpu", pin_memory=False, **layout_arguments(layout, row_bytes)
+        )
         for name, most in (("slots", 256), ("overflow", 256), ("lengths", 65536), ("bases", 2**62)):
             tensor = getattr(table, name)
             if tensor.numel():
@@ -458,7 +608,7 @@ def test_the_gpu_is_well(cuda):
     assert_same_bits(table.decompress(device=cuda, check=True).cpu(), x)
 
 
-# ---- choosing -------------------------------------------------------------------------------------------------------
+# ---- choosing ------------------------------------------------------------------------------------------------------
 
 SETS = {
     "weights": lambda: embedding(4000, 64, torch.bfloat16),

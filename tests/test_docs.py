@@ -129,7 +129,7 @@ def test_commands_that_do_not_exist(commands):
     assert not is_command(shlex.split(commands))
 
 
-# ---- links -----------------------------------------------------------------------------------------------------------
+# ---- links ---------------------------------------------------------------------------------------------------------
 
 ALL_PAGES = sorted(
     {*PAGES, *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("benchmarks/*.md"), ROOT / "csrc" / "FORMAT.md"}

@@ -33,10 +33,16 @@ def check(x, **arguments):
 
 def layout_arguments(layout, x):
     row_bytes = x.shape[1:].numel() * x.element_size()
-    return {"slots": {}, "packed": {"layout": "packed"}, "in place": {"slot_bytes": row_bytes}, "slots of 32": {"slot_bytes": 32}}[layout]
+    return {
+        "slots": {},
+        "packed": {"layout": "packed"},
+        "in place": {"slot_bytes": row_bytes},
+        "slots of 32": {"slot_bytes": 32},
+    }[layout]
 
 
-ALL_LAYOUTS = [("slots", "ibp"), ("packed", "ibp"), ("in place", "ibp"), ("slots of 32", "ibp"), ("slots", "auto"), ("packed", "planes"),
+ALL_LAYOUTS = [("slots", "ibp"), ("packed", "ibp"), ("in place", "ibp"), ("slots of 32", "ibp"), ("slots", "auto"),
+    ("packed", "planes"),
                ("slots of 32", "planes")]  # fmt: skip
 
 
@@ -54,14 +60,18 @@ def test_dtypes(dtype, kind, layout_scheme):
 def test_every_dtype_of_torch_is_tried():
     """A new dtype of torch must be added to the list, unless its elements share bytes or are quantized."""
     left_out = re.compile(r"torch\.(q.*|bits.*|u?int[1-7]|float4.*)")
-    fitting = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.itemsize in (1, 2, 4, 8)}
+    fitting = {
+        dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and dtype.itemsize in (1, 2, 4, 8)
+    }
     assert {str(dtype) for dtype in fitting if not left_out.fullmatch(str(dtype))} == {str(dtype) for dtype in DTYPES}
 
 
 FOUR_SIZES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64]
 
 
-@pytest.mark.parametrize("dtype, num_rows, layout_scheme", pairwise(FOUR_SIZES, [0, 1, 2, 31, 32, 33, 64, 65], LAYOUT_SCHEMES), ids=str)
+@pytest.mark.parametrize(
+    "dtype, num_rows, layout_scheme", pairwise(FOUR_SIZES, [0, 1, 2, 31, 32, 33, 64, 65], LAYOUT_SCHEMES), ids=str
+)
 def test_row_counts(dtype, num_rows, layout_scheme):
     layout, scheme = layout_scheme
     x = make_tensor((num_rows, 40), dtype, "sparse")
@@ -91,10 +101,43 @@ def test_zero_dimensions(scheme):
         len(table)
 
 
-ROW_BYTES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 255, 600, 2408, 4095, 4097, 14812, 16384, 65535, 65536]
+ROW_BYTES = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    127,
+    129,
+    255,
+    600,
+    2408,
+    4095,
+    4097,
+    14812,
+    16384,
+    65535,
+    65536,
+]
 
 
-@pytest.mark.parametrize("row_bytes, layout_scheme, kind", pairwise(ROW_BYTES, [("slots", "ibp"), ("packed", "planes")], ["sparse", "random"]), ids=str)
+@pytest.mark.parametrize(
+    "row_bytes, layout_scheme, kind",
+    pairwise(ROW_BYTES, [("slots", "ibp"), ("packed", "planes")], ["sparse", "random"]),
+    ids=str,
+)
 def test_row_sizes(row_bytes, layout_scheme, kind):
     layout, scheme = layout_scheme
     x = make_tensor((35, row_bytes), torch.uint8, kind, seed=row_bytes)
@@ -108,7 +151,8 @@ def test_tails_shorter_than_a_chunk(row_bytes, chunk_bytes):
     """The savings are in the tail as elsewhere: rows of zeros are all participation bits."""
     x = torch.zeros(300, row_bytes, dtype=torch.uint8)
     table = check(x, scheme="ibp", chunk_bytes=chunk_bytes)
-    coded = -(-(-(-row_bytes // chunk_bytes)) // 8)
+    num_chunks = -(-row_bytes // chunk_bytes)
+    coded = -(-num_chunks // 8)
     if coded < row_bytes:
         assert table.lengths.tolist() == [coded] * 300
 
@@ -133,7 +177,11 @@ def test_items_longer_than_a_row(item_bytes, layout, scheme):
         assert table.row_bytes == 4096 and table.num_rows == -(-5 * item_bytes // 4096)
 
 
-@pytest.mark.parametrize("shape, row_bytes, layout_scheme", pairwise([(997,), (50, 20), (7, 11, 13)], [1, 10, 33, 64, 1000, 65536], LAYOUT_SCHEMES), ids=str)
+@pytest.mark.parametrize(
+    "shape, row_bytes, layout_scheme",
+    pairwise([(997,), (50, 20), (7, 11, 13)], [1, 10, 33, 64, 1000, 65536], LAYOUT_SCHEMES),
+    ids=str,
+)
 def test_rows_that_are_not_items(shape, row_bytes, layout_scheme):
     layout, scheme = layout_scheme
     x = make_tensor(shape, torch.int16, "sparse")
@@ -153,7 +201,9 @@ NON_CONTIGUOUS = {
 }
 
 
-@pytest.mark.parametrize("dtype, name, scheme", pairwise([*FOUR_DTYPES, torch.float64], list(NON_CONTIGUOUS), SCHEMES), ids=str)
+@pytest.mark.parametrize(
+    "dtype, name, scheme", pairwise([*FOUR_DTYPES, torch.float64], list(NON_CONTIGUOUS), SCHEMES), ids=str
+)
 def test_non_contiguous(dtype, name, scheme):
     x = NON_CONTIGUOUS[name](make_tensor((64, 64), dtype, "sparse"))
     check(x, scheme=scheme)
@@ -179,7 +229,11 @@ def test_strides_of_at_most_one_element(dtype, name):
     check(x)
     ibp.analyze(x, device="cpu")
     assert ibp.estimate(x, device="cpu").original_bytes == x.numel() * x.element_size()
-    alone = torch.empty(0, dtype=dtype).set_(x.clone().untyped_storage(), 0, x.shape, x.stride()) if x.numel() else x.clone()
+    alone = (
+        torch.empty(0, dtype=dtype).set_(x.clone().untyped_storage(), 0, x.shape, x.stride())
+        if x.numel()
+        else x.clone()
+    )
     assert alone.stride() == x.stride()
     assert_same_bits(ibp.compress_(alone, device="cpu", pin_memory=False).decompress(), x.clone())
 
@@ -207,10 +261,23 @@ FRACTION_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.
 
 
 def special_values(dtype):
-    """Bit patterns of one float dtype: zeros, infinities, denormals, quiet and signalling NaNs with payloads, of both signs."""
+    """Bit patterns of one float dtype: zeros, infinities, denormals, quiet and signalling NaNs with payloads, of both
+    signs.
+    """
     bits, fraction = 8 * dtype.itemsize, FRACTION_BITS[dtype]
     infinity, quiet = ((1 << (bits - 1 - fraction)) - 1) << fraction, 1 << (fraction - 1)
-    patterns = [0, 1, 2, (1 << fraction) - 1, 1 << fraction, infinity - 1, infinity, infinity | quiet, infinity | 1, infinity | quiet | 5]
+    patterns = [
+        0,
+        1,
+        2,
+        (1 << fraction) - 1,
+        1 << fraction,
+        infinity - 1,
+        infinity,
+        infinity | quiet,
+        infinity | 1,
+        infinity | quiet | 5,
+    ]
     patterns += [infinity | ((1 << fraction) - 1), (infinity >> 1) & ~((1 << fraction) - 1)]
     patterns += [pattern | 1 << (bits - 1) for pattern in patterns]
     return np.array(patterns, INTEGER_OF[dtype.itemsize])
@@ -235,7 +302,11 @@ def test_all_rows_equal(num_rows, value, scheme):
     x = torch.full((num_rows, 256), value, dtype=torch.uint8)
     table = check(x, scheme=scheme)
     longest = int(table.lengths.to(torch.int64).max())
-    assert longest <= 2 if table.scheme == "planes" else table.scheme == "ibp" and longest <= 4 * (1 if num_rows > 1 else 8)
+    assert (
+        longest <= 2
+        if table.scheme == "planes"
+        else table.scheme == "ibp" and longest <= 4 * (1 if num_rows > 1 else 8)
+    )
 
 
 def test_every_bit_pattern_of_16_bits():

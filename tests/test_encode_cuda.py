@@ -1,6 +1,8 @@
 """Measuring, indexing and coding on the GPU against the C oracle, where the data, the slots and the overflow are as awkward as they may be."""
 
 import concurrent.futures
+import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ import ibp
 from ibp import _memory, _staging
 from golden.make_planes import KINDS, adversarial_rows
 from helpers import LAYOUTS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, one_hot_rows, planes_codebook, spiky_rows
+from test_api import Interrupted, InterruptedOperations, assert_kept, interrupt_at
 from test_cuda import matching_rows, random_codebook
 from test_cuda_planes import any_codebook, ranked_rows
+from test_several_gpus import gpus  # noqa: F401, a fixture
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -144,6 +148,74 @@ def test_pageable_tensors_in_blocks(cuda, monkeypatch, num_elements, dtype):
     monkeypatch.setattr("ibp._staging.STAGED_BYTES", 1 << 12)
     x = torch.arange(num_elements).to(dtype).view(-1, 1)
     assert_same_bits(_staging.to_device(x, cuda).cpu(), x)
+
+
+def in_place(x, where, cuda):
+    """A copy of x to compress in place: in pageable memory, in pinned memory or on the GPU."""
+    return {"pageable": x.clone, "pinned": x.pin_memory, "gpu": lambda: x.to(cuda)}[where]()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("where", ["pageable", "pinned", "gpu"])
+def test_compress_in_place_interrupted_twice(cuda, monkeypatch, where):
+    """At lines and then on the way out, while copies and kernels are under way: x is as it was, or the table is x."""
+    monkeypatch.setattr("ibp._staging.STAGED_BYTES", 240 * 32)
+    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 240 * 32)
+    before = one_hot_rows(150, 60)
+    codebook, seen = ibp.analyze(before, scheme="planes", device="cpu"), set()
+
+    def interrupted(line, point):
+        x = in_place(before, where, cuda)
+        call = functools.partial(ibp.compress_, x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False)
+        table, raised = interrupt_at(line, point, call)
+        seen.add(assert_kept(table, x, before))
+        return raised
+
+    for line in itertools.count(3, 7):
+        points = (interrupted(line, point) for point in range(0, 1 << 20, 2))
+        if not list(itertools.takewhile(lambda raised: raised == 2, points)) and not interrupted(line, None):
+            break
+    assert {None, 64, 150} <= seen
+
+
+@pytest.mark.parametrize("where", ["pageable", "pinned", "gpu"])
+def test_compress_in_place_interrupted_at_every_operation(cuda, monkeypatch, where):
+    monkeypatch.setattr("ibp._staging.STAGED_BYTES", 240 * 32)
+    monkeypatch.setattr("ibp._rows._BLOCK_BYTES", 240 * 32)
+    before = one_hot_rows(150, 60)
+    codebook, seen = ibp.analyze(before, scheme="planes", device="cpu"), set()
+    for first, others in ((first, others) for first in itertools.count() for others in ([], [1])):
+        x, table = in_place(before, where, cuda), None
+        mode = InterruptedOperations([first, *(first + other for other in others)], before=False)
+        try:
+            with mode:
+                table = ibp.compress_(x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False)
+        except Interrupted as interruption:
+            table = getattr(interruption, "table", None)
+        seen.add(assert_kept(table, x, before))
+        if mode.number < first:
+            break
+    assert {None, 64, 150} <= seen
+
+
+def test_staging_whichever_device_is_current(gpus, monkeypatch):  # noqa: F811
+    """Host data coded by one GPU while the other one is current, and tables of one GPU coded by the other."""
+    monkeypatch.setattr("ibp._staging.STAGED_BYTES", 1 << 14)
+    x = spiky_rows(3000, 60)
+    codebook = ibp.analyze(x, scheme="planes", device="cpu")
+    on_cpu = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
+    in_host = ibp.compress_(x.clone(), codebook=codebook, device="cpu", pin_memory=False)
+    for current, worker in itertools.product(gpus, gpus):
+        with torch.cuda.device(current):
+            for pinned in (False, True):
+                assert_same_table(ibp.compress(x, codebook=codebook, device=worker, pin_memory=pinned), on_cpu)
+                assert_same_table(ibp.compress(x.pin_memory(), codebook=codebook, device=worker, pin_memory=pinned), on_cpu)
+            assert_same_table(ibp.compress_(x.clone(), codebook=codebook, device=worker, pin_memory=False), in_host)
+            for home in gpus:
+                assert_same_table(ibp.compress(x.to(home), codebook=codebook, device=worker), on_cpu)
+                assert_same_table(ibp.compress_(x.to(home), codebook=codebook, device=worker), in_host)
+            assert_same_bits(_staging.to_device(x, worker).cpu(), x)
+            assert torch.cuda.current_device() == current.index
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4097, (2 << 20) + 1, (96 << 20) + 17])

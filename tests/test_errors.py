@@ -84,9 +84,11 @@ def test_arguments_of_compress(x, arguments, message):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    ({"scheme": "zip"}, "scheme.*zip"), ({"scheme": "planes", "paper": True}, "paper.*'ibp'.*'planes'"), ({"scheme": "auto", "paper": True}, "paper"),
+    ({"scheme": "zip"}, "scheme.*zip"), ({"scheme": "planes", "paper": True}, "paper.*'ibp'.*'planes'"),
+    ({"scheme": "auto", "paper": True}, "paper"),
     ({"scheme": "planes", "tau": 0.9}, "tau"), ({"scheme": "planes", "chunk_bytes": 2}, "chunk_bytes"),
-    ({"chunk_bytes": 5}, "chunk_bytes.*5"), ({"tau": 2.0}, "tau.*2"), ({"sample": 2.0}, "sample.*2"), ({"row_bytes": 1 << 20}, "row_bytes"),
+    ({"chunk_bytes": 5}, "chunk_bytes.*5"), ({"tau": 2.0}, "tau.*2"), ({"sample": 2.0}, "sample.*2"),
+    ({"row_bytes": 1 << 20}, "row_bytes"),
 ], ids=str)  # fmt: skip
 def test_arguments_of_analyze(x, arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -128,8 +130,10 @@ def test_types_of_arguments(x, function, arguments, error, message):
 
 
 @pytest.mark.parametrize("arguments, error, message", [
-    ({"slot_bytes": 32.0}, TypeError, "slot_bytes.*32.0.*int"), ({"slot_bytes": "32"}, TypeError, "slot_bytes.*int"), ({"clusters": 2.0}, TypeError, "clusters.*2.0.*int"),
-    ({"clusters": True}, TypeError, "clusters.*True"), ({"clusters": "many"}, ValueError, "clusters.*many.*auto"), ({"clusters": 257}, ValueError, "clusters.*257.*256"),
+    ({"slot_bytes": 32.0}, TypeError, "slot_bytes.*32.0.*int"), ({"slot_bytes": "32"}, TypeError, "slot_bytes.*int"),
+    ({"clusters": 2.0}, TypeError, "clusters.*2.0.*int"),
+    ({"clusters": True}, TypeError, "clusters.*True"), ({"clusters": "many"}, ValueError, "clusters.*many.*auto"),
+    ({"clusters": 257}, ValueError, "clusters.*257.*256"),
     ({"clusters": np.int64(0)}, ValueError, "clusters.*0"),
 ], ids=str)  # fmt: skip
 def test_types_of_arguments_of_compress(x, arguments, error, message):
@@ -138,7 +142,15 @@ def test_types_of_arguments_of_compress(x, arguments, error, message):
 
 
 def test_numbers_of_numpy_are_numbers(x):
-    table = ibp.compress(x, row_bytes=np.int32(120), slot_bytes=np.uint16(32), sample=np.float32(1), tau=np.float64(0.9), chunk_bytes=np.int8(4), device="cpu")
+    table = ibp.compress(
+        x,
+        row_bytes=np.int32(120),
+        slot_bytes=np.uint16(32),
+        sample=np.float32(1),
+        tau=np.float64(0.9),
+        chunk_bytes=np.int8(4),
+        device="cpu",
+    )
     assert (table.row_bytes, table.slot_bytes, table.codebook.chunk_bytes, table.codebook.tau) == (120, 32, 4, 0.9)
     assert type(table.row_bytes) is type(table.slot_bytes) is int
     assert_same_bits(ibp.compress(x, clusters=np.int64(2), scheme="ibp", device="cpu").decompress(), x)
@@ -166,8 +178,12 @@ def test_row_bytes_against_the_codebook(x, codebook):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_cuda_without_cuda(x, table):
-    for call in (lambda: ibp.compress(x, device="cuda"), lambda: table.decompress(device="cuda"), lambda: ibp.analyze(x, device="cuda"),
-                 lambda: ibp.index_select(table, torch.tensor([0]), device="cuda")):
+    for call in (
+        lambda: ibp.compress(x, device="cuda"),
+        lambda: table.decompress(device="cuda"),
+        lambda: ibp.analyze(x, device="cuda"),
+        lambda: ibp.index_select(table, torch.tensor([0]), device="cuda"),
+    ):
         with pytest.raises(ValueError, match="cuda"):
             call()
     for call in (lambda: ibp.compress(x, pin_memory=True), lambda: ibp.compress(x).pin_memory()):
@@ -239,7 +255,9 @@ def test_row_codec():
 # ---- index_select, decompress, [] ----
 
 
-@pytest.mark.parametrize("ids, position, bad", [([100], 0, 100), ([0, -1], 1, -1), ([5, 6, 2**40, -7], 2, 2**40), ([-(2**63)], 0, -(2**63))])
+@pytest.mark.parametrize(
+    "ids, position, bad", [([100], 0, 100), ([0, -1], 1, -1), ([5, 6, 2**40, -7], 2, 2**40), ([-(2**63)], 0, -(2**63))]
+)
 def test_ids_out_of_range(table, ids, position, bad):
     with pytest.raises(IndexError, match=rf"ids\[{position}\] is {bad}; wanted 0 to 99"):
         ibp.index_select(table, torch.tensor(ids))
@@ -289,7 +307,11 @@ def test_out(table, make_out, error, message):
 
 
 def test_out_of_decompress(table):
-    for out, error in ((torch.empty(100, 61), ValueError), (torch.empty(100, 60, dtype=torch.int32), TypeError), (torch.empty(60, 100).t(), ValueError)):
+    for out, error in (
+        (torch.empty(100, 61), ValueError),
+        (torch.empty(100, 60, dtype=torch.int32), TypeError),
+        (torch.empty(60, 100).t(), ValueError),
+    ):
         with pytest.raises(error, match="out"):
             table.decompress(out=out)
 
@@ -304,7 +326,17 @@ def test_getitem(x, table):
     for key in (100, -101, [0, 100], torch.tensor([[0], [-101]]), torch.ones(99, dtype=torch.bool)):
         with pytest.raises(IndexError):
             table[key]
-    for key in (1.5, "1", True, {1}, {1: 2}, [0.5], (0, "1"), torch.tensor([0.5]), torch.tensor([1], dtype=torch.uint8)):
+    for key in (
+        1.5,
+        "1",
+        True,
+        {1},
+        {1: 2},
+        [0.5],
+        (0, "1"),
+        torch.tensor([0.5]),
+        torch.tensor([1], dtype=torch.uint8),
+    ):
         with pytest.raises(TypeError):
             table[key]
     for key in (slice(None, None, -1), slice(0, 5, 0)):
@@ -329,7 +361,8 @@ def test_a_list_that_is_iterated_ends(x, table):
     (lambda: one_hot_rows(60, 60)[:10], "own"),
     (lambda: one_hot_rows(60, 60).requires_grad_(), "grad"),
     (lambda: torch.nn.Parameter(one_hot_rows(60, 60)), "grad"),
-], ids=["transposed", "every other row", "end of a storage", "start of a storage", "requires grad", "parameter"])  # fmt: skip
+], ids=["transposed", "every other row", "end of a storage", "start of a storage", "requires grad",
+"parameter"])  # fmt: skip
 def test_compress_in_place_refuses(make, message):
     x = make()
     before = x.detach().clone()
@@ -341,8 +374,16 @@ def test_compress_in_place_refuses(make, message):
 def test_compress_in_place_refuses_bad_arguments_before_it_writes(codebook):
     x = one_hot_rows(50, 60)
     before = x.clone()
-    for arguments in ({"chunk_bytes": 3}, {"tau": 7.0}, {"scheme": "zip"}, {"scheme": "planes", "tau": 0.9},
-                      {"row_bytes": 70000}, {"codebook": codebook, "row_bytes": 100}, {"device": "meta"}, {"sample": 9.0}):
+    for arguments in (
+        {"chunk_bytes": 3},
+        {"tau": 7.0},
+        {"scheme": "zip"},
+        {"scheme": "planes", "tau": 0.9},
+        {"row_bytes": 70000},
+        {"codebook": codebook, "row_bytes": 100},
+        {"device": "meta"},
+        {"sample": 9.0},
+    ):
         with pytest.raises(ValueError):
             ibp.compress_(x, **arguments)
     with pytest.raises(TypeError):
@@ -368,14 +409,41 @@ def test_ops_check_their_arguments(x):
     out = torch.zeros(240, dtype=torch.uint8)
     arguments = list(table._arguments(torch.device("cpu")))
     slots, _, lengths, _, words, (_, row_bytes, chunk_bytes, num_flags) = arguments[:6]
-    changes = [(0, slots.to(torch.int16)), (2, lengths[:-1]), (2, lengths.view(torch.int16)), (4, words[:, :-1].contiguous()), (6, -1), (6, 65537),
-               (7, -1), (8, -5), (8, 2**62), (8, 2**56), (9, -240), (9, 2**62)]
-    codecs = [[7, row_bytes, chunk_bytes, num_flags], [], [1], [1, row_bytes], [1, 0, chunk_bytes, num_flags], [1, 65537, chunk_bytes, num_flags],
-              [1, row_bytes, 9, num_flags], [1, row_bytes, 3, num_flags], [1, row_bytes, chunk_bytes, -1], [0, row_bytes]]
+    changes = [
+        (0, slots.to(torch.int16)),
+        (2, lengths[:-1]),
+        (2, lengths.view(torch.int16)),
+        (4, words[:, :-1].contiguous()),
+        (6, -1),
+        (6, 65537),
+        (7, -1),
+        (8, -5),
+        (8, 2**62),
+        (8, 2**56),
+        (9, -240),
+        (9, 2**62),
+    ]
+    codecs = [
+        [7, row_bytes, chunk_bytes, num_flags],
+        [],
+        [1],
+        [1, row_bytes],
+        [1, 0, chunk_bytes, num_flags],
+        [1, 65537, chunk_bytes, num_flags],
+        [1, row_bytes, 9, num_flags],
+        [1, row_bytes, 3, num_flags],
+        [1, row_bytes, chunk_bytes, -1],
+        [0, row_bytes],
+    ]
     for place, wrong in changes + [(5, codec) for codec in codecs]:
         with pytest.raises(RuntimeError, match="ibp"):
             torch.ops.ibp.gather_items(*arguments[:place], wrong, *arguments[place + 1 :], ids, 0, out, fault)
-    for wrong_ids, wrong_out, wrong_fault in ((ids.float(), out, fault), (ids, out[:-1], fault), (ids, out, fault[:3]), (ids, out.repeat(2)[::2], fault)):
+    for wrong_ids, wrong_out, wrong_fault in (
+        (ids.float(), out, fault),
+        (ids, out[:-1], fault),
+        (ids, out, fault[:3]),
+        (ids, out.repeat(2)[::2], fault),
+    ):
         with pytest.raises(RuntimeError, match="ibp"):
             torch.ops.ibp.gather_items(*arguments, wrong_ids, 0, wrong_out, wrong_fault)
     for start, end in ((-1, 5), (5, 4), (0, 24001)):

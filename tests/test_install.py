@@ -1,4 +1,6 @@
-"""`make install`: the C library without Python, used from C11, C++17, pkg-config and CMake; and what is built again when."""
+"""`make install`: the C library without Python, used from C11, C++17, pkg-config and CMake; and what is built again
+when.
+"""
 
 import os
 import pathlib
@@ -24,7 +26,11 @@ NO_CUDA = {"IBP_NO_CUDA": "1", "CC": "cc", "CFLAGS": "-O0"}
 def run(*command, cwd=None, stdin=None, **variables):
     """Runs a command with more environment variables. Returns what it printed; a failure is one of the test."""
     # A make that runs the tests keeps its flags to itself.
-    kept = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "DESTDIR", "PREFIX")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "DESTDIR", "PREFIX")
+    }
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -96,7 +102,9 @@ def test_installed_files(installed):
     wanted += ["share/doc/ibp/FORMAT.md", "share/doc/ibp/LICENSE"]
     assert [name for name in files if not name.startswith("include/ibp/")] == sorted(wanted)
     lib = installed.prefix / "lib"
-    assert (lib / "libibp.so").readlink() == pathlib.Path(SONAME) and (lib / SONAME).readlink() == pathlib.Path(f"libibp.so.{VERSION}")
+    assert (lib / "libibp.so").readlink() == pathlib.Path(SONAME) and (lib / SONAME).readlink() == pathlib.Path(
+        f"libibp.so.{VERSION}"
+    )
     for name in (path for path in files if path.endswith((".pc", ".cmake"))):
         assert "@" not in (installed.prefix / name).read_text(), name
 
@@ -122,10 +130,11 @@ VERSIONS = """
 
 int main(void)
 {
-    printf("%s %d.%d.%d %d %d\\n", IBP_VERSION, IBP_VERSION_MAJOR, IBP_VERSION_MINOR, IBP_VERSION_PATCH, IBP_VERSION_NUMBER,
-           IBP_FORMAT_VERSION);
+    printf("%s %d.%d.%d %d %d\\n", IBP_VERSION, IBP_VERSION_MAJOR, IBP_VERSION_MINOR, IBP_VERSION_PATCH,
+           IBP_VERSION_NUMBER, IBP_FORMAT_VERSION);
     const int number = ibp_version_number();
-    printf("%s %d.%d.%d %d %d\\n", ibp_version(), number / 10000, number / 100 % 100, number % 100, number, ibp_format_version());
+    printf("%s %d.%d.%d %d %d\\n", ibp_version(), number / 10000, number / 100 % 100, number % 100, number,
+           ibp_format_version());
     return ibp_cuda_is_built() || ibp_cuda_device_count() != 0;
 }
 """
@@ -137,7 +146,14 @@ def test_headers_stand_alone(installed, standard, pkg_config, tmp_path):
     compiler = ["c++", "-x", "c++"] if "++" in standard else ["cc", "-x", "c"]
     for name in ("ibp.h", "ibp_cuda.h"):
         (tmp_path / "alone.c").write_text(f"#include <{name}>\n")
-        run(*compiler, f"-std={standard}", *WARNINGS, *installed.pkg_config("--cflags"), "-fsyntax-only", tmp_path / "alone.c")
+        run(
+            *compiler,
+            f"-std={standard}",
+            *WARNINGS,
+            *installed.pkg_config("--cflags"),
+            "-fsyntax-only",
+            tmp_path / "alone.c",
+        )
     source = tmp_path / "version.c"
     source.write_text(VERSIONS)
     program = installed.compile([*compiler, f"-std={standard}", *WARNINGS], source, tmp_path / "version")
@@ -183,7 +199,9 @@ target_link_libraries(program PRIVATE ibp::ibp)
 
 @pytest.fixture
 def cmake(installed, tmp_path):
-    """Configures the whole-table example with a wanted version of ibp, from a tree that was moved after it was installed."""
+    """Configures the whole-table example with a wanted version of ibp, from a tree that was moved after it was
+    installed.
+    """
     if not shutil.which("cmake"):
         pytest.skip("there is no cmake")
     moved = tmp_path / "moved"
@@ -192,7 +210,9 @@ def cmake(installed, tmp_path):
     def configure(wanted):
         (tmp_path / "CMakeLists.txt").write_text(CMAKE_LISTS.format(wanted=wanted, source=EXAMPLES / "whole_table.c"))
         command = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={moved}"]
-        return subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.run(
+            [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     return configure
 
@@ -202,7 +222,9 @@ def test_cmake(cmake, tmp_path):
     older = f"{major}.{int(minor) - 1}" if major == "0" else f"{int(major) - 1}.0"
     for refused in (f"{int(major) + 1}.0", f"{major}.{int(minor) + 1}", f"{VERSION}.1", older):
         done = cmake(refused)
-        assert done.returncode != 0 and f'compatible with requested version "{refused}"' in " ".join(done.stdout.split())
+        assert done.returncode != 0 and f'compatible with requested version "{refused}"' in " ".join(
+            done.stdout.split()
+        )
         shutil.rmtree(tmp_path / "build")
     for accepted in ("", f"{VERSION} EXACT", f"{major}.{minor}", f"{major}.{minor}...<{major}.{int(minor) + 1}"):
         done = cmake(accepted)
@@ -229,7 +251,7 @@ def test_makefile_of_the_project_installs(installed, tmp_path):
     assert files_below(tmp_path) == files_below(installed.prefix)
 
 
-# ---- what is built again --------------------------------------------------------------------------------------------
+# ---- what is built again -------------------------------------------------------------------------------------------
 
 
 def prerequisites(source):
@@ -239,7 +261,10 @@ def prerequisites(source):
 
 
 def test_changed_header_rebuilds_what_includes_it(installed, tmp_path):
-    sources = [str(path.relative_to(CSRC)) for path in [*CSRC.glob("core/*.c"), *CSRC.glob("x86/*.c"), CSRC / "cuda" / "no_cuda.c"]]
+    sources = [
+        str(path.relative_to(CSRC))
+        for path in [*CSRC.glob("core/*.c"), *CSRC.glob("x86/*.c"), CSRC / "cuda" / "no_cuda.c"]
+    ]
     included = {source: prerequisites(source) for source in sources}
     headers = {name for names in included.values() for name in names if name.endswith(".h")}
     assert headers >= {"include/ibp.h", "core/bits.h"}
@@ -273,7 +298,13 @@ def test_architectures(tmp_path):
     """TORCH_CUDA_ARCH_LIST as torch takes it, its default, and a wrong one."""
 
     def gencode(arch_list):
-        output = make(f"BUILD={tmp_path}", "--dry-run", f"{tmp_path}/cuda/index.cu.o", IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST=arch_list)
+        output = make(
+            f"BUILD={tmp_path}",
+            "--dry-run",
+            f"{tmp_path}/cuda/index.cu.o",
+            IBP_NO_CUDA="",
+            TORCH_CUDA_ARCH_LIST=arch_list,
+        )
         command = next(line for line in output.splitlines() if " -c cuda/index.cu " in line)
         return re.findall(r"-gencode=arch=(\S+),code=(\S+)", command)
 
@@ -284,7 +315,7 @@ def test_architectures(tmp_path):
         gencode("8.0 Hopper")
 
 
-# ---- with kernels --------------------------------------------------------------------------------------------------------
+# ---- with kernels --------------------------------------------------------------------------------------------------
 
 
 def built_architectures(record):
@@ -312,7 +343,14 @@ def cuda_example(request, installed_with_cuda, tmp_path_factory):
     program = tmp_path_factory.mktemp("example") / request.param.stem
     rpath = ["-Xlinker", "-rpath", "-Xlinker", installed_with_cuda.prefix / "lib"]
     host = ["-ccbin", os.environ["CXX"].split()[0]] if os.environ.get("CXX") else []
-    flags = ["-std=c++17", f"-arch=sm_{arch}", *host, "-Werror", "all-warnings", *installed_with_cuda.pkg_config("--cflags", "--libs")]
+    flags = [
+        "-std=c++17",
+        f"-arch=sm_{arch}",
+        *host,
+        "-Werror",
+        "all-warnings",
+        *installed_with_cuda.pkg_config("--cflags", "--libs"),
+    ]
     run("nvcc", *flags, *rpath, request.param, "-o", program)
     return program
 
@@ -344,21 +382,27 @@ def test_depfile_of_several_architectures(tmp_path):
     assert "nvcc" not in make(f"BUILD={tmp_path}", target, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST="8.0 9.0+PTX")
 
 
-# ---- pip ----------------------------------------------------------------------------------------------------------------
+# ---- pip -----------------------------------------------------------------------------------------------------------
 
 
 def test_build_without_requirements_ends_with_the_commands(tmp_path):
-    """What `pip install .` runs first, in a Python without torch: one sentence, then what to type, and nothing after it."""
-    script = "import sys; sys.path.insert(0, 'tools'); import build_backend; build_backend.get_requires_for_build_wheel()"
+    """What `pip install .` runs first, in a Python without torch: one sentence, then what to type, and nothing after
+    it.
+    """
+    script = (
+        "import sys; sys.path.insert(0, 'tools'); import build_backend; build_backend.get_requires_for_build_wheel()"
+    )
     command = [sys.executable, "-I", "-S", "-c", script]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode != 0
     first, *commands = done.stdout.rstrip("\n").split("\n")
     assert first.startswith("ibp: setuptools>=") and "torch>=2.10" in first
-    assert commands[0].startswith("    pip install 'setuptools>=") and commands[1:] == ["    pip install --no-build-isolation ."]
+    assert commands[0].startswith("    pip install 'setuptools>=") and commands[1:] == [
+        "    pip install --no-build-isolation ."
+    ]
 
 
-# ---- docs/c.md -----------------------------------------------------------------------------------------------------------
+# ---- docs/c.md -----------------------------------------------------------------------------------------------------
 
 
 def blocks(language):

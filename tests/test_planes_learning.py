@@ -9,14 +9,14 @@ import pickle
 
 import numpy as np
 import pytest
-import reference_planes as reference
 import torch
-from golden.make_planes import CASES, KINDS, adversarial_rows, load, random_codebook, rows_of_k
-from helpers import DTYPES, bytes_of, make_tensor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ibp
+import reference_planes as reference
+from golden.make_planes import CASES, KINDS, adversarial_rows, load, random_codebook, rows_of_k
+from helpers import DTYPES, bytes_of, make_tensor
 from ibp._schemes.planes.codebook import PlanesCodebook, num_entries
 from ibp._schemes.planes.cost import header_bytes, positions_bytes, row_bytes_of
 from ibp._schemes.planes.learning import learn_planes
@@ -103,7 +103,7 @@ def learned(x, row_bytes=None, **kwargs):
     return learn_planes(data, row_bytes, data.numel() // row_bytes, x.dtype, **kwargs)
 
 
-# ---- codebooks ------------------------------------------------------------------------------------------------------
+# ---- codebooks -----------------------------------------------------------------------------------------------------
 
 
 def test_the_worked_example():
@@ -223,7 +223,7 @@ def test_pickle(name):
         assert torch.equal(again.words("cpu"), codebook.words("cpu"))
 
 
-# ---- cost -----------------------------------------------------------------------------------------------------------
+# ---- cost ----------------------------------------------------------------------------------------------------------
 
 
 def assert_cost(codebook, rows, coded=None):
@@ -279,7 +279,7 @@ def test_rows_of_zero_value_compression():
     assert (cost <= 1 + columns // 8 + 4 * torch.arange(columns + 1)).all() and cost[0] == 1
 
 
-# ---- degenerate tables ----------------------------------------------------------------------------------------------
+# ---- degenerate tables ---------------------------------------------------------------------------------------------
 
 
 def assert_learned_is_exact(x, row_bytes=None, **kwargs):
@@ -386,7 +386,7 @@ def test_entries_that_are_missing_repeat_the_first():
         assert column == list(distinct) + [column[0]] * (len(column) - len(distinct))
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------------------------
 
 
 def every_setting(x, widths):
@@ -448,7 +448,7 @@ def test_a_codebook_is_paid_for():
     assert few.nbytes < many.nbytes and many.per_column
 
 
-# ---- samples --------------------------------------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.1])
@@ -501,7 +501,7 @@ def test_the_same_on_a_gpu(cuda, make, dtype):
         assert torch.equal(there.codebook.words(cuda).cpu(), here.codebook.words("cpu"))
 
 
-# ---- savings --------------------------------------------------------------------------------------------------------
+# ---- savings -------------------------------------------------------------------------------------------------------
 
 
 def sparse(path):

@@ -55,7 +55,7 @@ def assert_decoded_alike(codebook, codec, coded):
     assert decoded(codec.decode, coded) == decoded(lambda bad: reference.decode_row(codebook, bad), coded), coded.hex()
 
 
-# ---- golden files ---------------------------------------------------------------------------------------------------
+# ---- golden files --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,7 +75,7 @@ def test_worked_example():
     assert codec.encode(row) == coded and codec.decode(coded) == row
 
 
-# ---- rows as they are met -------------------------------------------------------------------------------------------
+# ---- rows as they are met ------------------------------------------------------------------------------------------
 
 EXPONENTS = {
     "bfloat16_rows": (2, 8),
@@ -128,7 +128,7 @@ def test_other_rows_of_the_golden_cases(name):
     assert_coded_alike(*make_rows(4000, name))
 
 
-# ---- rows made to be hard -------------------------------------------------------------------------------------------
+# ---- rows made to be hard ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("element_bytes, digit_bits, kind", pairwise([1, 2, 4, 8], DIGIT_BITS, KINDS), ids=str)
@@ -225,7 +225,7 @@ def test_any_row(codebook, data):
     assert_coded_alike(codebook, [np.frombuffer(row, np.uint8)])
 
 
-# ---- bytes that are no coded row ------------------------------------------------------------------------------------
+# ---- bytes that are no coded row -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -308,7 +308,7 @@ def test_any_codebook_and_damage(codebook, seed):
             assert_decoded_alike(codebook, codec, bad)
 
 
-# ---- arguments ------------------------------------------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------------------------
 
 GOOD = {
     "row_bytes": 12,

@@ -1,7 +1,8 @@
-"""Savings on real and on made data: of scheme ibp at least what the paper's algorithm gives, less a tenth of a point; of auto what the project is for.
+"""Savings on real and on made data: of scheme ibp at least what the paper's algorithm gives, less a tenth of a point;
+of auto what the project is for.
 
-savings = 1 - table.stored_bytes / original bytes. The sets of data/ are always tried; larger ones where shared/data stands beside the
-repository. Every table is decompressed and compared as well.
+savings = 1 - table.stored_bytes / original bytes. The sets of data/ are always tried; larger ones where shared/data
+stands beside the repository. Every table is decompressed and compared as well.
 """
 
 import functools
@@ -57,7 +58,7 @@ def savings_of(load, scheme, layout="slots"):
     return 100 * table.savings
 
 
-# ---- scheme ibp -----------------------------------------------------------------------------------------------------
+# ---- scheme ibp ----------------------------------------------------------------------------------------------------
 
 
 # Percent saved by the paper's algorithm (4-byte chunks, the best tau of 0.70 to 0.95), one codebook a table.
@@ -132,14 +133,16 @@ def test_the_papers_algorithm_gives_the_papers_ratio(name, ratio):
 
 
 def test_masks_are_no_worse_than_the_papers_algorithm():
-    """Analysed from the same rows: a threshold a chunk, the best chunk size and no idle participation bits only ever help."""
+    """Analysed from the same rows: a threshold a chunk, the best chunk size and no idle participation bits only ever
+    help.
+    """
     for name in ("cora", "ncf mlp_user", "stories260k weights BF16", "stories260k K BF16"):
         x = IN_DATA[name][0]()
         paper = ibp.estimate(x, ibp.analyze(x, sample=1.0, chunk_bytes=4, paper=True, device="cpu"), device="cpu")
         assert ibp.estimate(x, ibp.analyze(x, sample=1.0, device="cpu"), device="cpu") <= 1.001 * paper, name
 
 
-# ---- auto -----------------------------------------------------------------------------------------------------------
+# ---- auto ----------------------------------------------------------------------------------------------------------
 
 
 def ratio(times):
@@ -182,7 +185,10 @@ AUTO_IN_DATA = {
     "pubmed BF16": (cast(IN_DATA["pubmed, 1,060 rows"][0], "BF16"), ratio(10)),
     "ncf mlp_user": (IN_DATA["ncf mlp_user"][0], 16.0),
     "ncf mlp_item": (IN_DATA["ncf mlp_item"][0], 15.3),
-    "stories260k weights BF16": (IN_DATA["stories260k weights BF16"][0], 31.2),  # as one table; a codebook a matrix: below
+    "stories260k weights BF16": (
+        IN_DATA["stories260k weights BF16"][0],
+        31.2,
+    ),  # as one table; a codebook a matrix: below
     "stories260k K BF16": (IN_DATA["stories260k K BF16"][0], 33.4),
     "stories260k V BF16": (IN_DATA["stories260k V BF16"][0], 32.0),
 }
@@ -256,4 +262,9 @@ def test_auto_with_a_codebook_a_matrix_of_shared_data():
     z = np.load(SHARED / "stories260k.npz")
     arrays = [z[name] for name in ("emb", "wq", "wk", "wv", "wo", "w1", "w2", "w3")]
     assert total_savings([torch.from_numpy(a.reshape(-1, a.shape[-1])).to(torch.bfloat16) for a in arrays]) >= 32.0
-    assert total_savings([torch.from_numpy(layer).to(torch.bfloat16) for a in arrays for layer in (a if a.ndim == 3 else a[None])]) >= 32.0
+    assert (
+        total_savings(
+            [torch.from_numpy(layer).to(torch.bfloat16) for a in arrays for layer in (a if a.ndim == 3 else a[None])]
+        )
+        >= 32.0
+    )

@@ -3,9 +3,11 @@ that are damaged."""
 
 import numpy as np
 import pytest
+import torch
+
+import ibp
 import reference
 import reference_planes
-import torch
 from golden.make_planes import KINDS, random_codebook
 from helpers import (
     SCHEMES,
@@ -21,8 +23,6 @@ from helpers import (
     spiky_rows,
 )
 
-import ibp
-
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
 NAMED = ["raw", "ibp", "planes"]
@@ -32,7 +32,7 @@ def compress(x, **arguments):
     return ibp.compress(x, device="cpu", pin_memory=False, **arguments)
 
 
-# ---- what auto chooses ----------------------------------------------------------------------------------------------
+# ---- what auto chooses ---------------------------------------------------------------------------------------------
 
 SETS = {
     "bfloat16 weights": lambda: embedding(3000, 64, torch.bfloat16),
@@ -185,7 +185,7 @@ def test_unknown_schemes(function, scheme):
             function(x, scheme=scheme)
 
 
-# ---- estimate and analyze -------------------------------------------------------------------------------------------
+# ---- estimate and analyze ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -268,7 +268,7 @@ def test_in_place_with_every_scheme(scheme, name):
     assert_same_bits(table.decompress(), x)
 
 
-# ---- damaged tables -------------------------------------------------------------------------------------------------
+# ---- damaged tables ------------------------------------------------------------------------------------------------
 
 
 def planes_table(kind, layout, seed=0):
@@ -423,7 +423,7 @@ def test_a_table_of_other_rows():
         check_against_numpy(other)
 
 
-# ---- the operations beneath -----------------------------------------------------------------------------------------
+# ---- the operations beneath ----------------------------------------------------------------------------------------
 
 
 def test_ops_check_codecs_of_planes():

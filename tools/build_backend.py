@@ -1,7 +1,7 @@
 """The build backend that pyproject.toml names: setuptools', after a look at what a build needs.
 
-ibp is built against the torch that it runs with. `pip install .` builds in an environment of its own, which has none: it
-ends here, before torch is downloaded or anything is compiled, with the commands that work.
+ibp is built against the torch that it runs with. `pip install .` builds in an environment of its own, which has none:
+it ends here, before torch is downloaded or anything is compiled, with the commands that work.
 """
 
 import shlex
@@ -12,7 +12,10 @@ from requirements import is_met, read
 
 def require():
     """Ends the build with a sentence if a requirement is not met."""
-    needed = [*read("requires"), *(requirement for requirement in read("dependencies") if requirement.startswith("torch"))]
+    needed = [
+        *read("requires"),
+        *(requirement for requirement in read("dependencies") if requirement.startswith("torch")),
+    ]
     lacking = [requirement for requirement in needed if not is_met(requirement)]
     if lacking:
         sys.exit(

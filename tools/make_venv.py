@@ -2,9 +2,11 @@
 
     python tools/make_venv.py VENV GROUP [--optional]
 
-Makes VENV if it does not exist, then installs what it lacks of a group of requirements (tools/requirements.py) and nothing
-else: where all is there no network is used. If the Python that runs this script imports a torch that is new enough, VENV sees
-that Python's packages; otherwise a pinned torch is installed. With --optional, what cannot be installed is left out.
+Makes VENV if it does not exist, then installs what it lacks of a group of requirements (tools/requirements.py) and
+nothing
+else: where all is there no network is used. If the Python that runs this script imports a torch that is new enough,
+VENV sees that Python's packages; otherwise a pinned torch is installed. With --optional, what cannot be installed is
+left out.
 """
 
 import importlib
@@ -34,7 +36,9 @@ def has_torch():
 
 def search_path(python):
     """Where this Python looks for packages, without the user's own and PYTHONPATH."""
-    done = subprocess.run([python, "-I", "-c", "import json, sys; print(json.dumps(sys.path))"], check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(
+        [python, "-I", "-c", "import json, sys; print(json.dumps(sys.path))"], check=True, stdout=subprocess.PIPE
+    )
     return json.loads(done.stdout)
 
 
@@ -47,7 +51,8 @@ def make_venv(directory):
     except (subprocess.CalledProcessError, OSError):
         shutil.rmtree(directory, ignore_errors=True)
         sys.exit(
-            f"ibp: {sys.executable} cannot make a virtual environment: install its venv module (for example the package "
+            f"ibp: {sys.executable} cannot make a virtual environment: install its venv module (for example the "
+            "package "
             f"python{sys.version_info[0]}.{sys.version_info[1]}-venv)."
         )
     if inherit:
@@ -55,11 +60,15 @@ def make_venv(directory):
         add_packages(directory, python)
         if own_pip and requirements.is_met("setuptools"):
             # Up to Python 3.11 pip comes with a setuptools, older than most.
-            subprocess.run([python, "-m", "pip", "--quiet", "uninstall", "--yes", "setuptools"], stderr=subprocess.DEVNULL)
+            subprocess.run(
+                [python, "-m", "pip", "--quiet", "uninstall", "--yes", "setuptools"], stderr=subprocess.DEVNULL
+            )
 
 
 def add_packages(directory, python):
-    """System site packages are those of the Python below: if the running one is a venv itself, its own are added here."""
+    """System site packages are those of the Python below: if the running one is a venv itself, its own are
+    added here.
+    """
     known = search_path(python)
     missing = [path for path in search_path(sys.executable) if path not in known and os.path.isdir(path)]
     site_packages = next(Path(path) for path in known if path.startswith(str(directory)))

@@ -18,7 +18,10 @@ LISTS = {"build": ("requires", "dependencies")}  # other groups are lists of the
 def read(group):
     """The requirements of a group: strings such as "torch>=2.10"."""
     text = PYPROJECT.read_text()
-    lists = [re.search(rf"^{name} = (\[.*?\])", text, re.MULTILINE | re.DOTALL).group(1) for name in LISTS.get(group, (group,))]
+    lists = [
+        re.search(rf"^{name} = (\[.*?\])", text, re.MULTILINE | re.DOTALL).group(1)
+        for name in LISTS.get(group, (group,))
+    ]
     return [requirement for one in lists for requirement in ast.literal_eval(one)]
 
 
@@ -28,7 +31,9 @@ def numbers(version):
 
 
 def is_met(requirement):
-    """Whether a distribution is installed that meets a requirement: a name, with or without `>=` or `==` and a version."""
+    """Whether a distribution is installed that meets a requirement: a name, with or without `>=` or `==`
+    and a version.
+    """
     name, operator, wanted = re.fullmatch(r"([\w.-]+?)(?:(>=|==)([\d.]+))?", requirement).groups()
     try:
         found = numbers(metadata.version(name))

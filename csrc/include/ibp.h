@@ -46,9 +46,10 @@ extern "C" {
 #define IBP_VERSION_MAJOR 0
 #define IBP_VERSION_MINOR 1
 #define IBP_VERSION_PATCH 0
-#define IBP_VERSION_NUMBER \
-    (IBP_VERSION_MAJOR * 10000 + IBP_VERSION_MINOR * 100 + IBP_VERSION_PATCH) /* grows with every version */
-#define IBP_FORMAT_VERSION 0                                                  /* of the bytes of tables (FORMAT.md) */
+/* Grows with every version. */
+#define IBP_VERSION_NUMBER (IBP_VERSION_MAJOR * 10000 + IBP_VERSION_MINOR * 100 + IBP_VERSION_PATCH)
+/* Of the bytes of tables (FORMAT.md). */
+#define IBP_FORMAT_VERSION 0
 
 /* ---- bounds ----------------------------------------------------------------------------------------------------- */
 
@@ -56,9 +57,9 @@ extern "C" {
 #define IBP_MAX_STACK_BYTES 32768u /* of any function here; tests/c/test_stack.c measures it */
 
 /* Scratch for rows of row_bytes bytes. The most is what the AVX2 decoder of scheme planes takes for elements of one
- * byte: three times a row for the largest coded row (section 6: 8 bits of symbol and residual, 16 of digits), five rows
- * of levels, symbols and listed elements, two bitmaps; and two rows for those that lie in two parts, or are wanted in
- * part. */
+ * byte: three times a row for the largest coded row (section 6: 8 bits of symbol and residual, 16 of digits), and
+ * seven rows of levels, symbols and listed elements, bitmaps included; and two rows for those that lie in two parts, or
+ * are wanted in part. The rest is alignment and padding. */
 #define IBP_SCRATCH_BYTES(row_bytes) (13 * (size_t)(row_bytes) + 4096)
 #define IBP_MAX_SCRATCH_BYTES IBP_SCRATCH_BYTES(IBP_MAX_ROW_BYTES)
 

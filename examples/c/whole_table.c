@@ -93,8 +93,8 @@ int main(void)
     ibp_codebook codebook;
     make_codebook(bytes, words, &codebook);
 
-    /* 2. Measure: how many bytes each row takes as coded, and with that the size of a slot. Functions that code rows work in scratch
-     * that the caller gives. */
+    /* 2. Measure: how many bytes each row takes as coded, and with that the size of a slot. Functions that code rows
+     * work in scratch that the caller gives. */
     const size_t scratch_bytes = ibp_scratch_bytes(ROW_BYTES);
     uint8_t *const scratch = allocate(1, scratch_bytes);
     uint16_t *const lengths = allocate(NUM_ROWS, sizeof *lengths);
@@ -125,7 +125,8 @@ int main(void)
     };
     check(ibp_check_table(&table), "ibp_check_table");
     ibp_fault fault = {0};
-    check(ibp_encode_rows(&table, bytes, 0, NUM_ROWS, slots, overflow, scratch, scratch_bytes, &fault), "ibp_encode_rows");
+    check(ibp_encode_rows(&table, bytes, 0, NUM_ROWS, slots, overflow, scratch, scratch_bytes, &fault),
+          "ibp_encode_rows");
 
     /* 5. Gather rows by their ids. */
     int64_t *const ids = allocate(NUM_IDS, sizeof *ids);
@@ -134,7 +135,8 @@ int main(void)
     uint8_t *const rows = allocate(NUM_IDS, ROW_BYTES);
     const ibp_ids wanted = {.data = ids, .count = NUM_IDS, .id_bytes = sizeof *ids};
     check(ibp_gather_items(&table, &wanted, 0, NUM_IDS, rows, scratch, scratch_bytes, &fault), "ibp_gather_items");
-    for (int k = 0; k < NUM_IDS; k++) check_bytes(rows + (size_t)k * ROW_BYTES, bytes + ids[k] * ROW_BYTES, ROW_BYTES, "gathered row");
+    for (int k = 0; k < NUM_IDS; k++)
+        check_bytes(rows + (size_t)k * ROW_BYTES, bytes + ids[k] * ROW_BYTES, ROW_BYTES, "gathered row");
 
     /* 6. Decode the whole table. */
     uint8_t *const all = allocate((size_t)num_bytes, 1);
@@ -149,9 +151,10 @@ int main(void)
 
     const int64_t index_bytes = (int64_t)(NUM_ROWS * sizeof *lengths + num_bases * sizeof *bases + words_bytes);
     const int64_t total = slots_bytes + overflow_bytes + index_bytes;
-    printf("slots of %u bytes: %lld bytes, overflow %lld, index and codebook %lld\n", slot_bytes, (long long)slots_bytes,
-           (long long)overflow_bytes, (long long)index_bytes);
-    printf("%lld bytes in all, %.1f%% saved; every byte is the same\n", (long long)total, 100.0 - 100.0 * (double)total / (double)num_bytes);
+    printf("slots of %u bytes: %lld bytes, overflow %lld, index and codebook %lld\n", slot_bytes,
+           (long long)slots_bytes, (long long)overflow_bytes, (long long)index_bytes);
+    printf("%lld bytes in all, %.1f%% saved; every byte is the same\n", (long long)total,
+           100.0 - 100.0 * (double)total / (double)num_bytes);
 
     free(data);
     free(words);

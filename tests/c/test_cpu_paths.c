@@ -170,6 +170,7 @@ static void check_row_both_ways(rng *r, const ibp_codebook *cb, const uint8_t *r
     const size_t offset = rng_below(r, 8);
     ibp_set_cpu_features(0);
     const size_t coded_bytes = coded_row_bytes(cb, row);
+    CHECK(coded_bytes >= 1 && coded_bytes <= ibp_max_coded_row_bytes(cb->row_bytes), "%zu bytes", coded_bytes);
     buffer coded = buffer_new(coded_bytes + 9, offset);
     size_t size = 0;
     CHECK(encode_row(cb, row, coded.data, coded_bytes, &size) == IBP_OK && size == coded_bytes, "%zu bytes", size);

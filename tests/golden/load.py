@@ -24,7 +24,9 @@ def reference_table(golden):
         sizes = int(golden["row_bytes"]), int(golden["chunk_bytes"]), bool(golden["flag_all"])
         codebook = reference.Codebook(*sizes, golden["palette"], golden["index"])
     arrays = {name: golden[name] for name in ("lengths", "bases", "slots", "overflow")}
-    return reference.Table(len(golden["original"]), int(golden["row_bytes"]), int(golden["slot_bytes"]), codebook, **arrays)
+    return reference.Table(
+        len(golden["original"]), int(golden["row_bytes"]), int(golden["slot_bytes"]), codebook, **arrays
+    )
 
 
 def core_codebook(codebook):

@@ -1,4 +1,5 @@
-"""Writes the golden files with the numpy reference: `python tests/golden/make.py`. A change of the format is a change of these.
+"""Writes the golden files with the numpy reference: `python tests/golden/make.py`. A change of the format is a change
+of these.
 
 *.npz: one table each, original bytes and coded ones. corrupt_rows.json: coded rows that no decoder may accept.
 corrupt_tables.json: edits of a golden table, and which rows a decoder must then report.
@@ -70,7 +71,7 @@ def make_codebook(name, rng, rows, chunk_bytes, flag_all):
         return None
     row_bytes = rows.shape[1]
     if name == "packed_one_pair":
-        masks = np.tile(np.frombuffer(bytes.fromhex("FFFFFF7F" "00000000"), np.uint8).reshape(2, 4), row_bytes // 4)
+        masks = np.tile(np.frombuffer(bytes.fromhex("FFFFFF7F00000000"), np.uint8).reshape(2, 4), row_bytes // 4)
     elif name in ("empty", "packed_wide_index"):
         masks = random_masks(rng, row_bytes)
         rows[::3] = rows[::3] & ~masks[0] | masks[1]
@@ -92,7 +93,12 @@ def make_table(number, name):
     assert reference.decode_table(table) == data.tobytes()
     fields = {"original": data, "item_bytes": item_bytes, "row_bytes": row_bytes, "slot_bytes": table.slot_bytes}
     if codebook is not None:
-        fields |= {"chunk_bytes": chunk_bytes, "flag_all": flag_all, "palette": codebook.palette, "index": codebook.index}
+        fields |= {
+            "chunk_bytes": chunk_bytes,
+            "flag_all": flag_all,
+            "palette": codebook.palette,
+            "index": codebook.index,
+        }
     arrays = {"lengths": table.lengths, "bases": table.bases, "slots": table.slots, "overflow": table.overflow}
     np.savez_compressed(HERE / f"{name}.npz", **fields, **arrays)
     return table
@@ -105,11 +111,22 @@ def make_corrupt_rows(rng):
         row = sparse_rows(rng, 1, 50)[0]
         codebook = reference.make_codebook(bytes([255] * 50), bytes(50), chunk_bytes, flag_all)
         coded = reference.encode_row(codebook, row)
-        wrong = {"a byte less": coded[:-1], "a byte more": coded + b"\0", "nothing": b"", "the row itself": row.tobytes()}
+        wrong = {
+            "a byte less": coded[:-1],
+            "a byte more": coded + b"\0",
+            "nothing": b"",
+            "the row itself": row.tobytes(),
+        }
         wrong["participation bit 0 flipped"] = bytes([coded[0] ^ 1]) + coded[1:]
         wrong["no chunk participates"] = bytes(len(coded))
         mask, bitval = (array.tobytes().hex() for array in reference.masks_of(codebook))
-        common = {"mask": mask, "bitval": bitval, "chunk_bytes": chunk_bytes, "flag_all": flag_all, "status": "IBP_CORRUPT_ROW"}
+        common = {
+            "mask": mask,
+            "bitval": bitval,
+            "chunk_bytes": chunk_bytes,
+            "flag_all": flag_all,
+            "status": "IBP_CORRUPT_ROW",
+        }
         rows += [{"why": why, **common, "coded": bytes_.hex()} for why, bytes_ in wrong.items()]
     return rows
 
@@ -131,14 +148,17 @@ def make_corrupt_tables(tables):
         ("slots_small_with_long_parts", "bases", 1, 2**64 - 1), ("slots_small_with_long_parts", "bases", 2, 2**63),
         ("slots_small_with_long_parts", "bases", 0, 2**64 - 32), ("slots_small_with_long_parts", "slots", None, 100),
         ("slots_small_with_long_parts", "overflow", None, 33), ("slots_small_with_long_parts", "bases", None, 0),
-        ("packed_chunk2", "bases", 1, 2**32), ("packed_chunk2", "overflow", None, 0), ("packed_chunk2", "lengths", 5, 51),
+        ("packed_chunk2", "bases", 1, 2**32), ("packed_chunk2", "overflow", None, 0),
+        ("packed_chunk2", "lengths", 5, 51),
         ("in_place_chunk2", "slots", None, 66 * 35 + 1), ("in_place_chunk2", "lengths", 0, 66),
         ("slots_chunk8_short_last_row", "lengths", 69, 61), ("packed_items_span_rows", "bases", None, 0),
     ]  # fmt: skip
     made = []
     for name, array, at, value in edits:
         table = edit_table(tables[name], array, at, value)
-        made.append({"table": name, "array": array, "at": at, "value": value, "corrupt_rows": corrupt_row_numbers(table)})
+        made.append(
+            {"table": name, "array": array, "at": at, "value": value, "corrupt_rows": corrupt_row_numbers(table)}
+        )
         assert made[-1]["corrupt_rows"], f"no row of {name} is corrupt after {array}[{at}] = {value}"
     return made
 

@@ -1,7 +1,8 @@
-"""Writes clusters_*.npz with the numpy references: `python tests/golden/make_clusters.py`. A change of the format is a change of these.
+"""Writes clusters_*.npz with the numpy references: `python tests/golden/make_clusters.py`. A change of the format is a
+change of these.
 
-Each file has a table as make.py's have one, the codebooks of its clusters, and coded rows that no decoder may accept. The encoder and
-the decoder of rows with clusters (FORMAT.md section 7) that are here also serve tests/test_clusters.py.
+Each file has a table as make.py's have one, the codebooks of its clusters, and coded rows that no decoder may accept.
+The encoder and the decoder of rows with clusters (FORMAT.md section 7) that are here also serve tests/test_clusters.py.
 """
 
 import dataclasses
@@ -49,7 +50,7 @@ def refused(codebooks, coded):
     return False
 
 
-# ---- a table --------------------------------------------------------------------------------------------------------
+# ---- a table -------------------------------------------------------------------------------------------------------
 
 
 def encode_table(codebooks, data, slot_bytes):
@@ -60,12 +61,20 @@ def encode_table(codebooks, data, slot_bytes):
 def stored_rows(codebooks, data):
     """The stored bytes of every row: coded ones where they are fewer."""
     rows = np.split(data, range(codebooks[0].row_bytes, len(data), codebooks[0].row_bytes))
-    coded = [np.frombuffer(encode_row(codebooks, reference.padded(row, codebooks[0].row_bytes)), np.uint8) for row in rows]
+    coded = [
+        np.frombuffer(encode_row(codebooks, reference.padded(row, codebooks[0].row_bytes)), np.uint8) for row in rows
+    ]
     return [c if len(c) < len(row) else row for c, row in zip(coded, rows)]
 
 
 def place_rows(data, row_bytes, slot_bytes, rows):
-    table = reference.Table(len(data), row_bytes, slot_bytes, None, *(np.zeros(0, dtype) for dtype in (np.uint16, np.uint64, np.uint8, np.uint8)))
+    table = reference.Table(
+        len(data),
+        row_bytes,
+        slot_bytes,
+        None,
+        *(np.zeros(0, dtype) for dtype in (np.uint16, np.uint64, np.uint8, np.uint8)),
+    )
     table.lengths = np.array([len(row) if len(row) < table.valid(r) else 0 for r, row in enumerate(rows)], np.uint16)
     reference.place_rows(table, rows)
     return table
@@ -81,7 +90,7 @@ def decode_table(codebooks, table):
     return b"".join(decode_table_row(codebooks, table, row) for row in range(table.num_rows))
 
 
-# ---- codebooks and rows of several kinds ----------------------------------------------------------------------------
+# ---- codebooks and rows of several kinds ---------------------------------------------------------------------------
 
 
 def make_masks(rng, count, row_bytes, chunk_bytes, flag_all=False):
@@ -98,12 +107,17 @@ def make_mask(rng, row_bytes, chunk_bytes, flag_all):
 def make_entries(rng, count, element_bytes, columns, rotate, residual_bits, digit_bits, kind):
     """Codebooks of scheme planes that differ in their entries."""
     first = random_codebook(rng, element_bytes, columns, rotate, residual_bits, digit_bits, kind)
-    entries = [random_codebook(rng, element_bytes, columns, rotate, residual_bits, digit_bits, kind).entries for _ in range(count - 1)]
+    entries = [
+        random_codebook(rng, element_bytes, columns, rotate, residual_bits, digit_bits, kind).entries
+        for _ in range(count - 1)
+    ]
     return [first, *(dataclasses.replace(first, entries=e) for e in entries)]
 
 
 def make_rows(rng, codebooks, num_rows):
-    """Rows, uint8 [num_rows, row_bytes], each of a kind that one of the codebooks is for; some of noise, some of zeros."""
+    """Rows, uint8 [num_rows, row_bytes], each of a kind that one of the codebooks is for; some of noise,
+    some of zeros.
+    """
     return np.concatenate([make_row(rng, codebooks[k]) for k in rng.integers(0, len(codebooks), num_rows)])
 
 
@@ -118,7 +132,7 @@ def make_row(rng, codebook):
     return np.where(rng.random(noise.shape) < 0.99, noise & ~mask | bitval, noise).astype(np.uint8)
 
 
-# ---- the files ------------------------------------------------------------------------------------------------------
+# ---- the files -----------------------------------------------------------------------------------------------------
 
 # name: how the codebooks are made, how many, the arguments, rows, slot_bytes, bytes cut off the last row
 CASES = {
@@ -134,7 +148,9 @@ CASES = {
 
 
 def wrong_rows(rng, codebooks, coded):
-    """A coded row with other numbers of a codebook, of wrong lengths, and with bits flipped: not all of these are corrupt."""
+    """A coded row with other numbers of a codebook, of wrong lengths, and with bits flipped: not all of these are
+    corrupt.
+    """
     numbers = {0, 1, len(codebooks) - 1, len(codebooks), 128, 255}
     yield from (bytes([number % 256]) + coded[1:] for number in sorted(numbers))
     yield from (coded[:1], coded[:-1], coded[1:], coded + b"\0")
@@ -151,18 +167,38 @@ def make_case(number, name):
     table = encode_table(codebooks, data, slot_bytes)
     assert decode_table(codebooks, table) == data.tobytes()
     coded = [reference.stored_row(table, row).tobytes() for row in np.flatnonzero(table.lengths)[:4]]
-    corrupt = [bad for good in coded for bad in wrong_rows(rng, codebooks, good) if 0 < len(bad) <= table.row_bytes and refused(codebooks, bad)]
+    corrupt = [
+        bad
+        for good in coded
+        for bad in wrong_rows(rng, codebooks, good)
+        if 0 < len(bad) <= table.row_bytes and refused(codebooks, bad)
+    ]
     arrays = {array: getattr(table, array) for array in ("lengths", "bases", "slots", "overflow")}
-    np.savez_compressed(HERE / f"clusters_{name}.npz", original=data, slot_bytes=slot_bytes, **arrays, **fields_of(codebooks), **joined("corrupt", corrupt))
+    np.savez_compressed(
+        HERE / f"clusters_{name}.npz",
+        original=data,
+        slot_bytes=slot_bytes,
+        **arrays,
+        **fields_of(codebooks),
+        **joined("corrupt", corrupt),
+    )
 
 
 def fields_of(codebooks):
     """What the codebooks share, and their masks or entries one after the other."""
     first = codebooks[0]
     if isinstance(first, reference.Codebook):
-        return {"chunk_bytes": first.chunk_bytes, "flag_all": first.flag_all, "masks": np.stack([reference.masks_of(one) for one in codebooks])}
+        return {
+            "chunk_bytes": first.chunk_bytes,
+            "flag_all": first.flag_all,
+            "masks": np.stack([reference.masks_of(one) for one in codebooks]),
+        }
     fields = {field: np.asarray(getattr(first, field)) for field in PLANES_FIELDS}
-    fields |= {"default": np.uint64(first.default), "closed": np.uint64(first.closed), "digit_bits": np.array(first.digit_bits, np.int64)}
+    fields |= {
+        "default": np.uint64(first.default),
+        "closed": np.uint64(first.closed),
+        "digit_bits": np.array(first.digit_bits, np.int64),
+    }
     return fields | {"entries": np.stack([one.entries for one in codebooks])}
 
 

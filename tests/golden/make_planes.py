@@ -1,7 +1,8 @@
-"""Writes planes_*.npz with the numpy reference: `python tests/golden/make_planes.py`. A change of the format is a change of these.
+"""Writes planes_*.npz with the numpy reference: `python tests/golden/make_planes.py`. A change of the format is a
+change of these.
 
-Each file has rows, the codebook's fields, the coded rows one after the other with their lengths, and likewise bytes that no
-decoder may accept. The rows made here also serve the tests of scheme `planes`.
+Each file has rows, the codebook's fields, the coded rows one after the other with their lengths, and likewise bytes
+that no decoder may accept. The rows made here also serve the tests of scheme `planes`.
 """
 
 import pathlib
@@ -13,7 +14,18 @@ HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 import reference_planes as reference  # noqa: E402
 
-FIELDS = ("element_bytes", "row_bytes", "rotate", "residual_bits", "digit_bits", "per_column", "listed", "default", "closed", "entries")
+FIELDS = (
+    "element_bytes",
+    "row_bytes",
+    "rotate",
+    "residual_bits",
+    "digit_bits",
+    "per_column",
+    "listed",
+    "default",
+    "closed",
+    "entries",
+)
 
 KINDS = ("dense", "per_column", "listed")
 
@@ -60,7 +72,9 @@ def half_zeros(rng, num_rows, columns):
 
 
 def mostly_zeros(rng, num_rows, columns):
-    return bytes_of(np.where(rng.random((num_rows, columns)) < 0.97, 0, rng.normal(0, 1, (num_rows, columns))).astype("<f4"))
+    return bytes_of(
+        np.where(rng.random((num_rows, columns)) < 0.97, 0, rng.normal(0, 1, (num_rows, columns))).astype("<f4")
+    )
 
 
 def few_zeros(rng, num_rows, columns):
@@ -77,7 +91,9 @@ def zeros_and_ones(rng, num_rows, columns):
 
 def rare_bytes(rng, num_rows, columns):
     """Bytes of which one in a thousand is not zero."""
-    return np.where(rng.random((num_rows, columns)) < 0.001, rng.integers(1, 4, (num_rows, columns)), 0).astype(np.uint8)
+    return np.where(rng.random((num_rows, columns)) < 0.001, rng.integers(1, 4, (num_rows, columns)), 0).astype(
+        np.uint8
+    )
 
 
 def small_integers(rng, num_rows, columns):
@@ -89,13 +105,17 @@ def int64_ids(rng, num_rows, columns):
 
 
 def adversarial_rows(rng, num_rows, codebook):
-    """Rows of default, closed, elements of an entry's symbol and anything, each row mixed in its own way. All of `closed` first."""
+    """Rows of default, closed, elements of an entry's symbol and anything, each row mixed in its own way. All of
+    `closed` first.
+    """
     width, shape = codebook.width, (num_rows, codebook.columns)
     anything = rng.integers(0, 2**64, shape, np.uint64) & reference.low_bits(width)
     symbols, residuals = reference.split(anything, *codebook.split)
     if codebook.entries.shape[1] > 0:
         picked = rng.integers(0, codebook.entries.shape[1], shape)
-        symbols = np.broadcast_to(codebook.entries, (codebook.columns, codebook.entries.shape[1]))[np.arange(codebook.columns), picked]
+        symbols = np.broadcast_to(codebook.entries, (codebook.columns, codebook.entries.shape[1]))[
+            np.arange(codebook.columns), picked
+        ]
     named = reference.join(symbols.astype(np.uint64), residuals, *codebook.split)
     kinds = [anything, named, np.full(shape, codebook.default, np.uint64), np.full(shape, codebook.closed, np.uint64)]
     shares = rng.dirichlet([0.15] * 4, num_rows) if num_rows else np.zeros((0, 4))
@@ -109,25 +129,41 @@ def rows_of_k(rng, codebook, counts):
     rows = np.full((len(counts), codebook.columns), codebook.default, np.uint64)
     for row, k in zip(rows, counts):
         at = rng.choice(codebook.columns, k, replace=False)
-        row[at] = (np.uint64(codebook.default) + rng.integers(1, 4, k).astype(np.uint64)) & reference.low_bits(codebook.width)
+        row[at] = (np.uint64(codebook.default) + rng.integers(1, 4, k).astype(np.uint64)) & reference.low_bits(
+            codebook.width
+        )
     return bytes_of(rows.astype(f"<u{codebook.element_bytes}"))
 
 
 def random_codebook(rng, element_bytes, columns, rotate, residual_bits, digit_bits, kind):
     """Any entries, of a few bits now and then, so that some are equal; any default and closed."""
     width, num_entries = 8 * element_bytes, sum(2**b - 1 for b in digit_bits)
-    entries = rng.integers(0, 2**64, (columns if kind == "per_column" else 1, num_entries), np.uint64) & reference.low_bits(width)
+    entries = rng.integers(
+        0, 2**64, (columns if kind == "per_column" else 1, num_entries), np.uint64
+    ) & reference.low_bits(width)
     entries = reference.high_part(entries, residual_bits) & reference.low_bits(int(rng.choice([3, 64])))
     default, closed = (int(element) >> (64 - width) for element in rng.integers(0, 2**64, 2, np.uint64))
-    return reference.Codebook(element_bytes, columns * element_bytes, rotate, residual_bits, digit_bits, kind == "per_column", kind == "listed",
-                              default, closed, entries.astype(reference.symbol_type(width - residual_bits)))
+    return reference.Codebook(
+        element_bytes,
+        columns * element_bytes,
+        rotate,
+        residual_bits,
+        digit_bits,
+        kind == "per_column",
+        kind == "listed",
+        default,
+        closed,
+        entries.astype(reference.symbol_type(width - residual_bits)),
+    )
 
 
-# ---- damage ---------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------------------------
 
 
 def damaged(rng, coded, flips=12):
-    """A coded row of wrong lengths, then with single bits, a byte or all bytes changed: not all of these are corrupt."""
+    """A coded row of wrong lengths, then with single bits, a byte or all bytes changed: not all of these
+    are corrupt.
+    """
     yield from (b"", coded[:-1], coded[: len(coded) // 2], coded + b"\0", coded + coded)
     for flip in range(flips):
         changed = bytearray(coded)
@@ -145,7 +181,7 @@ def refused(codebook, coded):
     return False
 
 
-# ---- the files ------------------------------------------------------------------------------------------------------
+# ---- the files -----------------------------------------------------------------------------------------------------
 
 # name: rows, element_bytes, columns, the other fields that differ from the defaults of make_codebook
 CASES = {
@@ -154,19 +190,44 @@ CASES = {
     "float16": (float16_rows, 2, 100, {"rotate": 1, "residual_bits": 11, "digit_bits": (1, 1, 2, 3)}),
     "float32": (float32_rows, 4, 64, {"rotate": 1, "residual_bits": 24, "digit_bits": (2, 2, 2, 3)}),
     "float32_one_bit": (float32_rows, 4, 31, {"rotate": 1, "residual_bits": 28, "digit_bits": (1,)}),
-    "float32_per_column": (scaled_columns, 4, 30, {"rotate": 1, "residual_bits": 24, "digit_bits": (1, 1, 2), "per_column": True}),
+    "float32_per_column": (
+        scaled_columns,
+        4,
+        30,
+        {"rotate": 1, "residual_bits": 24, "digit_bits": (1, 1, 2), "per_column": True},
+    ),
     "float64": (float64_rows, 8, 24, {"rotate": 1, "residual_bits": 53, "digit_bits": (2, 2, 2, 3)}),
-    "float64_per_column": (float64_rows, 8, 5, {"rotate": 1, "residual_bits": 45, "digit_bits": (4,), "per_column": True}),
+    "float64_per_column": (
+        float64_rows,
+        8,
+        5,
+        {"rotate": 1, "residual_bits": 45, "digit_bits": (4,), "per_column": True},
+    ),
     "int64_whole_symbols": (int64_ids, 8, 40, {"digit_bits": (4, 4, 4, 4)}),
     "int64_ids": (int64_ids, 8, 17, {"residual_bits": 10, "digit_bits": (1,)}),
     "bytes_whole_symbols": (small_integers, 1, 130, {"digit_bits": (2, 3)}),
     "no_planes": (float16_rows, 2, 21, {"rotate": 1, "residual_bits": 5}),
     "symbols_of_no_bits": (small_integers, 1, 50, {"residual_bits": 8, "digit_bits": (2, 1)}),
     "listed_zero_value": (mostly_zeros, 4, 60, {"residual_bits": 32, "listed": True}),
-    "listed_half_zeros": (half_zeros, 2, 128, {"rotate": 1, "residual_bits": 8, "digit_bits": (2, 2, 2, 3), "listed": True}),
+    "listed_half_zeros": (
+        half_zeros,
+        2,
+        128,
+        {"rotate": 1, "residual_bits": 8, "digit_bits": (2, 2, 2, 3), "listed": True},
+    ),
     "listed_few_zeros": (few_zeros, 2, 127, {"rotate": 1, "residual_bits": 8, "digit_bits": (4, 4), "listed": True}),
-    "listed_zeros_and_ones": (zeros_and_ones, 4, 300, {"rotate": 1, "residual_bits": 23, "digit_bits": (1,), "listed": True}),
-    "listed_mostly_zeros": (mostly_zeros, 4, 200, {"rotate": 1, "residual_bits": 24, "digit_bits": (1, 1, 2, 3), "listed": True}),
+    "listed_zeros_and_ones": (
+        zeros_and_ones,
+        4,
+        300,
+        {"rotate": 1, "residual_bits": 23, "digit_bits": (1,), "listed": True},
+    ),
+    "listed_mostly_zeros": (
+        mostly_zeros,
+        4,
+        200,
+        {"rotate": 1, "residual_bits": 24, "digit_bits": (1, 1, 2, 3), "listed": True},
+    ),
     "listed_one_column": (small_integers, 1, 1, {"digit_bits": (1,), "listed": True}),
     "listed_int64": (int64_ids, 8, 9, {"rotate": 1, "residual_bits": 12, "digit_bits": (1, 1), "listed": True}),
     "listed_header_of_2": (rare_bytes, 1, 32767, {"digit_bits": (2,), "listed": True}),
@@ -176,7 +237,9 @@ CASES = {
 
 
 def make_rows(number, name):
-    """(codebook, rows) of a case: rows as they are met, adversarial ones and, if listed, some of every k that is special."""
+    """(codebook, rows) of a case: rows as they are met, adversarial ones and, if listed, some of every k that is
+    special.
+    """
     rows_of, element_bytes, columns, settings = CASES[name]
     rng = np.random.default_rng(number)
     long = columns * element_bytes > 4096
@@ -198,11 +261,16 @@ def make_case(number, name):
     fields = {field: np.asarray(getattr(codebook, field)) for field in FIELDS}
     fields["default"], fields["closed"] = np.uint64(codebook.default), np.uint64(codebook.closed)
     fields["digit_bits"] = np.array(codebook.digit_bits, np.int64)
-    np.savez_compressed(HERE / f"planes_{name}.npz", rows=rows, **fields, **joined("coded", coded), **joined("corrupt", corrupt))
+    np.savez_compressed(
+        HERE / f"planes_{name}.npz", rows=rows, **fields, **joined("coded", coded), **joined("corrupt", corrupt)
+    )
 
 
 def joined(name, parts):
-    return {name: np.frombuffer(b"".join(parts), np.uint8), f"{name}_lengths": np.array([len(part) for part in parts], np.uint32)}
+    return {
+        name: np.frombuffer(b"".join(parts), np.uint8),
+        f"{name}_lengths": np.array([len(part) for part in parts], np.uint32),
+    }
 
 
 def load(name):
@@ -210,7 +278,9 @@ def load(name):
     golden = np.load(HERE / f"planes_{name}.npz")
     fields = {field: golden[field] if field == "entries" else golden[field].tolist() for field in FIELDS}
     cut = {part: np.split(golden[part], golden[f"{part}_lengths"].cumsum())[:-1] for part in ("coded", "corrupt")}
-    rows, coded, corrupt = ([piece.tobytes() for piece in pieces] for pieces in (golden["rows"], cut["coded"], cut["corrupt"]))
+    rows, coded, corrupt = (
+        [piece.tobytes() for piece in pieces] for pieces in (golden["rows"], cut["coded"], cut["corrupt"])
+    )
     return reference.Codebook(**fields), rows, coded, corrupt
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
 from .codebook import PlanesCodebook, signed
+
+_Number = TypeVar("_Number", int, torch.Tensor)
 
 MAX_BINS_BITS = 16  # of symbols that are counted and looked up in arrays of all symbols
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,7 +47,7 @@ def symbols_of(x: torch.Tensor, width: int, rotate: int, residual_bits: int) -> 
     return (x >> shift) & _mask(bits, x.dtype)
 
 
-def _mask(bits, dtype):
+def _mask(bits: int, dtype: torch.dtype) -> int:
     return signed(2**bits - 1, 8 * dtype.itemsize)
 
 
@@ -124,13 +127,26 @@ def row_bytes_of(codebook: PlanesCodebook, sample: torch.Tensor) -> torch.Tensor
     )
 
 
-def _whole_bytes(bits):
+def _whole_bytes(bits: _Number) -> _Number:
     return (bits + 7) // 8
 
 
-def check_sample(sample, row_bytes):
+def check_sample(sample: torch.Tensor, row_bytes: int) -> None:
     if sample.dtype != torch.uint8 or sample.dim() != 1 or sample.numel() % row_bytes:
         raise ValueError(f"the sample is {sample.dtype} {list(sample.shape)}; wanted torch.uint8 [n * {row_bytes}]")
+
+
+class Coded(Protocol):
+    """What `values_of` wants to know of a codebook or a plan."""
+
+    @property
+    def width(self) -> int: ...
+    @property
+    def listed(self) -> bool: ...
+    @property
+    def default(self) -> int: ...
+    @property
+    def closed(self) -> int: ...
 
 
 @dataclass
@@ -149,16 +165,22 @@ class Values:
     def num_rows(self) -> int:
         return len(self.counts)
 
-    def symbols(self, rotate, symbol_bits):
+    def symbols(self, rotate: int, symbol_bits: int) -> torch.Tensor:
         return symbols_of(self.elements, self.width, rotate, self.width - symbol_bits)
 
-    def escapes(self, ranks, least):
+    def escapes(self, ranks: torch.Tensor, least: int) -> torch.Tensor:
         """Elements of every row whose rank is at least `least`: int64 [n]."""
         if self.rows is None:
             return (ranks >= least).sum(1)
         return torch.bincount(self.rows[ranks >= least], minlength=self.num_rows)
 
-    def lengths(self, ranks, symbol_bits, digit_bits, found=None):
+    def lengths(
+        self,
+        ranks: torch.Tensor,
+        symbol_bits: int,
+        digit_bits: tuple[int, ...],
+        found: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Bytes of every row: int64 [n]. `found` keeps the counts of escapes between calls with the same ranks."""
         found = {} if found is None else found
         total, waiting, first = self.extra + _whole_bytes(self.counts * (self.width - symbol_bits)), self.counts, 0
@@ -171,17 +193,17 @@ class Values:
         return (total + _whole_bytes(waiting * symbol_bits)).clamp(max=self.row_bytes)
 
 
-def values_of(plan, x):
+def values_of(plan: Coded, x: torch.Tensor) -> Values:
     """The values of rows of elements [n, C] as a codebook or a plan has them coded."""
     return _listed_values(x, plan.width, plan.default, plan.closed) if plan.listed else _dense_values(x, plan.width)
 
 
-def _dense_values(x, width):
+def _dense_values(x: torch.Tensor, width: int) -> Values:
     counts = torch.full((len(x),), x.shape[1], dtype=torch.int64, device=x.device)
     return Values(x, None, counts, 0, width, x.shape[1] * width // 8)
 
 
-def _listed_values(x, width, default, closed):
+def _listed_values(x: torch.Tensor, width: int, default: int, closed: int) -> Values:
     num_rows, columns = x.shape
     is_listed = x != signed(default, 8 * x.element_size())
     counts = is_listed.sum(1)

@@ -12,7 +12,9 @@ import torch
 
 from ..request import Request
 from .codebook import ELEMENT_BYTES, MAX_DIGIT_BITS, MAX_PLANES, PlanesCodebook, is_fast, num_entries, symbol_bytes
-from .cost import MAX_BINS_BITS, as_entries, check_sample, elements_of, ranks_of, symbols_of, values_of
+from .cost import MAX_BINS_BITS, Values, as_entries, check_sample, elements_of, ranks_of, symbols_of, values_of
+
+Shape = tuple[int, int]  # rotate, symbol bits
 
 _GUESS_ELEMENTS = 1 << 17  # from which the symbols' frequencies are guessed
 _LEARN_ELEMENTS = 1 << 19  # from which candidates are learned, and
@@ -21,20 +23,16 @@ _WHOLE_ELEMENTS = 1 << 20  # of a table that candidates are learned from as a wh
 _LEAST_ROWS = 32
 _CANDIDATES = 10  # that are compared exactly
 _COLUMNS_GAIN = 1.5  # rows with entries a column are taken to be smaller than others by this factor at the most
-# A cost within this of the least is as good; then dense rows, fewer planes and fewer entries are better, for the
-# decoder
-_AS_GOOD = 1.001
+_AS_GOOD = 1.001  # a cost within this of the least is as good: dense rows, fewer planes and entries decode faster
 _FAST_COST = 1.008  # a cost within this of the least is worth it for a plan that decodes fastest,
 _FAST_COLUMNS_COST = 1.006  # and this, where entries are a column's and it decodes faster than others of that kind
 _LEAST_SHARE = 1 / 256  # of a default
 _PSEUDO_COUNTS = 8.0  # of the table's symbols that every column has besides its own
-_DICTIONARY, _COLUMN_CELLS = (
-    255,
-    1 << 20,
-)  # the table's symbols that columns choose from, and columns * symbols, at most
+_DICTIONARY = 255  # the table's symbols that columns choose from, at most
+_COLUMN_CELLS = 1 << 20  # columns * symbols, at most
 
 
-def _all_digit_lists():
+def _all_digit_lists() -> list[tuple[int, ...]]:
     """All lists of digit widths, those of fewer entries first."""
     widths = range(1, MAX_DIGIT_BITS + 1)
     lists = [digits for planes in range(MAX_PLANES + 1) for digits in itertools.product(widths, repeat=planes)]
@@ -73,15 +71,15 @@ class _Plan:
     per_column: bool = False
 
     @property
-    def shape(self):
+    def shape(self) -> Shape:
         return self.rotate, self.symbol_bits
 
     @property
-    def is_fast(self):
+    def is_fast(self) -> bool:
         """Whether the decoder is at its best: symbols of a byte, digits of two bits."""
         return is_fast(self.symbol_bits, self.digit_bits)
 
-    def codebook_bytes(self, columns):
+    def codebook_bytes(self, columns: int) -> int:
         values = 2 * self.width // 8 if self.listed else 0
         return (
             num_entries(self.digit_bits) * (columns if self.per_column else 1) * symbol_bytes(self.symbol_bits) + values
@@ -136,7 +134,7 @@ def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> l
     return [_relearned(codebook, part) for part in rows.split([size * codebook.row_bytes for size in sizes])]
 
 
-def _relearned(codebook, rows):
+def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
     values = values_of(codebook, elements_of(rows, codebook.element_bytes, codebook.columns))
     symbols = values.symbols(codebook.rotate, codebook.symbol_bits)
     if symbols.numel() == 0:
@@ -149,7 +147,7 @@ def _relearned(codebook, rows):
     return replace(codebook, entries=_exactly(entries, codebook.num_entries), expected_savings=None)
 
 
-def _element_of(dtype, row_bytes, element_bytes):
+def _element_of(dtype: torch.dtype, row_bytes: int, element_bytes: int | None) -> tuple[int, int]:
     """(bytes of an element, bits of its exponent or 0)."""
     exponent_bits, own_bytes = 0, dtype.itemsize
     if dtype.is_floating_point or dtype.is_complex:
@@ -166,7 +164,7 @@ def _element_of(dtype, row_bytes, element_bytes):
     return element_bytes, exponent_bits if element_bytes == own_bytes else 0
 
 
-def _shapes(width, exponent_bits):
+def _shapes(width: int, exponent_bits: int) -> list[Shape]:
     """The (rotate, symbol bits) to try; of equally good ones the first is taken."""
     if exponent_bits == 0:
         return [(0, bits) for bits in range(width + 1)]
@@ -184,14 +182,16 @@ def _shapes(width, exponent_bits):
 class _Search:
     """Plans tried on parts of the same sampled rows."""
 
-    def __init__(self, sample, row_bytes, num_rows, element_bytes, exponent_bits):
+    def __init__(
+        self, sample: torch.Tensor, row_bytes: int, num_rows: int, element_bytes: int, exponent_bits: int
+    ) -> None:
         self.row_bytes, self.num_rows, self.width = row_bytes, num_rows, 8 * element_bytes
         self.columns = row_bytes // element_bytes
         self.shapes = _shapes(self.width, exponent_bits)
         self.sample, self.element_bytes = sample, element_bytes
         self.learn, self.test = self._parts(sample.view(-1, row_bytes))
 
-    def _parts(self, rows):
+    def _parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Elements [n, C] of the rows to learn on and of others to compare on, or of the same if no others are to
         come."""
         order, half = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)), len(rows) // 2
@@ -202,10 +202,10 @@ class _Search:
         sizes = (max(_LEAST_ROWS, most // self.columns) for most in (learned, _TEST_ELEMENTS))
         return [self._elements(rows[part[:size].sort().values.to(rows.device)]) for part, size in zip(parts, sizes)]
 
-    def _elements(self, rows):
+    def _elements(self, rows: torch.Tensor) -> torch.Tensor:
         return elements_of(rows.reshape(-1), self.element_bytes, self.columns)
 
-    def best(self):
+    def best(self) -> Learned:
         listing = self._listing()
         plans = self._table_plans(listing) if listing else []
         least = min((cost for cost, _ in plans), default=math.inf)
@@ -223,7 +223,7 @@ class _Search:
             min(as_good, key=lambda plan: (plan.listed, len(plan.digit_bits), plan.codebook_bytes(self.columns)))
         )
 
-    def _learned(self, plan):
+    def _learned(self, plan: _Plan) -> Learned:
         """The plan's codebook, its entries from all sampled rows."""
         values = values_of(plan, self._elements(self.sample))
         symbols = values.symbols(*plan.shape)
@@ -252,7 +252,7 @@ class _Search:
 
     # -- what rows list
 
-    def _listing(self):
+    def _listing(self) -> _Plan | None:
         """A plan that lists, or None where no value is frequent enough for that to pay."""
         picked = _some(self.learn)
         default, share = _most_frequent(picked)
@@ -265,7 +265,7 @@ class _Search:
 
     # -- entries a table
 
-    def _table_plans(self, plan, worth=0.0):
+    def _table_plans(self, plan: _Plan, worth: float = 0.0) -> list[tuple[float, _Plan]]:
         """A plan with the best shapes and digits filled in: [(bytes of a mean row with its share of the codebook,
         plan)].
 
@@ -281,7 +281,9 @@ class _Search:
             found += self._column_plans(plan, bits.min(1).values.tolist(), learn, test)
         return found
 
-    def _compare(self, plan, digit_lists, ranks, test):
+    def _compare(
+        self, plan: _Plan, digit_lists: list[tuple[int, ...]], ranks: torch.Tensor, test: Values
+    ) -> list[tuple[float, _Plan]]:
         """Digits of several widths for the same ranks, which say how many entries they want."""
         found: list[tuple[float, _Plan]] = []
         counts: dict[int, torch.Tensor] = {}
@@ -293,7 +295,7 @@ class _Search:
             )
         return found
 
-    def _model(self, tails, shapes, is_dense, sets):
+    def _model(self, tails: torch.Tensor, shapes: list[Shape], is_dense: bool, sets: int) -> torch.Tensor:
         """Bits of the values of a mean row with its share of the codebook: float64 [shapes, lists of digits].
 
         Args:
@@ -312,7 +314,7 @@ class _Search:
 
     # -- entries a column
 
-    def _columns_may_pay(self):
+    def _columns_may_pay(self) -> bool:
         """Whether there are rows to compare on, and one entry a column is less than a tenth of the table."""
         return (
             self.columns > 1
@@ -320,12 +322,14 @@ class _Search:
             and self.columns < 0.1 * self.row_bytes * self.num_rows
         )
 
-    def _column_plans(self, plan, table_bits, learn, test):
+    def _column_plans(
+        self, plan: _Plan, table_bits: list[float], learn: Values, test: Values
+    ) -> list[tuple[float, _Plan]]:
         """Symbols of more and fewer bits, from those on that are best with entries a table, as long as they are
         better."""
-        tried = {}
+        tried: dict[Shape, tuple[float, list[tuple[int, ...]], torch.Tensor]] = {}
 
-        def cost(shape):
+        def cost(shape: Shape) -> float:
             if shape not in tried:
                 tried[shape] = self._column_digits(shape, learn, test)
             return tried[shape][0]
@@ -341,7 +345,9 @@ class _Search:
             replace(plan, rotate=shape[0], symbol_bits=shape[1], per_column=True), digit_lists, ranks, test
         )
 
-    def _column_digits(self, shape, learn, test):
+    def _column_digits(
+        self, shape: Shape, learn: Values, test: Values
+    ) -> tuple[float, list[tuple[int, ...]], torch.Tensor]:
         """(bits of a mean row, the best lists of digits, ranks of the elements to compare on) with entries a column."""
         entries = _column_entries(learn.symbols(*shape), shape[1], self.columns, self.is_whole)
         ranks = ranks_of(test.symbols(*shape), entries, shape[1])
@@ -356,7 +362,7 @@ class _Search:
 # -- frequencies
 
 
-def _column_entries(symbols, bits, columns, is_whole):
+def _column_entries(symbols: torch.Tensor, bits: int, columns: int, is_whole: bool) -> torch.Tensor:
     """Entries a column, int64 [C, up to _MOST_ENTRIES], out of the table's most frequent symbols."""
     dictionary = _top_symbols(symbols, bits, max(16, min(_DICTIONARY, _COLUMN_CELLS // columns)))
     size = dictionary.shape[1]
@@ -373,7 +379,7 @@ def _column_entries(symbols, bits, columns, is_whole):
     return dictionary[0][order]
 
 
-def _some(x, most=_GUESS_ELEMENTS):
+def _some(x: torch.Tensor, most: int = _GUESS_ELEMENTS) -> torch.Tensor:
     """Elements drawn at random, or all if there are no more than `most`: [up to most]."""
     x = x.reshape(-1)
     if x.numel() <= most:
@@ -381,7 +387,7 @@ def _some(x, most=_GUESS_ELEMENTS):
     return x[torch.randint(x.numel(), (most,), generator=torch.Generator().manual_seed(0)).to(x.device)]
 
 
-def _runs(x):
+def _runs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Distinct values in increasing order and how often they are there."""
     ordered = (
         x.sort().values if x.is_cuda else torch.from_numpy(np.sort(x.numpy()))
@@ -389,19 +395,19 @@ def _runs(x):
     return torch.unique_consecutive(ordered, return_counts=True)
 
 
-def _most_frequent(x):
+def _most_frequent(x: torch.Tensor) -> tuple[int, float]:
     """(the most frequent of elements, its share)."""
     values, counts = _runs(x)
     at = int((counts == counts.max()).nonzero()[0])  # the smallest; argmax may take any
     return int(values[at]), float(counts[at]) / x.numel()
 
 
-def _entropy(share):
+def _entropy(share: float) -> float:
     """Bits an element of saying which elements are of a share."""
     return -sum(p * math.log2(p) for p in (share, 1 - share) if p > 0)
 
 
-def _top_symbols(symbols, bits, most=_MOST_ENTRIES):
+def _top_symbols(symbols: torch.Tensor, bits: int, most: int = _MOST_ENTRIES) -> torch.Tensor:
     """The most frequent symbols as entries, int64 [1, up to most]; of equally frequent ones the smaller first."""
     if bits <= MAX_BINS_BITS:
         counts = torch.bincount(symbols.reshape(-1), minlength=2**bits)
@@ -413,7 +419,7 @@ def _top_symbols(symbols, bits, most=_MOST_ENTRIES):
     return as_entries(values[order], bits)[None]
 
 
-def _exactly(entries, count):
+def _exactly(entries: torch.Tensor, count: int) -> torch.Tensor:
     """The first `count` entries of every column; what is missing repeats the first one, so that it is never chosen."""
     if entries.shape[1] == 0:
         return entries.new_zeros(len(entries), count)
@@ -421,7 +427,7 @@ def _exactly(entries, count):
     return entries[:, torch.where(at < entries.shape[1], at, 0)]
 
 
-def _tails(values, shapes):
+def _tails(values: Values, shapes: list[Shape]) -> torch.Tensor:
     """How many elements of a mean row have a rank or a higher one, for every shape: float64 [shapes, _MOST_ENTRIES + 1]
     on the CPU."""
     picked = _some(values.elements)
@@ -440,7 +446,7 @@ def _tails(values, shapes):
     return torch.stack(tops).cpu() * scale
 
 
-def _tails_of(counts, total):
+def _tails_of(counts: torch.Tensor, total: int) -> torch.Tensor:
     """From the counts of ranks 0, 1, ...: float64 [_MOST_ENTRIES + 1], how many of `total` have a rank or a higher
     one."""
     tails = torch.full((_MOST_ENTRIES + 1,), float(total), dtype=torch.float64, device=counts.device)
@@ -453,7 +459,7 @@ def _tails_of(counts, total):
 # -- what the plans are thought to cost
 
 
-def _padded_bits(count, bits, is_exact):
+def _padded_bits(count: torch.Tensor, bits: torch.Tensor, is_exact: bool) -> torch.Tensor:
     """Bits of `count` fields of `bits` bits in a mean row, padded; is_exact: count is the same in all rows."""
     if is_exact:
         return torch.ceil(count * bits / 8) * 8
@@ -462,7 +468,7 @@ def _padded_bits(count, bits, is_exact):
 
 
 @functools.lru_cache(maxsize=1)
-def _digit_tables():
+def _digit_tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of all lists of digits: widths [lists, planes], first entries [lists, planes + 1], entries [lists]; planes that
     are not there have 0 bits."""
     widths = torch.tensor([digits + (0,) * (MAX_PLANES - len(digits)) for digits in _DIGIT_LISTS])
@@ -470,10 +476,10 @@ def _digit_tables():
     return widths, firsts, firsts[:, -1]
 
 
-def _best_groups(bits, shapes):
+def _best_groups(bits: torch.Tensor, shapes: list[Shape]) -> list[tuple[Shape, list[tuple[int, ...]]]]:
     """The _CANDIDATES least of bits [shapes, lists of digits] and the least of the fast ones: [(shape, lists)], the
     best shape first."""
-    groups: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+    groups: dict[Shape, list[tuple[int, ...]]] = {}
     least = bits.flatten().argsort(stable=True).tolist()
     at_fast = (at for at in least if is_fast(shapes[at // len(_DIGIT_LISTS)][1], _DIGIT_LISTS[at % len(_DIGIT_LISTS)]))
     for at in dict.fromkeys([*least[:_CANDIDATES], *itertools.islice(at_fast, 1)]):
