@@ -55,8 +55,10 @@ _lib.define(
     f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()"
 )
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
-_lib.define(f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, "
-            "int max_sms, Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()")
+_lib.define(
+    f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, "
+    "int max_sms, Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()"
+)
 _lib.define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
 _lib.define(
     f"select_rows({_READ}, Tensor ids, int first, "

@@ -1,4 +1,6 @@
-"""Measuring, indexing and coding on the GPU against the C oracle, where the data, the slots and the overflow are as awkward as they may be."""
+"""Measuring, indexing and coding on the GPU against the C oracle, where the data, the slots and the overflow are as
+awkward as they may be.
+"""
 
 import concurrent.futures
 import functools
@@ -9,9 +11,19 @@ import pytest
 import torch
 
 import ibp
-from ibp import _memory, _staging
 from golden.make_planes import KINDS, adversarial_rows
-from helpers import LAYOUTS, assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, one_hot_rows, planes_codebook, spiky_rows
+from helpers import (
+    LAYOUTS,
+    assert_same_bits,
+    assert_same_table,
+    bytes_of,
+    embedding,
+    layout_arguments,
+    one_hot_rows,
+    planes_codebook,
+    spiky_rows,
+)
+from ibp import _memory, _staging
 from test_api import Interrupted, InterruptedOperations, assert_kept, interrupt_at
 from test_cuda import matching_rows, random_codebook
 from test_cuda_planes import any_codebook, ranked_rows
@@ -19,7 +31,34 @@ from test_several_gpus import gpus  # noqa: F401, a fixture
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
-ROW_BYTES = [1, 2, 3, 4, 8, 15, 16, 17, 32, 33, 64, 127, 128, 129, 240, 256, 1000, 1024, 1028, 2048, 4096, 4100, 14812, 16384, 65535, 65536]
+ROW_BYTES = [
+    1,
+    2,
+    3,
+    4,
+    8,
+    15,
+    16,
+    17,
+    32,
+    33,
+    64,
+    127,
+    128,
+    129,
+    240,
+    256,
+    1000,
+    1024,
+    1028,
+    2048,
+    4096,
+    4100,
+    14812,
+    16384,
+    65535,
+    65536,
+]
 POISON = 0x5A
 
 
@@ -30,7 +69,9 @@ def shifted(data, device, shift):
 
 
 def check(cuda, codebook, data, slot_bytes, shift):
-    """GPU and CPU measure, index and code the bytes alike; zeros between the rows' bytes, nothing written around the arrays."""
+    """GPU and CPU measure, index and code the bytes alike; zeros between the rows' bytes, nothing written around the
+    arrays.
+    """
     row_bytes, near = codebook.row_bytes, shifted(data, cuda, shift)
     words = {device: codebook.words(device) for device in (CPU, cuda)}
     lengths = OPS.measure_rows(data, words[CPU], codebook.codec)
@@ -38,14 +79,30 @@ def check(cuda, codebook, data, slot_bytes, shift):
     assert_same_bits(on_gpu.cpu(), lengths)
     index = OPS.index_rows(lengths, data.numel(), row_bytes, slot_bytes)
     assert_same_bits(OPS.index_rows(on_gpu, data.numel(), row_bytes, slot_bytes).cpu(), index)
-    assert_same_bits(OPS.survey_rows(on_gpu, data.numel(), row_bytes).cpu(), OPS.survey_rows(lengths, data.numel(), row_bytes))
+    assert_same_bits(
+        OPS.survey_rows(on_gpu, data.numel(), row_bytes).cpu(), OPS.survey_rows(lengths, data.numel(), row_bytes)
+    )
     slots_bytes = data.numel() if slot_bytes == row_bytes else len(lengths) * slot_bytes
     slots, overflow = (torch.zeros(size, dtype=torch.uint8) for size in (slots_bytes, int(index[-1])))
     fault, fault_on_gpu = (torch.zeros(4, dtype=torch.int64, device=device) for device in (CPU, cuda))
-    OPS.encode_rows(slots, overflow, lengths, index[:-1], words[CPU], codebook.codec, slot_bytes, 0, 1, data.numel(), data, fault)
+    OPS.encode_rows(
+        slots, overflow, lengths, index[:-1], words[CPU], codebook.codec, slot_bytes, 0, 1, data.numel(), data, fault
+    )
     around = [torch.full((array.numel() + 64,), POISON, dtype=torch.uint8, device=cuda) for array in (slots, overflow)]
     inside = [whole[32:-32] for whole in around]
-    OPS.encode_rows(*inside, on_gpu, index[:-1].to(cuda), words[cuda], codebook.codec, slot_bytes, 0, 1, data.numel(), near, fault_on_gpu)
+    OPS.encode_rows(
+        *inside,
+        on_gpu,
+        index[:-1].to(cuda),
+        words[cuda],
+        codebook.codec,
+        slot_bytes,
+        0,
+        1,
+        data.numel(),
+        near,
+        fault_on_gpu,
+    )
     assert fault.tolist() == fault_on_gpu.tolist() == [0, 0, 0, 0]
     for whole, by_gpu, by_c in zip(around, inside, (slots, overflow)):
         assert_same_bits(by_gpu.cpu(), by_c)
@@ -71,11 +128,21 @@ def test_masks(cuda, row_bytes, chunk_bytes):
 @pytest.mark.parametrize("row_bytes", [size for size in ROW_BYTES if size % 8 == 0])
 def test_planes(cuda, row_bytes, element_bytes, kind):
     rng, width = np.random.default_rng([row_bytes, element_bytes, KINDS.index(kind)]), 8 * element_bytes
-    residuals = [width - 8, max(0, width - 12), max(0, width - 13), 0, width]  # symbols that are looked up, and compared
+    residuals = [
+        width - 8,
+        max(0, width - 12),
+        max(0, width - 13),
+        0,
+        width,
+    ]  # symbols that are looked up, and compared
     for number, digit_bits in enumerate([(2, 2, 2, 2), (4, 4), (3, 3, 4), (), (1, 2, 4, 3)]):
-        codebook = any_codebook(rng, element_bytes, row_bytes // element_bytes, number % 2, residuals[number], digit_bits, kind, number)
+        codebook = any_codebook(
+            rng, element_bytes, row_bytes // element_bytes, number % 2, residuals[number], digit_bits, kind, number
+        )
         few = row_bytes > 5000
-        rows = np.concatenate([ranked_rows(rng, 3 if few else 40, codebook), adversarial_rows(rng, 2 if few else 7, codebook)])
+        rows = np.concatenate(
+            [ranked_rows(rng, 3 if few else 40, codebook), adversarial_rows(rng, 2 if few else 7, codebook)]
+        )
         data = torch.from_numpy(rows.reshape(-1)[: rows.size - int(rng.integers(row_bytes))])
         slots = slots_of(row_bytes)
         check(cuda, planes_codebook(codebook), data, slots[number % len(slots)], [0, 1, 4, 8, 14][number])
@@ -92,7 +159,9 @@ def test_clusters(cuda, row_bytes, num_clusters):
     for listed in (False, True):
         entries = [torch.from_numpy(rng.integers(0, 256, (1, 9))) for _ in range(num_clusters)]
         planes = [ibp.PlanesCodebook(row_bytes, 2, 1, 8, (2, 2, 2), False, listed, 0, 1, entry) for entry in entries]
-        named = torch.cat([entry[0][torch.from_numpy(rng.integers(0, 9, (3, row_bytes // 2)))] for entry in entries])  # 3 rows of each cluster
+        named = torch.cat(
+            [entry[0][torch.from_numpy(rng.integers(0, 9, (3, row_bytes // 2)))] for entry in entries]
+        )  # 3 rows of each cluster
         rotated = named << 8 | torch.from_numpy(rng.integers(0, 256, named.shape))
         elements = ((rotated >> 1 | rotated << 15) & 0xFFFF).numpy().astype(np.uint16)
         if listed:
@@ -107,8 +176,14 @@ def test_the_index_of_many_rows(cuda, num_rows):
     lengths[0] = 65535  # damaged: longer than a row
     num_bytes = num_rows * 200 - 7
     for slot_bytes in (0, 32, 160, 200):
-        assert_same_bits(OPS.index_rows(lengths.to(cuda), num_bytes, 200, slot_bytes).cpu(), OPS.index_rows(lengths, num_bytes, 200, slot_bytes))
-        assert_same_bits(OPS.index_rows(lengths[:0].to(cuda), num_bytes, 200, slot_bytes).cpu(), OPS.index_rows(lengths[:0], num_bytes, 200, slot_bytes))
+        assert_same_bits(
+            OPS.index_rows(lengths.to(cuda), num_bytes, 200, slot_bytes).cpu(),
+            OPS.index_rows(lengths, num_bytes, 200, slot_bytes),
+        )
+        assert_same_bits(
+            OPS.index_rows(lengths[:0].to(cuda), num_bytes, 200, slot_bytes).cpu(),
+            OPS.index_rows(lengths[:0], num_bytes, 200, slot_bytes),
+        )
     assert_same_bits(OPS.survey_rows(lengths.to(cuda), num_bytes, 200).cpu(), OPS.survey_rows(lengths, num_bytes, 200))
 
 
@@ -120,7 +195,10 @@ def test_counts_at_any_address(cuda, row_bytes):
         assert_same_bits(OPS.count_bits(near, row_bytes).cpu(), OPS.count_bits(data, row_bytes))
         for chunk_bytes in (1, 2, 4, 8):
             codebook = random_codebook(row_bytes, chunk_bytes)
-            assert_same_bits(OPS.count_hits(near, codebook.words(cuda), codebook.codec).cpu(), OPS.count_hits(data, codebook.words(CPU), codebook.codec))
+            assert_same_bits(
+                OPS.count_hits(near, codebook.words(cuda), codebook.codec).cpu(),
+                OPS.count_hits(data, codebook.words(CPU), codebook.codec),
+            )
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -138,8 +216,12 @@ def test_blocks_through_the_copy_engines(cuda, monkeypatch, scheme, layout, pinn
             where_arguments = arguments if where.device == CPU else {**arguments, "pin_memory": None}
             for _ in range(3):  # a race shows itself sooner or later
                 assert_same_table(ibp.compress(where, device=cuda, **where_arguments), on_cpu)
-        assert_same_table(ibp.compress_(x.clone().pin_memory() if pinned else x.clone(), codebook=codebook, device=cuda, pin_memory=False),
-                          ibp.compress_(x.clone(), codebook=codebook, device="cpu", pin_memory=False))
+        assert_same_table(
+            ibp.compress_(
+                x.clone().pin_memory() if pinned else x.clone(), codebook=codebook, device=cuda, pin_memory=False
+            ),
+            ibp.compress_(x.clone(), codebook=codebook, device="cpu", pin_memory=False),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
@@ -166,7 +248,9 @@ def test_compress_in_place_interrupted_twice(cuda, monkeypatch, where):
 
     def interrupted(line, point):
         x = in_place(before, where, cuda)
-        call = functools.partial(ibp.compress_, x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False)
+        call = functools.partial(
+            ibp.compress_, x, codebook=codebook, device=cuda, pin_memory=None if where == "gpu" else False
+        )
         table, raised = interrupt_at(line, point, call)
         seen.add(assert_kept(table, x, before))
         return raised
@@ -209,7 +293,9 @@ def test_staging_whichever_device_is_current(gpus, monkeypatch):  # noqa: F811
         with torch.cuda.device(current):
             for pinned in (False, True):
                 assert_same_table(ibp.compress(x, codebook=codebook, device=worker, pin_memory=pinned), on_cpu)
-                assert_same_table(ibp.compress(x.pin_memory(), codebook=codebook, device=worker, pin_memory=pinned), on_cpu)
+                assert_same_table(
+                    ibp.compress(x.pin_memory(), codebook=codebook, device=worker, pin_memory=pinned), on_cpu
+                )
             assert_same_table(ibp.compress_(x.clone(), codebook=codebook, device=worker, pin_memory=False), in_host)
             for home in gpus:
                 assert_same_table(ibp.compress(x.to(home), codebook=codebook, device=worker), on_cpu)
@@ -220,7 +306,9 @@ def test_staging_whichever_device_is_current(gpus, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4097, (2 << 20) + 1, (96 << 20) + 17])
 def test_pinned_memory(cuda, num_bytes):
-    """As many bytes as asked for, all of them writable by the CPU and both ways copied; again and again, also from several threads at once."""
+    """As many bytes as asked for, all of them writable by the CPU and both ways copied; again and again, also from
+    several threads at once.
+    """
 
     def use(value):
         memory = _memory.empty(num_bytes, CPU, pin=True)

@@ -22,7 +22,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_LOW_BITS = 13  # of a list of positions
 
 
-# ---- elements, symbols and ranks ------------------------------------------------------------------------------------
+# ---- elements, symbols and ranks -----------------------------------------------------------------------------------
 
 
 def elements_of(data: torch.Tensor, element_bytes: int, columns: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ def ranks_of(symbols: torch.Tensor, entries: torch.Tensor, bits: int) -> torch.T
     return ranks.t().contiguous() if len(entries) > 1 else ranks.view(symbols.shape)
 
 
-# ---- what rows cost -------------------------------------------------------------------------------------------------
+# ---- what rows cost ------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=64)
