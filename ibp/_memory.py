@@ -8,7 +8,8 @@ from . import _core, _ops
 
 
 def empty(num_bytes: int, device: torch.device, pin: bool) -> torch.Tensor:
-    """Uninitialised uint8 tensor; pinned memory of exactly this size where pin is set (torch's own allocator rounds up to a power of two)."""
+    """Uninitialised uint8 tensor; pinned memory of exactly this size where pin is set (torch's own allocator
+    rounds up to a power of two)."""
     if not pin or num_bytes == 0:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if torch.cuda.is_available():
@@ -20,12 +21,14 @@ def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself if it is pinned or empty, else a pinned copy of a CPU tensor."""
     if tensor.numel() == 0 or tensor.is_pinned():
         return tensor
-    pinned = empty(tensor.numel() * tensor.element_size(), tensor.device, pin=True).view(tensor.dtype).view(tensor.shape)
-    return pinned.copy_(tensor)
+    pinned = empty(tensor.numel() * tensor.element_size(), tensor.device, pin=True)
+    return pinned.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of a CUDA device over the memory of a contiguous pinned one, which it keeps alive. Pinned memory is every GPU's: any device will do.
+    """A tensor of a CUDA device over the memory of a contiguous pinned one, which it keeps alive.
+
+    Pinned memory is every GPU's, whichever device was current when it was pinned, and whichever is now.
 
     Raises:
         RuntimeError: host is not pinned.
@@ -41,7 +44,8 @@ _usable: set[torch.device] = {torch.device("cpu")}  # devices with their index, 
 
 
 def canonical(device: torch.device | str | int) -> torch.device:
-    """The device with its index: "cuda" is the current CUDA device. TypeError, ValueError: it is none, or cannot be used."""
+    """The device with its index: "cuda" is the current CUDA device. TypeError, ValueError: it is none, or cannot
+    be used."""
     if isinstance(device, torch.device) and device in _usable:
         return device
     found = _canonical(device)
@@ -51,7 +55,8 @@ def canonical(device: torch.device | str | int) -> torch.device:
 
 def _canonical(device: torch.device | str | int) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
-        raise TypeError(f"device is a {type(device).__name__}; wanted a torch.device, the name of one, or the number of a CUDA device")
+        got = type(device).__name__
+        raise TypeError(f"device is a {got}; wanted a torch.device, the name of one, or the number of a CUDA device")
     try:
         device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
     except RuntimeError:  # torch knows no such device
@@ -61,7 +66,8 @@ def _canonical(device: torch.device | str | int) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if not _core.cuda_is_built():
-        raise ValueError(f"device is {str(device)!r}, but this build of ibp has no CUDA kernels (nvcc was not found when it was installed)")
+        why = "nvcc was not found when it was installed"
+        raise ValueError(f"device is {str(device)!r}, but this build of ibp has no CUDA kernels ({why})")
     if not _ops.cuda_is_available():
         raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device")
     return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)

@@ -1,25 +1,29 @@
 """The torch operations of ibp: schemas, the compiled implementations, and fake ones for tracing.
 
-The tensors are flat and contiguous, and all of a call are on the CPU or on one CUDA device; what is written shares no memory with anything else.
-Arguments that break these rules or contradict each other raise RuntimeError, whatever they are. Only a streamer's address is trusted.
+The tensors are flat and contiguous, and all of a call are on the CPU or on one CUDA device; what is written shares no
+memory with anything else. Arguments that break these rules or contradict each other raise RuntimeError, whatever they
+are. Only a streamer's address is trusted.
 
     slots, overflow, data, ring   uint8 [bytes]
     out                           any dtype and shape: the memory is written to
     lengths                       uint16 [rows]; empty: every row is raw
     bases                         int64 [ceil(rows / 32)]; empty: no row has an overflow part (FORMAT.md section 2)
     counts, hits                  int64, one a bit or chunk of a row
-    codebook                      scheme raw: not read. ibp: int32 [3, words] as codebook_words makes it. planes: uint8 symbols.
-                                  Those of several clusters stand one after the other, in scheme ibp each followed by [num_flags, 0, 0, 0].
-    codec                         [scheme, row_bytes, ...] behind which stands, in scheme ibp (1), [chunk_bytes, num_flags], in scheme planes (2)
-                                  [element_bytes, rotate, residual_bits, per_column, listed, default, closed, digit_bits ...]
+    codebook                      scheme raw: not read; ibp: int32 [3, words] as codebook_words makes it; planes: uint8
+                                  symbols. Those of several clusters stand one after the other, in scheme ibp each
+                                  followed by [num_flags, 0, 0, 0].
+    codec                         scheme raw: [0, row_bytes]; ibp: [1, row_bytes, chunk_bytes, num_flags]; planes:
+                                  [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default,
+                                  closed, digit_bits ...]
     fault                         int64 [4], the struct ibp_fault of ibp.h
     ids                           int32 or int64 [ids]
     positions                     int32 [ids]: which item of out each goes to; None: one after the other
 
-CPU implementations run on torch's intra-op threads where there is work for several; CUDA ones on the current stream of the tensors' device, without
-allocating or synchronising where they write to given tensors, and whatever device is current. `stream_bytes` is decode_bytes from pinned host memory
-by the copy engine, through `ring` on the device; `host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that
-device. Pinned host memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
+CPU implementations run on torch's intra-op threads where there is work for several; CUDA ones on the current stream of
+the tensors' device, without allocating or synchronising where they write to given tensors, and whatever device is
+current. `stream_bytes` is decode_bytes from pinned host memory by the copy engine, through `ring` on the device;
+`host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that device. Pinned host
+memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
 """
 
 from pathlib import Path
@@ -47,10 +51,12 @@ _lib.define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
 _lib.define("survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor")
 _lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
-_lib.define(f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()")
+_lib.define(
+    f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()"
+)
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
-_lib.define(f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, int max_sms, "
-            "Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()")
+_lib.define(f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, "
+            "int max_sms, Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()")
 _lib.define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
 _lib.define(
     f"select_rows({_READ}, Tensor ids, int first, "
@@ -69,14 +75,16 @@ def _divide_up(amount, part):
 
 
 def _fake(name):
-    """Registers what an operation does with tensors without data: shapes, and that all tensors are on one device, as the real one requires."""
+    """Registers what an operation does with tensors without data: shapes, and that all tensors are on one device,
+    as the real one requires."""
 
     def register(function):
         def fake(*args, **kwargs):
             given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             given = [value for position, value in enumerate(given) if (name, position) != ("stream_bytes", _HOST_BASES)]
             if any(tensor.device != given[0].device for tensor in given):
-                raise RuntimeError(f"ibp: the tensors given to {name} must be on one device; they are on {sorted({str(t.device) for t in given})}")
+                where = sorted({str(tensor.device) for tensor in given})
+                raise RuntimeError(f"ibp: the tensors given to {name} must be on one device; they are on {where}")
             return function(*args, **kwargs)
 
         torch.library.register_fake(f"ibp::{name}", fake, lib=_lib)

@@ -1,6 +1,8 @@
-"""Codebooks, rows and indexes made of noise, and memory that changes while it is coded, through torch.ops.ibp: for tests/test_sanitized.py.
+"""Codebooks, rows and indexes made of noise, and memory that changes while it is coded, through torch.ops.ibp.
 
-    python hostile_rows.py FEATURES SECONDS     in a process whose libraries are built with sanitizers, which end it when something is wrong
+    python hostile_rows.py FEATURES SECONDS
+
+tests/test_sanitized.py runs it over libraries that are built with sanitizers, which end it when something is wrong.
 """
 
 import random
@@ -30,7 +32,7 @@ def noise(draw, num_bytes):
 
 
 def some_row_bytes(draw):
-    return draw.choice([draw.randrange(1, 70), draw.randrange(1, 500), 64 * draw.randrange(1, 40), draw.randrange(1, 65537)])
+    return draw.choice([1, 64]) * draw.choice([draw.randrange(1, 40), draw.randrange(1, 500), draw.randrange(1, 1025)])
 
 
 def noisy_masks(draw, row_bytes):
@@ -41,11 +43,13 @@ def noisy_masks(draw, row_bytes):
         mask = noise(draw, row_bytes)
         words = OPS.codebook_words(mask, mask & noise(draw, row_bytes), chunk_bytes, bool(draw.randrange(2))).flatten()
         for _ in range(draw.randrange(4)):
-            words[draw.randrange(len(words))] = draw.choice([-1, 0, 131071, 131071 | 15 << 17, draw.randrange(-(2**31), 2**31)])
+            any_word = draw.randrange(-(2**31), 2**31)
+            words[draw.randrange(len(words))] = draw.choice([-1, 0, 131071, 131071 | 15 << 17, any_word])
     else:
         words = noise(draw, 12 * num_words).view(I32)
     if draw.randrange(2):
-        ends = [torch.tensor([draw.choice([num_flags, -8, 2**31 - 1, 0]), 0, 0, 0], dtype=I32) for _ in range(draw.randrange(2, 6))]
+        counts = [draw.choice([num_flags, -8, 2**31 - 1, 0]) for _ in range(draw.randrange(2, 6))]
+        ends = [torch.tensor([count, 0, 0, 0], dtype=I32) for count in counts]
         words = torch.cat([part for end in ends for part in (words, end)])
     return words, [1, row_bytes, chunk_bytes, num_flags]
 
@@ -60,7 +64,8 @@ def noisy_planes(draw, row_bytes):
     sets = (row_bytes // element_bytes if per_column else 1) * draw.choice([1, 1, 3])
     entries = noise(draw, sets * sum(2**bits - 1 for bits in digits) * symbol_bytes)
     values = [draw.choice([0, -1, draw.randrange(-(2**63), 2**63)]) for _ in range(2)]
-    return entries, [2, row_bytes, element_bytes, draw.randrange(2), residual_bits, per_column, listed, *values, *digits]
+    shape = [element_bytes, draw.randrange(2), residual_bits, per_column, listed]
+    return entries, [2, row_bytes, *shape, *values, *digits]
 
 
 def tried(operation, *arguments):
@@ -101,24 +106,26 @@ def code_and_decode(draw):
     tried(OPS.decode_bytes, *table, start, num_bytes, 0, out[: num_bytes - start].clone(), fault.zero_())
     ids = torch.randint(-1, table[-2] + 1, (20,))
     tried(OPS.gather_items, *table, ids, 0, torch.zeros(20 * table[-1], dtype=U8), fault.zero_())
-    buffers = [torch.zeros(32, dtype=U16), torch.zeros(1, dtype=I64), torch.zeros(33 * row_bytes, dtype=U8), torch.zeros(2, dtype=I64)]
-    tried(OPS.select_rows, *table, ids, 0, *buffers, fault.zero_())
+    index, rows = [torch.zeros(32, dtype=U16), torch.zeros(1, dtype=I64)], torch.zeros(33 * row_bytes, dtype=U8)
+    tried(OPS.select_rows, *table, ids, 0, *index, rows, torch.zeros(2, dtype=I64), fault.zero_())
 
 
 def while_it_changes(seconds):
-    """x is compressed, and its table decompressed, while another thread writes to their memory. Returns how often neither was found out."""
+    """x is compressed, and its table decompressed, while another thread writes to their memory. Returns how often
+    neither was found out."""
     listed = torch.zeros(100, 4000, dtype=U8)
     listed[torch.rand(100, 4000) < 0.02] = 7
     dense = torch.randn(100, 1000).bfloat16()
     sixteen = ibp.PlanesCodebook(2000, 2, 0, 0, (2, 2), False, False, 0, 0, (torch.arange(6) * 257).view(1, 6))
-    cases = [(listed, {"scheme": "planes"}), (dense, {"scheme": "planes"}), (dense, {"scheme": "ibp"}), (spiky_rows(100, 60), {"scheme": "ibp"}),
-             ((torch.randint(0, 12, (100, 1000)) * 257).to(torch.int16), {"codebook": sixteen})]  # fmt: skip
+    symbols = (torch.randint(0, 12, (100, 1000)) * 257).to(torch.int16)
+    cases = [(listed, {"scheme": "planes"}), (dense, {"scheme": "planes"}), (symbols, {"codebook": sixteen}),
+             (dense, {"scheme": "ibp"}), (spiky_rows(100, 60), {"scheme": "ibp"})]  # fmt: skip
     calls = 0
     for x, options in cases:
         table = ibp.compress(x, device="cpu", pin_memory=False, **options)
         stored = table.slots if table.slots.numel() else table.overflow
-        works = (x, lambda: ibp.compress(x, device="cpu", pin_memory=False, codebook=table.codebook)), (stored, table.decompress)
-        for memory, work in works:
+        again = {"device": "cpu", "pin_memory": False, "codebook": table.codebook}
+        for memory, work in ((x, lambda: ibp.compress(x, **again)), (stored, table.decompress)):
             calls += change_while(bytes_of(memory), work, seconds / 2 / len(cases))
     return calls
 

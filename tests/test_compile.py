@@ -41,7 +41,8 @@ def compiled(request, place):
 
 
 def make_table(x, scheme, place, device):
-    table = ibp.compress(x.to(device) if place == "device" else x, scheme=scheme, pin_memory=place == "pinned", device=device)
+    x = x.to(device) if place == "device" else x
+    table = ibp.compress(x, scheme=scheme, pin_memory=place == "pinned", device=device)
     assert table.device.type == ("cuda" if place == "device" else "cpu") and table.is_pinned() == (place == "pinned")
     return table
 
@@ -122,6 +123,7 @@ def test_paths(cuda, path):
     x = embedding(500, 64)
     table = make_table(x, "planes", "pinned", cuda)
     table.index_select(torch.tensor([0], device=cuda))
-    function = torch.compile(lambda ids: ibp.index_select(table, ids, path=path) + 0, fullgraph=True, backend="aot_eager")
+    options = {"fullgraph": True, "backend": "aot_eager"}
+    function = torch.compile(lambda ids: ibp.index_select(table, ids, path=path) + 0, **options)
     ids = torch.randint(500, (300,))
     assert_same_bits(function(ids.to(cuda)).cpu(), x[ids] + 0)

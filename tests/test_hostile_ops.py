@@ -1,4 +1,5 @@
-"""torch.ops.ibp with arguments that contradict each other: they raise RuntimeError. tests/test_sanitized.py runs all of it under AddressSanitizer."""
+"""torch.ops.ibp with arguments that contradict each other: they raise RuntimeError. tests/test_sanitized.py runs all
+of it under AddressSanitizer."""
 
 import itertools
 import os
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import bytes_of, embedding, spiky_rows
+from helpers import bytes_of, spiky_rows
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -24,8 +25,12 @@ def empty(dtype):
     return torch.empty(0, dtype=dtype)
 
 
+def zeros(count, dtype=U8):
+    return torch.zeros(count, dtype=dtype)
+
+
 def fault():
-    return torch.zeros(4, dtype=I64)
+    return zeros(4, I64)
 
 
 def raw_table(num_items=2, item_bytes=64, slots=None):
@@ -38,16 +43,17 @@ def coded_table(scheme):
     x = spiky_rows(100, 60)
     table = ibp.compress(x, scheme=scheme, slot_bytes=32, device="cpu", pin_memory=False)
     assert table.overflow.numel() and table.bases.numel()
-    return x, [argument.clone() if isinstance(argument, torch.Tensor) else argument for argument in table._arguments(CPU)]
+    return x, [value.clone() if isinstance(value, torch.Tensor) else value for value in table._arguments(CPU)]
 
 
 def selected():
     """The outputs of select_rows for 40 rows of 240 bytes and those that share their bases."""
-    return [torch.zeros(40, dtype=U16), torch.zeros(2, dtype=I64), torch.zeros(80 * 240, dtype=U8), torch.zeros(2, dtype=I64), fault()]
+    return [zeros(40, U16), zeros(2, I64), zeros(80 * 240), zeros(2, I64), fault()]
 
 
 def good_calls():
-    """(operation, arguments), which are right, of every operation of the CPU; whoever changes an argument breaks the call."""
+    """(operation, arguments), which are right, of every operation of the CPU; whoever changes an argument breaks
+    the call."""
     for scheme in ("ibp", "planes"):
         x, table = coded_table(scheme)
         data, words, codec = bytes_of(x).clone(), table[4], table[5]
@@ -56,7 +62,7 @@ def good_calls():
         positions = torch.tensor([1, 2, 0], dtype=I32)
         for some in (None, positions):
             yield "gather_items", [*table, torch.tensor([5, 99, 5]), 0, torch.zeros(3, 60), fault(), some]
-        yield "decode_bytes", [*table, 100, 7777, 0, torch.zeros(7677, dtype=U8), fault()]
+        yield "decode_bytes", [*table, 100, 7777, 0, zeros(7677), fault()]
         yield "select_rows", [*table, torch.arange(50), 2, *selected()]
         if scheme == "ibp":
             yield "count_hits", [data, words, codec]
@@ -117,7 +123,8 @@ def wrong_tensors(tensor, any_dtype):
 
 
 def numbered(cases):
-    return pytest.mark.parametrize("name, arguments", cases, ids=[f"{name}-{number}" for number, (name, _) in enumerate(cases)])
+    ids = [f"{name}-{number}" for number, (name, _) in enumerate(cases)]
+    return pytest.mark.parametrize("name, arguments", cases, ids=ids)
 
 
 @numbered(GOOD)
@@ -195,37 +202,37 @@ def words_with(entry, row_bytes=64):
 
 
 CONTRADICTIONS = {
-    "items so large that count x item_bytes wraps": lambda: OPS.gather_items(*raw_table(0, 1 << 62, empty(U8)), torch.zeros(4, dtype=I64), 0,
-                                                                             torch.zeros(16, dtype=U8), fault()),
-    "one huge item": lambda: OPS.gather_items(*raw_table(1, 1 << 62, empty(U8)), torch.zeros(4, dtype=I64), 0, torch.zeros(16, dtype=U8), fault()),
-    "a table of 2^80 bytes": lambda: OPS.encode_rows(*raw_table(1 << 40, 1 << 40, empty(U8)), torch.zeros(128, dtype=U8), fault()),
+    "items so large that count x item_bytes wraps": lambda: OPS.gather_items(
+        *raw_table(0, 1 << 62, empty(U8)), zeros(4, I64), 0, zeros(16), fault()),
+    "one huge item": lambda: OPS.gather_items(*raw_table(1, 1 << 62, empty(U8)), zeros(4, I64), 0, zeros(16), fault()),
+    "a table of 2^80 bytes": lambda: OPS.encode_rows(*raw_table(1 << 40, 1 << 40, empty(U8)), zeros(128), fault()),
     "partition of a negative number of items": lambda: OPS.partition_ids(torch.arange(10), -(2**63), 0),
     "partition with too many windows": lambda: OPS.partition_ids(torch.arange(10), 1 << 40, 3),
     "index of a negative number of bytes": lambda: OPS.index_rows(empty(U16), -100, 64, 32),
     "index of 2^63 - 1 bytes": lambda: OPS.index_rows(empty(U16), MOST, 65536, 32),
     "index larger than any memory": lambda: OPS.index_rows(empty(U16), 1 << 57, 1, 32),
     "survey of 2^63 - 1 bytes": lambda: OPS.survey_rows(empty(U16), MOST, 64),
-    "survey of more rows than lengths": lambda: OPS.survey_rows(torch.zeros(3, dtype=U16), 640, 64),
-    "rows of no bytes": lambda: OPS.count_bits(torch.zeros(10, dtype=U8), 0),
-    "a threshold of a negative number of rows": lambda: OPS.threshold_bits(torch.zeros(8, dtype=I64), -3, 0.5),
-    "a threshold that is no number": lambda: OPS.threshold_bits(torch.zeros(8, dtype=I64), 3, float("nan")),
-    "counts of part of a byte": lambda: OPS.threshold_bits(torch.zeros(15, dtype=I64), 3, 0.5),
-    "bitval outside its mask": lambda: OPS.codebook_words(torch.zeros(64, dtype=U8), torch.ones(64, dtype=U8), 4, False),
-    "bitval shorter than its mask": lambda: OPS.codebook_words(torch.zeros(64, dtype=U8), torch.zeros(3, dtype=U8), 4, False),
-    "chunks of three bytes": lambda: OPS.choose_masks(torch.zeros(64, dtype=U8), 8, 3),
-    "more bytes than there are": lambda: OPS.decode_bytes(*raw_table(), -(2**63), MOST, 0, torch.zeros(16, dtype=U8), fault()),
-    "out too small": lambda: OPS.decode_bytes(*raw_table(), 0, 128, 0, torch.zeros(16, dtype=U8), fault()),
-    "out too small for nothing but its fault": lambda: OPS.decode_bytes(*raw_table(), 0, 0, 0, torch.zeros(16, dtype=U8), torch.zeros(3, dtype=I64)),
-    "a selection from before its ids": lambda: OPS.select_rows(*raw_table(), torch.zeros(3, dtype=I64), -1, *selected()),
-    "a selection of huge items": lambda: OPS.select_rows(*raw_table(0, 1 << 62, empty(U8)), torch.zeros(3, dtype=I64), 0, *selected()),
-    "a selection of parts of rows": lambda: OPS.select_rows(*raw_table(2, 32), torch.zeros(1, dtype=I64), 0, *selected()),
-    "more participation bits than chunks": lambda: OPS.measure_rows(torch.zeros(64, dtype=U8), words_with(0), [1, 64, 4, 17]),
-    "hits of scheme planes": lambda: OPS.count_hits(torch.zeros(64, dtype=U8), empty(U8), [2, 64, 8, 0, 64, 0, 0, 0, 0]),
-    "elements of three bytes": lambda: OPS.measure_rows(torch.zeros(63, dtype=U8), empty(U8), [2, 63, 3, 0, 8, 0, 0, 0, 0]),
-    "raw rows with lengths": lambda: OPS.gather_items(*changed(raw_table(), 2, torch.ones(2, dtype=U16)), torch.tensor([0]), 0,
-                                                      torch.zeros(64, dtype=U8), fault()),
-    "numbers behind scheme raw": lambda: OPS.measure_rows(torch.zeros(64, dtype=U8), empty(I32), [0, 64, 4, 5]),
-    "an unknown scheme": lambda: OPS.measure_rows(torch.zeros(64, dtype=U8), empty(I32), [3, 64]),
+    "survey of more rows than lengths": lambda: OPS.survey_rows(zeros(3, U16), 640, 64),
+    "rows of no bytes": lambda: OPS.count_bits(zeros(10), 0),
+    "a threshold of a negative number of rows": lambda: OPS.threshold_bits(zeros(8, I64), -3, 0.5),
+    "a threshold that is no number": lambda: OPS.threshold_bits(zeros(8, I64), 3, float("nan")),
+    "counts of part of a byte": lambda: OPS.threshold_bits(zeros(15, I64), 3, 0.5),
+    "bitval outside its mask": lambda: OPS.codebook_words(zeros(64), torch.ones(64, dtype=U8), 4, False),
+    "bitval shorter than its mask": lambda: OPS.codebook_words(zeros(64), zeros(3), 4, False),
+    "chunks of three bytes": lambda: OPS.choose_masks(zeros(64), 8, 3),
+    "more bytes than there are": lambda: OPS.decode_bytes(*raw_table(), -(2**63), MOST, 0, zeros(16), fault()),
+    "out too small": lambda: OPS.decode_bytes(*raw_table(), 0, 128, 0, zeros(16), fault()),
+    "a fault too short for nothing": lambda: OPS.decode_bytes(*raw_table(), 0, 0, 0, zeros(16), zeros(3, I64)),
+    "a selection from before its ids": lambda: OPS.select_rows(*raw_table(), zeros(3, I64), -1, *selected()),
+    "a selection of huge items": lambda: OPS.select_rows(*raw_table(0, 1 << 62), zeros(3, I64), 0, *selected()),
+    "a selection of parts of rows": lambda: OPS.select_rows(*raw_table(2, 32), zeros(1, I64), 0, *selected()),
+    "more participation bits than chunks": lambda: OPS.measure_rows(zeros(64), words_with(0), [1, 64, 4, 17]),
+    "hits of scheme planes": lambda: OPS.count_hits(zeros(64), empty(U8), [2, 64, 8, 0, 64, 0, 0, 0, 0]),
+    "elements of three bytes": lambda: OPS.measure_rows(zeros(63), empty(U8), [2, 63, 3, 0, 8, 0, 0, 0, 0]),
+    "raw rows with lengths": lambda: OPS.gather_items(
+        *changed(raw_table(), 2, torch.ones(2, dtype=U16)), torch.tensor([0]), 0, zeros(64), fault()),
+    "numbers behind scheme raw": lambda: OPS.measure_rows(zeros(64), empty(I32), [0, 64, 4, 5]),
+    "an unknown scheme": lambda: OPS.measure_rows(zeros(64), empty(I32), [3, 64]),
 }  # fmt: skip
 
 
@@ -236,8 +243,8 @@ def test_contradictions(what):
 
 
 def test_an_error_of_torch_says_what_it_was():
-    """Torch's functions return error codes to the operations, which make them exceptions again; none of that goes through a C++ stream, which
-    a compiler that links parts of libstdc++ statically makes crash."""
+    """Torch's functions return error codes to the operations, which make them exceptions again; none of that goes
+    through a C++ stream, which a compiler that links parts of libstdc++ statically makes crash."""
     with pytest.raises(RuntimeError, match="ibp: torch refuses"):
         OPS.index_rows(empty(U16), 1 << 57, 1, 32)
     library = (Path(ibp.__file__).parent / "_lib" / "libibp_torch.so").read_bytes()
@@ -247,10 +254,12 @@ def test_an_error_of_torch_says_what_it_was():
 def test_positions_outside_of_out():
     """Noted as a fault; huge items too."""
     noted = fault()
-    OPS.gather_items(*raw_table(), torch.tensor([0, 1]), 0, torch.zeros(64, dtype=U8), noted, torch.tensor([-1, 0], dtype=I32))
+    ids = torch.tensor([0, 1])
+    OPS.gather_items(*raw_table(), ids, 0, zeros(64), noted, torch.tensor([-1, 0], dtype=I32))
     assert noted.tolist()[:2] == [2, 2**32 - 1]
     noted = fault()
-    OPS.gather_items(*raw_table(0, 1 << 57, empty(U8)), torch.tensor([0, 1]), 0, torch.zeros(64, dtype=U8), noted, torch.tensor([7, -1], dtype=I32))
+    huge = raw_table(0, 1 << 57, empty(U8))
+    OPS.gather_items(*huge, ids, 0, zeros(64), noted, torch.tensor([7, -1], dtype=I32))
     assert noted[0] == 2
 
 
@@ -267,7 +276,8 @@ def two_changes(count, seed):
                 arguments = changed(arguments, place, changed(value, draw.randrange(len(value)), draw.choice(INTS)))
             elif isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype in (U8, U16, I32, I64):
                 noise = torch.randint(0, 256, (value.nbytes + draw.choice([0, 8, 800]),), dtype=U8).view(value.dtype)
-                arguments = changed(arguments, place, draw.choice([noise, value[:0], value[: value.numel() // 2].clone()]))
+                less = value[: value.numel() // 2].clone()
+                arguments = changed(arguments, place, draw.choice([noise, value[:0], less]))
         yield name, [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
 
 
@@ -300,7 +310,8 @@ table = [data[:0], rows, lengths, bases[:-1], words, codec, 0, 0, 100, 256]
 OPS.encode_rows(*table, few, fault)
 OPS.decode_bytes(*table, 0, 100 * 256, 0, torch.ones(100 * 256, dtype=U8), fault)
 OPS.gather_items(*table, torch.arange(100), 0, torch.ones(100 * 256, dtype=U8), fault)
-OPS.select_rows(*table, torch.arange(60), 0, lengths.clone(), bases.clone(), torch.zeros(100 * 256, dtype=U8), torch.zeros(2, dtype=I64), fault)
+rows, taken = torch.zeros(100 * 256, dtype=U8), torch.zeros(2, dtype=I64)
+OPS.select_rows(*table, torch.arange(60), 0, lengths.clone(), bases.clone(), rows, taken, fault)
 assert fault[0] == 0
 little = threads()
 OPS.measure_rows(data, words, codec)
@@ -310,8 +321,9 @@ print(before, little, threads())
 
 def test_little_work_stays_on_the_calling_thread():
     """25 KiB wake none of torch's threads, 8 MiB do."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "4", "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", LITTLE_WORK], env=environment, capture_output=True, text=True, timeout=100)
+    environment = {**os.environ, "OMP_NUM_THREADS": "4", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", LITTLE_WORK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     before, little, much = map(int, done.stdout.split())
     assert before == little < much

@@ -4,9 +4,9 @@ tables, which know no difference."""
 import numpy as np
 import pytest
 import torch
-from helpers import LAYOUTS, assert_same_bits, embedding, layout_arguments, make_tensor, one_hot_rows, spiky_rows
 
 import ibp
+from helpers import LAYOUTS, assert_same_bits, embedding, layout_arguments, make_tensor, one_hot_rows, spiky_rows
 from ibp._fetch import gather, host_gather, paths
 
 OPS = torch.ops.ibp

@@ -8,9 +8,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_same_bits, assert_same_table, embedding
 
 import ibp
+from helpers import assert_same_bits, assert_same_table, embedding
 
 ON_CPU = {"device": "cpu", "pin_memory": False}
 IDS = torch.tensor([[3, 99], [0, 3]])

@@ -1,4 +1,5 @@
-"""torch.ops.ibp: schemas and fake implementations agree with the real ones, and the operations can be traced and compiled."""
+"""torch.ops.ibp: schemas and fake implementations agree with the real ones, and the operations can be traced and
+compiled."""
 
 import pytest
 import torch
@@ -58,7 +59,8 @@ def samples():
     yield "count_hits", (data, words, codebook.codec)
     yield "measure_rows", (data, words, codebook.codec)
     yield "measure_rows", (data[:-100], words, codebook.codec)
-    of_planes = [ibp.analyze(x, scheme="planes"), dense.codebook, any_planes(per_column=True), any_planes(listed=True, default=2**64 - 1)]
+    of_planes = [ibp.analyze(x, scheme="planes"), dense.codebook]
+    of_planes += [any_planes(per_column=True), any_planes(listed=True, default=2**64 - 1)]
     for planes in of_planes:
         yield "measure_rows", (data[:-100], planes.words(CPU), planes.codec)
     yield "index_rows", (lengths, data.numel(), 240, 32)
@@ -76,18 +78,20 @@ def samples():
     for some in (ids, ids32, ids[:0], ids.view(2, 2)):
         yield "partition_ids", (some, 100, 3)
     for arguments in tables:
-        buffers = (torch.zeros(4, dtype=torch.uint16), torch.zeros(1, dtype=torch.int64), torch.zeros(40 * 240, dtype=torch.uint8))
+        index = torch.zeros(4, dtype=torch.uint16), torch.zeros(1, dtype=torch.int64)
+        buffers = (*index, torch.zeros(40 * 240, dtype=torch.uint8))
         yield "select_rows", (*arguments, ids, 1, *buffers, torch.zeros(2, dtype=torch.int64), fault())
 
 
 SAMPLES = list(samples())
-NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "count_hits", "measure_rows", "index_rows", "survey_rows",
-         "encode_rows", "gather_items", "decode_bytes", "partition_ids", "select_rows"}  # fmt: skip
+NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "count_hits", "measure_rows", "index_rows",
+         "survey_rows", "encode_rows", "gather_items", "decode_bytes", "partition_ids", "select_rows"}  # fmt: skip
 
 
 def first_and_slow(names):
     """The numbers of names: of each name the first, and, marked as slow, the others."""
-    return [pytest.param(number, id=f"{name}-{number}", marks=[pytest.mark.slow] * (name in names[:number])) for number, name in enumerate(names)]
+    marks = [[pytest.mark.slow] * (name in names[:number]) for number, name in enumerate(names)]
+    return [pytest.param(number, id=f"{name}-{number}", marks=marks[number]) for number, name in enumerate(names)]
 
 
 @pytest.mark.parametrize("number", first_and_slow([name for name, _ in SAMPLES]))
@@ -98,7 +102,8 @@ def test_opcheck(number):
 
 def test_every_operation_is_checked():
     """stream_bytes needs a GPU: tests/test_streaming.py checks it."""
-    defined = {schema.name.removeprefix("ibp::") for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("ibp::")}
+    names = [schema.name for schema in torch._C._jit_get_all_schemas()]
+    defined = {name.removeprefix("ibp::") for name in names if name.startswith("ibp::")}
     assert defined == NAMES | {"stream_bytes"}
     assert {name for name, _ in SAMPLES} == NAMES
 
@@ -110,7 +115,8 @@ def test_fake_tensors_have_the_real_shapes(number):
     with FakeTensorMode() as mode:
         fake = getattr(OPS, name)(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
     as_tuple = lambda value: value if isinstance(value, tuple) else () if value is None else (value,)  # noqa: E731
-    assert [(t.shape, t.dtype, t.device) for t in as_tuple(fake)] == [(t.shape, t.dtype, t.device) for t in as_tuple(real)]
+    looks = lambda value: [(t.shape, t.dtype, t.device) for t in as_tuple(value)]  # noqa: E731
+    assert looks(fake) == looks(real)
 
 
 @pytest.mark.parametrize("scheme", CODED)

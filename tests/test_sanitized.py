@@ -1,5 +1,5 @@
-"""The libraries built with AddressSanitizer and UndefinedBehaviorSanitizer, under everything hostile: arguments, files, codebooks, rows, and memory
-that changes while it is read."""
+"""The libraries built with AddressSanitizer and UndefinedBehaviorSanitizer, under everything hostile: arguments, files,
+codebooks, rows, and memory that changes while it is read."""
 
 import os
 import shutil
@@ -16,7 +16,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 # Large allocations fail as they do elsewhere; Python's own are no concern of ours.
-OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4000", "UBSAN_OPTIONS": "print_stacktrace=1"}
+OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4000",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
 SECONDS = 8  # of noise for each set of processor features
 
 
@@ -26,8 +29,8 @@ def environment(**changes):
 
 def output_of(command, cwd, **changes):
     """What a command prints; fails with it where the command does."""
-    done = subprocess.run(command, cwd=cwd, env=environment(**changes), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          errors="replace", timeout=600)  # fmt: skip
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    done = subprocess.run(command, cwd=cwd, env=environment(**changes), timeout=900, **both)
     assert done.returncode == 0, done.stdout[-8000:]
     return done.stdout
 
@@ -47,13 +50,16 @@ def sanitized(tmp_path_factory):
     if None in preload:
         pytest.skip("gcc has no libasan.so")
     made = tmp_path_factory.mktemp("sanitized")
-    inside = {**OPTIONS, "LD_PRELOAD": " ".join(preload), "PYTHONMALLOC": "malloc", "PYTHONPATH": f"{made / 'lib'}{os.pathsep}{HERE}"}
-    probe = subprocess.run([sys.executable, "-c", "import torch"], env=environment(**inside), capture_output=True, text=True)
+    path = os.pathsep.join([str(made / "lib"), str(HERE)])
+    inside = {**OPTIONS, "LD_PRELOAD": " ".join(preload), "PYTHONMALLOC": "malloc", "PYTHONPATH": path}
+    command = [sys.executable, "-c", "import torch"]
+    probe = subprocess.run(command, env=environment(**inside), capture_output=True, text=True)
     if probe.returncode != 0:
         pytest.skip(f"torch does not run under AddressSanitizer here: {probe.stderr[-200:]}")
     flags = f"-O1 -g1 {SANITIZERS}"
-    build = [sys.executable, "setup.py", "-q", "build", "--build-base", str(made / "base"), "--build-lib", str(made / "lib")]
-    output_of(build, ROOT, IBP_BUILD_DIR=str(made / "objects"), IBP_NO_CUDA="1", CC="gcc", CXX="g++", CFLAGS=flags, CXXFLAGS=flags)
+    build = [sys.executable, "setup.py", "-q", "build", "--build-base", str(made / "base")]
+    compilers = {"CC": "gcc", "CXX": "g++", "CFLAGS": flags, "CXXFLAGS": flags, "IBP_NO_CUDA": "1"}
+    output_of([*build, "--build-lib", str(made / "lib")], ROOT, IBP_BUILD_DIR=str(made / "objects"), **compilers)
 
     def run(*arguments):
         return output_of([sys.executable, *arguments], made, **inside)
@@ -65,7 +71,7 @@ def sanitized(tmp_path_factory):
 READS_PAST_THE_END = """
 import ctypes, pathlib, ibp
 
-core = ctypes.CDLL(str(pathlib.Path(ibp.__file__).parent / "_lib" / "libibp.so"))
+core = ctypes.CDLL(str(min(pathlib.Path(ibp.__file__).parent.glob("_lib/libibp.so.*"))))
 data, counts = ctypes.create_string_buffer(64), ctypes.create_string_buffer(8 * 64 * 8)
 core.ibp_count_bits(data, ctypes.c_size_t(1000), ctypes.c_uint32(64), counts)
 """
@@ -79,13 +85,17 @@ def test_a_mistake_is_found(sanitized):
 
 def test_operations_and_files(sanitized):
     """The tests of hostile arguments, damaged tables and codebooks that a file builds twice."""
-    files = [str(HERE / name) for name in ("test_hostile_ops.py", "test_golden.py", "test_codebooks.py")]
-    out = sanitized("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *files,
-                    "-k", "not fresh_process and not little_work")  # fmt: skip
+    names = ["test_hostile_ops.py", "test_golden.py", "test_codebooks.py::test_a_file_cannot_rebuild_a_member"]
+    files = [str(HERE / name) for name in names]
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", "not little_work"]
+    out = sanitized("-m", "pytest", *options, *files)
     assert " passed" in out
 
 
-@pytest.mark.parametrize("features", [0, ibp._core.CPU_AVX2_BMI2, ibp._core.CPU_AVX2_BMI2 | ibp._core.CPU_AVX512], ids=["plain", "avx2", "avx512"])
+AVX2, AVX512 = ibp._core.CPU_AVX2_BMI2, ibp._core.CPU_AVX512
+
+
+@pytest.mark.parametrize("features", [0, AVX2, AVX2 | AVX512], ids=["plain", "avx2", "avx512"])
 def test_noise_and_changing_memory(sanitized, features):
     out = sanitized(str(HERE / "hostile_rows.py"), str(features), str(SECONDS))
     if "lacks the features" in out:

@@ -1,4 +1,5 @@
-"""One table and two GPUs: pinned memory serves both, whichever device is current and whichever pinned it; tables, ids and results on different GPUs.
+"""One table and two GPUs: pinned memory serves both, whichever device is current and whichever pinned it; tables, ids
+and results on different GPUs.
 
 Skips where there are fewer than two GPUs; with IBP_REQUIRE_CUDA_DEVICES=2 it fails there.
 """
@@ -66,16 +67,18 @@ def place_of(x, place, gpus):
 @pytest.mark.parametrize("layout", ["slots", "packed"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_pinned_table_serves_both(gpus, x, scheme, layout, pinned_by):
-    """Items and whole tensors, to every GPU from every current one, to new memory and to given memory, with ids anywhere."""
+    """Items and whole tensors, to every GPU from every current one, to new memory and to given memory, with ids
+    anywhere."""
     table = make_table(x, scheme, gpus[pinned_by], layout)
     for current, target in PAIRS:
         device, ids = gpus[target], random_ids()
         with torch.cuda.device(gpus[current]):
             for where in (CPU, *gpus):
                 out = torch.full((len(ids), COLUMNS), 7.0, device=device)
-                got = [ibp.index_select(table, ids.to(where), device=device, check=True), ibp.index_select(table, ids.to(where), out=out, check=True)]
-                assert got[1] is out
-                for items in got:
+                near = ids.to(where)
+                got = ibp.index_select(table, near, out=out, check=True)
+                assert got is out
+                for items in (out, ibp.index_select(table, near, device=device, check=True)):
                     assert items.device == device
                     assert_same_bits(items.cpu(), x[ids])
             out = torch.full_like(x, 7.0, device=device)
@@ -91,7 +94,8 @@ def test_every_path_of_items(gpus, x, path):
     for current, target in PAIRS:
         ids = random_ids()
         with torch.cuda.device(gpus[current]):
-            items = ibp.index_select(table, ids if path == "cpu" else ids.to(gpus[target]), device=gpus[target], path=path, check=True)
+            near = ids if path == "cpu" else ids.to(gpus[target])
+            items = ibp.index_select(table, near, device=gpus[target], path=path, check=True)
         assert items.device == gpus[target]
         assert_same_bits(items.cpu(), x[ids])
 
@@ -183,8 +187,8 @@ def test_operations_refuse_two_devices(gpus, x):
     """Whatever is on the other GPU, or the CPU."""
     table = make_table(x, "ibp", gpus[0])
     for here, there in (gpus, gpus[::-1]):
-        arguments = [*table._arguments(here), torch.tensor([5, 6], device=here), 0, torch.empty(2, COLUMNS, device=here),
-                     torch.zeros(4, dtype=torch.int64, device=here)]  # fmt: skip
+        out, fault = torch.empty(2, COLUMNS, device=here), torch.zeros(4, dtype=torch.int64, device=here)
+        arguments = [*table._arguments(here), torch.tensor([5, 6], device=here), 0, out, fault]
         OPS.gather_items(*arguments)
         assert_same_bits(arguments[-2].cpu(), x[5:7])
         for place, value in enumerate(arguments):
@@ -213,7 +217,8 @@ def test_graphs(gpus, x, place):
             table.index_select(ids[-1], out=outs[-1]), table.decompress(out=wholes[-1])
             torch.cuda.synchronize()
             graphs.append(torch.cuda.CUDAGraph())
-            with torch.cuda.graph(graphs[-1], stream=torch.cuda.Stream(gpu)):  # torch's own capture stream is the first GPU's
+            own = torch.cuda.Stream(gpu)  # torch's capture stream is the first GPU's
+            with torch.cuda.graph(graphs[-1], stream=own):
                 table.index_select(ids[-1], out=outs[-1]), table.decompress(out=wholes[-1])
     for current in (*gpus, *gpus):
         with torch.cuda.device(current):
@@ -275,7 +280,8 @@ def test_corrupt_rows(gpus, x):
         with torch.cuda.device(gpus[current]):
             with pytest.raises(ibp.CorruptTableError, match="33"):
                 bad.decompress(device=gpus[target], check=True)
-            assert_same_bits(ibp.index_select(bad, torch.tensor([31, 64], device=gpus[target]), check=True).cpu(), x[[31, 64]])
+            intact = torch.tensor([31, 64], device=gpus[target])
+            assert_same_bits(ibp.index_select(bad, intact, check=True).cpu(), x[[31, 64]])
 
 
 def test_streams(gpus, x):
@@ -354,5 +360,5 @@ def test_compiled(gpus, x):
         with torch.cuda.device(gpus[current]):
             ids = random_ids()
             table.index_select(ids.to(gpus[target]))
-            function = torch.compile(lambda some: ibp.index_select(table, some) + 0, fullgraph=True, backend="aot_eager")
-            assert_same_bits(function(ids.to(gpus[target])).cpu(), x[ids] + 0)
+            gather = torch.compile(lambda some: ibp.index_select(table, some) + 0, fullgraph=True, backend="aot_eager")
+            assert_same_bits(gather(ids.to(gpus[target])).cpu(), x[ids] + 0)

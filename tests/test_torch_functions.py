@@ -4,9 +4,9 @@ so."""
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, embedding
 
 import ibp
+from helpers import assert_same_bits, embedding
 
 ON_CPU = {"device": "cpu", "pin_memory": False}
 IDS = torch.tensor([3, 99, 0, 3])

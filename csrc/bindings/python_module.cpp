@@ -34,7 +34,10 @@ std::vector<uint8_t> bytes_of(const py::buffer &buffer)
     return {data, data + info.size * info.itemsize};
 }
 
-py::bytes to_bytes(const std::vector<uint8_t> &v, size_t size) { return {reinterpret_cast<const char *>(v.data()), size}; }
+py::bytes to_bytes(const std::vector<uint8_t> &v, size_t size)
+{
+    return {reinterpret_cast<const char *>(v.data()), size};
+}
 
 // Codes single rows through the C core's oracle.
 class RowCodec {
@@ -48,7 +51,8 @@ class RowCodec {
         const std::vector<uint8_t> bytes = checked_row(row);
         std::vector<uint8_t> coded(measured(bytes)), scratch = new_scratch();
         size_t size = 0;
-        check(ibp_encode_row(&codebook_, bytes.data(), coded.data(), coded.size(), &size, scratch.data(), scratch.size()));
+        check(ibp_encode_row(&codebook_, bytes.data(), coded.data(), coded.size(), &size, scratch.data(),
+                             scratch.size()));
         return to_bytes(coded, size);
     }
 
@@ -80,7 +84,6 @@ class RowCodec {
                                   std::to_string(codebook_.row_bytes));
         return bytes;
     }
-
 };
 
 // Scheme ibp, a codebook given by its masks (FORMAT.md section 5).
@@ -92,7 +95,8 @@ class MaskCodec : public RowCodec {
         if (m.size() != v.size()) throw py::value_error("mask and bitval must have the same size");
         if (m.empty() || m.size() > IBP_MAX_ROW_BYTES) throw py::value_error("a row has 1 to 65536 bytes");
         words_.resize(3 * ibp_codebook_words(static_cast<uint32_t>(m.size())));
-        check(ibp_build_codebook(m.data(), v.data(), static_cast<uint32_t>(m.size()), chunk_bytes, flag_all, words_.data(), &codebook_));
+        check(ibp_build_codebook(m.data(), v.data(), static_cast<uint32_t>(m.size()), chunk_bytes, flag_all,
+                                 words_.data(), &codebook_));
     }
 
   private:
@@ -102,15 +106,27 @@ class MaskCodec : public RowCodec {
 // Scheme planes (FORMAT.md section 6).
 class PlanesCodec : public RowCodec {
   public:
-    PlanesCodec(uint32_t row_bytes, uint32_t element_bytes, uint32_t rotate, uint32_t residual_bits, const std::vector<uint32_t> &digit_bits,
-                bool per_column, bool listed, uint64_t default_value, uint64_t closed_value, const py::buffer &entries)
+    PlanesCodec(uint32_t row_bytes, uint32_t element_bytes, uint32_t rotate, uint32_t residual_bits,
+                const std::vector<uint32_t> &digit_bits, bool per_column, bool listed, uint64_t default_value,
+                uint64_t closed_value, const py::buffer &entries)
         : entries_(bytes_of(entries))
     {
         if (digit_bits.size() > IBP_MAX_PLANES) throw py::value_error("there are at most 4 planes");
-        ibp_planes planes{entries_.data(), default_value, closed_value, element_bytes, residual_bits, rotate,
-                          static_cast<uint32_t>(digit_bits.size()), 0, 0, {}, per_column, listed};
+        ibp_planes planes{entries_.data(),
+                          default_value,
+                          closed_value,
+                          element_bytes,
+                          residual_bits,
+                          rotate,
+                          static_cast<uint32_t>(digit_bits.size()),
+                          0,
+                          0,
+                          {},
+                          per_column,
+                          listed};
         for (size_t p = 0; p < digit_bits.size(); p++)
-            planes.digit_bits[p] = static_cast<uint8_t>(digit_bits[p] > IBP_MAX_DIGIT_BITS ? 0 : digit_bits[p]); // 0 is refused
+            planes.digit_bits[p] =
+                static_cast<uint8_t>(digit_bits[p] > IBP_MAX_DIGIT_BITS ? 0 : digit_bits[p]); // 0 is refused
         check(ibp_build_planes_codebook(&planes, row_bytes, entries_.size(), &codebook_));
         check(ibp_check_codebook(&codebook_));
         if (codebook_.num_clusters > 1) throw py::value_error("entries holds more than one set of entries");
@@ -120,7 +136,8 @@ class PlanesCodec : public RowCodec {
     std::vector<uint8_t> entries_;
 };
 
-// Pinned host memory of its own, exactly as large as asked for. A writable buffer, so that torch.frombuffer keeps it alive.
+// Pinned host memory of its own, exactly as large as asked for. A writable buffer, so that torch.frombuffer keeps it
+// alive.
 class PinnedBuffer {
   public:
     explicit PinnedBuffer(size_t num_bytes) : num_bytes_(num_bytes)
@@ -182,7 +199,8 @@ static_assert(sizeof(DLManagedTensor) == 64, "the layout of dlpack.h on a 64-bit
 enum : int32_t { kDLCUDA = 2 };
 enum : uint8_t { kDLUInt = 1 };
 
-// The bytes of an object in pinned memory as a CUDA device sees them, for whoever takes a DLPack capsule; the object lives as long as they are held.
+// The bytes of an object in pinned memory as a CUDA device sees them, for whoever takes a DLPack capsule; the object
+// lives as long as they are held.
 struct MappedBytes {
     DLManagedTensor managed;
     py::object owner;
@@ -190,14 +208,15 @@ struct MappedBytes {
 
     static void release(DLManagedTensor *managed)
     {
-        if (!Py_IsInitialized()) return; // the interpreter's objects are gone
+        if (!Py_IsInitialized()) return;      // the interpreter's objects are gone
         const py::gil_scoped_acquire acquire; // torch frees tensors on any thread
         delete static_cast<MappedBytes *>(managed->manager);
     }
 };
 
-// A capsule with the bytes from address on, which are pinned, as uint8 of the current CUDA device, whose index is device. Torch's own ways to wrap an
-// address, from_blob and __cuda_array_interface__, ask the driver for its device: that one is the device that was current when it was pinned.
+// A capsule with the bytes from address on, which are pinned, as uint8 of the current CUDA device, whose index is
+// device. Torch's own ways to wrap an address, from_blob and __cuda_array_interface__, ask the driver for its device:
+// that one is the device that was current when it was pinned.
 py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, int32_t device)
 {
     void *mapped = nullptr;
@@ -235,8 +254,8 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
-// What call() returns. An exception that leaves it takes kept[0], if there is one, along as its attribute `table`. No Python code runs in
-// between, so that no further interrupt can come before it.
+// What call() returns. An exception that leaves it takes kept[0], if there is one, along as its attribute `table`. No
+// Python code runs in between, so that no further interrupt can come before it.
 py::object call_keeping_table(const py::list &kept, const py::object &call)
 {
     try {
@@ -260,13 +279,16 @@ PYBIND11_MODULE(_core, m)
     m.attr("CPU_AVX512") = static_cast<uint32_t>(IBP_CPU_AVX512);
     m.def("version", &ibp_version, "Version of the linked core library.");
     m.def(
-        "status_string", [](int status) { return ibp_status_string(static_cast<ibp_status>(status)); }, py::arg("status"),
-        "One sentence for a status code of the C API.");
-    m.def("cpu_features", &ibp_cpu_features, "Features of the processor that the CPU coders use (ibp_cpu_feature of ibp.h); 0: plain C.");
+        "status_string", [](int status) { return ibp_status_string(static_cast<ibp_status>(status)); },
+        py::arg("status"), "One sentence for a status code of the C API.");
+    m.def("cpu_features", &ibp_cpu_features,
+          "Features of the processor that the CPU coders use (ibp_cpu_feature of ibp.h); 0: plain C.");
     m.def("set_cpu_features", &ibp_set_cpu_features, py::arg("features"),
-          "Uses those of the given features that the processor has, in all threads from now on; returns them. For tests and benchmarks.");
+          "Uses those of the given features that the processor has, in all threads from now on; returns them. For "
+          "tests and benchmarks.");
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
-    m.def("cuda_device_count", &ibp_cuda_device_count, "CUDA devices that the core library can see; 0 without a driver.");
+    m.def("cuda_device_count", &ibp_cuda_device_count,
+          "CUDA devices that the core library can see; 0 without a driver.");
 
     m.def("call_keeping_table", &call_keeping_table, py::arg("kept"), py::arg("call"),
           "call(); an exception that leaves it takes kept[0], if there is one, along as its attribute `table`.");
@@ -275,16 +297,18 @@ PYBIND11_MODULE(_core, m)
         .def_property_readonly("row_bytes", &RowCodec::row_bytes)
         .def("coded_bytes", &RowCodec::coded_bytes, py::arg("row"), "Exact coded size of a row in bytes.")
         .def("encode", &RowCodec::encode, py::arg("row"), "The coded row, whether or not it is smaller than the row.")
-        .def("decode", &RowCodec::decode, py::arg("coded"), "The row; ValueError if coded is not one, or not of its size.");
+        .def("decode", &RowCodec::decode, py::arg("coded"),
+             "The row; ValueError if coded is not one, or not of its size.");
     py::class_<MaskCodec, RowCodec>(m, "RowCodec", "Codes single rows of scheme ibp (FORMAT.md section 5).")
         .def(py::init<const py::buffer &, const py::buffer &, uint32_t, bool>(), py::arg("mask"), py::arg("bitval"),
              py::arg("chunk_bytes"), py::arg("flag_all") = false)
         .def_property_readonly("num_flags", &RowCodec::num_flags);
     py::class_<PlanesCodec, RowCodec>(m, "PlanesCodec", "Codes single rows of scheme planes (FORMAT.md section 6).")
-        .def(py::init<uint32_t, uint32_t, uint32_t, uint32_t, const std::vector<uint32_t> &, bool, bool, uint64_t, uint64_t,
-                      const py::buffer &>(),
-             py::arg("row_bytes"), py::arg("element_bytes"), py::arg("rotate"), py::arg("residual_bits"), py::arg("digit_bits"),
-             py::arg("per_column"), py::arg("listed"), py::arg("default"), py::arg("closed"), py::arg("entries"));
+        .def(py::init<uint32_t, uint32_t, uint32_t, uint32_t, const std::vector<uint32_t> &, bool, bool, uint64_t,
+                      uint64_t, const py::buffer &>(),
+             py::arg("row_bytes"), py::arg("element_bytes"), py::arg("rotate"), py::arg("residual_bits"),
+             py::arg("digit_bits"), py::arg("per_column"), py::arg("listed"), py::arg("default"), py::arg("closed"),
+             py::arg("entries"));
 
     py::class_<PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
         .def(py::init<size_t>(), py::arg("num_bytes"))
@@ -294,7 +318,8 @@ PYBIND11_MODULE(_core, m)
         .def(py::init<py::object, uintptr_t, size_t>(), py::arg("owner"), py::arg("address"), py::arg("num_bytes"));
 
     m.def("map_pinned", &map_pinned, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
-          "DLPack capsule of pinned memory as bytes of the current CUDA device, whose index is device; keeps its owner alive.");
+          "DLPack capsule of pinned memory as bytes of the current CUDA device, whose index is device; keeps its owner "
+          "alive.");
 
     py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
         .def(py::init<>())

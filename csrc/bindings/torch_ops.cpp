@@ -1,7 +1,8 @@
-// torch_ops.cpp - torch.ops.ibp.*: tensors to pointers, nothing else. Schemas and fake implementations are in ibp/_ops.py.
+// torch_ops.cpp - torch.ops.ibp.*: tensors to pointers, nothing else. Schemas and fake implementations are in
+// ibp/_ops.py.
 //
-// Built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without CUDA. The operations are public: arguments
-// that contradict each other raise, whatever they are.
+// Built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without CUDA. The
+// operations are public: arguments that contradict each other raise, whatever they are.
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -15,11 +16,13 @@ using namespace ibp_torch;
 
 // ---- threads of the CPU implementations ----
 
-constexpr int64_t kGrainBytes = 1 << 16;       // least work of a thread
-constexpr int64_t kLeastSharedBytes = 1 << 19; // less work stays on the calling thread: others take some 10 us to wake, and then spin for a while
+constexpr int64_t kGrainBytes = 1 << 16; // least work of a thread
+constexpr int64_t kLeastSharedBytes =
+    1 << 19; // less work stays on the calling thread: others take some 10 us to wake, and then spin for a while
 
-// Runs work(first, last, scratch, fault) over ranges of [0, count), on torch's threads where that pays, and keeps the fault with the lowest
-// position. bytes_each: what one step reads or writes. work returns a status, of which IBP_INVALID_ARGUMENT raises.
+// Runs work(first, last, scratch, fault) over ranges of [0, count), on torch's threads where that pays, and keeps the
+// fault with the lowest position. bytes_each: what one step reads or writes. work returns a status, of which
+// IBP_INVALID_ARGUMENT raises.
 template <typename Work>
 void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {
@@ -44,19 +47,21 @@ void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fa
 uint64_t *counts_of(const Tensor &counts) { return static_cast<uint64_t *>(counts.data_ptr()); }
 
 // Sums partial counts of row ranges, one range a thread.
-template <typename Count> Tensor count_on_cpu(const Tensor &data, int64_t num_counts, uint32_t row_bytes, const Count &count)
+template <typename Count>
+Tensor count_on_cpu(const Tensor &data, int64_t num_counts, uint32_t row_bytes, const Count &count)
 {
     constexpr int64_t kLeastCounted = 1 << 20; // bytes of a range: its partial counts are 64 times as large as a row
     const uint8_t *const rows = bytes_of(data, 0, "data");
     const int64_t num_rows = data.numel() / row_bytes;
     Tensor counts = new_counts(data, num_counts);
     std::mutex mutex;
-    torch::stable::parallel_for(0, num_rows, std::max<int64_t>(1, kLeastCounted / row_bytes), [&](int64_t first, int64_t last) {
-        std::vector<uint64_t> partial(static_cast<size_t>(num_counts));
-        check(count(rows + first * row_bytes, static_cast<size_t>(last - first), partial.data()), "counting");
-        const std::lock_guard<std::mutex> lock(mutex);
-        for (size_t i = 0; i < partial.size(); i++) counts_of(counts)[i] += partial[i];
-    });
+    torch::stable::parallel_for(
+        0, num_rows, std::max<int64_t>(1, kLeastCounted / row_bytes), [&](int64_t first, int64_t last) {
+            std::vector<uint64_t> partial(static_cast<size_t>(num_counts));
+            check(count(rows + first * row_bytes, static_cast<size_t>(last - first), partial.data()), "counting");
+            const std::lock_guard<std::mutex> lock(mutex);
+            for (size_t i = 0; i < partial.size(); i++) counts_of(counts)[i] += partial[i];
+        });
     return counts;
 }
 
@@ -72,8 +77,8 @@ Tensor codebook_words(Tensor mask, Tensor bitval, int64_t chunk_bytes, bool flag
     Tensor words = new_tensor(mask, {3, num_words}, ScalarType::Int);
     ibp_codebook unused;
     check(ibp_build_codebook(bytes_of(mask, 1, "mask"), bytes_of(bitval, row_bytes, "bitval"), row_bytes,
-                             to_u32(chunk_bytes, 1, 8, "chunk_bytes"), flag_all, static_cast<uint32_t *>(words.data_ptr()),
-                             &unused),
+                             to_u32(chunk_bytes, 1, 8, "chunk_bytes"), flag_all,
+                             static_cast<uint32_t *>(words.data_ptr()), &unused),
           "codebook_words");
     return words;
 }
@@ -83,7 +88,8 @@ std::tuple<Tensor, Tensor> threshold_bits(Tensor counts, int64_t num_rows, doubl
     require(counts.numel() % 8 == 0, "counts has ", counts.numel(), " elements, 8 a byte of a row are needed");
     require(num_rows >= 0, "num_rows is ", num_rows);
     const uint32_t row_bytes = row_bytes_of(counts.numel() / 8);
-    Tensor mask = new_tensor(counts, {row_bytes}, ScalarType::Byte), bitval = new_tensor(counts, {row_bytes}, ScalarType::Byte);
+    Tensor mask = new_tensor(counts, {row_bytes}, ScalarType::Byte),
+           bitval = new_tensor(counts, {row_bytes}, ScalarType::Byte);
     check(ibp_threshold_bits(unsigned_longs_of(counts, 8, "counts"), static_cast<uint64_t>(num_rows), row_bytes, tau,
                              bytes_of(mask, row_bytes, "mask"), bytes_of(bitval, row_bytes, "bitval")),
           "threshold_bits");
@@ -95,7 +101,8 @@ std::tuple<Tensor, Tensor> choose_masks(Tensor data, int64_t row_bytes, int64_t 
 {
     const uint32_t bytes = row_bytes_of(row_bytes), chunk = to_u32(chunk_bytes, 1, 8, "chunk_bytes");
     const uint8_t *const rows = bytes_of(data, 0, "data");
-    Tensor mask = new_tensor(data, {row_bytes}, ScalarType::Byte), bitval = new_tensor(data, {row_bytes}, ScalarType::Byte);
+    Tensor mask = new_tensor(data, {row_bytes}, ScalarType::Byte),
+           bitval = new_tensor(data, {row_bytes}, ScalarType::Byte);
     require((chunk & (chunk - 1)) == 0, "chunk_bytes is ", chunk_bytes, ", not 1, 2, 4 or 8");
     uint8_t *const to_mask = bytes_of(mask, bytes, "mask"), *const to_bitval = bytes_of(bitval, bytes, "bitval");
     const int64_t num_rows = data.numel() / row_bytes;
@@ -103,8 +110,9 @@ std::tuple<Tensor, Tensor> choose_masks(Tensor data, int64_t row_bytes, int64_t 
     ibp_fault unused{};
     over_ranges(divide_up(row_bytes, chunk_bytes), num_rows * chunk_bytes * times_read, 0, &unused,
                 [&](int64_t first, int64_t last, uint8_t *, ibp_fault *) {
-                    return ibp_choose_masks(rows, static_cast<size_t>(num_rows), bytes, chunk, static_cast<uint32_t>(first),
-                                            static_cast<uint32_t>(last), to_mask, to_bitval);
+                    return ibp_choose_masks(rows, static_cast<size_t>(num_rows), bytes, chunk,
+                                            static_cast<uint32_t>(first), static_cast<uint32_t>(last), to_mask,
+                                            to_bitval);
                 });
     return {mask, bitval};
 }
@@ -122,8 +130,8 @@ Tensor count_bits_cuda(Tensor data, int64_t row_bytes)
     const auto device = use_cuda(data, {});
     const uint32_t bytes = row_bytes_of(row_bytes);
     Tensor counts = new_counts(data, 8 * row_bytes);
-    check(ibp_cuda_count_bits(bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes), bytes, counts_of(counts),
-                              current_stream(data)),
+    check(ibp_cuda_count_bits(bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes), bytes,
+                              counts_of(counts), current_stream(data)),
           "count_bits");
     return counts;
 }
@@ -140,8 +148,9 @@ Tensor count_hits_cpu(Tensor data, Tensor codebook, std::vector<int64_t> codec)
 {
     require_cpu({&data, &codebook});
     const ibp_codebook cb = masks_of(codebook, codec);
-    return count_on_cpu(data, chunks_of(cb), cb.row_bytes,
-                        [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) { return ibp_count_hits(&cb, rows, num_rows, hits); });
+    return count_on_cpu(data, chunks_of(cb), cb.row_bytes, [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) {
+        return ibp_count_hits(&cb, rows, num_rows, hits);
+    });
 }
 
 Tensor count_hits_cuda(Tensor data, Tensor codebook, std::vector<int64_t> codec)
@@ -149,8 +158,8 @@ Tensor count_hits_cuda(Tensor data, Tensor codebook, std::vector<int64_t> codec)
     const auto device = use_cuda(data, {&codebook});
     const ibp_codebook cb = masks_of(codebook, codec);
     Tensor hits = new_counts(data, chunks_of(cb));
-    check(ibp_cuda_count_hits(&cb, bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / cb.row_bytes), counts_of(hits),
-                              current_stream(data)),
+    check(ibp_cuda_count_hits(&cb, bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / cb.row_bytes),
+                              counts_of(hits), current_stream(data)),
           "count_hits");
     return hits;
 }
@@ -167,10 +176,12 @@ Tensor measure_rows_cpu(Tensor data, Tensor codebook, std::vector<int64_t> codec
     auto *const out = static_cast<uint16_t *>(lengths.data_ptr());
     const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
     ibp_fault unused{};
-    over_ranges(num_rows, cb.row_bytes, scratch_bytes, &unused, [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *) {
-        const int64_t start = first * cb.row_bytes, end = std::min<int64_t>(data.numel(), last * cb.row_bytes);
-        return ibp_measure_rows(&cb, bytes + start, end - start, out + first, scratch, scratch_bytes);
-    });
+    over_ranges(num_rows, cb.row_bytes, scratch_bytes, &unused,
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *) {
+                    const int64_t start = first * cb.row_bytes,
+                                  end = std::min<int64_t>(data.numel(), last * cb.row_bytes);
+                    return ibp_measure_rows(&cb, bytes + start, end - start, out + first, scratch, scratch_bytes);
+                });
     return lengths;
 }
 
@@ -179,20 +190,22 @@ Tensor measure_rows_cuda(Tensor data, Tensor codebook, std::vector<int64_t> code
     const auto device = use_cuda(data, {&codebook});
     const ibp_codebook cb = codebook_of(codebook, codec);
     Tensor lengths = new_tensor(data, {divide_up(data.numel(), cb.row_bytes)}, ScalarType::UInt16);
-    check(ibp_cuda_measure_rows(&cb, bytes_of(data, 0, "data"), data.numel(), static_cast<uint16_t *>(lengths.data_ptr()),
-                                current_stream(data)),
+    check(ibp_cuda_measure_rows(&cb, bytes_of(data, 0, "data"), data.numel(),
+                                static_cast<uint16_t *>(lengths.data_ptr()), current_stream(data)),
           "measure_rows");
     return lengths;
 }
 
-// Returns bases and, as the last entry, the bytes of overflow. index(lengths, row_bytes, slot_bytes, bases, overflow_bytes) fills them.
+// Returns bases and, as the last entry, the bytes of overflow. index(lengths, row_bytes, slot_bytes, bases,
+// overflow_bytes) fills them.
 template <typename Index>
 Tensor index_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes, const Index &index)
 {
     const uint32_t bytes = row_bytes_of(row_bytes), slot = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
     require(0 <= num_bytes && num_bytes <= kMaxBytes, "num_bytes is ", num_bytes);
     const int64_t num_rows = divide_up(num_bytes, bytes), num_bases = divide_up(num_rows, IBP_ROWS_PER_BASE);
-    const uint16_t *const given = data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
+    const uint16_t *const given =
+        data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
     Tensor bases = new_tensor(lengths, {num_bases + 1}, ScalarType::Long);
     auto *const out = static_cast<int64_t *>(bases.data_ptr());
     index(given, bytes, slot, static_cast<uint64_t *>(static_cast<void *>(out)), out + num_bases);
@@ -210,20 +223,23 @@ Tensor index_rows_cpu(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int6
 Tensor index_rows_cuda(Tensor lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes)
 {
     const auto device = use_cuda(lengths, {});
-    return index_rows(lengths, num_bytes, row_bytes, slot_bytes,
-                      [&](const uint16_t *in, uint32_t bytes, uint32_t slot, uint64_t *bases, int64_t *overflow_bytes) {
-                          check(ibp_cuda_index_rows(in, num_bytes, bytes, slot, bases, overflow_bytes, current_stream(lengths)),
-                                "index_rows");
-                      });
+    return index_rows(
+        lengths, num_bytes, row_bytes, slot_bytes,
+        [&](const uint16_t *in, uint32_t bytes, uint32_t slot, uint64_t *bases, int64_t *overflow_bytes) {
+            check(ibp_cuda_index_rows(in, num_bytes, bytes, slot, bases, overflow_bytes, current_stream(lengths)),
+                  "index_rows");
+        });
 }
 
 // Returns the stored bytes, and how many rows take 0, 1, ... sectors.
-template <typename Survey> Tensor survey_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, const Survey &survey)
+template <typename Survey>
+Tensor survey_rows(const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, const Survey &survey)
 {
     constexpr int64_t kSectorBytes = IBP_OVERFLOW_ALIGN;
     const uint32_t bytes = row_bytes_of(row_bytes);
     require(0 <= num_bytes && num_bytes <= kMaxBytes, "num_bytes is ", num_bytes);
-    const uint16_t *const given = data_of<uint16_t>(lengths, ScalarType::UInt16, divide_up(num_bytes, bytes), "lengths");
+    const uint16_t *const given =
+        data_of<uint16_t>(lengths, ScalarType::UInt16, divide_up(num_bytes, bytes), "lengths");
     Tensor found = new_counts(lengths, 2 + divide_up(row_bytes, kSectorBytes));
     survey(given, bytes, counts_of(found));
     return found;
@@ -231,10 +247,9 @@ template <typename Survey> Tensor survey_rows(const Tensor &lengths, int64_t num
 
 Tensor survey_rows_cpu(Tensor lengths, int64_t num_bytes, int64_t row_bytes)
 {
-    return survey_rows(lengths, num_bytes, row_bytes,
-                       [&](const uint16_t *in, uint32_t bytes, uint64_t *found) {
-                           check(ibp_survey_rows(in, num_bytes, bytes, found), "survey_rows");
-                       });
+    return survey_rows(lengths, num_bytes, row_bytes, [&](const uint16_t *in, uint32_t bytes, uint64_t *found) {
+        check(ibp_survey_rows(in, num_bytes, bytes, found), "survey_rows");
+    });
 }
 
 Tensor survey_rows_cuda(Tensor lengths, int64_t num_bytes, int64_t row_bytes)
@@ -257,7 +272,8 @@ void encode_rows_cpu(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
     const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
     over_ranges(ibp_num_rows(&table), row_bytes, scratch_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    return ibp_encode_rows(&table, bytes, first, last, to_slots, to_overflow, scratch, scratch_bytes, mine);
+                    return ibp_encode_rows(&table, bytes, first, last, to_slots, to_overflow, scratch, scratch_bytes,
+                                           mine);
                 });
 }
 
@@ -268,8 +284,8 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
     const ibp_table table = args.table();
     const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&table), "data");
     args.check_writing(data, fault);
-    check(ibp_cuda_encode_rows(&table, bytes, bytes_of(slots, 0, "slots"), bytes_of(overflow, 0, "overflow"), fault_of(fault),
-                               current_stream(data)),
+    check(ibp_cuda_encode_rows(&table, bytes, bytes_of(slots, 0, "slots"), bytes_of(overflow, 0, "overflow"),
+                               fault_of(fault), current_stream(data)),
           "encode_rows");
 }
 
@@ -277,8 +293,8 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
 
 int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
 
-void check_footprints(const TableArgs &args, const Tensor &ids, const std::optional<Tensor> &positions, const Tensor &out,
-                      const Tensor &fault)
+void check_footprints(const TableArgs &args, const Tensor &ids, const std::optional<Tensor> &positions,
+                      const Tensor &out, const Tensor &fault)
 {
     Footprints memory = args.footprints();
     memory.reads("ids", ids);
@@ -287,7 +303,8 @@ void check_footprints(const TableArgs &args, const Tensor &ids, const std::optio
     memory.writes("fault", fault);
 }
 
-void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor out, Tensor fault, std::optional<Tensor> positions)
+void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor out, Tensor fault,
+                      std::optional<Tensor> positions)
 {
     require_cpu({&out, IBP_TABLE_TENSORS, &ids, &fault, positions ? &*positions : &ids});
     const TableArgs args = IBP_TABLE_ARGUMENTS;
@@ -304,14 +321,16 @@ void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor 
                 });
 }
 
-void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor out, Tensor fault, std::optional<Tensor> positions)
+void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor out, Tensor fault,
+                       std::optional<Tensor> positions)
 {
     const auto device = use_cuda(out, {IBP_TABLE_TENSORS, &ids, &fault, positions ? &*positions : &ids});
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const ibp_ids items = placed_ids_of(ids, positions, out, item_bytes);
     check_footprints(args, ids, positions, out, fault);
-    check(ibp_cuda_gather_items(&table, &items, room_of(out, 0, "out"), fault_of(fault), sms_of(max_sms), current_stream(out)),
+    check(ibp_cuda_gather_items(&table, &items, room_of(out, 0, "out"), fault_of(fault), sms_of(max_sms),
+                                current_stream(out)),
           "gather_items");
 }
 
@@ -319,7 +338,8 @@ void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor
 
 // (ids in the order of the windows of a table, the position of each): as many as ids.
 template <typename Partition>
-std::tuple<Tensor, Tensor> partition_ids(const Tensor &ids, int64_t num_items, int64_t window_bits, const Partition &partition)
+std::tuple<Tensor, Tensor> partition_ids(const Tensor &ids, int64_t num_items, int64_t window_bits,
+                                         const Partition &partition)
 {
     const ibp_ids items = ids_of(ids);
     const uint32_t bits = to_u32(window_bits, 0, 62, "window_bits");
@@ -327,7 +347,8 @@ std::tuple<Tensor, Tensor> partition_ids(const Tensor &ids, int64_t num_items, i
     require(items.count <= INT32_MAX, "there are ", items.count, " ids, more than 2^31 - 1");
     require(ibp_num_windows(num_items, bits) <= IBP_MAX_WINDOWS, "window_bits is ", window_bits, ": ", num_items,
             " items fall into more than ", IBP_MAX_WINDOWS, " windows");
-    Tensor sorted_ids = new_tensor(ids, {items.count}, ids.scalar_type()), positions = new_tensor(ids, {items.count}, ScalarType::Int);
+    Tensor sorted_ids = new_tensor(ids, {items.count}, ids.scalar_type()),
+           positions = new_tensor(ids, {items.count}, ScalarType::Int);
     const auto num_bytes = static_cast<int64_t>(ibp_partition_workspace_bytes(items.count, num_items, bits));
     Tensor workspace = new_tensor(ids, {num_bytes}, ScalarType::Byte);
     check(partition(items, bits, workspace.data_ptr(), sorted_ids.data_ptr(),
@@ -349,15 +370,16 @@ std::tuple<Tensor, Tensor> partition_ids_cuda(Tensor ids, int64_t num_items, int
     const auto device = use_cuda(ids, {});
     return partition_ids(ids, num_items, window_bits,
                          [&](const ibp_ids &items, uint32_t bits, void *workspace, void *to, uint32_t *positions) {
-                             return ibp_cuda_partition_ids(&items, num_items, bits, workspace, to, positions, current_stream(ids));
+                             return ibp_cuda_partition_ids(&items, num_items, bits, workspace, to, positions,
+                                                           current_stream(ids));
                          });
 }
 
-// The selection of the items at ids from position `first` on, as many as fit lengths (and bases) by their rows and rows by their
-// bytes, at least one; taken becomes [items, stored bytes]. Groups of the rows that share a base are measured and then copied by
-// torch's threads. Nothing is taken where there is a fault.
-void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor lengths_out, Tensor bases_out, Tensor rows_out, Tensor taken,
-                     Tensor fault)
+// The selection of the items at ids from position `first` on, as many as fit lengths (and bases) by their rows and
+// rows by their bytes, at least one; taken becomes [items, stored bytes]. Groups of the rows that share a base are
+// measured and then copied by torch's threads. Nothing is taken where there is a fault.
+void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor lengths_out, Tensor bases_out,
+                     Tensor rows_out, Tensor taken, Tensor fault)
 {
     constexpr int64_t kGroup = IBP_ROWS_PER_BASE;
     constexpr int64_t kLengthBytes = 256; // a length at a random place takes as long to come as so many bytes in order
@@ -365,7 +387,8 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const int64_t row_bytes = table.codebook.row_bytes;
-    require(item_bytes > 0 && item_bytes % row_bytes == 0, "items of ", item_bytes, " bytes are not whole rows of ", row_bytes);
+    require(item_bytes > 0 && item_bytes % row_bytes == 0, "items of ", item_bytes, " bytes are not whole rows of ",
+            row_bytes);
     ibp_ids items = ids_of(ids);
     require(0 <= first && first < items.count, "first is ", first, " of ", items.count, " ids");
     items.data = static_cast<const uint8_t *>(items.data) + first * items.id_bytes;
@@ -385,19 +408,21 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     memory.writes("taken", taken);
     memory.writes("fault", fault);
     const auto over_groups = [&](int64_t bytes_each, const auto &work) {
-        over_ranges(num_groups, bytes_each, 0, fault_of(fault), [&](int64_t begin, int64_t end, uint8_t *, ibp_fault *mine) {
-            ibp_status status = IBP_OK;
-            for (int64_t g = begin; g < end && status == IBP_OK; g++)
-                status = work(g, kGroup * g, std::min(num_rows, kGroup * (g + 1)), mine);
-            mine->position += first;
-            return status;
-        });
+        over_ranges(num_groups, bytes_each, 0, fault_of(fault),
+                    [&](int64_t begin, int64_t end, uint8_t *, ibp_fault *mine) {
+                        ibp_status status = IBP_OK;
+                        for (int64_t g = begin; g < end && status == IBP_OK; g++)
+                            status = work(g, kGroup * g, std::min(num_rows, kGroup * (g + 1)), mine);
+                        mine->position += first;
+                        return status;
+                    });
     };
     const auto is_ok = [&] { return fault_of(fault)->status == IBP_OK; };
     result[0] = result[1] = 0;
     over_groups(kLengthBytes * kGroup, [&](int64_t g, int64_t from, int64_t until, ibp_fault *mine) {
         uint64_t stored_bytes = 0;
-        const ibp_status status = ibp_measure_selection(&table, &items, from, until, lengths_to + from, &stored_bytes, mine);
+        const ibp_status status =
+            ibp_measure_selection(&table, &items, from, until, lengths_to + from, &stored_bytes, mine);
         starts[g] = static_cast<int64_t>(stored_bytes);
         return status;
     });
@@ -414,7 +439,8 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     }
     over_groups(kGroup * row_bytes, [&](int64_t g, int64_t from, int64_t until, ibp_fault *mine) {
         const int64_t stop = g + 1 < num_groups ? starts[g + 1] : end;
-        return ibp_copy_selection(&table, &items, from, until, to + starts[g], static_cast<uint64_t>(stop - starts[g]), mine);
+        return ibp_copy_selection(&table, &items, from, until, to + starts[g], static_cast<uint64_t>(stop - starts[g]),
+                                  mine);
     });
     if (!is_ok()) return;
     result[0] = num_rows / rows_per_item;
@@ -424,10 +450,12 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
 // ---- decoding ----
 
 // Bytes [start, end) must be in the table, and nothing of it where they go. Returns the memory of it all.
-Footprints check_decoding(const TableArgs &args, const ibp_table &table, int64_t start, int64_t end, const Tensor &out, const Tensor &fault)
+Footprints check_decoding(const TableArgs &args, const ibp_table &table, int64_t start, int64_t end, const Tensor &out,
+                          const Tensor &fault)
 {
     const int64_t num_bytes = ibp_bytes_of_table(&table);
-    require(0 <= start && start <= end && end <= num_bytes, "bytes [", start, ", ", end, ") are not among the table's ", num_bytes);
+    require(0 <= start && start <= end && end <= num_bytes, "bytes [", start, ", ", end, ") are not among the table's ",
+            num_bytes);
     Footprints memory = args.footprints();
     memory.writes("out", out);
     memory.writes("fault", fault);
@@ -444,7 +472,8 @@ void decode_bytes_cpu(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t 
     uint8_t *const to = room_of(out, end - start, "out");
     ibp_fault *const first_fault = fault_of(fault);
     if (start == end) return;
-    const int64_t row_bytes = table.codebook.row_bytes, first_row = start / row_bytes, last_row = (end - 1) / row_bytes + 1;
+    const int64_t row_bytes = table.codebook.row_bytes, first_row = start / row_bytes,
+                  last_row = (end - 1) / row_bytes + 1;
     const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
     over_ranges(last_row - first_row, row_bytes, scratch_bytes, first_fault,
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
@@ -465,14 +494,15 @@ void decode_bytes_cuda(IBP_TABLE_PARAMETERS, int64_t start, int64_t end, int64_t
           "decode_bytes");
 }
 
-// host_bases: the table's bases on the CPU. streamer: address of an ibp_streamer of out's device. begins, ends: whether this is the
-// first, the last table of a stream, all through the same ring.
-void stream_bytes_cuda(IBP_TABLE_PARAMETERS, Tensor host_bases, int64_t start, int64_t end, int64_t streamer, bool begins,
-                       bool ends, int64_t max_sms, Tensor ring, Tensor out, Tensor fault)
+// host_bases: the table's bases on the CPU. streamer: address of an ibp_streamer of out's device. begins, ends:
+// whether this is the first, the last table of a stream, all through the same ring.
+void stream_bytes_cuda(IBP_TABLE_PARAMETERS, Tensor host_bases, int64_t start, int64_t end, int64_t streamer,
+                       bool begins, bool ends, int64_t max_sms, Tensor ring, Tensor out, Tensor fault)
 {
     const auto device = use_cuda(out, {IBP_TABLE_TENSORS, &ring, &fault});
     require_cpu({&host_bases});
-    require(host_bases.numel() == bases.numel(), "host_bases has ", host_bases.numel(), " elements, bases ", bases.numel());
+    require(host_bases.numel() == bases.numel(), "host_bases has ", host_bases.numel(), " elements, bases ",
+            bases.numel());
     require(streamer != 0, "no streamer");
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
@@ -481,7 +511,8 @@ void stream_bytes_cuda(IBP_TABLE_PARAMETERS, Tensor host_bases, int64_t start, i
     uint8_t *const to = bytes_of(out, end - start, "out"), *const staging = bytes_of(ring, 0, "ring");
     auto *const stream = reinterpret_cast<ibp_streamer *>(static_cast<uintptr_t>(streamer));
     if (begins) check(ibp_cuda_begin_stream(stream, staging, ring.numel()), "begin_stream");
-    check(ibp_cuda_stream_bytes(stream, &table, starts, start, end, ends, to, fault_of(fault), sms_of(max_sms), current_stream(out)),
+    check(ibp_cuda_stream_bytes(stream, &table, starts, start, end, ends, to, fault_of(fault), sms_of(max_sms),
+                                current_stream(out)),
           "stream_bytes");
 }
 

@@ -1,5 +1,5 @@
-// torch_tables.h - how a table, a codebook and ids are given to an operation (_TABLE of ibp/_ops.py), as the structs of ibp.h. Every length is
-// derived from what reads it; what the bytes say is for the core to distrust.
+// torch_tables.h - how a table, a codebook and ids are given to an operation (_TABLE of ibp/_ops.py), as the structs
+// of ibp.h. Every length is derived from what reads it; what the bytes say is for the core to distrust.
 #ifndef IBP_TORCH_TABLES_H
 #define IBP_TORCH_TABLES_H
 
@@ -20,13 +20,14 @@ inline void read_raw(const Tensor &, const Codec &codec, ibp_codebook *)
     require(codec.size() == 2, "codec of scheme raw has ", codec.size(), " numbers, 2 are needed");
 }
 
-// codec is [1, row_bytes, chunk_bytes, num_flags], words as codebook_words makes them; of several clusters one after the other, each followed by
-// its num_flags and three numbers that mean nothing.
+// codec is [1, row_bytes, chunk_bytes, num_flags], words as codebook_words makes them; of several clusters one after
+// the other, each followed by its num_flags and three numbers that mean nothing.
 inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *codebook)
 {
     require(codec.size() == 4, "codec of scheme ibp has ", codec.size(), " numbers, 4 are needed");
     codebook->chunk_bytes = to_u32(codec[2], 1, 8, "chunk_bytes");
-    require((codebook->chunk_bytes & (codebook->chunk_bytes - 1)) == 0, "chunk_bytes is ", codec[2], ", not 1, 2, 4 or 8");
+    require((codebook->chunk_bytes & (codebook->chunk_bytes - 1)) == 0, "chunk_bytes is ", codec[2],
+            ", not 1, 2, 4 or 8");
     codebook->num_flags = to_u32(codec[3], 0, divide_up(codebook->row_bytes, codebook->chunk_bytes), "num_flags");
     const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook->row_bytes));
     const auto *data = static_cast<const uint32_t *>(
@@ -37,15 +38,15 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
     codebook->flags = data + 2 * num_words;
     const int64_t stride = 3 * num_words + 4;
     if (words.numel() == 3 * num_words) return;
-    require(words.numel() % stride == 0 && words.numel() / stride <= int64_t{IBP_MAX_CLUSTERS}, "codebook has ", words.numel(),
-            " numbers, ", 3 * num_words, " or 1 to 256 times ", stride, " are needed");
+    require(words.numel() % stride == 0 && words.numel() / stride <= int64_t{IBP_MAX_CLUSTERS}, "codebook has ",
+            words.numel(), " numbers, ", 3 * num_words, " or 1 to 256 times ", stride, " are needed");
     codebook->num_clusters = static_cast<uint32_t>(words.numel() / stride);
     codebook->cluster_stride = static_cast<uint32_t>(stride);
     codebook->cluster_flags = data + 3 * num_words;
 }
 
-// codec is [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, digit_bits ...], entries the packed symbols,
-// those of several clusters one after the other.
+// codec is [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, digit_bits ...],
+// entries the packed symbols, those of several clusters one after the other.
 inline void read_planes(const Tensor &entries, const Codec &codec, ibp_codebook *codebook)
 {
     require(codec.size() >= 9 && codec.size() <= 9 + IBP_MAX_PLANES, "codec of scheme planes has ", codec.size(),
@@ -64,7 +65,8 @@ inline void read_planes(const Tensor &entries, const Codec &codec, ibp_codebook 
     planes.entries = bytes_of(entries, 0, "codebook");
     const ibp_status status =
         ibp_build_planes_codebook(&planes, codebook->row_bytes, static_cast<size_t>(entries.numel()), codebook);
-    require(status == IBP_OK, "codebook has ", entries.numel(), " bytes, not those of 1 to 256 sets of entries aligned to their ",
+    require(status == IBP_OK, "codebook has ", entries.numel(),
+            " bytes, not those of 1 to 256 sets of entries aligned to their ",
             "symbols; or the codec of scheme planes is out of range");
 }
 
@@ -73,7 +75,8 @@ struct SchemeReader {
     ibp_scheme scheme;
     void (*read)(const Tensor &words, const Codec &codec, ibp_codebook *codebook);
 };
-constexpr SchemeReader kSchemeReaders[] = {{IBP_SCHEME_RAW, read_raw}, {IBP_SCHEME_IBP, read_masks}, {IBP_SCHEME_PLANES, read_planes}};
+constexpr SchemeReader kSchemeReaders[] = {
+    {IBP_SCHEME_RAW, read_raw}, {IBP_SCHEME_IBP, read_masks}, {IBP_SCHEME_PLANES, read_planes}};
 
 inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 {
@@ -92,11 +95,13 @@ inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 // ---- tables ----
 
 // The arguments that describe a table, and their unpacking, the same in every operation that takes one.
-#define IBP_TABLE_PARAMETERS                                                                                                      \
-    Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, std::vector<int64_t> codec, int64_t slot_bytes, \
-        int64_t overflow_start, int64_t num_items, int64_t item_bytes
-#define IBP_TABLE_ARGUMENTS \
-    {slots, overflow, lengths, bases, codebook, codec, slot_bytes, overflow_start, num_items, item_bytes}
+#define IBP_TABLE_PARAMETERS                                                                                  \
+    Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, std::vector<int64_t> codec, \
+        int64_t slot_bytes, int64_t overflow_start, int64_t num_items, int64_t item_bytes
+#define IBP_TABLE_ARGUMENTS                                                                                 \
+    {                                                                                                       \
+        slots, overflow, lengths, bases, codebook, codec, slot_bytes, overflow_start, num_items, item_bytes \
+    }
 #define IBP_TABLE_TENSORS &slots, &overflow, &lengths, &bases, &codebook
 
 struct TableArgs {
@@ -166,8 +171,10 @@ inline ibp_ids ids_of(const Tensor &ids)
     return {memory_of(ids, "ids").data, ids.numel(), is_long ? 8u : 4u, nullptr, 0};
 }
 
-// Ids with the positions of out that their items go to: any of those that out has room for; without positions one after the other.
-inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &positions, const Tensor &out, int64_t item_bytes)
+// Ids with the positions of out that their items go to: any of those that out has room for; without positions one
+// after the other.
+inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &positions, const Tensor &out,
+                             int64_t item_bytes)
 {
     ibp_ids items = ids_of(ids);
     if (!positions) {

@@ -1,9 +1,10 @@
-// torch_tensors.h - tensors as checked memory: every error of an argument, or of a call of torch, becomes a std::runtime_error, which torch hands
-// to Python as a RuntimeError.
+// torch_tensors.h - tensors as checked memory: every error of an argument, or of a call of torch, becomes a
+// std::runtime_error, which torch hands to Python as a RuntimeError.
 //
-// Messages are put together without streams: a compiler that links a part of libstdc++ statically makes those crash beside torch's libstdc++.
-// Torch's own inline functions write their messages to streams, so the two macros by which they check are replaced here, before those functions
-// are included. No other file includes headers of torch's stable ABI.
+// Messages are put together without streams: a compiler that links a part of libstdc++ statically makes those crash
+// beside torch's libstdc++. Torch's own inline functions write their messages to streams, so the two macros by which
+// they check are replaced here, before those functions are included. No other file includes headers of torch's stable
+// ABI.
 #ifndef IBP_TORCH_TENSORS_H
 #define IBP_TORCH_TENSORS_H
 
@@ -52,11 +53,15 @@ template <typename... Parts> void require(bool condition, const Parts &...parts)
 #error "torch's headers check errors by other macros than those that are replaced here"
 #endif
 #undef TORCH_ERROR_CODE_CHECK
-#define TORCH_ERROR_CODE_CHECK(call) \
-    if ((call) != TORCH_SUCCESS) { ibp_torch::fail_in_torch_call(#call); }
+#define TORCH_ERROR_CODE_CHECK(call)          \
+    if ((call) != TORCH_SUCCESS) {            \
+        ibp_torch::fail_in_torch_call(#call); \
+    }
 #undef STD_TORCH_CHECK
-#define STD_TORCH_CHECK(condition, ...) \
-    if (!(condition)) { ibp_torch::fail_in_torch(#condition); }
+#define STD_TORCH_CHECK(condition, ...)       \
+    if (!(condition)) {                       \
+        ibp_torch::fail_in_torch(#condition); \
+    }
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -71,7 +76,8 @@ using torch::stable::Tensor;
 inline void check(ibp_status status, const char *what)
 {
     const bool is_cuda = status == IBP_CUDA_ERROR;
-    require(status == IBP_OK, what, ": ", ibp_status_string(status), is_cuda ? ": " : "", is_cuda ? ibp_cuda_last_error() : "");
+    require(status == IBP_OK, what, ": ", ibp_status_string(status), is_cuda ? ": " : "",
+            is_cuda ? ibp_cuda_last_error() : "");
 }
 
 // ---- sizes ----
@@ -83,12 +89,16 @@ inline int64_t total_bytes(int64_t count, int64_t each_bytes, const char *name)
 {
     int64_t bytes = 0;
     const bool fits = !__builtin_mul_overflow(count, each_bytes, &bytes) && bytes <= kMaxBytes;
-    require(count >= 0 && each_bytes >= 0 && fits, name, ": ", count, " of ", each_bytes, " bytes each are out of range");
+    require(count >= 0 && each_bytes >= 0 && fits, name, ": ", count, " of ", each_bytes,
+            " bytes each are out of range");
     return bytes;
 }
 
 // Items of item_bytes in num_bytes, of which the last may be short. num_bytes >= 0.
-inline int64_t divide_up(int64_t num_bytes, int64_t item_bytes) { return num_bytes / item_bytes + (num_bytes % item_bytes != 0); }
+inline int64_t divide_up(int64_t num_bytes, int64_t item_bytes)
+{
+    return num_bytes / item_bytes + (num_bytes % item_bytes != 0);
+}
 
 inline uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *name)
 {
@@ -113,7 +123,8 @@ inline Memory memory_of(const Tensor &tensor, const char *name)
     int64_t storage_bytes = 0, offset = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &storage_bytes));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
-    const bool is_held = offset >= 0 && storage_bytes >= num_bytes && offset <= (storage_bytes - num_bytes) / element_bytes;
+    const bool is_held =
+        offset >= 0 && storage_bytes >= num_bytes && offset <= (storage_bytes - num_bytes) / element_bytes;
     auto *const data = static_cast<uint8_t *>(tensor.data_ptr());
     require(is_held && data != nullptr, name, " has more elements than its storage");
     return {data, num_bytes};
@@ -146,8 +157,8 @@ inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
     return memory.data;
 }
 
-// The memory of a call's tensors. No byte that is written belongs to another tensor: an operation that reads what it writes at the same time would
-// act on numbers that it has not checked.
+// The memory of a call's tensors. No byte that is written belongs to another tensor: an operation that reads what it
+// writes at the same time would act on numbers that it has not checked.
 class Footprints {
   public:
     void reads(const char *name, const Tensor &tensor) { add({name, memory_of(tensor, name), false}); }
@@ -196,11 +207,14 @@ inline bool is_on(const Tensor &tensor, const Tensor &other)
 inline void require_cpu(std::initializer_list<const Tensor *> tensors)
 {
     for (const Tensor *tensor : tensors)
-        require(device_type_of(*tensor) == aoti_torch_device_type_cpu(), "all tensors must be on the CPU, or all on one CUDA device");
+        require(device_type_of(*tensor) == aoti_torch_device_type_cpu(),
+                "all tensors must be on the CPU, or all on one CUDA device");
 }
 
-// For those of CUDA: all tensors must be on the first one's device, which is this thread's current one while the guard lives.
-inline torch::stable::accelerator::DeviceGuard use_cuda(const Tensor &first, std::initializer_list<const Tensor *> tensors)
+// For those of CUDA: all tensors must be on the first one's device, which is this thread's current one while the guard
+// lives.
+inline torch::stable::accelerator::DeviceGuard use_cuda(const Tensor &first,
+                                                        std::initializer_list<const Tensor *> tensors)
 {
     require(first.is_cuda(), "all tensors must be on the CPU, or all on one CUDA device");
     for (const Tensor *tensor : tensors) require(is_on(*tensor, first), "all tensors must be on the same CUDA device");
@@ -211,7 +225,8 @@ inline ibp_stream current_stream(const Tensor &tensor)
 {
     require(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA support");
     void *stream = nullptr;
-    require(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == TORCH_SUCCESS, "no current CUDA stream");
+    require(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream) == TORCH_SUCCESS,
+            "no current CUDA stream");
     return static_cast<ibp_stream>(stream);
 }
 
