@@ -16,7 +16,7 @@ from . import _core, _ops, nn
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
 from ._config import show_config
-from ._estimation import analyze, estimate
+from ._estimation import Estimate, analyze, estimate
 from ._fetch.gather import index_select
 from ._fetch.streaming import decompress, decompress_many
 from ._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
@@ -30,6 +30,7 @@ __all__ = [
     "Codebook",
     "CompressedTensor",
     "CorruptTableError",
+    "Estimate",
     "PlanesCodebook",
     "analyze",
     "compress",
