@@ -1,14 +1,13 @@
 // ibp_device.cuh - rows decoded inside kernels of your own, as the paper's header-only library does it. For nvcc,
 // C++17.
 //
-//     template <uint32_t KINDS = ibp::kAllRows> uint32_t ibp::warp_scratch_bytes(const ibp_codebook &)
-//     template <uint32_t KINDS = ibp::kAllRows> ibp_status ibp::warp_decode_row(const ibp_table &, int64_t number,
-// uint8_t *row,
-//                                                                               uint32_t scratch)
-//     template <uint32_t KINDS = ibp::kAllRows> ibp_status ibp::warp_decode_coded(const ibp_codebook &, const uint8_t
-// *coded,
-//                                                                                 uint32_t coded_bytes, uint8_t *row,
-//                                                                                 uint32_t num_bytes, uint32_t scratch)
+//     template <uint32_t KINDS = ibp::kAllRows>
+//     uint32_t ibp::warp_scratch_bytes(const ibp_codebook &);
+//     template <uint32_t KINDS = ibp::kAllRows>
+//     ibp_status ibp::warp_decode_row(const ibp_table &, int64_t number, uint8_t *row, uint32_t scratch);
+//     template <uint32_t KINDS = ibp::kAllRows>
+//     ibp_status ibp::warp_decode_coded(const ibp_codebook &, const uint8_t *coded, uint32_t coded_bytes, uint8_t *row,
+//                                       uint32_t num_bytes, uint32_t scratch);
 //
 // A warp decodes a row, of any scheme, from a table or from coded bytes in any memory that the device can read, into
 // any memory that it can write. warp_rows.cuh, which this file includes, says what each function is given and what it
@@ -16,10 +15,9 @@
 // version. Nothing has to be linked for kernels; the functions of ibp.h and ibp_cuda.h, which make tables, are in
 // libibp.
 //
-//     __global__ void kernel(const __grid_constant__ ibp_table table, uint32_t warp_bytes, ...)    // launched with
-//     {                                       // blockDim.x / 32 * warp_bytes bytes of dynamic shared memory, where
-// warp_bytes is
-//         extern __shared__ uint4 memory[];   // ibp::warp_scratch_bytes(table.codebook) and room for a row
+//     __global__ void kernel(const __grid_constant__ ibp_table table, uint32_t warp_bytes, ...)
+//     {
+//         extern __shared__ uint4 memory[]; // warp_bytes a warp: warp_scratch_bytes(table.codebook) and a row
 //         const uint32_t scratch = threadIdx.x / 32 * warp_bytes;
 //         uint8_t *const row = reinterpret_cast<uint8_t *>(memory) + scratch + ibp::warp_scratch_bytes(table.codebook);
 //         if (ibp::warp_decode_row(table, number, row, scratch) == IBP_OK) ...

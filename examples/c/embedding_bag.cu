@@ -2,8 +2,8 @@
 // from pinned host memory, decodes it in shared memory and adds it up there. The sums are checked against the CPU's,
 // bit by bit.
 //
-//     nvcc -std=c++17 -arch=sm_90 embedding_bag.cu $(pkg-config --cflags --libs ibp) -o embedding_bag &&
-// ./embedding_bag
+//     nvcc -std=c++17 -arch=sm_90 embedding_bag.cu $(pkg-config --cflags --libs ibp) -o embedding_bag
+//     ./embedding_bag
 //
 // Exit status 77: there is no GPU.
 #include <ibp_cuda.h>
