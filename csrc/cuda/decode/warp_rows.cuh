@@ -113,14 +113,13 @@ __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint
 // coded: coded_bytes bytes, at any address that the device can read: device memory, mapped pinned memory, shared
 // memory.
 // row: num_bytes bytes, 1 to cb.row_bytes, at any address that the device can write: the first bytes of the row.
-// 16-byte vectors are
-//     stored where row is a multiple of 16 and all of the row is wanted.
+// 16-byte
+// vectors are stored where row is a multiple of 16 and all of the row is wanted.
 // scratch: byte of the block's dynamic shared memory, a multiple of 16, with which warp_scratch_bytes(cb) bytes of
-// this warp's own
-//     begin; dynamic shared memory is counted from where `extern __shared__` arrays begin.
+// this warp's own begin; dynamic shared memory is counted from where `extern __shared__` arrays begin.
 // @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW if these are not the bytes of a row, or of none of KINDS, and
 // zeros in row. The
-//     lanes see what has been stored. Nothing outside coded, row and the scratch is touched, whatever the bytes are.
+// lanes see what has been stored. Nothing outside coded, row and the scratch is touched, whatever the bytes are.
 template <uint32_t KINDS = kAllRows>
 __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, const uint8_t *coded,
                                                         uint32_t coded_bytes, uint8_t *row, uint32_t num_bytes,
