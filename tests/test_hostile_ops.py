@@ -248,7 +248,8 @@ def test_an_error_of_torch_says_what_it_was():
     with pytest.raises(RuntimeError, match="ibp: torch refuses"):
         OPS.index_rows(empty(U16), 1 << 57, 1, 32)
     library = (Path(ibp.__file__).parent / "_lib" / "libibp_torch.so").read_bytes()
-    assert b"basic_stringstream" not in library and b"basic_ostringstream" not in library
+    if b"libstdc++.so" in library:  # else the compiler has put all of libstdc++ into it
+        assert b"basic_stringstream" not in library and b"basic_ostringstream" not in library
 
 
 def test_positions_outside_of_out():

@@ -330,7 +330,7 @@ def built_architectures(record):
 def installed_with_cuda(tmp_path_factory):
     """Installed from what the Python package was built from, so that no kernel is compiled again."""
     record = ROOT / "build" / "native" / "nvcc.cmd"
-    if not (shutil.which("nvcc") and record.exists() and ibp.cuda_is_built()):
+    if not (shutil.which("nvcc") and record.exists() and ibp._core.cuda_is_built()):
         pytest.skip("there is no nvcc, or this build has no kernels")
     directory = tmp_path_factory.mktemp("installed_with_cuda")
     return Installed(directory, build=record.parent, IBP_NO_CUDA="", TORCH_CUDA_ARCH_LIST=built_architectures(record))

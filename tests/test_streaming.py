@@ -581,7 +581,7 @@ def test_the_operation(cuda):
         OPS.stream_bytes(*arguments, out, fault)
         assert_same_bits(out.cpu(), bytes_of(x)[1000:7777])
         for place, value, message in (
-            (10, table.bases, "host_bases"),
+            (10, table.bases, "on the CPU"),
             (10, torch.zeros(3, dtype=torch.int64), "host_bases"),
             (11, 9000, "range"),
             (12, 10**9, "out"),

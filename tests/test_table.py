@@ -486,7 +486,7 @@ def test_what_it_says_of_itself(make):
     table = compress(x)
     for name in ("shape", "dtype", "device", "ndim", "itemsize", "is_cuda", "requires_grad", "is_meta"):
         assert getattr(table, name) == getattr(x, name), name
-    for name in ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "is_pinned", "is_shared"):
+    for name in ("size", "dim", "numel", "element_size", "is_floating_point", "is_complex", "is_shared"):
         assert getattr(table, name)() == getattr(x, name)(), name
     assert [table.size(d) for d in range(-x.dim(), x.dim())] == [x.size(d) for d in range(-x.dim(), x.dim())]
     assert table.detach() is table and table.requires_grad_(False) is table
