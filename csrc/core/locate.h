@@ -22,8 +22,9 @@ IBP_INLINE int64_t ibp_rows_of_bytes(int64_t num_bytes, uint32_t row_bytes)
 }
 
 /* The group of rows that share an entry of bases: its number, and its first row. */
-IBP_INLINE int64_t ibp_group_of_row(int64_t row) { return row / (int64_t)IBP_ROWS_PER_BASE; }
+IBP_INLINE int64_t ibp_group_of_row(int64_t row) { return (int64_t)((uint64_t)row / IBP_ROWS_PER_BASE); }
 IBP_INLINE int64_t ibp_first_of_group(int64_t row) { return ibp_group_of_row(row) * (int64_t)IBP_ROWS_PER_BASE; }
+IBP_INLINE uint32_t ibp_row_in_group(int64_t row) { return (uint32_t)row % IBP_ROWS_PER_BASE; }
 
 /* Bytes of a row as stored. length: its entry of lengths, 0 where the table has none. valid_bytes: of the row before
  * coding. */
@@ -74,21 +75,32 @@ IBP_INLINE bool ibp_part_in_bounds(uint64_t start, uint32_t num_bytes, int64_t a
     return start <= (uint64_t)array_bytes && num_bytes <= (uint64_t)array_bytes - start;
 }
 
-/* Fills in overflow_start, and checks everything. base: the group's entry of bases, which may be any number; rooms: the
- * sum of ibp_room_of over the rows of the group before this one; both read only where ibp_needs_base.
- * @return false if the row is corrupt: it claims to be longer than it is, or a part of it lies outside the table's
- * arrays. */
-IBP_INLINE bool ibp_place_in_bounds(const ibp_table *table, uint64_t base, uint32_t rooms, ibp_row_place *place)
+/* Whether a row is no longer than it claims to be and its slot part lies inside the table's slots. */
+IBP_INLINE bool ibp_slot_in_bounds(const ibp_table *table, const ibp_row_place *place)
 {
-    if (place->in_slot + place->in_overflow > place->valid) return false;
-    if (place->in_slot != 0u && !ibp_part_in_bounds(place->slot_start, place->in_slot, table->slots_bytes))
-        return false;
+    return place->in_slot + place->in_overflow <= place->valid &&
+           (place->in_slot == 0u || ibp_part_in_bounds(place->slot_start, place->in_slot, table->slots_bytes));
+}
+
+/* Fills in overflow_start, and checks the overflow part, where there is one. base: the group's entry of bases, which
+ * may be any number; rooms: the sum of ibp_room_of over the rows of the group before this one; both read only where
+ * ibp_needs_base. */
+IBP_INLINE bool ibp_overflow_in_bounds(const ibp_table *table, uint64_t base, uint32_t rooms, ibp_row_place *place)
+{
     if (place->in_overflow == 0u) return true;
     if (table->bases == NULL) return false;
     const uint64_t first = base - table->overflow_start;
     if (!ibp_part_in_bounds(first, 0u, table->overflow_bytes)) return false; /* else first + rooms could wrap around */
     place->overflow_start = first + rooms;
     return ibp_part_in_bounds(place->overflow_start, place->in_overflow, table->overflow_bytes);
+}
+
+/* Both.
+ * @return false if the row is corrupt: it claims to be longer than it is, or a part of it lies outside the table's
+ * arrays. */
+IBP_INLINE bool ibp_place_in_bounds(const ibp_table *table, uint64_t base, uint32_t rooms, ibp_row_place *place)
+{
+    return ibp_slot_in_bounds(table, place) && ibp_overflow_in_bounds(table, base, rooms, place);
 }
 
 #endif

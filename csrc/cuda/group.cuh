@@ -89,45 +89,35 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     }
 };
 
-// A group as numbers, for functions that are compiled once for all groups.
-struct Team {
-    uint32_t rank, threads;
-};
-template <class G> __device__ __forceinline__ Team team_of() { return {G::rank(), G::kThreads}; }
-
 // Copies with the widest accesses that both addresses allow; no byte outside the ranges is touched.
-template <typename T>
-__device__ __forceinline__ void copy_as(Team team, uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+template <class G, typename T>
+__device__ __forceinline__ void group_copy_as(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     const uint32_t whole = num_bytes / sizeof(T);
 #pragma unroll 4
-    for (uint32_t i = team.rank; i < whole; i += team.threads)
+    for (uint32_t i = G::rank(); i < whole; i += G::kThreads)
         reinterpret_cast<T *>(dst)[i] = reinterpret_cast<const T *>(src)[i];
-    for (uint32_t i = whole * sizeof(T) + team.rank; i < num_bytes; i += team.threads) dst[i] = src[i];
+    for (uint32_t i = whole * sizeof(T) + G::rank(); i < num_bytes; i += G::kThreads) dst[i] = src[i];
 }
-__device__ __forceinline__ void copy_bytes(Team team, uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+template <class G> __device__ __forceinline__ void group_copy(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     if (aligned(dst, 16) && aligned(src, 16))
-        copy_as<uint4>(team, dst, src, num_bytes);
+        group_copy_as<G, uint4>(dst, src, num_bytes);
     else if (aligned(dst, 4) && aligned(src, 4))
-        copy_as<uint32_t>(team, dst, src, num_bytes);
+        group_copy_as<G, uint32_t>(dst, src, num_bytes);
     else
-        copy_as<uint8_t>(team, dst, src, num_bytes);
-}
-static __device__ __noinline__ void copy_part(Team team, uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
-{
-    copy_bytes(team, dst, src, num_bytes);
+        group_copy_as<G, uint8_t>(dst, src, num_bytes);
 }
 
 // Sets bytes to zero: up to the first multiple of 16, vectors, bytes again.
-__device__ __forceinline__ void zero_bytes(Team team, uint8_t *dst, uint32_t num_bytes)
+template <class G> __device__ __forceinline__ void group_zero(uint8_t *dst, uint32_t num_bytes)
 {
     const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 16u), num_bytes);
     const uint32_t vectors = (num_bytes - head) / 16u, tail = head + 16u * vectors;
-    for (uint32_t i = team.rank; i < head; i += team.threads) dst[i] = 0;
-    for (uint32_t i = team.rank; i < vectors; i += team.threads)
+    for (uint32_t i = G::rank(); i < head; i += G::kThreads) dst[i] = 0;
+    for (uint32_t i = G::rank(); i < vectors; i += G::kThreads)
         reinterpret_cast<uint4 *>(dst + head)[i] = make_uint4(0, 0, 0, 0);
-    for (uint32_t i = tail + team.rank; i < num_bytes; i += team.threads) dst[i] = 0;
+    for (uint32_t i = tail + G::rank(); i < num_bytes; i += G::kThreads) dst[i] = 0;
 }
 
 } // namespace ibp

@@ -33,7 +33,8 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
 __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t row)
 {
     const uint64_t base = __ldg(table.bases + ibp_group_of_row(row)) - table.overflow_start;
-    return base <= static_cast<uint64_t>(table.overflow_bytes) ? base + rooms_before(table, row) : ~uint64_t{0};
+    const uint32_t rooms = rooms_before(table, row);
+    return base <= static_cast<uint64_t>(table.overflow_bytes) ? base + rooms : ~uint64_t{0};
 }
 
 // ---- irregular rows ----
@@ -81,12 +82,13 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
 }
 
 // Leaves zeros where a row should have gone, and records why.
-static __device__ __noinline__ void refuse(Team team, const ibp_table &table, const Request &request, uint8_t *out,
+template <class G>
+static __device__ __noinline__ void refuse(const ibp_table &table, const Request &request, uint8_t *out,
                                            uint32_t number, ibp_status status, ibp_fault *fault)
 {
     const Job job = job_of(table, request, out, number);
-    if (job.window.dst) zero_bytes(team, job.window.dst, job.window.high - job.window.low);
-    if (team.rank != 0) return;
+    if (job.window.dst) group_zero<G>(job.window.dst, job.window.high - job.window.low);
+    if (G::rank() != 0) return;
     if (request.by_id)
         record_fault(fault, status, job.ticket.position, job.ticket.id);
     else
@@ -94,26 +96,27 @@ static __device__ __noinline__ void refuse(Team team, const ibp_table &table, co
 }
 
 // Fetches the row of a job, of any kind.
-static __device__ __noinline__ Fetched fetch_irregular(Team team, const ibp_table &table, const Request &request,
-                                                       uint8_t *out, uint32_t stage, uint32_t number, ibp_fault *fault)
+template <class G>
+static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, const Request &request, uint8_t *out,
+                                                       uint32_t stage, uint32_t number, ibp_fault *fault)
 {
     Fetched fetched{{nullptr, 0, 0}, 0, kNothing};
     const Job job = job_of(table, request, out, number);
-    ibp_row_place place;
-    if (!job.in_range) {
-        refuse(team, table, request, out, number, IBP_INDEX_OUT_OF_RANGE, fault);
-    } else if (!job.window.dst) {
-        return fetched;
-    } else if (!find_row(table, job.row, &place)) {
-        refuse(team, table, request, out, number, IBP_CORRUPT_ROW, fault);
-    } else {
-        const uint32_t stored = place.in_slot + place.in_overflow, low = place.raw ? job.window.low : 0u,
-                       high = place.raw ? job.window.high : stored, split = min(max(place.in_slot, low), high);
-        uint8_t *const dst = place.raw ? job.window.dst : shared_bytes() + stage;
-        if (!place.raw) fetched = {job.window, stored, kCoded};
-        copy_part(team, dst, table.slots + place.slot_start + low, split - low);
-        copy_part(team, dst + (split - low), table.overflow + place.overflow_start + (split - place.in_slot),
-                  high - split);
+    ibp_row_place place{};
+    bool found = job.in_range;
+    if (job.window.dst && job.in_range) found = find_row(table, job.row, &place);
+    const uint8_t *const slot = table.slots + place.slot_start, *const overflow = table.overflow + place.overflow_start;
+    if (!found) {
+        refuse<G>(table, request, out, number, job.in_range ? IBP_CORRUPT_ROW : IBP_INDEX_OUT_OF_RANGE, fault);
+    } else if (job.window.dst && place.raw) {
+        const uint32_t low = job.window.low, high = job.window.high, split = min(max(place.in_slot, low), high);
+        if (split > low) group_copy<G>(job.window.dst, slot + low, split - low);
+        if (high > split)
+            group_copy<G>(job.window.dst + (split - low), overflow + (split - place.in_slot), high - split);
+    } else if (job.window.dst) {
+        fetched = {job.window, place.in_slot + place.in_overflow, kCoded};
+        group_copy<G>(shared_bytes() + stage, slot, place.in_slot);
+        group_copy<G>(shared_bytes() + stage + place.in_slot, overflow, place.in_overflow);
     }
     return fetched;
 }
@@ -264,7 +267,6 @@ template <class Decoder> struct Fetch {
 #pragma unroll 8
         for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads) to[k] = from[k];
     }
-    static __device__ __forceinline__ Row no_row() { return {nullptr, what_of(0, 0, kNothing)}; }
     // Which of the warp's rows is the group's.
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
 
@@ -273,13 +275,13 @@ template <class Decoder> struct Fetch {
     {
         Window window{row.dst, 0, table.codebook.row_bytes};
         if (row.kind() == kIrregular) {
-            const Fetched fetched = fetch_irregular(team_of<G>(), table, request, out, stage.first, number, fault);
+            const Fetched fetched = fetch_irregular<G>(table, request, out, stage.first, number, fault);
             window = fetched.window;
             row = {fetched.window.dst, what_of(fetched.num_bytes, 0, fetched.kind)};
         }
         if (!G::any(row.kind() == kCoded || row.kind() == kStagedRaw)) return;
         G::sync();
-        if (row.kind() == kStagedRaw) copy_bytes(team_of<G>(), row.dst, stage.bytes() + row.shift(), row.num_bytes());
+        if (row.kind() == kStagedRaw) group_copy<G>(row.dst, stage.bytes() + row.shift(), row.num_bytes());
         bool coded = row.kind() == kCoded, good = true;
         uint32_t cluster = 0, start = stage.first + row.shift(), num_bytes = row.num_bytes();
         if (table.codebook.num_clusters > 1u) {
@@ -291,7 +293,7 @@ template <class Decoder> struct Fetch {
         }
         if (G::any(coded)) good = decoder.decode(cluster, coded, stage, 8u * start, num_bytes, window) && good;
         G::sync(); // the stage is free for the next row, what was stored of a corrupt one has been
-        if (!good) refuse(team_of<G>(), table, request, out, number, IBP_CORRUPT_ROW, fault);
+        if (!good) refuse<G>(table, request, out, number, IBP_CORRUPT_ROW, fault);
     }
 };
 

@@ -11,7 +11,7 @@ namespace ibp {
 __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
 {
     const int64_t first = ibp_first_of_group(row);
-    const auto in_group = static_cast<uint32_t>(row - first);
+    const uint32_t in_group = ibp_row_in_group(row);
     uint32_t rooms = 0;
 #pragma unroll 8
     for (uint32_t q = 0; q < in_group; q++)

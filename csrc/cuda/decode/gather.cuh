@@ -28,21 +28,20 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     const uint32_t teams = blockDim.x / (G::kThreads * G::kPerWarp), team = threadIdx.x / (G::kThreads * G::kPerWarp);
     const uint32_t num_jobs = request.num_jobs, round = gridDim.x * teams * G::kPerWarp;
     const uint32_t ahead = lane_id() / G::kPerWarp * round + lane_id() % G::kPerWarp;
-    uint32_t first = (blockIdx.x + gridDim.x * team) * G::kPerWarp, i = kWarp;
+    uint32_t first = (blockIdx.x + gridDim.x * team) * G::kPerWarp, i = 0;
     if (first >= num_jobs) return;
     uint4 vectors[F::kVectors];
-    Entry entry;
-    Row row = F::no_row();
+    Entry entry = look_up(table, request, first + ahead);
+    F::prefetch(entry, 0, vectors);
 #pragma unroll 1
-    for (uint32_t number = 0;;) {
+    while (first < num_jobs) {
+        const Row row = F::row_of(entry, i + F::in_warp());
+        const uint32_t number = first + F::in_warp();
+        fetch.receive(row, entry, i, vectors);
+        first += round, i += G::kPerWarp;
         if (i == kWarp) entry = look_up(table, request, first + ahead), i = 0;
         F::prefetch(entry, i, vectors);
         fetch.finish(decoder, number, row, fault);
-        if (first >= num_jobs) break;
-        row = F::row_of(entry, i + F::in_warp());
-        number = first + F::in_warp();
-        fetch.receive(row, entry, i, vectors);
-        first += round, i += G::kPerWarp;
     }
 }
 

@@ -115,7 +115,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ void fill_default(const Window &window) const
     {
         if (cb.planes.default_value == 0u) {
-            zero_bytes(team_of<G>(), window.dst, window.high - window.low);
+            group_zero<G>(window.dst, window.high - window.low);
         } else {
             const bool vectors = window.is_units(cb.row_bytes, 16);
             constexpr uint32_t kRepeats = sizeof(T) == 8 ? 1 : 4 / sizeof(T); // of the element in a word

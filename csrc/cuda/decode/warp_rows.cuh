@@ -86,6 +86,14 @@ struct StagedRow {
     template <class Decoder> __device__ __forceinline__ bool with() const { return decode<Decoder>(*this); }
 };
 
+using OneWarp = Group<kWarp, 1>;
+
+// Not inlined: a kernel has the copy once.
+static __device__ __noinline__ void copy_staged(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+{
+    group_copy<OneWarp>(dst, src, num_bytes);
+}
+
 // Rebuilds the row that is staged with the scratch; zeros if it is corrupt.
 template <uint32_t KINDS>
 __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint32_t num_bytes, const Window &window,
@@ -100,7 +108,7 @@ __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint
     }
     good = good && use_warp_decoder<KINDS>(cb, row);
     __syncwarp(); // what has been stored is there
-    if (!good) zero_bytes({lane_id(), kWarp}, window.dst, window.high);
+    if (!good) group_zero<OneWarp>(window.dst, window.high);
     __syncwarp();
     return good ? IBP_OK : IBP_CORRUPT_ROW;
 }
@@ -127,7 +135,7 @@ __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, 
 {
     const uint32_t staged = coded_bytes <= cb.row_bytes ? coded_bytes : 0u; // a longer one is corrupt
     __syncwarp();                                                           // the scratch is free
-    copy_part({lane_id(), kWarp}, shared_bytes() + scratch, coded, staged);
+    copy_staged(shared_bytes() + scratch, coded, staged);
     __syncwarp();
     return decode_staged<KINDS>(cb, staged, {row, 0, num_bytes}, scratch);
 }
@@ -144,7 +152,6 @@ __device__ __forceinline__ ibp_status warp_decode_row(const ibp_table &table, in
                                                       uint32_t scratch)
 {
     const uint32_t row_bytes = table.codebook.row_bytes;
-    const Team warp{lane_id(), kWarp};
     __syncwarp(); // the scratch is free
     ibp_status status = IBP_OK;
     ibp_row_place place{};
@@ -154,13 +161,13 @@ __device__ __forceinline__ ibp_status warp_decode_row(const ibp_table &table, in
     else if (!find_row(table, number, &place))
         status = IBP_CORRUPT_ROW;
     if (status != IBP_OK) {
-        zero_bytes(warp, row, place.valid);
+        group_zero<OneWarp>(row, place.valid);
         __syncwarp();
         return status;
     }
     uint8_t *const to = place.raw ? row : shared_bytes() + scratch;
-    copy_part(warp, to, table.slots + place.slot_start, place.in_slot);
-    copy_part(warp, to + place.in_slot, table.overflow + place.overflow_start, place.in_overflow);
+    copy_staged(to, table.slots + place.slot_start, place.in_slot);
+    copy_staged(to + place.in_slot, table.overflow + place.overflow_start, place.in_overflow);
     __syncwarp();
     if (place.raw) return IBP_OK;
     return decode_staged<KINDS>(table.codebook, place.in_slot + place.in_overflow, {row, 0, place.valid}, scratch);

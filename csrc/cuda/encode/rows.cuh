@@ -19,11 +19,10 @@ struct Choice {
 template <class Encoder>
 __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row)
 {
-    const uint32_t number_bytes = has_clusters(cb);
+    if (!has_clusters(cb)) return {0, (encoder.measure(row) + 7u) / 8u};
     Choice best{0, ~0u};
-#pragma unroll 1
-    for (uint32_t k = 0; k < clusters_of(cb); k++) {
-        const uint32_t bytes = number_bytes + (encoder.of_cluster(cb, k).measure(row) + 7u) / 8u;
+    for (uint32_t k = 0; k < cb.num_clusters; k++) {
+        const uint32_t bytes = 1u + (encoder.of_cluster(cb, k).measure(row) + 7u) / 8u;
         if (bytes < best.bytes) best = {k, bytes};
     }
     return best;
