@@ -293,12 +293,12 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
 
 int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
 
-void check_footprints(const TableArgs &args, const Tensor &ids, const std::optional<Tensor> &positions,
-                      const Tensor &out, const Tensor &fault)
+void check_footprints(const TableArgs &args, const ibp_table &table, const ibp_ids &items, const Tensor &out,
+                      const Tensor &fault)
 {
-    Footprints memory = args.footprints();
-    memory.reads("ids", ids);
-    if (positions) memory.reads("positions", *positions);
+    Footprints memory = args.footprints(table);
+    memory.reads("ids", items.data, items.count * items.id_bytes);
+    memory.reads("positions", items.positions, items.count * static_cast<int64_t>(sizeof *items.positions));
     memory.writes("out", out);
     memory.writes("fault", fault);
 }
@@ -310,7 +310,7 @@ void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor 
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const ibp_ids items = placed_ids_of(ids, positions, out, item_bytes);
-    check_footprints(args, ids, positions, out, fault);
+    check_footprints(args, table, items, out, fault);
     sms_of(max_sms);
     uint8_t *const to = room_of(out, 0, "out");
     const int64_t row_bytes = table.codebook.row_bytes;
@@ -328,7 +328,7 @@ void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const ibp_ids items = placed_ids_of(ids, positions, out, item_bytes);
-    check_footprints(args, ids, positions, out, fault);
+    check_footprints(args, table, items, out, fault);
     check(ibp_cuda_gather_items(&table, &items, room_of(out, 0, "out"), fault_of(fault), sms_of(max_sms),
                                 current_stream(out)),
           "gather_items");
@@ -400,7 +400,7 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     auto *const starts = data_of<int64_t>(bases_out, ScalarType::Long, num_groups, "bases_out");
     auto *const result = data_of<int64_t>(taken, ScalarType::Long, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
-    Footprints memory = args.footprints();
+    Footprints memory = args.footprints(table);
     memory.reads("ids", ids);
     memory.writes("lengths_out", lengths_out);
     memory.writes("bases_out", bases_out);
@@ -456,7 +456,7 @@ Footprints check_decoding(const TableArgs &args, const ibp_table &table, int64_t
     const int64_t num_bytes = ibp_bytes_of_table(&table);
     require(0 <= start && start <= end && end <= num_bytes, "bytes [", start, ", ", end, ") are not among the table's ",
             num_bytes);
-    Footprints memory = args.footprints();
+    Footprints memory = args.footprints(table);
     memory.writes("out", out);
     memory.writes("fault", fault);
     return memory;

@@ -144,14 +144,14 @@ struct TableArgs {
         memory.writes("fault", fault);
     }
 
-    // The memory of a table that is read.
-    Footprints footprints() const
+    // The memory of a table that is read. t: table().
+    Footprints footprints(const ibp_table &t) const
     {
         Footprints memory;
-        memory.reads("slots", slots);
-        memory.reads("overflow", overflow);
-        memory.reads("lengths", lengths);
-        memory.reads("bases", bases);
+        memory.reads("slots", t.slots, t.slots_bytes);
+        memory.reads("overflow", t.overflow, t.overflow_bytes);
+        memory.reads("lengths", t.lengths, lengths.numel() * static_cast<int64_t>(sizeof *t.lengths));
+        memory.reads("bases", t.bases, bases.numel() * static_cast<int64_t>(sizeof *t.bases));
         memory.reads("codebook", codebook);
         return memory;
     }

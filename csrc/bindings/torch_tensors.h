@@ -162,6 +162,11 @@ inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
 class Footprints {
   public:
     void reads(const char *name, const Tensor &tensor) { add({name, memory_of(tensor, name), false}); }
+    // The same of memory that has been checked.
+    void reads(const char *name, const void *data, int64_t num_bytes)
+    {
+        add({name, {const_cast<uint8_t *>(static_cast<const uint8_t *>(data)), num_bytes}, false});
+    }
     void writes(const char *name, const Tensor &tensor) { add({name, memory_of(tensor, name), true}); }
 
   private:

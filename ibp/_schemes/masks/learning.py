@@ -96,8 +96,7 @@ class _Sweep:
         """For every group the codebook of chunks of this size that saves most, with expected_savings."""
         tried = self.thresholds(TAUS if tau is None else (tau,))
         gains = self.gains(tried, chunk_bytes) if not paper and tau is None else []
-        found = self._best_threshold(tried, gains, chunk_bytes, paper)
-        savings = self.savings(found, chunk_bytes, paper)
+        found, savings = self._best_threshold(tried, gains, chunk_bytes, paper)
         if gains:
             chosen = self._best_masks(tried, gains, chunk_bytes)
             of_chosen = self.savings(chosen, chunk_bytes, False)
@@ -129,9 +128,11 @@ class _Sweep:
                 found.append(self._thresholds[tau])
         return found
 
-    def _best_threshold(self, tried: list[_Masks], gains: list[np.ndarray], chunk_bytes: int, paper: bool) -> _Masks:
-        """The paper's choice: one threshold for all chunks, the best of those tried. With gains, only the masks of a
-        group that fix the most bits are compared exactly."""
+    def _best_threshold(
+        self, tried: list[_Masks], gains: list[np.ndarray], chunk_bytes: int, paper: bool
+    ) -> tuple[_Masks, np.ndarray]:
+        """The paper's choice: one threshold for all chunks, the best of those tried, and what it saves, [K]. With
+        gains, only the masks of a group that fix the most bits are compared exactly."""
         ranked = np.tile(np.arange(len(tried))[:, None], (1, len(self.sizes)))
         if gains and len(tried) > _FINALISTS:
             totals = np.stack([gain.sum(1) for gain in gains])
@@ -146,7 +147,7 @@ class _Sweep:
             savings = self.savings(masks, chunk_bytes, paper)
             best, most = masks if best is None else best.where(most >= savings, masks), np.maximum(most, savings)
         assert best is not None
-        return best
+        return best, most
 
     def _best_masks(self, tried: list[_Masks], gains: list[np.ndarray], chunk_bytes: int) -> _Masks:
         """For each chunk the mask that saves most: of the thresholds', of the greedy one, or none."""
