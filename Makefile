@@ -7,7 +7,8 @@ RUN := $(VENV)/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 # In $(VENV) the kernels are compiled for the GPUs of this machine; where there is none, for one, to see that they do.
 # `pip install` and `make install` compile for all.
-GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
+GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+    | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
 demo test test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
 
 .PHONY: help demo test test-all test-slow test-gpu bench lint format install uninstall clean FORCE
