@@ -167,3 +167,17 @@ def test_links_lead_somewhere(page):
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+# ---- the map -------------------------------------------------------------------------------------------------------
+
+
+def test_the_map_matches_the_tree():
+    """Every path that docs/architecture.md names exists, and every folder of the sources is named."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:csrc|ibp|tests|benchmarks|examples|data|tools)/[\w./*]*)`", text))
+    assert [path for path in sorted(named) if not list(ROOT.glob(path.rstrip("/")))] == []
+    folders = {
+        path.parent.relative_to(ROOT) for pattern in ("csrc/**/*.c*", "ibp/*/**/*.py") for path in ROOT.glob(pattern)
+    }
+    assert [str(folder) for folder in folders if not any(folder.is_relative_to(name) for name in named)] == []

@@ -21,6 +21,8 @@ from native import (
     written,
 )
 
+pytestmark = pytest.mark.slow  # compiling the kernels takes a minute
+
 KERNELS = ("gather.cu", "encode.cu", "decode/*.cu", "encode/*.cu")  # sources in csrc/cuda
 # A collective must stay in one place of the program, by which lanes that come to different ones are told.
 COMMON = ["-O0", "-g1", "-fno-strict-aliasing", "-fno-thread-jumps", "-fno-tree-dominator-opts"]
@@ -71,16 +73,9 @@ def sanitizers():
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
 
 
-# The sanitized program takes a minute and more to compile.
-@pytest.mark.parametrize(
-    "flags, num_cases, least_kernels",
-    [
-        pytest.param(RACE_FLAGS, 40, 20, id="races, few"),
-        pytest.param(RACE_FLAGS, 400, 31, id="races", marks=pytest.mark.slow),
-        pytest.param(FLAGS, 400, 31, id="sanitized", marks=pytest.mark.slow),
-    ],
-)
-def test_kernels(flags, num_cases, least_kernels):
+@pytest.mark.parametrize("flags", [FLAGS, RACE_FLAGS], ids=["sanitized", "races"])
+def test_kernels(flags):
+    num_cases, least_kernels = 400, 31
     code, output = run([build(flags), "1", num_cases], timeout=900)
     print(output)
     assert code == 0, output
