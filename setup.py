@@ -162,8 +162,17 @@ def install_file(source, target):
     os.replace(temporary, target)
 
 
+def readme_of_the_index():
+    """README.md as a package index shows it: what only the repository has, images and pages beside it, is left out."""
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"^!\[[^\]]*\]\((?!https?:)[^)]*\)\n+", "", text, flags=re.MULTILINE)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
+
+
 setup(
     version=version(),
+    long_description=readme_of_the_index(),
+    long_description_content_type="text/markdown",
     # The source stands here so that setuptools makes a wheel for one platform; BuildNative compiles it.
     ext_modules=[Extension("ibp._core", sources=["csrc/bindings/python_module.cpp"])],
     cmdclass={"build_ext": BuildNative},

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -167,6 +168,18 @@ def test_links_lead_somewhere(page):
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+# ---- the README on a package index -----------------------------------------------------------------------------------
+
+
+def test_readme_of_the_index(tmp_path):
+    """It shows no image and follows no link that only the repository has."""
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    text = (tmp_path / "ibp.egg-info" / "PKG-INFO").read_text()
+    assert "# ibp" in text and "ibp.compress(x)" in text
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", text) if not target.startswith(("http", "#"))] == []
 
 
 # ---- the map -------------------------------------------------------------------------------------------------------
