@@ -71,11 +71,12 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder {
         const uint32_t *mask, *bitval, *flags;
         uint32_t num_flags;
     };
+    // A cluster's num_flags may be any number: no row has more participation bits than bytes.
     __device__ __forceinline__ Book book_of(uint32_t cluster) const
     {
         const uint64_t offset = uint64_t{cluster} * cb.cluster_stride;
         return {cb.mask + offset, cb.bitval + offset, cb.flags + offset,
-                cb.num_clusters > 1u ? __ldg(cb.cluster_flags + offset) : cb.num_flags};
+                cb.num_clusters > 1u ? ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes) : cb.num_flags};
     }
 
     // WORDS consecutive entries of a codebook array from entry w on; the last ones past the row.

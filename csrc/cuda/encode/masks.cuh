@@ -28,7 +28,8 @@ template <uint32_t LANES> struct MasksEncoder {
         const uint64_t offset = uint64_t{k} * cb.cluster_stride;
         MasksEncoder one = *this;
         one.mask += offset, one.bitval += offset, one.flags += offset;
-        if (cb.num_clusters > 1u) one.num_flags = __ldg(cb.cluster_flags + offset);
+        // Any number may stand there: no row has more participation bits than bytes.
+        if (cb.num_clusters > 1u) one.num_flags = ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes);
         return one;
     }
 
