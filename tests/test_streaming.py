@@ -583,8 +583,8 @@ def test_the_operation(cuda):
         for place, value, message in (
             (10, table.bases, "on the CPU"),
             (10, torch.zeros(3, dtype=torch.int64), "host_bases"),
-            (11, 9000, "range"),
-            (12, 10**9, "out"),
+            (11, 9000, "not among"),
+            (12, 10**9, "not among"),
             (13, 0, "streamer"),
             (16, -1, "max_sms"),
             (17, ring[1:], "range"),
