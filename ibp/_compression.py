@@ -136,7 +136,12 @@ def compress_(
             _encode_in_place(table, data, coding, worker, progress)
         return table.pin_memory() if pin else table
 
-    return _core.call_keeping_table(kept, work)
+    try:
+        return _core.call_keeping_table(kept, work)
+    except BaseException as interruption:  # Python handles signals as that function returns, too
+        if kept:
+            interruption.table = table  # type: ignore[attr-defined]
+        raise
 
 
 @dataclass(frozen=True)

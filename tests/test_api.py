@@ -553,39 +553,41 @@ def test_compress_in_place_interrupted_between_blocks(blocks_done, scheme, monke
 PACKAGE, TQDM = (os.path.dirname(module.__file__) for module in (ibp, tqdm))
 
 
-def interrupt_at(line, then, call):
-    """Runs call, but raises Interrupted at the line of ibp's Python code of this number, counted from 0, and, if `then`
-    is a number, once more at that point of what Python runs on its way out: a point is a call, or the return of a C
-    function, where Python handles signals too. Returns (what call returns, or the table of the exception that leaves
-    it; how many interrupts there were).
+def interrupt_at(moment, then, call):
+    """Runs call, but raises Interrupted at the moment of ibp's Python code of this number, counted from 0: a line, or
+    the return of a C function, where Python handles signals too. If `then` is a number, raises it once more at that
+    point of what Python runs on its way out: a call, or the return of a C function. Returns (what call returns, or the
+    table of the exception that leaves it; how many interrupts there were).
     """
-    lines, points, raised = itertools.count(), itertools.count(), 0
+    moments, points, raised = itertools.count(), itertools.count(), 0
 
     def tracer(frame, event, _):
         nonlocal raised
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event in ("call", "line") and next(lines) == line:
+        if event in ("call", "line") and next(moments) == moment:
             raised = 1
             raise Interrupted
         return tracer
 
-    def profiler(frame, event, function):
+    def profiler(frame, event, _):
         nonlocal raised
-        if event == "c_return" and function is ibp._core.call_keeping_table:
-            return  # the table is the caller's to lose
+        path = frame.f_code.co_filename
+        if raised == 0 and event == "c_return" and path.startswith(PACKAGE) and next(moments) == moment:
+            raised = 1
+            raise Interrupted
         if (
             raised == 1
-            and frame.f_code.co_filename.startswith((PACKAGE, TQDM))
+            and then is not None
             and event in ("call", "c_call", "c_return")
+            and path.startswith((PACKAGE, TQDM))
             and next(points) == then
         ):
             raised = 2
             raise Interrupted
 
     try:
-        if then is not None:
-            sys.setprofile(profiler)
+        sys.setprofile(profiler)
         sys.settrace(tracer)
         return call(), raised
     except Interrupted as interruption:
@@ -610,13 +612,13 @@ def assert_kept(table, x, before):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_compress_in_place_interrupted_at_every_line(in_blocks):
+def test_compress_in_place_interrupted_at_every_moment(in_blocks):
     before, codebook = in_blocks
     seen = set()
-    for line in itertools.count():
+    for moment in itertools.count():
         x = before.clone()
         table, raised = interrupt_at(
-            line, None, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+            moment, None, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
         )
         seen.add(assert_kept(table, x, before))
         if not raised:
@@ -627,14 +629,14 @@ def test_compress_in_place_interrupted_at_every_line(in_blocks):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_compress_in_place_interrupted_twice(in_blocks, stride):
-    """At lines, and then at every point of what Python runs on its way out."""
+    """At moments, and then at every point of what Python runs on its way out."""
     before, codebook = in_blocks
     seen, pairs = set(), 0
-    for line in itertools.count(stride // 2, stride):
+    for moment in itertools.count(stride // 2, stride):
         for point in itertools.count():
             x = before.clone()
             table, raised = interrupt_at(
-                line, point, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
+                moment, point, lambda: ibp.compress_(x, codebook=codebook, device="cpu", pin_memory=False)
             )
             seen.add(assert_kept(table, x, before))
             pairs += raised == 2
