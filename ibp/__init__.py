@@ -19,6 +19,7 @@ from ._config import show_config
 from ._estimation import Estimate, analyze, estimate
 from ._fetch.gather import index_select
 from ._fetch.streaming import decompress, decompress_many
+from ._offload import Offloaded, OffloadStats, offload
 from ._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from ._table import CorruptTableError
 
@@ -31,6 +32,8 @@ __all__ = [
     "CompressedTensor",
     "CorruptTableError",
     "Estimate",
+    "OffloadStats",
+    "Offloaded",
     "PlanesCodebook",
     "analyze",
     "compress",
@@ -43,6 +46,7 @@ __all__ = [
     "get_library_dir",
     "index_select",
     "nn",
+    "offload",
     "show_config",
 ]
 

@@ -150,9 +150,12 @@ class Decoder:
     """What decodes the jobs of a request, one after the other, on the worker's current stream: here, where a kernel
     reads the rows."""
 
-    def decode(self, job: _Job, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
-        """Queues a job with at most this many SMs (0: all); notes in fault what goes wrong."""
-        torch.ops.ibp.decode_bytes.default(*job.table._arguments(job.worker), job.start, job.end, sms, result, fault)
+    def decode(
+        self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
+    ) -> None:
+        """Queues bytes [start, end) of a table's tensor with at most this many SMs (0: all); notes in fault what goes
+        wrong. out: contiguous, on the worker."""
+        torch.ops.ibp.decode_bytes.default(*table._arguments(worker), start, end, sms, out, fault)
 
     def close(self) -> None:
         """Gives back what was borrowed for the request."""
@@ -171,7 +174,7 @@ class TensorPath(Path[Request]):
 
     def run(self, request: Request) -> Decoder:
         """What decodes each of the request's jobs, in their order; the caller closes it."""
-        return _KERNEL
+        return KERNEL
 
     def can(self, request: Request) -> str | None:
         return None if request.over_the_link else "it goes from pinned host memory to a GPU"
@@ -196,7 +199,7 @@ class _Copy(TensorPath):
         return 0.5 if sum(job.stored_bytes for job in request.jobs) >= _LEAST_STREAMED_BYTES else 2.0
 
     def run(self, request: Request) -> Decoder:
-        return _Stream(request.worker, len(request.jobs))
+        return TensorStream(request.worker, len(request.jobs))
 
 
 class _Gpu(TensorPath):
@@ -212,7 +215,7 @@ class _Here(TensorPath):
         return "the rows come over the link" if request.over_the_link else None
 
 
-_KERNEL = Decoder()
+KERNEL = Decoder()
 PATHS: tuple[TensorPath, ...] = (_Copy(), _Gpu(), _Here())
 
 
@@ -266,7 +269,7 @@ def _run(job: _Job, decoder: Decoder, sms: int) -> torch.Tensor:
         job.worker,
         job.out,
         False,
-        lambda result, fault: decoder.decode(job, sms, result, fault),
+        lambda result, fault: decoder.decode(job.table, job.start, job.end, job.worker, sms, result, fault),
     )
 
 
@@ -280,36 +283,49 @@ _idle_streamers: dict[
 ] = {}  # by device and stream: captures of one stream must not reach another's work
 
 
-class _Stream(Decoder):
-    """The streamed jobs of one call on one GPU: the ring they go through, which nobody else uses before the current
-    stream is done with it."""
+class TensorStream(Decoder):
+    """Tables in pinned host memory that come to one GPU one after the other, and the ring they go through.
 
-    def __init__(self, device: torch.device, num_jobs: int) -> None:
-        self.num_jobs, self.num_done = num_jobs, 0
-        self.ring = torch.empty(_RING_BYTES, dtype=torch.uint8, device=device)
+    The copy engine runs ahead of the decoding from one table into the next, whatever the current stream waits for.
+
+    Args:
+        device: the GPU. Its current stream waits for every table, and gives the ring its memory.
+        num_tables: how many come, so that the last one ends in small chunks; None: no end is known.
+    """
+
+    def __init__(self, device: torch.device, num_tables: int | None = None) -> None:
+        self._num_tables, self._num_done = num_tables, 0
+        self._ring = torch.empty(_RING_BYTES, dtype=torch.uint8, device=device)
         self._idle = _idle_streamers.setdefault((device.index, torch.cuda.current_stream(device).cuda_stream), [])
         try:
-            self.streamer = self._idle.pop()
+            self._streamer = self._idle.pop()
         except IndexError:
             with torch.cuda.device(device):  # its streams and events are the current device's
-                self.streamer = _core.Streamer()
+                self._streamer = _core.Streamer()
 
-    def decode(self, job: _Job, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
-        sms = sms or sms_at_link_rate(job.end - job.start, job.stored_bytes)
-        self.num_done += 1
-        torch.ops.ibp.stream_bytes(
-            *job.table._arguments(job.worker),
-            job.table.bases,
-            job.start,
-            job.end,
-            self.streamer.address,
-            self.num_done == 1,
-            self.num_done == self.num_jobs,
-            sms,
-            self.ring,
-            bytes_of(result),
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of device memory that the ring takes."""
+        return self._ring.numel()
+
+    def decode(
+        self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
+    ) -> None:
+        self._num_done += 1
+        stored_bytes = table.resident_bytes * (end - start) // max(1, table.original_bytes)
+        torch.ops.ibp.stream_bytes.default(
+            *table._arguments(worker),
+            table.bases,
+            start,
+            end,
+            self._streamer.address,
+            self._num_done == 1,
+            self._num_done == self._num_tables,
+            sms or sms_at_link_rate(end - start, stored_bytes),
+            self._ring,
+            bytes_of(out),
             fault,
         )
 
     def close(self) -> None:
-        self._idle.append(self.streamer)
+        self._idle.append(self._streamer)

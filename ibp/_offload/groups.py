@@ -1,0 +1,294 @@
+"""A model divided into groups of weights that are used together, and the modules whose calls use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .arena import Region
+from .weights import Weight, can_be_stored
+
+_ALIGNMENT = 256  # bytes, of weights within a group: what cuBLAS wants of matrices, and torch's own allocator gives
+# Modules that use the weights of modules below them without calling those.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+class Group:
+    """Weights that are fetched together, one after the other in memory.
+
+    Attributes:
+        name: of the module that they were found in.
+        lane: number of the device that uses them.
+        weights: at least one.
+        offsets: where each begins, in bytes from the group's start.
+        num_bytes: of all, as the model uses them.
+        on_device: whether their tables lie in device memory instead of host memory.
+
+    What follows changes while the model runs, under the lock of `Offloaded`; `lane.py` says how.
+
+    Attributes:
+        uses: calls that use the weights right now.
+        is_loaded: whether the weights are where `region` or `spare` says, or will be once `ready` is reached.
+        is_ahead: whether they were fetched before a use that has not come yet.
+        region: of the arena, where they are or were last.
+        spare: memory of their own, where the arena had no room.
+        ready: event after which the weights are there (CUDA).
+        done: events after which nothing reads them any more, by stream (CUDA).
+    """
+
+    def __init__(self, name: str, lane: int, weights: Sequence[Weight]) -> None:
+        self.name, self.lane, self.weights = name, lane, list(weights)
+        self.offsets: list[int] = []
+        end = 0
+        for weight in self.weights:
+            weight.group = self
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            self.offsets.append(start)
+            end = start + weight.num_bytes
+        self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self.on_device = False
+        self.uses = 0
+        self.is_loaded = self.is_ahead = False
+        self.region: Region | None = None
+        self.spare: torch.Tensor | None = None
+        self.ready: torch.cuda.Event | None = None
+        self.done: dict[int, torch.cuda.Event] = {}
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the coded rows: what a fetch moves."""
+        return sum(weight.table.resident_bytes for weight in self.weights if weight.table is not None)
+
+    def parts(self, memory: torch.Tensor) -> Iterator[tuple[Weight, torch.Tensor]]:
+        """(weight, its bytes) in memory, uint8 of at least num_bytes."""
+        for weight, start in zip(self.weights, self.offsets):
+            yield weight, memory[start : start + weight.num_bytes]
+
+
+@dataclass(eq=False)
+class Use:
+    """A module whose call uses groups of weights."""
+
+    name: str
+    module: nn.Module
+    lane: int
+    groups: list[Group] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Lookup:
+    """A module that looks rows of a weight up, which are fetched alone."""
+
+    module: nn.Module
+    attribute: str
+    weight: Weight
+
+
+@dataclass(eq=False)
+class Division:
+    """What a model consists of.
+
+    Attributes:
+        weights: all that are offloaded.
+        groups: in the order of the modules.
+        uses, lookups: the modules that need them.
+        others: (module, attribute, tensor) of all other parameters and buffers, each tensor once.
+        lanes: number of the device of every module.
+        blocks: the repeated modules that devices take turns with.
+        nested_bytes: of groups, by lane, that can be in use while modules below theirs use others.
+    """
+
+    weights: list[Weight] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    lookups: list[Lookup] = field(default_factory=list)
+    others: list[torch.Tensor] = field(default_factory=list)
+    lanes: dict[nn.Module, int] = field(default_factory=dict)
+    blocks: list[nn.Module] = field(default_factory=list)
+    nested_bytes: dict[int, int] = field(default_factory=dict)
+
+
+def divide(
+    model: nn.Module,
+    *,
+    min_bytes: int,
+    group_bytes: int,
+    num_lanes: int,
+    buffers: bool,
+    whole: tuple[type[nn.Module], ...],
+) -> Division:
+    """Divides a model. Blocks, the children of its outermost `ModuleList` or `Sequential`, go to the lanes in turn.
+
+    A module with at most group_bytes of weights, or of a class in `whole`, is used as one; of a larger one its own
+    weights are a group and its children are looked at in turn. A weight that several modules use is in one group, that
+    of the first, and all of them use that group.
+    """
+    division = Division()
+    _find_blocks(model, division, num_lanes)
+    found = _find_tensors(model, division, min_bytes, buffers)
+    _Divider(division, found, group_bytes, (*_WHOLE, *whole)).visit(model, "", {})
+    return division
+
+
+def _find_blocks(model: nn.Module, division: Division, num_lanes: int) -> None:
+    def visit(module: nn.Module, lane: int, in_block: bool) -> None:
+        if module in division.lanes:
+            return
+        division.lanes[module] = lane
+        children = [child for child in module.children() if next(child.parameters(), None) is not None]
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1 and not in_block
+        for child in module.children():
+            if is_list and child in children and child not in division.lanes:
+                number = len(division.blocks)
+                division.blocks.append(child)
+                visit(child, number % num_lanes, True)
+            else:
+                visit(child, lane, in_block)
+
+    visit(model, 0, False)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """(attribute, tensor, whether it is a parameter) of a module itself."""
+    for attribute, parameter in module._parameters.items():
+        if parameter is not None:
+            yield attribute, parameter, True
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None:
+            yield attribute, buffer, False
+
+
+def _find_tensors(
+    model: nn.Module, division: Division, min_bytes: int, buffers: bool
+) -> dict[nn.Module, list[tuple[str, Weight]]]:
+    """Fills in the weights and the other tensors. Returns the weights of each module itself, by attribute."""
+    found: dict[nn.Module, list[tuple[str, Weight]]] = {}
+    known: dict[object, Weight] = {}
+    others: set[int] = set()
+    for prefix, module in model.named_modules():
+        for attribute, tensor, is_parameter in _tensors_of(module):
+            is_trained = tensor.requires_grad and module.training
+            is_weight = (
+                (is_parameter or buffers)
+                and not is_trained
+                and can_be_stored(tensor)
+                and tensor.numel() * tensor.element_size() >= min_bytes
+            )
+            if not is_weight:
+                if id(tensor) not in others:
+                    others.add(id(tensor))
+                    division.others.append(tensor)
+                continue
+            weight = known.get(id(tensor)) or known.get(_place_of(tensor))
+            if weight is None:
+                weight = Weight(tensor)
+                division.weights.append(weight)
+            known[id(tensor)] = known[_place_of(tensor)] = weight
+            weight.add(module, attribute, f"{prefix}.{attribute}" if prefix else attribute, tensor)
+            found.setdefault(module, []).append((attribute, weight))
+    return found
+
+
+def _place_of(tensor: torch.Tensor) -> object:
+    """What tensors over the same elements have in common."""
+    if tensor.is_meta:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+
+
+class _Divider:
+    def __init__(
+        self,
+        division: Division,
+        found: dict[nn.Module, list[tuple[str, Weight]]],
+        group_bytes: int,
+        whole: tuple[type[nn.Module], ...],
+    ) -> None:
+        self._division, self._found, self._group_bytes, self._whole = division, found, group_bytes, whole
+        self._visited: set[nn.Module] = set()
+
+    def visit(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
+        """outer: bytes of the groups, by lane, that modules around this one use."""
+        if module in self._visited:
+            return
+        self._visited.add(module)
+        below = self._below(module)
+        if not below:
+            return
+        if self._looks_rows_up(module):
+            self._division.lookups += [Lookup(module, attribute, weight) for attribute, weight in self._found[module]]
+        elif isinstance(module, self._whole) or (name and self._fits(module, below)):
+            self._visited.update(module.modules())
+            self._use(module, name, below)
+        else:
+            held, nested = dict(outer), self._division.nested_bytes
+            for group in self._use(module, name, self._own(module)):
+                held[group.lane] = held.get(group.lane, 0) + group.num_bytes
+                nested[group.lane] = max(nested.get(group.lane, 0), held[group.lane])
+            for child_name, child in module.named_children():
+                self.visit(child, f"{name}.{child_name}" if name else child_name, held)
+
+    def _below(self, module: nn.Module) -> list[Weight]:
+        return _once(weight for part in module.modules() for _, weight in self._found.get(part, ()))
+
+    def _own(self, module: nn.Module) -> list[Weight]:
+        """The weights that the module's own forward uses: its own ones, and those in lists of parameters."""
+        if not _has_forward(module):
+            return []
+        lists = [child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))]
+        return _once(weight for part in (module, *lists) for _, weight in self._found.get(part, ()))
+
+    def _fits(self, module: nn.Module, below: list[Weight]) -> bool:
+        return (
+            _has_forward(module)
+            and sum(weight.num_bytes for weight in below) <= self._group_bytes
+            and not any(self._looks_rows_up(part) for part in module.modules())
+        )
+
+    def _looks_rows_up(self, module: nn.Module) -> bool:
+        return isinstance(module, nn.Embedding) and module.max_norm is None and module in self._found
+
+    def _use(self, module: nn.Module, name: str, weights: list[Weight]) -> list[Group]:
+        """Groups the weights that are in no group yet, and notes that the module uses the groups of all. Returns
+        these."""
+        if not weights:
+            return []
+        lane = self._division.lanes[module]
+        new = [weight for weight in weights if weight.group is None]
+        if new:
+            self._division.groups.append(Group(name or type(module).__name__, lane, new))
+        groups = list(dict.fromkeys(weight.group for weight in weights if weight.group is not None))
+        self._division.uses.append(Use(name, module, lane, groups))
+        return groups
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module is certain to be called where its children are: lists and sequences may be walked instead."""
+    return type(module).forward is not nn.Module.forward and not isinstance(module, nn.Sequential)
+
+
+def _once(weights: Iterator[Weight]) -> list[Weight]:
+    return list(dict.fromkeys(weights))
+
+
+def spread(groups: Sequence[Group], num_bytes: int, cost: Callable[[Group], int]) -> list[Group]:
+    """Groups of at most num_bytes in all, at even distances, so that what is between them can be fetched meanwhile."""
+    total, chosen, left = sum(map(cost, groups)), [], num_bytes
+    due = 0.0
+    for group in groups:
+        due += cost(group) * min(1.0, num_bytes / total) if total else 0.0
+        if cost(group) <= left and due >= cost(group) * 0.5:
+            chosen.append(group)
+            left -= cost(group)
+            due -= cost(group)
+    for group in groups:  # what evenness left over
+        if group not in chosen and cost(group) <= left:
+            chosen.append(group)
+            left -= cost(group)
+    return chosen

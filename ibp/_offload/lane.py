@@ -1,0 +1,234 @@
+"""One device's memory for weights in use, and how groups of weights get there."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+
+from .._fetch.streaming import KERNEL, Decoder, TensorStream
+from .arena import Arena, overlap
+from .groups import Group
+from .weights import Weight
+
+# Decoders of a stream of tables. On one H200, 7 billion BF16 weights through hooks: 16 SMs decode them at 76 GB/s, the
+# 8 that `decompress` takes at 70.
+STREAM_SMS = 16
+
+
+class Lane:
+    """A device on which groups of weights are decoded into an arena, each before it is used; here, where the CPU does
+    it at once.
+
+    Groups in the arena stay there until another one is put over them. What holds a place: a use that is going on, and a
+    fetch ahead of a use that is still to come.
+
+    Args:
+        device: where the weights are used.
+        arena_bytes: for the weights of several groups.
+        max_sms: of a GPU, for decoding; None: enough.
+    """
+
+    def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
+        self.device, self.max_sms = device, max_sms
+        self.memory = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
+        self._arena = Arena(arena_bytes)
+        self._inside: list[Group] = []  # groups whose weights are in the arena
+        self._bound: dict[Group, tuple[int, list[torch.Tensor], list[torch.Tensor]]] = {}
+        self.spare_bytes = 0  # of groups in use that the arena has no room for
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory for weights on their way and in use."""
+        return self.memory.numel() + self.spare_bytes
+
+    def fetch_ahead(self, group: Group) -> bool:
+        """Fetches a group that is not loaded before its use comes, if there is room for it now."""
+        if not self._place(group, [other for other in self._inside if other.uses or other.is_ahead]):
+            return False
+        self._fetch(group)
+        group.is_ahead = True
+        return True
+
+    def fetch_now(self, group: Group) -> None:
+        """Fetches a group that is not loaded and is used now: in the place of groups that were fetched ahead if need
+        be, in memory of its own if all others are in use."""
+        held = [other for other in self._inside if other.uses or other.is_ahead]
+        if not self._place(group, held) and not self._place(group, [other for other in held if other.uses]):
+            group.spare = torch.empty(group.num_bytes, dtype=torch.uint8, device=self.device)
+            self.spare_bytes += group.num_bytes
+        self._fetch(group)
+
+    def values(self, group: Group) -> list[torch.Tensor]:
+        """The tensors of a loaded group's weights, on the device's memory."""
+        return self._views(group)[1]
+
+    def expect(self, groups: Container[Group]) -> None:
+        """Gives up the places of groups that were fetched ahead of uses which are no longer expected."""
+        for group in self._inside:
+            group.is_ahead = group.is_ahead and group in groups
+
+    def check_use(self, group: Group) -> None:
+        """Raises RuntimeError if a use cannot begin here and now."""
+
+    def begin_use(self, group: Group) -> None:
+        """Lets the caller's current stream wait for a loaded group."""
+
+    def end_use(self, group: Group) -> None:
+        """Says that all work on a group has been issued to the caller's current stream."""
+        if group.uses == 0 and group.spare is not None:
+            group.is_loaded, group.spare = False, None
+            self._bound.pop(group, None)
+            self.spare_bytes -= group.num_bytes
+
+    def drop(self, group: Group) -> None:
+        """Forgets a group for good."""
+        group.is_loaded = group.is_ahead = False
+        self._bound.pop(group, None)
+        if group in self._inside:
+            self._inside.remove(group)
+
+    def find(self, tensor: torch.Tensor) -> tuple[Weight, int] | None:
+        """(weight, offset in its bytes) where a tensor is a part of a loaded weight on this lane, else None."""
+        address, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.element_size()
+        for group in [*self._inside, *(group for group in self._bound if group.spare is not None)]:
+            memory = self.memory if group.spare is None else group.spare
+            if address != memory.untyped_storage().data_ptr() or not group.is_loaded:
+                continue
+            first = 0 if group.spare is not None or group.region is None else group.region[0]
+            for weight, offset in zip(group.weights, group.offsets):
+                if 0 <= start - first - offset < weight.num_bytes:
+                    return weight, start - first - offset
+        return None
+
+    def synchronize(self) -> None:
+        """Waits for all fetches and uses."""
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._inside.clear()
+        self._bound.clear()
+
+    # ---- placing ----
+
+    def _place(self, group: Group, held: list[Group]) -> bool:
+        regions = [other.region for other in held if other.region is not None]
+        start = self._arena.place(group.num_bytes, regions, None if group.region is None else group.region[0])
+        if start is None:
+            return False
+        group.region = start, start + group.num_bytes
+        return True
+
+    def _fetch(self, group: Group) -> None:
+        over = []
+        if group.spare is None and group.region is not None:
+            over = [other for other in self._inside if other.region is not None and overlap(other.region, group.region)]
+            for other in over:
+                other.is_loaded = other.is_ahead = False
+                self._inside.remove(other)
+        try:
+            self._queue(group, self._views(group)[0], over)
+        except BaseException:
+            if group.spare is not None:
+                self.spare_bytes -= group.num_bytes
+                group.spare = None
+            raise
+        group.is_loaded = True
+        if group.spare is None:
+            self._inside.append(group)
+
+    def _views(self, group: Group) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(bytes, tensors) of the group's weights where it is now, made once a place."""
+        memory = self.memory if group.spare is None else group.spare
+        start = 0 if group.spare is not None or group.region is None else group.region[0]
+        known = self._bound.get(group)
+        if known is None or known[0] != start or known[1][0].untyped_storage().data_ptr() != memory.data_ptr():
+            with torch.inference_mode(False), torch.no_grad():
+                data = [part for _, part in group.parts(memory[start : start + group.num_bytes])]
+                values = [weight.view(part) for weight, part in zip(group.weights, data)]
+            known = self._bound[group] = start, data, values
+        return known[1], known[2]
+
+    # ---- decoding ----
+
+    def _queue(self, group: Group, data: list[torch.Tensor], over: list[Group]) -> None:
+        """Decodes a group's weights into their bytes, once nothing reads what lay there."""
+        for weight, part in zip(group.weights, data):
+            assert weight.table is not None
+            fault = torch.zeros(4, dtype=torch.int64)
+            KERNEL.decode(weight.table, 0, weight.num_bytes, self.device, 0, part, fault)
+            weight.table._raise_fault(fault.tolist())
+
+
+class CudaLane(Lane):
+    """A GPU. Groups are fetched on a stream beside the caller's: those in pinned host memory by the copy engine through
+    one ring, from one group into the next without a pause; those in device memory by a kernel.
+
+    No call waits for the GPU. A use waits, on its stream, for the event that follows the fetch; a fetch waits, on its
+    stream, for the events that follow the uses of what lay in its place.
+    """
+
+    def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
+        super().__init__(device, arena_bytes, max_sms)
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which gave the memory
+        self._from_host: TensorStream | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        return super().device_bytes + (self._from_host.ring_bytes if self._from_host is not None else 0)
+
+    def check_use(self, group: Group) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the weights of {group.name!r} are streamed by ibp.offload, which a CUDA graph cannot capture: keep "
+                "them on the GPU (resident_bytes=), or capture other layers"
+            )
+
+    def begin_use(self, group: Group) -> None:
+        assert group.ready is not None
+        torch.cuda.current_stream(self.device).wait_event(group.ready)
+
+    def end_use(self, group: Group) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        event = group.done.get(stream.cuda_stream)
+        if event is None:
+            event = group.done[stream.cuda_stream] = torch.cuda.Event()
+        event.record(stream)
+        super().end_use(group)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        self.synchronize()
+        if self._from_host is not None:
+            self._from_host.close()
+            self._from_host = None
+        super().close()
+
+    def _queue(self, group: Group, data: list[torch.Tensor], over: list[Group]) -> None:
+        if group.spare is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which gave the memory
+        if group.ready is None:
+            group.ready = torch.cuda.Event()
+        with torch.cuda.stream(self._stream):
+            for other in (*over, group):
+                for event in other.done.values():
+                    self._stream.wait_event(event)
+            decoder, sms = self._decoder(group)
+            for weight, part in zip(group.weights, data):
+                table = weight.table
+                assert table is not None
+                table._raise_pending(self.device)
+                decoder.decode(table, 0, weight.num_bytes, self.device, sms, part, table._fault_on(self.device))
+            group.ready.record(self._stream)
+
+    def _decoder(self, group: Group) -> tuple[Decoder, int]:
+        """What decodes a group on the lane's stream, with how many SMs (0: all)."""
+        if group.on_device:
+            return KERNEL, self.max_sms or 0
+        if self._from_host is None:
+            self._from_host = TensorStream(self.device)
+        return self._from_host, self.max_sms or STREAM_SMS

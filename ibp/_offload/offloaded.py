@@ -1,0 +1,693 @@
+"""`ibp.offload`, and what it returns: the hooks that bring weights to the modules that use them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from .. import _memory, _ops
+from .._arguments import whole_number
+from .._schemes import check_scheme
+from .groups import Division, Group, Lookup, Use, divide, spread
+from .lane import CudaLane, Lane
+from .schedule import Schedule
+from .weights import Checkpoint, Compressor, Weight, put, read_checkpoint
+
+_GROUP_BYTES = 128 << 20  # of weights fetched together: an arena of three such takes about a layer of 7 billion weights
+_LEAST_GROUPS = 16  # groups of a small model, so that fetching one and using another overlap
+_CPU = torch.device("cpu")
+_LONGEST_ELEMENT = 16  # bytes, of complex128
+_LOOKAHEAD = 2  # groups fetched ahead of the one in use
+
+
+def offload(
+    model: nn.Module,
+    device: torch.device | str | int | Sequence[torch.device | str | int] | None = None,
+    *,
+    checkpoint: Checkpoint | None = None,
+    resident_bytes: int | None = None,
+    resident: str = "raw",
+    max_sms: int | None = None,
+    lookahead: int | None = None,
+    group_bytes: int | None = None,
+    min_bytes: int = 1 << 20,
+    buffers: bool = False,
+    whole: Iterable[type[nn.Module]] = (),
+    scheme: str = "auto",
+    progress: bool = False,
+) -> Offloaded:
+    """Keeps the weights of a model compressed in host memory and brings them to a device when a module uses them (the
+    paper's sections 2.1 and 6.4).
+
+    Every weight is compressed once, into pinned host memory of its compressed size. While one part of the model
+    computes, the copy engine brings the next ones and the GPU decodes them into a small arena: the same bits as before.
+    The order of use is taken from the model at first and then learned, call by call. `torch.nn.Embedding` fetches the
+    rows that it looks up and nothing else. All other parameters and buffers move to the device.
+
+    The model is used as before, by calling it. `state_dict()` gives plain tensors on the CPU, decoded when asked for.
+    Between calls a weight's shape, dtype and device are as its module sees them, but its values are not there: all of
+    its bytes are 0xFF, which is NaN in floating point. Offloaded weights are frozen; gradients flow through them to
+    inputs and to other parameters.
+
+    Args:
+        model: in eval mode, or in training mode with the weights to be offloaded frozen: parameters that require grad
+            then stay on the device. Weights on the meta device are taken from `checkpoint`.
+        device: where the model computes. Several: the blocks of its outermost `ModuleList` take turns, so that every
+            device's link is busy; blocks must follow each other, and what else there is runs on the first device. None:
+            the current CUDA device if there is one, else the CPU.
+        checkpoint: a .safetensors file, a directory of them (with or without an index), a mapping, or pairs of names
+            and tensors: read one tensor at a time, each converted to its parameter's dtype as `load_state_dict` does.
+        resident_bytes: bytes of weights that stay on the device, on each of several. None: none of them, or all with
+            `resident="compressed"`.
+        resident: "raw", they stay as they are; "compressed", they stay as coded rows and are decoded before use, so
+            that a model half as large again fits.
+        max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 16 while the link brings
+            the bytes, all for coded rows on the device.
+        lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU; none on the CPU, where
+            nothing runs beside the model.
+        group_bytes: a module with at most this many bytes of weights is brought as one, a larger one in parts. None:
+            128 MiB, less for small models.
+        min_bytes: smaller parameters stay on the device.
+        buffers: offload large buffers too: the packed weights of quantised layers. They must not be written to.
+        whole: classes of modules that are never divided: those that use the weights of modules below them without
+            calling these.
+        scheme: as in `ibp.compress`.
+        progress: show a progress bar.
+
+    Returns:
+        `ibp.Offloaded`: statistics, and `remove()`, which gives the model its weights back.
+
+    Raises:
+        TypeError: model is no module, or an argument is not of its type.
+        ValueError: an argument is outside its range; the model is offloaded already, or has nothing to offload;
+            names or shapes of the checkpoint do not fit.
+        RuntimeError: a weight is on the meta device and no checkpoint is given; memory cannot be pinned.
+        torch.OutOfMemoryError: the device has no room. The model is then as it was; so it is after every error, except
+            for tensors on the meta device, which a checkpoint may have filled.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module")
+    for module in model.modules():
+        if any(isinstance(getattr(hook, "__self__", None), _Hook) for hook in module._forward_pre_hooks.values()):
+            raise ValueError("the model, or a part of it, is offloaded already: remove() that first")
+    if resident not in ("raw", "compressed"):
+        raise ValueError(f"resident is {resident!r}; wanted 'raw' or 'compressed'")
+    check_scheme(scheme)
+    devices = _devices(device)
+    if lookahead is None:
+        lookahead = _LOOKAHEAD if devices[0].type == "cuda" else 0
+    whole_number("lookahead", lookahead, 0)
+    if max_sms is not None:
+        whole_number("max_sms", max_sms, 1)
+    if resident_bytes is not None:
+        whole_number("resident_bytes", resident_bytes, 0)
+    min_bytes = whole_number("min_bytes", min_bytes, 0)
+    if group_bytes is None:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+        group_bytes = min(_GROUP_BYTES, -(-total // _LEAST_GROUPS))
+    division = divide(
+        model,
+        min_bytes=min_bytes,
+        group_bytes=whole_number("group_bytes", group_bytes, 1),
+        num_lanes=len(devices),
+        buffers=buffers,
+        whole=tuple(whole),
+    )
+    if not division.weights:
+        raise ValueError(
+            f"the model has no frozen weight of at least {min_bytes:,} bytes to offload: call model.eval() or "
+            "model.requires_grad_(False), or lower min_bytes"
+        )
+    offloaded = Offloaded(model, division, devices, max_sms, lookahead)
+    try:
+        offloaded._fill(checkpoint, resident_bytes, resident == "compressed", scheme, progress)
+    except BaseException:
+        offloaded.remove()
+        raise
+    return offloaded
+
+
+def _devices(device: Any) -> list[torch.device]:
+    if device is None:
+        device = "cuda" if _ops.cuda_is_available() else "cpu"
+    several = device if isinstance(device, (list, tuple)) else [device]
+    if not several:
+        raise ValueError("device is an empty list; wanted at least one device")
+    devices = [_memory.canonical(one) for one in several]
+    if len({one.type for one in devices}) > 1:
+        raise ValueError(f"device is {[str(one) for one in devices]}; wanted CUDA devices, or the CPU")
+    return devices
+
+
+@dataclass(frozen=True)
+class OffloadStats:
+    """What an offloaded model has done since it was made, or since `reset_stats`.
+
+    Attributes:
+        uses: times that a module used a group of weights.
+        misses: those of them whose weights were not even on their way: the first ones, and after a change of order.
+        fetched_bytes: bytes of weights, as the model uses them, brought to the device.
+        link_bytes: of those, what crossed the link: coded rows from host memory.
+        seconds: from the first use to the last one, on the host's clock.
+        weight_bytes: of all offloaded weights, as the model has them.
+        host_bytes: host memory that they take, index and codebooks counted.
+        device_bytes: device memory that they take: what is resident, the arena, the ring, the index.
+    """
+
+    uses: int
+    misses: int
+    fetched_bytes: int
+    link_bytes: int
+    seconds: float
+    weight_bytes: int
+    host_bytes: int
+    device_bytes: int
+
+    __module__ = "ibp"
+
+    @property
+    def gb_per_s(self) -> float:
+        """Bytes of weights brought to the device a second, in GB/s; 0 before there are two uses."""
+        return self.fetched_bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+
+class _Hook:
+    """What a module's hooks belong to. It can be neither copied nor saved with the module: it is about that one."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError("an offloaded model cannot be copied: remove() first, or copy its state_dict()")
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or remove() first")
+
+
+class _UseHook(_Hook):
+    """Brings groups of weights to a module for the time of a call.
+
+    Args:
+        use: the module and its groups.
+        enter, leave: of the `Offloaded`, which torch.compile leaves alone.
+    """
+
+    def __init__(self, use: Use, enter: Callable[[Use], None], leave: Callable[[Use], None]) -> None:
+        self._use, self._enter, self._leave = use, enter, leave
+
+    def before(self, module: nn.Module, args: tuple) -> None:
+        self._enter(self._use)
+
+    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._leave(self._use)
+
+
+class _StartHook(_Hook):
+    """Forgets uses that an interrupted call left behind when the whole model is called again."""
+
+    def __init__(self, abandon: Callable[[], None]) -> None:
+        self._abandon = abandon
+
+    def before(self, module: nn.Module, args: tuple) -> None:
+        self._abandon()
+
+
+class _MoveHook(_Hook):
+    """Brings a module's arguments to the device that it is on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def move(value: Any) -> Any:
+            return value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+        return torch.utils._pytree.tree_map(move, (args, kwargs))
+
+
+class _StateHook(_Hook):
+    """Puts a module's weights into its state_dict, and refuses to load others."""
+
+    def __init__(self, holds: list[tuple[str, Weight]]) -> None:
+        self._holds = holds
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        decoded = vars(state).setdefault("_ibp_decoded", {}) if hasattr(state, "__dict__") else {}
+        for attribute, weight in self._holds:
+            if prefix + attribute in state and weight.table is not None:
+                if weight not in decoded:
+                    decoded[weight] = weight.value("cpu")
+                state[prefix + attribute] = decoded[weight]
+
+    def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for attribute, weight in self._holds:
+            if prefix + attribute in state and weight.table is not None:
+                raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: remove() first")
+
+
+class _RowsForward(_Hook):
+    """The forward of a module that looks rows up: its own, with a table in the place of the weight."""
+
+    def __init__(self, lookup: Lookup, look_up: Callable[..., Any]) -> None:
+        self._lookup, self._look_up, self._forward = lookup, look_up, lookup.module.forward
+        self._lock, self._calls = threading.Lock(), 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._look_up(self, *args, **kwargs)
+
+    def look_up(self, *args: Any, **kwargs: Any) -> Any:
+        self._exchange(1)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            self._exchange(-1)
+
+    def _exchange(self, calls: int) -> None:
+        module, attribute = self._lookup.module, self._lookup.attribute
+        with self._lock:
+            if self._calls == 0:
+                self._parameter = module._parameters.pop(attribute)
+                module.__dict__[attribute] = self._lookup.weight.table
+            self._calls += calls
+            if self._calls == 0:
+                del module.__dict__[attribute]
+                module._parameters[attribute] = self._parameter
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd keeps of a weight for backward: which part of it, to be decoded again."""
+
+    weight: Weight
+    device: torch.device
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # in elements
+
+    def tensor(self) -> torch.Tensor:
+        return self.weight.data(self.device).view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class Offloaded:
+    """A model whose weights are offloaded: made by `ibp.offload`. As a context manager it calls `remove` at the end.
+
+    Several threads may call the model at once; weights that are in use are never overwritten.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        division: Division,
+        devices: list[torch.device],
+        max_sms: int | None,
+        lookahead: int,
+    ) -> None:
+        self._model, self._division, self._devices = model, division, devices
+        self._max_sms, self._lookahead = max_sms, lookahead
+        self._lock, self._thread = threading.RLock(), threading.local()
+        self._lanes: list[Lane] = []
+        self._groups: list[Group] = []  # what is brought to the device for every use
+        self._schedule: Schedule[Group] = Schedule([])
+        self._undo: list[Callable[[], object]] = []
+        self._homes = [(tensor, _CPU if tensor.is_meta else tensor.device) for tensor in division.others]
+        self._kept: list[tuple[Weight, torch.device]] = []  # weights that stay on a device as they are
+        self._is_removed = False
+        self.reset_stats()
+
+    def __repr__(self) -> str:
+        if self._is_removed:
+            return f"ibp.Offloaded({type(self._model).__name__}, removed)"
+        stats = self.stats()
+        where = ", ".join(map(str, self._devices))
+        return (
+            f"ibp.Offloaded({type(self._model).__name__}, {len(self._division.weights)} weights in "
+            f"{len(self._division.groups)} groups, bytes={stats.weight_bytes:,}, host_bytes={stats.host_bytes:,}, "
+            f"device_bytes={stats.device_bytes:,}, on {where})"
+        )
+
+    def __enter__(self) -> Offloaded:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("an ibp.Offloaded cannot be pickled or copied: save the model's state_dict()")
+
+    # ---- what the user asks ----
+
+    def stats(self) -> OffloadStats:
+        """What has been done, and the memory that it takes."""
+        with self._lock:
+            tables = [weight.table for weight in self._division.weights if weight.table is not None]
+            on_host = [table for table in tables if table.device.type == "cpu"]
+            on_gpu = [table for table in tables if table.device.type != "cpu"]
+            uses_gpu = any(device.type == "cuda" for device in self._devices)
+            device_bytes = sum(lane.device_bytes for lane in self._lanes)
+            device_bytes += sum(weight.num_bytes for weight, _ in self._kept) + sum(table.nbytes for table in on_gpu)
+            device_bytes += sum(table.index_bytes for table in on_host) if uses_gpu else 0
+            return OffloadStats(
+                self._uses,
+                self._misses,
+                self._fetched_bytes,
+                self._link_bytes,
+                self._last_use - self._first_use if self._first_use is not None else 0.0,
+                sum(weight.num_bytes for weight in self._division.weights),
+                sum(table.nbytes for table in on_host),
+                device_bytes,
+            )
+
+    def reset_stats(self) -> None:
+        """Counts uses, bytes and seconds from now on."""
+        self._uses = self._misses = self._fetched_bytes = self._link_bytes = 0
+        self._first_use: float | None = None
+        self._last_use = 0.0
+
+    def remove(self) -> None:
+        """Gives the model its weights back as plain tensors, on the devices that they were on, and removes all hooks.
+        No-op if that is done.
+
+        Weights are decoded one at a time, and the coded rows of each are given up. If memory runs out on the way, what
+        is not yet decoded stays offloaded and `remove` can be called again.
+
+        Raises:
+            RuntimeError: called from within a call of the model.
+        """
+        with self._lock:
+            if self._is_removed:
+                return
+            if getattr(self._thread, "calls", None) or any(group.uses for group in self._groups):
+                raise RuntimeError("the model is in use: remove() between its calls")
+            for lane in self._lanes:
+                lane.synchronize()
+            for group in self._groups:
+                self._lanes[group.lane].drop(group)
+            for weight in self._division.weights:
+                if weight.table is not None:
+                    weight.bind(weight.value(weight.home))
+                    weight.table = None
+            for weight, _ in self._kept:
+                weight.bind(weight.tensors[0].data.to(weight.home))
+            for tensor, home in self._homes:
+                if not tensor.is_meta:  # else the checkpoint did not get to it
+                    tensor.data = tensor.data.to(home)
+            for weight in self._division.weights:
+                for tensor, requires_grad in zip(weight.tensors, weight.requires_grad):
+                    tensor.requires_grad_(requires_grad)
+            while self._undo:
+                self._undo.pop()()
+            for lane in self._lanes:
+                lane.close()
+            self._lanes, self._groups, self._is_removed = [], [], True
+
+    # ---- set-up ----
+
+    def _fill(
+        self, checkpoint: Checkpoint | None, resident_bytes: int | None, in_codes: bool, scheme: str, progress: bool
+    ) -> None:
+        division, devices = self._division, self._devices
+        resident = self._residents(resident_bytes, in_codes)
+        kept = set() if in_codes else {weight for group in resident for weight in group.weights}
+        self._groups = [group for group in division.groups if in_codes or group not in resident]
+        for number, device in enumerate(devices):
+            mine = [group.num_bytes for group in self._groups if group.lane == number]
+            make = CudaLane if device.type == "cuda" else Lane
+            arena_bytes = division.nested_bytes.get(number, 0) + _most_at_once(mine, self._lookahead + 1)
+            self._lanes.append(make(device, arena_bytes, self._max_sms))
+        self._schedule = Schedule(self._groups)
+        pin = devices[0].type == "cuda"
+        compressor = Compressor(scheme, devices[0], pin)
+        on_device = {weight for group in resident for weight in group.weights} if in_codes else set()
+        ones = {device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in devices}
+
+        def store(weight: Weight, x: torch.Tensor) -> None:
+            device = devices[weight.group.lane if weight.group is not None else 0]
+            if weight in kept:
+                weight.bind(x.to(device))
+                self._kept.append((weight, device))
+            else:
+                home = device if weight in on_device else _CPU
+                weight.table = compressor.table_of(weight.name, weight.in_memory_order(x), home)
+                weight.rest = ones[device].view(weight.dtype)[0].expand(weight.shape)
+                weight.bind(weight.rest)
+            weight.freeze()
+
+        with tqdm(
+            total=sum(weight.num_bytes for weight in division.weights),
+            desc="offload",
+            unit="B",
+            unit_scale=True,
+            disable=not progress,
+        ) as bar:
+            for weight, x in self._sources(checkpoint):
+                store(weight, x)
+                bar.update(weight.num_bytes)
+        for group in self._groups:
+            group.on_device = devices[group.lane].type == "cuda" and group.weights[0] in on_device
+        for tensor, lane in self._others_with_lanes():
+            tensor.data = tensor.data.to(devices[lane])
+        self._install()
+
+    def _residents(self, resident_bytes: int | None, in_codes: bool) -> list[Group]:
+        """The groups that stay on their devices. What coded rows take is not known before they are made: they count as
+        they are."""
+        if resident_bytes is None:
+            return list(self._division.groups) if in_codes else []
+        chosen: list[Group] = []
+        for lane in range(len(self._devices)):
+            groups = [group for group in self._division.groups if group.lane == lane]
+            chosen += spread(groups, resident_bytes, lambda group: group.num_bytes)
+        return chosen
+
+    def _sources(self, checkpoint: Checkpoint | None) -> Iterable[tuple[Weight, torch.Tensor]]:
+        """Every weight and its values: from the model, or from the checkpoint, which fills the other tensors too."""
+        weights = self._division.weights
+        if checkpoint is None:
+            for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+                if tensor.is_meta:
+                    raise RuntimeError(f"{name} is on the meta device: give its values as checkpoint=")
+            for weight in weights:
+                yield weight, weight.tensors[0].data
+            return
+        by_name: dict[str, Weight] = {name: weight for weight in weights for name in weight.names}
+        others = self._state_of_others()
+        seen: set[int] = set()
+        for name, x in read_checkpoint(checkpoint):
+            target = by_name.get(name, others.get(name))
+            if target is None:
+                raise ValueError(f"the checkpoint has {name!r}, which the model has not")
+            if x.shape != target.shape:
+                raise ValueError(f"{name} has shape {list(x.shape)} in the checkpoint; wanted {list(target.shape)}")
+            if id(target) in seen:
+                continue
+            seen.add(id(target))
+            if isinstance(target, Weight):
+                yield target, x.to(target.dtype)
+            else:
+                put(target, x.to(target.dtype))
+        missing = [weight.name for weight in weights if id(weight) not in seen]
+        missing += [name for name, tensor in others.items() if id(tensor) not in seen]
+        if missing:
+            raise ValueError(f"the checkpoint lacks {len(missing)} of the model's tensors, the first {missing[0]!r}")
+        for name, buffer in self._model.named_buffers():
+            if buffer.is_meta:
+                raise RuntimeError(
+                    f"buffer {name} is on the meta device and no checkpoint holds it: make the model with its buffers, "
+                    "for example under accelerate.init_empty_weights()"
+                )
+
+    def _state_of_others(self) -> dict[str, torch.Tensor]:
+        """By name, the tensors that state_dict() has besides the weights; tied ones by every name."""
+        known = {id(tensor) for tensor in self._division.others}
+        state: dict[str, torch.Tensor] = {}
+        for prefix, module in self._model.named_modules():
+            for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is None or id(tensor) not in known or attribute in module._non_persistent_buffers_set:
+                    continue
+                state[f"{prefix}.{attribute}" if prefix else attribute] = tensor
+        return state
+
+    def _others_with_lanes(self) -> Iterable[tuple[torch.Tensor, int]]:
+        known = {id(tensor) for tensor in self._division.others}
+        for module, lane in self._division.lanes.items():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and id(tensor) in known:
+                    known.discard(id(tensor))
+                    yield tensor, lane
+
+    def _install(self) -> None:
+        streamed = set(self._groups)
+        enter, leave, abandon, look_up = map(
+            torch.compiler.disable, (self._enter, self._leave, self._abandon, _RowsForward.look_up)
+        )
+        for use in self._division.uses:
+            use.groups = [group for group in use.groups if group in streamed]
+            if use.groups:
+                hook = _UseHook(use, enter, leave)
+                self._hook(use.module.register_forward_pre_hook(hook.before, prepend=True))
+                self._hook(use.module.register_forward_hook(hook.after, always_call=True))
+        for lookup in self._division.lookups:
+            if lookup.weight.table is not None:
+                lookup.module.forward = _RowsForward(lookup, look_up)
+                self._undo.append(functools.partial(vars(lookup.module).pop, "forward"))
+        start = _StartHook(abandon)
+        self._hook(self._model.register_forward_pre_hook(start.before, prepend=True))
+        if len(self._devices) > 1:
+            self._install_moves()
+        holds: dict[nn.Module, list[tuple[str, Weight]]] = {}
+        for weight in self._division.weights:
+            if weight.table is not None:
+                for module, attribute in weight.holders:
+                    holds.setdefault(module, []).append((attribute, weight))
+        for module, held in holds.items():
+            state = _StateHook(held)
+            self._hook(module.register_state_dict_post_hook(state))
+            self._hook(module.register_load_state_dict_pre_hook(state.before_load))
+
+    def _install_moves(self) -> None:
+        lanes, blocks = self._division.lanes, self._division.blocks
+        within = {part for block in blocks for part in block.modules()}
+        outside = [module for module in lanes if module not in within]
+        others = [module for module in outside if any(True for _ in module.parameters(recurse=False))]
+        for module in [*blocks, *others]:
+            move = _MoveHook(self._devices[lanes[module]])
+            self._hook(module.register_forward_pre_hook(move.before, prepend=True, with_kwargs=True))
+
+    def _hook(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    # ---- while the model runs ----
+
+    def _enter(self, use: Use) -> None:
+        """Brings a module's groups. After an error nothing is in use that was not before."""
+        with self._lock:
+            begun: list[Group] = []
+            try:
+                for group in use.groups:
+                    self._begin(group)
+                    begun.append(group)
+            except BaseException:
+                for group in begun:
+                    group.uses -= 1
+                raise
+            for group in begun:
+                for weight, value in zip(group.weights, self._lanes[group.lane].values(group)):
+                    weight.bind(value)
+            self._calls().append((use, self._saving()))
+            self._fetch_ahead()
+
+    def _begin(self, group: Group) -> None:
+        lane = self._lanes[group.lane]
+        lane.check_use(group)
+        if not group.is_loaded:
+            self._misses += 1
+            lane.fetch_now(group)
+            self._count(group)
+        lane.begin_use(group)
+        group.is_ahead = False
+        group.uses += 1
+        self._schedule.saw(group)
+        self._uses += 1
+        self._last_use = time.perf_counter()
+        if self._first_use is None:
+            self._first_use = self._last_use
+
+    def _leave(self, use: Use) -> None:
+        with self._lock:
+            calls = self._calls()
+            if calls and calls[-1][0] is use:  # else its beginning failed
+                self._end(*calls.pop())
+                self._fetch_ahead()
+
+    def _end(self, use: Use, saving: Any) -> None:
+        if saving is not None:
+            saving.__exit__()
+        for group in use.groups:
+            group.uses -= 1
+            self._lanes[group.lane].end_use(group)
+            if group.uses == 0:
+                for weight in group.weights:
+                    assert weight.rest is not None
+                    weight.bind(weight.rest)
+        self._last_use = time.perf_counter()
+
+    def _abandon(self) -> None:
+        """Ends the uses that this thread has begun and not ended: torch runs no hook after a KeyboardInterrupt."""
+        with self._lock:
+            calls = self._calls()
+            while calls:
+                self._end(*calls.pop())
+
+    def _calls(self) -> list[tuple[Use, Any]]:
+        """The uses that this thread is in, the innermost last, each with what `_saving` returned."""
+        if not hasattr(self._thread, "calls"):
+            self._thread.calls = []
+        return self._thread.calls
+
+    def _fetch_ahead(self) -> None:
+        """Fetches what is expected next, as far as there is room: for every device the next few groups that it is to
+        use."""
+        left, expected = [self._lookahead] * len(self._lanes), []
+        for group in itertools.islice(self._schedule.coming(), len(self._groups)):
+            if not any(left):
+                break
+            if left[group.lane] and not group.uses and group not in expected:
+                left[group.lane] -= 1
+                expected.append(group)
+        for lane in self._lanes:
+            lane.expect(expected)
+        full: set[int] = set()
+        for group in expected:
+            if group.is_loaded:
+                group.is_ahead = True
+            elif group.lane not in full:
+                if self._lanes[group.lane].fetch_ahead(group):
+                    self._count(group)
+                else:
+                    full.add(group.lane)  # what comes later must not take the room that this one waits for
+
+    def _count(self, group: Group) -> None:
+        self._fetched_bytes += group.num_bytes
+        if not group.on_device:
+            self._link_bytes += group.stored_bytes
+
+    # ---- autograd ----
+
+    def _saving(self) -> Any:
+        """Lets autograd keep names of weights in the place of their memory, which other weights will use. None if it
+        keeps nothing."""
+        if not torch.is_grad_enabled():
+            return None
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        hooks.__enter__()
+        return hooks
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        with self._lock:
+            for lane in self._lanes:
+                found = lane.find(tensor) if lane.device == tensor.device else None
+                if found is not None:
+                    weight, start = found
+                    return _Saved(
+                        weight, tensor.device, tensor.dtype, tensor.size(), tensor.stride(), start // tensor.itemsize
+                    )
+        return tensor
+
+
+def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
+    return saved.tensor() if isinstance(saved, _Saved) else saved
+
+
+def _most_at_once(sizes: Sequence[int], number: int) -> int:
+    """Bytes of the largest run of that many groups, the last followed by the first."""
+    number = min(number, len(sizes))
+    return max((sum([*sizes, *sizes][first : first + number]) for first in range(len(sizes))), default=0)

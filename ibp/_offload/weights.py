@@ -1,0 +1,211 @@
+"""The tensors of a model as compressed tables: one a tensor, with codebooks that tensors of a kind share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._compressed_tensor import CompressedTensor
+from .._compression import compress
+from .._rows import DTYPES
+from .._schemes import AnyCodebook
+
+if TYPE_CHECKING:
+    from .groups import Group
+
+_SHARED_LOSS = 0.005  # of savings: what a codebook learned from another tensor of the kind may cost
+_INDEX_NAME = "model.safetensors.index.json"
+
+Checkpoint = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+
+class Weight:
+    """A tensor of a model, or several that share all of their memory.
+
+    Attributes:
+        name: the first of `names`.
+        names: what the model calls it, as in `state_dict()`.
+        holders: (module, attribute) for every name.
+        tensors: the parameters or buffers themselves, each once.
+        shape, dtype: of all of them.
+        order: dimensions in the order in which memory holds them: `x.permute(order)` is contiguous if x is dense.
+        home: device before it was offloaded; the CPU for tensors that a checkpoint brings.
+        requires_grad: of each tensor before it was offloaded.
+        table: coded rows of `x.permute(order)`; None until it is stored, and after it is restored.
+        rest: what the tensors hold between uses: the right shape, dtype and device, and no values.
+        group: of weights that it is fetched with; None if its rows are looked up where they lie.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.names: list[str] = []
+        self.holders: list[tuple[torch.nn.Module, str]] = []
+        self.tensors: list[torch.Tensor] = []
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.order = _memory_order(tensor)
+        self.home = torch.device("cpu") if tensor.is_meta else tensor.device
+        self.requires_grad: list[bool] = []
+        self.table: CompressedTensor | None = None
+        self.rest: torch.Tensor | None = None
+        self.group: Group | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def add(self, module: torch.nn.Module, attribute: str, name: str, tensor: torch.Tensor) -> None:
+        """Notes one more name of the tensor, or of another one with the same memory."""
+        self.names.append(name)
+        self.holders.append((module, attribute))
+        if not any(tensor is known for known in self.tensors):
+            self.tensors.append(tensor)
+            self.requires_grad.append(tensor.requires_grad)
+
+    def in_memory_order(self, x: torch.Tensor) -> torch.Tensor:
+        """x [shape] as what the table holds: a view if x is dense and in the weight's own order."""
+        return x.permute(self.order)
+
+    def view(self, data: torch.Tensor) -> torch.Tensor:
+        """The weight's bytes, uint8 [num_bytes], as the tensor that the model had: shape, dtype and order of memory."""
+        stored = data.view(self.dtype).view([self.shape[dim] for dim in self.order])
+        return stored.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+    def bind(self, value: torch.Tensor) -> None:
+        """Makes value the content of the model's tensors."""
+        for tensor in self.tensors:
+            put(tensor, value)
+
+    def freeze(self) -> None:
+        for tensor in self.tensors:
+            tensor.requires_grad_(False)
+
+    def data(self, device: torch.device | str) -> torch.Tensor:
+        """The weight's bytes in the order of memory, uint8 [num_bytes], in memory of their own on a device."""
+        if self.table is None:
+            return self.in_memory_order(self.tensors[0].detach().to(device)).reshape(-1).view(torch.uint8)
+        return self.table.decompress(device=device).reshape(-1).view(torch.uint8)
+
+    def value(self, device: torch.device | str) -> torch.Tensor:
+        """The tensor again, in memory of its own on a device."""
+        return self.view(self.data(device))
+
+
+def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Makes value the content of a parameter or buffer of a model: of the object itself, which others may hold."""
+    if tensor.is_meta:  # whose data cannot be set: the object gets another inside
+        other = torch.nn.Parameter(value, False) if isinstance(tensor, torch.nn.Parameter) else value.view_as(value)
+        torch.utils.swap_tensors(tensor, other)
+    else:
+        tensor.data = value
+
+
+def _memory_order(x: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the largest stride to the smallest; as they are if memory has gaps or holds elements twice."""
+    order = sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim))
+    return tuple(order) if x.permute(order).is_contiguous() else tuple(range(x.dim()))
+
+
+def can_be_stored(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain memory of a dtype that tables hold, and not a subclass with rules of its own."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.dtype in DTYPES
+        and not tensor.is_quantized
+        and tensor.numel() > 0
+    )
+
+
+class Compressor:
+    """Makes packed tables of tensors.
+
+    A codebook is learned from the first tensor of a kind: those whose names differ in numbers only and that have one
+    shape and dtype. Another tensor of the kind gets its own where the shared one saves clearly less than it did on the
+    first.
+
+    Args:
+        scheme: as in `ibp.compress`.
+        worker: device that learns and encodes.
+        pin: whether tables in host memory are pinned.
+    """
+
+    def __init__(self, scheme: str, worker: torch.device, pin: bool) -> None:
+        self._scheme, self._worker, self._pin = scheme, worker, pin
+        self._kinds: dict[tuple, tuple[AnyCodebook | None, float]] = {}
+
+    def table_of(self, name: str, x: torch.Tensor, home: torch.device) -> CompressedTensor:
+        """A packed table of x on a device: the CPU, or a GPU."""
+        kind = re.sub(r"\d+", "*", name), x.shape, x.dtype
+        if kind not in self._kinds:
+            table = self._compress(x, home, scheme=self._scheme)
+            self._kinds[kind] = table.codebook, table.savings
+            return table
+        codebook, savings = self._kinds[kind]
+        if codebook is None:
+            return self._compress(x, home, scheme="raw")
+        table = self._compress(x, home, codebook=codebook)
+        if table.savings >= savings - _SHARED_LOSS:
+            return table
+        own = self._compress(x, home, scheme=self._scheme)
+        return own if own.stored_bytes < table.stored_bytes else table
+
+    def _compress(self, x: torch.Tensor, home: torch.device, **options: Any) -> CompressedTensor:
+        if home.type == "cuda":
+            return compress(x.to(home), layout="packed", **options)
+        table = compress(
+            x, layout="packed", device=self._worker, pin_memory=self._pin and not x.is_cuda, **options
+        ).cpu()
+        return table.pin_memory() if self._pin else table
+
+
+def read_checkpoint(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors of a checkpoint, one at a time.
+
+    Args:
+        checkpoint: a .safetensors file; a directory of them, with or without an index; a mapping, or pairs.
+
+    Raises:
+        FileNotFoundError: there is no such file, or the directory holds none.
+        ImportError: a path is given and safetensors is not installed.
+    """
+    if isinstance(checkpoint, Mapping):
+        yield from checkpoint.items()
+    elif isinstance(checkpoint, (str, Path)):
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            raise ImportError("reading a checkpoint needs the package safetensors: pip install safetensors") from None
+        for path in _shards(Path(checkpoint)):
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 (it is no dict)
+                    yield name, file.get_tensor(name)
+    else:
+        yield from checkpoint
+
+
+def _shards(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"checkpoint {str(path)!r} is neither a file nor a directory")
+    index = path / _INDEX_NAME
+    if index.is_file():
+        import json
+
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = [path / name for name in names]
+        for shard in shards:
+            if not shard.is_file():
+                raise FileNotFoundError(f"{index} names {shard.name}, which is not there")
+        return shards
+    shards = sorted(path.glob("*.safetensors"))
+    if not shards:
+        raise FileNotFoundError(f"directory {str(path)!r} holds no .safetensors file")
+    return shards
