@@ -155,17 +155,17 @@ def test_sms_that_keep_up_with_the_link():
 
 @pytest.fixture
 def streamed(monkeypatch):
-    """Every tensor is streamed, through a ring much smaller than it; holds the jobs that were."""
-    jobs, decode = [], streaming._Stream.decode
+    """Every tensor is streamed, through a ring much smaller than it; holds the tables that were."""
+    tables, decode = [], streaming.TensorStream.decode
 
-    def noted(self, job, *rest):
-        jobs.append(job)
-        decode(self, job, *rest)
+    def noted(self, table, *rest):
+        tables.append(table)
+        decode(self, table, *rest)
 
-    monkeypatch.setattr(streaming._Stream, "decode", noted)
+    monkeypatch.setattr(streaming.TensorStream, "decode", noted)
     monkeypatch.setattr(streaming, "_LEAST_STREAMED_BYTES", 0)
     monkeypatch.setattr(streaming, "_RING_BYTES", SMALL_RING)
-    return jobs
+    return tables
 
 
 @pytest.mark.parametrize("num_rows, layout, scheme", pairwise([1, 31, 32, 33, 64, 65, 128, 500, 5001], LAYOUTS, CODED))
@@ -204,8 +204,8 @@ def test_rings(cuda, streamed, monkeypatch, layout, ring_bytes):
 @pytest.mark.parametrize("scheme", CODED)
 def test_large_tensors_are_streamed_by_themselves(cuda, monkeypatch, scheme, layout):
     """Through the real ring, with chunks of every size."""
-    calls, decode = [], streaming._Stream.decode
-    monkeypatch.setattr(streaming._Stream, "decode", lambda *arguments: (calls.append(1), decode(*arguments))[1])
+    calls, decode = [], streaming.TensorStream.decode
+    monkeypatch.setattr(streaming.TensorStream, "decode", lambda *arguments: (calls.append(1), decode(*arguments))[1])
     x = (torch.randn(100_003, 1024, device=cuda) * 0.02).to(torch.bfloat16)
     table = make_table(x.cpu(), layout, scheme=scheme)
     for max_sms in (None, 4):

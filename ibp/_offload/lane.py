@@ -42,6 +42,9 @@ class Lane:
         """Bytes of device memory for weights on their way and in use."""
         return self.memory.numel() + self.spare_bytes
 
+    def start(self) -> None:
+        """Says that all tables are made: what follows may read them."""
+
     def fetch_ahead(self, group: Group) -> bool:
         """Fetches a group that is not loaded before its use comes, if there is room for it now."""
         if not self._place(group, [other for other in self._inside if other.uses or other.is_ahead]):
@@ -69,7 +72,7 @@ class Lane:
             group.is_ahead = group.is_ahead and group in groups
 
     def check_use(self, group: Group) -> None:
-        """Raises RuntimeError if a use cannot begin here and now."""
+        """Raises RuntimeError if a use cannot begin here and now; CorruptTableError if an earlier fetch met a fault."""
 
     def begin_use(self, group: Group) -> None:
         """Lets the caller's current stream wait for a loaded group."""
@@ -172,12 +175,14 @@ class CudaLane(Lane):
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
         super().__init__(device, arena_bytes, max_sms)
         self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # which gave the memory
         self._from_host: TensorStream | None = None
 
     @property
     def device_bytes(self) -> int:
         return super().device_bytes + (self._from_host.ring_bytes if self._from_host is not None else 0)
+
+    def start(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which gave the arena and filled the tables
 
     def check_use(self, group: Group) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -185,6 +190,9 @@ class CudaLane(Lane):
                 f"the weights of {group.name!r} are streamed by ibp.offload, which a CUDA graph cannot capture: keep "
                 "them on the GPU (resident_bytes=), or capture other layers"
             )
+        for weight in group.weights:
+            if weight.table is not None:
+                weight.table._raise_pending(self.device)
 
     def begin_use(self, group: Group) -> None:
         assert group.ready is not None
@@ -221,7 +229,6 @@ class CudaLane(Lane):
             for weight, part in zip(group.weights, data):
                 table = weight.table
                 assert table is not None
-                table._raise_pending(self.device)
                 decoder.decode(table, 0, weight.num_bytes, self.device, sms, part, table._fault_on(self.device))
             group.ready.record(self._stream)
 

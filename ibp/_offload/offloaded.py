@@ -17,6 +17,7 @@ from tqdm import tqdm
 from .. import _memory, _ops
 from .._arguments import whole_number
 from .._schemes import check_scheme
+from .._table import CorruptTableError
 from .groups import Division, Group, Lookup, Use, divide, spread
 from .lane import CudaLane, Lane
 from .schedule import Schedule
@@ -129,7 +130,8 @@ def offload(
         )
     offloaded = Offloaded(model, division, devices, max_sms, lookahead)
     try:
-        offloaded._fill(checkpoint, resident_bytes, resident == "compressed", scheme, progress)
+        with torch.inference_mode(False), torch.no_grad():
+            offloaded._fill(checkpoint, resident_bytes, resident == "compressed", scheme, progress)
     except BaseException:
         offloaded.remove()
         raise
@@ -225,10 +227,18 @@ class _MoveHook(_Hook):
         self._device = device
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        def move(value: Any) -> Any:
-            return value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        return self._moved(args), self._moved(kwargs)
 
-        return torch.utils._pytree.tree_map(move, (args, kwargs))
+    def _moved(self, value: Any) -> Any:
+        """Tensors on the device, also those in plain containers. A cache is left as it is: its layers stay where they
+        are filled."""
+        if isinstance(value, torch.Tensor):
+            return value.to(self._device, non_blocking=True)
+        if type(value) in (tuple, list):
+            return type(value)(map(self._moved, value))
+        if type(value) is dict:
+            return {key: self._moved(held) for key, held in value.items()}
+        return value
 
 
 class _StateHook(_Hook):
@@ -321,6 +331,7 @@ class Offloaded:
         self._homes = [(tensor, _CPU if tensor.is_meta else tensor.device) for tensor in division.others]
         self._kept: list[tuple[Weight, torch.device]] = []  # weights that stay on a device as they are
         self._is_removed = False
+        self._is_short = False  # of room for what is expected next: the end of a use makes some
         self.reset_stats()
 
     def __repr__(self) -> str:
@@ -432,11 +443,12 @@ class Offloaded:
         def store(weight: Weight, x: torch.Tensor) -> None:
             device = devices[weight.group.lane if weight.group is not None else 0]
             if weight in kept:
-                weight.bind(x.to(device))
+                weight.bind(x.to(device, copy=checkpoint is not None))
                 self._kept.append((weight, device))
             else:
                 home = device if weight in on_device else _CPU
                 weight.table = compressor.table_of(weight.name, weight.in_memory_order(x), home)
+                weight.table._arguments(device)  # copies the index there now, not at the first use
                 weight.rest = ones[device].view(weight.dtype)[0].expand(weight.shape)
                 weight.bind(weight.rest)
             weight.freeze()
@@ -453,9 +465,12 @@ class Offloaded:
                 bar.update(weight.num_bytes)
         for group in self._groups:
             group.on_device = devices[group.lane].type == "cuda" and group.weights[0] in on_device
-        for tensor, lane in self._others_with_lanes():
-            tensor.data = tensor.data.to(devices[lane])
+        for tensor, number in self._others_with_lanes():
+            tensor.data = tensor.data.to(devices[number])
         self._install()
+        for lane in self._lanes:
+            lane.start()
+        self._fetch_ahead()
 
     def _residents(self, resident_bytes: int | None, in_codes: bool) -> list[Group]:
         """The groups that stay on their devices. What coded rows take is not known before they are made: they count as
@@ -493,7 +508,7 @@ class Offloaded:
             if isinstance(target, Weight):
                 yield target, x.to(target.dtype)
             else:
-                put(target, x.to(target.dtype))
+                put(target, x.to(target.dtype, copy=True))
         missing = [weight.name for weight in weights if id(weight) not in seen]
         missing += [name for name, tensor in others.items() if id(tensor) not in seen]
         if missing:
@@ -606,7 +621,8 @@ class Offloaded:
             calls = self._calls()
             if calls and calls[-1][0] is use:  # else its beginning failed
                 self._end(*calls.pop())
-                self._fetch_ahead()
+                if self._is_short:
+                    self._fetch_ahead()
 
     def _end(self, use: Use, saving: Any) -> None:
         if saving is not None:
@@ -646,14 +662,22 @@ class Offloaded:
         for lane in self._lanes:
             lane.expect(expected)
         full: set[int] = set()
+        self._is_short = False
         for group in expected:
             if group.is_loaded:
                 group.is_ahead = True
             elif group.lane not in full:
-                if self._lanes[group.lane].fetch_ahead(group):
+                if self._fetched_ahead(group):
                     self._count(group)
                 else:
+                    self._is_short = True
                     full.add(group.lane)  # what comes later must not take the room that this one waits for
+
+    def _fetched_ahead(self, group: Group) -> bool:
+        try:
+            return self._lanes[group.lane].fetch_ahead(group)
+        except CorruptTableError:  # which the use that needs the group raises
+            return False
 
     def _count(self, group: Group) -> None:
         self._fetched_bytes += group.num_bytes

@@ -12,7 +12,8 @@ class Schedule(Generic[Item]):
     """Predicts that what came after the same two uses, or else after the same one, comes again.
 
     A pass over the items in one order is known after it was seen once; where the order changes, every new step is a
-    wrong prediction once. An item that is used twice in a pass is told apart by what came before it.
+    wrong prediction once. An item that is used twice in a pass is told apart by what came before it; a run of items
+    that comes twice, and then goes on in another way, costs a wrong prediction a pass.
 
     Args:
         items: in the order that is expected of the first pass; it is expected to repeat.

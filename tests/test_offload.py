@@ -1,0 +1,818 @@
+"""`ibp.offload`: models whose weights are streamed, compared by bits with the same models as they were."""
+
+import copy
+import functools
+import io
+import json
+import pickle
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import ibp
+from helpers import assert_same_bits, embedding
+from ibp._offload.arena import Arena, overlap
+from ibp._offload.groups import divide, spread
+from ibp._offload.schedule import Schedule
+
+WIDTH = 48
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt: torch runs no hooks after it."""
+
+
+class Block(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=dtype)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, dtype=dtype)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Net(nn.Module):
+    """A decoder in miniature: an embedding, blocks in an order that can be changed, and a head."""
+
+    def __init__(self, num_blocks=5, dtype=torch.float32, tie=False, seed=0):
+        super().__init__()
+        self.embed = nn.Embedding(64, WIDTH, dtype=dtype)
+        self.blocks = nn.ModuleList(Block(dtype) for _ in range(num_blocks))
+        self.head = nn.Linear(WIDTH, 64, bias=False, dtype=dtype)
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+        self.register_buffer("shift", torch.zeros(WIDTH, dtype=dtype))
+        for number, parameter in enumerate(self.parameters()):
+            shape = parameter.shape if parameter.dim() > 1 else (1, parameter.numel())
+            parameter.data = embedding(*shape, dtype=dtype, seed=100 * seed + number).reshape(parameter.shape)
+        if tie:
+            self.head.weight = self.embed.weight
+        self.order = list(range(num_blocks))
+        self.eval()
+
+    def forward(self, ids):
+        x = self.embed(ids) * self.scale + self.shift
+        for number in self.order:
+            x = self.blocks[number](x)
+        return self.head(x)
+
+
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [63, 0, 5, 8, 9, 7, 9, 3]])
+offload = functools.partial(ibp.offload, device="cpu", min_bytes=1000, group_bytes=20000)
+
+
+def bits_seen(model):
+    """The bits of the weights that linear layers compute with, by layer, as calls go on: a dict that fills."""
+    seen = {}
+
+    def note(module, args, name):
+        seen.setdefault(name, []).append(module.weight.detach().clone())
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(functools.partial(note, name=name))
+    return seen
+
+
+# ---- the same results ----
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("lookahead", [0, 1, 2, 50])
+@torch.no_grad()
+def test_results_and_weights_are_the_same(lookahead, tie):
+    model = Net(tie=tie)
+    wanted = model(IDS)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    offloaded = offload(model, lookahead=lookahead)
+    seen = bits_seen(model)
+    for _ in range(3):
+        assert_same_bits(model(IDS), wanted)
+    assert len(seen) == 11
+    for name, values in seen.items():
+        assert len(values) == 3
+        for value in values:
+            assert_same_bits(value, weights[f"{name}.weight"])
+    stats = offloaded.stats()
+    assert stats.misses == (0 if lookahead else stats.uses)
+    assert stats.host_bytes < stats.weight_bytes and stats.seconds > 0 and stats.gb_per_s > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@torch.no_grad()
+def test_dtypes(dtype):
+    model = Net(dtype=dtype)
+    wanted = model(IDS)
+    offload(model, lookahead=2)
+    assert_same_bits(model(IDS), wanted)
+
+
+class Cast(nn.Module):
+    """A layer whose packed weight is a buffer, as quantisers have them."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, x):
+        return x @ self.weight.to(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float8_e5m2], ids=str
+)
+@torch.no_grad()
+def test_buffers_of_quantised_layers(dtype):
+    weights = [(torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)) * 20).to(dtype) for seed in range(4)]
+    model = nn.Sequential(*(Cast(weight) for weight in weights)).eval()
+    x = torch.eye(64)
+    wanted = model(x)
+    with pytest.raises(ValueError, match="nothing|no frozen weight"):
+        offload(model)
+    with offload(model, buffers=True) as offloaded:
+        assert_same_bits(model(x), wanted)
+        assert offloaded.stats().weight_bytes == sum(weight.nbytes for weight in weights)
+        assert offloaded.stats().host_bytes <= sum(weight.nbytes for weight in weights) * 1.05 + 4096
+    for layer, weight in zip(model, weights):
+        assert_same_bits(layer.weight, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_linear_weights_of_8_bits(dtype):
+    layer = nn.Linear(64, 64, bias=False)
+    layer.weight = nn.Parameter(layer.weight.data.to(dtype), requires_grad=False)
+    model = nn.Sequential(layer, nn.Identity()).eval()
+    before = layer.weight.data.clone()
+    layer.register_forward_pre_hook(lambda module, args: (assert_same_bits(module.weight, before), None)[1])
+    layer.forward = lambda x: x @ layer.weight.to(x.dtype).t()
+    offload(model)
+    model(torch.eye(64))
+
+
+def test_memory_order_is_kept():
+    """Weights that are dense but not in the order of their dimensions, and one with gaps."""
+    model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.Conv2d(16, 8, 3), nn.Conv2d(8, 8, 3)).eval()
+    model[0].to(memory_format=torch.channels_last)
+    model[1].weight.data = model[1].weight.data.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
+    wide = torch.randn(8, 8, 3, 6)
+    model[2].weight.data = wide[..., ::2]
+    x = torch.randn(2, 8, 12, 12)
+    strides = [layer.weight.stride() for layer in model]
+    with torch.no_grad():
+        wanted = model(x)
+        seen = []
+        for layer in model:
+            layer.register_forward_pre_hook(lambda module, args: seen.append(module.weight.stride()), prepend=False)
+        offloaded = offload(model, min_bytes=100)
+        for layer in model:
+            layer.register_forward_pre_hook(lambda module, args: seen.append(module.weight.stride()))
+        assert_same_bits(model(x)[0], wanted[0])
+    assert seen[1::2][:2] == strides[:2] or seen[:2] == strides[:2]
+    offloaded.remove()
+    assert [layer.weight.stride() for layer in model][:2] == strides[:2]
+    assert_same_bits(model[2].weight.data, wide[..., ::2])
+
+
+def test_weights_that_share_memory():
+    """Two parameters over the same elements are one weight, before and after."""
+    model = Net()
+    model.head.weight = nn.Parameter(model.embed.weight.data)
+    assert model.head.weight is not model.embed.weight
+    with torch.no_grad():
+        wanted = model(IDS)
+        offloaded = offload(model)
+        assert_same_bits(model(IDS), wanted)
+        state = model.state_dict()
+        assert state["head.weight"] is state["embed.weight"]
+        offloaded.remove()
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert_same_bits(model(IDS).detach(), wanted)
+
+
+@torch.no_grad()
+def test_modules_that_use_the_weights_of_others():
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    for part in model.modules():  # with hooks torch takes no fused path: neither here
+        part.register_forward_pre_hook(lambda module, args: None)
+    x = torch.randn(2, 5, WIDTH)
+    wanted = model(x)
+    offload(model, lookahead=1, group_bytes=1)
+    assert_same_bits(model(x), wanted)
+
+    attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True).eval()
+    model = nn.ModuleDict({"attention": attention, "head": nn.Linear(WIDTH, WIDTH)}).eval()
+    attention.register_forward_pre_hook(lambda module, args: None)
+    wanted = attention(x, x, x, need_weights=False)[0]
+    offload(model, group_bytes=1)
+    assert_same_bits(attention(x, x, x, need_weights=False)[0], wanted)
+
+
+class Borrower(nn.Module):
+    """Uses the weight of a module below it without calling that."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2)])
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.inner.weight) @ self.parts[0] @ self.parts[1]
+
+
+@torch.no_grad()
+def test_classes_that_are_kept_whole():
+    model = nn.Sequential(Borrower(), Borrower()).eval()
+    x = torch.randn(3, WIDTH)
+    wanted = model(x)
+    with offload(model, group_bytes=1):
+        assert model(x).isnan().all()  # what is not there shows
+    with offload(model, group_bytes=1, whole=[Borrower]):
+        assert_same_bits(model(x), wanted)
+
+
+# ---- embeddings ----
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * self.weight.dtype.itemsize
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
+@torch.no_grad()
+def test_embeddings_fetch_rows(kind):
+    model = nn.Sequential(kind(1000, 32), nn.Linear(32, 32)).eval()
+    wanted = model(IDS)
+    offloaded = offload(model)
+    assert_same_bits(model(IDS), wanted)
+    assert offloaded.stats().fetched_bytes == 32 * 32 * 4
+    with pytest.raises(IndexError):
+        model(IDS + 1000)
+    assert_same_bits(model(IDS), wanted)
+    assert model[0].weight.isnan().all() and list(model.state_dict()) == ["0.weight", "1.weight", "1.bias"]
+
+
+@torch.no_grad()
+def test_an_embedding_that_changes_its_rows_is_brought_whole():
+    model = nn.Sequential(nn.Embedding(1000, 32, max_norm=1.0), nn.Linear(32, 32)).eval()
+    offloaded = offload(model)
+    model(IDS)
+    assert offloaded.stats().fetched_bytes == 1000 * 32 * 4 + 32 * 32 * 4
+
+
+# ---- the order of use ----
+
+
+@torch.no_grad()
+def test_order_is_learned_again():
+    model = Net()
+    plain = copy.deepcopy(model)
+    offloaded = offload(model, lookahead=2)
+    for order, most_misses in (
+        ([0, 1, 2, 3, 4], 0),
+        ([4, 3, 2, 1, 0], 7),
+        ([4, 3, 2, 1, 0], 0),
+        ([4, 3, 2, 1, 0], 0),
+        ([0, 0, 1], 6),
+        ([0, 0, 1], 2),
+        ([0, 0, 1], 2),
+        ([2], 3),
+        ([0, 1, 2, 3, 4], 6),
+    ):
+        model.order = plain.order = order
+        offloaded.reset_stats()
+        assert_same_bits(model(IDS), plain(IDS))
+        assert offloaded.stats().misses <= most_misses, order
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 4), max_size=8), min_size=1, max_size=6),
+    st.integers(0, 6),
+    st.integers(1, 60000),
+)
+def test_any_order(orders, lookahead, group_bytes):
+    model = Net()
+    plain = copy.deepcopy(model)
+    with torch.no_grad(), offload(model, lookahead=lookahead, group_bytes=group_bytes):
+        for order in orders:
+            model.order = plain.order = order
+            assert_same_bits(model(IDS), plain(IDS))
+
+
+def test_schedule():
+    schedule = Schedule("abc")
+    coming = schedule.coming()
+    assert [next(coming) for _ in range(4)] == list("abca")
+    for item in "abbcabbc":
+        schedule.saw(item)
+    coming = schedule.coming()
+    assert [next(coming) for _ in range(8)] == list("abbcabbc")
+    assert list(Schedule([]).coming()) == []
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), max_size=60), st.integers(1, 100))
+def test_arena_gives_places_that_are_free(wanted, num_bytes):
+    arena, held = Arena(num_bytes), []
+    for size, num_held in wanted:
+        held = held[-num_held:] if num_held else []
+        start = arena.place(size, held, held[0][0] if held else None)
+        if start is None:
+            # No gap is large enough.
+            ends = [0, *sorted(end for _, end in held)]
+            starts = [*sorted(start for start, _ in held), num_bytes]
+            assert all(free - end < size for end, free in zip(ends, starts))
+        else:
+            region = start, start + size
+            assert 0 <= start and region[1] <= num_bytes and not any(overlap(region, other) for other in held)
+            held.append(region)
+
+
+# ---- the model between calls ----
+
+
+def test_weights_at_rest():
+    model = Net()
+    shapes = {name: (value.shape, value.dtype) for name, value in model.named_parameters()}
+    held = list(model.parameters())
+    offload(model)
+    assert all(one is other for one, other in zip(held, model.parameters()))
+    assert {name: (value.shape, value.dtype) for name, value in model.named_parameters()} == shapes
+    assert model.blocks[2].up.weight.isnan().all()
+    assert not model.blocks[2].norm.weight.isnan().any() and not model.scale.isnan()
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_state_dict(tie):
+    model = Net(tie=tie)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    offloaded = offload(model)
+    for module, prefix in ((model, ""), (model.blocks[1], "blocks.1."), (model.blocks[1].up, "blocks.1.up.")):
+        state = module.state_dict()
+        assert list(state) == [name[len(prefix) :] for name in before if name.startswith(prefix)]
+        for name, value in state.items():
+            assert type(value) is torch.Tensor and value.is_contiguous()
+            assert_same_bits(value, before[prefix + name])
+    assert_same_bits(model.state_dict(prefix="a.")["a.head.weight"], before["head.weight"])
+    if tie:
+        state = model.state_dict()
+        assert state["head.weight"] is state["embed.weight"]
+    with pytest.raises(RuntimeError, match="embed.weight is offloaded.*remove"):
+        model.load_state_dict(before)
+    offloaded.remove()
+    model.load_state_dict(before)
+    Net().load_state_dict(before)
+
+
+def test_remove():
+    model = Net()
+    model.blocks[0].up.weight.requires_grad_(False)
+    before = {name: (value.detach().clone(), value.requires_grad) for name, value in model.named_parameters()}
+    offloaded = offload(model, lookahead=1)
+    with torch.no_grad():
+        model(IDS)
+    assert "21" not in repr(offloaded) and "removed" not in repr(offloaded)
+    offloaded.remove()
+    offloaded.remove()
+    assert "removed" in repr(offloaded)
+    for name, value in model.named_parameters():
+        assert_same_bits(value, before[name][0])
+        assert value.requires_grad == before[name][1]
+    for module in model.modules():
+        assert not module._forward_pre_hooks and not module._forward_hooks and not module._state_dict_hooks
+        assert not module._load_state_dict_pre_hooks and "forward" not in vars(module)
+    offload(model).remove()
+
+
+def test_remove_from_within_a_call():
+    model = Net()
+    offloaded = offload(model)
+    handle = model.blocks[1].up.register_forward_pre_hook(lambda module, args: offloaded.remove())
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="in use"):
+            model(IDS)
+        handle.remove()
+        model(IDS)
+    offloaded.remove()
+
+
+def test_what_cannot_be_copied():
+    model = Net()
+    offloaded = offload(model)
+    with pytest.raises(RuntimeError, match="copied"):
+        copy.deepcopy(model)
+    for thing in (model, offloaded):
+        with pytest.raises(RuntimeError, match="pickled"):
+            pickle.dumps(thing)
+    with pytest.raises(RuntimeError, match="pickled"):
+        torch.save(model, io.BytesIO())
+    offloaded.remove()
+    copy.deepcopy(model)
+
+
+def test_models_beside_each_other():
+    models = [Net(seed=seed) for seed in range(3)]
+    with torch.no_grad():
+        wanted = [model(IDS) for model in models]
+        handles = [offload(model, lookahead=1) for model in models]
+        for _ in range(2):
+            for model, result in zip(models, wanted):
+                assert_same_bits(model(IDS), result)
+        handles[0].remove()
+        for model, result in zip(models, wanted):
+            assert_same_bits(model(IDS), result)
+
+
+def test_offloaded_already():
+    model = Net()
+    offloaded = offload(model.blocks[1])
+    for other in (model.blocks[1], model):
+        with pytest.raises(ValueError, match="already"):
+            offload(other)
+    offloaded.remove()
+    offload(model)
+
+
+# ---- errors and interrupts ----
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Interrupted])
+@pytest.mark.parametrize("lookahead", [0, 2])
+@torch.no_grad()
+def test_errors_inside_a_layer(error, lookahead):
+    model = Net()
+    wanted = model(IDS)
+    offloaded = offload(model, lookahead=lookahead)
+    for number, module in enumerate([model.embed, model.blocks[0].up, model.blocks[3].down, model.head]):
+
+        def fail(*_):
+            raise error
+
+        handle = module.register_forward_hook(fail) if number % 2 else module.register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            model(IDS)
+        handle.remove()
+        assert_same_bits(model(IDS), wanted)
+    offloaded.remove()
+    assert_same_bits(model(IDS), wanted)
+
+
+def test_a_damaged_table():
+    model = Net()
+    with torch.no_grad():
+        offload(model, lookahead=1)
+        (weight,) = [
+            weight
+            for hook in model.blocks[2].up._forward_pre_hooks.values()
+            for group in hook.__self__._use.groups
+            for weight in group.weights
+        ]
+        kept = weight.table.lengths.clone()
+        weight.table.lengths.fill_(1)
+        for _ in range(2):
+            with pytest.raises(ibp.CorruptTableError):
+                model(IDS)
+        weight.table.lengths.copy_(kept)
+        wanted = Net()(IDS)
+        assert_same_bits(model(IDS), wanted)
+
+
+@pytest.mark.parametrize("number", [0, 1, 5, 10])
+def test_interrupted_while_it_compresses(number, monkeypatch):
+    model = Net(tie=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    table_of = ibp._offload.weights.Compressor.table_of
+    calls = iter(range(100))
+
+    def interrupted(*args):
+        if next(calls) == number:
+            raise Interrupted
+        return table_of(*args)
+
+    monkeypatch.setattr("ibp._offload.weights.Compressor.table_of", interrupted)
+    with pytest.raises(Interrupted):
+        offload(model)
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, before[name])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"model": 3}, TypeError, "model is a int; wanted a torch.nn.Module"),
+        ({"device": []}, ValueError, "at least one"),
+        ({"device": "disk"}, ValueError, "disk"),
+        ({"device": 1.5}, TypeError, "device"),
+        ({"resident": "hot"}, ValueError, "wanted 'raw' or 'compressed'"),
+        ({"resident_bytes": -1}, ValueError, "resident_bytes"),
+        ({"lookahead": -1}, ValueError, "lookahead"),
+        ({"group_bytes": 0}, ValueError, "group_bytes"),
+        ({"min_bytes": 1 << 40}, ValueError, "no frozen weight of at least 1,099,511,627,776 bytes"),
+        ({"max_sms": 0}, ValueError, "max_sms"),
+        ({"scheme": "zip"}, ValueError, "zip"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    model = arguments.pop("model", None) or Net()
+    with pytest.raises(error, match=message):
+        offload(model, **arguments)
+
+
+# ---- gradients ----
+
+
+def test_training_mode_keeps_what_is_trained():
+    model = Net().train()
+    with pytest.raises(ValueError, match="eval"):
+        offload(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("blocks.2" in name)
+    offloaded = offload(model)
+    assert not model.blocks[2].up.weight.isnan().any()
+    model(IDS).sum().backward()
+    assert model.blocks[2].up.weight.grad is not None
+    offloaded.remove()
+
+
+class Adapter(nn.Module):
+    """A frozen linear layer and a trained product of low rank beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        generator = torch.Generator().manual_seed(base.out_features)
+        self.a = nn.Parameter(torch.randn(4, base.in_features, generator=generator))
+        self.b = nn.Parameter(torch.randn(base.out_features, 4, generator=generator) * 0.1)
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+def with_adapters():
+    model = Net().requires_grad_(False).train()
+    for block in model.blocks:
+        block.up, block.down = Adapter(block.up), Adapter(block.down)
+    return model
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.block, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("lookahead", [0, 1, 3])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_adapters_are_trained(checkpointed, lookahead):
+    models = [with_adapters(), with_adapters()]
+    losses = []
+    for number, model in enumerate(models):
+        if checkpointed:
+            model.blocks = nn.ModuleList(Checkpointed(block) for block in model.blocks)
+        if number:
+            offload(model, lookahead=lookahead)
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-2)
+        losses.append([])
+        for _ in range(4):
+            loss = model(IDS).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    for one, other in zip(*(model.parameters() for model in models)):
+        if one.requires_grad:
+            assert_same_bits(one, other)
+            assert_same_bits(one.grad, other.grad)
+
+
+def test_gradients_of_inputs():
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.MultiheadAttention(WIDTH, 4), nn.Linear(WIDTH, WIDTH)).eval()
+    model = copy.deepcopy(plain)
+    offloaded = offload(model)
+    xs = [torch.ones(5, WIDTH).requires_grad_() for _ in range(2)]
+    for x, net in zip(xs, (plain, model)):
+        y = net[1](net[0](x * 0.5, x, x, need_weights=False)[0])
+        net[1](torch.zeros(1, WIDTH))  # other weights take the memory
+        if net is model:
+            assert all(not parameter.requires_grad for parameter in net.parameters() if parameter.dim() > 1)
+        y.square().sum().backward()
+    assert_same_bits(xs[0].grad, xs[1].grad)
+    y = model[1](model[0](xs[1], xs[1], xs[1])[0])
+    offloaded.remove()  # between forward and backward
+    y.sum().backward()
+
+
+def test_results_under_inference_mode_and_then_with_gradients():
+    model, plain = Net(), Net()
+    offload(model, lookahead=1)
+    with torch.inference_mode():
+        assert_same_bits(model(IDS).clone(), plain(IDS).clone())
+    out = model.blocks[0](torch.ones(1, WIDTH, requires_grad=True))
+    out.sum().backward()
+
+
+def test_saved_hooks_of_the_caller_are_kept():
+    model = Net()
+    offload(model)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(1) or x, lambda x: x):
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        model.blocks[0](x)
+        packed.clear()
+        (x * x).sum()
+        assert packed
+
+
+# ---- what stays on the device ----
+
+
+@pytest.mark.parametrize("resident", ["raw", "compressed"])
+@pytest.mark.parametrize("share", [0, 0.3, 0.7, 5, None])
+@torch.no_grad()
+def test_resident_weights(resident, share):
+    model = Net()
+    wanted, weights = model(IDS), {name: value.clone() for name, value in model.state_dict().items()}
+    total = sum(p.nbytes for p in model.parameters() if p.nbytes >= 1000) - model.embed.weight.nbytes
+    num_bytes = None if share is None else int(share * total)
+    offloaded = offload(model, resident=resident, resident_bytes=num_bytes, lookahead=1)
+    assert_same_bits(model(IDS), wanted)
+    raw = [p.nbytes for name, p in model.named_parameters() if p.nbytes >= 1000 and not p.isnan().any()]
+    if resident == "raw":
+        assert sum(raw) <= (num_bytes or 0)
+        assert sum(raw) >= min(total, (num_bytes or 0) - 20000)
+    else:
+        assert not raw
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, weights[name])
+    assert offloaded.stats().weight_bytes == total + model.embed.weight.nbytes
+    offloaded.remove()
+    assert_same_bits(model(IDS), wanted)
+
+
+def test_resident_groups_lie_apart():
+    model = Net(16)
+    division = divide(model, min_bytes=1000, group_bytes=40000, num_lanes=1, buffers=False, whole=())
+    blocks = [group for group in division.groups if group.name.startswith("blocks")]
+    assert len(blocks) == 16
+    chosen = spread(blocks, 4 * blocks[0].num_bytes, lambda group: group.num_bytes)
+    numbers = sorted(blocks.index(group) for group in chosen)
+    assert len(numbers) == 4 and all(3 <= b - a <= 5 for a, b in zip(numbers, numbers[1:]))
+    assert spread(blocks, 0, lambda group: group.num_bytes) == []
+    assert set(spread(blocks, 1 << 40, lambda group: group.num_bytes)) == set(blocks)
+
+
+@torch.no_grad()
+def test_several_devices_take_turns():
+    """Blocks alternate, and arguments are brought to them; here all devices are the CPU."""
+    model = Net()
+    wanted = model(IDS)
+    division = divide(model, min_bytes=1000, group_bytes=20000, num_lanes=2, buffers=False, whole=())
+    lanes = {group.name: group.lane for group in division.groups}
+    assert lanes["blocks.0.up"] == lanes["blocks.2.down"] == lanes["head"] == 0 and lanes["blocks.3.up"] == 1
+    offloaded = offload(model, device=["cpu", "cpu"], lookahead=2)
+    for _ in range(2):
+        assert_same_bits(model(IDS), wanted)
+    assert offloaded.stats().misses == 0
+    offloaded.remove()
+    assert_same_bits(model(IDS), wanted)
+
+
+# ---- threads ----
+
+
+def test_threads():
+    model = Net()
+    wanted = [model(ids).detach() for ids in IDS]
+    offload(model, lookahead=1)
+    errors = []
+
+    def work(number):
+        try:
+            with torch.no_grad():
+                for _ in range(20):
+                    assert_same_bits(model(IDS[number % 2]), wanted[number % 2])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+# ---- checkpoints ----
+
+
+def save(state, directory, num_shards):
+    from safetensors.torch import save_file
+
+    names, index = list(state), {}
+    for shard in range(num_shards):
+        file = f"model-{shard}.safetensors" if num_shards > 1 else "model.safetensors"
+        part = {name: state[name].contiguous() for name in names[shard::num_shards]}
+        save_file(part, directory / file)
+        index.update(dict.fromkeys(part, file))
+    if num_shards > 1:
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def meta_net(**options):
+    with torch.device("meta"):
+        return Net(**options)
+
+
+@pytest.mark.parametrize("source", ["file", "directory", "shards", "mapping", "pairs"])
+@torch.no_grad()
+def test_checkpoints(source, tmp_path):
+    plain = Net(dtype=torch.bfloat16)
+    state = plain.state_dict()
+    if source in ("mapping", "pairs"):
+        checkpoint = state if source == "mapping" else iter(state.items())
+    else:
+        pytest.importorskip("safetensors")
+        save(state, tmp_path, 3 if source == "shards" else 1)
+        checkpoint = tmp_path / "model.safetensors" if source == "file" else str(tmp_path)
+    model = meta_net(dtype=torch.bfloat16)
+    held = list(model.parameters())
+    offloaded = offload(model, checkpoint=checkpoint, lookahead=1, resident_bytes=20000)
+    assert all(one is other for one, other in zip(held, model.parameters()))
+    assert_same_bits(model(IDS), plain(IDS))
+    offloaded.remove()
+    assert_same_bits(model(IDS), plain(IDS))
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, state[name])
+
+
+@torch.no_grad()
+def test_a_checkpoint_without_the_second_name_of_a_tied_weight():
+    plain = Net(tie=True)
+    state = {name: value for name, value in plain.state_dict().items() if name != "head.weight"}
+    model = meta_net()
+    model.head.weight = model.embed.weight
+    offload(model, checkpoint=state)
+    assert model.head.weight is model.embed.weight
+    assert_same_bits(model(IDS), plain(IDS))
+
+
+@torch.no_grad()
+def test_a_checkpoint_of_another_dtype():
+    plain = Net(dtype=torch.bfloat16)
+    model = meta_net(dtype=torch.float32)
+    offload(model, checkpoint=plain.state_dict())
+    assert_same_bits(model(IDS), plain.float()(IDS))
+
+
+def test_checkpoints_that_do_not_fit(tmp_path):
+    state = Net().state_dict()
+    for wrong, message in (
+        ({k: v for k, v in state.items() if k != "blocks.1.up.weight"}, "lacks 1 .*'blocks.1.up.weight'"),
+        ({k: v for k, v in state.items() if k != "scale"}, "lacks 1 .*'scale'"),
+        ({**state, "other": torch.ones(3)}, "'other', which the model has not"),
+        ({**state, "head.weight": torch.ones(3, 3)}, r"head.weight has shape \[3, 3\].*wanted \[64, 48\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            offload(meta_net(), checkpoint=wrong)
+    with pytest.raises(RuntimeError, match="meta device: give its values as checkpoint="):
+        offload(meta_net())
+    with pytest.raises(FileNotFoundError, match="neither a file nor a directory"):
+        offload(meta_net(), checkpoint=tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match="holds no .safetensors file"):
+        offload(meta_net(), checkpoint=tmp_path)
+    model = meta_net()
+    model.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    with pytest.raises(RuntimeError, match="buffer table"):
+        offload(model, checkpoint=state)
+
+
+# ---- torch.compile ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["blocks", "model"])
+@torch.no_grad()
+def test_compiled(part):
+    torch._dynamo.reset()
+    model, plain = Net(2), Net(2)
+    offloaded = offload(model, lookahead=1)
+    for net in (model, plain):
+        for module in net.blocks if part == "blocks" else [net]:
+            module.compile(backend="aot_eager")
+    for _ in range(3):
+        assert_same_bits(model(IDS), plain(IDS))
+    offloaded.remove()
+    assert_same_bits(model(IDS), plain(IDS))

@@ -1,0 +1,227 @@
+"""The streams and events of `ibp.offload` on a GPU, without one: torch.cuda is replaced by clocks that know what is
+certain to have happened before what, however fast each stream runs.
+"""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import ibp
+from helpers import assert_same_bits, embedding
+from ibp._fetch.streaming import KERNEL
+from ibp._offload import lane as lanes
+
+WIDTH = 32
+
+
+class Gpu:
+    """Streams as vector clocks, and every access to the arena with the clock that it was issued at."""
+
+    def __init__(self):
+        self.numbers = itertools.count()
+        self.streams = []
+        self.accesses = []  # (clock, stream, region, whether it writes)
+        self.current = self.Stream(self)
+        self.capturing = False
+
+    class Stream:
+        def __init__(self, gpu, device=None):
+            self.gpu, self.cuda_stream, self.clock = gpu, next(gpu.numbers), {}
+            gpu.streams.append(self)
+
+        def wait_event(self, event):
+            assert event.clock is not None, "the event was never recorded"
+            for stream, time in event.clock.items():
+                self.clock[stream] = max(time, self.clock.get(stream, 0))
+
+        def wait_stream(self, other):
+            event = Event()
+            event.record(other)
+            self.wait_event(event)
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def access(self, start, end, writes):
+        """Issues a read or a write of bytes to the current stream. Fails if an earlier access of them, one of both
+        being a write, is not certain to be over.
+        """
+        stream = self.current
+        stream.clock[stream.cuda_stream] = stream.clock.get(stream.cuda_stream, 0) + 1
+        for clock, other, region, wrote in self.accesses:
+            if (wrote or writes) and region[0] < end and start < region[1]:
+                assert clock <= stream.clock.get(other, 0), f"{'write' if writes else 'read'} of {start} to {end} races"
+        self.accesses.append((stream.clock[stream.cuda_stream], stream.cuda_stream, (start, end), writes))
+
+
+class Event:
+    def __init__(self, *_):
+        self.clock = None
+
+    def record(self, stream):
+        self.clock = dict(stream.clock)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return use_gpu(monkeypatch)
+
+
+def use_gpu(monkeypatch):
+    gpu = Gpu()
+    for name, value in {
+        "Stream": lambda device=None: Gpu.Stream(gpu),
+        "Event": Event,
+        "stream": gpu.on,
+        "current_stream": lambda device=None: gpu.current,
+        "is_current_stream_capturing": lambda: gpu.capturing,
+        "synchronize": lambda device=None: gpu.accesses.clear(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    class Ring:
+        ring_bytes = 0
+
+        def __init__(self, device):
+            assert gpu.current is not gpu.streams[0]
+
+        def decode(self, table, start, end, worker, sms, out, fault):
+            address = out.data_ptr()
+            gpu.access(address, address + end - start, writes=True)
+            KERNEL.decode(table, start, end, worker, sms, out, fault)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(lanes, "TensorStream", Ring)
+    monkeypatch.setattr("ibp._offload.offloaded.Lane", lanes.CudaLane)
+    return gpu
+
+
+class Layer(nn.Module):
+    """A layer that reads its weight on the current stream."""
+
+    def __init__(self, gpu, width, seed):
+        super().__init__()
+        self.gpu = gpu
+        self.weight = nn.Parameter(embedding(width, WIDTH, seed=seed))
+
+    def forward(self, x):
+        start = self.weight.data_ptr()
+        self.gpu.access(start, start + self.weight.nbytes, writes=False)
+        return x + (x @ self.weight.t()).sum(-1, keepdim=True)
+
+
+class Outer(Layer):
+    """A layer with a weight of its own that it reads before and after a layer inside."""
+
+    def __init__(self, gpu, width, seed):
+        super().__init__(gpu, width, seed)
+        self.inner = Layer(gpu, width, seed + 50)
+
+    def forward(self, x):
+        return super().forward(self.inner(super().forward(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu, self.order, self.streams = gpu, [], []
+        kinds = [Layer, Layer, Outer, Layer, Outer, Layer]
+        self.layers = nn.ModuleList(kind(gpu, 40 + 8 * number, number) for number, kind in enumerate(kinds))
+        self.eval()
+
+    def forward(self, x):
+        for number, stream in zip(self.order, itertools.cycle(self.streams)):
+            stream.wait_stream(self.gpu.current)  # as a caller does who goes on on another stream
+            with self.gpu.on(stream):
+                x = self.layers[number](x)
+            self.gpu.current.wait_stream(stream)
+        return x
+
+
+ORDERS = st.lists(st.lists(st.integers(0, 5), max_size=9), min_size=1, max_size=6)
+
+
+@given(ORDERS, st.integers(0, 5), st.integers(1, 20000), st.integers(1, 3))
+def test_nothing_races(orders, lookahead, group_bytes, num_streams):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gpu = use_gpu(monkeypatch)
+        model = Net(gpu)
+        x = torch.ones(2, WIDTH)
+        model.streams = [gpu.current]
+        wanted = []
+        with torch.no_grad():
+            for model.order in orders:
+                wanted.append(model(x))
+            gpu.accesses.clear()
+            offloaded = ibp.offload(model, "cpu", min_bytes=1, lookahead=lookahead, group_bytes=group_bytes)
+            model.streams = [gpu.current, *(Gpu.Stream(gpu) for _ in range(num_streams - 1))]
+            for model.order, result in zip(orders, wanted):
+                assert_same_bits(model(x), result)
+            assert any(writes for _, _, _, writes in gpu.accesses) == any(orders) or lookahead
+            offloaded.remove()
+            for model.order, result in zip(orders, wanted):
+                assert_same_bits(model(x), result)
+
+
+@pytest.mark.parametrize("missing", ["begin_use", "end_use", "over"])
+def test_missing_waits_are_found(gpu, monkeypatch, missing):
+    """The clocks see it when a lane waits for too little."""
+    if missing == "over":
+        queue = lanes.CudaLane._queue
+        monkeypatch.setattr(
+            lanes.CudaLane, "_queue", lambda self, group, data, over: (group.done.clear(), queue(self, group, data, []))
+        )
+    else:
+        monkeypatch.setattr(lanes.CudaLane, missing, lambda self, group: None)
+    model = Net(gpu)
+    offloaded = ibp.offload(model, "cpu", min_bytes=1, lookahead=2, group_bytes=1)
+    model.order, model.streams = list(range(6)), [gpu.current]
+    with torch.no_grad(), pytest.raises(AssertionError, match="races"):
+        for _ in range(4):
+            model(torch.ones(2, WIDTH))
+    assert offloaded.stats().uses
+
+
+def test_a_steady_order_fetches_ahead_and_waits_for_nothing_else(gpu):
+    """Once the order is known, a layer waits for its own fetch only: the one of the next layer may still go on."""
+    model = Net(gpu)
+    offloaded = ibp.offload(model, "cpu", min_bytes=1, lookahead=2, group_bytes=1)
+    model.order, model.streams = list(range(6)), [gpu.current]
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+        offloaded.reset_stats()
+        ahead = []
+        for layer in model.layers:
+            layer.register_forward_pre_hook(lambda *_: ahead.append(side.clock[side.cuda_stream]))
+        side = next(stream for stream in gpu.streams if stream is not gpu.streams[0] and stream.clock)
+        for _ in range(3):
+            model(torch.ones(2, WIDTH))
+    assert offloaded.stats().misses == 0
+    waited = gpu.streams[0].clock[side.cuda_stream]
+    assert waited < side.clock[side.cuda_stream]
+
+
+def test_a_graph_cannot_capture(gpu):
+    model = Net(gpu)
+    model.order, model.streams = [0, 1], [gpu.current]
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad():
+        wanted = model(x)
+        ibp.offload(model, "cpu", min_bytes=1, group_bytes=1)
+        gpu.capturing = True
+        with pytest.raises(RuntimeError, match="'layers.0' are streamed.*cannot capture"):
+            model(x)
+        gpu.capturing = False
+        assert_same_bits(model(x), wanted)
