@@ -14,55 +14,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ibp
-from helpers import assert_same_bits, embedding
+from helpers import assert_same_bits
 from ibp._offload.arena import Arena, overlap
 from ibp._offload.groups import divide, spread
 from ibp._offload.schedule import Schedule
-
-WIDTH = 48
+from models import IDS, WIDTH, Net, Wide
 
 
 class Interrupted(BaseException):
     """As KeyboardInterrupt: torch runs no hooks after it."""
 
 
-class Block(nn.Module):
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, dtype=dtype)
-        self.down = nn.Linear(2 * WIDTH, WIDTH, dtype=dtype)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Net(nn.Module):
-    """A decoder in miniature: an embedding, blocks in an order that can be changed, and a head."""
-
-    def __init__(self, num_blocks=5, dtype=torch.float32, tie=False, seed=0):
-        super().__init__()
-        self.embed = nn.Embedding(64, WIDTH, dtype=dtype)
-        self.blocks = nn.ModuleList(Block(dtype) for _ in range(num_blocks))
-        self.head = nn.Linear(WIDTH, 64, bias=False, dtype=dtype)
-        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
-        self.register_buffer("shift", torch.zeros(WIDTH, dtype=dtype))
-        for number, parameter in enumerate(self.parameters()):
-            shape = parameter.shape if parameter.dim() > 1 else (1, parameter.numel())
-            parameter.data = embedding(*shape, dtype=dtype, seed=100 * seed + number).reshape(parameter.shape)
-        if tie:
-            self.head.weight = self.embed.weight
-        self.order = list(range(num_blocks))
-        self.eval()
-
-    def forward(self, ids):
-        x = self.embed(ids) * self.scale + self.shift
-        for number in self.order:
-            x = self.blocks[number](x)
-        return self.head(x)
-
-
-IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [63, 0, 5, 8, 9, 7, 9, 3]])
 offload = functools.partial(ibp.offload, device="cpu", min_bytes=1000, group_bytes=20000)
 
 
@@ -816,3 +778,170 @@ def test_compiled(part):
         assert_same_bits(model(IDS), plain(IDS))
     offloaded.remove()
     assert_same_bits(model(IDS), plain(IDS))
+
+
+# ---- GPUs ----
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8], ids=str
+)
+@pytest.mark.parametrize("options", [{}, {"resident": "compressed"}, {"max_sms": 4, "lookahead": 1}], ids=str)
+@torch.no_grad()
+def test_gpu_weights(cuda, options, dtype):
+    model = Wide(dtype)
+    with ibp.offload(model, cuda, group_bytes=1 << 24, **options) as offloaded:
+        for _ in range(4):
+            model(IDS.to(cuda))
+        model.check(4)
+        stats = offloaded.stats()
+        assert stats.misses == 0 and stats.uses == 4 * len(model.layers)
+        assert (stats.link_bytes == 0) == (options.get("resident") == "compressed")
+    assert not any(parameter.is_cuda for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"resident_bytes": 1 << 14}, {"resident": "compressed"}], ids=str)
+@torch.no_grad()
+def test_gpu_results(cuda, options):
+    plain, model = Net(dtype=torch.bfloat16).to(cuda), Net(dtype=torch.bfloat16)
+    ids = IDS.to(cuda)
+    wanted = plain(ids)
+    with ibp.offload(model, cuda, min_bytes=1000, group_bytes=20000, **options):
+        for _ in range(3):
+            assert_same_bits(model(ids), wanted)
+        with torch.cuda.stream(torch.cuda.Stream(cuda)):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream(cuda))
+            assert_same_bits(model(ids), wanted)
+        for name, value in model.state_dict().items():
+            assert_same_bits(value.cpu(), plain.state_dict()[name].cpu())
+        assert next(model.parameters()).is_cuda
+    assert_same_bits(model(IDS).float(), Net(dtype=torch.bfloat16)(IDS).float())
+
+
+def test_gpu_gradients(cuda):
+    models = [with_adapters().to(cuda), with_adapters()]
+    offloaded = ibp.offload(models[1], cuda, min_bytes=1000, group_bytes=20000)
+    for model in models:
+        model(IDS.to(cuda)).square().mean().backward()
+    for one, other in zip(*(model.parameters() for model in models)):
+        if one.requires_grad:
+            assert_same_bits(one.grad, other.grad)
+    offloaded.remove()
+
+
+@torch.no_grad()
+def test_gpu_memory(cuda):
+    """The device holds the arena, the ring and the index, whatever the model weighs; the host the coded rows."""
+    model = Wide(num_layers=12)
+    ibp.decompress(ibp.compress(torch.zeros(64, 64)), device=cuda)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(cuda)
+    offloaded = ibp.offload(model, cuda, group_bytes=1 << 23)
+    model(IDS.to(cuda))
+    stats = offloaded.stats()
+    used = torch.cuda.memory_allocated(cuda) - before
+    assert stats.device_bytes <= used + (1 << 20) and used <= stats.device_bytes + (4 << 20)
+    assert stats.host_bytes < 0.7 * stats.weight_bytes
+    assert stats.device_bytes < 0.7 * stats.weight_bytes
+    offloaded.remove()
+    del model, offloaded
+    assert torch.cuda.memory_allocated(cuda) - before < 4 << 20
+
+
+def test_gpu_without_room(cuda):
+    model = Wide()
+    before = torch.cuda.memory_allocated(cuda)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-4, cuda)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            ibp.offload(model, cuda)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)
+    assert torch.cuda.memory_allocated(cuda) - before < 1 << 20
+    assert not any(parameter.is_cuda for parameter in model.parameters())
+    with torch.no_grad(), ibp.offload(model, cuda):
+        model(IDS.to(cuda))
+    model.check(1)
+
+
+@torch.no_grad()
+def test_gpu_graphs(cuda):
+    """A layer whose weights are streamed cannot be captured; one that stays on the GPU can."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 128)).eval()
+    x = torch.ones(2, 64, device=cuda)
+    with ibp.offload(model, cuda, min_bytes=20000, group_bytes=1):
+        wanted = model(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model[0](x)
+        graph.replay()
+        assert_same_bits(model[1](out), wanted)
+        torch.cuda.synchronize()
+        with pytest.raises(RuntimeError, match="cannot capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model[1](out)
+        assert_same_bits(model(x), wanted)
+
+
+def test_gpu_threads(cuda):
+    model, plain = Net(), Net().to(cuda)
+    with torch.no_grad():
+        wanted = [plain(ids.to(cuda)) for ids in IDS]
+    offloaded = ibp.offload(model, cuda, min_bytes=1000, group_bytes=20000)
+    errors = []
+
+    def work(number):
+        try:
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(cuda)):
+                for _ in range(20):
+                    out = model(IDS[number % 2].to(cuda))
+                    torch.cuda.current_stream().synchronize()
+                    assert_same_bits(out, wanted[number % 2])
+        except BaseException as error:
+            errors.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    offloaded.remove()
+
+
+@torch.no_grad()
+def test_gpu_checkpoint(cuda, tmp_path):
+    pytest.importorskip("safetensors")
+    plain = Net(dtype=torch.bfloat16)
+    save(plain.state_dict(), tmp_path, 3)
+    model = meta_net(dtype=torch.bfloat16)
+    with ibp.offload(model, cuda, checkpoint=tmp_path, min_bytes=1000):
+        assert_same_bits(model(IDS.to(cuda)), plain.to(cuda)(IDS.to(cuda)))
+
+
+@torch.no_grad()
+def test_gpu_damaged_table(cuda):
+    model = Wide(num_layers=2)
+    ids = IDS.to(cuda)
+    offload_on_gpu = ibp.offload(model, cuda)
+    weight = offload_on_gpu._groups[-1].weights[-1]
+    lengths = weight.table._arguments(cuda)[2]
+    kept = lengths.clone()
+    model(ids)
+    torch.cuda.synchronize()
+    lengths.view(torch.int16).fill_(1)
+    torch.cuda.synchronize()
+    with pytest.raises(ibp.CorruptTableError):
+        for _ in range(4):
+            model(ids)
+            torch.cuda.synchronize()
+    lengths.copy_(kept)
+    torch.cuda.synchronize()
+    for _ in range(3):  # what was fetched before it was mended is fetched again
+        model.forget()
+        model(ids)
+        torch.cuda.synchronize()
+    model.check(1)
+    offload_on_gpu.remove()

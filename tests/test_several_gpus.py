@@ -17,6 +17,7 @@ import torch
 import ibp
 from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, spiky_rows
 from ibp import _memory
+from models import IDS, Net, Wide
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -362,3 +363,28 @@ def test_compiled(gpus, x):
             table.index_select(ids.to(gpus[target]))
             gather = torch.compile(lambda some: ibp.index_select(table, some) + 0, fullgraph=True, backend="aot_eager")
             assert_same_bits(gather(ids.to(gpus[target])).cpu(), x[ids] + 0)
+
+
+@torch.no_grad()
+def test_blocks_of_a_model_take_turns(gpus):
+    """Each GPU has its own arena and ring; hidden states go from one to the other."""
+    plain, model = Net(dtype=torch.bfloat16).to(gpus[0]), Net(dtype=torch.bfloat16)
+    ids = IDS.to(gpus[0])
+    wanted = plain(ids)
+    for options in ({}, {"resident": "compressed"}, {"resident_bytes": 20000}):
+        with ibp.offload(model, gpus, min_bytes=1000, group_bytes=20000, **options) as offloaded:
+            for _ in range(4):
+                assert_same_bits(model(ids).cpu(), wanted.cpu())
+            assert offloaded.stats().misses == 0
+            assert {parameter.device for parameter in model.parameters()} == set(gpus)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("current", [0, 1])
+def test_weights_on_the_second_gpu(gpus, current):
+    """Whichever GPU is current."""
+    model = Wide()
+    with torch.cuda.device(current), ibp.offload(model, gpus[1], group_bytes=1 << 24):
+        for _ in range(3):
+            model(IDS.to(gpus[1]))
+        model.check(3)

@@ -1,0 +1,407 @@
+"""Models whose weights are streamed: time a token of `ibp.offload`.
+
+Beside it raw weights through the same hooks, weights on the GPU, and accelerate's cpu_offload. A Llama of transformers
+with 7 billion random weights, N(0, 0.02) in BF16, FP16 and FP8 (E4M3, cast before each product). A token is one call of
+the model after a prompt, with its cache, by the wall clock; `prompt` 0 stands for one call on so many tokens that the
+GPU computes as long as raw weights take to come. In the same run the bits of every weight that a layer sees are summed
+up on the device and compared, and at batch 1 the tokens. The bound is the copy engine's rate over the bytes stored; for
+coded rows on the GPU, raw time plus 1.1 times that of decoding all of them. With two GPUs layers take turns.
+`timeline.csv` holds what copy engine, decoders and compute do during one token.
+"""
+
+import contextlib
+import csv
+import statistics
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ibp
+
+from . import harness, ideal
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
+try:
+    import accelerate
+except ImportError:
+    accelerate = None
+try:
+    import safetensors.torch
+except ImportError:
+    safetensors = None
+
+LLAMA_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+}
+CELLS, QUICK_CELLS = ((1, 256), (1, 1920), (16, 512)), ((1, 8),)  # (batch, prompt)
+RESIDENT_CELLS, QUICK_RESIDENT_CELLS = ((1, 256), (16, 256), (64, 256)), ((2, 8),)
+NUM_TOKENS, FEW_TOKENS = 8, 2  # timed a cell; of accelerate, which takes over a second for each
+DECODE_GBPS = 1973  # BF16 from device memory (codec.csv)
+STREAM_SHARE, RAW_FACTOR, ACCELERATE_FACTOR, TWO_GPUS_FACTOR = {"bfloat16": 0.95, "float16": 0.95}, 1.42, 8.0, 1.85
+FP8_SHARE, COMPUTE_SHARE, RESIDENT_SHARE, LOAD_SECONDS = 0.90, 1.03, 0.74, 10.0
+TIMELINE_COLUMNS = ("kind", "start_us", "end_us")
+TIMELINE_US = 30_000
+EXTRA_COLUMNS = ("prompt", "ms", "bound_ms", "host_bytes", "device_bytes", "weight_bytes")
+
+
+class Bench:
+    """Weights of one dtype in host memory, and the models that are made of them."""
+
+    def __init__(self, run, dtype):
+        self.run, self.dtype = run, dtype
+        self.config = transformers.LlamaConfig(**(TINY if run.quick else LLAMA_7B))
+        self.compute_dtype = dtype if dtype.itemsize > 1 else torch.bfloat16
+        self.min_bytes = 1000 if run.quick else 1 << 20
+        self.state, self.sums = {}, {}
+        generator = torch.Generator(run.device).manual_seed(0)
+        for name, parameter in self.model().named_parameters():
+            if parameter.dim() == 1:
+                x = torch.ones(parameter.shape, dtype=self.compute_dtype, device=run.device)
+            else:
+                x = torch.randn(parameter.shape, generator=generator, device=run.device, dtype=torch.float32) * 0.02
+                x = x.to(self.compute_dtype if "embed" in name else dtype)
+            self.sums[name] = bits_of(x)
+            self.state[name] = x.cpu()
+        self.num_bytes = sum(x.nbytes for x in self.state.values())
+        self.tokens = {}
+
+    def model(self):
+        """A model without weights."""
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(self.config).to(self.compute_dtype)
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and self.dtype.itemsize == 1:
+                module.weight = nn.Parameter(module.weight.to(self.dtype), requires_grad=False)
+                module.forward = types.MethodType(cast_linear, module)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=self.config)
+        return model.eval()
+
+    def on_gpu(self):
+        model = self.model()
+        model.load_state_dict(self.state, assign=True)
+        return model.to(self.run.device)
+
+    def offloaded(self, device=None, checkpoint=None, **options):
+        model = self.model()
+        handle = ibp.offload(
+            model,
+            self.run.device if device is None else device,
+            checkpoint=self.state if checkpoint is None else checkpoint,
+            min_bytes=self.min_bytes,
+            **options,
+        )
+        return model, handle
+
+    def prompt(self, batch, prompt):
+        generator = torch.Generator(self.run.device).manual_seed(1)
+        return torch.randint(0, self.config.vocab_size, (batch, prompt), generator=generator, device=self.run.device)
+
+    @torch.inference_mode()
+    def seconds_a_token(self, model, batch, prompt, num_tokens):
+        """(seconds a token, the tokens)."""
+        out = model(self.prompt(batch, prompt), use_cache=True, logits_to_keep=1)
+        cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        tokens = [token]
+        self.run.sync()
+        start = time.perf_counter()
+        for _ in range(num_tokens):
+            out = model(token, past_key_values=cache, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+            tokens.append(token)
+        self.run.sync()
+        return (time.perf_counter() - start) / num_tokens, torch.cat(tokens, 1)
+
+    @torch.inference_mode()
+    def seconds_a_call(self, model, num_tokens):
+        """Seconds of one call without a cache on so many tokens, in sequences of at most 1,024."""
+        x = self.prompt(max(1, num_tokens // 1024), min(num_tokens, 1024))
+        times = []
+        for _ in range(3):
+            self.run.sync()
+            start = time.perf_counter()
+            model(x, use_cache=False, logits_to_keep=1)
+            self.run.sync()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    @torch.inference_mode()
+    def check_weights(self, model):
+        """Raises AssertionError unless every layer sees the bits of its weight."""
+        seen, handles = {}, []
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+
+                def note(module, args, name=f"{name}.weight"):
+                    seen[name] = bits_of(module.weight)
+
+                handles.append(module.register_forward_pre_hook(note))
+        for _ in range(2):
+            model(self.prompt(1, 8), use_cache=False)
+        for handle in handles:
+            handle.remove()
+        wrong = [name for name, sums in seen.items() if not torch.equal(sums.cpu(), self.sums[name].cpu())]
+        if wrong or not seen:
+            raise AssertionError(f"the bits of {len(wrong)} of {len(seen)} weights differ, {wrong[:3]}")
+
+    def check_tokens(self, batch, prompt, tokens):
+        """At batch 1 all arms say the same; at more, sums in products can differ from run to run."""
+        if batch == 1 and not torch.equal(self.tokens.setdefault(prompt, tokens.cpu()), tokens.cpu()):
+            raise AssertionError(f"the tokens after a prompt of {prompt} differ from those of the first arm")
+
+    def add(self, arm, batch, prompt, seconds, *, stats=None, bound=0.0, sms=0):
+        streamed = self.num_bytes if stats is None else stats.weight_bytes
+        self.run.add(
+            case=f"Llama of {self.num_bytes / 1e9:.2f} GB",
+            arm=arm,
+            rows=batch,
+            row_bytes=self.config.hidden_size * self.dtype.itemsize,
+            dtype=self.dtype,
+            savings=0.0 if stats is None else 1 - (stats.host_bytes or stats.device_bytes) / streamed,
+            gbps=streamed / seconds / 1e9,
+            ideal_gbps=streamed / (bound or seconds) / 1e9,
+            sms=sms,
+            prompt=prompt,
+            ms=f"{1e3 * seconds:.2f}",
+            bound_ms=f"{1e3 * bound:.2f}" if bound else "",
+            host_bytes="" if stats is None else stats.host_bytes,
+            device_bytes=self.num_bytes if stats is None else stats.device_bytes,
+            weight_bytes=streamed,
+        )
+
+
+def bits_of(x):
+    """Two sums over the bytes of a tensor that tell any two weights of a model apart."""
+    words = x.detach().contiguous().view(torch.uint8).view(-1).view(torch.int16)
+    half = len(words) // 2
+    return torch.stack([words.sum(dtype=torch.int64), words[:half].sum(dtype=torch.int64), words[::3].sum()])
+
+
+def cast_linear(self, x):
+    return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+def link_bytes_a_token(handle):
+    return sum(group.stored_bytes for group in handle._groups if not group.on_device)
+
+
+def measure(bench, arm, model, cells, *, handle=None, num_tokens=NUM_TOKENS, bound=None, sms=0, check=True):
+    """Times all cells of an arm, and checks tokens, and bits where hooks of this script see them."""
+    with bench.run.cell(f"{arm}, {bench.dtype}"):
+        if check:
+            bench.check_weights(model)
+        for batch, prompt in cells:
+            seconds, tokens = bench.seconds_a_token(model, batch, prompt, num_tokens)
+            bench.check_tokens(batch, prompt, tokens)
+            limit = bound(batch, prompt) if callable(bound) else bound or 0.0
+            bench.add(arm, batch, prompt, seconds, stats=handle and handle.stats(), bound=limit, sms=sms)
+        if check:
+            bench.check_weights(model)
+
+
+def measure_streams(bench, cells, resident_cells):
+    """Arms through hooks. Returns the raw seconds a token by cell, for what is resident."""
+    run, plain = bench.run, {}
+    model = bench.on_gpu()
+    measure(bench, "on the GPU", model, dict.fromkeys((*cells, *resident_cells)))
+    for row in run.rows:
+        if row["arm"] == "on the GPU" and row["dtype"] == harness.dtype_name(bench.dtype):
+            plain[row["rows"], row["prompt"]] = float(row["ms"]) / 1e3
+    balance = balanced_tokens(bench, model) if bench.dtype == torch.bfloat16 else None
+    compute = bench.seconds_a_call(model, balance) if balance else None
+    if balance:
+        bench.add("on the GPU", max(1, balance // 1024), 0, compute)
+    del model
+    for arm, options in (("raw through hooks", {"scheme": "raw"}), ("ibp", {})):
+        with run.cell(f"{arm}, {bench.dtype}"):
+            model, handle = bench.offloaded(**options)
+            bound = link_bytes_a_token(handle) / ideal.LINK_COPY_GBPS / 1e9
+            for sms in (None, 8) if arm == "ibp" and run.on_gpu else (None,):
+                for lane in handle._lanes:
+                    lane.max_sms = sms
+                measure(bench, arm, model, cells, handle=handle, bound=bound, sms=sms or (16 if arm == "ibp" else 0))
+            for lane in handle._lanes:
+                lane.max_sms = None
+            if balance:
+                seconds = bench.seconds_a_call(model, balance)
+                bench.add(arm, max(1, balance // 1024), 0, seconds, stats=handle.stats(), bound=compute * COMPUTE_SHARE)
+            if arm == "ibp" and run.on_gpu and bench.dtype == torch.bfloat16:
+                write_timeline(bench, model)
+            del model, handle
+    return plain
+
+
+def balanced_tokens(bench, model):
+    """Tokens that the GPU computes on for as long as the copy engine brings raw weights."""
+    if not bench.run.on_gpu:
+        return 64
+    few = 4096
+    return round(few * bench.num_bytes / ideal.LINK_COPY_GBPS / 1e9 / bench.seconds_a_call(model, few) / 1024) * 1024
+
+
+def measure_resident(bench, cells, plain):
+    """Weights as coded rows on the GPU."""
+    decoding = bench.num_bytes / DECODE_GBPS / 1e9
+    with bench.run.cell("resident"):
+        model, handle = bench.offloaded(resident="compressed")
+        measure(
+            bench,
+            "ibp, on the GPU",
+            model,
+            cells,
+            handle=handle,
+            bound=lambda batch, prompt: plain.get((batch, prompt), 0.0) + 1.1 * decoding,
+            sms=None,
+        )
+
+
+def measure_accelerate(bench):
+    if accelerate is None:
+        print("accelerate: not installed, left out")
+        return
+    with bench.run.cell("accelerate"):
+        model = bench.model()
+        model.load_state_dict(bench.state, assign=True)
+        accelerate.cpu_offload(model, execution_device=bench.run.device, state_dict=bench.state)
+        measure(bench, "accelerate cpu_offload", model, bench_cells(bench.run)[:1], num_tokens=FEW_TOKENS, check=False)
+
+
+def measure_two_gpus(bench, cells):
+    devices = [torch.device("cuda", number) for number in range(2)] if bench.run.on_gpu else ["cpu", "cpu"]
+    with bench.run.cell("two GPUs"):
+        model, handle = bench.offloaded(devices)
+        bound = link_bytes_a_token(handle) / ideal.LINK_COPY_GBPS / 1e9 / 2
+        measure(bench, "ibp, two GPUs", model, cells, handle=handle, bound=bound, sms=16)
+
+
+def measure_loading(bench):
+    """From safetensors in the page cache to a model that can be called."""
+    if safetensors is None:
+        print("loading: safetensors is not installed, left out")
+        return
+    with bench.run.cell("loading"), tempfile.TemporaryDirectory(dir=memory_directory()) as directory:
+        names = list(bench.state)
+        for shard in range(4):
+            part = {name: bench.state[name] for name in names[shard::4]}
+            safetensors.torch.save_file(part, Path(directory) / f"model-{shard}.safetensors")
+        bench.run.sync()
+        start = time.perf_counter()
+        _, handle = bench.offloaded(checkpoint=directory)
+        bench.run.sync()
+        bench.add("ibp, loading", 0, 0, time.perf_counter() - start, stats=handle.stats(), bound=LOAD_SECONDS)
+
+
+def memory_directory():
+    """Where files are in memory; None where there is no such place."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+@torch.inference_mode()
+def write_timeline(bench, model):
+    """What runs on the GPU during a part of one token, by torch's profiler."""
+    out = model(bench.prompt(1, 256), use_cache=True, logits_to_keep=1)
+    token = out.logits[:, -1:].argmax(-1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(2):
+            model(token, past_key_values=out.past_key_values, use_cache=True)
+        bench.run.sync()
+    spans = []
+    for event in profile.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0:
+            name = event.name()
+            kind = "copy" if name.startswith("Memcpy HtoD") else "decode" if "ibp" in name else "compute"
+            spans.append((kind, event.start_ns() / 1e3, (event.start_ns() + event.duration_ns()) / 1e3))
+    if not spans:
+        print("timeline: the profiler saw no work on the GPU, left out")
+        return
+    first, last = min(start for _, start, _ in spans), max(end for _, _, end in spans)
+    begin = (first + last) / 2  # far from the start of the profiler
+    with open(bench.run.path.with_name("timeline.csv"), "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(TIMELINE_COLUMNS)
+        for kind, start, end in sorted(spans, key=lambda span: span[1]):
+            if begin <= start and end <= begin + TIMELINE_US:
+                writer.writerow((kind, f"{start - begin:.1f}", f"{end - begin:.1f}"))
+
+
+def bench_cells(run):
+    return QUICK_CELLS if run.quick else CELLS
+
+
+def shortfalls(rows):
+    """Lines that say where a figure falls short of its target."""
+    by = {(row["arm"], row["dtype"], row["rows"], row["prompt"], row["sms"]): row for row in rows}
+    for (arm, dtype, batch, prompt, _), row in by.items():
+        ms, bound = float(row["ms"]), float(row["bound_ms"] or 0)
+        what = f"{arm}, {dtype}, batch {batch}, prompt {prompt}: {ms:.1f} ms"
+        if arm == "ibp" and prompt:
+            share = STREAM_SHARE.get(dtype, FP8_SHARE)
+            if row["sms"] == 16 and ms * share > bound:
+                yield f"{what}, wanted {bound / share:.1f}"
+            raw = next((r for key, r in by.items() if key[:4] == ("raw through hooks", dtype, batch, prompt)), None)
+            if row["sms"] == 16 and raw and dtype == "bfloat16" and float(raw["ms"]) < RAW_FACTOR * ms:
+                yield f"{what}, {float(raw['ms']) / ms:.2f} times as fast as raw weights, wanted {RAW_FACTOR}"
+        elif arm in ("ibp", "ibp, on the GPU", "ibp, loading") and bound and ms > bound:
+            yield f"{what}, wanted {bound:.1f}"
+        if arm == "ibp, on the GPU" and int(row["device_bytes"]) > RESIDENT_SHARE * int(row["weight_bytes"]):
+            yield f"{what}: {int(row['device_bytes']) / int(row['weight_bytes']):.3f} of raw bytes on the GPU"
+        if arm == "ibp, two GPUs":
+            one = by.get(("ibp", dtype, batch, prompt, 16))
+            if one and float(one["ms"]) < TWO_GPUS_FACTOR * ms:
+                yield f"{what}, {float(one['ms']) / ms:.2f} times one GPU, wanted {TWO_GPUS_FACTOR}"
+        if arm == "accelerate cpu_offload":
+            own = by.get(("ibp", dtype, batch, prompt, 16))
+            if own and ms < ACCELERATE_FACTOR * float(own["ms"]):
+                yield f"{what}, ibp is {ms / float(own['ms']):.1f} times as fast, wanted {ACCELERATE_FACTOR}"
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("weights", args, EXTRA_COLUMNS)
+    if transformers is None:
+        print("transformers is not installed: nothing to measure")
+        return run.finish()
+    cells = bench_cells(run)
+    resident_cells = QUICK_RESIDENT_CELLS if run.quick else RESIDENT_CELLS
+    with contextlib.suppress(AttributeError):
+        transformers.logging.set_verbosity_error()
+    with run.cell("BF16"):
+        bench = Bench(run, torch.bfloat16)
+        plain = measure_streams(bench, cells, resident_cells)
+        measure_resident(bench, resident_cells, plain)
+        measure_loading(bench)
+        if not run.on_gpu or torch.cuda.device_count() > 1:
+            measure_two_gpus(bench, cells)
+        measure_accelerate(bench)
+        del bench
+    for dtype in (torch.float16, torch.float8_e4m3fn):
+        with run.cell(str(dtype)):
+            measure_streams(Bench(run, dtype), cells[:1], ())
+    return run.finish(shortfalls(run.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
