@@ -17,6 +17,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp._offload.arena import Arena, overlap
 from ibp._offload.groups import divide, spread
+from ibp._offload.resting import Resting
 from ibp._offload.schedule import Schedule
 from models import IDS, WIDTH, Net, Wide
 
@@ -26,6 +27,10 @@ class Interrupted(BaseException):
 
 
 offload = functools.partial(ibp.offload, device="cpu", min_bytes=1000, group_bytes=20000)
+
+
+def is_offloaded(tensor):
+    return isinstance(tensor, Resting)
 
 
 def bits_seen(model):
@@ -188,15 +193,22 @@ class Borrower(nn.Module):
         return nn.functional.linear(x, self.inner.weight) @ self.parts[0] @ self.parts[1]
 
 
+@pytest.mark.parametrize("lookahead", [0, 2])
 @torch.no_grad()
-def test_classes_that_are_kept_whole():
-    model = nn.Sequential(Borrower(), Borrower()).eval()
+def test_weights_that_are_used_by_a_module_above(lookahead):
+    """They are decoded for it in the first call, and brought to it from then on."""
+    model = nn.Sequential(*(Borrower() for _ in range(3)), nn.Linear(WIDTH, WIDTH)).eval()
     x = torch.randn(3, WIDTH)
     wanted = model(x)
-    with offload(model, group_bytes=1):
-        assert model(x).isnan().all()  # what is not there shows
-    with offload(model, group_bytes=1, whole=[Borrower]):
-        assert_same_bits(model(x), wanted)
+    with offload(model, group_bytes=1, lookahead=lookahead) as offloaded:
+        uses = []
+        for _ in range(4):
+            assert_same_bits(model(x), wanted)
+            uses.append(offloaded.stats().uses)
+            offloaded.reset_stats()
+        assert uses == [4, 7, 7, 7]
+    assert_same_bits(model(x), wanted)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 # ---- embeddings ----
@@ -218,7 +230,7 @@ def test_embeddings_fetch_rows(kind):
     with pytest.raises(IndexError):
         model(IDS + 1000)
     assert_same_bits(model(IDS), wanted)
-    assert model[0].weight.isnan().all() and list(model.state_dict()) == ["0.weight", "1.weight", "1.bias"]
+    assert is_offloaded(model[0].weight) and list(model.state_dict()) == ["0.weight", "1.weight", "1.bias"]
 
 
 @torch.no_grad()
@@ -300,14 +312,49 @@ def test_arena_gives_places_that_are_free(wanted, num_bytes):
 
 
 def test_weights_at_rest():
+    """What a weight is asked about itself it answers as ever; its values are decoded for who asks."""
     model = Net()
-    shapes = {name: (value.shape, value.dtype) for name, value in model.named_parameters()}
+    model.head.weight.data = model.head.weight.data.t().contiguous().t()
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
     held = list(model.parameters())
-    offload(model)
+    strides = [value.stride() for value in held]
+    offloaded = offload(model, lookahead=0)
     assert all(one is other for one, other in zip(held, model.parameters()))
-    assert {name: (value.shape, value.dtype) for name, value in model.named_parameters()} == shapes
-    assert model.blocks[2].up.weight.isnan().all()
-    assert not model.blocks[2].norm.weight.isnan().any() and not model.scale.isnan()
+    assert [value.stride() for value in held] == strides
+    assert not is_offloaded(model.blocks[2].norm.weight) and not is_offloaded(model.scale)
+    x = torch.randn(2, WIDTH)
+    for name, weight in model.named_parameters():
+        value = before[name]
+        assert isinstance(weight, nn.Parameter) and (weight.shape, weight.dtype) == (value.shape, value.dtype)
+        assert weight.numel() == value.numel() and weight.nbytes == value.nbytes and weight.is_leaf
+        assert not weight.requires_grad or not is_offloaded(weight)
+        assert_same_bits(weight.detach(), value)
+        assert_same_bits(weight.data, value)
+        assert_same_bits(weight * 2, value * 2)
+        assert_same_bits(torch.stack([weight, value])[0], value)
+        if value.dim() == 2 and value.shape[1] == WIDTH:
+            assert_same_bits(nn.functional.linear(x, weight), nn.functional.linear(x, value))
+    weight = model.blocks[2].up.weight
+    assert weight.device == torch.device("cpu") and weight.to("cpu") is weight and hash(weight) == id(weight)
+    assert "Parameter containing" in repr(weight) and "nan" not in repr(weight)
+    assert_same_bits(weight.to(torch.float64), before["blocks.2.up.weight"].double())
+    assert_same_bits(weight[3], before["blocks.2.up.weight"][3])
+    assert offloaded.stats().uses == 0
+    model.to("cpu")
+    for write in (
+        lambda: weight.zero_(),
+        lambda: weight.__setitem__(0, 1.0),
+        lambda: torch.add(weight.data, 1, out=weight),
+        lambda: setattr(weight, "data", before["blocks.2.up.weight"]),
+        lambda: nn.init.normal_(weight),
+        lambda: model.half(),
+    ):
+        with pytest.raises(RuntimeError, match="is offloaded and cannot be written to"):
+            write()
+    offloaded.remove()
+    for name, weight in model.named_parameters():
+        assert type(weight) is nn.Parameter and not vars(weight)
+        assert_same_bits(weight, before[name])
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -498,7 +545,7 @@ def test_training_mode_keeps_what_is_trained():
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("blocks.2" in name)
     offloaded = offload(model)
-    assert not model.blocks[2].up.weight.isnan().any()
+    assert not is_offloaded(model.blocks[2].up.weight)
     model(IDS).sum().backward()
     assert model.blocks[2].up.weight.grad is not None
     offloaded.remove()
@@ -611,7 +658,7 @@ def test_resident_weights(resident, share):
     num_bytes = None if share is None else int(share * total)
     offloaded = offload(model, resident=resident, resident_bytes=num_bytes, lookahead=1)
     assert_same_bits(model(IDS), wanted)
-    raw = [p.nbytes for name, p in model.named_parameters() if p.nbytes >= 1000 and not p.isnan().any()]
+    raw = [p.nbytes for name, p in model.named_parameters() if p.nbytes >= 1000 and not is_offloaded(p)]
     if resident == "raw":
         assert sum(raw) <= (num_bytes or 0)
         assert sum(raw) >= min(total, (num_bytes or 0) - 20000)
@@ -626,7 +673,7 @@ def test_resident_weights(resident, share):
 
 def test_resident_groups_lie_apart():
     model = Net(16)
-    division = divide(model, min_bytes=1000, group_bytes=40000, num_lanes=1, buffers=False, whole=())
+    division = divide(model, min_bytes=1000, group_bytes=40000, num_lanes=1, buffers=False)
     blocks = [group for group in division.groups if group.name.startswith("blocks")]
     assert len(blocks) == 16
     chosen = spread(blocks, 4 * blocks[0].num_bytes, lambda group: group.num_bytes)
@@ -641,7 +688,7 @@ def test_several_devices_take_turns():
     """Blocks alternate, and arguments are brought to them; here all devices are the CPU."""
     model = Net()
     wanted = model(IDS)
-    division = divide(model, min_bytes=1000, group_bytes=20000, num_lanes=2, buffers=False, whole=())
+    division = divide(model, min_bytes=1000, group_bytes=20000, num_lanes=2, buffers=False)
     lanes = {group.name: group.lane for group in division.groups}
     assert lanes["blocks.0.up"] == lanes["blocks.2.down"] == lanes["head"] == 0 and lanes["blocks.3.up"] == 1
     offloaded = offload(model, device=["cpu", "cpu"], lookahead=2)

@@ -12,7 +12,8 @@ from .arena import Region
 from .weights import Weight, can_be_stored
 
 _ALIGNMENT = 256  # bytes, of weights within a group: what cuBLAS wants of matrices, and torch's own allocator gives
-# Modules that use the weights of modules below them without calling those.
+
+# Modules of torch that look at the weights of modules below them to choose how they compute.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -121,18 +122,17 @@ def divide(
     group_bytes: int,
     num_lanes: int,
     buffers: bool,
-    whole: tuple[type[nn.Module], ...],
 ) -> Division:
     """Divides a model. Blocks, the children of its outermost `ModuleList` or `Sequential`, go to the lanes in turn.
 
-    A module with at most group_bytes of weights, or of a class in `whole`, is used as one; of a larger one its own
-    weights are a group and its children are looked at in turn. A weight that several modules use is in one group, that
+    A module with at most group_bytes of weights is used as one; of a larger one its own weights are a group and its
+    children are looked at in turn. A weight that several modules use is in one group, that
     of the first, and all of them use that group.
     """
     division = Division()
     _find_blocks(model, division, num_lanes)
     found = _find_tensors(model, division, min_bytes, buffers)
-    _Divider(division, found, group_bytes, (*_WHOLE, *whole)).visit(model, "", {})
+    _Divider(division, found, group_bytes).visit(model, "", {})
     return division
 
 
@@ -208,9 +208,8 @@ class _Divider:
         division: Division,
         found: dict[nn.Module, list[tuple[str, Weight]]],
         group_bytes: int,
-        whole: tuple[type[nn.Module], ...],
     ) -> None:
-        self._division, self._found, self._group_bytes, self._whole = division, found, group_bytes, whole
+        self._division, self._found, self._group_bytes = division, found, group_bytes
         self._visited: set[nn.Module] = set()
 
     def visit(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
@@ -223,7 +222,7 @@ class _Divider:
             return
         if self._looks_rows_up(module):
             self._division.lookups += [Lookup(module, attribute, weight) for attribute, weight in self._found[module]]
-        elif isinstance(module, self._whole) or (name and self._fits(module, below)):
+        elif isinstance(module, _WHOLE) or (name and self._fits(module, below)):
             self._visited.update(module.modules())
             self._use(module, name, below)
         else:

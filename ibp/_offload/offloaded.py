@@ -42,7 +42,6 @@ def offload(
     group_bytes: int | None = None,
     min_bytes: int = 1 << 20,
     buffers: bool = False,
-    whole: Iterable[type[nn.Module]] = (),
     scheme: str = "auto",
     progress: bool = False,
 ) -> Offloaded:
@@ -54,10 +53,11 @@ def offload(
     The order of use is taken from the model at first and then learned, call by call. `torch.nn.Embedding` fetches the
     rows that it looks up and nothing else. All other parameters and buffers move to the device.
 
-    The model is used as before, by calling it. `state_dict()` gives plain tensors on the CPU, decoded when asked for.
-    Between calls a weight's shape, dtype and device are as its module sees them, but its values are not there: all of
-    its bytes are 0xFF, which is NaN in floating point. Offloaded weights are frozen; gradients flow through them to
-    inputs and to other parameters.
+    The model is used as before, by calling it. `state_dict()` gives plain tensors on the CPU. Between calls a weight
+    has its shape, dtype and device; whoever asks for its values, a module that it does not belong to or a user, gets a
+    decoded copy, and a module that asks while the model runs has the weight brought to it from the next call on.
+    Offloaded weights are frozen and cannot be written to; gradients flow through them to inputs and to other
+    parameters.
 
     Args:
         model: in eval mode, or in training mode with the weights to be offloaded frozen: parameters that require grad
@@ -79,8 +79,6 @@ def offload(
             128 MiB, less for small models.
         min_bytes: smaller parameters stay on the device.
         buffers: offload large buffers too: the packed weights of quantised layers. They must not be written to.
-        whole: classes of modules that are never divided: those that use the weights of modules below them without
-            calling these.
         scheme: as in `ibp.compress`.
         progress: show a progress bar.
 
@@ -121,7 +119,6 @@ def offload(
         group_bytes=whole_number("group_bytes", group_bytes, 1),
         num_lanes=len(devices),
         buffers=buffers,
-        whole=tuple(whole),
     )
     if not division.weights:
         raise ValueError(
@@ -210,14 +207,17 @@ class _UseHook(_Hook):
         self._leave(self._use)
 
 
-class _StartHook(_Hook):
-    """Forgets uses that an interrupted call left behind when the whole model is called again."""
+class _ModelHook(_Hook):
+    """Says when the whole model is called."""
 
-    def __init__(self, abandon: Callable[[], None]) -> None:
-        self._abandon = abandon
+    def __init__(self, start: Callable[[], None], end: Callable[[], None]) -> None:
+        self._start, self._end = start, end
 
     def before(self, module: nn.Module, args: tuple) -> None:
-        self._abandon()
+        self._start()
+
+    def after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self._end()
 
 
 class _MoveHook(_Hook):
@@ -247,9 +247,15 @@ class _StateHook(_Hook):
     def __init__(self, holds: list[tuple[str, Weight]]) -> None:
         self._holds = holds
 
+    def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        for _, weight in self._holds:
+            weight.wake()  # to be listed as it is, without being decoded
+
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         decoded = vars(state).setdefault("_ibp_decoded", {}) if hasattr(state, "__dict__") else {}
         for attribute, weight in self._holds:
+            if weight.group is None or not weight.group.uses:
+                weight.rest()
             if prefix + attribute in state and weight.table is not None:
                 if weight not in decoded:
                     decoded[weight] = weight.value("cpu")
@@ -291,6 +297,21 @@ class _RowsForward(_Hook):
 
 
 @dataclass(frozen=True)
+class _Call:
+    """A call of a module that is going on.
+
+    Attributes:
+        use: what it began as.
+        groups: that it uses.
+        saving: what `_saving` returned.
+    """
+
+    use: Use
+    groups: list[Group]
+    saving: Any
+
+
+@dataclass(frozen=True)
 class _Saved:
     """What autograd keeps of a weight for backward: which part of it, to be decoded again."""
 
@@ -328,6 +349,9 @@ class Offloaded:
         self._groups: list[Group] = []  # what is brought to the device for every use
         self._schedule: Schedule[Group] = Schedule([])
         self._undo: list[Callable[[], object]] = []
+        self._uses_of: dict[nn.Module, Use] = {}
+        self._parents = {child: module for module in model.modules() for child in module.children()}
+        self._users: dict[Weight, nn.Module] = {}  # modules that were found to use weights that are not their own
         self._homes = [(tensor, _CPU if tensor.is_meta else tensor.device) for tensor in division.others]
         self._kept: list[tuple[Weight, torch.device]] = []  # weights that stay on a device as they are
         self._is_removed = False
@@ -406,6 +430,7 @@ class Offloaded:
                 if weight.table is not None:
                     weight.bind(weight.value(weight.home))
                     weight.table = None
+                weight.release()
             for weight, _ in self._kept:
                 weight.bind(weight.tensors[0].data.to(weight.home))
             for tensor, home in self._homes:
@@ -449,9 +474,10 @@ class Offloaded:
                 home = device if weight in on_device else _CPU
                 weight.table = compressor.table_of(weight.name, weight.in_memory_order(x), home)
                 weight.table._arguments(device)  # copies the index there now, not at the first use
-                weight.rest = ones[device].view(weight.dtype)[0].expand(weight.shape)
-                weight.bind(weight.rest)
             weight.freeze()
+            if weight.table is not None:
+                blank = ones[device].view(weight.dtype)[0].expand(weight.shape)
+                weight.prepare(blank, self._read)
 
         with tqdm(
             total=sum(weight.num_bytes for weight in division.weights),
@@ -541,21 +567,19 @@ class Offloaded:
 
     def _install(self) -> None:
         streamed = set(self._groups)
-        enter, leave, abandon, look_up = map(
-            torch.compiler.disable, (self._enter, self._leave, self._abandon, _RowsForward.look_up)
-        )
+        start, end, look_up = map(torch.compiler.disable, (self._start, self._stop, _RowsForward.look_up))
+        self._enter_disabled, self._leave_disabled = map(torch.compiler.disable, (self._enter, self._leave))
         for use in self._division.uses:
             use.groups = [group for group in use.groups if group in streamed]
             if use.groups:
-                hook = _UseHook(use, enter, leave)
-                self._hook(use.module.register_forward_pre_hook(hook.before, prepend=True))
-                self._hook(use.module.register_forward_hook(hook.after, always_call=True))
+                self._install_use(use)
         for lookup in self._division.lookups:
             if lookup.weight.table is not None:
                 lookup.module.forward = _RowsForward(lookup, look_up)
                 self._undo.append(functools.partial(vars(lookup.module).pop, "forward"))
-        start = _StartHook(abandon)
-        self._hook(self._model.register_forward_pre_hook(start.before, prepend=True))
+        hook = _ModelHook(start, end)
+        self._hook(self._model.register_forward_pre_hook(hook.before, prepend=True))
+        self._hook(self._model.register_forward_hook(hook.after, always_call=True))
         if len(self._devices) > 1:
             self._install_moves()
         holds: dict[nn.Module, list[tuple[str, Weight]]] = {}
@@ -565,8 +589,15 @@ class Offloaded:
                     holds.setdefault(module, []).append((attribute, weight))
         for module, held in holds.items():
             state = _StateHook(held)
+            self._hook(module.register_state_dict_pre_hook(state.before_save))
             self._hook(module.register_state_dict_post_hook(state))
             self._hook(module.register_load_state_dict_pre_hook(state.before_load))
+
+    def _install_use(self, use: Use) -> None:
+        hook = _UseHook(use, self._enter_disabled, self._leave_disabled)
+        self._uses_of[use.module] = use
+        self._hook(use.module.register_forward_pre_hook(hook.before, prepend=True))
+        self._hook(use.module.register_forward_hook(hook.after, always_call=True))
 
     def _install_moves(self) -> None:
         lanes, blocks = self._division.lanes, self._division.blocks
@@ -597,7 +628,7 @@ class Offloaded:
             for group in begun:
                 for weight, value in zip(group.weights, self._lanes[group.lane].values(group)):
                     weight.bind(value)
-            self._calls().append((use, self._saving()))
+            self._calls().append(_Call(use, begun, self._saving()))
             self._fetch_ahead()
 
     def _begin(self, group: Group) -> None:
@@ -619,35 +650,60 @@ class Offloaded:
     def _leave(self, use: Use) -> None:
         with self._lock:
             calls = self._calls()
-            if calls and calls[-1][0] is use:  # else its beginning failed
-                self._end(*calls.pop())
+            if calls and calls[-1].use is use:  # else its beginning failed
+                self._end(calls.pop())
                 if self._is_short:
                     self._fetch_ahead()
 
-    def _end(self, use: Use, saving: Any) -> None:
-        if saving is not None:
-            saving.__exit__()
-        for group in use.groups:
+    def _end(self, call: _Call) -> None:
+        if call.saving is not None:
+            call.saving.__exit__()
+        for group in call.groups:
             group.uses -= 1
             self._lanes[group.lane].end_use(group)
             if group.uses == 0:
                 for weight in group.weights:
-                    assert weight.rest is not None
-                    weight.bind(weight.rest)
+                    weight.rest()
         self._last_use = time.perf_counter()
 
-    def _abandon(self) -> None:
-        """Ends the uses that this thread has begun and not ended: torch runs no hook after a KeyboardInterrupt."""
+    def _start(self) -> None:
+        """The whole model is called. Uses that this thread has begun and not ended are over: torch runs no hook after a
+        KeyboardInterrupt."""
         with self._lock:
             calls = self._calls()
             while calls:
-                self._end(*calls.pop())
+                self._end(calls.pop())
+        self._thread.is_running = True
 
-    def _calls(self) -> list[tuple[Use, Any]]:
-        """The uses that this thread is in, the innermost last, each with what `_saving` returned."""
+    def _stop(self) -> None:
+        self._thread.is_running = False
+
+    def _calls(self) -> list[_Call]:
+        """The uses that this thread is in, the innermost last."""
         if not hasattr(self._thread, "calls"):
             self._thread.calls = []
         return self._thread.calls
+
+    def _read(self, weight: Weight) -> torch.Tensor:
+        """The values of a weight that is asked for between uses, in memory of their own. While the model runs, the
+        module above the last one known to use it is taken for the one that asks, and will have it when it is next
+        called."""
+        assert weight.blank is not None
+        with self._lock:
+            user, group = self._parents.get(self._users.get(weight, weight.holders[0][0])), weight.group
+            is_running = getattr(self._thread, "is_running", False)
+            if is_running and user not in (None, self._model) and group is not None and group in self._groups:
+                self._users[weight] = user
+                self._add_use(user, group)
+        return weight.value(weight.blank.device)
+
+    def _add_use(self, module: nn.Module, group: Group) -> None:
+        use = self._uses_of.get(module)
+        if use is None:
+            use = Use("", module, self._division.lanes[module])
+            self._install_use(use)
+        if group not in use.groups:
+            use.groups = [*use.groups, group]
 
     def _fetch_ahead(self) -> None:
         """Fetches what is expected next, as far as there is room: for every device the next few groups that it is to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from .._compressed_tensor import CompressedTensor
 from .._compression import compress
 from .._rows import DTYPES
 from .._schemes import AnyCodebook
+from . import resting
 
 if TYPE_CHECKING:
     from .groups import Group
@@ -36,7 +37,8 @@ class Weight:
         home: device before it was offloaded; the CPU for tensors that a checkpoint brings.
         requires_grad: of each tensor before it was offloaded.
         table: coded rows of `x.permute(order)`; None until it is stored, and after it is restored.
-        rest: what the tensors hold between uses: the right shape, dtype and device, and no values.
+        blank: what the tensors hold between uses: the right shape, dtype and device, and no values.
+        like: a tensor on the meta device that lies in memory as x does.
         group: of weights that it is fetched with; None if its rows are looked up where they lie.
     """
 
@@ -49,7 +51,8 @@ class Weight:
         self.home = torch.device("cpu") if tensor.is_meta else tensor.device
         self.requires_grad: list[bool] = []
         self.table: CompressedTensor | None = None
-        self.rest: torch.Tensor | None = None
+        self.blank: torch.Tensor | None = None
+        self.like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         self.group: Group | None = None
 
     @property
@@ -80,7 +83,34 @@ class Weight:
     def bind(self, value: torch.Tensor) -> None:
         """Makes value the content of the model's tensors."""
         for tensor in self.tensors:
+            resting.wake(tensor)
             put(tensor, value)
+
+    def prepare(self, blank: torch.Tensor, read: Callable[[Weight], torch.Tensor]) -> None:
+        """Takes the content away for the first time. read: what decodes it for those who ask for it between uses."""
+        self.blank = blank
+        for tensor in self.tensors:
+            put(tensor, blank)
+            resting.prepare(tensor, self, read)
+            resting.rest(tensor)
+
+    def wake(self) -> None:
+        """Lets nobody be asked for values, whatever the tensors hold."""
+        for tensor in self.tensors:
+            resting.wake(tensor)
+
+    def rest(self) -> None:
+        """Takes the content away again."""
+        assert self.blank is not None
+        for tensor in self.tensors:
+            resting.wake(tensor)
+            tensor.data = self.blank
+            resting.rest(tensor)
+
+    def release(self) -> None:
+        """Makes the model's tensors ordinary ones again."""
+        for tensor in self.tensors:
+            resting.release(tensor)
 
     def freeze(self) -> None:
         for tensor in self.tensors:
