@@ -1,6 +1,8 @@
 """ibp.integrations.dgl: features of DGL's graphs in compressed tables, against those in plain tensors."""
 
 import pickle
+import re
+import runpy
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits, make_tensor
+from native import ROOT
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore:Dataloader CPU affinity")]
 ibp_dgl = pytest.importorskip("ibp.integrations.dgl", reason="DGL is not installed", exc_type=ImportError)
@@ -317,6 +320,15 @@ def test_dgl_is_imported_without_graphbolt():
         assert plain.returncode == 1 and "graphbolt" in plain.stderr.lower()
         assert "Left out by ibp" in sys.modules["dgl.graphbolt"].__doc__
     assert ibp_dgl.dgl is dgl
+
+
+def test_the_example(capsys):
+    path = ROOT / "examples" / "gnn_dgl.py"
+    assert len(path.read_text().splitlines()) < 60
+    runpy.run_path(str(path))
+    same = "True|False" if torch.cuda.is_available() else "True"
+    pattern = rf"losses \d\.\d+ to 0\.\d+, the same bits: ({same}); features: the same\n"
+    assert re.fullmatch(pattern, capsys.readouterr().out)
 
 
 def test_rows_on_a_gpu(cuda):

@@ -1,6 +1,8 @@
 """ibp.integrations.pyg: features of PyTorch Geometric's graphs in compressed tables, against those in plain tensors."""
 
 import pickle
+import re
+import runpy
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits, make_tensor
+from native import ROOT
 
 pytestmark = pytest.mark.frameworks
 pyg = pytest.importorskip("torch_geometric")
@@ -401,6 +404,18 @@ def test_what_a_store_refuses():
     store._device = torch.device("cuda", 0)
     with pytest.raises(RuntimeError, match="cannot be fetched to cuda:0 in a worker"):
         batches((store, Edges()), graph(), num_workers=1)
+
+
+# ---- the example ---------------------------------------------------------------------------------------------------
+
+
+def test_the_example(capsys):
+    path = ROOT / "examples" / "gnn_pyg.py"
+    assert len(path.read_text().splitlines()) < 60
+    runpy.run_path(str(path))
+    same = "True|False" if torch.cuda.is_available() else "True"
+    pattern = rf"losses \d\.\d+ to 0\.\d+, the same bits: ({same}); features: the same\n"
+    assert re.fullmatch(pattern, capsys.readouterr().out)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------------
