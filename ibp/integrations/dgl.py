@@ -28,8 +28,8 @@ from ._features import check_rows, fetch, refuse_cuda_in_worker, table_of
 
 def _leave_out_graphbolt() -> None:
     """Before DGL is imported, puts an empty module in the place of GraphBolt if its binary is not there."""
-    found = importlib.util.find_spec("dgl")
-    if "dgl" in sys.modules or found is None or found.origin is None:
+    found = None if "dgl" in sys.modules else importlib.util.find_spec("dgl")
+    if found is None or found.origin is None:
         return
     version = torch.__version__.split("+")[0]
     if not (Path(found.origin).parent / "graphbolt" / f"libgraphbolt_pytorch_{version}.so").exists():
@@ -88,10 +88,10 @@ def attach(
         if isinstance(column, _TableColumn) and column.is_attached:
             raise ValueError(f"{what} is attached already")
         table = table_of(column.data, what, options)
-    elif not isinstance(table, ibp.CompressedTensor):
-        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
-    else:
+    elif isinstance(table, ibp.CompressedTensor):
         table = table_of(table, what, options)
+    else:
+        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
     check_rows(table, num_rows, what, "edges" if edges or etype is not None else "nodes")
     if table.is_cuda and table.device != graph.device:
         raise ValueError(f"{what} is on {table.device}; wanted host memory or the graph's device, {graph.device}")

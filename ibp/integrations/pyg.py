@@ -157,13 +157,13 @@ class FetchFeatures(BaseTransform):
         for name, table in tables.items():
             what = repr(name) if key is None else f"{name!r} of {key!r}"
             ids = store[ids_name] if ids_name in store else None
-            if ids is None:
+            if ids is None:  # absent, or None where the sampler gives no ids of edges
                 count = "num_nodes" if ids_name == "n_id" else "num_edges"
                 raise KeyError(
                     f"the batch has no {ids_name} to fetch {what} by: for a loader that gives none, set "
                     f"{where}.{ids_name} = torch.arange({where}.{count}) before it is made"
                 )
-            if name in store:
+            if name in store and store[name] is not None:
                 raise ValueError(f"the batch has {what} already: take it out of the data that the loader is given")
             store[name] = fetch(table, ids, self.device, what)
 
@@ -250,6 +250,8 @@ class FeatureStore(torch_geometric.data.FeatureStore):
         table, index = self.table(attr.group_name, attr.attr_name), attr.index
         if isinstance(index, np.ndarray):
             index = torch.from_numpy(np.ascontiguousarray(index))
+        elif isinstance(index, slice):
+            index = torch.arange(*index.indices(len(table)))
         if isinstance(index, torch.Tensor) and index.dim() == 1 and index.dtype != torch.bool:
             return fetch(table, index, self._device, what)
         refuse_cuda_in_worker(table, self._device, what)
