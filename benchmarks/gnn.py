@@ -7,7 +7,7 @@ Two hops, fan-out 25 and 10, hidden size 256, on random graphs whose degrees fol
 about 120 million edges, and 11.5 million nodes with as many. Neighbours are drawn on the GPU in plain torch. Features:
 rows of Citeseer, Cora and a sample of Pubmed, assigned to nodes at random, and dense ones, N(0, 1) in FP32 and
 N(0, 0.02) in FP16 and BF16, of 1 GiB of distinct rows. An epoch is 200 batches. An arm is measured over as many of them
-as fit 5 s, 3 at least, and its epoch is 200 times the mean.
+as fit 4 s, 3 at least, and its epoch is 200 times the mean.
 
 Arms: `cpu plain`, x[ids].to("cuda"); `cpu pinned`, index_select into a pinned buffer, and a copy beside other work;
 `cpu pipelined`, gathered in chunks that are copied meanwhile; `raw rows`, which the GPU fetches itself from pinned
@@ -39,8 +39,8 @@ COLUMNS = "batch,batches,sample_ms,fetch_ms,train_ms,epoch_s,table_gib".split(",
 GIB = 1 << 30
 NUM_EDGES, EXPONENT = 120_000_000, 1.5  # of the power law: degrees are Pareto distributed
 FAN_OUTS, HIDDEN, NUM_CLASSES = (25, 10), 256, 47
-EPOCH_BATCHES, LEAST_BATCHES, ARM_S = 200, 3, 5.0
-SPLIT_BATCHES, SPLIT_S = 6, 2.5  # measured apart: the first only warms up
+EPOCH_BATCHES, LEAST_BATCHES, ARM_S = 200, 3, 4.0
+SPLIT_BATCHES, SPLIT_S = 6, 2.0  # measured apart: the first only warms up
 CPU_ARMS = ("cpu plain", "cpu pinned", "cpu pipelined")
 
 # Against raw rows fetched by the GPU, a fetch; against the best arm of the CPU, an epoch.
