@@ -1,0 +1,478 @@
+"""How long is an epoch of GraphSAGE over features in host memory, by the way that they come to the GPU (the paper's
+figures 8 and 9)?
+
+    python -m benchmarks.gnn [--out DIR] [--device cpu] [--quick]
+
+Two hops, fan-out 25 and 10, hidden size 256, on random graphs whose degrees follow a power law: 2.4 million nodes and
+about 120 million edges, and 11.5 million nodes with as many. Neighbours are drawn on the GPU in plain torch. Features:
+rows of Citeseer, Cora and a sample of Pubmed, assigned to nodes at random, and dense ones, N(0, 1) in FP32 and
+N(0, 0.02) in FP16 and BF16, of 1 GiB of distinct rows. An epoch is 200 batches. An arm is measured over as many of them
+as fit 4 s, 3 at least, and its epoch is 200 times the mean.
+
+Arms: `cpu plain`, x[ids].to("cuda"); `cpu pinned`, index_select into a pinned buffer, and a copy beside other work;
+`cpu pipelined`, gathered in chunks that are copied meanwhile; `raw rows`, which the GPU fetches itself from pinned
+memory; `ibp`, likewise from a compressed table. In all of them the next batch is sampled and fetched on a stream beside
+the one that trains. The ids of a batch are unique and in order.
+
+gnn.csv has the rate of a fetch alone (gbps) and, after the common columns: batch (seeds), batches (measured),
+sample_ms, fetch_ms and train_ms (medians, each alone, with nothing beside it), epoch_s (with prefetching) and table_gib
+(of the raw rows). Every arm's first batch is compared with the rows that it must be, bit for bit.
+"""
+
+import contextlib
+import gc
+import statistics
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import ibp
+from ibp import _memory
+
+from . import harness, ideal, inputs
+from .cpu_gather import PipelinedGather
+
+COLUMNS = "batch,batches,sample_ms,fetch_ms,train_ms,epoch_s,table_gib".split(",")
+GIB = 1 << 30
+NUM_EDGES, EXPONENT = 120_000_000, 1.5  # of the power law: degrees are Pareto distributed
+FAN_OUTS, HIDDEN, NUM_CLASSES = (25, 10), 256, 47
+EPOCH_BATCHES, LEAST_BATCHES, ARM_S = 200, 3, 4.0
+SPLIT_BATCHES, SPLIT_S = 6, 2.0  # measured apart: the first only warms up
+CPU_ARMS = ("cpu plain", "cpu pinned", "cpu pipelined")
+
+# Against raw rows fetched by the GPU, a fetch; against the best arm of the CPU, an epoch.
+WANTED_FETCH = {"citeseer": 50.0, "cora": 50.0, "pubmed": 7.0}
+WANTED_EPOCH_SPARSE, WANTED_EPOCH_DENSE = 1.74, 1.3
+
+
+class Case(NamedTuple):
+    """Features to measure. name: of a real set, or of dense ones; columns: of dense ones."""
+
+    name: str
+    num_nodes: int
+    batches: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    columns: int = 0
+
+
+CASES = (
+    Case("citeseer", 2_400_000, (1024, 8192)),
+    Case("cora", 2_400_000, (1024,)),
+    Case("pubmed", 2_400_000, (1024,)),
+    Case("dense 602", 2_400_000, (1024, 8192), torch.float32, 602),
+    Case("dense 100", 2_400_000, (1024,), torch.float32, 100),
+    Case("dense 768", 2_400_000, (1024,), torch.float16, 768),
+    Case("dense 768, large", 11_500_000, (1024,), torch.bfloat16, 768),
+)
+QUICK_CASES = (Case("pubmed", 2_000, (16,)), Case("dense 100", 2_000, (16, 32), torch.bfloat16, 100))
+QUICK_EDGES, QUICK_EPOCH = 40_000, 4
+
+
+# ---- graphs --------------------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """Edges by the node that they lead to. Degrees are Pareto distributed, and neighbours drawn by their degree.
+
+    starts: int64 [nodes + 1]; neighbors: int32 [edges].
+    """
+
+    def __init__(self, num_nodes, num_edges, device):
+        mean = num_edges / num_nodes
+        degrees = torch.rand(num_nodes, device=device).clamp_(min=1e-9).pow_(-1 / EXPONENT)
+        degrees = degrees.mul_(mean * (EXPONENT - 1) / EXPONENT).long().clamp_(1, max(1, num_nodes // 8))
+        self.starts = F.pad(degrees.cumsum(0), (1, 0))
+        total = int(self.starts[-1])
+        ends = torch.arange(num_nodes, dtype=torch.int32, device=device).repeat_interleave(degrees)
+        self.neighbors = torch.empty(total, dtype=torch.int32, device=device)
+        for part in self.neighbors.split(1 << 25):
+            part.copy_(ends[torch.randint(total, (len(part),), device=device)])
+
+    def sample(self, seeds, fan_outs):
+        """Neighbours of the seeds and of their neighbours, each drawn from all of a node's, with replacement."""
+        nodes, hops = seeds, []
+        for fan_out in fan_outs:
+            starts = self.starts[nodes].unsqueeze(1)
+            degrees = self.starts[nodes + 1].unsqueeze(1) - starts
+            drawn = torch.rand(len(nodes), fan_out, device=nodes.device).mul_(degrees).long().add_(starts)
+            every = torch.cat([nodes, self.neighbors[drawn].reshape(-1).long()])
+            ids, places = torch.unique(every, return_inverse=True)
+            hops.append((places[: len(nodes)], places[len(nodes) :].view(-1, fan_out)))
+            nodes = ids
+        return Batch(seeds, nodes, hops[::-1])
+
+
+class Batch(NamedTuple):
+    """seeds: int64 [seeds]; ids: int64 [rows to fetch], in order, none twice; hops: from the outer to the inner one,
+    (places of a hop's nodes, places of their neighbours [nodes, fan-out]) among the nodes of the hop before, or ids.
+    """
+
+    seeds: torch.Tensor
+    ids: torch.Tensor
+    hops: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def record_stream(self, stream):
+        for tensor in (self.seeds, self.ids, *(tensor for hop in self.hops for tensor in hop)):
+            tensor.record_stream(stream)
+
+
+class Sage(torch.nn.Module):
+    """GraphSAGE with the mean of neighbours."""
+
+    def __init__(self, columns):
+        super().__init__()
+        widths = (columns, HIDDEN, NUM_CLASSES)
+        self.own = torch.nn.ModuleList(torch.nn.Linear(*pair) for pair in zip(widths, widths[1:]))
+        self.neighbors = torch.nn.ModuleList(torch.nn.Linear(*pair, bias=False) for pair in zip(widths, widths[1:]))
+
+    def forward(self, h, hops):
+        for i, (own, neighbors) in enumerate(hops):
+            h = self.own[i](h[own]) + self.neighbors[i](F.embedding_bag(neighbors, h, mode="mean"))
+            h = h.relu() if i + 1 < len(hops) else h
+        return h
+
+
+# ---- features ------------------------------------------------------------------------------------------------------
+
+
+class Features:
+    """A table of raw rows in (pinned) host memory, the same compressed, and what both were made of: `source[of_node]`.
+
+    x: [nodes, columns]; raw: the table of x's own memory; table: x compressed.
+    """
+
+    def __init__(self, case, data_dir, device):
+        if case.columns:
+            row_bytes = case.columns * case.dtype.itemsize
+            num_bytes = min(GIB, case.num_nodes * row_bytes)
+            deviation = 1.0 if case.dtype == torch.float32 else 0.02
+            self.source = inputs.normal_rows(num_bytes, case.dtype, deviation, device, columns=case.columns)
+        else:
+            self.source = dict(inputs.real_sets(data_dir))[case.name].to(device)
+        self.of_node = torch.randint(len(self.source), (case.num_nodes,), dtype=torch.int32, device=device)
+        shape = (case.num_nodes, self.source.shape[1])
+        self.row_bytes = shape[1] * case.dtype.itemsize
+        memory = _memory.empty(case.num_nodes * self.row_bytes, torch.device("cpu"), pin=device.type == "cuda")
+        self.x = memory.view(case.dtype).view(shape)
+        step = max(1, GIB // 4 // self.row_bytes)
+        for first in range(0, case.num_nodes, step):
+            self.x[first : first + step].copy_(self.source[self.of_node[first : first + step].long()])
+        self.raw = ibp.CompressedTensor(
+            shape=shape,
+            dtype=case.dtype,
+            scheme="raw",
+            row_bytes=self.row_bytes,
+            slot_bytes=self.row_bytes,
+            slots=memory,
+            overflow=memory[:0],
+            lengths=torch.empty(0, dtype=torch.uint16),
+            bases=torch.empty(0, dtype=torch.int64),
+            codebook=None,
+        )
+        self.table = ibp.compress(self.x)
+
+    @property
+    def num_bytes(self):
+        return self.x.numel() * self.x.element_size()
+
+    def check(self, got, ids, what):
+        """Every row, in pieces."""
+        step = max(1, GIB // 4 // self.row_bytes)
+        for part, of_part in zip(got.split(step), ids.split(step)):
+            harness.check_bits(part, self.source[self.of_node[of_part].long()], what)
+
+
+class Plain:
+    """x[ids].to(device)"""
+
+    def __init__(self, x, device):
+        self.x, self.device = x, device
+
+    def __call__(self, ids, out):
+        return self.x[ids.cpu()].to(self.device)
+
+
+class Pinned:
+    """Gathered into one pinned buffer, which is copied beside other work."""
+
+    def __init__(self, x, device):
+        self.x, self.on_gpu = x, device.type == "cuda"
+        self.buffer = x[:0]
+        self.copied = torch.cuda.Event() if self.on_gpu else None
+
+    def __call__(self, ids, out):
+        ids = ids.cpu()
+        if self.copied:
+            self.copied.synchronize()  # at once where the buffer was never used
+        if len(ids) > len(self.buffer):
+            rows = len(ids) + len(ids) // 8
+            memory = _memory.empty(rows * self.x[0].nbytes, torch.device("cpu"), pin=self.on_gpu)
+            self.buffer = memory.view(self.x.dtype).view(rows, -1)
+        torch.index_select(self.x, 0, ids, out=self.buffer[: len(ids)])
+        out.copy_(self.buffer[: len(ids)], non_blocking=True)
+        if self.copied:
+            self.copied.record()
+        return out
+
+
+class Pipelined:
+    """Gathered into pinned chunks, each copied while the next ones are gathered."""
+
+    def __init__(self, x, device):
+        self.gather = PipelinedGather(x, len(x), device)
+
+    def __call__(self, ids, out):
+        return self.gather(ids.cpu(), out)
+
+
+class ByGpu:
+    """Fetched by the GPU out of a table."""
+
+    def __init__(self, table):
+        self.table = table
+
+    def __call__(self, ids, out):
+        return ibp.index_select(self.table, ids, out=out)
+
+
+def fetches(features, device):
+    """Yields (arm, what fetches: call(ids, out) returns the rows, out or others)."""
+    yield "cpu plain", Plain(features.x, device)
+    yield "cpu pinned", Pinned(features.x, device)
+    yield "cpu pipelined", Pipelined(features.x, device)
+    yield "raw rows", ByGpu(features.raw)
+    yield "ibp", ByGpu(features.table)
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A model and batches of one size. Each arm gets the same batches: `restart` comes first."""
+
+    def __init__(self, graph, columns, dtype, batch, device, wrap=lambda model: model, part=(0, 1)):
+        self.graph, self.columns, self.dtype, self.device = graph, columns, dtype, device
+        self.on_gpu, self.wrap = device.type == "cuda", wrap
+        num_nodes = len(graph.starts) - 1
+        seeds = torch.randperm(num_nodes, device=device).split(batch)
+        rank, world = part
+        self.seeds = [some for some in seeds if len(some) == batch][rank::world]
+        self.labels = torch.randint(NUM_CLASSES, (num_nodes,), device=device)
+        self.buffers = [torch.empty(0, columns, dtype=dtype, device=device) for _ in range(2)]
+        self.trained = [torch.cuda.Event() for _ in range(2)] if self.on_gpu else []
+        self.side = torch.cuda.Stream(device) if self.on_gpu else None
+
+    def restart(self):
+        torch.manual_seed(0)
+        self.model = self.wrap(Sage(self.columns).to(self.device, self.dtype))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3, fused=self.on_gpu)
+
+    def beside(self):
+        return torch.cuda.stream(self.side) if self.on_gpu else contextlib.nullcontext()
+
+    def sync(self):
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def sample(self, i):
+        return self.graph.sample(self.seeds[i % len(self.seeds)], FAN_OUTS)
+
+    def out(self, i, num_rows):
+        """Rows of one of two buffers, on the stream beside."""
+        if num_rows > len(self.buffers[i % 2]):
+            self.buffers[i % 2] = self.buffers[i % 2][:0]  # the old one's memory is free for the new one
+            self.buffers[i % 2] = torch.empty(
+                num_rows + num_rows // 8, self.columns, dtype=self.dtype, device=self.device
+            )
+        return self.buffers[i % 2][:num_rows]
+
+    def step(self, batch, rows):
+        loss = F.cross_entropy(self.model(rows, batch.hops).float(), self.labels[batch.seeds])
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+
+    def prepare(self, i, fetch):
+        """Samples and fetches batch i beside what trains; returns it, its rows, and an event."""
+        with self.beside():
+            batch = self.sample(i)
+            if self.on_gpu:
+                self.side.wait_event(self.trained[i % 2])  # the buffer is read until then
+            rows = fetch(batch.ids, self.out(i, len(batch.ids)))
+            return batch, rows, self.side.record_event() if self.on_gpu else None
+
+    def train(self, i, batch, rows, ready):
+        if self.on_gpu:
+            current = torch.cuda.current_stream()
+            current.wait_event(ready)
+            batch.record_stream(current)
+            rows.record_stream(current)
+        self.step(batch, rows)
+        if self.on_gpu:
+            self.trained[i % 2].record()
+
+    def run(self, fetch, num_batches, limit_s):
+        """(seconds of a batch, batches run), of as many as fit the limit and LEAST_BATCHES at least."""
+        self.sync()
+        start, prepared = time.perf_counter(), self.prepare(0, fetch)
+        for i in range(num_batches):
+            self.train(i, *prepared)
+            if i + 1 == num_batches or (i + 1 >= LEAST_BATCHES and time.perf_counter() - start > limit_s):
+                break
+            prepared = self.prepare(i + 1, fetch)
+        self.sync()
+        return (time.perf_counter() - start) / (i + 1), i + 1
+
+    def split(self, fetch, check):
+        """Median seconds of (sampling, fetching, training), each alone, and the ids of a batch. check(rows, ids): gets
+        those of the first batch."""
+        times, started = [], time.perf_counter()
+        for i in range(SPLIT_BATCHES):
+            marks = [self._now()]
+            with self.beside():
+                batch = self.sample(i)
+                marks.append(self._now())
+                rows = fetch(batch.ids, self.out(i, len(batch.ids)))
+            marks.append(self._now())
+            if i == 0:
+                check(rows, batch.ids)
+                marks[2] = self._now()
+            self.step(batch, rows)
+            marks.append(self._now())
+            if i:
+                times.append([end - begin for begin, end in zip(marks, marks[1:])])
+            if len(times) > 1 and time.perf_counter() - started > SPLIT_S:
+                break
+        return [statistics.median(each) for each in zip(*times)], batch.ids
+
+    def _now(self):
+        self.sync()
+        return time.perf_counter()
+
+
+# ---- cells ---------------------------------------------------------------------------------------------------------
+
+
+def ideal_of(run, fetch, ids, row_bytes):
+    if not isinstance(fetch, ByGpu):
+        return ideal.LINK_COPY_GBPS
+    return ideal.gather_gbps(len(ids) * row_bytes, ideal.row_sectors(fetch.table, ids.cpu()), run.memset_gbps)
+
+
+def measure(run, case, features, training, batch):
+    """All arms of one set and batch size."""
+    for arm, fetch in fetches(features, run.device):
+        with run.cell(f"{case.name}, batch {batch}, {arm}"):
+            for buffer in training.buffers:
+                harness.poison(buffer)
+            training.restart()
+            what = f"{case.name}, {arm}"
+            alone, ids = training.split(fetch, lambda rows, ids: features.check(rows, ids, what))
+            training.restart()
+            epoch = QUICK_EPOCH if run.quick else EPOCH_BATCHES
+            seconds, num_batches = training.run(fetch, epoch, ARM_S)
+            run.add(
+                case=f"{case.name}, batch {batch}",
+                arm=arm,
+                rows=len(ids),
+                row_bytes=features.row_bytes,
+                dtype=case.dtype,
+                savings=features.table.savings if arm == "ibp" else 0.0,
+                gbps=len(ids) * features.row_bytes * 1e-9 / alone[1],
+                ideal_gbps=ideal_of(run, fetch, ids, features.row_bytes),
+                sms=None if isinstance(fetch, ByGpu) else 0,
+                batch=batch,
+                batches=num_batches,
+                **{f"{name}_ms": harness.four_digits(1e3 * s) for name, s in zip(("sample", "fetch", "train"), alone)},
+                epoch_s=harness.four_digits(seconds * EPOCH_BATCHES),
+                table_gib=f"{features.num_bytes / GIB:.2f}",
+            )
+        del fetch
+        gc.collect()
+
+
+def run_case(run, case, graph, data_dir):
+    features = Features(case, data_dir, run.device)
+    if run.on_gpu and not (features.raw.is_pinned() and features.table.is_pinned()):
+        raise AssertionError(f"{case.name}: a table is not in pinned memory")
+    print(f"{case.name}: {features.num_bytes / GIB:.1f} GiB, {features.table}", flush=True)
+    for batch in case.batches:
+        training = Training(graph, features.x.shape[1], case.dtype, batch, run.device)
+        measure(run, case, features, training, batch)
+
+
+# ---- what it comes to ----------------------------------------------------------------------------------------------
+
+
+class Gains(NamedTuple):
+    """How many times as fast ibp is, of one case. fetch: as raw rows; epoch: as the best arm of the CPU; raw_epoch: as
+    raw rows."""
+
+    case: str
+    fetch: float
+    epoch: float
+    raw_epoch: float
+
+
+def gains(rows):
+    """Of every case for which all arms are there."""
+    cells = {}
+    for row in rows:
+        cells.setdefault(row["case"], {})[row["arm"]] = row
+    for case, arms in cells.items():
+        if {*CPU_ARMS, "raw rows", "ibp"} <= arms.keys():
+            fetch_ms = {arm: float(row["fetch_ms"]) for arm, row in arms.items()}
+            epoch_s = {arm: float(row["epoch_s"]) for arm, row in arms.items()}
+            yield Gains(
+                case,
+                fetch_ms["raw rows"] / fetch_ms["ibp"],
+                min(epoch_s[arm] for arm in CPU_ARMS) / epoch_s["ibp"],
+                epoch_s["raw rows"] / epoch_s["ibp"],
+            )
+
+
+def shortfalls(rows):
+    """Lines that say where fetches and epochs gain less than they should."""
+    for gain in gains(rows):
+        name = gain.case.split(", batch")[0]
+        wanted_epoch = WANTED_EPOCH_SPARSE if name in WANTED_FETCH else WANTED_EPOCH_DENSE
+        for what, factor, wanted in (
+            ("fetches of raw rows by the GPU", gain.fetch, WANTED_FETCH.get(name, 0)),
+            ("epochs with rows gathered by the CPU", gain.epoch, wanted_epoch),
+            ("epochs with raw rows by the GPU", gain.raw_epoch, 1),
+        ):
+            if factor < wanted:
+                yield f"{gain.case}: {factor:.2f} times as fast as {what}, wanted {wanted:g}"
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("gnn", args, COLUMNS)
+    torch.manual_seed(0)
+    small = run.quick or not run.on_gpu
+    graph, num_nodes = None, 0
+    for case in QUICK_CASES if small else CASES:
+        with run.cell(case.name):
+            if case.num_nodes != num_nodes:
+                graph = None  # its memory is free for the next one
+                graph, num_nodes = (
+                    Graph(case.num_nodes, QUICK_EDGES if small else NUM_EDGES, run.device),
+                    case.num_nodes,
+                )
+            run_case(run, case, graph, args.data)
+        gc.collect()
+        if run.on_gpu:
+            torch.cuda.empty_cache()
+    for gain in gains(run.rows):
+        print(
+            f"{gain.case}: ibp fetches {gain.fetch:.2f} times as fast as the GPU fetches raw rows; epochs are "
+            f"{gain.epoch:.2f} times as fast as with the best gather by the CPU, {gain.raw_epoch:.2f} as with raw rows"
+        )
+    return run.finish([*shortfalls(run.rows)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

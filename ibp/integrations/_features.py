@@ -1,0 +1,61 @@
+"""What the feature stores share: tables of what users give, and rows of them on a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import ibp
+
+
+def table_of(value: Any, what: str, options: dict[str, Any]) -> ibp.CompressedTensor:
+    """A table as it is, or one made of a tensor or array with the options of `ibp.compress`.
+
+    Raises:
+        TypeError: value is none of these, or of a dtype that tables cannot hold.
+        ValueError: options are given with a table, or are wrong.
+    """
+    if isinstance(value, ibp.CompressedTensor):
+        if options:
+            raise ValueError(f"{what} is a table already, but options are given: {', '.join(options)}")
+        return value
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{what} is a {type(value).__name__}; wanted a torch.Tensor, a numpy array or an ibp.CompressedTensor"
+        )
+    return ibp.compress(value, **options)
+
+
+def check_rows(table: ibp.CompressedTensor, num_rows: int, what: str, of: str) -> None:
+    """Raises ValueError unless the table has a row for each node or edge."""
+    if table.dim() == 0 or len(table) != num_rows:
+        raise ValueError(f"{what} has shape {list(table.shape)}; wanted {num_rows:,} rows, one for each of the {of}")
+
+
+def fetch(table: ibp.CompressedTensor, ids: torch.Tensor, device: torch.device | None, what: str) -> torch.Tensor:
+    """The table's rows at ids on a device; None: the ids'.
+
+    Raises:
+        IndexError: a CPU id is out of range (see `ibp.index_select` for those on a GPU).
+        RuntimeError: this is a worker process of a data loader, and the rows would come by a GPU.
+    """
+    refuse_cuda_in_worker(table, device, what)
+    try:
+        return table.index_select(ids, device=device)
+    except IndexError as error:
+        raise IndexError(f"{what}: {error}") from None
+
+
+def refuse_cuda_in_worker(table: ibp.CompressedTensor, device: torch.device | None, what: str) -> None:
+    """A forked process cannot use CUDA once its parent has, and rows on a GPU cannot be queued to the main process."""
+    needs_cuda = table.is_cuda or (device is not None and device.type == "cuda")
+    if needs_cuda and torch.utils.data.get_worker_info() is not None:
+        where = device if device is not None else table.device
+        raise RuntimeError(
+            f"{what} cannot be fetched to {where} in a worker process of a data loader: fetch it in the main process "
+            "(PyG: filter_per_worker=False; DGL: prefetch_node_feats of the sampler), or to the CPU from a table there"
+        )

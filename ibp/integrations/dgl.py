@@ -1,0 +1,259 @@
+"""Features of DGL's graphs in compressed tables.
+
+    ibp.integrations.dgl.attach(g, "feat")          # g.ndata["feat"] is compressed; g is used as before
+
+Whatever reads features by way of the graph reads the same bits: `DataLoader` with `prefetch_node_feats` and
+`prefetch_edge_feats`, blocks and subgraphs (`block.srcdata["feat"]`), their copies in worker processes, and
+`g.ndata["feat"]` itself, which decodes the whole tensor at every read. `detach` puts the plain tensor back.
+
+For DGL's classic graphs, checked with 2.1.0; GraphBolt's features are in `ibp.integrations.graphbolt`. `import dgl`
+fails where DGL has no binary of GraphBolt for the torch that is installed, and no release has one for a torch that ibp
+works with: importing this module before `dgl` leaves GraphBolt out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ibp
+
+from ._features import check_rows, fetch, refuse_cuda_in_worker, table_of
+
+
+def _leave_out_graphbolt() -> None:
+    """Before DGL is imported, puts an empty module in the place of GraphBolt if its binary is not there."""
+    found = None if "dgl" in sys.modules else importlib.util.find_spec("dgl")
+    if found is None or found.origin is None:
+        return
+    version = torch.__version__.split("+")[0]
+    if not (Path(found.origin).parent / "graphbolt" / f"libgraphbolt_pytorch_{version}.so").exists():
+        sys.modules["dgl.graphbolt"] = types.ModuleType("dgl.graphbolt", f"Left out by ibp: no binary for {version}.")
+
+
+_leave_out_graphbolt()
+
+import dgl  # type: ignore # noqa: E402
+from dgl.frame import Column, Frame, Scheme  # type: ignore # noqa: E402
+
+__all__ = ["attach", "detach"]
+
+_EdgeType = str | tuple[str, str, str]
+
+
+def attach(
+    graph: dgl.DGLGraph,
+    name: str,
+    *,
+    ntype: str | None = None,
+    edges: bool = False,
+    etype: _EdgeType | None = None,
+    table: ibp.CompressedTensor | None = None,
+    **options: Any,
+) -> ibp.CompressedTensor:
+    """Keeps a feature of a graph's nodes or edges in a compressed table.
+
+    Rows cannot be changed while a feature is attached: code that writes to them, or adds nodes or edges, turns the
+    feature back into a plain tensor, with a warning. Do this before loaders with workers are made.
+
+    Args:
+        graph: a graph on the CPU or a GPU, homogeneous or not.
+        name: of the feature, as in graph.ndata[name].
+        ntype: type of the nodes; None where there is one type.
+        edges: the feature is one of edges, graph.edata[name].
+        etype: type of the edges, which implies `edges`; None where there is one type.
+        table: the feature, compressed before, in host memory or on the graph's device. None: graph.ndata[name] is
+            compressed; in host memory the table is pinned if there is a GPU.
+        options: of `ibp.compress`.
+
+    Returns:
+        The table.
+
+    Raises:
+        TypeError: graph is no DGLGraph, or table is no table.
+        KeyError: the graph has no such feature or type.
+        ValueError: it is attached already, the table has another number of rows or is on another device, or ntype and
+            edges contradict each other.
+    """
+    frame, what, num_rows = _frame_of(graph, name, ntype, edges, etype)
+    if table is None:
+        column = frame._columns.get(name)
+        if column is None:
+            raise KeyError(f"the graph has no {what}; it has {sorted(frame.keys())}")
+        if isinstance(column, _TableColumn) and column.is_attached:
+            raise ValueError(f"{what} is attached already")
+        table = table_of(column.data, what, options)
+    elif isinstance(table, ibp.CompressedTensor):
+        table = table_of(table, what, options)
+    else:
+        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
+    check_rows(table, num_rows, what, "edges" if edges or etype is not None else "nodes")
+    if table.is_cuda and table.device != graph.device:
+        raise ValueError(f"{what} is on {table.device}; wanted host memory or the graph's device, {graph.device}")
+    device: tuple | None = None if graph.device == table.device else (graph.device, {})
+    frame._columns[name] = _TableColumn(table, _scheme_of(table), None, device)
+    return table
+
+
+def detach(
+    graph: dgl.DGLGraph,
+    name: str,
+    *,
+    ntype: str | None = None,
+    edges: bool = False,
+    etype: _EdgeType | None = None,
+) -> torch.Tensor:
+    """Puts the plain tensor of an attached feature back into the graph, and returns it.
+
+    Subgraphs that were taken before still hold the table.
+
+    Args:
+        Others: as in `attach`.
+
+    Raises:
+        TypeError: graph is no DGLGraph.
+        KeyError: the graph has no such type.
+        ValueError: the feature is not attached, or ntype and edges contradict each other.
+    """
+    frame, what, _ = _frame_of(graph, name, ntype, edges, etype)
+    column = frame._columns.get(name)
+    if not isinstance(column, _TableColumn) or not column.is_attached:
+        raise ValueError(f"{what} is not attached")
+    frame._columns[name] = Column(column.data)
+    return frame[name]
+
+
+def _frame_of(graph: Any, name: str, ntype: str | None, edges: bool, etype: _EdgeType | None) -> tuple[Frame, str, int]:
+    """(the frame that holds a feature, how messages call it, its number of rows)."""
+    if not isinstance(graph, dgl.DGLGraph):
+        raise TypeError(f"graph is a {type(graph).__name__}; wanted a dgl.DGLGraph")
+    of_edges = edges or etype is not None
+    if of_edges and ntype is not None:
+        raise ValueError(f"ntype is {ntype!r}, but the feature is one of edges")
+    kind, given, types_ = ("edge", etype, graph.canonical_etypes) if of_edges else ("node", ntype, graph.ntypes)
+    if given is None and len(types_) != 1:
+        raise KeyError(f"the graph has {len(types_)} types of {kind}s; wanted one of {types_} as {kind[0]}type")
+    try:
+        place = graph.get_etype_id(given) if of_edges else graph.get_ntype_id(given)
+    except dgl.DGLError as error:
+        raise KeyError(f"{kind[0]}type is {given!r}; wanted one of {types_}") from error
+    what = f"{kind} feature {name!r}" + (f" of {given!r}" if given is not None else "")
+    if of_edges:
+        return graph._edge_frames[place], what, graph.num_edges(graph.canonical_etypes[place])
+    return graph._node_frames[place], what, graph.num_nodes(graph.ntypes[place])
+
+
+def _scheme_of(table: ibp.CompressedTensor) -> Scheme:
+    return Scheme(tuple(table.shape[1:]), table.dtype)
+
+
+class _TableColumn(Column):
+    """A column whose storage is a table until rows of it are read through an index, as those of a subgraph are: then
+    it holds these rows, as DGL's own columns do. The column of all rows keeps its table, whatever is read."""
+
+    storage: Any  # a table or tensor; None on the way from a worker
+    index: Any  # a tensor, or a dgl.frame._LazyIndex of several
+    device: tuple[Any, dict[str, Any]] | None  # where rows go when they are read
+    deferred_dtype: torch.dtype | None
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the storage is a table."""
+        return isinstance(self.storage, ibp.CompressedTensor)
+
+    @property
+    def _holds_table(self) -> bool:
+        """Whether this is the column of all rows of a table."""
+        return self.is_attached and self.index is None
+
+    def _where(self) -> torch.device | None:
+        return None if self.device is None else torch.device(self.device[0])
+
+    def _converted(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.deferred_dtype is None else rows.to(self.deferred_dtype)
+
+    def _rows(self, ids: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+        return self._converted(fetch(self.storage, ids, device, "a feature"))
+
+    @property
+    def data(self) -> torch.Tensor:
+        if not self.is_attached:
+            return Column.data.fget(self)
+        if self.index is None:
+            refuse_cuda_in_worker(self.storage, self._where(), "a feature")
+            return self._converted(self.storage.decompress(device=self._where()))
+        index = self.index if isinstance(self.index, torch.Tensor) else self.index.flatten()
+        rows = self._rows(index, self._where())
+        self.storage, self.index, self.device, self.deferred_dtype = rows, None, None, None
+        return rows
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if self.is_attached:
+            dgl.base.dgl_warning("a feature that ibp compresses is written to: it is a plain tensor from now on")
+        Column.data.fset(self, value)
+
+    def __getitem__(self, rowids: torch.Tensor) -> torch.Tensor:
+        return self._rows(rowids, self._where()) if self._holds_table else super().__getitem__(rowids)
+
+    def fetch(self, indices: torch.Tensor, device: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        """What DGL's loaders prefetch by. Rows come to a GPU by the GPU, on the current stream: pin_memory has no
+        use."""
+        if self._holds_table:
+            return self._rows(indices, torch.device(device))
+        return super().fetch(indices, device, pin_memory=pin_memory, **kwargs)
+
+    def astype(self, new_dtype: torch.dtype) -> Column:
+        if self.dtype == new_dtype:
+            return self.clone()
+        if not self.is_attached or self.deferred_dtype is not None:
+            return Column(self.data).astype(new_dtype)
+        column = self.clone()
+        column.deferred_dtype = new_dtype
+        return column
+
+    def clone(self) -> _TableColumn:
+        return _TableColumn(self.storage, self.scheme, self.index, self.device, self.deferred_dtype)
+
+    def deepclone(self) -> Column:
+        """Tables do not change: a deep copy shares them."""
+        return self.clone() if self._holds_table else super().deepclone()
+
+    def subcolumn(self, rowids: torch.Tensor) -> _TableColumn:
+        made = super().subcolumn(rowids)
+        return _TableColumn(made.storage, made.scheme, made.index, made.device, made.deferred_dtype)
+
+    def pin_memory_(self) -> None:
+        if self._holds_table:
+            self.storage.pin_memory()
+        else:
+            super().pin_memory_()
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        if not self.is_attached:
+            super().record_stream(stream)
+            return
+        held = [self.storage.slots, self.storage.overflow, self.storage.lengths, self.storage.bases]
+        if isinstance(self.index, torch.Tensor):
+            held.append(self.index)
+        elif self.index is not None:
+            self.index.record_stream(stream)
+        for tensor in held:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The table as it is, where all its rows are pickled; a device and a dtype to come are not."""
+        if not self._holds_table:
+            return super().__getstate__()
+        if self.deferred_dtype is not None:
+            return {**self.__dict__, "storage": self.data, "device": None, "deferred_dtype": None}
+        return {**self.__dict__, "device": None}
+
+    def __repr__(self) -> str:
+        return repr(self.storage) if self._holds_table else super().__repr__()

@@ -1,0 +1,140 @@
+"""A feature of DGL's GraphBolt in a compressed table.
+
+    features = gb.BasicFeatureStore({("node", None, "feat"): ibp.integrations.graphbolt.Feature(x)})
+    datapipe = datapipe.fetch_feature(features, node_feature_keys=["feat"])
+
+Written against GraphBolt's Python source (the class Feature of DGL 2.1.0, and what 2.4.0 added to it) and tested with a
+stand-in for that class. It is untested against GraphBolt's binaries: they need a torch of at most 2.4, and ibp 2.10 or
+newer, so that no released build of DGL can use it. It is there for builds of one's own, with `import dgl.graphbolt`
+before this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from dgl import graphbolt as gb  # type: ignore
+
+import ibp
+
+from ._features import fetch, table_of
+
+__all__ = ["Feature"]
+
+
+class Feature(gb.Feature):
+    """A feature whose rows are fetched from a table: those of ids on a GPU by that GPU.
+
+    Args:
+        x: tensor or array [N, ...], which is compressed, or a table.
+        metadata: what `metadata()` returns.
+        options: of `ibp.compress`.
+
+    Raises:
+        TypeError: x is no tensor, array or table.
+        ValueError: x has no rows to read, or options are wrong.
+    """
+
+    def __init__(self, x: Any, metadata: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__()
+        self._table: ibp.CompressedTensor | None = table_of(x, "x", options)
+        if self._table.dim() == 0:
+            raise ValueError("x has no dimensions; wanted a row for each node or edge")
+        self._metadata, self._options = metadata or {}, options
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @property
+    def table(self) -> ibp.CompressedTensor:
+        """The table. RuntimeError: after close()."""
+        if self._table is None:
+            raise RuntimeError("the table of this Feature was freed by close()")
+        return self._table
+
+    def close(self) -> None:
+        """Drops the table: its memory is free when nothing else holds it."""
+        self._table = None
+
+    def read(self, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """x[ids], on the device of the ids; None: all of x, where the table is.
+
+        Raises:
+            IndexError: an id is out of range (see `ibp.index_select` for those on a GPU).
+        """
+        return self.table.decompress() if ids is None else fetch(self.table, ids, None, "the feature")
+
+    def read_async(self, ids: torch.Tensor) -> Iterator[_Rows]:
+        """Yields, once, what will have the rows: `wait()` returns them. On a GPU they are fetched on a stream beside
+        the current one."""
+        if not ids.is_cuda:
+            yield _Rows(self.read(ids), None)
+            return
+        current = torch.cuda.current_stream(ids.device)
+        stream = self._stream_of(ids.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            ids.record_stream(stream)
+            rows = self.read(ids)
+            rows.record_stream(current)
+        yield _Rows(rows, stream.record_event())
+
+    def read_async_num_stages(self, ids_device: torch.device) -> int:
+        """1: what `read_async` yields."""
+        return 1
+
+    def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def size(self) -> torch.Size:
+        """The shape of a row."""
+        return self.table.shape[1:]
+
+    def count(self) -> int:
+        """The number of rows."""
+        return len(self.table)
+
+    def update(self, value: torch.Tensor, ids: torch.Tensor | None = None) -> None:
+        """Compresses another tensor of the same shape and dtype in place of all of x.
+
+        Raises:
+            ValueError: ids are given, but rows of a table are fixed; or value has another shape or dtype.
+        """
+        if ids is not None:
+            raise ValueError("ids are given; wanted None: rows of tables are fixed")
+        held = self.table
+        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (held.shape, held.dtype):
+            got = f"{list(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"value is {got}; wanted {list(held.shape)} of {held.dtype}")
+        self._table = ibp.compress(value, **self._options)
+
+    def metadata(self) -> dict[str, Any]:
+        """As given."""
+        return self._metadata
+
+    def pin_memory_(self) -> Feature:
+        """Pins the table, so that GPUs fetch its rows themselves; see `CompressedTensor.pin_memory`."""
+        self.table.pin_memory()
+        return self
+
+    def is_pinned(self) -> bool:
+        """Whether the table is in pinned memory."""
+        return self.table.is_pinned()
+
+    def __repr__(self) -> str:
+        return f"Feature({self._table!r})"
+
+
+class _Rows:
+    """Rows that are fetched, perhaps on another stream."""
+
+    def __init__(self, rows: torch.Tensor, fetched: torch.cuda.Event | None) -> None:
+        self._rows, self._fetched = rows, fetched
+
+    def wait(self) -> torch.Tensor:
+        """The rows, for work of the current stream."""
+        if self._fetched is not None:
+            torch.cuda.current_stream(self._rows.device).wait_event(self._fetched)
+        return self._rows

@@ -1,0 +1,275 @@
+"""Features of PyTorch Geometric's graphs in compressed tables.
+
+    fetch = pyg.attach(data, "x", device="cuda")            # data.x is compressed and taken out of data
+    loader = NeighborLoader(data, [25, 10], transform=fetch, filter_per_worker=False, ...)
+    for batch in loader:                                    # batch.x is on the GPU, the bits of data.x[batch.n_id]
+
+`attach` and `FetchFeatures` work with every loader whose batches have `n_id` (and `e_id`, for features of edges).
+`FeatureStore` is for code that wants PyG's interface of that name. Checked with torch_geometric 2.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch_geometric.data  # type: ignore
+from torch_geometric.data import Data, HeteroData, TensorAttr
+from torch_geometric.transforms import BaseTransform  # type: ignore
+
+import ibp
+
+from .. import _memory
+from ._features import check_rows, fetch, refuse_cuda_in_worker, table_of
+
+__all__ = ["FeatureStore", "FetchFeatures", "attach"]
+
+_Device = torch.device | str | int | None
+
+
+def attach(
+    data: Data | HeteroData, names: str | Iterable[str] = "x", *, device: _Device = None, **options: Any
+) -> FetchFeatures:
+    """Compresses features of a graph, takes them out of it, and returns the transform that fetches them for batches.
+
+    A name is looked for among the attributes of nodes and of edges; in a HeteroData, of every type that has it.
+
+    Args:
+        data: the graph, which is changed: the features are removed, num_nodes is set where it followed from them.
+        names: attributes, tensors of one row a node or edge.
+        device: where rows go; None: where a batch's ids are, which is the CPU for most loaders.
+        options: of `ibp.compress`.
+
+    Raises:
+        TypeError: data is no Data or HeteroData, or an attribute is no tensor.
+        KeyError: data has no such attribute.
+        ValueError: an attribute has not one row a node or edge.
+    """
+    if not isinstance(data, (Data, HeteroData)):
+        raise TypeError(f"data is a {type(data).__name__}; wanted a torch_geometric Data or HeteroData")
+    found = list(_features_of(data, [names] if isinstance(names, str) else list(names)))
+    tables = [table_of(store[name], what, options) for store, name, _, what in found]
+    for (store, _, is_edge, what), table in zip(found, tables):
+        num_rows = store.num_edges if is_edge else store.num_nodes
+        check_rows(table, num_rows, what, "edges" if is_edge else "nodes")
+    nodes: dict[Any, Any] = {}
+    edges: dict[Any, Any] = {}
+    for (store, name, is_edge, _), table in zip(found, tables):
+        kind = edges if is_edge else nodes
+        if isinstance(data, HeteroData):
+            kind = kind.setdefault(store._key, {})
+        kind[name] = table
+    for store, name, is_edge, _ in found:
+        if not is_edge:
+            store.num_nodes = store.num_nodes  # PyG counts nodes by their features where this is not set
+        del store[name]
+    return FetchFeatures(nodes, edges, device=device)
+
+
+def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[Any, str, bool, str]]:
+    """(storage, name, whether it is of edges, how messages call it) of every attribute of these names."""
+    for name in names:
+        stores = [store for store in data.stores if name in store]
+        if not stores:
+            raise KeyError(f"data has no {name!r}; it has {sorted({key for store in data.stores for key in store})}")
+        for store in stores:
+            key = getattr(store, "_key", None)
+            what = repr(name) if key is None else f"{name!r} of {key!r}"
+            if not isinstance(store[name], (torch.Tensor, np.ndarray)):
+                raise TypeError(f"{what} is a {type(store[name]).__name__}; wanted a tensor of one row a node or edge")
+            is_edge = store.is_edge_attr(name)
+            if not is_edge and not store.is_node_attr(name) or data.__cat_dim__(name, store[name], store) != 0:
+                raise ValueError(
+                    f"{what} has shape {list(store[name].shape)}; wanted a row for each node or edge in dimension 0"
+                )
+            yield store, name, is_edge, what
+
+
+class FetchFeatures(BaseTransform):
+    """A transform that gives a loader's batches their features: rows of tables, at the batch's ids.
+
+    For `transform=` of a loader whose data has no such features itself (else the loader gathers them). It can be
+    pickled. In worker processes rows are decoded on the CPU; for rows on a GPU the loader needs
+    `filter_per_worker=False`, so that the transform runs in the main process, on its current stream. CPU ids out of
+    range raise IndexError at once, those on a GPU in the next fetch (see `ibp.index_select`).
+
+    Args:
+        nodes: {name: table} of a Data, {type of node: {name: table}} of a HeteroData: batch[name] becomes
+            table[batch.n_id]. Tensors are compressed.
+        edges: likewise of edges, by batch.e_id.
+        device: where rows go; None: where the ids are.
+
+    Attributes:
+        nodes, edges: as given, with a table for each feature.
+        device: as given, with its index.
+
+    Raises:
+        TypeError: nodes or edges is not such a mapping.
+        ValueError: types and plain names are mixed, or device cannot be used.
+    """
+
+    def __init__(
+        self, nodes: Mapping[Any, Any] | None = None, edges: Mapping[Any, Any] | None = None, *, device: _Device = None
+    ) -> None:
+        self.nodes: dict[Any, Any]
+        self.edges: dict[Any, Any]
+        kinds = {isinstance(value, Mapping) for given in (nodes, edges) if given for value in _mapping(given).values()}
+        if len(kinds) > 1:
+            raise ValueError("some features are of types, some are not; wanted {name: table} or {type: {name: table}}")
+        self._is_hetero, self._is_closed = True in kinds, False
+        self.nodes, self.edges = (
+            {key: _tables_of(value, f"{what}[{key!r}]") for key, value in given.items()}
+            if self._is_hetero
+            else _tables_of(given, what)
+            for given, what in ((nodes or {}, "nodes"), (edges or {}, "edges"))
+        )
+        self.device = None if device is None else _memory.canonical(device)
+
+    def forward(self, data: Any) -> Any:
+        """The batch, which is not copied, with its features.
+
+        Raises:
+            RuntimeError: after close(), or for rows on a GPU in a worker process.
+            TypeError: the batch is a Data and the features are those of types, or the other way round.
+            KeyError: the batch has no ids, or lacks a type.
+            ValueError: the batch has such a feature already.
+            IndexError: an id is out of range.
+        """
+        if self._is_closed:
+            raise RuntimeError("the tables of this FetchFeatures were freed by close()")
+        wanted = HeteroData if self._is_hetero else Data
+        if not isinstance(data, wanted):
+            raise TypeError(f"the batch is a {type(data).__name__}; these features are of a {wanted.__name__}")
+        for tables, ids_name in ((self.nodes, "n_id"), (self.edges, "e_id")):
+            if not self._is_hetero:
+                self._fill(data, None, tables, ids_name)
+                continue
+            for key, of_type in tables.items():
+                if key not in (*data.node_types, *data.edge_types):
+                    raise KeyError(f"the batch has no type {key!r}; it has {[*data.node_types, *data.edge_types]}")
+                self._fill(data[key], key, of_type, ids_name)
+        return data
+
+    def _fill(self, store: Any, key: Any, tables: dict[str, ibp.CompressedTensor], ids_name: str) -> None:
+        where = "data" if key is None else f"data[{key!r}]"
+        for name, table in tables.items():
+            what = repr(name) if key is None else f"{name!r} of {key!r}"
+            ids = store[ids_name] if ids_name in store else None
+            if ids is None:  # absent, or None where the sampler gives no ids of edges
+                count = "num_nodes" if ids_name == "n_id" else "num_edges"
+                raise KeyError(
+                    f"the batch has no {ids_name} to fetch {what} by: for a loader that gives none, set "
+                    f"{where}.{ids_name} = torch.arange({where}.{count}) before it is made"
+                )
+            if name in store and store[name] is not None:
+                raise ValueError(f"the batch has {what} already: take it out of the data that the loader is given")
+            store[name] = fetch(table, ids, self.device, what)
+
+    def close(self) -> None:
+        """Drops the tables: their memory is free when nothing else holds them."""
+        self.nodes, self.edges, self._is_closed = {}, {}, True
+
+    def __repr__(self) -> str:
+        def shown(tables: dict[Any, Any]) -> str:
+            return ", ".join(
+                f"{key!r}: " + (f"{{{shown(value)}}}" if isinstance(value, dict) else f"{list(value.shape)}")
+                for key, value in tables.items()
+            )
+
+        device = "" if self.device is None else f", device={str(self.device)!r}"
+        return f"FetchFeatures(nodes={{{shown(self.nodes)}}}, edges={{{shown(self.edges)}}}{device})"
+
+
+def _mapping(given: Any) -> Mapping[Any, Any]:
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"the features are a {type(given).__name__}; wanted {{name: table}} or {{type: {{name: table}}}}"
+        )
+    return given
+
+
+def _tables_of(given: Mapping[str, Any], what: str) -> dict[Any, Any]:
+    return {name: table_of(value, f"{what}[{name!r}]", {}) for name, value in given.items()}
+
+
+class FeatureStore(torch_geometric.data.FeatureStore):
+    """PyG's FeatureStore over compressed tables: tensors are compressed when they are put.
+
+    As PyG's loaders read it (`NeighborLoader((store, graph_store), ...)`), every feature of a graph without types must
+    be one of nodes, and features of edges are not served: `FetchFeatures` serves them.
+
+    Args:
+        device: where rows go; None: where the ids are. For a GPU, loaders with workers need `filter_per_worker=False`.
+        options: of `ibp.compress`, for all that is put.
+    """
+
+    def __init__(self, *, device: _Device = None, **options: Any) -> None:
+        super().__init__()
+        self._tables: dict[tuple[Any, str], ibp.CompressedTensor] = {}
+        self._device = None if device is None else _memory.canonical(device)
+        self._options, self._is_closed = options, False
+
+    def close(self) -> None:
+        """Drops the tables: their memory is free when nothing else holds them. What is called afterwards raises
+        RuntimeError."""
+        self._tables.clear()
+        self._is_closed = True
+
+    def table(self, group_name: Any, attr_name: str) -> ibp.CompressedTensor:
+        """The table of a feature. KeyError: there is none."""
+        tables = self._open_tables()
+        try:
+            return tables[group_name, attr_name]
+        except KeyError:
+            raise KeyError(f"there is no feature {(group_name, attr_name)}; there are {list(tables)}") from None
+
+    def get_all_tensor_attrs(self) -> list[TensorAttr]:
+        """The group and name of every feature."""
+        return [TensorAttr(group_name, attr_name) for group_name, attr_name in self._open_tables()]
+
+    def _open_tables(self) -> dict[tuple[Any, str], ibp.CompressedTensor]:
+        if self._is_closed:
+            raise RuntimeError("the tables of this FeatureStore were freed by close()")
+        return self._tables
+
+    def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
+        """Compresses a tensor or array; takes a table as it is. ValueError: attr has an index, but rows of a table are
+        fixed."""
+        what = repr((attr.group_name, attr.attr_name))
+        if attr.index is not None:
+            raise ValueError(f"index of {what} is a {type(attr.index).__name__}; wanted None: rows of tables are fixed")
+        options = {} if isinstance(tensor, ibp.CompressedTensor) else self._options
+        self._open_tables()[attr.group_name, attr.attr_name] = table_of(tensor, what, options)
+        return True
+
+    def _get_tensor(self, attr: TensorAttr) -> torch.Tensor:
+        """x[attr.index], for ids, arrays, slices, ints and None. KeyError: there is no such feature."""
+        what = repr((attr.group_name, attr.attr_name))
+        table, index = self.table(attr.group_name, attr.attr_name), attr.index
+        if isinstance(index, np.ndarray):
+            index = torch.from_numpy(np.ascontiguousarray(index))
+        elif isinstance(index, slice):
+            index = torch.arange(*index.indices(len(table)))
+        if isinstance(index, torch.Tensor) and index.dim() == 1 and index.dtype != torch.bool:
+            return fetch(table, index, self._device, what)
+        refuse_cuda_in_worker(table, self._device, what)
+        if index is None:
+            return table.decompress(device=self._device)
+        rows = table[index]
+        return rows if self._device is None else rows.to(self._device)
+
+    def _remove_tensor(self, attr: TensorAttr) -> bool:
+        return self._open_tables().pop((attr.group_name, attr.attr_name), None) is not None
+
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...] | None:
+        table = self._open_tables().get((attr.group_name, attr.attr_name))
+        return None if table is None else tuple(table.shape)
+
+    def __len__(self) -> int:
+        return len(self._open_tables())
+
+    def __repr__(self) -> str:
+        features = "" if self._is_closed else ", ".join(f"{key}: {list(x.shape)}" for key, x in self._tables.items())
+        return f"FeatureStore({features})"
