@@ -26,6 +26,7 @@ def pytest_configure(config):
         "markers",
         "slow: left out of `make test`: takes seconds, or much memory, or is a fast test with more data",
     )
+    config.addinivalue_line("markers", "frameworks: needs a host framework; left out of `make test`")
 
 
 def pytest_collection_modifyitems(items):
