@@ -11,12 +11,23 @@ import torch
 
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
+from .._rows import DTYPES
 from .._schemes import AnyCodebook
 
-LEAST_BYTES = 4096  # a smaller tensor is kept raw: it is one row, whose fetch costs the same whatever its bytes
+_LEAST_BYTES = 4096  # a smaller tensor is kept raw: it is one row, whose fetch costs the same whatever its bytes
 _ROW_BYTES = 4096  # of the flat tensor: longer rows save 0.1 % more and keep fewer warps of a multiprocessor busy
 _CLEARLY_LESS = 0.01  # of the original bytes
 _OF_A_MODEL = {name for name in inspect.signature(compress).parameters if name not in ("x", "codebook")}
+
+
+def is_worth_coding(x: torch.Tensor) -> bool:
+    """Whether x is an ordinary tensor of at least 4 KiB: no subclass, as quantised weights are, and dense."""
+    return (
+        type(x) is torch.Tensor
+        and x.layout == torch.strided
+        and x.dtype in DTYPES
+        and x.numel() * x.element_size() >= _LEAST_BYTES
+    )
 
 
 class WeightCompressor:
