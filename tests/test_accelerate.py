@@ -48,6 +48,8 @@ def states():
         "float32": embedding(40, 64),
         "random": torch.randint(256, (8192,), dtype=torch.uint8),
         "strided": embedding(128, 64).t(),
+        "channels last": torch.randn(64, 16, 3, 5).to(memory_format=torch.channels_last),
+        "overlapping": torch.randn(100, 1).expand(100, 30),
         "bias": torch.randn(128),
         "number": torch.tensor(3),
         "none": torch.zeros(0, 4),
@@ -67,7 +69,7 @@ def test_it_holds_what_it_was_given(as_pairs):
     assert list(weights) == list(expected) and len(weights) == len(expected)
     assert "tied" in weights and "other" not in weights and weights.get("other") is None
     for name, x in weights.items():
-        assert type(x) is torch.Tensor and not x.requires_grad
+        assert type(x) is torch.Tensor and not x.requires_grad and x.stride() == expected[name].stride()
         assert_same_bits(x, expected[name])
     with pytest.raises(KeyError):
         weights["other"]

@@ -76,6 +76,10 @@ def compute(model, device=CPU):
         return (model(x, 3) if isinstance(model, UNet2DModel) else model(x)).sample.cpu()
 
 
+def tables_of(model):
+    return {parameter: coded.table for parameter, coded in adapter._coded_of(adapter._groups_of(model)).items()}
+
+
 def memory_of(model):
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     return sum(storages.values())
@@ -123,13 +127,30 @@ def test_what_else_groups_hold(level):
         assert_same_bits(compute(model), compute(plain))
         assert model.calls.item() == plain.calls.item() == i
         assert_same_bits(model.norm.running_var, plain.norm.running_var)
-    tables = adapter._tables_of(adapter._groups_of(model))
+    tables = tables_of(model)
     assert len(tables) == 4 and set(tables) >= {model.top, model.whole, model.blocks[0].weight}
     restore(model)
     assert model.blocks[2].weight is model.blocks[0].weight
     for x, expected in zip(model.state_dict().values(), plain.state_dict().values()):
         assert_same_bits(x, expected)
     assert_same_bits(compute(model), compute(plain))
+
+
+def test_channels_last():
+    """Strides come back, which convolutions choose their arithmetic by."""
+    plain = make_unet().to(memory_format=torch.channels_last)
+    model = offloaded(plain)
+    strides = {name: p.stride() for name, p in plain.named_parameters()}
+    compress_groups(model, **ON_CPU)
+    assert_same_bits(compute(model), compute(plain))
+    for group in adapter._groups_of(model):
+        group.onload_()
+    for name, p in model.named_parameters():
+        assert p.stride() == strides[name], (name, p.shape)
+    restore(model)
+    for (name, p), original in zip(model.named_parameters(), plain.parameters()):
+        assert p.stride() == strides[name]
+        assert_same_bits(p.data, original.data)
 
 
 @levels
@@ -159,14 +180,14 @@ def test_again_and_undone():
     plain = make_unet()
     model = offloaded(plain)
     sizes = compress_groups(model, scheme="planes", **ON_CPU)
-    tables = adapter._tables_of(adapter._groups_of(model))
+    tables = tables_of(model)
     assert compress_groups(model, **ON_CPU) == sizes
-    assert adapter._tables_of(adapter._groups_of(model)) == tables
+    assert tables_of(model) == tables
     assert {table.scheme for table in tables.values()} <= {"planes", "raw"}
     assert_same_bits(compute(model), compute(plain))
     for _ in range(2):
         restore(model)
-    assert not adapter._tables_of(adapter._groups_of(model)) and not hasattr(model, adapter._STATE_HOOK)
+    assert not tables_of(model) and not hasattr(model, adapter._STATE_HOOK)
     assert not model._state_dict_hooks
     assert compress_groups(model, scheme="planes", **ON_CPU) == sizes
     assert_same_bits(compute(model), compute(plain))
@@ -175,7 +196,7 @@ def test_again_and_undone():
 def test_codebooks_are_shared():
     model = offloaded(Toy())
     compress_groups(model, **ON_CPU)
-    tables = adapter._tables_of(adapter._groups_of(model))
+    tables = tables_of(model)
     assert tables[model.blocks[0].weight].codebook is tables[model.blocks[1].weight].codebook
     assert tables[model.top].codebook is not tables[model.blocks[0].weight].codebook
 
@@ -297,7 +318,7 @@ def test_on_a_gpu(cuda, level, options, path):
     expected = compute(copy.deepcopy(plain).to(cuda), cuda)
     model = offloaded(plain, level, cuda, **options)
     compress_groups(model, path=path)
-    tables = adapter._tables_of(adapter._groups_of(model))
+    tables = tables_of(model)
     assert all(table.is_pinned() and table.device == CPU for table in tables.values())
     for _ in range(4):  # the first traces the order that the others prefetch in
         assert_same_bits(compute(model, cuda), expected)

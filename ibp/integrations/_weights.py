@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
+from .._fetch.streaming import decompress
 from .._rows import DTYPES
 from .._schemes import AnyCodebook
 
@@ -28,6 +30,28 @@ def is_worth_coding(x: torch.Tensor) -> bool:
         and x.dtype in DTYPES
         and x.numel() * x.element_size() >= _LEAST_BYTES
     )
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """A weight as a table, and how it lay in memory, such as channels last.
+
+    Attributes:
+        table: of the weight, its dimensions in the order in which memory held them.
+        shape, stride: of the weight; of one that left gaps in memory or overlapped itself, as if it were contiguous.
+    """
+
+    table: CompressedTensor
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def decoded(self, device: torch.device | str | int) -> torch.Tensor:
+        """The weight on a device."""
+        return self.as_it_was(decompress(self.table, device=device))
+
+    def as_it_was(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The weight in the memory of what its table was decoded to."""
+        return tensor.as_strided(self.shape, self.stride)
 
 
 class WeightCompressor:
@@ -49,6 +73,13 @@ class WeightCompressor:
             raise TypeError(f"{', '.join(unknown)}: no such option; wanted some of {', '.join(sorted(_OF_A_MODEL))}")
         self.options = {"layout": "packed", "row_bytes": _ROW_BYTES, **options}
         self._learned: dict[tuple[str, torch.Size, torch.dtype], tuple[AnyCodebook, float]] = {}
+
+    def code(self, name: str, x: torch.Tensor, **defaults: Any) -> CodedWeight:
+        """As `compress`, for a weight that may have any strides."""
+        ordered = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
+        if not ordered.is_contiguous():
+            x = ordered = x.contiguous()
+        return CodedWeight(self.compress(name, ordered, **defaults), x.shape, x.stride())
 
     def compress(self, name: str, x: torch.Tensor, **defaults: Any) -> CompressedTensor:
         """A table of the weight x, called `name` in its model. defaults: options where none were given for all."""

@@ -20,8 +20,7 @@ import torch
 
 from .. import _memory
 from .._compressed_tensor import CompressedTensor
-from .._fetch.streaming import decompress
-from ._weights import WeightCompressor, is_worth_coding
+from ._weights import CodedWeight, WeightCompressor, is_worth_coding
 
 __all__ = ["CompressedWeights"]
 
@@ -56,9 +55,9 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
     ) -> None:
         compressor = WeightCompressor(compress_options)
         self.device = _memory.canonical("cpu" if device is None else device)
-        self._stored: dict[str, CompressedTensor | torch.Tensor] = {}
+        self._stored: dict[str, CodedWeight | torch.Tensor] = {}
         # By what tells a tensor from others as long as it lives: a later one may lie at the address of a freed one.
-        seen: dict[tuple, tuple[weakref.ref[torch.Tensor], CompressedTensor | torch.Tensor]] = {}
+        seen: dict[tuple, tuple[weakref.ref[torch.Tensor], CodedWeight | torch.Tensor]] = {}
         for name, x in weights.items() if isinstance(weights, Mapping) else weights:
             _check(name, x, self._stored)
             version = None if x.is_inference() else x._version  # a buffer that is filled again holds another tensor
@@ -72,9 +71,7 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of this name on `device`: new memory, but for raw tensors that are there. KeyError if none is."""
         stored = self._stored[name]
-        if isinstance(stored, CompressedTensor):
-            return decompress(stored, device=self.device)
-        return stored.to(self.device)
+        return stored.decoded(self.device) if isinstance(stored, CodedWeight) else stored.to(self.device)
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored
@@ -87,23 +84,22 @@ class CompressedWeights(Mapping[str, torch.Tensor]):
 
     @property
     def tables(self) -> dict[str, CompressedTensor]:
-        """The compressed tensors by name."""
-        return {name: stored for name, stored in self._stored.items() if isinstance(stored, CompressedTensor)}
+        """The compressed tensors by name, their dimensions in the order of memory."""
+        return {name: stored.table for name, stored in self._stored.items() if isinstance(stored, CodedWeight)}
 
     @property
     def original_bytes(self) -> int:
         """Bytes of the tensors as they were given; one of several names counts once."""
-        return sum(stored.numel() * stored.element_size() for stored in self._each())
+        return sum(one.original_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the coded rows, codebooks and raw tensors, counted likewise."""
-        return sum(
-            stored.stored_bytes if isinstance(stored, CompressedTensor) else stored.nbytes for stored in self._each()
-        )
+        return sum(one.stored_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
 
     def _each(self) -> list[CompressedTensor | torch.Tensor]:
-        return list({id(stored): stored for stored in self._stored.values()}.values())
+        held = {id(stored): stored for stored in self._stored.values()}.values()
+        return [stored.table if isinstance(stored, CodedWeight) else stored for stored in held]
 
     def __repr__(self) -> str:
         original_bytes = self.original_bytes
@@ -123,7 +119,7 @@ def _check(name: Any, x: Any, stored: Mapping[str, Any]) -> None:
         raise ValueError(f"{name!r} is on the meta device; wanted a tensor with values")
 
 
-def _stored(compressor: WeightCompressor, name: str, x: torch.Tensor) -> CompressedTensor | torch.Tensor:
+def _stored(compressor: WeightCompressor, name: str, x: torch.Tensor) -> CodedWeight | torch.Tensor:
     """The tensor in host memory: compressed, or a copy of its own."""
     x = x.cpu()
-    return compressor.compress(name, x) if is_worth_coding(x) else x.clone()
+    return compressor.code(name, x) if is_worth_coding(x) else x.clone()

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
-from .._compressed_tensor import CompressedTensor
-from .._fetch.streaming import decompress, decompress_many
-from ._weights import WeightCompressor, is_worth_coding
+from .._fetch.streaming import decompress_many
+from ._weights import CodedWeight, WeightCompressor, is_worth_coding
 
 __all__ = ["GroupBytes", "compress_groups", "restore"]
 
@@ -73,18 +72,18 @@ def compress_groups(
         if torch.device(group.offload_device).type != "cpu":
             raise ValueError(f"a group is offloaded to {group.offload_device}; wanted the CPU")
     names = {parameter: name for name, parameter in model.named_parameters()}
-    known = _tables_of(groups)
+    known = _coded_of(groups)
     for group, hooks in groups.items():
         if _compressed(group) is None:
             group._offload_to_memory()  # the values may still be on the onload device
             device = group.onload_device if torch.device(group.onload_device).type == "cuda" else None
             for parameter in _parameters_of(group):
                 if parameter not in known and is_worth_coding(parameter.data):
-                    known[parameter] = compressor.compress(names.get(parameter, ""), parameter.data, device=device)
+                    known[parameter] = compressor.code(names.get(parameter, ""), parameter.data, device=device)
             _CompressedGroup(group, hooks, known, {"path": path, "max_sms": max_sms})
     if not hasattr(model, _STATE_HOOK):
         setattr(model, _STATE_HOOK, model.register_state_dict_post_hook(_decode_state))
-    tables = _tables_of(groups).values()
+    tables = [coded.table for coded in _coded_of(groups).values()]
     return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
 
 
@@ -107,28 +106,32 @@ class _CompressedGroup:
     """A group of diffusers whose parameters come from tables. Puts itself in the place of the group's two functions.
 
     Attributes:
-        tables: by parameter.
+        coded: weights by parameter.
         rest: diffusers' own group of all other tensors.
     """
 
     def __init__(
-        self, group: ModuleGroup, hooks: list[Any], known: dict[Any, CompressedTensor], fetching: dict[str, Any]
+        self,
+        group: ModuleGroup,
+        hooks: list[Any],
+        known: dict[torch.nn.Parameter, CodedWeight],
+        fetching: dict[str, Any],
     ) -> None:
         self.group, self.hooks, self.fetching = group, hooks, fetching
-        self.tables = {parameter: known[parameter] for parameter in _parameters_of(group) if parameter in known}
+        self.coded = {parameter: known[parameter] for parameter in _parameters_of(group) if parameter in known}
         self.rest = ModuleGroup(
             modules=[],
             offload_device=group.offload_device,
             onload_device=group.onload_device,
             offload_leader=group.offload_leader,
-            parameters=[parameter for parameter in _parameters_of(group) if parameter not in self.tables],
+            parameters=[parameter for parameter in _parameters_of(group) if parameter not in self.coded],
             buffers=_buffers_of(group),
             non_blocking=group.non_blocking,
             stream=group.stream,
             record_stream=group.record_stream,
             low_cpu_mem_usage=group.low_cpu_mem_usage,
         )
-        for parameter in self.tables:
+        for parameter in self.coded:
             group.cpu_param_dict.pop(parameter, None)
         vars(group).update(_onload_from_memory=self.onload, _offload_to_memory=self.offload)
         for hook in hooks:
@@ -143,9 +146,10 @@ class _CompressedGroup:
         backend = group._torch_accelerator_module
         current: Any = None if group.stream is None else backend.current_stream()
         with contextlib.nullcontext() if group.stream is None else backend.stream(group.stream):
-            decoded = decompress_many(self.tables.values(), device=group.onload_device, **self.fetching)
-            for parameter, values in zip(self.tables, decoded):
-                parameter.data = values
+            tables = [coded.table for coded in self.coded.values()]
+            decoded = decompress_many(tables, device=group.onload_device, **self.fetching)
+            for (parameter, coded), values in zip(self.coded.items(), decoded):
+                parameter.data = coded.as_it_was(values)
                 if group.record_stream:
                     values.record_stream(current)
         if group.stream is not None and not group.non_blocking:  # nobody waits for it, as long as none prefetches
@@ -162,9 +166,8 @@ class _CompressedGroup:
         if _compressed(group) is not self:
             return
         self.offload()
-        for parameter, table in self.tables.items():
-            if _is_at_rest(parameter):  # not one that another group has restored
-                parameter.data = decompress(table, device=group.offload_device)
+        for parameter, coded in self.coded.items():
+            parameter.data = coded.decoded(group.offload_device)
             if group.stream is not None:
                 parameter.data = group.cpu_param_dict[parameter] = group._to_cpu(parameter, group.low_cpu_mem_usage)
         del vars(group)["_onload_from_memory"], vars(group)["_offload_to_memory"]
@@ -172,7 +175,7 @@ class _CompressedGroup:
             del hook.deinitalize_hook
 
     def _let_go(self) -> None:
-        for parameter in self.tables:
+        for parameter in self.coded:
             parameter.data = _placeholder(parameter)
 
     def _on_removal(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -196,10 +199,10 @@ def _is_at_rest(parameter: torch.Tensor) -> bool:
 
 def _decode_state(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
     """Gives a state dict the values of the parameters that are at rest."""
-    tables = _tables_of(_groups_of(model))
+    coded = _coded_of(_groups_of(model))
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if prefix + name in state and parameter in tables and _is_at_rest(parameter):
-            state[prefix + name] = decompress(tables[parameter], device=parameter.device)
+        if prefix + name in state and parameter in coded and _is_at_rest(parameter):
+            state[prefix + name] = coded[parameter].decoded(parameter.device)
 
 
 # ---- a model's groups ------------------------------------------------------------------------------------------------
@@ -234,10 +237,10 @@ def _compressed(group: ModuleGroup) -> _CompressedGroup | None:
     return owner if isinstance(owner, _CompressedGroup) else None
 
 
-def _tables_of(groups: Iterable[ModuleGroup]) -> dict[torch.nn.Parameter, CompressedTensor]:
-    found: dict[torch.nn.Parameter, CompressedTensor] = {}
+def _coded_of(groups: Iterable[ModuleGroup]) -> dict[torch.nn.Parameter, CodedWeight]:
+    found: dict[torch.nn.Parameter, CodedWeight] = {}
     for group in groups:
         compressed = _compressed(group)
         if compressed is not None:
-            found |= compressed.tables
+            found |= compressed.coded
     return found
