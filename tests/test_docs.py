@@ -1,11 +1,12 @@
 """README.md and docs/*.md: their code runs, their links lead somewhere.
 
 The first word after a fence says what a block is. `python` blocks of one file run one after the other with the same
-names; a second word `gpu` marks those that need one. `c` blocks are translation units, which are compiled, and run if
-they have a main(); a second word `fragment` marks C that belongs into a function of the reader's. The commands of `sh`
-blocks must exist. `text` is output.
+names; a second word `gpu` marks those that need one, or names the package that they need. `c` blocks are translation
+units, which are compiled, and run if they have a main(); a second word `fragment` marks C that belongs into a function
+of the reader's. The commands of `sh` blocks must exist. `text` is output.
 """
 
+import importlib.util
 import re
 import shlex
 import shutil
@@ -19,7 +20,9 @@ import ibp
 from native import CORE_SOURCES, CSRC, INCLUDES, PLAIN, ROOT, c_compiler, compiled, core_objects, linked, run, written
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = ("accelerate", "diffusers", "flexgen")
 LANGUAGES = {"python", "python gpu", "c", "c fragment", "cuda", "cmake", "make", "sh", "text"}
+LANGUAGES |= {f"python {package}" for package in PACKAGES}
 MAX_README_LINES = 150
 names_of_pages = {"ids": lambda page: page.name}
 
@@ -56,13 +59,16 @@ def test_fences_say_what_they_hold(page):
 
 @pytest.mark.parametrize("page", PAGES, **names_of_pages)
 def test_python(page, tmp_path, monkeypatch):
-    """Blocks that need a GPU are left out without one; they are compiled nevertheless."""
+    """Blocks that need a GPU or a package are left out without it; they are compiled nevertheless."""
     monkeypatch.chdir(tmp_path)
-    has_gpu, names = torch.cuda.is_available() and ibp.cuda_is_available(), {"__name__": page.stem}
+    has = {package: importlib.util.find_spec(package) is not None for package in PACKAGES}
+    has |= {"gpu": torch.cuda.is_available() and ibp.cuda_is_available()}
+    names = {"__name__": page.stem}
     for number, kind, text in blocks_of(page):
-        if kind.startswith("python"):
+        language, *needed = kind.split()
+        if language == "python":
             code = compile("\n" * number + text, page, "exec")  # errors name the line of the page
-            if has_gpu or kind == "python":
+            if all(has[what] for what in needed):
                 exec(code, names)
 
 
