@@ -242,16 +242,19 @@ class FakeStream:
     def synchronize(self):
         self.log.append(f"{self.name} is waited for")
 
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
 
-@pytest.mark.parametrize("non_blocking", [False, True])
+
+@pytest.mark.parametrize("onload_self", [False, True])
 @pytest.mark.parametrize("record_stream", [False, True])
-def test_the_order_of_a_stream(non_blocking, record_stream, monkeypatch):
-    """The side stream is waited for before it is used, and afterwards where nothing prefetches; what computes is waited
-    for before memory is freed, unless the allocator knows of it."""
+def test_the_order_of_a_stream(onload_self, record_stream, monkeypatch):
+    """The side stream is waited for before it is used, and by the current one where nothing prefetches. What computes is
+    waited for before memory is freed, unless the allocator knows of it."""
     model, log = offloaded(Toy()), []
     groups = list(adapter._groups_of(model))
     for group in groups:
-        group.stream, group.record_stream, group.non_blocking = FakeStream(log, "side"), record_stream, non_blocking
+        group.stream, group.record_stream, group.onload_self = FakeStream(log, "side"), record_stream, onload_self
         group.cpu_param_dict = {p: p.data for p in [*adapter._parameters_of(group), *adapter._buffers_of(group)]}
 
         @contextlib.contextmanager
@@ -280,7 +283,7 @@ def test_the_order_of_a_stream(non_blocking, record_stream, monkeypatch):
     decoded = log.index("decode")
     assert log[0] == "side is waited for" and log[decoded - 1] == "on the side"
     recorded = ["current is recorded"] * (2 * record_stream)  # top and whole
-    assert log[decoded + 1 :] == [*recorded, "back", *["side is waited for"] * (not non_blocking)]
+    assert log[decoded + 1 :] == [*recorded, "back", *["current waits for side"] * onload_self]
     log.clear()
     group.offload_()
     assert log == ["current is waited for"] * (not record_stream) and model.top.isnan().all()

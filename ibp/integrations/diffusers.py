@@ -152,8 +152,8 @@ class _CompressedGroup:
                 parameter.data = coded.as_it_was(values)
                 if group.record_stream:
                     values.record_stream(current)
-        if group.stream is not None and not group.non_blocking:  # nobody waits for it, as long as none prefetches
-            group.stream.synchronize()
+        if group.stream is not None and group.onload_self:  # what no other group prefetches is needed at once
+            current.wait_stream(group.stream)
 
     def offload(self) -> None:
         """Frees the decoded parameters."""
