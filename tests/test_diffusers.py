@@ -249,8 +249,8 @@ class FakeStream:
 @pytest.mark.parametrize("onload_self", [False, True])
 @pytest.mark.parametrize("record_stream", [False, True])
 def test_the_order_of_a_stream(onload_self, record_stream, monkeypatch):
-    """The side stream is waited for before it is used, and by the current one where nothing prefetches. What computes is
-    waited for before memory is freed, unless the allocator knows of it."""
+    """The side stream is waited for before it is used, and by the current one where nothing prefetches. Memory is freed
+    when what computes with it is over, unless the allocator knows of it."""
     model, log = offloaded(Toy()), []
     groups = list(adapter._groups_of(model))
     for group in groups:

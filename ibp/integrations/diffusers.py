@@ -106,7 +106,7 @@ class _CompressedGroup:
     """A group of diffusers whose parameters come from tables. Puts itself in the place of the group's two functions.
 
     Attributes:
-        coded: weights by parameter.
+        coded, placeholders: by parameter, the weights, and what takes their place at rest.
         rest: diffusers' own group of all other tensors.
     """
 
@@ -119,6 +119,7 @@ class _CompressedGroup:
     ) -> None:
         self.group, self.hooks, self.fetching = group, hooks, fetching
         self.coded = {parameter: known[parameter] for parameter in _parameters_of(group) if parameter in known}
+        self.placeholders = {parameter: _placeholder(parameter) for parameter in self.coded}
         self.rest = ModuleGroup(
             modules=[],
             offload_device=group.offload_device,
@@ -175,8 +176,8 @@ class _CompressedGroup:
             del hook.deinitalize_hook
 
     def _let_go(self) -> None:
-        for parameter in self.coded:
-            parameter.data = _placeholder(parameter)
+        for parameter, placeholder in self.placeholders.items():
+            parameter.data = placeholder
 
     def _on_removal(self, module: torch.nn.Module) -> torch.nn.Module:
         """Takes the place of a hook's `deinitalize_hook` (so spelled there)."""

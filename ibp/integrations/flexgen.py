@@ -180,9 +180,9 @@ def enable(
 ) -> contextlib.AbstractContextManager[None]:
     """Compresses the weights that FlexGen loads into host memory from now on, until `disable`.
 
-    Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly
-    their size, where FlexGen would pin the weights (`--pin-weight`, on by default). A weight is compressed as soon as
-    its layer is read: one layer is in memory raw at a time.
+    Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly their size,
+    where FlexGen would pin the weights (`--pin-weight`, on by default). Weights are compressed as soon as their layer
+    is read: one layer is in memory raw at a time.
 
     Args:
         path, max_sms: of `ibp.decompress_many`, for weights that come to a GPU, of all models.
