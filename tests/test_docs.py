@@ -1,7 +1,7 @@
 """README.md and docs/*.md: their code runs, their links lead somewhere.
 
 The first word after a fence says what a block is. `python` blocks of one file run one after the other with the same
-names; a second word `gpu` marks those that need one, or names the package that they need. `c` blocks are translation
+names; further words say what a block needs: `gpu`, or modules, without which it is left out. `c` blocks are translation
 units, which are compiled, and run if they have a main(); a second word `fragment` marks C that belongs into a function
 of the reader's. The commands of `sh` blocks must exist. `text` is output.
 """
@@ -20,9 +20,8 @@ import ibp
 from native import CORE_SOURCES, CSRC, INCLUDES, PLAIN, ROOT, c_compiler, compiled, core_objects, linked, run, written
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PACKAGES = ("accelerate", "diffusers", "flexgen")
 LANGUAGES = {"python", "python gpu", "c", "c fragment", "cuda", "cmake", "make", "sh", "text"}
-LANGUAGES |= {f"python {package}" for package in PACKAGES}
+MODULES = {"accelerate", "dgl", "diffusers", "flexgen", "pyg_lib", "scipy", "torch_geometric"}  # that blocks may need
 MAX_README_LINES = 150
 names_of_pages = {"ids": lambda page: page.name}
 
@@ -54,21 +53,26 @@ def blocks(*kinds):
 
 @pytest.mark.parametrize("page", PAGES, **names_of_pages)
 def test_fences_say_what_they_hold(page):
-    assert {kind for _, kind, _ in blocks_of(page)} <= LANGUAGES
+    kinds = {" ".join(word for word in kind.split() if word not in MODULES) for _, kind, _ in blocks_of(page)}
+    assert kinds <= LANGUAGES
+
+
+def is_there(need):
+    """Whether a GPU, or a module, is."""
+    if need == "gpu":
+        return torch.cuda.is_available() and ibp.cuda_is_available()
+    return importlib.util.find_spec(need) is not None
 
 
 @pytest.mark.parametrize("page", PAGES, **names_of_pages)
 def test_python(page, tmp_path, monkeypatch):
-    """Blocks that need a GPU or a package are left out without it; they are compiled nevertheless."""
+    """Blocks that need a GPU, or a module, are left out without it; they are compiled nevertheless."""
     monkeypatch.chdir(tmp_path)
-    has = {package: importlib.util.find_spec(package) is not None for package in PACKAGES}
-    has |= {"gpu": torch.cuda.is_available() and ibp.cuda_is_available()}
     names = {"__name__": page.stem}
     for number, kind, text in blocks_of(page):
-        language, *needed = kind.split()
-        if language == "python":
+        if kind.startswith("python"):
             code = compile("\n" * number + text, page, "exec")  # errors name the line of the page
-            if all(has[what] for what in needed):
+            if all(is_there(need) for need in kind.split()[1:]):
                 exec(code, names)
 
 
