@@ -25,10 +25,12 @@ def make_ncf(source):
 
 
 def make_stories(source):
-    """Every weight matrix whose rows have 64 values, one below the other."""
+    """Every weight matrix whose rows have 64 values, one below the other, and all else that the model needs."""
     with np.load(source / "stories260k.npz") as model:
         matrices = [model[name].reshape(-1, 64) for name in ("emb", "wq", "wk", "wv", "wo", "w1", "w3")]
-    return {"weights_bf16": to_bfloat16(np.concatenate(matrices))}
+        rest = {f"{name}_bf16": to_bfloat16(model[name]) for name in ("w2", "ra", "rf", "rfin")}
+        vocabulary = {"vocab": model["vocab"]}
+    return {"weights_bf16": to_bfloat16(np.concatenate(matrices)), **rest, **vocabulary}
 
 
 def make_kv(source):

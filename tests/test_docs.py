@@ -21,7 +21,8 @@ from native import CORE_SOURCES, CSRC, INCLUDES, PLAIN, ROOT, c_compiler, compil
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "python gpu", "c", "c fragment", "cuda", "cmake", "make", "sh", "text"}
-MODULES = {"dgl", "pyg_lib", "scipy", "torch_geometric"}  # that blocks may need
+# Modules that blocks may need.
+MODULES = {"accelerate", "dgl", "diffusers", "flexgen", "peft", "pyg_lib", "scipy", "torch_geometric", "transformers"}
 MAX_README_LINES = 150
 names_of_pages = {"ids": lambda page: page.name}
 
@@ -64,7 +65,13 @@ def is_there(need):
     return importlib.util.find_spec(need) is not None
 
 
-@pytest.mark.parametrize("page", PAGES, **names_of_pages)
+def marks_of(page):
+    """Pages with blocks that need a host framework are read where those are installed."""
+    needs_modules = any(MODULES & set(kind.split()) for _, kind, _ in blocks_of(page))
+    return [pytest.mark.frameworks] if needs_modules else []
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in PAGES], **names_of_pages)
 def test_python(page, tmp_path, monkeypatch):
     """Blocks that need a GPU, or a module, are left out without it; they are compiled nevertheless."""
     monkeypatch.chdir(tmp_path)

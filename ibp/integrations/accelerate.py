@@ -1,0 +1,125 @@
+"""Hugging Face accelerate with compressed weights: the mapping from which its hooks take what is offloaded.
+
+    from accelerate import cpu_offload
+    from ibp.integrations.accelerate import CompressedWeights
+
+    weights = CompressedWeights(model.state_dict(), device="cuda")
+    cpu_offload(model, execution_device="cuda", state_dict=weights)
+
+accelerate's own hooks copy without `non_blocking` and clear the device's cache for each parameter, and so bound the
+speed: `ibp.offload` is the fast way. This one is for models that accelerate dispatches already.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from .. import _memory
+from .._compressed_tensor import CompressedTensor
+from ._weights import CodedWeight, WeightCompressor, is_worth_coding
+
+__all__ = ["CompressedWeights"]
+
+
+class CompressedWeights(Mapping[str, torch.Tensor]):
+    """The weights of a model by name, compressed in host memory, each decoded when it is asked for.
+
+    For `accelerate.cpu_offload(model, execution_device, state_dict=weights)`, and for a model of which a part stays on
+    GPUs `accelerate.dispatch_model(model, device_map, state_dict=weights, offload_index={})`. Any other code that wants
+    a mapping from names to tensors can take it, too.
+
+    A tensor that several names share is stored once. Tensors of less than 4 KiB, and of subclasses, are kept raw. What
+    was given is not held: a checkpoint can be passed shard by shard, as pairs.
+
+    Args:
+        weights: a state dict, or pairs (name, tensor).
+        device: where tensors are decoded to: give the execution device, since accelerate recognises tied weights by
+            their addresses, which must not be those of passing copies. None: the CPU.
+        compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
+
+    Raises:
+        TypeError: what is given is no tensor, or an option is none of `ibp.compress`.
+        ValueError: a name comes twice, or a tensor is on the meta device.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        *,
+        device: torch.device | str | int | None = None,
+        **compress_options: Any,
+    ) -> None:
+        compressor = WeightCompressor(compress_options)
+        self.device = _memory.canonical("cpu" if device is None else device)
+        self._stored: dict[str, CodedWeight | torch.Tensor] = {}
+        # By what tells a tensor from others as long as it lives: a later one may lie at the address of a freed one.
+        seen: dict[tuple, tuple[weakref.ref[torch.Tensor], CodedWeight | torch.Tensor]] = {}
+        for name, x in weights.items() if isinstance(weights, Mapping) else weights:
+            _check(name, x, self._stored)
+            version = None if x.is_inference() else x._version  # a buffer that is filled again holds another tensor
+            key = (x.data_ptr(), version, x.device, x.dtype, x.shape, x.stride())
+            alive, stored = seen.get(key, (None, None))
+            if stored is None or alive is None or alive() is None or not x.numel():
+                stored = _stored(compressor, name, x.detach())
+                seen[key] = weakref.ref(x), stored
+            self._stored[name] = stored
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor of this name on `device`: new memory, but for raw tensors that are there. KeyError if none is."""
+        stored = self._stored[name]
+        return stored.decoded(self.device) if isinstance(stored, CodedWeight) else stored.to(self.device)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def tables(self) -> dict[str, CompressedTensor]:
+        """The compressed tensors by name, their dimensions in the order of memory."""
+        return {name: stored.table for name, stored in self._stored.items() if isinstance(stored, CodedWeight)}
+
+    @property
+    def original_bytes(self) -> int:
+        """Bytes of the tensors as they were given; one of several names counts once."""
+        return sum(one.original_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the coded rows, codebooks and raw tensors, counted likewise."""
+        return sum(one.stored_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
+
+    def _each(self) -> list[CompressedTensor | torch.Tensor]:
+        held = {id(stored): stored for stored in self._stored.values()}.values()
+        return [stored.table if isinstance(stored, CodedWeight) else stored for stored in held]
+
+    def __repr__(self) -> str:
+        original_bytes = self.original_bytes
+        savings = 1 - self.stored_bytes / original_bytes if original_bytes else 0.0
+        return (
+            f"ibp.integrations.accelerate.CompressedWeights({len(self)} names, {len(self._each())} tensors, "
+            f"bytes={original_bytes:,} -> {self.stored_bytes:,}, savings={savings:.1%}, device={self.device})"
+        )
+
+
+def _check(name: Any, x: Any, stored: Mapping[str, Any]) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name!r} is a {type(x).__name__}; wanted a torch.Tensor")
+    if name in stored:
+        raise ValueError(f"{name!r} comes twice; wanted each name once")
+    if x.is_meta:
+        raise ValueError(f"{name!r} is on the meta device; wanted a tensor with values")
+
+
+def _stored(compressor: WeightCompressor, name: str, x: torch.Tensor) -> CodedWeight | torch.Tensor:
+    """The tensor in host memory: compressed, or a copy of its own."""
+    x = x.cpu()
+    return compressor.code(name, x) if is_worth_coding(x) else x.clone()

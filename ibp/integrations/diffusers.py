@@ -1,0 +1,247 @@
+"""Hugging Face diffusers' group offloading with compressed weights.
+
+    from diffusers.hooks import apply_group_offloading
+    from ibp.integrations.diffusers import compress_groups
+
+    apply_group_offloading(model, onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True)
+    compress_groups(model)
+
+Hooks, prefetching and streams stay diffusers' own. What changes is where a group's parameters come from: instead of raw
+copies in host memory, tables that are decoded on the onload device, all of a group in one call.
+"""
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
+
+from .._fetch.streaming import decompress_many
+from ._weights import CodedWeight, WeightCompressor, is_worth_coding
+
+__all__ = ["GroupBytes", "compress_groups", "restore"]
+
+_STATE_HOOK = "_ibp_state_hook"  # attribute of a model: what removes its hook
+
+
+class GroupBytes(NamedTuple):
+    """Bytes of a model's compressed parameters as they were, and as they are stored; a shared one counts once."""
+
+    original_bytes: int
+    stored_bytes: int
+
+
+def compress_groups(
+    model: torch.nn.Module, *, path: str | None = None, max_sms: int | None = None, **compress_options: Any
+) -> GroupBytes:
+    """Compresses the parameters of a model that has diffusers' group offloading.
+
+    Parameters of less than 4 KiB, those of subclasses of torch.Tensor (as quantised ones are) and buffers stay with
+    diffusers. Tables are in host memory, pinned if there is a GPU, whatever low_cpu_mem_usage says: that is about
+    pinned copies besides. While a group is offloaded its parameters keep their shape, dtype and device, but take no
+    memory and are NaN (integers 0); `model.state_dict()` has their values nevertheless, decoded. Called again, it
+    compresses groups that are not compressed yet. When diffusers removes its hooks, as it does to load LoRAs, the
+    parameters come back by themselves: call it again afterwards.
+
+    Args:
+        model: a module whose groups are offloaded to the CPU. Of a pipeline: each of its models.
+        path, max_sms: of `ibp.decompress_many`. Where matrix products keep the GPU busy, path "gpu" may be faster.
+        compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
+
+    Returns:
+        The bytes of all compressed parameters of the model, those of earlier calls included.
+
+    Raises:
+        TypeError: model is no module, or an option is none of `ibp.compress`.
+        ValueError: model has no group offloading, or groups that are offloaded to disk or to another device.
+    """
+    compressor = WeightCompressor(compress_options)
+    groups = _groups_of(model)
+    if not groups:
+        raise ValueError(
+            f"{type(model).__name__} has no group offloading: call diffusers' apply_group_offloading first"
+        )
+    for group in groups:
+        if group.offload_to_disk_path is not None:
+            raise ValueError(f"a group is offloaded to disk, {group.offload_to_disk_path}; wanted host memory")
+        if torch.device(group.offload_device).type != "cpu":
+            raise ValueError(f"a group is offloaded to {group.offload_device}; wanted the CPU")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    known = _coded_of(groups)
+    for group, hooks in groups.items():
+        if _compressed(group) is None:
+            group._offload_to_memory()  # the values may still be on the onload device
+            device = group.onload_device if torch.device(group.onload_device).type == "cuda" else None
+            for parameter in _parameters_of(group):
+                if parameter not in known and is_worth_coding(parameter.data):
+                    known[parameter] = compressor.code(names.get(parameter, ""), parameter.data, device=device)
+            _CompressedGroup(group, hooks, known, {"path": path, "max_sms": max_sms})
+    if not hasattr(model, _STATE_HOOK):
+        setattr(model, _STATE_HOOK, model.register_state_dict_post_hook(_decode_state))
+    tables = [coded.table for coded in _coded_of(groups).values()]
+    return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
+
+
+def restore(model: torch.nn.Module) -> None:
+    """Undoes `compress_groups`: the model's groups have raw parameters in host memory again. No-op without.
+
+    Raises:
+        TypeError: model is no module.
+    """
+    for group in _groups_of(model):
+        compressed = _compressed(group)
+        if compressed is not None:
+            compressed.restore()
+    if hasattr(model, _STATE_HOOK):
+        getattr(model, _STATE_HOOK).remove()
+        delattr(model, _STATE_HOOK)
+
+
+class _CompressedGroup:
+    """A group of diffusers whose parameters come from tables. Puts itself in the place of the group's two functions.
+
+    Attributes:
+        coded, placeholders: by parameter, the weights, and what takes their place at rest.
+        rest: diffusers' own group of all other tensors.
+    """
+
+    def __init__(
+        self,
+        group: ModuleGroup,
+        hooks: list[Any],
+        known: dict[torch.nn.Parameter, CodedWeight],
+        fetching: dict[str, Any],
+    ) -> None:
+        self.group, self.hooks, self.fetching = group, hooks, fetching
+        self.coded = {parameter: known[parameter] for parameter in _parameters_of(group) if parameter in known}
+        self.placeholders = {parameter: _placeholder(parameter) for parameter in self.coded}
+        self.rest = ModuleGroup(
+            modules=[],
+            offload_device=group.offload_device,
+            onload_device=group.onload_device,
+            offload_leader=group.offload_leader,
+            parameters=[parameter for parameter in _parameters_of(group) if parameter not in self.coded],
+            buffers=_buffers_of(group),
+            non_blocking=group.non_blocking,
+            stream=group.stream,
+            record_stream=group.record_stream,
+            low_cpu_mem_usage=group.low_cpu_mem_usage,
+        )
+        for parameter in self.coded:
+            group.cpu_param_dict.pop(parameter, None)
+        vars(group).update(_onload_from_memory=self.onload, _offload_to_memory=self.offload)
+        for hook in hooks:
+            hook.deinitalize_hook = self._on_removal
+        self._let_go()
+
+    def onload(self) -> None:
+        """Decodes the parameters on the onload device: on the group's stream if it has one, else on the current one."""
+        group = self.group
+        self.rest.non_blocking = group.non_blocking
+        self.rest._onload_from_memory()  # waits for the stream, as diffusers does
+        backend = group._torch_accelerator_module
+        current: Any = None if group.stream is None else backend.current_stream()
+        with contextlib.nullcontext() if group.stream is None else backend.stream(group.stream):
+            tables = [coded.table for coded in self.coded.values()]
+            decoded = decompress_many(tables, device=group.onload_device, **self.fetching)
+            for (parameter, coded), values in zip(self.coded.items(), decoded):
+                parameter.data = coded.as_it_was(values)
+                if group.record_stream:
+                    values.record_stream(current)
+        if group.stream is not None and group.onload_self:  # what no other group prefetches is needed at once
+            current.wait_stream(group.stream)
+
+    def offload(self) -> None:
+        """Frees the decoded parameters."""
+        self.rest._offload_to_memory()  # waits for what computes with them, where the group has a stream
+        self._let_go()
+
+    def restore(self) -> None:
+        """Raw parameters in host memory, and diffusers' own functions. No-op the second time."""
+        group = self.group
+        if _compressed(group) is not self:
+            return
+        self.offload()
+        for parameter, coded in self.coded.items():
+            parameter.data = coded.decoded(group.offload_device)
+            if group.stream is not None:
+                parameter.data = group.cpu_param_dict[parameter] = group._to_cpu(parameter, group.low_cpu_mem_usage)
+        del vars(group)["_onload_from_memory"], vars(group)["_offload_to_memory"]
+        for hook in self.hooks:
+            del hook.deinitalize_hook
+
+    def _let_go(self) -> None:
+        for parameter, placeholder in self.placeholders.items():
+            parameter.data = placeholder
+
+    def _on_removal(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Takes the place of a hook's `deinitalize_hook` (so spelled there)."""
+        self.restore()
+        return module
+
+
+# ---- a parameter at rest ---------------------------------------------------------------------------------------------
+
+
+def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
+    """One element of memory in the shape of the parameter; NaN, so that what computes with it is seen to."""
+    value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
+    return torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
+
+
+def _is_at_rest(parameter: torch.Tensor) -> bool:
+    return parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size()
+
+
+def _decode_state(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """Gives a state dict the values of the parameters that are at rest."""
+    coded = _coded_of(_groups_of(model))
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if prefix + name in state and parameter in coded and _is_at_rest(parameter):
+            state[prefix + name] = coded[parameter].decoded(parameter.device)
+
+
+# ---- a model's groups ------------------------------------------------------------------------------------------------
+
+
+def _groups_of(model: torch.nn.Module) -> dict[ModuleGroup, list[Any]]:
+    """diffusers' groups, each with the hooks that it is reached by."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}; wanted a torch.nn.Module: of a pipeline each of its models"
+        )
+    groups: dict[ModuleGroup, list[Any]] = {}
+    for module in model.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        hook = None if registry is None else registry.get_hook(_GROUP_OFFLOADING)
+        if hook is not None:
+            groups.setdefault(hook.group, []).append(hook)
+    return groups
+
+
+def _parameters_of(group: ModuleGroup) -> list[torch.nn.Parameter]:
+    of_modules = (module.parameters() for module in group.modules)
+    return list(dict.fromkeys(itertools.chain(*of_modules, group.parameters)))
+
+
+def _buffers_of(group: ModuleGroup) -> list[torch.Tensor]:
+    return list(dict.fromkeys(itertools.chain(*(module.buffers() for module in group.modules), group.buffers)))
+
+
+def _compressed(group: ModuleGroup) -> _CompressedGroup | None:
+    owner = getattr(group._onload_from_memory, "__self__", None)
+    return owner if isinstance(owner, _CompressedGroup) else None
+
+
+def _coded_of(groups: Iterable[ModuleGroup]) -> dict[torch.nn.Parameter, CodedWeight]:
+    found: dict[torch.nn.Parameter, CodedWeight] = {}
+    for group in groups:
+        compressed = _compressed(group)
+        if compressed is not None:
+            found |= compressed.coded
+    return found

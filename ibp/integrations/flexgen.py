@@ -1,0 +1,258 @@
+"""FlexGen (0.1.8) with compressed weights: those that it keeps in host memory are coded, and decoded on the GPU.
+
+    import ibp.integrations.flexgen
+
+    ibp.integrations.flexgen.enable()          # before FlexGen makes its model; until disable(), or as `with enable():`
+
+From the command line, with the arguments of `python -m flexgen.flex_opt`:
+
+    python -m ibp.integrations.flexgen --model facebook/opt-6.7b --percent 0 100 100 0 100 0
+
+FlexGen's files stay as they are. Two of its seams are used: what `flex_opt.init_weight_list` returns for host memory is
+a `CompressedWeight`, whose `copy` decodes it; and the weights that `load_weight` of a layer copies come in one call of
+`ibp.decompress_many`. Weights on the GPU and on disk, weights that FlexGen quantises (`--compress-weight`), vectors,
+caches and activations stay FlexGen's own.
+"""
+# mypy: disable-error-code="import-untyped, import-not-found"
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import flexgen.flex_opt
+import numpy as np
+import torch
+from flexgen.pytorch_backend import DeviceType, TorchDevice, TorchTensor
+from flexgen.utils import torch_dtype_to_np_dtype
+
+from .._compressed_tensor import CompressedTensor
+from .._fetch.streaming import decode_items, decompress_many
+from ._weights import WeightCompressor
+
+__all__ = ["CompressedWeight", "disable", "enable", "main"]
+
+# The layers whose load_weight copies weights; TransformerLayer calls those of two of them.
+_LAYERS = ("InputEmbed", "SelfAttention", "MLP", "OutputEmbed")
+_NUM_PERCENTS = 6  # that flex_opt wants for --percent
+
+
+class CompressedWeight(TorchTensor):
+    """A weight that FlexGen keeps in host memory, as a table: `data` is an `ibp.CompressedTensor`.
+
+    `copy`, `smart_copy` and `move` give FlexGen's ordinary tensors. `shape`, `dtype` and `bytes` are of the original
+    tensor; `data.nbytes` is the memory that it takes.
+
+    Args:
+        compress: makes the table of a tensor.
+        x: the weight, on the CPU.
+        device: FlexGen's device that the weight is on.
+        name: as FlexGen calls it; None: the next number.
+    """
+
+    def __init__(
+        self,
+        compress: Callable[[torch.Tensor], CompressedTensor],
+        x: torch.Tensor,
+        device: TorchDevice,
+        name: str | None = None,
+    ) -> None:
+        self._compress = compress
+        # FlexGen writes shapes into files: a torch.Size there could not be read again.
+        super().__init__(tuple(x.shape), x.dtype, compress(x), device, name=name)
+
+    def load_from_np(self, np_array: np.ndarray) -> None:
+        """Takes the values of an array that broadcasts to the weight's shape."""
+        x = torch.empty(self.shape, dtype=self.dtype)
+        self.data = self._compress(x.copy_(torch.from_numpy(np_array)))
+
+    def copy(self, dst: Any, src_indices: Sequence[slice] | None = None) -> TorchTensor:
+        """The weight, or its part at slices, in new memory of one of FlexGen's devices.
+
+        To a GPU it is decoded there, on the current stream, without waiting. Within `load_weight` of a layer it is
+        decoded when that ends.
+
+        Raises:
+            TypeError: dst is a compressed device: FlexGen cannot quantise while it copies.
+            ValueError: a slice has a step.
+        """
+        if dst.device_type == DeviceType.COMPRESSED:
+            raise TypeError(f"{self} is copied to FlexGen's compressed device; wanted a GPU, the CPU or a disk")
+        if dst.device_type == DeviceType.DISK:
+            return self._plain().copy(dst, src_indices)
+        indices = tuple(src_indices or ())
+        if any(index.step is not None for index in indices):
+            raise ValueError(f"src_indices is {indices}; wanted slices without a step")
+        spans = [index.indices(size)[:2] for index, size in zip(indices, self.shape)]
+        shape = (*(max(0, stop - start) for start, stop in spans), *self.shape[len(spans) :])
+        copied = dst.allocate(shape, torch_dtype_to_np_dtype[self.dtype])
+        if shape == self.shape:
+            _fetch(self.data, copied.data)
+        elif shape[1:] == self.shape[1:]:
+            decode_items(self.data, *_rows(spans), out=copied.data)
+        elif copied.data.numel():
+            rows = decode_items(self.data, *_rows(spans), device=copied.data.device)
+            columns = tuple(slice(start, stop) for start, stop in spans[1:])
+            copied.data.copy_(rows[(slice(None), *columns)], non_blocking=True)
+        return copied
+
+    def smart_copy(self, dst: Any, src_indices: Sequence[slice] | None = None) -> tuple[TorchTensor, bool]:
+        """A copy, and True: also where the weight is on dst already, since only copies can be computed with."""
+        return self.copy(dst, src_indices), True
+
+    def _plain(self) -> TorchTensor:
+        return TorchTensor(self.shape, self.dtype, self.data.decompress(device="cpu"), self.device)
+
+    def __str__(self) -> str:
+        table = "" if self.data is None else f", {self.data!r}"
+        return f"CompressedWeight({super().__str__()}{table})"
+
+
+def _rows(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    start, stop = spans[0]
+    return start, max(start, stop)
+
+
+# ---- the weights of a layer as one stream ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Layer:
+    """Tables that a layer's load_weight has asked for, and where they go."""
+
+    tables: list[CompressedTensor] = dataclasses.field(default_factory=list)
+    outs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+_loading: _Layer | None = None  # the layer whose load_weight runs
+_fetching: dict[str, Any] = {}  # options of decompress_many
+
+
+def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
+    """Decodes a table into out; within a layer's load_weight, when that ends."""
+    layer = _loading or _Layer()
+    layer.tables.append(table)
+    layer.outs.append(out)
+    if layer is not _loading:
+        _decode(layer)
+
+
+def _decode(layer: _Layer) -> None:
+    if layer.tables:
+        options = _fetching if layer.outs[0].is_cuda else {}
+        decompress_many(layer.tables, out=layer.outs, **options)
+
+
+def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
+    """A layer's load_weight whose weights are decoded in one call. FlexGen calls it on the stream that the copies
+    belong to, and reads none of them before it is over."""
+
+    @functools.wraps(load_weight)
+    def load(*args: Any) -> None:
+        global _loading
+        _loading = _Layer()
+        try:
+            load_weight(*args)
+            _decode(_loading)
+        finally:
+            _loading = None
+
+    return load
+
+
+# ---- enabling --------------------------------------------------------------------------------------------------------
+
+_replaced: list[tuple[Any, str, Any]] = []  # (owner, attribute, FlexGen's own)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(owner, name)
+    _replaced.append((owner, name, original))
+    setattr(owner, name, make(original))
+
+
+def enable(
+    *, path: str | None = None, max_sms: int | None = None, **compress_options: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Compresses the weights that FlexGen loads into host memory from now on, until `disable`.
+
+    Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly their size,
+    where FlexGen would pin the weights (`--pin-weight`, on by default). Weights are compressed as soon as their layer
+    is read: one layer is in memory raw at a time.
+
+    Args:
+        path, max_sms: of `ibp.decompress_many`, for weights that come to a GPU, of all models.
+        compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
+
+    Returns:
+        A context manager that calls `disable` at the end of its block; it need not be used.
+
+    Raises:
+        TypeError: an option is none of `ibp.compress`.
+    """
+    compressor = WeightCompressor(compress_options)
+    disable()
+    _fetching.update(path=path, max_sms=max_sms)
+    _replace(flexgen.flex_opt, "init_weight_list", lambda original: _compressing(original, compressor))
+    for layer in _LAYERS:
+        _replace(getattr(flexgen.flex_opt, layer), "load_weight", _as_one_stream)
+    return _until_the_end()
+
+
+def disable() -> None:
+    """Gives FlexGen its own functions back. No-op if not enabled.
+
+    Models with compressed weights go on working, but fetch a layer's weights one by one.
+    """
+    while _replaced:
+        setattr(*_replaced.pop())
+    _fetching.clear()
+
+
+@contextlib.contextmanager
+def _until_the_end() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        disable()
+
+
+def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightCompressor) -> Callable[..., list]:
+    """flex_opt.init_weight_list whose weights in host memory are compressed."""
+
+    @functools.wraps(original)
+    def init_weight_list(weight_specs: list[tuple], policy: Any, env: Any) -> list[TorchTensor]:
+        if policy.compress_weight:  # FlexGen quantises its matrices, and has vectors alone besides
+            return original(weight_specs, policy, env)
+        # What is raw for a moment is not pinned: torch keeps freed pinned memory to itself.
+        weights = original(weight_specs, dataclasses.replace(policy, pin_weight=False), env)
+        defaults: dict[str, Any] = {"device": env.gpu.dev, "pin_memory": None if policy.pin_weight else False}
+        for i, (weight, (_, _, file)) in enumerate(zip(weights, weight_specs)):
+            if weight.device is env.cpu and len(weight.shape) > 1:
+                compress = functools.partial(compressor.compress, file, **defaults)
+                weights[i] = CompressedWeight(compress, weight.data, weight.device, weight.name)
+        return weights
+
+    return init_weight_list
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """FlexGen's command with compressed weights. arguments: as `python -m flexgen.flex_opt` takes them; None: those of
+    the process."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ibp.integrations.flexgen", description="FlexGen's flex_opt, with compressed weights."
+    )
+    flexgen.flex_opt.add_parser_arguments(parser)
+    parsed = parser.parse_args(arguments)
+    if len(parsed.percent) != _NUM_PERCENTS:
+        parser.error(f"--percent has {len(parsed.percent)} numbers; wanted {_NUM_PERCENTS}")
+    with enable():
+        flexgen.flex_opt.run_flexgen(parsed)
+
+
+if __name__ == "__main__":
+    main()
