@@ -33,14 +33,14 @@ PYTEST = $(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2> /dev/null && echo $(
 WORKERS := --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 test: $(VENV)/.ibp $(VENV)/.test
-	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not slow and not frameworks' $(PYTEST_ARGS)
 
-test-all: $(VENV)/.ibp $(VENV)/.test
+test-all: $(VENV)/.ibp $(VENV)/.test $(VENV)/.frameworks
 	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
 
 # Tests of drawn examples are in both: here they draw ten times as many.
-test-slow: $(VENV)/.ibp $(VENV)/.test
-	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile=full $(PYTEST_ARGS)
+test-slow: $(VENV)/.ibp $(VENV)/.test $(VENV)/.frameworks
+	$(PYTEST) -m 'slow or hypothesis or frameworks' --hypothesis-profile=full $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.ibp $(VENV)/.test
 	$(RUN) tools/test_gpu.py $(PYTEST_ARGS)
@@ -62,9 +62,9 @@ $(VENV)/.demo $(VENV)/.lint: $(VENV)/.build
 	$(PYTHON) tools/make_venv.py $(VENV) $(@F:.%=%)
 	@touch $@
 
-# Codecs that the benchmarks compare with; where they cannot be had their arms are left out.
-$(VENV)/.bench: $(VENV)/.build
-	$(PYTHON) tools/make_venv.py $(VENV) bench --optional
+# Host frameworks, and codecs that the benchmarks compare with: what cannot be had is left out, with its tests and arms.
+$(VENV)/.frameworks $(VENV)/.bench: $(VENV)/.build
+	$(PYTHON) tools/make_venv.py $(VENV) $(@F:.%=%) --optional
 	@touch $@
 
 # The library is built again when what it is built with changes.

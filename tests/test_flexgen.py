@@ -285,7 +285,7 @@ def test_options_reach_compress():
     table = adapter.WeightCompressor({"scheme": "ibp", "row_bytes": 256, "layout": "slots"}).compress("w", x, **ON_CPU)
     assert (table.scheme, table.row_bytes, table.layout) == ("ibp", 256, "slots")
     clustered = adapter.WeightCompressor({"clusters": 2} | ON_CPU)
-    one, two = (clustered.compress(f"w{i}", torch.cat([x, x.to(torch.int16).half() + 1])) for i in range(2))
+    one, two = (clustered.compress(f"w.{i}", torch.cat([x, x.to(torch.int16).half() + 1])) for i in range(2))
     assert one.codebook is two.codebook
     with pytest.raises(TypeError, match="codebook, colour: no such option; wanted some of .*tau"):
         adapter.enable(colour=1, codebook=one.codebook)

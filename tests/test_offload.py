@@ -19,6 +19,7 @@ from ibp._offload.arena import Arena, overlap
 from ibp._offload.groups import divide, spread
 from ibp._offload.resting import Resting
 from ibp._offload.schedule import Schedule
+from ibp._weights import WeightCompressor
 from models import IDS, WIDTH, Net, Wide
 
 
@@ -496,15 +497,15 @@ def test_a_damaged_table():
 def test_interrupted_while_it_compresses(number, monkeypatch):
     model = Net(tie=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    table_of = ibp._offload.weights.Compressor.table_of
+    compress = WeightCompressor.compress
     calls = iter(range(100))
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         if next(calls) == number:
             raise Interrupted
-        return table_of(*args)
+        return compress(*args, **options)
 
-    monkeypatch.setattr("ibp._offload.weights.Compressor.table_of", interrupted)
+    monkeypatch.setattr(WeightCompressor, "compress", interrupted)
     with pytest.raises(Interrupted):
         offload(model)
     for name, value in model.state_dict().items():

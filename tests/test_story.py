@@ -13,6 +13,7 @@ pytest.importorskip("accelerate")
 
 from accelerate import cpu_offload  # noqa: E402
 
+import ibp  # noqa: E402
 from examples.stories260k import FIRST, load_model, text_of  # noqa: E402
 from helpers import assert_same_bits  # noqa: E402
 from ibp.integrations.accelerate import CompressedWeights  # noqa: E402
@@ -33,26 +34,36 @@ def test_the_model_tells_a_story(dtype):
     assert text_of(tell(model)).startswith(BEGINNING)
 
 
-def check_story(device):
-    plain = load_model().to(device)
-    model = load_model()
+def offload(model, device):
+    stats = ibp.offload(model, device, min_bytes=4096).stats()
+    assert stats.host_bytes < 0.7 * stats.weight_bytes
+
+
+def offload_by_accelerate(model, device):
     weights = CompressedWeights(model.state_dict(), device=device)
     assert weights.stored_bytes < 0.7 * weights.original_bytes
-    for name, x in plain.state_dict().items():
-        assert_same_bits(weights[name].cpu(), x.cpu())
+    for name, x in load_model().state_dict().items():
+        assert_same_bits(weights[name].cpu(), x)
     cpu_offload(model, execution_device=torch.device(device), state_dict=weights)
+
+
+def check_story(how, device):
+    plain, model = load_model().to(device), load_model()
+    how(model, device)
     assert torch.equal(tell(model, device), tell(plain, device))
     ids = tell(plain, device)[None].to(device)
     with torch.no_grad():
         assert_same_bits(model(ids).logits.cpu(), plain(ids).logits.cpu())
 
 
-def test_the_same_story_from_compressed_weights():
-    check_story("cpu")
+@pytest.mark.parametrize("how", [offload, offload_by_accelerate])
+def test_the_same_story_from_compressed_weights(how):
+    check_story(how, "cpu")
 
 
-def test_the_same_story_on_a_gpu(cuda):
-    check_story(cuda)
+@pytest.mark.parametrize("how", [offload, offload_by_accelerate])
+def test_the_same_story_on_a_gpu(how, cuda):
+    check_story(how, cuda)
 
 
 def test_the_example():

@@ -18,10 +18,11 @@ from .. import _memory, _ops
 from .._arguments import whole_number
 from .._schemes import check_scheme
 from .._table import CorruptTableError
+from .._weights import WeightCompressor
 from .groups import Division, Group, Lookup, Use, divide, spread
 from .lane import CudaLane, Lane
 from .schedule import Schedule
-from .weights import Checkpoint, Compressor, Weight, put, read_checkpoint
+from .weights import Checkpoint, Weight, put, read_checkpoint
 
 _GROUP_BYTES = 128 << 20  # of weights fetched together: an arena of three such takes about a layer of 7 billion weights
 _LEAST_GROUPS = 16  # groups of a small model, so that fetching one and using another overlap
@@ -460,9 +461,9 @@ class Offloaded:
             arena_bytes = division.nested_bytes.get(number, 0) + _most_at_once(mine, self._lookahead + 1)
             self._lanes.append(make(device, arena_bytes, self._max_sms))
         self._schedule = Schedule(self._groups)
-        pin = devices[0].type == "cuda"
-        compressor = Compressor(scheme, devices[0], pin)
+        compressor = WeightCompressor({"scheme": scheme})
         on_device = {weight for group in resident for weight in group.weights} if in_codes else set()
+        looked_up = {lookup.weight for lookup in division.lookups}
         ones = {device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in devices}
 
         def store(weight: Weight, x: torch.Tensor) -> None:
@@ -471,8 +472,9 @@ class Offloaded:
                 weight.bind(x.to(device, copy=checkpoint is not None))
                 self._kept.append((weight, device))
             else:
-                home = device if weight in on_device else _CPU
-                weight.table = compressor.table_of(weight.name, weight.in_memory_order(x), home)
+                stored = weight.in_memory_order(x.to(device if weight in on_device else _CPU))
+                row_bytes = {"row_bytes": None} if weight in looked_up else {}  # its own rows, to be fetched one by one
+                weight.table = compressor.compress(weight.name, stored, device=device, **row_bytes)
                 weight.table._arguments(device)  # copies the index there now, not at the first use
             weight.freeze()
             if weight.table is not None:

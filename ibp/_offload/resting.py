@@ -44,7 +44,7 @@ def _answer(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     first: Any = next(iter((*args, *kwargs.values())), None)
     if isinstance(first, Resting):
         if function in _OF_MEMORY:
-            return function(getattr(first, _WEIGHT).like, *args[1:], **kwargs)
+            return function(getattr(first, _WEIGHT).like(), *args[1:], **kwargs)
         if function in _MOVES and _changes_nothing(function, first, args[1:], kwargs):
             return first
         if function == _SETS_DATA and args[1] is first:

@@ -1,24 +1,21 @@
-"""The tensors of a model as compressed tables: one a tensor, with codebooks that tensors of a kind share."""
+"""The tensors of a model, each with its table, and the checkpoints that they can come from."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .._compressed_tensor import CompressedTensor
-from .._compression import compress
 from .._rows import DTYPES
-from .._schemes import AnyCodebook
+from .._weights import memory_order
 from . import resting
 
 if TYPE_CHECKING:
     from .groups import Group
 
-_SHARED_LOSS = 0.005  # of savings: what a codebook learned from another tensor of the kind may cost
 _INDEX_NAME = "model.safetensors.index.json"
 
 Checkpoint = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -38,7 +35,6 @@ class Weight:
         requires_grad: of each tensor before it was offloaded.
         table: coded rows of `x.permute(order)`; None until it is stored, and after it is restored.
         blank: what the tensors hold between uses: the right shape, dtype and device, and no values.
-        like: a tensor on the meta device that lies in memory as x does.
         group: of weights that it is fetched with; None if its rows are looked up where they lie.
     """
 
@@ -47,12 +43,12 @@ class Weight:
         self.holders: list[tuple[torch.nn.Module, str]] = []
         self.tensors: list[torch.Tensor] = []
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.order = _memory_order(tensor)
+        self.order = memory_order(tensor)
         self.home = torch.device("cpu") if tensor.is_meta else tensor.device
         self.requires_grad: list[bool] = []
         self.table: CompressedTensor | None = None
         self.blank: torch.Tensor | None = None
-        self.like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self._stride = tensor.stride()
         self.group: Group | None = None
 
     @property
@@ -74,6 +70,10 @@ class Weight:
     def in_memory_order(self, x: torch.Tensor) -> torch.Tensor:
         """x [shape] as what the table holds: a view if x is dense and in the weight's own order."""
         return x.permute(self.order)
+
+    def like(self) -> torch.Tensor:
+        """A tensor without memory that lies as the weight did."""
+        return torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device="meta")
 
     def view(self, data: torch.Tensor) -> torch.Tensor:
         """The weight's bytes, uint8 [num_bytes], as the tensor that the model had: shape, dtype and order of memory."""
@@ -136,12 +136,6 @@ def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
         tensor.data = value
 
 
-def _memory_order(x: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the largest stride to the smallest; as they are if memory has gaps or holds elements twice."""
-    order = sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim))
-    return tuple(order) if x.permute(order).is_contiguous() else tuple(range(x.dim()))
-
-
 def can_be_stored(tensor: torch.Tensor) -> bool:
     """Whether a tensor is plain memory of a dtype that tables hold, and not a subclass with rules of its own."""
     return (
@@ -151,48 +145,6 @@ def can_be_stored(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and tensor.numel() > 0
     )
-
-
-class Compressor:
-    """Makes packed tables of tensors.
-
-    A codebook is learned from the first tensor of a kind: those whose names differ in numbers only and that have one
-    shape and dtype. Another tensor of the kind gets its own where the shared one saves clearly less than it did on the
-    first.
-
-    Args:
-        scheme: as in `ibp.compress`.
-        worker: device that learns and encodes.
-        pin: whether tables in host memory are pinned.
-    """
-
-    def __init__(self, scheme: str, worker: torch.device, pin: bool) -> None:
-        self._scheme, self._worker, self._pin = scheme, worker, pin
-        self._kinds: dict[tuple, tuple[AnyCodebook | None, float]] = {}
-
-    def table_of(self, name: str, x: torch.Tensor, home: torch.device) -> CompressedTensor:
-        """A packed table of x on a device: the CPU, or a GPU."""
-        kind = re.sub(r"\d+", "*", name), x.shape, x.dtype
-        if kind not in self._kinds:
-            table = self._compress(x, home, scheme=self._scheme)
-            self._kinds[kind] = table.codebook, table.savings
-            return table
-        codebook, savings = self._kinds[kind]
-        if codebook is None:
-            return self._compress(x, home, scheme="raw")
-        table = self._compress(x, home, codebook=codebook)
-        if table.savings >= savings - _SHARED_LOSS:
-            return table
-        own = self._compress(x, home, scheme=self._scheme)
-        return own if own.stored_bytes < table.stored_bytes else table
-
-    def _compress(self, x: torch.Tensor, home: torch.device, **options: Any) -> CompressedTensor:
-        if home.type == "cuda":
-            return compress(x.to(home), layout="packed", **options)
-        table = compress(
-            x, layout="packed", device=self._worker, pin_memory=self._pin and not x.is_cuda, **options
-        ).cpu()
-        return table.pin_memory() if self._pin else table
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:

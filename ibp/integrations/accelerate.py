@@ -20,7 +20,7 @@ import torch
 
 from .. import _memory
 from .._compressed_tensor import CompressedTensor
-from ._weights import CodedWeight, WeightCompressor, is_worth_coding
+from .._weights import CodedWeight, WeightCompressor, is_worth_coding
 
 __all__ = ["CompressedWeights"]
 

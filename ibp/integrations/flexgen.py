@@ -32,7 +32,7 @@ from flexgen.utils import torch_dtype_to_np_dtype
 
 from .._compressed_tensor import CompressedTensor
 from .._fetch.streaming import decode_items, decompress_many
-from ._weights import WeightCompressor
+from .._weights import WeightCompressor
 
 __all__ = ["CompressedWeight", "disable", "enable", "main"]
 

@@ -1,4 +1,4 @@
-"""What the integrations of models share: which weights are worth coding, and one codebook for many of them."""
+"""Weights of models as packed tables: the order of their memory, and one codebook for many of them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 
-from .._compressed_tensor import CompressedTensor
-from .._compression import compress
-from .._fetch.streaming import decompress
-from .._rows import DTYPES
-from .._schemes import AnyCodebook
+from ._compressed_tensor import CompressedTensor
+from ._compression import compress
+from ._fetch.streaming import decompress
+from ._rows import DTYPES
+from ._schemes import AnyCodebook
 
 _LEAST_BYTES = 4096  # a smaller tensor is kept raw: it is one row, whose fetch costs the same whatever its bytes
 _ROW_BYTES = 4096  # of the flat tensor: longer rows save 0.1 % more and keep fewer warps of a multiprocessor busy
 _CLEARLY_LESS = 0.01  # of the original bytes
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_OF_LEARNING = {"scheme", "chunk_bytes", "tau", "sample", "clusters"}  # options that a codebook has settled
 _OF_A_MODEL = {name for name in inspect.signature(compress).parameters if name not in ("x", "codebook")}
 
 
@@ -58,8 +60,9 @@ class WeightCompressor:
     """Compresses the weights of a model into packed tables.
 
     Weights of a kind share a codebook, since learning one takes far longer than coding: those of one shape and dtype
-    whose names differ in numbers only, as `layers.0.fc1.weight` and `layers.1.fc1.weight` do. It is learned from the
-    first of them, and anew from one of which it saves a point less than it saved then.
+    whose names differ only in numbers between dots, as `layers.0.fc1.weight` and `layers.1.fc1.weight` do. It is
+    learned from the first of them, and anew from one of which it saves a point less than it saved then. Where the first
+    is best raw, all are kept raw.
 
     Args:
         options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
@@ -71,27 +74,37 @@ class WeightCompressor:
     def __init__(self, options: Mapping[str, Any]) -> None:
         if unknown := sorted(set(options) - _OF_A_MODEL):
             raise TypeError(f"{', '.join(unknown)}: no such option; wanted some of {', '.join(sorted(_OF_A_MODEL))}")
-        self.options = {"layout": "packed", "row_bytes": _ROW_BYTES, **options}
-        self._learned: dict[tuple[str, torch.Size, torch.dtype], tuple[AnyCodebook, float]] = {}
+        self._options = dict(options)
+        self._learned: dict[tuple[str, torch.Size, torch.dtype], tuple[AnyCodebook | None, float]] = {}
 
     def code(self, name: str, x: torch.Tensor, **defaults: Any) -> CodedWeight:
         """As `compress`, for a weight that may have any strides."""
-        ordered = x.permute(sorted(range(x.dim()), key=x.stride, reverse=True))
+        ordered = x.permute(memory_order(x))
         if not ordered.is_contiguous():
             x = ordered = x.contiguous()
         return CodedWeight(self.compress(name, ordered, **defaults), x.shape, x.stride())
 
     def compress(self, name: str, x: torch.Tensor, **defaults: Any) -> CompressedTensor:
         """A table of the weight x, called `name` in its model. defaults: options where none were given for all."""
-        kind = re.sub(r"\d+", "#", name), x.shape, x.dtype
-        options = {**defaults, **self.options}
+        kind = _NUMBER.sub("#", name), x.shape, x.dtype
+        options = {"layout": "packed", "row_bytes": _ROW_BYTES, **defaults, **self._options}
         if kind in self._learned:
             codebook, savings = self._learned[kind]
-            shared = {key: value for key, value in options.items() if key != "clusters"}  # the codebook says how many
-            table = compress(x, codebook=codebook, **shared)
+            of_memory = {key: value for key, value in options.items() if key not in _OF_LEARNING}
+            if codebook is None:
+                return compress(x, scheme="raw", **of_memory)
+            table = compress(x, codebook=codebook, **of_memory)
             if table.savings > savings - _CLEARLY_LESS:
                 return table
+            own = compress(x, **options)
+            return own if own.stored_bytes < table.stored_bytes else table
         table = compress(x, **options)
-        if table.codebook is not None:
-            self._learned[kind] = table.codebook, table.savings
+        self._learned[kind] = table.codebook, table.savings
         return table
+
+
+def memory_order(x: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the largest stride to the smallest, so that `x.permute(order)` is contiguous if x is dense; as
+    they are where memory has gaps or holds elements twice."""
+    order = tuple(sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim)))
+    return order if x.permute(order).is_contiguous() else tuple(range(x.dim()))
