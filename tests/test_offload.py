@@ -442,7 +442,9 @@ def test_models_beside_each_other():
 def test_offloaded_already():
     model = Net()
     offloaded = offload(model.blocks[1])
-    for other in (model.blocks[1], model):
+    borrower = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH))
+    borrower[0].weight = model.blocks[1].up.weight
+    for other in (model.blocks[1], model, borrower):
         with pytest.raises(ValueError, match="already"):
             offload(other)
     offloaded.remove()
@@ -469,6 +471,26 @@ def test_errors_inside_a_layer(error, lookahead):
             model(IDS)
         handle.remove()
         assert_same_bits(model(IDS), wanted)
+    offloaded.remove()
+    assert_same_bits(model(IDS), wanted)
+
+
+@torch.no_grad()
+def test_removed_after_an_interrupt():
+    """What an interrupted call had in use is no longer; what a call of this moment has is."""
+    model = Net()
+    wanted = model(IDS)
+    offloaded = offload(model)
+
+    def interrupt(*_):
+        with pytest.raises(RuntimeError, match="in use"):
+            offloaded.remove()
+        raise Interrupted
+
+    handle = model.blocks[1].down.register_forward_pre_hook(interrupt)
+    with pytest.raises(Interrupted):
+        model(IDS)
+    handle.remove()
     offloaded.remove()
     assert_same_bits(model(IDS), wanted)
 

@@ -89,6 +89,8 @@ def use_gpu(monkeypatch):
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
 
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
     class Ring:
         ring_bytes = 0
 

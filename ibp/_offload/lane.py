@@ -183,6 +183,7 @@ class CudaLane(Lane):
 
     def start(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which gave the arena and filled the tables
+        self.memory.record_stream(self._stream)  # a fetch ahead may still go on when the model is dropped
 
     def check_use(self, group: Group) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -219,6 +220,7 @@ class CudaLane(Lane):
     def _queue(self, group: Group, data: list[torch.Tensor], over: list[Group]) -> None:
         if group.spare is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which gave the memory
+            group.spare.record_stream(self._stream)
         if group.ready is None:
             group.ready = torch.cuda.Event()
         with torch.cuda.stream(self._stream):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from .._table import CorruptTableError
 from .._weights import WeightCompressor
 from .groups import Division, Group, Lookup, Use, divide, spread
 from .lane import CudaLane, Lane
+from .resting import Resting
 from .schedule import Schedule
 from .weights import Checkpoint, Weight, put, read_checkpoint
 
@@ -68,8 +70,8 @@ def offload(
             the current CUDA device if there is one, else the CPU.
         checkpoint: a .safetensors file, a directory of them (with or without an index), a mapping, or pairs of names
             and tensors: read one tensor at a time, each converted to its parameter's dtype as `load_state_dict` does.
-        resident_bytes: bytes of weights that stay on the device, on each of several. None: none of them, or all with
-            `resident="compressed"`.
+        resident_bytes: bytes of weights, counted before compression, that stay on the device, on each of several. None:
+            none of them, or all with `resident="compressed"`.
         resident: "raw", they stay as they are; "compressed", they stay as coded rows and are decoded before use, so
             that a model half as large again fits.
         max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 16 while the link brings
@@ -96,9 +98,8 @@ def offload(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module")
-    for module in model.modules():
-        if any(isinstance(getattr(hook, "__self__", None), _Hook) for hook in module._forward_pre_hooks.values()):
-            raise ValueError("the model, or a part of it, is offloaded already: remove() that first")
+    if any(isinstance(tensor, Resting) for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError("the model, or a part of it, is offloaded already: remove() that first")
     if resident not in ("raw", "compressed"):
         raise ValueError(f"resident is {resident!r}; wanted 'raw' or 'compressed'")
     check_scheme(scheme)
@@ -113,7 +114,7 @@ def offload(
     min_bytes = whole_number("min_bytes", min_bytes, 0)
     if group_bytes is None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-        group_bytes = min(_GROUP_BYTES, -(-total // _LEAST_GROUPS))
+        group_bytes = max(1, min(_GROUP_BYTES, total // _LEAST_GROUPS))
     division = divide(
         model,
         min_bytes=min_bytes,
@@ -421,7 +422,9 @@ class Offloaded:
         with self._lock:
             if self._is_removed:
                 return
-            if getattr(self._thread, "calls", None) or any(group.uses for group in self._groups):
+            if not _is_within([call.use.module for call in self._calls()]):
+                self._abandon()
+            if any(group.uses for group in self._groups):
                 raise RuntimeError("the model is in use: remove() between its calls")
             for lane in self._lanes:
                 lane.synchronize()
@@ -467,7 +470,7 @@ class Offloaded:
         ones = {device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in devices}
 
         def store(weight: Weight, x: torch.Tensor) -> None:
-            device = devices[weight.group.lane if weight.group is not None else 0]
+            device = devices[division.lanes[weight.holders[0][0]] if weight.group is None else weight.group.lane]
             if weight in kept:
                 weight.bind(x.to(device, copy=checkpoint is not None))
                 self._kept.append((weight, device))
@@ -669,16 +672,19 @@ class Offloaded:
         self._last_use = time.perf_counter()
 
     def _start(self) -> None:
-        """The whole model is called. Uses that this thread has begun and not ended are over: torch runs no hook after a
-        KeyboardInterrupt."""
-        with self._lock:
-            calls = self._calls()
-            while calls:
-                self._end(calls.pop())
+        """The whole model is called: this thread is in no other call of it."""
+        self._abandon()
         self._thread.is_running = True
 
     def _stop(self) -> None:
         self._thread.is_running = False
+
+    def _abandon(self) -> None:
+        """Ends the uses that this thread has begun and not ended: torch runs no hook after a KeyboardInterrupt."""
+        with self._lock:
+            calls = self._calls()
+            while calls:
+                self._end(calls.pop())
 
     def _calls(self) -> list[_Call]:
         """The uses that this thread is in, the innermost last."""
@@ -763,6 +769,16 @@ class Offloaded:
                         weight, tensor.device, tensor.dtype, tensor.size(), tensor.stride(), start // tensor.itemsize
                     )
         return tensor
+
+
+def _is_within(modules: Sequence[nn.Module]) -> bool:
+    """Whether this function was called, at any distance, by a method of one of the modules."""
+    frame = sys._getframe() if modules else None
+    while frame is not None:
+        if any(frame.f_locals.get("self") is module for module in modules):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _unpack(saved: torch.Tensor | _Saved) -> torch.Tensor:
