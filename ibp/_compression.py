@@ -308,10 +308,11 @@ def _encode(
         tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar,
     ):
         for first, last, block in _rows.blocks(data, geometry.row_bytes, worker):
-            start, end = (ends[first // 32], ends[-(-last // 32)]) if ends else (0, overflow.numel())
+            base, end_base = first // _core.ROWS_PER_BASE, -(-last // _core.ROWS_PER_BASE)
+            start, end = (ends[base], ends[end_base]) if ends else (0, overflow.numel())
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
             near = targets if lies_near else outlet.take([target.numel() for target in targets])
-            part = bases[first // 32 : -(-last // 32)] if overflow.numel() else bases
+            part = bases[base:end_base] if overflow.numel() else bases
             faults.append(_encode_block(block, codebook, lengths[first:last], part, slot_bytes, start, *near))
             if not lies_near:
                 outlet.put(targets, near)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
+from . import _core
 from ._arguments import whole_number
 from ._rows import Geometry
 
-SECTOR_BYTES = 32
-_ROWS_PER_BASE = 32  # IBP_ROWS_PER_BASE
+SECTOR_BYTES = _core.SECTOR_BYTES
 _SECOND_FETCH_BYTES = (
     64  # what fetching a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
 )
@@ -97,7 +97,7 @@ def index_rows(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> to
 
 def index_bytes(geometry: Geometry, overflows: bool) -> int:
     """Bytes of the lengths of a coded table, and of its bases if rows overflow their slots."""
-    return 2 * geometry.num_rows + (8 * -(-geometry.num_rows // _ROWS_PER_BASE) if overflows else 0)
+    return 2 * geometry.num_rows + (8 * -(-geometry.num_rows // _core.ROWS_PER_BASE) if overflows else 0)
 
 
 def second_fetch_bytes(found: Survey, geometry: Geometry, slot_bytes: int) -> int:

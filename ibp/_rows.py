@@ -124,7 +124,7 @@ def blocks(
         most_bytes = min(_BLOCK_BYTES, _staging.STAGED_BYTES)
     elif whole and device.type == "cuda" and data.device == device:
         most_bytes = data.numel()
-    step = max(1, most_bytes // (32 * row_bytes)) * 32
+    step = max(1, most_bytes // (_core.ROWS_PER_BASE * row_bytes)) * _core.ROWS_PER_BASE
     ranges = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
     parts = (data[first * row_bytes : last * row_bytes] for first, last in ranges)
     near = (

@@ -20,7 +20,6 @@ from ._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
-_ROWS_PER_BASE = 32  # IBP_ROWS_PER_BASE
 
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
 
@@ -328,7 +327,7 @@ def _checked_tensors(
 ) -> dict[str, torch.Tensor]:
     """The table's tensors, each an alias that nobody else holds. ValueError unless sizes, dtypes and devices fit; what
     the bytes say is checked when they are decoded."""
-    num_bases = -(-geometry.num_rows // _ROWS_PER_BASE)
+    num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
     raw_overflow = _raw_overflow_bytes(geometry, slot_bytes)
     is_raw = scheme == "raw"
     wanted = (

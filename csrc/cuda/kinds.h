@@ -2,14 +2,14 @@
 #ifndef IBP_KINDS_H
 #define IBP_KINDS_H
 
+#include "../core/checks.h"
 #include "../core/format.h"
 #include "ibp.h"
 
 namespace ibp {
 
 // Codebooks of rows: with more than one, a coded row begins with the number of its own.
-IBP_INLINE bool has_clusters(const ibp_codebook &cb) { return cb.num_clusters > 1u; }
-IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return has_clusters(cb) ? cb.num_clusters : 1u; }
+IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
 
 // Whether all digits have two bits and all symbols a byte, of elements that have two bytes or a byte besides: their
 // dense rows are those of decode/pairs.cuh.

@@ -12,13 +12,12 @@ import threading
 
 import torch
 
-from .. import _memory
+from .. import _core, _memory
 from .._table import Table
 
 CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
 NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory
 _CPU = torch.device("cpu")
-_GROUP_ROWS = 32  # that share a base
 
 
 def rows_at_once(table: Table) -> int:
@@ -28,7 +27,7 @@ def rows_at_once(table: Table) -> int:
     if geometry.item_bytes == 0 or geometry.item_bytes % geometry.row_bytes:
         return 0
     rows_per_item = geometry.item_bytes // geometry.row_bytes
-    most_bytes = CHUNK_BYTES - (rows_per_item + _GROUP_ROWS) * geometry.row_bytes - 64
+    most_bytes = CHUNK_BYTES - (rows_per_item + _core.ROWS_PER_BASE) * geometry.row_bytes - 64
     mean_bytes = table.resident_bytes // max(1, geometry.num_rows)
     num_rows = min(2 * most_bytes // 5, CHUNK_BYTES // (mean_bytes + 3))  # the index has at most 2.5 bytes a row
     return num_rows if num_rows >= rows_per_item else 0
@@ -36,7 +35,7 @@ def rows_at_once(table: Table) -> int:
 
 def parts_of(memory: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(bases, lengths, rows) of a selection of at most num_rows rows, one after the other in a chunk's memory."""
-    bases_bytes = -(-num_rows // _GROUP_ROWS) * 8
+    bases_bytes = -(-num_rows // _core.ROWS_PER_BASE) * 8
     lengths_end = bases_bytes + 2 * num_rows
     return (
         memory[:bases_bytes].view(torch.int64),

@@ -7,6 +7,7 @@ from collections.abc import Container
 import torch
 
 from .._fetch.streaming import KERNEL, Decoder, TensorStream
+from .._table import CorruptTableError
 from .arena import Arena, overlap
 from .groups import Group
 from .weights import Weight
@@ -85,7 +86,7 @@ class Lane:
             self.spare_bytes -= group.num_bytes
 
     def drop(self, group: Group) -> None:
-        """Forgets a group for good."""
+        """Forgets what a group that is not in use left in the arena."""
         group.is_loaded = group.is_ahead = False
         self._bound.pop(group, None)
         if group in self._inside:
@@ -191,9 +192,14 @@ class CudaLane(Lane):
                 f"the weights of {group.name!r} are streamed by ibp.offload, which a CUDA graph cannot capture: keep "
                 "them on the GPU (resident_bytes=), or capture other layers"
             )
-        for weight in group.weights:
-            if weight.table is not None:
-                weight.table._raise_pending(self.device)
+        try:
+            for weight in group.weights:
+                if weight.table is not None:
+                    weight.table._raise_pending(self.device)
+        except CorruptTableError:
+            if not group.uses:
+                self.drop(group)  # what is there is not the weights; the next use fetches them again
+            raise
 
     def begin_use(self, group: Group) -> None:
         assert group.ready is not None

@@ -101,7 +101,7 @@ __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint
 {
     StagedRow row{cb, scratch, 0, scratch, num_bytes, window};
     bool good = num_bytes >= 1u;
-    if (good && has_clusters(cb)) {
+    if (good && ibp_has_clusters(&cb)) {
         row.cluster = shared_bits(8u * scratch) & 0xffu;
         row.start++, row.num_bytes--;
         good = row.cluster < cb.num_clusters;

@@ -19,7 +19,7 @@ struct Choice {
 template <class Encoder>
 __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row)
 {
-    if (!has_clusters(cb)) return {0, (encoder.measure(row) + 7u) / 8u};
+    if (!ibp_has_clusters(&cb)) return {0, (encoder.measure(row) + 7u) / 8u};
     Choice best{0, ~0u};
     for (uint32_t k = 0; k < cb.num_clusters; k++) {
         const uint32_t bytes = 1u + (encoder.of_cluster(cb, k).measure(row) + 7u) / 8u;
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool store_row(const ibp_codebook &cb, const Encoder 
         }
         return true;
     }
-    const bool numbered = has_clusters(cb);
+    const bool numbered = ibp_has_clusters(&cb);
     const uint32_t k = numbered ? choose_cluster(cb, encoder, row).cluster : 0u;
     if (numbered && G::lane() == 0u) stage.or_bits(0, k);
     return encoder.of_cluster(cb, k).encode(row, stage, numbered ? 8u : 0u, place.in_slot + place.in_overflow);
