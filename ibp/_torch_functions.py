@@ -16,6 +16,8 @@ from ._table import Table
 def call(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     """function(*args, **kwargs), one of whose arguments is a table. TypeError if tables have no such function."""
     handler = _HANDLERS.get(function)
+    if function is torch.index_select:  # which PyTorch Geometric replaces by a function of its own
+        handler = _index_select
     if handler is None:
         known = ", ".join(sorted({name for name, _ in _NAMED}))
         raise TypeError(
@@ -74,7 +76,10 @@ def linear_of(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = No
 
 
 _NAMED: tuple[tuple[str, tuple[tuple[Callable, Callable], ...]], ...] = (
-    ("torch.index_select", ((torch.index_select, _index_select), (torch.Tensor.index_select, _index_select))),
+    (
+        "torch.index_select",
+        ((torch._C._VariableFunctions.index_select, _index_select), (torch.Tensor.index_select, _index_select)),
+    ),
     ("F.embedding", ((F.embedding, embedding_of), (torch.embedding, _torch_embedding))),
     ("F.linear", ((F.linear, linear_of),)),
 )

@@ -1,8 +1,11 @@
 """ibp.integrations.pyg: features of PyTorch Geometric's graphs in compressed tables, against those in plain tensors."""
 
+import os
 import pickle
 import re
 import runpy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -433,6 +436,23 @@ def test_rows_on_a_gpu(cuda, workers):
             assert a[name].device == cuda
             assert_same_bits(a[name].cpu(), b[name])
         assert a.to(cuda).x.data_ptr() == a.x.data_ptr()
+
+
+@pytest.mark.parametrize("modules", ["ibp, torch_geometric", "torch_geometric, ibp"])
+def test_torch_functions_of_tables(modules):
+    """PyG replaces torch.index_select by a function of its own: before or after ibp is imported."""
+    code = f"""
+import torch, {modules}
+x = torch.randn(40, 8)
+table, ids = ibp.compress(x, pin_memory=False), torch.tensor([3, 1, 39])
+assert torch.index_select is not torch._C._VariableFunctions.index_select
+for result in (torch.index_select(table, 0, ids), torch.nn.functional.embedding(ids, table)):
+    assert torch.equal(result, x[ids])
+compiled = torch.compile(lambda t, ids: torch.index_select(t, 0, ids), fullgraph=True, backend="aot_eager")
+assert torch.equal(compiled(table, ids), x[ids])
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=300)
 
 
 def test_workers_after_cuda_began(cuda):
