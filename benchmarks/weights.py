@@ -382,12 +382,12 @@ def write_timeline(bench, model):
     if not spans:
         print("timeline: the profiler saw no work on the GPU, left out")
         return
-    first, last = min(start for _, start, _ in spans), max(end for _, _, end in spans)
-    begin = (first + last) / 2  # far from the start of the profiler
+    spans.sort(key=lambda span: span[1])
+    begin = spans[len(spans) // 2][1]  # about the beginning of the second token
     with open(bench.run.path.with_name("timeline.csv"), "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(TIMELINE_COLUMNS)
-        for kind, start, end in sorted(spans, key=lambda span: span[1]):
+        for kind, start, end in spans:
             if begin <= start and end <= begin + TIMELINE_US:
                 writer.writerow((kind, f"{start - begin:.1f}", f"{end - begin:.1f}"))
 
