@@ -72,9 +72,33 @@ RATIO_STYLE = {
     NVCOMP: ("nvCOMP, its best codec", "#5d8c3e"),
 }
 SPARSE_SAVINGS = 0.8  # sets of which auto saves more are drawn as times smaller
+WEIGHTS_STYLE = {
+    "on the GPU": ("raw weights on the GPU", "#444444"),
+    "ibp, on the GPU": ("ibp, coded rows on the GPU", "#7fb0de"),
+    "ibp, two GPUs": ("ibp, streamed to two GPUs", "#4fa3a5"),
+    "ibp": ("ibp, streamed", BLUE),
+    "raw through hooks": ("raw weights, streamed through the same hooks", GREY),
+    "accelerate cpu_offload": ("accelerate's cpu_offload", SAND),
+}
+TIMELINE_STYLE = {
+    "copy": ("copies over the link", GREY),
+    "decode": ("decoding", BLUE),
+    "compute": ("the model", ORANGE),
+}
+GNN_STYLE = {
+    "cpu plain": ('x[ids].to("cuda")', LIGHT_GREEN),
+    "cpu pinned": ("CPU gather into pinned memory, then copy", "#80a962"),
+    "cpu pipelined": ("CPU gather, pipelined with the copy", GREEN),
+    "raw rows": ("raw rows, fetched by the GPU", GREY),
+    "ibp": ("ibp, fetched by the GPU", BLUE),
+}
 
 
-WHOLE_COLUMNS = ("rows", "row_bytes", "sms")
+WHOLE_COLUMNS = (
+    *("rows", "row_bytes", "sms"),
+    *("prompt", "host_bytes", "device_bytes", "weight_bytes"),  # weights.csv
+    *("batch", "batches", "gpus"),  # gnn.csv, gnn_parallel.csv
+)
 REAL_COLUMNS = (
     "savings",
     "link_savings",
@@ -84,6 +108,9 @@ REAL_COLUMNS = (
     "fetch_share",
     "sm_share",
     "loss_ratio",
+    *("ms", "bound_ms", "start_us", "end_us"),  # weights.csv, timeline.csv
+    *("sample_ms", "fetch_ms", "train_ms", "epoch_s", "table_gib"),  # gnn.csv, gnn_parallel.csv
+    *("prefill_s", "token_s", "load_s"),  # flexgen_opt.csv
 )
 REFERENCE = Path(__file__).with_name("reference_rates.csv")
 
@@ -127,6 +154,11 @@ def machine(rows):
 
 def number(value):
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def fine_number(value):
+    """With two digits more where the value is small."""
+    return number(value) if value >= 10 else f"{value:.2f}"
 
 
 def paper_rates(path):
@@ -676,6 +708,218 @@ def draw_overview(gather, stream, codec, path):
     save(figure, path, f"What ibp gains ({machine(gather or stream or codec)})")
 
 
+# ---- weights that are streamed -------------------------------------------------------------------------------------
+
+DTYPE_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float8_e4m3fn": "FP8"}
+
+
+def of_tokens(rows):
+    """{(batch, prompt): {arm: its row with the most SMs}} of one dtype, one call on many tokens last."""
+    cells = {}
+    for row in sorted(rows, key=lambda row: row["sms"]):
+        if row["arm"] in WEIGHTS_STYLE:
+            cells.setdefault((row["rows"], row["prompt"]), {})[row["arm"]] = row
+    return {cell: cells[cell] for cell in sorted(cells, key=lambda cell: (cell[1] == 0, cell))}
+
+
+def cell_name(batch, prompt):
+    return f"batch {batch}, prompt {prompt:,}" if prompt else f"{1024 * batch:,} tokens at once"
+
+
+def draw_weights(rows, path):
+    """Milliseconds a token: a panel for each dtype, a group of bars for each batch and prompt, the bound as a tick."""
+    tokens = {dtype: of_tokens(rates) for dtype, rates in by_dtype(rows).items()}
+    tokens = {dtype: cells for dtype, cells in tokens.items() if cells}
+    if not tokens:
+        return
+    widths = [sum(map(len, cells.values())) + len(cells) for cells in tokens.values()]
+    figure, panels = plt.subplots(
+        1,
+        len(tokens),
+        figsize=(max(8.0, 0.37 * sum(widths) + 1), 4.8),
+        width_ratios=widths,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for panel, (dtype, cells) in zip(panels[0], tokens.items()):
+        draw_tokens(panel, cells)
+        case = next(row["case"] for row in rows if row["dtype"] == dtype)
+        panel.set_title(f"{DTYPE_NAMES.get(dtype, dtype)}, {case.split(' of ')[-1]}", fontsize=10)
+        panel.grid(axis="y", alpha=0.3)
+        panel.set_axisbelow(True)
+    set_rate_axis(panels[0][0])
+    shown = [row["ms"] for cells in tokens.values() for arms in cells.values() for row in arms.values()]
+    panels[0][0].set_ylim(0.5 * min(shown), 1.6 * max(shown))
+    panels[0][0].set_ylabel("ms a call of the model (logarithmic)")
+    legend_below(figure, panels[0], 4)
+    save(figure, path, f"A token of a Llama, by where its weights are ({machine(rows)})")
+
+
+def by_dtype(rows):
+    return {dtype: [row for row in rows if row["dtype"] == dtype] for dtype in in_order(row["dtype"] for row in rows)}
+
+
+def draw_tokens(panel, cells):
+    """Bars of the arms that each cell has, side by side."""
+    at, centres = 0, []
+    for arms in cells.values():
+        present = [arm for arm in WEIGHTS_STYLE if arm in arms]
+        for place, arm in enumerate(present, at):
+            (label, color), row = WEIGHTS_STYLE[arm], arms[arm]
+            panel.bar(place, row["ms"], 0.94, color=color, label=label)
+            if row["bound_ms"]:
+                panel.hlines(
+                    row["bound_ms"], place - 0.47, place + 0.47, color="black", linewidth=1.5, label="its bound"
+                )
+            top = max(row["ms"], row["bound_ms"] or 0)
+            panel.annotate(
+                number(row["ms"]), (place, top), (0, 2), textcoords="offset points", ha="center", fontsize=7.5
+            )
+        centres.append(at + (len(present) - 1) / 2)
+        at += len(present) + 1
+    names = [cell_name(*cell).replace(", ", "\n").replace(" tokens", "\ntokens") for cell in cells]
+    panel.set_xticks(centres, names, fontsize=8)
+    panel.tick_params(axis="x", length=0)
+    panel.set_xlim(-1, at - 1)
+
+
+def merged(spans):
+    """Spans (start, end) in order, those that meet as one."""
+    found = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def busy_share(spans, window):
+    """How much of the window (start, end) the spans cover."""
+    return sum(end - start for start, end in merged(spans)) / (window[1] - window[0])
+
+
+def window_of(timeline):
+    return min(row["start_us"] for row in timeline), max(row["end_us"] for row in timeline)
+
+
+def spans_of(timeline):
+    """{kind: its spans}, in the order of the chart."""
+    return {
+        kind: [(row["start_us"], row["end_us"]) for row in timeline if row["kind"] == kind] for kind in TIMELINE_STYLE
+    }
+
+
+def draw_timeline(timeline, rows, path):
+    """What copies, decoding and the model keep busy during a part of one token: a line of spans each. rows: of the
+    run that it is of.
+    """
+    if not timeline or not rows:
+        return
+    window, spans = window_of(timeline), spans_of(timeline)
+    figure, panel = plt.subplots(figsize=(10, 2.5), layout="constrained")
+    for i, (kind, own) in enumerate(spans.items()):
+        panel.broken_barh(
+            [((start - window[0]) / 1e3, (end - start) / 1e3) for start, end in own],
+            (i - 0.4, 0.8),
+            color=TIMELINE_STYLE[kind][1],
+            linewidth=0,
+        )
+    panel.set_yticks(
+        range(len(spans)),
+        [f"{TIMELINE_STYLE[kind][0]}\n{100 * busy_share(own, window):.0f} % busy" for kind, own in spans.items()],
+        fontsize=9,
+    )
+    panel.invert_yaxis()
+    panel.set_xlim(0, (window[1] - window[0]) / 1e3)
+    panel.set_xlabel("ms", fontsize=9)
+    panel.tick_params(axis="x", labelsize=8)
+    panel.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)
+    save(figure, path, f"A part of one token, BF16 weights streamed by ibp ({machine(rows)})")
+
+
+# ---- graphs --------------------------------------------------------------------------------------------------------
+
+
+def draw_gnn(rows, path):
+    """A group of bars for each set and batch. Above: seconds an epoch; below: the rate of a fetch alone, as multiples
+    of that of raw rows by the GPU.
+    """
+    cells = {}
+    for row in rows:
+        if row["arm"] in GNN_STYLE:
+            cells.setdefault(row["case"], {})[row["arm"]] = row
+    if not cells:
+        return
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(max(8.0, 1.6 * len(cells)), 7.2), sharex=True, height_ratios=(1.2, 1), layout="constrained"
+    )
+    draw_arms(above, {case: {arm: row["epoch_s"] for arm, row in arms.items()} for case, arms in cells.items()}, None)
+    above.set_ylabel("seconds an epoch (logarithmic)")
+    draw_arms(
+        below,
+        {
+            case: {
+                arm: arms["raw rows"]["fetch_ms"] / row["fetch_ms"] for arm, row in arms.items() if arm != "raw rows"
+            }
+            if "raw rows" in arms
+            else {}
+            for case, arms in cells.items()
+        },
+        1,
+    )
+    below.axhline(1, color="black", linewidth=1)
+    below.set_ylabel("fetches, times raw rows (logarithmic)")
+    below.set_xticks(range(len(cells)), [graph_label(next(iter(arms.values()))) for arms in cells.values()], fontsize=8)
+    legend_below(figure, [above], 5)
+    save(figure, path, f"Epochs of GraphSAGE, features in pinned host memory ({machine(rows)})")
+
+
+def graph_label(row):
+    name = row["case"].split(", batch")[0]
+    dtype = DTYPE_NAMES.get(row["dtype"], row["dtype"])
+    return f"{name}\nbatch {row['batch']:,}\n{dtype}, {row['row_bytes']:,} B"
+
+
+def draw_arms(panel, cells, base):
+    """Bars {case: {arm: value}} with their numbers, on a logarithmic axis. base: where they begin; None: below all."""
+    values = [value for arms in cells.values() for value in arms.values()]
+    start = base or 0.6 * min(values, default=1)
+    width = 0.88 / len(GNN_STYLE)
+    for i, (arm, (label, color)) in enumerate(GNN_STYLE.items()):
+        places = [
+            (at + (i - (len(GNN_STYLE) - 1) / 2) * width, arms[arm])
+            for at, arms in enumerate(cells.values())
+            if arm in arms
+        ]
+        panel.bar(
+            [place for place, _ in places],
+            [value - start for _, value in places],
+            width,
+            bottom=start,
+            color=color,
+            label=label,
+        )
+        for place, value in places:
+            is_above = value >= start
+            panel.annotate(
+                fine_number(value),
+                (place, value),
+                (0, 2 if is_above else -2),
+                textcoords="offset points",
+                ha="center",
+                va="bottom" if is_above else "top",
+                fontsize=7,
+            )
+    set_rate_axis(panel)
+    panel.set_ylim(min([start, *(0.6 * value for value in values)]), 1.6 * max(values, default=1))
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+
+
 # ---- savings -------------------------------------------------------------------------------------------------------
 
 
@@ -812,6 +1056,10 @@ def draw(directory):
         draw_cases(read(directory / f"{name}.csv"), directory / f"{name}.png", title)
     draw_overlap(read(directory / "overlap.csv"), directory / "overlap.png")
     draw_ratio(read(directory / "ratio.csv"), directory / "ratio.png")
+    weights = read(directory / "weights.csv")
+    draw_weights(weights, directory / "weights.png")
+    draw_timeline(read(directory / "timeline.csv"), weights, directory / "timeline.png")
+    draw_gnn(read(directory / "gnn.csv"), directory / "gnn.png")
 
 
 def main(argv=None):

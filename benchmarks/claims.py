@@ -1,16 +1,17 @@
-"""Writes the measured tables of README.md and benchmarks/RESULTS.md from the CSVs.
+"""Writes the measured tables of README.md, docs/ and benchmarks/RESULTS.md from the CSVs.
 
     python -m benchmarks.claims [--out DIR] [--root DIR] [--check]
 
 The text between the markers of each block is replaced, so that it holds no number but those of benchmarks/results.
---check writes nothing and exits with 1 where a page says something else. A block whose CSV is missing stays as it is.
+--check writes nothing and exits with 1 where a page says something else. A block whose CSV is missing stays as it is:
+empty, where it never was there. So headings and pictures that belong to a CSV are a part of its block.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from . import charts, harness, ratio
+from . import charts, gnn, gnn_parallel, harness, ratio
 
 ROWS = (256, 512, 1024, 2048, 4096, 16384, 65536)
 CAPTION_OF_MACHINE = "{gpu}, torch {torch}, CUDA {cuda}, commit {commit:.10}"
@@ -343,6 +344,209 @@ def headline_block(directory):
     )
 
 
+# ---- weights and graphs --------------------------------------------------------------------------------------------
+
+LOADING_ARM, FLEXGEN_ARM = "ibp, loading", "FlexGen"
+
+
+def with_bound(row):
+    """Milliseconds, and the share that the bound is of them."""
+    if row is None:
+        return ""
+    share = f" ({100 * row['bound_ms'] / row['ms']:.0f} %)" if row["bound_ms"] else ""
+    return charts.number(row["ms"]) + share
+
+
+def gigabytes(num_bytes):
+    return "" if num_bytes is None else f"{num_bytes / 1e9:.2f}"
+
+
+def tokens_table(rows):
+    """A line for each arm and number of SMs of one dtype, a column for each batch and prompt."""
+    shown = [row for row in rows if row["arm"] in charts.WEIGHTS_STYLE]
+    cells = list(charts.of_tokens(shown))
+    most = {arm: max(row["sms"] for row in rates(shown, arm=arm)) for arm in {row["arm"] for row in shown}}
+    lines = []
+    for arm, (label, _) in charts.WEIGHTS_STYLE.items():
+        for sms in sorted({row["sms"] for row in rates(shown, arm=arm) if row["prompt"]}, reverse=True):
+            own = {(row["rows"], row["prompt"]): row for row in rates(shown, arm=arm, sms=sms)}
+            first = next(iter(own.values()))
+            lines.append(
+                [
+                    label + (f", at most {sms} SMs" if sms < most[arm] else ""),
+                    *(with_bound(own.get(cell)) for cell in cells),
+                    gigabytes(first["host_bytes"]),
+                    gigabytes(first["device_bytes"]),
+                ]
+            )
+    return markdown(["weights", *(charts.cell_name(*cell) for cell in cells), "GB on the host", "GB on GPUs"], lines)
+
+
+def offload_block(directory):
+    """Milliseconds a token by where the weights are, and where they lie, a table for each dtype."""
+    rows = charts.read(directory / "weights.csv")
+    tables = {dtype: own for dtype, own in charts.by_dtype(rows).items() if charts.of_tokens(own)}
+    if not tables:
+        return None
+    text = [
+        f"Milliseconds a token of a Llama with random weights, N(0, 0.02) (`weights.csv`: {caption(rows)}), or of one "
+        "call on many tokens at once. In brackets the share that its bound is of it: the time that the link needs for "
+        "the bytes stored; for coded rows on the GPU the time of raw ones plus that of decoding; for tokens at once, "
+        "with which computing takes as long as the link does, the time of raw weights on the GPU plus 3 %."
+    ]
+    for dtype, own in tables.items():
+        text.append(f"{charts.DTYPE_NAMES.get(dtype, dtype)}, {own[0]['weight_bytes'] / 1e9:.2f} GB:")
+        text.append(tokens_table(own))
+    if loading := rates(rows, arm=LOADING_ARM):
+        text.append(
+            "From safetensors in the page cache to a compressed model in pinned memory: "
+            f"{loading[0]['ms'] / 1e3:.1f} s."
+        )
+    text.append("![Milliseconds a token, by where the weights are](../benchmarks/results/weights.png)")
+    if timeline := charts.read(directory / "timeline.csv"):
+        window = charts.window_of(timeline)
+        busy = {kind: charts.busy_share(own, window) for kind, own in charts.spans_of(timeline).items()}
+        text.append(
+            f"In {(window[1] - window[0]) / 1e3:.0f} ms of a token of BF16 weights copies over the link are under way "
+            f"{100 * busy['copy']:.0f} % of the time, decoding {100 * busy['decode']:.0f} %, and the model's own "
+            f"kernels {100 * busy['compute']:.0f} %:"
+        )
+        text.append("![Copies, decoding and the model during a token](../benchmarks/results/timeline.png)")
+    return "\n\n".join(text)
+
+
+def offload_line(directory):
+    """The first cell of the first dtype in a sentence."""
+    rows = charts.read(directory / "weights.csv")
+    tables = [cells for own in charts.by_dtype(rows).values() if (cells := charts.of_tokens(own))]
+    if not tables:
+        return None
+    (batch, prompt), arms = next(iter(tables[0].items()))
+    row = next(iter(arms.values()))
+    return (
+        "## Models larger than the GPU\n\n"
+        f"A token of a Llama with {row['weight_bytes'] / 1e9:.2f} GB of "
+        f"{charts.DTYPE_NAMES.get(row['dtype'], row['dtype'])} weights, {charts.cell_name(batch, prompt)} "
+        f"(`weights.csv`: {caption(rows)}), in milliseconds: "
+        + "; ".join(
+            f"{label} {with_bound(arms[arm])}" for arm, (label, _) in charts.WEIGHTS_STYLE.items() if arm in arms
+        )
+        + "; in brackets the share that the bound is of it. All of it: [docs/llm.md](../docs/llm.md#ibpoffload)."
+    )
+
+
+def tokens_a_second(row):
+    """Of all sequences of a batch, which ends the name of the case."""
+    return int(row["case"].rsplit(" ", 1)[1]) / row["token_s"]
+
+
+def flexgen_block(directory):
+    """FlexGen's loop by arm."""
+    rows = charts.read(directory / "flexgen_opt.csv")
+    if not rows:
+        return None
+    lines = [
+        [
+            row["arm"],
+            f"{tokens_a_second(row):.2f}",
+            f"{row['prefill_s']:.2f}",
+            f"{row['load_s']:.1f}",
+            gigabytes(row["host_bytes"]),
+        ]
+        for row in rows
+    ]
+    heads = ["", "tokens a second", "seconds until the first tokens", "seconds of loading", "GB on the host"]
+    return (
+        f"FlexGen with {rows[0]['case']}, FP16, all weights in host memory (`flexgen_opt.csv`: {caption(rows)}); "
+        "tokens after the first, of the whole batch:\n\n" + markdown(heads, lines)
+    )
+
+
+def flexgen_line(directory):
+    rows = charts.read(directory / "flexgen_opt.csv")
+    plain, coded = (rates(rows, arm=arm) for arm in (FLEXGEN_ARM, f"{FLEXGEN_ARM}, ibp"))
+    if not plain or not coded:
+        return None
+    return (
+        f"## FlexGen\n\n{rows[0]['case']}, FP16, all weights in host memory (`flexgen_opt.csv`: {caption(rows)}): "
+        f"{tokens_a_second(plain[0]):.2f} tokens a second without ibp, {tokens_a_second(coded[0]):.2f} with it; "
+        f"{gigabytes(plain[0]['host_bytes'])} and {gigabytes(coded[0]['host_bytes'])} GB of host memory. All of it: "
+        "[docs/llm.md](../docs/llm.md#flexgen)."
+    )
+
+
+def graphs_block(directory):
+    """Seconds an epoch by set and arm, and how much faster fetches are."""
+    rows = charts.read(directory / "gnn.csv")
+    if not rows:
+        return None
+    gains, lines = {gain.case: gain for gain in gnn.gains(rows)}, []
+    for case in charts.in_order(row["case"] for row in rows):
+        own = {row["arm"]: row for row in rates(rows, case=case)}
+        row, gain = next(iter(own.values())), gains.get(case)
+        lines.append(
+            [
+                case.split(", batch")[0],
+                f"{charts.DTYPE_NAMES.get(row['dtype'], row['dtype'])}, {row['row_bytes']:,} B",
+                f"{row['table_gib']:.1f}",
+                f"{row['batch']:,}",
+                *(charts.fine_number(own[arm]["epoch_s"]) if arm in own else "" for arm in charts.GNN_STYLE),
+                *(map(charts.fine_number, gain[1:]) if gain else [""] * 3),
+            ]
+        )
+    heads = ["features", "rows", "GiB", "batch", *(f"`{arm}`" for arm in charts.GNN_STYLE)]
+    heads += ["fetches: `raw rows` / `ibp`", "epochs: the CPU's best / `ibp`", "epochs: `raw rows` / `ibp`"]
+    return (
+        f"Seconds of an epoch of {gnn.EPOCH_BATCHES} batches, the next one sampled and fetched beside the one that "
+        f'trains (`gnn.csv`: {caption(rows)}). `cpu plain` is `x[ids].to("cuda")`, `cpu pinned` and `cpu pipelined` '
+        "gather into pinned memory; `raw rows` and `ibp` are fetched by the GPU. The last three columns: how many "
+        "times as fast ibp is, in fetches alone and in epochs:\n\n"
+        + markdown(heads, lines)
+        + "\n\n![Epochs and fetches, by features and arm](../benchmarks/results/gnn.png)"
+    )
+
+
+def several_block(directory):
+    """Seconds an epoch by number of GPUs."""
+    rows = charts.read(directory / "gnn_parallel.csv")
+    if not rows:
+        return None
+    factors = {(case, gpus): factor for case, gpus, factor in gnn_parallel.speedups(rows)}
+    counts = sorted({row["gpus"] for row in rows})
+    lines = []
+    for case in charts.in_order(row["case"] for row in rows):
+        epochs = {row["gpus"]: row["epoch_s"] for row in rates(rows, case=case)}
+        shares = {n: f" ({charts.fine_number(factors[case, n])})" for n in counts if (case, n) in factors}
+        lines.append(
+            [case, *(charts.fine_number(epochs[n]) + shares.get(n, "") if n in epochs else "" for n in counts)]
+        )
+    return (
+        f"The same on several GPUs, data-parallel, each with a table of its own (`gnn_parallel.csv`: {caption(rows)}); "
+        "seconds of an epoch with `ibp`, in brackets how many times as fast as one GPU:\n\n"
+        + markdown(["features", *(f"{n} GPU{'s' if n > 1 else ''}" for n in counts)], lines)
+    )
+
+
+def graphs_line(directory):
+    """What ibp gains, from the least to the most."""
+    rows = charts.read(directory / "gnn.csv")
+    gains = list(gnn.gains(rows))
+    if not gains:
+        return None
+
+    def span(factors):
+        first, *others = map(charts.fine_number, sorted(factors))
+        return f"{first} to {others[-1]} times" if others else f"{first} times"
+
+    return (
+        f"## Graph neural networks\n\nEpochs of GraphSAGE with ibp (`gnn.csv`: {caption(rows)}) are "
+        f"{span(gain.epoch for gain in gains)} as fast as with the best gather by the CPU and "
+        f"{span(gain.raw_epoch for gain in gains)} as fast as with raw rows fetched by the GPU; fetches alone are "
+        f"{span(gain.fetch for gain in gains)} as fast as those. All of it: "
+        "[docs/gnn.md](../docs/gnn.md#what-it-gains)."
+    )
+
+
 BLOCKS = {
     "rows": rows_block,
     "large tables": cases_block("large_table", "Random rows of large tables in host memory"),
@@ -353,9 +557,17 @@ BLOCKS = {
     "beside": beside_block,
     "cpu": cases_block("cpu", "On the CPU alone"),
     "memory": memory_block,
+    "offload": offload_line,
+    "flexgen": flexgen_line,
+    "graphs": graphs_line,
     "savings": savings_block,
 }
-PAGES = {"README.md": {"headline": headline_block}, "benchmarks/RESULTS.md": BLOCKS}  # relative to the repository
+PAGES = {
+    "README.md": {"headline": headline_block},
+    "benchmarks/RESULTS.md": BLOCKS,
+    "docs/llm.md": {"offload": offload_block, "flexgen": flexgen_block},
+    "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
+}  # relative to the repository
 
 
 # ---- the pages -----------------------------------------------------------------------------------------------------

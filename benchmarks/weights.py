@@ -1,16 +1,24 @@
-"""Models whose weights are streamed: time a token of `ibp.offload`.
+"""How long is a token of a model whose weights `ibp.offload` streams?
+
+    python -m benchmarks.weights [--out DIR] [--device cpu] [--quick]
 
 Beside it raw weights through the same hooks, weights on the GPU, and accelerate's cpu_offload. A Llama of transformers
 with 7 billion random weights, N(0, 0.02) in BF16, FP16 and FP8 (E4M3, cast before each product). A token is one call of
-the model after a prompt, with its cache, by the wall clock; `prompt` 0 stands for one call on so many tokens that the
-GPU computes as long as raw weights take to come. In the same run the bits of every weight that a layer sees are summed
-up on the device and compared, and at batch 1 the tokens. The bound is the copy engine's rate over the bytes stored; for
-coded rows on the GPU, raw time plus 1.1 times that of decoding all of them. With two GPUs layers take turns.
-`timeline.csv` holds what copy engine, decoders and compute do during one token.
+the model after a prompt, with its cache, by the wall clock: the mean of several, after a first one. `prompt` 0 stands
+for one call on so many tokens, `rows` sequences of 1,024, that the GPU computes as long as raw weights take to come. In
+the same run the bits of every weight that a layer sees are summed up on the device and compared, and at batch 1 the
+tokens; not the bits of accelerate's weights, which no hook sees. The bound is the copy engine's rate over the bytes
+stored; for coded rows on the GPU, raw time plus 1.1 times that of decoding all of them; for `prompt` 0, 1.03 times the
+time of weights on the GPU. With two GPUs layers take turns.
+
+weights.csv has, after the common columns, prompt (tokens), ms (a token, or the call), bound_ms, host_bytes and
+device_bytes (what weights take there, the arena included) and weight_bytes (of the raw weights); `rows` are the batch.
+`timeline.csv` holds what copy engine, decoders and compute do during a part of one token, in microseconds.
 """
 
-import contextlib
 import csv
+import gc
+import shutil
 import statistics
 import sys
 import tempfile
@@ -23,6 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ibp
+from ibp._offload.lane import STREAM_SMS
 
 from . import harness, ideal
 
@@ -60,6 +69,8 @@ TINY = {
 CELLS, QUICK_CELLS = ((1, 256), (1, 1920), (16, 512)), ((1, 8),)  # (batch, prompt)
 RESIDENT_CELLS, QUICK_RESIDENT_CELLS = ((1, 256), (16, 256), (64, 256)), ((2, 8),)
 NUM_TOKENS, FEW_TOKENS = 8, 2  # timed a cell; of accelerate, which takes over a second for each
+ACCELERATE = "accelerate cpu_offload"  # the arm
+FEW_SMS = 8  # beside the number that ibp.offload takes by itself
 DECODE_GBPS = 1973  # BF16 from device memory (codec.csv)
 STREAM_SHARE, RAW_FACTOR, ACCELERATE_FACTOR, TWO_GPUS_FACTOR = {"bfloat16": 0.95, "float16": 0.95}, 1.42, 8.0, 1.85
 FP8_SHARE, COMPUTE_SHARE, RESIDENT_SHARE, LOAD_SECONDS = 0.90, 1.03, 0.74, 10.0
@@ -124,14 +135,13 @@ class Bench:
     def seconds_a_token(self, model, batch, prompt, num_tokens):
         """(seconds a token, the tokens)."""
         out = model(self.prompt(batch, prompt), use_cache=True, logits_to_keep=1)
-        cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
-        tokens = [token]
-        self.run.sync()
-        start = time.perf_counter()
-        for _ in range(num_tokens):
-            out = model(token, past_key_values=cache, use_cache=True)
-            token = out.logits[:, -1:].argmax(-1)
-            tokens.append(token)
+        cache, tokens = out.past_key_values, [out.logits[:, -1:].argmax(-1)]
+        for i in range(1 + num_tokens):
+            if i == 1:  # the first one loads kernels
+                self.run.sync()
+                start = time.perf_counter()
+            out = model(tokens[-1], past_key_values=cache, use_cache=True)
+            tokens.append(out.logits[:, -1:].argmax(-1))
         self.run.sync()
         return (time.perf_counter() - start) / num_tokens, torch.cat(tokens, 1)
 
@@ -173,29 +183,37 @@ class Bench:
         if batch == 1 and not torch.equal(first, tokens.cpu()[:, : first.shape[1]]):
             raise AssertionError(f"the tokens after a prompt of {prompt} differ from those of the first arm")
 
-    def add(self, arm, batch, prompt, seconds, *, stats=None, bound=0.0, sms=0):
-        streamed = self.num_bytes if stats is None else stats.weight_bytes
+    def add(self, arm, batch, prompt, seconds, *, handle=None, bound=0.0, sms=0):
+        """handle: of ibp.offload; without one all weights are where the arm says."""
+        on_host = arm == ACCELERATE  # which has a layer's weights on the GPU at a time, and does not say how many
+        host_bytes, device_bytes = (self.num_bytes, "") if on_host else (0, self.num_bytes)
+        weight_bytes, savings = self.num_bytes, 0.0
+        if handle is not None:
+            stats = handle.stats()
+            host_bytes, device_bytes, weight_bytes = stats.host_bytes, stats.device_bytes, stats.weight_bytes
+            tables = [weight.table for weight in handle._division.weights if weight.table is not None]
+            savings = 1 - sum(table.stored_bytes for table in tables) / sum(table.original_bytes for table in tables)
         self.run.add(
             case=f"Llama of {self.num_bytes / 1e9:.2f} GB",
             arm=arm,
             rows=batch,
             row_bytes=self.config.hidden_size * self.dtype.itemsize,
             dtype=self.dtype,
-            savings=0.0 if stats is None else 1 - (stats.host_bytes or stats.device_bytes) / streamed,
-            gbps=streamed / seconds / 1e9,
-            ideal_gbps=streamed / (bound or seconds) / 1e9,
+            savings=savings,
+            gbps=weight_bytes / seconds / 1e9,
+            ideal_gbps=weight_bytes / (bound or seconds) / 1e9,
             sms=sms,
             prompt=prompt,
             ms=f"{1e3 * seconds:.2f}",
             bound_ms=f"{1e3 * bound:.2f}" if bound else "",
-            host_bytes="" if stats is None else stats.host_bytes,
-            device_bytes=self.num_bytes if stats is None else stats.device_bytes,
-            weight_bytes=streamed,
+            host_bytes=host_bytes,
+            device_bytes=device_bytes,
+            weight_bytes=weight_bytes,
         )
 
 
 def bits_of(x):
-    """Two sums over the bytes of a tensor that tell any two weights of a model apart."""
+    """Three sums over the bytes of a tensor, which tell any two weights of a model apart."""
     words = x.detach().contiguous().view(torch.uint8).view(-1).view(torch.int16)
     half = len(words) // 2
     return torch.stack([words.sum(dtype=torch.int64), words[:half].sum(dtype=torch.int64), words[::3].sum()])
@@ -218,41 +236,61 @@ def measure(bench, arm, model, cells, *, handle=None, num_tokens=NUM_TOKENS, bou
             seconds, tokens = bench.seconds_a_token(model, batch, prompt, num_tokens)
             bench.check_tokens(batch, prompt, tokens)
             limit = bound(batch, prompt) if callable(bound) else bound or 0.0
-            bench.add(arm, batch, prompt, seconds, stats=handle and handle.stats(), bound=limit, sms=sms)
+            bench.add(arm, batch, prompt, seconds, handle=handle, bound=limit, sms=sms)
         if check:
             bench.check_weights(model)
 
 
+def release(run):
+    """Frees the models of earlier arms: a model that is offloaded and its hooks hold each other."""
+    gc.collect()
+    if run.on_gpu:
+        torch.cuda.empty_cache()
+
+
 def measure_streams(bench, cells, resident_cells):
-    """Arms through hooks. Returns the raw seconds a token by cell, for what is resident."""
+    """Arms through hooks. Returns the seconds a token of weights on the GPU, by cell."""
     run, plain = bench.run, {}
-    model = bench.on_gpu()
-    measure(bench, "on the GPU", model, dict.fromkeys((*cells, *resident_cells)))
+    balance, compute = measure_on_gpu(bench, dict.fromkeys((*cells, *resident_cells)))
     for row in run.rows:
         if row["arm"] == "on the GPU" and row["dtype"] == harness.dtype_name(bench.dtype):
             plain[row["rows"], row["prompt"]] = float(row["ms"]) / 1e3
-    balance = balanced_tokens(bench, model) if bench.dtype == torch.bfloat16 else None
-    compute = bench.seconds_a_call(model, balance) if balance else None
-    if balance:
-        bench.add("on the GPU", max(1, balance // 1024), 0, compute)
-    del model
     for arm, options in (("raw through hooks", {"scheme": "raw"}), ("ibp", {})):
+        release(run)
         with run.cell(f"{arm}, {bench.dtype}"):
-            model, handle = bench.offloaded(**options)
-            bound = link_bytes_a_token(handle) / ideal.LINK_COPY_GBPS / 1e9
-            for sms in (None, 8) if arm == "ibp" and run.on_gpu else (None,):
-                for lane in handle._lanes:
-                    lane.max_sms = sms
-                measure(bench, arm, model, cells, handle=handle, bound=bound, sms=sms or (16 if arm == "ibp" else 0))
-            for lane in handle._lanes:
-                lane.max_sms = None
-            if balance:
-                seconds = bench.seconds_a_call(model, balance)
-                bench.add(arm, max(1, balance // 1024), 0, seconds, stats=handle.stats(), bound=compute * COMPUTE_SHARE)
-            if arm == "ibp" and run.on_gpu and bench.dtype == torch.bfloat16:
-                write_timeline(bench, model)
-            del model, handle
+            measure_stream(bench, arm, options, cells, balance, compute)
     return plain
+
+
+def measure_on_gpu(bench, cells):
+    """Returns (tokens of one call, its seconds), for BF16."""
+    model = bench.on_gpu()
+    measure(bench, "on the GPU", model, cells)
+    balance = balanced_tokens(bench, model) if bench.dtype == torch.bfloat16 else 0
+    if not balance:
+        return 0, 0.0
+    compute = bench.seconds_a_call(model, balance)
+    bench.add("on the GPU", max(1, balance // 1024), 0, compute)
+    return balance, compute
+
+
+def measure_stream(bench, arm, options, cells, balance, compute):
+    run = bench.run
+    model, handle = bench.offloaded(**options)
+    bound = link_bytes_a_token(handle) / ideal.LINK_COPY_GBPS / 1e9
+    decoding_sms = STREAM_SMS if arm == "ibp" else 0
+    for sms in (None, FEW_SMS) if arm == "ibp" and run.on_gpu else (None,):
+        for lane in handle._lanes:
+            lane.max_sms = sms
+        measure(bench, arm, model, cells, handle=handle, bound=bound, sms=sms or decoding_sms)
+    for lane in handle._lanes:
+        lane.max_sms = None
+    if balance:
+        seconds = bench.seconds_a_call(model, balance)
+        batch, limit = max(1, balance // 1024), compute * COMPUTE_SHARE
+        bench.add(arm, batch, 0, seconds, handle=handle, bound=limit, sms=decoding_sms)
+    if arm == "ibp" and run.on_gpu and bench.dtype == torch.bfloat16:
+        write_timeline(bench, model)
 
 
 def balanced_tokens(bench, model):
@@ -266,6 +304,7 @@ def balanced_tokens(bench, model):
 def measure_resident(bench, cells, plain):
     """Weights as coded rows on the GPU."""
     decoding = bench.num_bytes / DECODE_GBPS / 1e9
+    release(bench.run)
     with bench.run.cell("resident"):
         model, handle = bench.offloaded(resident="compressed")
         measure(
@@ -283,19 +322,21 @@ def measure_accelerate(bench):
     if accelerate is None:
         print("accelerate: not installed, left out")
         return
+    release(bench.run)
     with bench.run.cell("accelerate"):
         model = bench.model()
         model.load_state_dict(bench.state, assign=True)
         accelerate.cpu_offload(model, execution_device=bench.run.device, state_dict=bench.state)
-        measure(bench, "accelerate cpu_offload", model, bench_cells(bench.run)[:1], num_tokens=FEW_TOKENS, check=False)
+        measure(bench, ACCELERATE, model, bench_cells(bench.run)[:1], num_tokens=FEW_TOKENS, check=False)
 
 
 def measure_two_gpus(bench, cells):
     devices = [torch.device("cuda", number) for number in range(2)] if bench.run.on_gpu else ["cpu", "cpu"]
+    release(bench.run)
     with bench.run.cell("two GPUs"):
         model, handle = bench.offloaded(devices)
         bound = link_bytes_a_token(handle) / ideal.LINK_COPY_GBPS / 1e9 / 2
-        measure(bench, "ibp, two GPUs", model, cells, handle=handle, bound=bound, sms=16)
+        measure(bench, "ibp, two GPUs", model, cells, handle=handle, bound=bound, sms=STREAM_SMS)
 
 
 def measure_loading(bench):
@@ -303,21 +344,24 @@ def measure_loading(bench):
     if safetensors is None:
         print("loading: safetensors is not installed, left out")
         return
-    with bench.run.cell("loading"), tempfile.TemporaryDirectory(dir=memory_directory()) as directory:
+    release(bench.run)
+    with bench.run.cell("loading"), tempfile.TemporaryDirectory(dir=memory_directory(bench.num_bytes)) as directory:
         names = list(bench.state)
         for shard in range(4):
             part = {name: bench.state[name] for name in names[shard::4]}
             safetensors.torch.save_file(part, Path(directory) / f"model-{shard}.safetensors")
         bench.run.sync()
         start = time.perf_counter()
-        _, handle = bench.offloaded(checkpoint=directory)
+        model, handle = bench.offloaded(checkpoint=directory)
         bench.run.sync()
-        bench.add("ibp, loading", 0, 0, time.perf_counter() - start, stats=handle.stats(), bound=LOAD_SECONDS)
+        bench.add("ibp, loading", 0, 0, time.perf_counter() - start, handle=handle, bound=LOAD_SECONDS)
+        bench.check_weights(model)
 
 
-def memory_directory():
-    """Where files are in memory; None where there is no such place."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+def memory_directory(num_bytes):
+    """Where files are in memory; None, the place for temporary files, where there is no room for so many bytes."""
+    directory = Path("/dev/shm")
+    return directory if directory.is_dir() and shutil.disk_usage(directory).free > num_bytes else None
 
 
 @torch.inference_mode()
@@ -338,12 +382,12 @@ def write_timeline(bench, model):
     if not spans:
         print("timeline: the profiler saw no work on the GPU, left out")
         return
-    first, last = min(start for _, start, _ in spans), max(end for _, _, end in spans)
-    begin = (first + last) / 2  # far from the start of the profiler
+    spans.sort(key=lambda span: span[1])
+    begin = spans[len(spans) // 2][1]  # about the beginning of the second token
     with open(bench.run.path.with_name("timeline.csv"), "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(TIMELINE_COLUMNS)
-        for kind, start, end in sorted(spans, key=lambda span: span[1]):
+        for kind, start, end in spans:
             if begin <= start and end <= begin + TIMELINE_US:
                 writer.writerow((kind, f"{start - begin:.1f}", f"{end - begin:.1f}"))
 
@@ -360,21 +404,21 @@ def shortfalls(rows):
         what = f"{arm}, {dtype}, batch {batch}, prompt {prompt}: {ms:.1f} ms"
         if arm == "ibp" and prompt:
             share = STREAM_SHARE.get(dtype, FP8_SHARE)
-            if row["sms"] == 16 and ms * share > bound:
+            if row["sms"] == STREAM_SMS and ms * share > bound:
                 yield f"{what}, wanted {bound / share:.1f}"
             raw = next((r for key, r in by.items() if key[:4] == ("raw through hooks", dtype, batch, prompt)), None)
-            if row["sms"] == 16 and raw and dtype == "bfloat16" and float(raw["ms"]) < RAW_FACTOR * ms:
+            if row["sms"] == STREAM_SMS and raw and dtype == "bfloat16" and float(raw["ms"]) < RAW_FACTOR * ms:
                 yield f"{what}, {float(raw['ms']) / ms:.2f} times as fast as raw weights, wanted {RAW_FACTOR}"
         elif arm in ("ibp", "ibp, on the GPU", "ibp, loading") and bound and ms > bound:
             yield f"{what}, wanted {bound:.1f}"
         if arm == "ibp, on the GPU" and int(row["device_bytes"]) > RESIDENT_SHARE * int(row["weight_bytes"]):
             yield f"{what}: {int(row['device_bytes']) / int(row['weight_bytes']):.3f} of raw bytes on the GPU"
         if arm == "ibp, two GPUs":
-            one = by.get(("ibp", dtype, batch, prompt, 16))
+            one = by.get(("ibp", dtype, batch, prompt, STREAM_SMS))
             if one and float(one["ms"]) < TWO_GPUS_FACTOR * ms:
                 yield f"{what}, {float(one['ms']) / ms:.2f} times one GPU, wanted {TWO_GPUS_FACTOR}"
-        if arm == "accelerate cpu_offload":
-            own = by.get(("ibp", dtype, batch, prompt, 16))
+        if arm == ACCELERATE:
+            own = by.get(("ibp", dtype, batch, prompt, STREAM_SMS))
             if own and ms < ACCELERATE_FACTOR * float(own["ms"]):
                 yield f"{what}, ibp is {ms / float(own['ms']):.1f} times as fast, wanted {ACCELERATE_FACTOR}"
 
@@ -387,8 +431,7 @@ def main(argv=None):
         return run.finish()
     cells = bench_cells(run)
     resident_cells = QUICK_RESIDENT_CELLS if run.quick else RESIDENT_CELLS
-    with contextlib.suppress(AttributeError):
-        transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()
     with run.cell("BF16"):
         bench = Bench(run, torch.bfloat16)
         plain = measure_streams(bench, cells, resident_cells)
@@ -399,6 +442,7 @@ def main(argv=None):
         measure_accelerate(bench)
         del bench
     for dtype in (torch.float16, torch.float8_e4m3fn):
+        release(run)
         with run.cell(str(dtype)):
             measure_streams(Bench(run, dtype), cells[:1], ())
     return run.finish(shortfalls(run.rows))

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import math
 import os
+import re
 import signal
 import time
 import types
@@ -21,6 +22,8 @@ from benchmarks import (
     codec,
     cpu,
     gather,
+    gnn,
+    gnn_parallel,
     harness,
     ideal,
     inputs,
@@ -157,8 +160,8 @@ def test_check_bits_sees_every_bit():
         harness.check_bits(torch.tensor([-0.0]), torch.tensor([0.0]), "sign")
 
 
-def run_on_cpu(tmp_path, name="gather"):
-    return harness.Run(name, harness.parse_args(["--device", "cpu", "--quick", "--out", str(tmp_path)]))
+def run_on_cpu(tmp_path, name="gather", extra_columns=()):
+    return harness.Run(name, harness.parse_args(["--device", "cpu", "--quick", "--out", str(tmp_path)]), extra_columns)
 
 
 def test_run_writes_the_columns_and_goes_on_after_a_failure(tmp_path, capsys):
@@ -619,9 +622,7 @@ def write_measurements(directory):
     runs = {
         name: run_on_cpu(directory, name) for name in ("gather", "codec", "stream", "large_table", "cpu", "small_calls")
     }
-    runs["overlap"] = harness.Run(
-        "overlap", harness.parse_args(["--device", "cpu", "--quick", "--out", str(directory)]), overlap.COLUMNS
-    )
+    runs["overlap"] = run_on_cpu(directory, "overlap", overlap.COLUMNS)
 
     def add(name, case, arm, gbps=50.0, row_bytes=2048, dtype=torch.bfloat16, sms=132, **extra):
         runs[name].add(
@@ -724,8 +725,11 @@ def test_claims_are_what_the_csvs_say(tmp_path, capsys):
         page.write_text("before\n" + "".join("\n".join(claims.markers(name)) + "\nbetween\n" for name in blocks))
     argv = ["--out", str(tmp_path), "--root", str(tmp_path)]
     assert claims.main([*argv, "--check"]) == 1 and claims.main(argv) == 0 and claims.main([*argv, "--check"]) == 0
-    readme, results = (page.read_text() for page in pages)
+    readme, results, *others = (page.read_text() for page in pages)
     assert results.startswith("before\n<!-- rows") and results.count("\nbetween\n") == len(claims.BLOCKS)
+    assert not any(
+        "weights.csv" in page or "gnn.csv" in page or "flexgen_opt.csv" in page for page in (results, *others)
+    )
     for said in (
         "| 2 KiB |",
         "1.00 to 1.24 times",
@@ -747,6 +751,203 @@ def test_claims_are_what_the_csvs_say(tmp_path, capsys):
     page.write_text(results.replace(claims.markers("device")[1], ""))
     with pytest.raises(ValueError, match="end of device"):
         claims.main(argv)
+
+
+WEIGHTS_COLUMNS = ("prompt", "ms", "bound_ms", "host_bytes", "device_bytes", "weight_bytes")
+FLEXGEN_COLUMNS = ("prefill_s", "token_s", "load_s", "host_bytes")
+
+
+def write_tokens(directory):
+    """weights.csv and timeline.csv: BF16 in three cells, FP16 in one."""
+    run = run_on_cpu(directory, "weights", WEIGHTS_COLUMNS)
+
+    def add(arm, batch, prompt, ms, bound_ms="", sms=0, dtype=torch.bfloat16, host_bytes=0, device_bytes=20_000_000):
+        run.add(
+            case="Llama of 0.02 GB",
+            arm=arm,
+            rows=batch,
+            row_bytes=128,
+            dtype=dtype,
+            savings=0.3,
+            gbps=50.0,
+            ideal_gbps=60.0,
+            sms=sms,
+            prompt=prompt,
+            ms=f"{ms:.2f}",
+            bound_ms=bound_ms,
+            host_bytes=host_bytes,
+            device_bytes=device_bytes,
+            weight_bytes=20_000_000,
+        )
+
+    add("on the GPU", 1, 256, 20)
+    add("on the GPU", 16, 512, 22)
+    add("on the GPU", 12, 0, 240)
+    add("raw through hooks", 1, 256, 250, "240.00", host_bytes=20_000_000)
+    add("ibp", 1, 256, 160, "152.00", 16, host_bytes=14_000_000, device_bytes=600_000_000)
+    add("ibp", 1, 256, 200, "152.00", 8, host_bytes=14_000_000)
+    add("ibp", 12, 0, 250, "247.50", 16)
+    add("ibp, on the GPU", 16, 512, 30, "27.00", 132)
+    add("ibp, two GPUs", 1, 256, 85, "76.50", 16)
+    add("ibp, loading", 0, 0, 8100, "10000.00")
+    add("accelerate cpu_offload", 1, 256, 2000, device_bytes="")
+    add("on the GPU", 1, 256, 18.5, dtype=torch.float16)
+    spans = [("copy", 0, 9000), ("copy", 9500, 10000), ("decode", 1000, 5000), ("decode", 4000, 6000)]
+    with open(directory / "timeline.csv", "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerows([("kind", "start_us", "end_us"), *spans, ("compute", 2000.5, 4000.5)])
+
+
+def write_graphs(directory):
+    """gnn.csv with one set of which all arms are there, and one without raw rows; gnn_parallel.csv."""
+    run = run_on_cpu(directory, "gnn", gnn.COLUMNS)
+    same = {"rows": 1000, "row_bytes": 5732, "dtype": torch.float32, "savings": 0.9, "gbps": 50.0, "ideal_gbps": 60.0}
+    alone = {"batch": 1024, "batches": 200, "sample_ms": "9", "train_ms": "6", "table_gib": "12.81", "sms": 0}
+    arms = zip((*gnn.CPU_ARMS, "raw rows", "ibp"), ((30, 31.0), (15, 21.0), (12, 18.0), (10, 11.0), (0.125, 7.5)))
+    for arm, (fetch_ms, epoch_s) in arms:
+        run.add(case="cora, batch 1024", arm=arm, fetch_ms=fetch_ms, epoch_s=epoch_s, **same, **alone)
+    run.add(case="dense 602, batch 8192", arm="ibp", fetch_ms=4, epoch_s=5.25, **same, **(alone | {"batch": 8192}))
+    run = run_on_cpu(directory, "gnn_parallel", gnn_parallel.COLUMNS)
+    for gpus, epoch_s in ((1, 8.0), (2, 4.0), (4, 2.5)):
+        shape = {"gpus": gpus, "batch": 1024, "batches": 200, "epoch_s": epoch_s, "sms": 0}
+        run.add(case="cora", arm=f"ibp, {gpus} GPUs", **same, **shape)
+
+
+def write_flexgen(directory):
+    run = run_on_cpu(directory, "flexgen_opt", FLEXGEN_COLUMNS)
+    same = {"rows": 1000, "row_bytes": 8192, "dtype": torch.float16, "gbps": 50.0, "ideal_gbps": 60.0, "sms": 0}
+    for arm, token_s, host_bytes in (("FlexGen", "0.25", 13_100_000_000), ("FlexGen, ibp", "0.2", 11_200_000_000)):
+        times = {"prefill_s": "0.5", "token_s": token_s, "load_s": "20.1"}
+        run.add(case="opt, batch 4", arm=arm, savings=0.1, host_bytes=host_bytes, **same, **times)
+
+
+def test_charts_of_weights_and_graphs(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "timeline.csv").write_text("kind,start_us,end_us\ncopy,0,1\n")
+    charts.draw(tmp_path)
+    assert list(tmp_path.glob("*.png")) == []  # a timeline alone does not say what it is of
+    write_tokens(tmp_path)
+    charts.draw(tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"weights", "timeline"}
+    write_graphs(tmp_path)
+    charts.draw(tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"weights", "timeline", "gnn"}
+
+
+def test_charts_of_weights_show_each_arm_with_the_most_sms(tmp_path):
+    write_tokens(tmp_path)
+    rows = charts.by_dtype(charts.read(tmp_path / "weights.csv"))
+    assert list(rows) == ["bfloat16", "float16"]
+    cells = charts.of_tokens(rows["bfloat16"])
+    assert list(cells) == [(1, 256), (16, 512), (12, 0)]  # one call on many tokens last
+    assert {arm: row["ms"] for arm, row in cells[1, 256].items()} == {
+        "on the GPU": 20,
+        "raw through hooks": 250,
+        "ibp": 160,
+        "ibp, two GPUs": 85,
+        "accelerate cpu_offload": 2000,
+    }
+    assert charts.cell_name(1, 1920) == "batch 1, prompt 1,920" and charts.cell_name(12, 0) == "12,288 tokens at once"
+
+
+def test_spans_of_a_timeline(tmp_path):
+    assert charts.merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+    write_tokens(tmp_path)
+    timeline = charts.read(tmp_path / "timeline.csv")
+    assert charts.window_of(timeline) == (0, 10000)
+    busy = {kind: charts.busy_share(spans, (0, 10000)) for kind, spans in charts.spans_of(timeline).items()}
+    assert busy == pytest.approx({"copy": 0.95, "decode": 0.5, "compute": 0.2})
+
+
+def test_bars_of_graphs(tmp_path):
+    """Fetches are drawn as multiples of raw rows, over the set that they are of."""
+    pytest.importorskip("matplotlib")
+    figure, panel = charts.plt.subplots()
+    charts.draw_arms(panel, {"a": {}, "b": {"cpu plain": 0.25, "ibp": 8.0}}, 1)
+    bars = [bar for bars in panel.containers for bar in bars]
+    assert [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in bars] == [(1, 0.25), (1, 8.0)]
+    assert all(0.5 < bar.get_x() and bar.get_x() + bar.get_width() < 1.5 for bar in bars)
+    assert [text.get_text() for text in panel.texts] == ["0.25", "8.00"]
+    charts.plt.close(figure)
+
+
+def test_claims_of_weights(tmp_path):
+    assert claims.offload_block(tmp_path) is None is claims.offload_line(tmp_path)
+    write_tokens(tmp_path)
+    page, line = claims.offload_block(tmp_path), claims.offload_line(tmp_path)
+    for said in (
+        "(`weights.csv`: none, torch ",
+        "\n\nBF16, 0.02 GB:\n\n| weights | batch 1, prompt 256 | batch 16, prompt 512 | 12,288 tokens at once |",
+        "| raw weights on the GPU | 20.0 | 22.0 | 240 | 0.00 | 0.02 |",
+        "| ibp, coded rows on the GPU |  | 30.0 (90 %) |  | 0.00 | 0.02 |",
+        "| ibp, streamed | 160 (95 %) |  | 250 (99 %) | 0.01 | 0.60 |",
+        "| ibp, streamed, at most 8 SMs | 200 (76 %) |  |  | 0.01 | 0.02 |",
+        "| accelerate's cpu_offload | 2,000 |  |  | 0.00 |  |",
+        "\n\nFP16, 0.02 GB:\n\n| weights | batch 1, prompt 256 | GB on the host | GB on GPUs |",
+        "in pinned memory: 8.1 s.",
+        "(../benchmarks/results/weights.png)",
+        "In 10 ms",
+        "95 % of the time, decoding 50 %, and the model's own kernels 20 %",
+        "(../benchmarks/results/timeline.png)",
+    ):
+        assert said in page, said
+    assert line.startswith("## Models") and "batch 1, prompt 256" in line and "; ibp, streamed 160 (95 %); " in line
+    (tmp_path / "timeline.csv").unlink()
+    assert "timeline" not in claims.offload_block(tmp_path)
+
+
+def test_claims_of_flexgen(tmp_path):
+    assert claims.flexgen_block(tmp_path) is None is claims.flexgen_line(tmp_path)
+    write_flexgen(tmp_path)
+    page, line = claims.flexgen_block(tmp_path), claims.flexgen_line(tmp_path)
+    assert "| FlexGen | 16.00 | 0.50 | 20.1 | 13.10 |\n| FlexGen, ibp | 20.00 | 0.50 | 20.1 | 11.20 |" in page
+    assert "16.00 tokens a second without ibp, 20.00 with it; 13.10 and 11.20 GB" in line
+
+
+def test_claims_of_graphs(tmp_path):
+    assert claims.graphs_block(tmp_path) is None is claims.several_block(tmp_path)
+    assert claims.graphs_line(tmp_path) is None
+    write_graphs(tmp_path)
+    page, line = claims.graphs_block(tmp_path), claims.graphs_line(tmp_path)
+    for said in (
+        "| cora | FP32, 5,732 B | 12.8 | 1,024 | 31.0 | 21.0 | 18.0 | 11.0 | 7.50 | 80.0 | 2.40 | 1.47 |",
+        "| dense 602 | FP32, 5,732 B | 12.8 | 8,192 |  |  |  |  | 5.25 |  |  |  |",
+        "(../benchmarks/results/gnn.png)",
+    ):
+        assert said in page, said
+    assert "2.40 times as fast as with the best gather" in line and "fetches alone are 80.0 times" in line
+    assert "| features | 1 GPU | 2 GPUs | 4 GPUs |" in claims.several_block(tmp_path)
+    assert "| cora | 8.00 | 4.00 (2.00) | 2.50 (3.20) |" in claims.several_block(tmp_path)
+
+
+def test_claims_of_weights_and_graphs_reach_their_pages(tmp_path):
+    for write in (write_tokens, write_flexgen, write_graphs):
+        write(tmp_path)
+    for name, blocks in claims.PAGES.items():
+        page = tmp_path / name
+        page.parent.mkdir(exist_ok=True)
+        page.write_text("".join("\n".join(claims.markers(block)) + "\n" for block in blocks))
+    assert claims.main(["--out", str(tmp_path), "--root", str(tmp_path)]) == 0
+    for name, csvs in {
+        "docs/llm.md": ("weights.csv", "flexgen_opt.csv"),
+        "docs/gnn.md": ("gnn.csv", "gnn_parallel.csv"),
+        "benchmarks/RESULTS.md": ("weights.csv", "flexgen_opt.csv", "gnn.csv"),
+    }.items():
+        text = (tmp_path / name).read_text()
+        assert all(f"`{csv_name}`" in text for csv_name in csvs), name
+
+
+def test_pictures_of_claims_are_drawn(tmp_path):
+    """What a block links stands beside the CSV that the block is made of."""
+    pytest.importorskip("matplotlib")
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    write_tokens(results)
+    write_graphs(results)
+    charts.draw(results)
+    text = claims.offload_block(results) + claims.graphs_block(results)
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) == 3 and all(os.path.exists(os.path.normpath(tmp_path / "docs" / link)) for link in links)
 
 
 def test_the_pages_say_what_the_results_say():
