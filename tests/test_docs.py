@@ -71,6 +71,7 @@ def marks_of(page):
     return [pytest.mark.frameworks] if needs_modules else []
 
 
+@pytest.mark.filterwarnings("ignore:Dataloader CPU affinity")  # of DGL, whose class pytest-xdist would import
 @pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in PAGES], **names_of_pages)
 def test_python(page, tmp_path, monkeypatch):
     """Blocks that need a GPU, or a module, are left out without it; they are compiled nevertheless."""
