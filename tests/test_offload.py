@@ -71,6 +71,9 @@ def test_results_and_weights_are_the_same(lookahead, tie):
     stats = offloaded.stats()
     assert stats.misses == (0 if lookahead else stats.uses)
     assert stats.host_bytes < stats.weight_bytes and stats.seconds > 0 and stats.gb_per_s > 0
+    assert 0 < stats.waited_seconds
+    offloaded.reset_stats()
+    assert offloaded.stats().waited_seconds == offloaded.stats().seconds == offloaded.stats().uses == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -869,6 +872,7 @@ def test_gpu_weights(cuda, options, dtype):
         stats = offloaded.stats()
         assert stats.misses == 0 and stats.uses == 4 * len(model.layers)
         assert (stats.link_bytes == 0) == (options.get("resident") == "compressed")
+        assert 0 < stats.waited_seconds <= stats.seconds + 1
     assert not any(parameter.is_cuda for parameter in model.parameters())
 
 

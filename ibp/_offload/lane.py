@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container
 
 import torch
@@ -37,6 +38,7 @@ class Lane:
         self._inside: list[Group] = []  # groups whose weights are in the arena
         self._bound: dict[Group, tuple[int, list[torch.Tensor], list[torch.Tensor]]] = {}
         self.spare_bytes = 0  # of groups in use that the arena has no room for
+        self.waited_s = 0.0  # that uses waited for their weights
 
     @property
     def device_bytes(self) -> int:
@@ -158,11 +160,13 @@ class Lane:
 
     def _queue(self, group: Group, data: list[torch.Tensor], over: list[Group]) -> None:
         """Decodes a group's weights into their bytes, once nothing reads what lay there."""
+        begun = time.perf_counter()
         for weight, part in zip(group.weights, data):
             assert weight.table is not None
             fault = torch.zeros(4, dtype=torch.int64)
             KERNEL.decode(weight.table, 0, weight.num_bytes, self.device, 0, part, fault)
             weight.table._raise_fault(fault.tolist())
+        self.waited_s += time.perf_counter() - begun
 
 
 class CudaLane(Lane):
@@ -177,6 +181,7 @@ class CudaLane(Lane):
         super().__init__(device, arena_bytes, max_sms)
         self._stream = torch.cuda.Stream(device)
         self._from_host: TensorStream | None = None
+        self._waits: dict[Group, tuple[torch.cuda.Event, torch.cuda.Event]] = {}  # around the last wait for each group
 
     @property
     def device_bytes(self) -> int:
@@ -203,7 +208,14 @@ class CudaLane(Lane):
 
     def begin_use(self, group: Group) -> None:
         assert group.ready is not None
-        torch.cuda.current_stream(self.device).wait_event(group.ready)
+        stream, wait = torch.cuda.current_stream(self.device), self._waits.get(group)
+        if wait is None:
+            wait = self._waits[group] = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        elif wait[1].query():  # else the wait before this one goes uncounted: the host is a whole pass ahead
+            self.waited_s += wait[0].elapsed_time(wait[1]) * 1e-3
+        wait[0].record(stream)
+        stream.wait_event(group.ready)
+        wait[1].record(stream)
 
     def end_use(self, group: Group) -> None:
         stream = torch.cuda.current_stream(self.device)

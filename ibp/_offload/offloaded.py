@@ -159,6 +159,8 @@ class OffloadStats:
         fetched_bytes: bytes of weights, as the model uses them, brought to the device.
         link_bytes: of those, what crossed the link: coded rows from host memory.
         seconds: from the first use to the last one, on the host's clock.
+        waited_seconds: that modules waited for their weights, on the GPU's clock and without their last uses; without a
+            GPU, the time of decoding. Close to `seconds` where the link binds.
         weight_bytes: of all offloaded weights, as the model has them.
         host_bytes: host memory that they take, index and codebooks counted.
         device_bytes: device memory that they take: what is resident, the arena, the ring, the index.
@@ -169,6 +171,7 @@ class OffloadStats:
     fetched_bytes: int
     link_bytes: int
     seconds: float
+    waited_seconds: float
     weight_bytes: int
     host_bytes: int
     device_bytes: int
@@ -398,6 +401,7 @@ class Offloaded:
                 self._fetched_bytes,
                 self._link_bytes,
                 self._last_use - self._first_use if self._first_use is not None else 0.0,
+                sum(lane.waited_s for lane in self._lanes),
                 sum(weight.num_bytes for weight in self._division.weights),
                 sum(table.nbytes for table in on_host),
                 device_bytes,
@@ -408,6 +412,8 @@ class Offloaded:
         self._uses = self._misses = self._fetched_bytes = self._link_bytes = 0
         self._first_use: float | None = None
         self._last_use = 0.0
+        for lane in self._lanes:
+            lane.waited_s = 0.0
 
     def remove(self) -> None:
         """Gives the model its weights back as plain tensors, on the devices that they were on, and removes all hooks.
