@@ -730,26 +730,36 @@ def test_several_devices_take_turns():
 # ---- threads ----
 
 
-def test_threads():
-    model = Net()
-    wanted = [model(ids).detach() for ids in IDS]
-    offload(model, lookahead=1)
+def in_threads(work):
+    """Calls work(number) in four threads. Raises what one of them raised."""
     errors = []
 
-    def work(number):
+    def run(number):
         try:
             with torch.no_grad():
-                for _ in range(20):
-                    assert_same_bits(model(IDS[number % 2]), wanted[number % 2])
+                work(number)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors
+    for error in errors:
+        raise error
+
+
+def test_threads():
+    model = Net()
+    wanted = [model(ids).detach() for ids in IDS]
+    offload(model, lookahead=1)
+
+    def work(number):
+        for _ in range(20):
+            assert_same_bits(model(IDS[number % 2]), wanted[number % 2])
+
+    in_threads(work)
 
 
 # ---- checkpoints ----
@@ -966,29 +976,21 @@ def test_gpu_graphs(cuda):
 
 
 def test_gpu_threads(cuda):
+    """Each on a stream of its own."""
     model, plain = Net(), Net().to(cuda)
     with torch.no_grad():
         wanted = [plain(ids.to(cuda)) for ids in IDS]
     offloaded = ibp.offload(model, cuda, min_bytes=1000, group_bytes=20000)
-    errors = []
 
     def work(number):
-        try:
-            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(cuda)):
-                for _ in range(20):
-                    out = model(IDS[number % 2].to(cuda))
-                    torch.cuda.current_stream().synchronize()
-                    assert_same_bits(out, wanted[number % 2])
-        except BaseException as error:
-            errors.append(error)
+        with torch.cuda.stream(torch.cuda.Stream(cuda)):
+            for _ in range(20):
+                out = model(IDS[number % 2].to(cuda))
+                torch.cuda.current_stream().synchronize()
+                assert_same_bits(out, wanted[number % 2])
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work)
     offloaded.remove()
 
 
