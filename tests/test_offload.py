@@ -762,6 +762,40 @@ def test_threads():
     in_threads(work)
 
 
+def test_more_in_use_than_the_arena_holds():
+    """Four threads are in four layers at once: three of the weights get memory of their own, for as long."""
+    model = Net()
+    layers = [block.up for block in model.blocks[:4]]
+    x = torch.randn(3, WIDTH)
+    wanted = [layer(x).detach() for layer in layers]
+    offloaded = offload(model, group_bytes=1)
+    least = offloaded.stats().device_bytes
+    barrier, most = threading.Barrier(4), []
+
+    def meet(*_):
+        barrier.wait(60)
+        most.append(offloaded.stats().device_bytes)
+        barrier.wait(60)
+
+    for layer in layers:
+        layer.register_forward_pre_hook(meet)
+    in_threads(lambda number: assert_same_bits(layers[number](x), wanted[number]))
+    assert set(most) == {least + 3 * layers[0].weight.nbytes}
+    assert offloaded.stats().device_bytes == least
+
+    def gradient(layer):
+        with torch.enable_grad():
+            given = x.clone().requires_grad_()
+            layer(given).sum().backward()
+            return given.grad
+
+    copies = [nn.Linear(WIDTH, 2 * WIDTH) for _ in layers]
+    for layer, other in zip(layers, copies):
+        other.load_state_dict(layer.state_dict())
+    in_threads(lambda number: assert_same_bits(gradient(layers[number]), gradient(copies[number])))
+    offloaded.remove()
+
+
 # ---- checkpoints ----
 
 

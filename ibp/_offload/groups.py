@@ -102,7 +102,7 @@ class Division:
         others: (module, attribute, tensor) of all other parameters and buffers, each tensor once.
         lanes: number of the device of every module.
         blocks: the repeated modules that devices take turns with.
-        nested_bytes: of groups, by lane, that can be in use while modules below theirs use others.
+        nested_bytes: by lane, of groups that are in use while modules below theirs use others.
     """
 
     weights: list[Weight] = field(default_factory=list)
@@ -220,16 +220,17 @@ class _Divider:
         below = self._below(module)
         if not below:
             return
+        nested = self._division.nested_bytes
+        nested.update({lane: max(nested.get(lane, 0), num_bytes) for lane, num_bytes in outer.items()})
         if self._looks_rows_up(module):
             self._division.lookups += [Lookup(module, attribute, weight) for attribute, weight in self._found[module]]
         elif isinstance(module, _WHOLE) or (name and self._fits(module, below)):
             self._visited.update(module.modules())
             self._use(module, name, below)
         else:
-            held, nested = dict(outer), self._division.nested_bytes
+            held = dict(outer)
             for group in self._use(module, name, self._own(module)):
                 held[group.lane] = held.get(group.lane, 0) + group.num_bytes
-                nested[group.lane] = max(nested.get(group.lane, 0), held[group.lane])
             for child_name, child in module.named_children():
                 self.visit(child, f"{name}.{child_name}" if name else child_name, held)
 
