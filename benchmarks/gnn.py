@@ -7,7 +7,7 @@ Two hops, fan-out 25 and 10, hidden size 256, on random graphs whose degrees fol
 about 120 million edges, and 11.5 million nodes with as many. Neighbours are drawn on the GPU in plain torch. Features:
 rows of Citeseer, Cora and a sample of Pubmed, assigned to nodes at random, and dense ones, N(0, 1) in FP32 and
 N(0, 0.02) in FP16 and BF16, of 1 GiB of distinct rows. An epoch is 200 batches. An arm is measured over as many of them
-as fit 4 s, 3 at least, and its epoch is 200 times the mean.
+as fit 2.5 s, 3 at least, and its epoch is 200 times the mean. Arms take turns up to three times, and the median counts.
 
 Arms: `cpu plain`, x[ids].to("cuda"); `cpu pinned`, index_select into a pinned buffer, and a copy beside other work;
 `cpu pipelined`, gathered in chunks that are copied meanwhile; `raw rows`, which the GPU fetches itself from pinned
@@ -15,11 +15,13 @@ memory; `ibp`, likewise from a compressed table. In all of them the next batch i
 the one that trains. The ids of a batch are unique and in order.
 
 gnn.csv has the rate of a fetch alone (gbps) and, after the common columns: batch (seeds), batches (measured),
-sample_ms, fetch_ms and train_ms (medians, each alone, with nothing beside it), epoch_s (with prefetching) and table_gib
-(of the raw rows). Every arm's first batch is compared with the rows that it must be, bit for bit.
+sample_ms, fetch_ms and train_ms (each alone, with nothing beside it: the medians of several, and for fetches the mean
+of several in a row), epoch_s (with prefetching) and table_gib (of the raw rows). Every arm's first batch is compared
+with the rows that it must be, bit for bit.
 """
 
 import contextlib
+import functools
 import gc
 import statistics
 import sys
@@ -39,8 +41,8 @@ COLUMNS = "batch,batches,sample_ms,fetch_ms,train_ms,epoch_s,table_gib".split(",
 GIB = 1 << 30
 NUM_EDGES, EXPONENT = 120_000_000, 1.5  # of the power law: degrees are Pareto distributed
 FAN_OUTS, HIDDEN, NUM_CLASSES = (25, 10), 256, 47
-EPOCH_BATCHES, LEAST_BATCHES, ARM_S = 200, 3, 4.0
-SPLIT_BATCHES, SPLIT_S = 6, 2.0  # measured apart: the first only warms up
+EPOCH_BATCHES, LEAST_BATCHES, ARM_S, ROUNDS = 200, 3, 2.5, 3
+SPLIT_BATCHES, SPLIT_S = 6, 1.5  # measured apart: the first only warms up
 CPU_ARMS = ("cpu plain", "cpu pinned", "cpu pipelined")
 
 # Against raw rows fetched by the GPU, a fetch; against the best arm of the CPU, an epoch.
@@ -251,11 +253,14 @@ def fetches(features, device):
 
 
 class Training:
-    """A model and batches of one size. Each arm gets the same batches: `restart` comes first."""
+    """A model and batches of one size. Each arm gets the same batches: `restart` comes first.
 
-    def __init__(self, graph, columns, dtype, batch, device, wrap=lambda model: model, part=(0, 1)):
+    average: is called with the model between the backward pass and the step.
+    """
+
+    def __init__(self, graph, columns, dtype, batch, device, average=lambda model: None, part=(0, 1)):
         self.graph, self.columns, self.dtype, self.device = graph, columns, dtype, device
-        self.on_gpu, self.wrap = device.type == "cuda", wrap
+        self.on_gpu, self.average = device.type == "cuda", average
         num_nodes = len(graph.starts) - 1
         seeds = torch.randperm(num_nodes, device=device).split(batch)
         rank, world = part
@@ -267,7 +272,7 @@ class Training:
 
     def restart(self):
         torch.manual_seed(0)
-        self.model = self.wrap(Sage(self.columns).to(self.device, self.dtype))
+        self.model = Sage(self.columns).to(self.device, self.dtype)
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3, fused=self.on_gpu)
 
     def beside(self):
@@ -293,6 +298,7 @@ class Training:
         loss = F.cross_entropy(self.model(rows, batch.hops).float(), self.labels[batch.seeds])
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        self.average(self.model)
         self.optimizer.step()
 
     def prepare(self, i, fetch):
@@ -327,26 +333,31 @@ class Training:
         return (time.perf_counter() - start) / (i + 1), i + 1
 
     def split(self, fetch, check):
-        """Median seconds of (sampling, fetching, training), each alone, and the ids of a batch. check(rows, ids): gets
-        those of the first batch."""
-        times, started = [], time.perf_counter()
-        for i in range(SPLIT_BATCHES):
-            marks = [self._now()]
-            with self.beside():
-                batch = self.sample(i)
-                marks.append(self._now())
+        """Seconds of (sampling, fetching, training), each alone, and the ids of a batch. check(rows, ids): gets those
+        of the first batch."""
+        with self.beside():
+            batches, sample_s = self._timed(self.sample, range(SPLIT_BATCHES))
+            first = batches.pop(0)
+            began = self._now()
+            rows = fetch(first.ids, self.out(0, len(first.ids)))
+            first_s = self._now() - began
+            check(rows, first.ids)
+            batches = batches[: max(1, int(SPLIT_S / first_s))]
+            began = self._now()
+            for i, batch in enumerate(batches):
                 rows = fetch(batch.ids, self.out(i, len(batch.ids)))
-            marks.append(self._now())
-            if i == 0:
-                check(rows, batch.ids)
-                marks[2] = self._now()
-            self.step(batch, rows)
-            marks.append(self._now())
-            if i:
-                times.append([end - begin for begin, end in zip(marks, marks[1:])])
-            if len(times) > 1 and time.perf_counter() - started > SPLIT_S:
-                break
-        return [statistics.median(each) for each in zip(*times)], batch.ids
+            fetch_s = (self._now() - began) / len(batches)
+        _, train_s = self._timed(lambda i: self.step(batches[-1], rows), range(SPLIT_BATCHES))
+        return [sample_s, fetch_s, train_s], batches[-1].ids
+
+    def _timed(self, call, arguments):
+        """(what call gives for each, the median of its seconds without the first)."""
+        given, times = [], []
+        for argument in arguments:
+            began = self._now()
+            given.append(call(argument))
+            times.append(self._now() - began)
+        return given, statistics.median(times[1:])
 
     def _now(self):
         self.sync()
@@ -364,34 +375,44 @@ def ideal_of(run, fetch, ids, row_bytes):
 
 def measure(run, case, features, training, batch):
     """All arms of one set and batch size."""
-    for arm, fetch in fetches(features, run.device):
+    arms = dict(fetches(features, run.device))
+    alone, seconds, num_batches = {}, {arm: [] for arm in arms}, dict.fromkeys(arms, 0)
+    for arm, fetch in arms.items():
         with run.cell(f"{case.name}, batch {batch}, {arm}"):
             for buffer in training.buffers:
                 harness.poison(buffer)
             training.restart()
             what = f"{case.name}, {arm}"
-            alone, ids = training.split(fetch, lambda rows, ids: features.check(rows, ids, what))
-            training.restart()
-            epoch = QUICK_EPOCH if run.quick else EPOCH_BATCHES
-            seconds, num_batches = training.run(fetch, epoch, ARM_S)
-            run.add(
-                case=f"{case.name}, batch {batch}",
-                arm=arm,
-                rows=len(ids),
-                row_bytes=features.row_bytes,
-                dtype=case.dtype,
-                savings=features.table.savings if arm == "ibp" else 0.0,
-                gbps=len(ids) * features.row_bytes * 1e-9 / alone[1],
-                ideal_gbps=ideal_of(run, fetch, ids, features.row_bytes),
-                sms=None if isinstance(fetch, ByGpu) else 0,
-                batch=batch,
-                batches=num_batches,
-                **{f"{name}_ms": harness.four_digits(1e3 * s) for name, s in zip(("sample", "fetch", "train"), alone)},
-                epoch_s=harness.four_digits(seconds * EPOCH_BATCHES),
-                table_gib=f"{features.num_bytes / GIB:.2f}",
-            )
-        del fetch
-        gc.collect()
+            check = functools.partial(features.check, what=what)
+            alone[arm], ids = training.split(fetch, check)
+    for _ in range(ROUNDS):
+        for arm in alone:
+            if sum(seconds[arm]) * EPOCH_BATCHES > ARM_S:
+                continue
+            with run.cell(f"{case.name}, batch {batch}, {arm}"):
+                training.restart()
+                mean_s, done = training.run(arms[arm], QUICK_EPOCH if run.quick else EPOCH_BATCHES, ARM_S)
+                seconds[arm].append(mean_s)
+                num_batches[arm] += done
+    for arm, fetch in arms.items():
+        if not seconds[arm]:
+            continue
+        run.add(
+            case=f"{case.name}, batch {batch}",
+            arm=arm,
+            rows=len(ids),
+            row_bytes=features.row_bytes,
+            dtype=case.dtype,
+            savings=features.table.savings if arm == "ibp" else 0.0,
+            gbps=len(ids) * features.row_bytes * 1e-9 / alone[arm][1],
+            ideal_gbps=ideal_of(run, fetch, ids, features.row_bytes),
+            sms=None if isinstance(fetch, ByGpu) else 0,
+            batch=batch,
+            batches=num_batches[arm],
+            **{f"{name}_ms": harness.four_digits(1e3 * s) for name, s in zip(("sample", "fetch", "train"), alone[arm])},
+            epoch_s=harness.four_digits(statistics.median(seconds[arm]) * EPOCH_BATCHES),
+            table_gib=f"{features.num_bytes / GIB:.2f}",
+        )
 
 
 def run_case(run, case, graph, data_dir):

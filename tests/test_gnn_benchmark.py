@@ -97,7 +97,8 @@ def test_the_script_on_the_cpu(tmp_path, monkeypatch, capsys):
     assert [row["arm"] for row in rows[:5]] == [*gnn.CPU_ARMS, "raw rows", "ibp"]
     assert all(float(row[name]) > 0 for row in rows for name in ("gbps", "ideal_gbps", "fetch_ms", "epoch_s"))
     assert {row["case"] for row in rows} == {"dense, batch 8", "pubmed, batch 8"}
-    assert {row["batches"] for row in rows} == {str(gnn.QUICK_EPOCH)} and len({row["rows"] for row in rows[:5]}) == 1
+    assert {int(row["batches"]) % gnn.QUICK_EPOCH for row in rows} == {0}
+    assert len({row["rows"] for row in rows[:5]}) == 1
     assert "| dense | BF16, 96 B | 0.0 | 8 |" in claims.graphs_block(tmp_path)
     printed = capsys.readouterr().out
     assert printed.count("times as fast as the GPU fetches raw rows") == 2 and "BELOW" not in printed

@@ -19,6 +19,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp._offload.arena import Arena, overlap
 from ibp._offload.groups import divide, spread
+from ibp._offload.lane import Lane
 from ibp._offload.resting import Resting
 from ibp._offload.schedule import Schedule
 from ibp._weights import WeightCompressor
@@ -970,6 +971,27 @@ def test_gpu_memory(cuda):
     del model, offloaded
     gc.collect()
     assert torch.cuda.memory_allocated(cuda) - before < 4 << 20
+
+
+def test_without_room(monkeypatch):
+    """Memory that is not there for the second device leaves the model as it was."""
+    model, made = Wide(), []
+
+    def lane(device, arena_bytes, max_sms):
+        if made:
+            raise torch.OutOfMemoryError("no room")
+        made.append(Lane(device, arena_bytes, max_sms))
+        return made[-1]
+
+    before = {name: parameter for name, parameter in model.named_parameters()}
+    monkeypatch.setattr("ibp._offload.offloaded.Lane", lane)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        offload(model, device=["cpu", "cpu"])
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    monkeypatch.undo()
+    with torch.no_grad(), offload(model):
+        model(IDS)
+    model.check(1)
 
 
 def test_gpu_without_room(cuda):

@@ -101,13 +101,17 @@ def use_gpu(monkeypatch):
     class Ring:
         ring_bytes = 0
 
-        def __init__(self, device):
+        def __init__(self, device, ring_bytes):
             assert gpu.current is not gpu.streams[0]
 
-        def decode(self, table, start, end, worker, sms, out, fault):
+        def prepare(self, *job):
+            return job
+
+        def issue(self, job):
+            table, start, end, _, _, out, _ = job
             address = out.data_ptr()
             gpu.access(address, address + end - start, writes=True)
-            KERNEL.decode(table, start, end, worker, sms, out, fault)
+            KERNEL.decode(*job)
 
         def close(self):
             pass

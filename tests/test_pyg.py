@@ -460,7 +460,8 @@ def test_workers_after_cuda_began(cuda):
     data = graph(**features())
     fetch = attach(data)
     assert_same_bits(fetch.nodes["x"].decompress(device=cuda).cpu(), features()["x"])
-    assert_same_batches(batches(data, transform=fetch, num_workers=2), batches(graph(**features())), ["x"])
+    got = batches(data, transform=fetch, num_workers=2)
+    assert_same_batches(got, batches(graph(**features()), num_workers=2), ["x"])
     with pytest.raises(RuntimeError, match="in a worker process.*filter_per_worker=False"):
         fetch.device = cuda
         batches(data, transform=fetch, num_workers=1)

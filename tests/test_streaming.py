@@ -5,6 +5,7 @@ The chunks themselves are tested in tests/c/test_stream.c.
 """
 
 import threading
+import types
 
 import pytest
 import torch
@@ -292,10 +293,11 @@ def test_many(cuda, streamed, monkeypatch, small_ring):
 
 def test_one_stream_of_many(cuda, streamed, monkeypatch):
     """Only the first begins and only the last ends it; small ones are streamed if they are much together."""
-    calls, stream_bytes = [], OPS.stream_bytes
-    monkeypatch.setattr(
-        OPS, "stream_bytes", lambda *arguments: (calls.append(arguments[14:16]), stream_bytes(*arguments))[1]
+    calls, stream_bytes = [], OPS.stream_bytes.default
+    noted = types.SimpleNamespace(
+        default=lambda *arguments: (calls.append(arguments[14:16]), stream_bytes(*arguments))[1]
     )
+    monkeypatch.setattr(OPS, "stream_bytes", noted)
     xs = [spiky_rows(700, 60, seed) for seed in range(4)]
     tables = [make_table(x, scheme="planes") for x in xs]
     monkeypatch.setattr(streaming, "_LEAST_STREAMED_BYTES", sum(table.overflow.numel() for table in tables))

@@ -105,20 +105,21 @@ def test_other_tokens_are_found(bench):
         bench.check_tokens(16, 8, torch.tensor([[1, last]]))  # sums of large batches can differ
 
 
-def test_the_first_token_is_not_timed(bench, monkeypatch):
+def test_first_tokens_are_not_timed(bench, monkeypatch):
+    """Neither those of the first time, which allocates, nor the first one after the prompt."""
     now, calls = [0.0], []
 
     def model(x, **options):
         calls.append(x.shape)
-        now[0] += 100 if len(calls) < 3 else 1  # the prompt, the first token
-        logits = torch.zeros(len(x), 1, 8)
+        now[0] += 100 if len(calls) < 8 else 1  # the first time, the prompt, the first token
+        logits = torch.zeros(len(x), 1, 12)
         logits[:, :, len(calls)] = 1
         return types.SimpleNamespace(logits=logits, past_key_values=None)
 
     monkeypatch.setattr(weights.time, "perf_counter", lambda: now[0])
     seconds, tokens = bench.seconds_a_token(model, 2, 8, 3)
-    assert seconds == 1 and calls == [(2, 8), (2, 1), (2, 1), (2, 1), (2, 1)]
-    assert tokens.tolist() == [[1, 2, 3, 4, 5]] * 2
+    assert seconds == 1 and calls == [(2, 8), (2, 1), (2, 1), (2, 1), (2, 1)] * 2
+    assert tokens.tolist() == [[6, 7, 8, 9, 10]] * 2
 
 
 def event(name, start_us, end_us, kind=torch.autograd.DeviceType.CUDA):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -155,7 +155,17 @@ class Decoder:
     ) -> None:
         """Queues bytes [start, end) of a table's tensor with at most this many SMs (0: all); notes in fault what goes
         wrong. out: contiguous, on the worker."""
-        torch.ops.ibp.decode_bytes.default(*table._arguments(worker), start, end, sms, out, fault)
+        self.issue(self.prepare(table, start, end, worker, sms, out, fault))
+
+    def prepare(
+        self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """What `issue` takes, as often as the same is to be decoded to the same place."""
+        return (*table._arguments(worker), start, end, sms, out, fault)
+
+    def issue(self, prepared: tuple[Any, ...]) -> None:
+        """Queues what was prepared."""
+        torch.ops.ibp.decode_bytes.default(*prepared)
 
     def close(self) -> None:
         """Gives back what was borrowed for the request."""
@@ -291,11 +301,14 @@ class TensorStream(Decoder):
     Args:
         device: the GPU. Its current stream waits for every table, and gives the ring its memory.
         num_tables: how many come, so that the last one ends in small chunks; None: no end is known.
+        ring_bytes: of the ring, attribute too; four chunks are in it. None: 32 MiB. With larger ones the copy engine
+            pauses less often, and the host issues fewer calls.
     """
 
-    def __init__(self, device: torch.device, num_tables: int | None = None) -> None:
+    def __init__(self, device: torch.device, num_tables: int | None = None, ring_bytes: int | None = None) -> None:
         self._num_tables, self._num_done = num_tables, 0
-        self._ring = torch.empty(_RING_BYTES, dtype=torch.uint8, device=device)
+        self.ring_bytes = _RING_BYTES if ring_bytes is None else ring_bytes
+        self._ring = torch.empty(self.ring_bytes, dtype=torch.uint8, device=device)
         self._idle = _idle_streamers.setdefault((device.index, torch.cuda.current_stream(device).cuda_stream), [])
         try:
             self._streamer = self._idle.pop()
@@ -303,29 +316,19 @@ class TensorStream(Decoder):
             with torch.cuda.device(device):  # its streams and events are the current device's
                 self._streamer = _core.Streamer()
 
-    @property
-    def ring_bytes(self) -> int:
-        """Bytes of device memory that the ring takes."""
-        return self._ring.numel()
-
-    def decode(
+    def prepare(
         self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
-    ) -> None:
-        self._num_done += 1
+    ) -> tuple[Any, ...]:
         stored_bytes = table.resident_bytes * (end - start) // max(1, table.original_bytes)
-        torch.ops.ibp.stream_bytes.default(
-            *table._arguments(worker),
-            table.bases,
-            start,
-            end,
-            self._streamer.address,
-            self._num_done == 1,
-            self._num_done == self._num_tables,
-            sms or sms_at_link_rate(end - start, stored_bytes),
-            self._ring,
-            bytes_of(out),
-            fault,
+        return (
+            (*table._arguments(worker), table.bases, start, end, self._streamer.address),
+            (sms or sms_at_link_rate(end - start, stored_bytes), self._ring, bytes_of(out), fault),
         )
+
+    def issue(self, prepared: tuple[Any, ...]) -> None:
+        self._num_done += 1
+        begins, ends = self._num_done == 1, self._num_done == self._num_tables
+        torch.ops.ibp.stream_bytes.default(*prepared[0], begins, ends, *prepared[1])
 
     def close(self) -> None:
         self._idle.append(self._streamer)

@@ -26,6 +26,7 @@ class Group:
         weights: at least one.
         offsets: where each begins, in bytes from the group's start.
         num_bytes: of all, as the model uses them.
+        stored_bytes: of the coded rows: what a fetch moves. 0 until the tables are made.
         on_device: whether their tables lie in device memory instead of host memory.
 
     What follows changes while the model runs, under the lock of `Offloaded`; `lane.py` says how.
@@ -50,6 +51,7 @@ class Group:
             self.offsets.append(start)
             end = start + weight.num_bytes
         self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self.stored_bytes = 0
         self.on_device = False
         self.uses = 0
         self.is_loaded = self.is_ahead = False
@@ -60,11 +62,6 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the coded rows: what a fetch moves."""
-        return sum(weight.table.resident_bytes for weight in self.weights if weight.table is not None)
 
     def parts(self, memory: torch.Tensor) -> Iterator[tuple[Weight, torch.Tensor]]:
         """(weight, its bytes) in memory, uint8 of at least num_bytes."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,9 +15,33 @@ from .arena import Arena, overlap
 from .groups import Group
 from .weights import Weight
 
-# Decoders of a stream of tables. On one H200, 7 billion BF16 weights through hooks: 16 SMs decode them at 76 GB/s, the
-# 8 that `decompress` takes at 70.
-STREAM_SMS = 16
+# Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
+# model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the
+# longer one that begins in a gap between two kernels holds the next one up.
+STREAM_SMS = 32
+# Of the ring that a stream of tables goes through: the copy engine pauses for 3 microseconds between two of its chunks,
+# of which it holds four.
+_MOST_RING_BYTES, _LEAST_RING_BYTES = 128 << 20, 1 << 20
+
+
+@dataclass
+class _Bound:
+    """What is known of a group at one place.
+
+    Attributes:
+        memory, start: the place.
+        data: the bytes of each weight there.
+        values: the same as the model's tensors.
+        decoder, sms, prepared: for `Decoder.issue`, of each weight; none before the first fetch to the place.
+    """
+
+    memory: torch.Tensor
+    start: int
+    data: list[torch.Tensor]
+    values: list[torch.Tensor]
+    decoder: Decoder | None = None
+    sms: int = 0
+    prepared: Sequence[tuple[Any, ...]] = ()
 
 
 class Lane:
@@ -36,7 +62,7 @@ class Lane:
         self.memory = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._arena = Arena(arena_bytes)
         self._inside: list[Group] = []  # groups whose weights are in the arena
-        self._bound: dict[Group, tuple[int, list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._bound: dict[Group, _Bound] = {}
         self.spare_bytes = 0  # of groups in use that the arena has no room for
         self.waited_s = 0.0  # that uses waited for their weights
 
@@ -45,8 +71,8 @@ class Lane:
         """Bytes of device memory for weights on their way and in use."""
         return self.memory.numel() + self.spare_bytes
 
-    def start(self) -> None:
-        """Says that all tables are made: what follows may read them."""
+    def start(self, groups: Sequence[Group]) -> None:
+        """Says that the tables of all groups are made: what follows may read them."""
 
     def fetch_ahead(self, group: Group) -> bool:
         """Fetches a group that is not loaded before its use comes, if there is room for it now."""
@@ -67,7 +93,7 @@ class Lane:
 
     def values(self, group: Group) -> list[torch.Tensor]:
         """The tensors of a loaded group's weights, on the device's memory."""
-        return self._views(group)[1]
+        return self._place_of(group).values
 
     def expect(self, groups: Container[Group]) -> None:
         """Gives up the places of groups that were fetched ahead of uses which are no longer expected."""
@@ -134,7 +160,7 @@ class Lane:
                 other.is_loaded = other.is_ahead = False
                 self._inside.remove(other)
         try:
-            self._queue(group, self._views(group)[0], over)
+            self._queue(group, self._place_of(group), over)
         except BaseException:
             if group.spare is not None:
                 self.spare_bytes -= group.num_bytes
@@ -144,24 +170,24 @@ class Lane:
         if group.spare is None:
             self._inside.append(group)
 
-    def _views(self, group: Group) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(bytes, tensors) of the group's weights where it is now, made once a place."""
+    def _place_of(self, group: Group) -> _Bound:
+        """What is known of the group where it is now, made once a place."""
         memory = self.memory if group.spare is None else group.spare
         start = 0 if group.spare is not None or group.region is None else group.region[0]
         known = self._bound.get(group)
-        if known is None or known[0] != start or known[1][0].untyped_storage().data_ptr() != memory.data_ptr():
+        if known is None or known.start != start or known.memory is not memory:
             with torch.inference_mode(False), torch.no_grad():
                 data = [part for _, part in group.parts(memory[start : start + group.num_bytes])]
                 values = [weight.view(part) for weight, part in zip(group.weights, data)]
-            known = self._bound[group] = start, data, values
-        return known[1], known[2]
+            known = self._bound[group] = _Bound(memory, start, data, values)
+        return known
 
     # ---- decoding ----
 
-    def _queue(self, group: Group, data: list[torch.Tensor], over: list[Group]) -> None:
-        """Decodes a group's weights into their bytes, once nothing reads what lay there."""
+    def _queue(self, group: Group, place: _Bound, over: list[Group]) -> None:
+        """Decodes a group's weights to their place, once nothing reads what lay there."""
         begun = time.perf_counter()
-        for weight, part in zip(group.weights, data):
+        for weight, part in zip(group.weights, place.data):
             assert weight.table is not None
             fault = torch.zeros(4, dtype=torch.int64)
             KERNEL.decode(weight.table, 0, weight.num_bytes, self.device, 0, part, fault)
@@ -179,7 +205,7 @@ class CudaLane(Lane):
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
         super().__init__(device, arena_bytes, max_sms)
-        self._stream = torch.cuda.Stream(device)
+        self._stream, self._ring_bytes = torch.cuda.Stream(device), _LEAST_RING_BYTES
         self._from_host: TensorStream | None = None
         self._waits: dict[Group, tuple[torch.cuda.Event, torch.cuda.Event]] = {}  # around the last wait for each group
 
@@ -187,8 +213,10 @@ class CudaLane(Lane):
     def device_bytes(self) -> int:
         return super().device_bytes + (self._from_host.ring_bytes if self._from_host is not None else 0)
 
-    def start(self) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which gave the arena and filled the tables
+    def start(self, groups: Sequence[Group]) -> None:
+        streamed = [group.stored_bytes for group in groups if not group.on_device]
+        self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * max(streamed, default=0)))
+        self._stream.wait_stream(self._current())  # which gave the arena and filled the tables
         self.memory.record_stream(self._stream)  # a fetch ahead may still go on when the model is dropped
 
     def check_use(self, group: Group) -> None:
@@ -208,7 +236,7 @@ class CudaLane(Lane):
 
     def begin_use(self, group: Group) -> None:
         assert group.ready is not None
-        stream, wait = torch.cuda.current_stream(self.device), self._waits.get(group)
+        stream, wait = self._current(), self._waits.get(group)
         if wait is None:
             wait = self._waits[group] = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         elif wait[1].query():  # else the wait before this one goes uncounted: the host is a whole pass ahead
@@ -218,7 +246,7 @@ class CudaLane(Lane):
         wait[1].record(stream)
 
     def end_use(self, group: Group) -> None:
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._current()
         event = group.done.get(stream.cuda_stream)
         if event is None:
             event = group.done[stream.cuda_stream] = torch.cuda.Event()
@@ -235,9 +263,9 @@ class CudaLane(Lane):
             self._from_host = None
         super().close()
 
-    def _queue(self, group: Group, data: list[torch.Tensor], over: list[Group]) -> None:
+    def _queue(self, group: Group, place: _Bound, over: list[Group]) -> None:
         if group.spare is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))  # which gave the memory
+            self._stream.wait_stream(self._current())  # which gave the memory
             group.spare.record_stream(self._stream)
         if group.ready is None:
             group.ready = torch.cuda.Event()
@@ -245,17 +273,32 @@ class CudaLane(Lane):
             for other in (*over, group):
                 for event in other.done.values():
                     self._stream.wait_event(event)
-            decoder, sms = self._decoder(group)
-            for weight, part in zip(group.weights, data):
-                table = weight.table
-                assert table is not None
-                decoder.decode(table, 0, weight.num_bytes, self.device, sms, part, table._fault_on(self.device))
+            decoder = self._decoder(group)
+            for prepared in self._prepared(group, place, decoder):
+                decoder.issue(prepared)
             group.ready.record(self._stream)
 
-    def _decoder(self, group: Group) -> tuple[Decoder, int]:
-        """What decodes a group on the lane's stream, with how many SMs (0: all)."""
+    def _decoder(self, group: Group) -> Decoder:
+        """What decodes a group on the lane's stream."""
         if group.on_device:
-            return KERNEL, self.max_sms or 0
+            return KERNEL
         if self._from_host is None:
-            self._from_host = TensorStream(self.device)
-        return self._from_host, self.max_sms or STREAM_SMS
+            self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
+        return self._from_host
+
+    def _prepared(self, group: Group, place: _Bound, decoder: Decoder) -> Sequence[tuple[Any, ...]]:
+        """What the decoder issues to bring the group to its place, made once a place."""
+        sms = self.max_sms or (0 if group.on_device else STREAM_SMS)
+        if not place.prepared or place.decoder is not decoder or place.sms != sms:
+            place.decoder, place.sms = decoder, sms
+            place.prepared = [
+                decoder.prepare(
+                    weight.table, 0, weight.num_bytes, self.device, sms, part, weight.table._fault_on(self.device)
+                )
+                for weight, part in zip(group.weights, place.data)
+                if weight.table is not None
+            ]
+        return place.prepared
+
+    def _current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device.index)

@@ -26,11 +26,13 @@ from .resting import Resting
 from .schedule import Schedule
 from .weights import Checkpoint, Weight, put, read_checkpoint
 
-_GROUP_BYTES = 128 << 20  # of weights fetched together: an arena of three such takes about a layer of 7 billion weights
+# Of weights fetched together. Three such groups are about a layer of a model of 7 billion weights. Where the link does
+# not bind, it is the host, which has less to do for a few large ones.
+_GROUP_BYTES, _RESIDENT_GROUP_BYTES = 128 << 20, 512 << 20
 _LEAST_GROUPS = 16  # groups of a small model, so that fetching one and using another overlap
 _CPU = torch.device("cpu")
 _LONGEST_ELEMENT = 16  # bytes, of complex128
-_LOOKAHEAD = 2  # groups fetched ahead of the one in use
+_LOOKAHEAD, _RESIDENT_LOOKAHEAD = 2, 1  # groups fetched ahead of the one in use
 
 
 def offload(
@@ -74,12 +76,12 @@ def offload(
             none of them, or all with `resident="compressed"`.
         resident: "raw", they stay as they are; "compressed", they stay as coded rows and are decoded before use, so
             that a model half as large again fits.
-        max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 16 while the link brings
+        max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 32 while the link brings
             the bytes, all for coded rows on the device.
-        lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU; none on the CPU, where
-            nothing runs beside the model.
+        lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU, 1 if all weights are
+            coded rows there; none on the CPU, where nothing runs beside the model.
         group_bytes: a module with at most this many bytes of weights is brought as one, a larger one in parts. None:
-            128 MiB, less for small models.
+            128 MiB, 512 if all weights are coded rows on the GPU; less for small models.
         min_bytes: smaller parameters stay on the device.
         buffers: offload large buffers too: the packed weights of quantised layers. They must not be written to.
         scheme: as in `ibp.compress`.
@@ -104,8 +106,12 @@ def offload(
         raise ValueError(f"resident is {resident!r}; wanted 'raw' or 'compressed'")
     check_scheme(scheme)
     devices = _devices(device)
+    if resident == "compressed" and resident_bytes is None:
+        most_bytes, ahead = _RESIDENT_GROUP_BYTES, _RESIDENT_LOOKAHEAD
+    else:
+        most_bytes, ahead = _GROUP_BYTES, _LOOKAHEAD
     if lookahead is None:
-        lookahead = _LOOKAHEAD if devices[0].type == "cuda" else 0
+        lookahead = ahead if devices[0].type == "cuda" else 0
     whole_number("lookahead", lookahead, 0)
     if max_sms is not None:
         whole_number("max_sms", max_sms, 1)
@@ -114,7 +120,7 @@ def offload(
     min_bytes = whole_number("min_bytes", min_bytes, 0)
     if group_bytes is None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-        group_bytes = max(1, min(_GROUP_BYTES, total // _LEAST_GROUPS))
+        group_bytes = max(1, min(most_bytes, total // _LEAST_GROUPS))
     division = divide(
         model,
         min_bytes=min_bytes,
@@ -463,13 +469,14 @@ class Offloaded:
         division, devices = self._division, self._devices
         resident = self._residents(resident_bytes, in_codes)
         kept = set() if in_codes else {weight for group in resident for weight in group.weights}
-        self._groups = [group for group in division.groups if in_codes or group not in resident]
+        groups = [group for group in division.groups if in_codes or group not in resident]
+        lanes: list[Lane] = []
         for number, device in enumerate(devices):
-            mine = [group.num_bytes for group in self._groups if group.lane == number]
+            mine = [group.num_bytes for group in groups if group.lane == number]
             make = CudaLane if device.type == "cuda" else Lane
             arena_bytes = division.nested_bytes.get(number, 0) + _most_at_once(mine, self._lookahead + 1)
-            self._lanes.append(make(device, arena_bytes, self._max_sms))
-        self._schedule = Schedule(self._groups)
+            lanes.append(make(device, arena_bytes, self._max_sms))
+        self._lanes, self._groups, self._schedule = lanes, groups, Schedule(groups)
         compressor = WeightCompressor({"scheme": scheme})
         on_device = {weight for group in resident for weight in group.weights} if in_codes else set()
         looked_up = {lookup.weight for lookup in division.lookups}
@@ -502,11 +509,13 @@ class Offloaded:
                 bar.update(weight.num_bytes)
         for group in self._groups:
             group.on_device = devices[group.lane].type == "cuda" and group.weights[0] in on_device
+            tables = [weight.table for weight in group.weights if weight.table is not None]
+            group.stored_bytes = sum(table.resident_bytes for table in tables)
         for tensor, number in self._others_with_lanes():
             tensor.data = tensor.data.to(devices[number])
         self._install()
-        for lane in self._lanes:
-            lane.start()
+        for number, lane in enumerate(self._lanes):
+            lane.start([group for group in self._groups if group.lane == number])
         self._fetch_ahead()
 
     def _residents(self, resident_bytes: int | None, in_codes: bool) -> list[Group]:

@@ -29,7 +29,7 @@ class Weight:
         names: what the model calls it, as in `state_dict()`.
         holders: (module, attribute) for every name.
         tensors: the parameters or buffers themselves, each once.
-        shape, dtype: of all of them.
+        shape, dtype, num_bytes: of all of them.
         order: dimensions in the order in which memory holds them: `x.permute(order)` is contiguous if x is dense.
         home: device before it was offloaded; the CPU for tensors that a checkpoint brings.
         requires_grad: of each tensor before it was offloaded.
@@ -43,6 +43,7 @@ class Weight:
         self.holders: list[tuple[torch.nn.Module, str]] = []
         self.tensors: list[torch.Tensor] = []
         self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.num_bytes = tensor.shape.numel() * tensor.dtype.itemsize
         self.order = memory_order(tensor)
         self.home = torch.device("cpu") if tensor.is_meta else tensor.device
         self.requires_grad: list[bool] = []
@@ -54,10 +55,6 @@ class Weight:
     @property
     def name(self) -> str:
         return self.names[0]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
 
     def add(self, module: torch.nn.Module, attribute: str, name: str, tensor: torch.Tensor) -> None:
         """Notes one more name of the tensor, or of another one with the same memory."""
