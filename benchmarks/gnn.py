@@ -253,14 +253,11 @@ def fetches(features, device):
 
 
 class Training:
-    """A model and batches of one size. Each arm gets the same batches: `restart` comes first.
+    """A model and batches of one size. Each arm gets the same batches: `restart` comes first."""
 
-    average: is called with the model between the backward pass and the step.
-    """
-
-    def __init__(self, graph, columns, dtype, batch, device, average=lambda model: None, part=(0, 1)):
+    def __init__(self, graph, columns, dtype, batch, device, wrap=lambda model: model, part=(0, 1)):
         self.graph, self.columns, self.dtype, self.device = graph, columns, dtype, device
-        self.on_gpu, self.average = device.type == "cuda", average
+        self.on_gpu, self.wrap = device.type == "cuda", wrap
         num_nodes = len(graph.starts) - 1
         seeds = torch.randperm(num_nodes, device=device).split(batch)
         rank, world = part
@@ -272,7 +269,7 @@ class Training:
 
     def restart(self):
         torch.manual_seed(0)
-        self.model = Sage(self.columns).to(self.device, self.dtype)
+        self.model = self.wrap(Sage(self.columns).to(self.device, self.dtype))
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3, fused=self.on_gpu)
 
     def beside(self):
@@ -298,7 +295,6 @@ class Training:
         loss = F.cross_entropy(self.model(rows, batch.hops).float(), self.labels[batch.seeds])
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        self.average(self.model)
         self.optimizer.step()
 
     def prepare(self, i, fetch):

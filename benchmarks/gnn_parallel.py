@@ -2,9 +2,8 @@
 
     python -m benchmarks.gnn_parallel [--out DIR] [--device cpu] [--quick]
 
-Data-parallel with NCCL, a process a GPU, on one GPU and on as many as there are, powers of two; one all-reduce a step
-averages the gradients. Graph, batches and arm `ibp` are those of gnn.py: 1,024 seeds a GPU and step, so that an epoch
-of 200 batches is 100 steps of two GPUs.
+Data-parallel with NCCL, a process a GPU, on one GPU and on as many as there are, powers of two. Graph, batches and arm
+`ibp` are those of gnn.py: 1,024 seeds a GPU and step, so that an epoch of 200 batches is 100 steps of two GPUs.
 
 gnn_parallel.csv has the rate at which all GPUs together fetch during the epoch (gbps) and, after the common columns:
 gpus, batch (seeds of a GPU), batches (measured, of all GPUs together) and epoch_s. Each GPU's first batch is compared
@@ -64,18 +63,13 @@ def measure(rank, world, case, small, data_dir, device):
         fetched += len(ids)
         return by_gpu(ids, out)
 
-    def average(model):
-        if world == 1:
-            return
-        parameters = list(model.parameters())
-        flat = torch.cat([parameter.grad.view(-1) for parameter in parameters]).div_(world)
-        dist.all_reduce(flat)
-        for parameter, part in zip(parameters, flat.split([parameter.numel() for parameter in parameters])):
-            parameter.grad = part.view_as(parameter)
+    def wrap(model):
+        ids = [device.index] if device.type == "cuda" else None
+        return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids) if world > 1 else model
 
     by_gpu, columns = gnn.ByGpu(features.table), features.x.shape[1]
     training = gnn.Training(
-        graph, columns, case.dtype, QUICK_BATCH if small else BATCH, device, average=average, part=(rank, world)
+        graph, columns, case.dtype, QUICK_BATCH if small else BATCH, device, wrap=wrap, part=(rank, world)
     )
     training.restart()
     ids = training.sample(0).ids

@@ -125,6 +125,8 @@ def test_operators(table, call):
     ids=range(4),
 )
 def test_compiled(x, function):
+    if torch.index_select is not torch._C._VariableFunctions.index_select:
+        pytest.skip("torch.index_select is replaced: PyTorch Geometric is imported, with which test_pyg compiles")
     torch.compiler.reset()
     table = ibp.compress(x, scheme="planes", **ON_CPU)
     given = torch.randn(3, 32)
