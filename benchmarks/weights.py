@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ibp
-from ibp._fetch.streaming import STREAM_SMS
+from ibp._offload.lane import STREAM_SMS
 
 from . import harness, ideal
 

@@ -157,13 +157,13 @@ def test_sms_that_keep_up_with_the_link():
 @pytest.fixture
 def streamed(monkeypatch):
     """Every tensor is streamed, through a ring much smaller than it; holds the tables that were."""
-    tables, prepare = [], streaming.TensorStream.prepare
+    tables, decode = [], streaming.TensorStream.decode
 
     def noted(self, table, *rest):
         tables.append(table)
-        return prepare(self, table, *rest)
+        decode(self, table, *rest)
 
-    monkeypatch.setattr(streaming.TensorStream, "prepare", noted)
+    monkeypatch.setattr(streaming.TensorStream, "decode", noted)
     monkeypatch.setattr(streaming, "_LEAST_STREAMED_BYTES", 0)
     monkeypatch.setattr(streaming, "_RING_BYTES", SMALL_RING)
     return tables
@@ -205,8 +205,8 @@ def test_rings(cuda, streamed, monkeypatch, layout, ring_bytes):
 @pytest.mark.parametrize("scheme", CODED)
 def test_large_tensors_are_streamed_by_themselves(cuda, monkeypatch, scheme, layout):
     """Through the real ring, with chunks of every size."""
-    calls, prepare = [], streaming.TensorStream.prepare
-    monkeypatch.setattr(streaming.TensorStream, "prepare", lambda *arguments: (calls.append(1), prepare(*arguments))[1])
+    calls, decode = [], streaming.TensorStream.decode
+    monkeypatch.setattr(streaming.TensorStream, "decode", lambda *arguments: (calls.append(1), decode(*arguments))[1])
     x = (torch.randn(100_003, 1024, device=cuda) * 0.02).to(torch.bfloat16)
     table = make_table(x.cpu(), layout, scheme=scheme)
     for max_sms in (None, 4):
@@ -307,44 +307,6 @@ def test_one_stream_of_many(cuda, streamed, monkeypatch):
     for result, x in zip(ibp.decompress_many(tables[:3], device=cuda), xs):
         assert_same_bits(result.cpu(), x)
     assert len(calls) == 4
-
-
-@pytest.mark.parametrize("path, num_streamed", [(None, 2), ("copy", 3), ("gpu", 0)])
-def test_a_series(cuda, streamed, monkeypatch, path, num_streamed):
-    """Tables that are asked for one by one: the last is known, small ones come by themselves."""
-    calls, stream_bytes = [], OPS.stream_bytes.default
-    noted = types.SimpleNamespace(
-        default=lambda *arguments: (calls.append(arguments[14:17]), stream_bytes(*arguments))[1]
-    )
-    monkeypatch.setattr(OPS, "stream_bytes", noted)
-    xs = [spiky_rows(num_rows, 60) for num_rows in (2000, 100, 2000)]
-    tables = [make_table(x, scheme="planes") for x in xs]
-    monkeypatch.setattr(streaming, "_LEAST_SERIES_BYTES", tables[0].resident_bytes)
-    for _ in range(2):
-        calls.clear()
-        outs = [poisoned(x, cuda) for x in xs]
-        series = streaming.Series(path=path, max_sms=7)
-        for table, out in zip(tables, outs):
-            series.add(table, out)
-        series.finish()
-        for out, x in zip(outs, xs):
-            assert_same_bits(out.cpu(), x)
-        assert len(calls) == num_streamed and {sms for _, _, sms in calls} <= {7}
-        assert [(begins, ends) for begins, ends, _ in calls[:: max(1, len(calls) - 1)]] == (
-            [(True, False), (False, True)] if calls else []
-        )
-
-
-def test_a_series_on_the_cpu():
-    x = spiky_rows(500, 60)
-    table, out = make_table(x, scheme="planes", pin_memory=False), torch.empty_like(x)
-    series = streaming.Series()
-    series.add(table, out)
-    series.finish()
-    assert_same_bits(out, x)
-    with pytest.raises(ValueError, match="out has shape"):
-        series.add(table, out[:3])
-    series.close()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -17,13 +17,6 @@ _RING_BYTES = 32 << 20  # staging buffers on the GPU, taken from torch's allocat
 _LEAST_STREAMED_BYTES = (
     64 << 20
 )  # stored; of less the kernel, which starts at once, fetches a tensor sooner than the faster copy engine
-_LEAST_SERIES_BYTES = 16 << 20  # likewise, of one table of a `Series`
-# Of tables that come one after the other without an end, where the host and other kernels count. With a ring of 128 MiB
-# the copy engine pauses, for 3 microseconds between two chunks, a quarter as often, and the host issues fewer calls. 32
-# SMs keep up with the link for every dtype (FP8 needs as many, BF16 8); on one H200 a model that computes as long as
-# its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the longer a decoder that begins
-# in a gap between two kernels holds the next one up.
-LARGE_RING_BYTES, STREAM_SMS = 128 << 20, 32
 _SMS_AT_LINK_RATE = 5  # times original over stored bytes: they decode faster than the copy engine brings the rows
 
 
@@ -170,8 +163,8 @@ class Decoder:
         """What `issue` takes, as often as the same is to be decoded to the same place."""
         return (*table._arguments(worker), start, end, sms, out, fault)
 
-    def issue(self, prepared: tuple[Any, ...], ends: bool = False) -> None:
-        """Queues what was prepared. ends: nothing follows."""
+    def issue(self, prepared: tuple[Any, ...]) -> None:
+        """Queues what was prepared."""
         torch.ops.ibp.decode_bytes.default(*prepared)
 
     def close(self) -> None:
@@ -216,7 +209,7 @@ class _Copy(TensorPath):
         return 0.5 if sum(job.stored_bytes for job in request.jobs) >= _LEAST_STREAMED_BYTES else 2.0
 
     def run(self, request: Request) -> Decoder:
-        return TensorStream(request.worker)
+        return TensorStream(request.worker, len(request.jobs))
 
 
 class _Gpu(TensorPath):
@@ -259,20 +252,15 @@ def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None
             job.table._raise_pending(job.worker)
         job.table._arguments(job.worker)
     groups: dict[tuple[torch.device, bool], list[_Job]] = {}
-    last: dict[tuple[torch.device, bool], int] = {}
-    for number, job in enumerate(jobs):
+    for job in jobs:
         groups.setdefault((job.worker, job.comes_over_the_link), []).append(job)
-        last[job.worker, job.comes_over_the_link] = number
     decoders: dict[tuple[torch.device, bool], Decoder] = {}
     try:
         for (worker, over_the_link), group in groups.items():
             request = Request(group, worker, over_the_link)
             chosen = asked if asked is not None and over_the_link else choose(PATHS, request)
             decoders[worker, over_the_link] = chosen.run(request)
-        results = []
-        for number, job in enumerate(jobs):
-            key = job.worker, job.comes_over_the_link
-            results.append(_run(job, decoders[key], sms, ends=number == last[key]))
+        results = [_run(job, decoders[job.worker, job.comes_over_the_link], sms) for job in jobs]
     finally:
         for decoder in decoders.values():
             decoder.close()
@@ -283,68 +271,21 @@ def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None
     return results
 
 
-def _run(job: _Job, decoder: Decoder, sms: int, ends: bool) -> torch.Tensor:
-    def decode(result: torch.Tensor, fault: torch.Tensor) -> None:
-        decoder.issue(decoder.prepare(job.table, job.start, job.end, job.worker, sms, result, fault), ends)
-
-    return produce(job.table, job.shape, job.target, job.worker, job.out, False, decode)
+def _run(job: _Job, decoder: Decoder, sms: int) -> torch.Tensor:
+    return produce(
+        job.table,
+        job.shape,
+        job.target,
+        job.worker,
+        job.out,
+        False,
+        lambda result, fault: decoder.decode(job.table, job.start, job.end, job.worker, sms, result, fault),
+    )
 
 
 def sms_at_link_rate(num_bytes: int, stored_bytes: int) -> int:
     """SMs that decode num_bytes faster than the copy engine brings the stored bytes."""
     return -(-_SMS_AT_LINK_RATE * num_bytes // max(1, stored_bytes))
-
-
-class Series:
-    """`decompress_many` for tables that are asked for one by one: each is queued as soon as the next one is known, so
-    that the copy engine begins with the first and the last one is known to be the last.
-
-    Args:
-        max_sms, path: as in `decompress_many`, for tables that come over the link; path None streams a table that is
-            worth it by itself.
-    """
-
-    def __init__(self, *, max_sms: int | None = None, path: str | None = None) -> None:
-        self._sms, self._max_sms, self._path = sms_of(max_sms), max_sms, path
-        self._stream: TensorStream | None = None
-        self._held: _Job | None = None
-
-    def add(self, table: Table, out: torch.Tensor) -> None:
-        """Asks for a table. What it gives is in out after `finish`, in the order of the current stream, which is the
-        same for all tables of a GPU.
-
-        Raises:
-            As `decompress_many`.
-        """
-        job = _Job.of(table, 0, None, None, out)
-        path = self._path if job.comes_over_the_link else None
-        is_streamed = path == "copy" or path is None and job.stored_bytes >= _LEAST_SERIES_BYTES
-        if not job.comes_over_the_link or not is_streamed:
-            _decode([job], False, self._max_sms, path)
-            return
-        held, self._held = self._held, job
-        if held is not None:
-            self._issue(held, ends=held.worker != job.worker)
-
-    def finish(self) -> None:
-        """Queues what has been held back."""
-        held, self._held = self._held, None
-        if held is not None:
-            self._issue(held, ends=True)
-
-    def close(self) -> None:
-        """Gives back what the stream works with. What is held back is never queued."""
-        stream, self._stream, self._held = self._stream, None, None
-        if stream is not None:
-            stream.close()
-
-    def _issue(self, job: _Job, ends: bool) -> None:
-        if self._stream is None:
-            self._stream = TensorStream(job.worker, LARGE_RING_BYTES)
-        _run(job, self._stream, self._sms or STREAM_SMS, ends)
-        if ends:
-            stream, self._stream = self._stream, None
-            stream.close()
 
 
 _idle_streamers: dict[
@@ -357,16 +298,15 @@ class TensorStream(Decoder):
 
     The copy engine runs ahead of the decoding from one table into the next, whatever the current stream waits for.
 
-    The last table ends in small chunks if it is known to be the last.
-
     Args:
         device: the GPU. Its current stream waits for every table, and gives the ring its memory.
+        num_tables: how many come, so that the last one ends in small chunks; None: no end is known.
         ring_bytes: of the ring, attribute too; four chunks are in it. None: 32 MiB. With larger ones the copy engine
             pauses less often, and the host issues fewer calls.
     """
 
-    def __init__(self, device: torch.device, ring_bytes: int | None = None) -> None:
-        self._has_begun = False
+    def __init__(self, device: torch.device, num_tables: int | None = None, ring_bytes: int | None = None) -> None:
+        self._num_tables, self._num_done = num_tables, 0
         self.ring_bytes = _RING_BYTES if ring_bytes is None else ring_bytes
         self._ring = torch.empty(self.ring_bytes, dtype=torch.uint8, device=device)
         self._idle = _idle_streamers.setdefault((device.index, torch.cuda.current_stream(device).cuda_stream), [])
@@ -385,8 +325,9 @@ class TensorStream(Decoder):
             (sms or sms_at_link_rate(end - start, stored_bytes), self._ring, bytes_of(out), fault),
         )
 
-    def issue(self, prepared: tuple[Any, ...], ends: bool = False) -> None:
-        begins, self._has_begun = not self._has_begun, True
+    def issue(self, prepared: tuple[Any, ...]) -> None:
+        self._num_done += 1
+        begins, ends = self._num_done == 1, self._num_done == self._num_tables
         torch.ops.ibp.stream_bytes.default(*prepared[0], begins, ends, *prepared[1])
 
     def close(self) -> None:

@@ -33,10 +33,11 @@ class Group:
 
     Attributes:
         uses: calls that use the weights right now.
-        is_loaded: whether the weights are where `region` or `spare` says, or will be once their fetch is over.
+        is_loaded: whether the weights are where `region` or `spare` says, or will be once `ready` is reached.
         is_ahead: whether they were fetched before a use that has not come yet.
         region: of the arena, where they are or were last.
         spare: memory of their own, where the arena had no room.
+        ready: event after which the weights are there (CUDA).
         done: events after which nothing reads them any more, by stream (CUDA).
     """
 
@@ -56,6 +57,7 @@ class Group:
         self.is_loaded = self.is_ahead = False
         self.region: Region | None = None
         self.spare: torch.Tensor | None = None
+        self.ready: torch.cuda.Event | None = None
         self.done: dict[int, torch.cuda.Event] = {}
 
     def __repr__(self) -> str:

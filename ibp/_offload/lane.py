@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 
-from .._fetch.streaming import KERNEL, LARGE_RING_BYTES, STREAM_SMS, Decoder, TensorStream
+from .._fetch.streaming import KERNEL, Decoder, TensorStream
 from .._table import CorruptTableError
 from .arena import Arena, overlap
 from .groups import Group
 from .weights import Weight
 
-_LEAST_RING_BYTES = 1 << 20  # of a model whose groups are small
+# Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
+# model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the
+# longer one that begins in a gap between two kernels holds the next one up.
+STREAM_SMS = 32
+# Of the ring that a stream of tables goes through: the copy engine pauses for 3 microseconds between two of its chunks,
+# of which it holds four.
+_MOST_RING_BYTES, _LEAST_RING_BYTES = 128 << 20, 1 << 20
 
 
 @dataclass
@@ -190,23 +196,17 @@ class Lane:
 
 
 class CudaLane(Lane):
-    """A GPU. Groups in pinned host memory are fetched on a stream beside the caller's, by the copy engine through one
-    ring, from one group into the next without a pause. Coded rows in device memory are decoded on the caller's stream:
-    that takes less time than the host needs to have two streams wait for each other.
+    """A GPU. Groups are fetched on a stream beside the caller's: those in pinned host memory by the copy engine through
+    one ring, from one group into the next without a pause; those in device memory by a kernel.
 
     No call waits for the GPU. A use waits, on its stream, for the event that follows the fetch; a fetch waits, on its
-    stream, for the events that follow the uses of what lies in its place, and the fetch before it, which has waited for
-    the uses of what lay there earlier. Nothing waits for an event of its own stream.
+    stream, for the events that follow the uses of what lay in its place.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
         super().__init__(device, arena_bytes, max_sms)
         self._stream, self._ring_bytes = torch.cuda.Stream(device), _LEAST_RING_BYTES
         self._from_host: TensorStream | None = None
-        # The stream of each group's last fetch, by its number, and the event after which the weights are there; of all
-        # groups the last one.
-        self._fetched: dict[Group, tuple[int, torch.cuda.Event]] = {}
-        self._last_fetch: tuple[int, torch.cuda.Event] | None = None
         self._waits: dict[Group, tuple[torch.cuda.Event, torch.cuda.Event]] = {}  # around the last wait for each group
 
     @property
@@ -215,7 +215,7 @@ class CudaLane(Lane):
 
     def start(self, groups: Sequence[Group]) -> None:
         streamed = [group.stored_bytes for group in groups if not group.on_device]
-        self._ring_bytes = max(_LEAST_RING_BYTES, min(LARGE_RING_BYTES, 4 * max(streamed, default=0)))
+        self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * max(streamed, default=0)))
         self._stream.wait_stream(self._current())  # which gave the arena and filled the tables
         self.memory.record_stream(self._stream)  # a fetch ahead may still go on when the model is dropped
 
@@ -235,18 +235,14 @@ class CudaLane(Lane):
             raise
 
     def begin_use(self, group: Group) -> None:
-        stream, (fetched_on, ready) = self._current(), self._fetched[group]
-        if fetched_on == stream.cuda_stream:
-            return
-        if group.spare is not None:
-            group.spare.record_stream(stream)
-        wait = self._waits.get(group)
+        assert group.ready is not None
+        stream, wait = self._current(), self._waits.get(group)
         if wait is None:
             wait = self._waits[group] = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         elif wait[1].query():  # else the wait before this one goes uncounted: the host is a whole pass ahead
             self.waited_s += wait[0].elapsed_time(wait[1]) * 1e-3
         wait[0].record(stream)
-        stream.wait_event(ready)
+        stream.wait_event(group.ready)
         wait[1].record(stream)
 
     def end_use(self, group: Group) -> None:
@@ -268,32 +264,22 @@ class CudaLane(Lane):
         super().close()
 
     def _queue(self, group: Group, place: _Bound, over: list[Group]) -> None:
-        caller = self._current()
-        if group.on_device:
-            self._issue(group, place, over, caller)
-            return
         if group.spare is not None:
-            self._stream.wait_stream(caller)  # which gave the memory
+            self._stream.wait_stream(self._current())  # which gave the memory
             group.spare.record_stream(self._stream)
+        if group.ready is None:
+            group.ready = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            self._issue(group, place, over, self._stream)
-
-    def _issue(self, group: Group, place: _Bound, over: list[Group], stream: torch.cuda.Stream) -> None:
-        """Queues a group on a stream, which is the current one."""
-        before = [self._last_fetch] if self._last_fetch is not None else []
-        before += [access for other in (*over, group) for access in other.done.items()]
-        for number, event in before:
-            if number != stream.cuda_stream:
-                stream.wait_event(event)
-        decoder = self._decoder(group)
-        for prepared in self._prepared(group, place, decoder):
-            decoder.issue(prepared)
-        ready = self._fetched[group][1] if group in self._fetched else torch.cuda.Event()
-        ready.record(stream)
-        self._fetched[group] = self._last_fetch = stream.cuda_stream, ready
+            for other in (*over, group):
+                for event in other.done.values():
+                    self._stream.wait_event(event)
+            decoder = self._decoder(group)
+            for prepared in self._prepared(group, place, decoder):
+                decoder.issue(prepared)
+            group.ready.record(self._stream)
 
     def _decoder(self, group: Group) -> Decoder:
-        """What decodes a group."""
+        """What decodes a group on the lane's stream."""
         if group.on_device:
             return KERNEL
         if self._from_host is None:

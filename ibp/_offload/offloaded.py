@@ -32,7 +32,7 @@ _GROUP_BYTES, _RESIDENT_GROUP_BYTES = 128 << 20, 512 << 20
 _LEAST_GROUPS = 16  # groups of a small model, so that fetching one and using another overlap
 _CPU = torch.device("cpu")
 _LONGEST_ELEMENT = 16  # bytes, of complex128
-_LOOKAHEAD = 2  # groups fetched ahead of the one in use
+_LOOKAHEAD, _RESIDENT_LOOKAHEAD = 2, 1  # groups fetched ahead of the one in use
 
 
 def offload(
@@ -78,8 +78,8 @@ def offload(
             that a model half as large again fits.
         max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 32 while the link brings
             the bytes, all for coded rows on the device.
-        lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU; none if all weights are
-            coded rows there, and on the CPU, where nothing runs beside the model.
+        lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU, 1 if all weights are
+            coded rows there; none on the CPU, where nothing runs beside the model.
         group_bytes: a module with at most this many bytes of weights is brought as one, a larger one in parts. None:
             128 MiB, 512 if all weights are coded rows on the GPU; less for small models.
         min_bytes: smaller parameters stay on the device.
@@ -106,9 +106,12 @@ def offload(
         raise ValueError(f"resident is {resident!r}; wanted 'raw' or 'compressed'")
     check_scheme(scheme)
     devices = _devices(device)
-    all_resident = resident == "compressed" and resident_bytes is None
+    if resident == "compressed" and resident_bytes is None:
+        most_bytes, ahead = _RESIDENT_GROUP_BYTES, _RESIDENT_LOOKAHEAD
+    else:
+        most_bytes, ahead = _GROUP_BYTES, _LOOKAHEAD
     if lookahead is None:
-        lookahead = _LOOKAHEAD if devices[0].type == "cuda" and not all_resident else 0
+        lookahead = ahead if devices[0].type == "cuda" else 0
     whole_number("lookahead", lookahead, 0)
     if max_sms is not None:
         whole_number("max_sms", max_sms, 1)
@@ -117,7 +120,6 @@ def offload(
     min_bytes = whole_number("min_bytes", min_bytes, 0)
     if group_bytes is None:
         total = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
-        most_bytes = _RESIDENT_GROUP_BYTES if all_resident else _GROUP_BYTES
         group_bytes = max(1, min(most_bytes, total // _LEAST_GROUPS))
     division = divide(
         model,
@@ -160,12 +162,11 @@ class OffloadStats:
     Attributes:
         uses: times that a module used a group of weights.
         misses: those of them whose weights were not even on their way: the first ones, and after a change of order.
-            Coded rows on the GPU have no way to go.
         fetched_bytes: bytes of weights, as the model uses them, brought to the device.
         link_bytes: of those, what crossed the link: coded rows from host memory.
         seconds: from the first use to the last one, on the host's clock.
-        waited_seconds: that modules waited for weights from host memory, on the GPU's clock and without their last
-            uses; without a GPU, the time of decoding. Close to `seconds` where the link binds.
+        waited_seconds: that modules waited for their weights, on the GPU's clock and without their last uses; without a
+            GPU, the time of decoding. Close to `seconds` where the link binds.
         weight_bytes: of all offloaded weights, as the model has them.
         host_bytes: host memory that they take, index and codebooks counted.
         device_bytes: device memory that they take: what is resident, the arena, the ring, the index.
@@ -654,7 +655,7 @@ class Offloaded:
         lane = self._lanes[group.lane]
         lane.check_use(group)
         if not group.is_loaded:
-            self._misses += not group.on_device
+            self._misses += 1
             lane.fetch_now(group)
             self._count(group)
         lane.begin_use(group)

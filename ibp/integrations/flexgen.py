@@ -9,9 +9,9 @@ From the command line, with the arguments of `python -m flexgen.flex_opt`:
     python -m ibp.integrations.flexgen --model facebook/opt-6.7b --percent 0 100 100 0 100 0
 
 FlexGen's files stay as they are. Two of its seams are used: what `flex_opt.init_weight_list` returns for host memory is
-a `CompressedWeight`, whose `copy` decodes it; and the weights that `load_weight` of a layer copies come as one stream,
-as of `ibp.decompress_many`. Weights on the GPU and on disk, weights that FlexGen quantises (`--compress-weight`),
-vectors, caches and activations stay FlexGen's own.
+a `CompressedWeight`, whose `copy` decodes it; and the weights that `load_weight` of a layer copies come in one call of
+`ibp.decompress_many`. Weights on the GPU and on disk, weights that FlexGen quantises (`--compress-weight`), vectors,
+caches and activations stay FlexGen's own.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -31,7 +31,7 @@ from flexgen.pytorch_backend import DeviceType, TorchDevice, TorchTensor
 from flexgen.utils import torch_dtype_to_np_dtype
 
 from .._compressed_tensor import CompressedTensor
-from .._fetch.streaming import Series, decode_items
+from .._fetch.streaming import decode_items, decompress_many
 from .._weights import WeightCompressor
 
 __all__ = ["CompressedWeight", "disable", "enable", "main"]
@@ -120,34 +120,46 @@ def _rows(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
 # ---- the weights of a layer as one stream ----------------------------------------------------------------------------
 
 
-_loading: Series | None = None  # of the layer whose load_weight runs
-_fetching: dict[str, Any] = {}  # options of a Series
+@dataclasses.dataclass
+class _Layer:
+    """Tables that a layer's load_weight has asked for, and where they go."""
+
+    tables: list[CompressedTensor] = dataclasses.field(default_factory=list)
+    outs: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+_loading: _Layer | None = None  # the layer whose load_weight runs
+_fetching: dict[str, Any] = {}  # options of decompress_many
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
     """Decodes a table into out; within a layer's load_weight, when that ends."""
-    if _loading is not None:
-        _loading.add(table, out)
-    else:
-        series = Series(**_fetching)
-        series.add(table, out)
-        series.finish()
+    layer = _loading or _Layer()
+    layer.tables.append(table)
+    layer.outs.append(out)
+    if layer is not _loading:
+        _decode(layer)
+
+
+def _decode(layer: _Layer) -> None:
+    if layer.tables:
+        options = _fetching if layer.outs[0].is_cuda else {}
+        decompress_many(layer.tables, out=layer.outs, **options)
 
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
-    """A layer's load_weight whose weights are decoded as one stream. FlexGen calls it on the stream that the copies
+    """A layer's load_weight whose weights are decoded in one call. FlexGen calls it on the stream that the copies
     belong to, and reads none of them before it is over."""
 
     @functools.wraps(load_weight)
     def load(*args: Any) -> None:
         global _loading
-        series = _loading = Series(**_fetching)
+        _loading = _Layer()
         try:
             load_weight(*args)
-            series.finish()
+            _decode(_loading)
         finally:
             _loading = None
-            series.close()
 
     return load
 
