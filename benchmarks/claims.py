@@ -346,7 +346,7 @@ def headline_block(directory):
 
 # ---- weights and graphs --------------------------------------------------------------------------------------------
 
-LOADING_ARM, FLEXGEN_ARM = "ibp, loading", "FlexGen"
+LOADING_ARM, RESIDENT_ARM, FLEXGEN_ARM = "ibp, loading", "ibp, on the GPU", "FlexGen"
 
 
 def with_bound(row):
@@ -401,6 +401,13 @@ def offload_block(directory):
         text.append(
             "From safetensors in the page cache to a compressed model in pinned memory: "
             f"{loading[0]['ms'] / 1e3:.1f} s."
+        )
+    if resident := rates(rows, arm=RESIDENT_ARM):
+        share = resident[0]["device_bytes"] / resident[0]["weight_bytes"]
+        text.append(
+            f"As coded rows, {100 * resident[0]['savings']:.1f} % smaller, and with the memory for decoding, weights "
+            f"take {100 * share:.1f} % of their bytes on the GPU: the largest model that fits has {1 / share:.2f} "
+            "times as many weights as without (computed from these bytes, not tried)."
         )
     text.append("![Milliseconds a token, by where the weights are](../benchmarks/results/weights.png)")
     if timeline := charts.read(directory / "timeline.csv"):

@@ -885,6 +885,7 @@ def test_claims_of_weights(tmp_path):
         "| accelerate's cpu_offload | 2,000 |  |  | 0.00 |  |",
         "\n\nFP16, 0.02 GB:\n\n| weights | batch 1, prompt 256 | GB on the host | GB on GPUs |",
         "in pinned memory: 8.1 s.",
+        "the largest model that fits has 1.00 times as many",
         "(../benchmarks/results/weights.png)",
         "In 10 ms",
         "95 % of the time, decoding 50 %, and the model's own kernels 20 %",
