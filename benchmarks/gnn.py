@@ -372,15 +372,14 @@ def ideal_of(run, fetch, ids, row_bytes):
 def measure(run, case, features, training, batch):
     """All arms of one set and batch size."""
     arms = dict(fetches(features, run.device))
-    alone, seconds, num_batches = {}, {arm: [] for arm in arms}, dict.fromkeys(arms, 0)
+    alone, ids, seconds, num_batches = {}, {}, {arm: [] for arm in arms}, dict.fromkeys(arms, 0)
     for arm, fetch in arms.items():
         with run.cell(f"{case.name}, batch {batch}, {arm}"):
             for buffer in training.buffers:
                 harness.poison(buffer)
             training.restart()
-            what = f"{case.name}, {arm}"
-            check = functools.partial(features.check, what=what)
-            alone[arm], ids = training.split(fetch, check)
+            check = functools.partial(features.check, what=f"{case.name}, {arm}")
+            alone[arm], ids[arm] = training.split(fetch, check)
     for _ in range(ROUNDS):
         for arm in alone:
             if sum(seconds[arm]) * EPOCH_BATCHES > ARM_S:
@@ -396,12 +395,12 @@ def measure(run, case, features, training, batch):
         run.add(
             case=f"{case.name}, batch {batch}",
             arm=arm,
-            rows=len(ids),
+            rows=len(ids[arm]),
             row_bytes=features.row_bytes,
             dtype=case.dtype,
             savings=features.table.savings if arm == "ibp" else 0.0,
-            gbps=len(ids) * features.row_bytes * 1e-9 / alone[arm][1],
-            ideal_gbps=ideal_of(run, fetch, ids, features.row_bytes),
+            gbps=len(ids[arm]) * features.row_bytes * 1e-9 / alone[arm][1],
+            ideal_gbps=ideal_of(run, fetch, ids[arm], features.row_bytes),
             sms=None if isinstance(fetch, ByGpu) else 0,
             batch=batch,
             batches=num_batches[arm],
