@@ -717,6 +717,11 @@ def test_overview_takes_the_best_of_each_kind(tmp_path):
     assert [gbps for _, gbps, _, _ in charts.device_bars(found["codec"])] == [2000.0, 400.0, 1000.0, 1700.0]
 
 
+def assert_says(page, *texts):
+    for text in texts:
+        assert text in page, text
+
+
 def test_claims_are_what_the_csvs_say(tmp_path, capsys):
     write_measurements(tmp_path)
     pages = {tmp_path / name: blocks for name, blocks in claims.PAGES.items()}
@@ -730,7 +735,8 @@ def test_claims_are_what_the_csvs_say(tmp_path, capsys):
     assert not any(
         "weights.csv" in page or "gnn.csv" in page or "flexgen_opt.csv" in page for page in (results, *others)
     )
-    for said in (
+    assert_says(
+        results,
         "| 2 KiB |",
         "1.00 to 1.24 times",
         "ibp 80.5",
@@ -742,8 +748,7 @@ def test_claims_are_what_the_csvs_say(tmp_path, capsys):
         "| 6.5 |",
         "| 12.5 |",
         "| cora | float32 | 10.0 % | 20.0 % | 10.0x |  | 31.0 % (ANS) |",
-    ):
-        assert said in results, said
+    )
     assert "| a whole BF16 tensor | `copy_` 55.0, nvCOMP, pipelined 70.0 | 80.5 |" in readme
     (tmp_path / "gather.csv").unlink()
     assert claims.main([*argv, "--check"]) == 0  # stays as it is
@@ -875,7 +880,8 @@ def test_claims_of_weights(tmp_path):
     assert claims.offload_block(tmp_path) is None is claims.offload_line(tmp_path)
     write_tokens(tmp_path)
     page, line = claims.offload_block(tmp_path), claims.offload_line(tmp_path)
-    for said in (
+    assert_says(
+        page,
         "(`weights.csv`: none, torch ",
         "\n\nBF16, 0.02 GB:\n\n| weights | batch 1, prompt 256 | batch 16, prompt 512 | 12,288 tokens at once |",
         "| raw weights on the GPU | 20.0 | 22.0 | 240 | 0.00 | 0.02 |",
@@ -890,8 +896,7 @@ def test_claims_of_weights(tmp_path):
         "In 10 ms",
         "95 % of the time, decoding 50 %, and the model's own kernels 20 %",
         "(../benchmarks/results/timeline.png)",
-    ):
-        assert said in page, said
+    )
     assert line.startswith("## Models") and "batch 1, prompt 256" in line and "; ibp, streamed 160 (95 %); " in line
     (tmp_path / "timeline.csv").unlink()
     assert "timeline" not in claims.offload_block(tmp_path)
@@ -910,12 +915,12 @@ def test_claims_of_graphs(tmp_path):
     assert claims.graphs_line(tmp_path) is None
     write_graphs(tmp_path)
     page, line = claims.graphs_block(tmp_path), claims.graphs_line(tmp_path)
-    for said in (
+    assert_says(
+        page,
         "| cora | FP32, 5,732 B | 12.8 | 1,024 | 31.0 | 21.0 | 18.0 | 11.0 | 7.50 | 80.0 | 2.40 | 1.47 |",
         "| dense 602 | FP32, 5,732 B | 12.8 | 8,192 |  |  |  |  | 5.25 |  |  |  |",
         "(../benchmarks/results/gnn.png)",
-    ):
-        assert said in page, said
+    )
     assert "2.40 times as fast as with the best gather" in line and "fetches alone are 80.0 times" in line
     assert "| features | 1 GPU | 2 GPUs | 4 GPUs |" in claims.several_block(tmp_path)
     assert "| cora | 8.00 | 4.00 (2.00) | 2.50 (3.20) |" in claims.several_block(tmp_path)
