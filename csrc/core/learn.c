@@ -1,0 +1,665 @@
+/* learn.c - a codebook of scheme planes from counts (FORMAT.md, section 6).
+ *
+ * What a mean row of a plan costs follows from how often its symbols occur: of the symbols' ranks only the sums from
+ * some rank on are needed, its *tails*. Distinct values and their counts are found once, in order; the symbols of every
+ * shape are their prefixes, so that one pass over them gives the shape's counts. Listed rows add what their positions
+ * take, which follows from how many elements each row lists. */
+#include "learn.h"
+#include "format.h"
+
+#include <math.h>
+#include <string.h>
+
+enum {
+    MOST_BINS_BITS = 16, /* of a value's prefix that is counted for all values; longer prefixes are counted on fewer */
+    MOST_ENTRIES = IBP_MAX_PLANES * ((1 << IBP_MAX_DIGIT_BITS) - 1),
+    MOST_SHAPES = 2 * 64 + 2,
+    MOST_LISTS = 1 + 4 + 16 + 64 + 256, /* of widths of digits */
+    MOST_LONG = 1 << 14,                /* elements whose prefixes of more than MOST_BINS_BITS bits are counted */
+    MOST_LOW_BITS = 13,                 /* of a list of positions */
+    DICTIONARY = 255                    /* the table's symbols that columns choose from, at most */
+};
+
+static const double AS_GOOD = 1.001;           /* a cost within this of the least is as good: the plan that decodes */
+static const double FAST_COST = 1.008;         /* faster is taken; and this, for one that decodes fastest */
+static const double FAST_COLUMNS_COST = 1.006; /* and this, where entries are a column's */
+static const double COLUMNS_GAIN = 1.5;        /* rows with entries a column are smaller by this factor at the most */
+static const double LEAST_SHARE = 1.0 / 256;   /* of a default */
+static const double PSEUDO_COUNTS = 8.0;       /* of the table's symbols that every column has besides its own */
+
+typedef struct value_count {
+    uint64_t value;
+    uint64_t count;
+} value_count;
+
+/* Distinct values in increasing order. bits: of a value; from: of these the lowest `from` bits are missing, so that a
+ * value is a prefix. */
+typedef struct value_counts {
+    value_count *items;
+    size_t size;
+    uint32_t bits;
+} value_counts;
+
+typedef struct shape {
+    uint32_t rotate, symbol_bits;
+} shape;
+
+typedef struct digit_list {
+    uint32_t num_planes, num_entries;
+    uint8_t widths[IBP_MAX_PLANES];
+} digit_list;
+
+/* The values whose cost is looked for: all elements of dense rows, or those listed. */
+typedef struct values {
+    value_counts whole, unsigned_; /* prefixes of up to MOST_BINS_BITS bits, with the sign and without */
+    value_counts long_;            /* whole elements, of a part of them */
+    double long_scale;
+    double total;       /* elements */
+    double num_rows;    /* rows that they are of */
+    double extra_bytes; /* of a mean row besides the values */
+    bool is_dense;
+} values;
+
+/* ---- shapes and digits ------------------------------------------------------------------------------------------- */
+
+/* The shapes to try: as the exponent's width, or 0 where there is none, leads to expect. */
+static uint32_t list_shapes(uint32_t width, uint32_t exponent_bits, shape *shapes)
+{
+    uint32_t count = 0;
+    if (exponent_bits == 0 || width == 8)
+        for (uint32_t bits = 0; bits <= width; bits++) shapes[count++] = (shape){0, bits};
+    if (exponent_bits == 0) return count;
+    if (width == 8) {
+        for (uint32_t bits = 1; bits < width; bits++) shapes[count++] = (shape){1, bits};
+        return count;
+    }
+    const uint32_t least = exponent_bits > 3 ? exponent_bits - 2 : 1;
+    shapes[count++] = (shape){0, 0};
+    for (uint32_t bits = least; bits < MOST_BINS_BITS; bits++) shapes[count++] = (shape){1, bits};
+    for (uint32_t bits = least; bits < MOST_BINS_BITS; bits++) shapes[count++] = (shape){0, bits + 1};
+    if (width > MOST_BINS_BITS) shapes[count++] = (shape){0, width};
+    return count;
+}
+
+static uint32_t list_digits(digit_list *lists)
+{
+    uint32_t count = 0, first = 0;
+    lists[count++] = (digit_list){0};
+    for (uint32_t planes = 1; planes <= IBP_MAX_PLANES; planes++) {
+        const uint32_t stop = count;
+        for (uint32_t i = first; i < stop; i++)
+            for (uint32_t bits = 1; bits <= IBP_MAX_DIGIT_BITS; bits++) {
+                digit_list longer = lists[i];
+                longer.widths[longer.num_planes++] = (uint8_t)bits;
+                longer.num_entries += (1u << bits) - 1;
+                lists[count++] = longer;
+            }
+        first = stop;
+    }
+    return count;
+}
+
+static bool is_fast(uint32_t symbol_bits, const digit_list *digits)
+{
+    for (uint32_t p = 0; p < digits->num_planes; p++)
+        if (digits->widths[p] != 2) return false;
+    return symbol_bits <= 8;
+}
+
+static uint32_t symbol_bytes_of(uint32_t symbol_bits)
+{
+    return symbol_bits <= 8 ? 1 : symbol_bits <= 16 ? 2 : symbol_bits <= 32 ? 4 : 8;
+}
+
+/* ---- counts ------------------------------------------------------------------------------------------------------ */
+
+/* Sorts by value: a radix sort of bytes, between two arrays. Where the result is. */
+static uint64_t *sort_values(uint64_t *from, uint64_t *other, size_t count, uint32_t width)
+{
+    for (uint32_t shift = 0; shift < width; shift += 8) {
+        size_t starts[257] = {0};
+        for (size_t i = 0; i < count; i++) starts[1 + (from[i] >> shift & 0xffu)]++;
+        for (uint32_t b = 0; b < 256; b++) starts[b + 1] += starts[b];
+        for (size_t i = 0; i < count; i++) other[starts[from[i] >> shift & 0xffu]++] = from[i];
+        uint64_t *const sorted = other;
+        other = from, from = sorted;
+    }
+    return from;
+}
+
+static size_t compact(const uint64_t *sorted, size_t count, value_count *items)
+{
+    size_t size = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (size == 0 || items[size - 1].value != sorted[i]) items[size++] = (value_count){sorted[i], 0};
+        items[size - 1].count++;
+    }
+    return size;
+}
+
+/* The same values without their highest bit: two ordered halves become one. */
+static void drop_sign(const value_counts *whole, value_counts *out)
+{
+    const uint64_t sign = (uint64_t)1 << (whole->bits - 1);
+    size_t low = 0, half = 0, high;
+    while (half < whole->size && whole->items[half].value < sign) half++;
+    out->bits = whole->bits - 1, out->size = 0;
+    for (high = half; low < half || high < whole->size;) {
+        const bool takes_low = low < half && (high == whole->size ||
+                                              whole->items[low].value <= (whole->items[high].value ^ sign));
+        const value_count item = whole->items[takes_low ? low++ : high++];
+        const uint64_t value = item.value & (sign - 1);
+        if (out->size && out->items[out->size - 1].value == value)
+            out->items[out->size - 1].count += item.count;
+        else
+            out->items[out->size++] = (value_count){value, item.count};
+    }
+}
+
+/* The most frequent prefixes of some bits, of equally frequent ones the smaller first. @return how many, up to most. */
+static uint32_t top_prefixes(const value_counts *counts, uint32_t bits, uint32_t most, value_count *top)
+{
+    const uint32_t shift = counts->bits - bits;
+    uint32_t size = 0;
+    for (size_t i = 0; i < counts->size && most;) {
+        value_count run = {shift < 64 ? counts->items[i].value >> shift : 0, 0};
+        while (i < counts->size && (shift < 64 ? counts->items[i].value >> shift : 0) == run.value)
+            run.count += counts->items[i++].count;
+        if (size == most && run.count <= top[size - 1].count) continue;
+        uint32_t at = size < most ? size++ : size - 1;
+        for (; at > 0 && top[at - 1].count < run.count; at--) top[at] = top[at - 1];
+        top[at] = run;
+    }
+    return size;
+}
+
+/* Which counts hold the symbols of a shape, and what theirs stand for. */
+static const value_counts *counts_of(const values *v, shape s, double *scale)
+{
+    *scale = 1.0;
+    if (s.rotate) return &v->unsigned_;
+    if (s.symbol_bits <= v->whole.bits) return &v->whole;
+    *scale = v->long_scale;
+    return &v->long_;
+}
+
+/* tails[k]: elements of a mean row whose rank is k or higher. */
+static void find_tails(const values *v, shape s, double *tails)
+{
+    value_count top[MOST_ENTRIES];
+    double scale;
+    const value_counts *const counts = counts_of(v, s, &scale);
+    const uint32_t size = top_prefixes(counts, s.symbol_bits, MOST_ENTRIES, top);
+    double left = v->total;
+    for (uint32_t k = 0; k <= MOST_ENTRIES; k++) {
+        tails[k] = left / v->num_rows;
+        if (k < size) left -= scale * (double)top[k].count;
+        if (left < 0) left = 0;
+    }
+}
+
+/* ---- costs ------------------------------------------------------------------------------------------------------- */
+
+/* Bits of a part of `count` fields of `bits` bits in a mean row, padded. is_exact: count is the same in all rows. */
+static double padded_bits(double count, uint32_t bits, bool is_exact)
+{
+    if (is_exact) return 8.0 * ceil(count * bits / 8.0);
+    const uint32_t unit = bits % 8 == 0 ? 8 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+    return count * bits + (8 - unit) / 2.0 * (1.0 - exp(-count));
+}
+
+/* A shape with its tails, of dense or listed rows, with entries a table or a column. */
+typedef struct option {
+    shape shape;
+    bool listed, per_column;
+    double extra_bytes; /* of a mean row besides the values */
+    double tails[MOST_ENTRIES + 1];
+} option;
+
+/* What is known of the table. */
+typedef struct search {
+    uint32_t width, row_bytes, columns;
+    uint32_t num_shapes, num_lists;
+    double table_rows;
+    uint64_t default_value, closed_value;
+    bool is_whole; /* the sample is the table */
+    shape shapes[MOST_SHAPES];
+    digit_list lists[MOST_LISTS];
+} search;
+
+/* Bytes that the codebook takes. */
+static double codebook_bytes(const search *s, const option *o, const digit_list *digits)
+{
+    const double sets = o->per_column ? s->columns : 1.0;
+    return sets * digits->num_entries * symbol_bytes_of(o->shape.symbol_bits) + (o->listed ? 2.0 * s->width / 8.0 : 0.0);
+}
+
+/* Bytes of a mean row with its share of the codebook. */
+static double cost_of(const search *s, const option *o, const digit_list *digits)
+{
+    const double *const tails = o->tails;
+    const uint32_t symbol_bits = o->shape.symbol_bits;
+    double bits = padded_bits(tails[0], s->width - symbol_bits, !o->listed);
+    uint32_t first = 0;
+    for (uint32_t p = 0; p < digits->num_planes; p++) {
+        bits += padded_bits(tails[first], digits->widths[p], !o->listed && p == 0);
+        first += (1u << digits->widths[p]) - 1;
+    }
+    bits += padded_bits(tails[first], symbol_bits, false);
+    const double bytes = o->extra_bytes + bits / 8.0 + codebook_bytes(s, o, digits) / s->table_rows;
+    return bytes < s->row_bytes ? bytes : s->row_bytes;
+}
+
+static double least_cost(const search *s, const option *o)
+{
+    double least = INFINITY;
+    for (uint32_t i = 0; i < s->num_lists; i++) least = fmin(least, cost_of(s, o, &s->lists[i]));
+    return least;
+}
+
+/* Of equally good plans the one that decodes faster. */
+static bool is_simpler(const search *s, const option *a, const digit_list *x, const option *b, const digit_list *y)
+{
+    if (a->listed != b->listed) return !a->listed;
+    if (x->num_planes != y->num_planes) return x->num_planes < y->num_planes;
+    return codebook_bytes(s, a, x) < codebook_bytes(s, b, y);
+}
+
+/* The plan to take of all options: which option, and its digits. */
+static uint32_t choose(const search *s, const option *options, uint32_t count, const digit_list **digits, double *cost)
+{
+    double least = INFINITY, least_fast = INFINITY;
+    uint32_t found = 0, fast = count;
+    const digit_list *best = NULL, *best_fast = NULL;
+    for (uint32_t k = 0; k < count; k++) least = fmin(least, least_cost(s, &options[k]));
+    for (uint32_t k = 0; k < count; k++)
+        for (uint32_t i = 0; i < s->num_lists; i++) {
+            const option *const o = &options[k];
+            const digit_list *const tried = &s->lists[i];
+            const double bytes = cost_of(s, o, tried);
+            const double worth = o->per_column ? FAST_COLUMNS_COST : FAST_COST;
+            if (is_fast(o->shape.symbol_bits, tried) && bytes <= worth * least && bytes < least_fast)
+                least_fast = bytes, fast = k, best_fast = tried;
+            if (bytes <= AS_GOOD * least && (best == NULL || is_simpler(s, o, tried, &options[found], best)))
+                found = k, best = tried;
+        }
+    *digits = fast < count ? best_fast : best;
+    found = fast < count ? fast : found;
+    *cost = cost_of(s, &options[found], *digits);
+    return found;
+}
+
+/* ---- values ------------------------------------------------------------------------------------------------------ */
+
+uint32_t ibp_positions_bytes(uint32_t listed, uint32_t columns)
+{
+    if (listed == 0) return 0;
+    uint32_t best = (columns + 7) / 8;
+    for (uint32_t low = 0; low <= MOST_LOW_BITS; low++)
+        for (uint32_t inverse = 0; inverse < 2; inverse++) {
+            const uint32_t held = inverse ? columns - listed : listed;
+            const uint32_t upper = held + (columns + (1u << low) - 1) / (1u << low) - 1;
+            const uint32_t bytes = (upper + 7) / 8 + (held * low + 7) / 8;
+            if (bytes < best) best = bytes;
+        }
+    return best;
+}
+
+static uint64_t load_element(const uint8_t *from, uint32_t element_bytes)
+{
+    uint64_t element = 0;
+    memcpy(&element, from, element_bytes);
+    return element;
+}
+
+/* Room for what is counted: `elements` and `other` hold as many values as the sample has elements. */
+typedef struct room {
+    uint64_t *elements, *other, *longs, *other_longs, *bins;
+    value_count *whole, *unsigned_, *long_;
+    option *options;
+    uint32_t *column_counts;
+    uint8_t *ranks;
+} room;
+
+/* Counts the prefixes of values. */
+static void count_values(const uint64_t *elements, size_t count, uint32_t width, const room *r, values *v)
+{
+    const uint32_t bits = width < MOST_BINS_BITS ? width : MOST_BINS_BITS;
+    memset(r->bins, 0, sizeof *r->bins << bits);
+    for (size_t i = 0; i < count; i++) r->bins[elements[i] >> (width - bits)]++;
+    v->whole = (value_counts){r->whole, 0, bits};
+    for (uint64_t b = 0; b < (uint64_t)1 << bits; b++)
+        if (r->bins[b]) r->whole[v->whole.size++] = (value_count){b, r->bins[b]};
+    v->unsigned_.items = r->unsigned_;
+    drop_sign(&v->whole, &v->unsigned_);
+    const size_t step = count / MOST_LONG + 1;
+    size_t size = 0;
+    if (width > bits)
+        for (size_t i = 0; i < count; i += step) r->longs[size++] = elements[i];
+    v->long_ = (value_counts){r->long_, 0, width};
+    v->long_.size = compact(sort_values(r->longs, r->other_longs, size, width), size, r->long_);
+    v->long_scale = size ? (double)count / (double)size : 0.0;
+    v->total = (double)count;
+}
+
+/* The most frequent value and its share of all. */
+static value_count most_frequent(const values *v, uint32_t width, double *share)
+{
+    value_count top = {0, 0};
+    double scale;
+    const value_counts *const counts = counts_of(v, (shape){0, width}, &scale);
+    *share = top_prefixes(counts, width, 1, &top) && v->total > 0 ? scale * (double)top.count / v->total : 0.0;
+    return top;
+}
+
+/* Bits an element of saying which elements are of a share. */
+static double entropy(double share)
+{
+    return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
+}
+
+static uint32_t header_bytes(uint32_t columns) { return columns < 128 ? 1 : columns < 32768 ? 2 : 3; }
+
+/* Puts the elements of rows that are not closed and differ from the default one after the other; counts what the rows
+ * take besides. @return how many. */
+static size_t list_elements(const search *s, const uint64_t *elements, size_t num_rows, uint64_t *listed,
+                            double *extra_bytes)
+{
+    size_t size = 0, bytes = 0;
+    for (size_t row = 0; row < num_rows; row++) {
+        const uint64_t *const own = elements + row * s->columns;
+        const size_t begin = size;
+        bool is_closed = true;
+        for (uint32_t c = 0; c < s->columns; c++) {
+            listed[size] = own[c];
+            size += own[c] != s->default_value;
+            is_closed &= own[c] == s->default_value || own[c] == s->closed_value;
+        }
+        bytes += header_bytes(s->columns) + ibp_positions_bytes((uint32_t)(size - begin), s->columns);
+        if (is_closed) size = begin;
+    }
+    *extra_bytes = (double)bytes / (double)num_rows;
+    return size;
+}
+
+/* One option for each shape. @return how many. */
+static uint32_t add_options(const search *s, const values *v, bool listed, option *options)
+{
+    for (uint32_t i = 0; i < s->num_shapes; i++) {
+        options[i] = (option){.shape = s->shapes[i], .listed = listed, .extra_bytes = v->extra_bytes};
+        find_tails(v, s->shapes[i], options[i].tails);
+    }
+    return s->num_shapes;
+}
+
+static double least_of(const search *s, const option *options, uint32_t count)
+{
+    double least = INFINITY;
+    for (uint32_t k = 0; k < count; k++) least = fmin(least, least_cost(s, &options[k]));
+    return least;
+}
+
+/* ---- entries a column -------------------------------------------------------------------------------------------- */
+
+static uint64_t symbol_of(uint64_t element, uint32_t width, shape s)
+{
+    if (s.symbol_bits == 0) return 0;
+    const uint32_t shift = width - s.symbol_bits - s.rotate;
+    return element >> shift & (~(uint64_t)0 >> (64 - s.symbol_bits));
+}
+
+/* The symbols that columns choose from: looked up by themselves where they are short, else by halving. */
+typedef struct dictionary {
+    uint32_t size, symbol_bits;
+    uint8_t *places; /* of every symbol of up to MOST_BINS_BITS bits; size if it is none */
+    value_count symbols[DICTIONARY];
+} dictionary;
+
+static uint32_t place_of(const dictionary *d, uint64_t symbol)
+{
+    if (d->symbol_bits <= MOST_BINS_BITS) return d->places[symbol];
+    for (uint32_t k = 0; k < d->size; k++)
+        if (d->symbols[k].value == symbol) return k;
+    return d->size;
+}
+
+static void make_dictionary(const search *s, const values *v, shape of, uint8_t *places, dictionary *d)
+{
+    double scale;
+    const uint32_t cells = (1u << 20) / s->columns, most = cells < 16 ? 16 : cells < DICTIONARY ? cells : DICTIONARY;
+    d->symbol_bits = of.symbol_bits, d->places = places;
+    d->size = top_prefixes(counts_of(v, of, &scale), of.symbol_bits, most, d->symbols);
+    if (of.symbol_bits > MOST_BINS_BITS) return;
+    memset(places, (int)d->size, (size_t)1 << of.symbol_bits);
+    for (uint32_t k = 0; k < d->size; k++) places[d->symbols[k].value] = (uint8_t)k;
+}
+
+/* The most frequent of a column's symbols: order[k] is the place in the dictionary of its k-th entry. */
+static uint32_t order_column(const search *s, const dictionary *d, const uint32_t *own, const double *pseudo,
+                             uint8_t *order)
+{
+    double weights[MOST_ENTRIES];
+    uint32_t size = 0;
+    for (uint32_t k = 0; k < d->size; k++) {
+        const double weight = own[k] + (s->is_whole ? 0.0 : pseudo[k]);
+        if (size == MOST_ENTRIES && weight <= weights[size - 1]) continue;
+        uint32_t at = size < MOST_ENTRIES ? size++ : size - 1;
+        for (; at > 0 && weights[at - 1] < weight; at--) weights[at] = weights[at - 1], order[at] = order[at - 1];
+        weights[at] = weight, order[at] = (uint8_t)k;
+    }
+    return size;
+}
+
+/* Counts the symbols of each column in every step-th row from first on. */
+static void count_columns(const search *s, const uint64_t *elements, size_t num_rows, size_t first, size_t step,
+                          const dictionary *d, shape of, uint32_t *counts, double *pseudo)
+{
+    const uint32_t stride = d->size + 1;
+    memset(counts, 0, sizeof *counts * s->columns * stride);
+    size_t rows = 0;
+    for (size_t row = first; row < num_rows; row += step, rows++)
+        for (uint32_t c = 0; c < s->columns; c++)
+            counts[(size_t)c * stride + place_of(d, symbol_of(elements[row * s->columns + c], s->width, of))]++;
+    for (uint32_t k = 0; k < d->size; k++) {
+        double total = 0;
+        for (uint32_t c = 0; c < s->columns; c++) total += counts[(size_t)c * stride + k];
+        pseudo[k] = rows ? total * PSEUDO_COUNTS / ((double)rows * s->columns) : 0.0;
+    }
+}
+
+/* An option with entries a column: learned on the even rows and judged on the odd ones, unless the sample is the whole
+ * table. */
+static void column_option(const search *s, const values *v, const uint64_t *elements, size_t num_rows, shape of,
+                          const room *r, option *o)
+{
+    dictionary d;
+    double pseudo[DICTIONARY];
+    uint64_t counts[MOST_ENTRIES + 1] = {0};
+    const size_t step = s->is_whole ? 1 : 2, first = s->is_whole ? 0 : 1;
+    make_dictionary(s, v, of, r->ranks, &d);
+    const uint32_t stride = d.size + 1;
+    uint8_t *const columns = r->ranks + ((size_t)1 << MOST_BINS_BITS); /* rank of each place, column by column */
+    count_columns(s, elements, num_rows, 0, step, &d, of, r->column_counts, pseudo);
+    for (uint32_t c = 0; c < s->columns; c++) {
+        uint8_t order[MOST_ENTRIES], *const own = columns + (size_t)c * stride;
+        const uint32_t size = order_column(s, &d, r->column_counts + (size_t)c * stride, pseudo, order);
+        memset(own, MOST_ENTRIES, stride);
+        for (uint32_t k = 0; k < size; k++) own[order[k]] = (uint8_t)k;
+    }
+    size_t rows = 0;
+    for (size_t row = first; row < num_rows; row += step, rows++)
+        for (uint32_t c = 0; c < s->columns; c++) {
+            const uint64_t symbol = symbol_of(elements[row * s->columns + c], s->width, of);
+            counts[columns[(size_t)c * stride + place_of(&d, symbol)]]++;
+        }
+    *o = (option){.shape = of, .per_column = true};
+    double left = (double)s->columns;
+    for (uint32_t k = 0; k <= MOST_ENTRIES; k++) {
+        o->tails[k] = left;
+        left = fmax(0.0, left - (double)counts[k] / (double)rows);
+    }
+}
+
+/* Symbols of more and fewer bits, from those on that are best with entries a table, as long as they are better. */
+static void add_columns(const search *s, const values *v, const uint64_t *elements, size_t num_rows,
+                        const option *table, const room *r, option *best)
+{
+    double best_cost = INFINITY;
+    for (uint32_t rotate = 0; rotate < 2; rotate++) {
+        uint32_t own[MOST_SHAPES], size = 0, start = 0;
+        for (uint32_t i = 0; i < s->num_shapes; i++)
+            if (s->shapes[i].rotate == rotate && s->shapes[i].symbol_bits) own[size++] = i;
+        if (size == 0) continue;
+        for (uint32_t i = 1; i < size; i++)
+            if (least_cost(s, &table[own[i]]) < least_cost(s, &table[own[start]])) start = i;
+        option o;
+        column_option(s, v, elements, num_rows, s->shapes[own[start]], r, &o);
+        double here = least_cost(s, &o);
+        if (here < best_cost) best_cost = here, *best = o;
+        for (int step = 1; step >= -1; step -= 2) {
+            int64_t at = start;
+            while (at + step >= 0 && at + step < size) {
+                column_option(s, v, elements, num_rows, s->shapes[own[at + step]], r, &o);
+                const double next = least_cost(s, &o);
+                if (next >= here) break;
+                at += step, here = next;
+                if (here < best_cost) best_cost = here, *best = o;
+            }
+            start = (uint32_t)at;
+        }
+    }
+}
+
+/* ---- all of it --------------------------------------------------------------------------------------------------- */
+
+static bool is_sample(const ibp_sample *sample)
+{
+    if (sample == NULL || sample->rows == NULL || sample->num_rows < 1) return false;
+    const uint32_t row_bytes = sample->row_bytes, element_bytes = sample->element_bytes;
+    if (row_bytes < 1 || row_bytes > IBP_MAX_ROW_BYTES || element_bytes > 8) return false;
+    if (element_bytes == 0 || (element_bytes & (element_bytes - 1)) != 0 || row_bytes % element_bytes) return false;
+    return sample->exponent_bits < 8 * element_bytes && sample->num_rows <= IBP_MOST_SAMPLED_BYTES / row_bytes;
+}
+
+static size_t align_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
+
+/* Lays the arrays out in scratch. @return the bytes that they take. */
+static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
+{
+    const size_t columns = sample->row_bytes / sample->element_bytes, count = (size_t)sample->num_rows * columns;
+    const size_t bins = (size_t)1 << MOST_BINS_BITS, places = columns * (DICTIONARY + 1);
+    const size_t sizes[] = {sizeof(uint64_t) * count,     sizeof(uint64_t) * count,     sizeof(uint64_t) * MOST_LONG,
+                            sizeof(uint64_t) * MOST_LONG, sizeof(uint64_t) * bins,      sizeof(value_count) * bins,
+                            sizeof(value_count) * bins,   sizeof(value_count) * MOST_LONG,
+                            sizeof(option) * (2 * MOST_SHAPES + 1), sizeof(uint32_t) * places, bins + places};
+    uint8_t *parts[sizeof sizes / sizeof *sizes];
+    size_t total = 0;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        parts[i] = scratch == NULL ? NULL : scratch + total;
+        total += align_up(sizes[i]);
+    }
+    *r = (room){(uint64_t *)(void *)parts[0],    (uint64_t *)(void *)parts[1],    (uint64_t *)(void *)parts[2],
+                (uint64_t *)(void *)parts[3],    (uint64_t *)(void *)parts[4],    (value_count *)(void *)parts[5],
+                (value_count *)(void *)parts[6], (value_count *)(void *)parts[7], (option *)(void *)parts[8],
+                (uint32_t *)(void *)parts[9],    parts[10]};
+    return total;
+}
+
+size_t ibp_learn_scratch_bytes(const ibp_sample *sample)
+{
+    room r;
+    return is_sample(sample) ? make_room(sample, NULL, &r) : 0;
+}
+
+size_t ibp_max_entries_bytes(uint32_t row_bytes, uint32_t element_bytes)
+{
+    if (element_bytes == 0 || element_bytes > 8 || row_bytes > IBP_MAX_ROW_BYTES) return 0;
+    return (size_t)MOST_ENTRIES * row_bytes;
+}
+
+static void store_symbol(uint8_t *to, uint64_t symbol, uint32_t symbol_bytes) { memcpy(to, &symbol, symbol_bytes); }
+
+/* Writes the entries of a plan; what is missing repeats the first one, so that it is never chosen. */
+static void write_entries(const search *s, const values *v, const uint64_t *elements, size_t num_rows, const option *o,
+                          uint32_t num_entries, const room *r, uint8_t *entries)
+{
+    const uint32_t bytes = symbol_bytes_of(o->shape.symbol_bits);
+    dictionary d;
+    double pseudo[DICTIONARY];
+    make_dictionary(s, v, o->shape, r->ranks, &d);
+    if (o->per_column) count_columns(s, elements, num_rows, 0, 1, &d, o->shape, r->column_counts, pseudo);
+    for (uint32_t c = 0; c < (o->per_column ? s->columns : 1); c++) {
+        uint8_t order[MOST_ENTRIES];
+        uint32_t size = d.size < MOST_ENTRIES ? d.size : MOST_ENTRIES;
+        for (uint32_t k = 0; k < size; k++) order[k] = (uint8_t)k;
+        if (o->per_column) size = order_column(s, &d, r->column_counts + (size_t)c * (d.size + 1), pseudo, order);
+        for (uint32_t k = 0; k < num_entries; k++, entries += bytes)
+            store_symbol(entries, size ? d.symbols[order[k < size ? k : 0]].value : 0, bytes);
+    }
+}
+
+ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scratch_bytes, uint8_t *entries,
+                            size_t entries_bytes, ibp_planes *planes, double *coded_bytes)
+{
+    if (!is_sample(sample) || planes == NULL || entries == NULL || coded_bytes == NULL) return IBP_INVALID_ARGUMENT;
+    if (scratch == NULL || (uintptr_t)scratch % 16 != 0) return IBP_INVALID_ARGUMENT;
+    room r;
+    if (make_room(sample, scratch, &r) > scratch_bytes) return IBP_BUFFER_TOO_SMALL;
+    if (entries_bytes < ibp_max_entries_bytes(sample->row_bytes, sample->element_bytes)) return IBP_BUFFER_TOO_SMALL;
+    const uint32_t element_bytes = sample->element_bytes;
+    const size_t num_rows = (size_t)sample->num_rows;
+    search s = {.width = 8 * element_bytes, .row_bytes = sample->row_bytes, .columns = sample->row_bytes / element_bytes};
+    s.num_shapes = list_shapes(s.width, sample->exponent_bits, s.shapes), s.num_lists = list_digits(s.lists);
+    s.table_rows = (double)(sample->table_rows > sample->num_rows ? sample->table_rows : sample->num_rows);
+    s.is_whole = sample->table_rows <= sample->num_rows;
+    const size_t count = num_rows * s.columns;
+    for (size_t i = 0; i < count; i++) r.elements[i] = load_element(sample->rows + i * element_bytes, element_bytes);
+
+    values v = {.num_rows = (double)num_rows};
+    uint32_t num_options = 0;
+    double share, least_listed = 0.0;
+    count_values(r.elements, count, s.width, &r, &v);
+    s.default_value = most_frequent(&v, s.width, &share).value;
+    if (share >= LEAST_SHARE && share * s.width >= 2 * entropy(share)) {
+        /* The closed value is the most frequent of the others. */
+        s.closed_value = s.default_value;
+        size_t listed = list_elements(&s, r.elements, num_rows, r.other, &v.extra_bytes);
+        double unused;
+        count_values(r.other, listed, s.width, &r, &v);
+        if (listed) s.closed_value = most_frequent(&v, s.width, &unused).value;
+        listed = list_elements(&s, r.elements, num_rows, r.other, &v.extra_bytes);
+        count_values(r.other, listed, s.width, &r, &v);
+        num_options = add_options(&s, &v, true, r.options);
+        least_listed = least_of(&s, r.options, num_options);
+        v = (values){.num_rows = (double)num_rows};
+        count_values(r.elements, count, s.width, &r, &v);
+    }
+    option *const dense = r.options + num_options;
+    num_options += add_options(&s, &v, false, dense);
+    const bool tries_columns = s.columns > 1 && (s.is_whole || num_rows > 1) &&
+                               s.columns < 0.1 * s.row_bytes * s.table_rows &&
+                               (least_listed == 0.0 || least_of(&s, dense, s.num_shapes) <= COLUMNS_GAIN * least_listed);
+    if (tries_columns) add_columns(&s, &v, r.elements, num_rows, dense, &r, &r.options[num_options++]);
+
+    const digit_list *digits;
+    const option *const o = &r.options[choose(&s, r.options, num_options, &digits, coded_bytes)];
+    if (o->listed) {
+        const size_t listed = list_elements(&s, r.elements, num_rows, r.other, &v.extra_bytes);
+        count_values(r.other, listed, s.width, &r, &v);
+    }
+    *planes = (ibp_planes){.entries = digits->num_entries ? entries : NULL,
+                           .default_value = o->listed ? s.default_value : 0,
+                           .closed_value = o->listed ? s.closed_value : 0,
+                           .element_bytes = element_bytes,
+                           .residual_bits = s.width - o->shape.symbol_bits,
+                           .rotate = o->shape.rotate,
+                           .num_planes = digits->num_planes,
+                           .num_entries = digits->num_entries,
+                           .symbol_bytes = symbol_bytes_of(o->shape.symbol_bits),
+                           .per_column = o->per_column,
+                           .listed = o->listed};
+    memcpy(planes->digit_bits, digits->widths, sizeof planes->digit_bits);
+    write_entries(&s, &v, r.elements, num_rows, o, digits->num_entries, &r, entries);
+    return IBP_OK;
+}
+
