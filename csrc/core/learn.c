@@ -4,8 +4,8 @@
  * some rank on are needed, its *tails*. Distinct values and their counts are found once, in order; the symbols of every
  * shape are their prefixes, so that one pass over them gives the shape's counts. Listed rows add what their positions
  * take, which follows from how many elements each row lists. */
-#include "learn.h"
 #include "format.h"
+#include "ibp.h"
 
 #include <math.h>
 #include <string.h>
@@ -16,8 +16,9 @@ enum {
     MOST_SHAPES = 2 * 64 + 2,
     MOST_LISTS = 1 + 4 + 16 + 64 + 256, /* of widths of digits */
     MOST_LONG = 1 << 14,                /* elements whose prefixes of more than MOST_BINS_BITS bits are counted */
-    MOST_LOW_BITS = 13,                 /* of a list of positions */
-    DICTIONARY = 255                    /* the table's symbols that columns choose from, at most */
+    MOST_SORTED = 1 << 12,              /* elements that are sorted sooner than counted */
+    DICTIONARY = 255,                   /* the table's symbols that columns choose from, at most */
+    MOST_SAMPLED_BYTES = 1 << 30
 };
 
 static const double AS_GOOD = 1.001;           /* a cost within this of the least is as good: the plan that decodes */
@@ -32,8 +33,7 @@ typedef struct value_count {
     uint64_t count;
 } value_count;
 
-/* Distinct values in increasing order. bits: of a value; from: of these the lowest `from` bits are missing, so that a
- * value is a prefix. */
+/* Distinct values of some bits in increasing order. */
 typedef struct value_counts {
     value_count *items;
     size_t size;
@@ -49,7 +49,7 @@ typedef struct digit_list {
     uint8_t widths[IBP_MAX_PLANES];
 } digit_list;
 
-/* The values whose cost is looked for: all elements of dense rows, or those listed. */
+/* Elements whose cost is looked for: all elements of dense rows, or those listed. */
 typedef struct values {
     value_counts whole, unsigned_; /* prefixes of up to MOST_BINS_BITS bits, with the sign and without */
     value_counts long_;            /* whole elements, of a part of them */
@@ -183,38 +183,28 @@ static const value_counts *counts_of(const values *v, shape s, double *scale)
     return &v->long_;
 }
 
-/* tails[k]: elements of a mean row whose rank is k or higher. */
-static void find_tails(const values *v, shape s, double *tails)
-{
-    value_count top[MOST_ENTRIES];
-    double scale;
-    const value_counts *const counts = counts_of(v, s, &scale);
-    const uint32_t size = top_prefixes(counts, s.symbol_bits, MOST_ENTRIES, top);
-    double left = v->total;
-    for (uint32_t k = 0; k <= MOST_ENTRIES; k++) {
-        tails[k] = left / v->num_rows;
-        if (k < size) left -= scale * (double)top[k].count;
-        if (left < 0) left = 0;
-    }
-}
-
 /* ---- costs ------------------------------------------------------------------------------------------------------- */
-
-/* Bits of a part of `count` fields of `bits` bits in a mean row, padded. is_exact: count is the same in all rows. */
-static double padded_bits(double count, uint32_t bits, bool is_exact)
-{
-    if (is_exact) return 8.0 * ceil(count * bits / 8.0);
-    const uint32_t unit = bits % 8 == 0 ? 8 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
-    return count * bits + (8 - unit) / 2.0 * (1.0 - exp(-count));
-}
 
 /* A shape with its tails, of dense or listed rows, with entries a table or a column. */
 typedef struct option {
     shape shape;
     bool listed, per_column;
-    double extra_bytes; /* of a mean row besides the values */
-    double tails[MOST_ENTRIES + 1];
+    double extra_bytes;             /* of a mean row besides the values */
+    double tails[MOST_ENTRIES + 1]; /* elements of a mean row whose rank is k or higher */
+    double some[MOST_ENTRIES + 1];  /* share of the rows that have such an element, if they fall independently */
+    double costs[MOST_LISTS], least; /* bytes of a mean row with its share of the codebook, by the list of digits */
 } option;
+
+/* Fills an option's tails from the counts of ranks 0, 1, ..., `size` of them, `scale` elements each. */
+static void fill_tails(option *o, double total, double scale, double num_rows, const uint64_t *counts, uint32_t size)
+{
+    double left = total;
+    for (uint32_t k = 0; k <= MOST_ENTRIES; k++) {
+        o->tails[k] = left / num_rows;
+        o->some[k] = 1.0 - exp(-o->tails[k]);
+        if (k < size) left = fmax(0.0, left - scale * (double)counts[k]);
+    }
+}
 
 /* What is known of the table. */
 typedef struct search {
@@ -227,6 +217,15 @@ typedef struct search {
     digit_list lists[MOST_LISTS];
 } search;
 
+/* Bits of a part with a field of `bits` bits for each element of rank k or higher, padded. is_exact: there are as many
+ * in all rows. */
+static double part_bits(const option *o, uint32_t k, uint32_t bits, bool is_exact)
+{
+    if (is_exact) return 8.0 * ceil(o->tails[k] * bits / 8.0);
+    const uint32_t unit = bits % 8 == 0 ? 8 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+    return o->tails[k] * bits + (8 - unit) / 2.0 * o->some[k];
+}
+
 /* Bytes that the codebook takes. */
 static double codebook_bytes(const search *s, const option *o, const digit_list *digits)
 {
@@ -237,23 +236,32 @@ static double codebook_bytes(const search *s, const option *o, const digit_list 
 /* Bytes of a mean row with its share of the codebook. */
 static double cost_of(const search *s, const option *o, const digit_list *digits)
 {
-    const double *const tails = o->tails;
     const uint32_t symbol_bits = o->shape.symbol_bits;
-    double bits = padded_bits(tails[0], s->width - symbol_bits, !o->listed);
+    double bits = part_bits(o, 0, s->width - symbol_bits, !o->listed);
     uint32_t first = 0;
     for (uint32_t p = 0; p < digits->num_planes; p++) {
-        bits += padded_bits(tails[first], digits->widths[p], !o->listed && p == 0);
+        bits += part_bits(o, first, digits->widths[p], !o->listed && p == 0);
         first += (1u << digits->widths[p]) - 1;
     }
-    bits += padded_bits(tails[first], symbol_bits, false);
-    const double bytes = o->extra_bytes + bits / 8.0 + codebook_bytes(s, o, digits) / s->table_rows;
-    return bytes < s->row_bytes ? bytes : s->row_bytes;
+    bits += part_bits(o, first, symbol_bits, false);
+    return o->extra_bytes + bits / 8.0 + codebook_bytes(s, o, digits) / s->table_rows;
 }
 
-static double least_cost(const search *s, const option *o)
+/* Fills in what an option costs with all lists of digits. */
+static void judge(const search *s, option *o)
+{
+    o->least = INFINITY;
+    for (uint32_t i = 0; i < s->num_lists; i++) {
+        o->costs[i] = cost_of(s, o, &s->lists[i]);
+        if (o->costs[i] < o->least) o->least = o->costs[i];
+    }
+}
+
+static double least_of(const option *options, uint32_t count)
 {
     double least = INFINITY;
-    for (uint32_t i = 0; i < s->num_lists; i++) least = fmin(least, cost_of(s, o, &s->lists[i]));
+    for (uint32_t k = 0; k < count; k++)
+        if (options[k].least < least) least = options[k].least;
     return least;
 }
 
@@ -268,15 +276,15 @@ static bool is_simpler(const search *s, const option *a, const digit_list *x, co
 /* The plan to take of all options: which option, and its digits. */
 static uint32_t choose(const search *s, const option *options, uint32_t count, const digit_list **digits, double *cost)
 {
-    double least = INFINITY, least_fast = INFINITY;
+    const double least = least_of(options, count);
+    double least_fast = INFINITY;
     uint32_t found = 0, fast = count;
     const digit_list *best = NULL, *best_fast = NULL;
-    for (uint32_t k = 0; k < count; k++) least = fmin(least, least_cost(s, &options[k]));
     for (uint32_t k = 0; k < count; k++)
         for (uint32_t i = 0; i < s->num_lists; i++) {
             const option *const o = &options[k];
             const digit_list *const tried = &s->lists[i];
-            const double bytes = cost_of(s, o, tried);
+            const double bytes = o->costs[i];
             const double worth = o->per_column ? FAST_COLUMNS_COST : FAST_COST;
             if (is_fast(o->shape.symbol_bits, tried) && bytes <= worth * least && bytes < least_fast)
                 least_fast = bytes, fast = k, best_fast = tried;
@@ -285,25 +293,11 @@ static uint32_t choose(const search *s, const option *options, uint32_t count, c
         }
     *digits = fast < count ? best_fast : best;
     found = fast < count ? fast : found;
-    *cost = cost_of(s, &options[found], *digits);
+    *cost = fmin(options[found].costs[*digits - s->lists], s->row_bytes);
     return found;
 }
 
 /* ---- values ------------------------------------------------------------------------------------------------------ */
-
-uint32_t ibp_positions_bytes(uint32_t listed, uint32_t columns)
-{
-    if (listed == 0) return 0;
-    uint32_t best = (columns + 7) / 8;
-    for (uint32_t low = 0; low <= MOST_LOW_BITS; low++)
-        for (uint32_t inverse = 0; inverse < 2; inverse++) {
-            const uint32_t held = inverse ? columns - listed : listed;
-            const uint32_t upper = held + (columns + (1u << low) - 1) / (1u << low) - 1;
-            const uint32_t bytes = (upper + 7) / 8 + (held * low + 7) / 8;
-            if (bytes < best) best = bytes;
-        }
-    return best;
-}
 
 static uint64_t load_element(const uint8_t *from, uint32_t element_bytes)
 {
@@ -325,11 +319,16 @@ typedef struct room {
 static void count_values(const uint64_t *elements, size_t count, uint32_t width, const room *r, values *v)
 {
     const uint32_t bits = width < MOST_BINS_BITS ? width : MOST_BINS_BITS;
-    memset(r->bins, 0, sizeof *r->bins << bits);
-    for (size_t i = 0; i < count; i++) r->bins[elements[i] >> (width - bits)]++;
     v->whole = (value_counts){r->whole, 0, bits};
-    for (uint64_t b = 0; b < (uint64_t)1 << bits; b++)
-        if (r->bins[b]) r->whole[v->whole.size++] = (value_count){b, r->bins[b]};
+    if (count <= MOST_SORTED) {
+        for (size_t i = 0; i < count; i++) r->longs[i] = elements[i] >> (width - bits);
+        v->whole.size = compact(sort_values(r->longs, r->other_longs, count, bits), count, r->whole);
+    } else {
+        memset(r->bins, 0, sizeof *r->bins << bits);
+        for (size_t i = 0; i < count; i++) r->bins[elements[i] >> (width - bits)]++;
+        for (uint64_t b = 0; b < (uint64_t)1 << bits; b++)
+            if (r->bins[b]) r->whole[v->whole.size++] = (value_count){b, r->bins[b]};
+    }
     v->unsigned_.items = r->unsigned_;
     drop_sign(&v->whole, &v->unsigned_);
     const size_t step = count / MOST_LONG + 1;
@@ -358,8 +357,6 @@ static double entropy(double share)
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
 }
 
-static uint32_t header_bytes(uint32_t columns) { return columns < 128 ? 1 : columns < 32768 ? 2 : 3; }
-
 /* Puts the elements of rows that are not closed and differ from the default one after the other; counts what the rows
  * take besides. @return how many. */
 static size_t list_elements(const search *s, const uint64_t *elements, size_t num_rows, uint64_t *listed,
@@ -375,7 +372,9 @@ static size_t list_elements(const search *s, const uint64_t *elements, size_t nu
             size += own[c] != s->default_value;
             is_closed &= own[c] == s->default_value || own[c] == s->closed_value;
         }
-        bytes += header_bytes(s->columns) + ibp_positions_bytes((uint32_t)(size - begin), s->columns);
+        const uint32_t num_listed = (uint32_t)(size - begin);
+        bytes += ibp_header_bytes(s->columns) +
+                 (num_listed ? ibp_choose_position_form(num_listed, s->columns).num_bytes : 0u);
         if (is_closed) size = begin;
     }
     *extra_bytes = (double)bytes / (double)num_rows;
@@ -386,17 +385,17 @@ static size_t list_elements(const search *s, const uint64_t *elements, size_t nu
 static uint32_t add_options(const search *s, const values *v, bool listed, option *options)
 {
     for (uint32_t i = 0; i < s->num_shapes; i++) {
+        value_count top[MOST_ENTRIES];
+        uint64_t ranked[MOST_ENTRIES];
+        double scale;
+        const value_counts *const counts = counts_of(v, s->shapes[i], &scale);
+        const uint32_t size = top_prefixes(counts, s->shapes[i].symbol_bits, MOST_ENTRIES, top);
+        for (uint32_t k = 0; k < size; k++) ranked[k] = top[k].count;
         options[i] = (option){.shape = s->shapes[i], .listed = listed, .extra_bytes = v->extra_bytes};
-        find_tails(v, s->shapes[i], options[i].tails);
+        fill_tails(&options[i], v->total, scale, v->num_rows, ranked, size);
+        judge(s, &options[i]);
     }
     return s->num_shapes;
-}
-
-static double least_of(const search *s, const option *options, uint32_t count)
-{
-    double least = INFINITY;
-    for (uint32_t k = 0; k < count; k++) least = fmin(least, least_cost(s, &options[k]));
-    return least;
 }
 
 /* ---- entries a column -------------------------------------------------------------------------------------------- */
@@ -408,19 +407,21 @@ static uint64_t symbol_of(uint64_t element, uint32_t width, shape s)
     return element >> shift & (~(uint64_t)0 >> (64 - s.symbol_bits));
 }
 
-/* The symbols that columns choose from: looked up by themselves where they are short, else by halving. */
+/* The symbols that columns choose from. Short ones are looked up by themselves, long ones by a hash of them: the place
+ * of one that has it, to be compared. */
 typedef struct dictionary {
     uint32_t size, symbol_bits;
-    uint8_t *places; /* of every symbol of up to MOST_BINS_BITS bits; size if it is none */
-    value_count symbols[DICTIONARY];
+    uint8_t *places; /* of every symbol or hash; size if it is none */
+    value_count symbols[DICTIONARY + 1];
 } dictionary;
+
+static uint32_t hash_of(uint64_t symbol) { return (uint32_t)(symbol * 0x9e3779b97f4a7c15u >> (64 - MOST_BINS_BITS)); }
 
 static uint32_t place_of(const dictionary *d, uint64_t symbol)
 {
     if (d->symbol_bits <= MOST_BINS_BITS) return d->places[symbol];
-    for (uint32_t k = 0; k < d->size; k++)
-        if (d->symbols[k].value == symbol) return k;
-    return d->size;
+    const uint32_t place = d->places[hash_of(symbol)];
+    return d->symbols[place].value == symbol ? place : d->size;
 }
 
 static void make_dictionary(const search *s, const values *v, shape of, uint8_t *places, dictionary *d)
@@ -429,9 +430,11 @@ static void make_dictionary(const search *s, const values *v, shape of, uint8_t 
     const uint32_t cells = (1u << 20) / s->columns, most = cells < 16 ? 16 : cells < DICTIONARY ? cells : DICTIONARY;
     d->symbol_bits = of.symbol_bits, d->places = places;
     d->size = top_prefixes(counts_of(v, of, &scale), of.symbol_bits, most, d->symbols);
-    if (of.symbol_bits > MOST_BINS_BITS) return;
-    memset(places, (int)d->size, (size_t)1 << of.symbol_bits);
-    for (uint32_t k = 0; k < d->size; k++) places[d->symbols[k].value] = (uint8_t)k;
+    const bool is_short = of.symbol_bits <= MOST_BINS_BITS;
+    memset(places, (int)d->size, (size_t)1 << (is_short ? of.symbol_bits : MOST_BINS_BITS));
+    d->symbols[d->size] = (value_count){0, 0};
+    for (uint32_t k = d->size; k-- > 0;) /* of those with one hash the most frequent is found */
+        places[is_short ? d->symbols[k].value : hash_of(d->symbols[k].value)] = (uint8_t)k;
 }
 
 /* The most frequent of a column's symbols: order[k] is the place in the dictionary of its k-th entry. */
@@ -493,11 +496,8 @@ static void column_option(const search *s, const values *v, const uint64_t *elem
             counts[columns[(size_t)c * stride + place_of(&d, symbol)]]++;
         }
     *o = (option){.shape = of, .per_column = true};
-    double left = (double)s->columns;
-    for (uint32_t k = 0; k <= MOST_ENTRIES; k++) {
-        o->tails[k] = left;
-        left = fmax(0.0, left - (double)counts[k] / (double)rows);
-    }
+    fill_tails(o, (double)rows * s->columns, 1.0, (double)rows, counts, MOST_ENTRIES);
+    judge(s, o);
 }
 
 /* Symbols of more and fewer bits, from those on that are best with entries a table, as long as they are better. */
@@ -511,18 +511,17 @@ static void add_columns(const search *s, const values *v, const uint64_t *elemen
             if (s->shapes[i].rotate == rotate && s->shapes[i].symbol_bits) own[size++] = i;
         if (size == 0) continue;
         for (uint32_t i = 1; i < size; i++)
-            if (least_cost(s, &table[own[i]]) < least_cost(s, &table[own[start]])) start = i;
+            if (table[own[i]].least < table[own[start]].least) start = i;
         option o;
         column_option(s, v, elements, num_rows, s->shapes[own[start]], r, &o);
-        double here = least_cost(s, &o);
+        double here = o.least;
         if (here < best_cost) best_cost = here, *best = o;
         for (int step = 1; step >= -1; step -= 2) {
             int64_t at = start;
             while (at + step >= 0 && at + step < size) {
                 column_option(s, v, elements, num_rows, s->shapes[own[at + step]], r, &o);
-                const double next = least_cost(s, &o);
-                if (next >= here) break;
-                at += step, here = next;
+                if (o.least >= here) break;
+                at += step, here = o.least;
                 if (here < best_cost) best_cost = here, *best = o;
             }
             start = (uint32_t)at;
@@ -538,7 +537,7 @@ static bool is_sample(const ibp_sample *sample)
     const uint32_t row_bytes = sample->row_bytes, element_bytes = sample->element_bytes;
     if (row_bytes < 1 || row_bytes > IBP_MAX_ROW_BYTES || element_bytes > 8) return false;
     if (element_bytes == 0 || (element_bytes & (element_bytes - 1)) != 0 || row_bytes % element_bytes) return false;
-    return sample->exponent_bits < 8 * element_bytes && sample->num_rows <= IBP_MOST_SAMPLED_BYTES / row_bytes;
+    return sample->exponent_bits < 8 * element_bytes && sample->num_rows <= MOST_SAMPLED_BYTES / row_bytes;
 }
 
 static size_t align_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -573,7 +572,8 @@ size_t ibp_learn_scratch_bytes(const ibp_sample *sample)
 
 size_t ibp_max_entries_bytes(uint32_t row_bytes, uint32_t element_bytes)
 {
-    if (element_bytes == 0 || element_bytes > 8 || row_bytes > IBP_MAX_ROW_BYTES) return 0;
+    if (element_bytes == 0 || element_bytes > 8 || (element_bytes & (element_bytes - 1)) != 0) return 0;
+    if (row_bytes == 0 || row_bytes > IBP_MAX_ROW_BYTES || row_bytes % element_bytes) return 0;
     return (size_t)MOST_ENTRIES * row_bytes;
 }
 
@@ -630,7 +630,7 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
         listed = list_elements(&s, r.elements, num_rows, r.other, &v.extra_bytes);
         count_values(r.other, listed, s.width, &r, &v);
         num_options = add_options(&s, &v, true, r.options);
-        least_listed = least_of(&s, r.options, num_options);
+        least_listed = least_of(r.options, num_options);
         v = (values){.num_rows = (double)num_rows};
         count_values(r.elements, count, s.width, &r, &v);
     }
@@ -638,7 +638,7 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
     num_options += add_options(&s, &v, false, dense);
     const bool tries_columns = s.columns > 1 && (s.is_whole || num_rows > 1) &&
                                s.columns < 0.1 * s.row_bytes * s.table_rows &&
-                               (least_listed == 0.0 || least_of(&s, dense, s.num_shapes) <= COLUMNS_GAIN * least_listed);
+                               (least_listed == 0.0 || least_of(dense, s.num_shapes) <= COLUMNS_GAIN * least_listed);
     if (tries_columns) add_columns(&s, &v, r.elements, num_rows, dense, &r, &r.options[num_options++]);
 
     const digit_list *digits;

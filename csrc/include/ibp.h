@@ -195,6 +195,33 @@ IBP_API ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32
  * cluster. hits: ceil(row_bytes / chunk_bytes) entries. */
 IBP_API ibp_status ibp_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits);
 
+/* ---- learning ---------------------------------------------------------------------------------------------------- */
+
+/* Rows to learn a codebook from: all of a table's, or some drawn at random. */
+typedef struct ibp_sample {
+    const uint8_t *rows;    /* num_rows * row_bytes bytes, at most 2^30 */
+    int64_t num_rows;       /* at least 1 */
+    int64_t table_rows;     /* of the whole table, over which the codebook's bytes are spread */
+    uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES */
+    uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
+    uint32_t exponent_bits; /* of floats, below 8 * element_bytes; 0: anything else */
+} ibp_sample;
+
+/* Bytes of scratch, 16-byte aligned, that ibp_learn_planes needs; 0 for a sample that it refuses. */
+IBP_API size_t ibp_learn_scratch_bytes(const ibp_sample *sample);
+
+/* Bytes that the entries of a codebook for such rows take at most; 0 for an invalid argument. */
+IBP_API size_t ibp_max_entries_bytes(uint32_t row_bytes, uint32_t element_bytes);
+
+/* The best codebook of scheme planes (section 6): symbol widths, rotation, digit widths, dense or listed rows, and
+ * entries a table or a column, compared by what counts of the symbols say that a mean row takes. Entries a column are
+ * learned from the even rows and judged by the odd ones, unless the sample is the table.
+ * entries: room for entries_bytes, at least ibp_max_entries_bytes; planes->entries points to them, or is NULL.
+ * coded_bytes: of a mean row with its share of the codebook, as expected; row_bytes if nothing pays.
+ * @return IBP_BUFFER_TOO_SMALL if scratch or entries has too little room. */
+IBP_API ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scratch_bytes, uint8_t *entries,
+                                    size_t entries_bytes, ibp_planes *planes, double *coded_bytes);
+
 /* ---- one row (sections 5 and 6) --------------------------------------------------------------------------------- */
 
 /* Of codebooks of scheme raw there are no coded rows: these functions refuse them. */

@@ -97,6 +97,7 @@ extern const uint32_t feature_sets[NUM_FEATURE_SETS];
 void test_bits(void);
 void test_status(void);
 void test_codebook(void);
+void test_learn(void);
 void test_analysis(void);
 void test_rows(void);
 void test_corrupt_rows(void);

@@ -23,6 +23,7 @@ int main(int count, char **arguments)
     run("status", test_status);
     run("codebook", test_codebook);
     run("analysis", test_analysis);
+    run("learning", test_learn);
     ibp_set_cpu_features(0);
     run("rows in plain C", test_rows);
     run("corrupt rows in plain C", test_corrupt_rows);
