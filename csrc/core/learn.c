@@ -24,6 +24,7 @@ enum {
 static const double AS_GOOD = 1.001;           /* a cost within this of the least is as good: the plan that decodes */
 static const double FAST_COST = 1.008;         /* faster is taken; and this, for one that decodes fastest */
 static const double FAST_COLUMNS_COST = 1.006; /* and this, where entries are a column's */
+static const double HOPELESS = 1.02;           /* other widths of symbols do not make up for such a cost */
 static const double COLUMNS_GAIN = 1.5;        /* rows with entries a column are smaller by this factor at the most */
 static const double LEAST_SHARE = 1.0 / 256;   /* of a default */
 static const double PSEUDO_COUNTS = 8.0;       /* of the table's symbols that every column has besides its own */
@@ -504,6 +505,7 @@ static void column_option(const search *s, const values *v, const uint64_t *elem
 static void add_columns(const search *s, const values *v, const uint64_t *elements, size_t num_rows,
                         const option *table, const room *r, option *best)
 {
+    const double table_least = least_of(table, s->num_shapes);
     double best_cost = INFINITY;
     for (uint32_t rotate = 0; rotate < 2; rotate++) {
         uint32_t own[MOST_SHAPES], size = 0, start = 0;
@@ -516,6 +518,7 @@ static void add_columns(const search *s, const values *v, const uint64_t *elemen
         column_option(s, v, elements, num_rows, s->shapes[own[start]], r, &o);
         double here = o.least;
         if (here < best_cost) best_cost = here, *best = o;
+        if (here > HOPELESS * table_least) continue;
         for (int step = 1; step >= -1; step -= 2) {
             int64_t at = start;
             while (at + step >= 0 && at + step < size) {
