@@ -45,6 +45,10 @@ _WRITE = _TABLE.format("(a!)", "(b!)")
 _lib.define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
 _lib.define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
 _lib.define("choose_masks(Tensor data, int row_bytes, int chunk_bytes) -> (Tensor, Tensor)")
+_lib.define(
+    "learn_planes(Tensor data, int row_bytes, int element_bytes, int exponent_bits, int table_rows) "
+    "-> (Tensor, Tensor, Tensor)"
+)
 _lib.define("count_bits(Tensor data, int row_bytes) -> Tensor")
 _lib.define("count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
@@ -94,6 +98,7 @@ def _fake(name):
     return register
 
 
+_MOST_ENTRIES, _PLANES_FIELDS = 60, 13  # of a codebook of scheme planes
 _HOST_BASES = 5  # which tensor of stream_bytes is always on the CPU
 
 
@@ -110,6 +115,15 @@ def _(counts, num_rows, tau):
 @_fake("choose_masks")
 def _(data, row_bytes, chunk_bytes):
     return tuple(data.new_empty((row_bytes,), dtype=torch.uint8) for _ in range(2))
+
+
+@_fake("learn_planes")
+def _(data, row_bytes, element_bytes, exponent_bits, table_rows):
+    return (
+        data.new_empty((_MOST_ENTRIES * row_bytes,)),
+        data.new_empty((_PLANES_FIELDS,), dtype=torch.int64),
+        data.new_empty((1,), dtype=torch.float64),
+    )
 
 
 @_fake("count_bits")

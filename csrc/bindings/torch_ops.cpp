@@ -117,6 +117,43 @@ std::tuple<Tensor, Tensor> choose_masks(Tensor data, int64_t row_bytes, int64_t 
     return {mask, bitval};
 }
 
+// data: whole rows on the CPU, of a table of table_rows. Returns (entries, codec, the bytes of a mean row as coded).
+std::tuple<Tensor, Tensor, Tensor> learn_planes(Tensor data, int64_t row_bytes, int64_t element_bytes,
+                                                int64_t exponent_bits, int64_t table_rows)
+{
+    ibp_sample sample{};
+    sample.row_bytes = row_bytes_of(row_bytes);
+    sample.element_bytes = to_u32(element_bytes, 1, 8, "element_bytes");
+    sample.exponent_bits = to_u32(exponent_bits, 0, 63, "exponent_bits");
+    sample.rows = bytes_of(data, 0, "data");
+    sample.num_rows = data.numel() / row_bytes;
+    sample.table_rows = table_rows;
+    const auto scratch_bytes = static_cast<int64_t>(ibp_learn_scratch_bytes(&sample)),
+               entries_bytes =
+                   static_cast<int64_t>(ibp_max_entries_bytes(sample.row_bytes, sample.element_bytes));
+    require(scratch_bytes > 0, "no codebook can be learned from ", sample.num_rows, " rows of ", row_bytes,
+            " bytes, elements of ", element_bytes, " and exponents of ", exponent_bits, " bits");
+    Tensor scratch = new_tensor(data, {scratch_bytes}, ScalarType::Byte),
+           entries = new_tensor(data, {entries_bytes}, ScalarType::Byte),
+           codec = new_tensor(data, {9 + int64_t{IBP_MAX_PLANES}}, ScalarType::Long),
+           coded_bytes = new_tensor(data, {1}, ScalarType::Double);
+    ibp_planes planes;
+    check(ibp_learn_planes(&sample, bytes_of(scratch, 0, "scratch"), static_cast<size_t>(scratch_bytes),
+                           bytes_of(entries, 0, "entries"), static_cast<size_t>(entries_bytes), &planes,
+                           data_of<double>(coded_bytes, ScalarType::Double, 1, "coded_bytes")),
+          "learn_planes");
+    const int64_t fields[] = {IBP_SCHEME_PLANES,    row_bytes,
+                              element_bytes,        planes.rotate,
+                              planes.residual_bits, planes.per_column,
+                              planes.listed,        static_cast<int64_t>(planes.default_value),
+                              static_cast<int64_t>(planes.closed_value)};
+    int64_t *const to = data_of<int64_t>(codec, ScalarType::Long, 9 + int64_t{IBP_MAX_PLANES}, "codec");
+    std::copy(std::begin(fields), std::end(fields), to);
+    for (uint32_t p = 0; p < IBP_MAX_PLANES; p++)
+        to[9 + p] = p < planes.num_planes ? planes.digit_bits[p] : 0;
+    return {entries, codec, coded_bytes};
+}
+
 Tensor count_bits_cpu(Tensor data, int64_t row_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes);
@@ -523,6 +560,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("codebook_words", TORCH_BOX(&codebook_words));
     m.impl("threshold_bits", TORCH_BOX(&threshold_bits));
     m.impl("choose_masks", TORCH_BOX(&choose_masks));
+    m.impl("learn_planes", TORCH_BOX(&learn_planes));
     m.impl("count_bits", TORCH_BOX(&count_bits_cpu));
     m.impl("count_hits", TORCH_BOX(&count_hits_cpu));
     m.impl("measure_rows", TORCH_BOX(&measure_rows_cpu));
