@@ -914,7 +914,7 @@ def op_samples():
     samples = []
     for scheme in SCHEMES:
         for layout in ("slots of 32", "packed"):
-            x, table = local_table(scheme, layout, num_rows=200)
+            x, table = local_table(scheme, layout, num_rows=400)
             arguments = table._arguments(CPU)
             slots, overflow, *rest = arguments
             fault = torch.zeros(4, dtype=torch.int64)

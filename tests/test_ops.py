@@ -55,6 +55,8 @@ def samples():
     yield "threshold_bits", (OPS.count_bits(data, 240), 100, 0.8)
     yield "choose_masks", (data, 240, 4)
     yield "choose_masks", (data[: 7 * 239], 239, 2)
+    yield "learn_planes", (data, 240, 4, 8, 1000)
+    yield "learn_planes", (data[: 7 * 239], 239, 1, 0, 7)
     yield "count_bits", (data, 240)
     yield "count_hits", (data, words, codebook.codec)
     yield "measure_rows", (data, words, codebook.codec)
@@ -84,7 +86,7 @@ def samples():
 
 
 SAMPLES = list(samples())
-NAMES = {"codebook_words", "threshold_bits", "choose_masks", "count_bits", "count_hits", "measure_rows", "index_rows",
+NAMES = {"codebook_words", "threshold_bits", "choose_masks", "learn_planes", "count_bits", "count_hits", "measure_rows", "index_rows",
          "survey_rows", "encode_rows", "gather_items", "decode_bytes", "partition_ids", "select_rows"}  # fmt: skip
 
 

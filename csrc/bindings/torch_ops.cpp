@@ -138,8 +138,10 @@ std::tuple<Tensor, Tensor, Tensor> learn_planes(Tensor data, int64_t row_bytes, 
            codec = new_tensor(data, {9 + int64_t{IBP_MAX_PLANES}}, ScalarType::Long),
            coded_bytes = new_tensor(data, {1}, ScalarType::Double);
     ibp_planes planes;
-    check(ibp_learn_planes(&sample, bytes_of(scratch, 0, "scratch"), static_cast<size_t>(scratch_bytes),
-                           bytes_of(entries, 0, "entries"), static_cast<size_t>(entries_bytes), &planes,
+    uint8_t *const to_entries = bytes_of(entries, 0, "entries");
+    std::memset(to_entries, 0, static_cast<size_t>(entries_bytes)); // most are not written
+    check(ibp_learn_planes(&sample, bytes_of(scratch, 0, "scratch"), static_cast<size_t>(scratch_bytes), to_entries,
+                           static_cast<size_t>(entries_bytes), &planes,
                            data_of<double>(coded_bytes, ScalarType::Double, 1, "coded_bytes")),
           "learn_planes");
     const int64_t fields[] = {IBP_SCHEME_PLANES,    row_bytes,

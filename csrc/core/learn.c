@@ -536,7 +536,7 @@ static void add_columns(const search *s, const values *v, const uint64_t *elemen
 
 static bool is_sample(const ibp_sample *sample)
 {
-    if (sample == NULL || sample->rows == NULL || sample->num_rows < 1) return false;
+    if (sample == NULL || sample->rows == NULL || sample->num_rows < 1 || sample->table_rows < 0) return false;
     const uint32_t row_bytes = sample->row_bytes, element_bytes = sample->element_bytes;
     if (row_bytes < 1 || row_bytes > IBP_MAX_ROW_BYTES || element_bytes > 8) return false;
     if (element_bytes == 0 || (element_bytes & (element_bytes - 1)) != 0 || row_bytes % element_bytes) return false;

@@ -201,7 +201,7 @@ IBP_API ibp_status ibp_count_hits(const ibp_codebook *codebook, const uint8_t *d
 typedef struct ibp_sample {
     const uint8_t *rows;    /* num_rows * row_bytes bytes, at most 2^30 */
     int64_t num_rows;       /* at least 1 */
-    int64_t table_rows;     /* of the whole table, over which the codebook's bytes are spread */
+    int64_t table_rows;     /* of the whole table, over which the codebook's bytes are spread; num_rows if more */
     uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
     uint32_t exponent_bits; /* of floats, below 8 * element_bytes; 0: anything else */

@@ -124,7 +124,7 @@ static void check_refused(void)
     void *const scratch = aligned_alloc(64, (scratch_bytes + 127) / 64 * 64);
     ibp_planes planes;
     double bytes;
-    for (int wrong = 0; wrong < 7; wrong++) {
+    for (int wrong = 0; wrong < 8; wrong++) {
         ibp_sample s = good;
         if (wrong == 0) s.rows = NULL;
         if (wrong == 1) s.num_rows = 0;
@@ -133,6 +133,7 @@ static void check_refused(void)
         if (wrong == 4) s.element_bytes = 3;
         if (wrong == 5) s.exponent_bits = 16;
         if (wrong == 6) s.num_rows = (int64_t)1 << 40;
+        if (wrong == 7) s.table_rows = -1;
         CHECK(ibp_learn_scratch_bytes(&s) == 0, "case %d", wrong);
         CHECK(ibp_learn_planes(&s, scratch, scratch_bytes, entries, most, &planes, &bytes) == IBP_INVALID_ARGUMENT,
               "case %d", wrong);
