@@ -104,7 +104,7 @@ def compiled(commands):
 
 def linked(command, objects, name="program"):
     """The program that the command makes of the objects."""
-    return made([*command, *objects], name, objects)
+    return made([*command, *objects, "-lm"], name, objects)
 
 
 def core_objects(flags, sources=CORE_SOURCES):

@@ -129,8 +129,7 @@ std::tuple<Tensor, Tensor, Tensor> learn_planes(Tensor data, int64_t row_bytes, 
     sample.num_rows = data.numel() / row_bytes;
     sample.table_rows = table_rows;
     const auto scratch_bytes = static_cast<int64_t>(ibp_learn_scratch_bytes(&sample)),
-               entries_bytes =
-                   static_cast<int64_t>(ibp_max_entries_bytes(sample.row_bytes, sample.element_bytes));
+               entries_bytes = static_cast<int64_t>(ibp_max_entries_bytes(sample.row_bytes, sample.element_bytes));
     require(scratch_bytes > 0, "no codebook can be learned from ", sample.num_rows, " rows of ", row_bytes,
             " bytes, elements of ", element_bytes, " and exponents of ", exponent_bits, " bits");
     Tensor scratch = new_tensor(data, {scratch_bytes}, ScalarType::Byte),
@@ -144,15 +143,18 @@ std::tuple<Tensor, Tensor, Tensor> learn_planes(Tensor data, int64_t row_bytes, 
                            static_cast<size_t>(entries_bytes), &planes,
                            data_of<double>(coded_bytes, ScalarType::Double, 1, "coded_bytes")),
           "learn_planes");
-    const int64_t fields[] = {IBP_SCHEME_PLANES,    row_bytes,
-                              element_bytes,        planes.rotate,
-                              planes.residual_bits, planes.per_column,
-                              planes.listed,        static_cast<int64_t>(planes.default_value),
+    const int64_t fields[] = {IBP_SCHEME_PLANES,
+                              row_bytes,
+                              element_bytes,
+                              planes.rotate,
+                              planes.residual_bits,
+                              planes.per_column,
+                              planes.listed,
+                              static_cast<int64_t>(planes.default_value),
                               static_cast<int64_t>(planes.closed_value)};
     int64_t *const to = data_of<int64_t>(codec, ScalarType::Long, 9 + int64_t{IBP_MAX_PLANES}, "codec");
     std::copy(std::begin(fields), std::end(fields), to);
-    for (uint32_t p = 0; p < IBP_MAX_PLANES; p++)
-        to[9 + p] = p < planes.num_planes ? planes.digit_bits[p] : 0;
+    for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) to[9 + p] = p < planes.num_planes ? planes.digit_bits[p] : 0;
     return {entries, codec, coded_bytes};
 }
 

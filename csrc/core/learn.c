@@ -146,8 +146,8 @@ static void drop_sign(const value_counts *whole, value_counts *out)
     while (half < whole->size && whole->items[half].value < sign) half++;
     out->bits = whole->bits - 1, out->size = 0;
     for (high = half; low < half || high < whole->size;) {
-        const bool takes_low = low < half && (high == whole->size ||
-                                              whole->items[low].value <= (whole->items[high].value ^ sign));
+        const bool takes_low =
+            low < half && (high == whole->size || whole->items[low].value <= (whole->items[high].value ^ sign));
         const value_count item = whole->items[takes_low ? low++ : high++];
         const uint64_t value = item.value & (sign - 1);
         if (out->size && out->items[out->size - 1].value == value)
@@ -190,9 +190,9 @@ static const value_counts *counts_of(const values *v, shape s, double *scale)
 typedef struct option {
     shape shape;
     bool listed, per_column;
-    double extra_bytes;             /* of a mean row besides the values */
-    double tails[MOST_ENTRIES + 1]; /* elements of a mean row whose rank is k or higher */
-    double some[MOST_ENTRIES + 1];  /* share of the rows that have such an element, if they fall independently */
+    double extra_bytes;              /* of a mean row besides the values */
+    double tails[MOST_ENTRIES + 1];  /* elements of a mean row whose rank is k or higher */
+    double some[MOST_ENTRIES + 1];   /* share of the rows that have such an element, if they fall independently */
     double costs[MOST_LISTS], least; /* bytes of a mean row with its share of the codebook, by the list of digits */
 } option;
 
@@ -231,7 +231,8 @@ static double part_bits(const option *o, uint32_t k, uint32_t bits, bool is_exac
 static double codebook_bytes(const search *s, const option *o, const digit_list *digits)
 {
     const double sets = o->per_column ? s->columns : 1.0;
-    return sets * digits->num_entries * symbol_bytes_of(o->shape.symbol_bits) + (o->listed ? 2.0 * s->width / 8.0 : 0.0);
+    return sets * digits->num_entries * symbol_bytes_of(o->shape.symbol_bits) +
+           (o->listed ? 2.0 * s->width / 8.0 : 0.0);
 }
 
 /* Bytes of a mean row with its share of the codebook. */
@@ -550,20 +551,34 @@ static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
 {
     const size_t columns = sample->row_bytes / sample->element_bytes, count = (size_t)sample->num_rows * columns;
     const size_t bins = (size_t)1 << MOST_BINS_BITS, places = columns * (DICTIONARY + 1);
-    const size_t sizes[] = {sizeof(uint64_t) * count,     sizeof(uint64_t) * count,     sizeof(uint64_t) * MOST_LONG,
-                            sizeof(uint64_t) * MOST_LONG, sizeof(uint64_t) * bins,      sizeof(value_count) * bins,
-                            sizeof(value_count) * bins,   sizeof(value_count) * MOST_LONG,
-                            sizeof(option) * (2 * MOST_SHAPES + 1), sizeof(uint32_t) * places, bins + places};
+    const size_t sizes[] = {sizeof(uint64_t) * count,
+                            sizeof(uint64_t) * count,
+                            sizeof(uint64_t) * MOST_LONG,
+                            sizeof(uint64_t) * MOST_LONG,
+                            sizeof(uint64_t) * bins,
+                            sizeof(value_count) * bins,
+                            sizeof(value_count) * bins,
+                            sizeof(value_count) * MOST_LONG,
+                            sizeof(option) * (2 * MOST_SHAPES + 1),
+                            sizeof(uint32_t) * places,
+                            bins + places};
     uint8_t *parts[sizeof sizes / sizeof *sizes];
     size_t total = 0;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
         parts[i] = scratch == NULL ? NULL : scratch + total;
         total += align_up(sizes[i]);
     }
-    *r = (room){(uint64_t *)(void *)parts[0],    (uint64_t *)(void *)parts[1],    (uint64_t *)(void *)parts[2],
-                (uint64_t *)(void *)parts[3],    (uint64_t *)(void *)parts[4],    (value_count *)(void *)parts[5],
-                (value_count *)(void *)parts[6], (value_count *)(void *)parts[7], (option *)(void *)parts[8],
-                (uint32_t *)(void *)parts[9],    parts[10]};
+    *r = (room){(uint64_t *)(void *)parts[0],
+                (uint64_t *)(void *)parts[1],
+                (uint64_t *)(void *)parts[2],
+                (uint64_t *)(void *)parts[3],
+                (uint64_t *)(void *)parts[4],
+                (value_count *)(void *)parts[5],
+                (value_count *)(void *)parts[6],
+                (value_count *)(void *)parts[7],
+                (option *)(void *)parts[8],
+                (uint32_t *)(void *)parts[9],
+                parts[10]};
     return total;
 }
 
@@ -611,7 +626,8 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
     if (entries_bytes < ibp_max_entries_bytes(sample->row_bytes, sample->element_bytes)) return IBP_BUFFER_TOO_SMALL;
     const uint32_t element_bytes = sample->element_bytes;
     const size_t num_rows = (size_t)sample->num_rows;
-    search s = {.width = 8 * element_bytes, .row_bytes = sample->row_bytes, .columns = sample->row_bytes / element_bytes};
+    search s = {
+        .width = 8 * element_bytes, .row_bytes = sample->row_bytes, .columns = sample->row_bytes / element_bytes};
     s.num_shapes = list_shapes(s.width, sample->exponent_bits, s.shapes), s.num_lists = list_digits(s.lists);
     s.table_rows = (double)(sample->table_rows > sample->num_rows ? sample->table_rows : sample->num_rows);
     s.is_whole = sample->table_rows <= sample->num_rows;
@@ -665,4 +681,3 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
     write_entries(&s, &v, r.elements, num_rows, o, digits->num_entries, &r, entries);
     return IBP_OK;
 }
-

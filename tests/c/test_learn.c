@@ -5,8 +5,8 @@
 
 /* Rows of one of the kinds of data that a codebook must find something in, or nothing. */
 enum { FLOATS, HALF_DEFAULT, FEW_ONES, COLUMNS, SMALL_NUMBERS, RANDOM, CONSTANT, NUM_KINDS };
-static const char *const KIND_NAMES[] = {"floats", "half default", "few ones", "columns", "small numbers",
-                                         "random", "constant"};
+static const char *const KIND_NAMES[] = {"floats",        "half default", "few ones", "columns",
+                                         "small numbers", "random",       "constant"};
 
 static uint64_t element_of(rng *r, int kind, uint32_t column, uint32_t width)
 {
@@ -89,8 +89,8 @@ static void check_kinds(void)
                 for (int64_t num_rows = 1; num_rows <= 200; num_rows = num_rows * 8 + 3) {
                     const uint32_t exponent_bits = rng_chance(&r, 50) ? 3 + rng_below(&r, 8 * element_bytes - 3) : 0;
                     buffer rows = rows_of(&r, kind, num_rows, columns, element_bytes);
-                    const ibp_sample table = {rows.data, num_rows, num_rows, columns * element_bytes, element_bytes,
-                                               exponent_bits};
+                    const ibp_sample table = {rows.data,     num_rows,     num_rows, columns * element_bytes,
+                                              element_bytes, exponent_bits};
                     char what[100];
                     snprintf(what, sizeof what, "%s, %u columns of %u bytes, exponent of %u bits, %d rows",
                              KIND_NAMES[kind], columns, element_bytes, exponent_bits, (int)num_rows);
