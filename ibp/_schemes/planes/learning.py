@@ -10,7 +10,7 @@ import torch
 
 from ..request import Request
 from .codebook import ELEMENT_BYTES, MAX_DIGIT_BITS, MAX_PLANES, PlanesCodebook, num_entries, symbol_bytes
-from .cost import MAX_BINS_BITS, as_entries, check_sample, elements_of, ranks_of, row_bytes_of, values_of
+from .cost import MAX_BINS_BITS, as_entries, check_sample, elements_of, ranks_of, values_of
 
 _LEARN_ELEMENTS = 1 << 19  # of a table that are looked at, always whole rows
 _LEAST_ROWS = 32
@@ -94,7 +94,8 @@ def learn_planes(
         closed & (2**width - 1),
         as_entries(symbols, width - residual_bits),
     )
-    lengths = row_bytes_of(codebook, sample)
+    lengths = torch.ops.ibp.measure_rows(sample, codebook.words(sample.device), codebook.codec).to(torch.int64)
+    lengths = torch.where(lengths == 0, row_bytes, lengths)
     coded_bytes = float(lengths.sum()) / len(lengths) + codebook.nbytes / num_rows
     return Learned(replace(codebook, expected_savings=1 - coded_bytes / row_bytes), lengths)
 
