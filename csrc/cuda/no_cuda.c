@@ -47,6 +47,13 @@ ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uin
     return IBP_NO_CUDA;
 }
 
+ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
+                                int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream)
+{
+    (void)place, (void)source, (void)row_ids, (void)first_row, (void)fault, (void)max_sms, (void)stream;
+    return IBP_NO_CUDA;
+}
+
 ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                                  int max_sms, ibp_stream stream)
 {

@@ -303,6 +303,55 @@ IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, 
                                    uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);
 
+/* ---- rows coded into memory that is there ------------------------------------------------------------------------ */
+
+#define IBP_NO_BASE UINT64_MAX /* in bases: a row that owns no overflow part */
+#define IBP_MAX_SOURCE_DIMS 4u
+
+/* What has become of rows that were coded into a place; added up over calls. */
+typedef struct ibp_place_counts {
+    uint64_t spilled; /* rows with an overflow part */
+    uint64_t lost;    /* rows for whose overflow part there was no room */
+} ibp_place_counts;
+
+/* A table's memory, for rows that are coded one by one, in any order and again and again: every row has a base of its
+ * own (rows_per_base 1), and the parts of overflow are handed out as rows need them. What is written here is read
+ * through `table`, whose pointers are the same arrays.
+ *
+ * A row that has never been coded has base IBP_NO_BASE, and 0 in rooms. Fill lengths with 0 and bases with IBP_NO_BASE:
+ * reading such a row is a fault then, unless slots hold raw rows.
+ * A row keeps the part that it owns for as long as its bytes fit; else it gets a new one, at a multiple of
+ * IBP_OVERFLOW_ALIGN, and the old one is lost to the table. With `rooms` a row remembers how much it owns while it
+ * needs less, and one that grows gets room for its raw bytes, so that no row ever takes more than two parts; without
+ * them it owns what its length says. */
+typedef struct ibp_place {
+    ibp_table table;   /* sizes and codebook; its pointers are not read. rows_per_base 1, starts 0 */
+    uint8_t *slots;    /* table.slots_bytes */
+    uint8_t *overflow; /* table.overflow_bytes */
+    uint16_t *lengths; /* one a row; NULL in scheme raw */
+    uint64_t *bases;   /* one a row; may be NULL where slot_bytes is row_bytes: there are no parts */
+    uint16_t *rooms;   /* one a row: units of IBP_OVERFLOW_ALIGN that it owns from its base on; or NULL */
+    uint64_t *used;    /* bytes of overflow that have been handed out; more than there are once one was refused. Not
+                          NULL where there are bases */
+    ibp_place_counts *counts; /* or NULL */
+} ibp_place;
+
+/* Rows as they are before coding: in one buffer or in many of the same layout (pages, tensors). Row i is row
+ * i % rows_per_buffer of buffer i / rows_per_buffer, and inside a buffer at the sum of index * stride over num_dims
+ * dimensions, in which its number is counted with the last one fastest: a slice of a cache is a source as it lies. A
+ * row itself is row_bytes bytes one after the other, at any alignment; 16 bytes are read at once. */
+typedef struct ibp_row_source {
+    const uint8_t *data;                  /* the buffer; not read where there are buffers */
+    const uint8_t *const *buffers;        /* addresses of ceil(num_rows / rows_per_buffer) of them; NULL: data alone */
+    int64_t num_rows;                     /* of all buffers; at most INT32_MAX */
+    int64_t rows_per_buffer;              /* at least 1, at most INT32_MAX; read where there are buffers */
+    int64_t sizes[IBP_MAX_SOURCE_DIMS];   /* outermost first, 1 to INT32_MAX; their product is at least the rows of a
+                                             buffer. The first one is not read */
+    int64_t strides[IBP_MAX_SOURCE_DIMS]; /* bytes */
+    uint32_t num_dims;                    /* 0: rows lie one after the other */
+    uint32_t last_row_bytes; /* bytes of row num_rows - 1 where it is short, with num_dims 0; 0: row_bytes */
+} ibp_row_source;
+
 /* Item ids of a gather: int32_t (id_bytes 4) or int64_t (id_bytes 8). Item k goes to position positions[k] of the
  * output, which has out_items positions; a position past them is left out and noted as IBP_INDEX_OUT_OF_RANGE.
  * positions NULL: to position k. */

@@ -54,6 +54,23 @@ IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_byt
  * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
+/* Codes the rows of a source into a place: row i becomes row row_ids[i] of the table, or first_row + i where row_ids is
+ * NULL. One launch: nothing is measured before, allocated or asked of the host, and all of it can be captured; where
+ * overflow parts lie differs from run to run, the bytes of rows do not. place->slots, place->overflow and the source
+ * may be device memory or mapped pinned host memory, each for itself; everything else is device memory.
+ *
+ * A row that does not shrink is stored raw, one that equals the default as the marker of section 2. Where overflow has
+ * no room for a row's part, the row is lost: its base becomes IBP_NO_BASE and its length 0, so that reading it is a
+ * fault, and it is counted. A source row with fewer bytes than the table's row has zeros behind them; of one with more
+ * the first are taken. Bytes of a slot or room behind a row's own are zeros up to a multiple of IBP_OVERFLOW_ALIGN, or
+ * stay as they were.
+ * row_ids: an id outside the table is noted as IBP_INDEX_OUT_OF_RANGE, and its row left out. Ids must differ: where the
+ * table has bases, one of equal ones wins, and those that come while it is being coded are left out and noted as
+ * IBP_INVALID_ARGUMENT; without bases the row holds anything. No other row is harmed.
+ * lengths, bases and rooms of the place are not trusted: a part that does not lie in overflow is none.
+ * fault: device-accessible, or NULL. max_sms as in ibp_cuda_gather_items. */
+IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
+                                        int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
 /* As ibp_gather_items for all ids. fault: device-accessible, not NULL, cleared by the caller; the first fault met by
  * any warp is kept. max_sms: at most this many SMs are kept busy; 0: all, and never negative. */
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
