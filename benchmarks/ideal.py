@@ -1,15 +1,18 @@
 """The rate that the hardware allows: what a measured rate is compared with.
 
-The constants are rates of an H200 on PCIe 5 x16; a run on another GPU says which in its CSV, and its ideal is then a
-comparison with an H200's link.
+The link's rates are those of the calibration in force (`ibp.calibrate`): measured on this machine if it was calibrated,
+else an H200's on PCIe 5 x16.
 """
 
 import torch
 
+from ibp import _calibration
+
 SECTOR_BYTES = 32
-LINK_KERNEL_GBPS = 51.4  # kernels reading pinned host memory
-LINK_COPY_GBPS = 55.4  # copy engine, host to device, from 64 MiB up
-LINK_ROW_NS = 1.45  # a row read by a kernel costs at least this, however short
+MACHINE = _calibration.in_force(torch.device("cpu"))  # of the current GPU, where there is one
+LINK_KERNEL_GBPS = MACHINE.read_gbps  # kernels reading pinned host memory
+LINK_COPY_GBPS = MACHINE.copy_in_gbps  # copy engine, host to device, from 64 MiB up
+LINK_ROW_NS = MACHINE.least_row_ns  # a row read by a kernel costs at least this, however short
 
 ROWS_PER_BASE = 32  # FORMAT.md section 2
 OVERFLOW_ALIGN = 32  # FORMAT.md section 3

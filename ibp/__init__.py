@@ -13,6 +13,7 @@ beside the installed headers (`ibp.get_include()`). Modules over tables are in `
 from pathlib import Path as _Path
 
 from . import _core, _ops, nn
+from ._calibration import H200, Calibration, CoderRates, calibrate
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
 from ._config import show_config
@@ -27,15 +28,19 @@ __version__ = _core.version()
 
 __all__ = [
     "AnyCodebook",
+    "Calibration",
     "ClusteredCodebook",
     "Codebook",
+    "CoderRates",
     "CompressedTensor",
     "CorruptTableError",
     "Estimate",
+    "H200",
     "OffloadStats",
     "Offloaded",
     "PlanesCodebook",
     "analyze",
+    "calibrate",
     "compress",
     "compress_",
     "cuda_is_available",

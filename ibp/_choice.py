@@ -11,30 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _layout, _rows, _schemes
+from . import _calibration, _layout, _rows, _schemes
+from ._calibration import Calibration, CoderRates
 from ._schemes import SCHEMES, AnyCodebook, ClusteredCodebook, PlanesCodebook, Request, measure
-
-# What one NVIDIA H200 on PCIe 5 x16 does with all of its multiprocessors. Sources are files of benchmarks/results.
-LINK_BYTES_PER_NS = 51.4  # a kernel that reads pinned memory (gather.csv, raw rows of 2 KiB)
-LEAST_ROW_NS = (
-    1.45  # of a row that the link brings, however short (gather.csv, synthetic rows of 128 B, 75 and 90 % saved)
-)
-CODED_LINK_SHARE = (
-    0.9  # of the link's rate, for coded rows (gather.csv, 256 B and more: 0.90 to 0.99 where no decoder binds)
-)
-WRITTEN_BYTES_PER_NS = 3270.0  # decoded rows (codec.csv, memset)
-MASKS_BYTES_PER_NS = (
-    419.0  # of rows of scheme ibp (gather.csv, 64 KiB, 90 % saved; decoding alone in codec.csv: 480 to 1,900)
-)
-DENSE_ROW_NS = (
-    2.6  # of a dense row of scheme planes, at least (gather.csv, 128 B: 2.56 to 2.60 for two and four bytes an element)
-)
-LISTED_ROW_NS = 1.9  # of a listed row, at least (gather.csv, cora)
-FAST_ELEMENTS_PER_NS = 170.0  # dense rows of digits of two bits (codec.csv, FP32 rows of 128 B; longer ones are faster)
-DENSE_ELEMENTS_PER_NS = 110.0  # other dense rows (codec.csv, LLM keys and values)
-LISTED_ELEMENTS_PER_NS = (
-    40.0  # elements' worth of stored bytes of listed rows (a BF16 ReLU set of 70 % zeros: 354 GB/s at 77 % saved)
-)
 
 
 @dataclass(frozen=True)
@@ -49,7 +28,7 @@ class Candidate:
         link_bytes: of the sectors that fetching every row once reads, as `table.link_bytes`.
         fetch_bytes: link_bytes with second fetches of rows that overflow their slot priced in, and the codebook.
         index_bytes: bytes of lengths and bases.
-        row_ns: time in which a GPU fetches a row from pinned memory, in ns, by the constants above.
+        row_ns: time in which a GPU fetches a row from pinned memory, in ns, by the calibration in force.
     """
 
     scheme: str
@@ -81,11 +60,13 @@ def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook 
 def compare(request: Request) -> list[Candidate]:
     """Every scheme, measured on the same sample of the table's rows; raw rows first. One whose rows would take more
     bytes than x is raw."""
-    raw = _raw(request)
+    machine = _calibration.in_force(request.device)
+    raw = _raw(request, machine)
     if request.geometry.num_bytes == 0:
         return [raw]
     learned = {scheme: _schemes.learn(scheme, request) for scheme in SCHEMES}
-    found = (_measured(scheme, codebook, request) for scheme, codebook in learned.items() if codebook is not None)
+    coded = {scheme: codebook for scheme, codebook in learned.items() if codebook is not None}
+    found = (_measured(scheme, codebook, request, machine) for scheme, codebook in coded.items())
     return [raw, *(candidate for candidate in found if candidate is not None)]
 
 
@@ -106,42 +87,63 @@ def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
     return min(better, key=lambda candidate: (candidate.fetch_bytes, candidate.stored_bytes), default=raw)
 
 
-def row_ns(codebook: AnyCodebook | None, row_bytes: int, stored_bytes: float, link_bytes: float) -> float:
+def row_ns(
+    codebook: AnyCodebook | None, row_bytes: int, stored_bytes: float, link_bytes: float, machine: Calibration
+) -> float:
     """Time in which a GPU fetches a row from pinned memory and rebuilds it, in ns.
 
     Args:
         codebook: that the rows are coded with; None for raw ones.
         row_bytes: bytes of a row.
         stored_bytes, link_bytes: of a mean row as coded, and of the sectors that fetching it reads.
+        machine: whose rates to reckon with.
     """
     if codebook is None:
-        return max(link_bytes / LINK_BYTES_PER_NS, LEAST_ROW_NS)
+        return max(link_bytes / machine.read_gbps, machine.least_row_ns)
     return max(
-        link_bytes / (LINK_BYTES_PER_NS * CODED_LINK_SHARE), LEAST_ROW_NS, _decode_ns(codebook, row_bytes, stored_bytes)
+        link_bytes / (machine.read_gbps * machine.coded_read_share),
+        machine.least_row_ns,
+        _decode_ns(codebook, row_bytes, stored_bytes, machine),
     )
 
 
-def _decode_ns(codebook: AnyCodebook, row_bytes: int, stored_bytes: float) -> float:
-    """Time of the decoder for a row."""
+def coder_rates(codebook: AnyCodebook, machine: Calibration) -> CoderRates:
+    """The rates of the family of coders that rows of a codebook have."""
     first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
-    written_ns = row_bytes / WRITTEN_BYTES_PER_NS
     if not isinstance(first, PlanesCodebook):
-        return max(written_ns, row_bytes / MASKS_BYTES_PER_NS)
+        return machine.masks
     if first.listed:
-        return max(written_ns, LISTED_ROW_NS, stored_bytes / first.element_bytes / LISTED_ELEMENTS_PER_NS)
-    rate = FAST_ELEMENTS_PER_NS if first.is_fast else DENSE_ELEMENTS_PER_NS
-    return max(written_ns, DENSE_ROW_NS, first.columns / rate)
+        return machine.listed
+    if first.digit_bits == (4,):
+        return machine.fast
+    if first.element_bytes == 1:
+        return machine.one_byte
+    return machine.pairs if first.is_fast else machine.dense
 
 
-def _raw(request: Request) -> Candidate:
+def work_of(codebook: AnyCodebook, row_bytes: int, stored_bytes: float) -> float:
+    """What a decoder's rate `work_per_ns` counts of a row (see CoderRates)."""
+    first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
+    if not isinstance(first, PlanesCodebook):
+        return row_bytes
+    return stored_bytes / first.element_bytes if first.listed else first.columns
+
+
+def _decode_ns(codebook: AnyCodebook, row_bytes: int, stored_bytes: float, machine: Calibration) -> float:
+    """Time of the decoder for a row, which it writes to device memory."""
+    rates, work = coder_rates(codebook, machine), work_of(codebook, row_bytes, stored_bytes)
+    return max(row_bytes / machine.memset_gbps, rates.least_row_ns, work / rates.work_per_ns)
+
+
+def _raw(request: Request, machine: Calibration) -> Candidate:
     """Raw rows, which no sample needs to be measured for."""
     geometry, row_bytes = request.geometry, request.geometry.row_bytes
     link_bytes = _layout.raw_link_bytes(geometry)
-    time = row_ns(None, row_bytes, row_bytes, link_bytes / max(1, geometry.num_rows))
+    time = row_ns(None, row_bytes, row_bytes, link_bytes / max(1, geometry.num_rows), machine)
     return Candidate("raw", None, geometry.num_bytes, row_bytes, geometry.num_bytes, link_bytes, link_bytes, 0, time)
 
 
-def _measured(scheme: str, codebook: AnyCodebook, request: Request) -> Candidate | None:
+def _measured(scheme: str, codebook: AnyCodebook, request: Request, machine: Calibration) -> Candidate | None:
     """A candidate; None where its rows would take no fewer bytes than raw ones."""
     geometry, rows = request.geometry, request.few_rows
     sampled = _rows.Geometry(
@@ -166,7 +168,8 @@ def _measured(scheme: str, codebook: AnyCodebook, request: Request) -> Candidate
     )
     link_bytes = _layout.link_bytes(lengths, sampled, slot_bytes)
     fetched_bytes = link_bytes + _layout.second_fetch_bytes(survey, sampled, slot_bytes)
-    time = row_ns(codebook, geometry.row_bytes, survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows)
+    stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
+    time = row_ns(codebook, geometry.row_bytes, stored, fetched, machine)
     return Candidate(
         scheme,
         codebook,

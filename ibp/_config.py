@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import _core, _ops
+from . import _calibration, _core, _memory, _ops
 from ._fetch import gather, streaming
 from ._fetch.paths import Path
 
@@ -30,6 +30,7 @@ def config_text() -> str:
         "CUDA kernels": "built" if _core.cuda_is_built() else "not built (nvcc was not found when ibp was installed)",
         "CPU coders": f"{', '.join(coders)}; {torch.get_num_threads()} threads",
         "GPUs": "; ".join(map(_gpu_text, range(torch.cuda.device_count()))) or "none that torch sees",
+        "calibration": _calibration_text(),
     }
     if _ops.cuda_is_available():
         lines["index_select"] = f"paths {_names(gather.PATHS)}, or decoded by the CPU"
@@ -47,3 +48,11 @@ def _names(paths: Sequence[Path[Any]]) -> str:
 def _gpu_text(index: int) -> str:
     found = torch.cuda.get_device_properties(index)
     return f"cuda:{index} {found.name}, {found.total_memory / 2**30:.0f} GiB, {found.multi_processor_count} SMs"
+
+
+def _calibration_text() -> str:
+    """What ibp reckons with on the current device."""
+    device = _memory.canonical("cuda" if _ops.cuda_is_available() else "cpu")
+    if not _calibration.is_measured(device):
+        return f"of an {_calibration.H200.gpu}; ibp.calibrate() measures this machine"
+    return f"measured on {_calibration.in_force(device).gpu}, kept in {_calibration.cache_file(device)}"

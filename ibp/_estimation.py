@@ -73,8 +73,8 @@ class SchemeEstimate:
         memory_savings: 1 - nbytes / original bytes; negative where the table is larger than x.
         link_bytes: of the 32-byte sectors that fetching every row once reads.
         link_savings: 1 - link_bytes / those of raw rows.
-        fetch_speedup: how many times as fast as raw ones an H200 fetches and decodes rows from pinned memory, by
-            benchmarks/results.
+        fetch_speedup: how many times as fast as raw ones a GPU fetches and decodes rows from pinned memory, by the
+            calibration in force (see `ibp.calibrate`).
     """
 
     scheme: str

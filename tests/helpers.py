@@ -1,5 +1,6 @@
 """What several test files share: tensors to compress, and comparison by bits."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import ibp
 import reference
 import reference_planes
+from ibp import _calibration
 
 SCHEMES = ["ibp", "planes", "auto"]
 TENSORS = ("slots", "overflow", "lengths", "bases")
@@ -205,3 +207,13 @@ def plain_table(table, codebook):
         table.slots.numpy(),
         table.overflow.numpy(),
     )
+
+
+def reckon_with(monkeypatch, least_streamed_bytes=None, **changed):
+    """Puts an H200's calibration with changed rates in force on every device. Returns it."""
+    found = dataclasses.replace(ibp.H200, **changed)
+    if least_streamed_bytes is not None:
+        gained_ns = 1 / found.read_gbps - 1 / found.copy_in_gbps
+        found = dataclasses.replace(found, stream_start_us=(least_streamed_bytes + 0.5) * gained_ns / 1e3)
+    monkeypatch.setattr(_calibration, "in_force", lambda device: found)
+    return found

@@ -126,13 +126,17 @@ def test_sectors_of_raw_rows(num_bytes, row_bytes):
 
 def test_time_of_a_row():
     """Raw rows by their sectors, coded ones by those or by their decoder."""
-    assert _choice.row_ns(None, 128, 128, 128) == pytest.approx(128 / 51.4)
-    assert _choice.row_ns(None, 16, 16, 32) == 1.45
+    assert _choice.row_ns(None, 128, 128, 128, ibp.H200) == pytest.approx(128 / 51.4)
+    assert _choice.row_ns(None, 16, 16, 32, ibp.H200) == 1.45
     dense = ibp.analyze(embedding(500, 256, torch.bfloat16), scheme="planes", device="cpu")
-    assert _choice.row_ns(dense, 512, 341, 352) == pytest.approx(352 / (0.9 * 51.4))
-    assert _choice.row_ns(dense, 128, 86, 96) == _choice.DENSE_ROW_NS > _choice.row_ns(None, 128, 128, 128)
+    assert _choice.row_ns(dense, 512, 341, 352, ibp.H200) == pytest.approx(352 / (0.9 * 51.4))
+    assert (
+        _choice.row_ns(dense, 128, 86, 96, ibp.H200)
+        == ibp.H200.pairs.least_row_ns
+        > _choice.row_ns(None, 128, 128, 128, ibp.H200)
+    )
     masks = ibp.analyze(one_hot_rows(500, 60), device="cpu")
-    assert _choice.row_ns(masks, 65536, 6600, 6624) == pytest.approx(65536 / _choice.MASKS_BYTES_PER_NS)
+    assert _choice.row_ns(masks, 65536, 6600, 6624, ibp.H200) == pytest.approx(65536 / ibp.H200.masks.work_per_ns)
     listed = ibp.analyze(spiky_rows(500, 60), scheme="planes", device="cpu")
-    assert listed.listed and _choice.row_ns(listed, 8192, 4000, 4000) == pytest.approx(4000 / 46.26)
-    assert _choice.row_ns(listed, 4096, 3200, 32) == pytest.approx(3200 / 4 / _choice.LISTED_ELEMENTS_PER_NS)
+    assert listed.listed and _choice.row_ns(listed, 8192, 4000, 4000, ibp.H200) == pytest.approx(4000 / 46.26)
+    assert _choice.row_ns(listed, 4096, 3200, 32, ibp.H200) == pytest.approx(3200 / 4 / ibp.H200.listed.work_per_ns)

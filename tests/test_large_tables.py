@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import ibp
-from helpers import LAYOUTS, assert_same_bits, embedding, layout_arguments, make_tensor, one_hot_rows, spiky_rows
+from helpers import (
+    LAYOUTS,
+    assert_same_bits,
+    embedding,
+    layout_arguments,
+    make_tensor,
+    one_hot_rows,
+    reckon_with,
+    spiky_rows,
+)
 from ibp._fetch import gather, host_gather, paths
 
 OPS = torch.ops.ibp
@@ -304,7 +313,7 @@ def make_table(x, scheme, place, cuda, **arguments):
 def test_multiprocessors_of_bucketed_ids(scheme):
     """Few, where a decoder keeps up with the link on few."""
     table = ibp.compress(embedding(2000, 256, torch.bfloat16), scheme=scheme, pin_memory=False)
-    assert gather.bucketed_sms(table) == gather.BUCKETED_SMS
+    assert gather.bucketed_sms(table, CPU) == ibp.H200.bucketed_sms
     if scheme == "planes":
         assert table.codebook.is_fast
         for codebook in (
@@ -313,7 +322,7 @@ def test_multiprocessors_of_bucketed_ids(scheme):
         ):
             assert not codebook.is_fast, codebook
             rows = torch.zeros(64, codebook.row_bytes, dtype=torch.uint8)
-            assert gather.bucketed_sms(ibp.compress(rows, codebook=codebook, pin_memory=False)) == 0
+            assert gather.bucketed_sms(ibp.compress(rows, codebook=codebook, pin_memory=False), CPU) == 0
 
 
 def test_choices(cuda, monkeypatch):
@@ -323,7 +332,7 @@ def test_choices(cuda, monkeypatch):
     many, few = torch.randint(200_000, (100_000,)), torch.randint(200_000, (100,))
     assert choices(pinned, many, "cuda:0", "cuda:0") == "gpu", "a small table"
     assert choices(pageable, many, "cuda:0", "cpu") == "cpu" and choices(pageable, few, "cuda:0", "cpu") is None
-    monkeypatch.setattr(gather, "LARGE_TABLE_BYTES", 1 << 20)
+    reckon_with(monkeypatch, reach_bytes=1 << 20)
     assert choices(pinned, many, "cuda:0", "cuda:0") == "cpu" and choices(pinned, few, "cuda:0", "cuda:0") == "gpu"
     assert (
         choices(pinned, many.to(cuda), "cuda:0", "cuda:0") == "bucketed"
@@ -344,8 +353,7 @@ def paths_of(ids, place):
 @pytest.fixture
 def small_is_large(monkeypatch):
     """Thresholds that make every table large, so that path=None takes each of the paths too."""
-    monkeypatch.setattr(gather, "LARGE_TABLE_BYTES", 0)
-    monkeypatch.setattr(gather, "LEAST_BUCKETED_IDS", 100)
+    reckon_with(monkeypatch, reach_bytes=0, least_bucketed_ids=100)
     monkeypatch.setattr(gather, "LEAST_STAGED_BYTES", 1000)
 
 

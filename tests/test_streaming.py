@@ -11,7 +11,17 @@ import pytest
 import torch
 
 import ibp
-from helpers import LAYOUTS, assert_same_bits, bytes_of, embedding, layout_arguments, make_tensor, pairwise, spiky_rows
+from helpers import (
+    LAYOUTS,
+    assert_same_bits,
+    bytes_of,
+    embedding,
+    layout_arguments,
+    make_tensor,
+    pairwise,
+    reckon_with,
+    spiky_rows,
+)
 from ibp._fetch import streaming
 
 CPU = torch.device("cpu")
@@ -164,7 +174,7 @@ def streamed(monkeypatch):
         decode(self, table, *rest)
 
     monkeypatch.setattr(streaming.TensorStream, "decode", noted)
-    monkeypatch.setattr(streaming, "_LEAST_STREAMED_BYTES", 0)
+    reckon_with(monkeypatch, least_streamed_bytes=0)
     monkeypatch.setattr(streaming, "_RING_BYTES", SMALL_RING)
     return tables
 
@@ -300,7 +310,7 @@ def test_one_stream_of_many(cuda, streamed, monkeypatch):
     monkeypatch.setattr(OPS, "stream_bytes", noted)
     xs = [spiky_rows(700, 60, seed) for seed in range(4)]
     tables = [make_table(x, scheme="planes") for x in xs]
-    monkeypatch.setattr(streaming, "_LEAST_STREAMED_BYTES", sum(table.overflow.numel() for table in tables))
+    reckon_with(monkeypatch, least_streamed_bytes=sum(table.overflow.numel() for table in tables))
     for result, x in zip(ibp.decompress_many(tables, device=cuda), xs):
         assert_same_bits(result.cpu(), x)
     assert calls == [(True, False), (False, False), (False, False), (False, True)]
@@ -315,7 +325,7 @@ def test_paths(cuda, streamed, monkeypatch, layout):
     x = spiky_rows(700, 60)
     table = make_table(x, layout, scheme="planes")
     for path, num_streamed in (("gpu", 0), ("copy", 1)):
-        monkeypatch.setattr(streaming, "_LEAST_STREAMED_BYTES", 0 if path == "gpu" else float("inf"))
+        reckon_with(monkeypatch, least_streamed_bytes=0 if path == "gpu" else 1 << 30)
         streamed.clear()
         for result in (
             table.decompress(device=cuda, path=path, max_sms=2, check=True),
@@ -388,7 +398,7 @@ def test_the_call_does_not_wait(cuda, streamed, monkeypatch):
 
 def test_memory(cuda, monkeypatch):
     """No temporary on the GPU larger than the ring, and none that stays."""
-    monkeypatch.setattr(streaming, "_LEAST_STREAMED_BYTES", 0)
+    reckon_with(monkeypatch, least_streamed_bytes=0)
     x = embedding(20_000, 512, torch.bfloat16)
     table, out = make_table(x, scheme="planes"), poisoned(x, cuda)
     ibp.decompress(table, out=out)

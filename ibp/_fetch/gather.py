@@ -8,22 +8,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .. import _calibration
 from .._table import Table
 from . import host_gather
 from .calls import check_table, produce, sms_of, target_of, worker_of
 from .paths import Path, choose, is_capturing, named
 
-# Thresholds of the paths, for an H200 on PCIe 5 and 16 cores; benchmarks/large_table.py measures every path beside the
-# others. A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000
-# rows of 128 B come at 49 million rows a second, and at 370 to 400 when their ids are put in the order of windows of 64
-# KiB to 256 MiB first; 100,000 rows gain 3.5 times from windows of 64 KiB there and 1.6 times out of 16 GiB.
-LARGE_TABLE_BYTES = 512 << 20  # of slots and overflow: from here on address translation binds
-LEAST_BUCKETED_IDS = 1 << 15  # fewer fetches cost less than the four launches of a partition gain
+# A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128
+# B come at 49 million rows a second, and at 370 to 400 when their ids are put in the order of windows of 64 KiB to 256
+# MiB first; 100,000 rows gain 3.5 times from windows of 64 KiB there and 1.6 times out of 16 GiB
+# (benchmarks/large_table.py, an H200). From which sizes on that is so, the calibration in force says.
 WINDOW_BYTES = 64 << 10  # at least, of a window
 MAX_WINDOWS = 1 << 16  # IBP_MAX_WINDOWS
-BUCKETED_SMS = 16  # with more, the rows that are fetched at the same time lie farther apart
 LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipeline
-LEAST_STAGING_THREADS = 8  # a core gathers 4 to 6 GB/s: with fewer a GPU that fetches in order is faster
 
 Ids = torch.Tensor | Sequence[int] | np.ndarray
 _WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
@@ -60,8 +57,8 @@ def index_select(
         device: where the result goes; None: out's device, else the ids'.
         out: contiguous tensor [K, ...] of the table's dtype to write to.
         check: wait for the result and raise here what went wrong.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "bucketed" 16 where
-            these decode as fast as the link brings rows.
+        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "bucketed" few (16 on
+            an H200) where these decode as fast as the link brings rows.
         path: how items come from host memory to a GPU; None chooses by the sizes. All give the same bits.
             "gpu": the GPU fetches them in the order given.
             "bucketed": the GPU first puts the ids in the order of windows of the table, then fetches in that order: for
@@ -170,7 +167,10 @@ class _Bucketed(ItemPath):
 
     def cost(self, request: Request) -> float:
         table, ids = request.table, request.ids
-        if ids.numel() < LEAST_BUCKETED_IDS or table.resident_bytes < LARGE_TABLE_BYTES or table.device.type == "cuda":
+        if request.worker.type != "cuda" or table.device.type == "cuda":
+            return 2.0
+        machine = _calibration.in_force(request.worker)
+        if ids.numel() < machine.least_bucketed_ids or table.resident_bytes < machine.reach_bytes:
             return 2.0
         return 2.0 if not ids.is_cuda and not torch.compiler.is_compiling() and looks_sorted(ids) else 0.5
 
@@ -179,7 +179,7 @@ class _Bucketed(ItemPath):
         if ids.numel() == 0:
             return
         order, positions = torch.ops.ibp.partition_ids.default(ids, table._num_items, window_bits(table))
-        sms = request.sms or bucketed_sms(table)
+        sms = request.sms or bucketed_sms(table, worker)
         torch.ops.ibp.gather_items.default(*table._arguments(worker), order, sms, result, fault, positions)
 
 
@@ -211,8 +211,9 @@ class _Cpu(ItemPath):
             return 4.0
         if request.worker.type == "cpu":  # not pinned: the GPU cannot fetch by itself
             return 0.25
-        is_large = table.resident_bytes >= LARGE_TABLE_BYTES
-        return 0.25 if is_large and torch.get_num_threads() >= LEAST_STAGING_THREADS else 4.0
+        machine = _calibration.in_force(request.target)
+        has_threads = torch.get_num_threads() >= machine.least_staging_threads
+        return 0.25 if has_threads and table.resident_bytes >= machine.reach_bytes else 4.0
 
     def worker(self, request: Request) -> torch.device:
         return request.target
@@ -246,9 +247,10 @@ def refuse(path: ItemPath, request: Request) -> None:
         )
 
 
-def bucketed_sms(table: Table) -> int:
-    """SMs that path "bucketed" takes by itself; 0: all, for decoders that are slower than the link with few."""
-    return BUCKETED_SMS if table.codebook is None or table.codebook.is_fast else 0
+def bucketed_sms(table: Table, device: torch.device) -> int:
+    """SMs that path "bucketed" takes by itself: with more, the rows that are fetched at the same time lie farther
+    apart. 0: all, for decoders that are slower than the link with few."""
+    return _calibration.in_force(device).bucketed_sms if table.codebook is None or table.codebook.is_fast else 0
 
 
 def window_bits(table: Table) -> int:

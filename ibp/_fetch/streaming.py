@@ -7,16 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _core
+from .. import _calibration, _core
 from .._rows import bytes_of
 from .._table import Table
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
 from .paths import Path, choose, named
 
 _RING_BYTES = 32 << 20  # staging buffers on the GPU, taken from torch's allocator for the time of a call
-_LEAST_STREAMED_BYTES = (
-    64 << 20
-)  # stored; of less the kernel, which starts at once, fetches a tensor sooner than the faster copy engine
 _SMS_AT_LINK_RATE = 5  # times original over stored bytes: they decode faster than the copy engine brings the rows
 
 
@@ -206,7 +203,8 @@ class _Copy(TensorPath):
     def cost(self, request: Request) -> float:
         if not request.over_the_link:
             return 2.0
-        return 0.5 if sum(job.stored_bytes for job in request.jobs) >= _LEAST_STREAMED_BYTES else 2.0
+        least_bytes = _calibration.in_force(request.worker).least_streamed_bytes
+        return 0.5 if sum(job.stored_bytes for job in request.jobs) >= least_bytes else 2.0
 
     def run(self, request: Request) -> Decoder:
         return TensorStream(request.worker, len(request.jobs))

@@ -1,0 +1,380 @@
+"""Calibrations: measured once, kept on disk, and what is chosen by them."""
+
+import dataclasses
+import json
+import threading
+import types
+import warnings
+
+import pytest
+import torch
+
+import ibp
+from helpers import assert_same_bits, embedding, reckon_with
+from ibp import _calibration, _choice, _measuring, _memory, _ops, _rows, _schemes
+from ibp._fetch import gather, streaming
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+READ, WRITE = _calibration._read, _calibration._write  # which the other tests do without
+SLOW_LINK = dataclasses.replace(ibp.H200, gpu="slow link", read_gbps=6.0, least_row_ns=8.0, copy_in_gbps=6.5)
+FAST_LINK = dataclasses.replace(ibp.H200, gpu="fast link", read_gbps=400.0, least_row_ns=0.2, copy_in_gbps=420.0)
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Stands in for a CUDA device: `measured` are the calibrations that measuring gives, one after the other."""
+    found = types.SimpleNamespace(
+        measured=[SLOW_LINK, FAST_LINK], calls=0, properties=types.SimpleNamespace(name="some GPU", uuid="1-2-3")
+    )
+
+    def measure(device, seconds):
+        assert device == GPU and seconds == 4.0
+        found.calls += 1
+        return found.measured[found.calls - 1]
+
+    monkeypatch.setattr(_calibration, "_read", READ)
+    monkeypatch.setattr(_calibration, "_write", WRITE)
+    monkeypatch.setattr(_calibration, "_in_force", {})
+    monkeypatch.setattr(_calibration, "_complained", set())
+    monkeypatch.setattr(_ops, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(_memory, "canonical", lambda device: CPU if str(device) == "cpu" else GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found.properties)
+    monkeypatch.setattr(_measuring, "measure", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return found
+
+
+def forget():
+    """As a new process begins."""
+    _calibration._in_force.clear()
+
+
+def test_it_is_measured_once(machine, tmp_path):
+    assert _calibration.in_force(GPU) is ibp.H200 and not _calibration.is_measured(GPU)
+    assert ibp.calibrate() == SLOW_LINK == ibp.calibrate(device=0) and machine.calls == 1
+    assert _calibration.in_force(GPU) == SLOW_LINK == _calibration.in_force(CPU) and _calibration.is_measured(GPU)
+    forget()
+    assert _calibration.in_force(GPU) == SLOW_LINK == ibp.calibrate() and machine.calls == 1
+    assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "ibp"]
+
+
+def test_it_is_measured_again_when_asked(machine):
+    ibp.calibrate()
+    assert ibp.calibrate(refresh=True) == FAST_LINK == _calibration.in_force(GPU) and machine.calls == 2
+    forget()
+    assert ibp.calibrate() == FAST_LINK and machine.calls == 2
+
+
+@pytest.mark.parametrize("changed", [{"name": "another GPU"}, {"uuid": "4-5-6"}, {"version": "0.0.1"}], ids=str)
+def test_another_machine_has_another(machine, monkeypatch, changed):
+    ibp.calibrate()
+    forget()
+    if "version" in changed:
+        monkeypatch.setattr(_calibration._core, "version", lambda: changed["version"])
+    else:
+        vars(machine.properties).update(changed)
+    assert _calibration.in_force(GPU) is ibp.H200
+    assert ibp.calibrate(refresh=True) == FAST_LINK
+
+
+def contents():
+    """What cannot be a calibration of this machine."""
+    right = {"key": _calibration._key(GPU), "calibration": dataclasses.asdict(SLOW_LINK)}
+
+    def changed(**values):
+        return json.dumps(right | {"calibration": right["calibration"] | values})
+
+    less = {name: value for name, value in right["calibration"].items() if name != "pairs"}
+    return {
+        "empty": "",
+        "cut off": json.dumps(right)[:-40],
+        "a list": "[]",
+        "nested too deep": "[" * 100_000,
+        "no text": b"\xff\xfe",
+        "another key": json.dumps(right | {"key": {"gpu": "another"}}),
+        "no rates": json.dumps({"key": right["key"], "calibration": None}),
+        "a field less": json.dumps(right | {"calibration": less}),
+        "a field more": changed(further=1.0),
+        "negative": changed(read_gbps=-1.0),
+        "zero": changed(least_row_ns=0),
+        "not a number": changed(read_gbps=float("nan")),
+        "infinite": changed(memset_gbps=float("inf")),
+        "huge": changed(memset_gbps=10**400),
+        "a flag": changed(read_gbps=True),
+        "a text": changed(read_gbps="51.4"),
+        "not whole": changed(reach_bytes=1.5),
+        "a number for a name": changed(gpu=1),
+        "no coder": changed(pairs=1.0),
+        "a coder less": changed(pairs={"decode_gbps": 1.0}),
+    }
+
+
+def test_a_broken_file_is_left_out(machine):
+    path = _calibration.cache_file(GPU)
+    path.parent.mkdir()
+    for name, content in contents().items():
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        forget()
+        _calibration._complained.clear()
+        with pytest.warns(UserWarning, match="is left out") as warned:
+            assert _calibration.in_force(GPU) is ibp.H200, name
+            forget()
+            assert _calibration.in_force(GPU) is ibp.H200, name
+        assert len(warned) == 1, name
+    forget()
+    assert ibp.calibrate() == SLOW_LINK
+    forget()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _calibration.in_force(GPU) == SLOW_LINK and machine.calls == 1
+
+
+def test_it_is_measured_where_there_was_nothing_to_read(machine):
+    """The H200's rates, in force meanwhile, are not taken for measured ones."""
+    assert _calibration.in_force(GPU) is ibp.H200
+    assert ibp.calibrate() == SLOW_LINK
+
+
+def test_writers_at_the_same_time(machine, tmp_path):
+    """A reader finds the whole of what one of them wrote."""
+    written = [dataclasses.replace(SLOW_LINK, gpu=f"GPU {k}", read_gbps=float(k + 1)) for k in range(8)]
+    _calibration._write(GPU, written[0])
+    writers = [
+        threading.Thread(target=lambda one=one: [_calibration._write(GPU, one) for _ in range(20)]) for one in written
+    ]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert READ(GPU) in written
+    for writer in writers:
+        writer.join()
+    assert READ(GPU) in written and len(list((tmp_path / "ibp").iterdir())) == 1
+
+
+def test_a_directory_that_cannot_be_written(machine, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("no directory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.warns(UserWarning, match="for this process only"):
+        assert ibp.calibrate() == SLOW_LINK
+    assert _calibration.in_force(GPU) == SLOW_LINK
+
+
+def test_the_directory(machine, tmp_path, monkeypatch):
+    for named in ("", "not/absolute"):
+        monkeypatch.setenv("XDG_CACHE_HOME", named)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert _calibration.cache_file(GPU).parent == tmp_path / ".cache" / "ibp"
+
+
+def test_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(_ops, "cuda_is_available", lambda: False)
+    monkeypatch.setattr(_calibration, "_in_force", {})
+    with pytest.raises(RuntimeError, match="needs a CUDA device"):
+        ibp.calibrate()
+    assert _calibration.in_force(CPU) is ibp.H200
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [({"seconds": 0.1}, ValueError), ({"seconds": "4"}, TypeError), ({"seconds": float("nan")}, ValueError)],
+    ids=str,
+)
+def test_arguments(machine, arguments, error):
+    with pytest.raises(error, match="seconds"):
+        ibp.calibrate(**arguments)
+    with pytest.raises(ValueError, match="wanted a CUDA device"):
+        ibp.calibrate("cpu")
+    assert machine.calls == 0
+
+
+def test_nothing_measures_by_itself(monkeypatch):
+    monkeypatch.setattr(_measuring, "measure", lambda *arguments: pytest.fail("measured"))
+    x = embedding(3000, 64)
+    table = ibp.compress(x, pin_memory=False)
+    assert_same_bits(ibp.index_select(table, torch.arange(3000)), x)
+
+
+# ---- what is chosen ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scheme_for(monkeypatch):
+    """The scheme that is chosen for a tensor by the calibration in force, and the time of its rows over that of raw
+    ones. Codebooks are learned once."""
+    requests, learned, learn = {}, {}, _schemes.learn
+
+    def remembered(scheme, request):
+        if (scheme, id(request)) not in learned:
+            learned[scheme, id(request)] = learn(scheme, request)
+        return learned[scheme, id(request)]
+
+    monkeypatch.setattr(_schemes, "learn", remembered)
+
+    def choose(x):
+        request = requests.setdefault(id(x), _schemes.Request(_rows.bytes_of(x), _rows.Geometry.of(x), CPU))
+        candidates = _choice.compare(request)
+        chosen = _choice.choose(candidates)
+        return chosen.scheme, chosen.row_ns / candidates[0].row_ns
+
+    return choose
+
+
+def slow_decoder(**rates):
+    return {name: dataclasses.replace(getattr(ibp.H200, name), **rates) for name in ("pairs", "dense", "masks")}
+
+
+def test_auto_reckons_with_the_machine(monkeypatch, scheme_for):
+    short, long = (torch.randn(1024, columns).mul(0.02).to(torch.bfloat16) for columns in (64, 512))
+
+    def schemes(**rates):
+        reckon_with(monkeypatch, **rates)
+        return scheme_for(short)[0], scheme_for(long)[0]
+
+    assert schemes() == ("raw", "planes")  # an H200
+    assert schemes(read_gbps=6.0, least_row_ns=8.0) == ("planes", "planes")
+    assert schemes(read_gbps=3000.0, least_row_ns=0.2) == ("raw", "raw")
+    assert schemes(**slow_decoder(work_per_ns=10.0)) == ("raw", "raw")
+    assert schemes(**slow_decoder(least_row_ns=1000.0)) == ("raw", "raw")
+
+
+def test_auto_takes_no_slots_that_are_slower_than_raw_rows(monkeypatch, scheme_for):
+    """Whatever the machine: what is chosen takes no longer than raw rows do."""
+    xs = [embedding(200, columns, dtype) for columns in (8, 64, 300) for dtype in (torch.float32, torch.bfloat16)]
+    for read_gbps in (3.0, 12.0, 51.4, 400.0):
+        for decoder_ns in (0.1, 3.0, 50.0):
+            reckon_with(monkeypatch, read_gbps=read_gbps, **slow_decoder(least_row_ns=decoder_ns))
+            assert all(scheme_for(x)[1] <= 1 for x in xs)
+
+
+def request_for(num_ids, resident_bytes):
+    """As a path sees a request for items of a pinned table, with ids on the CPU."""
+    table = types.SimpleNamespace(resident_bytes=resident_bytes, device=CPU, _item_bytes=512)
+    ids = torch.randint(1000, (num_ids,))
+    return gather.Request(table, ids, GPU, GPU, 0)
+
+
+def test_paths_reckon_with_the_machine(monkeypatch):
+    bucketed, cpu = (path for path in gather.PATHS if path.name in ("bucketed", "cpu"))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert bucketed.cost(request_for(40_000, 1 << 30)) < 1 and cpu.cost(request_for(40_000, 1 << 30)) < 1
+    assert bucketed.cost(request_for(40_000, 1 << 28)) > 1 and bucketed.cost(request_for(30_000, 1 << 30)) > 1
+    reckon_with(monkeypatch, reach_bytes=1 << 20, least_bucketed_ids=1000, gather_gbps=1.0)
+    assert bucketed.cost(request_for(1000, 1 << 20)) < 1 and cpu.cost(request_for(40_000, 1 << 30)) > 1
+    stream = next(path for path in streaming.PATHS if path.name == "copy")
+    job = types.SimpleNamespace(stored_bytes=4 << 20)
+    request = streaming.Request([job], GPU, True)
+    assert stream.cost(request) > 1
+    reckon_with(monkeypatch, stream_start_us=5.0)
+    assert stream.cost(request) < 1
+
+
+def test_thresholds_of_an_h200():
+    assert ibp.H200.least_streamed_bytes == pytest.approx(64 << 20, rel=1e-3)
+    assert ibp.H200.least_staging_threads == 8
+    no_faster = dataclasses.replace(ibp.H200, copy_in_gbps=50.0)
+    assert no_faster.least_streamed_bytes == 1 << 30
+
+
+def test_it_is_shown(machine):
+    text = repr(ibp.H200)
+    assert text.startswith("ibp.Calibration of NVIDIA H200\n") and "64 MiB" in text and "1,952" in text
+    assert max(map(len, text.splitlines())) < 120
+    assert dataclasses.replace(ibp.H200) == ibp.H200
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ibp.H200.read_gbps = 1.0
+
+
+# ---- how it is measured --------------------------------------------------------------------------------------------
+
+
+FAMILIES = _measuring._families(types.SimpleNamespace(device=CPU, table_bytes=1 << 20))
+
+
+@pytest.mark.parametrize("name", _calibration.CODER_FAMILIES)
+@pytest.mark.parametrize("row_bytes", [128, 256, 2048])
+def test_families_of_coders(name, row_bytes):
+    """Their rows are coded by the family that they are named after, and save something."""
+    family = FAMILIES[name]
+    table, codebook = family.table(row_bytes, 1 << 19, CPU), family.codebook(row_bytes)
+    assert _choice.coder_rates(codebook, ibp.H200) is getattr(ibp.H200, name)
+    assert table.savings > 0.15 and table.num_rows == (1 << 19) // row_bytes
+    whole = ibp.decompress(table).view(torch.uint8).view(-1)
+    assert torch.equal(whole, family.rows.view(torch.uint8).view(-1)[: 1 << 19])
+
+
+def test_encoding_fills_its_table():
+    family = FAMILIES["pairs"]
+    table = family.table(2048, 1 << 20, CPU)
+    for part in (table.slots, table.overflow):
+        part.fill_(0xA5)
+    _measuring._encoding(table, family.codebook(2048), family.rows)()
+    assert_same_bits(ibp.decompress(table), family.rows)
+
+
+def test_raw_tables_are_the_memory():
+    memory = torch.randint(256, (4096,), dtype=torch.uint8)
+    table = _measuring._raw_table(memory, 32)
+    assert table.slots.data_ptr() == memory.data_ptr()
+    assert_same_bits(ibp.index_select(table, [3, 127]), memory.view(128, 32)[[3, 127]])
+
+
+def rows_take(monkeypatch, nanoseconds):
+    monkeypatch.setattr(_measuring, "_row_ns", lambda clock, table, **options: nanoseconds(table, **options))
+
+
+def test_the_reach_of_address_translation(monkeypatch):
+    host = torch.empty(1 << 12, dtype=torch.uint8)
+    monkeypatch.setattr(_measuring, "_NEAR_BYTES", 1 << 8)
+    for reach in (1 << 8, 1 << 10, 1 << 12):
+        rows_take(monkeypatch, lambda table: 1.5 if table.slots.numel() <= reach else 5.0)
+        assert _measuring._reach_bytes(None, host) == reach
+    rows_take(monkeypatch, lambda table: 1.5 + 1e-4 * table.slots.numel())  # gradually
+    assert _measuring._reach_bytes(None, host) == 1 << 11
+
+
+def test_when_ids_are_put_in_order(monkeypatch):
+    def taken(table, num_ids=0, path="gpu", max_sms=None):
+        if max_sms:
+            return {8: 4.0, 16: 2.0, 32: 1.97}[max_sms]
+        return 20.0 if path == "gpu" else 2.0 + 300_000 / num_ids
+
+    rows_take(monkeypatch, taken)
+    assert _measuring._least_bucketed_ids(None, None) == 1 << 15
+    assert _measuring._bucketed_sms(None, None) == 16
+    rows_take(monkeypatch, lambda table, num_ids, path: 1.0)
+    assert _measuring._least_bucketed_ids(None, None) == 1 << 18
+
+
+def test_the_least_time_of_a_row(monkeypatch):
+    family, clock = FAMILIES["pairs"], types.SimpleNamespace(table_bytes=1 << 20)
+    known = dataclasses.replace(ibp.H200, coded_read_share=1.0)
+    rows_take(monkeypatch, lambda table: 2.6)
+    assert _measuring._least_row_ns(clock, family, known) == 2.6
+    rows_take(monkeypatch, lambda table: 1.9)  # 96 bytes at 51.4 GB/s
+    assert _measuring._least_row_ns(clock, family, known) == 1.45
+    rows_take(monkeypatch, lambda table: 5.0)
+    assert _measuring._coded_read_share(clock, family, known) == pytest.approx(192 / 5.0 / 51.4, rel=0.01)
+    rows_take(monkeypatch, lambda table: 1.0)
+    assert _measuring._coded_read_share(clock, family, known) == 1.0
+
+
+def test_on_a_gpu(cuda, monkeypatch, tmp_path):
+    """Plausible rates, kept for the next process, and no memory kept."""
+    monkeypatch.setattr(_calibration, "_read", READ)
+    monkeypatch.setattr(_calibration, "_write", WRITE)
+    monkeypatch.setattr(_calibration, "_in_force", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(cuda)
+    found = ibp.calibrate(cuda, seconds=1)
+    print(found)
+    assert torch.cuda.memory_allocated(cuda) <= before + (1 << 20)
+    assert found.gpu == torch.cuda.get_device_name(cuda)
+    assert 1 < found.read_gbps < found.device_copy_gbps and found.few_read_gbps < 1.1 * found.read_gbps
+    assert found.sorted_row_ns < 1.5 * found.random_row_ns
+    for name in _calibration.CODER_FAMILIES:
+        rates = getattr(found, name)
+        assert rates.few_decode_gbps < 1.1 * rates.decode_gbps < 2 * found.memset_gbps
+    _calibration._in_force.clear()
+    assert _calibration.in_force(cuda) == found
