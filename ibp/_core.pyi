@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex, TypeVar
 
+import torch
 from typing_extensions import Buffer
 
 _Result = TypeVar("_Result")
@@ -13,6 +14,7 @@ FORMAT_VERSION: int
 MAX_ROW_BYTES: int
 ROWS_PER_BASE: int
 SECTOR_BYTES: int
+TABLE_BYTES: int
 
 def version() -> str: ...
 def status_string(status: SupportsIndex) -> str: ...
@@ -56,6 +58,23 @@ class PinnedBuffer:
 
 class PinnedRange:
     def __init__(self, owner: object, address: SupportsIndex, num_bytes: SupportsIndex) -> None: ...
+
+class ReadyTable:
+    def __init__(
+        self,
+        packed: Buffer,
+        kept: object,
+        ranges: Sequence[tuple[int, int]],
+        device: SupportsIndex,
+        torch_device: torch.device,
+        faults: Sequence[int],
+        fault: SupportsIndex,
+        item_shape: Sequence[int],
+        dtype: torch.dtype,
+        is_complex: bool,
+        most_items: SupportsIndex,
+    ) -> None: ...
+    def take(self, ids: object, out: object, max_sms: SupportsIndex) -> torch.Tensor | None: ...
 
 class Streamer:
     def __init__(self) -> None: ...

@@ -83,6 +83,7 @@ class Table:
             tuple(geometry.shape[1:]),
         )
         self._places: dict[torch.device, tuple] = {}
+        self._ready: dict[torch.device, _core.ReadyTable] = {}
         self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see _fault_on
         self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made by compress_
         self._pinned_range: object = None
@@ -220,6 +221,7 @@ class Table:
         """Forgets what was derived from the tensors."""
         self._stored_bytes = self._link_bytes = None
         self._places.clear()
+        self._ready.clear()
         held = [tensor for tensor in (self.slots, self.overflow) if tensor.numel()]
         self._is_pinned = (
             self.device.type == "cpu" and torch.cuda.is_available() and all(tensor.is_pinned() for tensor in held)
@@ -251,6 +253,30 @@ class Table:
         self._fault_on(device)  # compiled code and graphs find it made
         return place
 
+    def _packed(self, device: torch.device) -> torch.Tensor:
+        """The table as operations on a device find it: a struct ibp_table, as bytes on the CPU."""
+        packed = torch.empty(_core.TABLE_BYTES, dtype=torch.uint8)
+        torch.ops.ibp.pack_table.default(*self._arguments(device), packed)
+        return packed
+
+    def _make_ready(self, device: torch.device, most_items: int) -> None:
+        """Readies the table for calls with ids on the device that decodes. most_items: of such a call."""
+        tensors = [value for value in self._arguments(device) if isinstance(value, torch.Tensor)]
+        near = self._fault_on(device)
+        self._ready[device] = _core.ReadyTable(
+            packed=self._packed(device).numpy().data,
+            kept=(tensors, self._faults[device]),
+            ranges=[(tensor.data_ptr(), _nbytes(tensor)) for tensor in (*tensors, near)],
+            device=-1 if device.type == "cpu" else device.index,
+            torch_device=device,
+            faults=[record.ctypes.data for record, _ in self._faults[device].values()],
+            fault=near.data_ptr(),
+            item_shape=list(self._item_shape),
+            dtype=self.dtype,
+            is_complex=self.dtype.is_complex,
+            most_items=most_items,
+        )
+
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
         """(codec, codebook) of the operations: how the rows are coded, for a device."""
         return coding_of(self.codebook, self.row_bytes, device)
@@ -274,6 +300,7 @@ class Table:
             host = _memory.empty(32, _CPU, pin=device.type == "cuda").view(torch.int64).zero_()
             near = _memory.device_view(host, device) if device.type == "cuda" else host
             self._faults.setdefault(device, {})[of_selections] = host.numpy(), near
+            self._ready.pop(device, None)  # which looks at all of them
         return self._faults[device][of_selections][1]
 
     def _raise_pending(self, device: torch.device) -> None:

@@ -74,6 +74,7 @@ def samples():
         yield "gather_items", (*arguments, ids, 0, torch.zeros(4 * 240, dtype=torch.uint8), fault())
         yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 5, torch.zeros(2 * 240, dtype=torch.uint8), fault())
+    yield "pack_table", (*slots_table, torch.zeros(ibp._core.TABLE_BYTES, dtype=torch.uint8))
     yield "gather_items", (*raw, ids32, 0, torch.zeros(2 * 32, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 0, torch.zeros(5, 60), fault(), torch.tensor([4, 0], dtype=torch.int32))
     yield "decode_bytes", (*raw, 0, 9 * 32, 0, torch.zeros(9 * 32, dtype=torch.uint8), fault())
@@ -87,7 +88,8 @@ def samples():
 
 SAMPLES = list(samples())
 NAMES = {"codebook_words", "threshold_bits", "choose_masks", "learn_planes", "count_bits", "count_hits", "measure_rows", "index_rows",
-         "survey_rows", "encode_rows", "gather_items", "decode_bytes", "partition_ids", "select_rows"}  # fmt: skip
+         "survey_rows", "encode_rows", "gather_items", "pack_table", "decode_bytes", "partition_ids",
+         "select_rows"}  # fmt: skip
 
 
 def first_and_slow(names):

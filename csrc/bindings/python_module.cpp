@@ -3,6 +3,7 @@
 #include "ibp_cuda.h"
 
 #include "../core/format.h"
+#include "ready_table.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -14,6 +15,8 @@
 namespace py = pybind11;
 
 namespace {
+
+using ibp_python::ReadyTable;
 
 void check(ibp_status status)
 {
@@ -320,6 +323,18 @@ PYBIND11_MODULE(_core, m)
     m.def("map_pinned", &map_pinned, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
           "DLPack capsule of pinned memory as bytes of the current CUDA device, whose index is device; keeps its owner "
           "alive.");
+
+    m.attr("TABLE_BYTES") = sizeof(ibp_table); // of what pack_table writes
+    py::class_<ReadyTable>(m, "ReadyTable", "A table on a device, ready for calls for few items.")
+        .def(
+            py::init<const py::buffer &, py::object, const std::vector<std::pair<uintptr_t, size_t>> &, int, py::object,
+                     std::vector<uintptr_t>, uintptr_t, const std::vector<int64_t> &, py::object, bool, int64_t>(),
+            py::arg("packed"), py::arg("kept"), py::arg("ranges"), py::arg("device"), py::arg("torch_device"),
+            py::arg("faults"), py::arg("fault"), py::arg("item_shape"), py::arg("dtype"), py::arg("is_complex"),
+            py::arg("most_items"))
+        .def("take", &ReadyTable::take, py::arg("ids"), py::arg("out"), py::arg("max_sms"),
+             "The items at ids, in out where that is a tensor; None, with nothing done, where the operations are "
+             "needed.");
 
     py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
         .def(py::init<>())

@@ -375,6 +375,26 @@ void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor
           "gather_items");
 }
 
+// Writes the table as a struct ibp_table to packed, on the CPU: for ibp._core, which knows no tensors.
+void pack_table(const TableArgs &args, const Tensor &packed)
+{
+    const ibp_table table = args.table();
+    std::memcpy(bytes_of(packed, sizeof table, "packed"), &table, sizeof table);
+}
+
+void pack_table_cpu(IBP_TABLE_PARAMETERS, Tensor packed)
+{
+    require_cpu({IBP_TABLE_TENSORS, &packed});
+    pack_table(IBP_TABLE_ARGUMENTS, packed);
+}
+
+void pack_table_cuda(IBP_TABLE_PARAMETERS, Tensor packed)
+{
+    const auto device = use_cuda(slots, {IBP_TABLE_TENSORS});
+    require_cpu({&packed});
+    pack_table(IBP_TABLE_ARGUMENTS, packed);
+}
+
 // ---- large tables ----
 
 // (ids in the order of the windows of a table, the position of each): as many as ids.
@@ -572,6 +592,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("survey_rows", TORCH_BOX(&survey_rows_cpu));
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cpu));
     m.impl("gather_items", TORCH_BOX(&gather_items_cpu));
+    m.impl("pack_table", TORCH_BOX(&pack_table_cpu));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cpu));
     m.impl("partition_ids", TORCH_BOX(&partition_ids_cpu));
     m.impl("select_rows", TORCH_BOX(&select_rows_cpu));
@@ -586,6 +607,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
     m.impl("survey_rows", TORCH_BOX(&survey_rows_cuda));
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cuda));
     m.impl("gather_items", TORCH_BOX(&gather_items_cuda));
+    m.impl("pack_table", TORCH_BOX(&pack_table_cuda));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cuda));
     m.impl("stream_bytes", TORCH_BOX(&stream_bytes_cuda));
     m.impl("partition_ids", TORCH_BOX(&partition_ids_cuda));

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <system_error>
 #include <thread>
@@ -26,33 +27,61 @@ ibp_status check_cuda(cudaError_t error)
 
 // What a block may have, and how many blocks. leaves_sms: not all that there are.
 struct Limits {
-    int sms, shared_bytes;
+    int device, sms, shared_bytes;
     bool leaves_sms;
 };
+
+// SMs of the current device, and what a block's shared memory may be: asked once a device, as each question costs a
+// launch's tenth.
+static ibp_status read_device(Limits *limits)
+{
+    constexpr int kMostDevices = 64;
+    static std::atomic<uint64_t> known[kMostDevices]; // SMs and shared bytes, 32 bits each
+    ibp_status status = check_cuda(cudaGetDevice(&limits->device));
+    if (status != IBP_OK) return status;
+    const bool is_kept = limits->device < kMostDevices;
+    const uint64_t found = is_kept ? known[limits->device].load(std::memory_order_relaxed) : 0;
+    limits->sms = static_cast<int>(found >> 32), limits->shared_bytes = static_cast<int>(found & UINT32_MAX);
+    if (found != 0) return IBP_OK;
+    status = check_cuda(cudaDeviceGetAttribute(&limits->sms, cudaDevAttrMultiProcessorCount, limits->device));
+    if (status == IBP_OK)
+        status = check_cuda(
+            cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, limits->device));
+    if (status == IBP_OK && is_kept)
+        known[limits->device] = static_cast<uint64_t>(limits->sms) << 32 | static_cast<uint32_t>(limits->shared_bytes);
+    return status;
+}
 static ibp_status limits_of(int max_sms, Limits *limits)
 {
-    int device = 0, num_sms = 0;
-    ibp_status status = check_cuda(cudaGetDevice(&device));
-    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    if (status == IBP_OK)
-        status =
-            check_cuda(cudaDeviceGetAttribute(&limits->shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    const ibp_status status = read_device(limits);
+    const int num_sms = limits->sms;
     limits->sms = max_sms > 0 ? std::min(max_sms, num_sms) : num_sms;
     limits->leaves_sms = limits->sms < num_sms;
     return status;
 }
 
-// Always the most: another thread may be about to launch the kernel with more than this one's launch needs.
-static ibp_status allow_shared(const void *kernel, int shared_bytes)
+// Always the most: another thread may be about to launch the kernel with more than this one's launch needs. A thread
+// remembers the kernels that it has done it for.
+static ibp_status allow_shared(const void *kernel, const Limits &limits)
 {
-    return check_cuda(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes - kStaticSharedBytes));
+    constexpr uintptr_t kMostKernels = 64;
+    struct Allowed {
+        const void *kernel;
+        int device;
+    };
+    static thread_local Allowed allowed[kMostKernels];
+    Allowed &place = allowed[(reinterpret_cast<uintptr_t>(kernel) / 16) % kMostKernels];
+    if (place.kernel == kernel && place.device == limits.device) return IBP_OK;
+    const ibp_status status = check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                              limits.shared_bytes - kStaticSharedBytes));
+    if (status == IBP_OK) place = {kernel, limits.device};
+    return status;
 }
 ibp_status allow_shared(const void *kernel)
 {
-    Limits limits;
+    Limits limits{};
     const ibp_status status = limits_of(0, &limits);
-    return status == IBP_OK ? allow_shared(kernel, limits.shared_bytes) : status;
+    return status == IBP_OK ? allow_shared(kernel, limits) : status;
 }
 
 // Whether blocks of the kernel, as it was compiled for this device, can come in clusters.
@@ -68,7 +97,7 @@ static ibp_status has_clusters(const void *kernel, bool *clusters)
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
 {
-    Limits limits;
+    Limits limits{};
     bool clusters = false;
     ibp_status status = limits_of(max_sms, &limits);
     if (status == IBP_OK && limits.leaves_sms) status = has_clusters(kernel, &clusters);
@@ -84,7 +113,7 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block
     *launch = {static_cast<uint32_t>(std::min<int64_t>((units + a_block - 1) / a_block, limits.sms)),
                static_cast<uint32_t>(a_block * unit), static_cast<uint32_t>(block_bytes + a_block * unit_bytes), 1};
     if (clusters && launch->blocks % 2u == 0u) launch->cluster = 2;
-    return allow_shared(kernel, limits.shared_bytes);
+    return allow_shared(kernel, limits);
 }
 
 // Writes to each page of new memory, so that there is one: by several threads, a share of at least 32 MiB each.

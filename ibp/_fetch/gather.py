@@ -21,6 +21,8 @@ from .paths import Path, choose, is_capturing, named
 WINDOW_BYTES = 64 << 10  # at least, of a window
 MAX_WINDOWS = 1 << 16  # IBP_MAX_WINDOWS
 LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipeline
+LEAST_SHARED_BYTES = 1 << 19  # of items: fewer are one thread's work on the CPU (torch_ops.cpp)
+_MANY = 1 << 62  # bytes
 
 Ids = torch.Tensor | Sequence[int] | np.ndarray
 _WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
@@ -77,6 +79,10 @@ def index_select(
         IndexError: an id is out of range.
         CorruptTableError: the table's bytes contradict each other.
     """
+    if device is None and path is None and not check and not torch.compiler.is_compiling():
+        taken = _take_few(table, ids, out, max_sms)
+        if taken is not None:
+            return taken
     check_table(table)
     if not isinstance(ids, torch.Tensor):
         ids = tensor_of(ids, "ids")
@@ -100,6 +106,8 @@ def index_select(
     request = Request(table, ids, target, worker, sms)
     if chosen is None:
         chosen = choose(PATHS, request)
+        if not torch.compiler.is_compiling() and ids.device == worker == target:
+            make_ready(table, worker)
     return produce(
         table,
         (ids.numel(), *table._item_shape),
@@ -109,6 +117,28 @@ def index_select(
         check,
         lambda result, fault: chosen.run(request, result, fault),
     )
+
+
+def _take_few(table: Any, ids: Any, out: torch.Tensor | None, max_sms: int | None) -> torch.Tensor | None:
+    """The items at ids by the shortest way, where an earlier call has made the table ready and nothing is unusual."""
+    try:
+        ready = table._ready[ids.device]
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return ready.take(ids, out, 0) if max_sms is None else ready.take(ids, out, sms_of(max_sms))
+
+
+def make_ready(table: Table, worker: torch.device) -> None:
+    """Readies a table for calls with ids on the device that decodes, where it is not; those of many items have a choice
+    of paths."""
+    if worker in table._ready or table._item_bytes == 0 or (worker.type == "cuda" and is_capturing(worker)):
+        return
+    most_items = LEAST_SHARED_BYTES // table._item_bytes
+    if worker.type == "cuda":
+        machine = _calibration.in_force(worker)
+        is_large = table.device.type == "cpu" and table.resident_bytes >= machine.reach_bytes
+        most_items = machine.least_bucketed_ids - 1 if is_large else _MANY // table._item_bytes
+    table._make_ready(worker, most_items)
 
 
 class Request(NamedTuple):

@@ -1,0 +1,247 @@
+// ready_table.h - a table on a device, ready for calls for few items: what a call has in common with the one before is
+// worked out once.
+//
+// torch's dispatcher, the unpacking of a table's fifteen arguments and their checks cost ten times what a launch does.
+// Here a call asks the ids for their memory by methods of torch.Tensor, allocates the result by torch.empty and
+// launches. Whatever is not the usual case is left to the operations: the call returns None, having done nothing.
+#ifndef IBP_READY_TABLE_H
+#define IBP_READY_TABLE_H
+
+#include "ibp.h"
+#include "ibp_cuda.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace ibp_python {
+
+namespace py = pybind11;
+
+// Bytes [first, end) of an address space.
+struct Range {
+    uintptr_t first, end;
+    bool meets(const Range &other) const { return first < other.end && other.first < end; }
+};
+
+// An attribute of torch's, or a method without arguments, looked up by a name that is hashed once.
+class Name {
+  public:
+    explicit Name(const char *text) : name_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text))) {}
+    py::object of(py::handle object) const { return checked(PyObject_GetAttr(object.ptr(), name_.ptr())); }
+    py::object call(py::handle object) const { return checked(PyObject_CallMethodNoArgs(object.ptr(), name_.ptr())); }
+    bool is_true(py::handle object) const { return call(object).ptr() == Py_True; }
+    int64_t number(py::handle object) const { return as_number(call(object)); }
+
+    static py::object checked(PyObject *made)
+    {
+        if (made == nullptr) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(made);
+    }
+    static int64_t as_number(const py::object &object)
+    {
+        const long long value = PyLong_AsLongLong(object.ptr());
+        if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+        return value;
+    }
+
+  private:
+    py::object name_;
+};
+
+// torch as a call needs it, looked up once.
+struct Torch {
+    py::object module = py::module_::import("torch"), c = module.attr("_C"), tensor = module.attr("Tensor"),
+               int32 = module.attr("int32"), int64 = module.attr("int64"), empty = module.attr("empty"),
+               function_modes = c.attr("_len_torch_function_stack"),
+               dispatch_modes = c.attr("_len_torch_dispatch_stack");
+    Name is_cuda{"is_cuda"}, is_cpu{"is_cpu"}, get_device{"get_device"}, dtype{"dtype"}, dim{"dim"}, numel{"numel"},
+        is_contiguous{"is_contiguous"}, data_ptr{"data_ptr"}, shape{"shape"}, requires_grad{"requires_grad"},
+        is_neg{"is_neg"}, is_conj{"is_conj"}, storage{"untyped_storage"}, nbytes{"nbytes"},
+        storage_offset{"storage_offset"};
+
+    static const Torch &get()
+    {
+        static const Torch *const torch = new Torch; // never freed: the interpreter may be gone before
+        return *torch;
+    }
+
+    bool has_modes() const
+    {
+        return Name::as_number(Name::checked(PyObject_CallNoArgs(function_modes.ptr()))) != 0 ||
+               Name::as_number(Name::checked(PyObject_CallNoArgs(dispatch_modes.ptr()))) != 0;
+    }
+};
+
+class ReadyTable {
+  public:
+    // packed: a struct ibp_table, as pack_table writes it. kept: what owns its memory. ranges: (address, bytes) of all
+    // that it reads. device: number of the CUDA device; -1: the CPU. faults: host addresses of records of faults; the
+    // kernel notes in the first one, whose address there is fault. item_shape, dtype: of an item. most_items: of a
+    // call; more are left to the operations.
+    ReadyTable(const py::buffer &packed, py::object kept, const std::vector<std::pair<uintptr_t, size_t>> &ranges,
+               int device, py::object torch_device, std::vector<uintptr_t> faults, uintptr_t fault,
+               const std::vector<int64_t> &item_shape, py::object dtype, bool is_complex, int64_t most_items)
+        : kept_(std::move(kept)), device_(device), torch_device_(std::move(torch_device)), faults_(std::move(faults)),
+          fault_(reinterpret_cast<ibp_fault *>(fault)), item_shape_(item_shape), dtype_(std::move(dtype)),
+          is_complex_(is_complex), most_items_(most_items)
+    {
+        const py::buffer_info info = packed.request();
+        if (info.size * info.itemsize < static_cast<py::ssize_t>(sizeof table_))
+            throw py::value_error("packed is not a table");
+        std::memcpy(&table_, info.ptr, sizeof table_);
+        for (const auto &range : ranges) ranges_.push_back({range.first, range.first + range.second});
+        empty_options_["dtype"] = dtype_;
+        empty_options_["device"] = torch_device_;
+        if (device_ >= 0) {
+            current_device_ = torch_.c.attr("_cuda_getDevice");
+            current_stream_ = torch_.c.attr("_cuda_getCurrentRawStream");
+            device_number_ = py::int_(device_);
+        }
+    }
+
+    // The items at ids as a new tensor, or in out where that is one; None where this is not the place for the call.
+    // max_sms: 0: all.
+    py::object take(py::handle ids, py::handle out, int max_sms) const
+    {
+        try {
+            return try_to_take(ids, out, max_sms);
+        } catch (py::error_already_set &) { // a tensor without memory: the operations say what is wrong with it
+            return py::none();
+        }
+    }
+
+  private:
+    py::object try_to_take(py::handle ids, py::handle out, int max_sms) const
+    {
+        ibp_ids items{};
+        Range read{};
+        if (max_sms < 0 || has_faults() || torch_.has_modes() || !read_ids(ids, &items, &read)) return py::none();
+        if (device_ >= 0 && Name::as_number(Name::checked(PyObject_CallNoArgs(current_device_.ptr()))) != device_)
+            return py::none();
+        const bool is_new = out.is_none();
+        const py::object result = is_new ? new_result(items.count) : py::reinterpret_borrow<py::object>(out);
+        if (!is_here(result) || (!is_new && !fits(result, items.count))) return py::none();
+        const auto to = static_cast<uintptr_t>(torch_.data_ptr.number(result));
+        const Range written{to, to + static_cast<uintptr_t>(items.count * table_.item_bytes)};
+        if (to == 0 || (!is_new && (meets_table(written) || written.meets(read)))) return py::none();
+        return gather(items, reinterpret_cast<uint8_t *>(to), max_sms) ? result : py::none();
+    }
+
+    bool has_faults() const
+    {
+        for (const uintptr_t fault : faults_)
+            if (*reinterpret_cast<const volatile int64_t *>(fault) != 0) return true;
+        return false;
+    }
+
+    // Whether a tensor is a plain one on the table's device.
+    bool is_here(py::handle tensor) const
+    {
+        if (reinterpret_cast<PyObject *>(Py_TYPE(tensor.ptr())) != torch_.tensor.ptr()) return false;
+        if (device_ < 0) return torch_.is_cpu.of(tensor).ptr() == Py_True;
+        return torch_.is_cuda.of(tensor).ptr() == Py_True && torch_.get_device.number(tensor) == device_;
+    }
+
+    // Whether so many bytes of a contiguous tensor are in its storage, which can have been resized.
+    bool is_held(py::handle tensor, int64_t num_bytes, int64_t element_bytes) const
+    {
+        const int64_t storage_bytes = torch_.nbytes.number(torch_.storage.call(tensor));
+        return torch_.storage_offset.number(tensor) <= (storage_bytes - num_bytes) / element_bytes &&
+               storage_bytes >= num_bytes;
+    }
+
+    bool read_ids(py::handle ids, ibp_ids *items, Range *read) const
+    {
+        if (!is_here(ids)) return false;
+        const py::object dtype = torch_.dtype.of(ids);
+        const bool is_long = dtype.is(torch_.int64);
+        if (!(is_long || dtype.is(torch_.int32)) || torch_.dim.number(ids) != 1) return false;
+        const int64_t count = torch_.numel.number(ids);
+        if (count < 1 || count > most_items_ || !torch_.is_contiguous.is_true(ids)) return false;
+        const uint32_t id_bytes = is_long ? 8u : 4u;
+        const auto address = static_cast<uintptr_t>(torch_.data_ptr.number(ids));
+        if (address == 0 || !is_held(ids, count * id_bytes, id_bytes)) return false;
+        *items = {reinterpret_cast<const void *>(address), count, id_bytes, nullptr, 0};
+        *read = {address, address + static_cast<uintptr_t>(count) * id_bytes};
+        return true;
+    }
+
+    py::object new_result(int64_t count) const
+    {
+        py::tuple shape(item_shape_.size() + 1);
+        shape[0] = count;
+        for (size_t d = 0; d < item_shape_.size(); d++) shape[d + 1] = item_shape_[d];
+        return Name::checked(PyObject_Call(torch_.empty.ptr(), py::make_tuple(shape).ptr(), empty_options_.ptr()));
+    }
+
+    // Whether a tensor can be out.
+    bool fits(const py::object &out, int64_t count) const
+    {
+        if (!torch_.dtype.of(out).is(dtype_) || torch_.requires_grad.of(out).ptr() == Py_True) return false;
+        const py::object shape = torch_.shape.of(out);
+        if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) != py::ssize_t(item_shape_.size() + 1))
+            return false;
+        for (size_t d = 0; d <= item_shape_.size(); d++) {
+            const int64_t wanted = d == 0 ? count : item_shape_[d - 1];
+            if (PyLong_AsLongLong(PyTuple_GET_ITEM(shape.ptr(), py::ssize_t(d))) != wanted) return false;
+        }
+        if (!torch_.is_contiguous.is_true(out) || torch_.is_neg.is_true(out)) return false;
+        const int64_t num_bytes = count * table_.item_bytes;
+        return !(is_complex_ && torch_.is_conj.is_true(out)) && is_held(out, num_bytes, element_bytes());
+    }
+
+    int64_t element_bytes() const
+    {
+        int64_t elements = 1;
+        for (const int64_t size : item_shape_) elements *= size;
+        return table_.item_bytes / elements;
+    }
+
+    bool meets_table(const Range &written) const
+    {
+        return std::any_of(ranges_.begin(), ranges_.end(), [&](const Range &range) { return range.meets(written); });
+    }
+
+    // false: not done, and what was written does not matter.
+    bool gather(const ibp_ids &items, uint8_t *out, int max_sms) const
+    {
+        if (device_ < 0) return gather_here(items, out);
+        const py::object stream = Name::checked(PyObject_CallOneArg(current_stream_.ptr(), device_number_.ptr()));
+        auto *const on = reinterpret_cast<ibp_stream>(static_cast<uintptr_t>(Name::as_number(stream)));
+        const py::gil_scoped_release release; // a full queue of launches waits for the GPU
+        return ibp_cuda_gather_items(&table_, &items, out, fault_, max_sms, on) == IBP_OK;
+    }
+
+    bool gather_here(const ibp_ids &items, uint8_t *out) const
+    {
+        const py::gil_scoped_release release;
+        const size_t scratch_bytes = ibp_scratch_bytes(table_.codebook.row_bytes);
+        const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
+        ibp_fault unused{};
+        return ibp_gather_items(&table_, &items, 0, items.count, out, scratch.get(), scratch_bytes, &unused) == IBP_OK;
+    }
+
+    const Torch &torch_ = Torch::get();
+    ibp_table table_;
+    std::vector<Range> ranges_;
+    py::object kept_;
+    int device_;
+    py::object torch_device_, current_device_, current_stream_, device_number_;
+    std::vector<uintptr_t> faults_;
+    ibp_fault *fault_;
+    std::vector<int64_t> item_shape_;
+    py::object dtype_;
+    py::dict empty_options_;
+    bool is_complex_;
+    int64_t most_items_;
+};
+
+} // namespace ibp_python
+
+#endif
