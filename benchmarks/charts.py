@@ -108,6 +108,7 @@ REAL_COLUMNS = (
     "fetch_share",
     "sm_share",
     "loss_ratio",
+    "target_gbps",
     *("ms", "bound_ms", "start_us", "end_us"),  # weights.csv, timeline.csv
     *("sample_ms", "fetch_ms", "train_ms", "epoch_s", "table_gib"),  # gnn.csv, gnn_parallel.csv
     *("prefill_s", "token_s", "load_s"),  # flexgen_opt.csv
@@ -410,6 +411,8 @@ def draw_stream(rows, path):
 
 PANELS_A_ROW = 3
 CASE_CHARTS = {"large_table": "Random rows of large tables in host memory", "cpu": "On the CPU alone"}
+CODING_CHARTS = {"compress": "The whole of ibp.compress"}  # of tensors of so many bytes
+CODING_LEAST_BYTES = 64 << 20
 PARTS = ("partition alone",)  # arms that are a part of others, not a way to fetch
 
 
@@ -440,6 +443,48 @@ def draw_cases(rows, path, title):
         panel.set_visible(False)
     figure.supxlabel(RATE_LABEL + ("; tick: the ideal" if any(row["ideal_gbps"] for row in rows) else ""), fontsize=9)
     save(figure, path, f"{title} ({machine(rows)})")
+
+
+# ---- kinds of rows -------------------------------------------------------------------------------------------------
+
+FAMILIES_PANELS = {  # title: {(arm, which SMs): (label, colour)}; "few" are the fewest, "all" the most
+    "From pinned host memory": {
+        (RAW_ARM, "few"): ("raw rows, {few} SMs", "#bdbdbd"),
+        (RAW_ARM, "all"): ("raw rows, all SMs", GREY),
+        (PLANES_ARM, "few"): ("planes, {few} SMs", "#c9a0d8"),
+        (PLANES_ARM, "some"): ("planes, {some} SMs", "#a884b8"),
+        (PLANES_ARM, "all"): ("planes, all SMs", PURPLE),
+    },
+    "In device memory": {
+        ("planes decode", "all"): ("decode", BLUE),
+        ("planes encode", "all"): ("encode", ORANGE),
+    },
+}
+
+
+def draw_families(rows, path):
+    """Bars of each kind of rows, from host memory by numbers of SMs and in device memory, under ticks of the ideal."""
+    cells = [row for row in rows if row["case"] != "device"]
+    if not cells:
+        return
+    counts = sorted({row["sms"] for row in cells})
+    sms = {"few": counts[0], "some": counts[len(counts) // 2], "all": counts[-1]}
+    figure, panels = plt.subplots(2, 1, figsize=(17, 10), layout="constrained")
+    for panel, (title, style) in zip(panels, FAMILIES_PANELS.items()):
+        labels, width = in_order(map(case_label, cells)), 0.86 / len(style)
+        for i, ((arm, which), (label, color)) in enumerate(style.items()):
+            own = [row for row in cells if row["arm"] == arm and row["sms"] == sms[which]]
+            places = [labels.index(case_label(row)) + (i - (len(style) - 1) / 2) * width for row in own]
+            panel.bar(places, [row["gbps"] for row in own], width, color=color, label=label.format(**sms))
+            panel.plot(places, [row["ideal_gbps"] for row in own], "_", color="black", markersize=8)
+        panel.set_xticks(range(len(labels)), labels, fontsize=7, rotation=45, ha="right")
+        panel.set_title(f"{title} (ticks: the ideal)", fontsize=10, loc="left")
+        panel.set_ylabel(RATE_LABEL)
+        set_rate_axis(panel)
+        panel.grid(axis="y", alpha=0.3)
+        panel.set_axisbelow(True)
+        panel.legend(fontsize=8, ncols=len(style))
+    save(figure, path, f"Rows of every kind ({machine(rows)})")
 
 
 def arm_color(arm, i):
@@ -1054,6 +1099,10 @@ def draw(directory):
     draw_stream(stream, directory / "stream.png")
     for name, title in CASE_CHARTS.items():
         draw_cases(read(directory / f"{name}.csv"), directory / f"{name}.png", title)
+    for name, title in CODING_CHARTS.items():
+        found = [row for row in read(directory / f"{name}.csv") if row["rows"] * row["row_bytes"] >= CODING_LEAST_BYTES]
+        draw_cases(found, directory / f"{name}.png", title)
+    draw_families(read(directory / "families.csv"), directory / "families.png")
     draw_overlap(read(directory / "overlap.csv"), directory / "overlap.png")
     draw_ratio(read(directory / "ratio.csv"), directory / "ratio.png")
     weights = read(directory / "weights.csv")

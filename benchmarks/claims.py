@@ -212,6 +212,69 @@ def cases_block(name, what, cases_with=""):
     return block
 
 
+def judged_rate(rows, **wanted):
+    """GB/s of the one of them as text, in brackets what is wanted where that is missed."""
+    if not (found := rates(rows, **wanted)):
+        return ""
+    row = found[0]
+    return charts.number(row["gbps"]) + (f" (of {charts.number(row['target_gbps'])})" if row["met"] == "no" else "")
+
+
+def families_block(directory):
+    """Rows of every kind, from host memory with few SMs and in device memory."""
+    rows = charts.read(directory / "families.csv")
+    cells = [row for row in rows if row["case"] != "device"]
+    if not cells:
+        return None
+    few, some, most = (sorted({row["sms"] for row in cells}) * 3)[:3]
+    lines = []
+    for case, dtype, size in charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in cells):
+        own = rates(cells, case=case, dtype=dtype, row_bytes=size)
+        coded = rates(own, arm="planes slots", sms=most)
+        lines.append(
+            [
+                f"{case}, {dtype}, {charts.size_name(size)}",
+                charts.number(coded[0]["ideal_gbps"]) if coded else "",
+                *(judged_rate(own, arm="raw rows", sms=sms) for sms in (most, few)),
+                *(judged_rate(own, arm="planes slots", sms=sms) for sms in (most, some, few)),
+                judged_rate(own, arm="auto", sms=most),
+                *(judged_rate(own, arm=arm, sms=most) for arm in ("planes decode", "planes encode")),
+            ]
+        )
+    raw = ["raw rows", f"raw rows, {few} SMs"]
+    coded = ["`planes`", f"`planes`, {some} SMs", f"`planes`, {few} SMs", "`auto`"]
+    heads = ["rows", "ideal", *raw, *coded, "decode, device memory", "encode, device memory"]
+    missed = sum(row["met"] == "no" for row in cells)
+    return (
+        "## Rows of every kind\n\nRandom rows from pinned host memory, and whole tables in device memory "
+        f"(`families.csv`: {caption(rows)}); GB/s of original bytes, in brackets what is wanted where that is missed "
+        f"({missed} of {sum(row['met'] != '' for row in cells)}):\n\n{markdown(heads, lines)}\n\n"
+        "![Rows of every kind](results/families.png)"
+    )
+
+
+def compress_block(directory):
+    """Whole calls of compress."""
+    rows = [row for row in charts.read(directory / "compress.csv") if not row["arm"].startswith("copy_")]
+    if not rows:
+        return None
+    arms, lines = charts.in_order(row["arm"] for row in rows), []
+    for case, dtype, size in charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in rows):
+        own = {row["arm"]: row for row in rates(rows, case=case, dtype=dtype, row_bytes=size)}
+        texts = (timed_text(own[arm]) if arm in own else "" for arm in arms)
+        lines.append([f"{case}, {dtype}, rows of {charts.size_name(size)}", *texts])
+    return (
+        "## Compressing\n\nThe whole of `ibp.compress`, its choice of scheme and codebook included "
+        f"(`compress.csv`: {caption(rows)}); milliseconds, in brackets GB/s, in bold where less than wanted:\n\n"
+        f"{markdown(['tensor', *arms], lines)}\n\n![Compressing](results/compress.png)"
+    )
+
+
+def timed_text(row):
+    text = f"{charts.fine_number(row['ms'])} ({charts.fine_number(row['gbps'])})"
+    return f"**{text}**" if row["met"] == "no" else text
+
+
 def calls_block(directory):
     """Calls for few rows, in microseconds."""
     rows = charts.read(directory / "small_calls.csv")
@@ -560,6 +623,8 @@ BLOCKS = {
     "tensors": tensor_block,
     "device": device_block,
     "compressing": cases_block("codec", "Decoding, compression and analysis of larger tensors", " GiB, "),
+    "families": families_block,
+    "compress": compress_block,
     "small calls": calls_block,
     "beside": beside_block,
     "cpu": cases_block("cpu", "On the CPU alone"),

@@ -138,8 +138,7 @@ def measure_raw(run, case, x, host, fetches):
 class HostBuffer:
     """One pinned buffer that holds the raw rows of one table after the other."""
 
-    def __init__(self, run):
-        size = max(table_bytes(run, row_bytes) for row_bytes in inputs.ROW_BYTES)
+    def __init__(self, run, size):
         self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=run.on_gpu)
 
     def hold(self, x):
@@ -260,7 +259,7 @@ def main(argv=None):
     run = harness.Run("gather", args)
     torch.manual_seed(0)
     print(f"the CPU's gathers: {torch.get_num_threads()} threads")
-    buffer = HostBuffer(run)
+    buffer = HostBuffer(run, max(table_bytes(run, row_bytes) for row_bytes in inputs.ROW_BYTES))
     run_normal(run, buffer)
     run_synthetic(run, buffer)
     run_real(run, buffer, args.data)

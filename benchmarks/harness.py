@@ -315,6 +315,26 @@ class Run:
         return 1 if self.failures else 0
 
 
+# ---- targets -------------------------------------------------------------------------------------------------------
+
+TARGET_COLUMNS = ("target_gbps", "met")  # of scripts that say beside each rate what is wanted
+
+
+def judged(gbps, wanted):
+    """The values of TARGET_COLUMNS. wanted: GB/s, or None where nothing is."""
+    return {"target_gbps": four_digits(wanted), "met": "yes" if gbps >= wanted else "no"} if wanted else {}
+
+
+def missed(rows):
+    """Lines that say where a target is missed."""
+    return [
+        f"{row['case']} {row['dtype']}, {row['row_bytes']} B, {row['arm']}, {row['sms']} SMs: {row['gbps']} GB/s, "
+        f"wanted {row['target_gbps']}"
+        for row in rows
+        if row.get("met") == "no"
+    ]
+
+
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 

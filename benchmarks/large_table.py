@@ -131,7 +131,7 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
         return lambda k: ibp.index_select(table, ids[k], out=fetches.outs[k], path=path, max_sms=sms)
 
     few = (
-        gather.bucketed_sms(table) or None
+        gather.bucketed_sms(table, run.device) or None
     )  # what the bucketed path takes by itself: the pre-sorted ids get as many, which is faster than with all
     arms = (
         {

@@ -20,7 +20,9 @@ from benchmarks import (
     charts,
     claims,
     codec,
+    compress,
     cpu,
+    families,
     gather,
     gnn,
     gnn_parallel,
@@ -525,6 +527,75 @@ def test_losses_are_judged():
     assert overlap.shortfalls([row | {"arm": "sleep, beside", "loss_ratio": "9", "fetch_share": ""}]) == []  # no fetch
 
 
+# ---- kinds of rows, compressing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, row_bytes, arm, sms, wanted",
+    [
+        ("short", 128, "planes slots", None, 62),
+        ("short", 128, "planes slots", 8, 54),
+        ("short", 128, "planes slots", 16, None),
+        ("short", 256, "planes slots", 8, 95),
+        ("long", 65536, "planes slots", 8, 97),
+        ("columns", 320, "planes slots", None, 92),
+        ("columns", 320, "planes slots", 8, 49),
+        ("bytes", 576, "planes slots", 16, 92),
+        ("bytes", 576, "planes slots", 8, 49),
+        ("zeros", 2048, "planes slots", None, 90),
+        ("zeros", 2048, "planes slots", 16, 49),
+        ("zeros", 2048, "raw rows", None, None),
+        ("zeros", 2048, "auto", None, 49),
+        ("bytes", 576, "planes decode", None, 1200),
+        ("bytes", 576, "planes decode", 8, None),
+        ("zeros", 2048, "planes encode", None, 1000),
+        ("short", 512, "planes decode", None, 1900),
+        ("short", 256, "planes decode", None, None),
+        ("columns", 512, "planes encode", None, None),
+    ],
+)
+def test_what_is_wanted_of_kinds_of_rows(kind, row_bytes, arm, sms, wanted):
+    assert families.target(kind, row_bytes, arm, sms, 50.0, 100.0, 2000.0) == (wanted and pytest.approx(wanted))
+
+
+def test_kinds_of_rows_are_what_they_are_called():
+    for share in (0.3, 0.5, 0.9):
+        x = families.clipped(share)(256, 1024, "cpu")
+        assert float((x == 0).float().mean()) == pytest.approx(share, abs=0.01) and float(x.min()) == 0
+    for make, has_both in ((families.masked, False), (families.multiplied, True)):
+        x = make(64, 1024, "cpu")
+        zeros = x[x == 0]
+        assert 0.48 < len(zeros) / x.numel() < 0.52 and bool(torch.signbit(zeros).any()) == has_both
+    assert families.quantised(64, 100, "cpu").abs().amax(1).eq(127).all()
+    assert len({float(scale) for scale in families.scaled_columns(4096, 32, "cpu").std(0).log2().round()}) > 8
+    assert all(kind in families.WANTED_SHARES for _, kind, _, _, _ in families.CASES)
+
+
+@pytest.mark.parametrize(
+    "arm, num_bytes, wanted",
+    [
+        ("on the GPU", 128, 128 / 1e6),
+        ("on the CPU", 4095, 4095 / 1e6),
+        ("on the GPU", 4096, None),
+        ("on the GPU", 128 << 20, 26.84),
+        ("on the GPU", 4 << 30, 300),
+        ("on the CPU", 128 << 20, 4),
+        ("pinned", 1 << 30, 30),
+        ("pageable", 1 << 30, None),
+        ("copy_ on the GPU", 128, None),
+    ],
+)
+def test_what_is_wanted_of_compress(arm, num_bytes, wanted):
+    assert compress.target(arm, num_bytes, 4) == (wanted and pytest.approx(wanted, rel=1e-3))
+
+
+def test_targets_are_said_beside_rates():
+    assert harness.judged(50.0, None) == {}
+    assert harness.judged(50.0, 50.0) == {"target_gbps": "50", "met": "yes"}
+    rows = [rate_row(**harness.judged(49.0, wanted)) for wanted in (None, 40.0, 50.0)]
+    assert harness.missed(rows) == ["normal 0.02 bfloat16, 1024 B, planes slots, 8 SMs: 75 GB/s, wanted 50"]
+
+
 # ---- whole scripts -------------------------------------------------------------------------------------------------
 
 
@@ -542,12 +613,17 @@ def small(monkeypatch):
     monkeypatch.setattr(codec, "QUICK_ROW_BYTES", (2048,))
     monkeypatch.setattr(stream, "QUICK_SIZES_MIB", (1,))
     monkeypatch.setattr(stream, "MAX_TENSORS", 2)
+    monkeypatch.setattr(families, "QUICK_CASES", (0, 11))
+    monkeypatch.setattr(compress, "SETS", compress.SETS[:1])
+    monkeypatch.setattr(compress, "SMALL_ELEMENTS", (64, 1000))
     yield
     torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
-    "script", [gather, codec, stream, large_table, overlap, small_calls], ids=lambda script: script.__name__
+    "script",
+    [gather, codec, stream, large_table, overlap, small_calls, families, compress],
+    ids=lambda script: script.__name__,
 )
 def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
     assert script.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
@@ -560,7 +636,7 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
     )
     memory = lines_of(tmp_path / "memory.csv")
     assert memory[0] == harness.MEMORY_COLUMNS and {line[0] for line in memory[1:]} == (
-        set() if script is small_calls else {name}
+        set() if script in (small_calls, compress) else {name}
     )
     assert "BELOW" not in capsys.readouterr().out
     arms = {line[2] for line in lines[1:]}
@@ -580,6 +656,8 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
         "large_table": {"raw", "planes", "x[ids].to", "partition alone"},
         "overlap": {"planes gather, alone", "raw gather, alone", "planes decompress, alone", "copy_, alone"},
         "small_calls": {"until it returns", "until the result is there"},
+        "families": {"copy_", "raw rows", "planes slots", "auto", "planes decode", "planes encode"},
+        "compress": {"copy_ on the CPU", "on the CPU"},
     }
     assert expected[name] <= arms
 
@@ -597,7 +675,7 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, cap
     argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
     assert suite.main(["--all", *argv]) == 1
     signal.signal(signal.SIGTERM, before)
-    names = [*suite.SPEED, *suite.BYTES]
+    names = [*suite.SPEED, *suite.CODING, *suite.BYTES]
     assert [words[0] for words in called] == [f"benchmarks.{name}" for name in names] and all(
         words[1:] == argv for words in called
     )
@@ -610,8 +688,8 @@ def test_a_script_is_stopped_when_its_time_is_over(tmp_path, capsys):
     assert "stopped after 0.1 s" in capsys.readouterr().out
 
 
-def test_the_scripts_of_speed_share_five_minutes():
-    assert sum(suite.SPEED.values()) < 300
+def test_the_scripts_share_minutes():
+    assert sum(suite.SPEED.values()) < 300 and sum(suite.CODING.values()) < 240
 
 
 # ---- charts and claims ---------------------------------------------------------------------------------------------
@@ -623,6 +701,8 @@ def write_measurements(directory):
         name: run_on_cpu(directory, name) for name in ("gather", "codec", "stream", "large_table", "cpu", "small_calls")
     }
     runs["overlap"] = run_on_cpu(directory, "overlap", overlap.COLUMNS)
+    runs["families"] = run_on_cpu(directory, "families", harness.TARGET_COLUMNS)
+    runs["compress"] = run_on_cpu(directory, "compress", compress.COLUMNS)
 
     def add(name, case, arm, gbps=50.0, row_bytes=2048, dtype=torch.bfloat16, sms=132, **extra):
         runs[name].add(
@@ -653,6 +733,16 @@ def write_measurements(directory):
         add("stream", "normal 0.02, 64 MiB", arm, gbps, sms=8)
     add("large_table", "4 GiB", "raw rows", 6.5)
     add("cpu", "one core", "planes decode", 3.25, sms=0)
+    add("families", "device", "copy_")
+    for sms in (132, 16, 8):
+        add("families", "half zeros", "raw rows", sms=sms)
+        add("families", "half zeros", "planes slots", 40.0 + sms, sms=sms, **harness.judged(40.0 + sms, 56.0))
+    add("families", "half zeros", "planes decode", 900.0, **harness.judged(900.0, 1000.0))
+    add("compress", "half zeros", "on the GPU", 20.0, ms="6.25", **harness.judged(20.0, 26.8))
+    runs["compress"].add(
+        case="large", arm="on the GPU", rows=1 << 16, row_bytes=2048, dtype=torch.bfloat16, savings=0.5, gbps=300.0,
+        ideal_gbps=1000.0, sms=132, ms="0.45",
+    )  # fmt: skip
     add("small_calls", "ibp, host memory", "until it returns", 10 * 2048 / 12.5e3)
     add(
         "overlap",
@@ -700,6 +790,8 @@ def test_charts_from_csv(tmp_path):
         "cpu",
         "overlap",
         "ratio",
+        "families",
+        "compress",
     }
     assert {path.stem for path in tmp_path.glob("*.png")} == drawn
 
@@ -747,6 +839,9 @@ def test_claims_are_what_the_csvs_say(tmp_path, capsys):
         "| 3.2 |",
         "| 6.5 |",
         "| 12.5 |",
+        "| half zeros, bfloat16, 2 KiB | 100 | 50.0 | 50.0 | 172 | 56.0 | 48.0 (of 56.0) |  | 900 (of 1,000) |  |",
+        "missed (2 of 4)",
+        "| half zeros, bfloat16, rows of 2 KiB | **6.25 (20.0)** |",
         "| cora | float32 | 10.0 % | 20.0 % | 10.0x |  | 31.0 % (ANS) |",
     )
     assert "| a whole BF16 tensor | `copy_` 55.0, nvCOMP, pipelined 70.0 | 80.5 |" in readme

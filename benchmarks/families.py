@@ -1,0 +1,207 @@
+"""Does ibp come slower than raw rows anywhere? Each kind of rows, from host memory and in device memory, with few SMs.
+
+    python -m benchmarks.families [--out DIR] [--device cpu] [--quick]
+
+100,000 random rows (fewer where rows are long) of a pinned table of 256 MiB, in the order of the ids, with all SMs and
+with at most 16 and 8: raw, coded by scheme planes, and as `auto` leaves them, by the same kernel. The whole table is
+decoded and encoded in device memory too, beside a copy and a memset. Kinds: BF16 in short and long rows, rows with
+entries a column, elements of one byte, rows with zeros of every share and of both signs. `target_gbps` is what an arm
+should reach, `met` whether it does.
+"""
+
+import sys
+
+import torch
+
+import ibp
+
+from . import codec, gather, harness, ideal, inputs
+
+TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, inputs.MIB
+MANY_SMS, FEW_SMS = 16, 8
+SMS = (None, MANY_SMS, FEW_SMS)
+SAMPLE = 0.1  # of the rows, to learn a codebook from
+RAW, CODED, AUTO, DECODE, ENCODE = "raw rows", "planes slots", "auto", "planes decode", "planes encode"
+FP32, BF16, E4M3, E5M2 = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+
+
+# ---- what is measured ----------------------------------------------------------------------------------------------
+
+
+def normal(rows, columns, device):
+    return torch.randn(rows, columns, device=device)
+
+
+def weights(rows, columns, device):
+    return 0.02 * normal(rows, columns, device)
+
+
+def scaled_columns(rows, columns, device):
+    """A power of two for each column, as trained embeddings have scales of their own: entries a column pay."""
+    generator = torch.Generator().manual_seed(0)
+    return normal(rows, columns, device) * 2.0 ** torch.randint(-8, 9, (columns,), generator=generator).to(device)
+
+
+def quantised(rows, columns, device):
+    """Integers whose largest magnitude a row is 127."""
+    x = normal(rows, columns, device)
+    return (x * (127 / x.abs().amax(1, keepdim=True))).round()
+
+
+def clipped(share):
+    """What a ReLU leaves of normal values of which this share is below it."""
+    threshold = 2**0.5 * float(torch.erfinv(torch.tensor(2 * share - 1.0)))
+    return lambda rows, columns, device: (normal(rows, columns, device) - threshold).clamp_(min=0)
+
+
+def masked(rows, columns, device):
+    """Half of the values are +0."""
+    x = normal(rows, columns, device)
+    return x.masked_fill_(torch.rand_like(x) < 0.5, 0)
+
+
+def multiplied(rows, columns, device):
+    """Half of the values are zeros with the sign that the value had: masked by a product, as dropout does it."""
+    x = normal(rows, columns, device)
+    return x * (torch.rand_like(x) < 0.5)
+
+
+CASES = (  # name, kind (see `targets`), dtype, columns, maker of float rows
+    *(("normal 0.02", "short", BF16, columns, weights) for columns in (64, 128, 256)),
+    ("normal 0.02", "long", BF16, 32768, weights),
+    ("normal, a scale a column", "columns", FP32, 128, scaled_columns),
+    *(("normal 1", "bytes", dtype, columns, normal) for dtype in (E4M3, E5M2) for columns in (576, 1024)),
+    *(("quantised weights", "bytes", torch.int8, columns, quantised) for columns in (576, 1024)),
+    *(("half zeros", "zeros", dtype, 1024, masked) for dtype in (BF16, FP32)),
+    *(
+        (f"ReLU, {100 * share:.0f} % zeros", "zeros", dtype, 1024, clipped(share))
+        for dtype in (BF16, FP32)
+        for share in (0.3, 0.5, 0.7, 0.9)
+    ),
+    *(("zeros of both signs", "zeros", dtype, 1024, multiplied) for dtype in (BF16, FP32)),
+)
+REAL = {"LLM keys": "columns", "pubmed": "zeros"}  # sets of inputs.REAL_SETS, and their kinds
+QUICK_CASES = (0, 5, 11)  # of CASES
+
+
+# What the arms that fetch should reach, as shares of the ideal; where there is none with few SMs, raw rows' rate.
+WANTED_SHARES = {"short": 0.95, "long": 0.97, "columns": 0.92, "bytes": 0.92, "zeros": 0.90}
+WANTED_OF_SHORTEST = {None: 62.0, FEW_SMS: 54.0}  # GB/s of BF16 rows of 128 B
+WANTED_DECODE, WANTED_ENCODE = {"bytes": 1200.0, "zeros": 1000.0}, {"short": 800.0, "long": 800.0, "zeros": 1000.0}
+LEAST_COPIED_ROW_BYTES, COPY_SHARE = 512, 0.95  # dense rows of BF16 and FP32 decode at this share of copy_
+
+
+def target(kind, row_bytes, arm, sms, raw_gbps, ideal_gbps, copy_gbps):
+    """The GB/s that an arm should reach; None where nothing is wanted.
+
+    sms: 16, 8 or None for all. raw_gbps: of raw rows by the same kernel with as many.
+    """
+    if arm in (DECODE, ENCODE) and sms is not None:
+        return None
+    if arm == DECODE:
+        is_copied = kind in ("short", "long", "columns") and row_bytes >= LEAST_COPIED_ROW_BYTES
+        return COPY_SHARE * copy_gbps if is_copied else WANTED_DECODE.get(kind)
+    if arm == ENCODE:
+        return WANTED_ENCODE.get(kind)
+    not_below_raw = (1 - gather.RAW_TOLERANCE) * raw_gbps
+    if arm == AUTO:
+        return not_below_raw
+    if arm != CODED:
+        return None
+    if kind == "short" and row_bytes == 128:
+        return WANTED_OF_SHORTEST.get(sms)
+    keeps_its_share = sms is None or kind in ("short", "long") or (kind == "bytes" and sms == MANY_SMS)
+    return WANTED_SHARES[kind] * ideal_gbps if keeps_its_share else not_below_raw
+
+
+class Run(harness.Run):
+    """A run whose rows say what is wanted of them. `kind` and `rates` are those of the case at hand."""
+
+    def __init__(self, args):
+        super().__init__("families", args, harness.TARGET_COLUMNS)
+        self.kind, self.raw_gbps = "", {}
+        self.rates = codec.DeviceRates(self)
+
+    def add(self, *, arm, row_bytes, gbps, ideal_gbps, sms, **others):
+        if arm == RAW:
+            self.raw_gbps[sms] = gbps
+        wanted = None
+        if self.kind:
+            raw_gbps = self.raw_gbps.get(sms, 0.0)
+            wanted = target(self.kind, row_bytes, arm, sms, raw_gbps, ideal_gbps, self.rates.copy_gbps)
+        said = harness.judged(gbps, wanted)
+        super().add(arm=arm, row_bytes=row_bytes, gbps=gbps, ideal_gbps=ideal_gbps, sms=sms, **others, **said)
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------
+
+
+def measure_host(run, case, x, host, codebook):
+    """Random rows from pinned host memory: raw, as `auto` leaves them, and coded."""
+    fetches = gather.Fetches(run, len(x), x.shape[1], x.dtype)
+    counts = SMS if run.on_gpu else (None,)
+    for arm, arguments, sms_counts in (
+        (RAW, {"scheme": "raw"}, counts),
+        (CODED, {"codebook": codebook}, counts),
+        (AUTO, {}, (None,)),
+    ):
+        with run.cell(f"{case}, {arm}"):
+            gather.measure_table(run, case, arm, ibp.compress(host, **arguments), x, fetches, sms_counts)
+
+
+def measure_device(run, name, x, codebook):
+    """The whole table decoded and encoded where it is."""
+    case = codec.Case(run, run.rates, name, x)
+    case.kind = "planes "
+    table = ibp.compress(x, codebook=codebook)
+    moved_bytes = codec.read_bytes(table) + case.num_bytes
+    with case.cell("decode"):
+        case.check(table, DECODE)
+        ideal_gbps = ideal.device_gbps(case.num_bytes, moved_bytes, run.rates.copy_gbps, run.rates.memset_gbps)
+        for sms in SMS if run.on_gpu else (None,):
+            case.time(
+                "decode", lambda: ibp.decompress(table, out=case.out, max_sms=sms), table.savings, ideal_gbps, sms
+            )
+    with case.cell("encode"):
+        codec.measure_encode(case, table, moved_bytes)
+
+
+def measure_case(run, name, kind, x, buffer, rows):
+    """One kind of rows. rows: those that the codebook is learned from."""
+    row_bytes = x.shape[1] * x.dtype.itemsize
+    what = f"{name} {harness.dtype_name(x.dtype)}, {row_bytes} B"
+    with run.cell(what):
+        run.kind, run.raw_gbps = kind, {}
+        codebook = ibp.analyze(rows, scheme="planes", sample=SAMPLE)
+        measure_host(run, name, x, buffer.hold(x), codebook)
+        measure_device(run, name, x, codebook)
+
+
+def table_bytes(run):
+    return QUICK_TABLE_BYTES if run.quick else TABLE_BYTES
+
+
+def cases(run, data_dir):
+    """(name, kind, table in the device's memory, rows to learn from)."""
+    for name, kind, dtype, columns, make in [CASES[i] for i in QUICK_CASES] if run.quick else CASES:
+        num_rows = table_bytes(run) // (columns * dtype.itemsize)
+        x = make(num_rows, columns, run.device).to(dtype)
+        yield name, kind, x, x
+    for name, rows in inputs.real_sets(data_dir):
+        if name in REAL:
+            num_rows = table_bytes(run) // (rows.shape[1] * rows.dtype.itemsize)
+            yield name, REAL[name], inputs.replicated(rows, num_rows, run.device), rows.to(run.device)
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = Run(args)
+    torch.manual_seed(0)
+    buffer = gather.HostBuffer(run, table_bytes(run))
+    for name, kind, x, rows in cases(run, args.data):
+        measure_case(run, name, kind, x, buffer, rows)
+    return run.finish(harness.missed(run.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
