@@ -270,6 +270,30 @@ def compress_block(directory):
     )
 
 
+JUDGED = ("families", "compress")  # scripts that say beside each rate what is wanted
+
+
+def missed_block(directory):
+    """Every rate of these scripts that is below what is wanted."""
+    found = [row for name in JUDGED for row in charts.read(directory / f"{name}.csv")]
+    if not found:
+        return None
+    lines = [
+        [
+            f"`{row['benchmark']}`",
+            f"{row['case']}, {row['dtype']}, {charts.size_name(row['row_bytes'])}",
+            row["arm"] + (f", {row['sms']} SMs" if row["sms"] else ""),
+            *map(charts.fine_number, (row["target_gbps"], row["gbps"])),
+            f"{100 * row['gbps'] / row['target_gbps']:.0f} %",
+        ]
+        for row in found
+        if row["met"] == "no"
+    ]
+    text = f"Of {sum(row['met'] != '' for row in found)} targets of these scripts {len(lines)} are missed"
+    heads = ["script", "rows", "arm", "wanted, GB/s", "measured", "of it"]
+    return f"{text}:\n\n{markdown(heads, lines)}" if lines else f"{text}."
+
+
 def timed_text(row):
     text = f"{charts.fine_number(row['ms'])} ({charts.fine_number(row['gbps'])})"
     return f"**{text}**" if row["met"] == "no" else text
@@ -625,6 +649,7 @@ BLOCKS = {
     "compressing": cases_block("codec", "Decoding, compression and analysis of larger tensors", " GiB, "),
     "families": families_block,
     "compress": compress_block,
+    "missed": missed_block,
     "small calls": calls_block,
     "beside": beside_block,
     "cpu": cases_block("cpu", "On the CPU alone"),

@@ -841,6 +841,8 @@ def test_claims_are_what_the_csvs_say(tmp_path, capsys):
         "| 12.5 |",
         "| half zeros, bfloat16, 2 KiB | 100 | 50.0 | 50.0 | 172 | 56.0 | 48.0 (of 56.0) |  | 900 (of 1,000) |  |",
         "missed (2 of 4)",
+        "Of 5 targets of these scripts 3 are missed:",
+        "| `families` | half zeros, bfloat16, 2 KiB | planes decode, 132 SMs | 1,000 | 900 | 90 % |",
         "| half zeros, bfloat16, rows of 2 KiB | **6.25 (20.0)** |",
         "| cora | float32 | 10.0 % | 20.0 % | 10.0x |  | 31.0 % (ANS) |",
     )

@@ -333,6 +333,12 @@ def test_the_reach_of_address_translation(monkeypatch):
     assert _measuring._reach_bytes(None, host) == 1 << 11
 
 
+def test_the_rows_that_a_thread_gathers(monkeypatch):
+    monkeypatch.setattr(_memory, "empty", lambda num_bytes, device, pin: torch.empty(num_bytes, dtype=torch.uint8))
+    clock = types.SimpleNamespace(wall_s=lambda call: 1e-3 if call() else None)  # in which some MB are gathered
+    assert 4 < _measuring._gather_gbps(clock, torch.empty(1 << 20, dtype=torch.uint8)) < 9
+
+
 def test_when_ids_are_put_in_order(monkeypatch):
     def taken(table, num_ids=0, path="gpu", max_sms=None):
         if max_sms:
