@@ -447,15 +447,16 @@ def draw_cases(rows, path, title):
 
 # ---- kinds of rows -------------------------------------------------------------------------------------------------
 
-FAMILIES_PANELS = {  # title: {(arm, which SMs): (label, colour)}; "few" are the fewest, "all" the most
-    "From pinned host memory": {
+# (title, least GB/s drawn): {(arm, which SMs): (label, colour)}; "few" are the fewest, "all" the most
+FAMILIES_PANELS = {
+    ("From pinned host memory", 10): {
         (RAW_ARM, "few"): ("raw rows, {few} SMs", "#bdbdbd"),
         (RAW_ARM, "all"): ("raw rows, all SMs", GREY),
         (PLANES_ARM, "few"): ("planes, {few} SMs", "#c9a0d8"),
         (PLANES_ARM, "some"): ("planes, {some} SMs", "#a884b8"),
         (PLANES_ARM, "all"): ("planes, all SMs", PURPLE),
     },
-    "In device memory": {
+    ("In device memory", 100): {
         ("planes decode", "all"): ("decode", BLUE),
         ("planes encode", "all"): ("encode", ORANGE),
     },
@@ -470,7 +471,7 @@ def draw_families(rows, path):
     counts = sorted({row["sms"] for row in cells})
     sms = {"few": counts[0], "some": counts[len(counts) // 2], "all": counts[-1]}
     figure, panels = plt.subplots(2, 1, figsize=(17, 10), layout="constrained")
-    for panel, (title, style) in zip(panels, FAMILIES_PANELS.items()):
+    for panel, ((title, least), style) in zip(panels, FAMILIES_PANELS.items()):
         labels, width = in_order(map(case_label, cells)), 0.86 / len(style)
         for i, ((arm, which), (label, color)) in enumerate(style.items()):
             own = [row for row in cells if row["arm"] == arm and row["sms"] == sms[which]]
@@ -481,9 +482,10 @@ def draw_families(rows, path):
         panel.set_title(f"{title} (ticks: the ideal)", fontsize=10, loc="left")
         panel.set_ylabel(RATE_LABEL)
         set_rate_axis(panel)
+        panel.set_ylim(bottom=least)
         panel.grid(axis="y", alpha=0.3)
         panel.set_axisbelow(True)
-        panel.legend(fontsize=8, ncols=len(style))
+        panel.legend(fontsize=8, ncols=len(style), loc="lower right", bbox_to_anchor=(1, 1))
     save(figure, path, f"Rows of every kind ({machine(rows)})")
 
 
