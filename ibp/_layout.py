@@ -37,6 +37,18 @@ class Survey:
         return SECTOR_BYTES * int((above * torch.arange(1, len(above) + 1)).sum())
 
 
+def stored_sizes(lengths: torch.Tensor, row_bytes: int, valid: torch.Tensor | int) -> torch.Tensor:
+    """Bytes of rows as stored, int64; lengths: their entries of the index, valid: their bytes before coding."""
+    sizes = lengths.to(torch.int64)
+    sizes = torch.where(sizes == 0, valid, sizes)
+    return torch.where(lengths.to(torch.int64) == default_length(row_bytes), 0, sizes)
+
+
+def default_length(row_bytes: int) -> int:
+    """The entry of `lengths` of a default row, which has no bytes."""
+    return min(row_bytes, 65535)
+
+
 def survey(lengths: torch.Tensor, geometry: Geometry) -> Survey:
     """The survey of a table's rows; lengths on any device, empty: all rows raw."""
     if lengths.numel() == 0:
@@ -112,8 +124,8 @@ def link_bytes(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> in
     for first in range(0, geometry.num_rows, step):
         row = torch.arange(first, min(first + step, geometry.num_rows), device=lengths.device)
         valid = torch.clamp(geometry.num_bytes - row * geometry.row_bytes, max=geometry.row_bytes)
-        length = lengths[first : first + len(row)].to(torch.int64) if lengths.numel() else torch.zeros_like(row)
-        stored = torch.where(length == 0, valid, length)
+        length = lengths[first : first + len(row)] if lengths.numel() else torch.zeros_like(row)
+        stored = stored_sizes(length, geometry.row_bytes, valid)
         part = (stored - slot_bytes).clamp(min=0)
         sectors += _touched(row * slot_bytes, stored - part)
         if bool(part.any()):

@@ -179,11 +179,15 @@ def reference_decode(table):
         return reference.decode_table(reference_table(table))
     codebook = reference_planes_codebook(table.codebook)
     plain = plain_table(table, None)
-    rows = []
-    for r in range(plain.num_rows):
-        row = reference.stored_row(plain, r).tobytes()
-        rows.append(reference_planes.decode_row(codebook, row)[: plain.valid(r)] if plain.lengths[r] else row)
-    return b"".join(rows)
+    return b"".join(reference_row(plain, codebook, r) for r in range(plain.num_rows))
+
+
+def reference_row(plain, codebook, r):
+    """The valid bytes of row r of a table of scheme planes; raises CorruptRow of one of the references."""
+    stored = reference.stored_row(plain, r).tobytes()
+    if plain.is_default(r):
+        return plain.default_row(r)
+    return reference_planes.decode_row(codebook, stored)[: plain.valid(r)] if plain.lengths[r] else stored
 
 
 def reference_table(table):
@@ -206,6 +210,7 @@ def plain_table(table, codebook):
         table.bases.numpy().view(np.uint64),
         table.slots.numpy(),
         table.overflow.numpy(),
+        default=default_of(table.codebook),
     )
 
 
@@ -217,3 +222,9 @@ def reckon_with(monkeypatch, least_streamed_bytes=None, **changed):
         found = dataclasses.replace(found, stream_start_us=(least_streamed_bytes + 0.5) * gained_ns / 1e3)
     monkeypatch.setattr(_calibration, "in_force", lambda device: found)
     return found
+
+
+def default_of(codebook):
+    """What a default row repeats."""
+    is_planes = isinstance(codebook, ibp.PlanesCodebook)
+    return codebook.default.to_bytes(codebook.element_bytes, "little") if is_planes else b"\0"

@@ -51,9 +51,11 @@ class Table:
     slot_bytes: int
     codebook: Codebook | None
     lengths: np.ndarray  # uint16 [num_rows], or empty: every row is raw
-    bases: np.ndarray  # uint64 [ceil(num_rows / 32)], or empty: no row has an overflow part
+    bases: np.ndarray  # uint64 [ceil(num_rows / rows_per_base)], or empty: no row has an overflow part
     slots: np.ndarray  # uint8
     overflow: np.ndarray  # uint8
+    default: bytes = b"\0"  # what a default row repeats
+    rows_per_base: int = ROWS_PER_BASE  # or 1
 
     @property
     def num_rows(self) -> int:
@@ -62,9 +64,15 @@ class Table:
     def valid(self, row: int) -> int:
         return min(self.row_bytes, self.num_bytes - row * self.row_bytes)
 
+    def is_default(self, row: int) -> bool:
+        return len(self.lengths) > 0 and int(self.lengths[row]) == default_length(self.row_bytes)
+
     def stored(self, row: int) -> int:
         length = int(self.lengths[row]) if len(self.lengths) else 0
-        return length or self.valid(row)
+        return 0 if self.is_default(row) else length or self.valid(row)
+
+    def default_row(self, row: int) -> bytes:
+        return (self.default * self.row_bytes)[: self.valid(row)]
 
     def part(self, row: int) -> int:
         return max(0, self.stored(row) - self.slot_bytes)
@@ -74,8 +82,15 @@ class Table:
         return ceil_div(part, OVERFLOW_ALIGN) * OVERFLOW_ALIGN if self.slot_bytes > 0 else part
 
     def overflow_start(self, row: int) -> int:
+        if self.rows_per_base == 1:
+            return int(self.bases[row])
         group = row // ROWS_PER_BASE
         return int(self.bases[group]) + sum(self.room(q) for q in range(group * ROWS_PER_BASE, row))
+
+
+def default_length(row_bytes: int) -> int:
+    """The length that marks a default row."""
+    return min(row_bytes, 65535)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -171,16 +186,26 @@ def encode_table(data: bytes | np.ndarray, row_bytes: int, slot_bytes: int, code
     rows = []
     for r in range(table.num_rows):
         row = data[r * row_bytes : r * row_bytes + table.valid(r)]
-        coded = encode_row(codebook, padded(row, row_bytes))
-        rows.append(np.frombuffer(coded, np.uint8) if len(coded) < len(row) else row)
-    lengths = [len(row) if len(row) < table.valid(r) else 0 for r, row in enumerate(rows)]
-    table.lengths = np.array(lengths if any(lengths) else [], np.uint16)
+        rows.append(stored_form(table, r, row, encode_row(codebook, padded(row, row_bytes))))
     place_rows(table, rows)
+    if not table.lengths.any():
+        table.lengths = none["lengths"]
     return table
 
 
+def stored_form(table: Table, r: int, row: np.ndarray, coded: bytes) -> np.ndarray:
+    """The bytes that a row is stored in: none, the coded ones, or its own."""
+    if row.tobytes() == table.default_row(r):
+        return row[:0]
+    is_shorter = len(coded) < min(len(row), default_length(table.row_bytes))
+    return np.frombuffer(coded, np.uint8) if is_shorter else row
+
+
 def place_rows(table: Table, rows: list[np.ndarray]) -> None:
-    """Fills bases, slots and overflow. rows: the stored bytes of each row."""
+    """Fills lengths, bases, slots and overflow. rows: the stored bytes of each row."""
+    lengths = [len(row) if len(row) < table.valid(r) else 0 for r, row in enumerate(rows)]
+    lengths = [length if len(row) else default_length(table.row_bytes) for length, row in zip(lengths, rows)]
+    table.lengths = np.array(lengths, np.uint16)
     rooms = [table.room(r) for r in range(table.num_rows)]
     starts = np.concatenate([[0], np.cumsum(rooms)]).astype(np.int64)
     if starts[-1] > 0:
@@ -216,6 +241,8 @@ def stored_row(table: Table, row: int) -> np.ndarray:
 def decode_table_row(table: Table, row: int) -> bytes:
     """The valid(row) original bytes of a row."""
     stored = stored_row(table, row)
+    if table.is_default(row):
+        return table.default_row(row)
     if len(table.lengths) == 0 or table.lengths[row] == 0:
         return stored.tobytes()
     return decode_row(table.codebook, stored)[: table.valid(row)]

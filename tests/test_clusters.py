@@ -16,7 +16,7 @@ import ibp
 import reference
 import reference_planes
 from golden import make_clusters
-from golden.make_clusters import CASES, HERE, encode_row, load, make_entries, make_masks, make_rows, refused
+from golden.make_clusters import CASES, HERE, coded_rows, encode_row, load, make_entries, make_masks, make_rows, refused
 from helpers import (
     LAYOUTS,
     TENSORS,
@@ -196,9 +196,8 @@ def torch_arrays(table):
 def check_rows(codebooks, rows, cut):
     """The core codes rows, the last one short, to the reference's bytes in every layout, and decodes them."""
     codebook, data = library(codebooks), rows.reshape(-1)[: rows.size - cut]
-    stored = make_clusters.stored_rows(codebooks, data)
-    for slot_bytes in slot_sizes(codebook.row_bytes):
-        table = make_clusters.place_rows(data, codebook.row_bytes, slot_bytes, stored)
+    sizes = slot_sizes(codebook.row_bytes)
+    for slot_bytes, table in zip(sizes, make_clusters.encode_tables(codebooks, data, sizes)):
         arrays = core_arrays(codebook, torch.from_numpy(data), slot_bytes)
         for name, array, expected in zip(
             ("slots", "overflow", "lengths"), arrays, (table.slots, table.overflow, table.lengths)
@@ -251,7 +250,7 @@ def test_256_clusters(make, arguments):
     table = check_rows(
         codebooks, np.concatenate([make_rows(rng, [codebook], 2) for codebook in codebooks[1::2]]), cut=0
     )
-    numbers = {int(reference.stored_row(table, row)[0]) for row in np.flatnonzero(table.lengths)}
+    numbers = {int(reference.stored_row(table, row)[0]) for row in coded_rows(table)}
     assert len(numbers) > 32 and max(numbers) > 240
 
 
@@ -265,7 +264,7 @@ def test_of_equal_codebooks_the_first_is_taken(make, arguments):
     first, second = make(rng, 2, *arguments)
     codebooks = [first, second, first, second, second]
     table = check_rows(codebooks, make_rows(rng, codebooks, 60), cut=0)
-    assert {int(reference.stored_row(table, row)[0]) for row in np.flatnonzero(table.lengths)} == {0, 1}
+    assert {int(reference.stored_row(table, row)[0]) for row in coded_rows(table)} == {0, 1}
 
 
 def test_codebooks_of_different_numbers_of_flags():
@@ -369,7 +368,7 @@ def renumbered(codebooks, data, seed=0):
     rng, row_bytes = np.random.default_rng(seed), codebooks[0].row_bytes
     for slot_bytes in slot_sizes(row_bytes):
         table = make_clusters.encode_table(codebooks, data, slot_bytes)
-        for row in rng.choice(np.flatnonzero(table.lengths), 5, replace=False):
+        for row in rng.choice(coded_rows(table), 5, replace=False):
             for number in (0, 1, len(codebooks) - 1, len(codebooks), len(codebooks) + 1, 127, 128, 255):
                 edited = dataclasses.replace(table, slots=table.slots.copy(), overflow=table.overflow.copy())
                 array, at = first_byte(table, row)
@@ -439,7 +438,8 @@ def test_a_corrupt_number_is_reported(scheme, layout):
 def damage_number(table):
     """Makes a coded row of a table name a codebook that there is not, and returns the row."""
     lengths = table.lengths.cpu().to(torch.int64)
-    row = int((lengths[40:-1] > 0).nonzero()[0]) + 40
+    is_coded = (lengths > 0) & (lengths < table.row_bytes)
+    row = int(is_coded[40:-1].nonzero()[0]) + 40
     plain = reference.Table(
         table.original_bytes,
         table.row_bytes,

@@ -20,6 +20,7 @@ from helpers import (
     plain_table,
     planes_codebook,
     reference_planes_codebook,
+    reference_row,
     spiky_rows,
 )
 
@@ -296,10 +297,7 @@ def decoded_by_numpy(table, row):
     """The row's bytes, or zeros where they contradict each other; and whether they do."""
     plain = plain_table(table, None)
     try:
-        stored = reference.stored_row(plain, row).tobytes()
-        if plain.lengths[row]:
-            stored = reference_planes.decode_row(reference_planes_codebook(table.codebook), stored)
-        return stored[: plain.valid(row)], False
+        return reference_row(plain, reference_planes_codebook(table.codebook), row), False
     except (reference.CorruptRow, reference_planes.CorruptRow):
         return bytes(plain.valid(row)), True
 

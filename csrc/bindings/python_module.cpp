@@ -115,18 +115,16 @@ class PlanesCodec : public RowCodec {
         : entries_(bytes_of(entries))
     {
         if (digit_bits.size() > IBP_MAX_PLANES) throw py::value_error("there are at most 4 planes");
-        ibp_planes planes{entries_.data(),
-                          default_value,
-                          closed_value,
-                          element_bytes,
-                          residual_bits,
-                          rotate,
-                          static_cast<uint32_t>(digit_bits.size()),
-                          0,
-                          0,
-                          {},
-                          per_column,
-                          listed};
+        ibp_planes planes{};
+        planes.entries = entries_.data();
+        planes.default_value = default_value;
+        planes.closed_value = closed_value;
+        planes.element_bytes = element_bytes;
+        planes.residual_bits = residual_bits;
+        planes.rotate = rotate;
+        planes.num_planes = static_cast<uint32_t>(digit_bits.size());
+        planes.per_column = per_column;
+        planes.listed = listed;
         for (size_t p = 0; p < digit_bits.size(); p++)
             planes.digit_bits[p] =
                 static_cast<uint8_t>(digit_bits[p] > IBP_MAX_DIGIT_BITS ? 0 : digit_bits[p]); // 0 is refused

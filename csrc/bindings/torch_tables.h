@@ -127,6 +127,7 @@ struct TableArgs {
         t.overflow_bytes = overflow.numel();
         t.lengths = data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
         t.bases = unsigned_longs_of(bases, bases.numel() ? divide_up(num_rows, IBP_ROWS_PER_BASE) : 0, "bases");
+        t.rows_per_base = bases.numel() == num_rows ? 1u : IBP_ROWS_PER_BASE; // the same for a table of one row
         require(t.codebook.scheme != IBP_SCHEME_RAW || !t.lengths, "scheme raw has no lengths");
         return t;
     }

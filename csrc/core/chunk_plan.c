@@ -1,7 +1,7 @@
 /* chunk_plan.c - see chunk_plan.h. No byte of bases is trusted. */
 #include "chunk_plan.h"
 
-#include "format.h"
+#include "locate.h"
 
 /* What an H200 and PCIe 5 x16 ask for: a copy costs its bytes and a few microseconds. */
 #define FIRST_CHUNK_BYTES (1 << 20)
@@ -30,7 +30,7 @@ static uint64_t slots_before(const ibp_table *table, int64_t row)
 }
 static uint64_t overflow_before(const ibp_table *table, const uint64_t *bases, int64_t row)
 {
-    if (!bases) return 0;
+    if (!bases || ibp_has_own_bases(table)) return 0; /* no part of overflow belongs to a chunk */
     return row >= ibp_num_rows(table) ? (uint64_t)table->overflow_bytes : bases[row / IBP_ROWS_PER_BASE];
 }
 static int64_t bytes_between(const ibp_table *table, const uint64_t *bases, int64_t row, int64_t end_row)

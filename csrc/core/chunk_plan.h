@@ -17,7 +17,7 @@ typedef struct ibp_chunk {
     int64_t first_row,
         last_row; /* rows first_row to last_row - 1; multiples of IBP_ROWS_PER_BASE, but for the end of the table */
     uint64_t slots_start, slots_bytes;
-    uint64_t overflow_start, overflow_bytes;
+    uint64_t overflow_start, overflow_bytes; /* none where every row has a base of its own */
     bool fits; /* else the ranges mean nothing: bases are out of order there, or 32 rows are larger than the room */
 } ibp_chunk;
 

@@ -205,10 +205,31 @@ IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t colum
     return best;
 }
 
-/* ---- rows of a table (section 3) ---- */
+/* ---- rows of a table (sections 2 and 3) ---- */
 
-/* Bytes of row r before coding; stored bytes of a row; what of them lies in overflow, exactly and with its padding
- * (section 3). */
+/* The byte at position i of a default row of a codebook without constant columns is byte i % 8 of this. */
+IBP_INLINE uint64_t ibp_default_bytes(const ibp_codebook *codebook)
+{
+    if (codebook->scheme != IBP_SCHEME_PLANES) return 0;
+    uint64_t bytes = codebook->planes.default_value;
+    for (uint32_t filled = 8u * codebook->planes.element_bytes; filled < 64u; filled *= 2u) bytes |= bytes << filled;
+    return bytes;
+}
+/* Where there are constant columns, the default row; else NULL. */
+IBP_INLINE const uint8_t *ibp_template_of(const ibp_codebook *codebook)
+{
+    const bool has_constants = codebook->scheme == IBP_SCHEME_PLANES && codebook->planes.num_constant != 0u;
+    return has_constants ? codebook->planes.row_template : NULL;
+}
+
+/* The entry of lengths of a row that takes so many bytes as coded: 0, for raw, unless they are fewer, and not as many
+ * as mark a default row. */
+IBP_INLINE uint32_t ibp_length_of_coded(size_t coded_bytes, uint32_t row_bytes, uint32_t valid_bytes)
+{
+    return coded_bytes < ibp_min_u32(valid_bytes, IBP_DEFAULT_LENGTH(row_bytes)) ? (uint32_t)coded_bytes : 0u;
+}
+
+/* Bytes of row r before coding; what of its stored bytes lies in overflow, exactly and with its padding. */
 IBP_INLINE uint32_t ibp_valid_bytes(int64_t num_bytes, uint32_t row_bytes, int64_t row)
 {
     const int64_t left = num_bytes - row * (int64_t)row_bytes;

@@ -4,7 +4,8 @@
  * only after ibp_place_in_bounds has said that they lie in the table. In three steps:
  *
  *     ibp_row_place place = ibp_split_row(&table, row, length of the row);          sizes, no memory read
- *     if (ibp_needs_base(&table, &place)) base = ..., rooms = sum of ibp_room_of over the rows before it in its group;
+ *     if (ibp_needs_base(&table, &place)) base = bases[ibp_base_of_row(&table, row)],
+ *         rooms = sum of ibp_room_of over the rows from ibp_first_of_base(&table, row) to the one before it;
  *     if (!ibp_place_in_bounds(&table, base, rooms, &place)) the row is corrupt;    else read or write it
  *
  * The rooms are summed by the caller: one after the other on a processor, by the lanes of a warp on a GPU. */
@@ -21,23 +22,36 @@ IBP_INLINE int64_t ibp_rows_of_bytes(int64_t num_bytes, uint32_t row_bytes)
     return (num_bytes + row_bytes - 1) / row_bytes;
 }
 
-/* The group of rows that share an entry of bases: its number, and its first row. */
+/* Groups of IBP_ROWS_PER_BASE rows: a row's number of group, and the group's first row. */
 IBP_INLINE int64_t ibp_group_of_row(int64_t row) { return (int64_t)((uint64_t)row / IBP_ROWS_PER_BASE); }
 IBP_INLINE int64_t ibp_first_of_group(int64_t row) { return ibp_group_of_row(row) * (int64_t)IBP_ROWS_PER_BASE; }
-IBP_INLINE uint32_t ibp_row_in_group(int64_t row) { return (uint32_t)row % IBP_ROWS_PER_BASE; }
+
+/* Whether every row of a table has a base of its own. Else the rows of a group share one. */
+IBP_INLINE bool ibp_has_own_bases(const ibp_table *table) { return table->rows_per_base == 1u; }
+/* A row's entry of bases, and the first of the rows that share it. */
+IBP_INLINE int64_t ibp_base_of_row(const ibp_table *table, int64_t row)
+{
+    return ibp_has_own_bases(table) ? row : ibp_group_of_row(row);
+}
+IBP_INLINE int64_t ibp_first_of_base(const ibp_table *table, int64_t row)
+{
+    return ibp_has_own_bases(table) ? row : ibp_first_of_group(row);
+}
 
 /* Bytes of a row as stored. length: its entry of lengths, 0 where the table has none. valid_bytes: of the row before
- * coding. */
-IBP_INLINE uint32_t ibp_stored_bytes(uint32_t length, uint32_t valid_bytes)
+ * coding, row_bytes or less. */
+IBP_INLINE uint32_t ibp_stored_bytes(uint32_t length, uint32_t row_bytes, uint32_t valid_bytes)
 {
+    if (length == IBP_DEFAULT_LENGTH(row_bytes)) return 0u;
     return length != 0u ? length : valid_bytes;
 }
 
 /* Bytes that a row takes in overflow, padding included. A row before another one of its group is a whole one: its
  * valid_bytes are row_bytes. At most 65,536 bytes, so that the rooms of a group sum up in 32 bits. */
-IBP_INLINE uint32_t ibp_room_of(uint32_t length, uint32_t valid_bytes, uint32_t slot_bytes)
+IBP_INLINE uint32_t ibp_room_of(uint32_t length, uint32_t row_bytes, uint32_t valid_bytes, uint32_t slot_bytes)
 {
-    return ibp_overflow_room(ibp_overflow_part(ibp_stored_bytes(length, valid_bytes), slot_bytes), slot_bytes);
+    return ibp_overflow_room(ibp_overflow_part(ibp_stored_bytes(length, row_bytes, valid_bytes), slot_bytes),
+                             slot_bytes);
 }
 
 /* A row's stored bytes: the first in_slot of them from slot_start of table->slots on, the other in_overflow ones from
@@ -45,8 +59,9 @@ IBP_INLINE uint32_t ibp_room_of(uint32_t length, uint32_t valid_bytes, uint32_t 
 typedef struct ibp_row_place {
     uint64_t slot_start, overflow_start;
     uint32_t in_slot, in_overflow;
-    uint32_t valid; /* bytes of the row before coding */
-    bool raw;       /* stored as it is */
+    uint32_t valid;  /* bytes of the row before coding */
+    bool raw;        /* stored as it is */
+    bool is_default; /* not stored: a default row */
 } ibp_row_place;
 
 /* The sizes of a row's parts, and where its slot would be: computed, not checked. 0 <= row < rows of the table. */
@@ -55,7 +70,8 @@ IBP_INLINE ibp_row_place ibp_split_row(const ibp_table *table, int64_t row, uint
     ibp_row_place place;
     place.valid = ibp_valid_bytes(ibp_bytes_of_table(table), table->codebook.row_bytes, row);
     place.raw = length == 0u;
-    const uint32_t stored = ibp_stored_bytes(length, place.valid);
+    place.is_default = length == IBP_DEFAULT_LENGTH(table->codebook.row_bytes);
+    const uint32_t stored = ibp_stored_bytes(length, table->codebook.row_bytes, place.valid);
     place.in_overflow = ibp_overflow_part(stored, table->slot_bytes);
     place.in_slot = stored - place.in_overflow;
     place.slot_start = (uint64_t)row * table->slot_bytes - table->slots_start;
@@ -82,8 +98,8 @@ IBP_INLINE bool ibp_slot_in_bounds(const ibp_table *table, const ibp_row_place *
            (place->in_slot == 0u || ibp_part_in_bounds(place->slot_start, place->in_slot, table->slots_bytes));
 }
 
-/* Fills in overflow_start, and checks the overflow part, where there is one. base: the group's entry of bases, which
- * may be any number; rooms: the sum of ibp_room_of over the rows of the group before this one; both read only where
+/* Fills in overflow_start, and checks the overflow part, where there is one. base: the row's entry of bases, which may
+ * be any number; rooms: the sum of ibp_room_of over the rows before this one that share it; both read only where
  * ibp_needs_base. */
 IBP_INLINE bool ibp_overflow_in_bounds(const ibp_table *table, uint64_t base, uint32_t rooms, ibp_row_place *place)
 {

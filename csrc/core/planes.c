@@ -29,37 +29,89 @@ static bool derive_sizes(const ibp_planes *p, uint32_t *num_entries, uint32_t *s
 static size_t bytes_of_entries(const ibp_codebook *cb)
 {
     const ibp_planes *const p = &cb->planes;
-    return (size_t)(p->per_column ? ibp_columns_of(cb) : 1) * p->num_entries * p->symbol_bytes;
+    return p->consecutive ? 0 : (size_t)(p->per_column ? ibp_columns_of(cb) : 1) * p->num_entries * p->symbol_bytes;
+}
+
+static bool fits_bits(uint64_t value, uint32_t num_bits) { return ibp_low_bits(value, num_bits) == value; }
+
+/* Whether an element's bits can be split so. */
+static bool are_bits(const ibp_planes *p)
+{
+    const bool is_size =
+        p->element_bytes == 1 || p->element_bytes == 2 || p->element_bytes == 4 || p->element_bytes == 8;
+    return is_size && p->invariant_bits < ibp_element_bits(p) && p->residual_bits <= ibp_coded_bits(p);
+}
+
+static bool are_constants(const ibp_codebook *cb)
+{
+    const ibp_planes *const p = &cb->planes;
+    if (p->num_constant == 0) return true;
+    const bool are_aligned = (uintptr_t)p->live_columns % 2 == 0 && (uintptr_t)p->row_template % 16 == 0;
+    return p->num_constant < cb->row_bytes / p->element_bytes && p->live_columns && p->row_template && are_aligned;
 }
 
 ibp_status ibp_check_planes_fields(const ibp_codebook *cb)
 {
     const ibp_planes *const p = &cb->planes;
-    const bool is_size =
-        p->element_bytes == 1 || p->element_bytes == 2 || p->element_bytes == 4 || p->element_bytes == 8;
-    if (!is_size || cb->row_bytes % p->element_bytes != 0 || p->residual_bits > ibp_element_bits(p))
-        return IBP_INVALID_ARGUMENT;
+    if (!are_bits(p) || cb->row_bytes % p->element_bytes != 0 || !are_constants(cb)) return IBP_INVALID_ARGUMENT;
     if (p->rotate > 1 || p->num_planes > IBP_MAX_PLANES || (p->per_column && p->listed)) return IBP_INVALID_ARGUMENT;
-    if (ibp_low_bits(p->default_value, ibp_element_bits(p)) != p->default_value) return IBP_INVALID_ARGUMENT;
-    if (ibp_low_bits(p->closed_value, ibp_element_bits(p)) != p->closed_value) return IBP_INVALID_ARGUMENT;
+    if (!fits_bits(p->default_value, ibp_element_bits(p)) || !fits_bits(p->closed_value, ibp_element_bits(p)))
+        return IBP_INVALID_ARGUMENT;
+    if (!fits_bits(p->invariant_value, p->invariant_bits) || (p->signed_default && !p->listed))
+        return IBP_INVALID_ARGUMENT;
     uint32_t num_entries, symbol_bytes;
     if (!derive_sizes(p, &num_entries, &symbol_bytes)) return IBP_INVALID_ARGUMENT;
     if (p->num_entries != num_entries || p->symbol_bytes != symbol_bytes) return IBP_INVALID_ARGUMENT;
+    if (p->consecutive) {
+        const bool fits = !p->per_column && !ibp_has_clusters(cb) && fits_bits(p->first_symbol, ibp_symbol_bits(p));
+        return fits ? IBP_OK : IBP_INVALID_ARGUMENT;
+    }
     if (num_entries != 0 && (!p->entries || (uintptr_t)p->entries % symbol_bytes != 0)) return IBP_INVALID_ARGUMENT;
     if (!ibp_has_clusters(cb)) return IBP_OK;
     const bool fits = cb->cluster_stride >= bytes_of_entries(cb) && cb->cluster_stride % symbol_bytes == 0;
     return fits ? IBP_OK : IBP_INVALID_ARGUMENT;
 }
 
-ibp_status ibp_check_planes_entries(const ibp_codebook *cb)
+static bool are_entries(const ibp_codebook *cb)
 {
     const ibp_planes *const p = &cb->planes;
     const size_t num_entries = bytes_of_entries(cb) / p->symbol_bytes;
-    for (size_t i = 0; i < num_entries; i++) {
-        const uint64_t entry = load_number(p->entries, i, p->symbol_bytes);
-        if (entry != ibp_low_bits(entry, ibp_symbol_bits(p))) return IBP_INVALID_ARGUMENT;
+    for (size_t i = 0; i < num_entries; i++)
+        if (!fits_bits(load_number(p->entries, i, p->symbol_bytes), ibp_symbol_bits(p))) return false;
+    return true;
+}
+
+static bool are_live_columns(const ibp_codebook *cb)
+{
+    const ibp_planes *const p = &cb->planes;
+    if (p->num_constant == 0) return true;
+    for (uint32_t i = 0, least = 0; i < ibp_columns_of(cb); i++) {
+        const uint32_t column = p->live_columns[i];
+        if (column < least || column >= cb->row_bytes / p->element_bytes) return false;
+        if (load_number(p->row_template, column, p->element_bytes) != p->default_value) return false;
+        least = column + 1;
     }
-    return IBP_OK;
+    return true;
+}
+
+ibp_status ibp_check_planes_arrays(const ibp_codebook *cb)
+{
+    return are_entries(cb) && are_live_columns(cb) ? IBP_OK : IBP_INVALID_ARGUMENT;
+}
+
+void ibp_write_out_planes(const ibp_codebook *cb, uint64_t *entries, ibp_codebook *out)
+{
+    *out = *cb;
+    ibp_planes *const p = &out->planes;
+    out->row_bytes = ibp_columns_of(cb) * p->element_bytes;
+    p->num_constant = 0;
+    if (!p->consecutive) return;
+    p->consecutive = false;
+    p->entries = entries;
+    for (uint32_t i = 0; i < p->num_entries; i++) {
+        const uint64_t entry = ibp_low_bits(p->first_symbol + i, ibp_symbol_bits(p));
+        memcpy((uint8_t *)entries + i * p->symbol_bytes, &entry, p->symbol_bytes);
+    }
 }
 
 void ibp_select_planes(ibp_codebook *one, uint32_t k)
@@ -73,8 +125,7 @@ ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_byte
 {
     ibp_codebook cb = {.scheme = IBP_SCHEME_PLANES, .row_bytes = row_bytes, .planes = *planes};
     ibp_planes *const p = &cb.planes;
-    if (p->element_bytes > 8 || p->residual_bits > ibp_element_bits(p) || p->num_planes > IBP_MAX_PLANES)
-        return IBP_INVALID_ARGUMENT;
+    if (!are_bits(p) || p->num_planes > IBP_MAX_PLANES) return IBP_INVALID_ARGUMENT;
     if (!derive_sizes(p, &p->num_entries, &p->symbol_bytes)) return IBP_INVALID_ARGUMENT;
     if (ibp_check_codebook_fields(&cb) != IBP_OK) return IBP_INVALID_ARGUMENT;
     const size_t set_bytes = bytes_of_entries(&cb), num_sets = set_bytes ? entries_bytes / set_bytes : 1;
@@ -107,17 +158,20 @@ static uint32_t rank_of(const ibp_planes *planes, uint32_t column, uint64_t symb
 /* What a row is coded as. */
 typedef struct row_census {
     uint32_t reaching[IBP_MAX_PLANES + 1];
-    bool closed;
+    bool closed, has_form;
 } row_census;
+
+static uint64_t sign_of(const ibp_planes *planes) { return (uint64_t)1 << (ibp_element_bits(planes) - 1); }
 
 static bool is_listed(const ibp_planes *planes, uint64_t element)
 {
-    return !planes->listed || element != planes->default_value;
+    const uint64_t differing = element ^ planes->default_value;
+    return !planes->listed || (planes->signed_default ? differing & ~sign_of(planes) : differing) != 0;
 }
 
 static void split_element(const ibp_planes *planes, uint64_t element, uint64_t *symbol, uint64_t *residual)
 {
-    const uint64_t rotated = rotate_left(element, planes->rotate, ibp_element_bits(planes));
+    const uint64_t rotated = rotate_left(element >> planes->invariant_bits, planes->rotate, ibp_coded_bits(planes));
     *symbol = planes->residual_bits >= 64 ? 0 : rotated >> planes->residual_bits;
     *residual = ibp_low_bits(rotated, planes->residual_bits);
 }
@@ -125,11 +179,12 @@ static void split_element(const ibp_planes *planes, uint64_t element, uint64_t *
 static row_census take_census(const ibp_codebook *cb, const uint8_t *row)
 {
     const ibp_planes *const planes = &cb->planes;
-    row_census census = {{0}, planes->listed};
+    row_census census = {{0}, planes->listed, true};
     for (uint32_t column = 0; column < ibp_columns_of(cb); column++) {
         const uint64_t element = load_number(row, column, planes->element_bytes);
         if (!is_listed(planes, element)) continue;
         census.closed = census.closed && element == planes->closed_value;
+        census.has_form = census.has_form && ibp_low_bits(element, planes->invariant_bits) == planes->invariant_value;
         uint64_t symbol, residual;
         split_element(planes, element, &symbol, &residual);
         const uint32_t rank = rank_of(planes, column, symbol);
@@ -140,19 +195,22 @@ static row_census take_census(const ibp_codebook *cb, const uint8_t *row)
         }
     }
     census.closed = census.closed && census.reaching[0] > 0;
+    census.has_form = census.has_form || census.closed;
     return census;
 }
 
-static size_t bits_of_row(const ibp_codebook *cb, const row_census *census)
+static size_t bytes_of_row(const ibp_codebook *cb, const row_census *census)
 {
     const size_t start = ibp_bits_before_values(cb, census->reaching[0]);
-    return census->closed || census->reaching[0] == 0 ? start : ibp_lay_out(&cb->planes, start, census->reaching).end;
+    if (!census->has_form) return IBP_NO_CODED_FORM;
+    if (census->closed || census->reaching[0] == 0) return start / 8;
+    return ibp_lay_out(&cb->planes, start, census->reaching).end / 8;
 }
 
 static size_t coded_bytes_of(const ibp_codebook *cb, const uint8_t *row)
 {
     const row_census census = take_census(cb, row);
-    return bits_of_row(cb, &census) / 8;
+    return bytes_of_row(cb, &census);
 }
 
 static void write_positions(const ibp_codebook *cb, const uint8_t *row, const row_census *census, uint8_t *dst,
@@ -166,7 +224,7 @@ static void write_positions(const ibp_codebook *cb, const uint8_t *row, const ro
     const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + ibp_to_byte(form.upper_bits);
     uint32_t written = 0;
     for (uint32_t column = 0; column < columns; column++) {
-        const bool listed = load_number(row, column, planes->element_bytes) != planes->default_value;
+        const bool listed = is_listed(planes, load_number(row, column, planes->element_bytes));
         if (!form.is_list) {
             ibp_or_bits(dst, dst_bytes, start + column, listed);
         } else if (listed != form.is_complement) {
@@ -175,6 +233,16 @@ static void write_positions(const ibp_codebook *cb, const uint8_t *row, const ro
                         ibp_low_bits(column, form.low_bits));
             written++;
         }
+    }
+}
+
+/* The highest bits of the k' = columns - k elements that are not listed, from bit `at` on. */
+static void write_signs(const ibp_codebook *cb, const uint8_t *row, size_t at, uint8_t *dst, size_t dst_bytes)
+{
+    const ibp_planes *const planes = &cb->planes;
+    for (uint32_t column = 0; column < ibp_columns_of(cb); column++) {
+        const uint64_t element = load_number(row, column, planes->element_bytes);
+        if (!is_listed(planes, element)) ibp_or_bits(dst, dst_bytes, at++, (element & sign_of(planes)) != 0);
     }
 }
 
@@ -208,11 +276,12 @@ static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *ds
 {
     (void)scratch;
     const row_census census = take_census(cb, row);
-    const size_t num_bytes = bits_of_row(cb, &census) / 8;
+    const size_t num_bytes = bytes_of_row(cb, &census);
     *coded_bytes = num_bytes;
-    if (num_bytes > dst_bytes) return IBP_BUFFER_TOO_SMALL;
+    if (num_bytes > dst_bytes || !census.has_form) return IBP_BUFFER_TOO_SMALL;
     memset(dst, 0, num_bytes);
     if (cb->planes.listed) write_positions(cb, row, &census, dst, num_bytes);
+    if (cb->planes.signed_default) write_signs(cb, row, ibp_bits_before_signs(cb, census.reaching[0]), dst, num_bytes);
     if (census.closed || census.reaching[0] == 0) return IBP_OK;
     const size_t start = ibp_bits_before_values(cb, census.reaching[0]);
     write_values(cb, row, ibp_lay_out(&cb->planes, start, census.reaching), dst, num_bytes);
@@ -269,10 +338,11 @@ static uint64_t read_value(value_reader *reader, uint32_t column)
         symbol = load_number(planes->entries, first + entry, planes->symbol_bytes);
     else
         symbol = read_field(reader, &reader->parts.digits[p], ibp_symbol_bits(planes));
-    const uint32_t width = ibp_element_bits(planes), r = planes->residual_bits;
+    const uint32_t width = ibp_coded_bits(planes), r = planes->residual_bits;
     const uint64_t residual = read_field(reader, &reader->parts.residuals, r);
     const uint64_t rotated = ibp_low_bits((r >= 64 ? 0 : symbol << r) | residual, width);
-    return planes->rotate ? rotate_left(rotated, width - 1, width) : rotated;
+    const uint64_t coded = planes->rotate ? rotate_left(rotated, width - 1, width) : rotated;
+    return coded << planes->invariant_bits | planes->invariant_value;
 }
 
 static void store_element(const ibp_planes *planes, uint8_t *row, uint32_t column, uint64_t element)
@@ -315,17 +385,23 @@ static ibp_status decode_listed(const ibp_codebook *cb, value_reader *reader, ui
     ibp_listed_header header;
     if (!ibp_split_header((uint32_t)bits, src_bytes, columns, &header)) return IBP_CORRUPT_ROW;
     const uint32_t k = header.num_listed;
-    const bool closed = header.is_closed;
-    for (uint32_t column = 0; column < columns; column++) store_element(planes, row, column, planes->default_value);
+    const bool has_values = k > 0 && !header.is_closed;
     const size_t start = ibp_bits_before_values(cb, k);
-    if (k == 0) return start == 8 * reader->src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
-    uint8_t bitmap[BITMAP_BYTES];
+    if (has_values ? start > 8 * reader->src_bytes : start != 8 * reader->src_bytes) return IBP_CORRUPT_ROW;
+    uint8_t bitmap[BITMAP_BYTES] = {0};
     const ibp_position_form form = ibp_choose_position_form(k, columns);
-    if (start > 8 * reader->src_bytes || !read_positions(reader, columns, &form, bitmap)) return IBP_CORRUPT_ROW;
-    if (closed ? start != 8 * reader->src_bytes : !open_values(reader, start, k)) return IBP_CORRUPT_ROW;
-    for (uint32_t column = 0; column < columns; column++)
-        if (bitmap[column / 8] & (1 << (column % 8)))
-            store_element(planes, row, column, closed ? planes->closed_value : read_value(reader, column));
+    if (k > 0 && !read_positions(reader, columns, &form, bitmap)) return IBP_CORRUPT_ROW;
+    if (has_values && !open_values(reader, start, k)) return IBP_CORRUPT_ROW;
+    size_t sign = ibp_bits_before_signs(cb, k);
+    for (uint32_t column = 0; column < columns; column++) {
+        const bool listed = bitmap[column / 8] & (1 << (column % 8));
+        uint64_t element = planes->default_value;
+        if (listed)
+            element = header.is_closed ? planes->closed_value : read_value(reader, column);
+        else if (planes->signed_default)
+            element = (element & ~sign_of(planes)) | read_field(reader, &sign, 1) << (ibp_element_bits(planes) - 1);
+        store_element(planes, row, column, element);
+    }
     return IBP_OK;
 }
 

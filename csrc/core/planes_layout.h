@@ -6,13 +6,23 @@
 #include "format.h"
 #include "ibp.h"
 
-static inline uint32_t ibp_columns_of(const ibp_codebook *cb) { return cb->row_bytes / cb->planes.element_bytes; }
+/* Columns that are coded: the live ones. */
+static inline uint32_t ibp_columns_of(const ibp_codebook *cb)
+{
+    return cb->row_bytes / cb->planes.element_bytes - cb->planes.num_constant;
+}
 
 static inline uint32_t ibp_element_bits(const ibp_planes *planes) { return 8 * planes->element_bytes; }
 
+/* Bits of an element that are coded. */
+static inline uint32_t ibp_coded_bits(const ibp_planes *planes)
+{
+    return ibp_element_bits(planes) - planes->invariant_bits;
+}
+
 static inline uint32_t ibp_symbol_bits(const ibp_planes *planes)
 {
-    return ibp_element_bits(planes) - planes->residual_bits;
+    return ibp_coded_bits(planes) - planes->residual_bits;
 }
 
 static inline uint32_t ibp_escape_of(const ibp_planes *planes, uint32_t plane)
@@ -41,12 +51,17 @@ static inline ibp_value_parts ibp_lay_out(const ibp_planes *planes, size_t start
     return parts;
 }
 
-/* Bits of a row with k listed elements before its values; 0 if it is dense. */
-static inline size_t ibp_bits_before_values(const ibp_codebook *cb, uint32_t k)
+/* Bits of a row with k listed elements before the highest bits of the others, and before its values; 0 if it is dense.
+ */
+static inline size_t ibp_bits_before_signs(const ibp_codebook *cb, uint32_t k)
 {
     if (!cb->planes.listed) return 0;
     const uint32_t columns = ibp_columns_of(cb);
     return 8 * (size_t)(ibp_header_bytes(columns) + (k ? ibp_choose_position_form(k, columns).num_bytes : 0));
+}
+static inline size_t ibp_bits_before_values(const ibp_codebook *cb, uint32_t k)
+{
+    return ibp_bits_before_signs(cb, k) + (cb->planes.signed_default ? ibp_to_byte(ibp_columns_of(cb) - k) : 0);
 }
 
 #endif

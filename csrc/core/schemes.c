@@ -20,7 +20,7 @@ static ibp_status check_raw(const ibp_codebook *cb) { return ibp_has_clusters(cb
 static const ibp_scheme_row schemes[] = {
     {IBP_SCHEME_RAW, "raw", NULL, NULL, NULL, check_raw, accept, NULL},
     {IBP_SCHEME_IBP, "ibp", CODERS(masks), ibp_check_masks_fields, ibp_check_masks_words, ibp_select_masks},
-    {IBP_SCHEME_PLANES, "planes", CODERS(planes), ibp_check_planes_fields, ibp_check_planes_entries, ibp_select_planes},
+    {IBP_SCHEME_PLANES, "planes", CODERS(planes), ibp_check_planes_fields, ibp_check_planes_arrays, ibp_select_planes},
 };
 enum { NUM_SCHEMES = sizeof schemes / sizeof *schemes };
 
@@ -68,6 +68,7 @@ ibp_status ibp_check_table_fields(const ibp_table *table)
     if (!are_items(table->num_items, table->item_bytes)) return IBP_INVALID_ARGUMENT;
     if (!ibp_is_slot(table->slot_bytes, table->codebook.row_bytes)) return IBP_INVALID_ARGUMENT;
     if (table->slots_bytes < 0 || table->overflow_bytes < 0) return IBP_INVALID_ARGUMENT;
+    if (table->rows_per_base > 1 && table->rows_per_base != IBP_ROWS_PER_BASE) return IBP_INVALID_ARGUMENT;
     const bool has_coded_rows = ibp_find_scheme(table->codebook.scheme)->plain != NULL;
     return table->lengths && !has_coded_rows ? IBP_INVALID_ARGUMENT : IBP_OK;
 }

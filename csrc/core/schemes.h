@@ -35,8 +35,8 @@ static inline void *ibp_take(ibp_scratch *scratch, size_t num_bytes)
 
 /* ---- coders of single rows ---- */
 
-/* A set of coders for one scheme and kind of processor, of codebooks without clusters whose fields are checked; with
- * the contracts of ibp.h, the same bytes and the same statuses. Nothing is trusted of what the codebook's arrays hold.
+/* A set of coders for one scheme and kind of processor, of codebooks without clusters, constant columns and consecutive
+ * entries, whose fields are checked; with the contracts of ibp.h, the same bytes and the same statuses. Nothing is trusted of what the codebook's arrays hold.
  * coded_bytes: NULL where nothing is faster than to encode to no bytes at all. */
 typedef struct ibp_row_coder {
     size_t (*coded_bytes)(const ibp_codebook *codebook, const uint8_t *row);
@@ -81,12 +81,15 @@ static inline ibp_codebook ibp_cluster_of(const ibp_scheme_row *scheme, const ib
     return one;
 }
 
-/* How the rows of a codebook are coded on this processor, looked up once for many rows. */
+/* How the rows of a codebook are coded on this processor, looked up once for many rows. Not to be copied. */
 typedef struct ibp_row_codec {
     const ibp_codebook *codebook;
+    ibp_codebook coded; /* what coders get: of the live columns, with entries where they are consecutive */
+    uint64_t entries[IBP_MAX_PLANES << IBP_MAX_DIGIT_BITS];
     const ibp_scheme_row *scheme;
     const ibp_row_coder *coder;
     ibp_scratch scratch;
+    uint8_t *live; /* a row's live elements; NULL if it has no others */
 } ibp_row_codec;
 
 /* scratch: that of a function of ibp.h less the two rows that tables use.
@@ -102,7 +105,9 @@ ibp_status ibp_check_masks_fields(const ibp_codebook *codebook);
 ibp_status ibp_check_masks_words(const ibp_codebook *codebook);
 void ibp_select_masks(ibp_codebook *one, uint32_t k);
 ibp_status ibp_check_planes_fields(const ibp_codebook *codebook);
-ibp_status ibp_check_planes_entries(const ibp_codebook *codebook);
+ibp_status ibp_check_planes_arrays(const ibp_codebook *codebook);
 void ibp_select_planes(ibp_codebook *one, uint32_t k);
+/* A codebook of the live columns of cb, whose consecutive entries, if it has such, are written to `entries`. */
+void ibp_write_out_planes(const ibp_codebook *cb, uint64_t *entries, ibp_codebook *out);
 
 #endif

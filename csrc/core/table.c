@@ -43,6 +43,28 @@ static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t
     return scratch;
 }
 
+static bool is_default_row(const ibp_codebook *cb, const uint8_t *row, uint32_t num_bytes)
+{
+    const uint8_t *const template = ibp_template_of(cb);
+    if (template) return memcmp(row, template, num_bytes) == 0;
+    const uint64_t bytes = ibp_default_bytes(cb);
+    const uint32_t head = ibp_min_u32(num_bytes, sizeof bytes);
+    /* What begins with the bytes, and goes on as it has begun. */
+    return memcmp(row, &bytes, head) == 0 && memcmp(row + head, row, num_bytes - head) == 0;
+}
+
+static void fill_default_row(const ibp_codebook *cb, uint8_t *row)
+{
+    const uint8_t *const template = ibp_template_of(cb);
+    if (template) {
+        memcpy(row, template, cb->row_bytes);
+        return;
+    }
+    const uint64_t bytes = ibp_default_bytes(cb);
+    for (uint32_t at = 0; at < cb->row_bytes; at += sizeof bytes)
+        memcpy(row + at, &bytes, ibp_min_u32(cb->row_bytes - at, sizeof bytes));
+}
+
 /* What tables work in: two rows, and what is left for coders. */
 typedef struct workspace {
     uint8_t *stored; /* a row as stored */
@@ -73,8 +95,13 @@ ibp_status ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, cb->row_bytes);
     for (int64_t r = 0; r < num_rows; r++) {
         prefetch_data(data, num_bytes, cb->row_bytes, r);
+        const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, r);
+        if (is_default_row(cb, data + r * cb->row_bytes, valid)) {
+            lengths[r] = (uint16_t)IBP_DEFAULT_LENGTH(cb->row_bytes);
+            continue;
+        }
         const size_t coded = ibp_measure_with(&work.codec, whole_row(data, num_bytes, cb->row_bytes, r, work.whole));
-        lengths[r] = coded < ibp_valid_bytes(num_bytes, cb->row_bytes, r) ? (uint16_t)coded : 0;
+        lengths[r] = (uint16_t)ibp_length_of_coded(coded, cb->row_bytes, valid);
     }
     return IBP_OK;
 }
@@ -89,7 +116,7 @@ ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t r
     uint64_t end = 0;
     for (int64_t r = 0; r < num_rows; r++) {
         if (r % IBP_ROWS_PER_BASE == 0) bases[r / IBP_ROWS_PER_BASE] = end;
-        end += ibp_room_of(length_of(lengths, r), ibp_valid_bytes(num_bytes, row_bytes, r), slot_bytes);
+        end += ibp_room_of(length_of(lengths, r), row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r), slot_bytes);
     }
     *overflow_bytes = (int64_t)end;
     return IBP_OK;
@@ -98,13 +125,14 @@ ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t r
 /* @return false if the index contradicts the table's buffers. */
 static bool locate_row(const ibp_table *table, int64_t row, ibp_row_place *place)
 {
+    const uint32_t row_bytes = table->codebook.row_bytes;
     uint64_t base = 0;
     uint32_t rooms = 0;
     *place = ibp_split_row(table, row, length_of(table->lengths, row));
     if (ibp_needs_base(table, place)) {
-        base = table->bases[ibp_group_of_row(row)];
-        for (int64_t q = ibp_first_of_group(row); q < row; q++)
-            rooms += ibp_room_of(length_of(table->lengths, q), table->codebook.row_bytes, table->slot_bytes);
+        base = table->bases[ibp_base_of_row(table, row)];
+        for (int64_t q = ibp_first_of_base(table, row); q < row; q++)
+            rooms += ibp_room_of(length_of(table->lengths, q), row_bytes, row_bytes, table->slot_bytes);
     }
     return ibp_place_in_bounds(table, base, rooms, place);
 }
@@ -138,6 +166,8 @@ static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, 
     const uint32_t row_bytes = table->codebook.row_bytes;
     ibp_row_place place;
     if (!locate_row(table, r, &place)) return IBP_BUFFER_TOO_SMALL;
+    if (place.is_default)
+        return is_default_row(&table->codebook, data + r * row_bytes, place.valid) ? IBP_OK : IBP_CORRUPT_ROW;
     const uint8_t *coded = whole_row(data, ibp_bytes_of_table(table), row_bytes, r, work->whole);
     if (!place.raw) {
         size_t coded_bytes;
@@ -182,14 +212,20 @@ static ibp_status read_row(const ibp_table *table, int64_t r, const workspace *w
 {
     ibp_row_place place;
     if (!locate_row(table, r, &place)) return IBP_CORRUPT_ROW;
+    *row = out;
+    if (place.is_default) {
+        fill_default_row(&table->codebook, out);
+        return IBP_OK;
+    }
     const uint8_t *stored = place.in_slot ? table->slots + place.slot_start : table->overflow + place.overflow_start;
     if (place.in_slot != 0 && place.in_overflow != 0) {
         memcpy(work->stored, stored, place.in_slot);
         memcpy(work->stored + place.in_slot, table->overflow + place.overflow_start, place.in_overflow);
         stored = work->stored;
     }
-    *row = place.raw ? stored : out;
-    return place.raw ? IBP_OK : ibp_decode_with(&work->codec, stored, place.in_slot + place.in_overflow, out);
+    if (!place.raw) return ibp_decode_with(&work->codec, stored, place.in_slot + place.in_overflow, out);
+    *row = stored;
+    return IBP_OK;
 }
 
 /* Bytes [start, end) of the original tensor. A corrupt row leaves zeros. @return the first corrupt row, -1 if there is
@@ -335,7 +371,7 @@ ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int
         if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE);
         prefetch_length(&of, q + PREFETCH_LENGTHS);
         const uint32_t length = length_of(table->lengths, row),
-                       stored = ibp_stored_bytes(length, table->codebook.row_bytes);
+                       stored = ibp_stored_bytes(length, table->codebook.row_bytes, table->codebook.row_bytes);
         if (stored > table->codebook.row_bytes) return note_row(&of, q, IBP_CORRUPT_ROW);
         *stored_bytes += stored;
         if (table->lengths) lengths[q - first_row] = (uint16_t)length;

@@ -8,29 +8,32 @@ namespace ibp {
 
 static bool is_any(const ibp_codebook &) { return true; }
 static bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
-static bool is_of_pairs(const ibp_codebook &cb) { return has_pairs(cb.planes) && has_code_table(cb); }
+static bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
+static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && has_pairs(cb.planes) && has_code_table(cb); }
 
-// A codebook goes to the first encoder of its scheme that takes it. Rows of scheme raw are stored as they are, by any
-// encoder.
+// A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme raw are stored
+// as they are, by any encoder.
 struct Encoder {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);
+    uint32_t known; // of PlanesField
     ibp_status (*measure)(const Measure &measure);
     ibp_status (*encode)(const Encode &encode);
 };
 static const Encoder kEncoders[] = {
-    {IBP_SCHEME_RAW, is_any, nullptr, encode_masks},
-    {IBP_SCHEME_IBP, is_any, measure_masks, encode_masks},
-    {IBP_SCHEME_PLANES, is_listed, measure_listed, encode_listed},
-    {IBP_SCHEME_PLANES, is_of_pairs, measure_dense, encode_pairs},
-    {IBP_SCHEME_PLANES, is_any, measure_dense, encode_dense},
+    {IBP_SCHEME_RAW, is_any, 0, nullptr, encode_masks},
+    {IBP_SCHEME_IBP, is_any, 0, measure_masks, encode_masks},
+    {IBP_SCHEME_PLANES, is_listed, 0, measure_listed, encode_listed},
+    {IBP_SCHEME_PLANES, is_of_pairs, 0, measure_dense, encode_pairs},
+    {IBP_SCHEME_PLANES, is_dense, 0, measure_dense, encode_dense},
 };
 
 // The encoder of a codebook, or NULL.
 static const Encoder *encoder_of(const ibp_codebook &codebook)
 {
     for (const Encoder &encoder : kEncoders)
-        if (encoder.scheme == codebook.scheme && encoder.takes(codebook)) return &encoder;
+        if (encoder.scheme == codebook.scheme && encoder.takes(codebook) && knows_fields(codebook, encoder.known))
+            return &encoder;
     return nullptr;
 }
 

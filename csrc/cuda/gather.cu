@@ -48,17 +48,19 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
 
 static bool is_any(const ibp_codebook &) { return true; }
 static bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
-static bool is_of_pairs(const ibp_codebook &cb) { return has_pairs(cb.planes); }
+static bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
+static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && has_pairs(cb.planes); }
 
-// A codebook goes to the first decoder of its scheme that takes it.
+// A codebook goes to the first decoder of its scheme that takes it and knows its fields.
 static const struct {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);
+    uint32_t known; // of PlanesField
     ibp_status (*launch)(const Gather &gather);
 } kDecoders[] = {
-    {IBP_SCHEME_RAW, is_any, gather_raw},          {IBP_SCHEME_IBP, is_any, gather_masks},
-    {IBP_SCHEME_PLANES, is_listed, gather_listed}, {IBP_SCHEME_PLANES, is_of_pairs, gather_pairs},
-    {IBP_SCHEME_PLANES, is_any, gather_dense},
+    {IBP_SCHEME_RAW, is_any, 0, gather_raw},          {IBP_SCHEME_IBP, is_any, 0, gather_masks},
+    {IBP_SCHEME_PLANES, is_listed, 0, gather_listed}, {IBP_SCHEME_PLANES, is_of_pairs, 0, gather_pairs},
+    {IBP_SCHEME_PLANES, is_dense, 0, gather_dense},
 };
 
 static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, ibp_fault *fault, int max_sms,
@@ -66,7 +68,8 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
 {
     describe_rows(*table, out, &request);
     for (const auto &decoder : kDecoders)
-        if (decoder.scheme == table->codebook.scheme && decoder.takes(table->codebook))
+        if (decoder.scheme == table->codebook.scheme && decoder.takes(table->codebook) &&
+            knows_fields(table->codebook, decoder.known))
             return decoder.launch({*table, request, out, fault, max_sms, stream});
     return IBP_INVALID_ARGUMENT;
 }

@@ -109,15 +109,29 @@ template <class G> __device__ __forceinline__ void group_copy(uint8_t *dst, cons
         group_copy_as<G, uint8_t>(dst, src, num_bytes);
 }
 
-// Sets bytes to zero: up to the first multiple of 16, vectors, bytes again.
-template <class G> __device__ __forceinline__ void group_zero(uint8_t *dst, uint32_t num_bytes)
+// Eight bytes that repeat, from byte `first` of them on.
+__device__ __forceinline__ uint64_t turned_bytes(uint64_t bytes, uint32_t first)
+{
+    const uint32_t by = 8u * (first % 8u);
+    return by == 0u ? bytes : bytes >> by | bytes << (64u - by);
+}
+
+// Sets bytes to eight that repeat: up to the first multiple of 16, vectors, bytes again.
+template <class G> __device__ __forceinline__ void group_fill(uint8_t *dst, uint32_t num_bytes, uint64_t repeated)
 {
     const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 16u), num_bytes);
     const uint32_t vectors = (num_bytes - head) / 16u, tail = head + 16u * vectors;
-    for (uint32_t i = G::rank(); i < head; i += G::kThreads) dst[i] = 0;
+    const uint64_t half = turned_bytes(repeated, head);
+    const auto low = static_cast<uint32_t>(half), high = static_cast<uint32_t>(half >> 32);
+    const auto byte_at = [&](uint32_t i) { return static_cast<uint8_t>(turned_bytes(repeated, i)); };
+    for (uint32_t i = G::rank(); i < head; i += G::kThreads) dst[i] = byte_at(i);
     for (uint32_t i = G::rank(); i < vectors; i += G::kThreads)
-        reinterpret_cast<uint4 *>(dst + head)[i] = make_uint4(0, 0, 0, 0);
-    for (uint32_t i = tail + G::rank(); i < num_bytes; i += G::kThreads) dst[i] = 0;
+        reinterpret_cast<uint4 *>(dst + head)[i] = make_uint4(low, high, low, high);
+    for (uint32_t i = tail + G::rank(); i < num_bytes; i += G::kThreads) dst[i] = byte_at(i);
+}
+template <class G> __device__ __forceinline__ void group_zero(uint8_t *dst, uint32_t num_bytes)
+{
+    group_fill<G>(dst, num_bytes, 0u);
 }
 
 } // namespace ibp

@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(kIndexThreads)
     for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; ibp_first_of_group(r) < num_rows; r += step) {
         uint32_t room = 0;
         if (r < num_rows)
-            room = ibp_room_of(lengths ? lengths[r] : 0u, ibp_valid_bytes(num_bytes, row_bytes, r), slot_bytes);
+            room =
+                ibp_room_of(lengths ? lengths[r] : 0u, row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r), slot_bytes);
         room = __reduce_add_sync(kAllLanes, room);
         if (lane_id() == 0) bases[ibp_group_of_row(r)] = room;
     }
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     unsigned long long stored = 0;
     uint32_t bin = 0, count = 0;
     for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r < num_rows; r += step) {
-        const uint32_t own = ibp_stored_bytes(lengths[r], ibp_valid_bytes(num_bytes, row_bytes, r));
+        const uint32_t own = ibp_stored_bytes(lengths[r], row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r));
         const uint32_t sectors =
             ibp_min_u32((own + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN, num_bins - 1u); // of a corrupt length too
         if (sectors != bin) {

@@ -8,6 +8,24 @@
 
 namespace ibp {
 
+// Fields of a codebook of scheme planes that not every kernel knows. A kernel names those that it does; rows of a
+// codebook that has others are none that it takes.
+enum PlanesField : uint32_t {
+    kInvariantBits = 1,
+    kConsecutive = 2,
+    kSignedDefault = 4,
+    kConstantColumns = 8,
+};
+IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
+{
+    if (cb.scheme != IBP_SCHEME_PLANES) return true;
+    const ibp_planes &planes = cb.planes;
+    const uint32_t fields = (planes.invariant_bits != 0u ? kInvariantBits : 0u) |
+                            (planes.consecutive ? kConsecutive : 0u) | (planes.signed_default ? kSignedDefault : 0u) |
+                            (planes.num_constant != 0u ? kConstantColumns : 0u);
+    return (fields & ~known) == 0u;
+}
+
 // Codebooks of rows: with more than one, a coded row begins with the number of its own.
 IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
 
@@ -25,7 +43,7 @@ constexpr uint32_t kMostCodes = 4096, kMostCodeBits = 12;
 
 IBP_INLINE uint32_t bits_of_symbol(const ibp_planes &planes)
 {
-    return 8u * planes.element_bytes - planes.residual_bits;
+    return 8u * planes.element_bytes - planes.invariant_bits - planes.residual_bits;
 }
 // Entries of such a table, of all clusters.
 IBP_INLINE uint32_t codes_of_all(const ibp_codebook &cb) { return clusters_of(cb) << bits_of_symbol(cb.planes); }

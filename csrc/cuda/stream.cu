@@ -74,7 +74,8 @@ static bool is_here(const ibp_streamer *streamer)
     return streamer != nullptr && check_cuda(cudaGetDevice(&device)) == IBP_OK && device == streamer->device;
 }
 
-// Copies a chunk into its place of the ring.
+// Copies a chunk into its place of the ring. Parts of rows with bases of their own lie anywhere in overflow: they are
+// read where they are.
 static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, ibp_table *block)
 {
     const int place = static_cast<int>(streamer->num_chunks % kPlaces);
@@ -87,13 +88,14 @@ static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, con
     block->slots = ring;
     block->slots_start = chunk.slots_start;
     block->slots_bytes = static_cast<int64_t>(chunk.slots_bytes);
-    block->overflow = ring + ibp_chunk_overflow_offset(&chunk);
-    block->overflow_start = chunk.overflow_start;
-    block->overflow_bytes = static_cast<int64_t>(chunk.overflow_bytes);
     ibp_status status = copy_part(ring, table->slots + chunk.slots_start, chunk.slots_bytes, copies);
-    if (status == IBP_OK)
-        status = copy_part(const_cast<uint8_t *>(block->overflow), table->overflow + chunk.overflow_start,
-                           chunk.overflow_bytes, copies);
+    if (status == IBP_OK && !ibp_has_own_bases(table)) {
+        uint8_t *const overflow = ring + ibp_chunk_overflow_offset(&chunk);
+        block->overflow = overflow;
+        block->overflow_start = chunk.overflow_start;
+        block->overflow_bytes = static_cast<int64_t>(chunk.overflow_bytes);
+        status = copy_part(overflow, table->overflow + chunk.overflow_start, chunk.overflow_bytes, copies);
+    }
     // Whatever was copied is waited for, also after an error.
     calls << cudaEventRecord(streamer->filled[place], copies)
           << cudaStreamWaitEvent(streamer->decodes, streamer->filled[place], 0);
@@ -185,7 +187,8 @@ extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_ta
     if (table->slots_start != 0 || table->overflow_start != 0 || fault == nullptr || max_sms < 0)
         return IBP_INVALID_ARGUMENT;
     if (start == end) return IBP_OK;
-    if (out == nullptr || (table->bases != nullptr && bases == nullptr)) return IBP_INVALID_ARGUMENT;
+    const bool reads_bases = table->bases != nullptr && !ibp_has_own_bases(table);
+    if (out == nullptr || (reads_bases && bases == nullptr)) return IBP_INVALID_ARGUMENT;
     const int64_t row_bytes = table->codebook.row_bytes, num_rows = ibp_num_rows(table);
     if (!table->lengths && table->slot_bytes == row_bytes && end <= table->slots_bytes) // raw and in place
         return ibp::copy_part(out, table->slots + start, static_cast<uint64_t>(end - start), stream);

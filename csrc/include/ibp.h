@@ -58,16 +58,20 @@ extern "C" {
 
 /* Scratch for rows of row_bytes bytes. The most is what the AVX2 decoder of scheme planes takes for elements of one
  * byte: three times a row for the largest coded row (section 6: 8 bits of symbol and residual, 16 of digits), and
- * seven rows of levels, symbols and listed elements, bitmaps included; and two rows for those that lie in two parts, or
- * are wanted in part. The rest is alignment and padding. */
-#define IBP_SCRATCH_BYTES(row_bytes) (13 * (size_t)(row_bytes) + 4096)
+ * seven rows of levels, symbols and listed elements, bitmaps included; a row of the live columns; and two rows for
+ * those that lie in two parts, or are wanted in part. The rest is alignment and padding. */
+#define IBP_SCRATCH_BYTES(row_bytes) (14 * (size_t)(row_bytes) + 4096)
 #define IBP_MAX_SCRATCH_BYTES IBP_SCRATCH_BYTES(IBP_MAX_ROW_BYTES)
 
 /* No codebook codes a row of row_bytes bytes in more than this: 24 bits for each element of one byte, a bitmap of
- * positions, and the header, the cluster's number and the padding of six parts. A table stores rows raw that would not
- * shrink. */
+ * positions, and the header, the cluster's number and the padding of eight parts. A table stores rows raw that would
+ * not shrink. */
 #define IBP_CODED_ROW_BYTES(row_bytes) (3 * (size_t)(row_bytes) + ((size_t)(row_bytes) + 7) / 8 + 16)
 #define IBP_MAX_CODED_ROW_BYTES IBP_CODED_ROW_BYTES(IBP_MAX_ROW_BYTES)
+
+/* What a row counts as that a codebook has no coded form for (section 6: invariant bits or constant columns that are
+ * not the codebook's): more bytes than any buffer has. A table stores it raw. */
+#define IBP_NO_CODED_FORM ((size_t)UINT32_MAX)
 
 /* ---- status ----------------------------------------------------------------------------------------------------- */
 
@@ -110,17 +114,28 @@ typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLA
 /* Codebook of scheme planes (section 6). */
 typedef struct ibp_planes {
     const void *entries;    /* symbols, symbol_bytes each and aligned to that, [columns or 1][num_entries]; NULL if
-                               there are none */
-    uint64_t default_value; /* element that a listed row leaves out */
+                               there are none, not read where they are consecutive */
+    uint64_t default_value; /* element that a listed row leaves out, and a default row consists of (section 2) */
     uint64_t closed_value;  /* element that a closed row's listed elements equal */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
-    uint32_t residual_bits; /* 0 to 8 * element_bytes */
+    uint32_t residual_bits; /* 0 to 8 * element_bytes - invariant_bits */
     uint32_t rotate;        /* 0 or 1 */
     uint32_t num_planes;    /* 0 to IBP_MAX_PLANES */
     uint32_t num_entries;   /* sum of 2^b - 1 over the planes */
-    uint32_t symbol_bytes;  /* 1, 2, 4 or 8: the smallest that holds 8 * element_bytes - residual_bits bits */
+    uint32_t symbol_bytes;  /* 1, 2, 4 or 8: the smallest that holds the bits of a symbol: those of an element that are
+                               neither invariant nor residual */
     uint8_t digit_bits[IBP_MAX_PLANES]; /* 1 to IBP_MAX_DIGIT_BITS */
     bool per_column, listed;            /* not both */
+    bool consecutive;        /* entry i is first_symbol + i, without the bits above a symbol's; not with per_column, nor
+                                 with clusters */
+    bool signed_default;     /* unlisted elements have any highest bit; with `listed` only */
+    uint32_t invariant_bits; /* 0 to 8 * element_bytes: the lowest bits of every element */
+    uint64_t invariant_value; /* what they are */
+    uint64_t first_symbol;    /* read where entries are consecutive */
+    /* Constant columns: those that are not live. Where there are any, per_column counts live ones. */
+    uint32_t num_constant;        /* 0: the following are not read; else fewer than there are columns */
+    const uint16_t *live_columns; /* the others, in increasing order */
+    const uint8_t *row_template;  /* row_bytes bytes: the default row, which is default_value in the live columns */
 } ibp_planes;
 
 /* How the rows of a table are coded: a value, whose arrays the caller keeps. The pointers are host pointers for the
@@ -161,14 +176,15 @@ IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval
 
 /* Scheme planes: works out what follows from the other fields of a codebook: planes->num_entries and
  * planes->symbol_bytes (not read), and the clusters. entries_bytes: of planes->entries in all, one set of entries after
- * the other, a set for each cluster; planes->entries is not read otherwise, so that it may be a device pointer. 0 where
- * there are no entries.
+ * the other, a set for each cluster; no array is read, so that they may be in device memory. 0 where there are no
+ * entries, and where they are consecutive.
  * @return IBP_INVALID_ARGUMENT if a field is out of range, or entries_bytes is not 1 to IBP_MAX_CLUSTERS sets. */
 IBP_API ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_bytes, size_t entries_bytes,
                                              ibp_codebook *out);
 
 /* Whether a codebook is right: its fields, and what its arrays hold (of every cluster: flags that are the masks', no
- * mask past the row, bitvals inside masks; entries of no more bits than symbols have). Takes as long as to read it.
+ * mask past the row, bitvals inside masks; entries of no more bits than symbols have; live columns that increase and
+ * exist, a template that has the default in them). Takes as long as to read it.
  * Host pointers only. A codebook that only has fields in range does no harm either, but rows may then come back wrong.
  * @return IBP_INVALID_ARGUMENT if not. */
 IBP_API ibp_status ibp_check_codebook(const ibp_codebook *codebook);
@@ -227,12 +243,13 @@ IBP_API ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, siz
 /* Of codebooks of scheme raw there are no coded rows: these functions refuse them. */
 
 /* Exact size of a row as coded, in bytes, whether or not it is smaller than the row; 0 for an invalid argument, where
- * there is no coded row. row: codebook->row_bytes bytes. */
+ * there is no coded row; IBP_NO_CODED_FORM if the codebook cannot code it. row: codebook->row_bytes bytes. */
 IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row, void *scratch,
                                    size_t scratch_bytes);
 
 /* Writes the coded row to dst. @return IBP_BUFFER_TOO_SMALL, with nothing useful in dst, if it needs more than
- * dst_bytes; else IBP_OK; and in both cases the exact size in *coded_bytes. Writes nothing past dst_bytes. */
+ * dst_bytes, or if the codebook cannot code it; else IBP_OK; and in all cases what ibp_coded_row_bytes returns in
+ * *coded_bytes. Writes nothing past dst_bytes. */
 IBP_API ibp_status ibp_encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
                                   size_t *coded_bytes, void *scratch, size_t scratch_bytes);
 
@@ -251,16 +268,21 @@ typedef struct ibp_table {
     const uint8_t *slots;    /* NULL if slots_bytes is 0 */
     const uint8_t *overflow; /* NULL if overflow_bytes is 0 */
     const uint16_t *lengths; /* one a row, or NULL: every row is raw; NULL in scheme raw */
-    const uint64_t *bases;   /* one for IBP_ROWS_PER_BASE rows, or NULL: no overflow parts */
+    const uint64_t *bases;   /* one for rows_per_base rows, or NULL: no overflow parts */
     int64_t slots_bytes;
     int64_t overflow_bytes;
     uint64_t slots_start, overflow_start; /* which byte of the whole table's slots and overflow they begin with: 0, but
                                              for a block of its rows */
     uint32_t slot_bytes;                  /* 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes */
     ibp_codebook codebook;
+    uint32_t rows_per_base; /* 0 or IBP_ROWS_PER_BASE: rooms in the rows' order; 1: every row has a base, and its part
+                               lies anywhere */
 } ibp_table;
 
-#define IBP_ROWS_PER_BASE 32u  /* rows that share an entry of bases (section 2) */
+/* The entry of lengths of a default row, which has no bytes (section 2). */
+#define IBP_DEFAULT_LENGTH(row_bytes) ((row_bytes) < 65535u ? (row_bytes) : 65535u)
+
+#define IBP_ROWS_PER_BASE 32u  /* rows that share an entry of bases where their rooms are in order (section 2) */
 #define IBP_OVERFLOW_ALIGN 32u /* bytes: the unit of overflow rooms and slots (section 3), a sector of GPU memory */
 
 /* Whether the fields of a table fit each other, and ibp_check_codebook of its codebook. Its rows and index are not
@@ -270,14 +292,14 @@ IBP_API ibp_status ibp_check_table(const ibp_table *table);
 /* Rows of a table: ceil(num_items * item_bytes / row_bytes). 0 if these are out of range. */
 IBP_API int64_t ibp_num_rows(const ibp_table *table);
 
-/* lengths[r] for rows 0 to num_rows - 1 of data (num_bytes bytes, the last row may be short): the coded size, or 0 if
- * not smaller. */
+/* lengths[r] for rows 0 to num_rows - 1 of data (num_bytes bytes, the last row may be short): IBP_DEFAULT_LENGTH for
+ * a default row, else the coded size, or 0 if that is not smaller. */
 IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
                                     uint16_t *lengths, void *scratch, size_t scratch_bytes);
 
 /* Fills bases (ceil(num_rows / IBP_ROWS_PER_BASE) entries) for the given slot size, and *overflow_bytes with the size
- * that overflow must have. lengths: num_rows entries as ibp_measure_rows makes them, or NULL (all rows raw). num_rows =
- * ceil(num_bytes / row_bytes). */
+ * that overflow must have, for a table whose rooms are in the rows' order. lengths: num_rows entries as
+ * ibp_measure_rows makes them, or NULL (all rows raw). num_rows = ceil(num_bytes / row_bytes). */
 IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                                   uint64_t *bases, int64_t *overflow_bytes);
 

@@ -76,7 +76,8 @@ def decode(
     if table.scheme == "raw":
         coded = (rows, none, lengths[:0], bases[:0], words, codec, geometry.row_bytes)
     else:
-        coded = (none, rows, lengths, bases, words, codec, 0)
+        num_rows = num_items * geometry.item_bytes // geometry.row_bytes
+        coded = (none, rows, lengths, bases[: -(-num_rows // _core.ROWS_PER_BASE)], words, codec, 0)
     torch.ops.ibp.gather_items.default(
         *coded,
         0,

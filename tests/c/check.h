@@ -74,6 +74,9 @@ bool naive_decode_row(const masks *m, const uint8_t *coded, size_t coded_bytes, 
 /* The valid bytes of a row of a table into out. @return false if it is corrupt. */
 bool naive_read_row(const masks *m, const ibp_table *table, int64_t row, uint8_t *out);
 uint32_t naive_valid_bytes(const ibp_table *table, int64_t row);
+uint32_t naive_stored_bytes(const ibp_table *table, int64_t row);
+/* Whether the index says that the row is a default row. */
+bool naive_is_marked(const ibp_table *table, int64_t row);
 
 /* ---- codebooks and rows to test with (samples.c) ---- */
 

@@ -559,7 +559,7 @@ __global__ void decode_each(const ibp_table table, uint32_t warp_bytes, uint8_t 
         uint8_t *const row = out + r * row_bytes;
         ibp_status status;
         if (r % 2 != 0 && r < ibp_num_rows(&table) && ibp::find_row(table, r, &place) && !place.raw &&
-            place.in_overflow == 0u)
+            !place.is_default && place.in_overflow == 0u)
             status = ibp::warp_decode_coded(table.codebook, table.slots + place.slot_start, place.in_slot, row,
                                             place.valid, warp * warp_bytes);
         else

@@ -78,30 +78,44 @@ uint32_t naive_valid_bytes(const ibp_table *table, int64_t row)
     return (uint32_t)(left < row_bytes ? left : row_bytes);
 }
 
-static uint32_t stored(const ibp_table *table, int64_t row)
+bool naive_is_marked(const ibp_table *table, int64_t row)
 {
+    const uint32_t row_bytes = table->codebook.row_bytes;
+    return table->lengths && table->lengths[row] == (row_bytes > 65535 ? 65535 : row_bytes);
+}
+
+uint32_t naive_stored_bytes(const ibp_table *table, int64_t row)
+{
+    if (naive_is_marked(table, row)) return 0;
     return table->lengths && table->lengths[row] ? table->lengths[row] : naive_valid_bytes(table, row);
 }
 
 static uint32_t part(const ibp_table *table, int64_t row)
 {
-    return stored(table, row) > table->slot_bytes ? stored(table, row) - table->slot_bytes : 0;
+    const uint32_t stored = naive_stored_bytes(table, row);
+    return stored > table->slot_bytes ? stored - table->slot_bytes : 0;
 }
 
 bool naive_read_row(const masks *m, const ibp_table *table, int64_t row, uint8_t *out)
 {
     uint8_t coded[IBP_MAX_ROW_BYTES], whole[IBP_MAX_ROW_BYTES];
-    const uint32_t size = stored(table, row), valid = naive_valid_bytes(table, row), in_slot = size - part(table, row);
+    const uint32_t size = naive_stored_bytes(table, row), valid = naive_valid_bytes(table, row),
+                   in_slot = size - part(table, row);
     if (size > valid) return false;
+    if (naive_is_marked(table, row)) {
+        memset(out, 0, valid);
+        return true;
+    }
     if (in_slot > 0) {
         if (row * (int64_t)table->slot_bytes + in_slot > table->slots_bytes) return false;
         memcpy(coded, table->slots + row * (int64_t)table->slot_bytes, in_slot);
     }
     if (size > in_slot) {
         if (!table->bases) return false;
-        const uint64_t base = table->bases[row / 32];
+        const bool own_base = table->rows_per_base == 1;
+        const uint64_t base = table->bases[own_base ? row : row / 32];
         uint64_t before = 0;
-        for (int64_t q = row / 32 * 32; q < row; q++)
+        for (int64_t q = own_base ? row : row / 32 * 32; q < row; q++)
             before += table->slot_bytes > 0 ? (part(table, q) + 31) / 32 * 32 : part(table, q);
         if (base > (uint64_t)table->overflow_bytes) return false; /* and so the sum below cannot wrap */
         if (base + before + (size - in_slot) > (uint64_t)table->overflow_bytes) return false;

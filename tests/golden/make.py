@@ -150,7 +150,7 @@ def make_corrupt_tables(tables):
         ("slots_small_with_long_parts", "overflow", None, 33), ("slots_small_with_long_parts", "bases", None, 0),
         ("packed_chunk2", "bases", 1, 2**32), ("packed_chunk2", "overflow", None, 0),
         ("packed_chunk2", "lengths", 5, 51),
-        ("in_place_chunk2", "slots", None, 66 * 35 + 1), ("in_place_chunk2", "lengths", 0, 66),
+        ("in_place_chunk2", "slots", None, 66 * 35 + 1), ("in_place_chunk2", "lengths", 0, 67),
         ("slots_chunk8_short_last_row", "lengths", 69, 61), ("packed_items_span_rows", "bases", None, 0),
     ]  # fmt: skip
     made = []

@@ -55,34 +55,43 @@ def refused(codebooks, coded):
 
 def encode_table(codebooks, data, slot_bytes):
     """Codes a whole tensor's bytes, uint8. The table's own codebook is None."""
-    return place_rows(data, codebooks[0].row_bytes, slot_bytes, stored_rows(codebooks, data))
+    return next(encode_tables(codebooks, data, [slot_bytes]))
 
 
-def stored_rows(codebooks, data):
-    """The stored bytes of every row: coded ones where they are fewer."""
-    rows = np.split(data, range(codebooks[0].row_bytes, len(data), codebooks[0].row_bytes))
-    coded = [
-        np.frombuffer(encode_row(codebooks, reference.padded(row, codebooks[0].row_bytes)), np.uint8) for row in rows
-    ]
-    return [c if len(c) < len(row) else row for c, row in zip(coded, rows)]
+def encode_tables(codebooks, data, slot_sizes):
+    """The tables of several slot sizes."""
+    row_bytes = codebooks[0].row_bytes
+    rows = np.split(data, range(row_bytes, len(data), row_bytes))
+    coded = [encode_row(codebooks, reference.padded(row, row_bytes)) for row in rows]
+    for slot_bytes in slot_sizes:
+        table = empty_table(codebooks, len(data), slot_bytes)
+        stored = [reference.stored_form(table, r, row, coded[r]) for r, row in enumerate(rows)]
+        reference.place_rows(table, stored)
+        yield table
 
 
-def place_rows(data, row_bytes, slot_bytes, rows):
-    table = reference.Table(
-        len(data),
-        row_bytes,
-        slot_bytes,
-        None,
-        *(np.zeros(0, dtype) for dtype in (np.uint16, np.uint64, np.uint8, np.uint8)),
-    )
-    table.lengths = np.array([len(row) if len(row) < table.valid(r) else 0 for r, row in enumerate(rows)], np.uint16)
-    reference.place_rows(table, rows)
-    return table
+def empty_table(codebooks, num_bytes, slot_bytes):
+    arrays = [np.zeros(0, dtype) for dtype in (np.uint16, np.uint64, np.uint8, np.uint8)]
+    first = codebooks[0]
+    return reference.Table(num_bytes, first.row_bytes, slot_bytes, None, *arrays, default=default_of(first))
+
+
+def default_of(codebook):
+    """What a default row repeats."""
+    is_planes = isinstance(codebook, reference_planes.Codebook)
+    return codebook.default.to_bytes(codebook.element_bytes, "little") if is_planes else b"\0"
+
+
+def coded_rows(table):
+    """The rows that have coded bytes."""
+    return [row for row in np.flatnonzero(table.lengths).tolist() if not table.is_default(row)]
 
 
 def decode_table_row(codebooks, table, row):
     """The valid(row) original bytes of a row."""
     stored = reference.stored_row(table, row).tobytes()
+    if table.is_default(row):
+        return table.default_row(row)
     return decode_row(codebooks, stored)[: table.valid(row)] if table.lengths[row] else stored
 
 
@@ -166,7 +175,7 @@ def make_case(number, name):
     data = rows.reshape(-1)[: rows.size - cut]
     table = encode_table(codebooks, data, slot_bytes)
     assert decode_table(codebooks, table) == data.tobytes()
-    coded = [reference.stored_row(table, row).tobytes() for row in np.flatnonzero(table.lengths)[:4]]
+    coded = [reference.stored_row(table, row).tobytes() for row in coded_rows(table)[:4]]
     corrupt = [
         bad
         for good in coded
@@ -212,7 +221,8 @@ def load(name):
         fields = {field: golden[field].tolist() for field in PLANES_FIELDS}
         codebooks = [reference_planes.Codebook(**fields, entries=entries) for entries in golden["entries"]]
     arrays = [golden[array] for array in ("lengths", "bases", "slots", "overflow")]
-    table = reference.Table(len(golden["original"]), codebooks[0].row_bytes, int(golden["slot_bytes"]), None, *arrays)
+    sizes = len(golden["original"]), codebooks[0].row_bytes, int(golden["slot_bytes"])
+    table = reference.Table(*sizes, None, *arrays, default=default_of(codebooks[0]))
     corrupt = np.split(golden["corrupt"], golden["corrupt_lengths"].cumsum())[:-1]
     return codebooks, golden["original"], table, [row.tobytes() for row in corrupt]
 

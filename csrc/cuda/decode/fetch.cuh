@@ -32,7 +32,7 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
 // Where in overflow a row of a packed table begins: past its end where the base lies there.
 __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t row)
 {
-    const uint64_t base = __ldg(table.bases + ibp_group_of_row(row)) - table.overflow_start;
+    const uint64_t base = __ldg(table.bases + ibp_base_of_row(&table, row)) - table.overflow_start;
     const uint32_t rooms = rooms_before(table, row);
     return base <= static_cast<uint64_t>(table.overflow_bytes) ? base + rooms : ~uint64_t{0};
 }
@@ -108,6 +108,8 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
     const uint8_t *const slot = table.slots + place.slot_start, *const overflow = table.overflow + place.overflow_start;
     if (!found) {
         refuse<G>(table, request, out, number, job.in_range ? IBP_CORRUPT_ROW : IBP_INDEX_OUT_OF_RANGE, fault);
+    } else if (job.window.dst && place.is_default) {
+        fill_default<G>(table.codebook, job.window.dst, job.window.low, job.window.high);
     } else if (job.window.dst && place.raw) {
         const uint32_t low = job.window.low, high = job.window.high, split = min(max(place.in_slot, low), high);
         if (split > low) group_copy<G>(job.window.dst, slot + low, split - low);
@@ -161,8 +163,9 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
         return entry;
     const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
     const int64_t row = request.first_row + ticket.id * rows_per_item + ticket.part;
-    const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u,
-                   stored = ibp_stored_bytes(length, table.codebook.row_bytes);
+    const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u, row_bytes = table.codebook.row_bytes,
+                   stored = length ? length : row_bytes;
+    if (length == IBP_DEFAULT_LENGTH(row_bytes)) return entry;
     const uint64_t start =
         request.packed ? packed_start(table, row) : static_cast<uint64_t>(row) * table.slot_bytes - table.slots_start;
     const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(request.rows) + start) % 16u,
@@ -173,8 +176,7 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
         return entry;
     const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
     entry.from = request.rows + before;
-    entry.dst =
-        request.dst + (static_cast<uint64_t>(ticket.position) * rows_per_item + ticket.part) * table.codebook.row_bytes;
+    entry.dst = request.dst + (static_cast<uint64_t>(ticket.position) * rows_per_item + ticket.part) * row_bytes;
     entry.what = what_of(stored, shift, kind);
     return entry;
 }

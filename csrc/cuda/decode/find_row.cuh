@@ -3,19 +3,19 @@
 #define IBP_FIND_ROW_CUH
 
 #include "../../core/locate.h"
-#include "../warp.cuh"
+#include "../group.cuh"
 
 namespace ibp {
 
-// Bytes that the rows of a row's group before it take in overflow: whole rows.
+// Bytes that the rows before a row that share its base take in overflow: whole rows.
 __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
 {
-    const int64_t first = ibp_first_of_group(row);
-    const uint32_t in_group = ibp_row_in_group(row);
+    const int64_t first = ibp_first_of_base(&table, row);
+    const uint32_t num_before = static_cast<uint32_t>(row - first), row_bytes = table.codebook.row_bytes;
     uint32_t rooms = 0;
 #pragma unroll 8
-    for (uint32_t q = 0; q < in_group; q++)
-        rooms += ibp_room_of(table.lengths ? __ldg(table.lengths + (first + q)) : 0u, table.codebook.row_bytes,
+    for (uint32_t q = 0; q < num_before; q++)
+        rooms += ibp_room_of(table.lengths ? __ldg(table.lengths + (first + q)) : 0u, row_bytes, row_bytes,
                              table.slot_bytes);
     return rooms;
 }
@@ -25,8 +25,19 @@ __device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, ib
 {
     *place = ibp_split_row(&table, row, table.lengths ? __ldg(table.lengths + row) : 0u);
     const bool needs_base = ibp_needs_base(&table, place);
-    const uint64_t base = needs_base ? __ldg(table.bases + ibp_group_of_row(row)) : 0u;
+    const uint64_t base = needs_base ? __ldg(table.bases + ibp_base_of_row(&table, row)) : 0u;
     return ibp_place_in_bounds(&table, base, needs_base ? rooms_before(table, row) : 0u, place);
+}
+
+// Writes the bytes [low, high) of a default row to dst.
+template <class G>
+__device__ __forceinline__ void fill_default(const ibp_codebook &cb, uint8_t *dst, uint32_t low, uint32_t high)
+{
+    const uint8_t *const row_template = ibp_template_of(&cb);
+    if (row_template != nullptr)
+        group_copy<G>(dst, row_template + low, high - low);
+    else
+        group_fill<G>(dst, high - low, turned_bytes(ibp_default_bytes(&cb), low));
 }
 
 } // namespace ibp

@@ -20,6 +20,7 @@ template <uint32_t KINDS, class Use>
 __host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb, Use &use)
 {
     using Warp = Group<kWarp, 1, true>;
+    if (!knows_fields(cb, 0)) return false;
     if (cb.scheme == IBP_SCHEME_IBP) {
         if constexpr ((KINDS & kMaskRows) != 0u) return use.template with<MasksDecoder<4, false, Warp>>();
     } else if (cb.scheme == IBP_SCHEME_PLANES && cb.planes.listed) {
@@ -164,6 +165,11 @@ __device__ __forceinline__ ibp_status warp_decode_row(const ibp_table &table, in
         group_zero<OneWarp>(row, place.valid);
         __syncwarp();
         return status;
+    }
+    if (place.is_default) {
+        fill_default<OneWarp>(table.codebook, row, 0, place.valid);
+        __syncwarp();
+        return IBP_OK;
     }
     uint8_t *const to = place.raw ? row : shared_bytes() + scratch;
     copy_staged(to, table.slots + place.slot_start, place.in_slot);

@@ -196,6 +196,25 @@ struct PlainRow {
     }
 };
 
+// Whether a row is a default row, its valid bytes only: the same in all lanes of the group.
+template <class G> __device__ __forceinline__ bool is_default_row(const ibp_codebook &cb, const PlainRow &row)
+{
+    const uint8_t *const row_template = ibp_template_of(&cb);
+    const uint64_t bytes = ibp_default_bytes(&cb);
+    const uint32_t low = static_cast<uint32_t>(bytes), high = static_cast<uint32_t>(bytes >> 32);
+    for (uint32_t from = 0; from < row.valid; from += kVector * G::kLanes) {
+        const uint32_t first = from + kVector * G::lane(), left = row.valid - ibp_min_u32(first, row.valid);
+        uint32_t words[4] = {}, defaults[4] = {low, high, low, high}, differing = 0;
+        if (left != 0u) row.load(first, words);
+        if (left != 0u && row_template != nullptr) PlainRow{row_template, row.valid}.load(first, defaults);
+#pragma unroll
+        for (uint32_t i = 0; i < 4u; i++)
+            differing |= (words[i] ^ defaults[i]) & ibp_row_bits_of_word(ibp_min_u32(left, kVector), i);
+        if (G::any(differing != 0u)) return false;
+    }
+    return true;
+}
+
 // Prefetches a row's bytes into the L2 cache.
 template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 {
@@ -308,9 +327,10 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
     uint64_t base = 0;
     uint32_t rooms = 0;
     if (ibp_needs_base(&table, &place)) { // the lanes sum the rooms of the rows before
-        for (int64_t r = ibp_first_of_group(row) + G::lane() % G::kWidth; r < row; r += G::kWidth)
-            rooms += ibp_room_of(length_of(r), table.codebook.row_bytes, table.slot_bytes);
-        base = table.bases[ibp_group_of_row(row)];
+        const uint32_t row_bytes = table.codebook.row_bytes;
+        for (int64_t r = ibp_first_of_base(&table, row) + G::lane() % G::kWidth; r < row; r += G::kWidth)
+            rooms += ibp_room_of(length_of(r), row_bytes, row_bytes, table.slot_bytes);
+        base = table.bases[ibp_base_of_row(&table, row)];
         rooms = G::sum_in_warp(rooms);
     }
     target.in_bounds = ibp_place_in_bounds(&table, base, rooms, &place);

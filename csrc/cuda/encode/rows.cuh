@@ -40,8 +40,10 @@ __global__ void __launch_bounds__(kEncodeThreads)
     for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows;
          r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
-        const uint32_t coded = choose_cluster(cb, encoder, row).bytes;
-        if (G::lane() == 0u) lengths[r] = coded < row.valid ? static_cast<uint16_t>(coded) : uint16_t{0};
+        const uint32_t length = is_default_row<G>(cb, row) ? IBP_DEFAULT_LENGTH(cb.row_bytes)
+                                                           : ibp_length_of_coded(choose_cluster(cb, encoder, row).bytes,
+                                                                                 cb.row_bytes, row.valid);
+        if (G::lane() == 0u) lengths[r] = static_cast<uint16_t>(length);
     }
 }
 
@@ -51,6 +53,7 @@ __device__ __forceinline__ bool store_row(const ibp_codebook &cb, const Encoder 
                                           const ibp_row_place &place, const BitStage &stage)
 {
     using G = typename Encoder::Group;
+    if (place.is_default) return is_default_row<G>(cb, row);
     if (place.raw) {
         for (uint32_t first = kVector * G::lane(); first < row.valid; first += kVector * G::kLanes) {
             uint32_t words[4];

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ... import _layout
 from ..codebook import AnyCodebook
 from ..registry import SCHEMES
 from ..request import Request
@@ -69,8 +70,8 @@ def _cost(codebook: AnyCodebook, table: torch.Tensor, num_rows: int) -> float:
 
 def _stored(codebook: AnyCodebook, table: torch.Tensor) -> torch.Tensor:
     """Bytes of every row as stored: int64 [n]."""
-    lengths = measure(table.reshape(-1), codebook, table.device).to(torch.int64)
-    return torch.where(lengths == 0, codebook.row_bytes, lengths)
+    lengths = measure(table.reshape(-1), codebook, table.device)
+    return _layout.stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
 
 
 def _with_count(codebook: AnyCodebook, table: torch.Tensor, count: int, request: Request) -> ClusteredCodebook | None:

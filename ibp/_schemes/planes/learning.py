@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from ... import _layout
 from ..request import Request
 from .codebook import ELEMENT_BYTES, MAX_DIGIT_BITS, MAX_PLANES, PlanesCodebook, num_entries, symbol_bytes
 from .cost import MAX_BINS_BITS, as_entries, check_sample, elements_of, ranks_of, values_of
@@ -94,8 +95,8 @@ def learn_planes(
         closed & (2**width - 1),
         as_entries(symbols, width - residual_bits),
     )
-    lengths = torch.ops.ibp.measure_rows(sample, codebook.words(sample.device), codebook.codec).to(torch.int64)
-    lengths = torch.where(lengths == 0, row_bytes, lengths)
+    lengths = torch.ops.ibp.measure_rows(sample, codebook.words(sample.device), codebook.codec)
+    lengths = _layout.stored_sizes(lengths, row_bytes, row_bytes)
     coded_bytes = float(lengths.sum()) / len(lengths) + codebook.nbytes / num_rows
     return Learned(replace(codebook, expected_savings=1 - coded_bytes / row_bytes), lengths)
 
