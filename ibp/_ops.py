@@ -47,6 +47,7 @@ _WRITE = _TABLE.format("(a!)", "(b!)")
 _lib.define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
 _lib.define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
 _lib.define("choose_masks(Tensor data, int row_bytes, int chunk_bytes) -> (Tensor, Tensor)")
+_lib.define("estimate_masks(Tensor data, int row_bytes) -> Tensor")
 _lib.define(
     "learn_planes(Tensor data, int row_bytes, int element_bytes, int exponent_bits, int table_rows) "
     "-> (Tensor, Tensor, Tensor)"
@@ -118,6 +119,11 @@ def _(counts, num_rows, tau):
 @_fake("choose_masks")
 def _(data, row_bytes, chunk_bytes):
     return tuple(data.new_empty((row_bytes,), dtype=torch.uint8) for _ in range(2))
+
+
+@_fake("estimate_masks")
+def _(data, row_bytes):
+    return data.new_empty((1,), dtype=torch.float64)
 
 
 @_fake("learn_planes")

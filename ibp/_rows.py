@@ -135,16 +135,14 @@ def blocks(
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """The bytes of num_sampled whole rows, drawn without repetition and in order; all whole rows without a copy if
-    there are no more."""
+    """The bytes of num_sampled whole rows, one drawn from each of as many equal parts of the table; all whole rows
+    without a copy if there are no more."""
     num_rows = data.numel() // row_bytes
     rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
     if num_sampled >= num_rows:
         return rows.reshape(-1)
     generator = torch.Generator().manual_seed(seed)
-    if 4 * num_sampled > num_rows:
-        chosen = torch.randperm(num_rows, generator=generator)[:num_sampled]
-    else:  # without an array as long as the table
-        chosen = torch.randint(num_rows, (num_sampled + num_sampled // 4,), generator=generator).unique()
-        chosen = chosen[torch.randperm(len(chosen), generator=generator)[:num_sampled]]
-    return rows[chosen.sort().values.to(rows.device)].reshape(-1)
+    bounds = torch.arange(num_sampled + 1) * num_rows // num_sampled
+    shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64)
+    chosen = bounds[:-1] + (shares * bounds.diff()).to(torch.int64)
+    return rows[chosen.to(rows.device)].reshape(-1)

@@ -181,6 +181,15 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
             staging.release(turn)
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """As tensor.cpu(), of a flat tensor of bytes; from a GPU through pinned memory, which is faster."""
+    if not tensor.is_cuda:
+        return tensor
+    pinned = _empty_pinned(tensor.numel()).copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return pinned
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """As tensor.to(device), but a contiguous tensor in pageable memory goes to a GPU in blocks, as above, which is
     faster."""

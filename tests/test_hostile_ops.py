@@ -72,6 +72,7 @@ def good_calls():
     yield "codebook_words", [torch.full((50,), 15, dtype=U8), torch.full((50,), 5, dtype=U8), 4, False]
     yield "threshold_bits", [torch.arange(64) % 11, 10, 0.8]
     yield "choose_masks", [data, 240, 4]
+    yield "estimate_masks", [data, 240]
     yield "learn_planes", [data, 240, 4, 8, 100]
     yield "count_bits", [data, 240]
     yield "partition_ids", [torch.tensor([7, 99, 3]), 100, 3]
@@ -221,6 +222,7 @@ CONTRADICTIONS = {
     "bitval outside its mask": lambda: OPS.codebook_words(zeros(64), torch.ones(64, dtype=U8), 4, False),
     "bitval shorter than its mask": lambda: OPS.codebook_words(zeros(64), zeros(3), 4, False),
     "chunks of three bytes": lambda: OPS.choose_masks(zeros(64), 8, 3),
+    "no rows to estimate from": lambda: OPS.estimate_masks(zeros(7), 8),
     "no rows to learn from": lambda: OPS.learn_planes(zeros(7), 8, 4, 8, 1),
     "rows to learn from that cut elements": lambda: OPS.learn_planes(zeros(64), 6, 4, 8, 10),
     "an exponent of all bits": lambda: OPS.learn_planes(zeros(64), 8, 4, 32, 10),

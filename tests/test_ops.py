@@ -55,6 +55,8 @@ def samples():
     yield "threshold_bits", (OPS.count_bits(data, 240), 100, 0.8)
     yield "choose_masks", (data, 240, 4)
     yield "choose_masks", (data[: 7 * 239], 239, 2)
+    yield "estimate_masks", (data, 240)
+    yield "estimate_masks", (data[: 7 * 239], 239)
     yield "learn_planes", (data, 240, 4, 8, 1000)
     yield "learn_planes", (data[: 7 * 239], 239, 1, 0, 7)
     yield "count_bits", (data, 240)
@@ -87,9 +89,9 @@ def samples():
 
 
 SAMPLES = list(samples())
-NAMES = {"codebook_words", "threshold_bits", "choose_masks", "learn_planes", "count_bits", "count_hits", "measure_rows", "index_rows",
-         "survey_rows", "encode_rows", "gather_items", "pack_table", "decode_bytes", "partition_ids",
-         "select_rows"}  # fmt: skip
+NAMES = {"codebook_words", "threshold_bits", "choose_masks", "estimate_masks", "learn_planes", "count_bits", "count_hits",
+         "measure_rows", "index_rows", "survey_rows", "encode_rows", "gather_items", "pack_table", "decode_bytes",
+         "partition_ids", "select_rows"}  # fmt: skip
 
 
 def first_and_slow(names):

@@ -117,6 +117,16 @@ std::tuple<Tensor, Tensor> choose_masks(Tensor data, int64_t row_bytes, int64_t 
     return {mask, bitval};
 }
 
+// data: whole rows on the CPU. Returns the share of their bytes that masks would save.
+Tensor estimate_masks(Tensor data, int64_t row_bytes)
+{
+    Tensor savings = new_tensor(data, {1}, ScalarType::Double);
+    check(ibp_estimate_masks(bytes_of(data, 0, "data"), static_cast<size_t>(data.numel() / row_bytes_of(row_bytes)),
+                             row_bytes_of(row_bytes), data_of<double>(savings, ScalarType::Double, 1, "savings")),
+          "estimate_masks");
+    return savings;
+}
+
 // data: whole rows on the CPU, of a table of table_rows. Returns (entries, codec, the bytes of a mean row as coded).
 std::tuple<Tensor, Tensor, Tensor> learn_planes(Tensor data, int64_t row_bytes, int64_t element_bytes,
                                                 int64_t exponent_bits, int64_t table_rows)
@@ -584,6 +594,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("codebook_words", TORCH_BOX(&codebook_words));
     m.impl("threshold_bits", TORCH_BOX(&threshold_bits));
     m.impl("choose_masks", TORCH_BOX(&choose_masks));
+    m.impl("estimate_masks", TORCH_BOX(&estimate_masks));
     m.impl("learn_planes", TORCH_BOX(&learn_planes));
     m.impl("count_bits", TORCH_BOX(&count_bits_cpu));
     m.impl("count_hits", TORCH_BOX(&count_hits_cpu));

@@ -174,3 +174,61 @@ ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_b
     }
     return IBP_OK;
 }
+
+/* ---- a quick estimate -------------------------------------------------------------------------------------------- */
+
+enum { ESTIMATE_ROWS = 64, ESTIMATE_BLOCKS = 64, BLOCK_BYTES = 8 };
+
+static uint32_t count_ones(uint64_t word)
+{
+    word -= word >> 1 & 0x5555555555555555u;
+    word = (word & 0x3333333333333333u) + (word >> 2 & 0x3333333333333333u);
+    word = (word + (word >> 4)) & 0x0f0f0f0f0f0f0f0fu;
+    return (uint32_t)(word * 0x0101010101010101u >> 56);
+}
+
+/* What the greedy choice of a mask saves over all rows. columns[b]: bit b of the chunk in each row. */
+static uint64_t greedy_gain(const uint64_t *columns, uint32_t num_bits, uint32_t num_rows)
+{
+    uint64_t matching = ~(uint64_t)0 >> (64 - num_rows), used = 0;
+    uint32_t num_matching = num_rows, best = 0;
+    for (uint32_t k = 1; k <= num_bits && num_matching * num_bits > num_rows + best; k++) {
+        uint32_t most = 0, at = 0;
+        uint64_t kept = 0;
+        for (uint32_t b = 0; b < num_bits; b++) {
+            const uint32_t ones = count_ones(columns[b] & matching), zeros = num_matching - ones;
+            if ((used >> b & 1) || (ones <= most && zeros <= most)) continue;
+            most = ones > zeros ? ones : zeros, at = b;
+            kept = ones > zeros ? columns[b] : ~columns[b];
+        }
+        used |= (uint64_t)1 << at, matching &= kept, num_matching = most;
+        if (num_matching * k > num_rows + best) best = num_matching * k - num_rows;
+    }
+    return best;
+}
+
+ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, double *savings)
+{
+    if (!ibp_are_sizes(0, row_bytes) || num_rows == 0) return IBP_INVALID_ARGUMENT;
+    const size_t step = (num_rows + ESTIMATE_ROWS - 1) / ESTIMATE_ROWS, rows = (num_rows + step - 1) / step;
+    const uint32_t blocks = (row_bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
+    const uint32_t block_step = (blocks + ESTIMATE_BLOCKS - 1) / ESTIMATE_BLOCKS * BLOCK_BYTES;
+    uint64_t saved[4] = {0}, bytes = 0; /* by chunks of 1, 2, 4 and 8 bytes */
+    for (uint32_t first = 0; first < row_bytes; first += block_step) {
+        uint64_t columns[8 * BLOCK_BYTES] = {0};
+        const uint32_t valid_bytes = ibp_min_u32(BLOCK_BYTES, row_bytes - first);
+        for (size_t r = 0; r < rows; r++) {
+            const uint64_t block = load_chunk(data + r * step * row_bytes, row_bytes, first, BLOCK_BYTES);
+            for (uint32_t b = 0; b < 8 * BLOCK_BYTES; b++) columns[b] |= (block >> b & 1) << r;
+        }
+        bytes += valid_bytes;
+        for (uint32_t size = 0; size < 4; size++)
+            for (uint32_t b = 0; b < 8 * valid_bytes; b += 8u << size)
+                saved[size] += greedy_gain(columns + b, ibp_min_u32(8u << size, 8 * valid_bytes - b), (uint32_t)rows);
+    }
+    uint64_t most = 0;
+    for (uint32_t size = 0; size < 4; size++)
+        if (saved[size] > most) most = saved[size];
+    *savings = (double)most / (8.0 * (double)bytes * (double)rows);
+    return IBP_OK;
+}

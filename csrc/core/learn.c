@@ -17,14 +17,19 @@ enum {
     MOST_LISTS = 1 + 4 + 16 + 64 + 256, /* of widths of digits */
     MOST_LONG = 1 << 14,                /* elements whose prefixes of more than MOST_BINS_BITS bits are counted */
     MOST_SORTED = 1 << 12,              /* elements that are sorted sooner than counted */
+    FEW_ELEMENTS = 1 << 17,             /* that are counted of a table; entries a column take all rows of a sample */
+    LEAST_ROWS = 16,                    /* that are counted */
+    MOST_TRIED_COLUMNS = 64,            /* that shapes with entries a column are compared on, */
+    TRIED_ELEMENTS = 1 << 16,           /* and elements */
     DICTIONARY = 255,                   /* the table's symbols that columns choose from, at most */
     MOST_SAMPLED_BYTES = 1 << 30
 };
 
 static const double AS_GOOD = 1.001;           /* a cost within this of the least is as good: the plan that decodes */
 static const double FAST_COST = 1.008;         /* faster is taken; and this, for one that decodes fastest */
-static const double FAST_COLUMNS_COST = 1.006; /* and this, where entries are a column's */
-static const double HOPELESS = 1.02;           /* other widths of symbols do not make up for such a cost */
+static const double FAST_COLUMNS_COST = 1.003; /* and this, where entries are a column's */
+static const double WORSE = 1.01;              /* by what is compared on a part of the sample */
+static const double COLUMNS_PAY = 0.9995;      /* of the cost with entries a table: what is worth a search */
 static const double COLUMNS_GAIN = 1.5;        /* rows with entries a column are smaller by this factor at the most */
 static const double LEAST_SHARE = 1.0 / 256;   /* of a default */
 static const double PSEUDO_COUNTS = 8.0;       /* of the table's symbols that every column has besides its own */
@@ -58,7 +63,7 @@ typedef struct values {
     double total;       /* elements */
     double num_rows;    /* rows that they are of */
     double extra_bytes; /* of a mean row besides the values */
-    bool is_dense;
+    bool has_uniform;   /* a row that lists one value only */
 } values;
 
 /* ---- shapes and digits ------------------------------------------------------------------------------------------- */
@@ -98,13 +103,6 @@ static uint32_t list_digits(digit_list *lists)
         first = stop;
     }
     return count;
-}
-
-static bool is_fast(uint32_t symbol_bits, const digit_list *digits)
-{
-    for (uint32_t p = 0; p < digits->num_planes; p++)
-        if (digits->widths[p] != 2) return false;
-    return symbol_bits <= 8;
 }
 
 static uint32_t symbol_bytes_of(uint32_t symbol_bits)
@@ -157,19 +155,31 @@ static void drop_sign(const value_counts *whole, value_counts *out)
     }
 }
 
-/* The most frequent prefixes of some bits, of equally frequent ones the smaller first. @return how many, up to most. */
-static uint32_t top_prefixes(const value_counts *counts, uint32_t bits, uint32_t most, value_count *top)
+/* The counts of shorter prefixes, which may take the place of the longer ones. */
+static void fold(const value_counts *counts, uint32_t bits, value_counts *out)
 {
     const uint32_t shift = counts->bits - bits;
+    size_t size = 0;
+    for (size_t i = 0; i < counts->size; i++) {
+        const value_count item = {shift < 64 ? counts->items[i].value >> shift : 0, counts->items[i].count};
+        if (size && out->items[size - 1].value == item.value)
+            out->items[size - 1].count += item.count;
+        else
+            out->items[size++] = item;
+    }
+    out->size = size, out->bits = bits;
+}
+
+/* The most frequent values, of equally frequent ones the smaller first. @return how many, up to most. */
+static uint32_t top_values(const value_counts *counts, uint32_t most, value_count *top)
+{
     uint32_t size = 0;
-    for (size_t i = 0; i < counts->size && most;) {
-        value_count run = {shift < 64 ? counts->items[i].value >> shift : 0, 0};
-        while (i < counts->size && (shift < 64 ? counts->items[i].value >> shift : 0) == run.value)
-            run.count += counts->items[i++].count;
-        if (size == most && run.count <= top[size - 1].count) continue;
+    for (size_t i = 0; i < counts->size && most; i++) {
+        const value_count item = counts->items[i];
+        if (size == most && item.count <= top[size - 1].count) continue;
         uint32_t at = size < most ? size++ : size - 1;
-        for (; at > 0 && top[at - 1].count < run.count; at--) top[at] = top[at - 1];
-        top[at] = run;
+        for (; at > 0 && top[at - 1].count < item.count; at--) top[at] = top[at - 1];
+        top[at] = item;
     }
     return size;
 }
@@ -190,6 +200,7 @@ static const value_counts *counts_of(const values *v, shape s, double *scale)
 typedef struct option {
     shape shape;
     bool listed, per_column;
+    double sets;                     /* of entries */
     double extra_bytes;              /* of a mean row besides the values */
     double tails[MOST_ENTRIES + 1];  /* elements of a mean row whose rank is k or higher */
     double some[MOST_ENTRIES + 1];   /* share of the rows that have such an element, if they fall independently */
@@ -207,9 +218,11 @@ static void fill_tails(option *o, double total, double scale, double num_rows, c
     }
 }
 
-/* What is known of the table. */
+/* What is known of the table and its sample. */
 typedef struct search {
-    uint32_t width, row_bytes, columns;
+    const uint8_t *rows;
+    size_t num_rows, step; /* rows of the sample; each step-th is counted, all of them for entries a column */
+    uint32_t element_bytes, width, row_bytes, columns;
     uint32_t num_shapes, num_lists;
     double table_rows;
     uint64_t default_value, closed_value;
@@ -230,8 +243,7 @@ static double part_bits(const option *o, uint32_t k, uint32_t bits, bool is_exac
 /* Bytes that the codebook takes. */
 static double codebook_bytes(const search *s, const option *o, const digit_list *digits)
 {
-    const double sets = o->per_column ? s->columns : 1.0;
-    return sets * digits->num_entries * symbol_bytes_of(o->shape.symbol_bits) +
+    return o->sets * digits->num_entries * symbol_bytes_of(o->shape.symbol_bits) +
            (o->listed ? 2.0 * s->width / 8.0 : 0.0);
 }
 
@@ -267,6 +279,14 @@ static double least_of(const option *options, uint32_t count)
     return least;
 }
 
+/* Whether dense rows have a decoder of their own (csrc/cuda/decode/dense.cuh). */
+static bool is_fast(const option *o, const digit_list *digits)
+{
+    for (uint32_t p = 0; p < digits->num_planes; p++)
+        if (digits->widths[p] != 2) return false;
+    return o->shape.symbol_bits <= 8 && !o->listed;
+}
+
 /* Of equally good plans the one that decodes faster. */
 static bool is_simpler(const search *s, const option *a, const digit_list *x, const option *b, const digit_list *y)
 {
@@ -288,7 +308,7 @@ static uint32_t choose(const search *s, const option *options, uint32_t count, c
             const digit_list *const tried = &s->lists[i];
             const double bytes = o->costs[i];
             const double worth = o->per_column ? FAST_COLUMNS_COST : FAST_COST;
-            if (is_fast(o->shape.symbol_bits, tried) && bytes <= worth * least && bytes < least_fast)
+            if (is_fast(o, tried) && bytes <= worth * least && bytes < least_fast)
                 least_fast = bytes, fast = k, best_fast = tried;
             if (bytes <= AS_GOOD * least && (best == NULL || is_simpler(s, o, tried, &options[found], best)))
                 found = k, best = tried;
@@ -301,20 +321,37 @@ static uint32_t choose(const search *s, const option *options, uint32_t count, c
 
 /* ---- values ------------------------------------------------------------------------------------------------------ */
 
-static uint64_t load_element(const uint8_t *from, uint32_t element_bytes)
+/* element_bytes is a constant where this is called. */
+static inline void load_elements(const uint8_t *from, uint32_t count, uint32_t element_bytes, uint64_t *elements)
 {
-    uint64_t element = 0;
-    memcpy(&element, from, element_bytes);
-    return element;
+    for (uint32_t i = 0; i < count; i++) {
+        elements[i] = 0;
+        memcpy(&elements[i], from + (size_t)i * element_bytes, element_bytes);
+    }
 }
 
-/* Room for what is counted: `elements` and `other` hold as many values as the sample has elements. */
+/* The elements of a row of the sample. */
+static void load_row(const search *s, size_t row, uint64_t *elements)
+{
+    const uint8_t *const from = s->rows + row * s->row_bytes;
+    switch (s->element_bytes) {
+    case 1: load_elements(from, s->columns, 1, elements); break;
+    case 2: load_elements(from, s->columns, 2, elements); break;
+    case 4: load_elements(from, s->columns, 4, elements); break;
+    default: load_elements(from, s->columns, 8, elements); break;
+    }
+}
+
+/* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have, `row` those of one. */
 typedef struct room {
-    uint64_t *elements, *other, *longs, *other_longs, *bins;
-    value_count *whole, *unsigned_, *long_;
+    uint64_t *elements, *listed, *row, *longs, *other_longs;
+    uint32_t *bins;
+    value_count *whole, *unsigned_, *long_, *folded;
     option *options;
     uint32_t *column_counts;
-    uint8_t *ranks;
+    uint8_t *dictionary; /* place of each symbol or hash */
+    uint8_t *ranks;      /* of each place, column by column */
+    uint8_t *places;     /* of the symbols of a row */
 } room;
 
 /* Counts the prefixes of values. */
@@ -344,13 +381,13 @@ static void count_values(const uint64_t *elements, size_t count, uint32_t width,
 }
 
 /* The most frequent value and its share of all. */
-static value_count most_frequent(const values *v, uint32_t width, double *share)
+static uint64_t most_frequent(const values *v, uint32_t width, double *share)
 {
     value_count top = {0, 0};
     double scale;
     const value_counts *const counts = counts_of(v, (shape){0, width}, &scale);
-    *share = top_prefixes(counts, width, 1, &top) && v->total > 0 ? scale * (double)top.count / v->total : 0.0;
-    return top;
+    *share = top_values(counts, 1, &top) ? scale * (double)top.count / v->total : 0.0;
+    return top.value;
 }
 
 /* Bits an element of saying which elements are of a share. */
@@ -359,55 +396,73 @@ static double entropy(double share)
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
 }
 
-/* Puts the elements of rows that are not closed and differ from the default one after the other; counts what the rows
- * take besides. @return how many. */
-static size_t list_elements(const search *s, const uint64_t *elements, size_t num_rows, uint64_t *listed,
-                            double *extra_bytes)
+/* Puts the elements that differ from the default, but for those of closed rows, one after the other; counts what the
+ * rows take besides. @return how many. */
+static size_t list_elements(const search *s, const uint64_t *elements, size_t num_rows, bool has_closed,
+                            uint64_t *listed, values *v)
 {
     size_t size = 0, bytes = 0;
+    v->has_uniform = false;
     for (size_t row = 0; row < num_rows; row++) {
         const uint64_t *const own = elements + row * s->columns;
         const size_t begin = size;
-        bool is_closed = true;
         for (uint32_t c = 0; c < s->columns; c++) {
             listed[size] = own[c];
             size += own[c] != s->default_value;
-            is_closed &= own[c] == s->default_value || own[c] == s->closed_value;
         }
         const uint32_t num_listed = (uint32_t)(size - begin);
         bytes += ibp_header_bytes(s->columns) +
                  (num_listed ? ibp_choose_position_form(num_listed, s->columns).num_bytes : 0u);
-        if (is_closed) size = begin;
+        size_t same = begin;
+        while (same < size && listed[same] == listed[begin]) same++;
+        const bool is_uniform = same == size && num_listed;
+        v->has_uniform |= is_uniform;
+        if (has_closed && is_uniform && listed[begin] == s->closed_value) size = begin;
     }
-    *extra_bytes = (double)bytes / (double)num_rows;
+    v->num_rows = (double)num_rows, v->extra_bytes = (double)bytes / (double)num_rows;
     return size;
 }
 
-/* One option for each shape. @return how many. */
-static uint32_t add_options(const search *s, const values *v, bool listed, option *options)
+/* Counts the values of listed rows. The closed value is the most frequent one of those listed, if any row has only
+ * that. */
+static void count_listed(search *s, const uint64_t *elements, size_t num_rows, const room *r, values *v)
 {
-    for (uint32_t i = 0; i < s->num_shapes; i++) {
+    double unused;
+    size_t listed = list_elements(s, elements, num_rows, false, r->listed, v);
+    count_values(r->listed, listed, s->width, r, v);
+    s->closed_value = listed ? most_frequent(v, s->width, &unused) : s->default_value;
+    if (!v->has_uniform) return;
+    listed = list_elements(s, elements, num_rows, true, r->listed, v);
+    count_values(r->listed, listed, s->width, r, v);
+}
+
+static void count_dense(const search *s, const uint64_t *elements, size_t num_rows, const room *r, values *v)
+{
+    *v = (values){.num_rows = (double)num_rows};
+    count_values(elements, num_rows * s->columns, s->width, r, v);
+}
+
+/* One option for each shape. Shapes of one kind go from few bits to many: each is folded from the one after it. */
+static void add_options(const search *s, const values *v, bool listed, const room *r, option *options)
+{
+    value_counts folded = {r->folded, 0, 0};
+    const value_counts *last = NULL;
+    for (uint32_t i = s->num_shapes; i-- > 0;) {
         value_count top[MOST_ENTRIES];
         uint64_t ranked[MOST_ENTRIES];
         double scale;
         const value_counts *const counts = counts_of(v, s->shapes[i], &scale);
-        const uint32_t size = top_prefixes(counts, s->shapes[i].symbol_bits, MOST_ENTRIES, top);
+        fold(counts == last ? &folded : counts, s->shapes[i].symbol_bits, &folded);
+        last = counts;
+        const uint32_t size = top_values(&folded, MOST_ENTRIES, top);
         for (uint32_t k = 0; k < size; k++) ranked[k] = top[k].count;
-        options[i] = (option){.shape = s->shapes[i], .listed = listed, .extra_bytes = v->extra_bytes};
+        options[i] = (option){.shape = s->shapes[i], .listed = listed, .sets = 1, .extra_bytes = v->extra_bytes};
         fill_tails(&options[i], v->total, scale, v->num_rows, ranked, size);
         judge(s, &options[i]);
     }
-    return s->num_shapes;
 }
 
 /* ---- entries a column -------------------------------------------------------------------------------------------- */
-
-static uint64_t symbol_of(uint64_t element, uint32_t width, shape s)
-{
-    if (s.symbol_bits == 0) return 0;
-    const uint32_t shift = width - s.symbol_bits - s.rotate;
-    return element >> shift & (~(uint64_t)0 >> (64 - s.symbol_bits));
-}
 
 /* The symbols that columns choose from. Short ones are looked up by themselves, long ones by a hash of them: the place
  * of one that has it, to be compared. */
@@ -419,19 +474,21 @@ typedef struct dictionary {
 
 static uint32_t hash_of(uint64_t symbol) { return (uint32_t)(symbol * 0x9e3779b97f4a7c15u >> (64 - MOST_BINS_BITS)); }
 
-static uint32_t place_of(const dictionary *d, uint64_t symbol)
+static uint8_t long_place_of(const dictionary *d, uint64_t symbol)
 {
-    if (d->symbol_bits <= MOST_BINS_BITS) return d->places[symbol];
-    const uint32_t place = d->places[hash_of(symbol)];
-    return d->symbols[place].value == symbol ? place : d->size;
+    const uint8_t place = d->places[hash_of(symbol)];
+    return d->symbols[place].value == symbol ? place : (uint8_t)d->size;
 }
 
-static void make_dictionary(const search *s, const values *v, shape of, uint8_t *places, dictionary *d)
+static void make_dictionary(const search *s, const values *v, shape of, const room *r, dictionary *d)
 {
     double scale;
     const uint32_t cells = (1u << 20) / s->columns, most = cells < 16 ? 16 : cells < DICTIONARY ? cells : DICTIONARY;
+    uint8_t *const places = r->dictionary;
+    value_counts folded = {r->folded, 0, 0};
     d->symbol_bits = of.symbol_bits, d->places = places;
-    d->size = top_prefixes(counts_of(v, of, &scale), of.symbol_bits, most, d->symbols);
+    fold(counts_of(v, of, &scale), of.symbol_bits, &folded);
+    d->size = top_values(&folded, most, d->symbols);
     const bool is_short = of.symbol_bits <= MOST_BINS_BITS;
     memset(places, (int)d->size, (size_t)1 << (is_short ? of.symbol_bits : MOST_BINS_BITS));
     d->symbols[d->size] = (value_count){0, 0};
@@ -455,82 +512,142 @@ static uint32_t order_column(const search *s, const dictionary *d, const uint32_
     return size;
 }
 
-/* Counts the symbols of each column in every step-th row from first on. */
-static void count_columns(const search *s, const uint64_t *elements, size_t num_rows, size_t first, size_t step,
-                          const dictionary *d, shape of, uint32_t *counts, double *pseudo)
+/* What is looked at of the sample: `columns` columns of each row_step-th row, each column_step-th one. */
+typedef struct part {
+    size_t row_step;
+    uint32_t columns, column_step;
+    bool is_table; /* it need not stand for other rows */
+} part;
+
+/* The places in the dictionary of a row's symbols. */
+static void find_places(const search *s, const part *of, const dictionary *d, shape sh, size_t row, const room *r,
+                        uint8_t *places)
+{
+    const uint32_t shift = sh.symbol_bits ? s->width - sh.symbol_bits - sh.rotate : 0;
+    const uint64_t ones = sh.symbol_bits ? ~(uint64_t)0 >> (64 - sh.symbol_bits) : 0;
+    load_row(s, row, r->row);
+    if (d->symbol_bits <= MOST_BINS_BITS)
+        for (uint32_t c = 0; c < of->columns; c++)
+            places[c] = d->places[r->row[(size_t)c * of->column_step] >> shift & ones];
+    else
+        for (uint32_t c = 0; c < of->columns; c++)
+            places[c] = long_place_of(d, r->row[(size_t)c * of->column_step] >> shift & ones);
+}
+
+/* Counts the symbols of columns in every second row of a part, or in all. */
+static void count_columns(const search *s, const part *of, bool all_rows, const dictionary *d, shape sh, const room *r,
+                          double *pseudo)
 {
     const uint32_t stride = d->size + 1;
-    memset(counts, 0, sizeof *counts * s->columns * stride);
+    memset(r->column_counts, 0, sizeof *r->column_counts * of->columns * stride);
     size_t rows = 0;
-    for (size_t row = first; row < num_rows; row += step, rows++)
-        for (uint32_t c = 0; c < s->columns; c++)
-            counts[(size_t)c * stride + place_of(d, symbol_of(elements[row * s->columns + c], s->width, of))]++;
+    for (size_t row = 0; row < s->num_rows; row += of->row_step * (all_rows ? 1 : 2), rows++) {
+        find_places(s, of, d, sh, row, r, r->places);
+        for (uint32_t c = 0; c < of->columns; c++) r->column_counts[(size_t)c * stride + r->places[c]]++;
+    }
     for (uint32_t k = 0; k < d->size; k++) {
         double total = 0;
-        for (uint32_t c = 0; c < s->columns; c++) total += counts[(size_t)c * stride + k];
-        pseudo[k] = rows ? total * PSEUDO_COUNTS / ((double)rows * s->columns) : 0.0;
+        for (uint32_t c = 0; c < of->columns; c++) total += r->column_counts[(size_t)c * stride + k];
+        pseudo[k] = total * PSEUDO_COUNTS / ((double)rows * of->columns);
     }
 }
 
-/* An option with entries a column: learned on the even rows and judged on the odd ones, unless the sample is the whole
- * table. */
-static void column_option(const search *s, const values *v, const uint64_t *elements, size_t num_rows, shape of,
-                          const room *r, option *o)
+/* Finds the rank of each place of the dictionary in each column, from the column's counts. */
+static void rank_places(const search *s, const part *of, const dictionary *d, const double *pseudo, const room *r)
+{
+    const uint32_t stride = d->size + 1;
+    for (uint32_t c = 0; c < of->columns; c++) {
+        uint8_t order[MOST_ENTRIES], *const to = r->ranks + (size_t)c * stride;
+        const uint32_t size = order_column(s, d, r->column_counts + (size_t)c * stride, pseudo, order);
+        memset(to, MOST_ENTRIES, stride);
+        for (uint32_t k = 0; k < size; k++) to[order[k]] = (uint8_t)k;
+    }
+}
+
+/* An option with entries a column for a part of the sample, and one with the table's: learned on the even rows and
+ * judged on the odd ones, unless the part is the whole table. */
+static void column_option(const search *s, const values *v, shape sh, const part *of, const room *r, option *own,
+                          option *table)
 {
     dictionary d;
     double pseudo[DICTIONARY];
-    uint64_t counts[MOST_ENTRIES + 1] = {0};
-    const size_t step = s->is_whole ? 1 : 2, first = s->is_whole ? 0 : 1;
-    make_dictionary(s, v, of, r->ranks, &d);
+    uint64_t own_ranks[MOST_ENTRIES + 1] = {0}, table_ranks[DICTIONARY + 1] = {0};
+    make_dictionary(s, v, sh, r, &d);
     const uint32_t stride = d.size + 1;
-    uint8_t *const columns = r->ranks + ((size_t)1 << MOST_BINS_BITS); /* rank of each place, column by column */
-    count_columns(s, elements, num_rows, 0, step, &d, of, r->column_counts, pseudo);
-    for (uint32_t c = 0; c < s->columns; c++) {
-        uint8_t order[MOST_ENTRIES], *const own = columns + (size_t)c * stride;
-        const uint32_t size = order_column(s, &d, r->column_counts + (size_t)c * stride, pseudo, order);
-        memset(own, MOST_ENTRIES, stride);
-        for (uint32_t k = 0; k < size; k++) own[order[k]] = (uint8_t)k;
-    }
-    size_t rows = 0;
-    for (size_t row = first; row < num_rows; row += step, rows++)
-        for (uint32_t c = 0; c < s->columns; c++) {
-            const uint64_t symbol = symbol_of(elements[row * s->columns + c], s->width, of);
-            counts[columns[(size_t)c * stride + place_of(&d, symbol)]]++;
+    count_columns(s, of, of->is_table, &d, sh, r, pseudo);
+    rank_places(s, of, &d, pseudo, r);
+    double rows = 0;
+    for (size_t row = of->is_table ? 0 : of->row_step; row < s->num_rows;
+         row += of->row_step * (of->is_table ? 1 : 2), rows++) {
+        find_places(s, of, &d, sh, row, r, r->places);
+        for (uint32_t c = 0; c < of->columns; c++) {
+            own_ranks[r->ranks[(size_t)c * stride + r->places[c]]]++;
+            table_ranks[r->places[c]]++;
         }
-    *o = (option){.shape = of, .per_column = true};
-    fill_tails(o, (double)rows * s->columns, 1.0, (double)rows, counts, MOST_ENTRIES);
-    judge(s, o);
+    }
+    if (d.size < MOST_ENTRIES) table_ranks[d.size] = 0; /* of none */
+    *own = (option){.shape = sh, .per_column = true, .sets = of->columns};
+    *table = (option){.shape = sh};
+    fill_tails(own, rows * of->columns, 1.0, rows, own_ranks, MOST_ENTRIES);
+    fill_tails(table, rows * of->columns, 1.0, rows, table_ranks, MOST_ENTRIES);
+    judge(s, own), judge(s, table);
 }
 
-/* Symbols of more and fewer bits, from those on that are best with entries a table, as long as they are better. */
-static void add_columns(const search *s, const values *v, const uint64_t *elements, size_t num_rows,
-                        const option *table, const room *r, option *best)
+/* The part that shapes are compared on. */
+static part tried_part(const search *s)
 {
-    const double table_least = least_of(table, s->num_shapes);
-    double best_cost = INFINITY;
-    for (uint32_t rotate = 0; rotate < 2; rotate++) {
-        uint32_t own[MOST_SHAPES], size = 0, start = 0;
-        for (uint32_t i = 0; i < s->num_shapes; i++)
-            if (s->shapes[i].rotate == rotate && s->shapes[i].symbol_bits) own[size++] = i;
-        if (size == 0) continue;
-        for (uint32_t i = 1; i < size; i++)
-            if (table[own[i]].least < table[own[start]].least) start = i;
-        option o;
-        column_option(s, v, elements, num_rows, s->shapes[own[start]], r, &o);
-        double here = o.least;
-        if (here < best_cost) best_cost = here, *best = o;
-        if (here > HOPELESS * table_least) continue;
-        for (int step = 1; step >= -1; step -= 2) {
-            int64_t at = start;
-            while (at + step >= 0 && at + step < size) {
-                column_option(s, v, elements, num_rows, s->shapes[own[at + step]], r, &o);
-                if (o.least >= here) break;
-                at += step, here = o.least;
-                if (here < best_cost) best_cost = here, *best = o;
-            }
-            start = (uint32_t)at;
+    const uint32_t step = (s->columns + MOST_TRIED_COLUMNS - 1) / MOST_TRIED_COLUMNS;
+    part p = {.row_step = 1, .columns = (s->columns + step - 1) / step, .column_step = step};
+    const size_t most = TRIED_ELEMENTS / p.columns;
+    if (s->num_rows > 2 * most) p.row_step = s->num_rows / most;
+    p.is_table = s->is_whole && p.row_step == 1;
+    return p;
+}
+
+/* The shape to have entries a column with: that of the table's, and wider and narrower ones for as long as they are
+ * better. shapes: `count` of one kind; `start` is best for the table. @return its cost; INFINITY if none pays. */
+static double find_column_shape(const search *s, const values *v, const shape *shapes, uint32_t count, uint32_t start,
+                                const room *r, shape *best)
+{
+    const part tried = tried_part(s);
+    option o, table;
+    column_option(s, v, shapes[start], &tried, r, &o, &table);
+    if (o.least > COLUMNS_PAY * table.least) return INFINITY;
+    double here = o.least;
+    *best = shapes[start];
+    for (int step = 1; step >= -1; step -= 2)
+        for (int64_t at = (int64_t)start + step; at >= 0 && at < count; at += step) {
+            column_option(s, v, shapes[at], &tried, r, &o, &table);
+            if (o.least >= here) break;
+            here = o.least, *best = shapes[at];
         }
+    return here;
+}
+
+/* Options with entries a column, of both kinds of shapes unless one is clearly better. @return how many. */
+static uint32_t add_columns(const search *s, const values *v, const option *table, const room *r, option *options)
+{
+    const part all = {.row_step = 1, .columns = s->columns, .column_step = 1, .is_table = s->is_whole};
+    shape best[2];
+    double costs[2] = {INFINITY, INFINITY};
+    for (uint32_t rotate = 0; rotate < 2; rotate++) {
+        shape own[MOST_SHAPES];
+        uint32_t count = 0, start = 0;
+        double least = INFINITY;
+        for (uint32_t i = 0; i < s->num_shapes; i++) {
+            if (s->shapes[i].rotate != rotate || s->shapes[i].symbol_bits == 0) continue;
+            if (table[i].least < least) least = table[i].least, start = count;
+            own[count++] = s->shapes[i];
+        }
+        if (count) costs[rotate] = find_column_shape(s, v, own, count, start, r, &best[rotate]);
     }
+    uint32_t found = 0;
+    for (uint32_t rotate = 0; rotate < 2; rotate++) {
+        option unused;
+        if (costs[rotate] == INFINITY || costs[rotate] > WORSE * fmin(costs[0], costs[1])) continue;
+        column_option(s, v, best[rotate], &all, r, &options[found++], &unused);
+    }
+    return found;
 }
 
 /* ---- all of it --------------------------------------------------------------------------------------------------- */
@@ -544,24 +661,42 @@ static bool is_sample(const ibp_sample *sample)
     return sample->exponent_bits < 8 * element_bytes && sample->num_rows <= MOST_SAMPLED_BYTES / row_bytes;
 }
 
+/* Rows between those that are counted, and how many these are. */
+static size_t step_of(const ibp_sample *sample)
+{
+    const size_t columns = sample->row_bytes / sample->element_bytes, few = (FEW_ELEMENTS + columns - 1) / columns;
+    const size_t wanted = few > LEAST_ROWS ? few : LEAST_ROWS, step = (size_t)sample->num_rows / wanted;
+    return step > 0 ? step : 1;
+}
+
+static size_t counted_rows(const ibp_sample *sample)
+{
+    const size_t step = step_of(sample);
+    return ((size_t)sample->num_rows + step - 1) / step;
+}
+
 static size_t align_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 /* Lays the arrays out in scratch. @return the bytes that they take. */
 static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
 {
-    const size_t columns = sample->row_bytes / sample->element_bytes, count = (size_t)sample->num_rows * columns;
+    const size_t columns = sample->row_bytes / sample->element_bytes, count = counted_rows(sample) * columns;
     const size_t bins = (size_t)1 << MOST_BINS_BITS, places = columns * (DICTIONARY + 1);
     const size_t sizes[] = {sizeof(uint64_t) * count,
                             sizeof(uint64_t) * count,
+                            sizeof(uint64_t) * columns,
                             sizeof(uint64_t) * MOST_LONG,
                             sizeof(uint64_t) * MOST_LONG,
-                            sizeof(uint64_t) * bins,
+                            sizeof(uint32_t) * bins,
                             sizeof(value_count) * bins,
                             sizeof(value_count) * bins,
                             sizeof(value_count) * MOST_LONG,
-                            sizeof(option) * (2 * MOST_SHAPES + 1),
+                            sizeof(value_count) * bins,
+                            sizeof(option) * (2 * MOST_SHAPES + 2),
                             sizeof(uint32_t) * places,
-                            bins + places};
+                            bins,
+                            places,
+                            columns};
     uint8_t *parts[sizeof sizes / sizeof *sizes];
     size_t total = 0;
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
@@ -573,12 +708,16 @@ static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
                 (uint64_t *)(void *)parts[2],
                 (uint64_t *)(void *)parts[3],
                 (uint64_t *)(void *)parts[4],
-                (value_count *)(void *)parts[5],
+                (uint32_t *)(void *)parts[5],
                 (value_count *)(void *)parts[6],
                 (value_count *)(void *)parts[7],
-                (option *)(void *)parts[8],
-                (uint32_t *)(void *)parts[9],
-                parts[10]};
+                (value_count *)(void *)parts[8],
+                (value_count *)(void *)parts[9],
+                (option *)(void *)parts[10],
+                (uint32_t *)(void *)parts[11],
+                parts[12],
+                parts[13],
+                parts[14]};
     return total;
 }
 
@@ -598,14 +737,15 @@ size_t ibp_max_entries_bytes(uint32_t row_bytes, uint32_t element_bytes)
 static void store_symbol(uint8_t *to, uint64_t symbol, uint32_t symbol_bytes) { memcpy(to, &symbol, symbol_bytes); }
 
 /* Writes the entries of a plan; what is missing repeats the first one, so that it is never chosen. */
-static void write_entries(const search *s, const values *v, const uint64_t *elements, size_t num_rows, const option *o,
-                          uint32_t num_entries, const room *r, uint8_t *entries)
+static void write_entries(const search *s, const values *v, const option *o, uint32_t num_entries, const room *r,
+                          uint8_t *entries)
 {
     const uint32_t bytes = symbol_bytes_of(o->shape.symbol_bits);
     dictionary d;
     double pseudo[DICTIONARY];
-    make_dictionary(s, v, o->shape, r->ranks, &d);
-    if (o->per_column) count_columns(s, elements, num_rows, 0, 1, &d, o->shape, r->column_counts, pseudo);
+    make_dictionary(s, v, o->shape, r, &d);
+    const part all = {.row_step = 1, .columns = s->columns, .column_step = 1, .is_table = true};
+    if (o->per_column) count_columns(s, &all, true, &d, o->shape, r, pseudo);
     for (uint32_t c = 0; c < (o->per_column ? s->columns : 1); c++) {
         uint8_t order[MOST_ENTRIES];
         uint32_t size = d.size < MOST_ENTRIES ? d.size : MOST_ENTRIES;
@@ -625,47 +765,43 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
     if (make_room(sample, scratch, &r) > scratch_bytes) return IBP_BUFFER_TOO_SMALL;
     if (entries_bytes < ibp_max_entries_bytes(sample->row_bytes, sample->element_bytes)) return IBP_BUFFER_TOO_SMALL;
     const uint32_t element_bytes = sample->element_bytes;
-    const size_t num_rows = (size_t)sample->num_rows;
-    search s = {
-        .width = 8 * element_bytes, .row_bytes = sample->row_bytes, .columns = sample->row_bytes / element_bytes};
+    search s = {.rows = sample->rows,
+                .num_rows = (size_t)sample->num_rows,
+                .step = step_of(sample),
+                .element_bytes = element_bytes,
+                .width = 8 * element_bytes,
+                .row_bytes = sample->row_bytes,
+                .columns = sample->row_bytes / element_bytes};
     s.num_shapes = list_shapes(s.width, sample->exponent_bits, s.shapes), s.num_lists = list_digits(s.lists);
     s.table_rows = (double)(sample->table_rows > sample->num_rows ? sample->table_rows : sample->num_rows);
     s.is_whole = sample->table_rows <= sample->num_rows;
-    const size_t count = num_rows * s.columns;
-    for (size_t i = 0; i < count; i++) r.elements[i] = load_element(sample->rows + i * element_bytes, element_bytes);
+    const size_t num_rows = counted_rows(sample);
+    for (size_t i = 0; i < num_rows; i++) load_row(&s, i * s.step, r.elements + i * s.columns);
 
-    values v = {.num_rows = (double)num_rows};
-    uint32_t num_options = 0;
-    double share, least_listed = 0.0;
-    count_values(r.elements, count, s.width, &r, &v);
-    s.default_value = most_frequent(&v, s.width, &share).value;
-    if (share >= LEAST_SHARE && share * s.width >= 2 * entropy(share)) {
-        /* The closed value is the most frequent of the others. */
-        s.closed_value = s.default_value;
-        size_t listed = list_elements(&s, r.elements, num_rows, r.other, &v.extra_bytes);
-        double unused;
-        count_values(r.other, listed, s.width, &r, &v);
-        if (listed) s.closed_value = most_frequent(&v, s.width, &unused).value;
-        listed = list_elements(&s, r.elements, num_rows, r.other, &v.extra_bytes);
-        count_values(r.other, listed, s.width, &r, &v);
-        num_options = add_options(&s, &v, true, r.options);
-        least_listed = least_of(r.options, num_options);
-        v = (values){.num_rows = (double)num_rows};
-        count_values(r.elements, count, s.width, &r, &v);
+    values v;
+    double share, least_listed = INFINITY;
+    count_dense(&s, r.elements, num_rows, &r, &v);
+    add_options(&s, &v, false, &r, r.options);
+    uint32_t num_options = s.num_shapes;
+    s.default_value = most_frequent(&v, s.width, &share);
+    bool has_listed = share >= LEAST_SHARE && share * s.width >= 2 * entropy(share);
+    if (has_listed) {
+        count_listed(&s, r.elements, num_rows, &r, &v);
+        add_options(&s, &v, true, &r, r.options + num_options);
+        least_listed = least_of(r.options + num_options, s.num_shapes);
+        num_options += s.num_shapes;
     }
-    option *const dense = r.options + num_options;
-    num_options += add_options(&s, &v, false, dense);
-    const bool tries_columns = s.columns > 1 && (s.is_whole || num_rows > 1) &&
-                               s.columns < 0.1 * s.row_bytes * s.table_rows &&
-                               (least_listed == 0.0 || least_of(dense, s.num_shapes) <= COLUMNS_GAIN * least_listed);
-    if (tries_columns) add_columns(&s, &v, r.elements, num_rows, dense, &r, &r.options[num_options++]);
+    if (s.columns > 1 && (s.is_whole || s.num_rows > 1) && s.columns < 0.1 * s.row_bytes * s.table_rows &&
+        least_of(r.options, s.num_shapes) <= COLUMNS_GAIN * least_listed) {
+        if (has_listed) count_dense(&s, r.elements, num_rows, &r, &v);
+        num_options += add_columns(&s, &v, r.options, &r, &r.options[num_options]);
+        has_listed = false;
+    }
 
     const digit_list *digits;
     const option *const o = &r.options[choose(&s, r.options, num_options, &digits, coded_bytes)];
-    if (o->listed) {
-        const size_t listed = list_elements(&s, r.elements, num_rows, r.other, &v.extra_bytes);
-        count_values(r.other, listed, s.width, &r, &v);
-    }
+    if (o->listed && !has_listed) count_listed(&s, r.elements, num_rows, &r, &v);
+    if (!o->listed && has_listed) count_dense(&s, r.elements, num_rows, &r, &v);
     *planes = (ibp_planes){.entries = digits->num_entries ? entries : NULL,
                            .default_value = o->listed ? s.default_value : 0,
                            .closed_value = o->listed ? s.closed_value : 0,
@@ -678,6 +814,6 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
                            .per_column = o->per_column,
                            .listed = o->listed};
     memcpy(planes->digit_bits, digits->widths, sizeof planes->digit_bits);
-    write_entries(&s, &v, r.elements, num_rows, o, digits->num_entries, &r, entries);
+    write_entries(&s, &v, o, digits->num_entries, &r, entries);
     return IBP_OK;
 }

@@ -207,6 +207,11 @@ IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows,
 IBP_API ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes,
                                     uint32_t first_chunk, uint32_t last_chunk, uint8_t *mask, uint8_t *bitval);
 
+/* The share of the rows' bytes that masks would save, the codebook left out, by up to 64 of the rows and 512 bytes of
+ * each: as ibp_choose_masks finds them, of the best chunk_bytes. Meant to be quick, and rather too high. num_rows: at
+ * least 1. */
+IBP_API ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, double *savings);
+
 /* Adds to hits[i] the number of rows whose chunk i participates under the codebook, of scheme ibp; of its first
  * cluster. hits: ceil(row_bytes / chunk_bytes) entries. */
 IBP_API ibp_status ibp_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows, uint64_t *hits);

@@ -10,6 +10,7 @@ import torch
 from .. import _rows, _staging
 
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
+_HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
 _FEW_SHARE = 0.01
 # Bytes that an analysis without a given sample looks at. A codebook a table loses at most 0.07 points of savings at 1 %
 # of the rows (benchmarks/sampling.py).
@@ -57,7 +58,7 @@ class Request:
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:
-        """Those of `rows` that schemes are compared on, and symbols and clusters learned from."""
+        """Those of `rows` that `estimate` compares schemes on, and clusters are learned from."""
         geometry = self.geometry
         if self.sample is None:
             most = max(1, _SAMPLE_BYTES[self.device.type] // geometry.row_bytes)
@@ -65,6 +66,18 @@ class Request:
         else:
             wanted = int(geometry.num_rows * self.sample) + 1
         return _rows.sample(self.rows, geometry.row_bytes, wanted)
+
+    @functools.cached_property
+    def host_rows(self) -> torch.Tensor:
+        """Sampled whole rows on the CPU, about 2^19 elements: what the core learns symbols from, and what "auto" compares
+        schemes on."""
+        geometry = self.geometry
+        if geometry.num_bytes < geometry.row_bytes:
+            return self.rows.cpu()
+        wanted = max(_LEAST_HOST_ROWS, _HOST_ELEMENTS * geometry.dtype.itemsize // geometry.row_bytes)
+        if self.sample is not None:
+            wanted = min(wanted, int(geometry.num_rows * self.sample) + 1)
+        return _staging.to_host(_rows.sample(self.data, geometry.row_bytes, wanted))
 
 
 def check_sample(sample: float | None) -> None:

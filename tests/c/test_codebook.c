@@ -127,9 +127,51 @@ static void check_hits(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, int kin
     sample_free(&s);
 }
 
+/* Bits that the masks which are chosen for chunks of a size save on all rows. */
+static int64_t chosen_gain(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes)
+{
+    const uint32_t num_chunks = (row_bytes + chunk_bytes - 1) / chunk_bytes;
+    uint8_t mask[512], bitval[512];
+    int64_t gain = 0;
+    ibp_choose_masks(data, num_rows, row_bytes, chunk_bytes, 0, num_chunks, mask, bitval);
+    for (uint32_t first = 0; first < row_bytes; first += chunk_bytes) {
+        const uint32_t last = first + chunk_bytes < row_bytes ? first + chunk_bytes : row_bytes;
+        int64_t bits = 0, hits = 0;
+        for (uint32_t i = first; i < last; i++) bits += __builtin_popcount(mask[i]);
+        for (size_t row = 0; row < num_rows; row++) {
+            bool agrees = true;
+            for (uint32_t i = first; i < last; i++) agrees &= ((data[row * row_bytes + i] ^ bitval[i]) & mask[i]) == 0;
+            hits += agrees;
+        }
+        if (bits) gain += hits * bits - (int64_t)num_rows;
+    }
+    return gain;
+}
+
+/* Of few rows and columns the estimate is what the choice of masks gives. */
+static void check_estimate(rng *r, size_t num_rows, uint32_t row_bytes)
+{
+    buffer data = buffer_new(num_rows * row_bytes, 1);
+    for (size_t i = 0; i < data.size; i++) data.data[i] = (uint8_t)(rng_next(r) & rng_next(r) & (i % 3 ? 0x0f : 0xff));
+    int64_t most = 0;
+    for (uint32_t chunk_bytes = 1; chunk_bytes <= 8; chunk_bytes *= 2) {
+        const int64_t gain = chosen_gain(data.data, num_rows, row_bytes, chunk_bytes);
+        if (gain > most) most = gain;
+    }
+    double savings = -1;
+    const double expected = (double)most / (8.0 * (double)data.size);
+    const ibp_status status = ibp_estimate_masks(data.data, num_rows, row_bytes, &savings);
+    CHECK(status == IBP_OK && savings == expected, "%zu rows of %u: %g, not %g", num_rows, row_bytes, savings,
+          expected);
+    buffer_free(&data);
+}
+
 void test_analysis(void)
 {
     rng r = rng_seed(3);
+    static const uint32_t estimated[] = {1, 7, 8, 61, 512};
+    for (size_t i = 0; i < sizeof estimated / sizeof *estimated; i++)
+        for (size_t num_rows = 1; num_rows <= 64; num_rows += 21) check_estimate(&r, num_rows, estimated[i]);
     static const size_t rows[] = {0, 1, 254, 255, 256, 511, 600};
     for (size_t i = 0; i < 2 * sizeof rows / sizeof *rows; i++)
         check_counts(&r, rows[i / 2], 1 + 7 * (uint32_t)i, i, i % 2 == 1);

@@ -215,10 +215,12 @@ static void check_numbers(void)
     uint64_t counts[512] = {0}, bases[2];
     int64_t overflow_bytes;
     uint16_t lengths[8] = {0};
+    double savings;
     static const uint32_t bad_rows[] = {0, IBP_MAX_ROW_BYTES + 1, UINT32_MAX};
     for (size_t i = 0; i < 3; i++) {
         CHECK(ibp_count_bits(data, 1, bad_rows[i], counts) == IBP_INVALID_ARGUMENT, "%u", bad_rows[i]);
         CHECK(ibp_threshold_bits(counts, 1, bad_rows[i], 0.9, mask, bitval) == IBP_INVALID_ARGUMENT, "%u", bad_rows[i]);
+        CHECK(ibp_estimate_masks(data, 1, bad_rows[i], &savings) == IBP_INVALID_ARGUMENT, "%u", bad_rows[i]);
         CHECK(ibp_choose_masks(data, 1, bad_rows[i], 1, 0, 0, mask, bitval) == IBP_INVALID_ARGUMENT, "%u", bad_rows[i]);
         CHECK(ibp_index_rows(NULL, 64, bad_rows[i], 0, bases, &overflow_bytes) == IBP_INVALID_ARGUMENT, "%u",
               bad_rows[i]);

@@ -56,6 +56,8 @@ static void *run_all(void *argument)
     CHECK(ibp_count_bits(j->row, 1, ROW_BYTES, j->counts) == IBP_OK, "%s", "bits");
     CHECK(ibp_threshold_bits(j->counts, 1, ROW_BYTES, 1.0, j->out, j->coded) == IBP_OK, "%s", "threshold");
     CHECK(ibp_choose_masks(j->row, 1, ROW_BYTES, 8, 0, 16, j->out, j->coded) == IBP_OK, "%s", "masks");
+    double savings;
+    CHECK(ibp_estimate_masks(j->row, 1, ROW_BYTES, &savings) == IBP_OK, "%s", "masks estimated");
     return NULL;
 }
 

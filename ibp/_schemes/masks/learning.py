@@ -19,6 +19,7 @@ from .codebook import CHUNK_BYTES, Codebook, MasksForm
 
 TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)  # the paper's artifact sweeps 0.70 to 1.0
 _GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256  # of a group's rows that the greedy choice of masks looks at
+_LEAST_MASKED_ROWS = 64
 _FINALISTS = 3  # thresholds for all chunks that are compared exactly
 _BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
@@ -42,6 +43,18 @@ def learn(request: Request) -> Codebook:
         for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not request.progress)
     ]
     return max((codebook for (codebook,) in found), key=_savings_of)
+
+
+def estimate(rows: torch.Tensor, row_bytes: int, num_rows: int) -> float:
+    """The share of a table's bytes that masks save or somewhat more, by a sample of its rows.
+
+    Args:
+        rows: uint8 [n * row_bytes], whole rows on the CPU.
+        num_rows: of the table. For few of them masks that differ from chunk to chunk take more bytes than they save.
+    """
+    if num_rows < _LEAST_MASKED_ROWS and row_bytes % max(CHUNK_BYTES) == 0:
+        row_bytes = max(CHUNK_BYTES)
+    return float(torch.ops.ibp.estimate_masks(rows, row_bytes))
 
 
 def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float | None) -> list[Codebook]:

@@ -13,8 +13,7 @@ from ..request import Request
 from .codebook import ELEMENT_BYTES, MAX_DIGIT_BITS, MAX_PLANES, PlanesCodebook, num_entries, symbol_bytes
 from .cost import MAX_BINS_BITS, as_entries, check_sample, elements_of, ranks_of, values_of
 
-_LEARN_ELEMENTS = 1 << 19  # of a table that are looked at, always whole rows
-_LEAST_ROWS = 32
+_LEARN_ELEMENTS = 1 << 19  # of the rows of a cluster that are looked at
 _PSEUDO_COUNTS = 8.0  # of the table's symbols that every column has besides its own
 _DICTIONARY = 255  # the table's symbols that columns choose from, at most
 _COLUMN_CELLS = 1 << 20  # columns * symbols, at most
@@ -39,7 +38,7 @@ class Learned:
 def learn(request: Request) -> PlanesCodebook:
     """The best codebook of scheme planes for a table."""
     return learn_planes(
-        request.few_rows, request.geometry.row_bytes, request.geometry.num_rows, request.geometry.dtype
+        request.host_rows, request.geometry.row_bytes, request.geometry.num_rows, request.geometry.dtype
     ).codebook
 
 
@@ -56,7 +55,7 @@ def learn_planes(
     30 rows, 0.2 from 300.
 
     Args:
-        sample: uint8 [n * row_bytes], whole rows in any order, on the CPU or a GPU, where the work is then done.
+        sample: uint8 [n * row_bytes], whole rows in any order, on the CPU.
         row_bytes: bytes of a row.
         num_rows: rows of the whole table, over which the codebook's own bytes are spread.
         dtype: of the table's elements; it decides where exponents are looked for.
@@ -69,14 +68,8 @@ def learn_planes(
     if sample.numel() == 0:
         raise ValueError("the sample has no row to learn from")
     element_bytes, exponent_bits = _element_of(dtype, row_bytes, element_bytes)
-    rows = sample.view(-1, row_bytes)
-    num_rows, most = max(num_rows, len(rows)), max(_LEAST_ROWS, _LEARN_ELEMENTS * element_bytes // row_bytes)
-    if len(rows) > most:
-        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:most]
-        rows = rows[order.sort().values.to(rows.device)]
-    entries, codec, _ = torch.ops.ibp.learn_planes.default(
-        rows.cpu().reshape(-1), row_bytes, element_bytes, exponent_bits, num_rows
-    )
+    num_rows = max(num_rows, sample.numel() // row_bytes)
+    entries, codec, _ = torch.ops.ibp.learn_planes.default(sample, row_bytes, element_bytes, exponent_bits, num_rows)
     _, _, _, rotate, residual_bits, per_column, listed, default, closed, *digits = codec.tolist()
     digit_bits = tuple(filter(None, digits))
     columns, width = row_bytes // element_bytes, 8 * element_bytes
