@@ -16,7 +16,6 @@ from . import _calibration, _layout, _rows, _schemes
 from ._calibration import Calibration, CoderRates
 from ._schemes import SCHEMES, AnyCodebook, ClusteredCodebook, PlanesCodebook, Request, measure
 
-
 ESTIMATE_MARGIN = 0.98  # a scheme's coded bytes over their estimate, at least (0.985 to 1.03 on the sets of ratio.csv)
 
 

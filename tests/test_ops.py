@@ -89,8 +89,8 @@ def samples():
 
 
 SAMPLES = list(samples())
-NAMES = {"codebook_words", "threshold_bits", "choose_masks", "estimate_masks", "learn_planes", "count_bits", "count_hits",
-         "measure_rows", "index_rows", "survey_rows", "encode_rows", "gather_items", "pack_table", "decode_bytes",
+NAMES = {"codebook_words", "threshold_bits", "choose_masks", "estimate_masks", "learn_planes", "count_bits",
+         "count_hits", "measure_rows", "index_rows", "survey_rows", "encode_rows", "gather_items", "pack_table", "decode_bytes",
          "partition_ids", "select_rows"}  # fmt: skip
 
 

@@ -69,8 +69,8 @@ class Request:
 
     @functools.cached_property
     def host_rows(self) -> torch.Tensor:
-        """Sampled whole rows on the CPU, about 2^19 elements: what the core learns symbols from, and what "auto" compares
-        schemes on."""
+        """Sampled whole rows on the CPU, about 2^19 elements: what the core learns symbols from, and what "auto"
+        compares schemes on."""
         geometry = self.geometry
         if geometry.num_bytes < geometry.row_bytes:
             return self.rows.cpu()
