@@ -20,8 +20,11 @@ from ._config import show_config
 from ._estimation import Estimate, analyze, estimate
 from ._fetch.gather import index_select
 from ._fetch.streaming import decompress, decompress_many
+from ._memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
 from ._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
+from ._segments import SharedHandle
+from ._sharing import open_shared
 from ._table import CorruptTableError
 
 __version__ = _core.version()
@@ -39,6 +42,7 @@ __all__ = [
     "OffloadStats",
     "Offloaded",
     "PlanesCodebook",
+    "SharedHandle",
     "analyze",
     "calibrate",
     "compress",
@@ -52,6 +56,8 @@ __all__ = [
     "index_select",
     "nn",
     "offload",
+    "open_shared",
+    "release_pinned",
     "show_config",
 ]
 

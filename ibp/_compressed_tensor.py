@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import torch
 
-from . import _memory, _torch_functions
+from . import _memory, _numa, _torch_functions
 from ._fetch import gather, indexing, streaming
+from ._segments import Segment, SharedHandle
 from ._staging import to_device
 from ._table import Table
 
@@ -111,8 +115,8 @@ class CompressedTensor(Table):
 
     # ---- where it is ----
 
-    def pin_memory(self) -> CompressedTensor:
-        super().pin_memory()
+    def pin_memory(self, *, numa: _numa.Numa = None) -> CompressedTensor:
+        super().pin_memory(numa=numa)
         return self
 
     pin_memory.__doc__ = Table.pin_memory.__doc__
@@ -174,24 +178,56 @@ class CompressedTensor(Table):
         """A copy of the coded bytes on the same device, not pinned; the codebook is shared."""
         return self._with(torch.clone)
 
-    def share_memory_(self) -> CompressedTensor:
-        """Moves a table in pageable host memory to shared memory, for other processes. Returns self; no-op on a GPU.
+    def share_memory_(self, *, numa: _numa.Numa = None) -> CompressedTensor:
+        """Moves a table in host memory to memory that other processes map, by being forked or by `share`. Returns self;
+        no-op on a GPU, or if it is shared already.
+
+        The bytes are there once, however many processes read them; they end with the last table in them. A pinned
+        table is pinned again where it is now, by each process for itself.
+
+        Args:
+            numa: the NUMA node whose memory is preferred, or a device near whose node; None: the calling thread's.
 
         Raises:
-            RuntimeError: the table is pinned, or `compress_` made it in a tensor's own memory.
+            RuntimeError: `compress_` made the table in a tensor's own memory.
+            TypeError, ValueError: numa is no node and no device of this machine.
         """
-        if self._is_pinned or self._owner is not None:
+        node = _numa.node_of(numa)
+        if self.is_shared():
+            return self
+        if self._owner is not None:
             raise RuntimeError(
-                "a table that is pinned, or in the memory of a tensor that was compressed in place, cannot be shared: "
-                "clone() it first"
+                "a table in the memory of a tensor that was compressed in place cannot be shared: clone() it first"
             )
-        for name in _TENSORS:
-            getattr(self, name).share_memory_()
+        segment, copies = Segment.of({name: getattr(self, name) for name in _TENSORS}, node)
+        segment.pin = self._is_pinned
+        self._move(copies, segment)
         return self
 
     def is_shared(self) -> bool:
         """Whether the rows are in memory that other processes can map."""
-        return self.slots.is_shared() and self.overflow.is_shared()
+        return self.is_cuda or self._segment is not None
+
+    def share(self) -> SharedHandle:
+        """A handle by which other processes open the table with `ibp.open_shared`, without a copy. The table is moved to
+        shared memory first (see `share_memory_`). Queues and arguments of processes of multiprocessing send tables so.
+
+        The handle is plain data, to be sent in any way: by `torch.distributed.broadcast_object_list`, a store or a
+        socket. Any number of processes may open it, for as long as this one lives and has the table. Of a table on a GPU
+        it is CUDA's, made by torch: every handle is for one process, and keeps the memory until it has been opened.
+
+        Raises:
+            RuntimeError: `compress_` made the table in a tensor's own memory.
+        """
+        self.share_memory_()
+        state = self.__getstate__()
+        tensors = {name: state.pop(name) for name in _TENSORS}
+        fields = pickle.dumps(state)
+        segment = self._segment
+        if segment is None:
+            return SharedHandle(os.getpid(), 0, 0, "", False, fields, bytes(ForkingPickler.dumps(tensors)))
+        sizes = pickle.dumps({name: tensor.numel() for name, tensor in tensors.items()})
+        return SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, segment.pin, fields, sizes)
 
     def __copy__(self) -> CompressedTensor:
         return self._with(lambda tensor: tensor)
@@ -213,8 +249,9 @@ class CompressedTensor(Table):
             **moved,
         )
         # The memory's owner, and what pins it, live as long as any table in it.
-        if made.slots.data_ptr() == self.slots.data_ptr():
+        if any(moved[name].numel() and moved[name].data_ptr() == getattr(self, name).data_ptr() for name in _TENSORS):
             made._owner, made._pinned_range = self._owner, self._pinned_range
+            made._move({}, self._segment)
         return made
 
     # ---- what can be asked of it ----

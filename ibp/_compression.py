@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from . import _core, _layout, _memory, _ops, _rows, _staging
+from . import _core, _layout, _memory, _numa, _ops, _rows, _staging
 from ._arguments import whole_number
 from ._choice import learn
 from ._compressed_tensor import CompressedTensor
@@ -29,6 +29,7 @@ def compress(
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
     pin_memory: bool | None = None,
+    numa: _numa.Numa = None,
     progress: bool = False,
 ) -> CompressedTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
@@ -57,7 +58,9 @@ def compress(
         row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is
             not 1-D, else 4,096 bytes of the flat tensor.
         device: where analysis and compression run. None: x's GPU, else the current GPU if there is one, else the CPU.
-        pin_memory: whether a table in host memory is pinned, at exactly its size. None: if there is a CUDA device.
+        pin_memory: whether a table in host memory is pinned, at its size. None: if there is a CUDA device.
+        numa: the NUMA node whose memory is preferred for a pinned table, or a device near whose node; None: the calling
+            thread's.
         progress: show progress bars.
 
     Raises:
@@ -68,18 +71,18 @@ def compress(
     """
     _rows.check_tensor(x)
     learning = _Learning.of(scheme, chunk_bytes, tau, sample, clusters, codebook)
-    pin = _wants_pinning(x, pin_memory)
+    pin, node = _wants_pinning(x, pin_memory), _numa.node_of(numa)
     geometry = _geometry(x, row_bytes, codebook)
     slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
     worker = _rows.working_device(x, device)
     data = _rows.bytes_of(x)
     coding = learning.coding_of(data, geometry, worker, slot_bytes, progress)
     if coding is None:
-        slots = _memory.empty(geometry.num_bytes, data.device, pin).copy_(data)
+        slots = _memory.empty(geometry.num_bytes, data.device, pin, node).copy_(data)
         return _table(geometry, "raw", geometry.row_bytes, slots, None, None)
     if slot_bytes is None:
         slot_bytes = _layout.choose_slot_bytes(coding.survey, geometry)
-    return _encode(data, geometry, coding, slot_bytes, worker, pin, progress)
+    return _encode(data, geometry, coding, slot_bytes, worker, pin, node, progress)
 
 
 def compress_(
@@ -287,12 +290,13 @@ def _encode(
     slot_bytes: int,
     worker: torch.device,
     pin: bool,
+    node: int,
     progress: bool,
 ) -> CompressedTensor:
     codebook, lengths, survey = coding.codebook, coding.lengths, coding.survey
-    slots = _memory.empty(_layout.slots_size(geometry, slot_bytes), data.device, pin)
+    slots = _memory.empty(_layout.slots_size(geometry, slot_bytes), data.device, pin, node)
     overflow = _memory.empty(
-        survey.overflow_bytes(slot_bytes) if slot_bytes < geometry.row_bytes else 0, data.device, pin
+        survey.overflow_bytes(slot_bytes) if slot_bytes < geometry.row_bytes else 0, data.device, pin, node
     )
     bases = (
         _layout.index_rows(lengths, geometry, slot_bytes)

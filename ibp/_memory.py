@@ -5,23 +5,57 @@ from __future__ import annotations
 import torch
 
 from . import _core, _ops
+from ._arguments import whole_number
 
 
-def empty(num_bytes: int, device: torch.device, pin: bool) -> torch.Tensor:
-    """Uninitialised uint8 tensor; pinned memory of exactly this size where pin is set (torch's own allocator
-    rounds up to a power of two)."""
+def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> torch.Tensor:
+    """Uninitialised uint8 tensor; pinned memory where pin is set, of this size and not rounded up to a power of two as
+    by torch's own allocator, on a NUMA node (negative: the caller's) where the system can."""
     if not pin or num_bytes == 0:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if torch.cuda.is_available():
         torch.cuda.init()  # before that, torch takes no memory for pinned
-    return torch.frombuffer(_core.PinnedBuffer(num_bytes), dtype=torch.uint8)
+    buffer = _core.PinnedBuffer(num_bytes, node)
+    if buffer.is_used:
+        _wait_for_gpus()
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+def _wait_for_gpus() -> None:
+    """Waits for all work that this process has on GPUs, on whichever streams."""
+    for index in range(torch.cuda.device_count()):
+        if torch._C._cuda_hasPrimaryContext(index):
+            torch.cuda.synchronize(index)
+
+
+def release_pinned(limit_bytes: int | None = None) -> int:
+    """Gives pinned memory that no table uses any more back to the system.
+
+    To pin memory takes longer than to fill it, so that what tables leave is kept for the next ones, pinned: at most 4
+    GiB, or an eighth of the machine's memory where that is less. A new table takes what is kept if that is at most an
+    eighth larger than what it needs, on the same NUMA node, once all GPUs are done with their work so far.
+
+    Args:
+        limit_bytes: how much may be kept from now on, at least 0; 0 turns it off. None: as before.
+
+    Returns:
+        Bytes given back.
+
+    Raises:
+        TypeError, ValueError: limit_bytes is no number of bytes.
+    """
+    limit = None if limit_bytes is None else whole_number("limit_bytes", limit_bytes, 0, 2**63 - 1)
+    freed = _core.release_pinned()
+    if limit is not None:
+        _core.set_pinned_limit(limit)
+    return freed
+
+
+def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
     """The tensor itself if it is pinned or empty, else a pinned copy of a CPU tensor."""
     if tensor.numel() == 0 or tensor.is_pinned():
         return tensor
-    pinned = empty(tensor.numel() * tensor.element_size(), tensor.device, pin=True)
+    pinned = empty(tensor.numel() * tensor.element_size(), tensor.device, pin=True, node=node)
     return pinned.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import _core, _layout, _memory
+from . import _core, _layout, _memory, _numa
 from ._rows import DTYPES, Geometry
+from ._segments import Segment
 from ._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
@@ -87,6 +88,7 @@ class Table:
         self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see _fault_on
         self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made by compress_
         self._pinned_range: object = None
+        self._segment: Segment | None = None  # the memory that is shared with other processes
         self._refresh()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -163,25 +165,39 @@ class Table:
         """Whether GPUs can fetch rows from the table's host memory themselves."""
         return self._is_pinned
 
-    def pin_memory(self):
-        """Moves the rows to pinned host memory of exactly their size, so that GPUs fetch them by themselves. Returns
-        the table itself.
+    def pin_memory(self, *, numa: _numa.Numa = None):
+        """Moves the rows to pinned host memory, so that GPUs fetch them by themselves. Returns the table itself.
 
         torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by
-        `compress_` is pinned where it is. No-op if already pinned or on a GPU.
+        `compress_`, and one that is shared with other processes, is pinned where it is, the latter for this process.
+        No-op if already pinned or on a GPU.
+
+        Args:
+            numa: the NUMA node whose memory is preferred, or a device near whose node; None: the calling thread's.
 
         Raises:
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
+            TypeError, ValueError: numa is no node and no device of this machine.
         """
-        if self._is_pinned or self.device.type != "cpu":
+        node = _numa.node_of(numa)
+        if self.device.type != "cpu":
             return self
-        if self._owner is not None:
+        if self._segment is not None:
+            self._segment.pin_here()
+        elif self._is_pinned:
+            return self
+        elif self._owner is not None:
             data = self.slots
             self._pinned_range = _core.PinnedRange(data, data.data_ptr(), data.numel()) if data.numel() else None
         else:
-            vars(self).update(slots=_memory.to_pinned(self.slots), overflow=_memory.to_pinned(self.overflow))
+            self._move({name: _memory.to_pinned(getattr(self, name), node) for name in ("slots", "overflow")})
         self._refresh()
         return self
+
+    def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | None = None) -> None:
+        """Takes tensors of the same bytes in other memory. segment: what they are in, if it is shared."""
+        vars(self).update(tensors, _segment=segment)
+        self._refresh()
 
     # ---- pickling ----
 
@@ -222,9 +238,13 @@ class Table:
         self._stored_bytes = self._link_bytes = None
         self._places.clear()
         self._ready.clear()
+        if self._segment is not None:
+            self._is_pinned = self._segment.pin and torch.cuda.is_available()
+            return
         held = [tensor for tensor in (self.slots, self.overflow) if tensor.numel()]
+        # Where torch has not begun to use CUDA nothing is pinned; to ask for devices would keep children from using it.
         self._is_pinned = (
-            self.device.type == "cpu" and torch.cuda.is_available() and all(tensor.is_pinned() for tensor in held)
+            self.device.type == "cpu" and torch.cuda.is_initialized() and all(tensor.is_pinned() for tensor in held)
         )
 
     def _arguments(self, device: torch.device) -> tuple:
@@ -235,6 +255,9 @@ class Table:
         _refuse_capture(device)
         slots, overflow = self.slots, self.overflow
         if device != self.device:
+            if self._segment is not None:
+                with torch.cuda.device(device):
+                    self._segment.pin_here()
             slots, overflow = _memory.device_view(slots, device), _memory.device_view(overflow, device)
         codec, words = self._coding(device)
         place = (

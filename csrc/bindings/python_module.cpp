@@ -3,6 +3,7 @@
 #include "ibp_cuda.h"
 
 #include "../core/format.h"
+#include "host_memory.h"
 #include "ready_table.h"
 
 #include <pybind11/pybind11.h>
@@ -16,16 +17,8 @@ namespace py = pybind11;
 
 namespace {
 
+using ibp::check;
 using ibp_python::ReadyTable;
-
-void check(ibp_status status)
-{
-    if (status == IBP_OK) return;
-    std::string message = ibp_status_string(status);
-    if (status == IBP_CUDA_ERROR) message += std::string(": ") + ibp_cuda_last_error();
-    if (status == IBP_CUDA_ERROR || status == IBP_NO_CUDA) throw std::runtime_error(message);
-    throw py::value_error(message);
-}
 
 std::vector<uint8_t> bytes_of(const py::buffer &buffer)
 {
@@ -137,51 +130,6 @@ class PlanesCodec : public RowCodec {
     std::vector<uint8_t> entries_;
 };
 
-// Pinned host memory of its own, exactly as large as asked for. A writable buffer, so that torch.frombuffer keeps it
-// alive.
-class PinnedBuffer {
-  public:
-    explicit PinnedBuffer(size_t num_bytes) : num_bytes_(num_bytes)
-    {
-        const py::gil_scoped_release release;
-        check_without_gil(ibp_cuda_alloc_pinned(num_bytes, &data_));
-    }
-    PinnedBuffer(const PinnedBuffer &) = delete;
-    PinnedBuffer &operator=(const PinnedBuffer &) = delete;
-    ~PinnedBuffer() { ibp_cuda_free_pinned(data_, num_bytes_); }
-
-    py::buffer_info buffer() const { return {static_cast<uint8_t *>(data_), static_cast<py::ssize_t>(num_bytes_)}; }
-
-    static void check_without_gil(ibp_status status)
-    {
-        if (status == IBP_OK) return;
-        const py::gil_scoped_acquire acquire;
-        check(status);
-    }
-
-  private:
-    void *data_ = nullptr;
-    size_t num_bytes_;
-};
-
-// Pins memory where it is; the owner is kept alive until it is unpinned.
-class PinnedRange {
-  public:
-    PinnedRange(py::object owner, uintptr_t address, size_t num_bytes)
-        : owner_(std::move(owner)), data_(reinterpret_cast<void *>(address))
-    {
-        const py::gil_scoped_release release;
-        PinnedBuffer::check_without_gil(ibp_cuda_register_pinned(data_, num_bytes));
-    }
-    PinnedRange(const PinnedRange &) = delete;
-    PinnedRange &operator=(const PinnedRange &) = delete;
-    ~PinnedRange() { ibp_cuda_unregister_pinned(data_); }
-
-  private:
-    py::object owner_;
-    void *data_;
-};
-
 // What DLPack's C interface hands an array over with (struct DLManagedTensor of dlpack.h, version 0.8).
 struct DLManagedTensor {
     struct {
@@ -243,7 +191,7 @@ class Streamer {
     Streamer()
     {
         const py::gil_scoped_release release;
-        PinnedBuffer::check_without_gil(ibp_cuda_create_streamer(&streamer_));
+        ibp::check_without_gil(ibp_cuda_create_streamer(&streamer_));
     }
     Streamer(const Streamer &) = delete;
     Streamer &operator=(const Streamer &) = delete;
@@ -311,12 +259,35 @@ PYBIND11_MODULE(_core, m)
              py::arg("digit_bits"), py::arg("per_column"), py::arg("listed"), py::arg("default"), py::arg("closed"),
              py::arg("entries"));
 
-    py::class_<PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
-        .def(py::init<size_t>(), py::arg("num_bytes"))
-        .def_buffer([](PinnedBuffer &self) { return self.buffer(); });
+    py::class_<ibp::PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
+        .def(py::init<size_t, int>(), py::arg("num_bytes"), py::arg("node") = -1)
+        .def_property_readonly("is_used", &ibp::PinnedBuffer::is_used,
+                               "Whether GPUs may still read what the memory held before.")
+        .def_buffer([](ibp::PinnedBuffer &self) { return self.buffer(); });
+    m.def(
+        "release_pinned", [](size_t most_bytes) { return ibp::PinnedPool::of_process().release(most_bytes); },
+        py::arg("most_bytes") = 0, py::call_guard<py::gil_scoped_release>(),
+        "Frees pinned memory that is kept for its next user until at most most_bytes are left; returns the bytes "
+        "freed.");
+    m.def(
+        "kept_pinned_bytes", [] { return ibp::PinnedPool::of_process().kept_bytes(); },
+        "Bytes of pinned memory that are kept for their next user.");
+    m.def(
+        "pinned_limit", [] { return ibp::PinnedPool::of_process().limit(); }, "The most bytes that are kept so.");
+    m.def(
+        "set_pinned_limit", [](size_t limit) { ibp::PinnedPool::of_process().set_limit(limit); }, py::arg("limit"),
+        py::call_guard<py::gil_scoped_release>());
 
-    py::class_<PinnedRange>(m, "PinnedRange", "Pins the memory of an object while this one lives.")
+    py::class_<ibp::PinnedRange>(m, "PinnedRange", "Pins the memory of an object while this one lives.")
         .def(py::init<py::object, uintptr_t, size_t>(), py::arg("owner"), py::arg("address"), py::arg("num_bytes"));
+
+    py::class_<ibp::SharedPages>(m, "SharedPages", py::buffer_protocol(),
+                                 "The memory of a file descriptor, shared by all processes that map it.")
+        .def(py::init<int, size_t, bool, int>(), py::arg("file"), py::arg("num_bytes"), py::arg("is_new") = false,
+             py::arg("node") = -1)
+        .def_property_readonly("is_pinned", &ibp::SharedPages::is_pinned)
+        .def("pin", &ibp::SharedPages::pin, "Pins the memory for this process, unless it is already.")
+        .def_buffer([](ibp::SharedPages &self) { return self.buffer(); });
 
     m.def("map_pinned", &map_pinned, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
           "DLPack capsule of pinned memory as bytes of the current CUDA device, whose index is device; keeps its owner "

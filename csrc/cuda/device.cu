@@ -1,15 +1,10 @@
 // device.cu - devices, errors, launch sizes and pinned memory.
 #include "launch.cuh"
-
-#include <sys/mman.h>
-#include <unistd.h>
+#include "pages.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 namespace ibp {
 
@@ -116,26 +111,6 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block
     return allow_shared(kernel, limits);
 }
 
-// Writes to each page of new memory, so that there is one: by several threads, a share of at least 32 MiB each.
-static void touch_pages(uint8_t *pages, size_t num_bytes)
-{
-    const size_t page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE)), least_share = size_t{32} << 20;
-    const size_t num_threads = std::max<size_t>(
-                     1, std::min<size_t>(std::thread::hardware_concurrency(), num_bytes / least_share)),
-                 share = (num_bytes / num_threads / page_bytes + 1) * page_bytes;
-    const auto touch = [=](size_t from) {
-        for (size_t at = from; at < std::min(from + share, num_bytes); at += page_bytes) pages[at] = 0;
-    };
-    std::vector<std::thread> threads;
-    size_t from = share;
-    try {
-        for (; from < num_bytes; from += share) threads.emplace_back(touch, from);
-    } catch (const std::system_error &) { // no more threads: registering makes the other pages
-    }
-    touch(0);
-    for (std::thread &thread : threads) thread.join();
-}
-
 } // namespace ibp
 
 extern "C" {
@@ -154,15 +129,14 @@ const char *ibp_cuda_last_error(void) { return ibp::last_error; }
 
 // The system's own pages, as huge as it has them, written by all processors and then registered: 20 to 27 GB/s on the
 // host of an H200 with 16 processors, where cudaHostAlloc does 1.5 to 2.9.
-ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host)
+ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host)
 {
     if (host == nullptr) return IBP_INVALID_ARGUMENT;
     *host = nullptr;
     if (num_bytes == 0) return IBP_OK;
     void *const pages = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (pages == MAP_FAILED) return ibp::check_cuda(cudaErrorMemoryAllocation);
-    madvise(pages, num_bytes, MADV_HUGEPAGE); // without them it is slower, no more
-    ibp::touch_pages(static_cast<uint8_t *>(pages), num_bytes);
+    ibp::make_pages(pages, num_bytes, node);
     const ibp_status status = ibp_cuda_register_pinned(pages, num_bytes);
     if (status == IBP_OK)
         *host = pages;

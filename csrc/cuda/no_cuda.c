@@ -101,9 +101,9 @@ ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host)
+ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host)
 {
-    (void)num_bytes;
+    (void)num_bytes, (void)node;
     *host = 0;
     return IBP_NO_CUDA;
 }

@@ -121,8 +121,9 @@ IBP_API ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table
 /* ---- pinned memory ----------------------------------------------------------------------------------------------- */
 
 /* Pinned host memory of exactly num_bytes (no rounding to a power of two), zeroed; mapped into the address spaces of
- * all devices, whichever is current now, and pinned for all (portable). */
-IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, void **host);
+ * all devices, whichever is current now, and pinned for all (portable). node: the NUMA node whose memory is preferred;
+ * negative: that of the calling thread. Where the system refuses, or the node is full, pages are elsewhere. */
+IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host);
 /* What ibp_cuda_alloc_pinned gave, with the same num_bytes. */
 IBP_API ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes);
 /* Pins memory that the caller owns, where it is, until it is unregistered; mapped and portable as above. num_bytes >

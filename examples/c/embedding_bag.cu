@@ -110,7 +110,7 @@ int main()
           "ibp_index_rows");
     table.lengths = lengths.data(), table.bases = bases.data();
     void *pinned, *mapped;
-    check(ibp_cuda_alloc_pinned(static_cast<size_t>(table.overflow_bytes), &pinned), "ibp_cuda_alloc_pinned");
+    check(ibp_cuda_alloc_pinned(static_cast<size_t>(table.overflow_bytes), -1, &pinned), "ibp_cuda_alloc_pinned");
     check(ibp_cuda_map_pinned(pinned, &mapped), "ibp_cuda_map_pinned");
     ibp_fault fault{};
     check(ibp_encode_rows(&table, bytes, 0, kRows, nullptr, static_cast<uint8_t *>(pinned), scratch.data(),

@@ -46,7 +46,7 @@ struct Pinned {
     explicit Pinned(int64_t num_bytes)
     {
         if (num_bytes == 0) return;
-        check(ibp_cuda_alloc_pinned(static_cast<size_t>(num_bytes), &host), "ibp_cuda_alloc_pinned");
+        check(ibp_cuda_alloc_pinned(static_cast<size_t>(num_bytes), -1, &host), "ibp_cuda_alloc_pinned");
         check(ibp_cuda_map_pinned(host, &device), "ibp_cuda_map_pinned");
     }
     uint8_t *bytes() const { return static_cast<uint8_t *>(host); }

@@ -126,7 +126,7 @@ void test_no_cuda(void)
         ibp_cuda_begin_stream(streamer, &byte, 1),
         ibp_cuda_stream_bytes(streamer, &table, NULL, 0, 0, true, &byte, &fault, 0, NULL),
         ibp_cuda_partition_ids(&ids, 1, 0, &byte, &byte, &position, NULL),
-        ibp_cuda_alloc_pinned(1, &pointer),
+        ibp_cuda_alloc_pinned(1, -1, &pointer),
         ibp_cuda_free_pinned(&byte, 1),
         ibp_cuda_register_pinned(&byte, 1),
         ibp_cuda_unregister_pinned(&byte),

@@ -1,0 +1,133 @@
+// host_memory.h - memory of the host as Python objects: pinned, pinned where it is, and shared between processes.
+#ifndef IBP_HOST_MEMORY_H
+#define IBP_HOST_MEMORY_H
+
+#include "pinned_pool.h"
+
+#include <pybind11/pybind11.h>
+
+#include <cerrno>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace ibp {
+
+namespace py = pybind11;
+
+inline void check(ibp_status status)
+{
+    if (status == IBP_OK) return;
+    std::string message = ibp_status_string(status);
+    if (status == IBP_CUDA_ERROR) message += std::string(": ") + ibp_cuda_last_error();
+    if (status == IBP_CUDA_ERROR || status == IBP_NO_CUDA) throw std::runtime_error(message);
+    throw py::value_error(message);
+}
+inline void check_without_gil(ibp_status status)
+{
+    if (status == IBP_OK) return;
+    const py::gil_scoped_acquire acquire;
+    check(status);
+}
+
+inline py::buffer_info bytes_at(void *data, size_t num_bytes)
+{
+    return {static_cast<uint8_t *>(data), static_cast<py::ssize_t>(num_bytes)};
+}
+
+// Pinned host memory of its own, exactly as large as asked for. A writable buffer, so that torch.frombuffer keeps it
+// alive.
+class PinnedBuffer {
+  public:
+    PinnedBuffer(size_t num_bytes, int node) : num_bytes_(num_bytes)
+    {
+        const py::gil_scoped_release release;
+        if (num_bytes == 0) return;
+        check_without_gil(
+            PinnedPool::of_process().take(num_bytes, node < 0 ? node_of_caller() : node, &block_, &is_used_));
+    }
+    PinnedBuffer(const PinnedBuffer &) = delete;
+    PinnedBuffer &operator=(const PinnedBuffer &) = delete;
+    ~PinnedBuffer()
+    {
+        if (block_.data) PinnedPool::of_process().give(block_);
+    }
+
+    // Whether GPUs may still read what it held before.
+    bool is_used() const { return is_used_; }
+    py::buffer_info buffer() const { return bytes_at(block_.data, num_bytes_); }
+
+  private:
+    PinnedBlock block_{};
+    size_t num_bytes_;
+    bool is_used_ = false;
+};
+
+// Pins memory where it is; the owner is kept alive until it is unpinned.
+class PinnedRange {
+  public:
+    PinnedRange(py::object owner, uintptr_t address, size_t num_bytes)
+        : owner_(std::move(owner)), data_(reinterpret_cast<void *>(address)), process_(getpid())
+    {
+        const py::gil_scoped_release release;
+        check_without_gil(ibp_cuda_register_pinned(data_, num_bytes));
+    }
+    PinnedRange(const PinnedRange &) = delete;
+    PinnedRange &operator=(const PinnedRange &) = delete;
+    ~PinnedRange()
+    {
+        if (process_ == getpid()) ibp_cuda_unregister_pinned(data_);
+    }
+
+  private:
+    py::object owner_;
+    void *data_;
+    pid_t process_;
+};
+
+// The memory that a file descriptor stands for, as all processes that map it see it. Pinned for this process when it
+// asks for that, until the memory is unmapped here.
+class SharedPages {
+  public:
+    // is_new: nobody has written to it yet; its pages are made here, on a node (negative: that of the caller).
+    SharedPages(int file, size_t num_bytes, bool is_new, int node) : num_bytes_(num_bytes)
+    {
+        const py::gil_scoped_release release;
+        data_ = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+        if (data_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "shared memory");
+        if (is_new) make_pages(data_, num_bytes, node);
+    }
+    SharedPages(const SharedPages &) = delete;
+    SharedPages &operator=(const SharedPages &) = delete;
+    ~SharedPages()
+    {
+        if (is_pinned()) ibp_cuda_unregister_pinned(data_);
+        munmap(data_, num_bytes_);
+    }
+
+    bool is_pinned() const { return pinned_in_ == getpid(); }
+
+    // Once a process, and not yet in a child of the one that has.
+    void pin()
+    {
+        const py::gil_scoped_release release;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (is_pinned()) return;
+        check_without_gil(ibp_cuda_register_pinned(data_, num_bytes_));
+        pinned_in_ = getpid();
+    }
+
+    py::buffer_info buffer() const { return bytes_at(data_, num_bytes_); }
+
+  private:
+    void *data_ = nullptr;
+    size_t num_bytes_;
+    std::mutex mutex_;
+    pid_t pinned_in_ = 0;
+};
+
+} // namespace ibp
+
+#endif

@@ -1,0 +1,62 @@
+"""Tables opened from what other processes share, and sent to them by multiprocessing."""
+
+from __future__ import annotations
+
+import pickle
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import Any
+
+import torch.multiprocessing  # noqa: F401 - teaches multiprocessing to send tensors
+
+from ._compressed_tensor import CompressedTensor
+from ._segments import Segment, SharedHandle
+
+
+def open_shared(handle: SharedHandle, *, pin_memory: bool | None = None) -> CompressedTensor:
+    """The table that another process shares: its memory, mapped here, not a copy.
+
+    Several calls in a process map the memory once. Where GPUs fetch rows from it, a process pins it for itself, once,
+    when it first uses a GPU for it or calls `pin_memory`.
+
+    Args:
+        handle: from `table.share()` of a process of this machine, of the same user and in the same container, that
+            lives and has the table. A handle of a table on a GPU is opened once, and in another process.
+        pin_memory: whether GPUs fetch rows from the memory themselves; None: as in the process that shares it.
+
+    Raises:
+        TypeError: handle is none.
+        RuntimeError: the memory cannot be opened.
+    """
+    if not isinstance(handle, SharedHandle):
+        raise TypeError(f"handle is a {type(handle).__name__}; wanted what table.share() returns")
+    return _opened(handle, None, handle._pin if pin_memory is None else bool(pin_memory))
+
+
+def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTensor:
+    state: dict[str, Any] = {**pickle.loads(handle._fields), **pickle.loads(handle._tensors)}
+    table = CompressedTensor.__new__(CompressedTensor)
+    if handle.num_bytes == 0:
+        table.__setstate__(state)
+        return table
+    segment = Segment.opened(handle, file)
+    segment.pin = segment.pin or pin
+    tensors = segment.tensors(state)
+    table.__setstate__({**state, **tensors})
+    table._move(tensors, segment)
+    return table
+
+
+def _received(handle: SharedHandle, file: Any) -> CompressedTensor:
+    return _opened(handle, file.detach() if file is not None else None, handle._pin)
+
+
+def _reduced(table: CompressedTensor) -> Any:
+    """How multiprocessing sends a table: what can be shared is, as torch does for tensors; of others the bytes. The
+    receiver is given the memory itself, so that it is there also where the sender no longer has the table."""
+    if table._owner is not None:
+        return table.__reduce_ex__(2)
+    handle = table.share()
+    return _received, (handle, DupFd(handle._file) if handle.num_bytes else None)
+
+
+ForkingPickler.register(CompressedTensor, _reduced)
