@@ -209,12 +209,14 @@ class CompressedTensor(Table):
         return self.is_cuda or self._segment is not None
 
     def share(self) -> SharedHandle:
-        """A handle by which other processes open the table with `ibp.open_shared`, without a copy. The table is moved to
-        shared memory first (see `share_memory_`). Queues and arguments of processes of multiprocessing send tables so.
+        """A handle by which other processes open the table with `ibp.open_shared`, without a copy.
+
+        The table is moved to shared memory first (see `share_memory_`). Multiprocessing's queues and arguments of
+        processes send tables so.
 
         The handle is plain data, to be sent in any way: by `torch.distributed.broadcast_object_list`, a store or a
-        socket. Any number of processes may open it, for as long as this one lives and has the table. Of a table on a GPU
-        it is CUDA's, made by torch: every handle is for one process, and keeps the memory until it has been opened.
+        socket. Any number of processes may open it, for as long as this one lives and has the table. Of a table on a
+        GPU it is CUDA's, made by torch: every handle is for one process, and keeps the memory until it has been opened.
 
         Raises:
             RuntimeError: `compress_` made the table in a tensor's own memory.

@@ -24,7 +24,7 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
 def _wait_for_gpus() -> None:
     """Waits for all work that this process has on GPUs, on whichever streams."""
     for index in range(torch.cuda.device_count()):
-        if torch._C._cuda_hasPrimaryContext(index):
+        if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
             torch.cuda.synchronize(index)
 
 

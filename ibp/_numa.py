@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def online_nodes() -> set[int]:
 
 def node_of_gpu(device: torch.device) -> int:
     """The node that a GPU is near; CALLERS_NODE where the system does not say."""
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:
         node = int((_PCI_DEVICES / address / "numa_node").read_text())

@@ -15,8 +15,8 @@ import torch
 
 from . import _core, _layout, _memory, _numa
 from ._rows import DTYPES, Geometry
-from ._segments import Segment
 from ._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
+from ._segments import Segment
 
 _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 _CPU = torch.device("cpu")
@@ -165,7 +165,7 @@ class Table:
         """Whether GPUs can fetch rows from the table's host memory themselves."""
         return self._is_pinned
 
-    def pin_memory(self, *, numa: _numa.Numa = None):
+    def pin_memory(self, *, numa: _numa.Numa = None) -> Table:
         """Moves the rows to pinned host memory, so that GPUs fetch them by themselves. Returns the table itself.
 
         torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by

@@ -643,8 +643,6 @@ def test_show_config(capsys):
 def test_manners_on_a_gpu(cuda, x):
     table = ibp.compress(x, pin_memory=True)
     assert table.is_pinned() and table.pin_memory() is table and not table.is_cuda and not table.clone().is_pinned()
-    with pytest.raises(RuntimeError, match="pinned"):
-        table.share_memory_()
     for near in (
         table.cuda(),
         table.to("cuda"),
