@@ -6,7 +6,7 @@ else an H200's on PCIe 5 x16.
 
 import torch
 
-from ibp import _calibration
+from ibp import _calibration, _layout
 
 SECTOR_BYTES = 32
 MACHINE = _calibration.in_force(torch.device("cpu"))  # of the current GPU, where there is one
@@ -25,8 +25,8 @@ def sectors_of_range(start, num_bytes):
 
 
 def stored_row_bytes(table):
-    """Bytes of every row as stored: its entry of `lengths`, or all its bytes where that is 0 or there is none. int64,
-    on the table's device.
+    """Bytes of every row as stored: its entry of `lengths`, all its bytes where that is 0 or there is none, and none of
+    a default row's. int64, on the table's device.
     """
     original = original_bytes(table)
     valid = torch.full((table.num_rows,), table.row_bytes, dtype=torch.int64, device=table.slots.device)
@@ -34,8 +34,7 @@ def stored_row_bytes(table):
         valid[-1] = original - (table.num_rows - 1) * table.row_bytes
     if table.lengths is None or table.lengths.numel() == 0:
         return valid
-    lengths = table.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
-    return torch.where(lengths > 0, lengths, valid)
+    return _layout.stored_sizes(table.lengths, table.row_bytes, valid)
 
 
 def original_bytes(table):

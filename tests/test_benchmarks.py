@@ -101,6 +101,12 @@ def test_raw_table_reads_whole_rows():
     assert ideal.row_sectors(table).tolist() == [2, 2, 1]
 
 
+def test_a_default_row_reads_nothing():
+    table, _ = make_table([10, 64, 0], num_rows=3, row_bytes=64, slot_bytes=64)
+    assert ideal.stored_row_bytes(table).tolist() == [10, 0, 64]
+    assert ideal.row_sectors(table).tolist() == [1, 0, 2]
+
+
 def test_ideal_rates():
     sectors = torch.full((1000,), 16)  # rows of 512 B, raw: the link's rate, whatever a memset does
     assert ideal.gather_gbps(512_000, sectors, 4000) == pytest.approx(51.4)
