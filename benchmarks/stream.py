@@ -113,7 +113,11 @@ def measure_tables(cell, codebook, layout):
     name = f"{codebook.scheme} {layout}"
     moved_bytes = sum(table.slots.numel() + table.overflow.numel() for table in tables) / len(tables)
     same = {"moved_bytes": moved_bytes, "savings": tables[0].savings, "table": tables[0]}
-    chosen = streaming.sms_at_link_rate(cell.num_bytes, int(moved_bytes)) if cell.run.on_gpu else None
+    chosen = (
+        streaming.sms_at_link_rate(tables[0], cell.run.device, cell.num_bytes, int(moved_bytes))
+        if cell.run.on_gpu
+        else None
+    )
     path = "copy" if cell.run.on_gpu else None
     for sms in {FEW_SMS: FEW_SMS, FEWEST_SMS: FEWEST_SMS, chosen: None}.values() if cell.run.on_gpu else (None,):
         each = [

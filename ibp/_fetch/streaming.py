@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import _calibration, _core
+from .._calibration import FEW_SMS
+from .._choice import coder_rates
 from .._rows import bytes_of
 from .._table import Table
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
 from .paths import Path, choose, named
 
 _RING_BYTES = 32 << 20  # staging buffers on the GPU, taken from torch's allocator for the time of a call
-_SMS_AT_LINK_RATE = 5  # times original over stored bytes: they decode faster than the copy engine brings the rows
+_SPARE_SMS = 1.75  # times those that decode at the rate of the copy engine: chunks begin late, and end unevenly
 
 
 def decompress(
@@ -40,7 +43,7 @@ def decompress(
         out: contiguous tensor of x's shape and dtype to write to.
         check: as in `index_select`.
         max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "copy" no more than
-            keep up with the link (8 where a third is saved).
+            keep up with the link (8 on an H200 for floats of which a third is saved).
         path: how rows come from pinned host memory to a GPU; None chooses by the size. All give the same bits.
             "copy": the copy engine moves them into the ring. The fastest on a GPU that has multiprocessors free; beside
                 kernels that keep all of them busy, every chunk waits for some.
@@ -281,9 +284,12 @@ def _run(job: _Job, decoder: Decoder, sms: int) -> torch.Tensor:
     )
 
 
-def sms_at_link_rate(num_bytes: int, stored_bytes: int) -> int:
-    """SMs that decode num_bytes faster than the copy engine brings the stored bytes."""
-    return -(-_SMS_AT_LINK_RATE * num_bytes // max(1, stored_bytes))
+def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
+    """SMs of a device that decode num_bytes of a table faster than the copy engine brings their stored bytes."""
+    machine = _calibration.in_force(device)
+    rates = machine.pairs if table.codebook is None else coder_rates(table.codebook, machine)
+    brought_gbps = machine.copy_in_gbps * num_bytes / max(1, stored_bytes)
+    return math.ceil(_SPARE_SMS * FEW_SMS * brought_gbps / rates.few_decode_gbps)
 
 
 _idle_streamers: dict[
@@ -320,7 +326,7 @@ class TensorStream(Decoder):
         stored_bytes = table.resident_bytes * (end - start) // max(1, table.original_bytes)
         return (
             (*table._arguments(worker), table.bases, start, end, self._streamer.address),
-            (sms or sms_at_link_rate(end - start, stored_bytes), self._ring, bytes_of(out), fault),
+            (sms or sms_at_link_rate(table, worker, end - start, stored_bytes), self._ring, bytes_of(out), fault),
         )
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
