@@ -65,6 +65,11 @@ class PinnedBuffer:
 class PinnedRange:
     def __init__(self, owner: object, address: SupportsIndex, num_bytes: SupportsIndex) -> None: ...
 
+class Stager:
+    def __init__(self, pinned: SupportsIndex, near: SupportsIndex, ring_bytes: SupportsIndex, kept: object) -> None: ...
+    @property
+    def address(self) -> int: ...
+
 class ReadyTable:
     def __init__(
         self,

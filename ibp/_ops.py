@@ -24,8 +24,9 @@ the tensors' device, without allocating or synchronising where they write to giv
 current. `stream_bytes` is decode_bytes from pinned host memory by the copy engine, through `ring` on the device;
 `host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that device. Pinned host
 memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
-`pack_table` writes a table as the struct ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and
-kernels over many tables take.
+`stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it sees them;
+`stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as the struct ibp_table
+of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
 """
 
 from pathlib import Path
@@ -67,6 +68,10 @@ _lib.define(
     f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, "
     "int max_sms, Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()"
 )
+_lib.define(
+    f"stage_items({_READ}, Tensor host_slots, Tensor ids, int stager, int max_sms, Tensor(a!) out, Tensor(b!) fault) "
+    "-> ()"
+)
 _lib.define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
 _lib.define(
     f"select_rows({_READ}, Tensor ids, int first, "
@@ -91,7 +96,7 @@ def _fake(name):
     def register(function):
         def fake(*args, **kwargs):
             given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            given = [value for position, value in enumerate(given) if position != _ON_THE_CPU.get(name)]
+            given = [value for position, value in enumerate(given) if position not in _ON_THE_CPU.get(name, ())]
             if any(tensor.device != given[0].device for tensor in given):
                 where = sorted({str(tensor.device) for tensor in given})
                 raise RuntimeError(f"ibp: the tensors given to {name} must be on one device; they are on {where}")
@@ -103,7 +108,7 @@ def _fake(name):
 
 
 _MOST_ENTRIES, _PLANES_FIELDS = 60, 13  # of a codebook of scheme planes
-_ON_THE_CPU = {"stream_bytes": 5, "pack_table": 5}  # which tensor always is: host_bases, packed
+_ON_THE_CPU = {"stream_bytes": (5,), "pack_table": (5,), "stage_items": (5, 6)}  # tensors that always are
 
 
 @_fake("codebook_words")
@@ -169,7 +174,15 @@ def _writes_only(*args, **options):
     return None
 
 
-for _name in ("encode_rows", "gather_items", "pack_table", "decode_bytes", "stream_bytes", "select_rows"):
+for _name in (
+    "encode_rows",
+    "gather_items",
+    "pack_table",
+    "stage_items",
+    "decode_bytes",
+    "stream_bytes",
+    "select_rows",
+):
     _fake(_name)(_writes_only)
 
 

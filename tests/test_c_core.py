@@ -47,13 +47,26 @@ WAITS = (
 )
 
 
-@pytest.mark.parametrize("left_out", [None, *WAITS])
-def test_stream_order(left_out):
-    """Streams and events of csrc/cuda/stream.cu without a GPU: right in any order they allow, and no wait too many."""
-    text = (CSRC / "cuda" / "stream.cu").read_text().replace('#include "launch.cuh"\n', "")
+# The same of stage.cu.
+STAGE_WAITS = (
+    "cudaStreamWaitEvent(stager_->copies, stager_->decoded[place], 0)",
+    "cudaStreamWaitEvent(stream_, stager_->copied[place], 0)",
+    "cudaEventQuery(stager_->copied[place_of(open)])",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "waits", "left_out"),
+    [(name, waits, wait) for name, waits in (("stream", WAITS), ("stage", STAGE_WAITS)) for wait in (None, *waits)],
+)
+def test_stream_order(name, waits, left_out):
+    """Streams and events of csrc/cuda/stream.cu and stage.cu without a GPU: right in any order they allow, and no wait
+    too many."""
+    text = (CSRC / "cuda" / f"{name}.cu").read_text().replace('#include "launch.cuh"\n', "")
     text = text.replace('"../core/', '"core/').replace('#include "checks.h"', '#include "cuda/checks.h"')
-    assert all(text.count(wait) == 1 for wait in WAITS)
-    place = f"stream_order/{WAITS.index(left_out) if left_out else 'whole'}.cpp"
+    text = text.replace('#include "decode/', '#include "cuda/decode/')
+    assert all(text.count(wait) == 1 for wait in waits)
+    place = f"{name}_order/{waits.index(left_out) if left_out else 'whole'}.cpp"
     source = written(place, text.replace(left_out, "cudaSuccess") if left_out else text)
     flags = SANITIZED if not left_out and can_sanitize() else PLAIN
     emulated = [
@@ -66,8 +79,8 @@ def test_stream_order(left_out):
         "-include",
         "emulated_cuda.h",
     ]
-    objects = compiled([(emulated, source), (emulated, TESTS / "stream_order.cpp")])
-    program = linked([*cxx_compiler(), *flags], [*objects, *core_objects(flags)])
+    objects = compiled([(emulated, source), (emulated, TESTS / f"{name}_order.cpp")])
+    program = linked([*cxx_compiler(), *flags, "-pthread"], [*objects, *core_objects(flags)])
     code, output = run([program], timeout=900)
     print(output)
     runs, wrong, chunks = map(int, re.search(r"^(\d+) runs, (\d+) wrong, (\d+) chunks$", output, re.M).groups())

@@ -203,6 +203,25 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
+// What brings items to the current device with the CPU's help (ibp_cuda.h), through two rings that `kept` owns.
+class Stager {
+  public:
+    Stager(uintptr_t pinned, uintptr_t near, int64_t ring_bytes, py::object kept) : kept_(std::move(kept))
+    {
+        check(ibp_cuda_create_stager(reinterpret_cast<uint8_t *>(pinned), reinterpret_cast<uint8_t *>(near), ring_bytes,
+                                     &stager_));
+    }
+    Stager(const Stager &) = delete;
+    Stager &operator=(const Stager &) = delete;
+    ~Stager() { ibp_cuda_destroy_stager(stager_); }
+
+    uintptr_t address() const { return reinterpret_cast<uintptr_t>(stager_); }
+
+  private:
+    py::object kept_;
+    ibp_stager *stager_ = nullptr;
+};
+
 // What call() returns. An exception that leaves it takes kept[0], if there is one, along as its attribute `table`. No
 // Python code runs in between, so that no further interrupt can come before it.
 py::object call_keeping_table(const py::list &kept, const py::object &call)
@@ -292,6 +311,11 @@ PYBIND11_MODULE(_core, m)
     m.def("map_pinned", &map_pinned, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
           "DLPack capsule of pinned memory as bytes of the current CUDA device, whose index is device; keeps its owner "
           "alive.");
+
+    py::class_<Stager>(m, "Stager", "What stage_items works with, on the current CUDA device.")
+        .def(py::init<uintptr_t, uintptr_t, int64_t, py::object>(), py::arg("pinned"), py::arg("near"),
+             py::arg("ring_bytes"), py::arg("kept"))
+        .def_property_readonly("address", &Stager::address);
 
     m.attr("TABLE_BYTES") = sizeof(ibp_table); // of what pack_table writes
     py::class_<ReadyTable>(m, "ReadyTable", "A table on a device, ready for calls for few items.")

@@ -167,7 +167,7 @@ class ReadyTable {
         const uint32_t id_bytes = is_long ? 8u : 4u;
         const auto address = static_cast<uintptr_t>(torch_.data_ptr.number(ids));
         if (address == 0 || !is_held(ids, count * id_bytes, id_bytes)) return false;
-        *items = {reinterpret_cast<const void *>(address), count, id_bytes, nullptr, 0};
+        items->data = reinterpret_cast<const void *>(address), items->count = count, items->id_bytes = id_bytes;
         *read = {address, address + static_cast<uintptr_t>(count) * id_bytes};
         return true;
     }

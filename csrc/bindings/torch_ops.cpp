@@ -518,6 +518,31 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     result[1] = end;
 }
 
+// The items at ids, on the CPU, with torch's threads (ibp_cuda_stage_items). table: as out's device sees it; host_slots:
+// its slots as the CPU does. stager: address of an ibp_stager of out's device.
+void stage_items_cuda(IBP_TABLE_PARAMETERS, Tensor host_slots, Tensor ids, int64_t stager, int64_t max_sms, Tensor out,
+                      Tensor fault)
+{
+    const auto device = use_cuda(out, {IBP_TABLE_TENSORS, &fault});
+    require_cpu({&host_slots, &ids});
+    require(stager != 0, "no stager");
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    const ibp_table table = args.table();
+    const ibp_ids items = ids_of(ids);
+    check_footprints(args, table, items, out, fault);
+    uint8_t *const to = room_of(out, total_bytes(items.count, item_bytes, "items"), "out");
+    const uint8_t *const from = bytes_of(host_slots, slots.numel(), "host_slots");
+    const ibp_run run = [](void *, int64_t count, void (*work)(void *, int64_t), void *state) {
+        torch::stable::parallel_for(0, count, 1, [&](int64_t first, int64_t last) {
+            for (int64_t number = first; number < last; number++) work(state, number);
+        });
+    };
+    check(ibp_cuda_stage_items(reinterpret_cast<ibp_stager *>(static_cast<uintptr_t>(stager)), &table, from, &items, to,
+                               fault_of(fault), sms_of(max_sms), run, nullptr, torch::stable::get_num_threads(),
+                               current_stream(out)),
+          "stage_items");
+}
+
 // ---- decoding ----
 
 // Bytes [start, end) must be in the table, and nothing of it where they go. Returns the memory of it all.
@@ -620,6 +645,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
     m.impl("gather_items", TORCH_BOX(&gather_items_cuda));
     m.impl("pack_table", TORCH_BOX(&pack_table_cuda));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cuda));
+    m.impl("stage_items", TORCH_BOX(&stage_items_cuda));
     m.impl("stream_bytes", TORCH_BOX(&stream_bytes_cuda));
     m.impl("partition_ids", TORCH_BOX(&partition_ids_cuda));
 }

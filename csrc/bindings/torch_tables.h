@@ -169,7 +169,9 @@ inline ibp_ids ids_of(const Tensor &ids)
 {
     const bool is_long = ids.scalar_type() == ScalarType::Long;
     require(is_long || ids.scalar_type() == ScalarType::Int, "ids must be int32 or int64");
-    return {memory_of(ids, "ids").data, ids.numel(), is_long ? 8u : 4u, nullptr, 0};
+    ibp_ids items{};
+    items.data = memory_of(ids, "ids").data, items.count = ids.numel(), items.id_bytes = is_long ? 8u : 4u;
+    return items;
 }
 
 // Ids with the positions of out that their items go to: any of those that out has room for; without positions one

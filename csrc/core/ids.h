@@ -1,19 +1,54 @@
-/* ids.h - ids of items as the C core reads them. */
+/* ids.h - ids of items as they are read, and where their items go: for gcc, g++ and nvcc. */
 #ifndef IBP_IDS_H
 #define IBP_IDS_H
 
+#include "format.h"
 #include "ibp.h"
 
 static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
 {
+    if (ids->id_bytes == 0) return k;
     return ids->id_bytes == 8 ? ((const int64_t *)ids->data)[k] : ((const int32_t *)ids->data)[k];
+}
+
+/* Positions of the output: those that are asked for. */
+IBP_INLINE int64_t ibp_num_positions(const ibp_ids *ids) { return ids->positions ? ids->out_items : ids->count; }
+
+/* Whether a strided output has room for the positions, and their numbers and places are numbers. */
+IBP_INLINE bool ibp_are_dims(const ibp_ids *ids)
+{
+    int64_t positions = 1, reach = 0;
+    if (ids->num_dims == 0) return true;
+    if (ids->num_dims > IBP_MAX_OUT_DIMS) return false;
+    for (uint32_t d = 0; d < ids->num_dims; d++) {
+        const int64_t size = ids->sizes[d], stride = ids->strides[d];
+        if (size < 1 || stride < 0 || size > (INT64_MAX >> 8) / positions) return false;
+        positions *= size;
+        if (stride != 0 && size - 1 > ((INT64_MAX >> 8) - reach) / stride) return false;
+        reach += (size - 1) * stride;
+    }
+    return ibp_num_positions(ids) <= positions;
 }
 
 /* Whether there are ids first to last - 1. */
 static inline bool ibp_are_ids(const ibp_ids *ids, int64_t first, int64_t last)
 {
-    if (ids->id_bytes != 4 && ids->id_bytes != 8) return false;
-    return 0 <= first && first <= last && last <= ids->count && (ids->data != NULL || ids->count == 0);
+    if (ids->id_bytes != 0 && ids->id_bytes != 4 && ids->id_bytes != 8) return false;
+    if (0 > first || first > last || last > ids->count) return false;
+    return ids->data != NULL || ids->count == 0 || ids->id_bytes == 0;
+}
+
+/* Where in the output a position begins. 0 <= position < positions. */
+IBP_INLINE int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t position, int64_t item_bytes)
+{
+    int64_t offset = 0;
+    if (ids->num_dims == 0) return position * item_bytes;
+    for (uint32_t d = ids->num_dims - 1; d > 0; d--) {
+        const int64_t rest = position / ids->sizes[d];
+        offset += (position - rest * ids->sizes[d]) * ids->strides[d];
+        position = rest;
+    }
+    return offset + position * ids->strides[0];
 }
 
 #endif

@@ -272,8 +272,9 @@ static bool can_read(const ibp_table *table)
 static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last)
 {
     if (!can_read(table) || !ibp_are_ids(ids, first, last)) return false;
-    const int64_t out_items = ids->positions ? ids->out_items : ids->count;
-    return out_items >= 0 && (table->item_bytes == 0 || out_items <= INT64_MAX / table->item_bytes);
+    const int64_t out_items = ibp_num_positions(ids);
+    return out_items >= 0 && ibp_are_dims(ids) &&
+           (table->item_bytes == 0 || out_items <= INT64_MAX / table->item_bytes);
 }
 
 ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out,
@@ -289,10 +290,11 @@ ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t 
         const int64_t id = ibp_id_at(ids, k), position = ids->positions ? ids->positions[k] : k;
         if (k + ahead < last) prefetch_item(table, ibp_id_at(ids, k + ahead));
         const bool has_room = !ids->positions || position < ids->out_items, exists = id >= 0 && id < table->num_items;
+        uint8_t *const to = has_room ? out + ibp_offset_of_position(ids, position, item_bytes) : NULL;
         if (!has_room || !exists) {
-            if (has_room) memset(out + position * item_bytes, 0, (size_t)item_bytes);
+            if (has_room) memset(to, 0, (size_t)item_bytes);
             note_fault(&log, IBP_INDEX_OUT_OF_RANGE, position, id);
-        } else if (read_bytes(table, id * item_bytes, (id + 1) * item_bytes, out + position * item_bytes, &work) >= 0) {
+        } else if (read_bytes(table, id * item_bytes, (id + 1) * item_bytes, to, &work) >= 0) {
             note_fault(&log, IBP_CORRUPT_ROW, position, id);
         }
     }

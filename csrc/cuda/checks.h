@@ -4,6 +4,7 @@
 #define IBP_CUDA_CHECKS_H
 
 #include "../core/checks.h"
+#include "../core/ids.h"
 #include "../core/locate.h"
 #include "ibp_cuda.h"
 
@@ -25,6 +26,12 @@ inline bool are_ids(const ibp_ids *ids)
 {
     return ids != nullptr && ids->count >= 0 && (ids->id_bytes == 4 || ids->id_bytes == 8) &&
            has_bytes(ids->data, ids->count);
+}
+// The same, where all items in order are ids too, and of where the items go.
+inline bool are_placed_ids(const ibp_ids *ids)
+{
+    const bool all = ids != nullptr && ids->id_bytes == 0 && ids->count >= 0 && ids->data == nullptr;
+    return (all || are_ids(ids)) && ibp_are_dims(ids);
 }
 
 } // namespace ibp

@@ -1,5 +1,6 @@
 // gather.cu - ibp_cuda_gather_items and ibp_cuda_decode_bytes: what is asked for, and which decoder answers (the
 // paper's sections 4.3 and 4.4). The kernels are in decode/.
+#include "../core/ids.h"
 #include "checks.h"
 #include "decode/request.h"
 #include "kinds.h"
@@ -25,11 +26,12 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
         request->packed ? table.codebook.row_bytes : std::min(table.slot_bytes, table.codebook.row_bytes);
     request->rows = request->packed ? table.overflow : table.slots;
     request->rows_bytes = request->packed ? table.overflow_bytes : table.slots_bytes;
+    if (request->staged) request->rows = request->stage, request->rows_bytes = request->stage_bytes;
     const int64_t pitch = row_bytes * request->rows_per_item;
+    bool is_even = pitch % 16 == 0; // every item goes to a multiple of 16 bytes after the first one's
+    for (uint32_t d = 0; d < request->ids.num_dims; d++) is_even = is_even && request->ids.strides[d] % 16 == 0;
     if (request->by_id) {
-        const bool by_positions = request->ids.positions != nullptr;
-        request->out_items = static_cast<uint32_t>(
-            std::min<int64_t>(by_positions ? request->ids.out_items : request->ids.count, UINT32_MAX));
+        request->out_items = static_cast<uint32_t>(std::min<int64_t>(ibp_num_positions(&request->ids), UINT32_MAX));
         request->num_regular = request->whole_rows ? static_cast<uint64_t>(table.num_items) : 0u;
         request->dst = out;
     } else {
@@ -40,8 +42,7 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
         request->dst = out + (request->first_row * row_bytes - request->start);
     }
     if (request->packed && !table.bases) request->num_regular = 0;
-    request->copies_vectors =
-        reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && pitch % 16 == 0 && row_bytes % 16 == 0;
+    request->copies_vectors = reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && is_even && row_bytes % 16 == 0;
 }
 
 // ---- the decoders ----
@@ -74,21 +75,45 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
     return IBP_INVALID_ARGUMENT;
 }
 
+// Fills in the jobs of the items at ids; a request without jobs where there is nothing to do.
+static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, const uint8_t *out, const ibp_fault *fault,
+                                int max_sms, Request *request)
+{
+    if (!is_table(table) || !are_placed_ids(ids) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    if (ids->count == 0 || table->item_bytes == 0) return IBP_OK;
+    if (out == nullptr || (ids->positions != nullptr && ids->out_items < 0)) return IBP_INVALID_ARGUMENT;
+    request->ids = *ids;
+    request->rows_per_item = rows_an_item(table->item_bytes, table->codebook.row_bytes);
+    if (ids->count > kMostJobs / request->rows_per_item) return IBP_INVALID_ARGUMENT;
+    request->num_jobs = static_cast<uint32_t>(ids->count * request->rows_per_item);
+    request->by_id = true;
+    request->whole_rows = table->item_bytes % table->codebook.row_bytes == 0;
+    return IBP_OK;
+}
+
+ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
+                         uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+{
+    Request request{};
+    const ibp_status status = ask_for_items(table, ids, out, fault, max_sms, &request);
+    if (status != IBP_OK || request.num_jobs == 0) return status;
+    if (!request.whole_rows || table->slot_bytes == 0 || table->slots_start != 0 || stage == nullptr)
+        return IBP_INVALID_ARGUMENT;
+    request.staged = true;
+    request.stage = stage;
+    request.stage_bytes = int64_t{request.num_jobs} * table->slot_bytes;
+    request.first_position = first_position;
+    return gather(table, request, out, fault, max_sms, stream);
+}
+
 } // namespace ibp
 
 extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                                             int max_sms, ibp_stream stream)
 {
-    if (!ibp::is_table(table) || !ibp::are_ids(ids) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
-    if (ids->count == 0 || table->item_bytes == 0) return IBP_OK;
-    if (out == nullptr || (ids->positions != nullptr && ids->out_items < 0)) return IBP_INVALID_ARGUMENT;
     ibp::Request request{};
-    request.ids = *ids;
-    request.rows_per_item = ibp::rows_an_item(table->item_bytes, table->codebook.row_bytes);
-    if (ids->count > ibp::kMostJobs / request.rows_per_item) return IBP_INVALID_ARGUMENT;
-    request.num_jobs = static_cast<uint32_t>(ids->count * request.rows_per_item);
-    request.by_id = true;
-    request.whole_rows = table->item_bytes % table->codebook.row_bytes == 0;
+    const ibp_status status = ibp::ask_for_items(table, ids, out, fault, max_sms, &request);
+    if (status != IBP_OK || request.num_jobs == 0) return status;
     return ibp::gather(table, request, out, fault, max_sms, stream);
 }
 

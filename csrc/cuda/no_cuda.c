@@ -68,6 +68,27 @@ ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t 
     return IBP_NO_CUDA;
 }
 
+ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager)
+{
+    (void)pinned, (void)near, (void)ring_bytes, (void)stager;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_destroy_stager(ibp_stager *stager)
+{
+    (void)stager;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *table, const uint8_t *slots, const ibp_ids *ids,
+                                uint8_t *out, ibp_fault *fault, int max_sms, ibp_run run, void *runner,
+                                int64_t num_threads, ibp_stream stream)
+{
+    (void)stager, (void)table, (void)slots, (void)ids, (void)out, (void)fault, (void)max_sms, (void)run, (void)runner;
+    (void)num_threads, (void)stream;
+    return IBP_NO_CUDA;
+}
+
 ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer)
 {
     *streamer = 0;

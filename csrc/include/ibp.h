@@ -379,15 +379,23 @@ typedef struct ibp_row_source {
     uint32_t last_row_bytes; /* bytes of row num_rows - 1 where it is short, with num_dims 0; 0: row_bytes */
 } ibp_row_source;
 
-/* Item ids of a gather: int32_t (id_bytes 4) or int64_t (id_bytes 8). Item k goes to position positions[k] of the
- * output, which has out_items positions; a position past them is left out and noted as IBP_INDEX_OUT_OF_RANGE.
- * positions NULL: to position k. */
+#define IBP_MAX_OUT_DIMS 4u
+
+/* Item ids of a gather: int32_t (id_bytes 4) or int64_t (id_bytes 8); id_bytes 0, with no data: the items 0, 1, 2 and
+ * so on. Item k goes to position positions[k] of the output, which has out_items positions; a position past them is
+ * left out and noted as IBP_INDEX_OUT_OF_RANGE. positions NULL: to position k.
+ * Positions lie one after the other, item_bytes each, or, where num_dims is not 0, as the items of a strided tensor:
+ * they are numbered in row-major order of num_dims dimensions, of sizes[d] each, and that of index (i0, i1, ...) begins
+ * at byte i0 * strides[0] + i1 * strides[1] + ... of the output. No two may share a byte. */
 typedef struct ibp_ids {
     const void *data;
     int64_t count;
     uint32_t id_bytes;
     const uint32_t *positions;
-    int64_t out_items; /* read where there are positions */
+    int64_t out_items;                 /* read where there are positions */
+    uint32_t num_dims;                 /* at most IBP_MAX_OUT_DIMS */
+    int64_t sizes[IBP_MAX_OUT_DIMS];   /* at least 1; as many positions in all as there are items to put, or more */
+    int64_t strides[IBP_MAX_OUT_DIMS]; /* bytes, at least 0 */
 } ibp_ids;
 
 /* out[k] = item ids[k], for first <= k < last, item_bytes bytes each; out points to position 0. With positions,

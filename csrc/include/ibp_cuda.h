@@ -84,6 +84,33 @@ IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, 
 IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
                                           void *sorted_ids, uint32_t *positions, ibp_stream stream);
 
+/* ---- items with the CPU's help ----------------------------------------------------------------------------------- */
+
+/* Brings items at ids in host memory to the GPU, of tables in pinned host memory so large that a GPU which fetches rows
+ * at random places is bound by address translation: threads of the CPU gather slots into a ring of pinned memory, the
+ * copy engine moves them to a ring on the GPU, and the GPU decodes them there, all at the same time. Owns a stream and
+ * events of the device that is current when it is created. Used by one call at a time. */
+typedef struct ibp_stager ibp_stager;
+
+/* pinned, near: ring_bytes each, pinned host memory and device memory, aligned to 16 bytes, the stager's own until it
+ * is destroyed and the work queued by then is completed. 24 MiB keep a PCIe 5 link busy. */
+IBP_API ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager);
+/* From any current device; NULL: nothing to do. */
+IBP_API ibp_status ibp_cuda_destroy_stager(ibp_stager *stager);
+
+/* Calls work(state, number) once for every number of [0, count), on as many threads as it likes at the same time or
+ * one after the other, and returns when all have returned: an OpenMP loop, or a pool of threads. */
+typedef void (*ibp_run)(void *runner, int64_t count, void (*work)(void *state, int64_t number), void *state);
+
+/* As ibp_cuda_gather_items, of items of whole rows at ids in host memory (no positions, contiguous output), in the
+ * order of the stream. Comes back when the last chunk is queued; ids and slots are not read afterwards.
+ * table: with slots, its arrays as the device sees them: what is not in a slot it reads itself. slots: the same slots
+ * as the CPU sees them. run(runner, num_threads, ...) is called once.
+ * @return IBP_INVALID_ARGUMENT also where an item's slots do not fit into a twelfth of the ring. */
+IBP_API ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *table, const uint8_t *slots,
+                                        const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms, ibp_run run,
+                                        void *runner, int64_t num_threads, ibp_stream stream);
+
 /* ---- streams of whole tables ------------------------------------------------------------------------------------- */
 
 /* Brings tables from pinned host memory to the GPU with its copy engine, chunk by chunk through a ring of staging

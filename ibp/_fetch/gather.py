@@ -251,7 +251,7 @@ class _Cpu(ItemPath):
     def run(self, request: Request, result: torch.Tensor, fault: torch.Tensor) -> None:
         table, ids, device = request.table, request.ids, request.target
         if ids.numel():
-            host_gather.fetch(table, ids, device, request.sms, result, table._fault_on(device, of_selections=True))
+            host_gather.fetch(table, ids, device, request.sms, result)
 
 
 class _Here(_Decode):

@@ -2,8 +2,9 @@
 decodes them.
 
 Rows at random places of a large table reach a GPU that fetches them itself no faster than it can translate their
-addresses; CPU cores have no such limit. What they gather is a table in packed layout (FORMAT.md section 3) of the
-chosen items only, which the GPU decodes like any other.
+addresses; CPU cores have no such limit. Of a pinned table in slots they gather the slots, and the GPU, which has the
+table's index, finds there what it would fetch: one operation, csrc/cuda/stage.cu. Of other tables they gather a table
+in packed layout (FORMAT.md section 3) of the chosen items only, which the GPU decodes like any other.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .._table import Table
 
 CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
 NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory
+RING_BYTES = 24 << 20  # of slots, in pinned and in device memory; the core cuts it into twelve
 _CPU = torch.device("cpu")
 
 
@@ -91,6 +93,24 @@ def decode(
     )
 
 
+class _Stage:
+    """The rings of a device, and what gathers through them, used by one call at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock = threading.Lock()
+        pinned = _memory.empty(RING_BYTES, _CPU, pin=True)
+        with torch.cuda.device(device):
+            near = torch.empty(RING_BYTES, dtype=torch.uint8, device=device)
+            torch.cuda.current_stream(device).synchronize()  # the memory may be another tensor's on this stream
+            self.stager = _core.Stager(pinned.data_ptr(), near.data_ptr(), RING_BYTES, (pinned, near))
+
+
+def _gathers_slots(table: Table) -> bool:
+    """Whether the GPU finds in slots that the CPU gathers what it would fetch itself."""
+    item_slots = table._geometry.item_bytes // table.row_bytes * table.slot_bytes
+    return table._is_pinned and 0 < item_slots <= RING_BYTES // 16
+
+
 class _Chunk:
     def __init__(self, device: torch.device) -> None:
         self.host = _memory.empty(CHUNK_BYTES, _CPU, pin=True)
@@ -113,26 +133,42 @@ class _Ring:
         return self.chunks[self.turn]
 
 
+_stages: dict[torch.device, _Stage] = {}
 _rings: dict[torch.device, _Ring] = {}
-_rings_lock = threading.Lock()
+_lock = threading.Lock()
+
+
+def _stage_of(device: torch.device) -> _Stage:
+    with _lock:
+        if device not in _stages:
+            _stages[device] = _Stage(device)
+        return _stages[device]
 
 
 def _ring_of(device: torch.device) -> _Ring:
-    with _rings_lock:
+    with _lock:
         if device not in _rings:
             _rings[device] = _Ring(device)
         return _rings[device]
 
 
-def fetch(
-    table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor, fault: torch.Tensor
-) -> None:
+def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
     """The items at ids (CPU, contiguous, not empty) of a table in host memory to out, on the CUDA device, in the order
     of its current stream.
 
     The call comes back when the last row is gathered; it waits for the GPU only where every chunk is still in use.
     """
+    if not _gathers_slots(table):
+        _fetch_selections(table, ids, device, max_sms, out)
+        return
+    stage, arguments, fault = _stage_of(device), table._arguments(device), table._fault_on(device)
+    with stage.lock:
+        torch.ops.ibp.stage_items.default(*arguments, table.slots, ids, stage.stager.address, max_sms, out, fault)
+
+
+def _fetch_selections(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
     ring, current = _ring_of(device), torch.cuda.current_stream(device)
+    fault = table._fault_on(device, of_selections=True)
     num_rows = min(rows_at_once(table), ids.numel() * (table._geometry.item_bytes // table.row_bytes))
     order = torch.arange(ids.numel(), dtype=torch.int32, device=device)
     first = 0

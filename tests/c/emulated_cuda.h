@@ -1,5 +1,6 @@
-/* emulated_cuda.h - streams and events as queues in host memory, for csrc/stream.cu compiled as C++: what is queued
- * is run afterwards, in any order that the waits allow. Given with -include, without the include of launch.cuh. */
+/* emulated_cuda.h - streams and events as queues in host memory, for csrc/cuda/stream.cu and stage.cu compiled as C++:
+ * what is queued is run afterwards, or where an event is asked for, in any order that the waits allow. Given with
+ * -include, without the include of launch.cuh. */
 #ifndef EMULATED_CUDA_H
 #define EMULATED_CUDA_H
 
@@ -11,7 +12,14 @@
 #include <vector>
 
 using cudaError_t = int;
-enum { cudaSuccess, cudaErrorMemoryAllocation, cudaMemcpyDefault, cudaStreamNonBlocking, cudaEventDisableTiming };
+enum {
+    cudaSuccess,
+    cudaErrorMemoryAllocation,
+    cudaErrorNotReady,
+    cudaMemcpyDefault,
+    cudaStreamNonBlocking,
+    cudaEventDisableTiming
+};
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed };
 
 /* Work that may begin when `awaited` has done `count` works. */
@@ -42,6 +50,12 @@ inline cudaError_t cudaGetDevice(int *device)
     *device = current_device;
     return cudaSuccess;
 }
+inline cudaError_t cudaSetDevice(int device)
+{
+    current_device = device;
+    return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, int)
 {
     created_streams.push_back(*stream = new CUstream_st);
@@ -82,6 +96,13 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, i
 {
     stream->queue.push_back({[] {}, event->stream, event->count});
     return cudaSuccess;
+}
+/* Runs some of what is queued. */
+void run_some();
+inline cudaError_t cudaEventQuery(cudaEvent_t event)
+{
+    run_some();
+    return event->stream == nullptr || event->stream->num_done >= event->count ? cudaSuccess : cudaErrorNotReady;
 }
 /* In two steps, between which other streams may work. */
 inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t num_bytes, int, cudaStream_t stream)

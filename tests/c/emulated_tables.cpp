@@ -2,6 +2,8 @@
  * core: tables of every scheme, good ones and corrupt ones. Usage: emulated_tables [seed] [cases] [filter]. filter:
  * part of the description that the cases to run have; "case 17 " is one of them. */
 #include "emulated_simt.h"
+#include "core/ids.h"
+#include "cuda/decode/request.h"
 #include "cuda/decode/warp_rows.cuh"
 #include "cuda/launch.cuh"
 
@@ -469,6 +471,53 @@ void check_decode(const Made &made, bool whole)
     faults.check(fault, what.c_str());
 }
 
+/* Lets the positions be those of a strided tensor, now and then. Returns the bytes that it takes. */
+size_t spread(size_t out_items, size_t item_bytes, ibp_ids *ids)
+{
+    if (!chance(25)) return out_items * item_bytes;
+    ids->num_dims = 1 + static_cast<uint32_t>(below(IBP_MAX_OUT_DIMS));
+    int64_t rest = std::max<int64_t>(1, static_cast<int64_t>(out_items));
+    for (uint32_t d = ids->num_dims - 1; d > 0; d--) {
+        ids->sizes[d] = 1 + static_cast<int64_t>(below(4));
+        rest = (rest + ids->sizes[d] - 1) / ids->sizes[d];
+    }
+    ids->sizes[0] = rest;
+    std::vector<uint32_t> order(ids->num_dims);
+    for (uint32_t d = 0; d < ids->num_dims; d++) order[d] = d;
+    std::shuffle(order.begin(), order.end(), generator);
+    const int64_t gap = pick({0, 1, 16, 48});
+    int64_t end = static_cast<int64_t>(item_bytes);
+    for (const uint32_t d : order) {
+        ids->strides[d] = end + gap;
+        end += (ids->sizes[d] - 1) * ids->strides[d];
+    }
+    return static_cast<size_t>(end);
+}
+
+/* The same items from a copy of their slots, as a part of a larger call. */
+void check_staged(const ibp_table &t, const ibp_ids &ids, const Output &wanted, size_t out_bytes, size_t offset,
+                  Faults faults)
+{
+    constexpr int64_t kFirst = 7;
+    const int64_t row_bytes = t.codebook.row_bytes;
+    if (ids.count == 0 || t.slot_bytes == 0 || t.slots_start != 0 || t.item_bytes % row_bytes != 0) return;
+    const auto item_slots = static_cast<size_t>(t.item_bytes / row_bytes * t.slot_bytes);
+    Array<uint8_t> stage(static_cast<size_t>(ids.count) * item_slots);
+    for (int64_t k = 0; k < ids.count; k++) {
+        const int64_t id = ibp_id_at(&ids, k);
+        if (id >= 0 && id < t.num_items)
+            memcpy(stage.data + static_cast<size_t>(k) * item_slots, t.slots + static_cast<size_t>(id) * item_slots,
+                   item_slots);
+    }
+    Output met(out_bytes, offset);
+    ibp_fault fault = {};
+    if (ibp::gather_staged(&t, &ids, stage.data, kFirst, met.out, &fault, 0, nullptr) != IBP_OK)
+        complain("%lld ids, staged: refused", (long long)ids.count);
+    compare(met, wanted, "staged");
+    for (ibp_fault &each : faults.all) each.position += kFirst;
+    faults.check(fault, "staged");
+}
+
 template <class Id> void check_gather(const Made &made, bool bad_ids)
 {
     const ibp_table &t = made.table;
@@ -497,10 +546,15 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
                 bad_ids && chance(10) ? pick({static_cast<uint32_t>(out_items), ~0u, 1u << 31}) : places[k];
         request.positions = positions.data, request.out_items = static_cast<int64_t>(out_items);
     }
-    const size_t offset = choose_offset();
-    const std::string what = std::to_string(count) + " ids of " + std::to_string(sizeof(Id)) + " bytes" +
-                             (request.positions ? " with positions" : "") + ", out + " + std::to_string(offset);
-    Output met(out_items * item_bytes, offset), wanted(out_items * item_bytes, offset);
+    if (!bad_ids && chance(5)) { /* the items in order */
+        request.data = nullptr, request.id_bytes = 0;
+        request.count = std::min(request.count, t.num_items);
+    }
+    const size_t offset = choose_offset(), out_bytes = spread(out_items, item_bytes, &request);
+    const std::string what = std::to_string(count) + " ids of " + std::to_string(request.id_bytes) + " bytes" +
+                             (request.positions ? " with positions" : "") + (request.num_dims ? ", strided" : "") +
+                             ", out + " + std::to_string(offset);
+    Output met(out_bytes, offset), wanted(out_bytes, offset);
     Array<uint8_t> scratch(ibp_scratch_bytes(t.codebook.row_bytes));
     Faults faults;
     for (int64_t k = 0; k < request.count; k++) {
@@ -514,6 +568,7 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
     if (status != IBP_OK) complain("%s: status %d", what.c_str(), status);
     compare(met, wanted, what);
     faults.check(fault, what.c_str());
+    if (!made.is_corrupt) check_staged(t, request, wanted, out_bytes, offset, faults);
 }
 
 void check_encode(const Made &made)

@@ -11,6 +11,7 @@
 
 std::vector<cudaStream_t> created_streams;
 int current_device = 0;
+void run_some() {}
 
 namespace {
 

@@ -341,6 +341,37 @@ static void check_positions(const made *t)
     buffer_free(&scratch);
 }
 
+/* All items in order into a [3, 2, n] view of a larger tensor, the dimensions of which lie in another order. */
+static void check_strided(const made *t)
+{
+    const int64_t item = t->table.item_bytes, count = t->table.num_items < 6 ? t->table.num_items : 6;
+    const int64_t inner = 2 * item + 5, outer = 2 * inner;
+    ibp_ids ids = {.count = count, .num_dims = 3, .sizes = {3, 2, 1}, .strides = {inner, 3 * outer, 0}};
+    buffer out = buffer_new((size_t)(3 * outer + 3 * inner), 1), scratch = scratch_new(t->sample.masks.row_bytes);
+    ibp_fault fault = {0};
+    CHECK(ibp_gather_items(&t->table, &ids, 0, count, out.data, scratch.data, scratch.size, &fault) == IBP_OK, "%lld",
+          (long long)fault.status);
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t start = k / 2 * inner + k % 2 * 3 * outer;
+        CHECK(memcmp(out.data + start, t->data.data + k * item, (size_t)item) == 0, "item %lld", (long long)k);
+        CHECK(out.data[start + item] == 0xA5, "behind item %lld", (long long)k);
+    }
+    const ibp_ids right = ids;
+    for (int wrong = 0; wrong < 5; wrong++) {
+        ids = right;
+        if (wrong == 0) ids.num_dims = IBP_MAX_OUT_DIMS + 1;
+        if (wrong == 1) ids.sizes[2] = 0;
+        if (wrong == 2) ids.strides[1] = -1;
+        if (wrong == 3) ids.sizes[0] = ids.sizes[1] = INT64_MAX / 2;
+        if (wrong == 4) ids.num_dims = 1, ids.sizes[0] = count - 1;
+        CHECK(ibp_gather_items(&t->table, &ids, 0, count, out.data, scratch.data, scratch.size, &fault) ==
+                  IBP_INVALID_ARGUMENT,
+              "%d", wrong);
+    }
+    buffer_free(&out);
+    buffer_free(&scratch);
+}
+
 static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t slot_bytes, int64_t item_bytes,
                         int kind)
 {
@@ -356,6 +387,7 @@ static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32
     check_bad_ids(&t);
     check_selection(r, &t);
     check_positions(&t);
+    check_strided(&t);
     check_overflow_start(&t);
     check_encode_errors(&t);
     free_table(&t);

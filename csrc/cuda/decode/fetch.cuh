@@ -7,6 +7,7 @@
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
+#include "../../core/ids.h"
 #include "decoder.cuh"
 #include "find_row.cuh"
 #include "request.h"
@@ -24,8 +25,10 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
     if (!request.by_id) return {number, number, 0};
     const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
     const uint32_t item = rows_per_item == 1u ? number : number / rows_per_item;
-    const int64_t id = request.ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(request.ids.data) + item)
-                                                 : __ldg(static_cast<const int *>(request.ids.data) + item);
+    int64_t id = item;
+    if (request.ids.id_bytes != 0)
+        id = request.ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(request.ids.data) + item)
+                                       : __ldg(static_cast<const int *>(request.ids.data) + item);
     return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
 }
 
@@ -76,8 +79,9 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     }
     job.window.low = static_cast<uint32_t>(max(start - row_start, int64_t{0}));
     job.window.high = static_cast<uint32_t>(min(end - row_start, row_bytes));
-    job.window.dst =
-        out + (request.by_id ? job.ticket.position * table.item_bytes : 0) + (row_start + job.window.low - start);
+    const int64_t item_start =
+        request.by_id ? ibp_offset_of_position(&request.ids, job.ticket.position, table.item_bytes) : 0;
+    job.window.dst = out + item_start + (row_start + job.window.low - start);
     return job;
 }
 
@@ -90,7 +94,7 @@ static __device__ __noinline__ void refuse(const ibp_table &table, const Request
     if (job.window.dst) group_zero<G>(job.window.dst, job.window.high - job.window.low);
     if (G::rank() != 0) return;
     if (request.by_id)
-        record_fault(fault, status, job.ticket.position, job.ticket.id);
+        record_fault(fault, status, request.first_position + job.ticket.position, job.ticket.id);
     else
         record_fault(fault, status, job.row, job.row);
 }
@@ -166,8 +170,8 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u, row_bytes = table.codebook.row_bytes,
                    stored = length ? length : row_bytes;
     if (length == IBP_DEFAULT_LENGTH(row_bytes)) return entry;
-    const uint64_t start =
-        request.packed ? packed_start(table, row) : static_cast<uint64_t>(row) * table.slot_bytes - table.slots_start;
+    const uint64_t slot = request.staged ? number : static_cast<uint64_t>(row);
+    const uint64_t start = request.packed ? packed_start(table, row) : slot * table.slot_bytes - table.slots_start;
     const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(request.rows) + start) % 16u,
                    num_vectors = (shift + stored + 15u) / 16u;
     const int64_t before = static_cast<int64_t>(start) - shift;
@@ -176,7 +180,9 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
         return entry;
     const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
     entry.from = request.rows + before;
-    entry.dst = request.dst + (static_cast<uint64_t>(ticket.position) * rows_per_item + ticket.part) * row_bytes;
+    const int64_t item_bytes = static_cast<int64_t>(rows_per_item) * row_bytes;
+    entry.dst = request.dst + ibp_offset_of_position(&request.ids, ticket.position, item_bytes) +
+                static_cast<int64_t>(ticket.part) * row_bytes;
     entry.what = what_of(stored, shift, kind);
     return entry;
 }

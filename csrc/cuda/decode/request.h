@@ -23,6 +23,10 @@ struct Request {
     uint8_t *dst;                    // where the row of item 0 would go
     const uint8_t *rows;             // slots or overflow
     int64_t rows_bytes;
+    const uint8_t *stage;   // where there is one: slots of the jobs' rows, one after the other,
+    int64_t stage_bytes;    // which `rows` then are
+    int64_t first_position; // of a larger request, for faults
+    bool staged;
     bool packed, copies_vectors; // copies_vectors: raw rows at multiples of 16 bytes can be
 };
 
@@ -35,6 +39,12 @@ struct Gather {
     int max_sms;
     ibp_stream stream;
 };
+
+// As ibp_cuda_gather_items, of items of whole rows whose slots have been copied to stage, in the order of ids. The
+// table's own bytes are read for what is not in slots. first_position: number of the first id among those of a larger
+// call, for faults.
+ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
+                         uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
 
 // The decoders, each in a translation unit of its own under decode/. gather.cu says which codebooks each one takes.
 ibp_status gather_raw(const Gather &gather);
