@@ -35,7 +35,7 @@ static inline bool ibp_are_ids(const ibp_ids *ids, int64_t first, int64_t last)
 {
     if (ids->id_bytes != 0 && ids->id_bytes != 4 && ids->id_bytes != 8) return false;
     if (0 > first || first > last || last > ids->count) return false;
-    return ids->data != NULL || ids->count == 0 || ids->id_bytes == 0;
+    return ids->id_bytes == 0 ? ids->data == NULL : ids->data != NULL || ids->count == 0;
 }
 
 /* Where in the output a position begins. 0 <= position < positions. */
