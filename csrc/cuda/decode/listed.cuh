@@ -1,36 +1,183 @@
-// listed.cuh - listed rows of scheme planes (FORMAT.md section 6): the default everywhere, then the listed elements
-// over it, one a lane.
+// listed.cuh - listed rows of scheme planes (FORMAT.md section 6).
+//
+// A warp decodes the listed elements first, as if they were a row of their own, a batch of them at a time:
+//   ranks     each plane's digits say which entry an element has, a byte each: 16 digits a lane of plane 0, one a lane
+//             of the others, whose elements are listed
+//   elements  entries, raw symbols and residuals joined, an element a lane
+// Then it goes through the columns, 16 bytes a lane: a lane's bits of the bitmap of listed positions and a prefix sum
+// of their counts say which elements it takes; a list of positions is made a bitmap first. Where few are listed, the
+// default is written everywhere instead, and each element over it.
 #ifndef IBP_DECODE_LISTED_CUH
 #define IBP_DECODE_LISTED_CUH
 
-#include "../planes_book.cuh"
-#include "decoder.cuh"
+#include "../positions.cuh"
+#include "dense.cuh"
 
 namespace ibp {
 
 template <typename T> struct ListedDecoder : NoBlockMemory {
     using Group = ibp::Group<kWarp, 1>;
     using G = Group;
-    static constexpr uint32_t kMostThreads = 768, kVectors = 1;
-    static constexpr uint32_t kQueue = 2 * kWarp;
+    using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>; // what an element is computed in
+    static constexpr uint32_t kMostThreads = 768, kVectors = 4;
+    static constexpr uint32_t kBatch = 1024;  // elements; columns: a word of the bitmap a lane
+    static constexpr uint32_t kPerLane = 16;  // digits of plane 0 at a time
+    static constexpr uint32_t kSparse = 8;    // columns for each listed element from which on these are stored one by one
+    static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of 16 bytes
+    static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
+    static_assert(kMostEntries < kEntries, "the entries and the rank behind them, of raw symbols");
 
     const ibp_codebook &cb;
-    // Shared word with which the positions found and not yet stored begin; behind them a bitmap of all positions.
-    const uint32_t queue;
+    const uint32_t scratch; // shared byte
 
+    // Shared memory of a warp: the entries, shifted to their places; the ranks of a batch; its elements, which make room
+    // for lists of 16-bit numbers; a bitmap of all positions.
+    static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
+    {
+        return ibp_min_u32((codebook.row_bytes / static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u, kBatch);
+    }
     static __host__ __device__ __forceinline__ uint32_t bitmap_words(uint32_t columns)
     {
         return (columns + 127u) / 128u * 4u + 4u;
     }
+    static __host__ __device__ __forceinline__ uint32_t element_bytes_of(const ibp_codebook &codebook)
+    {
+        return batch_of(codebook) * (sizeof(T) == 1 ? 2u : static_cast<uint32_t>(sizeof(T)));
+    }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &codebook)
     {
-        return 4u * (kQueue + bitmap_words(codebook.row_bytes / static_cast<uint32_t>(sizeof(T))));
+        return kEntries * static_cast<uint32_t>(sizeof(T)) + batch_of(codebook) + element_bytes_of(codebook) +
+               4u * bitmap_words(codebook.row_bytes / static_cast<uint32_t>(sizeof(T)));
     }
-    __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t scratch)
-        : cb(codebook), queue(scratch / 4u)
+    __device__ __forceinline__ uint8_t *ranks() const
     {
+        return shared_bytes() + scratch + kEntries * static_cast<uint32_t>(sizeof(T));
     }
-    __device__ __forceinline__ uint32_t &queued(uint32_t j) const { return shared_word(queue + j % kQueue); }
+    __device__ __forceinline__ T *entries() const { return reinterpret_cast<T *>(shared_bytes() + scratch); }
+    __device__ __forceinline__ T *elements() const { return reinterpret_cast<T *>(ranks() + batch_of(cb)); }
+    __device__ __forceinline__ uint16_t *numbers() const { return reinterpret_cast<uint16_t *>(elements()); }
+    __device__ __forceinline__ uint32_t bitmap() const // shared word
+    {
+        return (scratch + kEntries * static_cast<uint32_t>(sizeof(T)) + batch_of(cb) + element_bytes_of(cb)) / 4u;
+    }
+
+    __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t shared)
+        : cb(codebook), scratch(shared)
+    {
+        if (cb.num_clusters <= 1u) fill_entries(PlanesBook<T>(cb, 0));
+    }
+    __device__ __forceinline__ void fill_entries(const PlanesBook<T> &book) const
+    {
+        const uint32_t r = cb.planes.residual_bits;
+        for (uint32_t i = lane_id(); i < kEntries; i += kWarp)
+            entries()[i] = i < cb.planes.num_entries && r < kBits ? static_cast<T>(book.entry(i) << r) : T{0};
+    }
+
+    // ---- ranks ----
+
+    // Ranks of the elements of plane 0 whose digits are given; those that escape are listed. plane: bit of the plane's
+    // first digit. Returns how many there are.
+    __device__ __forceinline__ uint32_t name_first(uint32_t plane, DigitRange range, uint32_t num_bits) const
+    {
+        const uint32_t n = range.to - range.from;
+        uint32_t num_escaped = 0;
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kPerLane * kWarp) {
+            const uint32_t i = base + kPerLane * lane_id();
+            uint32_t escaped[2];
+#pragma unroll
+            for (uint32_t q = 0; q < 2u; q++) {
+                const uint32_t j = ibp_min_u32(i + 8u * q, n);
+                const uint32_t digits =
+                    low_bits(spread_digits(shared_bits(plane + (range.from + j) * num_bits), num_bits),
+                             4u * ibp_min_u32(n - j, 8u));
+                escaped[q] = escaped_nibbles(digits, num_bits);
+                const uint32_t even = digits & 0x0f0f0f0fu, odd = digits >> 4 & 0x0f0f0f0fu;
+                if (j < n)
+                    *reinterpret_cast<uint2 *>(ranks() + i + 8u * q) =
+                        make_uint2(permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362));
+            }
+            const uint32_t count = ibp_popcount(escaped[0]) + ibp_popcount(escaped[1]);
+            const uint32_t sums = G::inclusive_scan(count);
+            uint16_t *to = numbers() + (num_escaped + sums - count);
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++)
+                if (escaped[e / 8u] >> 4u * (e % 8u) & 1u) *to++ = static_cast<uint16_t>(i + e);
+            num_escaped += G::last_lane(sums);
+        }
+        return num_escaped;
+    }
+    // Likewise of the listed elements, by the digits of a further plane. first: rank of the plane's first entry.
+    __device__ __forceinline__ uint32_t name_next(uint32_t plane, DigitRange range, uint32_t num_bits,
+                                                  uint32_t first) const
+    {
+        const uint32_t n = range.to - range.from, escape = (1u << num_bits) - 1u;
+        uint32_t num_escaped = 0;
+        __syncwarp(); // the list is there
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kWarp) {
+            const uint32_t i = base + lane_id();
+            const bool active = i < n;
+            const uint32_t digit = shared_bits(plane + (range.from + ibp_min_u32(i, n)) * num_bits) & escape;
+            const uint32_t j = active ? numbers()[i] : 0u;
+            if (active) ranks()[j] = static_cast<uint8_t>(first + digit);
+            const bool open = active && digit == escape;
+            const uint32_t escaped = G::ballot(open);
+            __syncwarp(); // all have read the list
+            if (open) numbers()[num_escaped + ibp_popcount(escaped & G::lanes_below())] = static_cast<uint16_t>(j);
+            num_escaped += ibp_popcount(escaped);
+        }
+        return num_escaped;
+    }
+    __device__ __forceinline__ uint32_t name(const PlanesBook<T> &book, uint32_t p, uint32_t plane, DigitRange range,
+                                             uint32_t num_bits) const
+    {
+        return p == 0u ? name_first(plane, range, num_bits) : name_next(plane, range, num_bits, book.first_of(p));
+    }
+
+    // ---- elements ----
+
+    // Calls put(j, element) with the n elements of a batch, an element a lane, j from 0 on. mine: the batch's digits of
+    // each plane. By all lanes together.
+    template <class Put>
+    __device__ __forceinline__ void join_batch(const PlanesBook<T> &book, const ValueParts &parts, uint32_t n,
+                                               const Put &put) const
+    {
+        const uint32_t r = cb.planes.residual_bits;
+        const DigitRange raws = parts.mine[IBP_MAX_PLANES];
+        const bool any_raw = raws.from != raws.to;
+        uint32_t raw = raws.from, residual = parts.residuals + (parts.mine[0].from + lane_id()) * r;
+        __syncwarp(); // the ranks are there, the list is free
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kWarp, residual += kWarp * r) {
+            const uint32_t j = base + lane_id();
+            const bool active = j < n;
+            const uint32_t rank = cb.planes.num_planes != 0u && active ? ranks()[j] : cb.planes.num_entries;
+            Word symbol = entries()[rank];
+            if (any_raw) {
+                const bool open = active && rank == cb.planes.num_entries;
+                const uint32_t all = G::ballot(open);
+                const uint32_t position = parts.digits[IBP_MAX_PLANES] +
+                                          (raw + ibp_popcount(all & G::lanes_below())) * book.symbol_bits;
+                if (open && r < kBits) symbol = field(position, book.symbol_bits) << r;
+                raw += ibp_popcount(all);
+            }
+            if (active) put(j, rotated_back(static_cast<T>(symbol | field(residual, r))));
+        }
+        __syncwarp(); // the elements are there
+    }
+    static __device__ __forceinline__ Word field(uint32_t position, uint32_t num_bits)
+    {
+        Word bits = shared_bits(position);
+        if constexpr (sizeof(T) == 8) bits |= static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
+        return low_bits(bits, num_bits);
+    }
+    __device__ __forceinline__ T rotated_back(T rotated) const
+    {
+        return cb.planes.rotate ? static_cast<T>(rotated >> 1 | rotated << (kBits - 1u)) : rotated;
+    }
+
+    // ---- positions ----
 
     // 32 bits of a bit array that ends at bit end.
     static __device__ __forceinline__ uint32_t bits_until(Stage stage, uint32_t position, uint32_t end)
@@ -38,67 +185,80 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         return low_bits(stage.bits_at(position), ibp_min_u32(end - position, 32u));
     }
 
-    // The position that this lane's bit of a list's upper bits stands for.
-    __device__ __forceinline__ uint32_t list_position(Stage stage, const ibp_position_form &form, uint32_t low_start,
-                                                      uint32_t bit, uint32_t rank) const
+    // Calls take(rank, position) for the positions of a list that begins with a bit, a lane each. Returns whether there
+    // are as many as there should be, increasing and below columns. By all lanes together.
+    template <class Take>
+    __device__ __forceinline__ bool walk_list(Stage stage, const ibp_position_form &form, uint32_t columns,
+                                              uint32_t start, const Take &take) const
     {
-        return (bit - rank) << form.low_bits | low_bits(stage.bits_at(low_start + rank * form.low_bits), form.low_bits);
-    }
-
-    // Turns a list of the positions that are not listed into a bitmap of those that are. Returns whether it names m
-    // of them.
-    __device__ __forceinline__ bool spread_complement(uint32_t columns, uint32_t bitmap, Stage stage,
-                                                      const ibp_position_form &form, uint32_t start,
-                                                      uint32_t low_start) const
-    {
-        for (uint32_t i = lane_id(); i < bitmap_words(columns); i += kWarp)
-            shared_word(bitmap + i) = 32u * i < columns ? low_bits(~0u, ibp_min_u32(columns - 32u * i, 32u)) : 0u;
-        __syncwarp();
-        uint32_t found = 0;
-        bool good = true;
+        const uint32_t low_start = start + to_byte(form.upper_bits);
+        uint32_t found = 0, last = 0;
+        bool good = true, follows = false; // follows: the bit before is that of a position
+#pragma unroll 1
         for (uint32_t i = 0; i < form.upper_bits; i += kWarp) {
             const uint32_t word = bits_until(stage, start + i, start + form.upper_bits);
             const bool mine = word >> lane_id() & 1u;
             const uint32_t rank = found + ibp_popcount(word & G::lanes_below());
-            const uint32_t position = mine ? list_position(stage, form, low_start, i + lane_id(), rank) : 0u;
-            if (mine) queued(rank) = position;
-            __syncwarp();
-            if (mine) good = good && position < columns && (rank == 0u || position > queued(rank - 1u));
-            if (mine && position < columns) atomicAnd(&shared_word(bitmap + position / 32u), ~(1u << position % 32u));
+            uint32_t position = 0;
+            if (mine)
+                position = (i + lane_id() - rank) << form.low_bits |
+                           low_bits(stage.bits_at(low_start + rank * form.low_bits), form.low_bits);
+            // Positions of one group have neighbouring bits; those of a later group are greater.
+            const uint32_t below = __shfl_up_sync(kAllLanes, position, 1);
+            const bool in_group = lane_id() == 0u ? follows : word << 1 >> lane_id() & 1u;
+            good = good && (!mine || (position < columns && rank < form.num_positions &&
+                                      (!in_group || position > (lane_id() == 0u ? last : below))));
+            if (mine && good) take(rank, position);
+            follows = word >> 31;
+            last = __shfl_sync(kAllLanes, position, kWarp - 1u);
             found += ibp_popcount(word);
-            __syncwarp();
         }
-        __syncwarp();
+        __syncwarp(); // all have been taken
         return __all_sync(kAllLanes, good) && found == form.num_positions;
     }
 
-    // The values of up to 32 listed elements, one a lane, from the j-th on. next: how many elements reached planes 1,
-    // 2, 3 and the raw symbols so far.
-    __device__ __forceinline__ T listed_value(const PlanesBook<T> &book, Stage stage, const ValueParts &parts,
-                                              uint32_t j, bool active, uint32_t (&next)[IBP_MAX_PLANES]) const
-    {
-        uint32_t at = j, rank = 0;
-        bool open = active;
-#pragma unroll
-        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            const uint32_t num_bits = book.width_of(p);
-            if (num_bits == 0u) continue;
-            const uint32_t digit = low_bits(stage.bits_at(parts.digits[p] + at * num_bits), num_bits);
-            if (open) rank += digit;
-            open = open && digit == book.escape_of(p);
-            const uint32_t escaped = G::ballot(open);
-            at = next[p] + ibp_popcount(escaped & G::lanes_below());
-            next[p] += ibp_popcount(escaped);
+    // A bitmap of the listed positions, or of the others.
+    struct Bitmap {
+        Stage stage;
+        uint32_t start, columns, inverted;
+
+        __device__ __forceinline__ uint32_t word(uint32_t first) const
+        {
+            if (first >= columns) return 0u;
+            return low_bits(stage.bits_at(start + first) ^ inverted, ibp_min_u32(columns - first, 32u));
         }
-        T symbol = 0;
-        if (open)
-            symbol = book.field(stage, parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits, book.symbol_bits);
-        else if (active)
-            symbol = book.entry(rank);
-        return book.join(symbol,
-                         book.field(stage, parts.residuals + j * book.planes.residual_bits, book.planes.residual_bits));
+    };
+    // start: bit of the stage with which the positions begin. Returns false if they are wrong.
+    __device__ __forceinline__ bool find_bitmap(Stage stage, const ibp_position_form &form, uint32_t columns,
+                                                uint32_t start, Bitmap &map) const
+    {
+        map = {stage, start, columns, 0};
+        if (!form.is_list) return true;
+        const uint32_t first = bitmap(), num_words = bitmap_words(columns);
+        for (uint32_t i = lane_id(); i < num_words; i += kWarp) shared_word(first + i) = 0;
+        __syncwarp();
+        map.stage.last_word = first + num_words - 2u, map.start = 32u * first;
+        if (form.is_complement) map.inverted = ~0u;
+        return walk_list(stage, form, columns, start, [&](uint32_t, uint32_t position) {
+            atomicOr(&shared_word(first + position / 32u), 1u << position % 32u);
+        });
     }
 
+    // ---- columns ----
+
+    __device__ __forceinline__ void fill_default(const Window &window) const
+    {
+        if (cb.planes.default_value == 0u) {
+            group_zero<G>(window.dst, window.high - window.low);
+        } else {
+            const bool vectors = window.is_units(cb.row_bytes, 16);
+            uint32_t words[4] = {};
+#pragma unroll
+            for (uint32_t e = 0; e < kPerVector; e++) put_element(words, e, static_cast<T>(cb.planes.default_value));
+            for (uint32_t w = 4u * lane_id(); 4u * w < cb.row_bytes; w += 4u * kWarp)
+                store_words(window, vectors, w, words);
+        }
+    }
     static __device__ __forceinline__ void store_element(const Window &window, uint32_t column, T element)
     {
         const uint32_t first = column * static_cast<uint32_t>(sizeof(T));
@@ -111,25 +271,117 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
             if (first + b >= window.low && first + b < window.high)
                 dst[b] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> (8u * b));
     }
-
-    __device__ __forceinline__ void fill_default(const Window &window) const
+    static __device__ __forceinline__ void put_element(uint32_t (&words)[4], uint32_t e, T element)
     {
-        if (cb.planes.default_value == 0u) {
-            group_zero<G>(window.dst, window.high - window.low);
+        if (sizeof(T) == 8) {
+            words[2 * e % 4] = static_cast<uint32_t>(element);
+            words[(2 * e + 1) % 4] = static_cast<uint32_t>(static_cast<uint64_t>(element) >> 32);
         } else {
-            const bool vectors = window.is_units(cb.row_bytes, 16);
-            constexpr uint32_t kRepeats = sizeof(T) == 8 ? 1 : 4 / sizeof(T); // of the element in a word
+            words[e * sizeof(T) / 4u] |= static_cast<uint32_t>(element) << (e * sizeof(T) % 4u * 8u);
+        }
+    }
+
+    // Stores the columns from `tile` on of which the lanes have 32 each in the bitmap. from: the first listed one of a
+    // lane's own.
+    __device__ __forceinline__ void store_tile(uint32_t columns, uint32_t tile, uint32_t listed, const T *from,
+                                               const Window &window) const
+    {
+        constexpr uint32_t kLanesOfWord = 32u / kPerVector, kWordsOfStep = kWarp / kLanesOfWord;
+        const uint32_t rank_of_word = static_cast<uint32_t>(from - elements()),
+                       shift = lane_id() % kLanesOfWord * kPerVector;
+        const bool units = window.is_units(cb.row_bytes, 16);
+        const T default_value = static_cast<T>(cb.planes.default_value);
+#pragma unroll 1
+        for (uint32_t s = 0; s < kLanesOfWord && tile + s * kWarp * kPerVector < columns; s++) {
+            const uint32_t source = s * kWordsOfStep + lane_id() / kLanesOfWord;
+            const uint32_t word = __shfl_sync(kAllLanes, listed, source),
+                           rank = __shfl_sync(kAllLanes, rank_of_word, source) + ibp_popcount(low_bits(word, shift));
+            const T *next = elements() + rank;
             uint32_t words[4] = {};
 #pragma unroll
-            for (uint32_t i = 0; i < 4u; i++)
-#pragma unroll
-                for (uint32_t e = 0; e < kRepeats; e++)
-                    words[i] |= static_cast<uint32_t>(cb.planes.default_value >> (sizeof(T) == 8 ? 32u * (i % 2u) : 0u))
-                                << (8u * sizeof(T) * e % 32u);
-            for (uint32_t w = 4u * lane_id(); 4u * w < cb.row_bytes; w += 4u * kWarp)
-                store_words(window, vectors, w, words);
+            for (uint32_t e = 0; e < kPerVector; e++) {
+                T element = default_value;
+                if (word >> shift >> e & 1u) element = *next++;
+                put_element(words, e, element);
+            }
+            const uint32_t column = tile + (s * kWarp + lane_id()) * kPerVector;
+            if (column < columns) store_words(window, units, column * static_cast<uint32_t>(sizeof(T)) / 4u, words);
         }
-        __syncwarp(); // before single elements are stored over it
+    }
+
+    // A row, as its header says.
+    struct Listed {
+        uint32_t num_listed, columns, positions; // positions: bit with which they begin
+        bool closed, is_batch;                   // is_batch: its elements are one
+        ibp_position_form form;
+    };
+
+    // Stores the elements one by one, over the default.
+    __device__ __forceinline__ bool store_each(const PlanesBook<T> &book, const Listed &row, const ValueParts &parts,
+                                               Stage stage, const Window &window) const
+    {
+        fill_default(window);
+        __syncwarp(); // the list of escaped elements is free
+        uint16_t *const columns = numbers();
+        if (!walk_list(stage, row.form, row.columns, row.positions, [&](uint32_t rank, uint32_t position) {
+                columns[rank] = static_cast<uint16_t>(position);
+            }))
+            return false;
+        if (row.closed) {
+            for (uint32_t j = lane_id(); j < row.num_listed; j += kWarp)
+                store_element(window, columns[j], static_cast<T>(cb.planes.closed_value));
+        } else {
+            join_batch(book, parts, row.num_listed,
+                       [&](uint32_t j, T element) { store_element(window, columns[j], element); });
+        }
+        return true;
+    }
+
+    // Stores all columns, vector by vector.
+    __device__ __forceinline__ bool store_columns(const PlanesBook<T> &book, const Listed &row, ValueParts &parts,
+                                                  Stage stage, const Window &window) const
+    {
+        Bitmap map;
+        if (!find_bitmap(stage, row.form, row.columns, row.positions, map)) return false;
+        const auto put = [&](uint32_t j, T element) { elements()[j] = element; };
+        const auto make_batch = [&](uint32_t n) {
+            if (!row.closed) {
+                join_batch(book, parts, n, put);
+                return;
+            }
+            for (uint32_t j = lane_id(); j < n; j += kWarp) put(j, static_cast<T>(cb.planes.closed_value));
+            __syncwarp();
+        };
+        if (row.is_batch) make_batch(row.num_listed);
+        uint32_t found = 0;
+#pragma unroll 1
+        for (uint32_t tile = 0; tile < row.columns; tile += kBatch) {
+            const uint32_t listed = map.word(tile + 32u * lane_id()), count = ibp_popcount(listed),
+                           sums = G::inclusive_scan(count), n = G::last_lane(sums);
+            if (found + n > row.num_listed) return false;
+            if (!row.is_batch) {
+                name_batch(book, row, found, n, parts);
+                make_batch(n);
+            }
+            store_tile(row.columns, tile, listed, elements() + (row.is_batch ? found : 0u) + (sums - count), window);
+            __syncwarp(); // the elements are free
+            found += n;
+        }
+        return found == row.num_listed;
+    }
+    // Ranks of the n elements from `first` on. parts.mine: the digits of the batch before, then of this one.
+    __device__ __forceinline__ void name_batch(const PlanesBook<T> &book, const Listed &row, uint32_t first, uint32_t n,
+                                               ValueParts &parts) const
+    {
+        if (row.closed) return;
+        DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
+        mine[0] = {first, first + n};
+#pragma unroll
+        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
+            const uint32_t from = first == 0u ? 0u : mine[p + 1].to, num_bits = book.width_of(p);
+            mine[p + 1] = {from, from + (num_bits == 0u ? mine[p].to - mine[p].from
+                                                        : name(book, p, parts.digits[p], mine[p], num_bits))};
+        }
     }
 
     // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
@@ -145,64 +397,25 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         if (!ibp_split_header(low_bits(stage.bits_at(start_bit), 8u * header_bytes), coded_bytes, columns, &header))
             return false;
         const uint32_t k = header.num_listed;
-        const bool closed = header.is_closed;
-        fill_default(window);
-        const uint32_t start = start_bit + 8u * header_bytes;
-        if (k == 0) return start == end;
-        ibp_position_form form = ibp_choose_position_form(k, columns);
-        const uint32_t low_start = start + to_byte(form.upper_bits), values = start + 8u * form.num_bytes;
+        Listed row{k, columns, start_bit + 8u * header_bytes, header.is_closed, k <= kBatch, {}};
+        if (k == 0u) {
+            fill_default(window);
+            return row.positions == end;
+        }
+        if (cb.num_clusters > 1u) fill_entries(book);
+        row.form = choose_position_form(k, columns);
+        const uint32_t values = row.positions + 8u * row.form.num_bytes;
         if (values > end) return false;
         ValueParts parts{};
-        if (!closed)
+        if (!row.closed)
             parts = book.template find_parts<G, false>(
-                values, end, k, {0, k}, 0, [](uint32_t, uint32_t from, DigitRange range, uint32_t num_bits) {
-                    return PlanesBook<T>::template count_escapes<G>(from, range, num_bits);
+                values, end, k, {0, k}, 0, [&](uint32_t p, uint32_t from, DigitRange range, uint32_t num_bits) {
+                    return row.is_batch ? name(book, p, from, range, num_bits)
+                                        : PlanesBook<T>::template count_escapes<G>(from, range, num_bits);
                 });
-        if ((closed ? values : parts.end) != end) return false;
-        Stage upper = stage;
-        uint32_t upper_start = start;
-        if (form.is_complement) {
-            const uint32_t bitmap = queue + kQueue;
-            if (!spread_complement(columns, bitmap, stage, form, start, low_start)) return false;
-            upper.last_word = bitmap + bitmap_words(columns) - 2u;
-            upper_start = 32u * bitmap;
-            form.is_list = 0;
-            form.upper_bits = columns;
-        }
-        return store_listed(book, stage, upper, form, upper_start, low_start, parts, k, closed, window);
-    }
-
-    // Walks the upper bits 32 at a time; the positions found wait in a queue until there are 32 of them.
-    __device__ __forceinline__ bool store_listed(const PlanesBook<T> &book, Stage stage, Stage upper,
-                                                 const ibp_position_form &form, uint32_t upper_start,
-                                                 uint32_t low_start, const ValueParts &parts, uint32_t k, bool closed,
-                                                 const Window &window) const
-    {
-        const uint32_t columns = book.columns;
-        uint32_t found = 0, stored = 0, next[IBP_MAX_PLANES] = {};
-        bool good = true;
-        for (uint32_t i = 0; i < form.upper_bits; i += kWarp) {
-            const uint32_t word = bits_until(upper, upper_start + i, upper_start + form.upper_bits);
-            if (word >> lane_id() & 1u) {
-                const uint32_t bit = i + lane_id(), rank = found + ibp_popcount(word & G::lanes_below());
-                queued(rank) = form.is_list ? list_position(stage, form, low_start, bit, rank) : bit;
-            }
-            found += ibp_popcount(word);
-            __syncwarp();
-            if (found > k) return false;
-            while (stored < found && (found - stored >= kWarp || i + kWarp >= form.upper_bits)) {
-                const uint32_t j = stored + lane_id();
-                const bool active = j < found;
-                const uint32_t column = active ? queued(j) : 0u;
-                const T element =
-                    closed ? static_cast<T>(cb.planes.closed_value) : listed_value(book, stage, parts, j, active, next);
-                good = good && column < columns && (!active || j == 0u || column > queued(j - 1u));
-                if (active && column < columns) store_element(window, column, element);
-                stored = ibp_min_u32(stored + kWarp, found);
-                __syncwarp();
-            }
-        }
-        return __all_sync(kAllLanes, good) && found == k;
+        if ((row.closed ? values : parts.end) != end) return false;
+        const bool sparse = row.form.is_list && !row.form.is_complement && row.is_batch && kSparse * k <= columns;
+        return sparse ? store_each(book, row, parts, stage, window) : store_columns(book, row, parts, stage, window);
     }
 };
 

@@ -1,0 +1,31 @@
+// positions.cuh - the listed positions of a row of scheme planes (FORMAT.md section 6), for a warp: which form they
+// have.
+#ifndef IBP_POSITIONS_CUH
+#define IBP_POSITIONS_CUH
+
+#include "warp.cuh"
+
+namespace ibp {
+
+constexpr uint32_t kListForms = IBP_MAX_LOW_BITS + 1u, kPositionForms = 1u + 2u * kListForms;
+static_assert(kPositionForms <= kWarp, "a lane looks at a form");
+
+// Form number i of those that ibp_choose_position_form tries, in its order.
+__device__ __forceinline__ ibp_position_form position_form_at(uint32_t i, uint32_t k, uint32_t columns)
+{
+    if (i == 0u) return ibp_bitmap_form(k, columns);
+    const uint32_t complement = i > kListForms;
+    return ibp_list_form(k, columns, complement, i - 1u - complement * kListForms);
+}
+
+// As ibp_choose_position_form, by all lanes of a warp together, with the same arguments: each looks at one form.
+__device__ __forceinline__ ibp_position_form choose_position_form(uint32_t k, uint32_t columns)
+{
+    const uint32_t i = ibp_min_u32(lane_id(), kPositionForms - 1u);
+    const uint32_t bytes = position_form_at(i, k, columns).num_bytes;
+    return position_form_at(__reduce_min_sync(kAllLanes, bytes * kWarp + i) % kWarp, k, columns);
+}
+
+} // namespace ibp
+
+#endif
