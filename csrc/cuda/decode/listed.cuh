@@ -22,6 +22,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kBatch = 1024;  // elements; columns: a word of the bitmap a lane
     static constexpr uint32_t kPerLane = 16;  // digits of plane 0 at a time
+    static constexpr uint32_t kOctet = 8;     // elements that a lane joins
     static constexpr uint32_t kSparse = 8;    // columns for each listed element from which on these are stored one by one
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of 16 bytes
     static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
@@ -40,6 +41,12 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     {
         return (columns + 127u) / 128u * 4u + 4u;
     }
+    // Of a bitmap of all positions, or of the few, 16 bits each, of a row whose elements are stored one by one.
+    static __host__ __device__ __forceinline__ uint32_t positions_bytes(uint32_t columns)
+    {
+        const uint32_t most = ibp_min_u32(columns / kSparse, kBatch), bytes = 4u * bitmap_words(columns);
+        return bytes > 2u * most ? bytes : (2u * most + 15u) / 16u * 16u;
+    }
     static __host__ __device__ __forceinline__ uint32_t element_bytes_of(const ibp_codebook &codebook)
     {
         return batch_of(codebook) * (sizeof(T) == 1 ? 2u : static_cast<uint32_t>(sizeof(T)));
@@ -47,7 +54,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &codebook)
     {
         return kEntries * static_cast<uint32_t>(sizeof(T)) + batch_of(codebook) + element_bytes_of(codebook) +
-               4u * bitmap_words(codebook.row_bytes / static_cast<uint32_t>(sizeof(T)));
+               positions_bytes(codebook.row_bytes / static_cast<uint32_t>(sizeof(T)));
     }
     __device__ __forceinline__ uint8_t *ranks() const
     {
@@ -137,40 +144,72 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // Calls put(j, element) with the n elements of a batch, an element a lane, j from 0 on. mine: the batch's digits of
-    // each plane. By all lanes together.
-    template <class Put>
-    __device__ __forceinline__ void join_batch(const PlanesBook<T> &book, const ValueParts &parts, uint32_t n,
-                                               const Put &put) const
+    // Puts the n elements of a batch together, eight a lane. mine: the batch's digits of each plane. By all lanes
+    // together.
+    __device__ __forceinline__ void join_batch(const PlanesBook<T> &book, const ValueParts &parts, uint32_t n) const
     {
-        const uint32_t r = cb.planes.residual_bits;
         const DigitRange raws = parts.mine[IBP_MAX_PLANES];
-        const bool any_raw = raws.from != raws.to;
-        uint32_t raw = raws.from, residual = parts.residuals + (parts.mine[0].from + lane_id()) * r;
+        uint32_t raw = raws.from;
         __syncwarp(); // the ranks are there, the list is free
 #pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kWarp, residual += kWarp * r) {
-            const uint32_t j = base + lane_id();
-            const bool active = j < n;
-            const uint32_t rank = cb.planes.num_planes != 0u && active ? ranks()[j] : cb.planes.num_entries;
-            Word symbol = entries()[rank];
-            if (any_raw) {
-                const bool open = active && rank == cb.planes.num_entries;
-                const uint32_t all = G::ballot(open);
-                const uint32_t position = parts.digits[IBP_MAX_PLANES] +
-                                          (raw + ibp_popcount(all & G::lanes_below())) * book.symbol_bits;
-                if (open && r < kBits) symbol = field(position, book.symbol_bits) << r;
-                raw += ibp_popcount(all);
+        for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
+            const uint32_t j = base + kOctet * lane_id();
+            uint2 octet = make_uint2(cb.planes.num_entries * 0x01010101u, cb.planes.num_entries * 0x01010101u);
+            if (cb.planes.num_planes != 0u && j < n) octet = *reinterpret_cast<const uint2 *>(ranks() + j);
+            uint32_t next_raw = 0;
+            if (raws.from != raws.to) {
+                uint32_t count = 0;
+#pragma unroll
+                for (uint32_t e = 0; e < kOctet; e++) count += j + e < n && rank_of(octet, e) == cb.planes.num_entries;
+                const uint32_t sums = G::inclusive_scan(count);
+                next_raw = parts.digits[IBP_MAX_PLANES] + (raw + sums - count) * book.symbol_bits;
+                raw += G::last_lane(sums);
             }
-            if (active) put(j, rotated_back(static_cast<T>(symbol | field(residual, r))));
+            if (j < n) join_octet(book, parts, octet, next_raw, j, n);
         }
         __syncwarp(); // the elements are there
     }
-    static __device__ __forceinline__ Word field(uint32_t position, uint32_t num_bits)
+    static __device__ __forceinline__ uint32_t rank_of(uint2 octet, uint32_t e)
+    {
+        return permute_bytes(octet.x, octet.y, 0x8880u + e) & 0xffu;
+    }
+    // Elements j to j + 7 of a batch of n. next_raw: bit of their first raw symbol; 0: the batch has none.
+    __device__ __forceinline__ void join_octet(const PlanesBook<T> &book, const ValueParts &parts, uint2 octet,
+                                               uint32_t next_raw, uint32_t j, uint32_t n) const
+    {
+        constexpr uint32_t kPerWindow = sizeof(T) == 8 ? 1u : 4u / static_cast<uint32_t>(sizeof(T)),
+                           kWords = kOctet * static_cast<uint32_t>(sizeof(T)) / 4u;
+        const uint32_t r = cb.planes.residual_bits, left = (n - j) * r;
+        const uint32_t residuals = parts.residuals + (parts.mine[0].from + j) * r;
+        uint32_t words[kWords] = {};
+#pragma unroll
+        for (uint32_t e = 0; e < kOctet; e++) {
+            static_assert(kOctet % kPerWindow == 0, "windows of whole words");
+            Word window = field(residuals + ibp_min_u32(e / kPerWindow * kPerWindow * r, left)) >> (e % kPerWindow * r);
+            const uint32_t rank = rank_of(octet, e);
+            Word symbol = entries()[rank];
+            if (next_raw != 0u && rank == cb.planes.num_entries && j + e < n) {
+                if (r < kBits) symbol = low_bits(field(next_raw), book.symbol_bits) << r;
+                next_raw += book.symbol_bits;
+            }
+            const T element = rotated_back(static_cast<T>(symbol | low_bits(window, r)));
+            if constexpr (sizeof(T) == 8) {
+                words[2u * e] = static_cast<uint32_t>(element);
+                words[2u * e + 1u] = static_cast<uint32_t>(static_cast<uint64_t>(element) >> 32);
+            } else {
+                words[e / kPerWindow] |= static_cast<uint32_t>(element) << (e % kPerWindow * kBits);
+            }
+        }
+        uint32_t *const to = reinterpret_cast<uint32_t *>(elements() + j);
+#pragma unroll
+        for (uint32_t i = 0; i < kWords; i += 2u) *reinterpret_cast<uint2 *>(to + i) = make_uint2(words[i], words[i + 1]);
+    }
+    // The bits from one on that an element is computed in.
+    static __device__ __forceinline__ Word field(uint32_t position)
     {
         Word bits = shared_bits(position);
         if constexpr (sizeof(T) == 8) bits |= static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
-        return low_bits(bits, num_bits);
+        return bits;
     }
     __device__ __forceinline__ T rotated_back(T rotated) const
     {
@@ -282,20 +321,19 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     }
 
     // Stores the columns from `tile` on of which the lanes have 32 each in the bitmap. from: the first listed one of a
-    // lane's own.
-    __device__ __forceinline__ void store_tile(uint32_t columns, uint32_t tile, uint32_t listed, const T *from,
+    // lane's own in the batch.
+    __device__ __forceinline__ void store_tile(uint32_t columns, uint32_t tile, uint32_t listed, uint32_t from,
                                                const Window &window) const
     {
         constexpr uint32_t kLanesOfWord = 32u / kPerVector, kWordsOfStep = kWarp / kLanesOfWord;
-        const uint32_t rank_of_word = static_cast<uint32_t>(from - elements()),
-                       shift = lane_id() % kLanesOfWord * kPerVector;
+        const uint32_t shift = lane_id() % kLanesOfWord * kPerVector;
         const bool units = window.is_units(cb.row_bytes, 16);
         const T default_value = static_cast<T>(cb.planes.default_value);
 #pragma unroll 1
         for (uint32_t s = 0; s < kLanesOfWord && tile + s * kWarp * kPerVector < columns; s++) {
             const uint32_t source = s * kWordsOfStep + lane_id() / kLanesOfWord;
             const uint32_t word = __shfl_sync(kAllLanes, listed, source),
-                           rank = __shfl_sync(kAllLanes, rank_of_word, source) + ibp_popcount(low_bits(word, shift));
+                           rank = __shfl_sync(kAllLanes, from, source) + ibp_popcount(low_bits(word, shift));
             const T *next = elements() + rank;
             uint32_t words[4] = {};
 #pragma unroll
@@ -312,58 +350,54 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     // A row, as its header says.
     struct Listed {
         uint32_t num_listed, columns, positions; // positions: bit with which they begin
-        bool closed, is_batch;                   // is_batch: its elements are one
+        bool closed, is_batch, is_sparse;        // is_batch: its elements are one
         ibp_position_form form;
     };
 
+    // The columns of the listed elements of a row whose elements are stored one by one.
+    __device__ __forceinline__ uint16_t *listed_columns() const
+    {
+        return reinterpret_cast<uint16_t *>(&shared_word(bitmap()));
+    }
+    __device__ __forceinline__ bool find_positions(const Listed &row, Stage stage, Bitmap &map) const
+    {
+        if (!row.is_sparse) return find_bitmap(stage, row.form, row.columns, row.positions, map);
+        uint16_t *const columns = listed_columns();
+        return walk_list(stage, row.form, row.columns, row.positions,
+                         [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
+    }
     // Stores the elements one by one, over the default.
-    __device__ __forceinline__ bool store_each(const PlanesBook<T> &book, const Listed &row, const ValueParts &parts,
-                                               Stage stage, const Window &window) const
+    __device__ __forceinline__ void store_each(uint32_t n, const Window &window) const
     {
         fill_default(window);
-        __syncwarp(); // the list of escaped elements is free
-        uint16_t *const columns = numbers();
-        if (!walk_list(stage, row.form, row.columns, row.positions, [&](uint32_t rank, uint32_t position) {
-                columns[rank] = static_cast<uint16_t>(position);
-            }))
-            return false;
-        if (row.closed) {
-            for (uint32_t j = lane_id(); j < row.num_listed; j += kWarp)
-                store_element(window, columns[j], static_cast<T>(cb.planes.closed_value));
-        } else {
-            join_batch(book, parts, row.num_listed,
-                       [&](uint32_t j, T element) { store_element(window, columns[j], element); });
-        }
-        return true;
+        __syncwarp();
+        for (uint32_t j = lane_id(); j < n; j += kWarp) store_element(window, listed_columns()[j], elements()[j]);
     }
 
-    // Stores all columns, vector by vector.
-    __device__ __forceinline__ bool store_columns(const PlanesBook<T> &book, const Listed &row, ValueParts &parts,
-                                                  Stage stage, const Window &window) const
+    // Stores all columns. parts: of the values, where there are any.
+    __device__ __forceinline__ bool store_row(const PlanesBook<T> &book, const Listed &row, ValueParts &parts,
+                                              Stage stage, const Window &window) const
     {
-        Bitmap map;
-        if (!find_bitmap(stage, row.form, row.columns, row.positions, map)) return false;
-        const auto put = [&](uint32_t j, T element) { elements()[j] = element; };
-        const auto make_batch = [&](uint32_t n) {
-            if (!row.closed) {
-                join_batch(book, parts, n, put);
-                return;
-            }
-            for (uint32_t j = lane_id(); j < n; j += kWarp) put(j, static_cast<T>(cb.planes.closed_value));
-            __syncwarp();
-        };
-        if (row.is_batch) make_batch(row.num_listed);
+        Bitmap map{};
+        if (!find_positions(row, stage, map)) return false;
         uint32_t found = 0;
 #pragma unroll 1
         for (uint32_t tile = 0; tile < row.columns; tile += kBatch) {
             const uint32_t listed = map.word(tile + 32u * lane_id()), count = ibp_popcount(listed),
                            sums = G::inclusive_scan(count), n = G::last_lane(sums);
             if (found + n > row.num_listed) return false;
-            if (!row.is_batch) {
-                name_batch(book, row, found, n, parts);
-                make_batch(n);
+            if (!row.is_batch) name_batch(book, row, found, n, parts);
+            const uint32_t batch = row.is_batch ? row.num_listed : n;
+            if (!row.closed && (tile == 0u || !row.is_batch)) join_batch(book, parts, batch);
+            if (row.closed && (tile == 0u || !row.is_batch)) {
+                for (uint32_t j = lane_id(); j < batch; j += kWarp) elements()[j] = static_cast<T>(cb.planes.closed_value);
+                __syncwarp();
             }
-            store_tile(row.columns, tile, listed, elements() + (row.is_batch ? found : 0u) + (sums - count), window);
+            if (row.is_sparse) {
+                store_each(batch, window);
+                return true;
+            }
+            store_tile(row.columns, tile, listed, (row.is_batch ? found : 0u) + (sums - count), window);
             __syncwarp(); // the elements are free
             found += n;
         }
@@ -397,7 +431,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         if (!ibp_split_header(low_bits(stage.bits_at(start_bit), 8u * header_bytes), coded_bytes, columns, &header))
             return false;
         const uint32_t k = header.num_listed;
-        Listed row{k, columns, start_bit + 8u * header_bytes, header.is_closed, k <= kBatch, {}};
+        Listed row{k, columns, start_bit + 8u * header_bytes, header.is_closed, k <= kBatch, false, {}};
         if (k == 0u) {
             fill_default(window);
             return row.positions == end;
@@ -414,8 +448,8 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
                                         : PlanesBook<T>::template count_escapes<G>(from, range, num_bits);
                 });
         if ((row.closed ? values : parts.end) != end) return false;
-        const bool sparse = row.form.is_list && !row.form.is_complement && row.is_batch && kSparse * k <= columns;
-        return sparse ? store_each(book, row, parts, stage, window) : store_columns(book, row, parts, stage, window);
+        row.is_sparse = row.form.is_list && !row.form.is_complement && row.is_batch && kSparse * k <= columns;
+        return store_row(book, row, parts, stage, window);
     }
 };
 

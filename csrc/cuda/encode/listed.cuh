@@ -1,0 +1,322 @@
+// listed.cuh - listed rows of scheme planes with elements of two or four bytes and a table of all symbols' codes
+// (FORMAT.md section 6).
+//
+// The elements that are listed are put side by side in shared memory, and the bitmap of their columns; then they are
+// coded as a dense row of their own, eight a lane: residuals and digits of plane 0 have whole bytes a lane, the symbols
+// that escape make a list, from which plane 1 is coded, and so on, the list becoming shorter in place.
+#ifndef IBP_ENCODE_LISTED_CUH
+#define IBP_ENCODE_LISTED_CUH
+
+#include "planes.cuh"
+
+namespace ibp {
+
+template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, true, LANES> {
+    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "the comparisons that there are");
+    using Base = PlanesEncoder<T, true, LANES>;
+    using Group = typename Base::Group;
+    using G = Group;
+    using Base::codes, Base::columns, Base::planes, Base::row_bytes, Base::symbol_bits;
+    static constexpr uint32_t kBits = Base::kBits, kPerLane = Base::kPerLane, kSteps = 4, kStepBytes = kVector * LANES;
+    static constexpr uint32_t kOctet = 8, kWords = kOctet * sizeof(T) / 4u; // elements that a lane codes; their words
+
+    using Base::Base;
+    __device__ __forceinline__ explicit ListedEncoder(const Base &base) : Base(base) {}
+    __device__ __forceinline__ ListedEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
+    {
+        return ListedEncoder(Base::of_cluster(cb, k));
+    }
+
+    // Shared memory of a group behind its stage: the listed elements, whole octets of them, and the bitmap.
+    static __host__ __device__ __forceinline__ uint32_t elements_bytes(uint32_t row_bytes)
+    {
+        return (row_bytes + 31u) / 32u * 32u;
+    }
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
+    {
+        const uint32_t words = (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 127u) / 128u * 4u;
+        return elements_bytes(cb.row_bytes) + 4u * words;
+    }
+
+    // A row being coded.
+    struct Work {
+        const BitStage &stage;
+        T *elements;      // rotated; then symbols that escape
+        uint8_t *bitmap;  // a bit a column
+        uint32_t num_listed;
+    };
+    __device__ __forceinline__ Work work_in(const BitStage &stage) const
+    {
+        uint8_t *const scratch = reinterpret_cast<uint8_t *>(stage.words) + bit_stage_bytes(row_bytes);
+        return {stage, reinterpret_cast<T *>(scratch), scratch + elements_bytes(row_bytes), 0};
+    }
+
+    // ---- listed elements ----
+
+    // Which of the elements of 16 bytes differ from the default: a bit each.
+    __device__ __forceinline__ uint32_t listed_of(const uint32_t (&word)[4]) const
+    {
+        const uint32_t value = static_cast<uint32_t>(planes.default_value);
+        uint32_t listed = 0;
+        if constexpr (sizeof(T) == 2) {
+            const uint32_t two = value * 0x00010001u;
+            uint32_t differs[4]; // the highest bit of each half
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) {
+                const uint32_t other = word[i] ^ two;
+                differs[i] = ((other & 0x7fff7fffu) + 0x7fff7fffu) | other;
+            }
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i += 2)
+                listed |= (permute_bytes(differs[i], differs[i + 1], 0x7531) & 0x80808080u) * 0x00204081u >> 28 << 2u * i;
+        } else {
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) listed |= static_cast<uint32_t>(word[i] != value) << i;
+        }
+        return listed;
+    }
+
+    // Puts the listed elements side by side, and makes the bitmap.
+    __device__ __forceinline__ void gather_listed(const PlainRow &row, Work &work) const
+    {
+#pragma unroll 1
+        for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {
+            uint32_t words[kSteps][4], listed[kSteps], counts[kSteps / 2] = {};
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                const uint32_t first = base + s * kStepBytes + kVector * G::lane();
+                listed[s] = 0;
+                if (first < row_bytes) row.load(first, words[s]);
+            }
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                const uint32_t first = base + s * kStepBytes + kVector * G::lane(),
+                               column = first / static_cast<uint32_t>(sizeof(T));
+                if (first >= row_bytes) continue;
+                listed[s] = low_bits(listed_of(words[s]), ibp_min_u32(columns - column, kPerLane));
+                if (kPerLane == 8u)
+                    work.bitmap[column / 8u] = static_cast<uint8_t>(listed[s]);
+                this->rotate(words[s]);
+                counts[s / 2] += ibp_popcount(listed[s]) << 16u * (s % 2u);
+            }
+            if (kPerLane == 4u) {
+#pragma unroll
+                for (uint32_t s = 0; s < kSteps; s++) { // two lanes have a byte together
+                    const uint32_t both = listed[s] | __shfl_xor_sync(G::mask(), listed[s], 1) << 4;
+                    const uint32_t column = (base + s * kStepBytes) / static_cast<uint32_t>(sizeof(T)) + 4u * G::lane();
+                    if (G::lane() % 2u == 0u && column < columns) work.bitmap[column / 8u] = static_cast<uint8_t>(both);
+                }
+            }
+            uint32_t before[kSteps / 2], total[kSteps / 2];
+            G::scan(counts, before, total);
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                const uint32_t shift = 16u * (s % 2u);
+                T *to = work.elements + work.num_listed + (before[s / 2] >> shift & 0xffffu);
+#pragma unroll
+                for (uint32_t e = 0; e < kPerLane; e++)
+                    if (listed[s] >> e & 1u) *to++ = Base::element(words[s], e);
+                work.num_listed += total[s / 2] >> shift & 0xffffu;
+            }
+        }
+        G::sync(); // the elements are there
+    }
+
+    // Whether all listed elements equal the closed value.
+    __device__ __forceinline__ bool is_closed(const Work &work) const
+    {
+        uint32_t closed[4] = {static_cast<uint32_t>(planes.closed_value)};
+        this->rotate(closed);
+        const T value = static_cast<T>(closed[0]);
+        if (work.elements[0] != value) return false;
+        bool differs = false;
+        for (uint32_t i = G::lane(); i < work.num_listed; i += LANES) differs = differs || work.elements[i] != value;
+        return !G::any(differs);
+    }
+
+    // ---- positions ----
+
+    __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
+    {
+        const uint32_t *const words = reinterpret_cast<const uint32_t *>(work.bitmap);
+        uint32_t named_before = 0;
+#pragma unroll 1
+        for (uint32_t base = 0; base < columns; base += 32u * LANES) {
+            const uint32_t first = base + 32u * G::lane(), held = ibp_min_u32(columns - ibp_min_u32(first, columns), 32u);
+            uint32_t named = held != 0u ? low_bits(words[first / 32u], held) : 0u;
+            if (!form.is_list) {
+                work.stage.or_bits(start + first, named);
+                continue;
+            }
+            if (form.is_complement) named = low_bits(~named, held);
+            const uint32_t count[1] = {ibp_popcount(named)};
+            uint32_t before[1], total[1];
+            G::scan(count, before, total);
+            put_list(work.stage, form, start, named, first, named_before + before[0]);
+            named_before += total[0];
+        }
+    }
+    // Positions first + the ones of `named`, of which the first has a rank.
+    static __device__ __forceinline__ void put_list(const BitStage &stage, const ibp_position_form &form, uint32_t start,
+                                                    uint32_t named, uint32_t first, uint32_t rank)
+    {
+        const uint32_t low_start = start + to_byte(form.upper_bits);
+        for (; named != 0u; named &= named - 1u, rank++) {
+            const uint32_t column = first + ibp_popcount((named & (0u - named)) - 1u),
+                           bit = start + (column >> form.low_bits) + rank;
+            stage.or_word(bit / 32u, 1u << bit % 32u);
+            if (form.low_bits != 0u) stage.or_bits(low_start + rank * form.low_bits, low_bits(column, form.low_bits));
+        }
+    }
+
+    // ---- values ----
+
+    // Bits that go to a stage one after the other, from a whole byte on.
+    struct Writer {
+        const BitStage &stage;
+        uint32_t word, shift, last;
+
+        __device__ __forceinline__ Writer(const BitStage &to, uint32_t position)
+            : stage(to), word(position / 32u), shift(position % 32u), last(0)
+        {
+        }
+        __device__ __forceinline__ void push(uint32_t bits)
+        {
+            stage.or_word(word++, __funnelshift_l(last, bits, shift));
+            last = bits;
+        }
+    };
+
+    // Elements i to i + 7, or zeros past the last one.
+    static __device__ __forceinline__ void load_octet(const T *elements, uint32_t i, uint32_t n, uint32_t (&words)[kWords])
+    {
+        constexpr uint32_t kPerWord = 4u / sizeof(T);
+#pragma unroll
+        for (uint32_t w = 0; w < kWords; w += 4u) {
+            const uint4 four = *reinterpret_cast<const uint4 *>(elements + i + w * kPerWord);
+            words[w] = four.x, words[w + 1] = four.y, words[w + 2] = four.z, words[w + 3] = four.w;
+        }
+        if (n - i >= kOctet) return;
+#pragma unroll
+        for (uint32_t w = 0; w < kWords; w++) {
+            const uint32_t held = ibp_min_u32(n - i, kOctet) * kBits;
+            words[w] = held > 32u * w ? low_bits(words[w], held - 32u * w) : 0u;
+        }
+    }
+
+    // The residuals of an octet, from a whole byte on.
+    __device__ __forceinline__ void put_residuals(const BitStage &stage, uint32_t position,
+                                                  const uint32_t (&words)[kWords]) const
+    {
+        const uint32_t r = planes.residual_bits, step = sizeof(T) == 2 ? 2u * r : r;
+        const uint32_t ones = low_bits(kBits == 16u ? 0xffffu : ~0u, r);
+        Writer writer(stage, position);
+        uint64_t bits = 0;
+        uint32_t filled = 0;
+#pragma unroll
+        for (uint32_t w = 0; w < kWords; w++) {
+            uint32_t more = words[w] & ones;
+            if (sizeof(T) == 2) more |= (words[w] >> 16 & ones) << r;
+            bits |= static_cast<uint64_t>(more) << filled;
+            filled += step;
+            if (filled < 32u) continue;
+            writer.push(static_cast<uint32_t>(bits));
+            bits >>= 32, filled -= 32u;
+        }
+        writer.push(static_cast<uint32_t>(bits));
+        writer.push(0);
+    }
+    __device__ __forceinline__ uint32_t symbol_of(uint32_t element) const
+    {
+        return planes.residual_bits >= kBits ? 0u : element >> planes.residual_bits;
+    }
+
+    // Codes the n listed elements, or symbols, that reach a plane: its digits, which begin with bit `at`. The symbols of
+    // those that escape become the list; all where there is no such plane. Returns how many.
+    template <bool FIRST>
+    __device__ __forceinline__ uint32_t put_plane(const Work &work, uint32_t plane, uint32_t n, uint32_t residuals,
+                                                  uint32_t at) const
+    {
+        const bool exists = plane < planes.num_planes;
+        const uint32_t num_bits = exists ? planes.digit_bits[plane] : 0u;
+        uint32_t num_escaped = 0;
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kOctet * LANES) {
+            const uint32_t i = base + kOctet * G::lane();
+            uint32_t symbols[kOctet], escaped = 0;
+            if (i < n) {
+                uint32_t words[kWords], digits = 0;
+                load_octet(work.elements, i, n, words);
+                if (FIRST) put_residuals(work.stage, residuals + i * planes.residual_bits, words);
+#pragma unroll
+                for (uint32_t e = 0; e < kOctet; e++) {
+                    const uint32_t element = sizeof(T) == 4 ? words[e % kWords] : words[e / 2u] >> 16u * (e % 2u) & 0xffffu;
+                    symbols[e] = FIRST ? symbol_of(element) : element;
+                    const uint32_t code = exists ? codes[symbols[e]] >> 8u * plane : 1u;
+                    if (i + e >= n) continue;
+                    digits |= (code >> 4 & 15u) << e * num_bits;
+                    escaped |= (code & 1u) << e;
+                }
+                if (exists) work.stage.or_bits(at + i * num_bits, digits);
+            }
+            const uint32_t count[1] = {ibp_popcount(escaped)};
+            uint32_t before[1], total[1];
+            G::scan(count, before, total);
+            G::sync(); // all have read
+            T *to = work.elements + num_escaped + before[0];
+#pragma unroll
+            for (uint32_t e = 0; e < kOctet; e++)
+                if (escaped >> e & 1u) *to++ = static_cast<T>(symbols[e]);
+            num_escaped += total[0];
+        }
+        G::sync(); // the list is there
+        return num_escaped;
+    }
+
+    // Codes the values, which begin with a bit, into at most most_bits of the stage. Returns where they end.
+    __device__ __forceinline__ uint32_t put_values(const Work &work, uint32_t start, uint32_t most_bits) const
+    {
+        uint32_t n = work.num_listed, at = start + to_byte(n * planes.residual_bits);
+        const auto end_of = [&](uint32_t p) {
+            return at + to_byte(n * (p < planes.num_planes ? planes.digit_bits[p] : symbol_bits));
+        };
+        for (uint32_t p = 0; p == 0u || p < planes.num_planes; p++) {
+            const uint32_t end = p < planes.num_planes ? end_of(p) : at;
+            if (end > most_bits) return end;
+            n = p == 0u ? put_plane<true>(work, 0, n, start, at) : put_plane<false>(work, p, n, start, at);
+            at = end;
+        }
+        const uint32_t end = end_of(planes.num_planes);
+        if (end > most_bits) return end;
+        for (uint32_t i = G::lane(); i < n; i += LANES)
+            work.stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(work.elements[i]));
+        return end;
+    }
+
+    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bytes up to its end; where
+    // these are more than most_bytes, the stage holds anything.
+    __device__ __forceinline__ uint32_t code(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                             uint32_t most_bytes) const
+    {
+        Work work = work_in(stage);
+        gather_listed(row, work);
+        const uint32_t k = work.num_listed, positions = start_bit + this->header_bits();
+        const bool closed = k != 0u && is_closed(work);
+        if (G::lane() == 0u) stage.or_bits(start_bit, k | (closed ? ibp_closed_bit(columns) : 0u));
+        if (k == 0u) return positions / 8u;
+        const ibp_position_form form = this->choose_form(k);
+        const uint32_t values = positions + 8u * form.num_bytes;
+        if (values > 8u * most_bytes) return values / 8u;
+        put_positions(work, form, positions);
+        return (closed ? values : put_values(work, values, 8u * most_bytes)) / 8u;
+    }
+    __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                           uint32_t coded_bytes) const
+    {
+        return code(row, stage, start_bit, coded_bytes) == coded_bytes;
+    }
+};
+
+} // namespace ibp
+
+#endif
