@@ -20,10 +20,11 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     using G = Group;
     using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>; // what an element is computed in
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
-    static constexpr uint32_t kBatch = 1024;  // elements; columns: a word of the bitmap a lane
-    static constexpr uint32_t kPerLane = 16;  // digits of plane 0 at a time
-    static constexpr uint32_t kOctet = 8;     // elements that a lane joins
-    static constexpr uint32_t kSparse = 8;    // columns for each listed element from which on these are stored one by one
+    static constexpr uint32_t kBatch = 1024;                       // elements, and columns: a word of the bitmap a lane
+    static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256; // bytes from which on a row's stage leaves less room
+    static constexpr uint32_t kPerLane = 16;                       // digits of plane 0 at a time
+    static constexpr uint32_t kOctet = 8;                          // elements that a lane joins
+    static constexpr uint32_t kSparse = 8; // columns for each listed element from which on these are stored one by one
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of 16 bytes
     static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
     static_assert(kMostEntries < kEntries, "the entries and the rank behind them, of raw symbols");
@@ -35,7 +36,8 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     // for lists of 16-bit numbers; a bitmap of all positions.
     static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
     {
-        return ibp_min_u32((codebook.row_bytes / static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u, kBatch);
+        const uint32_t columns = codebook.row_bytes / static_cast<uint32_t>(sizeof(T));
+        return codebook.row_bytes > kLongRow ? kBatchOfLong : ibp_min_u32((columns + 15u) / 16u * 16u, kBatch);
     }
     static __host__ __device__ __forceinline__ uint32_t bitmap_words(uint32_t columns)
     {
@@ -44,8 +46,8 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     // Of a bitmap of all positions, or of the few, 16 bits each, of a row whose elements are stored one by one.
     static __host__ __device__ __forceinline__ uint32_t positions_bytes(uint32_t columns)
     {
-        const uint32_t most = ibp_min_u32(columns / kSparse, kBatch), bytes = 4u * bitmap_words(columns);
-        return bytes > 2u * most ? bytes : (2u * most + 15u) / 16u * 16u;
+        const uint32_t bytes = 4u * bitmap_words(columns), of_few = (2u * (columns / kSparse) + 15u) / 16u * 16u;
+        return bytes > of_few ? bytes : of_few;
     }
     static __host__ __device__ __forceinline__ uint32_t element_bytes_of(const ibp_codebook &codebook)
     {
@@ -202,7 +204,8 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         }
         uint32_t *const to = reinterpret_cast<uint32_t *>(elements() + j);
 #pragma unroll
-        for (uint32_t i = 0; i < kWords; i += 2u) *reinterpret_cast<uint2 *>(to + i) = make_uint2(words[i], words[i + 1]);
+        for (uint32_t i = 0; i < kWords; i += 2u)
+            *reinterpret_cast<uint2 *>(to + i) = make_uint2(words[i], words[i + 1]);
     }
     // The bits from one on that an element is computed in.
     static __device__ __forceinline__ Word field(uint32_t position)
@@ -329,8 +332,9 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         const uint32_t shift = lane_id() % kLanesOfWord * kPerVector;
         const bool units = window.is_units(cb.row_bytes, 16);
         const T default_value = static_cast<T>(cb.planes.default_value);
+        const uint32_t held = ibp_min_u32(columns - tile, batch_of(cb));
 #pragma unroll 1
-        for (uint32_t s = 0; s < kLanesOfWord && tile + s * kWarp * kPerVector < columns; s++) {
+        for (uint32_t s = 0; s * kWarp * kPerVector < held; s++) {
             const uint32_t source = s * kWordsOfStep + lane_id() / kLanesOfWord;
             const uint32_t word = __shfl_sync(kAllLanes, listed, source),
                            rank = __shfl_sync(kAllLanes, from, source) + ibp_popcount(low_bits(word, shift));
@@ -343,7 +347,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
                 put_element(words, e, element);
             }
             const uint32_t column = tile + (s * kWarp + lane_id()) * kPerVector;
-            if (column < columns) store_words(window, units, column * static_cast<uint32_t>(sizeof(T)) / 4u, words);
+            if (column < tile + held) store_words(window, units, column * static_cast<uint32_t>(sizeof(T)) / 4u, words);
         }
     }
 
@@ -367,11 +371,46 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
     }
     // Stores the elements one by one, over the default.
-    __device__ __forceinline__ void store_each(uint32_t n, const Window &window) const
+    __device__ __forceinline__ void store_each(const PlanesBook<T> &book, const Listed &row, const ValueParts &parts,
+                                               const Window &window) const
     {
+        const uint16_t *const columns = listed_columns();
+        const uint32_t n = row.num_listed;
+        uint32_t next[IBP_MAX_PLANES] = {};
         fill_default(window);
         __syncwarp();
-        for (uint32_t j = lane_id(); j < n; j += kWarp) store_element(window, listed_columns()[j], elements()[j]);
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kWarp) {
+            const uint32_t j = base + lane_id();
+            T element = static_cast<T>(cb.planes.closed_value);
+            if (!row.closed) element = element_at(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
+            if (j < n) store_element(window, columns[j], element);
+        }
+    }
+    // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
+    // far. By all lanes together.
+    __device__ __forceinline__ T element_at(const PlanesBook<T> &book, const ValueParts &parts, uint32_t j, bool active,
+                                            uint32_t (&next)[IBP_MAX_PLANES]) const
+    {
+        uint32_t at = j, rank = 0;
+        bool open = active;
+#pragma unroll
+        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
+            if (p >= cb.planes.num_planes) continue;
+            const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u;
+            const uint32_t digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
+            if (open) rank += digit;
+            open = open && digit == escape;
+            const uint32_t escaped = G::ballot(open);
+            at = next[p] + ibp_popcount(escaped & G::lanes_below());
+            next[p] += ibp_popcount(escaped);
+            if (!open) at = 0;
+        }
+        const uint32_t r = cb.planes.residual_bits;
+        Word symbol = entries()[rank];
+        if (open && r < kBits)
+            symbol = low_bits(field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;
+        return rotated_back(static_cast<T>(symbol | low_bits(field(parts.residuals + j * r), r)));
     }
 
     // Stores all columns. parts: of the values, where there are any.
@@ -380,22 +419,24 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     {
         Bitmap map{};
         if (!find_positions(row, stage, map)) return false;
+        if (row.is_sparse) {
+            store_each(book, row, parts, window);
+            return true;
+        }
+        const uint32_t most = batch_of(cb);
         uint32_t found = 0;
 #pragma unroll 1
-        for (uint32_t tile = 0; tile < row.columns; tile += kBatch) {
-            const uint32_t listed = map.word(tile + 32u * lane_id()), count = ibp_popcount(listed),
-                           sums = G::inclusive_scan(count), n = G::last_lane(sums);
+        for (uint32_t tile = 0; tile < row.columns; tile += most) {
+            const uint32_t listed = 32u * lane_id() < most ? map.word(tile + 32u * lane_id()) : 0u,
+                           count = ibp_popcount(listed), sums = G::inclusive_scan(count), n = G::last_lane(sums);
             if (found + n > row.num_listed) return false;
             if (!row.is_batch) name_batch(book, row, found, n, parts);
             const uint32_t batch = row.is_batch ? row.num_listed : n;
             if (!row.closed && (tile == 0u || !row.is_batch)) join_batch(book, parts, batch);
             if (row.closed && (tile == 0u || !row.is_batch)) {
-                for (uint32_t j = lane_id(); j < batch; j += kWarp) elements()[j] = static_cast<T>(cb.planes.closed_value);
+                for (uint32_t j = lane_id(); j < batch; j += kWarp)
+                    elements()[j] = static_cast<T>(cb.planes.closed_value);
                 __syncwarp();
-            }
-            if (row.is_sparse) {
-                store_each(batch, window);
-                return true;
             }
             store_tile(row.columns, tile, listed, (row.is_batch ? found : 0u) + (sums - count), window);
             __syncwarp(); // the elements are free
@@ -431,7 +472,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         if (!ibp_split_header(low_bits(stage.bits_at(start_bit), 8u * header_bytes), coded_bytes, columns, &header))
             return false;
         const uint32_t k = header.num_listed;
-        Listed row{k, columns, start_bit + 8u * header_bytes, header.is_closed, k <= kBatch, false, {}};
+        Listed row{k, columns, start_bit + 8u * header_bytes, header.is_closed, k <= batch_of(cb), false, {}};
         if (k == 0u) {
             fill_default(window);
             return row.positions == end;
@@ -440,15 +481,16 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         row.form = choose_position_form(k, columns);
         const uint32_t values = row.positions + 8u * row.form.num_bytes;
         if (values > end) return false;
+        row.is_sparse = row.form.is_list && !row.form.is_complement && kSparse * k <= columns;
         ValueParts parts{};
         if (!row.closed)
             parts = book.template find_parts<G, false>(
                 values, end, k, {0, k}, 0, [&](uint32_t p, uint32_t from, DigitRange range, uint32_t num_bits) {
-                    return row.is_batch ? name(book, p, from, range, num_bits)
-                                        : PlanesBook<T>::template count_escapes<G>(from, range, num_bits);
+                    return row.is_batch && !row.is_sparse
+                               ? name(book, p, from, range, num_bits)
+                               : PlanesBook<T>::template count_escapes<G>(from, range, num_bits);
                 });
         if ((row.closed ? values : parts.end) != end) return false;
-        row.is_sparse = row.form.is_list && !row.form.is_complement && row.is_batch && kSparse * k <= columns;
         return store_row(book, row, parts, stage, window);
     }
 };

@@ -41,8 +41,8 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
     // A row being coded.
     struct Work {
         const BitStage &stage;
-        T *elements;      // rotated; then symbols that escape
-        uint8_t *bitmap;  // a bit a column
+        T *elements;     // rotated; then symbols that escape
+        uint8_t *bitmap; // a bit a column
         uint32_t num_listed;
     };
     __device__ __forceinline__ Work work_in(const BitStage &stage) const
@@ -68,7 +68,8 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
             }
 #pragma unroll
             for (uint32_t i = 0; i < 4; i += 2)
-                listed |= (permute_bytes(differs[i], differs[i + 1], 0x7531) & 0x80808080u) * 0x00204081u >> 28 << 2u * i;
+                listed |=
+                    (permute_bytes(differs[i], differs[i + 1], 0x7531) & 0x80808080u) * 0x00204081u >> 28 << 2u * i;
         } else {
 #pragma unroll
             for (uint32_t i = 0; i < 4; i++) listed |= static_cast<uint32_t>(word[i] != value) << i;
@@ -94,8 +95,7 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
                                column = first / static_cast<uint32_t>(sizeof(T));
                 if (first >= row_bytes) continue;
                 listed[s] = low_bits(listed_of(words[s]), ibp_min_u32(columns - column, kPerLane));
-                if (kPerLane == 8u)
-                    work.bitmap[column / 8u] = static_cast<uint8_t>(listed[s]);
+                if (kPerLane == 8u) work.bitmap[column / 8u] = static_cast<uint8_t>(listed[s]);
                 this->rotate(words[s]);
                 counts[s / 2] += ibp_popcount(listed[s]) << 16u * (s % 2u);
             }
@@ -142,7 +142,8 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
         uint32_t named_before = 0;
 #pragma unroll 1
         for (uint32_t base = 0; base < columns; base += 32u * LANES) {
-            const uint32_t first = base + 32u * G::lane(), held = ibp_min_u32(columns - ibp_min_u32(first, columns), 32u);
+            const uint32_t first = base + 32u * G::lane(),
+                           held = ibp_min_u32(columns - ibp_min_u32(first, columns), 32u);
             uint32_t named = held != 0u ? low_bits(words[first / 32u], held) : 0u;
             if (!form.is_list) {
                 work.stage.or_bits(start + first, named);
@@ -157,8 +158,8 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
         }
     }
     // Positions first + the ones of `named`, of which the first has a rank.
-    static __device__ __forceinline__ void put_list(const BitStage &stage, const ibp_position_form &form, uint32_t start,
-                                                    uint32_t named, uint32_t first, uint32_t rank)
+    static __device__ __forceinline__ void put_list(const BitStage &stage, const ibp_position_form &form,
+                                                    uint32_t start, uint32_t named, uint32_t first, uint32_t rank)
     {
         const uint32_t low_start = start + to_byte(form.upper_bits);
         for (; named != 0u; named &= named - 1u, rank++) {
@@ -188,7 +189,8 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
     };
 
     // Elements i to i + 7, or zeros past the last one.
-    static __device__ __forceinline__ void load_octet(const T *elements, uint32_t i, uint32_t n, uint32_t (&words)[kWords])
+    static __device__ __forceinline__ void load_octet(const T *elements, uint32_t i, uint32_t n,
+                                                      uint32_t (&words)[kWords])
     {
         constexpr uint32_t kPerWord = 4u / sizeof(T);
 #pragma unroll
@@ -250,7 +252,8 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
                 if (FIRST) put_residuals(work.stage, residuals + i * planes.residual_bits, words);
 #pragma unroll
                 for (uint32_t e = 0; e < kOctet; e++) {
-                    const uint32_t element = sizeof(T) == 4 ? words[e % kWords] : words[e / 2u] >> 16u * (e % 2u) & 0xffffu;
+                    const uint32_t element =
+                        sizeof(T) == 4 ? words[e % kWords] : words[e / 2u] >> 16u * (e % 2u) & 0xffffu;
                     symbols[e] = FIRST ? symbol_of(element) : element;
                     const uint32_t code = exists ? codes[symbols[e]] >> 8u * plane : 1u;
                     if (i + e >= n) continue;
