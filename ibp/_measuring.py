@@ -6,6 +6,7 @@ how long the calls take to be issued; work that the host takes part in by the cl
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -26,11 +27,11 @@ from ._fetch.streaming import decompress
 from ._schemes import AnyCodebook, Codebook, PlanesCodebook
 
 _TABLE_BYTES = 128 << 20  # of a table that coders are timed on
-_NEAR_BYTES = 64 << 20  # of pinned memory that address translation reaches on every GPU
+_NEAR_BYTES = 128 << 20  # of pinned memory that address translation reaches on every GPU
 _LARGE_BYTES = 2 << 30  # pinned, to see how far it reaches
-_STREAMED_BYTES = 8 << 20  # of the tensor by which the start of a stream is timed
+_STREAMED_BYTES = 32 << 20  # of the tensor by which the start of a stream is timed
 _ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
-_NUM_IDS = 1 << 17
+_NUM_IDS, _ID_SETS = 1 << 17, 16
 _BUCKETED_IDS = tuple(1 << bits for bits in range(12, 18))
 _BUCKETED_SMS = (8, 16, 32)
 _SMALLER, _AS_FAST = 0.8, 1.03  # of a rate that counts as less; of a time that counts as the same
@@ -47,9 +48,12 @@ def measure(device: torch.device, seconds: float) -> Calibration:
         rates = _of_link(clock) | _of_device(clock)
         known = replace(H200, gpu=torch.cuda.get_device_name(device), **rates)
         families = _families(clock)
-        known = replace(known, coded_read_share=_coded_read_share(clock, families["pairs"], known))
+        share, start_us = (take(clock, families["pairs"], known) for take in (_coded_read_share, _stream_start_us))
+        known = replace(known, coded_read_share=share, stream_start_us=start_us)
         coders: dict[str, Any] = {name: _of_coder(clock, family, known) for name, family in families.items()}
-        return replace(known, **coders, **_of_large_table(clock))
+        large = _of_large_table(clock)
+    _memory.release_pinned()
+    return replace(known, **coders, **large)
 
 
 class Clock:
@@ -114,19 +118,19 @@ def _of_link(clock: Clock) -> dict[str, Any]:
         "read_gbps": _ROW_BYTES / _row_ns(clock, rows),
         "few_read_gbps": _ROW_BYTES / _row_ns(clock, rows, max_sms=FEW_SMS),
         "least_row_ns": _row_ns(clock, short),
-        "stream_start_us": _stream_start_us(clock, host),
     }
 
 
-def _stream_start_us(clock: Clock, host: torch.Tensor) -> float:
-    """How much later a small tensor is there by the copy engine than by a kernel, beyond what their rates say."""
-    table = _raw_table(host[:_STREAMED_BYTES], _ROW_BYTES)
+def _stream_start_us(clock: Clock, family: _Family, known: Calibration) -> float:
+    """How much later a tensor is there by the copy engine than by a kernel, beyond what their rates say."""
+    table = family.table(_ROW_BYTES, min(_STREAMED_BYTES, clock.table_bytes), _CPU)
     out = torch.empty(table.shape, dtype=table.dtype, device=clock.device)
 
-    def whole_s(path: str) -> float:
-        return clock.wall_s(lambda: decompress(table, out=out, path=path))
+    def whole_ns(path: str) -> float:
+        return 1e9 * clock.wall_s(lambda: decompress(table, out=out, path=path))
 
-    return max(1.0, 1e6 * (whole_s("copy") - whole_s("gpu")))
+    by_rates_ns = table.resident_bytes * (1 / known.read_gbps - 1 / known.copy_in_gbps)
+    return max(1.0, (whole_ns("copy") - whole_ns("gpu") + by_rates_ns) / 1e3)
 
 
 def _of_device(clock: Clock) -> dict[str, Any]:
@@ -163,13 +167,13 @@ def _row_ns(
     max_sms: int | None = None,
     path: str = "gpu",
 ) -> float:
-    """Nanoseconds a row of a gather of random rows."""
+    """Nanoseconds a row of a gather of random rows, other ones in every call: the addresses of those before may still
+    be known."""
     num_ids = min(num_ids, max(1, clock.table_bytes // table.row_bytes))
-    ids = torch.randint(table.num_rows, (num_ids,), device=clock.device)
-    if in_order:
-        ids = ids.sort().values
+    sets = torch.randint(table.num_rows, (_ID_SETS, num_ids), device=clock.device)
+    ids = itertools.cycle(sets.sort(1).values if in_order else sets)
     out = torch.empty(num_ids, *table.shape[1:], dtype=table.dtype, device=clock.device)
-    return clock.gpu_s(lambda: index_select(table, ids, out=out, max_sms=max_sms, path=path)) * 1e9 / num_ids
+    return clock.gpu_s(lambda: index_select(table, next(ids), out=out, max_sms=max_sms, path=path)) * 1e9 / num_ids
 
 
 # ---- tables beyond the reach of address translation ----------------------------------------------------------------
@@ -280,8 +284,8 @@ def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...],
 
 
 def _masks(floats: torch.Tensor) -> _Family:
-    """Scheme ibp: half of the bits of every chunk are the same in all rows."""
-    fixed, chunk_bytes = 0x7FFF0001, 4
+    """Scheme ibp: three quarters of the bits of every chunk are the same in all rows, so that the link binds less."""
+    fixed, chunk_bytes = 0x7FFFFFC1, 4
     rows = (floats.view(torch.int32) & ~fixed) | (fixed & 0x3F800001)
 
     def codebook(row_bytes: int) -> AnyCodebook:
@@ -329,8 +333,12 @@ def _coded_read_share(clock: Clock, family: _Family, known: Calibration) -> floa
 
 
 def _least_row_ns(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Of rows of 128 bytes from pinned memory; where the link brings them no faster, what it takes for any row."""
-    table = family.table(_SHORT_ROW_BYTES, min(_NEAR_BYTES, clock.table_bytes), _CPU)
+    """Of rows of 128 bytes from pinned memory; where the link brings them no faster, what it takes for any row.
+    Measured by what raw ones take, whose rate is known."""
+    num_bytes = min(_NEAR_BYTES, clock.table_bytes)
+    table = family.table(_SHORT_ROW_BYTES, num_bytes, _CPU)
+    raw = _raw_table(_memory.empty(num_bytes, _CPU, pin=True), _SHORT_ROW_BYTES)
     link_ns = table.link_bytes / table.num_rows / (known.read_gbps * known.coded_read_share)
-    taken_ns = _row_ns(clock, table)
+    raw_ns = max(_SHORT_ROW_BYTES / known.read_gbps, known.least_row_ns)
+    taken_ns = raw_ns * _row_ns(clock, table) / _row_ns(clock, raw)
     return taken_ns if taken_ns > _LINK_BOUND * max(link_ns, known.least_row_ns) else known.least_row_ns

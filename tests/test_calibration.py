@@ -334,7 +334,9 @@ def test_the_reach_of_address_translation(monkeypatch):
 
 
 def test_the_rows_that_a_thread_gathers(monkeypatch):
-    monkeypatch.setattr(_memory, "empty", lambda num_bytes, device, pin: torch.empty(num_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(
+        _memory, "empty", lambda num_bytes, *others, **options: torch.empty(num_bytes, dtype=torch.uint8)
+    )
     clock = types.SimpleNamespace(wall_s=lambda call: 1e-3 if call() else None)  # in which some MB are gathered
     assert 4 < _measuring._gather_gbps(clock, torch.empty(1 << 20, dtype=torch.uint8)) < 9
 
@@ -353,16 +355,42 @@ def test_when_ids_are_put_in_order(monkeypatch):
 
 
 def test_the_least_time_of_a_row(monkeypatch):
+    """By what raw rows take in the same run."""
     family, clock = FAMILIES["pairs"], types.SimpleNamespace(table_bytes=1 << 20)
+    monkeypatch.setattr(
+        _memory, "empty", lambda num_bytes, *others, **options: torch.empty(num_bytes, dtype=torch.uint8)
+    )
     known = dataclasses.replace(ibp.H200, coded_read_share=1.0)
-    rows_take(monkeypatch, lambda table: 2.6)
-    assert _measuring._least_row_ns(clock, family, known) == 2.6
-    rows_take(monkeypatch, lambda table: 1.9)  # 96 bytes at 51.4 GB/s
-    assert _measuring._least_row_ns(clock, family, known) == 1.45
-    rows_take(monkeypatch, lambda table: 5.0)
-    assert _measuring._coded_read_share(clock, family, known) == pytest.approx(192 / 5.0 / 51.4, rel=0.01)
-    rows_take(monkeypatch, lambda table: 1.0)
-    assert _measuring._coded_read_share(clock, family, known) == 1.0
+    for coded_ns, raw_ns, expected in ((2.6, 128 / 51.4, 2.6), (5.2, 2 * 128 / 51.4, 2.6), (1.9, 128 / 51.4, 1.45)):
+        rows_take(monkeypatch, lambda table: raw_ns if table.scheme == "raw" else coded_ns)
+        assert _measuring._least_row_ns(clock, family, known) == pytest.approx(expected)
+
+
+def test_the_share_of_coded_rows(monkeypatch):
+    family, clock = FAMILIES["pairs"], types.SimpleNamespace(table_bytes=1 << 20)
+    for coded_ns, expected in ((5.0, 192 / 5.0 / 51.4), (1.0, 1.0)):
+        rows_take(monkeypatch, lambda table: coded_ns)
+        assert _measuring._coded_read_share(clock, family, ibp.H200) == pytest.approx(expected, rel=0.01)
+
+
+def test_the_start_of_a_stream(monkeypatch):
+    """What is left of the difference where the rates are taken off."""
+    taken = iter([2.1e-3, 2.0e-3, 1.0e-3, 2.0e-3])
+    clock = types.SimpleNamespace(table_bytes=1 << 20, device=CPU, wall_s=lambda call: next(taken))
+    num_bytes = FAMILIES["pairs"].table(2048, 1 << 20, CPU).resident_bytes
+    expected = 100 + num_bytes * (1 / 51.4 - 1 / 55.4) / 1e3
+    assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.H200) == pytest.approx(expected)
+    assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.H200) == 1.0
+
+
+def test_ids_differ_from_call_to_call(monkeypatch):
+    table, seen = _measuring._raw_table(torch.zeros(1 << 16, dtype=torch.uint8), 32), []
+    monkeypatch.setattr(_measuring, "index_select", lambda table, ids, **others: seen.append((ids, others)))
+    clock = types.SimpleNamespace(table_bytes=1 << 20, device=CPU, gpu_s=lambda call: [call(), call()] and 1e-6)
+    assert _measuring._row_ns(clock, table, num_ids=100, in_order=True, path="bucketed") == pytest.approx(10.0)
+    (first, others), (second, _) = seen
+    assert not torch.equal(first, second) and torch.equal(first, first.sort().values) and len(first) == 100
+    assert others["path"] == "bucketed" and others["out"].shape == (100, 32)
 
 
 def test_on_a_gpu(cuda, monkeypatch, tmp_path):
