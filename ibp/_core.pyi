@@ -32,7 +32,7 @@ def map_pinned(owner: object, address: SupportsIndex, num_bytes: SupportsIndex, 
 class _RowCodec:
     @property
     def row_bytes(self) -> int: ...
-    def coded_bytes(self, row: Buffer) -> int: ...
+    def coded_bytes(self, row: Buffer) -> int | None: ...
     def encode(self, row: Buffer) -> bytes: ...
     def decode(self, coded: Buffer) -> bytes: ...
 
@@ -54,6 +54,12 @@ class PlanesCodec(_RowCodec):
         default: SupportsIndex,
         closed: SupportsIndex,
         entries: Buffer,
+        invariant_bits: SupportsIndex = ...,
+        invariant_value: SupportsIndex = ...,
+        first_symbol: SupportsIndex | None = ...,
+        signed_default: bool = ...,
+        live_columns: Sequence[SupportsIndex] = ...,
+        row_template: Buffer = ...,
     ) -> None: ...
 
 class PinnedBuffer:

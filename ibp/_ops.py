@@ -7,14 +7,17 @@ are. Only a streamer's address is trusted.
     slots, overflow, data, ring   uint8 [bytes]
     out                           any dtype and shape: the memory is written to
     lengths                       uint16 [rows]; empty: every row is raw
-    bases                         int64 [ceil(rows / 32)]; empty: no row has an overflow part (FORMAT.md section 2)
+    bases                         int64 [ceil(rows / 32)], or [rows] where every row has its own; empty: no row has an
+                                  overflow part (FORMAT.md section 2)
     counts, hits                  int64, one a bit or chunk of a row
     codebook                      scheme raw: not read; ibp: int32 [3, words] as codebook_words makes it; planes: uint8
                                   symbols. Those of several clusters stand one after the other, in scheme ibp each
-                                  followed by [num_flags, 0, 0, 0].
+                                  followed by [num_flags, 0, 0, 0]. Before the symbols, where num_constant is not 0:
+                                  the row template and the live columns, as uint16, each padded to a multiple of 16.
     codec                         scheme raw: [0, row_bytes]; ibp: [1, row_bytes, chunk_bytes, num_flags]; planes:
                                   [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default,
-                                  closed, digit_bits ...]
+                                  closed, invariant_bits, invariant_value, consecutive, first_symbol, signed_default,
+                                  num_constant, digit_bits ...]
     fault                         int64 [4], the struct ibp_fault of ibp.h
     ids                           int32 or int64 [ids]
     positions                     int32 [ids]: which item of out each goes to; None: one after the other

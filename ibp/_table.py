@@ -384,7 +384,7 @@ def _checked_tensors(
         ("slots", slots, torch.uint8, {_layout.slots_size(geometry, slot_bytes)}),
         ("overflow", overflow, torch.uint8, {raw_overflow} if is_raw else None),
         ("lengths", lengths, torch.uint16, {0} if is_raw else {geometry.num_rows}),
-        ("bases", bases, torch.int64, {num_bases} if is_raw and raw_overflow else {0, num_bases}),
+        ("bases", bases, torch.int64, {num_bases} if is_raw and raw_overflow else {0, num_bases, geometry.num_rows}),
     )
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor, dtype, sizes in wanted:

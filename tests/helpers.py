@@ -151,7 +151,14 @@ def planes_codebook(codebook):
         c.listed,
         c.default,
         c.closed,
-        entries,
+        entries if c.first_symbol is None else entries[:, :0],
+        None,
+        c.invariant_bits,
+        c.invariant_value,
+        c.first_symbol,
+        c.signed_default,
+        None if c.live_columns is None else torch.tensor(c.live_columns),
+        None if c.live_columns is None else torch.tensor(list(c.row_template), dtype=torch.uint8),
     )
 
 
@@ -170,6 +177,12 @@ def reference_planes_codebook(codebook):
         c.default,
         c.closed,
         entries,
+        c.invariant_bits,
+        c.invariant_value,
+        c.first_symbol,
+        c.signed_default,
+        None if c.live_columns is None else tuple(c.live_columns.tolist()),
+        b"" if c.row_template is None else c.row_template.numpy().tobytes(),
     )
 
 
@@ -226,5 +239,4 @@ def reckon_with(monkeypatch, least_streamed_bytes=None, **changed):
 
 def default_of(codebook):
     """What a default row repeats."""
-    is_planes = isinstance(codebook, ibp.PlanesCodebook)
-    return codebook.default.to_bytes(codebook.element_bytes, "little") if is_planes else b"\0"
+    return reference_planes_codebook(codebook).default_row if isinstance(codebook, ibp.PlanesCodebook) else b"\0"

@@ -65,7 +65,7 @@ def noisy_planes(draw, row_bytes):
     entries = noise(draw, sets * sum(2**bits - 1 for bits in digits) * symbol_bytes)
     values = [draw.choice([0, -1, draw.randrange(-(2**63), 2**63)]) for _ in range(2)]
     shape = [element_bytes, draw.randrange(2), residual_bits, per_column, listed]
-    return entries, [2, row_bytes, *shape, *values, *digits]
+    return entries, [2, row_bytes, *shape, *values, *[0] * 6, *digits]
 
 
 def tried(operation, *arguments):

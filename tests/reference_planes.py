@@ -14,7 +14,11 @@ MAX_ROW_BYTES = 65536
 
 
 class CorruptRow(ValueError):
-    """A coded row that contradicts its length or its codebook (section 7)."""
+    """A coded row that contradicts its length or its codebook (section 8)."""
+
+
+class NoCodedForm(ValueError):
+    """A row that the codebook cannot code."""
 
 
 @dataclasses.dataclass
@@ -30,7 +34,13 @@ class Codebook:
     listed: bool
     default: int  # default and closed are elements as they are in the row, not rotated
     closed: int
-    entries: np.ndarray  # symbol_type(symbol_bits) [columns or 1, E]
+    entries: np.ndarray  # symbol_type(symbol_bits) [live columns or 1, E]; ignored if first_symbol is given
+    invariant_bits: int = 0
+    invariant_value: int = 0
+    first_symbol: int | None = None
+    signed_default: bool = False
+    live_columns: tuple[int, ...] | None = None  # None: all
+    row_template: bytes = b""
 
     def __post_init__(self):
         self.digit_bits = tuple(self.digit_bits)
@@ -40,38 +50,66 @@ class Codebook:
             "a row is 1 to 65536 bytes of whole elements",
         )
         require(self.rotate in (0, 1), "elements are rotated by 0 or 1 bit")
-        require(0 <= self.residual_bits <= self.width, "a residual is no wider than an element")
+        require(0 <= self.invariant_bits < self.width, "some bits of an element vary")
+        require(0 <= self.residual_bits <= self.coded_bits, "a residual is no wider than what varies of an element")
+        require(0 <= self.invariant_value < 2**self.invariant_bits, "the invariant value has the invariant bits")
+        require(self.listed or not self.signed_default, "only listed rows leave elements out")
         require(
             len(self.digit_bits) <= 4 and all(1 <= b <= 4 for b in self.digit_bits), "at most 4 planes of 1 to 4 bits"
         )
         require(not (self.per_column and self.listed), "listed elements have no entries of their column")
         require(max(self.default, self.closed) < 2**self.width, "default and closed are elements")
-        dtype, shape = (
-            symbol_type(self.symbol_bits),
-            (self.columns if self.per_column else 1, sum(2**b - 1 for b in self.digit_bits)),
-        )
+        if self.live_columns is not None:
+            self._check_constants()
+        dtype, count = symbol_type(self.symbol_bits), sum(2**b - 1 for b in self.digit_bits)
+        if self.first_symbol is not None:
+            require(not self.per_column and 0 <= self.first_symbol < 2**self.symbol_bits, "entries begin with a symbol")
+            symbols = [(self.first_symbol + i) % 2**self.symbol_bits for i in range(count)]
+            self.entries = np.array([symbols], np.uint64).astype(dtype)
+        shape = (self.columns if self.per_column else 1, count)
         require(self.entries.shape == shape and self.entries.dtype == dtype, f"entries must be {dtype} {list(shape)}")
         require(
             not np.any(high_part(self.entries.astype(np.uint64), self.symbol_bits)),
             f"entries are symbols of {self.symbol_bits} bits",
         )
 
+    def _check_constants(self) -> None:
+        live, all_columns = self.live_columns, self.row_bytes // self.element_bytes
+        require(0 < len(live) and all(0 <= c < all_columns for c in live), "live columns are columns")
+        require(all(a < b for a, b in zip(live, live[1:])), "live columns increase")
+        require(len(self.row_template) == self.row_bytes, "the template is a row")
+        values = elements_of(self.row_template, self.element_bytes)[list(live)]
+        require(bool((values == np.uint64(self.default)).all()), "the template has default in live columns")
+
     @property
     def width(self) -> int:
         return 8 * self.element_bytes
 
     @property
+    def coded_bits(self) -> int:
+        """w'"""
+        return self.width - self.invariant_bits
+
+    @property
     def split(self) -> tuple[int, int, int]:
-        """How an element is split: the arguments of split() and join()."""
-        return self.width, self.rotate, self.residual_bits
+        """How what varies of an element is split: the arguments of split() and join()."""
+        return self.coded_bits, self.rotate, self.residual_bits
 
     @property
     def columns(self) -> int:
-        return self.row_bytes // self.element_bytes
+        """Those that are coded."""
+        return self.row_bytes // self.element_bytes if self.live_columns is None else len(self.live_columns)
 
     @property
     def symbol_bits(self) -> int:
-        return self.width - self.residual_bits
+        return self.coded_bits - self.residual_bits
+
+    @property
+    def default_row(self) -> bytes:
+        """The row that a table stores in no bytes."""
+        if self.live_columns is not None:
+            return self.row_template
+        return self.default.to_bytes(self.element_bytes, "little") * self.columns
 
 
 def require(condition: bool, message: str) -> None:
@@ -166,7 +204,9 @@ def planes_of(codebook: Codebook, n: int) -> list[tuple[int, np.ndarray]]:
 
 
 def encode_values(codebook: Codebook, elements: np.ndarray) -> bytes:
-    symbols, residuals = split(elements, *codebook.split)
+    if np.any(elements & low_bits(codebook.invariant_bits) != np.uint64(codebook.invariant_value)):
+        raise NoCodedForm("an element has other invariant bits")
+    symbols, residuals = split(elements >> np.uint64(codebook.invariant_bits), *codebook.split)
     parts = [pack_fields(residuals, codebook.residual_bits)]
     left = np.arange(len(elements))  # the elements that every plane so far has escaped
     for bits, entries in planes_of(codebook, len(elements)):
@@ -188,7 +228,8 @@ def decode_values(codebook: Codebook, n: int, reader: Reader) -> np.ndarray:
         symbols[left[named]] = entries[left[named], digits[named]]
         left = left[~named]
     symbols[left] = reader.fields(len(left), codebook.symbol_bits)
-    return join(symbols, residuals, *codebook.split)
+    varying = join(symbols, residuals, *codebook.split)
+    return varying << np.uint64(codebook.invariant_bits) | np.uint64(codebook.invariant_value)
 
 
 # ---- positions of listed elements ----------------------------------------------------------------------------------
@@ -261,17 +302,32 @@ def header_bytes(columns: int) -> int:
 def encode_row(codebook: Codebook, row: bytes) -> bytes:
     """The coded row, whether or not it is smaller than the row."""
     require(len(row) == codebook.row_bytes, f"a row has {codebook.row_bytes} bytes, not {len(row)}")
+    elements = live_elements(codebook, row)
+    return encode_listed(codebook, elements) if codebook.listed else encode_values(codebook, elements)
+
+
+def live_elements(codebook: Codebook, row: bytes) -> np.ndarray:
     elements = elements_of(row, codebook.element_bytes)
-    if not codebook.listed:
-        return encode_values(codebook, elements)
-    is_listed = elements != np.uint64(codebook.default)
+    if codebook.live_columns is None:
+        return elements
+    is_constant = np.ones(len(elements), bool)
+    is_constant[list(codebook.live_columns)] = False
+    if np.any((elements != elements_of(codebook.row_template, codebook.element_bytes))[is_constant]):
+        raise NoCodedForm("a constant column has another value")
+    return elements[~is_constant]
+
+
+def encode_listed(codebook: Codebook, elements: np.ndarray) -> bytes:
+    highest = np.uint64(1 << (codebook.width - 1))
+    differing = elements ^ np.uint64(codebook.default)
+    is_listed = (differing & ~highest if codebook.signed_default else differing) != 0
     k, size = int(is_listed.sum()), header_bytes(codebook.columns)
-    if k == 0:
-        return bytes(size)
-    is_closed = bool((elements[is_listed] == np.uint64(codebook.closed)).all())
+    is_closed = k > 0 and bool((elements[is_listed] == np.uint64(codebook.closed)).all())
     header = (k | is_closed << (8 * size - 1)).to_bytes(size, "little")
-    positions = encode_positions(is_listed, choose_form(codebook.columns, k))
-    return header + positions + (b"" if is_closed else encode_values(codebook, elements[is_listed]))
+    positions = encode_positions(is_listed, choose_form(codebook.columns, k)) if k > 0 else b""
+    signs = pack_fields((elements & highest != 0)[~is_listed], 1) if codebook.signed_default else b""
+    values = encode_values(codebook, elements[is_listed]) if k > 0 and not is_closed else b""
+    return header + positions + signs + values
 
 
 def decode_listed(codebook: Codebook, reader: Reader) -> np.ndarray:
@@ -280,9 +336,14 @@ def decode_listed(codebook: Codebook, reader: Reader) -> np.ndarray:
     is_closed, k = header >> (8 * size - 1), header & (2 ** (8 * size - 1) - 1)
     if k > codebook.columns:
         raise CorruptRow(f"{k} elements of {codebook.columns} are listed")
-    elements = np.full(codebook.columns, codebook.default, np.uint64)
+    elements, is_listed = np.full(codebook.columns, codebook.default, np.uint64), np.zeros(codebook.columns, bool)
     if k > 0:
         is_listed = decode_positions(codebook.columns, k, choose_form(codebook.columns, k), reader)
+    if codebook.signed_default:
+        signs = reader.fields(codebook.columns - k, 1)
+        without = np.uint64(codebook.default) & low_bits(codebook.width - 1)
+        elements[~is_listed] = without | signs << np.uint64(codebook.width - 1)
+    if k > 0:
         elements[is_listed] = np.uint64(codebook.closed) if is_closed else decode_values(codebook, k, reader)
     return elements
 
@@ -295,7 +356,11 @@ def decode_row(codebook: Codebook, coded: bytes) -> bytes:
     else:
         elements = decode_values(codebook, codebook.columns, reader)
     reader.finish()
-    return elements.astype(f"<u{codebook.element_bytes}").tobytes()
+    if codebook.live_columns is None:
+        return elements.astype(f"<u{codebook.element_bytes}").tobytes()
+    row = elements_of(codebook.row_template, codebook.element_bytes).copy()
+    row[list(codebook.live_columns)] = elements
+    return row.astype(f"<u{codebook.element_bytes}").tobytes()
 
 
 # ---- a codebook for given rows -------------------------------------------------------------------------------------
@@ -309,19 +374,38 @@ def frequent(values: np.ndarray, count: int) -> list[int]:
 
 
 def make_codebook(
-    rows: np.ndarray, element_bytes: int, *, rotate=0, residual_bits=0, digit_bits=(), per_column=False, listed=False
+    rows: np.ndarray,
+    element_bytes: int,
+    *,
+    rotate=0,
+    residual_bits=0,
+    digit_bits=(),
+    per_column=False,
+    listed=False,
+    constant_columns=(),
+    invariant_bits=0,
+    **later,
 ) -> Codebook:
     """A codebook for rows, uint8 [num_rows, row_bytes]: default, closed and entries are what is most frequent in them.
 
-    The bytes of a coded row do not depend on how a codebook was found: this is one way.
+    The bytes of a coded row do not depend on how a codebook was found: this is one way. later: fields of Codebook from
+    invariant_value on. constant_columns: those that get what the rows have there most often.
     """
     row_bytes, num_entries = rows.shape[1], sum(2**b - 1 for b in digit_bits)
     elements = elements_of(rows.tobytes(), element_bytes)
+    whole_rows = elements.reshape(len(rows), -1)
+    live = [column for column in range(whole_rows.shape[1]) if column not in constant_columns]
+    elements = whole_rows[:, live].reshape(-1)
     default, closed = frequent(elements, 2) if listed else (0, 0)
-    symbols, _ = split(
-        elements[elements != np.uint64(default)] if listed else elements, 8 * element_bytes, rotate, residual_bits
-    )
-    columns = symbols.reshape(-1, row_bytes // element_bytes).T if per_column else [symbols]
+    if constant_columns:
+        values = [
+            default if column in live else frequent(whole_rows[:, column], 1)[0]
+            for column in range(whole_rows.shape[1])
+        ]
+        later |= {"live_columns": tuple(live), "row_template": np.array(values, f"<u{element_bytes}").tobytes()}
+    varying = (elements[elements != np.uint64(default)] if listed else elements) >> np.uint64(invariant_bits)
+    symbols, _ = split(varying, 8 * element_bytes - invariant_bits, rotate, residual_bits)
+    columns = symbols.reshape(-1, len(live)).T if per_column else [symbols]
     entries = np.array([frequent(column, num_entries) for column in columns], np.uint64)
     return Codebook(
         element_bytes,
@@ -333,5 +417,7 @@ def make_codebook(
         listed,
         default,
         closed,
-        entries.astype(symbol_type(8 * element_bytes - residual_bits)),
+        entries.astype(symbol_type(8 * element_bytes - invariant_bits - residual_bits)),
+        invariant_bits,
+        **later,
     )

@@ -233,8 +233,8 @@ CONTRADICTIONS = {
     "a selection of huge items": lambda: OPS.select_rows(*raw_table(0, 1 << 62), zeros(3, I64), 0, *selected()),
     "a selection of parts of rows": lambda: OPS.select_rows(*raw_table(2, 32), zeros(1, I64), 0, *selected()),
     "more participation bits than chunks": lambda: OPS.measure_rows(zeros(64), words_with(0), [1, 64, 4, 17]),
-    "hits of scheme planes": lambda: OPS.count_hits(zeros(64), empty(U8), [2, 64, 8, 0, 64, 0, 0, 0, 0]),
-    "elements of three bytes": lambda: OPS.measure_rows(zeros(63), empty(U8), [2, 63, 3, 0, 8, 0, 0, 0, 0]),
+    "hits of scheme planes": lambda: OPS.count_hits(zeros(64), empty(U8), [2, 64, 8, 0, 64, *[0] * 10]),
+    "elements of three bytes": lambda: OPS.measure_rows(zeros(63), empty(U8), [2, 63, 3, 0, 8, *[0] * 10]),
     "raw rows with lengths": lambda: OPS.gather_items(
         *changed(raw_table(), 2, torch.ones(2, dtype=U16)), torch.tensor([0]), 0, zeros(64), fault()),
     "numbers behind scheme raw": lambda: OPS.measure_rows(zeros(64), empty(I32), [0, 64, 4, 5]),

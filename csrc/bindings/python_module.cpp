@@ -9,6 +9,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -40,12 +41,18 @@ class RowCodec {
   public:
     uint32_t row_bytes() const { return codebook_.row_bytes; }
     uint32_t num_flags() const { return codebook_.num_flags; }
-    size_t coded_bytes(const py::buffer &row) const { return measured(checked_row(row)); }
+    std::optional<size_t> coded_bytes(const py::buffer &row) const
+    {
+        const size_t bytes = measured(checked_row(row));
+        return bytes == IBP_NO_CODED_FORM ? std::nullopt : std::optional<size_t>(bytes);
+    }
 
     py::bytes encode(const py::buffer &row) const
     {
         const std::vector<uint8_t> bytes = checked_row(row);
-        std::vector<uint8_t> coded(measured(bytes)), scratch = new_scratch();
+        const size_t coded_bytes = measured(bytes);
+        if (coded_bytes == IBP_NO_CODED_FORM) throw py::value_error("the codebook has no coded form for the row");
+        std::vector<uint8_t> coded(coded_bytes), scratch = new_scratch();
         size_t size = 0;
         check(ibp_encode_row(&codebook_, bytes.data(), coded.data(), coded.size(), &size, scratch.data(),
                              scratch.size()));
@@ -104,8 +111,10 @@ class PlanesCodec : public RowCodec {
   public:
     PlanesCodec(uint32_t row_bytes, uint32_t element_bytes, uint32_t rotate, uint32_t residual_bits,
                 const std::vector<uint32_t> &digit_bits, bool per_column, bool listed, uint64_t default_value,
-                uint64_t closed_value, const py::buffer &entries)
-        : entries_(bytes_of(entries))
+                uint64_t closed_value, const py::buffer &entries, uint32_t invariant_bits, uint64_t invariant_value,
+                std::optional<uint64_t> first_symbol, bool signed_default, const std::vector<uint16_t> &live_columns,
+                const py::buffer &row_template)
+        : entries_(bytes_of(entries)), template_(bytes_of(row_template)), live_columns_(live_columns)
     {
         if (digit_bits.size() > IBP_MAX_PLANES) throw py::value_error("there are at most 4 planes");
         ibp_planes planes{};
@@ -118,6 +127,12 @@ class PlanesCodec : public RowCodec {
         planes.num_planes = static_cast<uint32_t>(digit_bits.size());
         planes.per_column = per_column;
         planes.listed = listed;
+        planes.invariant_bits = invariant_bits;
+        planes.invariant_value = invariant_value;
+        planes.consecutive = first_symbol.has_value();
+        planes.first_symbol = first_symbol.value_or(0);
+        planes.signed_default = signed_default;
+        if (!template_.empty()) set_constants(row_bytes, &planes);
         for (size_t p = 0; p < digit_bits.size(); p++)
             planes.digit_bits[p] =
                 static_cast<uint8_t>(digit_bits[p] > IBP_MAX_DIGIT_BITS ? 0 : digit_bits[p]); // 0 is refused
@@ -127,7 +142,18 @@ class PlanesCodec : public RowCodec {
     }
 
   private:
-    std::vector<uint8_t> entries_;
+    void set_constants(uint32_t row_bytes, ibp_planes *planes) const
+    {
+        const size_t columns = planes->element_bytes == 0 ? 0 : row_bytes / planes->element_bytes;
+        if (template_.size() != row_bytes || live_columns_.size() > columns)
+            throw py::value_error("the template is not a row, or there are more live columns than columns");
+        planes->num_constant = static_cast<uint32_t>(columns - live_columns_.size());
+        planes->live_columns = live_columns_.data();
+        planes->row_template = template_.data();
+    }
+
+    std::vector<uint8_t> entries_, template_; // as aligned as any type is
+    std::vector<uint16_t> live_columns_;
 };
 
 // What DLPack's C interface hands an array over with (struct DLManagedTensor of dlpack.h, version 0.8).
@@ -263,7 +289,7 @@ PYBIND11_MODULE(_core, m)
 
     py::class_<RowCodec>(m, "_RowCodec")
         .def_property_readonly("row_bytes", &RowCodec::row_bytes)
-        .def("coded_bytes", &RowCodec::coded_bytes, py::arg("row"), "Exact coded size of a row in bytes.")
+        .def("coded_bytes", &RowCodec::coded_bytes, py::arg("row"), "Exact coded size of a row in bytes; None if it has no coded form.")
         .def("encode", &RowCodec::encode, py::arg("row"), "The coded row, whether or not it is smaller than the row.")
         .def("decode", &RowCodec::decode, py::arg("coded"),
              "The row; ValueError if coded is not one, or not of its size.");
@@ -273,10 +299,13 @@ PYBIND11_MODULE(_core, m)
         .def_property_readonly("num_flags", &RowCodec::num_flags);
     py::class_<PlanesCodec, RowCodec>(m, "PlanesCodec", "Codes single rows of scheme planes (FORMAT.md section 6).")
         .def(py::init<uint32_t, uint32_t, uint32_t, uint32_t, const std::vector<uint32_t> &, bool, bool, uint64_t,
-                      uint64_t, const py::buffer &>(),
+                      uint64_t, const py::buffer &, uint32_t, uint64_t, std::optional<uint64_t>, bool,
+                      const std::vector<uint16_t> &, const py::buffer &>(),
              py::arg("row_bytes"), py::arg("element_bytes"), py::arg("rotate"), py::arg("residual_bits"),
              py::arg("digit_bits"), py::arg("per_column"), py::arg("listed"), py::arg("default"), py::arg("closed"),
-             py::arg("entries"));
+             py::arg("entries"), py::arg("invariant_bits") = 0, py::arg("invariant_value") = 0,
+             py::arg("first_symbol") = py::none(), py::arg("signed_default") = false,
+             py::arg("live_columns") = std::vector<uint16_t>(), py::arg("row_template") = py::bytes());
 
     py::class_<ibp::PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
         .def(py::init<size_t, int>(), py::arg("num_bytes"), py::arg("node") = -1)

@@ -45,12 +45,29 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
     codebook->cluster_flags = data + 3 * num_words;
 }
 
-// codec is [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, digit_bits ...],
-// entries the packed symbols, those of several clusters one after the other.
-inline void read_planes(const Tensor &entries, const Codec &codec, ibp_codebook *codebook)
+// Where the constant columns of scheme planes stand in `words`, the first of which is aligned to 16 bytes: the row
+// template, and from the next multiple of 16 on the live columns. Returns the bytes up to the next multiple of 16.
+inline int64_t read_constants(const uint8_t *words, int64_t num_bytes, uint32_t row_bytes, ibp_planes *planes)
 {
-    require(codec.size() >= 9 && codec.size() <= 9 + IBP_MAX_PLANES, "codec of scheme planes has ", codec.size(),
-            " numbers, 9 to 13 are needed");
+    const auto aligned = [](int64_t bytes) { return divide_up(bytes, 16) * 16; };
+    if (planes->num_constant == 0) return 0;
+    const int64_t num_live = row_bytes / planes->element_bytes - int64_t{planes->num_constant},
+                  live_start = aligned(row_bytes), end = live_start + aligned(num_live * 2);
+    require(num_live > 0 && end <= num_bytes, "codebook has ", num_bytes, " bytes, too few for ",
+            planes->num_constant, " constant columns");
+    planes->row_template = words;
+    planes->live_columns = static_cast<const uint16_t *>(static_cast<const void *>(words + live_start));
+    return end;
+}
+
+// codec is [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, invariant_bits,
+// invariant_value, consecutive, first_symbol, signed_default, num_constant, digit_bits ...], words the constant columns
+// and the packed symbols, those of several clusters one after the other.
+inline void read_planes(const Tensor &words, const Codec &codec, ibp_codebook *codebook)
+{
+    constexpr size_t kFields = 15;
+    require(codec.size() >= kFields && codec.size() <= kFields + IBP_MAX_PLANES, "codec of scheme planes has ",
+            codec.size(), " numbers, 15 to 19 are needed");
     ibp_planes planes{};
     planes.element_bytes = to_u32(codec[2], 1, 8, "element_bytes");
     planes.rotate = to_u32(codec[3], 0, 1, "rotate");
@@ -59,14 +76,23 @@ inline void read_planes(const Tensor &entries, const Codec &codec, ibp_codebook 
     planes.listed = codec[6] != 0;
     planes.default_value = static_cast<uint64_t>(codec[7]);
     planes.closed_value = static_cast<uint64_t>(codec[8]);
-    planes.num_planes = static_cast<uint32_t>(codec.size()) - 9;
+    planes.invariant_bits = to_u32(codec[9], 0, 63, "invariant_bits");
+    planes.invariant_value = static_cast<uint64_t>(codec[10]);
+    planes.consecutive = codec[11] != 0;
+    planes.first_symbol = static_cast<uint64_t>(codec[12]);
+    planes.signed_default = codec[13] != 0;
+    planes.num_constant = to_u32(codec[14], 0, codebook->row_bytes, "num_constant");
+    planes.num_planes = static_cast<uint32_t>(codec.size() - kFields);
     for (uint32_t p = 0; p < planes.num_planes; p++)
-        planes.digit_bits[p] = static_cast<uint8_t>(to_u32(codec[9 + p], 1, IBP_MAX_DIGIT_BITS, "digit_bits"));
-    planes.entries = bytes_of(entries, 0, "codebook");
+        planes.digit_bits[p] = static_cast<uint8_t>(to_u32(codec[kFields + p], 1, IBP_MAX_DIGIT_BITS, "digit_bits"));
+    const uint8_t *const data = bytes_of(words, 0, "codebook");
+    const int64_t start = read_constants(data, words.numel(), codebook->row_bytes, &planes),
+                  entries_bytes = words.numel() - start;
+    planes.entries = entries_bytes == 0 ? nullptr : data + start;
     const ibp_status status =
-        ibp_build_planes_codebook(&planes, codebook->row_bytes, static_cast<size_t>(entries.numel()), codebook);
-    require(status == IBP_OK, "codebook has ", entries.numel(),
-            " bytes, not those of 1 to 256 sets of entries aligned to their ",
+        ibp_build_planes_codebook(&planes, codebook->row_bytes, static_cast<size_t>(entries_bytes), codebook);
+    require(status == IBP_OK, "codebook has ", entries_bytes,
+            " bytes of entries, not those of 1 to 256 sets aligned to their ",
             "symbols; or the codec of scheme planes is out of range");
 }
 

@@ -81,6 +81,11 @@ class AnyCodebook(ABC):
     def cluster_words(self) -> torch.Tensor:
         """The working form of this codebook among those of several clusters: a flat CPU tensor."""
 
+    @property
+    def shared_words(self) -> torch.Tensor:
+        """What stands in front of the clusters' words, once."""
+        return self.cluster_words[:0]
+
     def words(self, device: torch.device | str) -> torch.Tensor:
         """The working form that the coders read, on the device; kept once made, and not to be written to."""
         device = torch.device(device)
@@ -101,6 +106,7 @@ class AnyCodebook(ABC):
         return "_words" in vars(self)
 
     _words: dict[torch.device, torch.Tensor]
+    _shared: bytes = b""  # what stands in front of the clusters' words
 
     def _finish(self, words: torch.Tensor, **attributes: Any) -> None:
         """Sets the attributes, which have been checked, for good."""

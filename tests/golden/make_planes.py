@@ -5,6 +5,7 @@ Each file has rows, the codebook's fields, the coded rows one after the other wi
 that no decoder may accept. The rows made here also serve the tests of scheme `planes`.
 """
 
+import dataclasses
 import pathlib
 import sys
 
@@ -25,6 +26,14 @@ FIELDS = (
     "default",
     "closed",
     "entries",
+)
+LATER_FIELDS = (
+    "invariant_bits",
+    "invariant_value",
+    "first_symbol",
+    "signed_default",
+    "live_columns",
+    "row_template",
 )
 
 KINDS = ("dense", "per_column", "listed")
@@ -96,6 +105,27 @@ def rare_bytes(rng, num_rows, columns):
     )
 
 
+def float32_of_bfloat16(rng, num_rows, columns):
+    """float32 that bfloat16 holds: 16 bits are 0. Others in a row now and then."""
+    rows = normal_rows(rng, num_rows, columns, "<f4").view("<u4") & np.uint32(0xFFFF0000)
+    rows[::5, 0] |= 1
+    return bytes_of(rows)
+
+
+def zeros_of_both_signs(rng, num_rows, columns):
+    """bfloat16 of which half are multiplied by zero."""
+    rows = bfloat16_rows(rng, num_rows, columns).view("<u2")
+    return bytes_of(np.where(rng.random((num_rows, columns)) < 0.5, rows & np.uint16(0x8000), rows))
+
+
+def some_columns_constant(rng, num_rows, columns):
+    """float32 of which every third column is the same in all rows but a few."""
+    rows = normal_rows(rng, num_rows, columns, "<f4").view("<u4")
+    rows[:, ::3] = rows[:1, ::3]
+    rows[::5, 0] ^= 1
+    return bytes_of(rows)
+
+
 def small_integers(rng, num_rows, columns):
     return bytes_of(rng.geometric(0.3, (num_rows, columns)).clip(0, 255).astype(np.uint8))
 
@@ -117,11 +147,32 @@ def adversarial_rows(rng, num_rows, codebook):
             np.arange(codebook.columns), picked
         ]
     named = reference.join(symbols.astype(np.uint64), residuals, *codebook.split)
-    kinds = [anything, named, np.full(shape, codebook.default, np.uint64), np.full(shape, codebook.closed, np.uint64)]
+    default, closed = np.full(shape, codebook.default, np.uint64), np.full(shape, codebook.closed, np.uint64)
+    if codebook.invariant_bits:
+        named, anything = with_invariant_bits(rng, codebook, named, anything)
+    if codebook.signed_default:
+        default ^= rng.integers(0, 2, shape, np.uint64) << np.uint64(width - 1)
+    kinds = [anything, named, default, closed]
     shares = rng.dirichlet([0.15] * 4, num_rows) if num_rows else np.zeros((0, 4))
     shares[:1] = [0, 0, 0, 1]
     kind = (rng.random((*shape, 1)) >= shares.cumsum(axis=1)[:, None, :3]).sum(axis=2)
-    return bytes_of(np.choose(kind, kinds).astype(f"<u{codebook.element_bytes}"))
+    return in_all_columns(codebook, np.choose(kind, kinds))
+
+
+def with_invariant_bits(rng, codebook, named, anything):
+    """Named elements, and others of which three rows in four have the invariant bits."""
+    shift, value = np.uint64(codebook.invariant_bits), np.uint64(codebook.invariant_value)
+    has_them = rng.random((len(anything), 1)) < 0.75
+    return named << shift | value, np.where(has_them, anything >> shift << shift | value, anything)
+
+
+def in_all_columns(codebook, elements):
+    """Whole rows of bytes, from the elements of the live columns."""
+    if codebook.live_columns is not None:
+        rows = np.tile(reference.elements_of(codebook.row_template, codebook.element_bytes), (len(elements), 1))
+        rows[:, list(codebook.live_columns)] = elements
+        elements = rows
+    return bytes_of(elements.astype(f"<u{codebook.element_bytes}"))
 
 
 def rows_of_k(rng, codebook, counts):
@@ -132,7 +183,7 @@ def rows_of_k(rng, codebook, counts):
         row[at] = (np.uint64(codebook.default) + rng.integers(1, 4, k).astype(np.uint64)) & reference.low_bits(
             codebook.width
         )
-    return bytes_of(rows.astype(f"<u{codebook.element_bytes}"))
+    return in_all_columns(codebook, rows)
 
 
 def random_codebook(rng, element_bytes, columns, rotate, residual_bits, digit_bits, kind):
@@ -155,6 +206,31 @@ def random_codebook(rng, element_bytes, columns, rotate, residual_bits, digit_bi
         closed,
         entries.astype(reference.symbol_type(width - residual_bits)),
     )
+
+
+def with_later_fields(rng, codebook, chosen=None):
+    """The codebook with some of the fields that leave bits out: the chosen ones of LATER_FIELDS, else any."""
+    chosen = {field for field in LATER_FIELDS if rng.random() < 0.5} if chosen is None else chosen
+    later, width, entries = {}, codebook.width, codebook.entries
+    if "invariant_bits" in chosen and codebook.residual_bits < width:
+        most = min(width - 1, width - codebook.residual_bits)
+        bits = int(rng.integers(0, most + 1))
+        later |= {"invariant_bits": bits, "invariant_value": int(rng.integers(0, 2**bits, dtype=np.uint64))}
+        dtype = reference.symbol_type(width - bits - codebook.residual_bits)
+        entries = (entries & reference.low_bits(width - bits - codebook.residual_bits)).astype(dtype)
+    symbol_bits = width - later.get("invariant_bits", 0) - codebook.residual_bits
+    if "first_symbol" in chosen and not codebook.per_column:
+        later["first_symbol"] = int(rng.integers(0, 2**symbol_bits, dtype=np.uint64))
+    if "signed_default" in chosen and codebook.listed:
+        later["signed_default"] = True
+    if "live_columns" in chosen and codebook.columns > 1:
+        count = int(rng.integers(1, codebook.columns))
+        live = np.sort(rng.choice(codebook.columns, count, replace=False))
+        row_template = rng.integers(0, 256, (codebook.columns, codebook.element_bytes), np.uint8)
+        row_template[live] = list(codebook.default.to_bytes(codebook.element_bytes, "little"))
+        later |= {"live_columns": tuple(live.tolist()), "row_template": row_template.tobytes()}
+        entries = entries[: len(live)]
+    return dataclasses.replace(codebook, entries=entries, **later)
 
 
 # ---- damage --------------------------------------------------------------------------------------------------------
@@ -233,6 +309,53 @@ CASES = {
     "listed_header_of_2": (rare_bytes, 1, 32767, {"digit_bits": (2,), "listed": True}),
     "listed_header_of_3": (rare_bytes, 1, 32768, {"residual_bits": 4, "listed": True}),
     "listed_longest": (rare_bytes, 1, 65536, {"digit_bits": (2,), "listed": True}),
+    "invariant_bits": (
+        float32_of_bfloat16,
+        4,
+        65,
+        {"rotate": 1, "residual_bits": 8, "digit_bits": (2, 2, 2), "invariant_bits": 16},
+    ),
+    "consecutive": (bfloat16_rows, 2, 96, {"rotate": 1, "residual_bits": 8, "digit_bits": (4,), "first_symbol": 0x6C}),
+    "consecutive_that_wrap_around": (small_integers, 1, 70, {"digit_bits": (3, 2), "first_symbol": 0xFE}),
+    "listed_signed_default": (
+        zeros_of_both_signs,
+        2,
+        129,
+        {"rotate": 1, "residual_bits": 8, "digit_bits": (2, 2), "listed": True, "signed_default": True},
+    ),
+    "constant_columns": (
+        some_columns_constant,
+        4,
+        50,
+        {"rotate": 1, "residual_bits": 24, "digit_bits": (2, 2), "constant_columns": range(0, 50, 3)},
+    ),
+    "constant_columns_with_entries_a_column": (
+        some_columns_constant,
+        4,
+        20,
+        {
+            "rotate": 1,
+            "residual_bits": 20,
+            "digit_bits": (1, 2),
+            "per_column": True,
+            "invariant_bits": 1,
+            "constant_columns": range(0, 20, 3),
+        },
+    ),
+    "listed_constant_columns": (
+        zeros_of_both_signs,
+        2,
+        40,
+        {
+            "rotate": 1,
+            "residual_bits": 8,
+            "digit_bits": (4,),
+            "listed": True,
+            "signed_default": True,
+            "first_symbol": 0x70,
+            "constant_columns": (0, 1, 17, 39),
+        },
+    ),
 }
 
 
@@ -245,20 +368,45 @@ def make_rows(number, name):
     long = columns * element_bytes > 4096
     rows = rows_of(rng, 2 if long else 10, columns)
     codebook = reference.make_codebook(rows, element_bytes, **settings)
+    if "constant_columns" in settings:
+        rows[1::2] = np.where(live_bytes(codebook), rows[1::2], np.frombuffer(codebook.row_template, np.uint8))
     more = [] if long else [adversarial_rows(rng, 4, codebook)]
     if codebook.listed:
+        columns = codebook.columns
         counts = [0, 1, min(2, columns), columns // 10, columns // 2, columns - 1, columns]
         more.append(rows_of_k(rng, codebook, counts[:3] if long else counts))
     return codebook, np.concatenate([rows, *more])
 
 
+def live_bytes(codebook):
+    """Which bytes of a row belong to live columns."""
+    is_live = np.zeros((codebook.row_bytes // codebook.element_bytes, codebook.element_bytes), bool)
+    is_live[list(codebook.live_columns)] = True
+    return is_live.reshape(-1)
+
+
+def coded_or_nothing(codebook, row):
+    """The coded row; no bytes where it has no coded form."""
+    try:
+        return reference.encode_row(codebook, row)
+    except reference.NoCodedForm:
+        return b""
+
+
 def make_case(number, name):
     codebook, rows = make_rows(number, name)
     rng = np.random.default_rng([number, 1])
-    coded = [reference.encode_row(codebook, row.tobytes()) for row in rows]
-    assert all(reference.decode_row(codebook, c) == row.tobytes() for c, row in zip(coded, rows))
-    corrupt = [bad for good in coded[:: len(coded) // 3] for bad in damaged(rng, good) if refused(codebook, bad)]
+    coded = [coded_or_nothing(codebook, row.tobytes()) for row in rows]
+    good_rows = [c for c in coded if c]
+    assert all(reference.decode_row(codebook, c) == row.tobytes() for c, row in zip(coded, rows) if c)
+    corrupt = [
+        bad for good in good_rows[:: len(good_rows) // 3] for bad in damaged(rng, good) if refused(codebook, bad)
+    ]
     fields = {field: np.asarray(getattr(codebook, field)) for field in FIELDS}
+    changed = {field for field in LATER_FIELDS if getattr(codebook, field) != getattr(reference.Codebook, field)}
+    fields |= {field: np.asarray(getattr(codebook, field)) for field in sorted(changed - {"row_template"})}
+    if "row_template" in changed:
+        fields["row_template"] = np.frombuffer(codebook.row_template, np.uint8)
     fields["default"], fields["closed"] = np.uint64(codebook.default), np.uint64(codebook.closed)
     fields["digit_bits"] = np.array(codebook.digit_bits, np.int64)
     np.savez_compressed(
@@ -274,9 +422,12 @@ def joined(name, parts):
 
 
 def load(name):
-    """(codebook, rows, coded rows, corrupt rows) of a golden file."""
+    """(codebook, rows, coded rows, corrupt rows) of a golden file; a row without a coded form has no bytes."""
     golden = np.load(HERE / f"planes_{name}.npz")
     fields = {field: golden[field] if field == "entries" else golden[field].tolist() for field in FIELDS}
+    fields |= {field: golden[field].tolist() for field in LATER_FIELDS if field in golden}
+    if "row_template" in golden:
+        fields["row_template"] = golden["row_template"].tobytes()
     cut = {part: np.split(golden[part], golden[f"{part}_lengths"].cumsum())[:-1] for part in ("coded", "corrupt")}
     rows, coded, corrupt = (
         [piece.tobytes() for piece in pieces] for pieces in (golden["rows"], cut["coded"], cut["corrupt"])

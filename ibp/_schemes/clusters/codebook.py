@@ -53,7 +53,7 @@ class ClusteredCodebook(AnyCodebook):
                 raise ValueError(f"the codebooks {first!r} and {codebook!r} do not fit each other")
         if not first.can_differ:
             raise ValueError(f"codebooks like {first!r} cannot differ")
-        words = torch.cat([codebook.cluster_words for codebook in codebooks])
+        words = torch.cat([first.shared_words, *(codebook.cluster_words for codebook in codebooks)])
         self._finish(words, codebooks=codebooks, expected_savings=checked_savings(expected_savings))
 
     @property

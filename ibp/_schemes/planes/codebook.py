@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ... import _core
-from ..codebook import AnyCodebook, checked_savings, private_copy, public, whole
+from ..codebook import AnyCodebook, checked_savings, kind_of, private_copy, public, whole
 
 ELEMENT_BYTES = (1, 2, 4, 8)
 MAX_PLANES, MAX_DIGIT_BITS = 4, 4
@@ -26,9 +26,15 @@ class PlanesForm(NamedTuple):
     default: int
     closed: int
     digit_bits: tuple[int, ...]
+    invariant_bits: int
+    invariant_value: int
+    first_symbol: int | None
+    signed_default: bool
+    num_constant: int
+    constants: bytes  # as they stand in the words
 
     def codec(self) -> list[int]:
-        """What the operations are told besides the words (read_planes in csrc/bindings); default and closed as signed
+        """What the operations are told besides the words (read_planes in csrc/bindings); elements and symbols as signed
         64-bit numbers."""
         split = [
             PlanesCodebook.number,
@@ -39,7 +45,18 @@ class PlanesForm(NamedTuple):
             int(self.per_column),
             int(self.listed),
         ]
-        return [*split, signed(self.default, 64), signed(self.closed, 64), *self.digit_bits]
+        values = [signed(self.default, 64), signed(self.closed, 64)]
+        invariant = [self.invariant_bits, signed(self.invariant_value, 64)]
+        consecutive = [int(self.first_symbol is not None), signed(self.first_symbol or 0, 64)]
+        return [
+            *split,
+            *values,
+            *invariant,
+            *consecutive,
+            int(self.signed_default),
+            self.num_constant,
+            *self.digit_bits,
+        ]
 
 
 @public
@@ -54,15 +71,27 @@ class PlanesCodebook(AnyCodebook):
         row_bytes: bytes of a row, 1 to 65,536, a multiple of element_bytes.
         element_bytes: 1, 2, 4 or 8.
         rotate: 0 or 1: elements are rotated left by this many bits before they are split.
-        residual_bits: the low bits that are kept as they are, 0 to 8 * element_bytes; the others are the symbol.
+        residual_bits: the low bits that are kept as they are, 0 to 8 * element_bytes - invariant_bits; the others are
+            the symbol.
         digit_bits: width of each plane's digits: up to 4 planes of 1 to 4 bits.
         per_column: whether every column has entries of its own; not with listed.
         listed: whether rows list the elements that differ from default.
-        default, closed: bit patterns of elements, not negative; used in listed rows only.
-        entries: int64 [columns or 1, E], the symbols' bit patterns, most frequent first; of 64 bits as signed numbers.
-            On the CPU.
+        default, closed: bit patterns of elements, not negative. Rows in which every element is default take no bytes;
+            besides, both are used in listed rows only.
+        entries: int64 [live columns or 1, E], the symbols' bit patterns, most frequent first; of 64 bits as signed
+            numbers. [1, 0] where symbols are consecutive. On the CPU.
         expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if not
             learned.
+        invariant_bits: the lowest bits of every element that are not stored, 0 to 8 * element_bytes - 1. Rows in which
+            they are not invariant_value are stored raw.
+        invariant_value: what they are.
+        first_symbol: entry i is first_symbol + i, without what is above the bits of a symbol; None: entries are given.
+            Not with per_column, nor in clusters.
+        signed_default: whether elements that differ from default in their highest bit only are not listed either; with
+            listed.
+        live_columns: int64 [n], increasing: the columns that are coded, at least one. None: all of them.
+        row_template: uint8 [row_bytes]: what the other columns hold in every row that is not stored raw; in the live
+            ones default. None where live_columns is.
 
     Raises:
         ValueError: fields are out of range or contradict each other.
@@ -79,6 +108,12 @@ class PlanesCodebook(AnyCodebook):
     closed: int
     entries: torch.Tensor
     expected_savings: float | None = None
+    invariant_bits: int = 0
+    invariant_value: int = 0
+    first_symbol: int | None = None
+    signed_default: bool = False
+    live_columns: torch.Tensor | None = None
+    row_template: torch.Tensor | None = None
 
     scheme = "planes"
     number = 2  # IBP_SCHEME_PLANES
@@ -94,6 +129,12 @@ class PlanesCodebook(AnyCodebook):
         "closed",
         "entries",
         "expected_savings",
+        "invariant_bits",
+        "invariant_value",
+        "first_symbol",
+        "signed_default",
+        "live_columns",
+        "row_template",
     )
 
     def __post_init__(self) -> None:
@@ -103,36 +144,65 @@ class PlanesCodebook(AnyCodebook):
             raise ValueError(
                 f"element_bytes is {element_bytes}; wanted one of {ELEMENT_BYTES} that divides row_bytes, {row_bytes}"
             )
-        width = 8 * element_bytes
-        most = {
-            "rotate": 1,
-            "residual_bits": width,
-            "per_column": 1,
-            "listed": 1,
-            "default": 2**width - 1,
-            "closed": 2**width - 1,
-        }
-        numbers = {name: whole(name, getattr(self, name), 0, limit) for name, limit in most.items()}
-        if numbers["per_column"] and numbers["listed"]:
-            raise ValueError("listed rows have no entries a column: per_column and listed are both set")
-        digit_bits, symbol_bits = _checked_digits(self.digit_bits), width - numbers["residual_bits"]
-        shape = (row_bytes // element_bytes if numbers["per_column"] else 1, num_entries(digit_bits))
+        numbers, columns = self._checked_numbers(8 * element_bytes), row_bytes // element_bytes
+        digit_bits = _checked_digits(self.digit_bits)
+        symbol_bits = 8 * element_bytes - numbers["invariant_bits"] - numbers["residual_bits"]
+        first_symbol = self.first_symbol
+        if first_symbol is not None:
+            first_symbol = whole("first_symbol", first_symbol, 0, 2**symbol_bits - 1)
+        default = numbers["default"].to_bytes(element_bytes, "little")
+        live, row_template = _checked_constants(self.live_columns, self.row_template, columns, default)
+        shape = (
+            (columns if live is None else len(live)) if numbers["per_column"] else 1,
+            num_entries(digit_bits) if first_symbol is None else 0,
+        )
         entries = _checked_entries(self.entries, shape, symbol_bits)
         in_bytes = entries.view(torch.uint8).view(*shape, 8)[..., : symbol_bytes(symbol_bits)]
-        flags = {name: bool(numbers[name]) for name in ("per_column", "listed")}
+        constants = _packed_constants(live, row_template)
         checked = {
             **numbers,
-            **flags,
             "row_bytes": row_bytes,
             "element_bytes": element_bytes,
             "digit_bits": digit_bits,
             "entries": entries,
+            "first_symbol": first_symbol,
+            "live_columns": live,
+            "row_template": row_template,
+            "expected_savings": checked_savings(self.expected_savings),
         }
-        self._finish(in_bytes.reshape(-1).clone(), **checked, expected_savings=checked_savings(self.expected_savings))
+        words = torch.cat([constants, in_bytes.reshape(-1)])
+        self._finish(words, **checked, _shared=constants.numpy().tobytes())
+
+    def _checked_numbers(self, width: int) -> dict[str, Any]:
+        """The fields that are whole numbers, for elements of `width` bits."""
+        invariant_bits = whole("invariant_bits", self.invariant_bits, 0, width - 1)
+        most = {
+            "rotate": 1,
+            "residual_bits": width - invariant_bits,
+            "per_column": 1,
+            "listed": 1,
+            "default": 2**width - 1,
+            "closed": 2**width - 1,
+            "invariant_value": 2**invariant_bits - 1,
+            "signed_default": 1,
+        }
+        numbers: dict[str, Any] = {name: whole(name, getattr(self, name), 0, limit) for name, limit in most.items()}
+        for flag in ("per_column", "listed", "signed_default"):
+            numbers[flag] = bool(numbers[flag])
+        if numbers["per_column"] and numbers["listed"]:
+            raise ValueError("listed rows have no entries a column: per_column and listed are both set")
+        if numbers["per_column"] and self.first_symbol is not None:
+            raise ValueError(
+                "columns have no consecutive symbols of their own: per_column and first_symbol are both set"
+            )
+        if numbers["signed_default"] and not numbers["listed"]:
+            raise ValueError("signed_default is set, but not listed: it says which elements are not listed")
+        return {**numbers, "invariant_bits": invariant_bits}
 
     @property
     def form(self) -> PlanesForm:
-        return PlanesForm(*(getattr(self, name) for name in PlanesForm._fields))
+        fields = {name: getattr(self, name) for name in PlanesForm._fields[:-1]}
+        return PlanesForm(**fields, constants=self._shared)
 
     @property
     def codec(self) -> list[int]:
@@ -149,9 +219,14 @@ class PlanesCodebook(AnyCodebook):
         return self.row_bytes // self.element_bytes
 
     @property
+    def num_constant(self) -> int:
+        """Columns that are not coded."""
+        return 0 if self.live_columns is None else self.columns - len(self.live_columns)
+
+    @property
     def symbol_bits(self) -> int:
         """Bits of a symbol."""
-        return self.width - self.residual_bits
+        return self.width - self.invariant_bits - self.residual_bits
 
     @property
     def symbol_bytes(self) -> int:
@@ -161,16 +236,20 @@ class PlanesCodebook(AnyCodebook):
     @property
     def num_entries(self) -> int:
         """Entries a column, E: those of all planes."""
-        return self.entries.shape[1]
+        return num_entries(self.digit_bits)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codebook as stored: entries, and in a listed one default and closed."""
-        return self.entries.numel() * self.symbol_bytes + (2 * self.element_bytes if self.listed else 0)
+        """Bytes of the codebook as stored: entries, or the first of them; default where it is not 0, and in a listed
+        codebook with closed; the invariant bits; a bit a column, and the constant ones' elements."""
+        symbols = self.entries.numel() + (self.first_symbol is not None)
+        values = 2 if self.listed else int(self.default != 0)
+        constants = -(-self.columns // 8) + self.num_constant * self.element_bytes if self.num_constant else 0
+        return symbols * self.symbol_bytes + values * self.element_bytes + -(-self.invariant_bits // 8) + constants
 
     @property
     def can_differ(self) -> bool:
-        return self.num_entries > 0
+        return self.entries.numel() > 0
 
     @property
     def is_fast(self) -> bool:
@@ -180,8 +259,12 @@ class PlanesCodebook(AnyCodebook):
     is_fast_in_clusters = False
 
     @property
+    def shared_words(self) -> torch.Tensor:
+        return self.words("cpu")[: len(self._shared)]
+
+    @property
     def cluster_words(self) -> torch.Tensor:
-        return self.words("cpu")
+        return self.words("cpu")[len(self._shared) :]
 
     def _description(self) -> list[str]:
         parts = [
@@ -192,6 +275,16 @@ class PlanesCodebook(AnyCodebook):
             parts.append("per_column=True")
         if self.listed:
             parts.append(f"listed=True, default={self.default:#x}, closed={self.closed:#x}")
+        elif self.default:
+            parts.append(f"default={self.default:#x}")
+        if self.signed_default:
+            parts.append("signed_default=True")
+        if self.invariant_bits:
+            parts.append(f"invariant_bits={self.invariant_bits}, invariant_value={self.invariant_value:#x}")
+        if self.first_symbol is not None:
+            parts.append(f"first_symbol={self.first_symbol:#x}")
+        if self.num_constant:
+            parts.append(f"num_constant={self.num_constant}")
         return [*parts, f"nbytes={self.nbytes}"]
 
 
@@ -214,6 +307,32 @@ def is_fast(symbol_bits: int, digit_bits: tuple[int, ...]) -> bool:
 def signed(number: int, bits: int) -> int:
     """The signed number with the same `bits` bits as one that is not negative."""
     return number - 2**bits if number >= 2 ** (bits - 1) else number
+
+
+def _checked_constants(
+    live: object, row_template: object, columns: int, default: bytes
+) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Copies of live_columns and row_template, which is `default` there, or two None where all columns are live."""
+    if live is None and row_template is None:
+        return None, None
+    if not isinstance(live, torch.Tensor) or live.dim() != 1 or not 1 <= len(live) <= columns:
+        raise ValueError(f"live_columns is {kind_of(live)}; wanted 1 to {columns} columns, as row_template is given")
+    live = private_copy("live_columns", live, torch.int64, (len(live),))
+    row_template = private_copy("row_template", row_template, torch.uint8, (columns * len(default),))
+    if int(live[0]) < 0 or int(live[-1]) >= columns or bool((live[1:] <= live[:-1]).any()):
+        raise ValueError(f"live_columns are not increasing columns from 0 to {columns - 1}")
+    if len(live) == columns:
+        return None, None
+    row_template.view(columns, len(default))[live] = torch.tensor(list(default), dtype=torch.uint8)
+    return live, row_template
+
+
+def _packed_constants(live: torch.Tensor | None, row_template: torch.Tensor | None) -> torch.Tensor:
+    """Both as they begin the words: each padded to a multiple of 16 bytes."""
+    if live is None or row_template is None:
+        return torch.empty(0, dtype=torch.uint8)
+    parts = row_template, live.to(torch.int32).view(torch.uint8).view(-1, 4)[:, :2].reshape(-1)
+    return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % 16)) for part in parts])
 
 
 def _checked_digits(digit_bits: object) -> tuple[int, ...]:
