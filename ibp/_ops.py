@@ -27,9 +27,10 @@ the tensors' device, without allocating or synchronising where they write to giv
 current. `stream_bytes` is decode_bytes from pinned host memory by the copy engine, through `ring` on the device;
 `host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that device. Pinned host
 memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
-`stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it sees them;
-`stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as the struct ibp_table
-of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
+`gather_into` is gather_items to an out of any strides, the first outer_dims dimensions of which number its items; ids
+None: all items. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it
+sees them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as the struct
+ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
 """
 
 from pathlib import Path
@@ -65,6 +66,7 @@ _lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
 _lib.define(
     f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()"
 )
+_lib.define(f"gather_into({_READ}, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(f"pack_table({_READ}, Tensor(a!) packed) -> ()")
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(
@@ -180,6 +182,7 @@ def _writes_only(*args, **options):
 for _name in (
     "encode_rows",
     "gather_items",
+    "gather_into",
     "pack_table",
     "stage_items",
     "decode_bytes",

@@ -70,6 +70,11 @@ class Geometry:
         return self.num_items * self.item_bytes
 
     @property
+    def has_whole_rows(self) -> bool:
+        """Whether items begin and end with rows."""
+        return self.item_bytes > 0 and self.item_bytes % self.row_bytes == 0
+
+    @property
     def num_rows(self) -> int:
         return -(-self.num_bytes // self.row_bytes)
 

@@ -296,7 +296,6 @@ def test_what_is_no_table(x):
     (lambda: torch.empty(3, 59), ValueError, r"out.*\[3, 59\].*\[3, 60\]"),
     (lambda: torch.empty(2, 60), ValueError, r"out.*\[2, 60\].*\[3, 60\]"),
     (lambda: torch.empty(180), ValueError, r"out.*\[180\]"),
-    (lambda: torch.empty(60, 3).t(), ValueError, "out.*contiguous"),
     (lambda: torch.empty(3, 60, requires_grad=True), ValueError, "out.*grad"),
     (lambda: np.empty((3, 60), np.float32), TypeError, "out.*ndarray"),
     (lambda: torch.empty(3, 60, device="meta"), ValueError, "meta"),
@@ -310,7 +309,7 @@ def test_out_of_decompress(table):
     for out, error in (
         (torch.empty(100, 61), ValueError),
         (torch.empty(100, 60, dtype=torch.int32), TypeError),
-        (torch.empty(60, 100).t(), ValueError),
+        (torch.empty(60, 100), ValueError),
     ):
         with pytest.raises(error, match="out"):
             table.decompress(out=out)

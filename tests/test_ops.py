@@ -76,6 +76,9 @@ def samples():
         yield "gather_items", (*arguments, ids, 0, torch.zeros(4 * 240, dtype=torch.uint8), fault())
         yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 5, torch.zeros(2 * 240, dtype=torch.uint8), fault())
+    view = torch.zeros(2, 3, 2, 60)[:, 1]
+    yield "gather_into", (*slots_table, ids, 0, 2, view, fault())
+    yield "gather_into", (*slots_table, None, 3, 1, torch.zeros(100, 2, 60)[:, 1], fault())
     yield "pack_table", (*slots_table, torch.zeros(ibp._core.TABLE_BYTES, dtype=torch.uint8))
     yield "gather_items", (*raw, ids32, 0, torch.zeros(2 * 32, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 0, torch.zeros(5, 60), fault(), torch.tensor([4, 0], dtype=torch.int32))
@@ -90,7 +93,7 @@ def samples():
 
 SAMPLES = list(samples())
 NAMES = {"codebook_words", "threshold_bits", "choose_masks", "estimate_masks", "learn_planes", "count_bits",
-         "count_hits", "measure_rows", "index_rows", "survey_rows", "encode_rows", "gather_items", "pack_table", "decode_bytes",
+         "count_hits", "measure_rows", "index_rows", "survey_rows", "encode_rows", "gather_items", "gather_into", "pack_table", "decode_bytes",
          "partition_ids", "select_rows"}  # fmt: skip
 
 

@@ -385,6 +385,49 @@ void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor
           "gather_items");
 }
 
+// The items at ids, or all of them, in the order of the first outer_dims dimensions of out, which may have any strides.
+template <typename Gather>
+void gather_into(const TableArgs &args, const std::optional<Tensor> &ids, int64_t outer_dims, const Tensor &out,
+                 const Tensor &fault, const Gather &gather)
+{
+    const ibp_table table = args.table();
+    ibp_ids items{};
+    if (ids) items = ids_of(*ids);
+    if (!ids) items.count = args.num_items;
+    const Memory memory = spread_over(out, outer_dims, args.item_bytes, &items);
+    Footprints footprints = args.footprints(table);
+    footprints.reads("ids", items.data, items.count * items.id_bytes);
+    footprints.writes("out", memory);
+    footprints.writes("fault", fault);
+    if (memory.data != nullptr) gather(table, items, memory.data);
+}
+
+void gather_into_cpu(IBP_TABLE_PARAMETERS, std::optional<Tensor> ids, int64_t max_sms, int64_t outer_dims, Tensor out,
+                     Tensor fault)
+{
+    require_cpu({&out, IBP_TABLE_TENSORS, &fault, ids ? &*ids : &out});
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    sms_of(max_sms);
+    gather_into(args, ids, outer_dims, out, fault, [&](const ibp_table &table, const ibp_ids &items, uint8_t *to) {
+        const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+        over_ranges(items.count, std::max<int64_t>(item_bytes, table.codebook.row_bytes), scratch_bytes,
+                    fault_of(fault), [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                        return ibp_gather_items(&table, &items, first, last, to, scratch, scratch_bytes, mine);
+                    });
+    });
+}
+
+void gather_into_cuda(IBP_TABLE_PARAMETERS, std::optional<Tensor> ids, int64_t max_sms, int64_t outer_dims, Tensor out,
+                      Tensor fault)
+{
+    const auto device = use_cuda(out, {IBP_TABLE_TENSORS, &fault, ids ? &*ids : &out});
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    gather_into(args, ids, outer_dims, out, fault, [&](const ibp_table &table, const ibp_ids &items, uint8_t *to) {
+        check(ibp_cuda_gather_items(&table, &items, to, fault_of(fault), sms_of(max_sms), current_stream(out)),
+              "gather_into");
+    });
+}
+
 // Writes the table as a struct ibp_table to packed, on the CPU: for ibp._core, which knows no tensors.
 void pack_table(const TableArgs &args, const Tensor &packed)
 {
@@ -628,6 +671,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("survey_rows", TORCH_BOX(&survey_rows_cpu));
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cpu));
     m.impl("gather_items", TORCH_BOX(&gather_items_cpu));
+    m.impl("gather_into", TORCH_BOX(&gather_into_cpu));
     m.impl("pack_table", TORCH_BOX(&pack_table_cpu));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cpu));
     m.impl("partition_ids", TORCH_BOX(&partition_ids_cpu));
@@ -643,6 +687,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
     m.impl("survey_rows", TORCH_BOX(&survey_rows_cuda));
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cuda));
     m.impl("gather_items", TORCH_BOX(&gather_items_cuda));
+    m.impl("gather_into", TORCH_BOX(&gather_into_cuda));
     m.impl("pack_table", TORCH_BOX(&pack_table_cuda));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cuda));
     m.impl("stage_items", TORCH_BOX(&stage_items_cuda));

@@ -7,6 +7,8 @@
 
 #include "../core/locate.h"
 
+#include <algorithm>
+#include <array>
 #include <optional>
 
 namespace ibp_torch {
@@ -214,6 +216,44 @@ inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &pos
     items.positions = static_cast<const uint32_t *>(static_cast<const void *>(data));
     items.out_items = item_bytes ? memory_of(out, "out").num_bytes / item_bytes : 0;
     return items;
+}
+
+// Where the items of a call go in a strided tensor, whose first outer_dims dimensions number them and whose others hold
+// one: fills in the dimensions of ids. Returns the memory between the first of its bytes and the last.
+inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_bytes, ibp_ids *ids)
+{
+    const auto element_bytes = static_cast<int64_t>(out.element_size());
+    require(0 <= outer_dims && outer_dims <= out.dim(), "outer_dims is ", outer_dims, " of ", out.dim());
+    int64_t inner_bytes = element_bytes, count = 1, end = item_bytes;
+    for (int64_t d = out.dim(); d-- > outer_dims;) {
+        require(out.size(d) == 1 || out.stride(d) * element_bytes == inner_bytes, "out's items are not contiguous");
+        inner_bytes = total_bytes(out.size(d), inner_bytes, "out");
+    }
+    require(inner_bytes == item_bytes, "out has items of ", inner_bytes, " bytes, ", item_bytes, " are needed");
+    std::vector<std::array<int64_t, 2>> dims; // stride in bytes, size
+    for (int64_t d = 0; d < outer_dims; d++) {
+        count = total_bytes(out.size(d), count, "out");
+        if (out.size(d) == 1) continue;
+        require(ids->num_dims < IBP_MAX_OUT_DIMS, "out has more than ", int64_t{IBP_MAX_OUT_DIMS},
+                " dimensions of items");
+        ids->sizes[ids->num_dims] = out.size(d);
+        ids->strides[ids->num_dims++] = total_bytes(out.stride(d), element_bytes, "out");
+        dims.push_back({ids->strides[ids->num_dims - 1], out.size(d)});
+    }
+    require(count == ids->count, "out has room for ", count, " items, there are ", ids->count);
+    if (count == 0 || item_bytes == 0) return {nullptr, 0};
+    std::sort(dims.begin(), dims.end());
+    for (const auto &[stride, size] : dims) {
+        require(stride >= end, "items of out share memory");
+        end = total_bytes(size - 1, stride, "out") + end;
+    }
+    int64_t storage_bytes = 0, offset = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(out.get(), &storage_bytes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(out.get(), &offset));
+    auto *const data = static_cast<uint8_t *>(out.data_ptr());
+    require(data != nullptr && storage_bytes >= end && offset <= (storage_bytes - end) / element_bytes,
+            "out has more elements than its storage");
+    return {data, end};
 }
 
 } // namespace ibp_torch

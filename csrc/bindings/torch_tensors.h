@@ -168,6 +168,7 @@ class Footprints {
         add({name, {const_cast<uint8_t *>(static_cast<const uint8_t *>(data)), num_bytes}, false});
     }
     void writes(const char *name, const Tensor &tensor) { add({name, memory_of(tensor, name), true}); }
+    void writes(const char *name, const Memory &memory) { add({name, memory, true}); }
 
   private:
     struct Footprint {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from .. import _memory
 from .._table import Table
 
 CPU = torch.device("cpu")
+_MOST_OUTER_DIMS = 4  # IBP_MAX_OUT_DIMS
 
 
 def produce(
@@ -22,12 +24,22 @@ def produce(
     out: torch.Tensor | None,
     check: bool,
     run: Callable[[torch.Tensor, torch.Tensor], None],
+    into: Callable[[torch.Tensor, int, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Runs an operation, run(result, fault), that writes on the worker device, into out where that is there, and brings
-    the result to the target."""
+    the result to the target.
+    into: the same, run(result, outer_dims, fault), for an out of other strides, whose first outer_dims dimensions
+        number items; None: there is none, and what run gives is copied."""
     if out is not None:
         check_out(out, shape, table.dtype)
-    result = out if out is not None and out.device == worker else torch.empty(shape, dtype=table.dtype, device=worker)
+    outer_dims = None if out is None or into is None or out.device != worker else spread_dims(out, table._item_bytes)
+    if outer_dims is not None:
+
+        def run(result: torch.Tensor, fault: torch.Tensor) -> None:
+            into(result, outer_dims, fault)
+
+    is_here = out is not None and out.device == worker and (outer_dims is not None or out.is_contiguous())
+    result = out if is_here else torch.empty(shape, dtype=table.dtype, device=worker)
     if torch.compiler.is_compiling():  # what goes wrong is raised by the next call outside, or by table.check()
         run(result, table._fault_on(worker))
     else:
@@ -40,7 +52,7 @@ def produce(
             torch.cuda.current_stream(worker).synchronize()
             table._raise_pending(worker)
     if out is not None and out is not result:
-        return out.copy_(result)
+        return out.copy_(result.view(out.shape))
     return result if worker == target else result.to(target)
 
 
@@ -54,14 +66,43 @@ def check_out(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
         raise TypeError(f"out is a {type(out).__name__}; wanted a torch.Tensor")
     if out.dtype != dtype:
         raise TypeError(f"out has dtype {out.dtype}; wanted {dtype}")
-    if out.shape != shape:
+    if out.shape != shape and not _numbers_items(out.shape, shape):
         raise ValueError(f"out has shape {list(out.shape)}; wanted {list(shape)}")
-    if not out.is_contiguous():
-        raise ValueError("out is not contiguous")
     if not torch.compiler.is_compiling() and (out.is_conj() or out.is_neg()):
         raise ValueError("out is a conjugated or negated view of other memory")
     if out.requires_grad:
         raise ValueError("out requires grad")
+
+
+def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a shape is [..., *item], its first dimensions as many items as the one of wanted, [items, *item]."""
+    num_outer = len(shape) - len(wanted) + 1
+    if num_outer < 2 or not wanted or tuple(shape[num_outer:]) != tuple(wanted[1:]):
+        return False
+    return math.prod(shape[:num_outer]) == wanted[0]
+
+
+def spread_dims(out: torch.Tensor, item_bytes: int) -> int | None:
+    """Dimensions of a tensor that number its contiguous items of so many bytes; None where it is contiguous itself, or
+    they are too many, or there are no such items."""
+    if torch.compiler.is_compiling() or out.is_contiguous() or out.numel() == 0:
+        return None
+    num_bytes, dims = out.element_size(), out.dim()
+    while dims > 0 and num_bytes < item_bytes and out.stride(dims - 1) * out.element_size() == num_bytes:
+        dims -= 1
+        num_bytes *= out.shape[dims]
+    is_spread = num_bytes == item_bytes and sum(size > 1 for size in out.shape[:dims]) <= _MOST_OUTER_DIMS
+    return dims if is_spread and _is_apart(out, dims, item_bytes) else None
+
+
+def _is_apart(out: torch.Tensor, dims: int, item_bytes: int) -> bool:
+    """Whether no two items share memory, as can be told from their strides one by one."""
+    end = item_bytes
+    for stride, size in sorted(zip(out.stride()[:dims], out.shape[:dims])):
+        if size > 1 and stride * out.element_size() < end:
+            return False
+        end += (size - 1) * stride * out.element_size()
+    return True
 
 
 def target_of(device: torch.device | str | int | None, out: torch.Tensor | None, default: torch.device) -> torch.device:

@@ -57,7 +57,9 @@ def index_select(
         ids: integers [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all: a tensor (int32 and
             int64 are taken as they are, shorter ones are widened), a sequence of ints or a numpy array.
         device: where the result goes; None: out's device, else the ids'.
-        out: contiguous tensor [K, ...] of the table's dtype to write to.
+        out: tensor of the table's dtype to write to: [K, ...], or more dimensions than one whose sizes make K. Of any
+            strides: where its items are contiguous, as those of a cache [B, H, T, D] at a t, they are written where
+            they belong.
         check: wait for the result and raise here what went wrong.
         max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "bucketed" few (16 on
             an H200) where these decode as fast as the link brings rows.
@@ -74,7 +76,7 @@ def index_select(
 
     Raises:
         TypeError: ids are no integers, or out has another dtype.
-        ValueError: ids is not 1-D, out has another shape, is not contiguous or is not on `device`, or `path` cannot be
+        ValueError: ids is not 1-D, out has another shape or is not on `device`, or `path` cannot be
             taken.
         IndexError: an id is out of range.
         CorruptTableError: the table's bytes contradict each other.
@@ -116,6 +118,7 @@ def index_select(
         out,
         check,
         lambda result, fault: chosen.run(request, result, fault),
+        (lambda result, dims, fault: chosen.into(request, result, dims, fault)) if chosen.is_direct else None,
     )
 
 
@@ -152,7 +155,13 @@ class Request(NamedTuple):
 
 
 class ItemPath(Path[Request]):
-    """A path that items take."""
+    """A path that items take.
+
+    Attributes:
+        is_direct: whether it has `into`, which writes to a result of any strides.
+    """
+
+    is_direct = False
 
     def worker(self, request: Request) -> torch.device:
         """The device that decodes."""
@@ -167,6 +176,8 @@ class ItemPath(Path[Request]):
 class _Decode(ItemPath):
     """The device that decodes reads rows where they are, in the order given."""
 
+    is_direct = True
+
     def cost(self, request: Request) -> float:
         return 1.0
 
@@ -176,6 +187,11 @@ class _Decode(ItemPath):
             ids = ids.to(worker)
         if ids.numel():
             torch.ops.ibp.gather_items.default(*table._arguments(worker), ids, request.sms, result, fault, None)
+
+    def into(self, request: Request, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
+        """As `run`, to items that the first outer_dims dimensions of the result number."""
+        arguments, ids = request.table._arguments(request.worker), request.ids.to(request.worker)
+        torch.ops.ibp.gather_into.default(*arguments, ids, request.sms, outer_dims, result, fault)
 
 
 class _Gpu(_Decode):

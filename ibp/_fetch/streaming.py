@@ -40,7 +40,7 @@ def decompress(
     Args:
         table: a table made from a tensor x.
         device: where the result goes; None: out's device, else the table's.
-        out: contiguous tensor of x's shape and dtype to write to.
+        out: tensor of x's shape and dtype to write to, of any strides.
         check: as in `index_select`.
         max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "copy" no more than
             keep up with the link (8 on an H200 for floats of which a third is saved).
@@ -139,6 +139,11 @@ class _Job(NamedTuple):
     @property
     def comes_over_the_link(self) -> bool:
         return self.worker != self.table.device and self.end > self.start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the table's items, each of whole rows."""
+        return (self.start, self.end) == (0, self.table.original_bytes) and self.table._geometry.has_whole_rows
 
     @property
     def stored_bytes(self) -> int:
@@ -273,6 +278,10 @@ def _decode(jobs: list[_Job], check: bool, max_sms: int | None, path: str | None
 
 
 def _run(job: _Job, decoder: Decoder, sms: int) -> torch.Tensor:
+    def into(result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
+        arguments = job.table._arguments(job.worker)
+        torch.ops.ibp.gather_into.default(*arguments, None, sms, outer_dims, result, fault)
+
     return produce(
         job.table,
         job.shape,
@@ -281,6 +290,7 @@ def _run(job: _Job, decoder: Decoder, sms: int) -> torch.Tensor:
         job.out,
         False,
         lambda result, fault: decoder.decode(job.table, job.start, job.end, job.worker, sms, result, fault),
+        into if decoder is KERNEL and job.is_whole else None,
     )
 
 
