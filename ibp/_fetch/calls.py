@@ -32,20 +32,26 @@ def produce(
         number items; None: there is none, and what run gives is copied."""
     if out is not None:
         check_out(out, shape, table.dtype)
-    outer_dims = None if out is None or into is None or out.device != worker else spread_dims(out, table._item_bytes)
-    if outer_dims is not None:
+    outer_dims = None
+    if into is not None and out is not None and out.device == worker:
+        outer_dims = spread_dims(out, table._item_bytes)
+    if out is not None and out.device == worker and (outer_dims is not None or out.is_contiguous()):
+        result = out
+    else:
+        result = torch.empty(shape, dtype=table.dtype, device=worker)
 
-        def run(result: torch.Tensor, fault: torch.Tensor) -> None:
+    def work(fault: torch.Tensor) -> None:
+        if into is not None and outer_dims is not None:
             into(result, outer_dims, fault)
+        else:
+            run(result, fault)
 
-    is_here = out is not None and out.device == worker and (outer_dims is not None or out.is_contiguous())
-    result = out if is_here else torch.empty(shape, dtype=table.dtype, device=worker)
     if torch.compiler.is_compiling():  # what goes wrong is raised by the next call outside, or by table.check()
-        run(result, table._fault_on(worker))
+        work(table._fault_on(worker))
     else:
         table._raise_pending(worker)
         fault = table._fault_on(worker) if worker.type == "cuda" else torch.zeros(4, dtype=torch.int64)
-        run(result, fault)
+        work(fault)
         if worker.type == "cpu":
             table._raise_fault(fault.tolist())
         elif check:

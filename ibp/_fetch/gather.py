@@ -172,6 +172,10 @@ class ItemPath(Path[Request]):
         wrong."""
         raise NotImplementedError
 
+    def into(self, request: Request, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
+        """As `run`, to items that the first outer_dims dimensions of the result number."""
+        raise NotImplementedError
+
 
 class _Decode(ItemPath):
     """The device that decodes reads rows where they are, in the order given."""
@@ -189,7 +193,6 @@ class _Decode(ItemPath):
             torch.ops.ibp.gather_items.default(*table._arguments(worker), ids, request.sms, result, fault, None)
 
     def into(self, request: Request, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
-        """As `run`, to items that the first outer_dims dimensions of the result number."""
         arguments, ids = request.table._arguments(request.worker), request.ids.to(request.worker)
         torch.ops.ibp.gather_into.default(*arguments, ids, request.sms, outer_dims, result, fault)
 
