@@ -141,7 +141,7 @@ def coder_rates(codebook: AnyCodebook, machine: Calibration) -> CoderRates:
         return machine.masks
     if first.listed:
         return machine.listed
-    if first.digit_bits == (4,):
+    if first.first_symbol is not None and first.digit_bits == (4,):
         return machine.fast
     if first.element_bytes == 1:
         return machine.one_byte
