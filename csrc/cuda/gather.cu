@@ -60,7 +60,7 @@ static const struct {
     ibp_status (*launch)(const Gather &gather);
 } kDecoders[] = {
     {IBP_SCHEME_RAW, is_any, 0, gather_raw},          {IBP_SCHEME_IBP, is_any, 0, gather_masks},
-    {IBP_SCHEME_PLANES, is_listed, 0, gather_listed}, {IBP_SCHEME_PLANES, is_of_pairs, 0, gather_pairs},
+    {IBP_SCHEME_PLANES, is_listed, kListedFields, gather_listed}, {IBP_SCHEME_PLANES, is_of_pairs, 0, gather_pairs},
     {IBP_SCHEME_PLANES, is_dense, 0, gather_dense},
 };
 

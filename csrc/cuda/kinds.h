@@ -16,6 +16,9 @@ enum PlanesField : uint32_t {
     kSignedDefault = 4,
     kConstantColumns = 8,
 };
+// What decoders of listed rows know.
+constexpr uint32_t kListedFields = kInvariantBits | kConsecutive | kSignedDefault | kConstantColumns;
+
 IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
 {
     if (cb.scheme != IBP_SCHEME_PLANES) return true;

@@ -44,13 +44,17 @@ template <typename T> struct PlanesBook {
     static constexpr uint32_t kElementBits = 8u * sizeof(T);
     const ibp_planes &planes;
     const uint8_t *entries; // of the row's cluster
-    const uint32_t columns, symbol_bits;
+    const uint32_t columns, symbol_bits; // live columns
 
     __device__ __forceinline__ PlanesBook(const ibp_codebook &cb, uint32_t cluster)
         : planes(cb.planes),
           entries(static_cast<const uint8_t *>(cb.planes.entries) + uint64_t{cluster} * cb.cluster_stride),
-          columns(cb.row_bytes / static_cast<uint32_t>(sizeof(T))), symbol_bits(kElementBits - cb.planes.residual_bits)
+          columns(live_columns(cb)), symbol_bits(kElementBits - cb.planes.invariant_bits - cb.planes.residual_bits)
     {
+    }
+    static __host__ __device__ __forceinline__ uint32_t live_columns(const ibp_codebook &cb)
+    {
+        return cb.row_bytes / static_cast<uint32_t>(sizeof(T)) - cb.planes.num_constant;
     }
 
     // Bytes of an entry: at most those of an element.
@@ -59,6 +63,12 @@ template <typename T> struct PlanesBook {
         return sizeof(T) == 1 ? 1u : planes.symbol_bytes;
     }
     __device__ __forceinline__ T entry(uint32_t i) const
+    {
+        if (planes.consecutive) return static_cast<T>(low_bits(planes.first_symbol + i, symbol_bits));
+        return entry_at(entries, planes, i);
+    }
+    // Of entries that are not consecutive.
+    static __device__ __forceinline__ T entry_at(const uint8_t *entries, const ibp_planes &planes, uint32_t i)
     {
         if (sizeof(T) == 1 || planes.symbol_bytes == 1u) return static_cast<T>(__ldg(entries + i));
         if (sizeof(T) == 2 || planes.symbol_bytes == 2u)

@@ -12,6 +12,7 @@
 
 #include "../positions.cuh"
 #include "dense.cuh"
+#include "find_row.cuh"
 
 namespace ibp {
 
@@ -25,6 +26,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     static constexpr uint32_t kPerLane = 16;                       // digits of plane 0 at a time
     static constexpr uint32_t kOctet = 8;                          // elements that a lane joins
     static constexpr uint32_t kSparse = 8; // columns for each listed element from which on these are stored one by one
+    static constexpr uint64_t kSign = uint64_t{1} << (8u * sizeof(T) - 1u);
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of 16 bytes
     static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
     static_assert(kMostEntries < kEntries, "the entries and the rank behind them, of raw symbols");
@@ -194,7 +196,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
                 if (r < kBits) symbol = low_bits(field(next_raw), book.symbol_bits) << r;
                 next_raw += book.symbol_bits;
             }
-            const T element = rotated_back(static_cast<T>(symbol | low_bits(window, r)));
+            const T element = element_of(symbol | low_bits(window, r));
             if constexpr (sizeof(T) == 8) {
                 words[2u * e] = static_cast<uint32_t>(element);
                 words[2u * e + 1u] = static_cast<uint32_t>(static_cast<uint64_t>(element) >> 32);
@@ -214,9 +216,12 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         if constexpr (sizeof(T) == 8) bits |= static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
         return bits;
     }
-    __device__ __forceinline__ T rotated_back(T rotated) const
+    // An element, of its coded bits.
+    __device__ __forceinline__ T element_of(Word coded) const
     {
-        return cb.planes.rotate ? static_cast<T>(rotated >> 1 | rotated << (kBits - 1u)) : rotated;
+        const uint32_t invariant = cb.planes.invariant_bits;
+        if (cb.planes.rotate) coded = coded >> 1 | (coded & 1u) << (kBits - 1u - invariant);
+        return static_cast<T>(coded << invariant | static_cast<Word>(cb.planes.invariant_value));
     }
 
     // ---- positions ----
@@ -288,21 +293,11 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
 
     // ---- columns ----
 
-    __device__ __forceinline__ void fill_default(const Window &window) const
+    // Stores the element of a live column.
+    static __device__ __forceinline__ void store_element(const ibp_planes &planes, const Window &window,
+                                                         uint32_t column, T element)
     {
-        if (cb.planes.default_value == 0u) {
-            group_zero<G>(window.dst, window.high - window.low);
-        } else {
-            const bool vectors = window.is_units(cb.row_bytes, 16);
-            uint32_t words[4] = {};
-#pragma unroll
-            for (uint32_t e = 0; e < kPerVector; e++) put_element(words, e, static_cast<T>(cb.planes.default_value));
-            for (uint32_t w = 4u * lane_id(); 4u * w < cb.row_bytes; w += 4u * kWarp)
-                store_words(window, vectors, w, words);
-        }
-    }
-    static __device__ __forceinline__ void store_element(const Window &window, uint32_t column, T element)
-    {
+        if (planes.num_constant != 0u) column = __ldg(planes.live_columns + column);
         const uint32_t first = column * static_cast<uint32_t>(sizeof(T));
         uint8_t *const dst = window.dst + (static_cast<int64_t>(first) - window.low);
         if (first >= window.low && first + sizeof(T) <= window.high && aligned(dst, sizeof(T))) {
@@ -323,38 +318,76 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // Stores the columns from `tile` on of which the lanes have 32 each in the bitmap. from: the first listed one of a
-    // lane's own in the batch.
-    __device__ __forceinline__ void store_tile(uint32_t columns, uint32_t tile, uint32_t listed, uint32_t from,
+    // Stores 16 bytes of elements, from a live column on, one by one.
+    static __device__ __noinline__ void store_live(const ibp_planes &planes, Window window, uint32_t column,
+                                                   uint32_t columns, uint4 words)
+    {
+        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (uint32_t e = 0; e < kPerVector; e++) {
+            Word element = values[e * sizeof(T) / 4u] >> (e * sizeof(T) % 4u * 8u);
+            if (sizeof(T) == 8) element |= static_cast<Word>(uint64_t{values[(e * sizeof(T) / 4u + 1u) % 4u]} << 32);
+            if (column + e < columns) store_element(planes, window, column + e, static_cast<T>(element));
+        }
+    }
+
+    // Columns of a row, of which a lane has 32 in the bitmap.
+    struct Tile {
+        uint32_t first, held; // columns
+        uint32_t listed;      // a bit each of the lane's own
+        uint32_t before;      // listed ones of the batch before the lane's
+        uint32_t earlier;     // and of the row before the batch
+    };
+    // The 16 bytes of elements of which `mask` says which are listed; rank: the first one's in the batch. signs: the
+    // highest bits of those that are not, where the default has any.
+    template <bool SIGNED>
+    __device__ __forceinline__ void pick(uint32_t mask, uint32_t rank, uint32_t signs, uint32_t (&words)[4]) const
+    {
+        const T default_value = static_cast<T>(cb.planes.default_value);
+        const T *next = elements() + rank;
+#pragma unroll
+        for (uint32_t e = 0; e < kPerVector; e++) {
+            T element = default_value;
+            if (SIGNED)
+                element =
+                    static_cast<T>((element & static_cast<T>(~kSign)) | static_cast<Word>(signs & 1u) << (kBits - 1u));
+            if (mask >> e & 1u)
+                element = *next++;
+            else if (SIGNED)
+                signs >>= 1;
+            put_element(words, e, element);
+        }
+    }
+    // signs: bit with which those of the row begin.
+    __device__ __forceinline__ void store_tile(uint32_t columns, const Tile &tile, Stage stage, uint32_t signs,
                                                const Window &window) const
     {
         constexpr uint32_t kLanesOfWord = 32u / kPerVector, kWordsOfStep = kWarp / kLanesOfWord;
         const uint32_t shift = lane_id() % kLanesOfWord * kPerVector;
-        const bool units = window.is_units(cb.row_bytes, 16);
-        const T default_value = static_cast<T>(cb.planes.default_value);
-        const uint32_t held = ibp_min_u32(columns - tile, batch_of(cb));
+        const bool lives = cb.planes.num_constant != 0u, units = !lives && window.is_units(cb.row_bytes, 16);
 #pragma unroll 1
-        for (uint32_t s = 0; s * kWarp * kPerVector < held; s++) {
-            const uint32_t source = s * kWordsOfStep + lane_id() / kLanesOfWord;
-            const uint32_t word = __shfl_sync(kAllLanes, listed, source),
-                           rank = __shfl_sync(kAllLanes, from, source) + ibp_popcount(low_bits(word, shift));
-            const T *next = elements() + rank;
+        for (uint32_t s = 0; s * kWarp * kPerVector < tile.held; s++) {
+            const uint32_t source = s * kWordsOfStep + lane_id() / kLanesOfWord,
+                           column = tile.first + (s * kWarp + lane_id()) * kPerVector;
+            const uint32_t word = __shfl_sync(kAllLanes, tile.listed, source),
+                           rank = __shfl_sync(kAllLanes, tile.before, source) + ibp_popcount(low_bits(word, shift));
             uint32_t words[4] = {};
-#pragma unroll
-            for (uint32_t e = 0; e < kPerVector; e++) {
-                T element = default_value;
-                if (word >> shift >> e & 1u) element = *next++;
-                put_element(words, e, element);
-            }
-            const uint32_t column = tile + (s * kWarp + lane_id()) * kPerVector;
-            if (column < tile + held) store_words(window, units, column * static_cast<uint32_t>(sizeof(T)) / 4u, words);
+            if (cb.planes.signed_default)
+                pick<true>(word >> shift, rank, stage.bits_at(signs + (column - rank - tile.earlier)), words);
+            else
+                pick<false>(word >> shift, rank, 0, words);
+            if (column >= tile.first + tile.held) continue;
+            if (lives)
+                store_live(cb.planes, window, column, columns, make_uint4(words[0], words[1], words[2], words[3]));
+            else
+                store_words(window, units, column * static_cast<uint32_t>(sizeof(T)) / 4u, words);
         }
     }
 
     // A row, as its header says.
     struct Listed {
-        uint32_t num_listed, columns, positions; // positions: bit with which they begin
-        bool closed, is_batch, is_sparse;        // is_batch: its elements are one
+        uint32_t num_listed, columns, positions, signs; // bits with which positions begin, and highest bits
+        bool closed, is_batch, is_sparse;               // is_batch: its elements are one
         ibp_position_form form;
     };
 
@@ -377,14 +410,14 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         const uint16_t *const columns = listed_columns();
         const uint32_t n = row.num_listed;
         uint32_t next[IBP_MAX_PLANES] = {};
-        fill_default(window);
+        fill_default<G>(cb, window.dst, window.low, window.high);
         __syncwarp();
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kWarp) {
             const uint32_t j = base + lane_id();
             T element = static_cast<T>(cb.planes.closed_value);
             if (!row.closed) element = element_at(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
-            if (j < n) store_element(window, columns[j], element);
+            if (j < n) store_element(cb.planes, window, columns[j], element);
         }
     }
     // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
@@ -410,7 +443,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         Word symbol = entries()[rank];
         if (open && r < kBits)
             symbol = low_bits(field(parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits), book.symbol_bits) << r;
-        return rotated_back(static_cast<T>(symbol | low_bits(field(parts.residuals + j * r), r)));
+        return element_of(symbol | low_bits(field(parts.residuals + j * r), r));
     }
 
     // Stores all columns. parts: of the values, where there are any.
@@ -418,10 +451,14 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
                                               Stage stage, const Window &window) const
     {
         Bitmap map{};
-        if (!find_positions(row, stage, map)) return false;
+        if (row.num_listed != 0u && !find_positions(row, stage, map)) return false;
         if (row.is_sparse) {
             store_each(book, row, parts, window);
             return true;
+        }
+        if (cb.planes.num_constant != 0u) {
+            fill_default<G>(cb, window.dst, window.low, window.high);
+            __syncwarp();
         }
         const uint32_t most = batch_of(cb);
         uint32_t found = 0;
@@ -438,7 +475,9 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
                     elements()[j] = static_cast<T>(cb.planes.closed_value);
                 __syncwarp();
             }
-            store_tile(row.columns, tile, listed, (row.is_batch ? found : 0u) + (sums - count), window);
+            const uint32_t earlier = row.is_batch ? 0u : found, before = (row.is_batch ? found : 0u) + (sums - count);
+            store_tile(row.columns, {tile, ibp_min_u32(row.columns - tile, most), listed, before, earlier}, stage,
+                       row.signs, window);
             __syncwarp(); // the elements are free
             found += n;
         }
@@ -472,17 +511,24 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         if (!ibp_split_header(low_bits(stage.bits_at(start_bit), 8u * header_bytes), coded_bytes, columns, &header))
             return false;
         const uint32_t k = header.num_listed;
-        Listed row{k, columns, start_bit + 8u * header_bytes, header.is_closed, k <= batch_of(cb), false, {}};
-        if (k == 0u) {
-            fill_default(window);
-            return row.positions == end;
+        Listed row{};
+        row.num_listed = k, row.columns = columns, row.closed = header.is_closed, row.is_batch = k <= batch_of(cb);
+        row.positions = row.signs = start_bit + 8u * header_bytes;
+        if (k != 0u) {
+            row.form = choose_position_form(k, columns);
+            row.signs += 8u * row.form.num_bytes;
+        }
+        const uint32_t values = row.signs + (cb.planes.signed_default ? to_byte(columns - k) : 0u);
+        if (values > end) return false;
+        if (k == 0u && !cb.planes.signed_default) {
+            fill_default<G>(cb, window.dst, window.low, window.high);
+            return values == end;
         }
         if (cb.num_clusters > 1u) fill_entries(book);
-        row.form = choose_position_form(k, columns);
-        const uint32_t values = row.positions + 8u * row.form.num_bytes;
-        if (values > end) return false;
-        row.is_sparse = row.form.is_list && !row.form.is_complement && kSparse * k <= columns;
+        row.is_sparse =
+            row.form.is_list && !row.form.is_complement && kSparse * k <= columns && !cb.planes.signed_default;
         ValueParts parts{};
+        row.closed = row.closed || k == 0u; // no values
         if (!row.closed)
             parts = book.template find_parts<G, false>(
                 values, end, k, {0, k}, 0, [&](uint32_t p, uint32_t from, DigitRange range, uint32_t num_bits) {

@@ -20,7 +20,7 @@ template <uint32_t KINDS, class Use>
 __host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb, Use &use)
 {
     using Warp = Group<kWarp, 1, true>;
-    if (!knows_fields(cb, 0)) return false;
+    if (!knows_fields(cb, cb.planes.listed ? kListedFields : 0)) return false;
     if (cb.scheme == IBP_SCHEME_IBP) {
         if constexpr ((KINDS & kMaskRows) != 0u) return use.template with<MasksDecoder<4, false, Warp>>();
     } else if (cb.scheme == IBP_SCHEME_PLANES && cb.planes.listed) {
