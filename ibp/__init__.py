@@ -19,6 +19,8 @@ from ._compression import compress, compress_
 from ._config import show_config
 from ._estimation import Estimate, analyze, estimate
 from ._fetch.gather import index_select
+from ._fetch.many import index_select_many
+from ._fetch.prefetch import Prefetch
 from ._fetch.streaming import decompress, decompress_many
 from ._memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
@@ -42,6 +44,7 @@ __all__ = [
     "OffloadStats",
     "Offloaded",
     "PlanesCodebook",
+    "Prefetch",
     "SharedHandle",
     "analyze",
     "calibrate",
@@ -54,6 +57,7 @@ __all__ = [
     "get_include",
     "get_library_dir",
     "index_select",
+    "index_select_many",
     "nn",
     "offload",
     "open_shared",

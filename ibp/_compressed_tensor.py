@@ -13,6 +13,7 @@ import torch
 
 from . import _memory, _numa, _torch_functions
 from ._fetch import gather, indexing, streaming
+from ._fetch import prefetch as prefetching
 from ._segments import Segment, SharedHandle
 from ._staging import to_device
 from ._table import Table
@@ -282,6 +283,35 @@ class CompressedTensor(Table):
     ) -> torch.Tensor:
         """See `ibp.decompress`."""
         return streaming.decompress(self, device=device, out=out, check=check, max_sms=max_sms, path=path)
+
+    def prefetch(
+        self,
+        ids: gather.Ids | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+        out: torch.Tensor | None = None,
+        stream: torch.cuda.Stream | None = None,
+        max_sms: int | None = None,
+        path: str | None = None,
+    ) -> prefetching.Prefetch:
+        """Starts to bring items, or the whole tensor, to a GPU beside the current stream's work.
+
+        It begins when the work is done that the current stream has been given by now, so that ids may come from there
+        and out be in use there. For the CPU it is done at once.
+
+        Args:
+            ids: as in `index_select`; None: the whole tensor, as `decompress` gives it.
+            device, out, max_sms, path: as in `index_select` and `decompress`.
+            stream: of the device that the result goes to; None: one that all prefetches to the device share, which
+                come one after the other.
+
+        Returns:
+            `ibp.Prefetch`: `wait()` gives the result, `release()` gives it up.
+
+        Raises:
+            As `index_select` and `decompress`; ValueError also for a stream of another device.
+        """
+        return prefetching.prefetch(self, ids, device=device, out=out, stream=stream, max_sms=max_sms, path=path)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """x[key], decoding only the rows that the key needs: ints, slices, ..., None, index tensors, arrays and lists,

@@ -91,6 +91,15 @@ class ReadyTable:
         is_complex: bool,
         most_items: SupportsIndex,
     ) -> None: ...
+    @staticmethod
+    def take_many(
+        tables: Sequence[ReadyTable],
+        starts: Sequence[int],
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor,
+        max_sms: SupportsIndex,
+    ) -> bool: ...
     def take(self, ids: object, out: object, max_sms: SupportsIndex) -> torch.Tensor | None: ...
 
 class SharedPages:

@@ -289,7 +289,8 @@ PYBIND11_MODULE(_core, m)
 
     py::class_<RowCodec>(m, "_RowCodec")
         .def_property_readonly("row_bytes", &RowCodec::row_bytes)
-        .def("coded_bytes", &RowCodec::coded_bytes, py::arg("row"), "Exact coded size of a row in bytes; None if it has no coded form.")
+        .def("coded_bytes", &RowCodec::coded_bytes, py::arg("row"),
+             "Exact coded size of a row in bytes; None if it has no coded form.")
         .def("encode", &RowCodec::encode, py::arg("row"), "The coded row, whether or not it is smaller than the row.")
         .def("decode", &RowCodec::decode, py::arg("coded"),
              "The row; ValueError if coded is not one, or not of its size.");
@@ -354,6 +355,9 @@ PYBIND11_MODULE(_core, m)
             py::arg("packed"), py::arg("kept"), py::arg("ranges"), py::arg("device"), py::arg("torch_device"),
             py::arg("faults"), py::arg("fault"), py::arg("item_shape"), py::arg("dtype"), py::arg("is_complex"),
             py::arg("most_items"))
+        .def_static("take_many", &ReadyTable::take_many, py::arg("tables"), py::arg("starts"), py::arg("ids"),
+                    py::arg("positions"), py::arg("out"), py::arg("max_sms"),
+                    "Items of many tables by one call, table after table; false where the arguments do not fit.")
         .def("take", &ReadyTable::take, py::arg("ids"), py::arg("out"), py::arg("max_sms"),
              "The items at ids, in out where that is a tensor; None, with nothing done, where the operations are "
              "needed.");

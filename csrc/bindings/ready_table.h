@@ -116,7 +116,60 @@ class ReadyTable {
         }
     }
 
+    // Items of many tables in one call: those at ids[starts[t]] to ids[starts[t + 1] - 1] of table t, item k to position
+    // positions[k] of out. All tables are on out's device. false, with nothing launched, where that does not fit.
+    static bool take_many(const std::vector<const ReadyTable *> &tables, const std::vector<int64_t> &starts,
+                          py::handle ids, py::handle positions, py::handle out, int max_sms)
+    {
+        if (tables.empty() || starts.size() != tables.size() + 1 || max_sms < 0) return false;
+        const ReadyTable &first = *tables[0];
+        const Torch &torch = first.torch_;
+        ibp_ids items{};
+        Range of_ids{}, of_positions{};
+        if (!first.read_any_ids(ids, &items, &of_ids) || !first.is_here(positions) || starts[0] != 0) return false;
+        if (!torch.dtype.of(positions).is(torch.int32) || torch.numel.number(positions) != items.count ||
+            !torch.is_contiguous.is_true(positions) || !first.is_held(positions, items.count * 4, 4))
+            return false;
+        const auto places = static_cast<uintptr_t>(torch.data_ptr.number(positions));
+        of_positions = {places, places + static_cast<uintptr_t>(items.count) * 4};
+        if (!first.is_here(out) || !first.fits(py::reinterpret_borrow<py::object>(out), items.count)) return false;
+        const auto to = static_cast<uintptr_t>(torch.data_ptr.number(out));
+        const Range written{to, to + static_cast<uintptr_t>(items.count * first.table_.item_bytes)};
+        if (written.meets(of_ids) || written.meets(of_positions)) return false;
+        for (size_t t = 0; t < tables.size(); t++)
+            if (starts[t] > starts[t + 1] || !tables[t]->is_like(first) || tables[t]->meets_table(written))
+                return false;
+        if (starts.back() != items.count) return false;
+        items.positions = reinterpret_cast<const uint32_t *>(places), items.out_items = items.count;
+        return gather_many(tables, starts, items, reinterpret_cast<uint8_t *>(to), max_sms);
+    }
+
   private:
+    bool is_like(const ReadyTable &other) const
+    {
+        return device_ == other.device_ && dtype_.is(other.dtype_) && item_shape_ == other.item_shape_;
+    }
+
+    static bool gather_many(const std::vector<const ReadyTable *> &tables, const std::vector<int64_t> &starts,
+                            const ibp_ids &items, uint8_t *out, int max_sms)
+    {
+        const ReadyTable &first = *tables[0];
+        const ibp_stream stream = first.stream();
+        const py::gil_scoped_release release;
+        for (size_t t = 0; t < tables.size(); t++) {
+            ibp_ids part = items;
+            part.count = starts[t + 1] - starts[t];
+            part.data = static_cast<const uint8_t *>(items.data) + starts[t] * items.id_bytes;
+            part.positions = items.positions + starts[t];
+            if (part.count == 0) continue;
+            const ibp_status status = first.device_ < 0 ? tables[t]->gather_on_cpu(part, out)
+                                                        : ibp_cuda_gather_items(&tables[t]->table_, &part, out,
+                                                                                tables[t]->fault_, max_sms, stream);
+            if (status != IBP_OK) return false;
+        }
+        return true;
+    }
+
     py::object try_to_take(py::handle ids, py::handle out, int max_sms) const
     {
         ibp_ids items{};
@@ -158,12 +211,16 @@ class ReadyTable {
 
     bool read_ids(py::handle ids, ibp_ids *items, Range *read) const
     {
+        return read_any_ids(ids, items, read) && items->count <= most_items_;
+    }
+    bool read_any_ids(py::handle ids, ibp_ids *items, Range *read) const
+    {
         if (!is_here(ids)) return false;
         const py::object dtype = torch_.dtype.of(ids);
         const bool is_long = dtype.is(torch_.int64);
         if (!(is_long || dtype.is(torch_.int32)) || torch_.dim.number(ids) != 1) return false;
         const int64_t count = torch_.numel.number(ids);
-        if (count < 1 || count > most_items_ || !torch_.is_contiguous.is_true(ids)) return false;
+        if (count < 1 || !torch_.is_contiguous.is_true(ids)) return false;
         const uint32_t id_bytes = is_long ? 8u : 4u;
         const auto address = static_cast<uintptr_t>(torch_.data_ptr.number(ids));
         if (address == 0 || !is_held(ids, count * id_bytes, id_bytes)) return false;
@@ -212,8 +269,7 @@ class ReadyTable {
     bool gather(const ibp_ids &items, uint8_t *out, int max_sms) const
     {
         if (device_ < 0) return gather_here(items, out);
-        const py::object stream = Name::checked(PyObject_CallOneArg(current_stream_.ptr(), device_number_.ptr()));
-        auto *const on = reinterpret_cast<ibp_stream>(static_cast<uintptr_t>(Name::as_number(stream)));
+        const ibp_stream on = stream();
         const py::gil_scoped_release release; // a full queue of launches waits for the GPU
         return ibp_cuda_gather_items(&table_, &items, out, fault_, max_sms, on) == IBP_OK;
     }
@@ -221,10 +277,22 @@ class ReadyTable {
     bool gather_here(const ibp_ids &items, uint8_t *out) const
     {
         const py::gil_scoped_release release;
+        return gather_on_cpu(items, out) == IBP_OK;
+    }
+    ibp_status gather_on_cpu(const ibp_ids &items, uint8_t *out) const
+    {
         const size_t scratch_bytes = ibp_scratch_bytes(table_.codebook.row_bytes);
         const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
         ibp_fault unused{};
-        return ibp_gather_items(&table_, &items, 0, items.count, out, scratch.get(), scratch_bytes, &unused) == IBP_OK;
+        return ibp_gather_items(&table_, &items, 0, items.count, out, scratch.get(), scratch_bytes, &unused);
+    }
+
+    // torch's current stream of the table's device.
+    ibp_stream stream() const
+    {
+        if (device_ < 0) return nullptr;
+        const py::object stream = Name::checked(PyObject_CallOneArg(current_stream_.ptr(), device_number_.ptr()));
+        return reinterpret_cast<ibp_stream>(static_cast<uintptr_t>(Name::as_number(stream)));
     }
 
     const Torch &torch_ = Torch::get();

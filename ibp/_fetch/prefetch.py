@@ -1,0 +1,116 @@
+"""Items and whole tensors brought to a GPU before they are needed: `CompressedTensor.prefetch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import _memory
+from .._table import Table
+from .gather import Ids, index_select
+from .streaming import decompress
+
+
+class Prefetch:
+    """What has been started to come to a device, on a stream of its own.
+
+    `wait` lets the current stream wait for it, and not the host; `release` says that the current stream has been given
+    all work on it. As a context manager it does both:
+
+        with table.prefetch(ids) as rows:
+            model(rows)
+    """
+
+    __module__ = "ibp"
+
+    def __init__(self, result: torch.Tensor, stream: torch.cuda.Stream | None, owned: bool) -> None:
+        self._result: torch.Tensor | None = result
+        self._stream, self._owned, self._event = stream, owned, None
+        if stream is not None:
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def is_ready(self) -> bool:
+        """Whether it has come; does not wait."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> torch.Tensor:
+        """The result, for work on the current stream of its device. May be called on several streams.
+
+        Raises:
+            RuntimeError: it has been released.
+        """
+        if self._result is None:
+            raise RuntimeError("the prefetch has been released: its result may be another one's by now")
+        if self._event is not None:
+            current = torch.cuda.current_stream(self._result.device)
+            current.wait_event(self._event)
+            if self._owned:
+                self._result.record_stream(current)
+        return self._result
+
+    def release(self) -> None:
+        """Gives the result up: what is prefetched on the same stream from now on comes after the work that the current
+        stream has been given, so that it may be written to the same memory. Nothing happens the second time."""
+        if self._result is not None and self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._result.device))
+        self._result = None
+
+    def __enter__(self) -> torch.Tensor:
+        return self.wait()
+
+    def __exit__(self, *_: Any) -> None:
+        self.release()
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """The stream of a GPU that prefetches take by themselves."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def prefetch(
+    table: Table,
+    ids: Ids | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    out: torch.Tensor | None = None,
+    stream: torch.cuda.Stream | None = None,
+    max_sms: int | None = None,
+    path: str | None = None,
+) -> Prefetch:
+    """See `CompressedTensor.prefetch`."""
+    target = _memory.canonical(_target(table, ids, device, out))
+    if target.type != "cuda":
+        return Prefetch(_fetch(table, ids, target, out, max_sms, path), None, out is None)
+    side = stream_of(target) if stream is None else stream
+    if side.device != target:
+        raise ValueError(f"stream is of {side.device}; wanted one of {target}, where the result goes")
+    side.wait_stream(torch.cuda.current_stream(target))
+    for given in (ids, out):
+        if isinstance(given, torch.Tensor) and given.is_cuda:
+            given.record_stream(side)
+    with torch.cuda.stream(side):
+        result = _fetch(table, ids, target, out, max_sms, path)
+    return Prefetch(result, side, out is None)
+
+
+def _target(table: Table, ids: Any, device: Any, out: torch.Tensor | None) -> Any:
+    if device is not None:
+        return device
+    if out is not None:
+        return out.device
+    return ids.device if isinstance(ids, torch.Tensor) else table.device
+
+
+def _fetch(
+    table: Table, ids: Ids | None, device: torch.device, out: torch.Tensor | None, max_sms: int | None, path: str | None
+) -> torch.Tensor:
+    if ids is None:
+        return decompress(table, device=device, out=out, max_sms=max_sms, path=path)
+    return index_select(table, ids, device=device, out=out, max_sms=max_sms, path=path)

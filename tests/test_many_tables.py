@@ -1,0 +1,163 @@
+"""Items of several tables in one call, and what is prefetched."""
+
+import pytest
+import torch
+
+import ibp
+from helpers import assert_same_bits, embedding
+
+ON_CPU = {"device": "cpu", "pin_memory": False}
+SIZES = (40, 7, 100, 1)
+
+
+def make(device=None, pinned=False):
+    xs = [embedding(size, 16, torch.bfloat16, seed) for seed, size in enumerate(SIZES)]
+    schemes = ("planes", "raw", "ibp", "planes")
+    if device is None and not pinned:
+        return xs, [ibp.compress(x, scheme=scheme, **ON_CPU) for x, scheme in zip(xs, schemes)]
+    if pinned:
+        return xs, [ibp.compress(x, scheme=scheme, **ON_CPU).pin_memory() for x, scheme in zip(xs, schemes)]
+    return xs, [ibp.compress(x.to(device), scheme=scheme) for x, scheme in zip(xs, schemes)]
+
+
+def draw(count, used=(0, 1, 2, 3)):
+    numbers = torch.tensor(list(used))[torch.randint(len(used), (count,))]
+    return numbers, (torch.rand(count) * torch.tensor(SIZES)[numbers]).long()
+
+
+def rows_of(xs, numbers, ids):
+    return torch.stack([xs[number][row] for number, row in zip(numbers.tolist(), ids.tolist())])
+
+
+@pytest.mark.parametrize("used", [range(4), [2], [0, 3]])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_items_of_many(used, dtype):
+    xs, tables = make()
+    numbers, ids = draw(200, used)
+    wanted, out = rows_of(xs, numbers, ids), torch.empty(200, 16, dtype=torch.bfloat16)
+    for _ in range(2):
+        assert_same_bits(ibp.index_select_many(tables, ids.to(dtype), numbers), wanted)
+    assert ibp.index_select_many(tables, ids, numbers.to(torch.int32), out=out) is out
+    assert_same_bits(out, wanted)
+    assert_same_bits(ibp.index_select_many(tables, ids.tolist(), numbers.numpy()), wanted)
+    assert ibp.index_select_many(tables, ids[:0], numbers[:0]).shape == (0, 16)
+
+
+def test_one_call(monkeypatch):
+    """No table has a call of its own."""
+    xs, tables = make()
+    numbers, ids = draw(50)
+    monkeypatch.setattr("ibp._fetch.many.index_select", None)
+    assert_same_bits(ibp.index_select_many(tables, ids, numbers), rows_of(xs, numbers, ids))
+
+
+def test_errors():
+    _, tables = make()
+    numbers, ids = torch.tensor([0, 1, 3]), torch.tensor([39, 6, 0])
+    with pytest.raises(IndexError, match=r"ids\[1\] is 7; wanted 0 to 6 of table 1"):
+        ibp.index_select_many(tables, ids + torch.tensor([0, 1, 0]), numbers)
+    for bad in (numbers + 1, numbers - 1):
+        with pytest.raises(IndexError, match="table_numbers"):
+            ibp.index_select_many(tables, ids, bad)
+    with pytest.raises(ValueError, match="table_numbers \\[2\\]"):
+        ibp.index_select_many(tables, ids, numbers[:2])
+    with pytest.raises(ValueError, match="no tables"):
+        ibp.index_select_many([], ids, numbers)
+    with pytest.raises(TypeError, match="table is a Tensor"):
+        ibp.index_select_many([tables[0], torch.ones(3)], ids, numbers)
+    with pytest.raises(TypeError, match="table_numbers"):
+        ibp.index_select_many(tables, ids, numbers.double())
+    with pytest.raises(ValueError, match="items of"):
+        ibp.index_select_many([*tables, ibp.compress(torch.ones(3, 17), **ON_CPU)], ids, numbers)
+    for out in (torch.empty(2, 16, dtype=torch.bfloat16), torch.empty(16, 3, dtype=torch.bfloat16).T):
+        with pytest.raises(ValueError, match="out"):
+            ibp.index_select_many(tables, ids, numbers, out=out)
+
+
+def test_corrupt_rows():
+    xs, tables = make()
+    tables[0].lengths.view(torch.int16)[5] += 40
+    with pytest.raises(ibp.CorruptTableError):
+        ibp.index_select_many(tables, torch.tensor([0, 5]), torch.tensor([1, 0]))
+    assert_same_bits(ibp.index_select_many(tables, torch.tensor([0, 4]), torch.tensor([1, 0]))[1], xs[0][4])
+
+
+def test_what_does_not_fit_is_not_taken():
+    _, tables = make()
+    for table in tables:
+        table.index_select(torch.tensor([0]))
+    ready = [table._ready[torch.device("cpu")] for table in tables]
+    ids, positions = torch.tensor([0, 0]), torch.tensor([1, 0], dtype=torch.int32)
+    out = torch.empty(2, 16, dtype=torch.bfloat16)
+    take = ibp._core.ReadyTable.take_many
+    assert take(ready[:2], [0, 1, 2], ids, positions, out, 0)
+    for wrong in (
+        (ready[:2], [0, 2], ids, positions, out, 0),
+        (ready[:2], [0, 1, 3], ids, positions, out, 0),
+        (ready[:2], [0, 3, 2], ids, positions, out, 0),
+        (ready[:2], [1, 1, 2], ids, positions, out, 0),
+        ([], [0], ids, positions, out, 0),
+        (ready[:2], [0, 1, 2], ids, positions[:1], out, 0),
+        (ready[:2], [0, 1, 2], ids, positions.long(), out, 0),
+        (ready[:2], [0, 1, 2], ids, positions, out[:1], 0),
+        (ready[:2], [0, 1, 2], ids, positions, out, -1),
+        (ready[:2], [0, 1, 2], ids, torch.tensor([1, 2], dtype=torch.int32), out, 0),
+    ):
+        assert not take(*wrong)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_on_a_gpu(cuda, pinned):
+    xs, tables = make(cuda, pinned)
+    numbers, ids = draw(500)
+    wanted = rows_of(xs, numbers, ids)
+    for where in (numbers, numbers.to(cuda)):
+        assert_same_bits(ibp.index_select_many(tables, ids.to(cuda), where, check=True).cpu(), wanted)
+    ids[3] = 100
+    ibp.index_select_many(tables, ids.to(cuda), numbers)
+    torch.cuda.synchronize()
+    with pytest.raises(IndexError, match=r"ids\[3\] is 100"):
+        tables[int(numbers[3])].check()
+
+
+# ---- prefetches ----
+
+
+def test_prefetch_for_the_cpu():
+    x = embedding(40, 16)
+    table, out = ibp.compress(x, **ON_CPU), torch.empty(2, 16)
+    handle = table.prefetch(torch.tensor([3, 7]), out=out)
+    assert handle.is_ready() and handle.wait() is out
+    assert_same_bits(out, x[[3, 7]])
+    handle.release()
+    handle.release()
+    with pytest.raises(RuntimeError, match="released"):
+        handle.wait()
+    with table.prefetch() as whole:
+        assert_same_bits(whole, x)
+    with pytest.raises(IndexError):
+        table.prefetch([40])
+
+
+@pytest.mark.parametrize("path", ["gpu", "bucketed", "cpu", None])
+def test_prefetch_of_items(cuda, path):
+    x = embedding(3000, 64, torch.bfloat16)
+    table = ibp.compress(x, scheme="planes").pin_memory()
+    out, seen = torch.empty(1000, 64, dtype=x.dtype, device=cuda), []
+    chosen = [torch.randint(3000, (1000,)) for _ in range(6)]
+    for ids in chosen:  # each is used while the next one is on its way to the same memory
+        with table.prefetch(ids, out=out, path=path) as rows:
+            torch.cuda._sleep(100_000)
+            seen.append(rows.clone())
+    for rows, ids in zip(seen, chosen):
+        assert_same_bits(rows.cpu(), x[ids])
+
+
+def test_prefetch_of_tensors(cuda):
+    x = embedding(3000, 64, torch.bfloat16)
+    table, stream = ibp.compress(x, layout="packed").pin_memory(), torch.cuda.Stream()
+    handles = [table.prefetch(device=cuda), table.prefetch(device=cuda, stream=stream, path="gpu", max_sms=8)]
+    for handle in handles:
+        assert_same_bits(handle.wait().cpu(), x)
+        assert handle.is_ready()
+        handle.release()
