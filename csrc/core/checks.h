@@ -13,6 +13,10 @@ extern "C" {
 /* Whether the fields of a codebook, or of a table and its codebook, fit each other (schemes.c). */
 ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
 ibp_status ibp_check_table_fields(const ibp_table *table);
+/* Whether those of a place do, and its rows have slots, and an index where they need one. */
+bool ibp_is_place(const ibp_place *place);
+/* Whether those of a source do. */
+bool ibp_is_row_source(const ibp_row_source *source, uint32_t row_bytes);
 
 #ifdef __cplusplus
 }

@@ -73,6 +73,35 @@ ibp_status ibp_check_table_fields(const ibp_table *table)
     return table->lengths && !has_coded_rows ? IBP_INVALID_ARGUMENT : IBP_OK;
 }
 
+bool ibp_is_place(const ibp_place *place)
+{
+    const ibp_table *const table = &place->table;
+    const uint32_t row_bytes = table->codebook.row_bytes;
+    if (ibp_check_table_fields(table) != IBP_OK || table->slots_start != 0u || table->overflow_start != 0u)
+        return false;
+    const bool is_whole = table->slot_bytes == row_bytes, is_raw = table->codebook.scheme == IBP_SCHEME_RAW;
+    const int64_t num_bytes = ibp_bytes_of_table(table), num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
+    if (table->slots_bytes < (is_whole ? num_bytes : num_rows * table->slot_bytes)) return false;
+    if (num_rows == 0) return true;
+    if ((place->slots == NULL && table->slots_bytes != 0) || (place->overflow == NULL && table->overflow_bytes != 0))
+        return false;
+    if ((place->lengths == NULL) != is_raw) return false;
+    if (is_whole && place->bases == NULL) return true;
+    return table->rows_per_base == 1u && place->bases != NULL && place->used != NULL && !is_raw;
+}
+
+bool ibp_is_row_source(const ibp_row_source *source, uint32_t row_bytes)
+{
+    const int64_t most = INT32_MAX, num_rows = source->num_rows;
+    if (num_rows < 0 || num_rows > most || source->num_dims > IBP_MAX_SOURCE_DIMS) return false;
+    if (num_rows == 0) return true;
+    if (source->buffers == NULL && source->data == NULL) return false;
+    if (source->buffers != NULL && (source->rows_per_buffer < 1 || source->rows_per_buffer > most)) return false;
+    for (uint32_t d = 1; d < source->num_dims; d++)
+        if (source->sizes[d] < 1 || source->sizes[d] > most) return false;
+    return source->last_row_bytes == 0u || (source->last_row_bytes <= row_bytes && source->num_dims == 0u);
+}
+
 ibp_status ibp_check_table(const ibp_table *table)
 {
     const ibp_status status = ibp_check_table_fields(table);

@@ -24,6 +24,7 @@ static const Encoder kEncoders[] = {
     {IBP_SCHEME_RAW, is_any, 0, nullptr, encode_masks},
     {IBP_SCHEME_IBP, is_any, 0, measure_masks, encode_masks},
     {IBP_SCHEME_PLANES, is_listed, 0, measure_listed, encode_listed},
+    {IBP_SCHEME_PLANES, is_fast, kInvariantBits | kConsecutive, measure_fast, encode_fast},
     {IBP_SCHEME_PLANES, is_of_pairs, 0, measure_dense, encode_pairs},
     {IBP_SCHEME_PLANES, is_dense, 0, measure_dense, encode_dense},
 };
@@ -59,7 +60,27 @@ extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t
         return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(table->codebook);
     if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
-    if (ibp_num_rows(table) == 0) return IBP_OK;
+    const int64_t num_rows = ibp_num_rows(table);
+    if (num_rows == 0) return IBP_OK;
     if (data == nullptr) return IBP_INVALID_ARGUMENT;
-    return encoder->encode({*table, data, slots, overflow, fault, stream});
+    ibp_place place{};
+    place.table = *table, place.slots = slots, place.overflow = overflow;
+    ibp_row_source source{};
+    source.data = data, source.num_rows = num_rows;
+    source.last_row_bytes = ibp_valid_bytes(ibp_bytes_of_table(table), table->codebook.row_bytes, num_rows - 1);
+    return encoder->encode({place, source, nullptr, 0, true, fault, 0, stream});
+}
+
+extern "C" ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
+                                           int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream)
+{
+    if (place == nullptr || source == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
+    const ibp_table &table = place->table;
+    if (!ibp_is_place(place) || !ibp_is_row_source(source, table.codebook.row_bytes)) return IBP_INVALID_ARGUMENT;
+    const ibp::Encoder *const encoder = ibp::encoder_of(table.codebook);
+    if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
+    if (row_ids == nullptr && (first_row < 0 || first_row > ibp_num_rows(&table) - source->num_rows))
+        return IBP_INVALID_ARGUMENT;
+    if (source->num_rows == 0) return IBP_OK;
+    return encoder->encode({*place, *source, row_ids, first_row, false, fault, max_sms, stream});
 }

@@ -41,6 +41,14 @@ IBP_INLINE bool has_pairs(const ibp_planes &planes)
     return pairs && (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.residual_bits == 24));
 }
 
+// Whether there is one plane of digits of four bits over consecutive symbols of a byte or less: what level="fast" makes.
+IBP_INLINE bool is_fast(const ibp_codebook &cb)
+{
+    const ibp_planes &planes = cb.planes;
+    return planes.consecutive && planes.num_planes == 1u && planes.digit_bits[0] == 4u && !planes.listed &&
+           planes.symbol_bytes == 1u && (planes.element_bytes == 2u || planes.element_bytes == 4u);
+}
+
 // Encoders look symbols up in a table of all there are, in shared memory, 4 bytes each, if they are not too many.
 constexpr uint32_t kMostCodes = 4096, kMostCodeBits = 12;
 

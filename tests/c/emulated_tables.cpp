@@ -603,6 +603,189 @@ void check_encode(const Made &made)
     compare_bytes(overflow, wanted_overflow, made.overflow.size, "overflow");
 }
 
+/* ---- rows coded into a place ---- */
+
+/* Rows in buffers of their own, as an ibp_row_source says it. Words with a byte of a row are read whole. */
+struct Source {
+    static constexpr size_t kAround = 4;
+    std::vector<Array<uint8_t>> buffers;
+    std::vector<const uint8_t *> addresses;
+    ibp_row_source source = {};
+
+    /* rows: row_bytes each, but the last one, which may be short. */
+    Source(const std::vector<std::vector<uint8_t>> &rows, uint32_t row_bytes)
+    {
+        const int64_t count = static_cast<int64_t>(rows.size());
+        const bool is_short = !rows.empty() && rows.back().size() != row_bytes;
+        source.num_rows = count;
+        source.rows_per_buffer =
+            chance(50) ? 1 + static_cast<int64_t>(below(static_cast<uint64_t>(count) + 2)) : count + 1;
+        source.num_dims = is_short ? 0 : static_cast<uint32_t>(below(5));
+        source.last_row_bytes = is_short ? static_cast<uint32_t>(rows.back().size()) : 0;
+        const int64_t in_buffer = std::min(source.rows_per_buffer, std::max<int64_t>(count, 1));
+        int64_t inner = 1, stride = row_bytes;
+        for (uint32_t d = source.num_dims; d-- > 0;) { /* the innermost first, gaps between them */
+            source.sizes[d] = d == 0 ? 0 : 1 + static_cast<int64_t>(below(4));
+            source.strides[d] = stride += pick({int64_t{0}, int64_t{1}, int64_t{16}, int64_t{32}});
+            stride *= d == 0 ? (in_buffer + inner - 1) / inner : source.sizes[d];
+            inner *= source.sizes[d];
+        }
+        const auto bytes = static_cast<size_t>(source.num_dims == 0 ? in_buffer * row_bytes : stride);
+        for (int64_t i = 0; i < count; i++) {
+            if (i % source.rows_per_buffer == 0) {
+                buffers.emplace_back(bytes + 2 * kAround, chance(60) ? 16 - kAround : below(16));
+                addresses.push_back(buffers.back().data + kAround);
+            }
+            memcpy(buffers.back().data + kAround + offset_of(i % source.rows_per_buffer, row_bytes),
+                   rows[static_cast<size_t>(i)].data(), rows[static_cast<size_t>(i)].size());
+        }
+        if (addresses.size() > 1 || chance(30))
+            source.buffers = addresses.data();
+        else if (count != 0)
+            source.data = addresses[0];
+    }
+
+    size_t offset_of(int64_t number, uint32_t row_bytes) const
+    {
+        if (source.num_dims == 0) return static_cast<size_t>(number * row_bytes);
+        int64_t offset = 0;
+        for (uint32_t d = source.num_dims; d-- > 1; number /= source.sizes[d])
+            offset += number % source.sizes[d] * source.strides[d];
+        return static_cast<size_t>(offset + number * source.strides[0]);
+    }
+};
+
+/* The rows of a place, what they should be, and the arrays that a call writes. */
+struct Place {
+    Array<uint8_t> slots, overflow;
+    Array<uint16_t> lengths, rooms;
+    Array<uint64_t> bases;
+    Array<ibp_place_counts> counts{1};
+    Array<uint64_t> used{1};
+    ibp_place place = {};
+    std::vector<std::vector<uint8_t>> rows; /* as they should be decoded; empty where that is unknown */
+
+    Place(const ibp_table &like, bool is_hostile)
+    {
+        ibp_table &t = place.table;
+        t = like;
+        const auto num_rows = static_cast<size_t>(ibp_num_rows(&t));
+        const size_t most = num_rows * (t.codebook.row_bytes + 31u) / 32 * 32;
+        const bool has_parts = t.slot_bytes != t.codebook.row_bytes;
+        t.rows_per_base = 1, t.lengths = nullptr, t.bases = nullptr;
+        t.overflow_bytes = has_parts ? static_cast<int64_t>(chance(60) ? 3 * most : below(most + 1)) : 0;
+        const auto any_offset = [] { return chance(60) ? size_t{0} : 4 * below(4) + below(2); };
+        slots = Array<uint8_t>(static_cast<size_t>(t.slots_bytes), any_offset());
+        overflow = Array<uint8_t>(static_cast<size_t>(t.overflow_bytes), any_offset());
+        lengths = Array<uint16_t>(num_rows), rooms = Array<uint16_t>(num_rows), bases = Array<uint64_t>(num_rows);
+        for (size_t r = 0; r < num_rows; r++) {
+            const bool lies = is_hostile && chance(70);
+            lengths.data[r] = lies ? static_cast<uint16_t>(generator()) : uint16_t{0};
+            rooms.data[r] = lies ? static_cast<uint16_t>(chance(50) ? below(40) : generator()) : uint16_t{0};
+            bases.data[r] = !lies        ? IBP_NO_BASE
+                            : chance(50) ? below(static_cast<uint64_t>(t.overflow_bytes) + 64)
+                                         : IBP_NO_BASE - below(70);
+        }
+        *counts.data = {};
+        *used.data = is_hostile ? below(static_cast<uint64_t>(t.overflow_bytes) + 99) : 0;
+        place.slots = slots.data, place.overflow = overflow.data, place.used = used.data, place.counts = counts.data;
+        place.lengths = t.codebook.scheme == IBP_SCHEME_RAW ? nullptr : lengths.data;
+        place.bases = has_parts || (chance(50) && place.lengths) ? bases.data : nullptr;
+        place.rooms = chance(50) ? rooms.data : nullptr;
+        rows.resize(num_rows);
+    }
+
+    uint32_t valid(size_t row) const
+    {
+        return ibp_valid_bytes(ibp_bytes_of_table(&place.table), place.table.codebook.row_bytes,
+                               static_cast<int64_t>(row));
+    }
+
+    /* Whether a row is stored as the core codes it. lost: it says that it is not there. */
+    bool holds(size_t r, bool *lost) const
+    {
+        const ibp_table &t = place.table;
+        const uint32_t row_bytes = t.codebook.row_bytes, bytes = valid(r);
+        std::vector<uint8_t> row = rows[r], coded(IBP_CODED_ROW_BYTES(row_bytes)), work(ibp_scratch_bytes(row_bytes));
+        row.resize(row_bytes);
+        std::fill(row.begin() + bytes, row.end(), uint8_t{0});
+        uint16_t length = 0;
+        size_t coded_bytes = 0;
+        if (t.codebook.scheme != IBP_SCHEME_RAW) {
+            ibp_measure_rows(&t.codebook, row.data(), bytes, &length, work.data(), work.size());
+            ibp_encode_row(&t.codebook, row.data(), coded.data(), coded.size(), &coded_bytes, work.data(), work.size());
+        }
+        const uint32_t stored = ibp_stored_bytes(length, row_bytes, bytes), in_slot = std::min(stored, t.slot_bytes),
+                       in_overflow = stored - in_slot;
+        *lost = in_overflow != 0 && bases.data[r] == IBP_NO_BASE;
+        if (place.lengths && lengths.data[r] != (*lost ? 0 : length)) return false;
+        if (*lost) return true;
+        const uint8_t *const wanted = length == 0 ? row.data() : coded.data();
+        if (memcmp(slots.data + r * t.slot_bytes, wanted, in_slot) != 0) return false;
+        if (in_overflow == 0) return true;
+        return ibp_part_in_bounds(bases.data[r], in_overflow, t.overflow_bytes) &&
+               memcmp(overflow.data + bases.data[r], wanted + in_slot, in_overflow) == 0;
+    }
+};
+
+/* Codes some rows of `data` into a place, distinct ones or all of them in order, and looks at what is there then. */
+void check_call(const Made &made, Place &to, bool is_hostile)
+{
+    const ibp_table &t = to.place.table;
+    const uint32_t row_bytes = t.codebook.row_bytes;
+    const size_t num_rows = to.rows.size();
+    const bool in_order = chance(40);
+    std::vector<int64_t> ids(num_rows);
+    for (size_t r = 0; r < num_rows; r++) ids[r] = static_cast<int64_t>(r);
+    if (!in_order) std::shuffle(ids.begin(), ids.end(), generator);
+    const size_t first = in_order ? below(num_rows + 1) : 0, count = below(num_rows - first + 1);
+    std::vector<std::vector<uint8_t>> rows;
+    for (size_t i = 0; i < count; i++) {
+        const size_t from = chance(30) ? first + i : below(num_rows);
+        const uint8_t *const data = made.data.data + from * row_bytes;
+        rows.emplace_back(data, data + std::min<size_t>(row_bytes, made.data.size - from * row_bytes));
+        rows.back().resize(i + 1 == count && chance(50) ? 1 + below(row_bytes) : row_bytes);
+    }
+    std::vector<int64_t> given(ids.begin() + static_cast<long>(first), ids.begin() + static_cast<long>(first + count));
+    bool misses = false;
+    for (size_t i = 0; i < count; i++) {
+        if (!in_order && chance(5)) {
+            given[i] = pick({int64_t{-1}, static_cast<int64_t>(num_rows), INT64_MAX, INT64_MIN}), misses = true;
+            continue;
+        }
+        to.rows[static_cast<size_t>(given[i])] = rows[i];
+    }
+    const Source source(rows, row_bytes);
+    ibp_fault fault = {};
+    simt::watch(to.slots.data, to.slots.size);
+    const ibp_status status =
+        ibp_cuda_encode_into(&to.place, &source.source, in_order ? nullptr : given.data(), static_cast<int64_t>(first),
+                             &fault, static_cast<int>(below(4)), nullptr);
+    if (status != IBP_OK) complain("%zu rows into a place: status %d", count, status);
+    if (is_hostile) return; /* a base may be the mark of a row that is being coded, and parts may overlap */
+    if (fault.status != (misses ? IBP_INDEX_OUT_OF_RANGE : IBP_OK))
+        complain("%zu rows into a place: fault %lld", count, (long long)fault.status);
+    uint64_t num_lost = 0;
+    for (size_t r = 0; r < num_rows; r++) {
+        bool lost = false;
+        if (to.rows[r].empty()) continue;
+        if (!to.holds(r, &lost)) complain("row %zu is not what was coded", r);
+        num_lost += lost;
+        if (lost) to.rows[r].clear(); /* counted once */
+    }
+    if (to.counts.data->lost != num_lost)
+        complain("%lld rows were counted as lost, not %lld", (long long)to.counts.data->lost, (long long)num_lost);
+    to.counts.data->lost = 0;
+}
+
+/* Parts that rows own lie apart: a row that is coded again harms no other one. */
+void check_encode_into(const Made &made)
+{
+    const bool is_hostile = chance(25);
+    Place to(made.table, is_hostile);
+    for (int call = 0; call < 4; call++) check_call(made, to, is_hostile);
+}
+
 /* A kernel of a user's, with warp_rows.cuh: a warp takes every so many rows; rows that lie in one piece are decoded
  * from their bytes every other time. */
 __global__ void decode_each(const ibp_table table, uint32_t warp_bytes, uint8_t *out, uint32_t *statuses)
@@ -754,7 +937,7 @@ bool run_case(uint64_t seed, long number, const char *filter)
     check_decode(made, false);
     check_gather<int32_t>(made, chance(20));
     check_gather<int64_t>(made, chance(20));
-    if (!corrupts && !cuts) check_encode(made);
+    if (!corrupts && !cuts) check_encode(made), check_encode_into(made);
     check_device_rows(made);
     if (!cuts && chance(25)) check_hostile_words(made);
     num_wrong += is_wrong;

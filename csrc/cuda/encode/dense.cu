@@ -21,6 +21,6 @@ template <class Call> static ibp_status launch(const ibp_codebook &codebook, con
 }
 
 ibp_status measure_dense(const Measure &measure) { return launch(measure.codebook, measure); }
-ibp_status encode_dense(const Encode &encode) { return launch(encode.table.codebook, encode); }
+ibp_status encode_dense(const Encode &encode) { return launch(encode.place.table.codebook, encode); }
 
 } // namespace ibp

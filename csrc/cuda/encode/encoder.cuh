@@ -13,23 +13,21 @@
 //         SomeEncoder of_cluster(const ibp_codebook &, uint32_t k) const;     for the rows of cluster k, 0 where
 // there is but one
 //         uint32_t measure(const PlainRow &row) const;                        bits of the row as coded
-//         bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit, uint32_t coded_bytes) const;
+//         uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit, uint32_t most_bytes) const;
 //     };
 //
 // What it is guaranteed:
 // - The codebook's fields have been checked (ibp_check_codebook_fields); what its arrays hold has not.
-// - The constructor is called once by all threads of a block of kEncodeThreads; it ends with a barrier of the block
+// - The constructor is called once by all threads of a block; it ends with a barrier of the block
 // if it has filled
 //   the table.
 // - measure and encode are called by all lanes of a group together; groups of a warp go ways of their own.
-// - The stage is all zeros, start_bit is 0 or 8, and coded_bytes is at most the row's valid bytes: what its lengths
-// entry says.
+// - The stage is all zeros, start_bit is 0 or 8, and most_bytes is less than the row's valid bytes.
 //
 // What it guarantees:
 // - measure returns the same in all lanes, and as many bits as ibp_coded_row_bytes has bytes, rounded up.
-// - encode leaves the row's bits in the stage from start_bit on and returns, in all lanes, whether they end in byte
-// coded_bytes - 1.
-//   Where they do not, the stage holds anything and nothing of it is stored.
+// - encode leaves the row's bits in the stage from start_bit on and returns, in all lanes, how many bytes they end in.
+//   Where these are more than most_bytes, or kNoCodedForm, the stage holds anything and nothing of it is stored.
 // - It writes no shared memory outside the group's stage and scratch, whatever the row and the codebook's arrays
 // hold, also if the row
 //   changes meanwhile: BitStage drops what would lie past the stage.
@@ -39,6 +37,7 @@
 #ifndef IBP_ENCODER_CUH
 #define IBP_ENCODER_CUH
 
+#include "../../core/format.h"
 #include "../../core/locate.h"
 #include "../warp.cuh"
 
@@ -46,7 +45,9 @@
 
 namespace ibp {
 
-constexpr uint32_t kEncodeThreads = 256, kVector = 16;
+// Threads of a block: several blocks an SM, or a larger one where the SMs are limited.
+constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
+constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 
 // Lanes of a row: as many as rows of a length keep busy. Row bytes up to which it is coded by a part of a warp, and
 // by a warp.
@@ -57,9 +58,11 @@ constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 4096;
 template <uint32_t LANES> struct EncodeGroup {
     static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp; // lanes of one warp
     static constexpr bool kIsBlock = LANES > kWarp;
-    static_assert(!kIsBlock || LANES == kEncodeThreads, "more than a warp is a block");
+    static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES;
+    static_assert(!kIsBlock || LANES == kEncodeThreads, "more than a warp is a block, of the smaller ones");
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
+    static __device__ __forceinline__ uint32_t in_block() { return threadIdx.x / LANES; }
     static __device__ __forceinline__ uint32_t mask()
     {
         return (kAllLanes >> (kWarp - kWidth)) << (lane_id() / kWidth * kWidth);
@@ -67,13 +70,21 @@ template <uint32_t LANES> struct EncodeGroup {
     static __device__ __forceinline__ void sync()
     {
         if (kIsBlock)
-            __syncthreads();
+            named_barrier(in_block() + 1u, LANES);
         else
             __syncwarp(mask());
     }
     static __device__ __forceinline__ bool any(bool condition)
     {
-        return kIsBlock ? __syncthreads_or(condition) != 0 : __any_sync(mask(), condition) != 0;
+        const bool of_warp = __any_sync(mask(), condition) != 0;
+        if constexpr (kIsBlock) {
+            const uint32_t one[1] = {of_warp};
+            uint32_t before[1], total[1];
+            join_warps(one, before, total);
+            return total[0] != 0u;
+        } else {
+            return of_warp;
+        }
     }
 
     // Sums over all lanes of N numbers.
@@ -81,7 +92,7 @@ template <uint32_t LANES> struct EncodeGroup {
     {
 #pragma unroll
         for (int i = 0; i < N; i++) v[i] = sum_in_warp(v[i]);
-        if (kIsBlock) {
+        if constexpr (kIsBlock) {
             uint32_t before[N];
             join_warps(v, before, v);
         }
@@ -103,11 +114,25 @@ template <uint32_t LANES> struct EncodeGroup {
             before[i] = sum - v[i];
             total[i] = whole[i];
         }
-        if (kIsBlock) {
+        if constexpr (kIsBlock) {
             uint32_t of_warps[N];
             join_warps(whole, of_warps, total);
 #pragma unroll
             for (int i = 0; i < N; i++) before[i] += of_warps[i];
+        }
+    }
+    // What lane 0 of the group has.
+    static __device__ __forceinline__ uint64_t broadcast(uint64_t v)
+    {
+        if constexpr (kIsBlock) {
+            __shared__ uint64_t of_first[kMostGroups];
+            if (lane() == 0u) of_first[in_block()] = v;
+            sync();
+            v = of_first[in_block()];
+            sync();
+            return v;
+        } else {
+            return __shfl_sync(mask(), v, 0, kWidth);
         }
     }
     // The least of all lanes of this warp that belong to the group.
@@ -135,23 +160,25 @@ template <uint32_t LANES> struct EncodeGroup {
     static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N],
                                                       uint32_t (&total)[N])
     {
-        constexpr uint32_t kWarps = kEncodeThreads / kWarp;
-        __shared__ uint32_t parts[kWarps][N];
+        constexpr uint32_t kWarps = LANES / kWarp;
+        __shared__ uint32_t parts_of_all[kMostGroups][kWarps][N];
+        uint32_t(*const parts)[N] = parts_of_all[in_block()];
+        const uint32_t warp = lane() / kWarp;
         if (lane_id() == 0)
 #pragma unroll
-            for (int i = 0; i < N; i++) parts[threadIdx.x / kWarp][i] = of_warp[i];
-        __syncthreads();
+            for (int i = 0; i < N; i++) parts[warp][i] = of_warp[i];
+        sync();
 #pragma unroll
         for (int i = 0; i < N; i++) {
             before[i] = total[i] = 0;
 #pragma unroll
             for (uint32_t w = 0; w < kWarps; w++) {
                 const uint32_t part = parts[w][i];
-                if (w < threadIdx.x / kWarp) before[i] += part;
+                if (w < warp) before[i] += part;
                 total[i] += part;
             }
         }
-        __syncthreads();
+        sync();
     }
 };
 
@@ -196,21 +223,37 @@ struct PlainRow {
     }
 };
 
-// Whether a row is a default row, its valid bytes only: the same in all lanes of the group.
-template <class G> __device__ __forceinline__ bool is_default_row(const ibp_codebook &cb, const PlainRow &row)
+// The bytes of a default row (FORMAT.md section 2): the same eight again and again, or, where there are constant
+// columns, those of a template.
+struct DefaultRow {
+    PlainRow whole;
+    uint32_t word[2];
+
+    __device__ __forceinline__ explicit DefaultRow(const ibp_codebook &cb) : whole{ibp_template_of(&cb), cb.row_bytes}
+    {
+        const uint64_t eight = ibp_default_bytes(&cb);
+        word[0] = static_cast<uint32_t>(eight), word[1] = static_cast<uint32_t>(eight >> 32);
+    }
+    __device__ __forceinline__ void load(uint32_t first, uint32_t (&words)[4]) const
+    {
+        words[0] = words[2] = word[0], words[1] = words[3] = word[1];
+        if (whole.bytes != nullptr) whole.load(first, words);
+    }
+};
+
+// Whether the first num_bytes of a row are those of a default one. Goes on only for as long as that is so.
+template <class G>
+__device__ __forceinline__ bool is_default(const DefaultRow &wanted, const PlainRow &row, uint32_t num_bytes)
 {
-    const uint8_t *const row_template = ibp_template_of(&cb);
-    const uint64_t bytes = ibp_default_bytes(&cb);
-    const uint32_t low = static_cast<uint32_t>(bytes), high = static_cast<uint32_t>(bytes >> 32);
-    for (uint32_t from = 0; from < row.valid; from += kVector * G::kLanes) {
-        const uint32_t first = from + kVector * G::lane(), left = row.valid - ibp_min_u32(first, row.valid);
-        uint32_t words[4] = {}, defaults[4] = {low, high, low, high}, differing = 0;
-        if (left != 0u) row.load(first, words);
-        if (left != 0u && row_template != nullptr) PlainRow{row_template, row.valid}.load(first, defaults);
+    for (uint32_t base = 0; base < num_bytes; base += kVector * G::kLanes) {
+        const uint32_t first = base + kVector * G::lane();
+        uint32_t words[4], same[4], differ = 0;
+        row.load(first, words);
+        wanted.load(first, same);
 #pragma unroll
         for (uint32_t i = 0; i < 4u; i++)
-            differing |= (words[i] ^ defaults[i]) & ibp_row_bits_of_word(ibp_min_u32(left, kVector), i);
-        if (G::any(differing != 0u)) return false;
+            differ |= (words[i] ^ same[i]) & ibp_row_bits_of_word(num_bytes, first / 4u + i);
+        if (G::any(differ != 0u)) return false;
     }
     return true;
 }
@@ -283,6 +326,12 @@ struct BitWriter {
     __device__ __forceinline__ void finish() const { stage.or_word(word, static_cast<uint32_t>(bits)); }
 };
 
+template <class G> __device__ __forceinline__ void clear(const BitStage &stage, uint32_t num_bytes)
+{
+    for (uint32_t i = G::lane(); i < num_bytes / kVector; i += G::kLanes)
+        reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
+}
+
 // Room for a coded row, the padding of its overflow part, and the word after it.
 __host__ __device__ __forceinline__ uint32_t bit_stage_bytes(uint32_t row_bytes)
 {
@@ -310,50 +359,15 @@ __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, ui
     for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
 }
 
-// Where a row's bytes go. slot_room and room: bytes of the slot and of the overflow room, padding included; 0 where
-// the row has no part there.
-struct RowTarget {
-    ibp_row_place place;
-    uint32_t slot_room, room;
-    bool in_bounds;
-};
-
-template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_table &table, int64_t row)
-{
-    const auto length_of = [&](int64_t r) { return table.lengths ? static_cast<uint32_t>(table.lengths[r]) : 0u; };
-    RowTarget target{};
-    ibp_row_place &place = target.place;
-    place = ibp_split_row(&table, row, length_of(row));
-    uint64_t base = 0;
-    uint32_t rooms = 0;
-    if (ibp_needs_base(&table, &place)) { // the lanes sum the rooms of the rows before
-        const uint32_t row_bytes = table.codebook.row_bytes;
-        for (int64_t r = ibp_first_of_base(&table, row) + G::lane() % G::kWidth; r < row; r += G::kWidth)
-            rooms += ibp_room_of(length_of(r), row_bytes, row_bytes, table.slot_bytes);
-        base = table.bases[ibp_base_of_row(&table, row)];
-        rooms = G::sum_in_warp(rooms);
-    }
-    target.in_bounds = ibp_place_in_bounds(&table, base, rooms, &place);
-    if (!target.in_bounds) return target;
-    const auto left = [](int64_t array_bytes, uint64_t start) { return static_cast<uint64_t>(array_bytes) - start; };
-    if (place.in_slot != 0u)
-        target.slot_room =
-            static_cast<uint32_t>(min(uint64_t{table.slot_bytes}, left(table.slots_bytes, place.slot_start)));
-    if (place.in_overflow != 0u)
-        target.room = static_cast<uint32_t>(min(uint64_t{ibp_overflow_room(place.in_overflow, table.slot_bytes)},
-                                                left(table.overflow_bytes, place.overflow_start)));
-    return target;
-}
-
 // The parts of the contract that a compiler can see.
 template <class Encoder> constexpr bool is_encoder()
 {
-    static_assert(kEncodeThreads % Encoder::Group::kLanes == 0, "a block of whole groups");
+    static_assert(kEncodeThreads % Encoder::Group::kLanes == 0, "blocks of whole groups");
     static_assert(std::is_constructible<Encoder, const ibp_codebook &, uint32_t *>::value,
                   "made of a codebook and shared memory");
     static_assert(std::is_same<decltype(Encoder::table_bytes(ibp_codebook())), uint32_t>::value, "bytes of a block");
     static_assert(std::is_same<decltype(Encoder::scratch_bytes(ibp_codebook())), uint32_t>::value, "bytes of a group");
-    static_assert(std::is_same<bool (Encoder::*)(const PlainRow &, const BitStage &, uint32_t, uint32_t) const,
+    static_assert(std::is_same<uint32_t (Encoder::*)(const PlainRow &, const BitStage &, uint32_t, uint32_t) const,
                                decltype(&Encoder::encode)>::value,
                   "encode");
     return true;

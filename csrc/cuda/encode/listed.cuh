@@ -298,8 +298,8 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
 
     // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bytes up to its end; where
     // these are more than most_bytes, the stage holds anything.
-    __device__ __forceinline__ uint32_t code(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
-                                             uint32_t most_bytes) const
+    __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                               uint32_t most_bytes) const
     {
         Work work = work_in(stage);
         gather_listed(row, work);
@@ -312,11 +312,6 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
         if (values > 8u * most_bytes) return values / 8u;
         put_positions(work, form, positions);
         return (closed ? values : put_values(work, values, 8u * most_bytes)) / 8u;
-    }
-    __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
-                                           uint32_t coded_bytes) const
-    {
-        return code(row, stage, start_bit, coded_bytes) == coded_bytes;
     }
 };
 

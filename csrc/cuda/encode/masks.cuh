@@ -81,10 +81,9 @@ template <uint32_t LANES> struct MasksEncoder {
         return num_flags + kept[0];
     }
 
-    // Codes a row into a stage that is all zeros from start_bit on. Returns whether it took the bytes up to
-    // coded_bytes.
-    __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
-                                           uint32_t coded_bytes) const
+    // Codes a row into a stage that is all zeros from start_bit on. Returns the bytes up to its end.
+    __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                               uint32_t) const
     {
         uint32_t position = start_bit + num_flags;
         for (uint32_t base = 0; base < row_bytes; base += kVector * LANES) {
@@ -100,7 +99,7 @@ template <uint32_t LANES> struct MasksEncoder {
             writer.finish();
             position += total[0];
         }
-        return (position + 7u) / 8u == coded_bytes;
+        return (position + 7u) / 8u;
     }
 };
 

@@ -184,26 +184,27 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
     }
 
     // As PlanesEncoder::encode.
-    __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
-                                           uint32_t coded_bytes) const
+    __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                               uint32_t most_bytes) const
     {
         uint8_t *const bytes = reinterpret_cast<uint8_t *>(stage.words), *const list =
                                                                              bytes + bit_stage_bytes(row_bytes);
-        const uint32_t end = 8u * coded_bytes;
+        const uint32_t most = 8u * most_bytes;
         uint32_t at = start_bit + to_byte(columns * planes.residual_bits), next = at + to_byte(2u * columns);
-        if (next > end) return false;
+        if (next > most) return next / 8u;
         uint32_t n = encode_first(row, bytes + start_bit / 8u, bytes + at / 8u, list);
         at = next;
 #pragma unroll 1
         for (uint32_t p = 1; p < planes.num_planes; p++, at = next) {
             next = at + to_byte(2u * n);
-            if (next > end) return false;
+            if (next > most) return next / 8u;
             n = encode_list(p, n, bytes + at / 8u, list);
         }
-        if (at + to_byte(n * symbol_bits) != end) return false;
+        const uint32_t end = at + to_byte(n * symbol_bits);
+        if (end > most) return end / 8u;
         for (uint32_t i = G::lane(); i < n; i += LANES)
             stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(list[i]));
-        return true;
+        return end / 8u;
     }
 };
 

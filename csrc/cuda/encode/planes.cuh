@@ -354,19 +354,19 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         writer.finish();
     }
 
-    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns whether it took the bytes
-    // up to coded_bytes.
-    __device__ __forceinline__ bool encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
-                                           uint32_t coded_bytes) const
+    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bytes up to its end.
+    __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                               uint32_t most_bytes) const
     {
         const Census census = take_census(row);
         const uint32_t k = census.reaching[0], positions = start_bit + header_bits();
         if (LISTED && G::lane() == 0u) stage.or_bits(start_bit, k | (census.closed ? ibp_closed_bit(columns) : 0u));
-        if (LISTED && k == 0u) return positions == 8u * coded_bytes;
+        if (LISTED && k == 0u) return positions / 8u;
         ibp_position_form form{};
         if (LISTED) form = choose_form(k);
         const Parts parts = lay_out(positions + 8u * form.num_bytes, census);
-        if ((census.closed ? parts.residuals : parts.end) != 8u * coded_bytes) return false;
+        const uint32_t coded_bytes = (census.closed ? parts.residuals : parts.end) / 8u;
+        if (coded_bytes > most_bytes) return coded_bytes;
         Running running{};
         for (uint32_t base = 0; base < row_bytes; base += kVector * LANES) {
             const Lane lane = load(row, base + kVector * G::lane());
@@ -383,7 +383,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
             if (LISTED) write_positions(lane, form, positions, at.values, stage);
             if (!census.closed) write_values(lane, code, parts, at, total, stage);
         }
-        return true;
+        return coded_bytes;
     }
 };
 

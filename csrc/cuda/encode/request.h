@@ -6,7 +6,7 @@
 
 namespace ibp {
 
-// The arguments of ibp_cuda_measure_rows and of ibp_cuda_encode_rows.
+// The arguments of ibp_cuda_measure_rows.
 struct Measure {
     const ibp_codebook &codebook;
     const uint8_t *data;
@@ -14,11 +14,16 @@ struct Measure {
     uint16_t *lengths;
     ibp_stream stream;
 };
+// Those of ibp_cuda_encode_into; or of ibp_cuda_encode_rows: then is_measured, and the index of place.table, which
+// says how long rows are and where they go, is read instead of written.
 struct Encode {
-    const ibp_table &table;
-    const uint8_t *data;
-    uint8_t *slots, *overflow;
+    const ibp_place &place;
+    const ibp_row_source &source;
+    const int64_t *row_ids;
+    int64_t first_row;
+    bool is_measured;
     ibp_fault *fault;
+    int max_sms;
     ibp_stream stream;
 };
 
@@ -30,6 +35,8 @@ ibp_status encode_dense(const Encode &encode);
 ibp_status measure_listed(const Measure &measure);
 ibp_status encode_listed(const Encode &encode);
 ibp_status encode_pairs(const Encode &encode);
+ibp_status measure_fast(const Measure &measure);
+ibp_status encode_fast(const Encode &encode);
 
 } // namespace ibp
 

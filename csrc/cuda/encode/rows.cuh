@@ -7,6 +7,8 @@
 #include "../kinds.h"
 #include "encoder.cuh"
 #include "request.h"
+#include "source.cuh"
+#include "target.cuh"
 
 #include <algorithm>
 
@@ -37,91 +39,194 @@ __global__ void __launch_bounds__(kEncodeThreads)
     extern __shared__ uint4 shared[];
     constexpr uint32_t kGroups = kEncodeThreads / G::kLanes;
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
+    const DefaultRow default_row(cb);
     for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows;
          r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
-        const uint32_t length = is_default_row<G>(cb, row) ? IBP_DEFAULT_LENGTH(cb.row_bytes)
-                                                           : ibp_length_of_coded(choose_cluster(cb, encoder, row).bytes,
-                                                                                 cb.row_bytes, row.valid);
+        uint32_t length = IBP_DEFAULT_LENGTH(cb.row_bytes);
+        if (!is_default<G>(default_row, row, row.valid))
+            length = ibp_length_of_coded(choose_cluster(cb, encoder, row).bytes, cb.row_bytes, row.valid);
         if (G::lane() == 0u) lengths[r] = static_cast<uint16_t>(length);
     }
 }
 
-// Puts a row as it is stored into a stage that is all zeros. Returns whether it has the bytes that it should.
+// A kernel's view of an Encode.
+struct RowsJob {
+    ibp_place place;
+    RowSource source;
+    const int64_t *row_ids;
+    int64_t first_row;
+    ibp_fault *fault;
+    bool is_measured;
+};
+
+constexpr uint32_t kAnyLength = ~0u; // more than any entry of lengths
+
+template <class G>
+__device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_bytes, const BitStage &stage)
+{
+    for (uint32_t first = kVector * G::lane(); first < num_bytes; first += kVector * G::kLanes) {
+        uint32_t words[4];
+        row.load(first, words);
+        reinterpret_cast<uint4 *>(stage.words)[first / kVector] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
+// Puts a row of `valid` bytes as it is stored into a stage that is all zeros. expected: its entry of lengths, or
+// kAnyLength. Returns the entry that it has.
 template <class Encoder>
-__device__ __forceinline__ bool store_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
-                                          const ibp_row_place &place, const BitStage &stage)
+__device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
+                                             uint32_t valid, uint32_t expected, const BitStage &stage)
 {
     using G = typename Encoder::Group;
-    if (place.is_default) return is_default_row<G>(cb, row);
-    if (place.raw) {
-        for (uint32_t first = kVector * G::lane(); first < row.valid; first += kVector * G::kLanes) {
-            uint32_t words[4];
-            row.load(first, words);
-            reinterpret_cast<uint4 *>(stage.words)[first / kVector] =
-                make_uint4(words[0], words[1], words[2], words[3]);
-        }
-        return true;
+    const uint32_t marker = IBP_DEFAULT_LENGTH(cb.row_bytes);
+    if (expected == kAnyLength || expected == marker) {
+        if (cb.scheme != IBP_SCHEME_RAW && is_default<G>(DefaultRow(cb), row, valid)) return marker;
     }
-    const bool numbered = ibp_has_clusters(&cb);
-    const uint32_t k = numbered ? choose_cluster(cb, encoder, row).cluster : 0u;
-    if (numbered && G::lane() == 0u) stage.or_bits(0, k);
-    return encoder.of_cluster(cb, k).encode(row, stage, numbered ? 8u : 0u, place.in_slot + place.in_overflow);
+    if (cb.scheme != IBP_SCHEME_RAW && expected != 0u) {
+        const bool numbered = ibp_has_clusters(&cb);
+        const uint32_t k = numbered ? choose_cluster(cb, encoder, row).cluster : 0u;
+        if (numbered && G::lane() == 0u) stage.or_bits(0, k);
+        const uint32_t most = ibp_min_u32(valid, marker) - 1u,
+                       coded = encoder.of_cluster(cb, k).encode(row, stage, numbered ? 8u : 0u, most);
+        if (coded <= most) return coded;
+        G::sync(); // all have written
+    }
+    stage_raw<G>(row, valid, stage);
+    return 0;
+}
+// What has become of a group's rows.
+struct Tally {
+    uint32_t spilled, lost;
+};
+
+// A coded row goes where there is room for it, and its place is written down. By all lanes of a group together. claims:
+// other groups may have the same row.
+template <class G>
+__device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t row, uint32_t length, uint32_t valid,
+                                       const BitStage &stage, Tally &tally)
+{
+    const ibp_place &place = job.place;
+    const ibp_table &table = place.table;
+    const uint32_t stored = ibp_stored_bytes(length, table.codebook.row_bytes, valid),
+                   in_overflow = ibp_overflow_part(stored, table.slot_bytes);
+    const bool claims = job.row_ids != nullptr && place.bases != nullptr, spills = in_overflow != 0u;
+    Part part{IBP_NO_BASE, 0};
+    if (spills || claims) {
+        if (G::lane() == 0u) {
+            part = claims ? claim_part(place, row, valid) : part_of(place, row, place.bases[row], valid);
+            if (part.base != kClaimed && part.sectors < to_sectors(in_overflow))
+                part = take_part_for(place, part, in_overflow, valid);
+        }
+        part.base = G::broadcast(part.base);
+    }
+    if (claims && part.base == kClaimed) {
+        if (G::lane() == 0u && job.fault != nullptr) record_fault(job.fault, IBP_INVALID_ARGUMENT, i, row);
+        return;
+    }
+    const bool lost = spills && part.base == IBP_NO_BASE;
+    if (!lost) {
+        const uint64_t slot = static_cast<uint64_t>(row) * table.slot_bytes;
+        copy_out<G>(place.slots + slot, stage, 0,
+                    room_in(ibp_min_u32(to_sector(stored - in_overflow), table.slot_bytes), table.slots_bytes, slot));
+        copy_out<G>(place.overflow + part.base, stage, table.slot_bytes, to_sector(in_overflow));
+    }
+    if (claims) __threadfence();
+    G::sync(); // the row is there
+    if (G::lane() != 0u) return;
+    if (place.lengths != nullptr) place.lengths[row] = lost ? uint16_t{0} : static_cast<uint16_t>(length);
+    if (!spills && !claims) return;
+    if (place.rooms != nullptr) place.rooms[row] = lost ? uint16_t{0} : static_cast<uint16_t>(part.sectors);
+    if (claims) __threadfence();
+    *static_cast<volatile uint64_t *>(place.bases + row) = part.base;
+    tally.spilled += spills && !lost, tally.lost += lost;
+}
+
+// A row goes where the table's index says, if it is as long as that says. By all lanes of a group together.
+template <class G>
+__device__ __forceinline__ void store(const RowsJob &job, int64_t row, const RowTarget &target, uint32_t length,
+                                      const BitStage &stage)
+{
+    const ibp_place &place = job.place;
+    if (target.in_bounds && length == target.length) {
+        copy_out<G>(place.slots + target.slot_start, stage, 0, target.slot_room);
+        copy_out<G>(place.overflow + target.overflow_start, stage, place.table.slot_bytes, target.room);
+    } else if (G::lane() == 0u && job.fault != nullptr) {
+        record_fault(job.fault, IBP_CORRUPT_ROW, row, row);
+    }
+}
+
+// Which row of the table a row of the source becomes; a negative number where there is no such row.
+__device__ __forceinline__ int64_t row_of(const RowsJob &job, int64_t i, int64_t num_rows)
+{
+    const int64_t row = job.row_ids != nullptr ? job.row_ids[i] : job.first_row + i;
+    return row < num_rows ? row : -1;
 }
 
 template <class Encoder>
-__global__ void __launch_bounds__(kEncodeThreads)
-    encode_rows(const __grid_constant__ ibp_table table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
-                ibp_fault *fault)
+__global__ void __launch_bounds__(kMostEncodeThreads) encode_rows(const __grid_constant__ RowsJob job)
 {
     using G = typename Encoder::Group;
     extern __shared__ uint4 shared[];
-    constexpr uint32_t kGroups = kEncodeThreads / G::kLanes;
+    const ibp_table &table = job.place.table;
     const ibp_codebook &cb = table.codebook;
     const int64_t num_bytes = ibp_bytes_of_table(&table), num_rows = ibp_rows_of_bytes(num_bytes, cb.row_bytes);
     const uint32_t stage_bytes = bit_stage_bytes(cb.row_bytes), group_bytes = stage_bytes + Encoder::scratch_bytes(cb);
     uint8_t *const stages = reinterpret_cast<uint8_t *>(shared) + Encoder::table_bytes(cb);
-    const BitStage stage{reinterpret_cast<uint32_t *>(stages + threadIdx.x / G::kLanes * group_bytes),
-                         stage_bytes / 4u - 1u};
+    const BitStage stage{reinterpret_cast<uint32_t *>(stages + G::in_block() * group_bytes), stage_bytes / 4u - 1u};
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
-    const int64_t step = int64_t{gridDim.x} * kGroups;
-    const auto row_at = [&](int64_t r) {
-        return PlainRow{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
-    };
-    for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows; r += step) {
-        const PlainRow row = row_at(r);
-        if (r + step < num_rows) prefetch<G>(row_at(r + step));
-        const RowTarget target = target_of<G>(table, r);
-        const uint32_t copied = max(target.slot_room, target.room ? table.slot_bytes + target.room : 0u);
-        const uint32_t vectors = ibp_min_u32(copied / kVector + 2u, stage_bytes / kVector);
-        for (uint32_t i = G::lane(); i < vectors; i += G::kLanes)
-            reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
-        G::sync();
-        const bool good = target.in_bounds && store_row(cb, encoder, row, target.place, stage);
-        G::sync();
-        if (good) {
-            copy_out<G>(slots + target.place.slot_start, stage, 0, target.slot_room);
-            copy_out<G>(overflow + target.place.overflow_start, stage, table.slot_bytes, target.room);
-        } else if (G::lane() == 0u && fault != nullptr) {
-            record_fault(fault, IBP_CORRUPT_ROW, r, r);
+    const uint32_t groups = blockDim.x / G::kLanes;
+    const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
+    Tally tally{};
+    PlainRow row = first < job.source.num_rows ? job.source.row(first) : PlainRow{};
+    for (int64_t i = first; i < job.source.num_rows; i += step) {
+        PlainRow next{};
+        if (i + step < job.source.num_rows) {
+            next = job.source.row(i + step);
+            prefetch<G>(next);
         }
-        G::sync(); // the stage is free for the next row
+        const int64_t r = row_of(job, i, num_rows);
+        if (r >= 0) {
+            RowTarget target{};
+            if (job.is_measured) target = target_of<G>(table, r);
+            clear<G>(stage, stage_bytes);
+            G::sync();
+            const uint32_t valid = ibp_valid_bytes(num_bytes, cb.row_bytes, r);
+            row.valid = ibp_min_u32(row.valid, valid);
+            const uint32_t length =
+                code_row(cb, encoder, row, valid, job.is_measured ? target.length : kAnyLength, stage);
+            G::sync();
+            if (job.is_measured)
+                store<G>(job, r, target, length, stage);
+            else
+                settle<G>(job, i, r, length, valid, stage, tally);
+            G::sync(); // the stage is free for the next row
+        } else if (G::lane() == 0u && job.fault != nullptr) {
+            record_fault(job.fault, IBP_INDEX_OUT_OF_RANGE, i, job.row_ids != nullptr ? job.row_ids[i] : r);
+        }
+        row = next;
     }
+    ibp_place_counts *const counts = job.place.counts;
+    if (counts == nullptr) return;
+    if (tally.spilled != 0u) atomicAdd(reinterpret_cast<unsigned long long *>(&counts->spilled), tally.spilled);
+    if (tally.lost != 0u) atomicAdd(reinterpret_cast<unsigned long long *>(&counts->lost), tally.lost);
 }
 
 // ---- launching ----
 
-// As many blocks as the device holds at once, or as there is work for.
-inline ibp_status plan_blocks(const void *kernel, uint32_t shared_bytes, int64_t num_blocks, uint32_t *blocks)
+// As many blocks as the device holds at once, or as there is work for; where the SMs are limited, one block for each.
+inline ibp_status plan_blocks(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_blocks,
+                              int max_sms, uint32_t *blocks)
 {
     int device = 0, num_sms = 0, blocks_an_sm = 0;
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
     if (status == IBP_OK) status = allow_shared(kernel);
     if (status == IBP_OK)
-        status = check_cuda(
-            cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel, kEncodeThreads, shared_bytes));
-    *blocks = static_cast<uint32_t>(std::min<int64_t>(num_blocks, int64_t{num_sms} * std::max(1, blocks_an_sm)));
+        status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
+                                                                          static_cast<int>(num_threads), shared_bytes));
+    const int64_t most = max_sms > 0 ? std::min(max_sms, num_sms) : int64_t{num_sms} * std::max(1, blocks_an_sm);
+    *blocks = static_cast<uint32_t>(std::min(num_blocks, most));
     return status;
 }
 
@@ -133,8 +238,8 @@ template <class Encoder> ibp_status launch_measure(const Measure &measure)
                   num_rows = ibp_rows_of_bytes(measure.num_bytes, cb.row_bytes);
     const uint32_t shared_bytes = Encoder::table_bytes(cb);
     uint32_t blocks;
-    const ibp_status status =
-        plan_blocks(reinterpret_cast<const void *>(kernel), shared_bytes, (num_rows + groups - 1) / groups, &blocks);
+    const ibp_status status = plan_blocks(reinterpret_cast<const void *>(kernel), kEncodeThreads, shared_bytes,
+                                          (num_rows + groups - 1) / groups, 0, &blocks);
     if (status != IBP_OK) return status;
     kernel<<<blocks, kEncodeThreads, shared_bytes, measure.stream>>>(cb, measure.data, measure.num_bytes, num_rows,
                                                                      measure.lengths);
@@ -144,17 +249,20 @@ template <class Encoder> ibp_status launch_measure(const Measure &measure)
 template <class Encoder> ibp_status launch_encode(const Encode &encode)
 {
     static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
-    const ibp_codebook &cb = encode.table.codebook;
+    const ibp_codebook &cb = encode.place.table.codebook;
     const auto kernel = encode_rows<Encoder>;
-    const uint32_t groups = kEncodeThreads / Encoder::Group::kLanes;
+    const uint32_t threads = encode.max_sms > 0 ? kMostEncodeThreads : kEncodeThreads,
+                   groups = threads / Encoder::Group::kLanes;
     const uint32_t shared_bytes =
         Encoder::table_bytes(cb) + groups * (bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb));
     uint32_t blocks;
-    const ibp_status status = plan_blocks(reinterpret_cast<const void *>(kernel), shared_bytes,
-                                          (ibp_num_rows(&encode.table) + groups - 1) / groups, &blocks);
+    const ibp_status status = plan_blocks(reinterpret_cast<const void *>(kernel), threads, shared_bytes,
+                                          (encode.source.num_rows + groups - 1) / groups, encode.max_sms, &blocks);
     if (status != IBP_OK) return status;
-    kernel<<<blocks, kEncodeThreads, shared_bytes, encode.stream>>>(encode.table, encode.data, encode.slots,
-                                                                    encode.overflow, encode.fault);
+    const RowsJob job{encode.place,   RowSource::of(encode.source, cb.row_bytes),
+                      encode.row_ids, encode.first_row,
+                      encode.fault,   encode.is_measured};
+    kernel<<<blocks, threads, shared_bytes, encode.stream>>>(job);
     return check_cuda(cudaGetLastError());
 }
 
@@ -167,7 +275,7 @@ template <template <uint32_t> class Encoder> ibp_status launch_by_lanes(const Me
 }
 template <template <uint32_t> class Encoder> ibp_status launch_by_lanes(const Encode &encode)
 {
-    const uint32_t row_bytes = encode.table.codebook.row_bytes;
+    const uint32_t row_bytes = encode.place.table.codebook.row_bytes;
     if (row_bytes <= kLongestOfPart) return launch_encode<Encoder<kPartLanes>>(encode);
     if (row_bytes <= kLongestOfWarp) return launch_encode<Encoder<kWarp>>(encode);
     return launch_encode<Encoder<kEncodeThreads>>(encode);

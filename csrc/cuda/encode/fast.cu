@@ -1,0 +1,19 @@
+// fast.cu - measures and encodes dense rows of scheme planes with one plane of digits of four bits over consecutive
+// symbols.
+#include "fast.cuh"
+#include "rows.cuh"
+
+namespace ibp {
+
+template <uint32_t LANES> using Fast2 = FastEncoder<uint16_t, LANES>;
+template <uint32_t LANES> using Fast4 = FastEncoder<uint32_t, LANES>;
+
+template <class Call> static ibp_status launch(const ibp_codebook &codebook, const Call &call)
+{
+    return codebook.planes.element_bytes == 2 ? launch_by_lanes<Fast2>(call) : launch_by_lanes<Fast4>(call);
+}
+
+ibp_status measure_fast(const Measure &measure) { return launch(measure.codebook, measure); }
+ibp_status encode_fast(const Encode &encode) { return launch(encode.place.table.codebook, encode); }
+
+} // namespace ibp

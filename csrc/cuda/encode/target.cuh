@@ -1,0 +1,112 @@
+// target.cuh - where a coded row goes: to where the table's index says, or to a part of overflow that the row takes.
+#ifndef IBP_ENCODE_TARGET_CUH
+#define IBP_ENCODE_TARGET_CUH
+
+#include "encoder.cuh"
+
+namespace ibp {
+
+// Bytes of a room that lie in an array from start on.
+__device__ __forceinline__ uint32_t room_in(uint32_t room, int64_t array_bytes, uint64_t start)
+{
+    return static_cast<uint32_t>(min(uint64_t{room}, static_cast<uint64_t>(array_bytes) - start));
+}
+
+// ---- rows whose places are known ----
+
+// slot_room and room: bytes of the slot and of the overflow part, padding included; 0 where there is nothing of the
+// row. length: its entry of lengths.
+struct RowTarget {
+    uint64_t slot_start, overflow_start;
+    uint32_t length, slot_room, room;
+    bool in_bounds;
+};
+
+// Whole slots are written, so that equal tables have equal bytes.
+template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_table &table, int64_t row)
+{
+    const auto length_of = [&](int64_t r) { return table.lengths ? static_cast<uint32_t>(table.lengths[r]) : 0u; };
+    const uint32_t row_bytes = table.codebook.row_bytes;
+    RowTarget target{};
+    target.length = length_of(row);
+    ibp_row_place place = ibp_split_row(&table, row, target.length);
+    uint64_t base = 0;
+    uint32_t rooms = 0;
+    if (ibp_needs_base(&table, &place)) { // the lanes sum the rooms of the rows before
+        for (int64_t r = ibp_first_of_base(&table, row) + G::lane() % G::kWidth; r < row; r += G::kWidth)
+            rooms += ibp_room_of(length_of(r), row_bytes, row_bytes, table.slot_bytes);
+        base = table.bases[ibp_base_of_row(&table, row)];
+        rooms = G::sum_in_warp(rooms);
+    }
+    target.in_bounds = ibp_place_in_bounds(&table, base, rooms, &place);
+    if (!target.in_bounds) return target;
+    target.slot_start = place.slot_start, target.overflow_start = place.overflow_start;
+    if (place.in_slot != 0u) target.slot_room = room_in(table.slot_bytes, table.slots_bytes, place.slot_start);
+    if (place.in_overflow != 0u)
+        target.room =
+            room_in(ibp_overflow_room(place.in_overflow, table.slot_bytes), table.overflow_bytes, place.overflow_start);
+    return target;
+}
+
+// ---- rows that take their parts ----
+
+constexpr uint64_t kClaimed = IBP_NO_BASE - 1u; // base of a row that is being coded
+
+__device__ __forceinline__ uint32_t to_sectors(uint32_t num_bytes)
+{
+    return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN;
+}
+__device__ __forceinline__ uint32_t to_sector(uint32_t num_bytes) { return to_sectors(num_bytes) * IBP_OVERFLOW_ALIGN; }
+
+// What a row owns of overflow.
+struct Part {
+    uint64_t base;
+    uint32_t sectors;
+};
+
+// The part that a row's base says, if that lies in overflow; else none.
+__device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uint64_t base, uint32_t valid)
+{
+    const ibp_table &table = place.table;
+    const uint32_t sectors =
+        place.rooms != nullptr
+            ? place.rooms[row]
+            : to_sectors(ibp_overflow_part(ibp_stored_bytes(place.lengths[row], table.codebook.row_bytes, valid),
+                                           table.slot_bytes));
+    if (!ibp_part_in_bounds(base, IBP_OVERFLOW_ALIGN * sectors, table.overflow_bytes)) return {IBP_NO_BASE, 0};
+    return {base, sectors};
+}
+
+// The same of a row that other groups may have too: they find kClaimed until its base is written.
+__device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, uint32_t valid)
+{
+    const uint64_t base = atomicExch(reinterpret_cast<unsigned long long *>(place.bases + row), kClaimed);
+    __threadfence();
+    return base == kClaimed ? Part{kClaimed, 0} : part_of(place, row, base, valid);
+}
+
+// A part that no other row has; none where there is no room. The counter is read before it is added to, so that it
+// stays near what there is, however many are refused.
+__device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t sectors)
+{
+    const auto there_are = static_cast<uint64_t>(place.table.overflow_bytes);
+    const uint64_t num_bytes = uint64_t{IBP_OVERFLOW_ALIGN} * sectors;
+    auto *const used = reinterpret_cast<unsigned long long *>(place.used);
+    const auto fits = [&](uint64_t start) { return start <= there_are && num_bytes <= there_are - start; };
+    if (!fits(*static_cast<volatile unsigned long long *>(used))) return {IBP_NO_BASE, 0};
+    const uint64_t start = atomicAdd(used, static_cast<unsigned long long>(num_bytes));
+    return fits(start) ? Part{start, sectors} : Part{IBP_NO_BASE, 0};
+}
+
+// A part for a row whose own one is too small: for its raw bytes, if it had one and remembers what it owns.
+__device__ __forceinline__ Part take_part_for(const ibp_place &place, Part own, uint32_t in_overflow, uint32_t valid)
+{
+    Part part{IBP_NO_BASE, 0};
+    if (place.rooms != nullptr && own.sectors != 0u)
+        part = take_part(place, to_sectors(ibp_overflow_part(valid, place.table.slot_bytes)));
+    return part.base != IBP_NO_BASE ? part : take_part(place, to_sectors(in_overflow));
+}
+
+} // namespace ibp
+
+#endif
