@@ -2,7 +2,7 @@
 
 The tensors are flat and contiguous, and all of a call are on the CPU or on one CUDA device; what is written shares no
 memory with anything else. Arguments that break these rules or contradict each other raise RuntimeError, whatever they
-are. Only a streamer's address is trusted.
+are. Only a streamer's address and those of buffers are trusted.
 
     slots, overflow, data, ring   uint8 [bytes]
     out                           any dtype and shape: the memory is written to
@@ -18,6 +18,11 @@ are. Only a streamer's address is trusted.
                                   [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default,
                                   closed, invariant_bits, invariant_value, consecutive, first_symbol, signed_default,
                                   num_constant, digit_bits ...]
+    rooms, used, counts           uint16 [rows] or empty, int64 [1], int64 [2]: of struct ibp_place in ibp.h, whose
+                                  bases are int64 [rows], or empty where slots hold whole rows
+    x                             any dtype, shape and strides: its elements in their order are rows
+    buffers                       int64 [buffers]: addresses of memory of the layout of x, coded instead of x
+    row_ids                       int64 [rows of x or of all buffers]: which rows of the table they become
     fault                         int64 [4], the struct ibp_fault of ibp.h
     ids                           int32 or int64 [ids]
     positions                     int32 [ids]: which item of out each goes to; None: one after the other
@@ -43,11 +48,12 @@ _lib = torch.library.Library("ibp", "FRAGMENT")
 
 # How a table is described to an operation; see struct ibp_table in ibp.h.
 _TABLE = (
-    "Tensor{0} slots, Tensor{1} overflow, Tensor lengths, Tensor bases, Tensor codebook, int[] codec, "
+    "Tensor{0} slots, Tensor{1} overflow, Tensor{2} lengths, Tensor{3} bases, Tensor codebook, int[] codec, "
     "int slot_bytes, int overflow_start, int num_items, int item_bytes"
 )
-_READ = _TABLE.format("", "")
-_WRITE = _TABLE.format("(a!)", "(b!)")
+_READ = _TABLE.format("", "", "", "")
+_WRITE = _TABLE.format("(a!)", "(b!)", "", "")
+_WRITE_ALL = _TABLE.format("(a!)", "(b!)", "(c!)", "(d!)")
 
 _lib.define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
 _lib.define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
@@ -63,6 +69,10 @@ _lib.define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
 _lib.define("survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor")
 _lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
+_lib.define(
+    f"encode_into({_WRITE_ALL}, Tensor(e!) rooms, Tensor(f!) used, Tensor(g!) counts, "
+    "Tensor x, Tensor? buffers, Tensor? row_ids, int first_row, int max_sms, Tensor(h!) fault) -> ()"
+)
 _lib.define(
     f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()"
 )
@@ -181,6 +191,7 @@ def _writes_only(*args, **options):
 
 for _name in (
     "encode_rows",
+    "encode_into",
     "gather_items",
     "gather_into",
     "pack_table",

@@ -3,6 +3,7 @@
 //
 // Built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without CUDA. The
 // operations are public: arguments that contradict each other raise, whatever they are.
+#include "torch_places.h"
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -340,9 +341,78 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
           "encode_rows");
 }
 
-// ---- gathering ----
+// ---- coding rows into a place ----
 
 int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
+
+// x: rows, of any dtype and strides. buffers: addresses of memory of x's layout, whose rows are coded instead of x's
+// own; these are trusted.
+#define IBP_PLACE_PARAMETERS                                                                                 \
+    IBP_TABLE_PARAMETERS, Tensor rooms, Tensor used, Tensor counts, Tensor x, std::optional<Tensor> buffers, \
+        std::optional<Tensor> row_ids, int64_t first_row, int64_t max_sms, Tensor fault
+
+struct EncodeInto {
+    ibp_place place;
+    ibp_row_source source;
+    const int64_t *row_ids;
+};
+
+EncodeInto prepare_encoding(const TableArgs &args, const Tensor &rooms, const Tensor &used, const Tensor &counts,
+                            const Tensor &x, const std::optional<Tensor> &buffers, const std::optional<Tensor> &row_ids,
+                            int64_t first_row, const Tensor &fault)
+{
+    EncodeInto call{PlaceArgs{args, rooms, used, counts}.place(), {}, nullptr};
+    const int64_t row_bytes = call.place.table.codebook.row_bytes;
+    ibp_row_source &source = call.source = rows_of(x, row_bytes);
+    if (buffers) {
+        const auto *addresses = data_of<int64_t>(*buffers, ScalarType::Long, 0, "buffers");
+        require(source.num_rows > 0 && source.last_row_bytes % row_bytes == 0, "x has no whole rows of ", row_bytes,
+                " bytes");
+        source.buffers = static_cast<const uint8_t *const *>(static_cast<const void *>(addresses));
+        source.rows_per_buffer = source.num_rows;
+        source.last_row_bytes = 0;
+        source.num_rows = total_bytes(buffers->numel(), source.num_rows, "rows of buffers");
+    }
+    require(source.num_rows <= INT32_MAX, "x has ", source.num_rows, " rows, more than 2^31 - 1");
+    const int64_t num_rows =
+        ibp_rows_of_bytes(ibp_bytes_of_table(&call.place.table), call.place.table.codebook.row_bytes);
+    if (row_ids) {
+        call.row_ids = data_of<int64_t>(*row_ids, ScalarType::Long, 0, "row_ids");
+        require(row_ids->numel() == source.num_rows, "row_ids has ", row_ids->numel(), " elements, x ", source.num_rows,
+                " rows");
+    } else {
+        require(first_row >= 0 && first_row <= num_rows - source.num_rows, "rows ", first_row, " to ",
+                first_row + source.num_rows, " are not among ", num_rows);
+    }
+    Footprints memory;
+    for (const auto &[name, tensor] : {std::pair<const char *, const Tensor *>{"slots", &args.slots},
+                                       {"overflow", &args.overflow},
+                                       {"lengths", &args.lengths},
+                                       {"bases", &args.bases},
+                                       {"rooms", &rooms},
+                                       {"used", &used},
+                                       {"counts", &counts},
+                                       {"fault", &fault}})
+        memory.writes(name, *tensor);
+    memory.reads("codebook", args.codebook);
+    if (!buffers) memory.reads("x", source.data, extent_of(x, "x").num_bytes);
+    if (buffers) memory.reads("buffers", *buffers);
+    if (row_ids) memory.reads("row_ids", *row_ids);
+    return call;
+}
+
+void encode_into_cuda(IBP_PLACE_PARAMETERS)
+{
+    const auto device = use_cuda(
+        x, {IBP_TABLE_TENSORS, &rooms, &used, &counts, &fault, buffers ? &*buffers : &x, row_ids ? &*row_ids : &x});
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    const EncodeInto call = prepare_encoding(args, rooms, used, counts, x, buffers, row_ids, first_row, fault);
+    check(ibp_cuda_encode_into(&call.place, &call.source, call.row_ids, row_ids ? 0 : first_row, fault_of(fault),
+                               sms_of(max_sms), current_stream(x)),
+          "encode_into");
+}
+
+// ---- gathering ----
 
 void check_footprints(const TableArgs &args, const ibp_table &table, const ibp_ids &items, const Tensor &out,
                       const Tensor &fault)
@@ -686,6 +756,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
     m.impl("index_rows", TORCH_BOX(&index_rows_cuda));
     m.impl("survey_rows", TORCH_BOX(&survey_rows_cuda));
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cuda));
+    m.impl("encode_into", TORCH_BOX(&encode_into_cuda));
     m.impl("gather_items", TORCH_BOX(&gather_items_cuda));
     m.impl("gather_into", TORCH_BOX(&gather_into_cuda));
     m.impl("pack_table", TORCH_BOX(&pack_table_cuda));

@@ -64,6 +64,18 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
 #endif
 }
 
+// As permute_bytes, but a nibble of 8 or more stands for eight copies of the highest bit of byte nibble - 8.
+template <uint32_t ORDER> __device__ __forceinline__ uint32_t replicate_signs(uint32_t low, uint32_t high)
+{
+#ifdef __CUDACC__
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "n"(ORDER));
+    return bytes;
+#else
+    return __byte_perm(low, high, ORDER);
+#endif
+}
+
 // Bit by bit the function of three that a table of eight bits says (`lop3`): its bit 4 * a + 2 * b + c.
 template <uint32_t TABLE> __device__ __forceinline__ uint32_t of_three_bits(uint32_t a, uint32_t b, uint32_t c)
 {

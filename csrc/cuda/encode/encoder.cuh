@@ -5,6 +5,7 @@
 //
 //     template <uint32_t LANES> struct SomeEncoder {
 //         using Group = EncodeGroup<LANES>;                     the threads that encode one row together
+//         static constexpr bool kFillsStage;                    it writes every byte of a coded row, and reads none
 //         static uint32_t table_bytes(const ibp_codebook &);     shared memory of a block, from byte 0 on; a multiple
 // of 16
 //         static uint32_t scratch_bytes(const ibp_codebook &);   shared memory of a group behind its stage; a
@@ -22,7 +23,7 @@
 // if it has filled
 //   the table.
 // - measure and encode are called by all lanes of a group together; groups of a warp go ways of their own.
-// - The stage is all zeros, start_bit is 0 or 8, and most_bytes is less than the row's valid bytes.
+// - The stage is all zeros, but for an encoder that fills it; start_bit is 0 or 8, and most_bytes is less than the row's valid bytes.
 //
 // What it guarantees:
 // - measure returns the same in all lanes, and as many bits as ibp_coded_row_bytes has bytes, rounded up.
@@ -47,6 +48,13 @@ namespace ibp {
 
 // Threads of a block: several blocks an SM, or a larger one where the SMs are limited.
 constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
+// Bytes in whole sectors, the unit of overflow parts.
+__device__ __forceinline__ uint32_t to_sectors(uint32_t num_bytes)
+{
+    return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN;
+}
+__device__ __forceinline__ uint32_t to_sector(uint32_t num_bytes) { return to_sectors(num_bytes) * IBP_OVERFLOW_ALIGN; }
+
 constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 
 // Lanes of a row: as many as rows of a length keep busy. Row bytes up to which it is coded by a part of a warp, and
@@ -213,9 +221,14 @@ struct PlainRow {
     // 16 bytes from byte `first`, a multiple of 16, on; zeros past the valid ones.
     __device__ __forceinline__ void load(uint32_t first, uint32_t (&words)[4]) const
     {
+        load(first, first + kVector <= valid && aligned(bytes, kVector), words);
+    }
+    // is_vector: they are valid and aligned.
+    __device__ __forceinline__ void load(uint32_t first, bool is_vector, uint32_t (&words)[4]) const
+    {
         const uint8_t *const from = bytes + first;
         uint4 v = make_uint4(0, 0, 0, 0);
-        if (first + kVector <= valid && aligned(from, 16))
+        if (is_vector)
             v = *reinterpret_cast<const uint4 *>(from);
         else if (first < valid)
             v = load_part(from, valid - first);
@@ -263,6 +276,7 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 {
 #ifdef __CUDACC__
     constexpr uint32_t kLine = 128;
+#pragma unroll 1
     for (uint32_t first = kLine * G::lane(); first < row.valid; first += kLine * G::kLanes)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row.bytes + first));
 #endif
@@ -326,6 +340,15 @@ struct BitWriter {
     __device__ __forceinline__ void finish() const { stage.or_word(word, static_cast<uint32_t>(bits)); }
 };
 
+// Zeros from one byte of a stage to another one.
+template <class G> __device__ __forceinline__ void pad(const BitStage &stage, uint32_t from, uint32_t to)
+{
+    uint8_t *const bytes = reinterpret_cast<uint8_t *>(stage.words);
+    const uint32_t whole = ibp_min_u32((from + 3u) / 4u * 4u, to);
+    if (from + G::lane() < whole) bytes[from + G::lane()] = 0;
+#pragma unroll 1
+    for (uint32_t w = whole / 4u + G::lane(); 4u * w < to; w += G::kLanes) stage.words[w] = 0;
+}
 template <class G> __device__ __forceinline__ void clear(const BitStage &stage, uint32_t num_bytes)
 {
     for (uint32_t i = G::lane(); i < num_bytes / kVector; i += G::kLanes)

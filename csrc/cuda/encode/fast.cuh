@@ -1,8 +1,10 @@
 // fast.cuh - dense rows of scheme planes with one plane of digits of four bits over consecutive symbols of up to a byte
 // (FORMAT.md section 6): what level="fast" makes.
 //
-// A lane takes 16 bytes a step. A digit is a subtraction and a comparison, four symbols at once; residuals and digits of
-// a lane are whole bytes at places that are known. Escapes are rare: a vote finds them, and only then are they counted.
+// A lane takes 16 bytes a step. A digit is a subtraction and a comparison, four symbols at once; residuals and digits
+// of a lane are whole bytes at places that are known. Escapes are rare: a vote finds them, and only then are they
+// counted.
+// Most tables are of floats whose symbol is an exponent of 8 bits, with rows of whole vectors: PlainFastEncoder.
 #ifndef IBP_ENCODE_FAST_CUH
 #define IBP_ENCODE_FAST_CUH
 
@@ -16,6 +18,7 @@ template <typename T, uint32_t LANES> struct FastEncoder : ByteSymbols<T> {
     using G = Group;
     using Symbols::columns, Symbols::kPerLane, Symbols::kWords, Symbols::residual_bits, Symbols::row_bytes,
         Symbols::symbol_bits;
+    static constexpr bool kFillsStage = false;
     static constexpr uint32_t kSteps = 2, kStepBytes = kVector * LANES, kEscape = 15, kDigitBits = 4;
     static constexpr uint32_t kHigh = 0x80808080u, kBytes = 0x01010101u;
     const uint32_t first_symbol, of_symbol; // in each byte
@@ -33,12 +36,15 @@ template <typename T, uint32_t LANES> struct FastEncoder : ByteSymbols<T> {
     }
     __device__ __forceinline__ FastEncoder of_cluster(const ibp_codebook &, uint32_t) const { return *this; }
 
-    // The digits of four symbols, a byte each, and the highest bit of the bytes of those that escape.
+    // The digits of four symbols, a byte each, and the highest bit of the bytes of those that escape. BYTES: symbols
+    // have 8 bits.
+    template <bool BYTES = false>
     __device__ __forceinline__ uint32_t digits_of(uint32_t symbols, uint32_t &escaped) const
     {
         // How far each symbol is behind the first one: a subtraction without borrows from byte to byte.
-        const uint32_t difference = (symbols | kHigh) - (first_symbol & ~kHigh),
-                       ahead = (difference ^ ((symbols ^ ~first_symbol) & kHigh)) & of_symbol;
+        const uint32_t difference = (symbols | kHigh) - (first_symbol & ~kHigh);
+        uint32_t ahead = difference ^ ((symbols ^ ~first_symbol) & kHigh);
+        if (!BYTES) ahead &= of_symbol;
         escaped = (((ahead & ~kHigh) + (0x80u - kEscape) * kBytes) | ahead) & kHigh;
         return (ahead | (escaped >> 7u) * kEscape) & kEscape * kBytes;
     }
@@ -153,6 +159,117 @@ template <typename T, uint32_t LANES> struct FastEncoder : ByteSymbols<T> {
         for (uint32_t i = G::lane(); i < num_listed; i += LANES)
             stage.or_bits(symbols_at + i * symbol_bits, static_cast<uint32_t>(list[i]));
         return end / 8u;
+    }
+};
+
+// Of elements that are rotated and have symbols of 8 bits and no invariant bits, in rows of whole vectors.
+template <typename T, uint32_t LANES> struct PlainFastEncoder : FastEncoder<T, LANES> {
+    using Base = FastEncoder<T, LANES>;
+    using Group = typename Base::Group;
+    using G = Group;
+    using Base::columns, Base::kPerLane, Base::kSteps, Base::kStepBytes, Base::kWords, Base::row_bytes;
+    static constexpr bool kFillsStage = true;
+    static constexpr uint32_t kResidualBytes = sizeof(T) - 1u; // of an element
+
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
+    __device__ __forceinline__ PlainFastEncoder(const ibp_codebook &cb, uint32_t *table) : Base(cb, table) {}
+    __device__ __forceinline__ PlainFastEncoder of_cluster(const ibp_codebook &, uint32_t) const { return *this; }
+
+    static __device__ __forceinline__ void split(const uint32_t (&word)[4], uint32_t (&symbols)[kWords],
+                                                 uint32_t (&residuals)[3])
+    {
+        if constexpr (sizeof(T) == 2) {
+#pragma unroll
+            for (uint32_t w = 0; w < 2u; w++) {
+                // The carry from one element to the next is a sign where no sign belongs, and is left out with it.
+                const uint32_t low = word[2 * w] << 1, high = word[2 * w + 1] << 1,
+                               signs = replicate_signs<0xfdb9>(word[2 * w], word[2 * w + 1]);
+                symbols[w] = permute_bytes(low, high, 0x7531);
+                residuals[w] = select_bits(0x01010101u, signs, permute_bytes(low, high, 0x6420));
+            }
+        } else {
+            uint32_t rotated[4];
+#pragma unroll
+            for (uint32_t i = 0; i < 4u; i++) rotated[i] = __funnelshift_l(word[i], word[i], 1);
+            symbols[0] = permute_bytes(permute_bytes(rotated[0], rotated[1], 0x73),
+                                       permute_bytes(rotated[2], rotated[3], 0x73), 0x5410);
+            residuals[0] = permute_bytes(rotated[0], rotated[1], 0x4210);
+            residuals[1] = permute_bytes(rotated[1], rotated[2], 0x5421);
+            residuals[2] = permute_bytes(rotated[2], rotated[3], 0x6542);
+        }
+    }
+    static __device__ __forceinline__ void put(const uint32_t (&residuals)[3], uint32_t digits, uint8_t *to_residuals,
+                                               uint8_t *to_digits)
+    {
+        if constexpr (sizeof(T) == 2) {
+            *reinterpret_cast<uint2 *>(to_residuals) = make_uint2(residuals[0], residuals[1]);
+            *reinterpret_cast<uint32_t *>(to_digits) = digits;
+        } else {
+#pragma unroll
+            for (uint32_t i = 0; i < 3u; i++) reinterpret_cast<uint32_t *>(to_residuals)[i] = residuals[i];
+            *reinterpret_cast<uint16_t *>(to_digits) = static_cast<uint16_t>(digits);
+        }
+    }
+    // Appends the symbols of a step that escape to those at `to`, if there is room for so many. Returns how many.
+    static __device__ __noinline__ uint32_t append_escaped(uint4 symbols, uint4 escaped, uint8_t *to, uint32_t room)
+    {
+        static_assert(kSteps * kWords <= 4u, "a vector holds them");
+        const uint32_t of_symbols[4] = {symbols.x, symbols.y, symbols.z, symbols.w},
+                       of_escaped[4] = {escaped.x, escaped.y, escaped.z, escaped.w};
+        uint32_t counts[1] = {}, before[1], total[1];
+#pragma unroll
+        for (uint32_t i = 0; i < kSteps * kWords; i++)
+            counts[0] += ibp_popcount(of_escaped[i]) << 16u * (i / kWords);
+        G::scan(counts, before, total);
+        const uint32_t of_first = total[0] & 0xffffu, count = of_first + (total[0] >> 16);
+        if (count > room) return count;
+#pragma unroll
+        for (uint32_t s = 0; s < kSteps; s++) {
+            uint8_t *at = to + (s == 0u ? before[0] & 0xffffu : of_first + (before[0] >> 16));
+#pragma unroll
+            for (uint32_t w = 0; w < kWords; w++)
+                Base::append(at, of_symbols[s * kWords + w], of_escaped[s * kWords + w]);
+        }
+        return count;
+    }
+
+    __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                               uint32_t most_bytes) const
+    {
+        uint8_t *const residuals = reinterpret_cast<uint8_t *>(stage.words), *const digits =
+                                                                                  residuals + columns * kResidualBytes;
+        uint32_t end = columns * kResidualBytes + columns / 2u; // bytes
+        if (end > most_bytes || start_bit != 0u) return kNoCodedForm;
+        const bool is_whole = row.valid >= row_bytes && aligned(row.bytes, kVector);
+#pragma unroll 1
+        for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {
+            const uint32_t first = base + kVector * G::lane();
+            uint32_t word[kSteps][4] = {}, symbols[4] = {}, escaped[4] = {}, any = 0;
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++)
+                if (first + s * kStepBytes < row_bytes) row.load(first + s * kStepBytes, is_whole, word[s]);
+#pragma unroll
+            for (uint32_t s = 0; s < kSteps; s++) {
+                if (first + s * kStepBytes >= row_bytes) continue;
+                uint32_t of_lane[3], of_step[kWords], found[kWords], packed = 0;
+                split(word[s], of_step, of_lane);
+#pragma unroll
+                for (uint32_t w = 0; w < kWords; w++) {
+                    found[w] = this->template digits_of<true>(of_step[w], escaped[s * kWords + w]);
+                    found[w] |= found[w] >> 4;
+                    symbols[s * kWords + w] = of_step[w];
+                    any |= escaped[s * kWords + w];
+                }
+                packed = permute_bytes(found[0], found[kWords - 1u], 0x6420);
+                const uint32_t column = (first + s * kStepBytes) / static_cast<uint32_t>(sizeof(T));
+                put(of_lane, packed, residuals + column * kResidualBytes, digits + column / 2u);
+            }
+            if (G::any(any != 0u))
+                end += append_escaped(make_uint4(symbols[0], symbols[1], symbols[2], symbols[3]),
+                                      make_uint4(escaped[0], escaped[1], escaped[2], escaped[3]), residuals + end,
+                                      most_bytes - ibp_min_u32(end, most_bytes));
+        }
+        return end;
     }
 };
 

@@ -23,6 +23,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     using Book = PlanesBook<T>;
     using Group = EncodeGroup<LANES>;
     using G = Group;
+    static constexpr bool kFillsStage = false;
     using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;

@@ -72,29 +72,36 @@ __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_byte
     }
 }
 
-// Puts a row of `valid` bytes as it is stored into a stage that is all zeros. expected: its entry of lengths, or
-// kAnyLength. Returns the entry that it has.
+// Puts a row of `valid` bytes as it is stored into a stage, followed by zeros up to a multiple of IBP_OVERFLOW_ALIGN.
+// expected: its entry of lengths, or kAnyLength. Returns the entry that it has. A default row is found after it has been
+// coded, when its bytes are near: few rows are.
 template <class Encoder>
 __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
                                              uint32_t valid, uint32_t expected, const BitStage &stage)
 {
     using G = typename Encoder::Group;
     const uint32_t marker = IBP_DEFAULT_LENGTH(cb.row_bytes);
-    if (expected == kAnyLength || expected == marker) {
-        if (cb.scheme != IBP_SCHEME_RAW && is_default<G>(DefaultRow(cb), row, valid)) return marker;
-    }
-    if (cb.scheme != IBP_SCHEME_RAW && expected != 0u) {
+    uint32_t length = 0;
+    if (cb.scheme != IBP_SCHEME_RAW && expected != 0u && expected != marker) {
         const bool numbered = ibp_has_clusters(&cb);
         const uint32_t k = numbered ? choose_cluster(cb, encoder, row).cluster : 0u;
         if (numbered && G::lane() == 0u) stage.or_bits(0, k);
         const uint32_t most = ibp_min_u32(valid, marker) - 1u,
                        coded = encoder.of_cluster(cb, k).encode(row, stage, numbered ? 8u : 0u, most);
-        if (coded <= most) return coded;
-        G::sync(); // all have written
+        if (coded <= most) length = coded;
     }
-    stage_raw<G>(row, valid, stage);
-    return 0;
+    const bool may_be_default = expected == kAnyLength || expected == marker;
+    if (may_be_default && cb.scheme != IBP_SCHEME_RAW && is_default<G>(DefaultRow(cb), row, valid)) return marker;
+    if (length == 0u) {
+        G::sync(); // all have written
+        stage_raw<G>(row, valid, stage);
+    }
+    G::sync();
+    const uint32_t stored = length != 0u ? length : valid;
+    pad<G>(stage, stored, to_sector(stored));
+    return length;
 }
+
 // What has become of a group's rows.
 struct Tally {
     uint32_t spilled, lost;
@@ -189,8 +196,10 @@ __global__ void __launch_bounds__(kMostEncodeThreads) encode_rows(const __grid_c
         if (r >= 0) {
             RowTarget target{};
             if (job.is_measured) target = target_of<G>(table, r);
-            clear<G>(stage, stage_bytes);
-            G::sync();
+            if (!Encoder::kFillsStage || job.is_measured) { // whole slots are written then
+                clear<G>(stage, stage_bytes);
+                G::sync();
+            }
             const uint32_t valid = ibp_valid_bytes(num_bytes, cb.row_bytes, r);
             row.valid = ibp_min_u32(row.valid, valid);
             const uint32_t length =

@@ -52,12 +52,6 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
 
 constexpr uint64_t kClaimed = IBP_NO_BASE - 1u; // base of a row that is being coded
 
-__device__ __forceinline__ uint32_t to_sectors(uint32_t num_bytes)
-{
-    return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN;
-}
-__device__ __forceinline__ uint32_t to_sector(uint32_t num_bytes) { return to_sectors(num_bytes) * IBP_OVERFLOW_ALIGN; }
-
 // What a row owns of overflow.
 struct Part {
     uint64_t base;

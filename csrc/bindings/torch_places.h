@@ -1,0 +1,108 @@
+// torch_places.h - how rows that are coded into a place are given to an operation (encode_into of ibp/_ops.py), as the
+// structs of ibp.h.
+#ifndef IBP_TORCH_PLACES_H
+#define IBP_TORCH_PLACES_H
+
+#include "torch_tables.h"
+
+namespace ibp_torch {
+
+// The bytes from a tensor's first element to its last one, which lie in its storage whatever its strides are.
+inline Memory extent_of(const Tensor &x, const char *name)
+{
+    const auto element_bytes = static_cast<int64_t>(x.element_size());
+    int64_t last = 0;
+    for (int64_t d = 0; d < x.dim(); d++) {
+        if (x.size(d) == 0) return {nullptr, 0};
+        int64_t step = 0;
+        const bool fits = x.stride(d) >= 0 && !__builtin_mul_overflow(x.size(d) - 1, x.stride(d), &step) &&
+                          !__builtin_add_overflow(last, step, &last);
+        require(fits, name, " has strides that are out of range");
+    }
+    int64_t storage_bytes = 0, offset = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &storage_bytes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
+    const int64_t held = storage_bytes / element_bytes;
+    require(offset >= 0 && offset < held && last < held - offset, name, " has more elements than its storage");
+    return {static_cast<uint8_t *>(x.data_ptr()), (last + 1) * element_bytes};
+}
+
+// A dimension in which something is counted: how many there are, and how many bytes they are apart.
+struct Dimension {
+    int64_t size, stride;
+};
+
+// The dimensions of a tensor from the innermost on, those that continue each other as one; of bytes: the first one is
+// the bytes that lie one after the other.
+inline std::vector<Dimension> dimensions_of(const Tensor &x)
+{
+    const auto element_bytes = static_cast<int64_t>(x.element_size());
+    std::vector<Dimension> dimensions{{element_bytes, 1}};
+    for (int64_t d = x.dim(); d-- > 0;) {
+        const int64_t size = x.size(d), stride = x.stride(d) * element_bytes;
+        Dimension &inner = dimensions.back();
+        if (size == 1) continue;
+        if (stride == inner.size * inner.stride)
+            inner.size *= size;
+        else
+            dimensions.push_back({size, stride});
+    }
+    return dimensions;
+}
+
+// The elements of a tensor in its own order, as rows. A contiguous one may end with a short row.
+inline ibp_row_source rows_of(const Tensor &x, int64_t row_bytes)
+{
+    ibp_row_source source{};
+    const Memory memory = extent_of(x, "x");
+    source.data = memory.data;
+    if (memory.data == nullptr) return source;
+    std::vector<Dimension> dimensions = dimensions_of(x);
+    const int64_t run = dimensions[0].size;
+    if (dimensions.size() == 1) {
+        source.num_rows = divide_up(run, row_bytes);
+        source.last_row_bytes = static_cast<uint32_t>(run - (source.num_rows - 1) * row_bytes);
+        return source;
+    }
+    require(run % row_bytes == 0, "x has runs of ", run, " bytes, which are no whole rows of ", row_bytes);
+    dimensions[0] = {run / row_bytes, row_bytes};
+    if (dimensions[0].size == 1) dimensions.erase(dimensions.begin());
+    require(dimensions.size() <= IBP_MAX_SOURCE_DIMS, "rows of x lie in ", static_cast<int64_t>(dimensions.size()),
+            " dimensions, more than 4");
+    source.num_rows = 1;
+    source.num_dims = static_cast<uint32_t>(dimensions.size());
+    for (uint32_t d = 0; d < source.num_dims; d++) { // outermost first there
+        source.sizes[source.num_dims - 1 - d] = dimensions[d].size;
+        source.strides[source.num_dims - 1 - d] = dimensions[d].stride;
+        source.num_rows *= dimensions[d].size; // no more than elements
+    }
+    return source;
+}
+
+// The tensors and numbers that say where rows go, beside those of the table.
+struct PlaceArgs {
+    const TableArgs &args;
+    const Tensor &rooms, &used, &counts;
+
+    ibp_place place() const
+    {
+        ibp_place p{};
+        p.table = args.table();
+        const int64_t num_rows = ibp_rows_of_bytes(ibp_bytes_of_table(&p.table), p.table.codebook.row_bytes);
+        p.slots = bytes_of(args.slots, 0, "slots");
+        p.overflow = bytes_of(args.overflow, 0, "overflow");
+        p.lengths = data_of<uint16_t>(args.lengths, ScalarType::UInt16, 0, "lengths");
+        p.bases = unsigned_longs_of(args.bases, 0, "bases");
+        p.rooms = data_of<uint16_t>(rooms, ScalarType::UInt16, rooms.numel() ? num_rows : 0, "rooms");
+        p.used = unsigned_longs_of(used, 1, "used");
+        p.counts = static_cast<ibp_place_counts *>(static_cast<void *>(unsigned_longs_of(counts, 2, "counts")));
+        const bool has_own_bases = p.bases == nullptr || p.table.rows_per_base == 1u;
+        require(has_own_bases, "bases has ", args.bases.numel(), " elements, one for each of ", num_rows,
+                " rows is needed");
+        return p;
+    }
+};
+
+} // namespace ibp_torch
+
+#endif
