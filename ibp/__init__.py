@@ -24,6 +24,7 @@ from ._fetch.prefetch import Prefetch
 from ._fetch.streaming import decompress, decompress_many
 from ._memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
+from ._place import Buffers, Place, PlaceCounts, encode_into
 from ._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from ._segments import SharedHandle
 from ._sharing import open_shared
@@ -33,6 +34,7 @@ __version__ = _core.version()
 
 __all__ = [
     "AnyCodebook",
+    "Buffers",
     "Calibration",
     "ClusteredCodebook",
     "Codebook",
@@ -43,6 +45,8 @@ __all__ = [
     "H200",
     "OffloadStats",
     "Offloaded",
+    "Place",
+    "PlaceCounts",
     "PlanesCodebook",
     "Prefetch",
     "SharedHandle",
@@ -53,6 +57,7 @@ __all__ = [
     "cuda_is_available",
     "decompress",
     "decompress_many",
+    "encode_into",
     "estimate",
     "get_include",
     "get_library_dir",

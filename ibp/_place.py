@@ -1,0 +1,261 @@
+"""Rows coded into memory that is there: `Place`, `Buffers`, `encode_into`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from . import _core, _memory
+from ._compressed_tensor import CompressedTensor
+from ._estimation import check_codebook
+from ._schemes import AnyCodebook
+
+_NO_BASE, _MOST_LENGTH = -1, 65535  # of a row without a part; an entry of lengths
+_INDEX_OUT_OF_RANGE = 2  # ibp_status
+
+
+class PlaceCounts(NamedTuple):
+    """What has become of the rows of a `Place`, over all calls.
+
+    spilled: rows that were stored with a part in overflow.
+    lost: rows for whose part there was no room: reading them raises.
+    used_bytes: bytes of overflow that have been handed out.
+    """
+
+    spilled: int
+    lost: int
+    used_bytes: int
+
+
+class Place:
+    """Memory for coded rows, which `ibp.encode_into` codes into, in any order and again and again.
+
+    Every row has a slot of fixed size; what does not fit goes to a part of `overflow`, which is handed out on the
+    device. Rows that were never coded read as default rows: zeros, or the codebook's default value.
+
+    Args:
+        codebook: how rows are coded; made by `ibp.analyze` or taken from a table.
+        num_rows: rows of codebook.row_bytes bytes.
+        slot_bytes: bytes of a slot: a multiple of 32 below row_bytes, or row_bytes, where no row ever overflows.
+        overflow_bytes: room for all overflow parts; needed where slot_bytes is less than row_bytes.
+        device: where rows are coded and the index is.
+        pinned: slots and overflow are pinned host memory, which the GPU writes and reads over the link.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or a size is out of range.
+        RuntimeError: torch sees no CUDA device, and pinned is set.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(
+        self,
+        codebook: AnyCodebook,
+        num_rows: int,
+        *,
+        slot_bytes: int | None = None,
+        overflow_bytes: int | None = None,
+        device: torch.device | str | int = "cuda",
+        pinned: bool = False,
+    ) -> None:
+        check_codebook(codebook)
+        row_bytes = codebook.row_bytes
+        slot_bytes = row_bytes if slot_bytes is None else slot_bytes
+        self.device = _memory.canonical(device)
+        if num_rows < 0 or num_rows * row_bytes > 2**58:
+            raise ValueError(f"num_rows is {num_rows}; wanted 0 or more rows of {row_bytes} bytes, at most 2^58 bytes")
+        if slot_bytes != row_bytes and not (0 <= slot_bytes < row_bytes and slot_bytes % _core.SECTOR_BYTES == 0):
+            raise ValueError(f"slot_bytes is {slot_bytes}; wanted a multiple of 32 below row_bytes, or {row_bytes}")
+        if slot_bytes < row_bytes and overflow_bytes is None:
+            raise ValueError(f"slots of {slot_bytes} bytes hold no whole rows; overflow_bytes is needed")
+        if pinned and self.device.type != "cuda":
+            raise ValueError("pinned places are for a CUDA device to write to")
+        self.codebook, self.num_rows, self.row_bytes, self.slot_bytes = codebook, num_rows, row_bytes, slot_bytes
+        self.pinned = pinned
+        overflow_bytes = overflow_bytes if slot_bytes < row_bytes and overflow_bytes else 0
+        home = torch.device("cpu") if pinned else self.device
+        self.slots = _memory.empty(num_rows * slot_bytes, home, pinned)
+        self.overflow = _memory.empty(overflow_bytes, home, pinned)
+        has_parts = slot_bytes < row_bytes
+        self.lengths = torch.empty(num_rows, dtype=torch.uint16, device=self.device)
+        self.bases = torch.empty(num_rows if has_parts else 0, dtype=torch.int64, device=self.device)
+        self.rooms = torch.empty(num_rows if has_parts else 0, dtype=torch.uint16, device=self.device)
+        self._used = torch.empty(1, dtype=torch.int64, device=self.device)
+        self._counts = torch.empty(2, dtype=torch.int64, device=self.device)
+        self._fault = torch.empty(4, dtype=torch.int64, device=self.device)
+        self.clear()
+        near = [_memory.device_view(t, self.device) if pinned else t for t in (self.slots, self.overflow)]
+        self._table_arguments = (
+            *near,
+            self.lengths,
+            self.bases,
+            codebook.words(self.device),
+            codebook.codec,
+            slot_bytes,
+            0,
+            num_rows,
+            row_bytes,
+        )
+        self._arguments = (*self._table_arguments, self.rooms, self._used, self._counts)
+
+    def clear(self) -> None:
+        """Forgets all rows: they read as default rows, and all of overflow is free."""
+        self.lengths.view(torch.int16).fill_(_as_int16(min(self.row_bytes, _MOST_LENGTH)))
+        self.bases.fill_(_NO_BASE)
+        self.rooms.view(torch.int16).zero_()
+        for counter in (self._used, self._counts, self._fault):
+            counter.zero_()
+
+    def counts(self) -> PlaceCounts:
+        """How many rows spilled and were lost. Waits for the work on the current stream."""
+        spilled, lost = self._counts.tolist()
+        return PlaceCounts(spilled, lost, min(int(self._used), self.overflow.numel()))
+
+    def check(self) -> None:
+        """Raises what calls of `encode_into` have noted. Waits for the work on the current stream.
+
+        Raises:
+            IndexError: an id was outside the place's rows.
+            RuntimeError: an id came twice in one call.
+        """
+        status, position, row, _ = self._fault.tolist()
+        if status == 0:
+            return
+        self._fault.zero_()
+        if status == _INDEX_OUT_OF_RANGE:
+            raise IndexError(f"row_ids[{position}] is {row}; the place has {self.num_rows} rows")
+        raise RuntimeError(f"row_ids has {row} more than once")
+
+    def decode(self, row_ids: torch.Tensor | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Rows as they were coded: [rows, row_bytes / itemsize] of dtype, on the place's device.
+
+        Args:
+            row_ids: int32 or int64 rows, on the place's device; None: all of them.
+
+        Raises:
+            ValueError: a row was lost, or is damaged.
+            IndexError: an id is outside the place's rows.
+        """
+        count = self.num_rows if row_ids is None else row_ids.numel()
+        out = torch.empty(count * self.row_bytes, dtype=torch.uint8, device=self.device)
+        fault = torch.zeros(4, dtype=torch.int64, device=self.device)
+        if row_ids is None:
+            torch.ops.ibp.decode_bytes(*self._table_arguments, 0, out.numel(), 0, out, fault)
+        else:
+            torch.ops.ibp.gather_items(*self._table_arguments, row_ids.reshape(-1), 0, out, fault)
+        status, position, row, _ = fault.tolist()
+        if status == _INDEX_OUT_OF_RANGE:
+            raise IndexError(f"row_ids[{position}] is {row}; the place has {self.num_rows} rows")
+        if status != 0:
+            raise ValueError(f"row {row} of the place was lost or is damaged")
+        return out.view(count, self.row_bytes).view(dtype)
+
+    def table(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> CompressedTensor:
+        """The place as a table of a shape and dtype, whose bytes are those of all rows: [num_rows, row_bytes] of uint8
+        unless given. It reads the place's own memory: rows that are coded later are read as they are then. Of a pinned
+        place the index is copied, so that this holds for rows coded before only.
+
+        Raises:
+            ValueError: shape and dtype have other bytes.
+        """
+        home = self.slots.device
+        return CompressedTensor(
+            shape=tuple(shape) if shape is not None else (self.num_rows, self.row_bytes // dtype.itemsize),
+            dtype=dtype,
+            scheme=self.codebook.scheme,
+            row_bytes=self.row_bytes,
+            slot_bytes=self.slot_bytes,
+            slots=self.slots,
+            overflow=self.overflow,
+            lengths=self.lengths.to(home),
+            bases=self.bases.to(home),
+            codebook=self.codebook,
+        )
+
+
+class Buffers:
+    """Tensors of one layout, coded by one launch: pages of a cache, layers of a model. Their addresses are copied to the
+    device once.
+
+    Args:
+        tensors: at least one; all of one shape, dtype, strides and device.
+
+    Raises:
+        ValueError: there are none, or they differ.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        if not self.tensors:
+            raise ValueError("there are no tensors")
+        self.layout = first = _in_memory_order(self.tensors[0])
+        for tensor in self.tensors:
+            ordered = _in_memory_order(tensor)
+            if (ordered.shape, ordered.dtype, ordered.device, ordered.stride()) != (
+                first.shape,
+                first.dtype,
+                first.device,
+                first.stride(),
+            ):
+                raise ValueError(
+                    f"the tensors differ: {list(tensor.shape)} {tensor.dtype} on {tensor.device}, strides "
+                    f"{tensor.stride()}; the first is {list(self.tensors[0].shape)} {first.dtype} on {first.device}, "
+                    f"strides {self.tensors[0].stride()}"
+                )
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=first.device)
+
+
+def encode_into(
+    x: torch.Tensor | Buffers | Sequence[torch.Tensor],
+    place: Place,
+    row_ids: torch.Tensor | None = None,
+    *,
+    first_row: int = 0,
+    max_sms: int = 0,
+) -> None:
+    """Codes the rows of a tensor into a place, on the current stream of its device, by one launch: without measuring
+    them before, without allocating, waiting or asking the host. Can be captured in a CUDA graph.
+
+    Where overflow has no room for a row, the row is lost: reading it raises, and `place.counts()` counts it.
+
+    Args:
+        x: a tensor of any dtype on the place's device; `Buffers`, or a sequence of tensors, from which they are made.
+            Its elements in their order are the rows, of place.row_bytes bytes each; one with dimensions permuted but
+            dense, such as channels_last, is coded in the order of its memory. A slice needs rows that lie in one piece.
+            A contiguous tensor may end with a short row, which zeros follow.
+        row_ids: int64 [rows of x]: which rows of the place they become; all different. None: first_row and those
+            behind it.
+        max_sms: at most this many multiprocessors are used; 0: all.
+
+    Raises:
+        TypeError: place or x is of another type.
+        RuntimeError: x, row_ids and the place contradict each other. Ids out of range are noted, and raised by
+            `place.check()`.
+    """
+    if not isinstance(place, Place):
+        raise TypeError(f"place is a {type(place).__name__}; wanted an ibp.Place")
+    if isinstance(x, torch.Tensor):
+        layout, addresses = _in_memory_order(x.detach()), None
+    else:
+        buffers = x if isinstance(x, Buffers) else Buffers(x)
+        layout, addresses = buffers.layout, buffers.addresses
+    torch.ops.ibp.encode_into.default(
+        *place._arguments, layout, addresses, row_ids, first_row, max_sms, place._fault
+    )
+
+
+def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or, of one that is dense with its dimensions permuted, those in the order of its memory."""
+    if x.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(x):
+        return x
+    return x.permute(sorted(range(x.dim()), key=lambda d: (-x.stride(d), d)))
+
+
+def _as_int16(number: int) -> int:
+    return number - 65536 if number >= 32768 else number
+
