@@ -35,6 +35,8 @@ _NUM_IDS, _ID_SETS = 1 << 17, 16
 _BUCKETED_IDS = tuple(1 << bits for bits in range(12, 18))
 _BUCKETED_SMS = (8, 16, 32)
 _SMALLER, _AS_FAST = 0.8, 1.03  # of a rate that counts as less; of a time that counts as the same
+_PAYS = 0.9  # of a time, for what costs the host calls besides
+_SPREAD = 1.08  # times a short row's time: codebooks of a family differ, and none may be slower than raw rows
 _LINK_BOUND = 1.1  # times what the link takes: rows that come so have no slower decoder
 _HEAD_START_S = 2e-3
 _NUM_MEASUREMENTS = 60  # that share the time given
@@ -217,7 +219,7 @@ def _least_bucketed_ids(clock: Clock, table: CompressedTensor) -> int:
     least = 2 * _BUCKETED_IDS[-1]
     for num_ids in reversed(_BUCKETED_IDS):
         given, bucketed = (_row_ns(clock, table, num_ids=num_ids, path=path) for path in ("gpu", "bucketed"))
-        if bucketed >= given:
+        if bucketed > _PAYS * given:
             break
         least = num_ids
     return least
@@ -361,4 +363,4 @@ def _least_row_ns(clock: Clock, family: _Family, known: Calibration) -> float:
     link_ns = table.link_bytes / table.num_rows / (known.read_gbps * known.coded_read_share)
     raw_ns = max(_SHORT_ROW_BYTES / known.read_gbps, known.least_row_ns)
     taken_ns = raw_ns * _row_ns(clock, table) / _row_ns(clock, raw)
-    return taken_ns if taken_ns > _LINK_BOUND * max(link_ns, known.least_row_ns) else known.least_row_ns
+    return _SPREAD * taken_ns if taken_ns > _LINK_BOUND * max(link_ns, known.least_row_ns) else known.least_row_ns

@@ -258,7 +258,7 @@ def test_paths_reckon_with_the_machine(monkeypatch):
     bucketed, cpu = (path for path in gather.PATHS if path.name in ("bucketed", "cpu"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     assert bucketed.cost(request_for(40_000, 1 << 30)) < 1 and cpu.cost(request_for(40_000, 1 << 30)) < 1
-    assert bucketed.cost(request_for(40_000, 1 << 28)) > 1 and bucketed.cost(request_for(30_000, 1 << 30)) > 1
+    assert bucketed.cost(request_for(40_000, 1 << 28)) > 1 and bucketed.cost(request_for(16_000, 1 << 30)) > 1
     reckon_with(monkeypatch, reach_bytes=1 << 20, least_bucketed_ids=1000, gather_gbps=1.0)
     assert bucketed.cost(request_for(1000, 1 << 20)) < 1 and cpu.cost(request_for(40_000, 1 << 30)) > 1
     stream = next(path for path in streaming.PATHS if path.name == "copy")
@@ -361,7 +361,8 @@ def test_the_least_time_of_a_row(monkeypatch):
         _memory, "empty", lambda num_bytes, *others, **options: torch.empty(num_bytes, dtype=torch.uint8)
     )
     known = dataclasses.replace(ibp.H200, coded_read_share=1.0)
-    for coded_ns, raw_ns, expected in ((2.6, 128 / 51.4, 2.6), (5.2, 2 * 128 / 51.4, 2.6), (1.9, 128 / 51.4, 1.45)):
+    slower = 1.08 * 2.6
+    for coded_ns, raw_ns, expected in ((2.6, 128 / 51.4, slower), (5.2, 256 / 51.4, slower), (1.9, 128 / 51.4, 1.45)):
         rows_take(monkeypatch, lambda table: raw_ns if table.scheme == "raw" else coded_ns)
         assert _measuring._least_row_ns(clock, family, known) == pytest.approx(expected)
 
