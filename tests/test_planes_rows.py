@@ -94,6 +94,21 @@ def test_worked_example():
     assert codec.encode(row) == coded and codec.decode(coded) == row
 
 
+def test_worked_examples_of_what_is_left_out():
+    split = {"rotate": 1, "residual_bits": 8, "digit_bits": [2], "per_column": False, "closed": 0, "entries": b""}
+    signed = ibp._core.PlanesCodec(
+        18, 2, **split, listed=True, default=0, first_symbol=0x7E, signed_default=True
+    )  # fmt: skip
+    row = np.array([0x8000, 0, 0x3F80, 0x8000, 0x8000, 0, 0, 0, 0x8000], "<u2").tobytes()
+    assert signed.encode(row) == bytes.fromhex("01 04 00 8D 00 01") and signed.decode(signed.encode(row)) == row
+    constants = {"live_columns": [0, 1, 3], "row_template": np.array([0, 0, 0x2A, 0], "<u4").tobytes()}
+    held = ibp._core.PlanesCodec(
+        16, 4, **split, listed=False, default=0, first_symbol=0x7E, invariant_bits=16, **constants
+    )  # fmt: skip
+    row = np.array([0x3F000000, 0x3F800000, 0x2A, 0xBF400000], "<u4").tobytes()
+    assert held.encode(row) == bytes.fromhex("00 00 81 04") and held.decode(held.encode(row)) == row
+
+
 # ---- rows as they are met ------------------------------------------------------------------------------------------
 
 EXPONENTS = {
