@@ -6,8 +6,15 @@ import torch
 
 import ibp
 import reference
-import reference_planes
-from golden.make_planes import KINDS, adversarial_rows, damaged, random_codebook
+from golden.make_planes import (
+    KINDS,
+    LATER_FIELDS,
+    adversarial_rows,
+    coded_or_nothing,
+    damaged,
+    random_codebook,
+    with_later_fields,
+)
 from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, make_tensor, pairwise, spiky_rows
 from test_planes_rows import assert_coded_alike, assert_decoded_alike, codec_of
 
@@ -62,11 +69,12 @@ def test_rows_of_planes(element_bytes, digit_bits, kind, features):
             continue
         for columns in (1, 9, int(rng.integers(30, 90))):
             codebook = random_codebook(rng, element_bytes, columns, residual_bits % 2, residual_bits, digit_bits, kind)
-            rows = adversarial_rows(rng, 2, codebook)
-            assert_coded_alike(codebook, rows)
-            codec, coded = codec_of(codebook), reference_planes.encode_row(codebook, rows[0].tobytes())
-            for bad in damaged(rng, coded, 3):
-                assert_decoded_alike(codebook, codec, bad)
+            for changed in (codebook, with_later_fields(rng, codebook), with_later_fields(rng, codebook, LATER_FIELDS)):
+                rows = adversarial_rows(rng, 3, changed)
+                assert_coded_alike(changed, rows)
+                codec, coded = codec_of(changed), coded_or_nothing(changed, rows[1].tobytes())
+                for bad in damaged(rng, coded or rows[1].tobytes(), 3):
+                    assert_decoded_alike(changed, codec, bad)
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 4, 8])

@@ -27,8 +27,7 @@ ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t win
                              void *sorted_ids, uint32_t *positions)
 {
     const int64_t num_windows = ibp_num_windows(num_items, window_bits);
-    if (!ibp_are_ids(ids, 0, ids->count) || ids->id_bytes == 0 || ids->count > UINT32_MAX)
-        return IBP_INVALID_ARGUMENT;
+    if (!ibp_are_ids(ids, 0, ids->count) || ids->id_bytes == 0 || ids->count > UINT32_MAX) return IBP_INVALID_ARGUMENT;
     if (num_windows < 1 || num_windows > IBP_MAX_WINDOWS) return IBP_INVALID_ARGUMENT;
     uint32_t *const starts = workspace, *const counts = starts + num_windows;
     memset(counts, 0, sizeof(uint32_t) * (size_t)num_windows);

@@ -11,9 +11,8 @@ size_t ibp_max_coded_row_bytes(uint32_t row_bytes)
     return ibp_are_sizes(0, row_bytes) ? IBP_CODED_ROW_BYTES(row_bytes) : 0;
 }
 
-static const ibp_row_coder *coder_of(const ibp_scheme_row *scheme, const ibp_planes *planes)
+static const ibp_row_coder *coder_of(const ibp_scheme_row *scheme)
 {
-    if (scheme->id == IBP_SCHEME_PLANES && (planes->invariant_bits || planes->signed_default)) return scheme->plain;
     const uint32_t features = ibp_cpu_features();
     return features & IBP_CPU_AVX512 ? scheme->avx512 : features & IBP_CPU_AVX2_BMI2 ? scheme->avx2 : scheme->plain;
 }
@@ -25,7 +24,7 @@ ibp_status ibp_open_codec(const ibp_codebook *cb, void *scratch, ibp_row_codec *
     codec->codebook = cb;
     codec->coded = *cb;
     codec->scheme = scheme;
-    codec->coder = coder_of(scheme, &cb->planes);
+    codec->coder = coder_of(scheme);
     codec->scratch = ibp_scratch_from(scratch);
     codec->live = NULL;
     if (!codec->coder) return IBP_INVALID_ARGUMENT;

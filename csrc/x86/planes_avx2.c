@@ -10,6 +10,7 @@
 #if IBP_HAS_X86_ROWS
 #include "bits_avx2.h"
 #include "../core/planes_layout.h"
+#include "planes_coded.h"
 
 enum {
     PADDING = 64, /* bytes after an array that may be read, and written where it is an output */
@@ -124,6 +125,15 @@ IBP_AVX2_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 #define FOR_LANES(lane_bytes, name) \
     ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
 
+bool ibp_cut_elements_avx2(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *out)
+{
+    return FOR_LANES(planes->element_bytes, cut_elements)(planes, elements, n, out);
+}
+void ibp_restore_elements_avx2(const ibp_planes *planes, uint32_t n, uint8_t *elements)
+{
+    FOR_LANES(planes->element_bytes, restore_elements)(planes, n, elements);
+}
+
 /* A bitmap of n bits, in whole words. */
 static uint64_t *take_bitmap(ibp_scratch *scratch, uint32_t n) { return ibp_take(scratch, (size_t)(n + 63) / 64 * 8); }
 
@@ -150,7 +160,7 @@ IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks,
 /* A bit for each of n ranks that no entry has. */
 IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
 {
-    find_others8(ranks, n, planes->num_entries, is_raw);
+    find_others8(ranks, n, planes->num_entries, 0xff, is_raw);
     for (uint32_t i = 0; i < n; i += 64) is_raw[i / 64] = ibp_low_bits(~is_raw[i / 64], n - i);
 }
 
@@ -301,9 +311,9 @@ IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *
      planes->residual_bits % ibp_element_bits(planes), planes->rotate);
 }
 
-/* The n elements whose values begin with bit `start` of src, into `elements`. */
-IBP_AVX2 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start,
-                                         uint32_t n, uint8_t *elements, ibp_scratch *scratch)
+/* The n elements, which have no invariant bits, whose values begin with bit `start` of src, into `elements`. */
+IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start,
+                                        uint32_t n, uint8_t *elements, ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     uint32_t reaching[IBP_MAX_PLANES + 1] = {n};
@@ -329,6 +339,16 @@ IBP_AVX2 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *
     build_levels(planes, &bytes, reaching, levels);
     join_elements(planes, &bytes, reaching, levels[0], elements, scratch);
     return IBP_OK;
+}
+
+static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start, uint32_t n,
+                                uint8_t *elements, ibp_scratch *scratch)
+{
+    if (cb->planes.invariant_bits == 0) return decode_coded(cb, src, src_bytes, start, n, elements, scratch);
+    const ibp_codebook coded = ibp_coded_codebook(cb);
+    const ibp_status status = decode_coded(&coded, src, src_bytes, start, n, elements, scratch);
+    if (status == IBP_OK) ibp_restore_elements_avx2(&cb->planes, n, elements);
+    return status;
 }
 
 /* The listed positions as a bitmap. @return false if the form does not hold the right number of increasing ones. */
@@ -361,6 +381,27 @@ IBP_AVX2 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32
     return found == form->num_positions;
 }
 
+/* Bits in which elements may differ from the default that are not listed. */
+static uint64_t ignored_bits(const ibp_planes *planes)
+{
+    return planes->signed_default ? (uint64_t)1 << (ibp_element_bits(planes) - 1) : 0;
+}
+
+/* Sets the highest bits, stored from bit `at` on, of the elements of a row that are not listed. */
+IBP_AVX2 static void read_signs(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t at,
+                                const uint64_t *listed, uint8_t *row, ibp_scratch *scratch)
+{
+    const uint32_t columns = ibp_columns_of(cb);
+    uint64_t *const signs = take_bitmap(scratch, columns);
+    for (uint32_t i = 0; i < columns; i += 64) {
+        const uint64_t unlisted = ibp_low_bits(~listed[i / 64], columns - i);
+        const uint32_t count = (uint32_t)_mm_popcnt_u64(unlisted);
+        signs[i / 64] = _pdep_u64(ibp_load_field(src, src_bytes, at, count), unlisted);
+        at += count;
+    }
+    FOR_LANES(cb->planes.element_bytes, set_signs)(signs, columns, row);
+}
+
 IBP_AVX2 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
                                          ibp_scratch *scratch)
 {
@@ -372,15 +413,18 @@ IBP_AVX2 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *
                           &header))
         return IBP_CORRUPT_ROW;
     const uint32_t k = header.num_listed;
-    const bool closed = header.is_closed;
-    FOR_LANES(lane_bytes, fill)(row, columns, planes->default_value);
+    const bool closed = header.is_closed, has_values = k > 0 && !closed;
     const ibp_position_form form = ibp_choose_position_form(k, columns);
-    const size_t start = 8 * (size_t)(header_bytes + (k ? form.num_bytes : 0));
-    if (k == 0) return start == 8 * src_bytes ? IBP_OK : IBP_CORRUPT_ROW;
+    const size_t signs = 8 * (size_t)(header_bytes + (k ? form.num_bytes : 0)),
+                 start = signs + (planes->signed_default ? ibp_to_byte(columns - k) : 0);
+    if (has_values ? start > 8 * src_bytes : start != 8 * src_bytes) return IBP_CORRUPT_ROW;
+    FOR_LANES(lane_bytes, fill)(row, columns, planes->default_value & ~ignored_bits(planes));
+    if (k == 0 && !planes->signed_default) return IBP_OK;
     uint64_t *const bitmap = take_bitmap(scratch, columns);
-    if (start > 8 * src_bytes || !read_positions(src, src_bytes, columns, &form, bitmap)) return IBP_CORRUPT_ROW;
-    if (closed) {
-        if (start != 8 * src_bytes) return IBP_CORRUPT_ROW;
+    if (k == 0) memset(bitmap, 0, (columns + 63) / 64 * 8);
+    if (k != 0 && !read_positions(src, src_bytes, columns, &form, bitmap)) return IBP_CORRUPT_ROW;
+    if (planes->signed_default) read_signs(cb, src, src_bytes, signs, bitmap, row, scratch);
+    if (!has_values) {
         FOR_LANES(lane_bytes, scatter)((const uint8_t *)&planes->closed_value, 0, bitmap, columns, row);
         return IBP_OK;
     }
@@ -483,9 +527,10 @@ IBP_AVX2 static void write_residuals(const ibp_planes *planes, const uint8_t *el
     ibp_pack_fields(cut, n, r, cut_bytes, dst, at, dst_bytes);
 }
 
-/* Codes n elements to dst from bit `start` on, or nothing if they end past dst_bytes. @return where they end. */
-IBP_AVX2 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n,
-                                     uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
+/* Codes n elements, which have no invariant bits, to dst from bit `start` on, or nothing if they end past dst_bytes.
+ * @return where they end. */
+IBP_AVX2 static size_t encode_coded(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n,
+                                    uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t lane_bytes = planes->symbol_bytes, num_planes = planes->num_planes;
@@ -510,6 +555,34 @@ IBP_AVX2 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elem
                     dst_bytes - parts.digits[p] / 8);
     ibp_pack_fields(raw, num_raw, ibp_symbol_bits(planes), lane_bytes, dst, parts.digits[num_planes] / 8, dst_bytes);
     return parts.end;
+}
+
+static const size_t no_coded_form = 8 * IBP_NO_CODED_FORM;
+
+/* Likewise; no_coded_form if the elements have none. */
+static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
+                            size_t dst_bytes, ibp_scratch *scratch)
+{
+    if (cb->planes.invariant_bits == 0) return encode_coded(cb, elements, start, n, dst, dst_bytes, scratch);
+    const ibp_codebook coded = ibp_coded_codebook(cb);
+    uint8_t *const cut = ibp_take(scratch, (size_t)n * cb->planes.element_bytes);
+    if (!ibp_cut_elements_avx2(&cb->planes, elements, n, cut)) return no_coded_form;
+    return encode_coded(&coded, cut, start, n, dst, dst_bytes, scratch);
+}
+
+/* The highest bits of the elements that are not listed to dst, from a byte on. */
+IBP_AVX2 static void write_signs(const ibp_codebook *cb, const uint8_t *row, const uint64_t *listed, size_t at,
+                                 uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
+{
+    const uint32_t columns = ibp_columns_of(cb);
+    uint64_t *const signs = take_bitmap(scratch, columns);
+    FOR_LANES(cb->planes.element_bytes, find_signs)(row, columns, signs);
+    ibp_bit_writer w = {dst, dst_bytes, at, 0, 0};
+    for (uint32_t i = 0; i < columns; i += 64) {
+        const uint64_t unlisted = ibp_low_bits(~listed[i / 64], columns - i);
+        ibp_append_bits(&w, _pext_u64(signs[i / 64], unlisted), (uint32_t)_mm_popcnt_u64(unlisted));
+    }
+    ibp_flush_bits(&w);
 }
 
 /* Header and positions to dst, which has room for them. bitmap: the k listed ones. */
@@ -545,17 +618,20 @@ IBP_AVX2 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row,
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), lane_bytes = planes->element_bytes;
     uint64_t *const bitmap = take_bitmap(scratch, columns), *const others = take_bitmap(scratch, columns);
-    FOR_LANES(lane_bytes, find_others)(row, columns, planes->default_value, bitmap);
+    FOR_LANES(lane_bytes, find_others)(row, columns, planes->default_value, ~ignored_bits(planes), bitmap);
     uint32_t k = 0, num_others = 0;
     for (uint32_t i = 0; i < columns; i += 64) k += (uint32_t)_mm_popcnt_u64(bitmap[i / 64]);
     uint8_t *const listed = ibp_take(scratch, (size_t)k * lane_bytes);
     FOR_LANES(lane_bytes, gather)(row, bitmap, columns, listed);
-    FOR_LANES(lane_bytes, find_others)(listed, k, planes->closed_value, others);
+    FOR_LANES(lane_bytes, find_others)(listed, k, planes->closed_value, ~(uint64_t)0, others);
     for (uint32_t i = 0; i < k; i += 64) num_others += others[i / 64] != 0;
     const bool closed = k > 0 && num_others == 0;
     const ibp_position_form form = ibp_choose_position_form(k, columns);
-    const size_t start = 8 * (size_t)(ibp_header_bytes(columns) + (k ? form.num_bytes : 0));
+    const size_t signs = 8 * (size_t)(ibp_header_bytes(columns) + (k ? form.num_bytes : 0)),
+                 start = signs + (planes->signed_default ? ibp_to_byte(columns - k) : 0);
     if (start <= 8 * dst_bytes) write_positions(columns, k, closed, &form, bitmap, dst, dst_bytes);
+    if (start <= 8 * dst_bytes && planes->signed_default)
+        write_signs(cb, row, bitmap, signs / 8, dst, dst_bytes, scratch);
     return closed || k == 0 ? start : encode_values(cb, listed, start, k, dst, dst_bytes, scratch);
 }
 
@@ -565,7 +641,7 @@ static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *ds
     const size_t bits = cb->planes.listed ? encode_listed(cb, row, dst, dst_bytes, &scratch)
                                           : encode_values(cb, row, 0, ibp_columns_of(cb), dst, dst_bytes, &scratch);
     *coded_bytes = bits / 8;
-    return *coded_bytes > dst_bytes ? IBP_BUFFER_TOO_SMALL : IBP_OK;
+    return *coded_bytes > dst_bytes || bits == no_coded_form ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }
 
 const ibp_row_coder ibp_planes_avx2 = {NULL, encode, decode};

@@ -170,21 +170,75 @@ IBP_AVX2 static void NAME(fill)(uint8_t *row, uint32_t n, uint64_t value)
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = (lane)value;
 }
 
-/* A bit for each lane that is not `value`; bits from n up to a whole word are 0. */
-IBP_AVX2 static void NAME(find_others)(const uint8_t *row, uint32_t n, uint64_t value, uint64_t *bitmap)
+/* out[i] = the coded bits of elements[i] (planes_coded.h). */
+IBP_AVX2 static bool NAME(cut_elements)(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *out)
 {
-    const __m256i values = _mm256_set1_epi64x((int64_t)(value * ibp_lane_fields(LANE_BYTES, 1)));
+    const uint32_t bits = planes->invariant_bits, last = LANE_BITS - bits - 1;
+    const lane invariant = (lane)ibp_low_bits(~(uint64_t)0, bits), value = (lane)planes->invariant_value,
+               coded = (lane)ibp_low_bits(~(uint64_t)0, last + 1);
+    lane differing = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        const lane element = ((const lane *)elements)[i], x = (lane)(element >> bits);
+        differing = (lane)(differing | ((element ^ value) & invariant));
+        ((lane *)out)[i] = planes->rotate ? (lane)((((uint64_t)x << 1) | x >> last) & coded) : x;
+    }
+    return differing == 0;
+}
+IBP_AVX2 static void NAME(restore_elements)(const ibp_planes *planes, uint32_t n, uint8_t *elements)
+{
+    const uint32_t bits = planes->invariant_bits, last = LANE_BITS - bits - 1;
+    const lane value = (lane)planes->invariant_value;
+    for (uint32_t i = 0; i < n; i++) {
+        const lane y = ((const lane *)elements)[i];
+        const uint64_t x = planes->rotate ? (uint64_t)(y >> 1) | (uint64_t)(y & 1) << last : y;
+        ((lane *)elements)[i] = (lane)(x << bits | value);
+    }
+}
+
+/* A bit for each lane whose highest bit is set; bits from n up to a whole word are 0. */
+IBP_AVX2 static void NAME(find_signs)(const uint8_t *row, uint32_t n, uint64_t *bitmap)
+{
+    const uint32_t highest = UINT32_MAX / ((1u << LANE_BYTES) - 1) << (LANE_BYTES - 1);
+    for (uint32_t i = 0; i < n; i += 64) {
+        const uint32_t end = n - i < 64 ? n - i : 64;
+        uint64_t bits = 0;
+        uint32_t j = 0;
+        for (; j + LANES <= end; j += LANES) {
+            const __m256i lanes = load_vector(row + (i + j) * LANE_BYTES);
+            bits |= (uint64_t)_pext_u32((uint32_t)_mm256_movemask_epi8(lanes), highest) << j;
+        }
+        for (; j < end; j++) bits |= (uint64_t)(((const lane *)row)[i + j] >> (LANE_BITS - 1)) << j;
+        bitmap[i / 64] = bits;
+    }
+}
+
+/* Sets the highest bit of the lanes whose bits are set. */
+IBP_AVX2 static void NAME(set_signs)(const uint64_t *bitmap, uint32_t n, uint8_t *row)
+{
+    for (uint32_t i = 0; i < n; i += 64)
+        for (uint64_t bits = bitmap[i / 64]; bits != 0; bits &= bits - 1) {
+            lane *const element = (lane *)row + i + (uint32_t)_tzcnt_u64(bits);
+            *element = (lane)(*element | (lane)1 << (LANE_BITS - 1));
+        }
+}
+
+/* A bit for each lane that differs from `value` in bits of `mask`; bits from n up to a whole word are 0. */
+IBP_AVX2 static void NAME(find_others)(const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask, uint64_t *bitmap)
+{
+    const lane cared = (lane)mask, wanted = (lane)(value & mask);
+    const __m256i values = _mm256_set1_epi64x((int64_t)(wanted * ibp_lane_fields(LANE_BYTES, 1))),
+                  masks = _mm256_set1_epi64x((int64_t)(cared * ibp_lane_fields(LANE_BYTES, 1)));
     const uint32_t one_a_lane = UINT32_MAX / ((1u << LANE_BYTES) - 1);
     for (uint32_t i = 0; i < n; i += 64) {
         const uint32_t end = n - i < 64 ? n - i : 64;
         uint64_t bits = 0;
         uint32_t j = 0;
         for (; j + LANES <= end; j += LANES) {
-            const __m256i same =
-                EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(load_vector(row + (i + j) * LANE_BYTES), values);
+            const __m256i same = EXPAND_NAME(_mm256_cmpeq_epi, LANE_BITS)(
+                _mm256_and_si256(load_vector(row + (i + j) * LANE_BYTES), masks), values);
             bits |= (uint64_t)_pext_u32(~(uint32_t)_mm256_movemask_epi8(same), one_a_lane) << j;
         }
-        for (; j < end; j++) bits |= (uint64_t)(((const lane *)row)[i + j] != (lane)value) << j;
+        for (; j < end; j++) bits |= (uint64_t)((((const lane *)row)[i + j] & cared) != wanted) << j;
         bitmap[i / 64] = bits;
     }
 }

@@ -11,6 +11,7 @@
 #if IBP_HAS_X86_ROWS
 #include "bits_avx512.h"
 #include "../core/planes_layout.h"
+#include "planes_coded.h"
 
 enum {
     VECTOR = IBP_VECTOR_BYTES,
@@ -300,12 +301,13 @@ IBP_AVX512 static ibp_status encode_dense(const ibp_codebook *cb, const uint8_t 
 
 /* ---- which rows these are ---- */
 
-/* Fields of a word begin with any bit of a byte; what its lanes have must fit a word there. */
+/* Fields of a word begin with any bit of a byte; what its lanes have must fit a word there, and share no byte with more
+ * than the word before it. */
 static bool fits_words(const ibp_planes *planes)
 {
     const uint32_t word_bits = 8 / planes->element_bytes * planes->residual_bits;
     const uint32_t largest_offset = word_bits % 8 == 0 ? 0 : word_bits % 4 == 0 ? 4 : word_bits % 2 == 0 ? 6 : 7;
-    return word_bits + largest_offset <= 64;
+    return word_bits + largest_offset <= 64 && (word_bits == 0 || word_bits >= 8);
 }
 
 static bool is_coded_here(const ibp_planes *planes)
@@ -316,15 +318,24 @@ static bool is_coded_here(const ibp_planes *planes)
 static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
                          ibp_scratch scratch)
 {
-    return is_coded_here(&cb->planes) ? decode_dense(cb, src, src_bytes, row, scratch)
-                                      : ibp_planes_avx2.decode(cb, src, src_bytes, row, scratch);
+    if (!is_coded_here(&cb->planes)) return ibp_planes_avx2.decode(cb, src, src_bytes, row, scratch);
+    if (cb->planes.invariant_bits == 0) return decode_dense(cb, src, src_bytes, row, scratch);
+    const ibp_codebook coded = ibp_coded_codebook(cb);
+    const ibp_status status = decode_dense(&coded, src, src_bytes, row, scratch);
+    if (status == IBP_OK) ibp_restore_elements_avx2(&cb->planes, ibp_columns_of(cb), row);
+    return status;
 }
 
 static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
                          size_t *coded_bytes, ibp_scratch scratch)
 {
-    return is_coded_here(&cb->planes) ? encode_dense(cb, row, dst, dst_bytes, coded_bytes, scratch)
-                                      : ibp_planes_avx2.encode(cb, row, dst, dst_bytes, coded_bytes, scratch);
+    if (!is_coded_here(&cb->planes)) return ibp_planes_avx2.encode(cb, row, dst, dst_bytes, coded_bytes, scratch);
+    if (cb->planes.invariant_bits == 0) return encode_dense(cb, row, dst, dst_bytes, coded_bytes, scratch);
+    const ibp_codebook coded = ibp_coded_codebook(cb);
+    uint8_t *const cut = ibp_take(&scratch, cb->row_bytes);
+    *coded_bytes = IBP_NO_CODED_FORM;
+    if (!ibp_cut_elements_avx2(&cb->planes, row, ibp_columns_of(cb), cut)) return IBP_BUFFER_TOO_SMALL;
+    return encode_dense(&coded, cut, dst, dst_bytes, coded_bytes, scratch);
 }
 
 const ibp_row_coder ibp_planes_avx512 = {NULL, encode, decode};
