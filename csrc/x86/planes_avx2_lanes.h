@@ -180,7 +180,8 @@ IBP_AVX2 static bool NAME(cut_elements)(const ibp_planes *planes, const uint8_t 
     for (uint32_t i = 0; i < n; i++) {
         const lane element = ((const lane *)elements)[i], x = (lane)(element >> bits);
         differing = (lane)(differing | ((element ^ value) & invariant));
-        ((lane *)out)[i] = planes->rotate ? (lane)((((uint64_t)x << 1) | x >> last) & coded) : x;
+        const uint64_t rotated = (uint64_t)x << 1 | (uint64_t)x >> last;
+        ((lane *)out)[i] = (lane)((planes->rotate ? rotated : x) & coded);
     }
     return differing == 0;
 }

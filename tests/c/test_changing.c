@@ -148,6 +148,39 @@ static void check_planes(rng *r, uint32_t element_bytes, uint32_t residual_bits,
     buffer_free(&large);
 }
 
+/* Elements of four bytes of which the lowest is invariant, every other column constant, entries consecutive, and the
+ * default of both signs if rows are listed. */
+static void check_left_out(rng *r, bool listed)
+{
+    enum { COLUMNS = ROW_BYTES / 4 };
+    static uint16_t live[COLUMNS / 2];
+    static _Alignas(16) uint8_t row_template[ROW_BYTES];
+    for (uint32_t i = 0; i < COLUMNS / 2; i++) live[i] = (uint16_t)(2 * i);
+    const ibp_planes planes = {.element_bytes = 4,
+                               .residual_bits = 20,
+                               .num_planes = 1,
+                               .digit_bits = {2},
+                               .listed = listed,
+                               .consecutive = true,
+                               .signed_default = listed,
+                               .invariant_bits = 8,
+                               .num_constant = COLUMNS / 2,
+                               .live_columns = live,
+                               .row_template = row_template};
+    ibp_codebook cb;
+    CHECK(ibp_build_planes_codebook(&planes, ROW_BYTES, 0, &cb) == IBP_OK, "%s", "built");
+    buffer small = buffer_new(ROW_BYTES, 0), large = buffer_new(ROW_BYTES, 0);
+    memset(small.data, 0, small.size);
+    memset(large.data, 0, large.size);
+    for (uint32_t i = 0; i < COLUMNS / 2; i++) {
+        rng_fill(r, large.data + 8 * i + 1, 3);
+        if (rng_chance(r, 20)) small.data[8 * i + 3] = 0x80;
+    }
+    check_all_features(&cb, small.data, large.data);
+    buffer_free(&small);
+    buffer_free(&large);
+}
+
 void test_changing_rows(void)
 {
     struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO}, before[2];
@@ -164,6 +197,8 @@ void test_changing_rows(void)
         check_planes(&r, 1, 0, false, true, num_sets);
         check_planes(&r, 4, 24, false, true, num_sets);
     }
+    check_left_out(&r, false);
+    check_left_out(&r, true);
     sigaction(SIGSEGV, &before[0], NULL);
     sigaction(SIGBUS, &before[1], NULL);
 }

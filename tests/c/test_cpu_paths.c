@@ -9,6 +9,8 @@ typedef struct planes_sample {
     ibp_codebook codebook;
     uint8_t *entries;
     uint64_t *frequent; /* elements that many columns have */
+    uint16_t *live;
+    uint8_t *row_template;
 } planes_sample;
 
 enum { NUM_FREQUENT = 24 };
@@ -18,7 +20,30 @@ static uint64_t low_bits(uint64_t x, uint32_t num_bits)
     return num_bits >= 64 ? x : x & (((uint64_t)1 << num_bits) - 1);
 }
 
-/* Entries are symbols of some of the frequent elements, one in eight of them noise. */
+/* Invariant bits, which the frequent elements get, a default of both signs, and constant columns. */
+static void leave_out(rng *r, planes_sample *s, ibp_planes *p, uint32_t columns)
+{
+    const uint32_t width = 8 * p->element_bytes, most = width - p->residual_bits;
+    if (rng_chance(r, 50)) p->invariant_bits = rng_below(r, most < width ? most + 1 : width);
+    p->invariant_value = low_bits(rng_next(r), p->invariant_bits);
+    for (int i = 0; i < NUM_FREQUENT; i++)
+        s->frequent[i] ^= low_bits(s->frequent[i], p->invariant_bits) ^ p->invariant_value;
+    p->signed_default = p->listed && rng_chance(r, 50);
+    if (columns == 1 || rng_chance(r, 50)) return;
+    p->num_constant = 1 + rng_below(r, columns - 1);
+    p->live_columns = s->live;
+    p->row_template = s->row_template;
+    rng_fill(r, s->row_template, columns * p->element_bytes);
+    uint32_t left = columns - p->num_constant;
+    for (uint32_t column = 0, next = 0; column < columns; column++) {
+        if (rng_below(r, columns - column) >= left) continue;
+        s->live[next++] = (uint16_t)column;
+        memcpy(s->row_template + column * p->element_bytes, &s->frequent[0], p->element_bytes);
+        left--;
+    }
+}
+
+/* Entries are symbols of some of the frequent elements, one in eight of them noise; or consecutive. */
 static planes_sample planes_new(rng *r, uint32_t columns, uint32_t element_bytes, bool per_column, bool listed)
 {
     planes_sample s = {0};
@@ -36,16 +61,23 @@ static planes_sample planes_new(rng *r, uint32_t columns, uint32_t element_bytes
         p->digit_bits[i] = (uint8_t)(1 + rng_below(r, IBP_MAX_DIGIT_BITS));
         set_entries += (1u << p->digit_bits[i]) - 1;
     }
-    const uint32_t symbol_bits = width - p->residual_bits;
-    while (8 * symbol_bytes < symbol_bits) symbol_bytes *= 2;
-    const size_t num_entries = (size_t)set_entries * (per_column ? columns : 1);
-    s.entries = malloc(num_entries * symbol_bytes + 1);
     s.frequent = malloc(NUM_FREQUENT * sizeof *s.frequent);
-    if (!s.entries || !s.frequent) abort();
+    s.live = malloc(columns * sizeof *s.live);
+    s.row_template = aligned_alloc(16, (columns * element_bytes + 15) / 16 * 16);
+    if (!s.frequent || !s.live || !s.row_template) abort();
     for (int i = 0; i < NUM_FREQUENT; i++) s.frequent[i] = low_bits(rng_next(r), width);
+    if (rng_chance(r, 50)) leave_out(r, &s, p, columns);
+    const uint32_t coded_bits = width - p->invariant_bits, symbol_bits = coded_bits - p->residual_bits;
+    while (8 * symbol_bytes < symbol_bits) symbol_bytes *= 2;
+    p->consecutive = !per_column && rng_chance(r, 20);
+    p->first_symbol = low_bits(rng_next(r), symbol_bits);
+    const size_t num_sets = per_column ? columns - p->num_constant : 1,
+                 num_entries = p->consecutive ? 0 : set_entries * num_sets;
+    s.entries = malloc(num_entries * symbol_bytes + 1);
+    if (!s.entries) abort();
     for (size_t i = 0; i < num_entries; i++) {
-        const uint64_t x = s.frequent[rng_below(r, NUM_FREQUENT)];
-        const uint64_t rotated = p->rotate ? low_bits(x << 1, width) | x >> (width - 1) : x;
+        const uint64_t x = s.frequent[rng_below(r, NUM_FREQUENT)] >> p->invariant_bits;
+        const uint64_t rotated = p->rotate ? low_bits(x << 1, coded_bits) | x >> (coded_bits - 1) : x;
         const uint64_t entry = low_bits(rng_chance(r, 12)  ? rng_next(r)
                                         : symbol_bits == 0 ? 0
                                                            : rotated >> p->residual_bits,
@@ -68,9 +100,27 @@ static void planes_free(planes_sample *s)
 {
     free(s->entries);
     free(s->frequent);
+    free(s->live);
+    free(s->row_template);
 }
 
 enum { NUM_PLANES_ROW_KINDS = 6 };
+
+/* Makes a row one that has a coded form: its invariant bits and constant columns. */
+static void make_codable(const planes_sample *s, uint8_t *row)
+{
+    const ibp_planes *const p = &s->codebook.planes;
+    const uint32_t columns = s->codebook.row_bytes / p->element_bytes;
+    for (uint32_t column = 0, live = 0; column < columns; column++) {
+        uint8_t *const element = row + column * p->element_bytes;
+        const bool is_live = p->num_constant == 0 || (live < columns - p->num_constant && s->live[live] == column);
+        live += is_live;
+        uint64_t x = 0;
+        memcpy(&x, element, p->element_bytes);
+        x ^= low_bits(x, p->invariant_bits) ^ p->invariant_value;
+        memcpy(element, is_live ? (uint8_t *)&x : s->row_template + column * p->element_bytes, p->element_bytes);
+    }
+}
 
 /* Rows of frequent elements, of few, of noise, of defaults but for some; and of defaults but for the closed value. */
 static void planes_row(rng *r, const planes_sample *s, int kind, uint8_t *row)
@@ -82,9 +132,11 @@ static void planes_row(rng *r, const planes_sample *s, int kind, uint8_t *row)
         uint64_t x =
             rng_chance(r, percent_noise[kind]) ? rng_next(r) : s->frequent[kind == 5 ? 1 : rng_below(r, num_kinds)];
         if (kind < 5) x ^= s->codebook.planes.residual_bits ? rng_next(r) & 1 : 0;
-        if (rng_chance(r, percent_default[kind])) x = s->frequent[0];
+        if (rng_chance(r, percent_default[kind]))
+            x = s->frequent[0] ^ (rng_chance(r, 50) ? (uint64_t)1 << (8 * element_bytes - 1) : 0);
         memcpy(row + at, &x, element_bytes);
     }
+    if (rng_chance(r, 90)) make_codable(s, row);
 }
 
 /* What a coder makes of a row and of coded bytes. */
@@ -169,11 +221,15 @@ static void check_row_both_ways(rng *r, const ibp_codebook *cb, const uint8_t *r
 {
     const size_t offset = rng_below(r, 8);
     ibp_set_cpu_features(0);
-    const size_t coded_bytes = coded_row_bytes(cb, row);
-    CHECK(coded_bytes >= 1 && coded_bytes <= ibp_max_coded_row_bytes(cb->row_bytes), "%zu bytes", coded_bytes);
+    const size_t exact_bytes = coded_row_bytes(cb, row);
+    const bool has_form = exact_bytes != IBP_NO_CODED_FORM;
+    CHECK(!has_form || (exact_bytes >= 1 && exact_bytes <= ibp_max_coded_row_bytes(cb->row_bytes)), "%zu bytes",
+          exact_bytes);
+    const size_t coded_bytes = has_form ? exact_bytes : cb->row_bytes;
     buffer coded = buffer_new(coded_bytes + 9, offset);
     size_t size = 0;
-    CHECK(encode_row(cb, row, coded.data, coded_bytes, &size) == IBP_OK && size == coded_bytes, "%zu bytes", size);
+    const ibp_status status = encode_row(cb, row, coded.data, coded_bytes, &size);
+    CHECK(status == (has_form ? IBP_OK : IBP_BUFFER_TOO_SMALL) && size == exact_bytes, "%zu bytes", size);
     ibp_set_cpu_features(UINT32_MAX);
     buffer exact = buffer_copy(coded.data, coded_bytes, offset);
     check_same(cb, row, coded_bytes, &exact, offset);

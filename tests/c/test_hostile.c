@@ -92,6 +92,8 @@ static void check_table_fields(rng *r)
     CHECK_FIELD(&g, item_bytes, INT64_MAX / NUM_ITEMS);
     CHECK_FIELD(&g, slot_bytes, ROW_BYTES + 32);
     CHECK_FIELD(&g, slot_bytes, 33);
+    CHECK_FIELD(&g, rows_per_base, 2);
+    CHECK_FIELD(&g, rows_per_base, UINT32_MAX);
     CHECK_FIELD(&g, slots_bytes, -1);
     CHECK_FIELD(&g, slots, NULL);
     CHECK_FIELD(&g, overflow_bytes, 1);
@@ -320,6 +322,15 @@ static void check_planes_fields(void)
     CHECK_PLANES(closed_value, UINT64_MAX);
     CHECK_PLANES(entries, NULL);
     CHECK_PLANES(entries, entries + 1);
+    CHECK_PLANES(invariant_bits, 13); /* and 20 residual bits */
+    CHECK_PLANES(invariant_bits, 32);
+    CHECK_PLANES(invariant_bits, UINT32_MAX);
+    CHECK_PLANES(invariant_value, 1);   /* of no bits */
+    CHECK_PLANES(signed_default, true); /* in a dense codebook */
+    CHECK_PLANES(consecutive, true);    /* with entries */
+    CHECK_PLANES(num_constant, 1);      /* without any of which there are */
+    CHECK_PLANES(num_constant, 6);
+    CHECK_PLANES(num_constant, UINT32_MAX);
     ibp_planes both = good;
     both.per_column = both.listed = true;
     check_planes_refused(&both, 24, 12, "listed with entries for each column");
@@ -334,6 +345,52 @@ static void check_planes_fields(void)
     CHECK(ibp_build_planes_codebook(&none, 24, 0, &cb) == IBP_OK && ibp_check_codebook(&cb) == IBP_OK, "%s",
           "no planes");
     check_planes_refused(&none, 24, 8, "entries of no planes");
+}
+
+static void check_planes_constants(void)
+{
+    _Alignas(16) uint8_t row_template[24 + 16] = {[4] = 9};
+    uint16_t live[5] = {0, 2, 5, 3, 4};
+    ibp_planes planes = {.element_bytes = 4,
+                         .residual_bits = 20,
+                         .num_planes = 1,
+                         .digit_bits = {2},
+                         .consecutive = true,
+                         .first_symbol = 0xffe,
+                         .num_constant = 3,
+                         .live_columns = live,
+                         .row_template = row_template};
+    ibp_codebook cb;
+    CHECK(ibp_build_planes_codebook(&planes, 24, 0, &cb) == IBP_OK && ibp_check_codebook(&cb) == IBP_OK, "%s",
+          "three live columns");
+    planes.first_symbol = 0x1000;
+    check_planes_refused(&planes, 24, 0, "a first symbol of 13 bits");
+    planes.first_symbol = 0;
+    planes.per_column = true;
+    check_planes_refused(&planes, 24, 0, "consecutive entries of columns");
+    planes.per_column = false;
+    planes.row_template = row_template + 4;
+    check_planes_refused(&planes, 24, 0, "a template that is not aligned");
+    planes.row_template = NULL;
+    check_planes_refused(&planes, 24, 0, "no template");
+    planes.row_template = row_template;
+    planes.live_columns = NULL;
+    check_planes_refused(&planes, 24, 0, "no live columns");
+    cb.num_clusters = 2;
+    CHECK(ibp_check_codebook(&cb) == IBP_INVALID_ARGUMENT, "%s", "clusters of consecutive entries");
+    cb.num_clusters = 0;
+    for (uint32_t i = 0; i < 3; i++) {
+        const uint16_t kept = live[i];
+        const uint16_t wrong[] = {6, UINT16_MAX, i == 0 ? 2 : live[i - 1], 1}; /* column 1 is not the default */
+        for (int k = 0; k < 4; k++) {
+            live[i] = wrong[k];
+            CHECK(ibp_check_codebook(&cb) == IBP_INVALID_ARGUMENT, "live column %u: %u", i, wrong[k]);
+        }
+        live[i] = kept;
+    }
+    CHECK(ibp_check_codebook(&cb) == IBP_OK, "%s", "good again");
+    cb.planes.num_constant = 1;
+    CHECK(ibp_check_codebook(&cb) == IBP_INVALID_ARGUMENT, "%s", "live columns out of order");
 }
 
 /* ---- codebooks of scheme ibp ---- */
@@ -393,7 +450,7 @@ static uint32_t *make_clusters(rng *r, uint32_t row_bytes, uint32_t chunk_bytes,
 /* Bytes that begin, or end, where memory that can be touched does. */
 static uint8_t *guarded(int place, size_t size, bool at_end)
 {
-    enum { NUM_PLACES = 5, ROOM = 1 << 18, FENCE = 65536 };
+    enum { NUM_PLACES = 7, ROOM = 1 << 18, FENCE = 65536 };
     static uint8_t *places[NUM_PLACES];
     if (!places[place]) {
         uint8_t *const memory = mmap(NULL, ROOM + 2 * FENCE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -451,6 +508,25 @@ static void check_hostile_masks(rng *r)
     free(words);
 }
 
+/* What planes may leave out, with live columns and a template of noise. */
+static void leave_out(rng *r, ibp_planes *planes, uint32_t columns)
+{
+    const uint32_t width = 8 * planes->element_bytes, most = width - planes->residual_bits;
+    if (rng_chance(r, 30)) planes->invariant_bits = rng_below(r, most < width ? most + 1 : width);
+    planes->signed_default = planes->listed && rng_chance(r, 30);
+    planes->consecutive = !planes->per_column && rng_chance(r, 20);
+    if (columns == 1 || rng_chance(r, 50)) return;
+    planes->num_constant = 1 + rng_below(r, columns - 1);
+    const size_t live_bytes = 2 * (size_t)(columns - planes->num_constant), row_bytes = columns * planes->element_bytes;
+    uint8_t *const live = guarded(5, live_bytes, true), *const row_template =
+                                                            guarded(6, (row_bytes + 15) / 16 * 16, true);
+    rng_fill(r, live, live_bytes);
+    for (size_t i = 1; i < live_bytes && rng_chance(r, 90); i += 2) live[i] = 0;
+    memset(row_template, 0, row_bytes);
+    planes->live_columns = (const uint16_t *)(const void *)live;
+    planes->row_template = row_template;
+}
+
 static void check_hostile_planes(rng *r)
 {
     const uint32_t element_bytes = 1u << rng_below(r, 4), columns = 1 + rng_below(r, 200);
@@ -460,13 +536,15 @@ static void check_hostile_planes(rng *r)
                          .num_planes = rng_below(r, IBP_MAX_PLANES + 1),
                          .per_column = rng_chance(r, 30)};
     planes.listed = !planes.per_column && rng_chance(r, 50);
+    leave_out(r, &planes, columns);
     size_t num_entries = 0, symbol_bytes = 1;
     for (uint32_t p = 0; p < planes.num_planes; p++) {
         planes.digit_bits[p] = (uint8_t)(1 + rng_below(r, IBP_MAX_DIGIT_BITS));
         num_entries += (1u << planes.digit_bits[p]) - 1;
     }
-    while (8 * symbol_bytes < 8 * element_bytes - planes.residual_bits) symbol_bytes *= 2;
-    const size_t num_bytes = num_entries * symbol_bytes * (planes.per_column ? columns : 1) * (1 + rng_below(r, 3));
+    while (8 * symbol_bytes < 8 * element_bytes - planes.invariant_bits - planes.residual_bits) symbol_bytes *= 2;
+    const size_t num_columns = planes.per_column ? columns - planes.num_constant : 1;
+    const size_t num_bytes = planes.consecutive ? 0 : num_entries * symbol_bytes * num_columns * (1 + rng_below(r, 3));
     uint8_t *const entries = guarded(4, num_bytes, true);
     rng_fill(r, entries, num_bytes); /* bits above a symbol's included */
     planes.entries = entries;
@@ -484,6 +562,7 @@ void test_arguments(void)
     check_no_coded_rows();
     check_numbers();
     check_planes_fields();
+    check_planes_constants();
     for (uint32_t row_bytes = 1; row_bytes < 70; row_bytes++)
         for (uint32_t chunk_bytes = 1; chunk_bytes <= 8; chunk_bytes *= 2)
             check_words(&r, row_bytes, chunk_bytes, row_bytes % 2 == 1, (int)rng_below(&r, NUM_MASK_KINDS));

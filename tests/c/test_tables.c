@@ -372,6 +372,83 @@ static void check_strided(const made *t)
     buffer_free(&scratch);
 }
 
+/* Every row as the bit loops read it, or zeros and a fault that names the first bad one. */
+static void check_against_naive(const made *t)
+{
+    const int64_t num_rows = ibp_num_rows(&t->table), row_bytes = t->sample.masks.row_bytes;
+    buffer out = buffer_new(t->data.size, 0), expected = buffer_new(t->data.size, 0),
+           scratch = scratch_new((uint32_t)row_bytes);
+    int64_t first_bad = -1;
+    for (int64_t r = 0; r < num_rows; r++) {
+        uint8_t *const row = expected.data + r * row_bytes;
+        if (naive_read_row(&t->sample.masks, &t->table, r, row)) continue;
+        memset(row, 0, naive_valid_bytes(&t->table, r));
+        if (first_bad < 0) first_bad = r;
+    }
+    ibp_fault fault = {0};
+    const ibp_status status =
+        ibp_decode_bytes(&t->table, 0, (int64_t)out.size, out.data, scratch.data, scratch.size, &fault);
+    CHECK(status == (first_bad < 0 ? IBP_OK : IBP_CORRUPT_ROW), "%s, first bad row %lld", ibp_status_string(status),
+          (long long)first_bad);
+    CHECK(fault.status == (int64_t)status && (first_bad < 0 || fault.id == first_bad), "row %lld, not %lld",
+          (long long)fault.id, (long long)first_bad);
+    CHECK(memcmp(out.data, expected.data, out.size) == 0, "%lld rows of %lld", (long long)num_rows,
+          (long long)row_bytes);
+    buffer_free(&out);
+    buffer_free(&expected);
+    buffer_free(&scratch);
+}
+
+/* A copy of a table in which every row has a base of its own: parts in any order, with gaps. */
+static made give_own_bases(rng *r, const made *t)
+{
+    made own = {.sample = t->sample, .data = t->data, .table = t->table};
+    const int64_t num_rows = ibp_num_rows(&t->table);
+    int64_t *const order = exact_array(num_rows, sizeof *order);
+    own.lengths = t->lengths;
+    own.bases = exact_array(num_rows, sizeof *own.bases);
+    for (int64_t i = 0; i < num_rows; i++) {
+        const int64_t at = rng_below(r, (uint32_t)i + 1);
+        order[i] = order[at];
+        order[at] = i;
+    }
+    uint64_t end = 0;
+    for (int64_t i = 0; i < num_rows; i++) {
+        const uint32_t stored = naive_stored_bytes(&t->table, order[i]), slot_bytes = t->table.slot_bytes;
+        own.bases[order[i]] = stored > slot_bytes ? end : rng_next(r); /* not read where there is no part */
+        if (stored > slot_bytes) end += (stored - slot_bytes + 31) / 32 * 32 + 32 * rng_below(r, 2);
+    }
+    free(order);
+    own.slots = buffer_copy(t->slots.data, t->slots.size, 0);
+    own.overflow = buffer_new((size_t)end, 1);
+    own.table.rows_per_base = 1;
+    own.table.slots = own.slots.size ? own.slots.data : NULL;
+    own.table.overflow = own.overflow.size ? own.overflow.data : NULL;
+    own.table.overflow_bytes = (int64_t)end;
+    own.table.bases = own.bases;
+    return own;
+}
+
+static void check_own_bases(rng *r, const made *t)
+{
+    made own = give_own_bases(r, t);
+    encode_table(&own, 1 + (int64_t)rng_below(r, 3));
+    check_stored_rows(&own);
+    check_gather(r, &own, 4);
+    check_decode_bytes(r, &own);
+    check_selection(r, &own);
+    int64_t lost = ibp_num_rows(&own.table) - 1; /* the last with a part */
+    while (lost >= 0 && naive_stored_bytes(&own.table, lost) <= own.table.slot_bytes) lost--;
+    if (lost >= 0) {
+        own.bases[lost] = IBP_NO_BASE;
+        check_against_naive(&own);
+        CHECK(!naive_read_row(&own.sample.masks, &own.table, lost, own.data.data), "row %lld", (long long)lost);
+    }
+    buffer_free(&own.slots);
+    buffer_free(&own.overflow);
+    free(own.bases);
+}
+
 static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32_t slot_bytes, int64_t item_bytes,
                         int kind)
 {
@@ -389,8 +466,68 @@ static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32
     check_positions(&t);
     check_strided(&t);
     check_overflow_start(&t);
+    check_own_bases(r, &t);
     check_encode_errors(&t);
     free_table(&t);
+}
+
+/* Rows of a default that is not zero, in which some columns are constant or none is. The last row is short. */
+static void check_default_rows(rng *r, uint32_t columns, uint32_t num_constant, uint32_t slot_bytes)
+{
+    enum { NUM_ROWS = 70, CUT = 5, MOST_COLUMNS = 40 };
+    static _Alignas(16) uint8_t row_template[4 * MOST_COLUMNS];
+    uint16_t live[MOST_COLUMNS];
+    uint32_t elements[NUM_ROWS * MOST_COLUMNS], out[NUM_ROWS * MOST_COLUMNS];
+    for (uint32_t column = 0; column < columns; column++) {
+        live[column] = (uint16_t)(column + num_constant);
+        const uint32_t x = column < num_constant ? (uint32_t)rng_next(r) : 0x3f800000;
+        memcpy(row_template + 4 * column, &x, 4);
+    }
+    const ibp_planes planes = {.element_bytes = 4,
+                               .residual_bits = 24,
+                               .num_planes = 1,
+                               .digit_bits = {2},
+                               .consecutive = true,
+                               .default_value = 0x3f800000,
+                               .num_constant = num_constant,
+                               .live_columns = live,
+                               .row_template = row_template};
+    const uint32_t row_bytes = 4 * columns;
+    const int64_t num_bytes = NUM_ROWS * (int64_t)row_bytes - CUT;
+    ibp_table table = {.num_items = num_bytes, .item_bytes = 1, .slot_bytes = slot_bytes};
+    CHECK(ibp_build_planes_codebook(&planes, row_bytes, 0, &table.codebook) == IBP_OK, "%u columns", columns);
+    uint8_t *const data = (uint8_t *)elements;
+    for (uint32_t i = 0; i < NUM_ROWS; i++) {
+        memcpy(data + i * row_bytes, row_template, row_bytes);
+        if (i % 3 == 1) data[i * row_bytes + rng_below(r, row_bytes - CUT)] ^= 1; /* of any column */
+    }
+    uint16_t lengths[NUM_ROWS];
+    uint64_t bases[(NUM_ROWS + 31) / 32];
+    buffer scratch = scratch_new(row_bytes);
+    ibp_measure_rows(&table.codebook, data, num_bytes, lengths, scratch.data, scratch.size);
+    for (uint32_t i = 0; i < NUM_ROWS; i++)
+        CHECK((lengths[i] == row_bytes) == (i % 3 != 1), "row %u: %u bytes", i, lengths[i]);
+    ibp_index_rows(lengths, num_bytes, row_bytes, slot_bytes, bases, &table.overflow_bytes);
+    table.slots_bytes = slot_bytes == row_bytes ? num_bytes : NUM_ROWS * (int64_t)slot_bytes;
+    buffer slots = buffer_new((size_t)table.slots_bytes, 1), overflow = buffer_new((size_t)table.overflow_bytes, 1);
+    table.slots = slots.size ? slots.data : NULL;
+    table.overflow = overflow.size ? overflow.data : NULL;
+    table.lengths = lengths;
+    table.bases = bases;
+    ibp_fault fault = {0};
+    CHECK(ibp_encode_rows(&table, data, 0, NUM_ROWS, slots.data, overflow.data, scratch.data, scratch.size, &fault) ==
+              IBP_OK,
+          "row %lld", (long long)fault.id);
+    for (int64_t start = 0; start < num_bytes; start += 1 + rng_below(r, 3 * row_bytes)) {
+        const int64_t left = num_bytes - start, size = left < 50 ? left : 50;
+        CHECK(ibp_decode_bytes(&table, start, start + size, (uint8_t *)out, scratch.data, scratch.size, &fault) ==
+                  IBP_OK,
+              "byte %lld", (long long)start);
+        CHECK(memcmp(out, data + start, (size_t)size) == 0, "byte %lld", (long long)start);
+    }
+    buffer_free(&scratch);
+    buffer_free(&slots);
+    buffer_free(&overflow);
 }
 
 static void check_raw_table(void)
@@ -449,6 +586,13 @@ void test_tables(void)
             }
     }
     check_table(&r, IBP_MAX_ROW_BYTES, 4, 32000, IBP_MAX_ROW_BYTES, 1);
+    for (uint32_t columns = 4; columns <= 40; columns += 9)
+        for (uint32_t num_constant = 0; num_constant < columns; num_constant += 3)
+            for (uint32_t layout = 0; layout < 3; layout++)
+                check_default_rows(&r, columns, num_constant,
+                                   layout == 0 || columns < 9 ? 0
+                                   : layout == 1              ? 32
+                                                              : 4 * columns);
     check_raw_table();
     check_empty_table();
 }
@@ -458,7 +602,8 @@ void test_tables(void)
 
 static void corrupt_index(rng *r, made *t)
 {
-    const int64_t num_rows = ibp_num_rows(&t->table), num_bases = (num_rows + 31) / 32;
+    const int64_t num_rows = ibp_num_rows(&t->table),
+                  num_bases = t->table.rows_per_base == 1 ? num_rows : (num_rows + 31) / 32;
     const int64_t slots_bytes = (int64_t)t->slots.size, overflow_bytes = (int64_t)t->overflow.size;
     for (int i = 0; i < 3; i++) {
         uint16_t *const length = &t->lengths[rng_below(r, (uint32_t)num_rows)];
@@ -485,33 +630,6 @@ static void shrink_to_fit(made *t)
     t->overflow = overflow;
     t->table.slots = slots.size ? slots.data : NULL;
     t->table.overflow = overflow.size ? overflow.data : NULL;
-}
-
-/* Every row as the bit loops read it, or zeros and a fault that names the first bad one. */
-static void check_against_naive(const made *t)
-{
-    const int64_t num_rows = ibp_num_rows(&t->table), row_bytes = t->sample.masks.row_bytes;
-    buffer out = buffer_new(t->data.size, 0), expected = buffer_new(t->data.size, 0),
-           scratch = scratch_new((uint32_t)row_bytes);
-    int64_t first_bad = -1;
-    for (int64_t r = 0; r < num_rows; r++) {
-        uint8_t *const row = expected.data + r * row_bytes;
-        if (naive_read_row(&t->sample.masks, &t->table, r, row)) continue;
-        memset(row, 0, naive_valid_bytes(&t->table, r));
-        if (first_bad < 0) first_bad = r;
-    }
-    ibp_fault fault = {0};
-    const ibp_status status =
-        ibp_decode_bytes(&t->table, 0, (int64_t)out.size, out.data, scratch.data, scratch.size, &fault);
-    CHECK(status == (first_bad < 0 ? IBP_OK : IBP_CORRUPT_ROW), "%s, first bad row %lld", ibp_status_string(status),
-          (long long)first_bad);
-    CHECK(fault.status == (int64_t)status && (first_bad < 0 || fault.id == first_bad), "row %lld, not %lld",
-          (long long)fault.id, (long long)first_bad);
-    CHECK(memcmp(out.data, expected.data, out.size) == 0, "%lld rows of %lld", (long long)num_rows,
-          (long long)row_bytes);
-    buffer_free(&out);
-    buffer_free(&expected);
-    buffer_free(&scratch);
 }
 
 static void check_gather_of_corrupt_row(rng *r)
@@ -545,6 +663,14 @@ void test_corrupt_tables(void)
                             num_items, 1 + rng_below(&r, 2 * row_bytes),
                             rng_chance(&r, 30) && row_bytes > 32 ? 32 : slot_bytes, round % 4);
         encode_table(&t, 1);
+        if (round % 4 == 3) {
+            made own = give_own_bases(&r, &t);
+            encode_table(&own, 1);
+            buffer_free(&t.slots);
+            buffer_free(&t.overflow);
+            free(t.bases);
+            t = own;
+        }
         corrupt_index(&r, &t);
         shrink_to_fit(&t);
         check_against_naive(&t);
