@@ -60,9 +60,10 @@ _lib.define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, 
 _lib.define("choose_masks(Tensor data, int row_bytes, int chunk_bytes) -> (Tensor, Tensor)")
 _lib.define("estimate_masks(Tensor data, int row_bytes) -> Tensor")
 _lib.define(
-    "learn_planes(Tensor data, int row_bytes, int element_bytes, int exponent_bits, int table_rows) "
-    "-> (Tensor, Tensor, Tensor)"
+    "learn_planes(Tensor data, int row_bytes, int element_bytes, int exponent_bits, int table_rows, bool fast, "
+    "bool codes_invariant) -> (Tensor, Tensor)"
 )
+_lib.define("learn_entries(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("count_bits(Tensor data, int row_bytes) -> Tensor")
 _lib.define("count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
@@ -122,7 +123,6 @@ def _fake(name):
     return register
 
 
-_MOST_ENTRIES, _PLANES_FIELDS = 60, 13  # of a codebook of scheme planes
 _ON_THE_CPU = {"stream_bytes": (5,), "pack_table": (5,), "stage_items": (5, 6)}  # tensors that always are
 
 
@@ -147,12 +147,17 @@ def _(data, row_bytes):
 
 
 @_fake("learn_planes")
-def _(data, row_bytes, element_bytes, exponent_bits, table_rows):
+def _(data, row_bytes, element_bytes, exponent_bits, table_rows, fast, codes_invariant):
+    context = torch.library.get_ctx()
     return (
-        data.new_empty((_MOST_ENTRIES * row_bytes,)),
-        data.new_empty((_PLANES_FIELDS,), dtype=torch.int64),
-        data.new_empty((1,), dtype=torch.float64),
+        data.new_empty((context.new_dynamic_size(),)),
+        data.new_empty((context.new_dynamic_size(),), dtype=torch.int64),
     )
+
+
+@_fake("learn_entries")
+def _(data, codebook, codec):
+    return torch.empty_like(codebook)
 
 
 @_fake("count_bits")

@@ -128,9 +128,8 @@ Tensor estimate_masks(Tensor data, int64_t row_bytes)
     return savings;
 }
 
-// data: whole rows on the CPU, of a table of table_rows. Returns (entries, codec, the bytes of a mean row as coded).
-std::tuple<Tensor, Tensor, Tensor> learn_planes(Tensor data, int64_t row_bytes, int64_t element_bytes,
-                                                int64_t exponent_bits, int64_t table_rows)
+ibp_sample sample_of(const Tensor &data, int64_t row_bytes, int64_t element_bytes, int64_t exponent_bits,
+                     int64_t table_rows)
 {
     ibp_sample sample{};
     sample.row_bytes = row_bytes_of(row_bytes);
@@ -139,34 +138,96 @@ std::tuple<Tensor, Tensor, Tensor> learn_planes(Tensor data, int64_t row_bytes, 
     sample.rows = bytes_of(data, 0, "data");
     sample.num_rows = data.numel() / row_bytes;
     sample.table_rows = table_rows;
-    const auto scratch_bytes = static_cast<int64_t>(ibp_learn_scratch_bytes(&sample)),
-               entries_bytes = static_cast<int64_t>(ibp_max_entries_bytes(sample.row_bytes, sample.element_bytes));
-    require(scratch_bytes > 0, "no codebook can be learned from ", sample.num_rows, " rows of ", row_bytes,
-            " bytes, elements of ", element_bytes, " and exponents of ", exponent_bits, " bits");
-    Tensor scratch = new_tensor(data, {scratch_bytes}, ScalarType::Byte),
-           entries = new_tensor(data, {entries_bytes}, ScalarType::Byte),
-           codec = new_tensor(data, {9 + int64_t{IBP_MAX_PLANES}}, ScalarType::Long),
-           coded_bytes = new_tensor(data, {1}, ScalarType::Double);
+    return sample;
+}
+
+Tensor learning_scratch(const Tensor &data, const ibp_sample &sample)
+{
+    const auto bytes = static_cast<int64_t>(ibp_learn_scratch_bytes(&sample));
+    require(bytes > 0, "no codebook can be learned from ", sample.num_rows, " rows of ", sample.row_bytes,
+            " bytes, elements of ", sample.element_bytes, " and exponents of ", sample.exponent_bits, " bits");
+    return new_tensor(data, {bytes}, ScalarType::Byte);
+}
+
+// The working form of a codebook (read_planes).
+Tensor planes_words(const Tensor &data, const ibp_planes &planes, uint32_t row_bytes)
+{
+    const auto aligned = [](int64_t bytes) { return divide_up(bytes, 16) * 16; };
+    const int64_t num_live = row_bytes / planes.element_bytes - int64_t{planes.num_constant},
+                  live_start = aligned(row_bytes),
+                  start = planes.num_constant == 0 ? 0 : live_start + aligned(2 * num_live),
+                  sets = planes.per_column ? num_live : 1,
+                  entries_bytes = planes.entries == nullptr ? 0 : sets * planes.num_entries * planes.symbol_bytes;
+    Tensor words = new_tensor(data, {start + entries_bytes}, ScalarType::Byte);
+    if (words.numel() == 0) return words;
+    uint8_t *const to = bytes_of(words, 0, "words");
+    std::memset(to, 0, static_cast<size_t>(start));
+    if (start != 0) std::memcpy(to, planes.row_template, row_bytes);
+    if (start != 0) std::memcpy(to + live_start, planes.live_columns, static_cast<size_t>(2 * num_live));
+    if (entries_bytes != 0) std::memcpy(to + start, planes.entries, static_cast<size_t>(entries_bytes));
+    return words;
+}
+
+Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_bytes)
+{
+    std::vector<int64_t> fields{IBP_SCHEME_PLANES,
+                                row_bytes,
+                                planes.element_bytes,
+                                planes.rotate,
+                                planes.residual_bits,
+                                planes.per_column,
+                                planes.listed,
+                                static_cast<int64_t>(planes.default_value),
+                                static_cast<int64_t>(planes.closed_value),
+                                planes.invariant_bits,
+                                static_cast<int64_t>(planes.invariant_value),
+                                planes.consecutive,
+                                static_cast<int64_t>(planes.first_symbol),
+                                planes.signed_default,
+                                planes.num_constant};
+    fields.insert(fields.end(), planes.digit_bits, planes.digit_bits + planes.num_planes);
+    const auto count = static_cast<int64_t>(fields.size());
+    Tensor codec = new_tensor(data, {count}, ScalarType::Long);
+    std::copy(fields.begin(), fields.end(), data_of<int64_t>(codec, ScalarType::Long, count, "codec"));
+    return codec;
+}
+
+// data: whole rows on the CPU, of a table of table_rows. Returns (words, codec) of a codebook.
+std::tuple<Tensor, Tensor> learn_planes(Tensor data, int64_t row_bytes, int64_t element_bytes, int64_t exponent_bits,
+                                        int64_t table_rows, bool fast, bool codes_invariant)
+{
+    ibp_sample sample = sample_of(data, row_bytes, element_bytes, exponent_bits, table_rows);
+    sample.level = fast ? IBP_LEVEL_FAST : IBP_LEVEL_DEFAULT;
+    sample.codes_invariant = codes_invariant;
+    Tensor scratch = learning_scratch(data, sample);
+    const size_t arrays_bytes = ibp_max_planes_bytes(sample.row_bytes, sample.element_bytes);
+    const std::unique_ptr<uint8_t[]> arrays(new uint8_t[arrays_bytes]);
     ibp_planes planes;
-    uint8_t *const to_entries = bytes_of(entries, 0, "entries");
-    std::memset(to_entries, 0, static_cast<size_t>(entries_bytes)); // most are not written
-    check(ibp_learn_planes(&sample, bytes_of(scratch, 0, "scratch"), static_cast<size_t>(scratch_bytes), to_entries,
-                           static_cast<size_t>(entries_bytes), &planes,
-                           data_of<double>(coded_bytes, ScalarType::Double, 1, "coded_bytes")),
+    double unused;
+    check(ibp_learn_planes(&sample, bytes_of(scratch, 0, "scratch"), static_cast<size_t>(scratch.numel()),
+                           arrays.get(), arrays_bytes, &planes, &unused),
           "learn_planes");
-    const int64_t fields[] = {IBP_SCHEME_PLANES,
-                              row_bytes,
-                              element_bytes,
-                              planes.rotate,
-                              planes.residual_bits,
-                              planes.per_column,
-                              planes.listed,
-                              static_cast<int64_t>(planes.default_value),
-                              static_cast<int64_t>(planes.closed_value)};
-    int64_t *const to = data_of<int64_t>(codec, ScalarType::Long, 9 + int64_t{IBP_MAX_PLANES}, "codec");
-    std::copy(std::begin(fields), std::end(fields), to);
-    for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) to[9 + p] = p < planes.num_planes ? planes.digit_bits[p] : 0;
-    return {entries, codec, coded_bytes};
+    return {planes_words(data, planes, sample.row_bytes), planes_codec(data, planes, row_bytes)};
+}
+
+// data: whole rows on the CPU. Returns the words of a codebook that differs in its entries only: those for the rows.
+Tensor learn_entries(Tensor data, Tensor codebook, std::vector<int64_t> codec)
+{
+    require_cpu({&data, &codebook});
+    const ibp_codebook cb = codebook_of(codebook, codec);
+    require(cb.scheme == IBP_SCHEME_PLANES, "only scheme planes has entries");
+    const ibp_sample sample = sample_of(data, cb.row_bytes, cb.planes.element_bytes, 0, INT64_MAX);
+    Tensor scratch = learning_scratch(data, sample), words = new_tensor(data, {codebook.numel()}, ScalarType::Byte);
+    if (words.numel() == 0) return words;
+    const uint8_t *const from = bytes_of(codebook, 0, "codebook");
+    uint8_t *const to = bytes_of(words, 0, "words");
+    std::memcpy(to, from, static_cast<size_t>(words.numel()));
+    if (cb.planes.entries == nullptr) return words;
+    const int64_t start = static_cast<const uint8_t *>(cb.planes.entries) - from;
+    check(ibp_learn_entries(&sample, &cb.planes, bytes_of(scratch, 0, "scratch"), static_cast<size_t>(scratch.numel()),
+                            to + start, static_cast<size_t>(words.numel() - start)),
+          "learn_entries");
+    return words;
 }
 
 Tensor count_bits_cpu(Tensor data, int64_t row_bytes)
@@ -734,6 +795,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("choose_masks", TORCH_BOX(&choose_masks));
     m.impl("estimate_masks", TORCH_BOX(&estimate_masks));
     m.impl("learn_planes", TORCH_BOX(&learn_planes));
+    m.impl("learn_entries", TORCH_BOX(&learn_entries));
     m.impl("count_bits", TORCH_BOX(&count_bits_cpu));
     m.impl("count_hits", TORCH_BOX(&count_hits_cpu));
     m.impl("measure_rows", TORCH_BOX(&measure_rows_cpu));

@@ -177,7 +177,7 @@ ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_b
 
 /* ---- a quick estimate -------------------------------------------------------------------------------------------- */
 
-enum { ESTIMATE_ROWS = 64, ESTIMATE_BLOCKS = 64, BLOCK_BYTES = 8 };
+enum { ESTIMATE_ROWS = 64, ESTIMATE_BLOCKS = 32, BLOCK_BYTES = 8 };
 
 static uint32_t count_ones(uint64_t word)
 {
@@ -192,16 +192,21 @@ static uint64_t greedy_gain(const uint64_t *columns, uint32_t num_bits, uint32_t
 {
     uint64_t matching = ~(uint64_t)0 >> (64 - num_rows), used = 0;
     uint32_t num_matching = num_rows, best = 0;
-    for (uint32_t k = 1; k <= num_bits && num_matching * num_bits > num_rows + best; k++) {
-        uint32_t most = 0, at = 0;
+    for (uint32_t k = 0; k < num_bits && num_matching * num_bits > num_rows + best;) {
+        uint32_t most = 0, at = 0, all = 0;
         uint64_t kept = 0;
         for (uint32_t b = 0; b < num_bits; b++) {
+            if (used >> b & 1) continue;
             const uint32_t ones = count_ones(columns[b] & matching), zeros = num_matching - ones;
-            if ((used >> b & 1) || (ones <= most && zeros <= most)) continue;
-            most = ones > zeros ? ones : zeros, at = b;
-            kept = ones > zeros ? columns[b] : ~columns[b];
+            if (ones == 0 || zeros == 0) {
+                used |= (uint64_t)1 << b, all++; /* on which all agree that are left */
+            } else if (ones > most || zeros > most) {
+                most = ones > zeros ? ones : zeros, at = b;
+                kept = ones > zeros ? columns[b] : ~columns[b];
+            }
         }
-        used |= (uint64_t)1 << at, matching &= kept, num_matching = most;
+        k += all;
+        if (all == 0) used |= (uint64_t)1 << at, matching &= kept, num_matching = most, k++;
         if (num_matching * k > num_rows + best) best = num_matching * k - num_rows;
     }
     return best;

@@ -6,6 +6,7 @@
  * take, which follows from how many elements each row lists. */
 #include "format.h"
 #include "ibp.h"
+#include "planes_layout.h"
 
 #include <math.h>
 #include <string.h>
@@ -17,11 +18,16 @@ enum {
     MOST_LISTS = 1 + 4 + 16 + 64 + 256, /* of widths of digits */
     MOST_LONG = 1 << 14,                /* elements whose prefixes of more than MOST_BINS_BITS bits are counted */
     MOST_SORTED = 1 << 12,              /* elements that are sorted sooner than counted */
-    FEW_ELEMENTS = 1 << 17,             /* that are counted of a table; entries a column take all rows of a sample */
+    FEW_ELEMENTS = 1 << 16,             /* that are counted; entries a column take all rows of a sample */
+    FEW_BYTES = 1 << 17,                /* and where elements are bytes */
     LEAST_ROWS = 16,                    /* that are counted */
-    MOST_TRIED_COLUMNS = 64,            /* that shapes with entries a column are compared on, */
+    MOST_TRIED_COLUMNS = 32,            /* that shapes with entries a column are compared on, */
     TRIED_ELEMENTS = 1 << 16,           /* and elements */
-    DICTIONARY = 255,                   /* the table's symbols that columns choose from, at most */
+    LEAST_CONSTANT_ROWS = 64,           /* that columns are found constant by */
+    LEAST_CODED_BITS = 2,               /* of an element, however many are invariant */
+    FAST_DIGIT_BITS = 4,                /* of level fast */
+    FAST_ENTRIES = (1 << FAST_DIGIT_BITS) - 1,
+    DICTIONARY = 255, /* the table's symbols that columns choose from, at most */
     MOST_SAMPLED_BYTES = 1 << 30
 };
 
@@ -30,8 +36,10 @@ static const double FAST_COST = 1.008;         /* faster is taken; and this, for
 static const double FAST_COLUMNS_COST = 1.003; /* and this, where entries are a column's */
 static const double WORSE = 1.01;              /* by what is compared on a part of the sample */
 static const double COLUMNS_PAY = 0.9995;      /* of the cost with entries a table: what is worth a search */
-static const double COLUMNS_GAIN = 1.5;        /* rows with entries a column are smaller by this factor at the most */
+static const double COLUMNS_GAIN = 1.25;       /* rows with entries a column are smaller by this factor at the most */
 static const double LEAST_SHARE = 1.0 / 256;   /* of a default */
+static const double CONSTANT_SHARE = 1.0 / 8;  /* of columns: fewer do not pay for the slower decoder */
+static const double INVARIANT_SHARE = 0.01;    /* of a row, likewise that invariant bits save */
 static const double PSEUDO_COUNTS = 8.0;       /* of the table's symbols that every column has besides its own */
 
 typedef struct value_count {
@@ -55,6 +63,9 @@ typedef struct digit_list {
     uint8_t widths[IBP_MAX_PLANES];
 } digit_list;
 
+/* Rows that code all elements, or those that differ from a default, or that do in other bits than the highest. */
+typedef enum listing { DENSE, LISTED, LISTED_SIGNED } listing;
+
 /* Elements whose cost is looked for: all elements of dense rows, or those listed. */
 typedef struct values {
     value_counts whole, unsigned_; /* prefixes of up to MOST_BINS_BITS bits, with the sign and without */
@@ -64,6 +75,7 @@ typedef struct values {
     double num_rows;    /* rows that they are of */
     double extra_bytes; /* of a mean row besides the values */
     bool has_uniform;   /* a row that lists one value only */
+    listing as;         /* which elements they are */
 } values;
 
 /* ---- shapes and digits ------------------------------------------------------------------------------------------- */
@@ -72,17 +84,18 @@ typedef struct values {
 static uint32_t list_shapes(uint32_t width, uint32_t exponent_bits, shape *shapes)
 {
     uint32_t count = 0;
-    if (exponent_bits == 0 || width == 8)
+    if (exponent_bits == 0 || width <= 8)
         for (uint32_t bits = 0; bits <= width; bits++) shapes[count++] = (shape){0, bits};
     if (exponent_bits == 0) return count;
-    if (width == 8) {
+    if (width <= 8) {
         for (uint32_t bits = 1; bits < width; bits++) shapes[count++] = (shape){1, bits};
         return count;
     }
     const uint32_t least = exponent_bits > 3 ? exponent_bits - 2 : 1;
     shapes[count++] = (shape){0, 0};
-    for (uint32_t bits = least; bits < MOST_BINS_BITS; bits++) shapes[count++] = (shape){1, bits};
-    for (uint32_t bits = least; bits < MOST_BINS_BITS; bits++) shapes[count++] = (shape){0, bits + 1};
+    const uint32_t stop = width < MOST_BINS_BITS ? width : MOST_BINS_BITS;
+    for (uint32_t bits = least; bits < stop; bits++) shapes[count++] = (shape){1, bits};
+    for (uint32_t bits = least; bits < stop; bits++) shapes[count++] = (shape){0, bits + 1};
     if (width > MOST_BINS_BITS) shapes[count++] = (shape){0, width};
     return count;
 }
@@ -170,12 +183,27 @@ static void fold(const value_counts *counts, uint32_t bits, value_counts *out)
     out->size = size, out->bits = bits;
 }
 
+/* A count that at least `most` of the values have. */
+static uint64_t least_of_top(const value_counts *counts, uint32_t most)
+{
+    enum { NUM_BUCKETS = 1024 };
+    uint32_t buckets[NUM_BUCKETS] = {0};
+    for (size_t i = 0; i < counts->size; i++)
+        buckets[counts->items[i].count < NUM_BUCKETS ? counts->items[i].count : NUM_BUCKETS - 1]++;
+    uint32_t least = NUM_BUCKETS - 1;
+    for (size_t above = buckets[least]; above < most && least > 0; above += buckets[least]) least--;
+    return least;
+}
+
 /* The most frequent values, of equally frequent ones the smaller first. @return how many, up to most. */
 static uint32_t top_values(const value_counts *counts, uint32_t most, value_count *top)
 {
+    uint64_t least = 0; /* that may be among the most frequent */
+    if (counts->size > 4 * (size_t)most) least = least_of_top(counts, most);
     uint32_t size = 0;
     for (size_t i = 0; i < counts->size && most; i++) {
         const value_count item = counts->items[i];
+        if (item.count < least) continue;
         if (size == most && item.count <= top[size - 1].count) continue;
         uint32_t at = size < most ? size++ : size - 1;
         for (; at > 0 && top[at - 1].count < item.count; at--) top[at] = top[at - 1];
@@ -199,7 +227,8 @@ static const value_counts *counts_of(const values *v, shape s, double *scale)
 /* A shape with its tails, of dense or listed rows, with entries a table or a column. */
 typedef struct option {
     shape shape;
-    bool listed, per_column;
+    listing as;
+    bool per_column;
     double sets;                     /* of entries */
     double extra_bytes;              /* of a mean row besides the values */
     double tails[MOST_ENTRIES + 1];  /* elements of a mean row whose rank is k or higher */
@@ -218,12 +247,15 @@ static void fill_tails(option *o, double total, double scale, double num_rows, c
     }
 }
 
-/* What is known of the table and its sample. */
+/* What is known of the table and its sample. Values are those of coded elements: without the invariant bits. */
 typedef struct search {
     const uint8_t *rows;
-    size_t num_rows, step; /* rows of the sample; each step-th is counted, all of them for entries a column */
+    size_t num_rows, step, num_counted; /* rows of the sample; each step-th is counted, all of them for columns */
     uint32_t element_bytes, width, row_bytes, columns;
-    uint32_t num_shapes, num_lists;
+    uint32_t invariant_bits;
+    uint64_t invariant_value;
+    const uint16_t *live_columns; /* or NULL: all */
+    uint32_t exponent_bits, num_shapes, num_lists;
     double table_rows;
     uint64_t default_value, closed_value;
     bool is_whole; /* the sample is the table */
@@ -244,17 +276,17 @@ static double part_bits(const option *o, uint32_t k, uint32_t bits, bool is_exac
 static double codebook_bytes(const search *s, const option *o, const digit_list *digits)
 {
     return o->sets * digits->num_entries * symbol_bytes_of(o->shape.symbol_bits) +
-           (o->listed ? 2.0 * s->width / 8.0 : 0.0);
+           (o->as != DENSE ? 2.0 * s->width / 8.0 : 0.0);
 }
 
 /* Bytes of a mean row with its share of the codebook. */
 static double cost_of(const search *s, const option *o, const digit_list *digits)
 {
     const uint32_t symbol_bits = o->shape.symbol_bits;
-    double bits = part_bits(o, 0, s->width - symbol_bits, !o->listed);
+    double bits = part_bits(o, 0, s->width - symbol_bits, o->as == DENSE);
     uint32_t first = 0;
     for (uint32_t p = 0; p < digits->num_planes; p++) {
-        bits += part_bits(o, first, digits->widths[p], !o->listed && p == 0);
+        bits += part_bits(o, first, digits->widths[p], o->as == DENSE && p == 0);
         first += (1u << digits->widths[p]) - 1;
     }
     bits += part_bits(o, first, symbol_bits, false);
@@ -284,13 +316,13 @@ static bool is_fast(const option *o, const digit_list *digits)
 {
     for (uint32_t p = 0; p < digits->num_planes; p++)
         if (digits->widths[p] != 2) return false;
-    return o->shape.symbol_bits <= 8 && !o->listed;
+    return o->shape.symbol_bits <= 8 && o->as == DENSE;
 }
 
 /* Of equally good plans the one that decodes faster. */
 static bool is_simpler(const search *s, const option *a, const digit_list *x, const option *b, const digit_list *y)
 {
-    if (a->listed != b->listed) return !a->listed;
+    if (a->as != b->as) return a->as < b->as;
     if (x->num_planes != y->num_planes) return x->num_planes < y->num_planes;
     return codebook_bytes(s, a, x) < codebook_bytes(s, b, y);
 }
@@ -322,24 +354,37 @@ static uint32_t choose(const search *s, const option *options, uint32_t count, c
 /* ---- values ------------------------------------------------------------------------------------------------------ */
 
 /* element_bytes is a constant where this is called. */
-static inline void load_elements(const uint8_t *from, uint32_t count, uint32_t element_bytes, uint64_t *elements)
+static inline void load_elements(const uint8_t *from, uint32_t count, uint32_t step, uint32_t element_bytes,
+                                 uint64_t *elements)
 {
     for (uint32_t i = 0; i < count; i++) {
         elements[i] = 0;
-        memcpy(&elements[i], from + (size_t)i * element_bytes, element_bytes);
+        memcpy(&elements[i], from + (size_t)i * step * element_bytes, element_bytes);
     }
 }
 
-/* The elements of a row of the sample. */
-static void load_row(const search *s, size_t row, uint64_t *elements)
+/* Each step-th element of a row of the sample. */
+static void load_whole(const search *s, size_t row, uint32_t step, uint64_t *elements)
 {
     const uint8_t *const from = s->rows + row * s->row_bytes;
+    const uint32_t count = (s->row_bytes / s->element_bytes + step - 1) / step;
     switch (s->element_bytes) {
-    case 1: load_elements(from, s->columns, 1, elements); break;
-    case 2: load_elements(from, s->columns, 2, elements); break;
-    case 4: load_elements(from, s->columns, 4, elements); break;
-    default: load_elements(from, s->columns, 8, elements); break;
+    case 1: load_elements(from, count, step, 1, elements); break;
+    case 2: load_elements(from, count, step, 2, elements); break;
+    case 4: load_elements(from, count, step, 4, elements); break;
+    default: load_elements(from, count, step, 8, elements); break;
     }
+}
+
+/* Each step-th one of those that are coded, without their invariant bits. elements: room for a whole row. */
+static void load_row(const search *s, size_t row, uint32_t step, uint64_t *elements)
+{
+    const uint32_t count = (s->columns + step - 1) / step;
+    load_whole(s, row, s->live_columns ? 1 : step, elements);
+    if (s->live_columns)
+        for (uint32_t c = 0; c < count; c++) elements[c] = elements[s->live_columns[c * step]];
+    if (s->invariant_bits)
+        for (uint32_t c = 0; c < count; c++) elements[c] >>= s->invariant_bits;
 }
 
 /* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have, `row` those of one. */
@@ -358,18 +403,21 @@ typedef struct room {
 static void count_values(const uint64_t *elements, size_t count, uint32_t width, const room *r, values *v)
 {
     const uint32_t bits = width < MOST_BINS_BITS ? width : MOST_BINS_BITS;
-    v->whole = (value_counts){r->whole, 0, bits};
+    v->whole = (value_counts){r->whole, 0, bits}, v->unsigned_ = (value_counts){r->unsigned_, 0, bits - 1};
     if (count <= MOST_SORTED) {
         for (size_t i = 0; i < count; i++) r->longs[i] = elements[i] >> (width - bits);
         v->whole.size = compact(sort_values(r->longs, r->other_longs, count, bits), count, r->whole);
+        drop_sign(&v->whole, &v->unsigned_);
     } else {
         memset(r->bins, 0, sizeof *r->bins << bits);
         for (size_t i = 0; i < count; i++) r->bins[elements[i] >> (width - bits)]++;
-        for (uint64_t b = 0; b < (uint64_t)1 << bits; b++)
+        const uint64_t num_bins = (uint64_t)1 << bits, half = num_bins / 2;
+        for (uint64_t b = 0; b < num_bins; b++)
             if (r->bins[b]) r->whole[v->whole.size++] = (value_count){b, r->bins[b]};
+        for (uint64_t b = 0; b < half; b++)
+            if (r->bins[b] + r->bins[b + half])
+                r->unsigned_[v->unsigned_.size++] = (value_count){b, r->bins[b] + r->bins[b + half]};
     }
-    v->unsigned_.items = r->unsigned_;
-    drop_sign(&v->whole, &v->unsigned_);
     const size_t step = count / MOST_LONG + 1;
     size_t size = 0;
     if (width > bits)
@@ -378,6 +426,16 @@ static void count_values(const uint64_t *elements, size_t count, uint32_t width,
     v->long_.size = compact(sort_values(r->longs, r->other_longs, size, width), size, r->long_);
     v->long_scale = size ? (double)count / (double)size : 0.0;
     v->total = (double)count;
+}
+
+/* The share of a value. */
+static double share_of(const values *v, uint32_t width, uint64_t value)
+{
+    double scale;
+    const value_counts *const counts = counts_of(v, (shape){0, width}, &scale);
+    for (size_t i = 0; i < counts->size && counts->items[i].value <= value; i++)
+        if (counts->items[i].value == value) return scale * (double)counts->items[i].count / v->total;
+    return 0.0;
 }
 
 /* The most frequent value and its share of all. */
@@ -396,22 +454,29 @@ static double entropy(double share)
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
 }
 
-/* Puts the elements that differ from the default, but for those of closed rows, one after the other; counts what the
- * rows take besides. @return how many. */
-static size_t list_elements(const search *s, const uint64_t *elements, size_t num_rows, bool has_closed,
-                            uint64_t *listed, values *v)
+/* The bits of an element that make it differ from the default. */
+static uint64_t differing_bits(const search *s, listing as)
 {
+    return ~(uint64_t)0 >> (64 - s->width) >> (as == LISTED_SIGNED ? 1 : 0);
+}
+
+/* Puts the elements that differ from the default, but for those of closed rows, one after the other; counts what the
+ * rows take besides. bits: of an element that make it differ. @return how many. */
+static size_t list_elements(const search *s, const room *r, uint64_t bits, bool has_closed, values *v)
+{
+    const uint64_t signs = bits >> (s->width - 1) ? 0 : 1; /* stored of each unlisted element */
+    uint64_t *const listed = r->listed;
     size_t size = 0, bytes = 0;
     v->has_uniform = false;
-    for (size_t row = 0; row < num_rows; row++) {
-        const uint64_t *const own = elements + row * s->columns;
+    for (size_t row = 0; row < s->num_counted; row++) {
+        const uint64_t *const own = r->elements + row * s->columns;
         const size_t begin = size;
         for (uint32_t c = 0; c < s->columns; c++) {
             listed[size] = own[c];
-            size += own[c] != s->default_value;
+            size += ((own[c] ^ s->default_value) & bits) != 0;
         }
         const uint32_t num_listed = (uint32_t)(size - begin);
-        bytes += ibp_header_bytes(s->columns) +
+        bytes += ibp_header_bytes(s->columns) + (signs * (s->columns - num_listed) + 7) / 8 +
                  (num_listed ? ibp_choose_position_form(num_listed, s->columns).num_bytes : 0u);
         size_t same = begin;
         while (same < size && listed[same] == listed[begin]) same++;
@@ -419,31 +484,37 @@ static size_t list_elements(const search *s, const uint64_t *elements, size_t nu
         v->has_uniform |= is_uniform;
         if (has_closed && is_uniform && listed[begin] == s->closed_value) size = begin;
     }
-    v->num_rows = (double)num_rows, v->extra_bytes = (double)bytes / (double)num_rows;
+    v->num_rows = (double)s->num_counted, v->extra_bytes = (double)bytes / (double)s->num_counted;
     return size;
 }
 
 /* Counts the values of listed rows. The closed value is the most frequent one of those listed, if any row has only
  * that. */
-static void count_listed(search *s, const uint64_t *elements, size_t num_rows, const room *r, values *v)
+static void count_listed(search *s, const room *r, listing as, values *v)
 {
+    const uint64_t bits = differing_bits(s, as);
     double unused;
-    size_t listed = list_elements(s, elements, num_rows, false, r->listed, v);
+    size_t listed = list_elements(s, r, bits, false, v);
     count_values(r->listed, listed, s->width, r, v);
     s->closed_value = listed ? most_frequent(v, s->width, &unused) : s->default_value;
     if (!v->has_uniform) return;
-    listed = list_elements(s, elements, num_rows, true, r->listed, v);
+    listed = list_elements(s, r, bits, true, v);
     count_values(r->listed, listed, s->width, r, v);
 }
 
-static void count_dense(const search *s, const uint64_t *elements, size_t num_rows, const room *r, values *v)
+/* Counts the elements that rows code, unless they have just been counted. */
+static void count_as(search *s, const room *r, listing as, values *v)
 {
-    *v = (values){.num_rows = (double)num_rows};
-    count_values(elements, num_rows * s->columns, s->width, r, v);
+    if (v->as == as && v->num_rows > 0) return;
+    *v = (values){.as = as, .num_rows = (double)s->num_counted};
+    if (as != DENSE)
+        count_listed(s, r, as, v);
+    else
+        count_values(r->elements, s->num_counted * s->columns, s->width, r, v);
 }
 
 /* One option for each shape. Shapes of one kind go from few bits to many: each is folded from the one after it. */
-static void add_options(const search *s, const values *v, bool listed, const room *r, option *options)
+static void add_options(const search *s, const values *v, const room *r, option *options)
 {
     value_counts folded = {r->folded, 0, 0};
     const value_counts *last = NULL;
@@ -456,7 +527,7 @@ static void add_options(const search *s, const values *v, bool listed, const roo
         last = counts;
         const uint32_t size = top_values(&folded, MOST_ENTRIES, top);
         for (uint32_t k = 0; k < size; k++) ranked[k] = top[k].count;
-        options[i] = (option){.shape = s->shapes[i], .listed = listed, .sets = 1, .extra_bytes = v->extra_bytes};
+        options[i] = (option){.shape = s->shapes[i], .as = v->as, .sets = 1, .extra_bytes = v->extra_bytes};
         fill_tails(&options[i], v->total, scale, v->num_rows, ranked, size);
         judge(s, &options[i]);
     }
@@ -525,13 +596,11 @@ static void find_places(const search *s, const part *of, const dictionary *d, sh
 {
     const uint32_t shift = sh.symbol_bits ? s->width - sh.symbol_bits - sh.rotate : 0;
     const uint64_t ones = sh.symbol_bits ? ~(uint64_t)0 >> (64 - sh.symbol_bits) : 0;
-    load_row(s, row, r->row);
+    load_row(s, row, of->column_step, r->row);
     if (d->symbol_bits <= MOST_BINS_BITS)
-        for (uint32_t c = 0; c < of->columns; c++)
-            places[c] = d->places[r->row[(size_t)c * of->column_step] >> shift & ones];
+        for (uint32_t c = 0; c < of->columns; c++) places[c] = d->places[r->row[c] >> shift & ones];
     else
-        for (uint32_t c = 0; c < of->columns; c++)
-            places[c] = long_place_of(d, r->row[(size_t)c * of->column_step] >> shift & ones);
+        for (uint32_t c = 0; c < of->columns; c++) places[c] = long_place_of(d, r->row[c] >> shift & ones);
 }
 
 /* Counts the symbols of columns in every second row of a part, or in all. */
@@ -658,13 +727,15 @@ static bool is_sample(const ibp_sample *sample)
     const uint32_t row_bytes = sample->row_bytes, element_bytes = sample->element_bytes;
     if (row_bytes < 1 || row_bytes > IBP_MAX_ROW_BYTES || element_bytes > 8) return false;
     if (element_bytes == 0 || (element_bytes & (element_bytes - 1)) != 0 || row_bytes % element_bytes) return false;
+    if (sample->level != IBP_LEVEL_DEFAULT && sample->level != IBP_LEVEL_FAST) return false;
     return sample->exponent_bits < 8 * element_bytes && sample->num_rows <= MOST_SAMPLED_BYTES / row_bytes;
 }
 
 /* Rows between those that are counted, and how many these are. */
 static size_t step_of(const ibp_sample *sample)
 {
-    const size_t columns = sample->row_bytes / sample->element_bytes, few = (FEW_ELEMENTS + columns - 1) / columns;
+    const size_t columns = sample->row_bytes / sample->element_bytes;
+    const size_t few = ((sample->element_bytes > 1 ? FEW_ELEMENTS : FEW_BYTES) + columns - 1) / columns;
     const size_t wanted = few > LEAST_ROWS ? few : LEAST_ROWS, step = (size_t)sample->num_rows / wanted;
     return step > 0 ? step : 1;
 }
@@ -692,7 +763,7 @@ static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
                             sizeof(value_count) * bins,
                             sizeof(value_count) * MOST_LONG,
                             sizeof(value_count) * bins,
-                            sizeof(option) * (2 * MOST_SHAPES + 2),
+                            sizeof(option) * (3 * MOST_SHAPES + 2),
                             sizeof(uint32_t) * places,
                             bins,
                             places,
@@ -727,11 +798,17 @@ size_t ibp_learn_scratch_bytes(const ibp_sample *sample)
     return is_sample(sample) ? make_room(sample, NULL, &r) : 0;
 }
 
-size_t ibp_max_entries_bytes(uint32_t row_bytes, uint32_t element_bytes)
+/* Bytes of the template and the live columns, which lie before the entries. */
+static size_t constants_bytes(uint32_t row_bytes, uint32_t element_bytes)
+{
+    return align_up(row_bytes) + align_up(sizeof(uint16_t) * (row_bytes / element_bytes));
+}
+
+size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes)
 {
     if (element_bytes == 0 || element_bytes > 8 || (element_bytes & (element_bytes - 1)) != 0) return 0;
     if (row_bytes == 0 || row_bytes > IBP_MAX_ROW_BYTES || row_bytes % element_bytes) return 0;
-    return (size_t)MOST_ENTRIES * row_bytes;
+    return constants_bytes(row_bytes, element_bytes) + (size_t)MOST_ENTRIES * row_bytes;
 }
 
 static void store_symbol(uint8_t *to, uint64_t symbol, uint32_t symbol_bytes) { memcpy(to, &symbol, symbol_bytes); }
@@ -756,55 +833,218 @@ static void write_entries(const search *s, const values *v, const option *o, uin
     }
 }
 
-ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scratch_bytes, uint8_t *entries,
-                            size_t entries_bytes, ibp_planes *planes, double *coded_bytes)
+/* A plan that was found: an option, its digits, and what a mean row costs. */
+typedef struct plan {
+    const option *option;
+    const digit_list *digits;
+    bool consecutive;
+    uint64_t first_symbol;
+    double cost;
+} plan;
+
+/* The run of FAST_ENTRIES consecutive symbols that most elements have. */
+static void find_run(const search *s, const values *v, shape of, const room *r, option *o, uint64_t *first_symbol)
 {
-    if (!is_sample(sample) || planes == NULL || entries == NULL || coded_bytes == NULL) return IBP_INVALID_ARGUMENT;
-    if (scratch == NULL || (uintptr_t)scratch % 16 != 0) return IBP_INVALID_ARGUMENT;
+    double scale;
+    value_counts folded = {r->folded, 0, 0};
+    uint64_t counts[256] = {0}, inside = 0, most = 0;
+    fold(counts_of(v, of, &scale), of.symbol_bits, &folded);
+    const uint32_t num_symbols = 1u << of.symbol_bits;
+    for (size_t i = 0; i < folded.size; i++) counts[folded.items[i].value] = folded.items[i].count;
+    for (uint32_t i = 0; i < FAST_ENTRIES; i++) inside += counts[i];
+    *first_symbol = 0, most = inside;
+    for (uint32_t first = 1; first < num_symbols; first++) {
+        inside += counts[(first + FAST_ENTRIES - 1) % num_symbols] - counts[first - 1];
+        if (inside > most) most = inside, *first_symbol = first;
+    }
+    *o = (option){.shape = of};
+    counts[0] = most;
+    fill_tails(o, v->total, 1.0, v->num_rows, counts, 1);
+    for (uint32_t k = 1; k <= FAST_ENTRIES; k++) o->tails[k] = o->tails[1], o->some[k] = o->some[1];
+    judge(s, o);
+}
+
+/* The best plan of level fast: dense rows, one plane, consecutive entries, symbols that a byte holds. @return false if
+ * its digits save nothing. */
+static bool search_fast(search *s, const room *r, values *v, plan *found)
+{
+    uint32_t digits = 0;
+    while (s->lists[digits].num_planes != 1 || s->lists[digits].widths[0] != FAST_DIGIT_BITS) digits++;
+    option *const best = &r->options[0], *const tried = &r->options[1];
+    *found = (plan){.option = best, .digits = &s->lists[digits], .consecutive = true, .cost = INFINITY};
+    count_as(s, r, DENSE, v);
+    for (uint32_t i = 0; i < s->num_shapes; i++) {
+        uint64_t first_symbol;
+        if (s->shapes[i].symbol_bits < FAST_DIGIT_BITS || s->shapes[i].symbol_bits > 8) continue;
+        find_run(s, v, s->shapes[i], r, tried, &first_symbol);
+        if (tried->costs[digits] >= found->cost) continue;
+        *best = *tried, found->cost = best->costs[digits], found->first_symbol = first_symbol;
+    }
+    return found->cost < s->columns * s->width / 8.0;
+}
+
+/* The best of all plans. v: counted as it has it. */
+static void search_all(search *s, const room *r, values *v, plan *found)
+{
+    double share, least_listed = INFINITY;
+    count_as(s, r, DENSE, v);
+    add_options(s, v, r, r->options);
+    uint32_t num_options = s->num_shapes;
+    s->default_value = most_frequent(v, s->width, &share);
+    const double negated = share_of(v, s->width, s->default_value ^ (uint64_t)1 << (s->width - 1));
+    const double shares[] = {0, share, share + negated};
+    for (listing as = LISTED; as <= LISTED_SIGNED; as++) {
+        if (shares[as] < LEAST_SHARE || shares[as] * s->width < 2 * entropy(shares[as])) continue;
+        if (as == LISTED_SIGNED && negated < LEAST_SHARE) continue;
+        count_as(s, r, as, v);
+        add_options(s, v, r, r->options + num_options);
+        least_listed = fmin(least_listed, least_of(r->options + num_options, s->num_shapes));
+        num_options += s->num_shapes;
+    }
+    if (s->columns > 1 && (s->is_whole || s->num_rows > 1) && s->columns < 0.1 * s->row_bytes * s->table_rows &&
+        least_of(r->options, s->num_shapes) <= COLUMNS_GAIN * least_listed) {
+        count_as(s, r, DENSE, v);
+        num_options += add_columns(s, v, r->options, r, &r->options[num_options]);
+    }
+    *found = (plan){0};
+    found->option = &r->options[choose(s, r->options, num_options, &found->digits, &found->cost)];
+    count_as(s, r, found->option->as, v);
+}
+
+static void init_search(const ibp_sample *sample, search *s)
+{
+    *s = (search){.rows = sample->rows,
+                  .num_rows = (size_t)sample->num_rows,
+                  .step = step_of(sample),
+                  .num_counted = counted_rows(sample),
+                  .element_bytes = sample->element_bytes,
+                  .row_bytes = sample->row_bytes,
+                  .exponent_bits = sample->exponent_bits,
+                  .is_whole = sample->table_rows <= sample->num_rows};
+    s->num_lists = list_digits(s->lists);
+    s->table_rows = (double)(s->is_whole ? sample->num_rows : sample->table_rows);
+}
+
+/* Sets up the search for a plan: of live columns, or NULL for all, and without some invariant bits. */
+static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_constant, uint32_t invariant_bits,
+                         const room *r)
+{
+    s->columns = s->row_bytes / s->element_bytes - num_constant, s->live_columns = num_constant ? live_columns : NULL;
+    s->invariant_bits = invariant_bits, s->width = 8 * s->element_bytes - invariant_bits;
+    s->num_shapes = list_shapes(s->width, s->exponent_bits, s->shapes);
+    s->default_value = s->closed_value = 0;
+    for (size_t i = 0; i < s->num_counted; i++) {
+        load_row(s, i * s->step, 1, r->row);
+        memcpy(r->elements + i * s->columns, r->row, sizeof *r->row * s->columns);
+    }
+}
+
+/* The low bits that all elements of the sample agree on, and their value. */
+static uint32_t find_invariant_bits(search *s, const room *r)
+{
+    const uint32_t width = 8 * s->element_bytes, columns = s->row_bytes / s->element_bytes;
+    uint64_t differing = 0, first = 0;
+    for (size_t row = 0; row < s->num_rows && (differing & 1) == 0; row++) {
+        load_whole(s, row, 1, r->row);
+        if (row == 0) first = r->row[0];
+        for (uint32_t c = 0; c < columns; c++) differing |= r->row[c] ^ first;
+    }
+    uint32_t bits = 0;
+    while (bits < width && !(differing >> bits & 1)) bits++;
+    if (bits == width) return 0; /* default rows */
+    if (bits > width - LEAST_CODED_BITS) bits = width - LEAST_CODED_BITS;
+    s->invariant_value = bits ? first & (~(uint64_t)0 >> (64 - bits)) : 0;
+    return bits;
+}
+
+/* Lists the columns that are not equal in all rows of the sample. @return how many are. */
+static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
+{
+    const uint32_t columns = s->row_bytes / s->element_bytes, bytes = s->element_bytes;
+    uint32_t num_constant = 0;
+    for (uint32_t c = 0; c < columns; c++) {
+        const uint8_t *const column = s->rows + (size_t)c * bytes;
+        size_t row = 1;
+        while (row < s->num_rows && memcmp(column, column + row * s->row_bytes, bytes) == 0) row++;
+        if (row < s->num_rows)
+            live_columns[c - num_constant] = (uint16_t)c;
+        else
+            num_constant++;
+    }
+    const double template_bytes = s->row_bytes + 2.0 * (columns - num_constant);
+    const bool pays = num_constant >= CONSTANT_SHARE * columns && num_constant < columns &&
+                      (double)num_constant * bytes * s->table_rows > 2 * template_bytes;
+    return pays && s->num_rows >= LEAST_CONSTANT_ROWS ? num_constant : 0;
+}
+
+/* The value of the first counted row that has one only, or 0: what default rows of a dense codebook are. */
+static uint64_t uniform_value(const search *s, const room *r)
+{
+    for (size_t row = 0; row < s->num_counted; row++) {
+        const uint64_t *const own = r->elements + row * s->columns;
+        uint32_t c = 1;
+        while (c < s->columns && own[c] == own[0]) c++;
+        if (c == s->columns) return own[0];
+    }
+    return 0;
+}
+
+/* Searches, first without what all of the sample agrees on, then again with it where leaving it out does not pay. */
+static void find_plan(search *s, const ibp_sample *sample, const room *r, uint16_t *live_columns, values *v,
+                      plan *found)
+{
+    const bool leaves_out = !sample->codes_invariant;
+    const uint32_t bits = leaves_out ? find_invariant_bits(s, r) : 0;
+    const uint32_t num_constant = leaves_out ? find_constant_columns(s, live_columns) : 0;
+    begin_search(s, live_columns, num_constant, bits, r);
+    *v = (values){0};
+    if (sample->level == IBP_LEVEL_FAST && search_fast(s, r, v, found)) return;
+    search_all(s, r, v, found);
+    const option *const o = found->option;
+    const bool keeps_bits = bits && o->tails[0] * bits / 8 >= INVARIANT_SHARE * s->row_bytes;
+    const bool keeps_columns = num_constant && o->as == DENSE;
+    if (keeps_bits == (bits > 0) && keeps_columns == (num_constant > 0)) return;
+    begin_search(s, live_columns, keeps_columns ? num_constant : 0, keeps_bits ? bits : 0, r);
+    *v = (values){0};
+    search_all(s, r, v, found);
+}
+
+/* Writes the default row: the sample's first, with the default in the live columns. */
+static void write_template(const search *s, uint64_t default_value, uint8_t *row_template)
+{
+    memcpy(row_template, s->rows, s->row_bytes);
+    for (uint32_t c = 0; c < s->columns; c++)
+        store_symbol(row_template + (size_t)s->live_columns[c] * s->element_bytes, default_value, s->element_bytes);
+}
+
+static uint64_t whole_value(const search *s, uint64_t value)
+{
+    return s->invariant_bits ? value << s->invariant_bits | s->invariant_value : value;
+}
+
+ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scratch_bytes, uint8_t *arrays,
+                            size_t arrays_bytes, ibp_planes *planes, double *coded_bytes)
+{
+    if (!is_sample(sample) || planes == NULL || arrays == NULL || coded_bytes == NULL) return IBP_INVALID_ARGUMENT;
+    if (scratch == NULL || (uintptr_t)scratch % 16 != 0 || (uintptr_t)arrays % 8 != 0) return IBP_INVALID_ARGUMENT;
+    const uint32_t row_bytes = sample->row_bytes, element_bytes = sample->element_bytes;
     room r;
     if (make_room(sample, scratch, &r) > scratch_bytes) return IBP_BUFFER_TOO_SMALL;
-    if (entries_bytes < ibp_max_entries_bytes(sample->row_bytes, sample->element_bytes)) return IBP_BUFFER_TOO_SMALL;
-    const uint32_t element_bytes = sample->element_bytes;
-    search s = {.rows = sample->rows,
-                .num_rows = (size_t)sample->num_rows,
-                .step = step_of(sample),
-                .element_bytes = element_bytes,
-                .width = 8 * element_bytes,
-                .row_bytes = sample->row_bytes,
-                .columns = sample->row_bytes / element_bytes};
-    s.num_shapes = list_shapes(s.width, sample->exponent_bits, s.shapes), s.num_lists = list_digits(s.lists);
-    s.table_rows = (double)(sample->table_rows > sample->num_rows ? sample->table_rows : sample->num_rows);
-    s.is_whole = sample->table_rows <= sample->num_rows;
-    const size_t num_rows = counted_rows(sample);
-    for (size_t i = 0; i < num_rows; i++) load_row(&s, i * s.step, r.elements + i * s.columns);
-
+    if (arrays_bytes < ibp_max_planes_bytes(row_bytes, element_bytes)) return IBP_BUFFER_TOO_SMALL;
+    uint16_t *const live_columns = (uint16_t *)(void *)(arrays + align_up(row_bytes));
+    uint8_t *const entries = arrays + constants_bytes(row_bytes, element_bytes);
+    search s;
     values v;
-    double share, least_listed = INFINITY;
-    count_dense(&s, r.elements, num_rows, &r, &v);
-    add_options(&s, &v, false, &r, r.options);
-    uint32_t num_options = s.num_shapes;
-    s.default_value = most_frequent(&v, s.width, &share);
-    bool has_listed = share >= LEAST_SHARE && share * s.width >= 2 * entropy(share);
-    if (has_listed) {
-        count_listed(&s, r.elements, num_rows, &r, &v);
-        add_options(&s, &v, true, &r, r.options + num_options);
-        least_listed = least_of(r.options + num_options, s.num_shapes);
-        num_options += s.num_shapes;
-    }
-    if (s.columns > 1 && (s.is_whole || s.num_rows > 1) && s.columns < 0.1 * s.row_bytes * s.table_rows &&
-        least_of(r.options, s.num_shapes) <= COLUMNS_GAIN * least_listed) {
-        if (has_listed) count_dense(&s, r.elements, num_rows, &r, &v);
-        num_options += add_columns(&s, &v, r.options, &r, &r.options[num_options]);
-        has_listed = false;
-    }
-
-    const digit_list *digits;
-    const option *const o = &r.options[choose(&s, r.options, num_options, &digits, coded_bytes)];
-    if (o->listed && !has_listed) count_listed(&s, r.elements, num_rows, &r, &v);
-    if (!o->listed && has_listed) count_dense(&s, r.elements, num_rows, &r, &v);
-    *planes = (ibp_planes){.entries = digits->num_entries ? entries : NULL,
-                           .default_value = o->listed ? s.default_value : 0,
-                           .closed_value = o->listed ? s.closed_value : 0,
+    plan found;
+    init_search(sample, &s);
+    find_plan(&s, sample, &r, live_columns, &v, &found);
+    const option *const o = found.option;
+    const digit_list *const digits = found.digits;
+    const uint64_t default_value = o->as == DENSE ? uniform_value(&s, &r) : s.default_value;
+    *coded_bytes = fmin(found.cost, row_bytes);
+    *planes = (ibp_planes){.entries = digits->num_entries && !found.consecutive ? entries : NULL,
+                           .default_value = whole_value(&s, default_value),
+                           .closed_value = o->as == DENSE ? 0 : whole_value(&s, s.closed_value),
                            .element_bytes = element_bytes,
                            .residual_bits = s.width - o->shape.symbol_bits,
                            .rotate = o->shape.rotate,
@@ -812,8 +1052,50 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
                            .num_entries = digits->num_entries,
                            .symbol_bytes = symbol_bytes_of(o->shape.symbol_bits),
                            .per_column = o->per_column,
-                           .listed = o->listed};
+                           .listed = o->as != DENSE,
+                           .consecutive = found.consecutive,
+                           .signed_default = o->as == LISTED_SIGNED,
+                           .invariant_bits = s.invariant_bits,
+                           .invariant_value = s.invariant_bits ? s.invariant_value : 0,
+                           .first_symbol = found.first_symbol,
+                           .num_constant = row_bytes / element_bytes - s.columns};
     memcpy(planes->digit_bits, digits->widths, sizeof planes->digit_bits);
-    write_entries(&s, &v, o, digits->num_entries, &r, entries);
+    if (planes->num_constant) {
+        write_template(&s, planes->default_value, arrays);
+        planes->live_columns = live_columns, planes->row_template = arrays;
+    }
+    if (!found.consecutive) write_entries(&s, &v, o, digits->num_entries, &r, entries);
+    return IBP_OK;
+}
+
+ibp_status ibp_learn_entries(const ibp_sample *sample, const ibp_planes *planes, void *scratch, size_t scratch_bytes,
+                             uint8_t *entries, size_t entries_bytes)
+{
+    if (!is_sample(sample) || planes == NULL || planes->consecutive) return IBP_INVALID_ARGUMENT;
+    if (scratch == NULL || (uintptr_t)scratch % 16 != 0) return IBP_INVALID_ARGUMENT;
+    ibp_codebook form;
+    room r;
+    if (ibp_build_planes_codebook(planes, sample->row_bytes, entries_bytes, &form) != IBP_OK || form.num_clusters > 1 ||
+        planes->element_bytes != sample->element_bytes)
+        return IBP_INVALID_ARGUMENT;
+    if (entries_bytes == 0) return IBP_OK;
+    for (uint32_t c = 0; planes->num_constant && c < ibp_columns_of(&form); c++)
+        if (planes->live_columns[c] >= sample->row_bytes / sample->element_bytes) return IBP_INVALID_ARGUMENT;
+    if (make_room(sample, scratch, &r) > scratch_bytes) return IBP_BUFFER_TOO_SMALL;
+    search s;
+    values v = {0};
+    init_search(sample, &s);
+    begin_search(&s, planes->live_columns, planes->num_constant, planes->invariant_bits, &r);
+    s.default_value = planes->default_value >> planes->invariant_bits;
+    s.closed_value = planes->closed_value >> planes->invariant_bits;
+    const listing as = planes->signed_default ? LISTED_SIGNED : planes->listed ? LISTED : DENSE;
+    if (as == DENSE) {
+        count_as(&s, &r, DENSE, &v);
+    } else {
+        const size_t listed = list_elements(&s, &r, differing_bits(&s, as), true, &v);
+        count_values(r.listed, listed, s.width, &r, &v);
+    }
+    const option o = {.shape = {planes->rotate, ibp_symbol_bits(planes)}, .per_column = planes->per_column};
+    write_entries(&s, &v, &o, form.planes.num_entries, &r, entries);
     return IBP_OK;
 }

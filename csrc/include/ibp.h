@@ -207,7 +207,7 @@ IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows,
 IBP_API ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes,
                                     uint32_t first_chunk, uint32_t last_chunk, uint8_t *mask, uint8_t *bitval);
 
-/* The share of the rows' bytes that masks would save, the codebook left out, by up to 64 of the rows and 512 bytes of
+/* The share of the rows' bytes that masks would save, the codebook left out, by up to 64 of the rows and 256 bytes of
  * each: as ibp_choose_masks finds them, of the best chunk_bytes. Meant to be quick, and rather too high. num_rows: at
  * least 1. */
 IBP_API ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, double *savings);
@@ -218,6 +218,10 @@ IBP_API ibp_status ibp_count_hits(const ibp_codebook *codebook, const uint8_t *d
 
 /* ---- learning ---------------------------------------------------------------------------------------------------- */
 
+/* How much a codebook may cost the decoder. Fast: dense rows with one plane of 4-bit digits and consecutive entries,
+ * which code and decode at the rate of memory, unless they save nothing; then as by default. */
+typedef enum ibp_level { IBP_LEVEL_DEFAULT = 0, IBP_LEVEL_FAST = 1 } ibp_level;
+
 /* Rows to learn a codebook from: all of a table's, or some drawn at random. */
 typedef struct ibp_sample {
     const uint8_t *rows;    /* num_rows * row_bytes bytes, at most 2^30 */
@@ -226,22 +230,32 @@ typedef struct ibp_sample {
     uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
     uint32_t exponent_bits; /* of floats, below 8 * element_bytes; 0: anything else */
+    ibp_level level;
+    bool codes_invariant; /* code the bits and columns too that all of the sample agrees on: the codebook then has a
+                             coded form for any row */
 } ibp_sample;
 
 /* Bytes of scratch, 16-byte aligned, that ibp_learn_planes needs; 0 for a sample that it refuses. */
 IBP_API size_t ibp_learn_scratch_bytes(const ibp_sample *sample);
 
-/* Bytes that the entries of a codebook for such rows take at most; 0 for an invalid argument. */
-IBP_API size_t ibp_max_entries_bytes(uint32_t row_bytes, uint32_t element_bytes);
+/* Bytes that the arrays of a codebook for such rows take at most; 0 for an invalid argument. */
+IBP_API size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes);
 
-/* The best codebook of scheme planes (section 6): symbol widths, rotation, digit widths, dense or listed rows, and
- * entries a table or a column, compared by what counts of the symbols say that a mean row takes. Entries a column are
- * learned from the even rows and judged by the odd ones, unless the sample is the table.
- * entries: room for entries_bytes, at least ibp_max_entries_bytes; planes->entries points to them, or is NULL.
+/* The best codebook of scheme planes (section 6) for a level: invariant bits, constant columns, symbol widths,
+ * rotation, digit widths, dense or listed rows, and entries a table or a column, compared by what counts of the symbols
+ * say that a mean row takes. Entries a column are learned from the even rows and judged by the odd ones, unless the
+ * sample is the table.
+ * arrays: 8-byte aligned room for arrays_bytes, at least ibp_max_planes_bytes; the pointers of *planes point into it.
  * coded_bytes: of a mean row with its share of the codebook, as expected; row_bytes if nothing pays.
- * @return IBP_BUFFER_TOO_SMALL if scratch or entries has too little room. */
-IBP_API ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scratch_bytes, uint8_t *entries,
-                                    size_t entries_bytes, ibp_planes *planes, double *coded_bytes);
+ * @return IBP_BUFFER_TOO_SMALL if scratch or arrays has too little room. */
+IBP_API ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scratch_bytes, uint8_t *arrays,
+                                    size_t arrays_bytes, ibp_planes *planes, double *coded_bytes);
+
+/* The entries for some rows of a codebook that is given but for them: the most frequent symbols of what it codes of
+ * the rows. planes: of one cluster, not consecutive; its entries are not read. entries: exactly entries_bytes.
+ * scratch: as for ibp_learn_planes, with the same sample. */
+IBP_API ibp_status ibp_learn_entries(const ibp_sample *sample, const ibp_planes *planes, void *scratch,
+                                     size_t scratch_bytes, uint8_t *entries, size_t entries_bytes);
 
 /* ---- one row (sections 5 and 6) --------------------------------------------------------------------------------- */
 

@@ -169,7 +169,7 @@ static void check_estimate(rng *r, size_t num_rows, uint32_t row_bytes)
 void test_analysis(void)
 {
     rng r = rng_seed(3);
-    static const uint32_t estimated[] = {1, 7, 8, 61, 512};
+    static const uint32_t estimated[] = {1, 7, 8, 61, 256};
     for (size_t i = 0; i < sizeof estimated / sizeof *estimated; i++)
         for (size_t num_rows = 1; num_rows <= 64; num_rows += 21) check_estimate(&r, num_rows, estimated[i]);
     static const size_t rows[] = {0, 1, 254, 255, 256, 511, 600};

@@ -4,9 +4,21 @@
 #include <math.h>
 
 /* Rows of one of the kinds of data that a codebook must find something in, or nothing. */
-enum { FLOATS, HALF_DEFAULT, FEW_ONES, COLUMNS, SMALL_NUMBERS, RANDOM, CONSTANT, NUM_KINDS };
-static const char *const KIND_NAMES[] = {"floats",        "half default", "few ones", "columns",
-                                         "small numbers", "random",       "constant"};
+enum {
+    FLOATS,
+    HALF_DEFAULT,
+    FEW_ONES,
+    COLUMNS,
+    SMALL_NUMBERS,
+    RANDOM,
+    CONSTANT,
+    ROUNDED,
+    BOTH_ZEROS,
+    CONSTANT_COLUMNS,
+    NUM_KINDS
+};
+static const char *const KIND_NAMES[] = {"floats", "half default", "few ones", "columns",    "small numbers",
+                                         "random", "constant",     "rounded",  "both zeros", "constant columns"};
 
 static uint64_t element_of(rng *r, int kind, uint32_t column, uint32_t width)
 {
@@ -20,6 +32,9 @@ static uint64_t element_of(rng *r, int kind, uint32_t column, uint32_t width)
     case COLUMNS: return (uint64_t)(column * 7 % 13 + (level > 3)) << low | (noise & (((uint64_t)1 << low) - 1));
     case SMALL_NUMBERS: return level;
     case RANDOM: return noise;
+    case ROUNDED: return (noise >> width / 4 << width / 4) | 1;
+    case BOTH_ZEROS: return noise >> 3 & 1 ? noise & (uint64_t)1 << (width - 1) : noise;
+    case CONSTANT_COLUMNS: return column % 2 ? 7 : noise;
     default: return 42;
     }
 }
@@ -49,18 +64,18 @@ static double measured(const ibp_sample *table, const ibp_codebook *codebook, si
 static double check_learned(const ibp_sample *table, const char *what)
 {
     const size_t scratch_bytes = ibp_learn_scratch_bytes(table);
-    const size_t most = ibp_max_entries_bytes(table->row_bytes, table->element_bytes);
+    const size_t most = ibp_max_planes_bytes(table->row_bytes, table->element_bytes);
     void *const scratch = aligned_alloc(64, (scratch_bytes + 63) / 64 * 64);
-    buffer entries = buffer_new(most, 0);
+    buffer arrays = buffer_new(most, 0);
     ibp_planes planes;
     ibp_codebook codebook;
     double expected = 0;
-    ibp_status status = ibp_learn_planes(table, scratch, scratch_bytes, entries.data, most, &planes, &expected);
+    ibp_status status = ibp_learn_planes(table, scratch, scratch_bytes, arrays.data, most, &planes, &expected);
     CHECK(status == IBP_OK, "%s: %s", what, ibp_status_string(status));
-    const size_t sets = planes.per_column ? table->row_bytes / table->element_bytes : 1;
-    const size_t entries_bytes = sets * planes.num_entries * planes.symbol_bytes;
-    buffer own = buffer_copy(entries.data, entries_bytes, 0); /* aligned to its symbols, and no longer than they are */
-    planes.entries = planes.num_entries ? own.data : NULL;
+    const size_t sets = planes.per_column ? table->row_bytes / table->element_bytes - planes.num_constant : 1;
+    const size_t entries_bytes = planes.entries ? sets * planes.num_entries * planes.symbol_bytes : 0;
+    buffer own = buffer_copy(planes.entries, entries_bytes, 0); /* no longer than they are */
+    if (planes.entries) planes.entries = own.data;
     status = ibp_build_planes_codebook(&planes, table->row_bytes, entries_bytes, &codebook);
     CHECK(status == IBP_OK && ibp_check_codebook(&codebook) == IBP_OK, "%s: the codebook is wrong", what);
     CHECK(codebook.planes.num_entries == planes.num_entries && codebook.planes.symbol_bytes == planes.symbol_bytes,
@@ -75,9 +90,25 @@ static double check_learned(const ibp_sample *table, const char *what)
     CHECK(status == IBP_OK && decode_row(&codebook, coded.data, coded_bytes, row.data) == IBP_OK &&
               memcmp(row.data, table->rows, table->row_bytes) == 0,
           "%s: a row comes back wrong", what);
-    buffer_free(&row), buffer_free(&coded), buffer_free(&own), buffer_free(&entries);
+    buffer_free(&row), buffer_free(&coded), buffer_free(&own), buffer_free(&arrays);
     free(scratch);
     return expected / table->row_bytes;
+}
+
+/* The fields of what is learned from all rows of a table; its arrays are gone. */
+static ibp_planes learned(const ibp_sample *table)
+{
+    const size_t scratch_bytes = ibp_learn_scratch_bytes(table);
+    const size_t most = ibp_max_planes_bytes(table->row_bytes, table->element_bytes);
+    void *const scratch = aligned_alloc(64, (scratch_bytes + 63) / 64 * 64);
+    buffer arrays = buffer_new(most, 0);
+    ibp_planes planes = {0};
+    double expected;
+    CHECK(ibp_learn_planes(table, scratch, scratch_bytes, arrays.data, most, &planes, &expected) == IBP_OK, "%u",
+          table->row_bytes);
+    buffer_free(&arrays);
+    free(scratch);
+    return planes;
 }
 
 static void check_kinds(void)
@@ -89,8 +120,14 @@ static void check_kinds(void)
                 for (int64_t num_rows = 1; num_rows <= 200; num_rows = num_rows * 8 + 3) {
                     const uint32_t exponent_bits = rng_chance(&r, 50) ? 3 + rng_below(&r, 8 * element_bytes - 3) : 0;
                     buffer rows = rows_of(&r, kind, num_rows, columns, element_bytes);
-                    const ibp_sample table = {rows.data,     num_rows,     num_rows, columns * element_bytes,
-                                              element_bytes, exponent_bits};
+                    const ibp_sample table = {rows.data,
+                                              num_rows,
+                                              num_rows,
+                                              columns * element_bytes,
+                                              element_bytes,
+                                              exponent_bits,
+                                              rng_chance(&r, 30) ? IBP_LEVEL_FAST : IBP_LEVEL_DEFAULT,
+                                              rng_chance(&r, 30)};
                     char what[100];
                     snprintf(what, sizeof what, "%s, %u columns of %u bytes, exponent of %u bits, %d rows",
                              KIND_NAMES[kind], columns, element_bytes, exponent_bits, (int)num_rows);
@@ -102,13 +139,14 @@ static void check_kinds(void)
 /* What is to be found in enough rows: the most that a mean row may take, as a share. */
 static void check_savings(void)
 {
-    static const double most[NUM_KINDS] = {0.70, 0.60, 0.05, 0.65, 0.15, 1.0, 0.02};
+    static const double most[NUM_KINDS] = {0.70, 0.60, 0.05, 0.65, 0.15, 1.0, 0.02, 0.76, 0.61, 0.52};
     rng r = rng_seed(32);
     for (uint32_t element_bytes = 2; element_bytes <= 8; element_bytes *= 2)
         for (int kind = 0; kind < NUM_KINDS; kind++) {
             const int64_t num_rows = 600;
             buffer rows = rows_of(&r, kind, num_rows, 128, element_bytes);
-            const ibp_sample table = {rows.data, num_rows, num_rows, 128 * element_bytes, element_bytes, 0};
+            const ibp_sample table = {
+                rows.data, num_rows, num_rows, 128 * element_bytes, element_bytes, 0, IBP_LEVEL_DEFAULT, false};
             const double share = check_learned(&table, KIND_NAMES[kind]);
             CHECK(share <= most[kind], "%s, %u bytes: %.3f of the bytes", KIND_NAMES[kind], element_bytes, share);
             CHECK(kind != RANDOM || share > 0.99, "%.3f of random bytes", share);
@@ -118,13 +156,14 @@ static void check_savings(void)
 
 static void check_refused(void)
 {
-    uint8_t rows[64] = {0}, entries[64 * 60];
-    const ibp_sample good = {rows, 4, 4, 16, 2, 8};
-    const size_t scratch_bytes = ibp_learn_scratch_bytes(&good), most = ibp_max_entries_bytes(16, 2);
+    uint8_t rows[64] = {0};
+    const ibp_sample good = {rows, 4, 4, 16, 2, 8, IBP_LEVEL_DEFAULT, false};
+    const size_t scratch_bytes = ibp_learn_scratch_bytes(&good), most = ibp_max_planes_bytes(16, 2);
+    uint8_t *const arrays = aligned_alloc(64, (most + 63) / 64 * 64);
     void *const scratch = aligned_alloc(64, (scratch_bytes + 127) / 64 * 64);
     ibp_planes planes;
     double bytes;
-    for (int wrong = 0; wrong < 8; wrong++) {
+    for (int wrong = 0; wrong < 9; wrong++) {
         ibp_sample s = good;
         if (wrong == 0) s.rows = NULL;
         if (wrong == 1) s.num_rows = 0;
@@ -134,21 +173,50 @@ static void check_refused(void)
         if (wrong == 5) s.exponent_bits = 16;
         if (wrong == 6) s.num_rows = (int64_t)1 << 40;
         if (wrong == 7) s.table_rows = -1;
+        if (wrong == 8) s.level = (ibp_level)2;
         CHECK(ibp_learn_scratch_bytes(&s) == 0, "case %d", wrong);
-        CHECK(ibp_learn_planes(&s, scratch, scratch_bytes, entries, most, &planes, &bytes) == IBP_INVALID_ARGUMENT,
+        CHECK(ibp_learn_planes(&s, scratch, scratch_bytes, arrays, most, &planes, &bytes) == IBP_INVALID_ARGUMENT,
               "case %d", wrong);
     }
-    CHECK(ibp_learn_scratch_bytes(NULL) == 0 && ibp_max_entries_bytes(16, 3) == 0 && ibp_max_entries_bytes(15, 2) == 0,
+    CHECK(ibp_learn_scratch_bytes(NULL) == 0 && ibp_max_planes_bytes(16, 3) == 0 && ibp_max_planes_bytes(15, 2) == 0,
           "sizes of what is refused");
-    CHECK(ibp_learn_planes(&good, scratch, scratch_bytes - 1, entries, most, &planes, &bytes) == IBP_BUFFER_TOO_SMALL,
+    CHECK(ibp_learn_planes(&good, scratch, scratch_bytes - 1, arrays, most, &planes, &bytes) == IBP_BUFFER_TOO_SMALL,
           "scratch");
-    CHECK(ibp_learn_planes(&good, scratch, scratch_bytes, entries, most - 1, &planes, &bytes) == IBP_BUFFER_TOO_SMALL,
-          "entries");
-    CHECK(ibp_learn_planes(&good, (uint8_t *)scratch + 8, scratch_bytes, entries, most, &planes, &bytes) ==
+    CHECK(ibp_learn_planes(&good, scratch, scratch_bytes, arrays, most - 1, &planes, &bytes) == IBP_BUFFER_TOO_SMALL,
+          "arrays");
+    CHECK(ibp_learn_planes(&good, scratch, scratch_bytes, arrays + 4, most, &planes, &bytes) == IBP_INVALID_ARGUMENT,
+          "arrays of symbols");
+    CHECK(ibp_learn_planes(&good, (uint8_t *)scratch + 8, scratch_bytes, arrays, most, &planes, &bytes) ==
               IBP_INVALID_ARGUMENT,
           "alignment");
-    CHECK(ibp_learn_planes(&good, scratch, scratch_bytes, entries, most, &planes, &bytes) == IBP_OK, "a good sample");
+    CHECK(ibp_learn_planes(&good, scratch, scratch_bytes, arrays, most, &planes, &bytes) == IBP_OK, "a good sample");
     free(scratch);
+    free(arrays);
+}
+
+/* What is left out is what all rows agree on, and what is left in when it is asked for. */
+static void check_what_is_left_out(void)
+{
+    rng r = rng_seed(33);
+    static const int kinds[] = {ROUNDED, BOTH_ZEROS, CONSTANT_COLUMNS, FLOATS};
+    for (size_t i = 0; i < 4; i++)
+        for (int codes_invariant = 0; codes_invariant < 2; codes_invariant++) {
+            buffer rows = rows_of(&r, kinds[i], 600, 128, 4);
+            ibp_sample table = {rows.data, 600, 600, 512, 4, 0, IBP_LEVEL_DEFAULT, codes_invariant};
+            const ibp_planes planes = learned(&table);
+            const bool leaves_out = !codes_invariant;
+            CHECK(planes.invariant_bits == (leaves_out && kinds[i] == ROUNDED ? 8u : 0u), "%s: %u invariant bits",
+                  KIND_NAMES[kinds[i]], planes.invariant_bits);
+            CHECK(planes.invariant_value == (planes.invariant_bits ? 1u : 0u), "%s", KIND_NAMES[kinds[i]]);
+            CHECK(planes.num_constant == (leaves_out && kinds[i] == CONSTANT_COLUMNS ? 64u : 0u),
+                  "%s: %u constant columns", KIND_NAMES[kinds[i]], planes.num_constant);
+            CHECK(planes.signed_default == (kinds[i] == BOTH_ZEROS), "%s", KIND_NAMES[kinds[i]]);
+            table.level = IBP_LEVEL_FAST;
+            const ibp_planes fast = learned(&table);
+            if (leaves_out) CHECK(fast.consecutive == (kinds[i] == FLOATS), "%s", KIND_NAMES[kinds[i]]);
+            if (fast.consecutive) CHECK(fast.num_planes == 1 && fast.digit_bits[0] == 4 && !fast.listed, "%s", "fast");
+            buffer_free(&rows);
+        }
 }
 
 void test_learn(void)
@@ -156,4 +224,5 @@ void test_learn(void)
     check_kinds();
     check_savings();
     check_refused();
+    check_what_is_left_out();
 }
