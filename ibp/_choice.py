@@ -52,7 +52,14 @@ def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook 
     """
     if scheme == "auto":
         scheme = (
-            _schemes.scheme_of({"chunk_bytes": request.chunk_bytes, "tau": request.tau, "paper": request.paper})
+            _schemes.scheme_of(
+                {
+                    "chunk_bytes": request.chunk_bytes,
+                    "tau": request.tau,
+                    "paper": request.paper,
+                    "level": request.level,
+                }
+            )
             or "auto"
         )
     if scheme == "auto":

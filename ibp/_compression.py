@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tqdm import tqdm
@@ -14,6 +14,8 @@ from ._compressed_tensor import CompressedTensor
 from ._estimation import check_codebook, check_learning
 from ._schemes import AnyCodebook, Request, check_clusters, measure
 
+_MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
+
 
 def compress(
     x: torch.Tensor,
@@ -24,6 +26,7 @@ def compress(
     codebook: AnyCodebook | None = None,
     sample: float | None = None,
     clusters: int | str | None = None,
+    level: str = "default",
     layout: str = "slots",
     slot_bytes: int | None = None,
     row_bytes: int | None = None,
@@ -51,6 +54,10 @@ def compress(
         sample: fraction of the rows to learn the codebook from; None: as many as fit 64 MiB (16 MiB without a GPU).
         clusters: how many codebooks to divide the rows among, 1 to 256, by k-means over their bits and then by coded
             size (the paper's section 6.5); "auto": doubled for as long as the net saving grows. None: one.
+        level: "default", the fewest bytes, or nearly so where that decodes faster; "fast", which implies scheme
+            "planes": one digit of 4 bits that counts up from the smallest frequent exponent, which a GPU codes and
+            decodes at the rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of FP32. Where such
+            digits save less than 4 % of a row, as of data that is half zeros, the codebook is that of "default".
         layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and
             files.
         slot_bytes: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place layout). None: chosen
@@ -70,7 +77,7 @@ def compress(
         RuntimeError: memory cannot be pinned.
     """
     _rows.check_tensor(x)
-    learning = _Learning.of(scheme, chunk_bytes, tau, sample, clusters, codebook)
+    learning = _Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
     pin, node = _wants_pinning(x, pin_memory), _numa.node_of(numa)
     geometry = _geometry(x, row_bytes, codebook)
     slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
@@ -94,6 +101,7 @@ def compress_(
     codebook: AnyCodebook | None = None,
     sample: float | None = None,
     clusters: int | str | None = None,
+    level: str = "default",
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
     pin_memory: bool | None = None,
@@ -120,7 +128,7 @@ def compress_(
     """
     _rows.check_tensor(x)
     _check_owns_memory(x)
-    learning = _Learning.of(scheme, chunk_bytes, tau, sample, clusters, codebook)
+    learning = _Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
     geometry = _geometry(x, row_bytes, codebook)
     worker, pin = _rows.working_device(x, device), _wants_pinning(x, pin_memory)
     data = _rows.bytes_of(x)
@@ -161,6 +169,11 @@ class _Coding:
     lengths: torch.Tensor
     survey: _layout.Survey
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of the rows and the codebook."""
+        return self.survey.stored + self.codebook.nbytes
+
 
 @dataclass(frozen=True)
 class _Learning:
@@ -171,6 +184,7 @@ class _Learning:
     tau: float | None
     sample: float | None
     clusters: int | str | None
+    level: str
     codebook: AnyCodebook | None
 
     @classmethod
@@ -181,10 +195,11 @@ class _Learning:
         tau: float | None,
         sample: float | None,
         clusters: int | str | None,
+        level: str,
         codebook: AnyCodebook | None,
     ) -> _Learning:
         """Of the arguments of the same names. Raises TypeError and ValueError for wrong ones."""
-        chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample)
+        chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample, level)
         if clusters is not None and not isinstance(clusters, str):
             clusters = whole_number("clusters", clusters)
         check_clusters(clusters)
@@ -194,7 +209,9 @@ class _Learning:
             )
         if clusters is not None and scheme == "raw":
             raise ValueError(f"clusters is {clusters!r}, but rows of scheme 'raw' have no codebook")
-        return cls(scheme, chunk_bytes, tau, sample, clusters, codebook)
+        if level == "fast" and clusters is not None:
+            raise ValueError(f"clusters is {clusters!r}, but consecutive entries, level='fast', have no clusters")
+        return cls(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
 
     def coding_of(
         self,
@@ -206,8 +223,12 @@ class _Learning:
         in_place: bool = False,
     ) -> _Coding | None:
         """How the bytes are coded; None where raw rows take no more bytes, or are what is asked for."""
-        codebook = self.codebook
-        if codebook is None and geometry.num_bytes:
+        if not geometry.num_bytes:
+            return None
+        coding: _Coding | None
+        if self.codebook is not None:
+            coding = _coding(data, geometry, self.codebook, worker, progress)
+        else:
             request = Request(
                 data,
                 geometry,
@@ -218,13 +239,34 @@ class _Learning:
                 slot_bytes=slot_bytes,
                 clusters=self.clusters,
                 progress=progress,
+                level=self.level,
             )
-            codebook = learn(self.scheme, request, in_place)
-        if codebook is None or not geometry.num_bytes:
+            coding = self._learned(request, in_place)
+        if coding is None or coding.stored_bytes >= geometry.num_bytes:
             return None
-        lengths = measure(data, codebook, worker, progress)
-        survey = _layout.survey(lengths, geometry)
-        return _Coding(codebook, lengths, survey) if survey.stored + codebook.nbytes < geometry.num_bytes else None
+        return coding
+
+    def _learned(self, request: Request, in_place: bool) -> _Coding | None:
+        """As learned from sampled rows; where many others lack what those have in common, once more without it."""
+        codebook = learn(self.scheme, request, in_place)
+        if codebook is None:
+            return None
+        coding = _coding(request.data, request.geometry, codebook, request.device, request.progress)
+        savings, expected = 1 - coding.stored_bytes / request.geometry.num_bytes, codebook.expected_savings
+        if not codebook.is_partial or expected is None or savings > expected - _MOST_LACKING:
+            return coding
+        codebook = learn(self.scheme, replace(request, codes_invariant=True), in_place)
+        if codebook is None:
+            return coding
+        again = _coding(request.data, request.geometry, codebook, request.device, request.progress)
+        return min(coding, again, key=lambda tried: tried.stored_bytes)
+
+
+def _coding(
+    data: torch.Tensor, geometry: _rows.Geometry, codebook: AnyCodebook, worker: torch.device, progress: bool
+) -> _Coding:
+    lengths = measure(data, codebook, worker, progress)
+    return _Coding(codebook, lengths, _layout.survey(lengths, geometry))
 
 
 def _wants_pinning(x: torch.Tensor, pin_memory: bool | None) -> bool:

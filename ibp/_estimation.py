@@ -26,6 +26,7 @@ def analyze(
     chunk_bytes: int | None = None,
     tau: float | None = None,
     paper: bool = False,
+    level: str = "default",
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
     progress: bool = False,
@@ -41,6 +42,7 @@ def analyze(
             each chunk.
         paper: sweep one threshold for all chunks, and give every chunk a participation bit: the paper's own choice and
             bytes.
+        level: of scheme planes, see `compress`.
         row_bytes: bytes of a row, see `compress`.
         device: where the analysis runs. None: x's GPU, else the current GPU if there is one, else the CPU.
         progress: show a progress bar.
@@ -50,12 +52,20 @@ def analyze(
         ValueError: an argument is outside its range.
     """
     _rows.check_tensor(x)
-    chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample)
+    chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample, level)
     if paper and scheme != "ibp":
         raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
     geometry = _rows.Geometry.of(x, row_bytes)
     request = _schemes.Request(
-        _rows.bytes_of(x), geometry, _rows.working_device(x, device), sample, chunk_bytes, tau, paper, progress=progress
+        _rows.bytes_of(x),
+        geometry,
+        _rows.working_device(x, device),
+        sample,
+        chunk_bytes,
+        tau,
+        paper,
+        progress=progress,
+        level=level,
     )
     return _choice.learn(scheme, request)
 
@@ -137,6 +147,7 @@ def estimate(
     *,
     layout: str = "slots",
     slot_bytes: int | None = None,
+    level: str = "default",
     row_bytes: int | None = None,
     device: torch.device | str | int | None = None,
     progress: bool = False,
@@ -151,7 +162,7 @@ def estimate(
     Args:
         x: tensor [N, ...]; of one that requires grad the values are taken.
         codebook: from `analyze`, `Codebook.from_masks` or a table; x is cut into rows of `codebook.row_bytes`.
-        layout, slot_bytes, row_bytes: as in `compress`; not with a codebook.
+        layout, slot_bytes, level, row_bytes: as in `compress`; not with a codebook.
         device: where rows are measured, as in `analyze`.
         progress: show progress bars.
 
@@ -166,14 +177,20 @@ def estimate(
     if codebook is None:
         geometry = _rows.Geometry.of(x, row_bytes)
         slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
+        _schemes.check_scheme("planes", level=level)
         request = _schemes.Request(
-            _rows.bytes_of(x), geometry, _rows.working_device(x, device), slot_bytes=slot_bytes, progress=progress
+            _rows.bytes_of(x),
+            geometry,
+            _rows.working_device(x, device),
+            slot_bytes=slot_bytes,
+            progress=progress,
+            level=level,
         )
         return _estimate_of(geometry, layout, _choice.compare(request))
     check_codebook(codebook)
-    if layout != "slots" or slot_bytes is not None or row_bytes is not None:
+    if layout != "slots" or slot_bytes is not None or row_bytes is not None or level != "default":
         raise ValueError(
-            "layout, slot_bytes and row_bytes belong to an estimate without a codebook: "
+            "layout, slot_bytes, level and row_bytes belong to an estimate without a codebook: "
             "the bytes of rows are the same in all layouts"
         )
     geometry = _rows.Geometry.of(x, codebook.row_bytes)
@@ -249,13 +266,13 @@ def _percent(share: float) -> str:
 
 
 def check_learning(
-    scheme: str, chunk_bytes: int | None, tau: float | None, sample: float | None
+    scheme: str, chunk_bytes: int | None, tau: float | None, sample: float | None, level: str
 ) -> tuple[int | None, float | None, float | None]:
     """(chunk_bytes, tau, sample) as numbers of Python. Raises TypeError for what is no number, ValueError for what
     cannot be learned from."""
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
     tau, sample = (None if value is None else number(name, value) for name, value in (("tau", tau), ("sample", sample)))
-    _schemes.check_scheme(scheme, chunk_bytes=chunk_bytes, tau=tau)
+    _schemes.check_scheme(scheme, chunk_bytes=chunk_bytes, tau=tau, level=level)
     _schemes.check_sample(sample)
     return chunk_bytes, tau, sample
 

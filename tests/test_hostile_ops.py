@@ -73,7 +73,7 @@ def good_calls():
     yield "threshold_bits", [torch.arange(64) % 11, 10, 0.8]
     yield "choose_masks", [data, 240, 4]
     yield "estimate_masks", [data, 240]
-    yield "learn_planes", [data, 240, 4, 8, 100]
+    yield "learn_planes", [data, 240, 4, 8, 100, False, False]
     yield "count_bits", [data, 240]
     yield "partition_ids", [torch.tensor([7, 99, 3]), 100, 3]
 
@@ -223,9 +223,9 @@ CONTRADICTIONS = {
     "bitval shorter than its mask": lambda: OPS.codebook_words(zeros(64), zeros(3), 4, False),
     "chunks of three bytes": lambda: OPS.choose_masks(zeros(64), 8, 3),
     "no rows to estimate from": lambda: OPS.estimate_masks(zeros(7), 8),
-    "no rows to learn from": lambda: OPS.learn_planes(zeros(7), 8, 4, 8, 1),
-    "rows to learn from that cut elements": lambda: OPS.learn_planes(zeros(64), 6, 4, 8, 10),
-    "an exponent of all bits": lambda: OPS.learn_planes(zeros(64), 8, 4, 32, 10),
+    "no rows to learn from": lambda: OPS.learn_planes(zeros(7), 8, 4, 8, 1, False, False),
+    "rows to learn from that cut elements": lambda: OPS.learn_planes(zeros(64), 6, 4, 8, 10, False, False),
+    "an exponent of all bits": lambda: OPS.learn_planes(zeros(64), 8, 4, 32, 10, False, False),
     "more bytes than there are": lambda: OPS.decode_bytes(*raw_table(), -(2**63), MOST, 0, zeros(16), fault()),
     "out too small": lambda: OPS.decode_bytes(*raw_table(), 0, 128, 0, zeros(16), fault()),
     "a fault too short for nothing": lambda: OPS.decode_bytes(*raw_table(), 0, 0, 0, zeros(16), zeros(3, I64)),

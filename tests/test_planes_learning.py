@@ -17,7 +17,7 @@ import reference_planes as reference
 from golden.make_planes import CASES, KINDS, adversarial_rows, load, random_codebook, rows_of_k
 from helpers import DTYPES, bytes_of, make_tensor, planes_codebook, reference_planes_codebook
 from ibp._schemes.planes.codebook import PlanesCodebook, num_entries
-from ibp._schemes.planes.cost import header_bytes, positions_bytes, row_bytes_of
+from ibp import _layout
 from ibp._schemes.planes.learning import learn_planes
 from test_planes_rows import codec_of as coder_of
 
@@ -50,6 +50,12 @@ def as_sample(rows):
     return torch.from_numpy(
         np.frombuffer(b"".join(row if isinstance(row, bytes) else row.tobytes() for row in rows), np.uint8).copy()
     )
+
+
+def row_bytes_of(codebook, sample):
+    """Bytes of every row as stored."""
+    lengths = torch.ops.ibp.measure_rows(sample, codebook.words("cpu"), codebook.codec)
+    return _layout.stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
 
 
 def learned(x, row_bytes=None, **kwargs):
@@ -217,15 +223,6 @@ def test_cost_of_any_rows(seed, element_bytes, columns, rotate, residual_bits, d
     )
     rows = np.concatenate([adversarial_rows(rng, 4, codebook), rows_of_k(rng, codebook, [0, columns // 3, columns])])
     assert_cost(codebook, rows)
-
-
-@pytest.mark.parametrize("columns", [1, 2, 7, 8, 100, 127, 128, 1000, 32767, 32768, 65536])
-def test_positions(columns):
-    sizes = positions_bytes(columns)
-    assert len(sizes) == columns + 1 and sizes[0] == 0
-    for k in {1, 2, columns // 100 + 1, columns // 2 + 1, max(1, columns - 1), columns} & set(range(1, columns + 1)):
-        assert sizes[k] == reference.form_bytes(reference.choose_form(columns, k), columns, k)
-    assert header_bytes(columns) == reference.header_bytes(columns)
 
 
 def test_rows_of_zero_value_compression():

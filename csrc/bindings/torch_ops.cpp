@@ -204,8 +204,8 @@ std::tuple<Tensor, Tensor> learn_planes(Tensor data, int64_t row_bytes, int64_t 
     const std::unique_ptr<uint8_t[]> arrays(new uint8_t[arrays_bytes]);
     ibp_planes planes;
     double unused;
-    check(ibp_learn_planes(&sample, bytes_of(scratch, 0, "scratch"), static_cast<size_t>(scratch.numel()),
-                           arrays.get(), arrays_bytes, &planes, &unused),
+    check(ibp_learn_planes(&sample, bytes_of(scratch, 0, "scratch"), static_cast<size_t>(scratch.numel()), arrays.get(),
+                           arrays_bytes, &planes, &unused),
           "learn_planes");
     return {planes_words(data, planes, sample.row_bytes), planes_codec(data, planes, row_bytes)};
 }

@@ -39,6 +39,8 @@ static const double COLUMNS_PAY = 0.9995;      /* of the cost with entries a tab
 static const double COLUMNS_GAIN = 1.25;       /* rows with entries a column are smaller by this factor at the most */
 static const double LEAST_SHARE = 1.0 / 256;   /* of a default */
 static const double CONSTANT_SHARE = 1.0 / 8;  /* of columns: fewer do not pay for the slower decoder */
+static const double MOST_LACKING = 0.2;        /* of rows that lack invariant bits */
+static const double LEAST_FAST = 0.04;         /* of a row, that digits of level fast save */
 static const double INVARIANT_SHARE = 0.01;    /* of a row, likewise that invariant bits save */
 static const double PSEUDO_COUNTS = 8.0;       /* of the table's symbols that every column has besides its own */
 
@@ -251,12 +253,14 @@ static void fill_tails(option *o, double total, double scale, double num_rows, c
 typedef struct search {
     const uint8_t *rows;
     size_t num_rows, step, num_counted; /* rows of the sample; each step-th is counted, all of them for columns */
+    size_t num_loaded, num_defaults;    /* of those counted: in `elements`, and default rows */
+    uint64_t default_row;               /* the value of such rows */
     uint32_t element_bytes, width, row_bytes, columns;
     uint32_t invariant_bits;
     uint64_t invariant_value;
     const uint16_t *live_columns; /* or NULL: all */
     uint32_t exponent_bits, num_shapes, num_lists;
-    double table_rows;
+    double table_rows, lacking; /* the latter: share of the rows that are raw for want of the invariant bits */
     uint64_t default_value, closed_value;
     bool is_whole; /* the sample is the table */
     shape shapes[MOST_SHAPES];
@@ -454,6 +458,13 @@ static double entropy(double share)
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
 }
 
+static bool is_run(const uint64_t *values, size_t count)
+{
+    size_t same = 1;
+    while (same < count && values[same] == values[0]) same++;
+    return same >= count;
+}
+
 /* The bits of an element that make it differ from the default. */
 static uint64_t differing_bits(const search *s, listing as)
 {
@@ -468,7 +479,7 @@ static size_t list_elements(const search *s, const room *r, uint64_t bits, bool 
     uint64_t *const listed = r->listed;
     size_t size = 0, bytes = 0;
     v->has_uniform = false;
-    for (size_t row = 0; row < s->num_counted; row++) {
+    for (size_t row = 0; row < s->num_loaded; row++) {
         const uint64_t *const own = r->elements + row * s->columns;
         const size_t begin = size;
         for (uint32_t c = 0; c < s->columns; c++) {
@@ -478,13 +489,11 @@ static size_t list_elements(const search *s, const room *r, uint64_t bits, bool 
         const uint32_t num_listed = (uint32_t)(size - begin);
         bytes += ibp_header_bytes(s->columns) + (signs * (s->columns - num_listed) + 7) / 8 +
                  (num_listed ? ibp_choose_position_form(num_listed, s->columns).num_bytes : 0u);
-        size_t same = begin;
-        while (same < size && listed[same] == listed[begin]) same++;
-        const bool is_uniform = same == size && num_listed;
+        const bool is_uniform = num_listed && is_run(listed + begin, num_listed);
         v->has_uniform |= is_uniform;
         if (has_closed && is_uniform && listed[begin] == s->closed_value) size = begin;
     }
-    v->num_rows = (double)s->num_counted, v->extra_bytes = (double)bytes / (double)s->num_counted;
+    v->num_rows = (double)s->num_loaded, v->extra_bytes = (double)bytes / (double)s->num_loaded;
     return size;
 }
 
@@ -506,11 +515,11 @@ static void count_listed(search *s, const room *r, listing as, values *v)
 static void count_as(search *s, const room *r, listing as, values *v)
 {
     if (v->as == as && v->num_rows > 0) return;
-    *v = (values){.as = as, .num_rows = (double)s->num_counted};
+    *v = (values){.as = as, .num_rows = (double)s->num_loaded};
     if (as != DENSE)
         count_listed(s, r, as, v);
     else
-        count_values(r->elements, s->num_counted * s->columns, s->width, r, v);
+        count_values(r->elements, s->num_loaded * s->columns, s->width, r, v);
 }
 
 /* One option for each shape. Shapes of one kind go from few bits to many: each is folded from the one after it. */
@@ -865,7 +874,7 @@ static void find_run(const search *s, const values *v, shape of, const room *r, 
 }
 
 /* The best plan of level fast: dense rows, one plane, consecutive entries, symbols that a byte holds. @return false if
- * its digits save nothing. */
+ * its digits save next to nothing. */
 static bool search_fast(search *s, const room *r, values *v, plan *found)
 {
     uint32_t digits = 0;
@@ -880,7 +889,7 @@ static bool search_fast(search *s, const room *r, values *v, plan *found)
         if (tried->costs[digits] >= found->cost) continue;
         *best = *tried, found->cost = best->costs[digits], found->first_symbol = first_symbol;
     }
-    return found->cost < s->columns * s->width / 8.0;
+    return found->cost < s->columns * s->width / 8.0 - LEAST_FAST * s->row_bytes;
 }
 
 /* The best of all plans. v: counted as it has it. */
@@ -896,6 +905,7 @@ static void search_all(search *s, const room *r, values *v, plan *found)
     for (listing as = LISTED; as <= LISTED_SIGNED; as++) {
         if (shares[as] < LEAST_SHARE || shares[as] * s->width < 2 * entropy(shares[as])) continue;
         if (as == LISTED_SIGNED && negated < LEAST_SHARE) continue;
+        if (s->num_defaults > 0 && s->default_value != s->default_row) continue;
         count_as(s, r, as, v);
         add_options(s, v, r, r->options + num_options);
         least_listed = fmin(least_listed, least_of(r->options + num_options, s->num_shapes));
@@ -925,36 +935,84 @@ static void init_search(const ibp_sample *sample, search *s)
     s->table_rows = (double)(s->is_whole ? sample->num_rows : sample->table_rows);
 }
 
-/* Sets up the search for a plan: of live columns, or NULL for all, and without some invariant bits. */
+/* The value that most of the counted rows of one value have. @return false if there are none. */
+static bool find_default_row(search *s, const room *r)
+{
+    size_t ahead = 0, found = 0;
+    s->default_row = 0;
+    for (size_t i = 0; i < s->num_counted; i++) {
+        load_row(s, i * s->step, 1, r->row);
+        if (!is_run(r->row, s->columns)) continue;
+        if (ahead == 0) s->default_row = r->row[0];
+        if (r->row[0] == s->default_row)
+            ahead++;
+        else
+            ahead--;
+        found++;
+    }
+    return found > 0;
+}
+
+/* Sets up the search for a plan: of live columns, or NULL for all, and without some invariant bits. Default rows take no
+ * bytes, and are not counted. */
 static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_constant, uint32_t invariant_bits,
                          const room *r)
 {
     s->columns = s->row_bytes / s->element_bytes - num_constant, s->live_columns = num_constant ? live_columns : NULL;
     s->invariant_bits = invariant_bits, s->width = 8 * s->element_bytes - invariant_bits;
     s->num_shapes = list_shapes(s->width, s->exponent_bits, s->shapes);
-    s->default_value = s->closed_value = 0;
+    s->default_value = s->closed_value = 0, s->num_loaded = s->num_defaults = 0;
+    const bool has_default = find_default_row(s, r);
     for (size_t i = 0; i < s->num_counted; i++) {
         load_row(s, i * s->step, 1, r->row);
-        memcpy(r->elements + i * s->columns, r->row, sizeof *r->row * s->columns);
+        const bool is_default = has_default && r->row[0] == s->default_row && is_run(r->row, s->columns);
+        s->num_defaults += is_default;
+        if (is_default && s->num_defaults < s->num_counted) continue; /* one row at least is counted */
+        memcpy(r->elements + s->num_loaded++ * s->columns, r->row, sizeof *r->row * s->columns);
     }
 }
 
-/* The low bits that all elements of the sample agree on, and their value. */
-static uint32_t find_invariant_bits(search *s, const room *r)
+/* How many of the lowest bits all elements of a row have in common. first: its first element. */
+static uint32_t common_bits(const search *s, size_t row, const room *r, uint64_t *first)
 {
     const uint32_t width = 8 * s->element_bytes, columns = s->row_bytes / s->element_bytes;
-    uint64_t differing = 0, first = 0;
-    for (size_t row = 0; row < s->num_rows && (differing & 1) == 0; row++) {
-        load_whole(s, row, 1, r->row);
-        if (row == 0) first = r->row[0];
-        for (uint32_t c = 0; c < columns; c++) differing |= r->row[c] ^ first;
-    }
+    uint64_t differing = 0;
     uint32_t bits = 0;
+    load_whole(s, row, 1, r->row);
+    for (uint32_t c = 1; c < columns; c++) differing |= r->row[c] ^ r->row[0];
     while (bits < width && !(differing >> bits & 1)) bits++;
-    if (bits == width) return 0; /* default rows */
-    if (bits > width - LEAST_CODED_BITS) bits = width - LEAST_CODED_BITS;
-    s->invariant_value = bits ? first & (~(uint64_t)0 >> (64 - bits)) : 0;
+    *first = r->row[0];
     return bits;
+}
+
+/* The low bits that the elements of most counted rows agree on: the middle row has them. Sets their value, and the share
+ * of the rows that lack them, which are stored raw. */
+static uint32_t find_invariant_bits(search *s, const room *r)
+{
+    const uint32_t most = 8 * s->element_bytes - LEAST_CODED_BITS;
+    uint32_t rows_with[65] = {0}, bits = most, found = 0;
+    for (size_t i = 0; i < s->num_counted; i++) {
+        const uint32_t common = common_bits(s, i * s->step, r, &s->invariant_value);
+        if (common <= most) rows_with[common]++, found++; /* others may be default rows, and say nothing */
+    }
+    uint32_t lacking = 0;
+    for (uint32_t k = 0; k <= most; lacking += rows_with[k], k++)
+        if (lacking + rows_with[k] > MOST_LACKING * found) {
+            bits = k;
+            break;
+        }
+    if (found == 0 || bits == 0) return 0;
+    const uint64_t ones = ~(uint64_t)0 >> (64 - bits);
+    size_t with = 0, agreeing = 0;
+    for (size_t i = 0; i < s->num_counted; i++) {
+        uint64_t first;
+        const uint32_t common = common_bits(s, i * s->step, r, &first);
+        if (common < bits || (common > most && with > 0)) continue;
+        if (with++ == 0) s->invariant_value = first & ones;
+        agreeing += (first & ones) == s->invariant_value;
+    }
+    s->lacking = 1.0 - (double)agreeing / (double)with * (1.0 - (double)lacking / found);
+    return s->lacking <= MOST_LACKING ? bits : 0;
 }
 
 /* Lists the columns that are not equal in all rows of the sample. @return how many are. */
@@ -977,18 +1035,6 @@ static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
     return pays && s->num_rows >= LEAST_CONSTANT_ROWS ? num_constant : 0;
 }
 
-/* The value of the first counted row that has one only, or 0: what default rows of a dense codebook are. */
-static uint64_t uniform_value(const search *s, const room *r)
-{
-    for (size_t row = 0; row < s->num_counted; row++) {
-        const uint64_t *const own = r->elements + row * s->columns;
-        uint32_t c = 1;
-        while (c < s->columns && own[c] == own[0]) c++;
-        if (c == s->columns) return own[0];
-    }
-    return 0;
-}
-
 /* Searches, first without what all of the sample agrees on, then again with it where leaving it out does not pay. */
 static void find_plan(search *s, const ibp_sample *sample, const room *r, uint16_t *live_columns, values *v,
                       plan *found)
@@ -1001,7 +1047,8 @@ static void find_plan(search *s, const ibp_sample *sample, const room *r, uint16
     if (sample->level == IBP_LEVEL_FAST && search_fast(s, r, v, found)) return;
     search_all(s, r, v, found);
     const option *const o = found->option;
-    const bool keeps_bits = bits && o->tails[0] * bits / 8 >= INVARIANT_SHARE * s->row_bytes;
+    const double saved = o->tails[0] * bits / 8 - (bits ? s->lacking * (s->row_bytes - found->cost) : 0);
+    const bool keeps_bits = bits && saved >= INVARIANT_SHARE * s->row_bytes;
     const bool keeps_columns = num_constant && o->as == DENSE;
     if (keeps_bits == (bits > 0) && keeps_columns == (num_constant > 0)) return;
     begin_search(s, live_columns, keeps_columns ? num_constant : 0, keeps_bits ? bits : 0, r);
@@ -1040,8 +1087,11 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
     find_plan(&s, sample, &r, live_columns, &v, &found);
     const option *const o = found.option;
     const digit_list *const digits = found.digits;
-    const uint64_t default_value = o->as == DENSE ? uniform_value(&s, &r) : s.default_value;
+    const uint64_t default_value = o->as == DENSE ? s.default_row : s.default_value;
     *coded_bytes = fmin(found.cost, row_bytes);
+    if (s.invariant_bits) *coded_bytes += s.lacking * (row_bytes - *coded_bytes);
+    const double book = found.consecutive ? 0.0 : codebook_bytes(&s, o, digits) / s.table_rows;
+    *coded_bytes -= (*coded_bytes - book) * (double)s.num_defaults / (double)s.num_counted;
     *planes = (ibp_planes){.entries = digits->num_entries && !found.consecutive ? entries : NULL,
                            .default_value = whole_value(&s, default_value),
                            .closed_value = o->as == DENSE ? 0 : whole_value(&s, s.closed_value),

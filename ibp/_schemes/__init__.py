@@ -6,7 +6,7 @@ Modules import only those before them in this list:
     sizes       what rows take with a codebook
     request     what a codebook is learned for, and from which rows
     masks       scheme "ibp": codebook, learning
-    planes      scheme "planes": codebook, cost, learning
+    planes      scheme "planes": codebook, learning
     registry    the table of schemes
     clusters    several codebooks for one table: codebook, kmeans, learning
 

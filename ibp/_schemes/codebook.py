@@ -86,6 +86,11 @@ class AnyCodebook(ABC):
         """What stands in front of the clusters' words, once."""
         return self.cluster_words[:0]
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether there are rows without a coded form: those that lack what all analysed rows have in common."""
+        return False
+
     def words(self, device: torch.device | str) -> torch.Tensor:
         """The working form that the coders read, on the device; kept once made, and not to be written to."""
         device = torch.device(device)

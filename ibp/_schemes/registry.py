@@ -60,6 +60,7 @@ _ROWS = (
         PlanesCodebook,
         learn=planes.learn,
         relearn=lambda codebook, rows, sizes, request: planes.relearn(codebook, rows, sizes),
+        options={"level": planes.check_level},
     ),
 )
 SCHEMES: Mapping[str, Scheme] = {scheme.name: scheme for scheme in _ROWS}
@@ -90,7 +91,11 @@ def scheme_of(options: Mapping[str, object]) -> str | None:
 
 
 def _given(options: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in options.items() if value is not None and value is not False}
+    return {
+        name: value
+        for name, value in options.items()
+        if value is not None and value is not False and value != "default"
+    }
 
 
 def _owner(option: str) -> Scheme:

@@ -30,6 +30,9 @@ class Request:
         slot_bytes: of the table's layout; 0: packed; None: to be chosen.
         clusters: how many codebooks; "auto"; None or 1: one.
         progress: whether to show progress bars.
+        level: option of scheme "planes" (see `ibp.compress`).
+        codes_invariant: whether codebooks have a coded form for every row, also for those that lack what all sampled
+            rows have in common.
     """
 
     data: torch.Tensor
@@ -42,6 +45,8 @@ class Request:
     slot_bytes: int | None = None
     clusters: int | str | None = None
     progress: bool = False
+    level: str = "default"
+    codes_invariant: bool = False
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:

@@ -69,6 +69,10 @@ class ClusteredCodebook(AnyCodebook):
         return self.codebooks[0].form
 
     @property
+    def is_partial(self) -> bool:
+        return self.codebooks[0].is_partial
+
+    @property
     def can_differ(self) -> bool:
         return True
 

@@ -1,2 +1,2 @@
-"""Scheme "planes": ranked symbols (FORMAT.md section 6). codebook.py: the codebook; cost.py: what rows take with one;
+"""Scheme "planes": ranked symbols (FORMAT.md section 6). codebook.py: the codebook;
 learning.py: how one is found."""

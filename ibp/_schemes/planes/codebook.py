@@ -259,6 +259,10 @@ class PlanesCodebook(AnyCodebook):
     is_fast_in_clusters = False
 
     @property
+    def is_partial(self) -> bool:
+        return self.invariant_bits > 0 or self.num_constant > 0
+
+    @property
     def shared_words(self) -> torch.Tensor:
         return self.words("cpu")[: len(self._shared)]
 

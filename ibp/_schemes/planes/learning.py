@@ -1,23 +1,18 @@
-"""Learning codebooks of scheme planes from rows (FORMAT.md section 6); words and letters as in cost.py."""
+"""Learning codebooks of scheme planes from rows (FORMAT.md section 6): the core counts symbols and compares plans."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
-from ... import _layout
+from ... import _layout, _rows, _staging
 from ..request import Request
-from .codebook import ELEMENT_BYTES, MAX_DIGIT_BITS, MAX_PLANES, PlanesCodebook, num_entries, symbol_bytes
-from .cost import MAX_BINS_BITS, as_entries, check_sample, elements_of, ranks_of, values_of
+from .codebook import ELEMENT_BYTES, PlanesCodebook, signed, symbol_bytes
 
+LEVELS = ("default", "fast")
 _LEARN_ELEMENTS = 1 << 19  # of the rows of a cluster that are looked at
-_PSEUDO_COUNTS = 8.0  # of the table's symbols that every column has besides its own
-_DICTIONARY = 255  # the table's symbols that columns choose from, at most
-_COLUMN_CELLS = 1 << 20  # columns * symbols, at most
-_MOST_ENTRIES = num_entries((MAX_DIGIT_BITS,) * MAX_PLANES)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,29 +22,47 @@ class Learned:
 
     Attributes:
         codebook: with expected_savings.
-        lengths: int64 [n], the bytes of the sample's rows as coded with it, row_bytes for those that are stored raw; on
-            the sample's device.
+        lengths: int64 [n], the bytes of the sample's rows as coded with it, row_bytes for those that are stored raw.
     """
 
     codebook: PlanesCodebook
     lengths: torch.Tensor
 
 
+def check_level(level: str) -> None:
+    """Raises ValueError for a level that is none."""
+    if level not in LEVELS:
+        raise ValueError(f"level is {level!r}; wanted one of {list(LEVELS)}")
+
+
 def learn(request: Request) -> PlanesCodebook:
     """The best codebook of scheme planes for a table."""
+    geometry = request.geometry
     return learn_planes(
-        request.host_rows, request.geometry.row_bytes, request.geometry.num_rows, request.geometry.dtype
+        request.host_rows,
+        geometry.row_bytes,
+        geometry.num_rows,
+        geometry.dtype,
+        level=request.level,
+        codes_invariant=request.codes_invariant,
     ).codebook
 
 
 def learn_planes(
-    sample: torch.Tensor, row_bytes: int, num_rows: int, dtype: torch.dtype, *, element_bytes: int | None = None
+    sample: torch.Tensor,
+    row_bytes: int,
+    num_rows: int,
+    dtype: torch.dtype,
+    *,
+    element_bytes: int | None = None,
+    level: str = "default",
+    codes_invariant: bool = False,
 ) -> Learned:
     """The best codebook of scheme planes for a table, from a sample of its rows.
 
-    Symbol widths, rotation, digit widths, dense or listed rows and entries a table or a column are compared by the
-    exact bytes of coded rows. Entries a column are learned on one half of the sample and compared on the other, unless
-    the sample is the whole table.
+    Symbol widths, rotation, digit widths, dense or listed rows and entries a table or a column are compared by what
+    counts of the symbols say that rows take. Entries a column are learned on one half of the sample and compared on the
+    other, unless the sample is the whole table.
 
     What is found for few rows is flattered by the very rows it was learned from: expect 2 points of savings less from
     30 rows, 0.2 from 300.
@@ -60,38 +73,27 @@ def learn_planes(
         num_rows: rows of the whole table, over which the codebook's own bytes are spread.
         dtype: of the table's elements; it decides where exponents are looked for.
         element_bytes: 1, 2, 4 or 8; None: the dtype's (a complex dtype's parts), or the largest that divides row_bytes.
+        level: "default" or "fast", as in `ibp.compress`.
+        codes_invariant: whether bits and columns that all of the sample agrees on are coded too, so that every row has
+            a coded form.
 
     Raises:
         ValueError: the sample has no row or is not of whole rows, or element_bytes does not divide row_bytes.
     """
-    check_sample(sample, row_bytes)
+    _check_sample(sample, row_bytes)
     if sample.numel() == 0:
         raise ValueError("the sample has no row to learn from")
     element_bytes, exponent_bits = _element_of(dtype, row_bytes, element_bytes)
     num_rows = max(num_rows, sample.numel() // row_bytes)
-    entries, codec, _ = torch.ops.ibp.learn_planes.default(sample, row_bytes, element_bytes, exponent_bits, num_rows)
-    _, _, _, rotate, residual_bits, per_column, listed, default, closed, *digits = codec.tolist()
-    digit_bits = tuple(filter(None, digits))
-    columns, width = row_bytes // element_bytes, 8 * element_bytes
-    count, size = num_entries(digit_bits), symbol_bytes(width - residual_bits)
-    sets = columns if per_column else 1
-    symbols = entries[: sets * count * size].view(_INTEGERS[size]).view(sets, count)
-    codebook = PlanesCodebook(
-        row_bytes,
-        element_bytes,
-        rotate,
-        residual_bits,
-        digit_bits,
-        bool(per_column),
-        bool(listed),
-        default & (2**width - 1),
-        closed & (2**width - 1),
-        as_entries(symbols, width - residual_bits),
+    codebook = _codebook_of(
+        *torch.ops.ibp.learn_planes.default(
+            sample, row_bytes, element_bytes, exponent_bits, num_rows, level == "fast", codes_invariant
+        )
     )
-    lengths = torch.ops.ibp.measure_rows(sample, codebook.words(sample.device), codebook.codec)
+    lengths = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
     lengths = _layout.stored_sizes(lengths, row_bytes, row_bytes)
     coded_bytes = float(lengths.sum()) / len(lengths) + codebook.nbytes / num_rows
-    return Learned(replace(codebook, expected_savings=1 - coded_bytes / row_bytes), lengths)
+    return Learned(codebook.with_savings(1 - coded_bytes / row_bytes), lengths)
 
 
 def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> list[PlanesCodebook]:
@@ -102,21 +104,20 @@ def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> l
         rows: uint8 [n * row_bytes], whole rows, those of each group next to each other.
         sizes: rows of each group, at least one.
     """
-    check_sample(rows, codebook.row_bytes)
+    _check_sample(rows, codebook.row_bytes)
     return [_relearned(codebook, part) for part in rows.split([size * codebook.row_bytes for size in sizes])]
 
 
 def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
-    values = values_of(codebook, elements_of(rows, codebook.element_bytes, codebook.columns))
-    symbols = values.symbols(codebook.rotate, codebook.symbol_bits)
-    if symbols.numel() == 0:
-        return codebook
-    entries = (
-        _column_entries(symbols, codebook.symbol_bits, codebook.columns, False)
-        if codebook.per_column
-        else _top_symbols(symbols, codebook.symbol_bits)
-    )
-    return replace(codebook, entries=_exactly(entries, codebook.num_entries), expected_savings=None)
+    some = _rows.sample(rows, codebook.row_bytes, max(1, _LEARN_ELEMENTS // codebook.columns))
+    words = torch.ops.ibp.learn_entries.default(_staging.to_host(some), codebook.words("cpu"), codebook.codec)
+    entries = _entries_of(words[codebook.shared_words.numel() :], codebook.symbol_bits, len(codebook.entries))
+    return replace(codebook, entries=entries, expected_savings=None)
+
+
+def _check_sample(sample: torch.Tensor, row_bytes: int) -> None:
+    if sample.dtype != torch.uint8 or sample.dim() != 1 or sample.numel() % row_bytes:
+        raise ValueError(f"the sample is {sample.dtype} {list(sample.shape)}; wanted torch.uint8 [n * {row_bytes}]")
 
 
 def _element_of(dtype: torch.dtype, row_bytes: int, element_bytes: int | None) -> tuple[int, int]:
@@ -136,57 +137,39 @@ def _element_of(dtype: torch.dtype, row_bytes: int, element_bytes: int | None) -
     return element_bytes, exponent_bits if element_bytes == own_bytes else 0
 
 
-# -- frequencies
-
-
-def _column_entries(symbols: torch.Tensor, bits: int, columns: int, is_whole: bool) -> torch.Tensor:
-    """Entries a column, int64 [C, up to _MOST_ENTRIES], out of the table's most frequent symbols."""
-    dictionary = _top_symbols(symbols, bits, max(16, min(_DICTIONARY, _COLUMN_CELLS // columns)))
-    size = dictionary.shape[1]
-    cells = ranks_of(symbols, dictionary, bits).to(torch.int32)
-    cells += torch.arange(columns, dtype=torch.int32, device=cells.device) * (size + 1)
-    counts = (
-        torch.bincount(cells.flatten(), minlength=columns * (size + 1))
-        .view(columns, size + 1)[:, :size]
-        .to(torch.float64)
+def _codebook_of(words: torch.Tensor, codec: torch.Tensor) -> PlanesCodebook:
+    """The codebook of a working form (read_planes in csrc/bindings)."""
+    _, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, *rest = codec.tolist()
+    invariant_bits, invariant_value, consecutive, first_symbol, signed_default, num_constant, *digit_bits = rest
+    num_live, elements = row_bytes // element_bytes - num_constant, 2 ** (8 * element_bytes) - 1
+    start, live_columns, row_template = 0, None, None
+    if num_constant:
+        live_start = -(-row_bytes // 16) * 16
+        start = live_start + -(-2 * num_live // 16) * 16
+        row_template = words[:row_bytes]
+        live_columns = words[live_start : live_start + 2 * num_live].view(torch.uint16).to(torch.int64)
+    symbol_bits = 8 * element_bytes - invariant_bits - residual_bits
+    return PlanesCodebook(
+        row_bytes,
+        element_bytes,
+        rotate,
+        residual_bits,
+        tuple(digit_bits),
+        bool(per_column),
+        bool(listed),
+        default & elements,
+        closed & elements,
+        _entries_of(words[start:], symbol_bits, num_live if per_column else 1),
+        invariant_bits=invariant_bits,
+        invariant_value=invariant_value,
+        first_symbol=first_symbol if consecutive else None,
+        signed_default=bool(signed_default),
+        live_columns=live_columns,
+        row_template=row_template,
     )
-    if not is_whole:
-        counts = counts + counts.sum(0) * (_PSEUDO_COUNTS / symbols.numel())
-    order = counts.sort(dim=1, descending=True, stable=True).indices[:, :_MOST_ENTRIES]
-    return dictionary[0][order]
 
 
-def _some(x: torch.Tensor, most: int) -> torch.Tensor:
-    """Elements drawn at random, or all if there are no more than `most`: [up to most]."""
-    x = x.reshape(-1)
-    if x.numel() <= most:
-        return x
-    return x[torch.randint(x.numel(), (most,), generator=torch.Generator().manual_seed(0)).to(x.device)]
-
-
-def _runs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct values in increasing order and how often they are there."""
-    ordered = (
-        x.sort().values if x.is_cuda else torch.from_numpy(np.sort(x.numpy()))
-    )  # numpy's sort is 50 times torch's on the CPU
-    return torch.unique_consecutive(ordered, return_counts=True)
-
-
-def _top_symbols(symbols: torch.Tensor, bits: int, most: int = _MOST_ENTRIES) -> torch.Tensor:
-    """The most frequent symbols as entries, int64 [1, up to most]; of equally frequent ones the smaller first."""
-    if bits <= MAX_BINS_BITS:
-        counts = torch.bincount(symbols.reshape(-1), minlength=2**bits)
-        values = torch.arange(2**bits, device=symbols.device)
-    else:
-        values, counts = _runs(_some(symbols, _LEARN_ELEMENTS))
-    ordered = counts.sort(descending=True, stable=True)
-    order = ordered.indices[:most][ordered.values[:most] > 0]
-    return as_entries(values[order], bits)[None]
-
-
-def _exactly(entries: torch.Tensor, count: int) -> torch.Tensor:
-    """The first `count` entries of every column; what is missing repeats the first one, so that it is never chosen."""
-    if entries.shape[1] == 0:
-        return entries.new_zeros(len(entries), count)
-    at = torch.arange(count, device=entries.device)
-    return entries[:, torch.where(at < entries.shape[1], at, 0)]
+def _entries_of(packed: torch.Tensor, symbol_bits: int, sets: int) -> torch.Tensor:
+    """Packed symbols as int64 bit patterns [sets, E]."""
+    size = symbol_bytes(symbol_bits)
+    return packed.clone().view(_INTEGERS[size]).view(sets, -1).to(torch.int64) & signed(2**symbol_bits - 1, 64)
