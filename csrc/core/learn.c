@@ -21,7 +21,7 @@ enum {
     FEW_ELEMENTS = 1 << 16,             /* that are counted; entries a column take all rows of a sample */
     FEW_BYTES = 1 << 17,                /* and where elements are bytes */
     LEAST_ROWS = 16,                    /* that are counted */
-    MOST_TRIED_COLUMNS = 32,            /* that shapes with entries a column are compared on, */
+    MOST_TRIED_COLUMNS = 64,            /* that shapes with entries a column are compared on, */
     TRIED_ELEMENTS = 1 << 16,           /* and elements */
     LEAST_CONSTANT_ROWS = 64,           /* that columns are found constant by */
     LEAST_CODED_BITS = 2,               /* of an element, however many are invariant */
@@ -32,7 +32,7 @@ enum {
 };
 
 static const double AS_GOOD = 1.001;           /* a cost within this of the least is as good: the plan that decodes */
-static const double FAST_COST = 1.008;         /* faster is taken; and this, for one that decodes fastest */
+static const double FAST_COST = 1.006;         /* faster is taken; and this, for one that decodes fastest */
 static const double FAST_COLUMNS_COST = 1.003; /* and this, where entries are a column's */
 static const double WORSE = 1.01;              /* by what is compared on a part of the sample */
 static const double COLUMNS_PAY = 0.9995;      /* of the cost with entries a table: what is worth a search */
@@ -458,10 +458,10 @@ static double entropy(double share)
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
 }
 
-static bool is_run(const uint64_t *values, size_t count)
+static bool is_run(const uint64_t *elements, size_t count)
 {
     size_t same = 1;
-    while (same < count && values[same] == values[0]) same++;
+    while (same < count && elements[same] == elements[0]) same++;
     return same >= count;
 }
 
