@@ -1,10 +1,7 @@
 /* table.c - tables in host memory: the row index, coding rows into slots and overflow, gathering and selecting items
  * (FORMAT.md 1 to 3). */
 #include "ids.h"
-#include "locate.h"
-#include "schemes.h"
-
-#include <string.h>
+#include "rows.h"
 
 _Static_assert(IBP_ROWS_PER_BASE == 32, "FORMAT.md section 2");
 
@@ -43,16 +40,6 @@ static const uint8_t *whole_row(const uint8_t *data, int64_t num_bytes, uint32_t
     return scratch;
 }
 
-static bool is_default_row(const ibp_codebook *cb, const uint8_t *row, uint32_t num_bytes)
-{
-    const uint8_t *const template = ibp_template_of(cb);
-    if (template) return memcmp(row, template, num_bytes) == 0;
-    const uint64_t bytes = ibp_default_bytes(cb);
-    const uint32_t head = ibp_min_u32(num_bytes, sizeof bytes);
-    /* What begins with the bytes, and goes on as it has begun. */
-    return memcmp(row, &bytes, head) == 0 && memcmp(row + head, row, num_bytes - head) == 0;
-}
-
 static void fill_default_row(const ibp_codebook *cb, uint8_t *row)
 {
     const uint8_t *const template = ibp_template_of(cb);
@@ -65,38 +52,18 @@ static void fill_default_row(const ibp_codebook *cb, uint8_t *row)
         memcpy(row + at, &bytes, ibp_min_u32(cb->row_bytes - at, sizeof bytes));
 }
 
-/* What tables work in: two rows, and what is left for coders. */
-typedef struct workspace {
-    uint8_t *stored; /* a row as stored */
-    uint8_t *whole;  /* a row before coding, where it cannot lie where it belongs */
-    ibp_row_codec codec;
-} workspace;
-
-/* @return IBP_INVALID_ARGUMENT as ibp_open_codec; not for a scheme without coded rows, unless they are needed. */
-static ibp_status open_workspace(const ibp_codebook *cb, bool has_coded_rows, void *scratch, size_t scratch_bytes,
-                                 workspace *work)
-{
-    const size_t two_rows = 2 * (size_t)cb->row_bytes;
-    if (!scratch || !ibp_are_sizes(0, cb->row_bytes) || scratch_bytes < IBP_SCRATCH_BYTES(cb->row_bytes))
-        return IBP_INVALID_ARGUMENT;
-    work->stored = scratch;
-    work->whole = work->stored + cb->row_bytes;
-    if (!has_coded_rows) return ibp_check_codebook_fields(cb);
-    return ibp_open_codec(cb, work->stored + two_rows, &work->codec);
-}
-
 ibp_status ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint16_t *lengths,
                             void *scratch, size_t scratch_bytes)
 {
-    workspace work;
+    ibp_workspace work;
     if (!ibp_are_sizes(num_bytes, cb->row_bytes)) return IBP_INVALID_ARGUMENT;
-    const ibp_status status = open_workspace(cb, true, scratch, scratch_bytes, &work);
+    const ibp_status status = ibp_open_workspace(cb, true, scratch, scratch_bytes, &work);
     if (status != IBP_OK) return status;
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, cb->row_bytes);
     for (int64_t r = 0; r < num_rows; r++) {
         prefetch_data(data, num_bytes, cb->row_bytes, r);
         const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, r);
-        if (is_default_row(cb, data + r * cb->row_bytes, valid)) {
+        if (ibp_is_default_row(cb, data + r * cb->row_bytes, valid)) {
             lengths[r] = (uint16_t)IBP_DEFAULT_LENGTH(cb->row_bytes);
             continue;
         }
@@ -106,8 +73,6 @@ ibp_status ibp_measure_rows(const ibp_codebook *cb, const uint8_t *data, int64_t
     return IBP_OK;
 }
 
-static uint32_t length_of(const uint16_t *lengths, int64_t row) { return lengths ? lengths[row] : 0; }
-
 ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                           uint64_t *bases, int64_t *overflow_bytes)
 {
@@ -116,7 +81,8 @@ ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t r
     uint64_t end = 0;
     for (int64_t r = 0; r < num_rows; r++) {
         if (r % IBP_ROWS_PER_BASE == 0) bases[r / IBP_ROWS_PER_BASE] = end;
-        end += ibp_room_of(length_of(lengths, r), row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r), slot_bytes);
+        end +=
+            ibp_room_of(ibp_length_of_row(lengths, r), row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r), slot_bytes);
     }
     *overflow_bytes = (int64_t)end;
     return IBP_OK;
@@ -128,11 +94,11 @@ static bool locate_row(const ibp_table *table, int64_t row, ibp_row_place *place
     const uint32_t row_bytes = table->codebook.row_bytes;
     uint64_t base = 0;
     uint32_t rooms = 0;
-    *place = ibp_split_row(table, row, length_of(table->lengths, row));
+    *place = ibp_split_row(table, row, ibp_length_of_row(table->lengths, row));
     if (ibp_needs_base(table, place)) {
         base = table->bases[ibp_base_of_row(table, row)];
         for (int64_t q = ibp_first_of_base(table, row); q < row; q++)
-            rooms += ibp_room_of(length_of(table->lengths, q), row_bytes, row_bytes, table->slot_bytes);
+            rooms += ibp_room_of(ibp_length_of_row(table->lengths, q), row_bytes, row_bytes, table->slot_bytes);
     }
     return ibp_place_in_bounds(table, base, rooms, place);
 }
@@ -146,28 +112,15 @@ static void prefetch_row(const ibp_table *table, int64_t row, const uint8_t *slo
     if (place.in_overflow) prefetch(overflow + place.overflow_start, place.in_overflow);
 }
 
-/* The faults of one call: the first of all calls in the caller's ibp_fault, the first of this one as its status. */
-typedef struct fault_log {
-    ibp_fault *fault;
-    ibp_status status;
-} fault_log;
-
-static void note_fault(fault_log *log, ibp_status status, int64_t position, int64_t id)
-{
-    if (status == IBP_OK) return;
-    if (log->status == IBP_OK) log->status = status;
-    if (log->fault->status == IBP_OK) *log->fault = (ibp_fault){status, position, id, 1};
-}
-
 /* Codes row r of data. */
 static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, int64_t r, uint8_t *slots,
-                                   uint8_t *overflow, const workspace *work)
+                                   uint8_t *overflow, const ibp_workspace *work)
 {
     const uint32_t row_bytes = table->codebook.row_bytes;
     ibp_row_place place;
     if (!locate_row(table, r, &place)) return IBP_BUFFER_TOO_SMALL;
     if (place.is_default)
-        return is_default_row(&table->codebook, data + r * row_bytes, place.valid) ? IBP_OK : IBP_CORRUPT_ROW;
+        return ibp_is_default_row(&table->codebook, data + r * row_bytes, place.valid) ? IBP_OK : IBP_CORRUPT_ROW;
     const uint8_t *coded = whole_row(data, ibp_bytes_of_table(table), row_bytes, r, work->whole);
     if (!place.raw) {
         size_t coded_bytes;
@@ -181,34 +134,35 @@ static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, 
 }
 
 /* Checks a table, and opens a workspace for its rows. */
-static ibp_status open_table(const ibp_table *table, void *scratch, size_t scratch_bytes, workspace *work)
+static ibp_status open_table(const ibp_table *table, void *scratch, size_t scratch_bytes, ibp_workspace *work)
 {
     const ibp_status status = ibp_check_table_fields(table);
-    return status == IBP_OK ? open_workspace(&table->codebook, table->lengths != NULL, scratch, scratch_bytes, work)
+    return status == IBP_OK ? ibp_open_workspace(&table->codebook, table->lengths != NULL, scratch, scratch_bytes, work)
                             : status;
 }
 
 ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
                            uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes, ibp_fault *fault)
 {
-    workspace work;
+    ibp_workspace work;
     const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
     if (opened != IBP_OK) return opened;
     if (first_row < 0 || first_row > last_row || last_row > ibp_num_rows(table)) return IBP_INVALID_ARGUMENT;
     if ((!slots && table->slots_bytes != 0) || (!overflow && table->overflow_bytes != 0)) return IBP_INVALID_ARGUMENT;
     const int64_t ahead = steps_ahead(table->codebook.row_bytes);
-    fault_log log = {fault, IBP_OK};
+    ibp_fault_log log = {fault, IBP_OK};
     for (int64_t r = first_row; r < last_row && log.status == IBP_OK; r++) {
         prefetch_data(data, ibp_bytes_of_table(table), table->codebook.row_bytes, r);
         if (r + ahead < last_row) prefetch_row(table, r + ahead, slots, overflow);
-        note_fault(&log, encode_table_row(table, data, r, slots, overflow, &work), r, r);
+        ibp_note_fault(&log, encode_table_row(table, data, r, slots, overflow, &work), r, r);
     }
     return log.status;
 }
 
 /* Row r of the table. out: row_bytes bytes; *row is out, or points into the workspace or the table where the row is
  * raw. */
-static ibp_status read_row(const ibp_table *table, int64_t r, const workspace *work, uint8_t *out, const uint8_t **row)
+static ibp_status read_row(const ibp_table *table, int64_t r, const ibp_workspace *work, uint8_t *out,
+                           const uint8_t **row)
 {
     ibp_row_place place;
     if (!locate_row(table, r, &place)) return IBP_CORRUPT_ROW;
@@ -230,7 +184,7 @@ static ibp_status read_row(const ibp_table *table, int64_t r, const workspace *w
 
 /* Bytes [start, end) of the original tensor. A corrupt row leaves zeros. @return the first corrupt row, -1 if there is
  * none. */
-static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, const workspace *work)
+static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, const ibp_workspace *work)
 {
     const int64_t row_bytes = table->codebook.row_bytes;
     const int64_t ahead = steps_ahead(row_bytes), last_row = (end - 1) / row_bytes;
@@ -280,12 +234,12 @@ static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first
 ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out,
                             void *scratch, size_t scratch_bytes, ibp_fault *fault)
 {
-    workspace work;
+    ibp_workspace work;
     const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
     if (opened != IBP_OK) return opened;
     if (!can_gather(table, ids, first, last)) return IBP_INVALID_ARGUMENT;
     const int64_t ahead = steps_ahead(table->item_bytes), item_bytes = table->item_bytes;
-    fault_log log = {fault, IBP_OK};
+    ibp_fault_log log = {fault, IBP_OK};
     for (int64_t k = first; k < last; k++) {
         const int64_t id = ibp_id_at(ids, k), position = ids->positions ? ids->positions[k] : k;
         if (k + ahead < last) prefetch_item(table, ibp_id_at(ids, k + ahead));
@@ -293,9 +247,9 @@ ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t 
         uint8_t *const to = has_room ? out + ibp_offset_of_position(ids, position, item_bytes) : NULL;
         if (!has_room || !exists) {
             if (has_room) memset(to, 0, (size_t)item_bytes);
-            note_fault(&log, IBP_INDEX_OUT_OF_RANGE, position, id);
+            ibp_note_fault(&log, IBP_INDEX_OUT_OF_RANGE, position, id);
         } else if (read_bytes(table, id * item_bytes, (id + 1) * item_bytes, to, &work) >= 0) {
-            note_fault(&log, IBP_CORRUPT_ROW, position, id);
+            ibp_note_fault(&log, IBP_CORRUPT_ROW, position, id);
         }
     }
     return log.status;
@@ -304,13 +258,13 @@ ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t 
 ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, void *scratch,
                             size_t scratch_bytes, ibp_fault *fault)
 {
-    workspace work;
+    ibp_workspace work;
     const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
     if (opened != IBP_OK) return opened;
     if (!can_read(table) || start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
     const int64_t bad_row = read_bytes(table, start, end, out, &work);
-    fault_log log = {fault, IBP_OK};
-    if (bad_row >= 0) note_fault(&log, IBP_CORRUPT_ROW, bad_row, bad_row);
+    ibp_fault_log log = {fault, IBP_OK};
+    if (bad_row >= 0) ibp_note_fault(&log, IBP_CORRUPT_ROW, bad_row, bad_row);
     return log.status;
 }
 
@@ -319,7 +273,7 @@ typedef struct selection {
     const ibp_table *table;
     const ibp_ids *ids;
     int64_t rows_per_item;
-    fault_log log;
+    ibp_fault_log log;
 } selection;
 
 /* The rows first_row to last_row - 1 of a selection. @return IBP_INVALID_ARGUMENT if there are none such. */
@@ -348,7 +302,7 @@ static int64_t selected_row(const selection *of, int64_t q)
 static ibp_status note_row(selection *of, int64_t q, ibp_status status)
 {
     const int64_t position = q / of->rows_per_item;
-    note_fault(&of->log, status, position, ibp_id_at(of->ids, position));
+    ibp_note_fault(&of->log, status, position, ibp_id_at(of->ids, position));
     return of->log.status;
 }
 
@@ -372,7 +326,7 @@ ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int
         const int64_t row = selected_row(&of, q);
         if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE);
         prefetch_length(&of, q + PREFETCH_LENGTHS);
-        const uint32_t length = length_of(table->lengths, row),
+        const uint32_t length = ibp_length_of_row(table->lengths, row),
                        stored = ibp_stored_bytes(length, table->codebook.row_bytes, table->codebook.row_bytes);
         if (stored > table->codebook.row_bytes) return note_row(&of, q, IBP_CORRUPT_ROW);
         *stored_bytes += stored;

@@ -1,0 +1,173 @@
+/* place.c - rows coded one by one into memory that is there: overflow parts are handed out as rows need them. */
+#include "rows.h"
+
+/* Base of a row that a thread is coding. */
+#define CLAIMED (IBP_NO_BASE - 1u)
+
+/* What a row owns of overflow. */
+typedef struct part {
+    uint64_t base;
+    uint32_t sectors;
+} part;
+
+static uint32_t to_sectors(uint32_t num_bytes) { return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN; }
+static uint32_t to_sector(uint32_t num_bytes) { return to_sectors(num_bytes) * IBP_OVERFLOW_ALIGN; }
+
+/* The part that a row's base says, if that lies in overflow; else none. */
+static part part_of(const ibp_place *place, int64_t row, uint64_t base, uint32_t valid)
+{
+    const ibp_table *const table = &place->table;
+    const uint32_t stored = ibp_stored_bytes(place->lengths[row], table->codebook.row_bytes, valid),
+                   sectors =
+                       place->rooms ? place->rooms[row] : to_sectors(ibp_overflow_part(stored, table->slot_bytes));
+    if (!ibp_part_in_bounds(base, IBP_OVERFLOW_ALIGN * sectors, table->overflow_bytes)) return (part){IBP_NO_BASE, 0};
+    return (part){base, sectors};
+}
+
+/* The same of a row that other threads may have too: they find CLAIMED until its base is written. */
+static part claim_part(const ibp_place *place, int64_t row, uint32_t valid)
+{
+    const uint64_t base = __atomic_exchange_n(&place->bases[row], CLAIMED, __ATOMIC_ACQ_REL);
+    return base == CLAIMED ? (part){CLAIMED, 0} : part_of(place, row, base, valid);
+}
+
+static bool fits(const ibp_place *place, uint64_t start, uint64_t num_bytes)
+{
+    const uint64_t there_are = (uint64_t)place->table.overflow_bytes;
+    return start <= there_are && num_bytes <= there_are - start;
+}
+
+/* A part that no other row has; none where there is no room. The counter is read before it is added to, so that it
+ * stays near what there is, however many are refused. */
+static part take_part(const ibp_place *place, uint32_t sectors)
+{
+    const uint64_t num_bytes = (uint64_t)IBP_OVERFLOW_ALIGN * sectors;
+    if (!fits(place, __atomic_load_n(place->used, __ATOMIC_RELAXED), num_bytes)) return (part){IBP_NO_BASE, 0};
+    const uint64_t start = __atomic_fetch_add(place->used, num_bytes, __ATOMIC_RELAXED);
+    return fits(place, start, num_bytes) ? (part){start, sectors} : (part){IBP_NO_BASE, 0};
+}
+
+/* A part for a row whose own one is too small: for its raw bytes, if it had one and remembers what it owns. */
+static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow, uint32_t valid)
+{
+    part taken = {IBP_NO_BASE, 0};
+    if (place->rooms && own.sectors != 0u)
+        taken = take_part(place, to_sectors(ibp_overflow_part(valid, place->table.slot_bytes)));
+    return taken.base != IBP_NO_BASE ? taken : take_part(place, to_sectors(in_overflow));
+}
+
+/* Where row i of a source is. */
+static const uint8_t *address_of(const ibp_row_source *source, uint32_t row_bytes, int64_t i)
+{
+    const uint8_t *from = source->data;
+    if (source->buffers) {
+        from = source->buffers[i / source->rows_per_buffer];
+        i %= source->rows_per_buffer;
+    }
+    if (source->num_dims == 0u) return from + i * (int64_t)row_bytes;
+    for (uint32_t d = source->num_dims - 1u; d > 0u; d--) {
+        from += i % source->sizes[d] * source->strides[d];
+        i /= source->sizes[d];
+    }
+    return from + i * source->strides[0];
+}
+
+/* Row i of a source as a row of the table, of which `valid` bytes count: where it lies, or in the workspace. */
+static const uint8_t *source_row(const ibp_row_source *source, uint32_t row_bytes, int64_t i, uint32_t valid,
+                                 const ibp_workspace *work)
+{
+    const bool is_last = i == source->num_rows - 1;
+    const uint32_t there_are = is_last && source->last_row_bytes != 0u ? source->last_row_bytes : row_bytes,
+                   num_bytes = ibp_min_u32(there_are, valid);
+    const uint8_t *const from = address_of(source, row_bytes, i);
+    if (num_bytes == row_bytes) return from;
+    memcpy(work->whole, from, num_bytes);
+    memset(work->whole + num_bytes, 0, row_bytes - num_bytes);
+    return work->whole;
+}
+
+/* Codes a row. @return its entry of lengths; *stored: its bytes as stored. */
+static uint32_t code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t valid, const ibp_workspace *work,
+                         const uint8_t **stored)
+{
+    *stored = row;
+    if (cb->scheme == IBP_SCHEME_RAW) return 0;
+    if (ibp_is_default_row(cb, row, valid)) return IBP_DEFAULT_LENGTH(cb->row_bytes);
+    size_t coded_bytes = 0;
+    const ibp_status status = ibp_encode_with(&work->codec, row, work->stored, cb->row_bytes, &coded_bytes);
+    const uint32_t length = status == IBP_OK ? ibp_length_of_coded(coded_bytes, cb->row_bytes, valid) : 0u;
+    if (length != 0u) *stored = work->stored;
+    return length;
+}
+
+/* Writes num_bytes bytes, and zeros to the end of their last sector, but nothing past `room` bytes. */
+static void put(uint8_t *to, const uint8_t *from, uint32_t num_bytes, uint64_t room)
+{
+    const uint32_t end = to_sector(num_bytes);
+    memcpy(to, from, num_bytes);
+    memset(to + num_bytes, 0, (room < end ? (uint32_t)room : end) - num_bytes);
+}
+
+/* Puts a row of the table where there is room for it, and writes down where it is. claims: other threads may have the
+ * same row. @return IBP_INVALID_ARGUMENT if another one has it now, and then nothing is written. */
+static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, uint32_t valid, const uint8_t *stored,
+                         bool claims, ibp_place_counts *counts)
+{
+    const ibp_table *const table = &place->table;
+    const uint32_t num_bytes = ibp_stored_bytes(length, table->codebook.row_bytes, valid),
+                   in_overflow = ibp_overflow_part(num_bytes, table->slot_bytes);
+    const bool spills = in_overflow != 0u;
+    part own = {IBP_NO_BASE, 0};
+    if (spills || claims) {
+        own = claims ? claim_part(place, row, valid) : part_of(place, row, place->bases[row], valid);
+        if (own.base == CLAIMED) return IBP_INVALID_ARGUMENT;
+        if (own.sectors < to_sectors(in_overflow)) own = take_part_for(place, own, in_overflow, valid);
+    }
+    const bool lost = spills && own.base == IBP_NO_BASE;
+    if (!lost) {
+        const uint64_t start = (uint64_t)row * table->slot_bytes, left = (uint64_t)table->slots_bytes - start;
+        const uint64_t room = left < table->slot_bytes ? left : table->slot_bytes;
+        if (num_bytes != in_overflow) put(place->slots + start, stored, num_bytes - in_overflow, room);
+        if (spills) put(place->overflow + own.base, stored + table->slot_bytes, in_overflow, UINT64_MAX);
+    }
+    if (place->lengths) place->lengths[row] = lost ? 0 : (uint16_t)length;
+    if (!spills && !claims) return IBP_OK;
+    if (place->rooms) place->rooms[row] = lost ? 0 : (uint16_t)own.sectors;
+    __atomic_store_n(&place->bases[row], own.base, __ATOMIC_RELEASE);
+    counts->spilled += spills && !lost, counts->lost += lost;
+    return IBP_OK;
+}
+
+ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
+                           int64_t first_row, int64_t first, int64_t last, void *scratch, size_t scratch_bytes,
+                           ibp_fault *fault)
+{
+    if (!ibp_is_place(place) || !ibp_is_row_source(source, place->table.codebook.row_bytes))
+        return IBP_INVALID_ARGUMENT;
+    const ibp_codebook *const cb = &place->table.codebook;
+    const int64_t num_bytes = ibp_bytes_of_table(&place->table), num_rows = ibp_rows_of_bytes(num_bytes, cb->row_bytes);
+    ibp_workspace work;
+    const ibp_status opened = ibp_open_workspace(cb, cb->scheme != IBP_SCHEME_RAW, scratch, scratch_bytes, &work);
+    if (opened != IBP_OK) return opened;
+    if (first < 0 || first > last || last > source->num_rows) return IBP_INVALID_ARGUMENT;
+    if (!row_ids && (first_row < 0 || first_row > num_rows - source->num_rows)) return IBP_INVALID_ARGUMENT;
+    const bool claims = row_ids && place->bases;
+    ibp_place_counts counts = {0, 0};
+    ibp_fault_log log = {fault, IBP_OK};
+    for (int64_t i = first; i < last; i++) {
+        const int64_t row = row_ids ? row_ids[i] : first_row + i;
+        if (row < 0 || row >= num_rows) {
+            ibp_note_fault(&log, IBP_INDEX_OUT_OF_RANGE, i, row);
+            continue;
+        }
+        const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, row);
+        const uint8_t *stored;
+        const uint32_t length = code_row(cb, source_row(source, cb->row_bytes, i, valid, &work), valid, &work, &stored);
+        ibp_note_fault(&log, settle(place, row, length, valid, stored, claims, &counts), i, row);
+    }
+    if (place->counts) {
+        __atomic_fetch_add(&place->counts->spilled, counts.spilled, __ATOMIC_RELAXED);
+        __atomic_fetch_add(&place->counts->lost, counts.lost, __ATOMIC_RELAXED);
+    }
+    return log.status;
+}

@@ -1,0 +1,56 @@
+/* rows.h - what functions over many rows share: what they work in, the rows that have no bytes, and how they tell of
+ * faults. */
+#ifndef IBP_ROWS_H
+#define IBP_ROWS_H
+
+#include "locate.h"
+#include "schemes.h"
+
+#include <string.h>
+
+static inline uint32_t ibp_length_of_row(const uint16_t *lengths, int64_t row) { return lengths ? lengths[row] : 0; }
+
+static inline bool ibp_is_default_row(const ibp_codebook *cb, const uint8_t *row, uint32_t num_bytes)
+{
+    const uint8_t *const template = ibp_template_of(cb);
+    if (template) return memcmp(row, template, num_bytes) == 0;
+    const uint64_t bytes = ibp_default_bytes(cb);
+    const uint32_t head = ibp_min_u32(num_bytes, sizeof bytes);
+    /* What begins with the bytes, and goes on as it has begun. */
+    return memcmp(row, &bytes, head) == 0 && memcmp(row + head, row, num_bytes - head) == 0;
+}
+
+/* What tables work in: two rows, and what is left for coders. */
+typedef struct ibp_workspace {
+    uint8_t *stored; /* a row as stored */
+    uint8_t *whole;  /* a row before coding, where it cannot lie where it belongs */
+    ibp_row_codec codec;
+} ibp_workspace;
+
+/* @return IBP_INVALID_ARGUMENT as ibp_open_codec; not for a scheme without coded rows, unless they are needed. */
+static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_coded_rows, void *scratch,
+                                            size_t scratch_bytes, ibp_workspace *work)
+{
+    const size_t two_rows = 2 * (size_t)cb->row_bytes;
+    if (!scratch || !ibp_are_sizes(0, cb->row_bytes) || scratch_bytes < IBP_SCRATCH_BYTES(cb->row_bytes))
+        return IBP_INVALID_ARGUMENT;
+    work->stored = scratch;
+    work->whole = work->stored + cb->row_bytes;
+    if (!has_coded_rows) return ibp_check_codebook_fields(cb);
+    return ibp_open_codec(cb, work->stored + two_rows, &work->codec);
+}
+
+/* The faults of one call: the first of all calls in the caller's ibp_fault, the first of this one as its status. */
+typedef struct ibp_fault_log {
+    ibp_fault *fault;
+    ibp_status status;
+} ibp_fault_log;
+
+static inline void ibp_note_fault(ibp_fault_log *log, ibp_status status, int64_t position, int64_t id)
+{
+    if (status == IBP_OK) return;
+    if (log->status == IBP_OK) log->status = status;
+    if (log->fault->status == IBP_OK) *log->fault = (ibp_fault){status, position, id, 1};
+}
+
+#endif
