@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from . import _changes as changes
 from . import _memory, _numa, _torch_functions
 from ._fetch import gather, indexing, streaming
 from ._fetch import prefetch as prefetching
 from ._segments import Segment, SharedHandle
 from ._staging import to_device
+from ._schemes import AnyCodebook
 from ._table import Table
 
 _TENSORS = ("slots", "overflow", "lengths", "bases")
@@ -200,7 +202,7 @@ class CompressedTensor(Table):
             raise RuntimeError(
                 "a table in the memory of a tensor that was compressed in place cannot be shared: clone() it first"
             )
-        segment, copies = Segment.of({name: getattr(self, name) for name in _TENSORS}, node)
+        segment, copies = Segment.of(self._tensors(), node)
         segment.pin = self._is_pinned
         self._move(copies, segment)
         return self
@@ -241,7 +243,8 @@ class CompressedTensor(Table):
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CompressedTensor:
         """A table of changed tensors."""
-        moved = {name: change(getattr(self, name)) for name in _TENSORS}
+        held = self._tensors()
+        moved = {name: change(tensor) for name, tensor in held.items()}
         made = type(self)(
             shape=self.shape,
             dtype=self.dtype,
@@ -252,10 +255,96 @@ class CompressedTensor(Table):
             **moved,
         )
         # The memory's owner, and what pins it, live as long as any table in it.
-        if any(moved[name].numel() and moved[name].data_ptr() == getattr(self, name).data_ptr() for name in _TENSORS):
+        if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in _TENSORS):
             made._owner, made._pinned_range = self._owner, self._pinned_range
             made._move({}, self._segment)
+            made._is_aliased = self._is_aliased = True
         return made
+
+    # ---- rows that change ----
+
+    def update_(self, ids: gather.Ids, rows: torch.Tensor) -> CompressedTensor:
+        """x[ids] = rows: codes rows with the table's codebook and puts them in place of others. Returns self.
+
+        The rows that are not named stay where they are and are not read. Their codebook does not change: rows unlike
+        those that it was learned from save less, or are kept raw (`refit` learns anew). A row that no longer fits takes
+        a new part of the overflow, which grows as needed: an update never fails for lack of room, and what rows leave
+        is free after `refit`.
+
+        The first change copies the index, to which every row adds 12 bytes; a packed table stays packed, its changed
+        rows elsewhere in the overflow. Later ones cost what the rows do, but for items that share a row with others,
+        which is decoded and coded again. Rows of a table on a GPU are coded there on its current stream, in order with
+        reads on that stream; other streams wait for an event, and the next change for theirs. Rows of a pinned table
+        are coded by the GPU that they are on, or that the table was used on last, and reads by the CPU wait for it. ids
+        on a GPU are waited for. Graphs that were captured with the table are captured anew after the overflow has grown,
+        as `append` and `refit` ask for, too.
+
+        Interrupted, or refused, the table holds the old rows or the new ones, all of them.
+
+        Args:
+            ids: items to change, int32 or int64 [K]; of equal ones the last one counts.
+            rows: [K, ...] tensor of the table's dtype, on any device.
+
+        Raises:
+            IndexError: an id is out of range; nothing has changed.
+            TypeError, ValueError: ids or rows do not fit.
+            RuntimeError: the table is shared with other processes.
+        """
+        changes.update(self, ids, rows)
+        return self
+
+    def append(self, rows: torch.Tensor) -> CompressedTensor:
+        """Adds items at the end, coded with the table's codebook: dimension 0 grows. Returns self.
+
+        Room for more is made by halves of what there is, so that many calls copy each row a few times. Otherwise as
+        `update_`.
+
+        Args:
+            rows: [K, ...] tensor of the table's dtype, on any device.
+
+        Raises:
+            TypeError, ValueError: rows does not fit, or the table has no dimension.
+            RuntimeError: the table is shared with other processes.
+        """
+        changes.append(self, rows)
+        return self
+
+    def refit(
+        self,
+        *,
+        scheme: str = "auto",
+        codebook: AnyCodebook | None = None,
+        sample: float | None = None,
+        clusters: int | str | None = None,
+        slot_bytes: int | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> CompressedTensor:
+        """Compresses the table's present rows anew: a codebook that fits them, and no memory that nobody uses. Returns
+        self.
+
+        It takes the memory of the whole tensor meanwhile. Rows keep their size, and the layout stays slots or packed.
+        Interrupted, the table is as it was.
+
+        Args:
+            all: as in `ibp.compress`.
+
+        Raises:
+            TypeError, ValueError: as `ibp.compress`.
+            RuntimeError: the table is shared with other processes.
+        """
+        changes.check_can_change(self)
+        self._become(
+            changes.compressed_anew(
+                self,
+                scheme=scheme,
+                codebook=codebook,
+                sample=sample,
+                clusters=clusters,
+                slot_bytes=slot_bytes,
+                device=device,
+            )
+        )
+        return self
 
     # ---- what can be asked of it ----
 

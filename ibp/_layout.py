@@ -118,8 +118,11 @@ def second_fetch_bytes(found: Survey, geometry: Geometry, slot_bytes: int) -> in
     return int(overflowing) * _SECOND_FETCH_BYTES
 
 
-def link_bytes(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> int:
-    """Bytes of the whole 32-byte sectors that a fetch of every row reads, each row once."""
+def link_bytes(
+    lengths: torch.Tensor, geometry: Geometry, slot_bytes: int, own_bases: torch.Tensor | None = None
+) -> int:
+    """Bytes of the whole 32-byte sectors that a fetch of every row reads, each row once. own_bases: of a table that has
+    one for each row."""
     sectors, overflow_end, step = 0, 0, 1 << 22
     for first in range(0, geometry.num_rows, step):
         row = torch.arange(first, min(first + step, geometry.num_rows), device=lengths.device)
@@ -128,7 +131,9 @@ def link_bytes(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> in
         stored = stored_sizes(length, geometry.row_bytes, valid)
         part = (stored - slot_bytes).clamp(min=0)
         sectors += _touched(row * slot_bytes, stored - part)
-        if bool(part.any()):
+        if own_bases is not None:
+            sectors += _touched(own_bases[first : first + len(row)], part)
+        elif bool(part.any()):
             room = part if slot_bytes == 0 else (part + SECTOR_BYTES - 1) // SECTOR_BYTES * SECTOR_BYTES
             ends = overflow_end + room.cumsum(0)
             sectors += _touched(ends - room, part)

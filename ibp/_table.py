@@ -15,6 +15,7 @@ import torch
 
 from . import _core, _layout, _memory, _numa
 from ._rows import DTYPES, Geometry
+from ._room import Room
 from ._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
 from ._segments import Segment
 
@@ -22,6 +23,7 @@ _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
 
+_TENSORS = ("slots", "overflow", "lengths", "bases")
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
 
 
@@ -33,7 +35,7 @@ class CorruptTableError(ValueError):
 
 class Table:
     """What a table consists of. Its fields are checked once, when it is made or unpickled, and cannot be set from then
-    on."""
+    on, but by `update_`, `append` and `refit`."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -42,9 +44,9 @@ class Table:
     slot_bytes: int
     slots: torch.Tensor
     overflow: torch.Tensor
-    lengths: torch.Tensor
-    bases: torch.Tensor
     codebook: AnyCodebook | None
+    _room: Room | None = None  # of a table whose rows have changed
+    _is_aliased: bool = False  # another table may have the same memory
     _stored_bytes: int | None
     _link_bytes: int | None
 
@@ -104,6 +106,21 @@ class Table:
     # ---- what it is ----
 
     @property
+    def lengths(self) -> torch.Tensor:
+        """One entry a row (FORMAT.md section 2)."""
+        return self._settled("lengths")
+
+    @property
+    def bases(self) -> torch.Tensor:
+        """Where rows' overflow parts are (FORMAT.md section 2)."""
+        return self._settled("bases")
+
+    def _settled(self, name: str) -> torch.Tensor:
+        if self._room is not None:
+            self._room.settle()
+        return vars(self)[name]
+
+    @property
     def device(self) -> torch.device:
         """Where the coded rows are."""
         return self.slots.device
@@ -133,8 +150,9 @@ class Table:
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the row index (lengths and bases): at most 2.25 a row."""
-        return _nbytes(self.lengths) + _nbytes(self.bases)
+        """Bytes of the row index: at most 2.25 a row, and 12 for each that there is room for in a table whose rows have
+        changed."""
+        return self._room.index_bytes if self._room is not None else _nbytes(self.lengths) + _nbytes(self.bases)
 
     @property
     def savings(self) -> float:
@@ -147,7 +165,14 @@ class Table:
         """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working
         form."""
         codebook = self.codebook.nbytes + _nbytes(self.codebook.words(_CPU)) if self.codebook else 0
+        if self._room is not None:
+            return self._room.nbytes + codebook
         return _nbytes(self.slots) + _nbytes(self.overflow) + self.index_bytes + codebook
+
+    @property
+    def has_own_bases(self) -> bool:
+        """Whether every row has a base of its own, as in tables whose rows have changed (FORMAT.md section 2)."""
+        return 1 < self.num_rows == vars(self)["bases"].numel()
 
     @property
     def resident_bytes(self) -> int:
@@ -158,7 +183,8 @@ class Table:
     def link_bytes(self) -> int:
         """Bytes that fetching every row once reads over the link, in whole 32-byte sectors."""
         if self._link_bytes is None:
-            self._link_bytes = _layout.link_bytes(self.lengths.cpu(), self._geometry, self.slot_bytes)
+            bases = self.bases.cpu() if self.has_own_bases else None
+            self._link_bytes = _layout.link_bytes(self.lengths.cpu(), self._geometry, self.slot_bytes, bases)
         return self._link_bytes
 
     def is_pinned(self) -> bool:
@@ -196,12 +222,73 @@ class Table:
 
     def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | None = None) -> None:
         """Takes tensors of the same bytes in other memory. segment: what they are in, if it is shared."""
-        vars(self).update(tensors, _segment=segment)
+        vars(self).update(tensors, _segment=segment, _room=None)
+        self._refresh()
+
+    # ---- changing ----
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors without what there is room for besides."""
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        if self._room is not None:
+            tensors["overflow"] = self.overflow[: int(self._room.index.used)]
+        return tensors
+
+    def _set_room(self, room: Room, geometry: Geometry | None = None) -> Room:
+        """Takes the memory of a room, and another number of items with it, at once: whatever interrupts it, the table
+        is the one that it was or the one that it becomes. Returns the room."""
+        if room is self._room and geometry is None:
+            return room
+        geometry = geometry or self._geometry
+        slots = room.slots[: _layout.slots_size(geometry, self.slot_bytes)]
+        moved = slots.data_ptr() != self.slots.data_ptr()
+        index = room.index.first(geometry.num_rows)
+        self._places.clear()
+        self._ready.clear()
+        vars(self).update(
+            _room=room,
+            _geometry=geometry,
+            _num_items=geometry.num_items,
+            _is_aliased=False,
+            _owner=None if moved else self._owner,
+            _pinned_range=None if moved else self._pinned_range,
+            shape=geometry.shape,
+            slots=slots,
+            overflow=room.overflow,
+            lengths=index.lengths,
+            bases=index.bases,
+        )
+        self._refresh()
+        return room
+
+    def _forget_places(self, changing: torch.device) -> None:
+        """Forgets what depends on the rows, as the given device is about to change them."""
+        self._stored_bytes = self._link_bytes = None
+        for device in [device for device in self._places if device != changing]:
+            del self._places[device]
+            self._ready.pop(device, None)
+
+    def _become(self, other: Table) -> None:
+        """Takes the fields and the memory of another table of the same tensor, which nobody has, at once."""
+        self._places.clear()
+        self._ready.clear()
+        fields = {name: vars(other)[name] for name in _FIELDS}
+        vars(self).update(fields, _geometry=other._geometry, _room=None, _owner=None, _pinned_range=None, _is_aliased=False)
+        self._refresh()
+
+    def _become_plain(self, data: torch.Tensor) -> None:
+        """Takes the bytes of its tensor, raw, as slots of whole rows."""
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        slots = _memory.empty(data.numel(), self.device, self._is_pinned).copy_(data)
+        self._places.clear()
+        self._ready.clear()
+        vars(self).update(slots=slots, overflow=slots[:0], bases=none, slot_bytes=self.row_bytes)
         self._refresh()
 
     # ---- pickling ----
 
     def __getstate__(self) -> dict[str, Any]:
+        tensors = self._tensors()
         return {
             "format_version": _core.FORMAT_VERSION,
             "shape": tuple(self.shape),
@@ -209,10 +296,8 @@ class Table:
             "scheme": self.scheme,
             "row_bytes": self.row_bytes,
             "slot_bytes": self.slot_bytes,
-            "slots": self.slots,
-            "overflow": self.overflow,
-            "lengths": self.lengths.view(torch.int16),  # plain pickle cannot load uint16 tensors
-            "bases": self.bases,
+            **{name: _in_memory_of_its_own(tensor) for name, tensor in tensors.items()},
+            "lengths": _in_memory_of_its_own(tensors["lengths"].view(torch.int16)),  # plain pickle cannot load uint16
             "codebook": self.codebook,
         }
 
@@ -253,7 +338,9 @@ class Table:
         if device in self._places:
             return self._places[device]
         _refuse_capture(device)
-        slots, overflow = self.slots, self.overflow
+        slots, overflow, lengths, bases = self.slots, self.overflow, vars(self)["lengths"], vars(self)["bases"]
+        if self._room is not None:
+            lengths, bases, _, _ = self._room.index_on(device).first(self.num_rows)
         if device != self.device:
             if self._segment is not None:
                 with torch.cuda.device(device):
@@ -263,8 +350,8 @@ class Table:
         place = (
             slots,
             overflow,
-            self.lengths.to(device),
-            self.bases.to(device),
+            lengths.to(device),
+            bases.to(device),
             words,
             codec,
             self.slot_bytes,
@@ -462,6 +549,11 @@ def _refuse_capture(device: torch.device) -> None:
                 f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: "
                 "call index_select or decompress once before capturing"
             )
+
+
+def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where it is a part of a larger one, all of which would be written to files."""
+    return tensor if tensor.untyped_storage().nbytes() == _nbytes(tensor) else tensor.clone()
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -473,6 +473,24 @@ void encode_into_cuda(IBP_PLACE_PARAMETERS)
           "encode_into");
 }
 
+void encode_into_cpu(IBP_PLACE_PARAMETERS)
+{
+    require_cpu({&x, IBP_TABLE_TENSORS, &rooms, &used, &counts, &fault, buffers ? &*buffers : &x,
+                 row_ids ? &*row_ids : &x});
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    const EncodeInto call = prepare_encoding(args, rooms, used, counts, x, buffers, row_ids, first_row, fault);
+    sms_of(max_sms);
+    const uint32_t row_bytes = call.place.table.codebook.row_bytes;
+    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
+    over_ranges(call.source.num_rows, row_bytes, scratch_bytes, fault_of(fault),
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                    const ibp_status status = ibp_encode_into(&call.place, &call.source, call.row_ids,
+                                                              row_ids ? 0 : first_row, first, last, scratch,
+                                                              scratch_bytes, mine);
+                    return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // what is noted does not raise
+                });
+}
+
 // ---- gathering ----
 
 void check_footprints(const TableArgs &args, const ibp_table &table, const ibp_ids &items, const Tensor &out,
@@ -802,6 +820,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("index_rows", TORCH_BOX(&index_rows_cpu));
     m.impl("survey_rows", TORCH_BOX(&survey_rows_cpu));
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cpu));
+    m.impl("encode_into", TORCH_BOX(&encode_into_cpu));
     m.impl("gather_items", TORCH_BOX(&gather_items_cpu));
     m.impl("gather_into", TORCH_BOX(&gather_into_cpu));
     m.impl("pack_table", TORCH_BOX(&pack_table_cpu));
