@@ -10,6 +10,7 @@ import torch
 
 from . import _core, _layout, _memory
 from ._fetch.gather import Ids, check_range, checked_ids, tensor_of
+from ._fetch.streaming import decompress
 from ._room import Room, room_of
 from ._rows import Geometry, bytes_of
 from ._table import Table
@@ -68,7 +69,7 @@ def compressed_anew(table: Table, **options: Any) -> Table:
     from ._compression import compress  # which makes tables
 
     return compress(
-        table.decompress(check=table.is_cuda),
+        decompress(table, check=table.device.type == "cuda"),
         layout=table.layout,
         row_bytes=table.row_bytes,
         pin_memory=table._is_pinned,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -15,9 +16,9 @@ from . import _changes as changes
 from . import _memory, _numa, _torch_functions
 from ._fetch import gather, indexing, streaming
 from ._fetch import prefetch as prefetching
+from ._schemes import AnyCodebook
 from ._segments import Segment, SharedHandle
 from ._staging import to_device
-from ._schemes import AnyCodebook
 from ._table import Table
 
 _TENSORS = ("slots", "overflow", "lengths", "bases")
@@ -314,7 +315,7 @@ class CompressedTensor(Table):
         *,
         scheme: str = "auto",
         codebook: AnyCodebook | None = None,
-        sample: float | None = None,
+        sample: builtins.float | None = None,
         clusters: int | str | None = None,
         slot_bytes: int | None = None,
         device: torch.device | str | int | None = None,

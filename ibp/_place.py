@@ -244,9 +244,7 @@ def encode_into(
     else:
         buffers = x if isinstance(x, Buffers) else Buffers(x)
         layout, addresses = buffers.layout, buffers.addresses
-    torch.ops.ibp.encode_into.default(
-        *place._arguments, layout, addresses, row_ids, first_row, max_sms, place._fault
-    )
+    torch.ops.ibp.encode_into.default(*place._arguments, layout, addresses, row_ids, first_row, max_sms, place._fault)
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
@@ -258,4 +256,3 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
 
 def _as_int16(number: int) -> int:
     return number - 65536 if number >= 32768 else number
-

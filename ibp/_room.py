@@ -40,7 +40,9 @@ class Index(NamedTuple):
     def enlarged(self, capacity: int) -> Index:
         """With entries for rows that are not there yet."""
         lengths, bases, rooms, used = self
-        return Index(_enlarged(lengths, capacity, 0), _enlarged(bases, capacity, _NO_BASE), _enlarged(rooms, capacity, 0), used)
+        return Index(
+            _enlarged(lengths, capacity, 0), _enlarged(bases, capacity, _NO_BASE), _enlarged(rooms, capacity, 0), used
+        )
 
 
 def _enlarged(tensor: torch.Tensor, size: int, value: int) -> torch.Tensor:

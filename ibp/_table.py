@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import torch
 
 from . import _core, _layout, _memory, _numa
-from ._rows import DTYPES, Geometry
 from ._room import Room
+from ._rows import DTYPES, Geometry
 from ._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
 from ._segments import Segment
 
@@ -273,7 +273,9 @@ class Table:
         self._places.clear()
         self._ready.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
-        vars(self).update(fields, _geometry=other._geometry, _room=None, _owner=None, _pinned_range=None, _is_aliased=False)
+        vars(self).update(
+            fields, _geometry=other._geometry, _room=None, _owner=None, _pinned_range=None, _is_aliased=False
+        )
         self._refresh()
 
     def _become_plain(self, data: torch.Tensor) -> None:

@@ -445,7 +445,9 @@ def assert_reads_on_gpu(table, x, cuda):
     assert_same_bits(table.decompress(device=cuda, check=True).cpu(), x)
     assert_same_bits(table[3:50].cpu(), x[3:50])
     if not table.is_cuda:
-        assert_same_bits(table.index_select(ids.cpu(), device=cuda, path="cpu" if x.dim() > 1 else None).cpu(), x[ids.cpu()])
+        assert_same_bits(
+            table.index_select(ids.cpu(), device=cuda, path="cpu" if x.dim() > 1 else None).cpu(), x[ids.cpu()]
+        )
         assert_same_bits(table.index_select(ids.cpu()), x[ids.cpu()])
     if table.is_pinned():
         for path in ("copy", "gpu"):

@@ -475,8 +475,8 @@ void encode_into_cuda(IBP_PLACE_PARAMETERS)
 
 void encode_into_cpu(IBP_PLACE_PARAMETERS)
 {
-    require_cpu({&x, IBP_TABLE_TENSORS, &rooms, &used, &counts, &fault, buffers ? &*buffers : &x,
-                 row_ids ? &*row_ids : &x});
+    require_cpu(
+        {&x, IBP_TABLE_TENSORS, &rooms, &used, &counts, &fault, buffers ? &*buffers : &x, row_ids ? &*row_ids : &x});
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const EncodeInto call = prepare_encoding(args, rooms, used, counts, x, buffers, row_ids, first_row, fault);
     sms_of(max_sms);
@@ -484,9 +484,9 @@ void encode_into_cpu(IBP_PLACE_PARAMETERS)
     const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
     over_ranges(call.source.num_rows, row_bytes, scratch_bytes, fault_of(fault),
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    const ibp_status status = ibp_encode_into(&call.place, &call.source, call.row_ids,
-                                                              row_ids ? 0 : first_row, first, last, scratch,
-                                                              scratch_bytes, mine);
+                    const ibp_status status =
+                        ibp_encode_into(&call.place, &call.source, call.row_ids, row_ids ? 0 : first_row, first, last,
+                                        scratch, scratch_bytes, mine);
                     return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // what is noted does not raise
                 });
 }
