@@ -224,6 +224,7 @@ class Streamer {
     ~Streamer() { ibp_cuda_destroy_streamer(streamer_); }
 
     uintptr_t address() const { return reinterpret_cast<uintptr_t>(streamer_); }
+    void continue_stream() { check(ibp_cuda_continue_stream(streamer_)); }
 
   private:
     ibp_streamer *streamer_ = nullptr;
@@ -364,5 +365,7 @@ PYBIND11_MODULE(_core, m)
 
     py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
         .def(py::init<>())
-        .def_property_readonly("address", &Streamer::address);
+        .def_property_readonly("address", &Streamer::address)
+        .def("continue_stream", &Streamer::continue_stream,
+             "Begins another stream through the ring of the one before, which nothing else has used since.");
 }

@@ -107,6 +107,12 @@ ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t 
     return IBP_NO_CUDA;
 }
 
+ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer)
+{
+    (void)streamer;
+    return IBP_NO_CUDA;
+}
+
 ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases, int64_t start,
                                  int64_t end, bool ends, uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 {

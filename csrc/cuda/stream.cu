@@ -178,6 +178,13 @@ extern "C" ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *rin
     return IBP_OK;
 }
 
+extern "C" ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer)
+{
+    if (!ibp::is_here(streamer) || streamer->ring == nullptr) return IBP_INVALID_ARGUMENT;
+    streamer->done_bytes = 0; // the first chunks are small ones again
+    return IBP_OK;
+}
+
 extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases,
                                             int64_t start, int64_t end, bool ends, uint8_t *out, ibp_fault *fault,
                                             int max_sms, ibp_stream stream)

@@ -130,6 +130,12 @@ IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
  * fit into a quarter, the kernel fetches rows from host memory itself. Queues nothing. */
 IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);
 
+/* Begins another stream through the ring of the one before, which nothing else has used since: its first copies wait
+ * for nothing but room in the ring, so that the link stays busy from one stream into the next. Not where either of them
+ * is captured.
+ * @return IBP_INVALID_ARGUMENT if none has begun. */
+IBP_API ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer);
+
 /* As ibp_cuda_decode_bytes, of the next table of a stream.
  * table: slots and overflow mapped pinned host memory, which must hold its bytes when this is called and stay as it
  * is until they have been copied; lengths, bases and codebook in device memory; slots_start and overflow_start 0.

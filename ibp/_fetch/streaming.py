@@ -14,9 +14,13 @@ from .._choice import coder_rates
 from .._rows import bytes_of
 from .._table import Table
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
-from .paths import Path, choose, named
+from .paths import Path, choose, is_capturing, named
 
-_RING_BYTES = 32 << 20  # staging buffers on the GPU, taken from torch's allocator for the time of a call
+# Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
+# model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the
+# longer one that begins in a gap between two kernels holds the next one up.
+STREAM_SMS = 32
+_RING_BYTES = 32 << 20  # staging buffers on the GPU, kept for a stream's next request
 _SPARE_SMS = 1.75  # times those that decode at the rate of the copy engine: chunks begin late, and end unevenly
 
 
@@ -43,7 +47,7 @@ def decompress(
         out: tensor of x's shape and dtype to write to, of any strides.
         check: as in `index_select`.
         max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, but for path "copy" no more than
-            keep up with the link (8 on an H200 for floats of which a third is saved).
+            keep up with the link beside work that fills the others (32, or more where decoding is slow).
         path: how rows come from pinned host memory to a GPU; None chooses by the size. All give the same bits.
             "copy": the copy engine moves them into the ring. The fastest on a GPU that has multiprocessors free; beside
                 kernels that keep all of them busy, every chunk waits for some.
@@ -302,15 +306,21 @@ def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_
     return math.ceil(_SPARE_SMS * FEW_SMS * brought_gbps / rates.few_decode_gbps)
 
 
-_idle_streamers: dict[
-    tuple[int, int], list[_core.Streamer]
-] = {}  # by device and stream: captures of one stream must not reach another's work
+def streamed_sms(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
+    """SMs that decode a stream unless the caller names a number."""
+    return max(STREAM_SMS, sms_at_link_rate(table, device, num_bytes, stored_bytes))
+
+
+# Streamers that are not in use, and the rings that they own, by device, stream and whether for captures: those of one
+# stream must not reach another's work, and a captured stream's ring is the graph's.
+_idle_streamers: dict[tuple[int, int, bool], list[tuple[_core.Streamer, torch.Tensor | None]]] = {}
 
 
 class TensorStream(Decoder):
     """Tables in pinned host memory that come to one GPU one after the other, and the ring they go through.
 
-    The copy engine runs ahead of the decoding from one table into the next, whatever the current stream waits for.
+    The copy engine runs ahead of the decoding from one table into the next, whatever the current stream waits for: from
+    one request's into the next one's too, as a stream's ring of the usual size is kept for the next request on it.
 
     Args:
         device: the GPU. Its current stream waits for every table, and gives the ring its memory.
@@ -322,13 +332,20 @@ class TensorStream(Decoder):
     def __init__(self, device: torch.device, num_tables: int | None = None, ring_bytes: int | None = None) -> None:
         self._num_tables, self._num_done = num_tables, 0
         self.ring_bytes = _RING_BYTES if ring_bytes is None else ring_bytes
-        self._ring = torch.empty(self.ring_bytes, dtype=torch.uint8, device=device)
-        self._idle = _idle_streamers.setdefault((device.index, torch.cuda.current_stream(device).cuda_stream), [])
-        try:
-            self._streamer = self._idle.pop()
-        except IndexError:
-            with torch.cuda.device(device):  # its streams and events are the current device's
-                self._streamer = _core.Streamer()
+        is_captured, stream = is_capturing(device), torch.cuda.current_stream(device).cuda_stream
+        self._keeps_ring, self._failed = not is_captured and ring_bytes is None, False
+        self._idle = _idle_streamers.setdefault((device.index, stream, is_captured), [])
+        with torch.cuda.device(device):  # a streamer's streams and events are the current device's
+            try:
+                self._streamer, ring = self._idle.pop()
+            except IndexError:
+                self._streamer, ring = _core.Streamer(), None
+            self._continues = ring is not None and self._keeps_ring and ring.numel() == self.ring_bytes
+            if self._continues:
+                self._streamer.continue_stream()
+        if ring is None or not self._continues:
+            ring = torch.empty(self.ring_bytes, dtype=torch.uint8, device=device)
+        self._ring = ring
 
     def prepare(
         self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
@@ -336,13 +353,17 @@ class TensorStream(Decoder):
         stored_bytes = table.resident_bytes * (end - start) // max(1, table.original_bytes)
         return (
             (*table._arguments(worker), table.bases, start, end, self._streamer.address),
-            (sms or sms_at_link_rate(table, worker, end - start, stored_bytes), self._ring, bytes_of(out), fault),
+            (sms or streamed_sms(table, worker, end - start, stored_bytes), self._ring, bytes_of(out), fault),
         )
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
         self._num_done += 1
-        begins, ends = self._num_done == 1, self._num_done == self._num_tables
+        begins = self._num_done == 1 and not self._continues
+        ends, self._failed = self._num_done == self._num_tables, True
         torch.ops.ibp.stream_bytes.default(*prepared[0], begins, ends, *prepared[1])
+        self._failed = False
 
     def close(self) -> None:
-        self._idle.append(self._streamer)
+        if not self._failed:  # else what is on its way through the ring is not known
+            has_begun = self._num_done > 0 or self._continues
+            self._idle.append((self._streamer, self._ring if self._keeps_ring and has_begun else None))

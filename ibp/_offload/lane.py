@@ -9,16 +9,12 @@ from typing import Any
 
 import torch
 
-from .._fetch.streaming import KERNEL, Decoder, TensorStream
+from .._fetch.streaming import KERNEL, STREAM_SMS, Decoder, TensorStream
 from .._table import CorruptTableError
 from .arena import Arena, overlap
 from .groups import Group
 from .weights import Weight
 
-# Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
-# model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the
-# longer one that begins in a gap between two kernels holds the next one up.
-STREAM_SMS = 32
 # Of the ring that a stream of tables goes through: the copy engine pauses for 3 microseconds between two of its chunks,
 # of which it holds four.
 _MOST_RING_BYTES, _LEAST_RING_BYTES = 128 << 20, 1 << 20

@@ -111,6 +111,7 @@ bool stream_twice(const Codebook &codebook)
     std::vector<Tensor> tensors;
     for (uint64_t count = 2 + below(6); tensors.size() < count;) tensors.emplace_back(codebook.codebook);
     bool good = true, undisturbed = true;
+    good = ibp_cuda_continue_stream(streamer) == IBP_INVALID_ARGUMENT; /* none has begun */
     for (int round = 0; round < 2; round++) {
         caller->add([=] { memset(ring, 0xEE, sizeof ring); });
         good = good && ibp_cuda_begin_stream(streamer, ring, ring_bytes) == IBP_OK;
@@ -120,10 +121,19 @@ bool stream_twice(const Codebook &codebook)
                                                  &t == &tensors.back(), t.out.data(), &t.fault, 8, caller) == IBP_OK;
             caller->add([&t, &good] { good = good && t.is_right(); });
         }
-        caller->add([=] { memset(ring, 0xDD, sizeof ring); });
-        caller->add([&undisturbed] {
-            undisturbed = undisturbed && std::all_of(ring, ring + sizeof ring, [](uint8_t b) { return b == 0xDD; });
-        });
+        if (round == 0) caller->add([=] { memset(ring, 0xDD, sizeof ring); });
+        if (round == 0)
+            caller->add([&undisturbed] {
+                undisturbed = undisturbed && std::all_of(ring, ring + sizeof ring, [](uint8_t b) { return b == 0xDD; });
+            });
+    }
+    /* A third stream, which nothing but its own work waits for. */
+    good = good && ibp_cuda_continue_stream(streamer) == IBP_OK;
+    for (Tensor &t : tensors) {
+        caller->add([&t] { std::fill(t.out.begin(), t.out.end(), uint8_t{0xA5}); });
+        good = good && ibp_cuda_stream_bytes(streamer, &t.table, t.table.bases, t.start, t.end, &t == &tensors.back(),
+                                             t.out.data(), &t.fault, 8, caller) == IBP_OK;
+        caller->add([&t, &good] { good = good && t.is_right(); });
     }
     /* Of another device: refused before anything is queued. */
     const size_t num_queued = caller->queue.size();
