@@ -2,7 +2,7 @@
 // worked out once.
 //
 // torch's dispatcher, the unpacking of a table's fifteen arguments and their checks cost ten times what a launch does.
-// Here a call asks the ids for their memory by methods of torch.Tensor, allocates the result by torch.empty and
+// Here a call asks the ids for their memory by methods of torch.Tensor, allocates the result by torch.empty_strided and
 // launches. Whatever is not the usual case is left to the operations: the call returns None, having done nothing.
 #ifndef IBP_READY_TABLE_H
 #define IBP_READY_TABLE_H
@@ -57,7 +57,7 @@ class Name {
 // torch as a call needs it, looked up once.
 struct Torch {
     py::object module = py::module_::import("torch"), c = module.attr("_C"), tensor = module.attr("Tensor"),
-               int32 = module.attr("int32"), int64 = module.attr("int64"), empty = module.attr("empty"),
+               int32 = module.attr("int32"), int64 = module.attr("int64"), empty = module.attr("empty_strided"),
                function_modes = c.attr("_len_torch_function_stack"),
                dispatch_modes = c.attr("_len_torch_dispatch_stack");
     Name is_cuda{"is_cuda"}, is_cpu{"is_cpu"}, get_device{"get_device"}, dtype{"dtype"}, dim{"dim"}, numel{"numel"},
@@ -88,14 +88,16 @@ class ReadyTable {
                int device, py::object torch_device, std::vector<uintptr_t> faults, uintptr_t fault,
                const std::vector<int64_t> &item_shape, py::object dtype, bool is_complex, int64_t most_items)
         : kept_(std::move(kept)), device_(device), torch_device_(std::move(torch_device)), faults_(std::move(faults)),
-          fault_(reinterpret_cast<ibp_fault *>(fault)), item_shape_(item_shape), dtype_(std::move(dtype)),
-          is_complex_(is_complex), most_items_(most_items)
+          fault_(reinterpret_cast<ibp_fault *>(fault)), item_shape_(item_shape), strides_(item_shape.size() + 1),
+          dtype_(std::move(dtype)), is_complex_(is_complex), most_items_(most_items)
     {
         const py::buffer_info info = packed.request();
         if (info.size * info.itemsize < static_cast<py::ssize_t>(sizeof table_))
             throw py::value_error("packed is not a table");
         std::memcpy(&table_, info.ptr, sizeof table_);
         for (const auto &range : ranges) ranges_.push_back({range.first, range.first + range.second});
+        int64_t stride = 1;
+        for (size_t d = item_shape_.size() + 1; d-- > 0; stride *= d > 0 ? item_shape_[d - 1] : 1) strides_[d] = stride;
         empty_options_["dtype"] = dtype_;
         empty_options_["device"] = torch_device_;
         if (device_ >= 0) {
@@ -234,7 +236,8 @@ class ReadyTable {
         py::tuple shape(item_shape_.size() + 1);
         shape[0] = count;
         for (size_t d = 0; d < item_shape_.size(); d++) shape[d + 1] = item_shape_[d];
-        return Name::checked(PyObject_Call(torch_.empty.ptr(), py::make_tuple(shape).ptr(), empty_options_.ptr()));
+        return Name::checked(
+            PyObject_Call(torch_.empty.ptr(), py::make_tuple(shape, strides_).ptr(), empty_options_.ptr()));
     }
 
     // Whether a tensor can be out.
@@ -304,6 +307,7 @@ class ReadyTable {
     std::vector<uintptr_t> faults_;
     ibp_fault *fault_;
     std::vector<int64_t> item_shape_;
+    py::tuple strides_; // of a result
     py::object dtype_;
     py::dict empty_options_;
     bool is_complex_;
