@@ -18,6 +18,8 @@ enum PlanesField : uint32_t {
 };
 // What decoders of listed rows know.
 constexpr uint32_t kListedFields = kInvariantBits | kConsecutive | kSignedDefault | kConstantColumns;
+// And their encoders.
+constexpr uint32_t kListedCoded = kInvariantBits | kConsecutive | kSignedDefault;
 
 IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
 {

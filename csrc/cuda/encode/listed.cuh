@@ -35,7 +35,7 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
         const uint32_t words = (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 127u) / 128u * 4u;
-        return elements_bytes(cb.row_bytes) + 4u * words;
+        return elements_bytes(cb.row_bytes) + (cb.planes.signed_default ? 8u : 4u) * words;
     }
 
     // A row being coded.
@@ -43,12 +43,14 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
         const BitStage &stage;
         T *elements;     // rotated; then symbols that escape
         uint8_t *bitmap; // a bit a column
+        uint8_t *signs;  // likewise the highest bits, where the default has any
         uint32_t num_listed;
     };
     __device__ __forceinline__ Work work_in(const BitStage &stage) const
     {
         uint8_t *const scratch = reinterpret_cast<uint8_t *>(stage.words) + bit_stage_bytes(row_bytes);
-        return {stage, reinterpret_cast<T *>(scratch), scratch + elements_bytes(row_bytes), 0};
+        uint8_t *const bitmap = scratch + elements_bytes(row_bytes);
+        return {stage, reinterpret_cast<T *>(scratch), bitmap, bitmap + (columns + 127u) / 128u * 16u, 0};
     }
 
     // ---- listed elements ----
@@ -64,29 +66,44 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
 #pragma unroll
             for (uint32_t i = 0; i < 4; i++) {
                 const uint32_t other = word[i] ^ two;
-                differs[i] = ((other & 0x7fff7fffu) + 0x7fff7fffu) | other;
+                differs[i] = ((other & 0x7fff7fffu) + 0x7fff7fffu) | (planes.signed_default ? 0u : other);
             }
 #pragma unroll
             for (uint32_t i = 0; i < 4; i += 2)
-                listed |=
-                    (permute_bytes(differs[i], differs[i + 1], 0x7531) & 0x80808080u) * 0x00204081u >> 28 << 2u * i;
+                listed |= highest_bits(permute_bytes(differs[i], differs[i + 1], 0x7531)) << 2u * i;
         } else {
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++) listed |= static_cast<uint32_t>(word[i] != value) << i;
+            for (uint32_t i = 0; i < 4; i++)
+                listed |= static_cast<uint32_t>(((word[i] ^ value) & static_cast<uint32_t>(this->listing_bits())) != 0u)
+                          << i;
         }
         return listed;
     }
+    // The highest bits of four bytes.
+    static __device__ __forceinline__ uint32_t highest_bits(uint32_t bytes)
+    {
+        return (bytes & 0x80808080u) * 0x00204081u >> 28;
+    }
+    // The highest bits of 16 bytes of elements.
+    static __device__ __forceinline__ uint32_t signs_of(const uint32_t (&word)[4])
+    {
+        if (sizeof(T) == 4)
+            return highest_bits(
+                permute_bytes(permute_bytes(word[0], word[1], 0x73), permute_bytes(word[2], word[3], 0x73), 0x5410));
+        return highest_bits(permute_bytes(word[0], word[1], 0x7531)) |
+               highest_bits(permute_bytes(word[2], word[3], 0x7531)) << 4;
+    }
 
-    // Puts the listed elements side by side, and makes the bitmap.
+    // Puts the listed elements side by side, and makes the bitmaps.
     __device__ __forceinline__ void gather_listed(const PlainRow &row, Work &work) const
     {
 #pragma unroll 1
         for (uint32_t base = 0; base < row_bytes; base += kSteps * kStepBytes) {
-            uint32_t words[kSteps][4], listed[kSteps], counts[kSteps / 2] = {};
+            uint32_t words[kSteps][4], listed[kSteps], signs[kSteps], counts[kSteps / 2] = {};
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
                 const uint32_t first = base + s * kStepBytes + kVector * G::lane();
-                listed[s] = 0;
+                listed[s] = signs[s] = 0;
                 if (first < row_bytes) row.load(first, words[s]);
             }
 #pragma unroll
@@ -96,6 +113,8 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
                 if (first >= row_bytes) continue;
                 listed[s] = low_bits(listed_of(words[s]), ibp_min_u32(columns - column, kPerLane));
                 if (kPerLane == 8u) work.bitmap[column / 8u] = static_cast<uint8_t>(listed[s]);
+                if (planes.signed_default) signs[s] = signs_of(words[s]);
+                if (planes.signed_default && kPerLane == 8u) work.signs[column / 8u] = static_cast<uint8_t>(signs[s]);
                 this->rotate(words[s]);
                 counts[s / 2] += ibp_popcount(listed[s]) << 16u * (s % 2u);
             }
@@ -105,6 +124,10 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
                     const uint32_t both = listed[s] | __shfl_xor_sync(G::mask(), listed[s], 1) << 4;
                     const uint32_t column = (base + s * kStepBytes) / static_cast<uint32_t>(sizeof(T)) + 4u * G::lane();
                     if (G::lane() % 2u == 0u && column < columns) work.bitmap[column / 8u] = static_cast<uint8_t>(both);
+                    if (!planes.signed_default) continue;
+                    const uint32_t of_both = signs[s] | __shfl_xor_sync(G::mask(), signs[s], 1) << 4;
+                    if (G::lane() % 2u == 0u && column < columns)
+                        work.signs[column / 8u] = static_cast<uint8_t>(of_both);
                 }
             }
             uint32_t before[kSteps / 2], total[kSteps / 2];
@@ -155,6 +178,25 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
             G::scan(count, before, total);
             put_list(work.stage, form, start, named, first, named_before + before[0]);
             named_before += total[0];
+        }
+    }
+    // The highest bits of the elements that are not listed, from bit `start` on.
+    __device__ __forceinline__ void put_signs(const Work &work, uint32_t start) const
+    {
+        const uint32_t *const listed = reinterpret_cast<const uint32_t *>(work.bitmap),
+                              *const signs = reinterpret_cast<const uint32_t *>(work.signs);
+        uint32_t all_before = 0;
+#pragma unroll 1
+        for (uint32_t base = 0; base < columns; base += 32u * LANES) {
+            const uint32_t first = base + 32u * G::lane(),
+                           held = ibp_min_u32(columns - ibp_min_u32(first, columns), 32u);
+            const uint32_t others = held != 0u ? low_bits(~listed[first / 32u], held) : 0u;
+            const uint32_t count[1] = {ibp_popcount(others)};
+            uint32_t before[1], total[1];
+            G::scan(count, before, total);
+            if (others != 0u)
+                work.stage.or_bits(start + all_before + before[0], ibp_extract(signs[first / 32u], others));
+            all_before += total[0];
         }
     }
     // Positions first + the ones of `named`, of which the first has a rank.
@@ -304,14 +346,15 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
         Work work = work_in(stage);
         gather_listed(row, work);
         const uint32_t k = work.num_listed, positions = start_bit + this->header_bits();
-        const bool closed = k != 0u && is_closed(work);
+        const bool closed = k != 0u && is_closed(work), has_values = k != 0u && !closed;
         if (G::lane() == 0u) stage.or_bits(start_bit, k | (closed ? ibp_closed_bit(columns) : 0u));
-        if (k == 0u) return positions / 8u;
-        const ibp_position_form form = this->choose_form(k);
-        const uint32_t values = positions + 8u * form.num_bytes;
+        ibp_position_form form{};
+        if (k != 0u) form = this->choose_form(k);
+        const uint32_t signs = positions + 8u * form.num_bytes, values = signs + this->sign_bits(k);
         if (values > 8u * most_bytes) return values / 8u;
-        put_positions(work, form, positions);
-        return (closed ? values : put_values(work, values, 8u * most_bytes)) / 8u;
+        if (k != 0u) put_positions(work, form, positions);
+        if (planes.signed_default) put_signs(work, signs);
+        return (has_values ? put_values(work, values, 8u * most_bytes) : values) / 8u;
     }
 };
 

@@ -88,16 +88,49 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     // Elements as they are in the row, or rotated; and which of them are coded here.
     struct Lane {
         uint32_t word[4], present, column;
-        bool open; // one that is coded differs from the closed value
+        uint32_t signs; // highest bits of those that are not listed, in their order
+        bool open;      // one that is coded differs from the closed value
+        bool broken;    // or has other invariant bits
     };
     static __device__ __forceinline__ T element(const uint32_t (&word)[4], uint32_t e)
     {
         if (sizeof(T) == 8) return static_cast<T>(word[2 * e % 4] | static_cast<uint64_t>(word[(2 * e + 1) % 4]) << 32);
         return static_cast<T>(word[e / kPerWord] >> (e % kPerWord * kBits % 32u));
     }
+    static __device__ __forceinline__ void put_element(uint32_t (&word)[4], uint32_t e, T value)
+    {
+        if (sizeof(T) == 8) {
+            word[2 * e % 4] = static_cast<uint32_t>(value);
+            word[(2 * e + 1) % 4] = static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32);
+        } else {
+            const uint32_t shift = e % kPerWord * kBits % 32u, ones = low_bits(~0u, kBits) << shift;
+            word[e / kPerWord] = (word[e / kPerWord] & ~ones) | static_cast<uint32_t>(value) << shift;
+        }
+    }
+    // The bits of an element above its invariant ones, rotated.
+    __device__ __forceinline__ T without_invariant(T value) const
+    {
+        const uint32_t width = kBits - planes.invariant_bits;
+        const uint64_t bits = static_cast<uint64_t>(value) >> planes.invariant_bits;
+        return static_cast<T>(planes.rotate ? low_bits(bits << 1, width) | bits >> (width - 1u) : bits);
+    }
+    __device__ __forceinline__ bool is_broken(T value) const
+    {
+        return low_bits(static_cast<uint64_t>(value), planes.invariant_bits) != planes.invariant_value;
+    }
+    // Bits in which an element differs from the default when it is listed.
+    __device__ __forceinline__ T listing_bits() const
+    {
+        return static_cast<T>(planes.signed_default ? ~uint64_t{0} >> (65u - kBits) : ~uint64_t{0});
+    }
     __device__ __forceinline__ void rotate(uint32_t (&word)[4]) const
     {
         constexpr uint32_t lowest = sizeof(T) == 1 ? 0x01010101u : sizeof(T) == 2 ? 0x00010001u : 1u;
+        if (planes.invariant_bits != 0u) {
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++) put_element(word, e, without_invariant(element(word, e)));
+            return;
+        }
         if (!planes.rotate) return;
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
@@ -119,10 +152,15 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         const uint32_t left = columns - lane.column;
         lane.present = left >= kPerLane ? kAll : (1u << left) - 1u;
         if (LISTED) {
+            uint32_t num_unlisted = 0;
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++) {
                 const T value = element(lane.word, e);
-                if (value == static_cast<T>(planes.default_value)) lane.present &= ~(1u << e);
+                const bool unlisted = ((value ^ static_cast<T>(planes.default_value)) & listing_bits()) == 0u;
+                if (unlisted && (lane.present >> e & 1u))
+                    lane.signs |= static_cast<uint32_t>(value >> (kBits - 1u)) << num_unlisted++;
+                if (unlisted) lane.present &= ~(1u << e);
+                lane.broken = lane.broken || ((lane.present >> e & 1u) && is_broken(value));
                 lane.open = lane.open || ((lane.present >> e & 1u) && value != static_cast<T>(planes.closed_value));
             }
         }
@@ -177,12 +215,12 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     // reaching[p]: elements with a digit in plane p; reaching[num_planes]: those with a raw symbol.
     struct Census {
         uint32_t reaching[IBP_MAX_PLANES + 1];
-        bool closed;
+        bool closed, has_form;
     };
     __device__ __forceinline__ Census take_census(const PlainRow &row) const
     {
         uint32_t even = 0, odd = 0, listed = 0; // escapes of planes 0 and 2, of planes 1 and 3: 16 bits each
-        bool open = false;
+        bool open = false, broken = false;
         for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kVector * LANES) {
             const Lane lane = load(row, first);
             if (LISTED && lane.present == 0u) continue;
@@ -191,12 +229,15 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
             even += escapes & 0x00ff00ffu;
             odd += escapes >> 8 & 0x00ff00ffu;
             listed += ibp_popcount(lane.present);
-            open = open || lane.open;
+            open = open || lane.open, broken = broken || lane.broken;
         }
-        uint32_t sums[6] = {LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu, even >> 16, odd >> 16, open};
+        // As many rows of elements as there are at most fit 24 bits.
+        uint32_t sums[6] = {LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu,
+                            even >> 16,           odd >> 16,      open | static_cast<uint32_t>(broken) << 16};
         G::sum(sums);
-        return {{LISTED ? sums[0] : columns, sums[1], sums[2], sums[3], sums[4]},
-                LISTED && sums[5] == 0u && sums[0] > 0u};
+        const bool closed = LISTED && (sums[5] & 0xffffu) == 0u && sums[0] > 0u;
+        return {
+            {LISTED ? sums[0] : columns, sums[1], sums[2], sums[3], sums[4]}, closed, closed || sums[5] >> 16 == 0u};
     }
 
     // As ibp_choose_position_form: every lane looks at a few forms, the first of the shortest is taken.
@@ -235,13 +276,19 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         parts.end = at;
         return parts;
     }
+    // Bits of the highest bits of the elements that are not listed.
+    __device__ __forceinline__ uint32_t sign_bits(uint32_t k) const
+    {
+        return LISTED && planes.signed_default ? to_byte(columns - k) : 0u;
+    }
     __device__ __forceinline__ uint32_t header_bits() const { return LISTED ? 8u * ibp_header_bytes(columns) : 0u; }
 
     // Exact bits of a row as coded.
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         const Census census = take_census(row);
-        uint32_t start = header_bits();
+        if (!census.has_form) return kNoCodedForm;
+        uint32_t start = header_bits() + sign_bits(census.reaching[0]);
         if (LISTED && census.reaching[0] != 0u) start += 8u * choose_form(census.reaching[0]).num_bytes;
         return census.closed || census.reaching[0] == 0u ? start : lay_out(start, census).end;
     }
@@ -362,16 +409,18 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         const Census census = take_census(row);
         const uint32_t k = census.reaching[0], positions = start_bit + header_bits();
         if (LISTED && G::lane() == 0u) stage.or_bits(start_bit, k | (census.closed ? ibp_closed_bit(columns) : 0u));
-        if (LISTED && k == 0u) return positions / 8u;
+        if (!census.has_form) return kNoCodedForm;
         ibp_position_form form{};
-        if (LISTED) form = choose_form(k);
-        const Parts parts = lay_out(positions + 8u * form.num_bytes, census);
-        const uint32_t coded_bytes = (census.closed ? parts.residuals : parts.end) / 8u;
+        if (LISTED && k != 0u) form = choose_form(k);
+        const uint32_t signs = positions + 8u * form.num_bytes;
+        const Parts parts = lay_out(signs + sign_bits(k), census);
+        const bool has_values = !census.closed && k != 0u;
+        const uint32_t coded_bytes = (has_values ? parts.end : parts.residuals) / 8u;
         if (coded_bytes > most_bytes) return coded_bytes;
         Running running{};
         for (uint32_t base = 0; base < row_bytes; base += kVector * LANES) {
             const Lane lane = load(row, base + kVector * G::lane());
-            if (LISTED && !form.is_complement && !G::any(lane.present != 0u)) continue;
+            if (LISTED && !planes.signed_default && !form.is_complement && !G::any(lane.present != 0u)) continue;
             uint32_t code[kPerLane];
             const uint32_t escapes = find_codes(lane, code);
             Running at, total;
@@ -381,8 +430,9 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
 #pragma unroll
             for (uint32_t p = 0; p < IBP_MAX_PLANES; p++)
                 at.escapes[p] += running.escapes[p], running.escapes[p] += total.escapes[p];
-            if (LISTED) write_positions(lane, form, positions, at.values, stage);
-            if (!census.closed) write_values(lane, code, parts, at, total, stage);
+            if (LISTED && k != 0u) write_positions(lane, form, positions, at.values, stage);
+            if (LISTED && planes.signed_default) stage.or_bits(signs + (lane.column - at.values), lane.signs);
+            if (has_values) write_values(lane, code, parts, at, total, stage);
         }
         return coded_bytes;
     }
