@@ -21,10 +21,11 @@ struct Choice {
 template <class Encoder>
 __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row)
 {
-    if (!ibp_has_clusters(&cb)) return {0, (encoder.measure(row) + 7u) / 8u};
+    const auto bytes_of = [](uint32_t bits) { return bits / 8u + (bits % 8u != 0u); }; // many for kNoCodedForm
+    if (!ibp_has_clusters(&cb)) return {0, bytes_of(encoder.measure(row))};
     Choice best{0, ~0u};
     for (uint32_t k = 0; k < cb.num_clusters; k++) {
-        const uint32_t bytes = 1u + (encoder.of_cluster(cb, k).measure(row) + 7u) / 8u;
+        const uint32_t bytes = 1u + bytes_of(encoder.of_cluster(cb, k).measure(row));
         if (bytes < best.bytes) best = {k, bytes};
     }
     return best;
