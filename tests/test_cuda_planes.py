@@ -16,10 +16,12 @@ from golden.make_planes import (
     adversarial_rows,
     bytes_of,
     damaged,
+    in_all_columns,
     load,
     make_rows,
     random_codebook,
     rows_of_k,
+    with_later_fields,
 )
 from helpers import (
     LAYOUTS,
@@ -58,7 +60,7 @@ def ranked_rows(rng, num_rows, codebook):
     full, some closed.
     """
     shape = (num_rows, codebook.columns)
-    anything = rng.integers(0, 2**64, shape, np.uint64) & reference.low_bits(codebook.width)
+    anything = rng.integers(0, 2**64, shape, np.uint64) & reference.low_bits(codebook.coded_bits)
     symbols, residuals = reference.split(anything, *codebook.split)
     num_entries = codebook.entries.shape[1]
     ranks = rng.geometric(rng.choice([0.999, 0.7, 0.3, 0.1], (num_rows, 1)), shape) - 1
@@ -67,6 +69,7 @@ def ranked_rows(rng, num_rows, codebook):
         named = entries[np.arange(codebook.columns), np.minimum(ranks, num_entries - 1)]
         symbols = np.where(ranks < num_entries, named, symbols)
     elements = reference.join(symbols, residuals, *codebook.split)
+    elements = elements << np.uint64(codebook.invariant_bits) | np.uint64(codebook.invariant_value)
     if codebook.listed:
         elements = np.where(rng.random((num_rows, 1)) < 0.3, np.uint64(codebook.closed), elements)
         elements = np.where(
@@ -74,7 +77,7 @@ def ranked_rows(rng, num_rows, codebook):
             np.uint64(codebook.default),
             elements,
         )
-    return bytes_of(elements.astype(f"<u{codebook.element_bytes}"))
+    return in_all_columns(codebook, elements)
 
 
 def zeros(like):
@@ -191,6 +194,29 @@ def test_large_rows(cuda, row_bytes, element_bytes, kind):
         rows = ranked_rows(rng, 5 if row_bytes > 10_000 else 35, codebook)
         coded += check_coding(cuda, codebook, rows, LAYOUTS[(number + element_bytes) % 4], row_bytes // 3)
     assert coded > 0
+
+
+LEFT_OUT = [{"invariant_bits"}, {"first_symbol"}, {"live_columns"}, {"invariant_bits", "first_symbol", "live_columns"}]
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT, ids=lambda fields: "all" if len(fields) > 1 else "".join(fields))
+@pytest.mark.parametrize("kind", ["dense", "per_column"])
+@pytest.mark.parametrize("element_bytes", ELEMENT_BYTES)
+def test_what_dense_rows_leave_out(cuda, element_bytes, kind, left_out):
+    """Rows that C codes, the level for speed among them; all of them and some."""
+    rng, coded = np.random.default_rng([element_bytes, len(kind), LEFT_OUT.index(left_out)]), 0
+    for number, digit_bits in enumerate([*DIGIT_BITS, (4,), (2, 2, 2, 2)]):
+        for residual_bits in {0, 3, 8 * element_bytes - 8, 8 * element_bytes - 5}:
+            columns = int(rng.choice([7, 64, 150, 1100, 9000]))
+            codebook = any_codebook(rng, element_bytes, columns, number % 2, residual_bits, digit_bits, kind, number)
+            codebook = with_later_fields(rng, codebook, left_out)
+            rows = torch.from_numpy(ranked_rows(rng, 9, codebook))
+            table = ibp.compress(rows, codebook=planes_codebook(codebook), layout="packed" if number % 2 else "slots")
+            coded += int((table.lengths.view(torch.int16) != 0).sum())
+            on_gpu, ids = table.to(cuda), torch.tensor([8, 0, 3, 3])
+            assert_same_bits(on_gpu.decompress().cpu(), rows)
+            assert_same_bits(on_gpu[ids.to(cuda)].cpu(), rows[ids])
+    assert coded > 20
 
 
 @pytest.mark.parametrize("element_bytes", ELEMENT_BYTES)

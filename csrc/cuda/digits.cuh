@@ -20,6 +20,16 @@ template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, ui
 
 __device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) & ~7u; }
 
+// Fields of num_bits, as many as a word has elements, from bit 0 of bits on, each in the low bits of its element.
+template <typename T> __device__ __forceinline__ uint32_t spread_fields(uint32_t bits, uint32_t num_bits)
+{
+    if (sizeof(T) == 4) return low_bits(bits, num_bits);
+    const uint32_t half = sizeof(T) == 2 ? num_bits : 2u * num_bits;
+    bits = select_bits(0xffffu, bits, bits << (16u - half)) & low_bits(0xffffu, half) * 0x00010001u;
+    if (sizeof(T) == 2) return bits;
+    return select_bits(0x00ff00ffu, bits, bits << (8u - num_bits)) & low_bits(0xffu, num_bits) * 0x01010101u;
+}
+
 // ---- digits of two bits ----
 
 // Bit 0 of each of 16 digits that is an escape.

@@ -50,7 +50,7 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
 static bool is_any(const ibp_codebook &) { return true; }
 static bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
 static bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
-static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && has_pairs(cb.planes); }
+static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
 
 // A codebook goes to the first decoder of its scheme that takes it and knows its fields.
 static const struct {
@@ -59,9 +59,12 @@ static const struct {
     uint32_t known; // of PlanesField
     ibp_status (*launch)(const Gather &gather);
 } kDecoders[] = {
-    {IBP_SCHEME_RAW, is_any, 0, gather_raw},          {IBP_SCHEME_IBP, is_any, 0, gather_masks},
-    {IBP_SCHEME_PLANES, is_listed, kListedFields, gather_listed}, {IBP_SCHEME_PLANES, is_of_pairs, 0, gather_pairs},
-    {IBP_SCHEME_PLANES, is_dense, 0, gather_dense},
+    {IBP_SCHEME_RAW, is_any, 0, gather_raw},
+    {IBP_SCHEME_IBP, is_any, 0, gather_masks},
+    {IBP_SCHEME_PLANES, is_listed, kListedFields, gather_listed},
+    {IBP_SCHEME_PLANES, is_fast, kDenseFields, gather_fast},
+    {IBP_SCHEME_PLANES, is_of_pairs, kDenseFields, gather_pairs},
+    {IBP_SCHEME_PLANES, is_dense, kDenseFields, gather_dense},
 };
 
 static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, ibp_fault *fault, int max_sms,

@@ -16,6 +16,8 @@ enum PlanesField : uint32_t {
     kSignedDefault = 4,
     kConstantColumns = 8,
 };
+// What decoders of dense rows know.
+constexpr uint32_t kDenseFields = kInvariantBits | kConsecutive | kConstantColumns;
 // What decoders of listed rows know.
 constexpr uint32_t kListedFields = kInvariantBits | kConsecutive | kSignedDefault | kConstantColumns;
 // And their encoders.
@@ -34,16 +36,30 @@ IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
 // Codebooks of rows: with more than one, a coded row begins with the number of its own.
 IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
 
-// Whether all digits have two bits and all symbols a byte, of elements that have two bytes or a byte besides: their
-// dense rows are those of decode/pairs.cuh.
-IBP_INLINE bool has_pairs(const ibp_planes &planes)
+// Whether all digits have two bits and all symbols a byte.
+IBP_INLINE bool are_pairs(const ibp_planes &planes)
 {
     bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
     for (uint32_t p = 0; p < planes.num_planes; p++) pairs = pairs && planes.digit_bits[p] == 2;
-    return pairs && (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.residual_bits == 24));
+    return pairs;
+}
+// Whether dense rows are decoded by decode/pairs.cuh, which knows no constant columns, nor invariant bits of elements
+// of two bytes: that would cost the others registers,
+IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
+{
+    if (!are_pairs(planes) || planes.element_bytes > 4 || planes.num_constant != 0u) return false;
+    return planes.element_bytes == 1   ? !planes.per_column
+           : planes.element_bytes == 2 ? planes.invariant_bits == 0u
+                                       : true;
+}
+// and encoded by encode/pairs.cuh: elements of two bytes, or of a byte besides three.
+IBP_INLINE bool has_pairs(const ibp_planes &planes)
+{
+    return are_pairs(planes) &&
+           (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.residual_bits == 24));
 }
 
-// Whether there is one plane of digits of four bits over consecutive symbols of a byte or less: what level="fast" makes.
+// Whether there is one plane of digits of four bits over consecutive symbols of up to a byte: what level="fast" makes.
 IBP_INLINE bool is_fast(const ibp_codebook &cb)
 {
     const ibp_planes &planes = cb.planes;

@@ -1,5 +1,5 @@
-// planes_book.cuh - a codebook of scheme planes and the parts of a coded row (FORMAT.md section 6). T is the element;
-// everything else is a run-time value.
+// planes_book.cuh - a codebook of scheme planes, the parts of a coded row and the joins of elements (FORMAT.md section
+// 6). T is the element; everything else is a run-time value.
 #ifndef IBP_PLANES_BOOK_CUH
 #define IBP_PLANES_BOOK_CUH
 
@@ -43,7 +43,7 @@ struct ValueParts {
 template <typename T> struct PlanesBook {
     static constexpr uint32_t kElementBits = 8u * sizeof(T);
     const ibp_planes &planes;
-    const uint8_t *entries; // of the row's cluster
+    const uint8_t *entries;              // of the row's cluster
     const uint32_t columns, symbol_bits; // live columns
 
     __device__ __forceinline__ PlanesBook(const ibp_codebook &cb, uint32_t cluster)
@@ -95,14 +95,25 @@ template <typename T> struct PlanesBook {
 
     __device__ __forceinline__ T join(T symbol, T residual) const
     {
-        const uint32_t r = planes.residual_bits;
-        const T rotated = static_cast<T>((r >= kElementBits ? T{0} : static_cast<T>(symbol << r)) | residual);
-        return planes.rotate ? static_cast<T>(rotated >> 1 | rotated << (kElementBits - 1u)) : rotated;
+        const uint32_t inv = planes.invariant_bits, at = inv + planes.residual_bits;
+        if (inv >= kElementBits) return static_cast<T>(planes.invariant_value);
+        const T rotated = static_cast<T>((at >= kElementBits ? T{0} : static_cast<T>(symbol << at)) |
+                                         static_cast<T>(residual << inv));
+        const T top = static_cast<T>(static_cast<T>(rotated >> inv) << (kElementBits - 1u)),
+                element = planes.rotate ? static_cast<T>(rotated >> 1 | top) : rotated;
+        return static_cast<T>((element & static_cast<T>(~uint64_t{0} << inv)) | static_cast<T>(planes.invariant_value));
     }
     static __device__ __forceinline__ T field(Stage stage, uint32_t position, uint32_t num_bits)
     {
         if (sizeof(T) == 8) return static_cast<T>(low_bits(stage.bits64_at(position), num_bits));
         return static_cast<T>(low_bits(stage.bits_at(position), num_bits));
+    }
+
+    static __device__ __forceinline__ T shared_field(uint32_t position, uint32_t num_bits)
+    {
+        if (sizeof(T) < 8) return static_cast<T>(low_bits(shared_bits(position), num_bits));
+        const uint64_t bits = shared_bits(position) | static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
+        return static_cast<T>(low_bits(bits, num_bits));
     }
 
     // How many of a warp's digits are escapes.
@@ -160,6 +171,113 @@ template <typename T> struct PlanesBook {
         return parts;
     }
 };
+
+// Joins symbols and residuals of elements that lie side by side in a word, each in the low bits of its own.
+template <typename T> struct WordJoin {
+    static_assert(sizeof(T) <= 4, "elements of a word");
+    static constexpr uint32_t kBits = 8u * sizeof(T), kOnes = ~0u >> (32u - kBits);
+    static constexpr uint32_t kEach = ~0u / kOnes;   // a 1 in every element
+    uint32_t symbol_at, residual_at, rotate, to_top; // shifts
+    uint32_t kept, top, invariant;                   // bits of every element
+
+    __device__ __forceinline__ explicit WordJoin(const ibp_planes &planes)
+    {
+        const uint32_t inv = planes.invariant_bits, width = kBits - inv;
+        residual_at = ibp_min_u32(inv, 31u), symbol_at = ibp_min_u32(inv + planes.residual_bits, 31u);
+        rotate = planes.rotate, to_top = ibp_min_u32(width - 1u, 31u);
+        top = rotate ? kEach << (kBits - 1u) : 0u;
+        kept = low_bits(uint32_t{kOnes}, width) << residual_at;
+        kept = (kept >> rotate & kept) * kEach;
+        invariant = static_cast<uint32_t>(low_bits(planes.invariant_value, inv)) * kEach;
+    }
+    __device__ __forceinline__ uint32_t word(uint32_t symbols, uint32_t residuals) const
+    {
+        return turned((symbols << symbol_at) + (residuals << residual_at));
+    }
+    // Rotates elements back, of which the lowest invariant bits are 0.
+    __device__ __forceinline__ uint32_t turned(uint32_t elements) const
+    {
+        return select_bits(kept, elements >> rotate, (elements << to_top & top) | invariant);
+    }
+};
+
+// Stores the element of a live column.
+template <typename T>
+__device__ __forceinline__ void put_element(const ibp_planes &planes, const Window &window, uint32_t i, T element)
+{
+    const uint32_t column = planes.num_constant != 0u ? __ldg(planes.live_columns + i) : i;
+    for (uint32_t b = 0; b < sizeof(T); b++) {
+        const uint32_t at = column * static_cast<uint32_t>(sizeof(T)) + b;
+        if (at >= window.low && at < window.high)
+            window.dst[at - window.low] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> 8u * b);
+    }
+}
+// Where residuals and raw symbols of a row are, in stage bits, and how many raw symbols came before.
+struct RawPlace {
+    uint32_t residuals, raw, before;
+};
+// Stores those elements of a tile whose symbols are raw. A lane has vectors of PER_VECTOR elements in four steps: bit
+// STRIDE * e of a step's number in `raws` says that element e is one. Returns how many raw symbols the row has up to
+// here. By all lanes of a warp together.
+template <typename T, class G, uint32_t PER_VECTOR, uint32_t STRIDE>
+static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb, Window window, RawPlace place,
+                                                         uint32_t tile_start, uint4 raws)
+{
+    const PlanesBook<T> book(cb, 0);
+    const uint32_t r = cb.planes.residual_bits, steps[4] = {raws.x, raws.y, raws.z, raws.w};
+#pragma unroll
+    for (uint32_t s = 0; s < 4u; s++) {
+        const uint32_t count = ibp_popcount(steps[s]), sums = G::inclusive_scan(count),
+                       first = tile_start + (s * G::kLanes + G::lane()) * PER_VECTOR;
+        uint32_t position = place.raw + (place.before + sums - count) * book.symbol_bits;
+        for (uint32_t left = steps[s]; left != 0u; left &= left - 1u, position += book.symbol_bits) {
+            const uint32_t i = first + ibp_popcount((left & (0u - left)) - 1u) / STRIDE;
+            const T symbol = PlanesBook<T>::shared_field(position, book.symbol_bits),
+                    residual = PlanesBook<T>::shared_field(place.residuals + i * r, r);
+            put_element<T>(cb.planes, window, i, book.join(symbol, residual));
+        }
+        place.before += G::last_lane(sums);
+    }
+    return place.before;
+}
+// Not inlined: a kernel has the copy once.
+template <class G> static __device__ __noinline__ void copy_template(const uint8_t *from, Window window)
+{
+    group_copy<G>(window.dst, from + window.low, window.high - window.low);
+}
+// Where there are constant columns: puts them into the row of an active group, before the others. By all lanes of a
+// warp together.
+template <class G>
+__device__ __forceinline__ void put_template(const ibp_planes &planes, bool active, const Window &window)
+{
+    if (planes.num_constant == 0u) return;
+    if (active) copy_template<G>(planes.row_template, window);
+    G::sync();
+}
+// Stores 16 bytes of elements, from number `first` on of the live columns, one at a time where there are constant ones.
+template <typename T>
+static __device__ __noinline__ void store_slowly(const ibp_codebook &cb, Window window, uint32_t first, uint4 words)
+{
+    if (cb.planes.num_constant == 0u)
+        return store_part(window, first * static_cast<uint32_t>(sizeof(T)) / 4u, 4, words);
+    const uint32_t columns = PlanesBook<T>::live_columns(cb), values[4] = {words.x, words.y, words.z, words.w};
+    for (uint32_t e = 0; e < 16u / sizeof(T) && first + e < columns; e++) {
+        T element;
+        memcpy(&element, reinterpret_cast<const uint8_t *>(values) + e * sizeof(T), sizeof(T));
+        put_element<T>(cb.planes, window, first + e, element);
+    }
+}
+// units: what window.is_units said, false where there are constant columns.
+template <typename T>
+__device__ __forceinline__ void store_elements(const ibp_codebook &cb, const Window &window, bool units, uint32_t first,
+                                               const uint32_t (&words)[4])
+{
+    const uint4 four = make_uint4(words[0], words[1], words[2], words[3]);
+    if (units)
+        *reinterpret_cast<uint4 *>(window.dst + first * static_cast<uint32_t>(sizeof(T))) = four;
+    else
+        store_slowly<T>(cb, window, first, four);
+}
 
 } // namespace ibp
 

@@ -4,10 +4,10 @@
 
 namespace ibp {
 
-template <class G> using Dense1 = DenseDecoder<uint8_t, G>;
-template <class G> using Dense2 = DenseDecoder<uint16_t, G>;
-template <class G> using Dense4 = DenseDecoder<uint32_t, G>;
-template <class G> using Dense8 = DenseDecoder<uint64_t, G>;
+template <class G> using Dense1 = DenseDecoder<uint8_t, G, true>;
+template <class G> using Dense2 = DenseDecoder<uint16_t, G, true>;
+template <class G> using Dense4 = DenseDecoder<uint32_t, G, true>;
+template <class G> using Dense8 = DenseDecoder<uint64_t, G, true>;
 
 ibp_status gather_dense(const Gather &gather)
 {

@@ -4,6 +4,7 @@
 
 namespace ibp {
 
+template <class G> using Pairs1 = PairsDecoder<uint8_t, G, false>;
 template <class G> using Pairs2 = PairsDecoder<uint16_t, G, false>;
 template <class G> using Pairs4 = PairsDecoder<uint32_t, G, false>;
 template <class G> using Columns2 = PairsDecoder<uint16_t, G, true>;
@@ -18,13 +19,21 @@ template <template <class> class Decoder> static ibp_status launch_by_tiles(cons
         return launch_gather<Decoder<Group<kWarp, kMostWarps>>>(gather);
     return launch_by_group<Decoder>(gather);
 }
+// Of the longest rows a block decodes one at a time: few SMs are busier so.
+template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
+{
+    if (gather.table.codebook.row_bytes > 2u * kMostWarps * kWarpRowBytes)
+        return launch_gather<Decoder<Group<kWarp, 32>>>(gather);
+    return launch_by_tiles<Decoder>(gather);
+}
 
 ibp_status gather_pairs(const Gather &gather)
 {
     const ibp_planes &planes = gather.table.codebook.planes;
+    if (planes.element_bytes == 1) return launch_by_tiles<Pairs1>(gather);
     if (planes.element_bytes == 2)
-        return planes.per_column ? launch_by_tiles<Columns2>(gather) : launch_by_tiles<Pairs2>(gather);
-    return planes.per_column ? launch_by_tiles<Columns4>(gather) : launch_by_tiles<Pairs4>(gather);
+        return planes.per_column ? launch_by_tiles<Columns2>(gather) : launch_by_block<Pairs2>(gather);
+    return planes.per_column ? launch_by_tiles<Columns4>(gather) : launch_by_block<Pairs4>(gather);
 }
 
 } // namespace ibp

@@ -3,8 +3,8 @@
 //
 // Down the planes, escapes are counted, which says where the next plane begins; a lane keeps its digits of planes 0
 // and 1, two bits each, and names the few elements that come further, one at a time:
-//   tail     planes 2, 3 and raw symbols: the symbols of all elements of plane 2, and a list of those that are still
-// open Up again, digits are spread to nibbles, which select bytes of a plane's entries (`prmt`); escaped elements
+//   tail     planes 2, 3 and raw symbols: the symbols of all elements of plane 2, and a list of those still open
+// Up again, digits are spread to nibbles, which select bytes of a plane's entries (`prmt`); escaped elements
 // take the bytes of the level below, of which a prefix sum over nibbles says which:
 //   plane 1  16 digits a lane
 //   plane 0  16 bytes of output a lane and step, joined with their residuals
@@ -19,17 +19,25 @@
 
 namespace ibp {
 
-// COLUMNS: every column has entries of its own. Of elements of four bytes, three are the residual.
+// COLUMNS: every column has entries of its own.
 template <typename T, class G, bool COLUMNS> struct PairsDecoder {
-    static_assert(sizeof(T) == 2 || sizeof(T) == 4, "the joins that there are");
+    static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
     using Group = G;
     // Of groups for rows of any length there is room for two in shared memory, so that they can have more registers;
-    // those that fit 72 get more warps.
-    static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : sizeof(T) == 2 && !COLUMNS ? 896 : 768;
-    static constexpr uint32_t kVectors = G::kAnyLength ? 8 : sizeof(T) == 2 && G::kPerWarp == 1 ? 3 : 4;
-    static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
+    // those that fit 72 get more warps; of groups of a whole block there is room for one.
+    static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
+                                             : G::kWarps > 8              ? 1024
+                                             : sizeof(T) == 2 && !COLUMNS ? 896
+                                                                          : 768;
+    static constexpr uint32_t kVectors = G::kAnyLength                        ? 8
+                                         : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
+                                         : G::kWarps > 8                      ? 3
+                                                                              : 4;
+    static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T); // elements of 16 and 4 bytes
     static constexpr uint32_t kSteps = 4, kStep = G::kLanes * kPerVector,
-                              kTile = kSteps * kStep;                       // vectors of a lane in a tile; elements
+                              kTile = kSteps * kStep;          // vectors of a lane in a tile; elements
+    static constexpr uint32_t kField = kStep <= 256u ? 8 : 16; // bits of a step's count
+    static constexpr uint32_t kFields = 32u / kField, kScans = kSteps / kFields;
     static constexpr uint32_t kPerLane = 16, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
     static constexpr uint32_t kEntries = 4u * IBP_MAX_PLANES, kLevel = kTile + 16u;
     static constexpr uint32_t kWarpBytes = kEntries + kLevel + 2u * kTile;
@@ -39,17 +47,20 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
 
-    // Whether elements of two bytes are rotated and have a residual of one: BF16.
-    static __host__ __device__ __forceinline__ bool has_bytes(const ibp_planes &planes)
+    // Whether residuals are joined without looking for their bits: all bytes but one of two bytes that are rotated
+    // (BF16) or of four, half of one.
+    static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
     {
-        return planes.rotate && planes.residual_bits == 8u;
+        if (sizeof(T) == 1) return planes.residual_bits == 4u;
+        if (sizeof(T) == 4 && planes.invariant_bits != 0u) return false;
+        return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
     }
 
     // Shared memory of a block: the columns' entries of each rank, if there is room for them, and some bytes that are
     // read behind them.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
-        const uint32_t num_bytes = cb.row_bytes / static_cast<uint32_t>(sizeof(T)) * cb.planes.num_entries + 16u;
+        const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
         return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostTable ? num_bytes / 16u * 16u + 16u : 0u;
     }
     // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements
@@ -72,23 +83,25 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         : cb(codebook), scratch(shared)
     {
         const PlanesBook<T> book(cb, 0);
-        if (cb.num_clusters <= 1u) fill_entries(book);
+        if (cb.num_clusters <= 1u) fill_entries(cb, 0, entries());
         if (block_bytes(cb) == 0u) return;
         for (uint32_t column = threadIdx.x; column < book.columns; column += blockDim.x)
 #pragma unroll 4
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
     }
-    __device__ __forceinline__ void fill_entries(const PlanesBook<T> &book) const
+    // Not inlined: registers are scarce where rows have clusters.
+    static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
     {
+        const PlanesBook<T> book(cb, cluster);
         const uint32_t plane = G::lane();
         if (plane >= IBP_MAX_PLANES) return;
         uint32_t bytes = 0;
         for (uint32_t digit = 0; digit < 3u && plane < cb.planes.num_planes; digit++) {
             const uint32_t rank = 3u * plane + digit;
-            bytes |= (COLUMNS ? rank : __ldg(book.entries + rank)) << 8u * digit;
+            bytes |= (COLUMNS ? rank : static_cast<uint32_t>(book.entry(rank)) & 0xffu) << 8u * digit;
         }
-        shared_word(entries() / 4u + plane) = bytes;
+        shared_word(entries / 4u + plane) = bytes;
     }
 
     // What eight digits stand for, a byte each; from: the shared byte with which those of the escaped begin, order:
@@ -144,7 +157,10 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                 static_cast<uint8_t>(COLUMNS ? kRaw : raw_symbol(position + i * symbol_bits()));
         __syncwarp(); // level 2 is there
     }
-    __device__ __forceinline__ uint32_t symbol_bits() const { return 8u * sizeof(T) - cb.planes.residual_bits; }
+    __device__ __forceinline__ uint32_t symbol_bits() const
+    {
+        return 8u * sizeof(T) - (sizeof(T) == 2 ? 0u : cb.planes.invariant_bits) - cb.planes.residual_bits;
+    }
     __device__ __forceinline__ uint32_t raw_symbol(uint32_t position) const
     {
         return low_bits(shared_bits(position), symbol_bits());
@@ -214,29 +230,37 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
                 tile.digits[s] = low_bits(shared_bits(plane + 2u * i), 2u * ibp_min_u32(n - i, kPerVector));
             }
         }
-        uint32_t counts = 0;
+        uint32_t counts[kScans] = {};
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++)
-            counts += ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector)) << 8u * s;
+            counts[s / kFields] += ibp_popcount(escaped_pairs(tile.digits[s]) & low_bits(~0u, 2u * kPerVector))
+                                   << s % kFields * kField;
         tile.num_escaped = number(counts, level1(), tile.before);
     }
-    // Numbers elements of a tile from `first` on, of which a lane has as many in step s as byte s of counts says.
+    // Numbers elements of a tile from `first` on, of which a lane has as many in step s as field s of counts says.
     // before: those of its first ones. Returns how many there are.
-    static __device__ __forceinline__ uint32_t number(uint32_t counts, uint32_t first, uint32_t (&before)[kSteps])
+    static __device__ __forceinline__ uint32_t number(const uint32_t (&counts)[kScans], uint32_t first,
+                                                      uint32_t (&before)[kSteps])
     {
-        // All lanes but the last have up to 255 together in a step.
-        const uint32_t lower = G::inclusive_scan(counts) - counts, lower_of_last = G::last_lane(lower),
-                       last = G::last_lane(counts);
         uint32_t total = 0;
 #pragma unroll
-        for (uint32_t s = 0; s < kSteps; s++) {
-            before[s] = first + total + permute_bytes(lower, 0, 0x4440 + s);
-            total += permute_bytes(lower_of_last, 0, 0x4440 + s) + permute_bytes(last, 0, 0x4440 + s);
+        for (uint32_t k = 0; k < kScans; k++) {
+            // All lanes but the last have less than 2^kField together in a step.
+            const uint32_t lower = G::inclusive_scan(counts[k]) - counts[k], lower_of_last = G::last_lane(lower),
+                           last = G::last_lane(counts[k]);
+#pragma unroll
+            for (uint32_t f = 0; f < kFields; f++) {
+                before[k * kFields + f] = first + total + field(lower, f);
+                total += field(lower_of_last, f) + field(last, f);
+            }
         }
         return total;
     }
-    static_assert(kSteps == 4 && kStep <= 256 && kStep % 16 == 0,
-                  "the bytes of counts; vectors of a lane that are whole words of digits apart");
+    static __device__ __forceinline__ uint32_t field(uint32_t counts, uint32_t f)
+    {
+        return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
+    }
+    static_assert(kStep % 16 == 0, "vectors of a lane are whole words of digits apart");
 
     // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
     // Returns how many are escapes.
@@ -259,10 +283,16 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     // ---- ranks ----
 
     // Bytes of plane 0, with their entries: symbols, or ranks where there are entries a column.
-    static __device__ __forceinline__ uint2 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
+    static __device__ __forceinline__ uint4 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
     {
-        const uint32_t digits = spread_pairs<false>(tile.digits[s]);
-        return entries.symbols(digits, order_of(escaped_nibbles(digits)), tile.before[s]);
+        const uint32_t digits = spread_pairs<false>(tile.digits[s]), escaped = escaped_nibbles(digits),
+                       order = order_of(escaped);
+        const uint2 low = entries.symbols(digits, order, tile.before[s]);
+        if (kPerVector <= 8u) return make_uint4(low.x, low.y, 0, 0);
+        const uint32_t upper = spread_pairs<true>(tile.digits[s]);
+        const uint2 high =
+            entries.symbols(upper, order_of(escaped_nibbles(upper)), tile.before[s] + count_of(escaped, order));
+        return make_uint4(low.x, low.y, high.x, high.y);
     }
     // The ranks of a lane's vectors, and the numbers of their first raw symbols, if there are any in the warp.
     struct Ranks {
@@ -275,12 +305,13 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
     {
         const Entries entries = entries_at(0);
         Ranks ranks{};
-        uint32_t counts = 0;
+        uint32_t counts[kScans] = {};
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
-            ranks.bytes[s] = bytes_of(entries, tile, s);
-            const uint32_t of_y = kPerVector > 4u ? ibp_popcount(ranks.bytes[s].y & kRaws) : 0u;
-            counts += (ibp_popcount(ranks.bytes[s].x & kRaws) + of_y) << 8u * s;
+            const uint4 bytes = bytes_of(entries, tile, s);
+            ranks.bytes[s] = make_uint2(bytes.x, bytes.y);
+            const uint32_t of_y = kPerVector > 4u ? ibp_popcount(bytes.y & kRaws) : 0u;
+            counts[s / kFields] += (ibp_popcount(bytes.x & kRaws) + of_y) << s % kFields * kField;
         }
         ranks.any_raw = G::any(raw.from != raw.to);
         if (ranks.any_raw) number(counts, raw.from, ranks.raw_before);
@@ -316,17 +347,17 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         }
     }
 
-    __device__ __forceinline__ uint2 symbols_of(const PlanesBook<T> &book, const ValueParts &parts, const Ranks &ranks,
+    __device__ __forceinline__ uint4 symbols_of(const PlanesBook<T> &book, const ValueParts &parts, const Ranks &ranks,
                                                 uint32_t s, uint32_t column) const
     {
         const uint2 bytes = ranks.bytes[s];
         uint2 symbols =
             make_uint2(look_up(book, bytes.x, column), kPerVector > 4u ? look_up(book, bytes.y, column + 4u) : 0u);
-        if (!ranks.any_raw) return symbols;
+        if (!ranks.any_raw) return make_uint4(symbols.x, symbols.y, 0, 0);
         uint32_t position = parts.digits[IBP_MAX_PLANES] + ranks.raw_before[s] * symbol_bits();
         put_raw(bytes.x, position, symbols.x);
         if (kPerVector > 4u) put_raw(bytes.y, position, symbols.y);
-        return symbols;
+        return make_uint4(symbols.x, symbols.y, 0, 0);
     }
 
     // ---- symbols and residuals ----
@@ -337,20 +368,31 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
     }
 
-    // 16 bytes of elements, of which the first one's residual is `bits` bits after a cursor.
-    template <bool BYTES>
-    __device__ __forceinline__ void join(uint2 symbols, const Cursor &residuals, uint32_t bits,
+    // 16 bytes of elements, of which the first one's residual is `bits` bits after a cursor. SIMPLE: is_simple.
+    template <bool SIMPLE>
+    __device__ __forceinline__ void join(const WordJoin<T> &with, uint4 symbols, const Cursor &residuals, uint32_t bits,
                                          uint32_t (&words)[4]) const
     {
-        if constexpr (!BYTES) {
+        if constexpr (!SIMPLE && sizeof(T) == 2) {
             const uint32_t r = cb.planes.residual_bits, mask = low_bits(0xffffu, r) * 0x00010001u;
 #pragma unroll
             for (uint32_t k = 0; k < 4u; k++) {
-                const uint32_t two = residuals.bits(bits + 2u * k * r),
-                               pair = permute_bytes(k < 2u ? symbols.x : symbols.y, 0, k % 2u ? 0x4342 : 0x4140);
-                words[k] = (pair << r) + (select_bits(0xffffu, two, two << (16u - r)) & mask);
+                const uint32_t two = residuals.bits(bits + 2u * k * r);
+                words[k] = (symbols_of_word(symbols, k) << r) + (select_bits(0xffffu, two, two << (16u - r)) & mask);
                 if (cb.planes.rotate) words[k] = rotated_back(words[k]);
             }
+        } else if constexpr (!SIMPLE) {
+            const uint32_t r = cb.planes.residual_bits;
+#pragma unroll
+            for (uint32_t k = 0; k < 4u; k++)
+                words[k] = with.word(symbols_of_word(symbols, k),
+                                     spread_fields<T>(residuals.bits(bits + k * kPerWord * r), r));
+        } else if constexpr (sizeof(T) == 1) {
+            const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
+            words[0] = with.word(symbols.x, permute_bytes(low, low >> 4, 0x5140) & 0x0f0f0f0fu),
+            words[1] = with.word(symbols.y, permute_bytes(low, low >> 4, 0x7362) & 0x0f0f0f0fu);
+            words[2] = with.word(symbols.z, permute_bytes(high, high >> 4, 0x5140) & 0x0f0f0f0fu),
+            words[3] = with.word(symbols.w, permute_bytes(high, high >> 4, 0x7362) & 0x0f0f0f0fu);
         } else if constexpr (sizeof(T) == 2) {
             const uint32_t low = residuals.word(bits / 32u), high = residuals.word(bits / 32u + 1u);
             words[0] = rotated_back(permute_bytes(low, symbols.x, 0x5140)),
@@ -368,31 +410,34 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             for (uint32_t k = 0; k < 4u; k++) words[k] = __funnelshift_r(words[k], words[k], cb.planes.rotate);
         }
     }
+    // The symbols of word k, each in the low bits of its element.
+    static __device__ __forceinline__ uint32_t symbols_of_word(uint4 symbols, uint32_t k)
+    {
+        if (sizeof(T) == 1) return k < 2u ? k == 0u ? symbols.x : symbols.y : k == 2u ? symbols.z : symbols.w;
+        if (sizeof(T) == 2) return permute_bytes(k < 2u ? symbols.x : symbols.y, 0, k % 2u ? 0x4342 : 0x4140);
+        return permute_bytes(symbols.x, 0, 0x4440 + k);
+    }
 
     // Not by all lanes together: units may differ from group to group. UNITS: what window.is_units said.
-    template <bool UNITS, bool BYTES>
+    template <bool UNITS, bool SIMPLE>
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                                const Ranks &ranks, uint32_t tile_start, uint32_t n,
                                                const Window &window) const
     {
         const uint32_t first = tile_start + kPerVector * G::lane(), left = n > first ? n - first : 0u;
-        const uint32_t residual_bits = BYTES ? 8u * (sizeof(T) - 1u) : cb.planes.residual_bits;
+        const uint32_t residual_bits = !SIMPLE ? cb.planes.residual_bits : sizeof(T) == 1u ? 4u : 8u * (sizeof(T) - 1u);
         const Entries entries = entries_at(0);
-        const Cursor residuals =
-            Cursor::at((parts.residuals + first * residual_bits) / 8u); // whole bytes of residuals a vector
-        uint8_t *const dst = window.dst + size_t{first} * sizeof(T);
+        const WordJoin<T> with(cb.planes);
+        const uint32_t from = parts.residuals + first * residual_bits;
+        const Cursor residuals{&shared_word(from / 32u), from};
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s * kStep >= left) break;
-            const uint2 symbols =
+            const uint4 symbols =
                 COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
             uint32_t words[4];
-            join<BYTES>(symbols, residuals, s * kStep * residual_bits, words);
-            if (UNITS)
-                *reinterpret_cast<uint4 *>(dst + s * kStep * sizeof(T)) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
-            else
-                store_words(window, false, (first + s * kStep) * static_cast<uint32_t>(sizeof(T)) / 4u, words);
+            join<SIMPLE>(with, symbols, residuals, s * kStep * residual_bits, words);
+            store_words(window, UNITS, (first + s * kStep) * static_cast<uint32_t>(sizeof(T)) / 4u, words);
         }
     }
 
@@ -404,7 +449,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
         const PlanesBook<T> book(cb, cluster);
         if (cb.num_clusters > 1u) {
             __syncwarp();
-            fill_entries(book);
+            fill_entries(cb, cluster, entries());
             __syncwarp();
         }
         uint32_t n = active ? book.columns : 0u;
@@ -427,7 +472,7 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             n = tile.num_escaped = 0;
             parts.mine[IBP_MAX_PLANES] = {0, 0};
         }
-        const bool units = window.is_units(cb.row_bytes, 16), bytes = sizeof(T) == 4 || has_bytes(cb.planes);
+        const bool units = window.is_units(cb.row_bytes, 16), simple = is_simple(cb.planes);
 #pragma unroll 1
         for (uint32_t k = 0; k < per_warp; k++) {
             const uint32_t tile_start = ibp_min_u32(first + k * kTile, last);
@@ -445,14 +490,12 @@ template <typename T, class G, bool COLUMNS> struct PairsDecoder {
             decode_plane1(parts.digits[1] + 2u * mine[1].from, tile.num_escaped, tile.chunk);
             Ranks ranks;
             if (COLUMNS) ranks = ranks_of(tile, raw);
-            if (bytes && units)
+            if (simple && units)
                 store_tile<true, true>(book, parts, tile, ranks, tile_start, n, window);
-            else if (bytes)
-                store_tile<false, true>(book, parts, tile, ranks, tile_start, n, window);
-            else if (sizeof(T) == 2 && units)
-                store_tile<true, sizeof(T) == 4>(book, parts, tile, ranks, tile_start, n, window);
-            else if (sizeof(T) == 2)
-                store_tile<false, sizeof(T) == 4>(book, parts, tile, ranks, tile_start, n, window);
+            else if (units)
+                store_tile<true, false>(book, parts, tile, ranks, tile_start, n, window);
+            else
+                store_tile<false, false>(book, parts, tile, ranks, tile_start, n, window);
             __syncwarp(); // the levels are free
 #pragma unroll
             for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;

@@ -49,6 +49,7 @@ ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8
 // The decoders, each in a translation unit of its own under decode/. gather.cu says which codebooks each one takes.
 ibp_status gather_raw(const Gather &gather);
 ibp_status gather_masks(const Gather &gather);
+ibp_status gather_fast(const Gather &gather);
 ibp_status gather_pairs(const Gather &gather);
 ibp_status gather_dense(const Gather &gather);
 ibp_status gather_listed(const Gather &gather);

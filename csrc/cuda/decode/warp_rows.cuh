@@ -20,7 +20,7 @@ template <uint32_t KINDS, class Use>
 __host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb, Use &use)
 {
     using Warp = Group<kWarp, 1, true>;
-    if (!knows_fields(cb, cb.planes.listed ? kListedFields : 0)) return false;
+    if (!knows_fields(cb, cb.planes.listed ? kListedFields : kDenseFields)) return false;
     if (cb.scheme == IBP_SCHEME_IBP) {
         if constexpr ((KINDS & kMaskRows) != 0u) return use.template with<MasksDecoder<4, false, Warp>>();
     } else if (cb.scheme == IBP_SCHEME_PLANES && cb.planes.listed) {
@@ -34,16 +34,18 @@ __host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb
         }
     } else if (cb.scheme == IBP_SCHEME_PLANES) {
         if constexpr ((KINDS & kDenseRows) != 0u) {
-            const bool pairs = has_pairs(cb.planes) && !cb.planes.per_column;
+            const bool pairs = decodes_pairs(cb.planes) && !cb.planes.per_column;
             switch (cb.planes.element_bytes) {
-            case 1: return use.template with<DenseDecoder<uint8_t, Warp>>();
+            case 1:
+                return pairs ? use.template with<PairsDecoder<uint8_t, Warp, false>>()
+                             : use.template with<DenseDecoder<uint8_t, Warp, false>>();
             case 2:
                 return pairs ? use.template with<PairsDecoder<uint16_t, Warp, false>>()
-                             : use.template with<DenseDecoder<uint16_t, Warp>>();
+                             : use.template with<DenseDecoder<uint16_t, Warp, false>>();
             case 4:
                 return pairs ? use.template with<PairsDecoder<uint32_t, Warp, false>>()
-                             : use.template with<DenseDecoder<uint32_t, Warp>>();
-            case 8: return use.template with<DenseDecoder<uint64_t, Warp>>();
+                             : use.template with<DenseDecoder<uint32_t, Warp, false>>();
+            case 8: return use.template with<DenseDecoder<uint64_t, Warp, false>>();
             }
         }
     }
