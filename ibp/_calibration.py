@@ -224,7 +224,7 @@ def in_force(device: torch.device) -> Calibration:
     if known is not None or torch.compiler.is_compiling():  # a file cannot be read inside torch.compile
         return known or H200
     if device.type != "cuda":
-        # Where CUDA is not in use yet it stays so: a process that has begun to use it cannot be forked for work on GPUs.
+        # Where CUDA is not in use yet it stays so: children of a process that uses it cannot use GPUs.
         has_gpu = _ops.cuda_is_available() and torch.cuda.is_initialized()
         return in_force(_memory.canonical("cuda")) if has_gpu else H200
     return _in_force.setdefault(device, _read(device) or H200)

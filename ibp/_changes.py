@@ -187,7 +187,7 @@ class _Row:
         index = room.index_on(worker)
         parts += [tensor[row : row + 1] for tensor in index[:3]]
         if index.bases.numel():
-            base, units = int(index.bases[row]), int(index.rooms[row])
+            base, units = int(index.bases[row]), int(index.rooms[row : row + 1].view(torch.int16))
             if 0 <= base <= room.overflow.numel():
                 parts.append(room.overflow[base : base + units * _SECTOR])
         self._parts = [(part, part.clone()) for part in parts]

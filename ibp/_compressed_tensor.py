@@ -277,8 +277,8 @@ class CompressedTensor(Table):
         which is decoded and coded again. Rows of a table on a GPU are coded there on its current stream, in order with
         reads on that stream; other streams wait for an event, and the next change for theirs. Rows of a pinned table
         are coded by the GPU that they are on, or that the table was used on last, and reads by the CPU wait for it. ids
-        on a GPU are waited for. Graphs that were captured with the table are captured anew after the overflow has grown,
-        as `append` and `refit` ask for, too.
+        on a GPU are waited for. CUDA graphs that read the table are captured anew after the overflow has grown, and
+        after `append` and `refit`.
 
         Interrupted, or refused, the table holds the old rows or the new ones, all of them.
 

@@ -41,16 +41,16 @@ class Index(NamedTuple):
         """With entries for rows that are not there yet."""
         lengths, bases, rooms, used = self
         return Index(
-            _enlarged(lengths, capacity, 0), _enlarged(bases, capacity, _NO_BASE), _enlarged(rooms, capacity, 0), used
+            _enlarged(lengths, capacity, 0), _enlarged(bases, capacity, 0xFF), _enlarged(rooms, capacity, 0), used
         )
 
 
-def _enlarged(tensor: torch.Tensor, size: int, value: int) -> torch.Tensor:
+def _enlarged(tensor: torch.Tensor, size: int, byte: int) -> torch.Tensor:
     if not tensor.numel():
         return tensor
     larger = torch.empty(size, dtype=tensor.dtype, device=tensor.device)
     larger[: tensor.numel()].copy_(tensor)
-    larger[tensor.numel() :].fill_(value)
+    larger[tensor.numel() :].view(torch.uint8).fill_(byte)
     return larger
 
 
@@ -163,7 +163,8 @@ def _own_bases(
     num_rows, device = geometry.num_rows, lengths.device
     rows = torch.arange(num_rows, device=device)
     valid = torch.clamp(geometry.num_bytes - rows * geometry.row_bytes, max=geometry.row_bytes)
-    parts = (_layout.stored_sizes(lengths, geometry.row_bytes, valid) - slot_bytes).clamp(min=0)
+    entries = lengths.view(torch.int16).to(torch.int64) & 0xFFFF
+    parts = (_layout.stored_sizes(entries, geometry.row_bytes, valid) - slot_bytes).clamp(min=0)
     if not bases.numel():
         own = torch.full((num_rows,), _NO_BASE, device=device)
     elif bases.numel() == num_rows:
@@ -180,7 +181,7 @@ def _own_bases(
     own = torch.where(parts > 0, own, _NO_BASE)
     if not _are_apart(own, torch.maximum(parts, rooms * _SECTOR), overflow_bytes):
         rooms = torch.zeros_like(rooms)  # rows that change take new parts
-    return {"bases": own, "rooms": rooms.to(torch.int32).to(torch.uint16)}
+    return {"bases": own, "rooms": rooms.to(torch.int16).view(torch.uint16)}
 
 
 def _are_apart(bases: torch.Tensor, sizes: torch.Tensor, overflow_bytes: int) -> bool:

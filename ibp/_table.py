@@ -116,6 +116,7 @@ class Table:
         return self._settled("bases")
 
     def _settled(self, name: str) -> torch.Tensor:
+        """A tensor of the table, once GPUs that change it are done."""
         if self._room is not None:
             self._room.settle()
         return vars(self)[name]

@@ -19,7 +19,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp import _segments
+from ibp import _core, _segments
 
 SECONDS = 120  # that another process may take
 OPTIONS = {"device": "cpu", "pin_memory": False}
@@ -177,6 +177,23 @@ def test_nobody_can_shrink_the_memory(x):
     table = table_of(x).share_memory_()
     with pytest.raises(OSError):
         os.ftruncate(table._segment.file, 10)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_nothing_begins_to_use_cuda(x, spelling, monkeypatch):
+    """A process in whose children GPUs will be used compresses, shares and reads on the CPU."""
+
+    def begin():
+        raise AssertionError("CUDA is used")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", begin)
+    monkeypatch.setattr(_core, "cuda_is_built", lambda: True)
+    for table in (table_of(x, spelling), ibp.compress(x, **OPTIONS)):
+        table.share_memory_()
+        assert_same_bits(table.decompress(), x)
+        assert_same_bits(table[[1, 2]], x[[1, 2]])
 
 
 # ---- between processes ----

@@ -162,8 +162,9 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
         _fetch_selections(table, ids, device, max_sms, out)
         return
     stage, arguments, fault = _stage_of(device), table._arguments(device), table._fault_on(device)
+    slots = table._settled("slots")  # threads read what a GPU may be changing
     with stage.lock:
-        torch.ops.ibp.stage_items.default(*arguments, table.slots, ids, stage.stager.address, max_sms, out, fault)
+        torch.ops.ibp.stage_items.default(*arguments, slots, ids, stage.stager.address, max_sms, out, fault)
 
 
 def _fetch_selections(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
