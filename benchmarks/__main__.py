@@ -24,7 +24,7 @@ SPEED = {
     "small_calls": 14,
     "cpu": 25,
 }  # seconds each may take, most important first
-CODING = {"families": 80, "compress": 60}  # likewise
+CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25}  # likewise
 BYTES = ("ratio", "sampling", "clusters")
 GRACE_S = 5  # to print what was measured
 

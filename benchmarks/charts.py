@@ -109,7 +109,7 @@ REAL_COLUMNS = (
     "sm_share",
     "loss_ratio",
     "target_gbps",
-    *("ms", "bound_ms", "start_us", "end_us"),  # weights.csv, timeline.csv
+    *("ms", "us", "bound_ms", "start_us", "end_us"),  # weights.csv, timeline.csv, compress.csv, encode_into.csv
     *("sample_ms", "fetch_ms", "train_ms", "epoch_s", "table_gib"),  # gnn.csv, gnn_parallel.csv
     *("prefill_s", "token_s", "load_s"),  # flexgen_opt.csv
 )
@@ -411,7 +411,10 @@ def draw_stream(rows, path):
 
 PANELS_A_ROW = 3
 CASE_CHARTS = {"large_table": "Random rows of large tables in host memory", "cpu": "On the CPU alone"}
-CODING_CHARTS = {"compress": "The whole of ibp.compress"}  # of tensors of so many bytes
+CODING_CHARTS = {
+    "compress": "The whole of ibp.compress",
+    "encode_into": "Rows coded into memory that is there",
+}  # of tensors of so many bytes
 CODING_LEAST_BYTES = 64 << 20
 PARTS = ("partition alone",)  # arms that are a part of others, not a way to fetch
 

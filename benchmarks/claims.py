@@ -270,7 +270,52 @@ def compress_block(directory):
     )
 
 
-JUDGED = ("families", "compress")  # scripts that say beside each rate what is wanted
+def places_block(directory):
+    """Rows coded into memory that is there."""
+    rows = charts.read(directory / "encode_into.csv")
+    timed = [row for row in rows if row["case"] != "device" and row["arm"] != CALL_ARM]
+    if not timed:
+        return None
+    most, lines = max(row["sms"] for row in timed), []
+    cases = charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in timed)
+    for arm, sms in charts.in_order((row["arm"], row["sms"]) for row in timed):
+        texts = (
+            judged_rate(timed, arm=arm, sms=sms, case=case, dtype=dtype, row_bytes=size) for case, dtype, size in cases
+        )
+        lines.append([arm + (f", {sms} SMs" if 0 < sms < most else ""), *texts])
+    call = "".join(
+        f" A call that codes one page of 64 KiB comes back after {charts.number(row['us'])} us."
+        for row in rates(rows, arm=CALL_ARM)
+    )
+    heads = ["arm", *(f"{case}, {dtype}, rows of {charts.size_name(size)}" for case, dtype, size in cases)]
+    return (
+        "## Coding into given memory\n\nRows coded into slots and an overflow area by one launch, without the host "
+        f"(`encode_into.csv`: {caption(rows)}); GB/s of original bytes, in brackets what is wanted where that is "
+        f"missed.{call}\n\n{markdown(heads, lines)}\n\n![Coding into given memory](results/encode_into.png)"
+    )
+
+
+def changes_block(directory):
+    """Rows of tables that change."""
+    rows = [row for row in charts.read(directory / "changes.csv") if row["case"] != "device"]
+    if not rows:
+        return None
+    arms, lines = charts.in_order(row["arm"] for row in rows), []
+    for case in charts.in_order(row["case"] for row in rows):
+        own = {row["arm"]: row for row in rates(rows, case=case)}
+        texts = (
+            f"{charts.fine_number(own[arm]['us'])} ({charts.fine_number(own[arm]['gbps'])})" if arm in own else ""
+            for arm in arms
+        )
+        lines.append([case, *texts])
+    return (
+        f"## Rows that change\n\nRows of {charts.size_name(rows[0]['row_bytes'])} of a table (`changes.csv`: "
+        f"{caption(rows)}); microseconds of a call, in brackets GB/s:\n\n{markdown(['in', *arms], lines)}"
+    )
+
+
+CALL_ARM = "until it returns"
+JUDGED = ("families", "compress", "encode_into")  # scripts that say beside each rate what is wanted
 
 
 def missed_block(directory):
@@ -649,6 +694,8 @@ BLOCKS = {
     "compressing": cases_block("codec", "Decoding, compression and analysis of larger tensors", " GiB, "),
     "families": families_block,
     "compress": compress_block,
+    "places": places_block,
+    "changes": changes_block,
     "missed": missed_block,
     "small calls": calls_block,
     "beside": beside_block,

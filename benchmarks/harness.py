@@ -25,7 +25,9 @@ from pathlib import Path
 
 import torch
 
-from . import inputs
+from ibp import _calibration
+
+from . import ideal, inputs
 
 COLUMNS = "benchmark,case,arm,rows,row_bytes,dtype,savings,gbps,ideal_gbps,sms,gpu,torch,cuda,commit".split(",")
 MEMORY_COLUMNS = (
@@ -159,6 +161,7 @@ class Run:
         self.columns, self.rows, self.memory, self.failures = [*COLUMNS, *extra_columns], [], [], []
         self.started = time.perf_counter()
         if self.on_gpu:
+            ideal.reckon_with(_calibration.in_force(torch.device("cuda", torch.cuda.current_device())))
             properties = torch.cuda.get_device_properties(self.device)
             self.num_sms, self.l2_bytes = (
                 properties.multi_processor_count,

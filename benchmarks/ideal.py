@@ -6,13 +6,23 @@ else an H200's on PCIe 5 x16.
 
 import torch
 
-from ibp import _calibration, _layout
+import ibp
+from ibp import _layout
 
 SECTOR_BYTES = 32
-MACHINE = _calibration.in_force(torch.device("cpu"))  # of the current GPU, where there is one
-LINK_KERNEL_GBPS = MACHINE.read_gbps  # kernels reading pinned host memory
-LINK_COPY_GBPS = MACHINE.copy_in_gbps  # copy engine, host to device, from 64 MiB up
-LINK_ROW_NS = MACHINE.least_row_ns  # a row read by a kernel costs at least this, however short
+MACHINE = LINK_KERNEL_GBPS = LINK_COPY_GBPS = LINK_ROW_NS = None  # see reckon_with
+
+
+def reckon_with(machine):
+    """Takes the link's rates of an `ibp.Calibration`."""
+    global MACHINE, LINK_KERNEL_GBPS, LINK_COPY_GBPS, LINK_ROW_NS
+    MACHINE = machine
+    LINK_KERNEL_GBPS = machine.read_gbps  # kernels reading pinned host memory
+    LINK_COPY_GBPS = machine.copy_in_gbps  # copy engine, host to device, from 64 MiB up
+    LINK_ROW_NS = machine.least_row_ns  # a row read by a kernel costs at least this, however short
+
+
+reckon_with(ibp.H200)  # until a run on a GPU begins
 
 ROWS_PER_BASE = 32  # FORMAT.md section 2
 OVERFLOW_ALIGN = 32  # FORMAT.md section 3

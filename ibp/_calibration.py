@@ -36,7 +36,7 @@ class CoderRates:
 
     Attributes:
         decode_gbps, few_decode_gbps: with all multiprocessors, and with at most 8.
-        encode_gbps: with all multiprocessors, from device memory.
+        encode_gbps, few_encode_gbps: likewise, by `ibp.encode_into`.
         least_row_ns: time of a row fetched from pinned memory, at least, however few bytes it has.
         work_per_ns: decoded a nanosecond with all multiprocessors: elements of dense rows, elements' worth of stored
             bytes of listed ones, bytes of masks.
@@ -45,6 +45,7 @@ class CoderRates:
     decode_gbps: float
     few_decode_gbps: float
     encode_gbps: float
+    few_encode_gbps: float
     least_row_ns: float
     work_per_ns: float
 
@@ -122,11 +123,10 @@ class Calibration:
 
     def _coder_lines(self) -> list[str]:
         few = f"{FEW_SMS} SMs"
-        table: list[tuple[str, ...]] = [("GB/s", "decode", few, "encode", "ns a row")]
+        table: list[tuple[str, ...]] = [("GB/s", "decode", few, "encode", few, "ns a row")]
         for name in CODER_FAMILIES:
             rates = getattr(self, name)
-            shown = rates.decode_gbps, rates.few_decode_gbps, rates.encode_gbps, rates.least_row_ns
-            table.append((name, *map(_shown, shown)))
+            table.append((name, *map(_shown, dataclasses.astuple(rates)[:-1])))
         return [f"  {name:15}" + "".join(f"{value:>10}" for value in values) for name, *values in table]
 
 
@@ -141,11 +141,12 @@ _LINES = (  # of a calibration's repr
 )
 CODER_FAMILIES = ("pairs", "dense", "one_byte", "fast", "listed", "masks")
 
-# One NVIDIA H200 on PCIe 5 x16 with 16 cores, as `calibrate` measured it. What was measured at more sizes is by files of
-# benchmarks/results: the link by gather.csv (raw rows of 2 KiB; synthetic rows of 128 B, 75 and 90 % saved, at 1.45 ns;
-# dense rows of 128 B; 0.90 to 0.99 of the link where no decoder binds), where ids are put in order by large_table.csv,
-# streams by stream.csv, `pairs` and `masks` in device memory by codec.csv, and the work of decoders by what is slowest
-# there: FP32 rows of 128 B, LLM keys and values, a BF16 ReLU set, rows of scheme ibp of 64 KiB.
+# One NVIDIA H200 on PCIe 5 x16 with 16 cores, as `calibrate` measured it. What was measured at more sizes is by files
+# of benchmarks/results: the link by gather.csv (raw rows of 2 KiB; synthetic rows of 128 B, 75 and 90 % saved, at 1.45
+# ns; dense rows of 128 B; 0.90 to 0.99 of the link where no decoder binds), where ids are put in order by
+# large_table.csv, streams by stream.csv, `pairs` and `masks` in device memory by codec.csv, and the work of decoders by
+# what is slowest there: FP32 rows of 128 B, LLM keys and values, a BF16 ReLU set, rows of scheme ibp of 64 KiB.
+# Encoding with few multiprocessors was measured of pairs and fast; of the others it is the share that pairs has.
 H200 = Calibration(
     gpu="NVIDIA H200",
     copy_in_gbps=55.4,
@@ -163,12 +164,12 @@ H200 = Calibration(
     device_copy_gbps=2063.0,
     memset_gbps=3270.0,
     gather_gbps=3.7,
-    pairs=CoderRates(1952.0, 149.0, 549.2, 2.6, 170.0),
-    dense=CoderRates(745.0, 48.8, 349.0, 2.6, 110.0),
-    one_byte=CoderRates(394.0, 27.9, 166.0, 2.6, 110.0),
-    fast=CoderRates(526.0, 44.9, 378.0, 2.6, 110.0),
-    listed=CoderRates(539.0, 41.8, 343.0, 1.9, 40.0),
-    masks=CoderRates(1740.0, 119.0, 509.5, 1.45, 419.0),
+    pairs=CoderRates(1952.0, 149.0, 707.0, 42.0, 2.6, 170.0),
+    dense=CoderRates(745.0, 48.8, 349.0, 21.0, 2.6, 110.0),
+    one_byte=CoderRates(394.0, 27.9, 166.0, 10.0, 2.6, 110.0),
+    fast=CoderRates(526.0, 44.9, 1075.0, 60.0, 2.6, 110.0),
+    listed=CoderRates(539.0, 41.8, 343.0, 20.0, 1.9, 40.0),
+    masks=CoderRates(1740.0, 119.0, 509.5, 30.0, 1.45, 419.0),
 )
 
 _in_force: dict[torch.device, Calibration] = {}

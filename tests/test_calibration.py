@@ -37,6 +37,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(_calibration, "_in_force", {})
     monkeypatch.setattr(_calibration, "_complained", set())
     monkeypatch.setattr(_ops, "cuda_is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(_memory, "canonical", lambda device: CPU if str(device) == "cpu" else GPU)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found.properties)
     monkeypatch.setattr(_measuring, "measure", measure)
@@ -303,13 +304,13 @@ def test_families_of_coders(name, row_bytes):
     assert torch.equal(whole, family.rows.view(torch.uint8).view(-1)[: 1 << 19])
 
 
-def test_encoding_fills_its_table():
-    family = FAMILIES["pairs"]
-    table = family.table(2048, 1 << 20, CPU)
-    for part in (table.slots, table.overflow):
-        part.fill_(0xA5)
-    _measuring._encoding(table, family.codebook(2048), family.rows)()
-    assert_same_bits(ibp.decompress(table), family.rows)
+@pytest.mark.parametrize("name", _calibration.CODER_FAMILIES)
+def test_rows_are_coded_into_places_that_have_room(name):
+    family = FAMILIES[name]
+    place = _measuring._place_for(family.table(2048, 1 << 20, CPU), family.codebook(2048), CPU)
+    ibp.encode_into(family.rows, place)
+    assert place.counts().lost == 0
+    assert_same_bits(place.decode(dtype=family.rows.dtype), family.rows)
 
 
 def test_raw_tables_are_the_memory():
