@@ -59,6 +59,30 @@ def _quantised(rows, generator, dtype):
     return (x if dtype.is_signed else x + most + 1).to(dtype)
 
 
+def _dropout(rows, generator, dtype):
+    """Half of the elements multiplied by 0: zeros of both signs."""
+    x = _normal(rows, generator)
+    return (x * (torch.rand(x.shape, generator=generator) < 0.5)).to(dtype)
+
+
+def _holding(held):
+    """Normal values of a narrower dtype."""
+    return lambda rows, generator, dtype: _normal(rows, generator).to(held).to(dtype)
+
+
+def _default_rows(rows, generator, dtype):
+    """Every other row is zero on average, as of an embedding that training has not touched yet."""
+    x = _normal(rows, generator)
+    return x.masked_fill_(torch.rand((rows, 1), generator=generator) < 0.5, 0).to(dtype)
+
+
+def _constant_columns(rows, generator, dtype):
+    """Every fourth column has one value."""
+    x = _normal(rows, generator)
+    x[:, ::4] = x[0, ::4]
+    return x.to(dtype)
+
+
 SYNTHETIC = (  # name, dtypes, maker(rows, generator, dtype)
     ("normal 0.02", (BF16, FP16), lambda rows, g, dtype: (0.02 * _normal(rows, g)).to(dtype)),
     ("normal 1", (FP32, FP64), _normal),
@@ -66,6 +90,12 @@ SYNTHETIC = (  # name, dtypes, maker(rows, generator, dtype)
     ("clipped normal", (FP32, FP16, BF16), lambda rows, g, dtype: _normal(rows, g).clamp_(min=0).to(dtype)),
     ("ids below 2^20", (torch.int64,), lambda rows, g, dtype: torch.randint(1 << 20, (rows, COLUMNS), generator=g)),
     ("counts", (torch.int32,), lambda rows, g, dtype: (1 / (1 - torch.rand(rows, COLUMNS, generator=g))).to(dtype)),
+    ("FP8 normal 1", (torch.float8_e4m3fn, torch.float8_e5m2), _holding(FP32)),
+    ("dropout", (BF16, FP16, FP32), _dropout),
+    ("holding BF16", (FP32, FP16), _holding(BF16)),
+    ("holding FP16", (FP32,), _holding(FP16)),
+    ("default rows", (BF16,), _default_rows),
+    ("constant columns", (BF16, FP32), _constant_columns),
     ("quantised weights", (torch.int8, torch.uint8, torch.int16), _quantised),
     (
         "random bytes",

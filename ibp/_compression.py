@@ -51,13 +51,15 @@ def compress(
             the same kernels).
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
-        sample: fraction of the rows to learn the codebook from; None: as many as fit 64 MiB (16 MiB without a GPU).
+        sample: fraction of the rows to learn the codebook from; None: as many as hold 2^19 elements, and of scheme
+            "ibp" as fit 64 MiB (16 MiB without a GPU).
         clusters: how many codebooks to divide the rows among, 1 to 256, by k-means over their bits and then by coded
             size (the paper's section 6.5); "auto": doubled for as long as the net saving grows. None: one.
         level: "default", the fewest bytes, or nearly so where that decodes faster; "fast", which implies scheme
             "planes": one digit of 4 bits that counts up from the smallest frequent exponent, which a GPU codes and
             decodes at the rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of FP32. Where such
-            digits save less than 4 % of a row, as of data that is half zeros, the codebook is that of "default".
+            digits save less than 4 % of a row, as of data that is half zeros or FP64, the codebook is that of
+            "default".
         layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and
             files.
         slot_bytes: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place layout). None: chosen

@@ -1106,8 +1106,18 @@ def test_synthetic_sets_are_what_they_are_called():
     for dtype, low, high in ((torch.int8, -127, 127), (torch.uint8, 1, 255), (torch.int16, -32767, 32767)):
         x = found["quantised weights", dtype]
         assert int(x.min()) == low or int(x.max()) == high
+    zeros = found["dropout", torch.bfloat16].view(torch.int16).remainder(1 << 15) == 0
+    negative = found["dropout", torch.bfloat16].view(torch.int16) < 0
+    assert 0.4 < float(zeros.float().mean()) < 0.6 and 0.4 < float(negative[zeros].float().mean()) < 0.6
+    assert int((found["holding BF16", torch.float32].view(torch.int32) & 0xFFFF).max()) == 0
+    assert int((found["holding FP16", torch.float32].view(torch.int32) & 0x1FFF).max()) == 0
+    assert 5 < int((found["default rows", torch.bfloat16] == 0).all(1).sum()) < 27
+    assert (
+        int((found["constant columns", torch.float32] == found["constant columns", torch.float32][0]).all(0).sum())
+        == 256
+    )
     again = {(case.name, case.dtype): case.tensors[0] for case in sets.synthetic_sets(32)}
-    assert all(torch.equal(again[key], x) for key, x in found.items())
+    assert all(torch.equal(again[key].view(torch.uint8), x.view(torch.uint8)) for key, x in found.items())
 
 
 def test_shipped_sets_of_savings():
