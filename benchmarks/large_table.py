@@ -158,7 +158,7 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
             ideal_gbps=copy_gbps,
             wall=True,
             table=table,
-            buffer_bytes=host_gather.NUM_CHUNKS * host_gather.CHUNK_BYTES,
+            buffer_bytes=host_gather.RING_BYTES,
         )
 
 

@@ -161,6 +161,7 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
     if not _gathers_slots(table):
         _fetch_selections(table, ids, device, max_sms, out)
         return
+    table._arguments(_CPU)  # after what a GPU has changed in the slots
     stage, arguments, fault = _stage_of(device), table._arguments(device), table._fault_on(device)
     slots = table._settled("slots")  # threads read what a GPU may be changing
     with stage.lock:
