@@ -55,17 +55,31 @@ def noisy_masks(draw, row_bytes):
 
 
 def noisy_planes(draw, row_bytes):
-    """(entries, codec) of scheme planes."""
+    """(words, codec) of scheme planes."""
     element_bytes = draw.choice([size for size in (1, 2, 4, 8) if row_bytes % size == 0])
     residual_bits = draw.choice([0, draw.randrange(8 * element_bytes + 1), 8 * element_bytes])
     digits = [draw.randrange(1, 5) for _ in range(draw.randrange(5))]
     per_column, listed = draw.choice([(0, 0), (0, 1), (1, 0)])
-    symbol_bytes = next(size for size in (1, 2, 4, 8) if 8 * size >= 8 * element_bytes - residual_bits)
-    sets = (row_bytes // element_bytes if per_column else 1) * draw.choice([1, 1, 3])
-    entries = noise(draw, sets * sum(2**bits - 1 for bits in digits) * symbol_bytes)
+    width, columns = 8 * element_bytes, row_bytes // element_bytes
+    invariant_bits = draw.choice([0, 0, min(width - 1, draw.randrange(width - residual_bits + 1))])
+    symbol_bits = width - invariant_bits - residual_bits
+    consecutive, signed = int(not per_column and not draw.randrange(5)), int(listed and draw.randrange(2))
+    num_constant = draw.choice([0, draw.randrange(columns)])
+    symbol_bytes = next(size for size in (1, 2, 4, 8) if 8 * size >= symbol_bits)
+    sets = (columns - num_constant if per_column else 1) * draw.choice([1, 1, 3])
+    entries = noise(draw, 0 if consecutive else sets * sum(2**bits - 1 for bits in digits) * symbol_bytes)
+    left_out = [
+        invariant_bits,
+        draw.randrange(2**invariant_bits),
+        consecutive,
+        draw.randrange(min(2**symbol_bits, 2**63)),
+    ]
     values = [draw.choice([0, -1, draw.randrange(-(2**63), 2**63)]) for _ in range(2)]
+    values = [value % 2**width if width < 64 and draw.randrange(2) else value for value in values]
     shape = [element_bytes, draw.randrange(2), residual_bits, per_column, listed]
-    return entries, [2, row_bytes, *shape, *values, *[0] * 6, *digits]
+    constants = [noise(draw, -(-size // 16) * 16) for size in (row_bytes, 2 * (columns - num_constant))]
+    words = torch.cat([*constants, entries]) if num_constant else entries
+    return words, [2, row_bytes, *shape, *values, *left_out, signed, num_constant, *digits]
 
 
 def tried(operation, *arguments):
@@ -90,6 +104,8 @@ def code_and_decode(draw):
     slot_bytes = draw.choice([0, row_bytes, draw.randrange(-(-row_bytes // 32)) * 32])
     *bases, overflow_bytes = OPS.index_rows(lengths, num_bytes, row_bytes, slot_bytes).tolist()
     bases = torch.tensor(bases)
+    if not draw.randrange(4):  # of the rows' own
+        bases = torch.randint(0, overflow_bytes + 1, (num_rows,)) // 32 * 32
     slots, overflow = torch.zeros(num_rows * slot_bytes, dtype=U8), torch.zeros(overflow_bytes, dtype=U8)
     if not draw.randrange(4):
         bases[draw.randrange(len(bases))] = draw.choice([-1, -40, 2**62, draw.randrange(overflow_bytes + 1)])

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 import ibp
 import reference_planes as reference
 from golden.make_planes import CASES, load
-from helpers import DTYPES, bytes_of, make_tensor, planes_codebook, reference_planes_codebook
+from helpers import DTYPES, assert_same_bits, bytes_of, make_tensor, planes_codebook, reference_planes_codebook
 from ibp import _layout
 from ibp._schemes.planes.codebook import PlanesCodebook, num_entries
 from ibp._schemes.planes.learning import learn_planes
@@ -145,6 +145,57 @@ def test_columns_of_their_own_are_never_listed():
         PlanesCodebook(
             **{**FIELDS, "per_column": True, "listed": True, "entries": torch.zeros(6, 2, dtype=torch.int64)}
         )
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"invariant_bits": 16}, "invariant_bits is 16; wanted 0 to 15"),
+        ({"invariant_bits": 9}, "residual_bits is 8; wanted 0 to 7"),
+        ({"invariant_bits": 2, "invariant_value": 4}, "invariant_value is 4; wanted 0 to 3"),
+        ({"first_symbol": 256}, "first_symbol is 256; wanted 0 to 255"),
+        ({"first_symbol": 0}, r"entries .*wanted torch.int64 \[1, 0\]"),
+        ({"first_symbol": 0, "per_column": True}, "per_column and first_symbol are both set"),
+        ({"signed_default": True}, "signed_default is set, but not listed"),
+        ({"live_columns": torch.tensor([0])}, "row_template is a NoneType"),
+        ({"row_template": torch.zeros(12, dtype=torch.uint8)}, "live_columns is a NoneType"),
+        ({"live_columns": torch.tensor([], dtype=torch.int64)}, "live_columns is torch.int64"),
+        ({"live_columns": [0], "row_template": torch.zeros(12, dtype=torch.uint8)}, "live_columns is a list"),
+        ({"live_columns": torch.tensor([0.5]), "row_template": torch.zeros(12, dtype=torch.uint8)}, "live_columns"),
+        ({"live_columns": torch.tensor([1, 1]), "row_template": torch.zeros(12, dtype=torch.uint8)}, "not increasing"),
+        ({"live_columns": torch.tensor([-1]), "row_template": torch.zeros(12, dtype=torch.uint8)}, "not increasing"),
+        ({"live_columns": torch.tensor([6]), "row_template": torch.zeros(12, dtype=torch.uint8)}, "not increasing"),
+        ({"live_columns": torch.tensor([0]), "row_template": torch.zeros(10, dtype=torch.uint8)}, "row_template"),
+    ],
+)
+def test_what_is_left_out_is_checked(changes, message):
+    with pytest.raises(ValueError, match=message):
+        PlanesCodebook(**{**FIELDS, **changes})
+
+
+def test_constant_columns():
+    template = torch.arange(12, dtype=torch.uint8)
+    with_one = {**FIELDS, "live_columns": torch.tensor([0, 1, 2, 4, 5]), "row_template": template, "default": 0x0203}
+    codebook = PlanesCodebook(**with_one)
+    assert codebook.num_constant == 1 and "num_constant=1" in repr(codebook) and template.tolist() == list(range(12))
+    assert codebook.row_template.tolist() == [3, 2, 3, 2, 3, 2, 6, 7, 3, 2, 3, 2]
+    assert codebook != PlanesCodebook(**{**with_one, "live_columns": torch.tensor([0, 1, 2, 3, 5])})
+    all_live = PlanesCodebook(**{**with_one, "live_columns": torch.arange(6)})
+    assert all_live.live_columns is None and all_live == PlanesCodebook(**{**FIELDS, "default": 0x0203})
+
+
+def test_clusters_share_constant_columns():
+    template = torch.zeros(12, dtype=torch.uint8)
+    fields = {**FIELDS, "live_columns": torch.tensor([1, 2, 3]), "row_template": template, "invariant_bits": 2}
+    books = [PlanesCodebook(**{**fields, "residual_bits": 6, "entries": torch.tensor([[a, 1]])}) for a in (0x7E, 0x30)]
+    codebook = ibp.ClusteredCodebook(books)
+    assert codebook.words("cpu").numel() == 2 * 16 + 2 * 2
+    x = torch.zeros(500, 6, dtype=torch.int16)
+    x[::2, 2], x[1::2, 3] = 0x7E << 6 - 1, 0x60 << 6
+    x[::7, 0] = 5  # a constant column
+    table = ibp.compress(x, codebook=codebook, device="cpu", pin_memory=False)
+    assert_same_bits(table.decompress(), x)
+    assert table.scheme == "planes" and (table.lengths.view(torch.int16)[::7] == 0).all()
 
 
 @pytest.mark.parametrize("state", [None, [], {}, {**FIELDS}, {**FIELDS, "expected_savings": None, "_words": {}}])

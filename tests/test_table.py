@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import TENSORS, assert_same_bits, assert_same_table, embedding, make_tensor, spiky_rows
+from helpers import TENSORS, assert_same_bits, assert_same_table, embedding, make_tensor, plain_table, spiky_rows
 from ibp._compressed_tensor import CompressedTensor
 
 ON_CPU = {"device": "cpu", "pin_memory": False}
@@ -682,3 +682,53 @@ def test_keys_on_a_gpu(cuda, place):
         assert_equal(table[key, ..., None].cpu(), BLOCK[key.cpu(), ..., None])
     assert_equal(torch.stack([item.cpu() for item in table]), BLOCK)
     assert np.array_equal(np.asarray(table), BLOCK.numpy())
+
+
+# ---- bases of the rows' own -----------------------------------------------------------------------------------------
+
+
+def with_own_bases(table, seed=0):
+    """The table with a base for every row, its parts in any order with gaps."""
+    rng = np.random.default_rng(seed)
+    plain, num_rows = plain_table(table, None), table.num_rows
+    bases, parts, end = np.full(num_rows, -1, np.int64), [], 0
+    for row in rng.permutation(num_rows):
+        part = plain.part(row)
+        if part == 0:
+            continue
+        start = plain.overflow_start(row)
+        room = -(-part // 32) * 32 + 32 * int(rng.integers(0, 2))
+        parts.append(np.pad(plain.overflow[start : start + part], (0, room - part), constant_values=0xA5))
+        bases[row] = end
+        end += room
+    fields = {name: getattr(table, name) for name in FIELDS}
+    overflow = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+    return CompressedTensor(
+        **{**fields, "bases": torch.from_numpy(bases), "overflow": torch.from_numpy(overflow)}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"layout": "packed"}, {"slot_bytes": 32}], ids=str)
+@pytest.mark.parametrize("scheme", ["ibp", "planes"])
+def test_bases_of_the_rows_own(scheme, options):
+    x = spiky_rows(200, 60)
+    x[::9] = 0
+    table = with_own_bases(compress(x, scheme=scheme, **options))
+    assert table.bases.numel() == table.num_rows and table.scheme == scheme
+    assert_same_bits(table.decompress(), x)
+    ids = torch.tensor([199, 0, 9, 9, 150])
+    assert_equal(ibp.index_select(table, ids), x[ids])
+    assert_equal(table[20:50], x[20:50])
+    assert_same_table(pickle.loads(pickle.dumps(table)), table)
+    assert table.index_bytes == 10 * table.num_rows and table.nbytes > table.stored_bytes
+
+
+def test_a_part_that_found_no_room():
+    x = spiky_rows(200, 60)
+    table = with_own_bases(compress(x, scheme="planes", layout="packed"))
+    lost = int((table.bases >= 0).nonzero()[5])
+    table.bases[lost] = -1
+    with pytest.raises(ibp.CorruptTableError, match=f"row {lost} at"):
+        table.decompress()
+    ids = torch.tensor([row for row in range(200) if row != lost])
+    assert_equal(ibp.index_select(table, ids), x[ids])

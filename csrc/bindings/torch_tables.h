@@ -55,8 +55,8 @@ inline int64_t read_constants(const uint8_t *words, int64_t num_bytes, uint32_t 
     if (planes->num_constant == 0) return 0;
     const int64_t num_live = row_bytes / planes->element_bytes - int64_t{planes->num_constant},
                   live_start = aligned(row_bytes), end = live_start + aligned(num_live * 2);
-    require(num_live > 0 && end <= num_bytes, "codebook has ", num_bytes, " bytes, too few for ",
-            planes->num_constant, " constant columns");
+    require(num_live > 0 && end <= num_bytes, "codebook has ", num_bytes, " bytes, too few for ", planes->num_constant,
+            " constant columns");
     planes->row_template = words;
     planes->live_columns = static_cast<const uint16_t *>(static_cast<const void *>(words + live_start));
     return end;
