@@ -15,9 +15,10 @@ static inline bool ibp_is_default_row(const ibp_codebook *cb, const uint8_t *row
     const uint8_t *const template = ibp_template_of(cb);
     if (template) return memcmp(row, template, num_bytes) == 0;
     const uint64_t bytes = ibp_default_bytes(cb);
-    const uint32_t head = ibp_min_u32(num_bytes, sizeof bytes);
-    /* What begins with the bytes, and goes on as it has begun. */
-    return memcmp(row, &bytes, head) == 0 && memcmp(row + head, row, num_bytes - head) == 0;
+    uint64_t first;
+    if (num_bytes < sizeof first) return memcmp(row, &bytes, num_bytes) == 0;
+    memcpy(&first, row, sizeof first); /* most rows are none by what they begin with; the others go on as they began */
+    return first == bytes && memcmp(row + sizeof first, row, num_bytes - sizeof first) == 0;
 }
 
 /* What tables work in: two rows, and what is left for coders. */
