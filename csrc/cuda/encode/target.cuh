@@ -22,7 +22,7 @@ struct RowTarget {
     bool in_bounds;
 };
 
-// Whole slots are written, so that equal tables have equal bytes.
+// Whole slots are written, those of default rows too, so that equal tables have equal bytes.
 template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_table &table, int64_t row)
 {
     const auto length_of = [&](int64_t r) { return table.lengths ? static_cast<uint32_t>(table.lengths[r]) : 0u; };
@@ -41,7 +41,8 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
     target.in_bounds = ibp_place_in_bounds(&table, base, rooms, &place);
     if (!target.in_bounds) return target;
     target.slot_start = place.slot_start, target.overflow_start = place.overflow_start;
-    if (place.in_slot != 0u) target.slot_room = room_in(table.slot_bytes, table.slots_bytes, place.slot_start);
+    if (ibp_part_in_bounds(place.slot_start, 0u, table.slots_bytes) && (place.in_slot != 0u || place.is_default))
+        target.slot_room = room_in(table.slot_bytes, table.slots_bytes, place.slot_start);
     if (place.in_overflow != 0u)
         target.room =
             room_in(ibp_overflow_room(place.in_overflow, table.slot_bytes), table.overflow_bytes, place.overflow_start);
