@@ -176,8 +176,8 @@ class Place:
 
 
 class Buffers:
-    """Tensors of one layout, coded by one launch: pages of a cache, layers of a model. Their addresses are copied to the
-    device once.
+    """Tensors of one layout, coded by one launch: pages of a cache, layers of a model. Their addresses are copied to
+    the device once.
 
     Args:
         tensors: at least one; all of one shape, dtype, strides and device.
