@@ -422,6 +422,30 @@ def test_threads_code_the_rows_of_one_call(set_threads):
         assert_same_bits(table.decompress(), x)
 
 
+def operands(x, numbers):
+    """The arguments of encode_into for rows of a table of 50 that has changed, and the table."""
+    table = ibp.compress(tensor((50, 96)), scheme="planes", slot_bytes=96, **ON_CPU)
+    table.update_(torch.arange(50), rows_like(x, 50))
+    room, codebook = table._room, table.codebook
+    lengths, bases, rooms, used = room.index
+    fault, counts = torch.zeros(4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    slots = (room.slots, room.overflow, lengths, bases, codebook.words("cpu"), codebook.codec, 96, 0, 50, 192)
+    return table, (*slots, rooms, used, counts, x, None, torch.tensor(numbers), 0, 0, fault)
+
+
+def test_the_operation_on_the_cpu():
+    x = torch.zeros(3, 96).bfloat16()
+    torch.library.opcheck(torch.ops.ibp.encode_into.default, operands(x, [4, 0, 9])[1])
+    table, arguments = operands(x, [4, 50, 9])
+    torch.ops.ibp.encode_into(*arguments)
+    assert arguments[-1].tolist()[:3] == [2, 1, 50]  # IBP_INDEX_OUT_OF_RANGE, noted and left out
+    assert not table[[4, 9]].any()
+    for wrong in (x[:2], x.float().view(torch.uint8)[:, :191]):
+        table, arguments = operands(x, [4, 0, 9])
+        with pytest.raises(RuntimeError, match="row_ids has|x has"):
+            torch.ops.ibp.encode_into(*arguments[:13], wrong, *arguments[14:])
+
+
 # ---- on GPUs ----
 
 
