@@ -114,7 +114,7 @@ def measure_tables(cell, codebook, layout):
     moved_bytes = sum(table.slots.numel() + table.overflow.numel() for table in tables) / len(tables)
     same = {"moved_bytes": moved_bytes, "savings": tables[0].savings, "table": tables[0]}
     chosen = (
-        streaming.sms_at_link_rate(tables[0], cell.run.device, cell.num_bytes, int(moved_bytes))
+        streaming.streamed_sms(tables[0], cell.run.device, cell.num_bytes, int(moved_bytes))
         if cell.run.on_gpu
         else None
     )
