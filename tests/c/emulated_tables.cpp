@@ -666,7 +666,7 @@ template <class Id> void check_gather(const Made &made, bool bad_ids)
 bool is_encoded(const Made &made)
 {
     const ibp_codebook &cb = made.table.codebook;
-    return ibp::knows_fields(cb, ibp::is_fast(cb) ? ibp::kInvariantBits | ibp::kConsecutive : 0);
+    return ibp::knows_fields(cb, ibp::encodes_fast(cb) ? ibp::kInvariantBits | ibp::kConsecutive : 0);
 }
 
 void check_encode(const Made &made)
