@@ -36,7 +36,12 @@ def check_level(level: str) -> None:
 
 
 def learn(request: Request) -> PlanesCodebook:
-    """The best codebook of scheme planes for a table."""
+    """The best codebook of scheme planes for a table, of those that the device can code rows with."""
+    codebook = _learn(request, request.codes_invariant)
+    return codebook if not codebook.is_partial or _can_code(codebook, request.device) else _learn(request, True)
+
+
+def _learn(request: Request, codes_invariant: bool) -> PlanesCodebook:
     geometry = request.geometry
     return learn_planes(
         request.host_rows,
@@ -44,8 +49,18 @@ def learn(request: Request) -> PlanesCodebook:
         geometry.num_rows,
         geometry.dtype,
         level=request.level,
-        codes_invariant=request.codes_invariant,
+        codes_invariant=codes_invariant,
     ).codebook
+
+
+def _can_code(codebook: PlanesCodebook, device: torch.device) -> bool:
+    """Whether the device has an encoder for what a codebook leaves out (csrc/cuda/encode.cu)."""
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    try:
+        torch.ops.ibp.measure_rows.default(nothing, codebook.words(device), codebook.codec)
+    except RuntimeError:
+        return False
+    return True
 
 
 def learn_planes(
