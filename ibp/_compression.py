@@ -58,8 +58,8 @@ def compress(
         level: "default", the fewest bytes, or nearly so where that decodes faster; "fast", which implies scheme
             "planes": one digit of 4 bits that counts up from the smallest frequent exponent, which a GPU codes and
             decodes at the rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of FP32. Where such
-            digits save less than 4 % of a row, as of data that is half zeros or FP64, the codebook is that of
-            "default".
+            digits save less than 4 % of a row, as of data that is half zeros, and where elements have 1 or 8 bytes, the
+            codebook is that of "default".
         layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and
             files.
         slot_bytes: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place layout). None: chosen

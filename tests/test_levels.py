@@ -88,7 +88,6 @@ FAST = {  # percent saved at least
     torch.bfloat16: 24.5,
     torch.float32: 12.0,
     torch.float16: 10.0,
-    torch.float8_e5m2: 20.0,
 }
 
 

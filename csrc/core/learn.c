@@ -873,7 +873,8 @@ static void find_run(const search *s, const values *v, shape of, const room *r, 
     judge(s, o);
 }
 
-/* The best plan of level fast: dense rows, one plane, consecutive entries, symbols that a byte holds. @return false if
+/* The best plan of level fast, of those with fast coders (csrc/cuda/kinds.h): dense rows of elements of two or four
+ * bytes, one plane, consecutive entries, symbols that a byte holds. @return false if
  * its digits save next to nothing. */
 static bool search_fast(search *s, const room *r, values *v, plan *found)
 {
@@ -881,10 +882,13 @@ static bool search_fast(search *s, const room *r, values *v, plan *found)
     while (s->lists[digits].num_planes != 1 || s->lists[digits].widths[0] != FAST_DIGIT_BITS) digits++;
     option *const best = &r->options[0], *const tried = &r->options[1];
     *found = (plan){.option = best, .digits = &s->lists[digits], .consecutive = true, .cost = INFINITY};
+    if (s->element_bytes != 2 && s->element_bytes != 4) return false;
     count_as(s, r, DENSE, v);
     for (uint32_t i = 0; i < s->num_shapes; i++) {
         uint64_t first_symbol;
-        if (s->shapes[i].symbol_bits < FAST_DIGIT_BITS || s->shapes[i].symbol_bits > 8) continue;
+        const uint32_t symbol_bits = s->shapes[i].symbol_bits,
+                       residuals = 16 / s->element_bytes * (s->width - symbol_bits);
+        if (symbol_bits < FAST_DIGIT_BITS || symbol_bits > 8 || residuals % 8 != 0) continue; /* of 16 bytes */
         find_run(s, v, s->shapes[i], r, tried, &first_symbol);
         if (tried->costs[digits] >= found->cost) continue;
         *best = *tried, found->cost = best->costs[digits], found->first_symbol = first_symbol;

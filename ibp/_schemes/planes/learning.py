@@ -38,7 +38,8 @@ def check_level(level: str) -> None:
 def learn(request: Request) -> PlanesCodebook:
     """The best codebook of scheme planes for a table, of those that the device can code rows with."""
     codebook = _learn(request, request.codes_invariant)
-    return codebook if not codebook.is_partial or _can_code(codebook, request.device) else _learn(request, True)
+    is_plain = not codebook.is_partial and codebook.first_symbol is None
+    return codebook if is_plain or _can_code(codebook, request.device) else _learn(request, True)
 
 
 def _learn(request: Request, codes_invariant: bool) -> PlanesCodebook:
