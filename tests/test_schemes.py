@@ -425,16 +425,14 @@ def test_a_table_of_other_rows():
 
 
 def test_ops_check_codecs_of_planes():
-    """codec: [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, digits ...]."""
+    """codec: [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, what is
+    left out, in six numbers, digits ...]."""
     for kind in KINDS:
         x, table = planes_table(kind, {"layout": "packed"})
         arguments = list(table._arguments(CPU))
         words, codec = arguments[4:6]
-        assert codec[:7] == [2, 192, 4, 1, 24, int(kind == "per_column"), int(kind == "listed")] and codec[9:] == [
-            1,
-            2,
-            2,
-        ]
+        assert codec[:7] == [2, 192, 4, 1, 24, int(kind == "per_column"), int(kind == "listed")]
+        assert codec[9:] == [0, 0, 0, 0, 0, 0, 1, 2, 2]
         data, ids, out, fault = (
             bytes_of(x),
             torch.tensor([7]),
@@ -459,14 +457,17 @@ def test_ops_check_codecs_of_planes():
             4: [-1, 33, 64, 2**32 + 24],
             7: [2**32, -1, 2**62],
             8: [2**32, -1, -(2**63)],
-            9: [0, 5, -1, 2**32 + 1],
-            11: [0, 5],
+            9: [9, 32, 64, -1, 2**32],
+            10: [1, -1],
+            14: [48, 49, -1, 2**32],
+            15: [0, 5, -1, 2**32 + 1],
+            17: [0, 5],
         }
         for place, values in wrong.items():
             for value in values:
                 refuses(words, [*codec[:place], value, *codec[place + 1 :]])
         refuses(words, [2, 191, *codec[2:]])
-        for short in ([], [2], codec[:2], codec[:8], [*codec, 1, 1]):
+        for short in ([], [2], codec[:2], codec[:14], [*codec, 1, 1]):
             refuses(words, short)
         refuses(words, [*codec[:5], 1, 1, *codec[7:]])
         refuses(words, [*codec[:5], -1, 5, *codec[7:]])
