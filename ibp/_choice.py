@@ -85,7 +85,7 @@ def _best(request: Request, in_place: bool) -> Candidate:
     if request.geometry.num_bytes == 0:
         return candidates[0]
     for scheme in sorted(SCHEMES.values(), key=lambda scheme: scheme.estimate is not None):
-        if scheme.estimate is not None:
+        if scheme.estimate is not None and request.clusters in (None, 1):
             savings = scheme.estimate(rows, request.geometry.row_bytes, request.geometry.num_rows)
             if not _may_be_best(savings, choose(candidates, in_place), request):
                 continue
