@@ -23,10 +23,10 @@ struct Encoder {
 static const Encoder kEncoders[] = {
     {IBP_SCHEME_RAW, is_any, 0, nullptr, encode_masks},
     {IBP_SCHEME_IBP, is_any, 0, measure_masks, encode_masks},
-    {IBP_SCHEME_PLANES, is_listed, kListedCoded, measure_listed, encode_listed},
+    {IBP_SCHEME_PLANES, is_listed, kListedFields, measure_listed, encode_listed},
     {IBP_SCHEME_PLANES, encodes_fast, kInvariantBits | kConsecutive, measure_fast, encode_fast},
-    {IBP_SCHEME_PLANES, is_of_pairs, 0, measure_dense, encode_pairs},
-    {IBP_SCHEME_PLANES, is_dense, 0, measure_dense, encode_dense},
+    {IBP_SCHEME_PLANES, is_of_pairs, kConsecutive, measure_dense, encode_pairs},
+    {IBP_SCHEME_PLANES, is_dense, kDenseFields, measure_dense, encode_dense},
 };
 
 // The encoder of a codebook, or NULL.

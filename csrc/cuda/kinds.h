@@ -20,8 +20,6 @@ enum PlanesField : uint32_t {
 constexpr uint32_t kDenseFields = kInvariantBits | kConsecutive | kConstantColumns;
 // What decoders of listed rows know.
 constexpr uint32_t kListedFields = kInvariantBits | kConsecutive | kSignedDefault | kConstantColumns;
-// And their encoders.
-constexpr uint32_t kListedCoded = kInvariantBits | kConsecutive | kSignedDefault;
 
 IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
 {

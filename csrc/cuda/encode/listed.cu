@@ -27,7 +27,7 @@ ibp_status encode_listed(const Encode &encode)
 {
     // A row's listed elements are put side by side in shared memory, which a block of eight warps has for short rows.
     const ibp_codebook &cb = encode.place.table.codebook;
-    if (has_code_table(cb) && cb.row_bytes <= kLongestOfWarp && cb.planes.invariant_bits == 0u) {
+    if (has_code_table(cb) && cb.row_bytes <= kLongestOfWarp && knows_fields(cb, kConsecutive | kSignedDefault)) {
         if (cb.planes.element_bytes == 2) return launch_by_lanes<Listed2>(encode);
         if (cb.planes.element_bytes == 4) return launch_by_lanes<Listed4>(encode);
     }

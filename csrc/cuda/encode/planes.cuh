@@ -29,7 +29,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
     static constexpr uint32_t kAll = (1u << kPerLane) - 1u;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
-    const uint32_t row_bytes;
+    const uint32_t row_bytes, live_bytes;                                  // those of the live columns
     const uint32_t *codes; // of all symbols, or of all ranks: then entries are read
     bool has_all;
 
@@ -43,7 +43,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
 
     // By the whole block: table has table_bytes of shared memory.
     __device__ __forceinline__ PlanesEncoder(const ibp_codebook &cb, uint32_t *table)
-        : Book(cb, 0), row_bytes(cb.row_bytes), codes(table), has_all(has_code_table(cb))
+        : Book(cb, 0), row_bytes(cb.row_bytes), live_bytes(columns * static_cast<uint32_t>(sizeof(T))), codes(table),
+          has_all(has_code_table(cb))
     {
         const uint32_t count = has_all ? codes_of_all(cb) : planes.num_entries + 1u;
         for (uint32_t i = threadIdx.x; i < count; i += blockDim.x)
@@ -85,38 +86,21 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
 
     // ---- the elements of a lane ----
 
-    // Elements as they are in the row, or rotated; and which of them are coded here.
+    // Elements as they are in the row, or without invariant bits and rotated; which of them are coded here; the highest
+    // bit of each.
     struct Lane {
-        uint32_t word[4], present, column;
-        uint32_t signs; // highest bits of those that are not listed, in their order
-        bool open;      // one that is coded differs from the closed value
-        bool broken;    // or has other invariant bits
+        uint32_t word[4], present, column, signs;
+        bool open;    // one that is coded differs from the closed value
+        bool differs; // one that is coded has other invariant bits
     };
+    static constexpr uint32_t kLowest = sizeof(T) == 1   ? 0x01010101u
+                                        : sizeof(T) == 2 ? 0x00010001u
+                                                         : 1u,
+                              kAllBits = 0xffffffffu / kLowest; // of a word's elements, of an element
     static __device__ __forceinline__ T element(const uint32_t (&word)[4], uint32_t e)
     {
         if (sizeof(T) == 8) return static_cast<T>(word[2 * e % 4] | static_cast<uint64_t>(word[(2 * e + 1) % 4]) << 32);
         return static_cast<T>(word[e / kPerWord] >> (e % kPerWord * kBits % 32u));
-    }
-    static __device__ __forceinline__ void put_element(uint32_t (&word)[4], uint32_t e, T value)
-    {
-        if (sizeof(T) == 8) {
-            word[2 * e % 4] = static_cast<uint32_t>(value);
-            word[(2 * e + 1) % 4] = static_cast<uint32_t>(static_cast<uint64_t>(value) >> 32);
-        } else {
-            const uint32_t shift = e % kPerWord * kBits % 32u, ones = low_bits(~0u, kBits) << shift;
-            word[e / kPerWord] = (word[e / kPerWord] & ~ones) | static_cast<uint32_t>(value) << shift;
-        }
-    }
-    // The bits of an element above its invariant ones, rotated.
-    __device__ __forceinline__ T without_invariant(T value) const
-    {
-        const uint32_t width = kBits - planes.invariant_bits;
-        const uint64_t bits = static_cast<uint64_t>(value) >> planes.invariant_bits;
-        return static_cast<T>(planes.rotate ? low_bits(bits << 1, width) | bits >> (width - 1u) : bits);
-    }
-    __device__ __forceinline__ bool is_broken(T value) const
-    {
-        return low_bits(static_cast<uint64_t>(value), planes.invariant_bits) != planes.invariant_value;
     }
     // Bits in which an element differs from the default when it is listed.
     __device__ __forceinline__ T listing_bits() const
@@ -125,21 +109,66 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     }
     __device__ __forceinline__ void rotate(uint32_t (&word)[4]) const
     {
-        constexpr uint32_t lowest = sizeof(T) == 1 ? 0x01010101u : sizeof(T) == 2 ? 0x00010001u : 1u;
-        if (planes.invariant_bits != 0u) {
-#pragma unroll
-            for (uint32_t e = 0; e < kPerLane; e++) put_element(word, e, without_invariant(element(word, e)));
-            return;
-        }
         if (!planes.rotate) return;
+        const uint32_t bits = kBits - planes.invariant_bits;
+        const uint32_t of_all = low_bits(kAllBits, bits) * kLowest;
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
-            if (sizeof(T) < 8)
-                word[i] = (word[i] << 1 & ~lowest) | (word[i] >> (kBits - 1u) % 32u & lowest);
-            else if (i % 2 == 0) {
-                const uint32_t low = word[i], high = word[(i + 1) % 4];
-                word[i] = __funnelshift_l(high, low, 1);
-                word[(i + 1) % 4] = __funnelshift_l(low, high, 1);
+            if (sizeof(T) < 8) {
+                word[i] = (word[i] << 1 & of_all & ~kLowest) | (word[i] >> (bits - 1u) % 32u & kLowest & of_all);
+            } else if (i % 2 == 0) {
+                const uint64_t whole = word[i] | static_cast<uint64_t>(word[(i + 1) % 4]) << 32,
+                               rotated = low_bits(whole << 1 | whole >> (bits - 1u) % 64u, bits);
+                word[i] = static_cast<uint32_t>(rotated), word[(i + 1) % 4] = static_cast<uint32_t>(rotated >> 32);
+            }
+        }
+    }
+    // Takes off the invariant bits.
+    __device__ __forceinline__ void drop_invariant(Lane &lane) const
+    {
+        const uint32_t num_bits = planes.invariant_bits;
+        if (num_bits == 0u) return;
+        const uint64_t wanted = planes.invariant_value;
+#pragma unroll
+        for (uint32_t e = 0; e < kPerLane; e++)
+            lane.differs =
+                lane.differs || ((lane.present >> e & 1u) && low_bits(element(lane.word, e) ^ wanted, num_bits) != 0u);
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) {
+            if (sizeof(T) < 8) {
+                const uint32_t kept = low_bits(kAllBits, kBits - num_bits) * kLowest;
+                lane.word[i] = num_bits < 32u ? lane.word[i] >> num_bits & kept : 0u;
+            } else if (i % 2 == 0) {
+                const uint64_t whole = lane.word[i] | static_cast<uint64_t>(lane.word[(i + 1) % 4]) << 32,
+                               kept = num_bits < 64u ? whole >> num_bits : 0u;
+                lane.word[i] = static_cast<uint32_t>(kept), lane.word[(i + 1) % 4] = static_cast<uint32_t>(kept >> 32);
+            }
+        }
+    }
+    // The element of a live column, whatever number says which column of the row that is.
+    __device__ __noinline__ T live_element(const PlainRow &row, uint32_t column) const
+    {
+        const uint32_t number = ibp_min_u32(__ldg(planes.live_columns + column), row_bytes / sizeof(T) - 1u);
+        uint64_t value = 0;
+        for (uint32_t b = 0; b < sizeof(T); b++) {
+            const uint32_t at = number * static_cast<uint32_t>(sizeof(T)) + b;
+            if (at < row.valid) value |= static_cast<uint64_t>(row.bytes[at]) << 8u * b;
+        }
+        return static_cast<T>(value);
+    }
+    __device__ __forceinline__ void load_words(const PlainRow &row, uint32_t first, uint32_t (&word)[4]) const
+    {
+        if (planes.num_constant == 0u) return row.load(first, word);
+        const uint32_t column = first / static_cast<uint32_t>(sizeof(T));
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) word[i] = 0;
+        for (uint32_t e = 0; e < kPerLane && column + e < columns; e++) {
+            const uint64_t value = live_element(row, column + e);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) { // the words that it lies in
+                const uint32_t at = e * kBits;
+                if (i == at / 32u) word[i] |= static_cast<uint32_t>(value << at % 32u);
+                if (i == at / 32u + 1u && kBits == 64u) word[i] = static_cast<uint32_t>(value >> 32);
             }
         }
     }
@@ -147,25 +176,44 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     {
         Lane lane{};
         lane.column = first / static_cast<uint32_t>(sizeof(T));
-        if (first >= row_bytes) return lane;
-        row.load(first, lane.word);
-        const uint32_t left = columns - lane.column;
-        lane.present = left >= kPerLane ? kAll : (1u << left) - 1u;
+        if (first >= live_bytes) return lane;
+        load_words(row, first, lane.word);
+        lane.present = held_at(lane.column);
         if (LISTED) {
-            uint32_t num_unlisted = 0;
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++) {
                 const T value = element(lane.word, e);
-                const bool unlisted = ((value ^ static_cast<T>(planes.default_value)) & listing_bits()) == 0u;
-                if (unlisted && (lane.present >> e & 1u))
-                    lane.signs |= static_cast<uint32_t>(value >> (kBits - 1u)) << num_unlisted++;
-                if (unlisted) lane.present &= ~(1u << e);
-                lane.broken = lane.broken || ((lane.present >> e & 1u) && is_broken(value));
+                lane.signs |= static_cast<uint32_t>(value >> (kBits - 1u)) << e;
+                if (((value ^ static_cast<T>(planes.default_value)) & listing_bits()) == 0u) lane.present &= ~(1u << e);
                 lane.open = lane.open || ((lane.present >> e & 1u) && value != static_cast<T>(planes.closed_value));
             }
         }
+        drop_invariant(lane);
         rotate(lane.word);
         return lane;
+    }
+    // Which elements of a lane there are.
+    __device__ __forceinline__ uint32_t held_at(uint32_t column) const
+    {
+        const uint32_t left = columns - ibp_min_u32(column, columns);
+        return left >= kPerLane ? kAll : (1u << left) - 1u;
+    }
+    // Whether constant columns have their values: only live ones differ from the default row.
+    __device__ __forceinline__ bool has_constants(const PlainRow &row) const
+    {
+        const PlainRow wanted{planes.row_template, row_bytes};
+        uint32_t differing[1] = {0};
+        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kVector * LANES) {
+            uint32_t word[4], same[4];
+            row.load(first, word);
+            wanted.load(first, same);
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++) differing[0] += element(word, e) != element(same, e);
+        }
+        for (uint32_t column = G::lane(); column < columns; column += LANES)
+            differing[0] -= live_element(row, column) != static_cast<T>(planes.default_value);
+        G::sum(differing);
+        return differing[0] == 0u;
     }
     __device__ __forceinline__ T symbol(const Lane &lane, uint32_t e) const
     {
@@ -215,13 +263,15 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     // reaching[p]: elements with a digit in plane p; reaching[num_planes]: those with a raw symbol.
     struct Census {
         uint32_t reaching[IBP_MAX_PLANES + 1];
-        bool closed, has_form;
+        bool closed;
+        bool has_form; // the row can be coded
     };
     __device__ __forceinline__ Census take_census(const PlainRow &row) const
     {
         uint32_t even = 0, odd = 0, listed = 0; // escapes of planes 0 and 2, of planes 1 and 3: 16 bits each
-        bool open = false, broken = false;
-        for (uint32_t first = kVector * G::lane(); first < row_bytes; first += kVector * LANES) {
+        const bool constants = planes.num_constant == 0u || has_constants(row);
+        bool open = false, differs = false;
+        for (uint32_t first = kVector * G::lane(); first < live_bytes; first += kVector * LANES) {
             const Lane lane = load(row, first);
             if (LISTED && lane.present == 0u) continue;
             uint32_t code[kPerLane];
@@ -229,15 +279,16 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
             even += escapes & 0x00ff00ffu;
             odd += escapes >> 8 & 0x00ff00ffu;
             listed += ibp_popcount(lane.present);
-            open = open || lane.open, broken = broken || lane.broken;
+            open = open || lane.open, differs = differs || lane.differs;
         }
-        // As many rows of elements as there are at most fit 24 bits.
+        constexpr uint32_t kOpen = 1u << 16; // in a sum of at most as many ones as lanes
         uint32_t sums[6] = {LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu,
-                            even >> 16,           odd >> 16,      open | static_cast<uint32_t>(broken) << 16};
+                            even >> 16,           odd >> 16,      (open ? kOpen : 0u) + differs};
         G::sum(sums);
-        const bool closed = LISTED && (sums[5] & 0xffffu) == 0u && sums[0] > 0u;
-        return {
-            {LISTED ? sums[0] : columns, sums[1], sums[2], sums[3], sums[4]}, closed, closed || sums[5] >> 16 == 0u};
+        const bool closed = LISTED && sums[5] < kOpen && sums[0] > 0u;
+        return {{LISTED ? sums[0] : columns, sums[1], sums[2], sums[3], sums[4]},
+                closed,
+                constants && (closed || sums[5] % kOpen == 0u)};
     }
 
     // As ibp_choose_position_form: every lane looks at a few forms, the first of the shortest is taken.
@@ -276,21 +327,23 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         parts.end = at;
         return parts;
     }
-    // Bits of the highest bits of the elements that are not listed.
+    __device__ __forceinline__ uint32_t header_bits() const { return LISTED ? 8u * ibp_header_bytes(columns) : 0u; }
+
+    // Bits of the positions of k listed elements and of the signs of the others.
     __device__ __forceinline__ uint32_t sign_bits(uint32_t k) const
     {
         return LISTED && planes.signed_default ? to_byte(columns - k) : 0u;
     }
-    __device__ __forceinline__ uint32_t header_bits() const { return LISTED ? 8u * ibp_header_bytes(columns) : 0u; }
 
     // Exact bits of a row as coded.
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         const Census census = take_census(row);
         if (!census.has_form) return kNoCodedForm;
-        uint32_t start = header_bits() + sign_bits(census.reaching[0]);
-        if (LISTED && census.reaching[0] != 0u) start += 8u * choose_form(census.reaching[0]).num_bytes;
-        return census.closed || census.reaching[0] == 0u ? start : lay_out(start, census).end;
+        const uint32_t k = census.reaching[0];
+        uint32_t start = header_bits() + sign_bits(k);
+        if (LISTED && k != 0u) start += 8u * choose_form(k).num_bytes;
+        return census.closed || k == 0u ? start : lay_out(start, census).end;
     }
 
     // ---- encoding ----
@@ -323,9 +376,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
             stage.or_bits(start + lane.column, lane.present);
             return;
         }
-        const uint32_t left = columns - ibp_min_u32(lane.column, columns),
-                       held = left >= kPerLane ? kAll : (1u << left) - 1u;
-        uint32_t named = form.is_complement ? held & ~lane.present : lane.present;
+        uint32_t named = form.is_complement ? held_at(lane.column) & ~lane.present : lane.present;
         uint32_t rank = form.is_complement ? lane.column - listed_before : listed_before;
         BitWriter low(stage, start + to_byte(form.upper_bits) + rank * form.low_bits);
         for (; named != 0u; named &= named - 1u, rank++) {
@@ -334,6 +385,16 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
             low.push(column & ((1u << form.low_bits) - 1u), form.low_bits);
         }
         low.finish();
+    }
+
+    // The highest bits of elements that are not listed. listed_before: elements before the lane's that are.
+    __device__ __forceinline__ void write_signs(const Lane &lane, uint32_t start, uint32_t listed_before,
+                                                const BitStage &stage) const
+    {
+        uint32_t left = held_at(lane.column) & ~lane.present, signs = 0, count = 0;
+        for (; left != 0u; left &= left - 1u, count++)
+            signs |= static_cast<uint32_t>((lane.signs & left & (0u - left)) != 0u) << count;
+        stage.or_bits(start + lane.column - listed_before, signs);
     }
 
     __device__ __forceinline__ void write_residuals(const Lane &lane, uint32_t position, const BitStage &stage) const
@@ -407,20 +468,21 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
                                                uint32_t most_bytes) const
     {
         const Census census = take_census(row);
-        const uint32_t k = census.reaching[0], positions = start_bit + header_bits();
-        if (LISTED && G::lane() == 0u) stage.or_bits(start_bit, k | (census.closed ? ibp_closed_bit(columns) : 0u));
         if (!census.has_form) return kNoCodedForm;
+        const uint32_t k = census.reaching[0], positions = start_bit + header_bits();
+        const bool has_signs = LISTED && planes.signed_default;
+        if (LISTED && G::lane() == 0u) stage.or_bits(start_bit, k | (census.closed ? ibp_closed_bit(columns) : 0u));
+        if (LISTED && k == 0u && !has_signs) return positions / 8u;
         ibp_position_form form{};
         if (LISTED && k != 0u) form = choose_form(k);
         const uint32_t signs = positions + 8u * form.num_bytes;
         const Parts parts = lay_out(signs + sign_bits(k), census);
-        const bool has_values = !census.closed && k != 0u;
-        const uint32_t coded_bytes = (has_values ? parts.end : parts.residuals) / 8u;
+        const uint32_t coded_bytes = (census.closed ? parts.residuals : parts.end) / 8u;
         if (coded_bytes > most_bytes) return coded_bytes;
         Running running{};
-        for (uint32_t base = 0; base < row_bytes; base += kVector * LANES) {
+        for (uint32_t base = 0; base < live_bytes; base += kVector * LANES) {
             const Lane lane = load(row, base + kVector * G::lane());
-            if (LISTED && !planes.signed_default && !form.is_complement && !G::any(lane.present != 0u)) continue;
+            if (LISTED && !has_signs && !form.is_complement && !G::any(lane.present != 0u)) continue;
             uint32_t code[kPerLane];
             const uint32_t escapes = find_codes(lane, code);
             Running at, total;
@@ -431,8 +493,8 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
             for (uint32_t p = 0; p < IBP_MAX_PLANES; p++)
                 at.escapes[p] += running.escapes[p], running.escapes[p] += total.escapes[p];
             if (LISTED && k != 0u) write_positions(lane, form, positions, at.values, stage);
-            if (LISTED && planes.signed_default) stage.or_bits(signs + (lane.column - at.values), lane.signs);
-            if (has_values) write_values(lane, code, parts, at, total, stage);
+            if (has_signs) write_signs(lane, signs, at.values, stage);
+            if (!census.closed) write_values(lane, code, parts, at, total, stage);
         }
         return coded_bytes;
     }
