@@ -251,7 +251,8 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
     """x itself, or, of one that is dense with its dimensions permuted, those in the order of its memory."""
     if x.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(x):
         return x
-    return x.permute(sorted(range(x.dim()), key=lambda d: (-x.stride(d), d)))
+    strides = x.stride()
+    return x.permute(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
 
 
 def _as_int16(number: int) -> int:
