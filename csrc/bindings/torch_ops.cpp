@@ -710,8 +710,8 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     result[1] = end;
 }
 
-// The items at ids, on the CPU, with torch's threads (ibp_cuda_stage_items). table: as out's device sees it; host_slots:
-// its slots as the CPU does. stager: address of an ibp_stager of out's device.
+// The items at ids, on the CPU, with torch's threads (ibp_cuda_stage_items). table: as out's device sees it;
+// host_slots: its slots as the CPU does. stager: address of an ibp_stager of out's device.
 void stage_items_cuda(IBP_TABLE_PARAMETERS, Tensor host_slots, Tensor ids, int64_t stager, int64_t max_sms, Tensor out,
                       Tensor fault)
 {

@@ -391,7 +391,8 @@ static void load_row(const search *s, size_t row, uint32_t step, uint64_t *eleme
         for (uint32_t c = 0; c < count; c++) elements[c] >>= s->invariant_bits;
 }
 
-/* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have, `row` those of one. */
+/* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have, `row` those of one
+ * row. */
 typedef struct room {
     uint64_t *elements, *listed, *row, *longs, *other_longs;
     uint32_t *bins;
@@ -957,8 +958,8 @@ static bool find_default_row(search *s, const room *r)
     return found > 0;
 }
 
-/* Sets up the search for a plan: of live columns, or NULL for all, and without some invariant bits. Default rows take no
- * bytes, and are not counted. */
+/* Sets up the search for a plan: of live columns, or NULL for all, and without some invariant bits. Default rows take
+ * no bytes, and are not counted. */
 static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_constant, uint32_t invariant_bits,
                          const room *r)
 {
@@ -989,8 +990,8 @@ static uint32_t common_bits(const search *s, size_t row, const room *r, uint64_t
     return bits;
 }
 
-/* The low bits that the elements of most counted rows agree on: the middle row has them. Sets their value, and the share
- * of the rows that lack them, which are stored raw. */
+/* The low bits that the elements of most counted rows agree on: the middle row has them. Sets their value, and the
+ * share of the rows that lack them, which are stored raw. */
 static uint32_t find_invariant_bits(search *s, const room *r)
 {
     const uint32_t most = 8 * s->element_bytes - LEAST_CODED_BITS;

@@ -36,7 +36,8 @@ static inline void *ibp_take(ibp_scratch *scratch, size_t num_bytes)
 /* ---- coders of single rows ---- */
 
 /* A set of coders for one scheme and kind of processor, of codebooks without clusters, constant columns and consecutive
- * entries, whose fields are checked; with the contracts of ibp.h, the same bytes and the same statuses. Nothing is trusted of what the codebook's arrays hold.
+ * entries, whose fields are checked; with the contracts of ibp.h, the same bytes and the same statuses. Nothing is
+ * trusted of what the codebook's arrays hold.
  * coded_bytes: NULL where nothing is faster than to encode to no bytes at all. */
 typedef struct ibp_row_coder {
     size_t (*coded_bytes)(const ibp_codebook *codebook, const uint8_t *row);

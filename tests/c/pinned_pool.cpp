@@ -1,5 +1,5 @@
-/* pinned_pool.cpp - csrc/bindings/pinned_pool.h over memory that is not pinned: who is given what, how much is kept, and
- * what threads and forks do. Prints what is wrong. */
+/* pinned_pool.cpp - csrc/bindings/pinned_pool.h over memory that is not pinned: who is given what, how much is kept,
+ * and what threads and forks do. Prints what is wrong. */
 #include "bindings/pinned_pool.h"
 
 #include <sys/wait.h>
