@@ -412,7 +412,7 @@ def blocks(language):
 def test_page_about_c(installed, pkg_config, tmp_path):
     """Every block of docs/c.md, with the home directory replaced by one where the library is installed."""
     (tmp_path / "ibp").symlink_to(installed.prefix)
-    (program,) = blocks("c")
+    program, *_ = blocks("c")
     (cmake_lists,) = blocks("cmake")
     (output,) = blocks("text")
     install, *shell = blocks("sh")

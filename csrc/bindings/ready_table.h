@@ -119,7 +119,8 @@ class ReadyTable {
     }
 
     // Items of many tables in one call: those at ids[starts[t]] to ids[starts[t + 1] - 1] of table t, item k to
-    // position positions[k] of out. All tables are on out's device. false, with nothing launched, where that does not fit.
+    // position positions[k] of out. All tables are on out's device. false, with nothing launched, where that does not
+    // fit.
     static bool take_many(const std::vector<const ReadyTable *> &tables, const std::vector<int64_t> &starts,
                           py::handle ids, py::handle positions, py::handle out, int max_sms)
     {

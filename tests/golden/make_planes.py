@@ -388,7 +388,7 @@ def live_bytes(codebook):
 def coded_or_nothing(codebook, row):
     """The coded row; no bytes where it has no coded form."""
     try:
-        return reference.encode_row(codebook, row)
+        return reference.encode_row(codebook, bytes(row))
     except reference.NoCodedForm:
         return b""
 
