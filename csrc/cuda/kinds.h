@@ -16,10 +16,11 @@ enum PlanesField : uint32_t {
     kSignedDefault = 4,
     kConstantColumns = 8,
 };
+constexpr uint32_t kNoFields = 0, kAllFields = 15;
 // What decoders of dense rows know.
 constexpr uint32_t kDenseFields = kInvariantBits | kConsecutive | kConstantColumns;
 // What decoders of listed rows know.
-constexpr uint32_t kListedFields = kInvariantBits | kConsecutive | kSignedDefault | kConstantColumns;
+constexpr uint32_t kListedFields = kAllFields;
 
 IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
 {

@@ -4,6 +4,7 @@
 #define IBP_PLANES_BOOK_CUH
 
 #include "group.cuh"
+#include "kinds.h"
 
 namespace ibp {
 
@@ -40,7 +41,8 @@ struct ValueParts {
     }
 };
 
-template <typename T> struct PlanesBook {
+// FIELDS: the PlanesFields that the codebook may have.
+template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     static constexpr uint32_t kElementBits = 8u * sizeof(T);
     const ibp_planes &planes;
     const uint8_t *entries;              // of the row's cluster
@@ -49,12 +51,33 @@ template <typename T> struct PlanesBook {
     __device__ __forceinline__ PlanesBook(const ibp_codebook &cb, uint32_t cluster)
         : planes(cb.planes),
           entries(static_cast<const uint8_t *>(cb.planes.entries) + uint64_t{cluster} * cb.cluster_stride),
-          columns(live_columns(cb)), symbol_bits(kElementBits - cb.planes.invariant_bits - cb.planes.residual_bits)
+          columns(live_columns(cb)), symbol_bits(kElementBits - invariant_bits(cb.planes) - cb.planes.residual_bits)
     {
     }
     static __host__ __device__ __forceinline__ uint32_t live_columns(const ibp_codebook &cb)
     {
-        return cb.row_bytes / static_cast<uint32_t>(sizeof(T)) - cb.planes.num_constant;
+        return cb.row_bytes / static_cast<uint32_t>(sizeof(T)) - num_constant(cb.planes);
+    }
+    // Fields, whose values are known where there are none.
+    static __host__ __device__ __forceinline__ uint32_t invariant_bits(const ibp_planes &planes)
+    {
+        return (FIELDS & kInvariantBits) != 0u ? planes.invariant_bits : 0u;
+    }
+    static __host__ __device__ __forceinline__ uint64_t invariant_value(const ibp_planes &planes)
+    {
+        return (FIELDS & kInvariantBits) != 0u ? planes.invariant_value : 0u;
+    }
+    static __host__ __device__ __forceinline__ bool consecutive(const ibp_planes &planes)
+    {
+        return (FIELDS & kConsecutive) != 0u && planes.consecutive;
+    }
+    static __host__ __device__ __forceinline__ bool signed_default(const ibp_planes &planes)
+    {
+        return (FIELDS & kSignedDefault) != 0u && planes.signed_default;
+    }
+    static __host__ __device__ __forceinline__ uint32_t num_constant(const ibp_planes &planes)
+    {
+        return (FIELDS & kConstantColumns) != 0u ? planes.num_constant : 0u;
     }
 
     // Bytes of an entry: at most those of an element.
@@ -64,7 +87,7 @@ template <typename T> struct PlanesBook {
     }
     __device__ __forceinline__ T entry(uint32_t i) const
     {
-        if (planes.consecutive) return static_cast<T>(low_bits(planes.first_symbol + i, symbol_bits));
+        if (consecutive(planes)) return static_cast<T>(low_bits(planes.first_symbol + i, symbol_bits));
         return entry_at(entries, planes, i);
     }
     // Of entries that are not consecutive.
@@ -95,13 +118,14 @@ template <typename T> struct PlanesBook {
 
     __device__ __forceinline__ T join(T symbol, T residual) const
     {
-        const uint32_t inv = planes.invariant_bits, at = inv + planes.residual_bits;
-        if (inv >= kElementBits) return static_cast<T>(planes.invariant_value);
+        const uint32_t inv = invariant_bits(planes), at = inv + planes.residual_bits;
+        if (inv >= kElementBits) return static_cast<T>(invariant_value(planes));
         const T rotated = static_cast<T>((at >= kElementBits ? T{0} : static_cast<T>(symbol << at)) |
                                          static_cast<T>(residual << inv));
         const T top = static_cast<T>(static_cast<T>(rotated >> inv) << (kElementBits - 1u)),
                 element = planes.rotate ? static_cast<T>(rotated >> 1 | top) : rotated;
-        return static_cast<T>((element & static_cast<T>(~uint64_t{0} << inv)) | static_cast<T>(planes.invariant_value));
+        return static_cast<T>((element & static_cast<T>(~uint64_t{0} << inv)) |
+                              static_cast<T>(invariant_value(planes)));
     }
     static __device__ __forceinline__ T field(Stage stage, uint32_t position, uint32_t num_bits)
     {

@@ -189,7 +189,7 @@ void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, boo
     cb.scheme = IBP_SCHEME_PLANES, cb.row_bytes = row_bytes;
     p.element_bytes = element_bytes, p.listed = listed, p.rotate = static_cast<uint32_t>(below(2));
     p.per_column = !listed && chance(25);
-    p.invariant_bits = listed || chance(75) ? 0 : pick({3u, width / 2, static_cast<uint32_t>(below(width))});
+    p.invariant_bits = chance(75) ? 0 : pick({3u, width / 2, static_cast<uint32_t>(below(width))});
     p.invariant_value = low(generator(), p.invariant_bits);
     const uint32_t bits = width - p.invariant_bits;
     p.residual_bits = chance(40)  ? std::max(bits, 8u) - 8
@@ -205,7 +205,8 @@ void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, boo
     for (p.symbol_bytes = 1; 8 * p.symbol_bytes < symbol_bits;) p.symbol_bytes *= 2;
     p.default_value = chance(60) ? 0 : low(generator(), width),
     p.closed_value = low(chance(50) ? 1 : generator(), width);
-    if (!listed && chance(15)) make_constant(made);
+    p.signed_default = listed && chance(40);
+    if (chance(15)) make_constant(made);
     const size_t columns = p.per_column ? row_bytes / element_bytes - p.num_constant : 1,
                  set_bytes = columns * p.num_entries * p.symbol_bytes;
     made.entries = Array<uint8_t>(clusters * set_bytes);
@@ -221,7 +222,8 @@ void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, boo
     description += " residual_bits=" + std::to_string(p.residual_bits) + " rotate=" + std::to_string(p.rotate) +
                    " per_column=" + std::to_string(p.per_column) + " symbol_bytes=" + std::to_string(p.symbol_bytes) +
                    " consecutive=" + std::to_string(p.consecutive) +
-                   " invariant_bits=" + std::to_string(p.invariant_bits);
+                   " invariant_bits=" + std::to_string(p.invariant_bits) +
+                   " signed_default=" + std::to_string(p.signed_default);
     if (ibp_check_codebook(&cb) != IBP_OK) abort();
 }
 
@@ -281,7 +283,8 @@ void fill_planes(const Codebook &book, Kind kind, uint32_t cluster, uint8_t *row
             (p.residual_bits >= 64 ? 0 : symbol << p.residual_bits) | low(generator(), p.residual_bits);
         uint64_t element = p.rotate && bits != 0 ? rotated >> 1 | low(rotated, 1) << (bits - 1) : rotated;
         element = (p.invariant_bits >= 64 ? 0 : element << p.invariant_bits) | p.invariant_value;
-        if (p.listed) element = !chance(percent_listed) ? p.default_value : closed ? p.closed_value : element;
+        const uint64_t sign = p.signed_default && chance(50) ? uint64_t{1} << (8 * p.element_bytes - 1) : 0;
+        if (p.listed) element = !chance(percent_listed) ? p.default_value ^ sign : closed ? p.closed_value : element;
         memcpy(row + i, &element, p.element_bytes);
     }
     if (breaks && num_bytes != 0) row[below(num_bytes)] ^= 1;

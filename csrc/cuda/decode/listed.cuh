@@ -16,7 +16,9 @@
 
 namespace ibp {
 
-template <typename T> struct ListedDecoder : NoBlockMemory {
+// FIELDS: the PlanesFields that the codebook may have. Registers are few: each costs every row speed.
+template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
+    using Book = PlanesBook<T, FIELDS>;
     using Group = ibp::Group<kWarp, 1>;
     using G = Group;
     using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>; // what an element is computed in
@@ -75,9 +77,9 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t shared)
         : cb(codebook), scratch(shared)
     {
-        if (cb.num_clusters <= 1u) fill_entries(PlanesBook<T>(cb, 0));
+        if (cb.num_clusters <= 1u) fill_entries(Book(cb, 0));
     }
-    __device__ __forceinline__ void fill_entries(const PlanesBook<T> &book) const
+    __device__ __forceinline__ void fill_entries(const Book &book) const
     {
         const uint32_t r = cb.planes.residual_bits;
         for (uint32_t i = lane_id(); i < kEntries; i += kWarp)
@@ -140,7 +142,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         }
         return num_escaped;
     }
-    __device__ __forceinline__ uint32_t name(const PlanesBook<T> &book, uint32_t p, uint32_t plane, DigitRange range,
+    __device__ __forceinline__ uint32_t name(const Book &book, uint32_t p, uint32_t plane, DigitRange range,
                                              uint32_t num_bits) const
     {
         return p == 0u ? name_first(plane, range, num_bits) : name_next(plane, range, num_bits, book.first_of(p));
@@ -150,7 +152,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
 
     // Puts the n elements of a batch together, eight a lane. mine: the batch's digits of each plane. By all lanes
     // together.
-    __device__ __forceinline__ void join_batch(const PlanesBook<T> &book, const ValueParts &parts, uint32_t n) const
+    __device__ __forceinline__ void join_batch(const Book &book, const ValueParts &parts, uint32_t n) const
     {
         const DigitRange raws = parts.mine[IBP_MAX_PLANES];
         uint32_t raw = raws.from;
@@ -178,7 +180,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         return permute_bytes(octet.x, octet.y, 0x8880u + e) & 0xffu;
     }
     // Elements j to j + 7 of a batch of n. next_raw: bit of their first raw symbol; 0: the batch has none.
-    __device__ __forceinline__ void join_octet(const PlanesBook<T> &book, const ValueParts &parts, uint2 octet,
+    __device__ __forceinline__ void join_octet(const Book &book, const ValueParts &parts, uint2 octet,
                                                uint32_t next_raw, uint32_t j, uint32_t n) const
     {
         constexpr uint32_t kPerWindow = sizeof(T) == 8 ? 1u : 4u / static_cast<uint32_t>(sizeof(T)),
@@ -219,9 +221,9 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     // An element, of its coded bits.
     __device__ __forceinline__ T element_of(Word coded) const
     {
-        const uint32_t invariant = cb.planes.invariant_bits;
+        const uint32_t invariant = Book::invariant_bits(cb.planes);
         if (cb.planes.rotate) coded = coded >> 1 | (coded & 1u) << (kBits - 1u - invariant);
-        return static_cast<T>(coded << invariant | static_cast<Word>(cb.planes.invariant_value));
+        return static_cast<T>(coded << invariant | static_cast<Word>(Book::invariant_value(cb.planes)));
     }
 
     // ---- positions ----
@@ -293,11 +295,16 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
 
     // ---- columns ----
 
+    // Not inlined: a kernel has it once, and its registers are free for the others.
+    static __device__ __noinline__ void fill(const ibp_codebook &cb, Window window)
+    {
+        fill_default<G>(cb, window.dst, window.low, window.high);
+    }
     // Stores the element of a live column.
     static __device__ __forceinline__ void store_element(const ibp_planes &planes, const Window &window,
                                                          uint32_t column, T element)
     {
-        if (planes.num_constant != 0u) column = __ldg(planes.live_columns + column);
+        if (Book::num_constant(planes) != 0u) column = __ldg(planes.live_columns + column);
         const uint32_t first = column * static_cast<uint32_t>(sizeof(T));
         uint8_t *const dst = window.dst + (static_cast<int64_t>(first) - window.low);
         if (first >= window.low && first + sizeof(T) <= window.high && aligned(dst, sizeof(T))) {
@@ -364,7 +371,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     {
         constexpr uint32_t kLanesOfWord = 32u / kPerVector, kWordsOfStep = kWarp / kLanesOfWord;
         const uint32_t shift = lane_id() % kLanesOfWord * kPerVector;
-        const bool lives = cb.planes.num_constant != 0u, units = !lives && window.is_units(cb.row_bytes, 16);
+        const bool lives = Book::num_constant(cb.planes) != 0u, units = !lives && window.is_units(cb.row_bytes, 16);
 #pragma unroll 1
         for (uint32_t s = 0; s * kWarp * kPerVector < tile.held; s++) {
             const uint32_t source = s * kWordsOfStep + lane_id() / kLanesOfWord,
@@ -372,7 +379,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
             const uint32_t word = __shfl_sync(kAllLanes, tile.listed, source),
                            rank = __shfl_sync(kAllLanes, tile.before, source) + ibp_popcount(low_bits(word, shift));
             uint32_t words[4] = {};
-            if (cb.planes.signed_default)
+            if (Book::signed_default(cb.planes))
                 pick<true>(word >> shift, rank, stage.bits_at(signs + (column - rank - tile.earlier)), words);
             else
                 pick<false>(word >> shift, rank, 0, words);
@@ -404,13 +411,13 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
     }
     // Stores the elements one by one, over the default.
-    __device__ __forceinline__ void store_each(const PlanesBook<T> &book, const Listed &row, const ValueParts &parts,
+    __device__ __forceinline__ void store_each(const Book &book, const Listed &row, const ValueParts &parts,
                                                const Window &window) const
     {
         const uint16_t *const columns = listed_columns();
         const uint32_t n = row.num_listed;
         uint32_t next[IBP_MAX_PLANES] = {};
-        fill_default<G>(cb, window.dst, window.low, window.high);
+        fill(cb, window);
         __syncwarp();
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kWarp) {
@@ -422,7 +429,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     }
     // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
     // far. By all lanes together.
-    __device__ __forceinline__ T element_at(const PlanesBook<T> &book, const ValueParts &parts, uint32_t j, bool active,
+    __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
                                             uint32_t (&next)[IBP_MAX_PLANES]) const
     {
         uint32_t at = j, rank = 0;
@@ -447,8 +454,8 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
     }
 
     // Stores all columns. parts: of the values, where there are any.
-    __device__ __forceinline__ bool store_row(const PlanesBook<T> &book, const Listed &row, ValueParts &parts,
-                                              Stage stage, const Window &window) const
+    __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, ValueParts &parts, Stage stage,
+                                              const Window &window) const
     {
         Bitmap map{};
         if (row.num_listed != 0u && !find_positions(row, stage, map)) return false;
@@ -456,8 +463,8 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
             store_each(book, row, parts, window);
             return true;
         }
-        if (cb.planes.num_constant != 0u) {
-            fill_default<G>(cb, window.dst, window.low, window.high);
+        if (Book::num_constant(cb.planes) != 0u) {
+            fill(cb, window);
             __syncwarp();
         }
         const uint32_t most = batch_of(cb);
@@ -484,7 +491,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
         return found == row.num_listed;
     }
     // Ranks of the n elements from `first` on. parts.mine: the digits of the batch before, then of this one.
-    __device__ __forceinline__ void name_batch(const PlanesBook<T> &book, const Listed &row, uint32_t first, uint32_t n,
+    __device__ __forceinline__ void name_batch(const Book &book, const Listed &row, uint32_t first, uint32_t n,
                                                ValueParts &parts) const
     {
         if (row.closed) return;
@@ -504,7 +511,7 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
                                            uint32_t coded_bytes, const Window &window) const
     {
         if (!active) return true;
-        const PlanesBook<T> book(cb, cluster);
+        const Book book(cb, cluster);
         const uint32_t columns = book.columns, header_bytes = ibp_header_bytes(columns),
                        end = start_bit + 8u * coded_bytes;
         ibp_listed_header header;
@@ -518,23 +525,22 @@ template <typename T> struct ListedDecoder : NoBlockMemory {
             row.form = choose_position_form(k, columns);
             row.signs += 8u * row.form.num_bytes;
         }
-        const uint32_t values = row.signs + (cb.planes.signed_default ? to_byte(columns - k) : 0u);
+        const uint32_t values = row.signs + (Book::signed_default(cb.planes) ? to_byte(columns - k) : 0u);
         if (values > end) return false;
-        if (k == 0u && !cb.planes.signed_default) {
-            fill_default<G>(cb, window.dst, window.low, window.high);
+        if (k == 0u && !Book::signed_default(cb.planes)) {
+            fill(cb, window);
             return values == end;
         }
         if (cb.num_clusters > 1u) fill_entries(book);
         row.is_sparse =
-            row.form.is_list && !row.form.is_complement && kSparse * k <= columns && !cb.planes.signed_default;
+            row.form.is_list && !row.form.is_complement && kSparse * k <= columns && !Book::signed_default(cb.planes);
         ValueParts parts{};
         row.closed = row.closed || k == 0u; // no values
         if (!row.closed)
             parts = book.template find_parts<G, false>(
                 values, end, k, {0, k}, 0, [&](uint32_t p, uint32_t from, DigitRange range, uint32_t num_bits) {
-                    return row.is_batch && !row.is_sparse
-                               ? name(book, p, from, range, num_bits)
-                               : PlanesBook<T>::template count_escapes<G>(from, range, num_bits);
+                    return row.is_batch && !row.is_sparse ? name(book, p, from, range, num_bits)
+                                                          : Book::template count_escapes<G>(from, range, num_bits);
                 });
         if ((row.closed ? values : parts.end) != end) return false;
         return store_row(book, row, parts, stage, window);

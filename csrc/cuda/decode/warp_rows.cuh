@@ -26,10 +26,10 @@ __host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb
     } else if (cb.scheme == IBP_SCHEME_PLANES && cb.planes.listed) {
         if constexpr ((KINDS & kListedRows) != 0u) {
             switch (cb.planes.element_bytes) {
-            case 1: return use.template with<ListedDecoder<uint8_t>>();
-            case 2: return use.template with<ListedDecoder<uint16_t>>();
-            case 4: return use.template with<ListedDecoder<uint32_t>>();
-            case 8: return use.template with<ListedDecoder<uint64_t>>();
+            case 1: return use.template with<ListedDecoder<uint8_t, kListedFields>>();
+            case 2: return use.template with<ListedDecoder<uint16_t, kListedFields>>();
+            case 4: return use.template with<ListedDecoder<uint32_t, kListedFields>>();
+            case 8: return use.template with<ListedDecoder<uint64_t, kListedFields>>();
             }
         }
     } else if (cb.scheme == IBP_SCHEME_PLANES) {

@@ -11,9 +11,10 @@
 
 namespace ibp {
 
-template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, true, LANES> {
+template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : PlanesEncoder<T, true, LANES, FIELDS> {
     static_assert(sizeof(T) == 2 || sizeof(T) == 4, "the comparisons that there are");
-    using Base = PlanesEncoder<T, true, LANES>;
+    using Base = PlanesEncoder<T, true, LANES, FIELDS>;
+    using Book = typename Base::Book;
     using Group = typename Base::Group;
     using G = Group;
     using Base::codes, Base::columns, Base::planes, Base::row_bytes, Base::symbol_bits;
@@ -35,7 +36,7 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
         const uint32_t words = (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 127u) / 128u * 4u;
-        return elements_bytes(cb.row_bytes) + (cb.planes.signed_default ? 8u : 4u) * words;
+        return elements_bytes(cb.row_bytes) + (Book::signed_default(cb.planes) ? 8u : 4u) * words;
     }
 
     // A row being coded.
@@ -66,7 +67,7 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
 #pragma unroll
             for (uint32_t i = 0; i < 4; i++) {
                 const uint32_t other = word[i] ^ two;
-                differs[i] = ((other & 0x7fff7fffu) + 0x7fff7fffu) | (planes.signed_default ? 0u : other);
+                differs[i] = ((other & 0x7fff7fffu) + 0x7fff7fffu) | (Book::signed_default(planes) ? 0u : other);
             }
 #pragma unroll
             for (uint32_t i = 0; i < 4; i += 2)
@@ -113,8 +114,9 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
                 if (first >= row_bytes) continue;
                 listed[s] = low_bits(listed_of(words[s]), ibp_min_u32(columns - column, kPerLane));
                 if (kPerLane == 8u) work.bitmap[column / 8u] = static_cast<uint8_t>(listed[s]);
-                if (planes.signed_default) signs[s] = signs_of(words[s]);
-                if (planes.signed_default && kPerLane == 8u) work.signs[column / 8u] = static_cast<uint8_t>(signs[s]);
+                if (Book::signed_default(planes)) signs[s] = signs_of(words[s]);
+                if (Book::signed_default(planes) && kPerLane == 8u)
+                    work.signs[column / 8u] = static_cast<uint8_t>(signs[s]);
                 this->rotate(words[s]);
                 counts[s / 2] += ibp_popcount(listed[s]) << 16u * (s % 2u);
             }
@@ -124,7 +126,7 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
                     const uint32_t both = listed[s] | __shfl_xor_sync(G::mask(), listed[s], 1) << 4;
                     const uint32_t column = (base + s * kStepBytes) / static_cast<uint32_t>(sizeof(T)) + 4u * G::lane();
                     if (G::lane() % 2u == 0u && column < columns) work.bitmap[column / 8u] = static_cast<uint8_t>(both);
-                    if (!planes.signed_default) continue;
+                    if (!Book::signed_default(planes)) continue;
                     const uint32_t of_both = signs[s] | __shfl_xor_sync(G::mask(), signs[s], 1) << 4;
                     if (G::lane() % 2u == 0u && column < columns)
                         work.signs[column / 8u] = static_cast<uint8_t>(of_both);
@@ -353,7 +355,7 @@ template <typename T, uint32_t LANES> struct ListedEncoder : PlanesEncoder<T, tr
         const uint32_t signs = positions + 8u * form.num_bytes, values = signs + this->sign_bits(k);
         if (values > 8u * most_bytes) return values / 8u;
         if (k != 0u) put_positions(work, form, positions);
-        if (planes.signed_default) put_signs(work, signs);
+        if (Book::signed_default(planes)) put_signs(work, signs);
         return (has_values ? put_values(work, values, 8u * most_bytes) : values) / 8u;
     }
 };

@@ -19,8 +19,10 @@ namespace ibp {
 
 constexpr uint32_t kEscapes = 0x01010101; // of a code
 
-template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : PlanesBook<T> {
-    using Book = PlanesBook<T>;
+// FIELDS: the PlanesFields that the codebook may have.
+template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS = kAllFields>
+struct PlanesEncoder : PlanesBook<T, FIELDS> {
+    using Book = PlanesBook<T, FIELDS>;
     using Group = EncodeGroup<LANES>;
     using G = Group;
     static constexpr bool kFillsStage = false;
@@ -105,12 +107,12 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     // Bits in which an element differs from the default when it is listed.
     __device__ __forceinline__ T listing_bits() const
     {
-        return static_cast<T>(planes.signed_default ? ~uint64_t{0} >> (65u - kBits) : ~uint64_t{0});
+        return static_cast<T>(Book::signed_default(planes) ? ~uint64_t{0} >> (65u - kBits) : ~uint64_t{0});
     }
     __device__ __forceinline__ void rotate(uint32_t (&word)[4]) const
     {
         if (!planes.rotate) return;
-        const uint32_t bits = kBits - planes.invariant_bits;
+        const uint32_t bits = kBits - Book::invariant_bits(planes);
         const uint32_t of_all = low_bits(kAllBits, bits) * kLowest;
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
@@ -126,7 +128,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     // Takes off the invariant bits.
     __device__ __forceinline__ void drop_invariant(Lane &lane) const
     {
-        const uint32_t num_bits = planes.invariant_bits;
+        const uint32_t num_bits = Book::invariant_bits(planes);
         if (num_bits == 0u) return;
         const uint64_t wanted = planes.invariant_value;
 #pragma unroll
@@ -158,7 +160,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     }
     __device__ __forceinline__ void load_words(const PlainRow &row, uint32_t first, uint32_t (&word)[4]) const
     {
-        if (planes.num_constant == 0u) return row.load(first, word);
+        if (Book::num_constant(planes) == 0u) return row.load(first, word);
         const uint32_t column = first / static_cast<uint32_t>(sizeof(T));
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) word[i] = 0;
@@ -269,7 +271,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     __device__ __forceinline__ Census take_census(const PlainRow &row) const
     {
         uint32_t even = 0, odd = 0, listed = 0; // escapes of planes 0 and 2, of planes 1 and 3: 16 bits each
-        const bool constants = planes.num_constant == 0u || has_constants(row);
+        const bool constants = Book::num_constant(planes) == 0u || has_constants(row);
         bool open = false, differs = false;
         for (uint32_t first = kVector * G::lane(); first < live_bytes; first += kVector * LANES) {
             const Lane lane = load(row, first);
@@ -332,7 +334,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     // Bits of the positions of k listed elements and of the signs of the others.
     __device__ __forceinline__ uint32_t sign_bits(uint32_t k) const
     {
-        return LISTED && planes.signed_default ? to_byte(columns - k) : 0u;
+        return LISTED && Book::signed_default(planes) ? to_byte(columns - k) : 0u;
     }
 
     // Exact bits of a row as coded.
@@ -470,7 +472,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         const Census census = take_census(row);
         if (!census.has_form) return kNoCodedForm;
         const uint32_t k = census.reaching[0], positions = start_bit + header_bits();
-        const bool has_signs = LISTED && planes.signed_default;
+        const bool has_signs = LISTED && Book::signed_default(planes);
         if (LISTED && G::lane() == 0u) stage.or_bits(start_bit, k | (census.closed ? ibp_closed_bit(columns) : 0u));
         if (LISTED && k == 0u && !has_signs) return positions / 8u;
         ibp_position_form form{};
