@@ -19,7 +19,8 @@ namespace ibp {
 
 constexpr uint32_t kEscapes = 0x01010101; // of a code
 
-template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : PlanesBook<T> {
+// EXTRA: codebooks may have invariant bits and constant columns; kernels of others are without them.
+template <typename T, bool LISTED, uint32_t LANES, bool EXTRA = true> struct PlanesEncoder : PlanesBook<T> {
     using Book = PlanesBook<T>;
     using Group = EncodeGroup<LANES>;
     using G = Group;
@@ -107,10 +108,12 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     {
         return static_cast<T>(planes.signed_default ? ~uint64_t{0} >> (65u - kBits) : ~uint64_t{0});
     }
+    __device__ __forceinline__ uint32_t num_invariant() const { return EXTRA ? planes.invariant_bits : 0u; }
+    __device__ __forceinline__ bool has_constants() const { return EXTRA && planes.num_constant != 0u; }
     __device__ __forceinline__ void rotate(uint32_t (&word)[4]) const
     {
         if (!planes.rotate) return;
-        const uint32_t bits = kBits - planes.invariant_bits;
+        const uint32_t bits = kBits - num_invariant();
         const uint32_t of_all = low_bits(kAllBits, bits) * kLowest;
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
@@ -126,7 +129,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     // Takes off the invariant bits.
     __device__ __forceinline__ void drop_invariant(Lane &lane) const
     {
-        const uint32_t num_bits = planes.invariant_bits;
+        const uint32_t num_bits = num_invariant();
         if (num_bits == 0u) return;
         const uint64_t wanted = planes.invariant_value;
 #pragma unroll
@@ -146,9 +149,12 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         }
     }
     // The element of a live column, whatever number says which column of the row that is.
-    __device__ __noinline__ T live_element(const PlainRow &row, uint32_t column) const
+    __device__ __forceinline__ T live_element(const PlainRow &row, uint32_t column) const
     {
-        const uint32_t number = ibp_min_u32(__ldg(planes.live_columns + column), row_bytes / sizeof(T) - 1u);
+        return column_of(row, ibp_min_u32(__ldg(planes.live_columns + column), row_bytes / sizeof(T) - 1u));
+    }
+    static __device__ __noinline__ T column_of(PlainRow row, uint32_t number)
+    {
         uint64_t value = 0;
         for (uint32_t b = 0; b < sizeof(T); b++) {
             const uint32_t at = number * static_cast<uint32_t>(sizeof(T)) + b;
@@ -158,7 +164,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     }
     __device__ __forceinline__ void load_words(const PlainRow &row, uint32_t first, uint32_t (&word)[4]) const
     {
-        if (planes.num_constant == 0u) return row.load(first, word);
+        if (!has_constants()) return row.load(first, word);
         const uint32_t column = first / static_cast<uint32_t>(sizeof(T));
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) word[i] = 0;
@@ -199,7 +205,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
         return left >= kPerLane ? kAll : (1u << left) - 1u;
     }
     // Whether constant columns have their values: only live ones differ from the default row.
-    __device__ __forceinline__ bool has_constants(const PlainRow &row) const
+    __device__ __forceinline__ bool keeps_constants(const PlainRow &row) const
     {
         const PlainRow wanted{planes.row_template, row_bytes};
         uint32_t differing[1] = {0};
@@ -269,7 +275,7 @@ template <typename T, bool LISTED, uint32_t LANES> struct PlanesEncoder : Planes
     __device__ __forceinline__ Census take_census(const PlainRow &row) const
     {
         uint32_t even = 0, odd = 0, listed = 0; // escapes of planes 0 and 2, of planes 1 and 3: 16 bits each
-        const bool constants = planes.num_constant == 0u || has_constants(row);
+        const bool constants = !has_constants() || keeps_constants(row);
         bool open = false, differs = false;
         for (uint32_t first = kVector * G::lane(); first < live_bytes; first += kVector * LANES) {
             const Lane lane = load(row, first);
