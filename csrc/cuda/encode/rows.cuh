@@ -198,8 +198,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads) encode_rows(const __grid_c
             }
             const uint32_t valid = ibp_valid_bytes(num_bytes, cb.row_bytes, r);
             row.valid = ibp_min_u32(row.valid, valid);
-            const uint32_t length =
-                code_row(cb, encoder, row, valid, IS_MEASURED ? target.length : kAnyLength, stage);
+            const uint32_t length = code_row(cb, encoder, row, valid, IS_MEASURED ? target.length : kAnyLength, stage);
             G::sync();
             if constexpr (IS_MEASURED)
                 store<G>(job, r, target, length, stage);
@@ -263,8 +262,7 @@ template <class Encoder> ibp_status launch_encode(const Encode &encode)
     const ibp_status status = plan_blocks(reinterpret_cast<const void *>(kernel), threads, shared_bytes,
                                           (encode.source.num_rows + groups - 1) / groups, encode.max_sms, &blocks);
     if (status != IBP_OK) return status;
-    const RowsJob job{encode.place,   RowSource::of(encode.source, cb.row_bytes),
-                      encode.row_ids, encode.first_row,
+    const RowsJob job{encode.place, RowSource::of(encode.source, cb.row_bytes), encode.row_ids, encode.first_row,
                       encode.fault};
     kernel<<<blocks, threads, shared_bytes, encode.stream>>>(job);
     return check_cuda(cudaGetLastError());
