@@ -23,7 +23,8 @@
 // if it has filled
 //   the table.
 // - measure and encode are called by all lanes of a group together; groups of a warp go ways of their own.
-// - The stage is all zeros, but for an encoder that fills it; start_bit is 0 or 8, and most_bytes is less than the row's valid bytes.
+// - The stage is all zeros, but for an encoder that fills it; start_bit is 0 or 8, and most_bytes is less than the
+// row's valid bytes.
 //
 // What it guarantees:
 // - measure returns the same in all lanes, and as many bits as ibp_coded_row_bytes has bytes, rounded up.
