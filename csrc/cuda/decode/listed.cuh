@@ -36,8 +36,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
 
-    // Shared memory of a warp: the entries, shifted to their places; the ranks of a batch; its elements, which make room
-    // for lists of 16-bit numbers; a bitmap of all positions.
+    // Shared memory of a warp: the entries, shifted to their places; the ranks of a batch; its elements, which make
+    // room for lists of 16-bit numbers; a bitmap of all positions.
     static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
     {
         const uint32_t columns = codebook.row_bytes / static_cast<uint32_t>(sizeof(T));

@@ -23,7 +23,8 @@
 // if it has filled
 //   the table.
 // - measure and encode are called by all lanes of a group together; groups of a warp go ways of their own.
-// - The stage is all zeros, but for an encoder that fills it; start_bit is 0 or 8, and most_bytes is less than the row's valid bytes.
+// - The stage is all zeros, but for an encoder that fills it; start_bit is 0 or 8, and most_bytes is less than the
+// row's valid bytes.
 //
 // What it guarantees:
 // - measure returns the same in all lanes, and as many bits as ibp_coded_row_bytes has bytes, rounded up.
@@ -252,12 +253,20 @@ struct DefaultRow {
         words[0] = words[2] = word[0], words[1] = words[3] = word[1];
         if (whole.bytes != nullptr) whole.load(first, words);
     }
+    static __device__ __forceinline__ uint8_t first_byte(const ibp_codebook &cb)
+    {
+        const uint8_t *const whole = ibp_template_of(&cb);
+        if (whole != nullptr) return __ldg(whole);
+        return cb.scheme == IBP_SCHEME_PLANES ? static_cast<uint8_t>(cb.planes.default_value) : uint8_t{0};
+    }
 };
 
-// Whether the first num_bytes of a row are those of a default one. Goes on only for as long as that is so.
+// Whether the first num_bytes of a row are those of a default one. Goes on only for as long as that is so. Not inlined:
+// few rows begin like one.
 template <class G>
-__device__ __forceinline__ bool is_default(const DefaultRow &wanted, const PlainRow &row, uint32_t num_bytes)
+static __device__ __noinline__ bool is_default_throughout(const ibp_codebook &cb, PlainRow row, uint32_t num_bytes)
 {
+    const DefaultRow wanted(cb);
     for (uint32_t base = 0; base < num_bytes; base += kVector * G::kLanes) {
         const uint32_t first = base + kVector * G::lane();
         uint32_t words[4], same[4], differ = 0;
@@ -269,6 +278,11 @@ __device__ __forceinline__ bool is_default(const DefaultRow &wanted, const Plain
         if (G::any(differ != 0u)) return false;
     }
     return true;
+}
+template <class G>
+__device__ __forceinline__ bool is_default(const ibp_codebook &cb, const PlainRow &row, uint32_t num_bytes)
+{
+    return row.bytes[0] == DefaultRow::first_byte(cb) && is_default_throughout<G>(cb, row, num_bytes);
 }
 
 // Prefetches a row's bytes into the L2 cache.

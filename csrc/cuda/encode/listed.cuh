@@ -277,8 +277,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Pl
         return planes.residual_bits >= kBits ? 0u : element >> planes.residual_bits;
     }
 
-    // Codes the n listed elements, or symbols, that reach a plane: its digits, which begin with bit `at`. The symbols of
-    // those that escape become the list; all where there is no such plane. Returns how many.
+    // Codes the n listed elements, or symbols, that reach a plane: its digits, which begin with bit `at`. The symbols
+    // of those that escape become the list; all where there is no such plane. Returns how many.
     template <bool FIRST>
     __device__ __forceinline__ uint32_t put_plane(const Work &work, uint32_t plane, uint32_t n, uint32_t residuals,
                                                   uint32_t at) const
@@ -340,8 +340,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Pl
         return end;
     }
 
-    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bytes up to its end; where
-    // these are more than most_bytes, the stage holds anything.
+    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bytes up to its end;
+    // where these are more than most_bytes, the stage holds anything.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {

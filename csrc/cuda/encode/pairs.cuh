@@ -14,8 +14,8 @@
 
 namespace ibp {
 
-template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, false, LANES> {
-    using Base = PlanesEncoder<T, false, LANES>;
+template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, false, LANES, kConsecutive> {
+    using Base = PlanesEncoder<T, false, LANES, kConsecutive>;
     using Group = typename Base::Group;
     using G = Group;
     using Base::codes, Base::columns, Base::planes, Base::row_bytes, Base::symbol_bits;
@@ -135,9 +135,10 @@ template <typename T, uint32_t LANES> struct PairsEncoder : PlanesEncoder<T, fal
                 put_bytes(residuals + column * r / 8u, of_lane, (num * r + 7u) / 8u);
 #pragma unroll
                 for (uint32_t w = 0; w < kWords; w++) {
-                    const uint32_t left = num > 4u * w ? num - 4u * w : 0u, code = codes_of(symbols[s][w], 0);
-                    escaped[s][w] = low_bits(escaped_of(code), 8u * ibp_min_u32(left, 4u));
-                    found[0] |= low_bits(digits_of(code), 2u * ibp_min_u32(left, 4u)) << 8u * w;
+                    uint32_t code = codes_of(symbols[s][w], 0);
+                    if (num < kPerLane) code = low_bits(code, 8u * ibp_min_u32(num - ibp_min_u32(num, 4u * w), 4u));
+                    escaped[s][w] = escaped_of(code);
+                    found[0] |= digits_of(code) << 8u * w;
                     counts[s / 2] += ibp_popcount(escaped[s][w]) << 16u * (s % 2u);
                 }
                 put_bytes(digits + column / 4u, found, (num + 3u) / 4u);

@@ -148,9 +148,12 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
     }
     // The element of a live column, whatever number says which column of the row that is.
-    __device__ __noinline__ T live_element(const PlainRow &row, uint32_t column) const
+    __device__ __forceinline__ T live_element(const PlainRow &row, uint32_t column) const
     {
-        const uint32_t number = ibp_min_u32(__ldg(planes.live_columns + column), row_bytes / sizeof(T) - 1u);
+        return column_of(row, ibp_min_u32(__ldg(planes.live_columns + column), row_bytes / sizeof(T) - 1u));
+    }
+    static __device__ __noinline__ T column_of(PlainRow row, uint32_t number)
+    {
         uint64_t value = 0;
         for (uint32_t b = 0; b < sizeof(T); b++) {
             const uint32_t at = number * static_cast<uint32_t>(sizeof(T)) + b;
@@ -201,7 +204,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return left >= kPerLane ? kAll : (1u << left) - 1u;
     }
     // Whether constant columns have their values: only live ones differ from the default row.
-    __device__ __forceinline__ bool has_constants(const PlainRow &row) const
+    __device__ __forceinline__ bool keeps_constants(const PlainRow &row) const
     {
         const PlainRow wanted{planes.row_template, row_bytes};
         uint32_t differing[1] = {0};
@@ -271,7 +274,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     __device__ __forceinline__ Census take_census(const PlainRow &row) const
     {
         uint32_t even = 0, odd = 0, listed = 0; // escapes of planes 0 and 2, of planes 1 and 3: 16 bits each
-        const bool constants = Book::num_constant(planes) == 0u || has_constants(row);
+        const bool constants = Book::num_constant(planes) == 0u || keeps_constants(row);
         bool open = false, differs = false;
         for (uint32_t first = kVector * G::lane(); first < live_bytes; first += kVector * LANES) {
             const Lane lane = load(row, first);

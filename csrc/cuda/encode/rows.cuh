@@ -40,12 +40,11 @@ __global__ void __launch_bounds__(kEncodeThreads)
     extern __shared__ uint4 shared[];
     constexpr uint32_t kGroups = kEncodeThreads / G::kLanes;
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
-    const DefaultRow default_row(cb);
     for (int64_t r = blockIdx.x * int64_t{kGroups} + threadIdx.x / G::kLanes; r < num_rows;
          r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
         uint32_t length = IBP_DEFAULT_LENGTH(cb.row_bytes);
-        if (!is_default<G>(default_row, row, row.valid))
+        if (!is_default<G>(cb, row, row.valid))
             length = ibp_length_of_coded(choose_cluster(cb, encoder, row).bytes, cb.row_bytes, row.valid);
         if (G::lane() == 0u) lengths[r] = static_cast<uint16_t>(length);
     }
@@ -58,7 +57,6 @@ struct RowsJob {
     const int64_t *row_ids;
     int64_t first_row;
     ibp_fault *fault;
-    bool is_measured;
 };
 
 constexpr uint32_t kAnyLength = ~0u; // more than any entry of lengths
@@ -74,8 +72,8 @@ __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_byte
 }
 
 // Puts a row of `valid` bytes as it is stored into a stage, followed by zeros up to a multiple of IBP_OVERFLOW_ALIGN.
-// expected: its entry of lengths, or kAnyLength. Returns the entry that it has. A default row is found after it has been
-// coded, when its bytes are near: few rows are.
+// expected: its entry of lengths, or kAnyLength. Returns the entry that it has. A default row is found after it has
+// been coded, when its bytes are near: few rows are.
 template <class Encoder>
 __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
                                              uint32_t valid, uint32_t expected, const BitStage &stage)
@@ -92,7 +90,7 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
         if (coded <= most) length = coded;
     }
     const bool may_be_default = expected == kAnyLength || expected == marker;
-    if (may_be_default && cb.scheme != IBP_SCHEME_RAW && is_default<G>(DefaultRow(cb), row, valid)) return marker;
+    if (may_be_default && cb.scheme != IBP_SCHEME_RAW && is_default<G>(cb, row, valid)) return marker;
     if (length == 0u) {
         G::sync(); // all have written
         stage_raw<G>(row, valid, stage);
@@ -171,7 +169,8 @@ __device__ __forceinline__ int64_t row_of(const RowsJob &job, int64_t i, int64_t
     return row < num_rows ? row : -1;
 }
 
-template <class Encoder>
+// IS_MEASURED: the table's index says how long rows are and where they go.
+template <class Encoder, bool IS_MEASURED>
 __global__ void __launch_bounds__(kMostEncodeThreads) encode_rows(const __grid_constant__ RowsJob job)
 {
     using G = typename Encoder::Group;
@@ -186,27 +185,22 @@ __global__ void __launch_bounds__(kMostEncodeThreads) encode_rows(const __grid_c
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
     Tally tally{};
-    PlainRow row = first < job.source.num_rows ? job.source.row(first) : PlainRow{};
     for (int64_t i = first; i < job.source.num_rows; i += step) {
-        PlainRow next{};
-        if (i + step < job.source.num_rows) {
-            next = job.source.row(i + step);
-            prefetch<G>(next);
-        }
+        if (i + step < job.source.num_rows) prefetch<G>(job.source.row(i + step));
+        PlainRow row = job.source.row(i);
         const int64_t r = row_of(job, i, num_rows);
         if (r >= 0) {
             RowTarget target{};
-            if (job.is_measured) target = target_of<G>(table, r);
-            if (!Encoder::kFillsStage || job.is_measured) { // whole slots are written then
+            if (IS_MEASURED) target = target_of<G>(table, r);
+            if (!Encoder::kFillsStage || IS_MEASURED) { // whole slots are written then
                 clear<G>(stage, stage_bytes);
                 G::sync();
             }
             const uint32_t valid = ibp_valid_bytes(num_bytes, cb.row_bytes, r);
             row.valid = ibp_min_u32(row.valid, valid);
-            const uint32_t length =
-                code_row(cb, encoder, row, valid, job.is_measured ? target.length : kAnyLength, stage);
+            const uint32_t length = code_row(cb, encoder, row, valid, IS_MEASURED ? target.length : kAnyLength, stage);
             G::sync();
-            if (job.is_measured)
+            if constexpr (IS_MEASURED)
                 store<G>(job, r, target, length, stage);
             else
                 settle<G>(job, i, r, length, valid, stage, tally);
@@ -214,7 +208,6 @@ __global__ void __launch_bounds__(kMostEncodeThreads) encode_rows(const __grid_c
         } else if (G::lane() == 0u && job.fault != nullptr) {
             record_fault(job.fault, IBP_INDEX_OUT_OF_RANGE, i, job.row_ids != nullptr ? job.row_ids[i] : r);
         }
-        row = next;
     }
     ibp_place_counts *const counts = job.place.counts;
     if (counts == nullptr) return;
@@ -260,7 +253,7 @@ template <class Encoder> ibp_status launch_encode(const Encode &encode)
 {
     static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
     const ibp_codebook &cb = encode.place.table.codebook;
-    const auto kernel = encode_rows<Encoder>;
+    const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
     const uint32_t threads = encode.max_sms > 0 ? kMostEncodeThreads : kEncodeThreads,
                    groups = threads / Encoder::Group::kLanes;
     const uint32_t shared_bytes =
@@ -269,9 +262,8 @@ template <class Encoder> ibp_status launch_encode(const Encode &encode)
     const ibp_status status = plan_blocks(reinterpret_cast<const void *>(kernel), threads, shared_bytes,
                                           (encode.source.num_rows + groups - 1) / groups, encode.max_sms, &blocks);
     if (status != IBP_OK) return status;
-    const RowsJob job{encode.place,   RowSource::of(encode.source, cb.row_bytes),
-                      encode.row_ids, encode.first_row,
-                      encode.fault,   encode.is_measured};
+    const RowsJob job{encode.place, RowSource::of(encode.source, cb.row_bytes), encode.row_ids, encode.first_row,
+                      encode.fault};
     kernel<<<blocks, threads, shared_bytes, encode.stream>>>(job);
     return check_cuda(cudaGetLastError());
 }
