@@ -218,8 +218,7 @@ template <typename T, uint32_t LANES> struct PlainFastEncoder : FastEncoder<T, L
                        of_escaped[4] = {escaped.x, escaped.y, escaped.z, escaped.w};
         uint32_t counts[1] = {}, before[1], total[1];
 #pragma unroll
-        for (uint32_t i = 0; i < kSteps * kWords; i++)
-            counts[0] += ibp_popcount(of_escaped[i]) << 16u * (i / kWords);
+        for (uint32_t i = 0; i < kSteps * kWords; i++) counts[0] += ibp_popcount(of_escaped[i]) << 16u * (i / kWords);
         G::scan(counts, before, total);
         const uint32_t of_first = total[0] & 0xffffu, count = of_first + (total[0] >> 16);
         if (count > room) return count;
@@ -237,7 +236,7 @@ template <typename T, uint32_t LANES> struct PlainFastEncoder : FastEncoder<T, L
                                                uint32_t most_bytes) const
     {
         uint8_t *const residuals = reinterpret_cast<uint8_t *>(stage.words), *const digits =
-                                                                                  residuals + columns * kResidualBytes;
+                                                                                 residuals + columns * kResidualBytes;
         uint32_t end = columns * kResidualBytes + columns / 2u; // bytes
         if (end > most_bytes || start_bit != 0u) return kNoCodedForm;
         const bool is_whole = row.valid >= row_bytes && aligned(row.bytes, kVector);
