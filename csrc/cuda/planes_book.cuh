@@ -90,15 +90,20 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         if (consecutive(planes)) return static_cast<T>(low_bits(planes.first_symbol + i, symbol_bits));
         return entry_at(entries, planes, i);
     }
-    // Of entries that are not consecutive.
+    // Of entries that are not consecutive. Bits above a symbol's, which a wrong codebook may have, are left out.
     static __device__ __forceinline__ T entry_at(const uint8_t *entries, const ibp_planes &planes, uint32_t i)
     {
-        if (sizeof(T) == 1 || planes.symbol_bytes == 1u) return static_cast<T>(__ldg(entries + i));
-        if (sizeof(T) == 2 || planes.symbol_bytes == 2u)
-            return static_cast<T>(__ldg(reinterpret_cast<const uint16_t *>(entries) + i));
-        if (sizeof(T) == 4 || planes.symbol_bytes == 4u)
-            return static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
-        return static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
+        T entry;
+        if (sizeof(T) == 1 || planes.symbol_bytes == 1u)
+            entry = static_cast<T>(__ldg(entries + i));
+        else if (sizeof(T) == 2 || planes.symbol_bytes == 2u)
+            entry = static_cast<T>(__ldg(reinterpret_cast<const uint16_t *>(entries) + i));
+        else if (sizeof(T) == 4 || planes.symbol_bytes == 4u)
+            entry = static_cast<T>(__ldg(reinterpret_cast<const uint32_t *>(entries) + i));
+        else
+            entry = static_cast<T>(__ldg(reinterpret_cast<const unsigned long long *>(entries) + i));
+        const uint32_t symbol_bits = kElementBits - invariant_bits(planes) - planes.residual_bits;
+        return static_cast<T>(low_bits(uint64_t{entry}, symbol_bits));
     }
     // Bits of a plane's digits; 0 of an absent plane.
     __device__ __forceinline__ uint32_t width_of(uint32_t plane) const
