@@ -166,7 +166,7 @@ def test_sms_that_keep_up_with_the_link(monkeypatch):
 
     floats, small = embedding(500, 256, torch.bfloat16), torch.randn(500, 256).to(torch.float8_e4m3fn)
     few = sms(floats)
-    assert few == sms(floats, "raw") == 8 and sms(floats, num_bytes=3 << 20) == 2 * few and sms(small) > 2 * few
+    assert few == sms(floats, "raw") == 8 and sms(floats, num_bytes=3 << 20) == 2 * few and sms(small) > few
     reckon_with(monkeypatch, copy_in_gbps=2 * ibp.H200.copy_in_gbps)
     assert sms(floats) == 2 * few
 
