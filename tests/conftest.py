@@ -35,6 +35,8 @@ def pytest_collection_modifyitems(items):
     changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if changing:
         raise pytest.UsageError(f"{len(changing)} tests have addresses in their names; give ids to {changing[0]}")
+    # What compiles for minutes comes first, so that other processes have the other tests to run meanwhile.
+    items.sort(key=lambda item: "test_emulated_kernels" not in item.nodeid)
 
 
 @pytest.fixture(autouse=True)
