@@ -108,6 +108,14 @@ __global__ void other_instance(uint32_t *)
     else
         sync_of<false>();
 }
+__device__ __noinline__ void sync_of_one() { __syncwarp(); }
+__global__ void other_call(uint32_t *)
+{
+    if (threadIdx.x % 2u)
+        sync_of_one();
+    else
+        sync_of_one();
+}
 __global__ void returning(uint32_t *)
 {
     if (threadIdx.x == 5u) return;
@@ -135,10 +143,10 @@ int main(int, char **arguments)
         void (*kernel)(uint32_t *);
     } kernels[] = {
 #define KERNEL(name) {#name, ibp::name}
-        KERNEL(exchanges),    KERNEL(barriers),      KERNEL(numbers),        KERNEL(no_sync),
-        KERNEL(diverging),    KERNEL(other_line),    KERNEL(other_instance), KERNEL(returning),
-        KERNEL(outside_mask), KERNEL(absent_source), KERNEL(missing_warp),   KERNEL(different_counts),
-        KERNEL(past_shared),  KERNEL(misaligned),
+        KERNEL(exchanges),        KERNEL(barriers),     KERNEL(numbers),        KERNEL(no_sync),
+        KERNEL(diverging),        KERNEL(other_line),   KERNEL(other_instance), KERNEL(other_call),
+        KERNEL(returning),        KERNEL(outside_mask), KERNEL(absent_source),  KERNEL(missing_warp),
+        KERNEL(different_counts), KERNEL(past_shared),  KERNEL(misaligned),
 #undef KERNEL
     };
     for (const auto &one : kernels) {

@@ -131,7 +131,7 @@ struct Fiber {
     uint64_t value, result;
     const char *file;
     int line;
-    const void *place; /* in the program */
+    uint64_t place; /* in the program */
 };
 
 static Fiber fibers[kMostThreads];
@@ -398,13 +398,24 @@ static void complete(uint32_t first)
         give_up("lanes of a warp wait for each other at different collectives", first, first + kWarp);
 }
 
+/* What tells the place of a collective in the program from others: the calls that lead to it. Frame pointers link the
+ * callers' frames; the first function of a fiber has a caller with none. */
+__attribute__((no_sanitize("address", "undefined"))) static uint64_t place_of(const uintptr_t *frame)
+{
+    uint64_t place = 0;
+    for (; frame != nullptr; frame = reinterpret_cast<const uintptr_t *>(frame[0]))
+        place = (place ^ frame[1]) * 0x9e3779b97f4a7c15ull;
+    return place;
+}
+
 uint64_t collective(Kind kind, uint32_t mask, uint64_t value, uint32_t argument, uint32_t width, const char *file,
                     int line)
 {
     Fiber *const mine = current;
     const bool shuffles = kind >= Kind::shfl && kind <= Kind::shfl_xor;
     mine->kind = kind, mine->mask = mask, mine->value = value, mine->argument = argument, mine->width = width,
-    mine->file = file, mine->line = line, mine->place = __builtin_return_address(0);
+    mine->file = file, mine->line = line,
+    mine->place = place_of(static_cast<const uintptr_t *>(__builtin_frame_address(0)));
     mine->state = State::waits;
     const bool good_width = !shuffles || (width >= 1 && width <= kWarp && (width & (width - 1)) == 0);
     if (!(mask >> threadIdx.x % kWarp & 1u) || !good_width) {

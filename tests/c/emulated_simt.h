@@ -35,7 +35,8 @@
 /* `extern __shared__ uint4 shared[]` in a function of namespace ibp is ibp::shared; other shared variables are made
  * static. */
 #define __shared__
-#define __forceinline__ inline __attribute__((always_inline))
+/* Not inlined: a function compiled at each of its calls would take minutes. */
+#define __forceinline__ inline
 #define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
