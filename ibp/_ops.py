@@ -2,7 +2,7 @@
 
 The tensors are flat and contiguous, and all of a call are on the CPU or on one CUDA device; what is written shares no
 memory with anything else. Arguments that break these rules or contradict each other raise RuntimeError, whatever they
-are. Only a streamer's address and those of buffers are trusted.
+are. Only a streamer's address, those of buffers and `addresses` are trusted.
 
     slots, overflow, data, ring   uint8 [bytes]
     out                           any dtype and shape: the memory is written to
@@ -33,7 +33,8 @@ current. `stream_bytes` is decode_bytes from pinned host memory by the copy engi
 `host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that device. Pinned host
 memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
 `gather_into` is gather_items to an out of any strides, the first outer_dims dimensions of which number its items; ids
-None: all items. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it
+None: all items. `gather_to` is gather_items whose item k goes to addresses[k], int64 [ids]; out is the first of the
+tensors that they are in. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it
 sees them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as the struct
 ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
 """
@@ -78,6 +79,9 @@ _lib.define(
     f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()"
 )
 _lib.define(f"gather_into({_READ}, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_lib.define(
+    f"gather_to({_READ}, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
+)
 _lib.define(f"pack_table({_READ}, Tensor(a!) packed) -> ()")
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(
@@ -199,6 +203,7 @@ for _name in (
     "encode_into",
     "gather_items",
     "gather_into",
+    "gather_to",
     "pack_table",
     "stage_items",
     "decode_bytes",

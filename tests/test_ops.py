@@ -80,6 +80,9 @@ def samples():
     view = torch.zeros(2, 3, 2, 60)[:, 1]
     yield "gather_into", (*slots_table, ids, 0, 2, view, fault())
     yield "gather_into", (*slots_table, None, 3, 1, torch.zeros(100, 2, 60)[:, 1], fault())
+    pieces = torch.zeros(4, 100, dtype=torch.float32)
+    addresses = torch.tensor([pieces.data_ptr() + 400 * k for k in (2, 0, 3, 1)])
+    yield "gather_to", (*slots_table, ids, addresses, 0, pieces, fault())
     yield "pack_table", (*slots_table, torch.zeros(ibp._core.TABLE_BYTES, dtype=torch.uint8))
     yield "gather_items", (*raw, ids32, 0, torch.zeros(2 * 32, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 0, torch.zeros(5, 60), fault(), torch.tensor([4, 0], dtype=torch.int32))
@@ -94,7 +97,7 @@ def samples():
 
 SAMPLES = list(samples())
 NAMES = {"choose_masks", "codebook_words", "count_bits", "count_hits", "decode_bytes", "encode_rows",
-         "estimate_masks", "gather_into", "gather_items", "index_rows", "learn_entries", "learn_planes",
+         "estimate_masks", "gather_into", "gather_items", "gather_to", "index_rows", "learn_entries", "learn_planes",
          "measure_rows", "pack_table", "partition_ids", "select_rows", "survey_rows", "threshold_bits"}  # fmt: skip
 
 
@@ -141,6 +144,19 @@ def test_operations_give_what_the_methods_give(scheme):
     OPS.gather_items(*arguments, torch.tensor([9, 100, -1]), 0, out, noted)
     assert noted.tolist()[:3] == [2, 1, 100] and (out[240:] == 0).all()
     assert_same_bits(out[:240].view(torch.float32), x[9])
+
+
+@pytest.mark.parametrize("scheme", CODED)
+def test_items_go_to_addresses(scheme):
+    x, arguments = table_arguments(scheme, slot_bytes=32)
+    pieces, noted = [torch.full((60,), 7.0) for _ in range(3)], fault()
+    addresses = torch.tensor([piece.data_ptr() for piece in pieces])
+    OPS.gather_to(*arguments, torch.tensor([9, 100, 0]), addresses, 0, pieces[0], noted)
+    assert_same_bits(pieces[0], x[9])
+    assert_same_bits(pieces[2], x[0])
+    assert noted.tolist()[:3] == [2, 1, 100] and (pieces[1] == 0).all()
+    with pytest.raises(RuntimeError, match="addresses"):
+        OPS.gather_to(*arguments, torch.tensor([9, 0]), addresses[:1], 0, pieces[0], noted)
 
 
 @pytest.mark.parametrize("scheme", CODED)

@@ -577,6 +577,45 @@ void gather_into_cuda(IBP_TABLE_PARAMETERS, std::optional<Tensor> ids, int64_t m
     });
 }
 
+// Items whose places in memory are given: their addresses are trusted, like those of buffers.
+template <typename Gather>
+void gather_to(const TableArgs &args, const Tensor &ids, const Tensor &addresses, const Tensor &fault,
+               const Gather &gather)
+{
+    const ibp_table table = args.table();
+    ibp_ids items = ids_of(ids);
+    items.addresses = unsigned_longs_of(addresses, items.count, "addresses");
+    Footprints memory = args.footprints(table);
+    memory.reads("ids", items.data, items.count * items.id_bytes);
+    memory.reads("addresses", addresses);
+    memory.writes("fault", fault);
+    gather(table, items);
+}
+
+void gather_to_cpu(IBP_TABLE_PARAMETERS, Tensor ids, Tensor addresses, int64_t max_sms, Tensor out, Tensor fault)
+{
+    require_cpu({&out, IBP_TABLE_TENSORS, &ids, &addresses, &fault});
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    sms_of(max_sms);
+    gather_to(args, ids, addresses, fault, [&](const ibp_table &table, const ibp_ids &items) {
+        const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+        over_ranges(items.count, std::max<int64_t>(item_bytes, table.codebook.row_bytes), scratch_bytes,
+                    fault_of(fault), [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                        return ibp_gather_items(&table, &items, first, last, nullptr, scratch, scratch_bytes, mine);
+                    });
+    });
+}
+
+void gather_to_cuda(IBP_TABLE_PARAMETERS, Tensor ids, Tensor addresses, int64_t max_sms, Tensor out, Tensor fault)
+{
+    const auto device = use_cuda(out, {IBP_TABLE_TENSORS, &ids, &addresses, &fault});
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    gather_to(args, ids, addresses, fault, [&](const ibp_table &table, const ibp_ids &items) {
+        check(ibp_cuda_gather_items(&table, &items, nullptr, fault_of(fault), sms_of(max_sms), current_stream(out)),
+              "gather_to");
+    });
+}
+
 // Writes the table as a struct ibp_table to packed, on the CPU: for ibp._core, which knows no tensors.
 void pack_table(const TableArgs &args, const Tensor &packed)
 {
@@ -823,6 +862,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("encode_into", TORCH_BOX(&encode_into_cpu));
     m.impl("gather_items", TORCH_BOX(&gather_items_cpu));
     m.impl("gather_into", TORCH_BOX(&gather_into_cpu));
+    m.impl("gather_to", TORCH_BOX(&gather_to_cpu));
     m.impl("pack_table", TORCH_BOX(&pack_table_cpu));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cpu));
     m.impl("partition_ids", TORCH_BOX(&partition_ids_cpu));
@@ -840,6 +880,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
     m.impl("encode_into", TORCH_BOX(&encode_into_cuda));
     m.impl("gather_items", TORCH_BOX(&gather_items_cuda));
     m.impl("gather_into", TORCH_BOX(&gather_into_cuda));
+    m.impl("gather_to", TORCH_BOX(&gather_to_cuda));
     m.impl("pack_table", TORCH_BOX(&pack_table_cuda));
     m.impl("decode_bytes", TORCH_BOX(&decode_bytes_cuda));
     m.impl("stage_items", TORCH_BOX(&stage_items_cuda));

@@ -14,10 +14,12 @@ static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
 /* Positions of the output: those that are asked for. */
 IBP_INLINE int64_t ibp_num_positions(const ibp_ids *ids) { return ids->positions ? ids->out_items : ids->count; }
 
-/* Whether a strided output has room for the positions, and their numbers and places are numbers. */
+/* Whether a strided output has room for the positions, and their numbers and places are numbers; whether nothing but
+ * addresses says where they are, where there are some. */
 IBP_INLINE bool ibp_are_dims(const ibp_ids *ids)
 {
     int64_t positions = 1, reach = 0;
+    if (ids->addresses) return !ids->positions && ids->num_dims == 0;
     if (ids->num_dims == 0) return true;
     if (ids->num_dims > IBP_MAX_OUT_DIMS) return false;
     for (uint32_t d = 0; d < ids->num_dims; d++) {
@@ -49,6 +51,13 @@ IBP_INLINE int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t position, 
         position = rest;
     }
     return offset + position * ids->strides[0];
+}
+
+/* Where in memory it begins. out: of position 0, where there are no addresses. */
+IBP_INLINE uint8_t *ibp_memory_of_position(const ibp_ids *ids, uint8_t *out, int64_t position, int64_t item_bytes)
+{
+    if (ids->addresses) return (uint8_t *)(uintptr_t)ids->addresses[position];
+    return out + ibp_offset_of_position(ids, position, item_bytes);
 }
 
 #endif

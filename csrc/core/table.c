@@ -244,7 +244,7 @@ ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t 
         const int64_t id = ibp_id_at(ids, k), position = ids->positions ? ids->positions[k] : k;
         if (k + ahead < last) prefetch_item(table, ibp_id_at(ids, k + ahead));
         const bool has_room = !ids->positions || position < ids->out_items, exists = id >= 0 && id < table->num_items;
-        uint8_t *const to = has_room ? out + ibp_offset_of_position(ids, position, item_bytes) : NULL;
+        uint8_t *const to = has_room ? ibp_memory_of_position(ids, out, position, item_bytes) : NULL;
         if (!has_room || !exists) {
             if (has_room) memset(to, 0, (size_t)item_bytes);
             ibp_note_fault(&log, IBP_INDEX_OUT_OF_RANGE, position, id);

@@ -28,7 +28,8 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
     request->rows_bytes = request->packed ? table.overflow_bytes : table.slots_bytes;
     if (request->staged) request->rows = request->stage, request->rows_bytes = request->stage_bytes;
     const int64_t pitch = row_bytes * request->rows_per_item;
-    bool is_even = pitch % 16 == 0; // every item goes to a multiple of 16 bytes after the first one's
+    // Whether every item goes to a multiple of 16 bytes after the first one's: where it is not known, bytes are copied.
+    bool is_even = pitch % 16 == 0 && request->ids.addresses == nullptr;
     for (uint32_t d = 0; d < request->ids.num_dims; d++) is_even = is_even && request->ids.strides[d] % 16 == 0;
     if (request->by_id) {
         request->out_items = static_cast<uint32_t>(std::min<int64_t>(ibp_num_positions(&request->ids), UINT32_MAX));
@@ -84,7 +85,8 @@ static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, cons
 {
     if (!is_table(table) || !are_placed_ids(ids) || fault == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
     if (ids->count == 0 || table->item_bytes == 0) return IBP_OK;
-    if (out == nullptr || (ids->positions != nullptr && ids->out_items < 0)) return IBP_INVALID_ARGUMENT;
+    if ((out == nullptr && ids->addresses == nullptr) || (ids->positions != nullptr && ids->out_items < 0))
+        return IBP_INVALID_ARGUMENT;
     request->ids = *ids;
     request->rows_per_item = rows_an_item(table->item_bytes, table->codebook.row_bytes);
     if (ids->count > kMostJobs / request->rows_per_item) return IBP_INVALID_ARGUMENT;

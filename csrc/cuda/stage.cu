@@ -237,8 +237,9 @@ extern "C" ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *
         return IBP_INVALID_ARGUMENT;
     if (ids->count == 0 || table->item_bytes == 0) return IBP_OK;
     const int64_t row_bytes = table->codebook.row_bytes;
-    if (out == nullptr || slots == nullptr || ids->positions != nullptr || ids->num_dims != 0 || num_threads < 1 ||
-        run == nullptr || table->slot_bytes == 0 || table->slots_start != 0 || table->item_bytes % row_bytes != 0 ||
+    if (out == nullptr || slots == nullptr || ids->positions != nullptr || ids->num_dims != 0 ||
+        ids->addresses != nullptr || num_threads < 1 || run == nullptr || table->slot_bytes == 0 ||
+        table->slots_start != 0 || table->item_bytes % row_bytes != 0 ||
         table->slots_bytes < table->num_items * (table->item_bytes / row_bytes) * table->slot_bytes)
         return IBP_INVALID_ARGUMENT;
     ibp::Staging staging(stager, table, slots, ids, out, fault, max_sms, stream);

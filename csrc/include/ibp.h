@@ -409,7 +409,9 @@ IBP_API ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source 
  * left out and noted as IBP_INDEX_OUT_OF_RANGE. positions NULL: to position k.
  * Positions lie one after the other, item_bytes each, or, where num_dims is not 0, as the items of a strided tensor:
  * they are numbered in row-major order of num_dims dimensions, of sizes[d] each, and that of index (i0, i1, ...) begins
- * at byte i0 * strides[0] + i1 * strides[1] + ... of the output. No two may share a byte. */
+ * at byte i0 * strides[0] + i1 * strides[1] + ... of the output. No two may share a byte.
+ * With addresses, position p begins there and nowhere else: the output is several pieces of memory, such as the blocks of
+ * a paged cache. They are trusted, as `out` is, which is not read then; positions and num_dims are NULL and 0. */
 typedef struct ibp_ids {
     const void *data;
     int64_t count;
@@ -419,6 +421,7 @@ typedef struct ibp_ids {
     uint32_t num_dims;                 /* at most IBP_MAX_OUT_DIMS */
     int64_t sizes[IBP_MAX_OUT_DIMS];   /* at least 1; as many positions in all as there are items to put, or more */
     int64_t strides[IBP_MAX_OUT_DIMS]; /* bytes, at least 0 */
+    const uint64_t *addresses;         /* NULL, or one for each of count items */
 } ibp_ids;
 
 /* out[k] = item ids[k], for first <= k < last, item_bytes bytes each; out points to position 0. With positions,

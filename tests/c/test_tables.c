@@ -372,6 +372,32 @@ static void check_strided(const made *t)
     buffer_free(&scratch);
 }
 
+/* Items to pieces of memory that lie anywhere. */
+static void check_addresses(const made *t)
+{
+    const size_t item = (size_t)t->table.item_bytes;
+    const int64_t ids64[] = {t->table.num_items - 1, t->table.num_items, 0};
+    buffer pieces[3], scratch = scratch_new(t->sample.masks.row_bytes);
+    uint64_t addresses[3];
+    for (size_t k = 0; k < 3; k++) {
+        pieces[k] = buffer_new(item, k);
+        addresses[k] = (uint64_t)(uintptr_t)pieces[k].data;
+    }
+    ibp_ids ids = {.data = ids64, .count = 3, .id_bytes = 8, .addresses = addresses};
+    ibp_fault fault = {0};
+    CHECK(ibp_gather_items(&t->table, &ids, 0, 3, NULL, scratch.data, scratch.size, &fault) == IBP_INDEX_OUT_OF_RANGE,
+          "%s", "no such item");
+    CHECK(fault.position == 1 && fault.id == ids64[1], "%lld", (long long)fault.position);
+    CHECK(memcmp(pieces[0].data, t->data.data + (size_t)ids64[0] * item, item) == 0, "%s", "the last item");
+    CHECK(memcmp(pieces[2].data, t->data.data, item) == 0, "%s", "the first item");
+    for (size_t b = 0; b < item; b++) CHECK(pieces[1].data[b] == 0, "byte %zu of the item that is not there", b);
+    ids.num_dims = 1, ids.sizes[0] = 3;
+    CHECK(ibp_gather_items(&t->table, &ids, 0, 3, NULL, scratch.data, scratch.size, &fault) == IBP_INVALID_ARGUMENT,
+          "%s", "addresses and dimensions");
+    for (size_t k = 0; k < 3; k++) buffer_free(&pieces[k]);
+    buffer_free(&scratch);
+}
+
 /* Every row as the bit loops read it, or zeros and a fault that names the first bad one. */
 static void check_against_naive(const made *t)
 {
@@ -465,6 +491,7 @@ static void check_table(rng *r, uint32_t row_bytes, uint32_t chunk_bytes, uint32
     check_selection(r, &t);
     check_positions(&t);
     check_strided(&t);
+    check_addresses(&t);
     check_overflow_start(&t);
     check_own_bases(r, &t);
     check_encode_errors(&t);

@@ -79,9 +79,9 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     }
     job.window.low = static_cast<uint32_t>(max(start - row_start, int64_t{0}));
     job.window.high = static_cast<uint32_t>(min(end - row_start, row_bytes));
-    const int64_t item_start =
-        request.by_id ? ibp_offset_of_position(&request.ids, job.ticket.position, table.item_bytes) : 0;
-    job.window.dst = out + item_start + (row_start + job.window.low - start);
+    uint8_t *const item =
+        request.by_id ? ibp_memory_of_position(&request.ids, out, job.ticket.position, table.item_bytes) : out;
+    job.window.dst = item + (row_start + job.window.low - start);
     return job;
 }
 
@@ -181,7 +181,7 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
     entry.from = request.rows + before;
     const int64_t item_bytes = static_cast<int64_t>(rows_per_item) * row_bytes;
-    entry.dst = request.dst + ibp_offset_of_position(&request.ids, ticket.position, item_bytes) +
+    entry.dst = ibp_memory_of_position(&request.ids, request.dst, ticket.position, item_bytes) +
                 static_cast<int64_t>(ticket.part) * row_bytes;
     entry.what = what_of(stored, shift, kind);
     return entry;
