@@ -13,6 +13,7 @@ beside the installed headers (`ibp.get_include()`). Modules over tables are in `
 from pathlib import Path as _Path
 
 from . import _core, _ops, nn
+from ._bags import embedding_bag
 from ._calibration import H200, Calibration, CoderRates, calibrate
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
@@ -57,6 +58,7 @@ __all__ = [
     "cuda_is_available",
     "decompress",
     "decompress_many",
+    "embedding_bag",
     "encode_into",
     "estimate",
     "get_include",

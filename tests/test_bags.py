@@ -1,0 +1,156 @@
+"""Bags of rows: `ibp.embedding_bag` against torch's function, bit for bit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ibp
+from helpers import assert_same_bits, pairwise
+
+ON_CPU = {"device": "cpu", "pin_memory": False}
+NUM_ROWS = 60
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+MODES = ["sum", "mean", "max"]
+
+
+def weights_of(dtype, dim=16, num_rows=NUM_ROWS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, dim, generator=generator)
+    x[3] = 0
+    x[4] = -x[5]
+    return (x * 0.02).to(dtype)
+
+
+def draw(num_bags, most=9, dtype=torch.int64, num_rows=NUM_ROWS, seed=0):
+    """Ids and offsets of bags of 0 to `most` ids."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(most + 1, (num_bags,), generator=generator)
+    ids = torch.randint(num_rows, (int(sizes.sum()),), generator=generator)
+    offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))
+    return ids.to(dtype), offsets.to(dtype)
+
+
+def compare(x, table, ids, offsets=None, **options):
+    wanted = F.embedding_bag(ids, x, offsets, **options)
+    assert_same_bits(ibp.embedding_bag(table, ids, offsets, **options), wanted)
+    return wanted
+
+
+@pytest.mark.parametrize(
+    "dtype, mode, id_dtype, padding_idx, scheme",
+    pairwise(DTYPES, MODES, [torch.int32, torch.int64], [None, 7, -1, 3], ["planes", "raw", "ibp"]),
+)
+def test_bits_of_torch(dtype, mode, id_dtype, padding_idx, scheme):
+    x = weights_of(dtype)
+    table = ibp.compress(x, scheme=scheme, **ON_CPU)
+    ids, offsets = draw(25, dtype=id_dtype)
+    options = {"mode": mode, "padding_idx": padding_idx}
+    compare(x, table, ids, offsets[:-1], **options)
+    compare(x, table, ids, offsets, include_last_offset=True, **options)
+    compare(x, table, ids[:24].view(6, 4), **options)
+    compare(x, table, ids[:24].view(4, 6).T, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("padding_idx", [None, 5])
+def test_weights_of_samples(dtype, padding_idx):
+    x = weights_of(dtype)
+    table = ibp.compress(x, **ON_CPU)
+    ids, offsets = draw(20)
+    weights = torch.rand(len(ids)).to(dtype)
+    options = {"mode": "sum", "padding_idx": padding_idx}
+    compare(x, table, ids, offsets[:-1], per_sample_weights=weights, **options)
+    compare(x, table, ids[:20].view(5, 4), per_sample_weights=weights[:20].view(5, 4), **options)
+
+
+def test_gradients_of_weights():
+    x = weights_of(torch.float32)
+    table = ibp.compress(x, **ON_CPU)
+    ids, offsets = draw(20)
+    weights, ours = (torch.rand(len(ids), generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    F.embedding_bag(ids, x, offsets[:-1], mode="sum", per_sample_weights=weights.requires_grad_()).sum().backward()
+    ibp.embedding_bag(table, ids, offsets[:-1], mode="sum", per_sample_weights=ours.requires_grad_()).sum().backward()
+    assert_same_bits(ours.grad, weights.grad)
+
+
+@given(st.lists(st.lists(st.integers(0, NUM_ROWS - 1), max_size=6), max_size=8), st.sampled_from(MODES), st.data())
+def test_any_bags(bags, mode, data):
+    x = weights_of(torch.bfloat16, dim=7)
+    table = ibp.compress(x, **ON_CPU)
+    ids = torch.tensor([i for bag in bags for i in bag], dtype=torch.int64)
+    offsets = torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
+    padding_idx = data.draw(st.none() | st.integers(-NUM_ROWS, NUM_ROWS - 1))
+    options = {"mode": mode, "padding_idx": padding_idx, "include_last_offset": True}
+    compare(x, table, ids, offsets, **options)
+
+
+def test_empty_inputs():
+    x = weights_of(torch.float16)
+    table = ibp.compress(x, **ON_CPU)
+    no_ids, zeros = torch.empty(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    compare(x, table, no_ids, zeros)
+    compare(x, table, no_ids, zeros, mode="max", padding_idx=2)
+    compare(x, table, no_ids, no_ids)
+    compare(x, table, no_ids.view(0, 4))
+    assert_same_bits(ibp.embedding_bag(table, no_ids.view(4, 0)), torch.zeros(4, 16, dtype=torch.float16))
+    assert ibp.embedding_bag(table, torch.tensor([1]), zeros[:1], include_last_offset=True).shape == (0, 16)
+    nothing = ibp.compress(x[:0], **ON_CPU)
+    assert_same_bits(ibp.embedding_bag(nothing, no_ids, zeros), torch.zeros(3, 16, dtype=torch.float16))
+
+
+def test_sequences_and_out():
+    x = weights_of(torch.float32)
+    table = ibp.compress(x, **ON_CPU)
+    wanted = F.embedding_bag(torch.tensor([4, 2, 9]), x, torch.tensor([0, 1]))
+    assert_same_bits(ibp.embedding_bag(table, [4, 2, 9], [0, 1]), wanted)
+    assert_same_bits(ibp.embedding_bag(table, torch.tensor([4, 2, 9]).numpy(), [0, 1], device="cpu"), wanted)
+    out = torch.empty(16, 2).T
+    assert ibp.embedding_bag(table, [4, 2, 9], [0, 1], out=out) is out
+    assert_same_bits(out.contiguous(), wanted)
+    for bad in (torch.empty(3, 16), torch.empty(2, 16, dtype=torch.float16)):
+        with pytest.raises((ValueError, TypeError), match="out has"):
+            ibp.embedding_bag(table, [4, 2, 9], [0, 1], out=bad)
+
+
+def test_errors():
+    x = weights_of(torch.float32)
+    table = ibp.compress(x, **ON_CPU)
+    ids, offsets = torch.tensor([1, 2, 3]), torch.tensor([0, 2])
+    wrong = [
+        (IndexError, r"ids\[1\] is 60; wanted 0 to 59", (torch.tensor([1, 60, 3]), offsets), {}),
+        (IndexError, r"ids\[2\] is -1", (torch.tensor([1, 2, -1]), offsets), {}),
+        (TypeError, "ids has dtype", (ids.float(), offsets), {}),
+        (ValueError, "one or two dimensions", (ids.view(1, 1, 3),), {}),
+        (ValueError, "wanted offsets", (ids,), {}),
+        (ValueError, "no offsets", (ids.view(1, 3), offsets), {}),
+        (ValueError, "offsets has shape", (ids, offsets.view(1, 2)), {}),
+        (TypeError, "offsets has dtype", (ids, offsets.float()), {}),
+        (ValueError, r"offsets\[0\] is 1", (ids, offsets + 1), {}),
+        (ValueError, r"offsets\[1\] is 4; wanted at most 3", (ids, torch.tensor([0, 4])), {}),
+        (ValueError, r"offsets\[2\] is 1, less than the one before, 2", (ids, torch.tensor([0, 2, 1])), {}),
+        (ValueError, "offsets is empty", (ids, offsets[:0]), {"include_last_offset": True}),
+        (ValueError, "mode is 'median'", (ids, offsets), {"mode": "median"}),
+        (ValueError, "padding_idx is 60; wanted -60 to 59", (ids, offsets), {"padding_idx": 60}),
+        (NotImplementedError, "mode 'sum' only", (ids, offsets), {"per_sample_weights": torch.ones(3)}),
+        (ValueError, "that of ids", (ids, offsets), {"per_sample_weights": torch.ones(2), "mode": "sum"}),
+        (TypeError, "dtype", (ids, offsets), {"per_sample_weights": torch.ones(3).half(), "mode": "sum"}),
+    ]
+    for error, message, args, options in wrong:
+        with pytest.raises(error, match=message):
+            ibp.embedding_bag(table, *args, **options)
+    for source, error in ((x, TypeError), (ibp.compress(torch.ones(4, 2, 2), **ON_CPU), ValueError)):
+        with pytest.raises(error, match="source is|two dimensions"):
+            ibp.embedding_bag(source, ids, offsets)
+    with pytest.raises(TypeError, match="the table has dtype"):
+        ibp.embedding_bag(ibp.compress(torch.ones(4, 2, dtype=torch.int32), **ON_CPU), ids, offsets)
+
+
+def test_corrupt_rows():
+    x = weights_of(torch.bfloat16)
+    table = ibp.compress(x, scheme="planes", **ON_CPU)
+    table.lengths.view(torch.int16)[5] += 40
+    with pytest.raises(ibp.CorruptTableError):
+        ibp.embedding_bag(table, [1, 5], [0])
+    compare(x, table, torch.tensor([1, 4]), torch.tensor([0]))
