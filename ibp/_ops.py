@@ -24,6 +24,11 @@ are. Only a streamer's address, those of buffers and `addresses` are trusted.
     buffers                       int64 [buffers]: addresses of memory of the layout of x, coded instead of x
     row_ids                       int64 [rows of x or of all buffers]: which rows of the table they become
     fault                         int64 [4], the struct ibp_fault of ibp.h
+    entries                       int64 [rows]: of a cache of rows, 0 or where the row is (ibp.h)
+    bytes, slabs                  uint8 [bytes]: rows as stored, in memory near a GPU
+    map, maps                     int64 [sets * ways * 2], aligned to 16 bytes: of each way a row's number (-1: empty,
+                                  -2: removed) and its entry, 0 where it is empty; ways 2, 4, 8, 16 or 32
+    stamps, clock                 int32 [sets * 33], int64 [2]: of struct ibp_lru, zeros at first
     ids                           int32 or int64 [ids]
     positions                     int32 [ids]: which item of out each goes to; None: one after the other
 
@@ -37,6 +42,16 @@ None: all items. `gather_to` is gather_items whose item k goes to addresses[k], 
 tensors that they are in. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it
 sees them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as the struct
 ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
+
+A cache of rows is for tables whose items are whole rows. `find_cached` turns ids into the entries of their rows, row r
+of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs; `gather_cached` is gather_items with the rows that
+have entries from their slabs. Maps and slabs may be on other devices than the rest, that can be read from it.
+`counts`, int64 [10], is added to: hits of slabs 0 to 7, misses, and bytes of missed rows in whole sectors of 32.
+`owners_of_rows` says, as uint8, which slab's map is to hold a row. `fill_slab` copies `rows`, int64, to `offsets`,
+int64, of a slab and puts them into its map; negative ones are left out. `claim_cached` is find_cached of a cache whose
+rows used longest ago, in slots of cache_slot_bytes, one a way, make room for those that are missing; ways is 32.
+`drop_cached` takes rows out of a map; `set_cached` says that rows of it were written anew: with `lengths`, uint16
+[rows], or, where there are none, those that they had, and `dirty`, whether the table's own rows are older.
 """
 
 from pathlib import Path
@@ -79,9 +94,7 @@ _lib.define(
     f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()"
 )
 _lib.define(f"gather_into({_READ}, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
-_lib.define(
-    f"gather_to({_READ}, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
-)
+_lib.define(f"gather_to({_READ}, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(f"pack_table({_READ}, Tensor(a!) packed) -> ()")
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(
@@ -97,6 +110,27 @@ _lib.define(
     f"select_rows({_READ}, Tensor ids, int first, "
     "Tensor(a!) lengths_out, Tensor(b!) bases_out, Tensor(c!) rows_out, Tensor(d!) taken, Tensor(e!) fault) -> ()"
 )
+
+# A cache of rows (ibp.h).
+_lib.define(
+    "find_cached(Tensor ids, int rows_per_item, int row_bytes, Tensor lengths, Tensor[] maps, int ways, "
+    "Tensor(a!) entries, Tensor(b!)? counts) -> ()"
+)
+_lib.define("owners_of_rows(Tensor rows, int num_slabs) -> Tensor")
+_lib.define(
+    f"gather_cached({_READ}, Tensor ids, Tensor entries, Tensor[] slabs, int max_sms, Tensor(a!) out, "
+    "Tensor(b!) fault, Tensor? positions=None) -> ()"
+)
+_lib.define(
+    f"fill_slab({_READ}, Tensor rows, Tensor offsets, int slab, int ways, Tensor(a!) bytes, Tensor(b!) map, "
+    "Tensor(c!) fault) -> ()"
+)
+_lib.define(
+    f"claim_cached({_READ}, Tensor ids, int ways, int cache_slot_bytes, Tensor(a!) bytes, Tensor(b!) map, "
+    "Tensor(c!) stamps, Tensor(d!) clock, Tensor(e!) entries, Tensor(f!)? counts, Tensor(g!) fault) -> ()"
+)
+_lib.define("drop_cached(Tensor rows, int ways, Tensor(a!) map) -> ()")
+_lib.define("set_cached(Tensor rows, Tensor lengths, int ways, bool dirty, Tensor(a!) map) -> ()")
 
 torch.ops.load_library(str(Path(__file__).parent / "_lib" / "libibp_torch.so"))
 
@@ -194,6 +228,11 @@ def _(ids, num_items, window_bits):
     return ids.new_empty((ids.numel(),)), ids.new_empty((ids.numel(),), dtype=torch.int32)
 
 
+@_fake("owners_of_rows")
+def _(rows, num_slabs):
+    return rows.new_empty((rows.numel(),), dtype=torch.uint8)
+
+
 def _writes_only(*args, **options):
     return None
 
@@ -209,6 +248,12 @@ for _name in (
     "decode_bytes",
     "stream_bytes",
     "select_rows",
+    "find_cached",
+    "gather_cached",
+    "fill_slab",
+    "claim_cached",
+    "drop_cached",
+    "set_cached",
 ):
     _fake(_name)(_writes_only)
 

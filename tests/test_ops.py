@@ -4,6 +4,7 @@ compiled."""
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 import ibp
 from helpers import assert_same_bits, bytes_of, embedding, make_tensor, spiky_rows
@@ -89,14 +90,36 @@ def samples():
     yield "decode_bytes", (*raw, 0, 9 * 32, 0, torch.zeros(9 * 32, dtype=torch.uint8), fault())
     for some in (ids, ids32, ids[:0], ids.view(2, 2)):
         yield "partition_ids", (some, 100, 3)
+    yield from cache_samples(slots_table)
     for arguments in tables:
         index = torch.zeros(4, dtype=torch.uint16), torch.zeros(1, dtype=torch.int64)
         buffers = (*index, torch.zeros(40 * 240, dtype=torch.uint8))
         yield "select_rows", (*arguments, ids, 1, *buffers, torch.zeros(2, dtype=torch.int64), fault())
 
 
+def cache_samples(table):
+    """A slab of 3 rows of a table of 240-byte rows, and another one whose rows are replaced."""
+    ids, lengths = torch.tensor([5, 99, 7]), table[2]
+    empty = torch.tensor([-1, 0]).repeat(64)
+    rows, offsets, slab, stamps = ids, torch.tensor([0, 240, 480]), torch.zeros(720, dtype=torch.uint8), torch.zeros(66)
+    yield "fill_slab", (*table, rows, offsets, 1, 4, slab.clone(), empty.clone(), fault())
+    map_, counts = empty.clone(), torch.zeros(10, dtype=torch.int64)
+    OPS.fill_slab(*table, rows, offsets, 0, 4, slab, map_, fault())
+    for given in (counts, None):
+        yield "find_cached", (ids, 1, 240, lengths, [map_], 4, torch.zeros(3, dtype=torch.int64), given)
+    entries = torch.zeros(3, dtype=torch.int64)
+    OPS.find_cached(ids, 1, 240, lengths, [map_], 4, entries, None)
+    yield "gather_cached", (*table, ids, entries, [slab], 0, torch.zeros(3, 60), fault())
+    lru = torch.zeros(64 * 256, dtype=torch.uint8), empty.clone(), stamps.int(), torch.zeros(2, dtype=torch.int64)
+    yield "claim_cached", (*table, ids, 32, 256, *lru, entries.clone(), counts, fault())
+    yield "owners_of_rows", (rows, 3)
+    yield "drop_cached", (rows, 4, map_.clone())
+    yield "set_cached", (rows, torch.tensor([9, 0, 4], dtype=torch.uint16), 4, True, map_.clone())
+
+
 SAMPLES = list(samples())
-NAMES = {"choose_masks", "codebook_words", "count_bits", "count_hits", "decode_bytes", "encode_rows",
+NAMES = {"choose_masks", "claim_cached", "drop_cached", "fill_slab", "find_cached", "gather_cached", "owners_of_rows",
+         "set_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes", "encode_rows",
          "estimate_masks", "gather_into", "gather_items", "gather_to", "index_rows", "learn_entries", "learn_planes",
          "measure_rows", "pack_table", "partition_ids", "select_rows", "survey_rows", "threshold_bits"}  # fmt: skip
 
@@ -128,7 +151,7 @@ def test_fake_tensors_have_the_real_shapes(number):
         pytest.skip("how large a codebook is depends on the data")
     real = getattr(OPS, name)(*arguments)
     with FakeTensorMode() as mode:
-        fake = getattr(OPS, name)(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+        fake = getattr(OPS, name)(*tree_map_only(torch.Tensor, mode.from_tensor, arguments))
     as_tuple = lambda value: value if isinstance(value, tuple) else () if value is None else (value,)  # noqa: E731
     looks = lambda value: [(t.shape, t.dtype, t.device) for t in as_tuple(value)]  # noqa: E731
     assert looks(fake) == looks(real)

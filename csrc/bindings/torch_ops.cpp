@@ -4,6 +4,7 @@
 // Built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without CUDA. The
 // operations are public: arguments that contradict each other raise, whatever they are.
 #include "torch_places.h"
+#include "torch_ranges.h"
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -14,36 +15,6 @@
 namespace {
 
 using namespace ibp_torch;
-
-// ---- threads of the CPU implementations ----
-
-constexpr int64_t kGrainBytes = 1 << 16; // least work of a thread
-constexpr int64_t kLeastSharedBytes =
-    1 << 19; // less work stays on the calling thread: others take some 10 us to wake, and then spin for a while
-
-// Runs work(first, last, scratch, fault) over ranges of [0, count), on torch's threads where that pays, and keeps the
-// fault with the lowest position. bytes_each: what one step reads or writes. work returns a status, of which
-// IBP_INVALID_ARGUMENT raises.
-template <typename Work>
-void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
-{
-    bytes_each = std::max<int64_t>(1, bytes_each);
-    const bool is_little = count <= kLeastSharedBytes / bytes_each;
-    const int64_t grain = std::max<int64_t>(1, is_little ? count : kGrainBytes / bytes_each);
-    std::mutex mutex;
-    bool refused = false; // by any range
-    torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
-        const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
-        ibp_fault mine{};
-        const ibp_status status = work(first, last, scratch.get(), &mine);
-        if (status == IBP_OK) return;
-        const std::lock_guard<std::mutex> lock(mutex);
-        refused = refused || status == IBP_INVALID_ARGUMENT;
-        if (mine.status == IBP_OK) return;
-        if (fault->status == IBP_OK || mine.position < fault->position) *fault = mine;
-    });
-    check(refused ? IBP_INVALID_ARGUMENT : IBP_OK, "table");
-}
 
 uint64_t *counts_of(const Tensor &counts) { return static_cast<uint64_t *>(counts.data_ptr()); }
 
@@ -404,8 +375,6 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
 
 // ---- coding rows into a place ----
 
-int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
-
 // x: rows, of any dtype and strides. buffers: addresses of memory of x's layout, whose rows are coded instead of x's
 // own; these are trusted.
 #define IBP_PLACE_PARAMETERS                                                                                 \
@@ -493,16 +462,6 @@ void encode_into_cpu(IBP_PLACE_PARAMETERS)
 
 // ---- gathering ----
 
-void check_footprints(const TableArgs &args, const ibp_table &table, const ibp_ids &items, const Tensor &out,
-                      const Tensor &fault)
-{
-    Footprints memory = args.footprints(table);
-    memory.reads("ids", items.data, items.count * items.id_bytes);
-    memory.reads("positions", items.positions, items.count * static_cast<int64_t>(sizeof *items.positions));
-    memory.writes("out", out);
-    memory.writes("fault", fault);
-}
-
 void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor out, Tensor fault,
                       std::optional<Tensor> positions)
 {
@@ -510,7 +469,7 @@ void gather_items_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor 
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const ibp_ids items = placed_ids_of(ids, positions, out, item_bytes);
-    check_footprints(args, table, items, out, fault);
+    gather_footprints(args, table, items, out, fault);
     sms_of(max_sms);
     uint8_t *const to = room_of(out, 0, "out");
     const int64_t row_bytes = table.codebook.row_bytes;
@@ -528,7 +487,7 @@ void gather_items_cuda(IBP_TABLE_PARAMETERS, Tensor ids, int64_t max_sms, Tensor
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const ibp_ids items = placed_ids_of(ids, positions, out, item_bytes);
-    check_footprints(args, table, items, out, fault);
+    gather_footprints(args, table, items, out, fault);
     check(ibp_cuda_gather_items(&table, &items, room_of(out, 0, "out"), fault_of(fault), sms_of(max_sms),
                                 current_stream(out)),
           "gather_items");
@@ -760,7 +719,7 @@ void stage_items_cuda(IBP_TABLE_PARAMETERS, Tensor host_slots, Tensor ids, int64
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const ibp_ids items = ids_of(ids);
-    check_footprints(args, table, items, out, fault);
+    gather_footprints(args, table, items, out, fault);
     uint8_t *const to = room_of(out, total_bytes(items.count, item_bytes, "items"), "out");
     const uint8_t *const from = bytes_of(host_slots, slots.numel(), "host_slots");
     const ibp_run run = [](void *, int64_t count, void (*work)(void *, int64_t), void *state) {

@@ -218,6 +218,20 @@ inline ibp_ids placed_ids_of(const Tensor &ids, const std::optional<Tensor> &pos
     return items;
 }
 
+// The memory of a gather to a contiguous output.
+inline Footprints gather_footprints(const TableArgs &args, const ibp_table &table, const ibp_ids &items,
+                                    const Tensor &out, const Tensor &fault)
+{
+    Footprints memory = args.footprints(table);
+    memory.reads("ids", items.data, items.count * items.id_bytes);
+    memory.reads("positions", items.positions, items.count * static_cast<int64_t>(sizeof *items.positions));
+    memory.writes("out", out);
+    memory.writes("fault", fault);
+    return memory;
+}
+
+inline int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
+
 // Where the items of a call go in a strided tensor, whose first outer_dims dimensions number them and whose others hold
 // one: fills in the dimensions of ids. Returns the memory between the first of its bytes and the last.
 inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_bytes, ibp_ids *ids)

@@ -191,7 +191,7 @@ class Footprints {
         footprints_[count_++] = added;
     }
 
-    std::array<Footprint, 16> footprints_{}; // more than any operation has
+    std::array<Footprint, 32> footprints_{}; // more than any operation has
     size_t count_ = 0;
 };
 

@@ -1,5 +1,6 @@
 /* table.c - tables in host memory: the row index, coding rows into slots and overflow, gathering and selecting items
  * (FORMAT.md 1 to 3). */
+#include "cache.h"
 #include "ids.h"
 #include "rows.h"
 
@@ -88,26 +89,11 @@ ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t r
     return IBP_OK;
 }
 
-/* @return false if the index contradicts the table's buffers. */
-static bool locate_row(const ibp_table *table, int64_t row, ibp_row_place *place)
-{
-    const uint32_t row_bytes = table->codebook.row_bytes;
-    uint64_t base = 0;
-    uint32_t rooms = 0;
-    *place = ibp_split_row(table, row, ibp_length_of_row(table->lengths, row));
-    if (ibp_needs_base(table, place)) {
-        base = table->bases[ibp_base_of_row(table, row)];
-        for (int64_t q = ibp_first_of_base(table, row); q < row; q++)
-            rooms += ibp_room_of(ibp_length_of_row(table->lengths, q), row_bytes, row_bytes, table->slot_bytes);
-    }
-    return ibp_place_in_bounds(table, base, rooms, place);
-}
-
 /* slots, overflow: the table's, or those that are written. */
 static void prefetch_row(const ibp_table *table, int64_t row, const uint8_t *slots, const uint8_t *overflow)
 {
     ibp_row_place place;
-    if (!locate_row(table, row, &place)) return;
+    if (!ibp_locate_row(table, row, &place)) return;
     if (place.in_slot) prefetch(slots + place.slot_start, place.in_slot);
     if (place.in_overflow) prefetch(overflow + place.overflow_start, place.in_overflow);
 }
@@ -118,7 +104,7 @@ static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, 
 {
     const uint32_t row_bytes = table->codebook.row_bytes;
     ibp_row_place place;
-    if (!locate_row(table, r, &place)) return IBP_BUFFER_TOO_SMALL;
+    if (!ibp_locate_row(table, r, &place)) return IBP_BUFFER_TOO_SMALL;
     if (place.is_default)
         return ibp_is_default_row(&table->codebook, data + r * row_bytes, place.valid) ? IBP_OK : IBP_CORRUPT_ROW;
     const uint8_t *coded = whole_row(data, ibp_bytes_of_table(table), row_bytes, r, work->whole);
@@ -134,10 +120,11 @@ static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, 
 }
 
 /* Checks a table, and opens a workspace for its rows. */
-static ibp_status open_table(const ibp_table *table, void *scratch, size_t scratch_bytes, ibp_workspace *work)
+static ibp_status open_table(const ibp_table *table, bool has_coded_rows, void *scratch, size_t scratch_bytes,
+                             ibp_workspace *work)
 {
     const ibp_status status = ibp_check_table_fields(table);
-    return status == IBP_OK ? ibp_open_workspace(&table->codebook, table->lengths != NULL, scratch, scratch_bytes, work)
+    return status == IBP_OK ? ibp_open_workspace(&table->codebook, has_coded_rows, scratch, scratch_bytes, work)
                             : status;
 }
 
@@ -145,7 +132,7 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
                            uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes, ibp_fault *fault)
 {
     ibp_workspace work;
-    const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
+    const ibp_status opened = open_table(table, table->lengths != NULL, scratch, scratch_bytes, &work);
     if (opened != IBP_OK) return opened;
     if (first_row < 0 || first_row > last_row || last_row > ibp_num_rows(table)) return IBP_INVALID_ARGUMENT;
     if ((!slots && table->slots_bytes != 0) || (!overflow && table->overflow_bytes != 0)) return IBP_INVALID_ARGUMENT;
@@ -159,27 +146,34 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
     return log.status;
 }
 
-/* Row r of the table. out: row_bytes bytes; *row is out, or points into the workspace or the table where the row is
- * raw. */
+/* A row whose parts have been found, slot part in `slots` and overflow part in `overflow`. out: row_bytes bytes; *row is
+ * out, or points into the workspace or those arrays where the row is raw. */
+static ibp_status read_place(const ibp_codebook *cb, const ibp_row_place *place, const uint8_t *slots,
+                             const uint8_t *overflow, const ibp_workspace *work, uint8_t *out, const uint8_t **row)
+{
+    *row = out;
+    if (place->is_default) {
+        fill_default_row(cb, out);
+        return IBP_OK;
+    }
+    const uint8_t *stored = place->in_slot ? slots + place->slot_start : overflow + place->overflow_start;
+    if (place->in_slot != 0 && place->in_overflow != 0) {
+        memcpy(work->stored, stored, place->in_slot);
+        memcpy(work->stored + place->in_slot, overflow + place->overflow_start, place->in_overflow);
+        stored = work->stored;
+    }
+    if (!place->raw) return ibp_decode_with(&work->codec, stored, place->in_slot + place->in_overflow, out);
+    *row = stored;
+    return IBP_OK;
+}
+
+/* Row r of the table. */
 static ibp_status read_row(const ibp_table *table, int64_t r, const ibp_workspace *work, uint8_t *out,
                            const uint8_t **row)
 {
     ibp_row_place place;
-    if (!locate_row(table, r, &place)) return IBP_CORRUPT_ROW;
-    *row = out;
-    if (place.is_default) {
-        fill_default_row(&table->codebook, out);
-        return IBP_OK;
-    }
-    const uint8_t *stored = place.in_slot ? table->slots + place.slot_start : table->overflow + place.overflow_start;
-    if (place.in_slot != 0 && place.in_overflow != 0) {
-        memcpy(work->stored, stored, place.in_slot);
-        memcpy(work->stored + place.in_slot, table->overflow + place.overflow_start, place.in_overflow);
-        stored = work->stored;
-    }
-    if (!place.raw) return ibp_decode_with(&work->codec, stored, place.in_slot + place.in_overflow, out);
-    *row = stored;
-    return IBP_OK;
+    if (!ibp_locate_row(table, r, &place)) return IBP_CORRUPT_ROW;
+    return read_place(&table->codebook, &place, table->slots, table->overflow, work, out, row);
 }
 
 /* Bytes [start, end) of the original tensor. A corrupt row leaves zeros. @return the first corrupt row, -1 if there is
@@ -210,6 +204,22 @@ static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, ui
     return first_bad;
 }
 
+/* A row from a cache. @return whether it is good; else zeros. */
+static bool read_cached(const ibp_codebook *cb, const ibp_cache *cache, uint64_t entry, uint8_t *out,
+                        const ibp_workspace *work)
+{
+    ibp_row_place place;
+    const uint8_t *slab = NULL, *row = out;
+    if (!ibp_place_in_slab(cache, entry, cb->row_bytes, &place, &slab) ||
+        (!place.raw && !place.is_default && cb->scheme == IBP_SCHEME_RAW) ||
+        read_place(cb, &place, slab, NULL, work, out, &row) != IBP_OK) {
+        memset(out, 0, cb->row_bytes);
+        return false;
+    }
+    if (row != out) memcpy(out, row, cb->row_bytes);
+    return true;
+}
+
 /* The first row of an item, if there is one. */
 static void prefetch_item(const ibp_table *table, int64_t id)
 {
@@ -231,14 +241,46 @@ static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first
            (table->item_bytes == 0 || out_items <= INT64_MAX / table->item_bytes);
 }
 
-ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out,
-                            void *scratch, size_t scratch_bytes, ibp_fault *fault)
+/* Whether a cache is one for the items at ids. */
+static bool can_use(const ibp_cache *cache, const ibp_table *table, const ibp_ids *ids)
+{
+    if (!ibp_has_whole_rows(table) || cache->num_slabs > IBP_MAX_SLABS || (!cache->entries && ids->count != 0))
+        return false;
+    for (uint32_t s = 0; s < cache->num_slabs; s++)
+        if (cache->slabs[s].num_bytes < 0 || (!cache->slabs[s].bytes && cache->slabs[s].num_bytes != 0)) return false;
+    return true;
+}
+
+/* The bytes of item number id into out, and of rows that a cache holds, which may be NULL, from there: their entries
+ * are those from number `first` on. @return whether all rows were good; others are zeros. */
+static bool read_item(const ibp_table *table, int64_t id, const ibp_cache *cache, int64_t first, uint8_t *out,
+                      const ibp_workspace *work)
+{
+    const int64_t row_bytes = table->codebook.row_bytes, start = id * table->item_bytes;
+    bool good = true;
+    if (!cache) return read_bytes(table, start, start + table->item_bytes, out, work) < 0;
+    for (int64_t r = 0; r < table->item_bytes / row_bytes; r++) {
+        uint8_t *const to = out + r * row_bytes;
+        const uint64_t entry = cache->entries[first + r];
+        if (ibp_is_present(entry))
+            good = read_cached(&table->codebook, cache, entry, to, work) && good;
+        else
+            good = read_bytes(table, start + r * row_bytes, start + (r + 1) * row_bytes, to, work) < 0 && good;
+    }
+    return good;
+}
+
+/* cache: NULL, or where rows may be besides. */
+static ibp_status gather(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, int64_t first,
+                         int64_t last, uint8_t *out, void *scratch, size_t scratch_bytes, ibp_fault *fault)
 {
     ibp_workspace work;
-    const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
+    const bool has_coded_rows = table->lengths != NULL || (cache && table->codebook.scheme != IBP_SCHEME_RAW);
+    const ibp_status opened = open_table(table, has_coded_rows, scratch, scratch_bytes, &work);
     if (opened != IBP_OK) return opened;
-    if (!can_gather(table, ids, first, last)) return IBP_INVALID_ARGUMENT;
-    const int64_t ahead = steps_ahead(table->item_bytes), item_bytes = table->item_bytes;
+    if (!can_gather(table, ids, first, last) || (cache && !can_use(cache, table, ids))) return IBP_INVALID_ARGUMENT;
+    const int64_t ahead = steps_ahead(table->item_bytes), item_bytes = table->item_bytes,
+                  rows_per_item = item_bytes / table->codebook.row_bytes;
     ibp_fault_log log = {fault, IBP_OK};
     for (int64_t k = first; k < last; k++) {
         const int64_t id = ibp_id_at(ids, k), position = ids->positions ? ids->positions[k] : k;
@@ -248,18 +290,30 @@ ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t 
         if (!has_room || !exists) {
             if (has_room) memset(to, 0, (size_t)item_bytes);
             ibp_note_fault(&log, IBP_INDEX_OUT_OF_RANGE, position, id);
-        } else if (read_bytes(table, id * item_bytes, (id + 1) * item_bytes, to, &work) >= 0) {
+        } else if (!read_item(table, id, cache, k * rows_per_item, to, &work)) {
             ibp_note_fault(&log, IBP_CORRUPT_ROW, position, id);
         }
     }
     return log.status;
 }
 
+ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *out,
+                            void *scratch, size_t scratch_bytes, ibp_fault *fault)
+{
+    return gather(table, ids, NULL, first, last, out, scratch, scratch_bytes, fault);
+}
+
+ibp_status ibp_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, int64_t first,
+                             int64_t last, uint8_t *out, void *scratch, size_t scratch_bytes, ibp_fault *fault)
+{
+    return gather(table, ids, cache, first, last, out, scratch, scratch_bytes, fault);
+}
+
 ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, void *scratch,
                             size_t scratch_bytes, ibp_fault *fault)
 {
     ibp_workspace work;
-    const ibp_status opened = open_table(table, scratch, scratch_bytes, &work);
+    const ibp_status opened = open_table(table, table->lengths != NULL, scratch, scratch_bytes, &work);
     if (opened != IBP_OK) return opened;
     if (!can_read(table) || start < 0 || start > end || end > ibp_bytes_of_table(table)) return IBP_INVALID_ARGUMENT;
     const int64_t bad_row = read_bytes(table, start, end, out, &work);
@@ -346,7 +400,7 @@ ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_
         const int64_t row = selected_row(&of, q);
         ibp_row_place place;
         if (row < 0) return note_row(&of, q, IBP_INDEX_OUT_OF_RANGE);
-        if (!locate_row(table, row, &place)) return note_row(&of, q, IBP_CORRUPT_ROW);
+        if (!ibp_locate_row(table, row, &place)) return note_row(&of, q, IBP_CORRUPT_ROW);
         const uint32_t stored = place.in_slot + place.in_overflow;
         if (stored > dst_bytes) return note_row(&of, q, IBP_CORRUPT_ROW);
         if (place.in_slot) memcpy(dst, table->slots + place.slot_start, place.in_slot);

@@ -1,0 +1,43 @@
+// torch_ranges.h - the threads of CPU implementations.
+#ifndef IBP_TORCH_RANGES_H
+#define IBP_TORCH_RANGES_H
+
+#include "torch_tensors.h"
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+
+namespace ibp_torch {
+
+inline constexpr int64_t kGrainBytes = 1 << 16; // least work of a thread
+inline constexpr int64_t kLeastSharedBytes =
+    1 << 19; // less work stays on the calling thread: others take some 10 us to wake, and then spin for a while
+
+// Runs work(first, last, scratch, fault) over ranges of [0, count), on torch's threads where that pays, and keeps the
+// fault with the lowest position. bytes_each: what one step reads or writes. work returns a status, of which
+// IBP_INVALID_ARGUMENT raises.
+template <typename Work>
+void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
+{
+    bytes_each = std::max<int64_t>(1, bytes_each);
+    const bool is_little = count <= kLeastSharedBytes / bytes_each;
+    const int64_t grain = std::max<int64_t>(1, is_little ? count : kGrainBytes / bytes_each);
+    std::mutex mutex;
+    bool refused = false; // by any range
+    torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
+        const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
+        ibp_fault mine{};
+        const ibp_status status = work(first, last, scratch.get(), &mine);
+        if (status == IBP_OK) return;
+        const std::lock_guard<std::mutex> lock(mutex);
+        refused = refused || status == IBP_INVALID_ARGUMENT;
+        if (mine.status == IBP_OK) return;
+        if (fault->status == IBP_OK || mine.position < fault->position) *fault = mine;
+    });
+    check(refused ? IBP_INVALID_ARGUMENT : IBP_OK, "table");
+}
+
+} // namespace ibp_torch
+
+#endif

@@ -1,0 +1,133 @@
+/* cache.h - entries and maps of a cache of rows (ibp.h, "a cache of rows"), for gcc, g++ and nvcc. */
+#ifndef IBP_CACHE_H
+#define IBP_CACHE_H
+
+#include "locate.h"
+
+/* ---- entries ---- */
+
+IBP_INLINE bool ibp_is_present(uint64_t entry) { return (entry & IBP_ENTRY_PRESENT) != 0u; }
+IBP_INLINE uint64_t ibp_offset_in_slab(uint64_t entry) { return entry & (((uint64_t)1 << IBP_ENTRY_OFFSET_BITS) - 1u); }
+IBP_INLINE uint32_t ibp_slab_of_entry(uint64_t entry)
+{
+    return (uint32_t)(entry >> IBP_ENTRY_SLAB_SHIFT) & (IBP_MAX_SLABS - 1u);
+}
+
+/* A row's entry of lengths, and the bits of an entry that say it. */
+IBP_INLINE uint32_t ibp_length_of_entry(uint64_t entry)
+{
+    return (entry & IBP_ENTRY_CODED) != 0u ? (uint32_t)(entry >> IBP_ENTRY_LENGTH_SHIFT) & 0xffffu : 0u;
+}
+IBP_INLINE uint64_t ibp_entry_of_length(uint32_t length)
+{
+    return length == 0u ? 0u : IBP_ENTRY_CODED | (uint64_t)length << IBP_ENTRY_LENGTH_SHIFT;
+}
+
+/* offset: below 2^IBP_ENTRY_OFFSET_BITS. */
+IBP_INLINE uint64_t ibp_make_entry(uint32_t slab, uint64_t offset, uint32_t length)
+{
+    return offset | (uint64_t)slab << IBP_ENTRY_SLAB_SHIFT | ibp_entry_of_length(length) | IBP_ENTRY_PRESENT;
+}
+/* The same row, written anew. */
+IBP_INLINE uint64_t ibp_rewrite_entry(uint64_t entry, uint32_t length, bool dirty)
+{
+    const uint64_t kept = entry & ~(ibp_entry_of_length(0xffffu) | IBP_ENTRY_DIRTY);
+    return kept | ibp_entry_of_length(length) | (dirty ? IBP_ENTRY_DIRTY : 0u);
+}
+
+/* Where a cached row's bytes are: as ibp_split_row, all of it in place->in_slot bytes from slot_start of *slab on.
+ * @return false if the row is corrupt: the entry is longer than a row, or lies outside its slab. */
+IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32_t row_bytes, ibp_row_place *place,
+                                  const uint8_t **slab)
+{
+    const uint32_t number = ibp_slab_of_entry(entry), length = ibp_length_of_entry(entry);
+    place->valid = row_bytes;
+    place->raw = length == 0u;
+    place->is_default = length == IBP_DEFAULT_LENGTH(row_bytes);
+    place->in_slot = ibp_stored_bytes(length, row_bytes, row_bytes);
+    place->in_overflow = 0u;
+    place->slot_start = ibp_offset_in_slab(entry);
+    place->overflow_start = 0u;
+    if (number >= cache->num_slabs || place->in_slot > row_bytes) return false;
+    *slab = cache->slabs[number].bytes;
+    return place->in_slot == 0u ||
+           ibp_part_in_bounds(place->slot_start, place->in_slot, cache->slabs[number].num_bytes);
+}
+
+/* Bytes of a row in whole units of IBP_OVERFLOW_ALIGN. */
+IBP_INLINE uint32_t ibp_sector_bytes(uint32_t num_bytes)
+{
+    return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN * IBP_OVERFLOW_ALIGN;
+}
+
+/* ---- maps ---- */
+
+/* The finalizer of splitmix64 (Steele, Lea and Flood 2014): the high half names the home set, the low one the owner. */
+IBP_INLINE uint64_t ibp_hash_of_row(int64_t row)
+{
+    uint64_t z = (uint64_t)row + 0x9E3779B97F4A7C15u;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+    return z ^ z >> 31;
+}
+IBP_INLINE uint32_t ibp_owner_of_row(int64_t row, uint32_t num_slabs)
+{
+    return (uint32_t)((ibp_hash_of_row(row) & 0xffffffffu) * num_slabs >> 32);
+}
+IBP_INLINE int64_t ibp_home_of_hash(uint64_t hash, int64_t num_sets)
+{
+    return (int64_t)((hash >> 32) * (uint64_t)num_sets >> 32);
+}
+
+/* Sets that a row may lie in. */
+IBP_INLINE int64_t ibp_searched_sets(const ibp_cache_map *map)
+{
+    const int64_t sets = IBP_SEARCHED_WAYS / map->ways;
+    return sets < map->num_sets ? sets : map->num_sets;
+}
+
+/* Whether the fields of a map are in range. */
+IBP_INLINE bool ibp_is_map(const ibp_cache_map *map)
+{
+    const bool is_power = map->ways >= 2u && map->ways <= IBP_SEARCHED_WAYS && (map->ways & (map->ways - 1u)) == 0u;
+    return is_power && map->num_sets >= 0 && map->num_sets <= (int64_t)UINT32_MAX &&
+           (map->num_sets == 0 || map->rows != NULL);
+}
+IBP_INLINE bool ibp_is_cache_slab(const ibp_cache_slab *slab)
+{
+    return ibp_is_map(&slab->map) && slab->num_bytes >= 0 && slab->num_bytes <= (int64_t)1 << IBP_ENTRY_OFFSET_BITS &&
+           slab->number < IBP_MAX_SLABS && (slab->num_bytes == 0 || slab->bytes != NULL);
+}
+/* Whether a table's items are whole rows, as those of a cache are. */
+IBP_INLINE bool ibp_has_whole_rows(const ibp_table *table)
+{
+    return table->item_bytes > 0 && table->item_bytes % table->codebook.row_bytes == 0;
+}
+IBP_INLINE bool ibp_is_lru(const ibp_lru *lru)
+{
+    const ibp_cache_slab *const slab = &lru->slab;
+    if (!ibp_is_cache_slab(slab) || slab->map.ways != IBP_SEARCHED_WAYS || lru->clock == NULL) return false;
+    if (lru->slot_bytes == 0u || lru->slot_bytes % IBP_OVERFLOW_ALIGN != 0u || lru->slot_bytes > IBP_MAX_ROW_BYTES)
+        return false;
+    return (slab->map.num_sets == 0 || lru->stamps != NULL) &&
+           slab->map.num_sets <= slab->num_bytes / ((int64_t)slab->map.ways * lru->slot_bytes);
+}
+
+/* Whether a search of an owner's map is for rows of items at all: fields of a query, which take no memory to be read. */
+IBP_INLINE bool ibp_is_query(const ibp_row_query *query)
+{
+    const ibp_ids *const ids = query->ids;
+    return query->row_bytes >= 1u && query->row_bytes <= IBP_MAX_ROW_BYTES && query->num_rows >= 0 &&
+           query->rows_per_item >= 1 && ids->count >= 0 && ids->count <= INT64_MAX / 16 / query->rows_per_item;
+}
+
+/* Row `part` of an item as a row of the table; -1 if there is no such item. */
+IBP_INLINE int64_t ibp_row_of_item(int64_t id, int64_t part, int64_t rows_per_item, int64_t num_rows)
+{
+    return id >= 0 && id < num_rows / rows_per_item ? id * rows_per_item + part : -1;
+}
+
+/* A way's age: calls since its last use; 0: this call's. */
+IBP_INLINE uint32_t ibp_age_of_way(uint32_t now, uint32_t stamp) { return now - stamp; }
+
+#endif
