@@ -23,6 +23,8 @@ from ._fetch.gather import index_select
 from ._fetch.many import index_select_many
 from ._fetch.prefetch import Prefetch
 from ._fetch.streaming import decompress, decompress_many
+from ._kv.paged import PagedTensors
+from ._kv.store import KVStore, KVStoreStats, Transfer
 from ._memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
 from ._place import Buffers, Place, PlaceCounts, encode_into
@@ -44,13 +46,17 @@ __all__ = [
     "CorruptTableError",
     "Estimate",
     "H200",
+    "KVStore",
+    "KVStoreStats",
     "OffloadStats",
     "Offloaded",
+    "PagedTensors",
     "Place",
     "PlaceCounts",
     "PlanesCodebook",
     "Prefetch",
     "SharedHandle",
+    "Transfer",
     "analyze",
     "calibrate",
     "compress",

@@ -1,0 +1,604 @@
+"""Pages of a KV-cache kept coded in host memory: `KVStore`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _core, _memory
+from .._arguments import whole_number
+from .._fetch.paths import is_capturing
+from .._place import Buffers, Place
+from .._schemes import AnyCodebook
+from .._table import CorruptTableError
+from . import sizes
+from .paged import PagedTensors, PageList
+
+Pages = Sequence[int] | torch.Tensor
+Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
+
+# Multiprocessors that keep up with the link on an H200, where all of them do 76 GB/s each way: 16 code BF16 at 79 GB/s,
+# 8 decode it at 139 (benchmarks/results/encode_into.csv).
+_STORE_SMS, _LOAD_SMS = 24, 16
+_INDEX_OUT_OF_RANGE = 2  # ibp_status
+_HIGHEST_PRIORITY = -1  # of a CUDA stream: its blocks get the next multiprocessors that other kernels leave
+
+
+class KVStoreStats(NamedTuple):
+    """What a `KVStore` holds.
+
+    stored_pages: pages that can be loaded.
+    pool_bytes: of slots and overflow.
+    used_overflow_bytes: of overflow that have been handed out; `compact` takes back what no row needs any more.
+    overflow_bytes: of all overflow.
+    spilled_rows, lost_rows: over all calls of `store`: rows with a part in overflow; rows that found no room there.
+    """
+
+    stored_pages: int
+    pool_bytes: int
+    used_overflow_bytes: int
+    overflow_bytes: int
+    spilled_rows: int
+    lost_rows: int
+
+
+class Transfer:
+    """Pages on their way, on a stream beside the current one.
+
+    Attributes:
+        num_bytes: original bytes of the pages.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(
+        self, store: KVStore, stores: bool, pages: frozenset[int] | None, near: torch.Tensor, num_bytes: int
+    ) -> None:
+        self._store, self._stores, self._pages, self._near, self.num_bytes = store, stores, pages, near, num_bytes
+        self._event: torch.cuda.Event | None = None
+        self._is_captured = near.is_cuda and is_capturing(near.device)
+        if near.is_cuda and not self._is_captured:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def is_done(self) -> bool:
+        """Whether all pages have arrived; does not wait."""
+        self._refuse_captured()
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Lets the current stream of the store's device wait, and not the host."""
+        self._refuse_captured()
+        if self._event is not None:
+            torch.cuda.current_stream(self._store.device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Lets the host wait.
+
+        Raises:
+            IndexError, ibp.CorruptTableError: of a load: a page was not stored, or is damaged. It came as zeros.
+        """
+        self._refuse_captured()
+        if self._event is not None:
+            self._event.synchronize()
+        if not self._stores:
+            self._store._raise_fault()
+
+    def lost(self) -> list[int]:
+        """The pages of a store that have not been stored, since overflow had no room for a row of theirs. Waits for the
+        transfer."""
+        self.synchronize()
+        if not self._stores:
+            return []
+        pages = sorted(self._pages) if self._pages is not None else self._near.unique().tolist()
+        return [page for page, stored in zip(pages, self._store.is_stored(pages)) if not stored]
+
+    def _refuse_captured(self) -> None:
+        if self._is_captured:
+            raise RuntimeError("the transfer is part of a CUDA graph: wait for the graph's stream, and ask is_stored()")
+
+    def _meets(self, pages: frozenset[int] | None) -> bool:
+        return self._pages is None or pages is None or not self._pages.isdisjoint(pages)
+
+    def __repr__(self) -> str:
+        what = "store" if self._stores else "load"
+        state = "captured" if self._is_captured else "done" if self.is_done() else "under way"
+        return f"ibp.Transfer({what} of {self._near.numel()} pages, {self.num_bytes} bytes, {state})"
+
+
+class KVStore:
+    """A pool of pages of a KV-cache, coded in pinned host memory or on the GPU: what serving engines offload.
+
+    A page is block b of a paged cache: of one tensor, or of several of the same shape at once, such as those of all
+    layers. Every row of a page has a slot of fixed size; what does not fit takes a part of an overflow area that all
+    pages share. Where that is full the page is not stored, and `Transfer.lost`, `is_stored` and a later `load` say so.
+
+        store = ibp.KVStore(kv[:64], page_bytes=kv[0].nbytes, num_pages=10_000)
+        store.store([7, 8], kv, blocks=[3, 5])              # pages 7 and 8 become what blocks 3 and 5 hold
+        store.load([8], kv, blocks=[11]).wait()             # block 11 becomes page 8
+
+    Transfers run on streams of the store, behind what the current stream has been given, and beside each other unless
+    they have pages in common. Page and block numbers may be lists, or tensors on the CPU or on the GPU; on the GPU they
+    are checked there, and `check` raises what was wrong. With numbers on the GPU transfers can be captured in a CUDA
+    graph, after one outside it: they are then on the current stream, and the caller orders them.
+
+    Args:
+        codebook: how rows are coded; or a sample of blocks, from which a codebook and the sizes are learned.
+        page_bytes: of a block of one tensor.
+        num_pages: how many pages there are; None: as many as fit pool_bytes.
+        pool_bytes: of slots and overflow together; None: what num_pages need. With num_pages: the largest slots that
+            fit.
+        num_tensors: how many tensors a page has a block of.
+        row_bytes: of a row, which lies in one piece of a block; None: 1 to 2 KiB where page_bytes allow. Not with a
+            codebook, which says it.
+        slot_bytes, overflow_bytes: instead of what the sample says: slots for 99.9 % of the rows, and overflow of at
+            least 2 % of them.
+        level: of the codebook that is learned, see `ibp.compress`.
+        device: the GPU that codes and decodes, or "cpu".
+        storage: "host", pinned memory; or "device".
+
+    Attributes:
+        place: what the rows are in (`ibp.Place`).
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or contradicts another.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(
+        self,
+        codebook: AnyCodebook | torch.Tensor,
+        *,
+        page_bytes: int,
+        num_pages: int | None = None,
+        pool_bytes: int | None = None,
+        num_tensors: int = 1,
+        row_bytes: int | None = None,
+        slot_bytes: int | None = None,
+        overflow_bytes: int | None = None,
+        level: str = "default",
+        device: torch.device | str | int = "cuda",
+        storage: str = "host",
+    ) -> None:
+        self.page_bytes = whole_number("page_bytes", page_bytes, 1)
+        self.num_tensors = whole_number("num_tensors", num_tensors, 1)
+        self.device = _memory.canonical(device)
+        if storage not in ("host", "device"):
+            raise ValueError(f"storage is {storage!r}; wanted 'host' or 'device'")
+        row_bytes = _row_bytes_of(codebook, row_bytes, self.page_bytes)
+        sample = codebook if isinstance(codebook, torch.Tensor) else None
+        self.codebook = sizes.learned(codebook, row_bytes, level)
+        self._rows_per_tensor = self.page_bytes // row_bytes
+        rows_per_page = self._rows_per_tensor * self.num_tensors
+        found = sizes.chosen(sample, self.codebook) if num_pages is None or pool_bytes is None else None
+        if num_pages is None:
+            if pool_bytes is None or found is None:
+                raise ValueError("neither num_pages nor pool_bytes is given; wanted one of them, or both")
+            per_row = (slot_bytes or found.slot_bytes) + found.overflow_per_row
+            num_pages = int(whole_number("pool_bytes", pool_bytes, 0) / (per_row * rows_per_page))
+        self.num_pages = whole_number("num_pages", num_pages, 0)
+        num_rows = self.num_pages * rows_per_page
+        if found is None:
+            found = sizes.within(whole_number("pool_bytes", pool_bytes or 0, 0), num_rows, row_bytes)
+        slot_bytes, overflow_bytes = sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
+        self.place = Place(
+            self.codebook,
+            num_rows,
+            slot_bytes=slot_bytes,
+            overflow_bytes=overflow_bytes,
+            device=self.device,
+            pinned=storage == "host" and self.device.type == "cuda",
+        )
+        self._make_state()
+
+    def _make_state(self) -> None:
+        """What is known of pages and transfers. Flags have a page more, which bad page numbers stand for."""
+        on_gpu = self.device.type == "cuda"
+        shape = (self.num_pages + 1, self.num_tensors)
+        self._stored = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        seen = _memory.empty(self._stored.numel(), torch.device("cpu"), on_gpu).view(torch.bool).view(shape)
+        self._seen = seen.zero_()  # the same for the host
+        self._seen_near = _memory.device_view(seen, self.device) if on_gpu else seen
+        self._fault = _memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
+        self._fault_near = _memory.device_view(self._fault, self.device) if on_gpu else self._fault
+        self._rows = torch.arange(self._rows_per_tensor * self.num_tensors, device=self.device)
+        self._streams: dict[bool, torch.cuda.Stream] = {}
+        self._under_way: list[Transfer] = []
+        self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    # ---- what it is ----
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of slots and overflow."""
+        return self.place.slots.numel() + self.place.overflow.numel()
+
+    @property
+    def index_bytes(self) -> int:
+        """Of the row index, on the device."""
+        held = (self.place.lengths, self.place.bases, self.place.rooms, self._stored)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    @property
+    def gain(self) -> float:
+        """How many pages the pool holds for each raw one that it would."""
+        return self.num_pages * self.num_tensors * self.page_bytes / max(1, self.pool_bytes)
+
+    def __len__(self) -> int:
+        return self.num_pages
+
+    def __repr__(self) -> str:
+        return (
+            f"ibp.KVStore({self.num_pages} pages of {self.num_tensors} x {self.page_bytes} bytes, rows of "
+            f"{self.place.row_bytes} in slots of {self.place.slot_bytes}, pool of {self.pool_bytes} bytes, "
+            f"{self.device}, {'host' if self.place.pinned else 'device'} memory)"
+        )
+
+    def stats(self) -> KVStoreStats:
+        """Waits for the transfers so far."""
+        self.synchronize()
+        counts, stored = self.place.counts(), int(self._seen[:-1].all(1).sum())
+        return KVStoreStats(
+            stored, self.pool_bytes, counts.used_bytes, self.place.overflow.numel(), counts.spilled, counts.lost
+        )
+
+    def is_stored(self, pages: Pages) -> list[bool]:
+        """Whether pages can be loaded, by the transfers that are done; does not wait.
+
+        Raises:
+            IndexError: there is no such page.
+        """
+        host = _on_host(pages)
+        _check_range("pages", host, self.num_pages)
+        return self._seen[host].all(1).tolist()
+
+    # ---- transfers ----
+
+    def store(
+        self,
+        pages: Pages,
+        tensors: Tensors,
+        blocks: Pages | None = None,
+        *,
+        first_tensor: int = 0,
+        stream: torch.cuda.Stream | None = None,
+        max_sms: int | None = None,
+    ) -> Transfer:
+        """Codes blocks of a paged cache into pages, by one launch.
+
+        Args:
+            pages: which pages they become: all different.
+            tensors: [num_blocks, ...], or several: as `PagedTensors`, or what they are made of. Where a page has one
+                tensor, a sequence of tensors or `ibp.Buffers` are pages, one each.
+            blocks: which blocks; None: all of them, in order.
+            first_tensor: which of a page's tensors the first one given is, where not all are given.
+            stream: of the store's device; None: one of the store's own, beside the current one.
+            max_sms: at most this many multiprocessors are used; 0: all. None: as many as keep up with the link.
+
+        Raises:
+            IndexError, TypeError, ValueError: arguments are not as described; nothing has been stored then.
+        """
+        call = self._call(pages, tensors, blocks, first_tensor)
+        with self._lock, self._on_stream(stream, True, call):
+            buffers, row_ids = call.addresses(), self._row_ids(call)
+            sms = _sms_of(max_sms, _STORE_SMS if self.place.pinned else 0)
+            layout, place = call.tensors._layout, self.place
+            torch.ops.ibp.encode_into.default(*place._arguments, layout, buffers, row_ids, 0, sms, place._fault)
+            self._note_stored(call)
+            return self._begun(call, True)
+
+    def load(
+        self,
+        pages: Pages,
+        tensors: Tensors,
+        blocks: Pages | None = None,
+        *,
+        first_tensor: int = 0,
+        stream: torch.cuda.Stream | None = None,
+        max_sms: int | None = None,
+    ) -> Transfer:
+        """Decodes pages into blocks of a paged cache, by one launch: the bits that were stored. Blocks have to be
+        different. Pages that are not stored come as zeros, and raise when the transfer is waited for by
+        `Transfer.synchronize`, or by `check`.
+
+        Args and Raises: as in `store`.
+        """
+        call = self._call(pages, tensors, blocks, first_tensor)
+        with self._lock, self._on_stream(stream, False, call):
+            items, addresses = self._items(call), call.addresses()
+            slots, overflow, lengths, bases, words, codec, slot_bytes, *_ = self.place._table_arguments
+            table = (slots, overflow, lengths, bases, words, codec, slot_bytes, 0)
+            piece = call.tensors.piece_bytes
+            shape = (self.num_pages * self.num_tensors * self.page_bytes // piece, piece)
+            sms = _sms_of(max_sms, _LOAD_SMS if self.place.pinned else 0)
+            out = call.tensors.tensors[0]
+            torch.ops.ibp.gather_to.default(*table, *shape, items, addresses, sms, out, self._fault_near)
+            return self._begun(call, False)
+
+    def free(self, pages: Pages) -> None:
+        """Forgets pages, after the transfers so far: they cannot be loaded until they are stored again. Rows keep their
+        parts of overflow for what is stored there next."""
+        call = _Call(*self._numbers("pages", pages, self.num_pages), None, None, 0)
+        with self._lock, self._on_stream(None, True, call):
+            index = call.safe(self.num_pages)
+            self._stored[index] = False
+            self._seen_near[index] = False
+            self._begun(call, True)
+
+    def clear(self) -> None:
+        """Forgets all pages; all of overflow is free. Waits for the transfers so far."""
+        self.synchronize()
+        self.place.clear()
+        self._stored.zero_(), self._seen.zero_(), self._fault.zero_()
+
+    def compact(self) -> int:
+        """Takes back what rows own of overflow and do not need for what they hold now. Waits for the transfers so far.
+
+        Returns:
+            Bytes of overflow that are free now.
+        """
+        self.synchronize()
+        _compact(self.place, self._stored[:-1].repeat_interleave(self._rows_per_tensor, 1).view(-1))
+        return self.place.overflow.numel() - self.place.counts().used_bytes
+
+    def synchronize(self) -> None:
+        """Waits for all transfers so far."""
+        with self._lock:
+            under_way, self._under_way = self._under_way, []
+        for transfer in under_way:
+            if transfer._event is not None:
+                transfer._event.synchronize()
+
+    def check(self) -> None:
+        """Waits for all transfers so far, and raises what was wrong.
+
+        Raises:
+            IndexError: a page or block number on the GPU was out of range, or a page that was loaded was not stored.
+            RuntimeError: a page came twice in one call of `store`.
+            ibp.CorruptTableError: a page is damaged.
+        """
+        self.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._raise_fault()
+        try:
+            self.place.check()
+        except IndexError:
+            raise IndexError("a page or block number of a store is out of range") from None
+
+    # ---- how ----
+
+    def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int) -> _Call:
+        paged = self._paged(tensors, blocks)
+        self._check_paged(paged, first_tensor)
+        near, inside, host = self._numbers("pages", pages, self.num_pages)
+        if host is not None and len(host) < near.numel():
+            raise ValueError("pages has a number more than once")
+        if blocks is None:
+            near_blocks = torch.arange(paged.num_blocks, device=self.device)
+        else:
+            near_blocks, inside_blocks, _ = self._numbers("blocks", blocks, paged.num_blocks)
+            if inside is not None and inside_blocks is not None:
+                inside = inside & inside_blocks
+            elif inside is None:
+                inside = inside_blocks
+        if near.numel() != near_blocks.numel():
+            raise ValueError(f"there are {near.numel()} pages and {near_blocks.numel()} blocks; wanted as many")
+        return _Call(near, inside, host, paged, near_blocks, first_tensor)
+
+    def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors | PageList:
+        if isinstance(tensors, PagedTensors):
+            return tensors
+        if isinstance(tensors, torch.Tensor) or (self.num_tensors > 1 and not isinstance(tensors, Buffers)):
+            return PagedTensors(tensors)
+        if blocks is not None:
+            raise ValueError("blocks are given, but the tensors are pages; make them ibp.PagedTensors of one tensor")
+        buffers = tensors if isinstance(tensors, Buffers) else Buffers(tensors)
+        if buffers not in self._lists:
+            self._lists[buffers] = PageList(buffers)
+        return self._lists[buffers]
+
+    def _check_paged(self, paged: PagedTensors | PageList, first_tensor: int) -> None:
+        if paged.device != self.device:
+            raise ValueError(f"the tensors are on {paged.device}; the store is of {self.device}")
+        if paged.block_bytes != self.page_bytes:
+            raise ValueError(
+                f"a block has {paged.block_bytes} bytes; the store's pages have {self.page_bytes} a tensor"
+            )
+        if paged.piece_bytes % self.place.row_bytes:
+            raise ValueError(
+                f"blocks lie in pieces of {paged.piece_bytes} bytes, no whole rows of {self.place.row_bytes}: make the "
+                "store with a row_bytes that divides them"
+            )
+        whole_number("first_tensor", first_tensor, 0)
+        if first_tensor + len(paged) > self.num_tensors:
+            raise ValueError(
+                f"there are {len(paged)} tensors from number {first_tensor} on; a page has {self.num_tensors}"
+            )
+
+    def _numbers(
+        self, name: str, numbers: Pages, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, frozenset[int] | None]:
+        """(numbers on the device, int64; which are in range, or None where all are; the numbers, where the host knows
+        them)."""
+        if isinstance(numbers, torch.Tensor) and numbers.is_cuda:
+            _check_integers(name, numbers)
+            near = numbers.to(self.device, torch.int64)
+            return near, (near >= 0) & (near < count), None
+        host = _on_host(numbers)
+        _check_range(name, host, count)
+        if self.device.type == "cuda":
+            if is_capturing(self.device):
+                raise RuntimeError(f"{name} must be a tensor on {self.device} while a CUDA graph is captured")
+            return host.pin_memory().to(self.device, non_blocking=True), None, frozenset(host.tolist())
+        return host, None, frozenset(host.tolist())
+
+    @contextlib.contextmanager
+    def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _Call) -> Iterator[None]:
+        """Work of a transfer, behind that of the current stream and of transfers that have pages in common."""
+        if self.device.type != "cuda" or is_capturing(self.device):
+            yield
+            return
+        if stream is None:
+            if stores not in self._streams:
+                self._streams[stores] = torch.cuda.Stream(self.device, priority=_HIGHEST_PRIORITY)
+            stream = self._streams[stores]
+        if stream.device != self.device:
+            raise ValueError(f"stream is of {stream.device}; wanted one of {self.device}")
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        self._under_way = [earlier for earlier in self._under_way if not earlier.is_done()]
+        for earlier in self._under_way:
+            if (stores or earlier._stores) and earlier._meets(call.host) and earlier._event is not None:
+                stream.wait_event(earlier._event)
+        with torch.cuda.stream(stream):
+            for tensor in call.inputs():
+                tensor.record_stream(stream)
+            yield
+
+    def _begun(self, call: _Call, stores: bool) -> Transfer:
+        num_bytes = call.near.numel() * (len(call.paged) if call.paged else 0) * self.page_bytes
+        transfer = Transfer(self, stores, call.host, call.near, num_bytes)
+        if transfer._event is not None:
+            self._under_way.append(transfer)
+        return transfer
+
+    def _row_ids(self, call: _Call) -> torch.Tensor:
+        """Rows of the place that a call's blocks become, -1 for those that are not there."""
+        first, count = call.first_tensor * self._rows_per_tensor, len(call.tensors) * self._rows_per_tensor
+        rows = torch.add(self._rows[first : first + count], call.near.unsqueeze(1), alpha=self._rows.numel())
+        return (rows if call.inside is None else torch.where(call.inside.unsqueeze(1), rows, -1)).view(-1)
+
+    def _items(self, call: _Call) -> torch.Tensor:
+        """The pieces of a call's pages, -1 for those that are not stored or not there."""
+        pieces = call.tensors.pieces // len(call.tensors)
+        first, count = call.first_tensor * pieces, call.tensors.pieces
+        numbers = torch.arange(first, first + count, device=self.device)
+        items = torch.add(numbers, call.near.unsqueeze(1), alpha=pieces * self.num_tensors)
+        stored = self._stored[call.safe(self.num_pages), call.columns]
+        if call.inside is not None:
+            stored = stored & call.inside.unsqueeze(1)
+        return torch.where(stored.repeat_interleave(pieces, 1), items, -1).view(-1)
+
+    def _note_stored(self, call: _Call) -> None:
+        """A page is stored if none of its rows was lost: such a row has length 0 and owns nothing."""
+        index, place = call.safe(self.num_pages), self.place
+        shape = (self.num_pages, self.num_tensors, self._rows_per_tensor)
+        if place.rooms.numel():
+            page = index if call.inside is None else index.clamp(max=self.num_pages - 1)
+            lengths, rooms = (
+                tensor.view(torch.int16).view(shape)[:, call.columns][page] for tensor in (place.lengths, place.rooms)
+            )
+            stored = (lengths | rooms).all(2)
+        else:
+            stored = torch.ones(len(index), len(call.tensors), dtype=torch.bool, device=self.device)
+        if call.inside is not None:
+            stored = stored & call.inside.unsqueeze(1)
+        self._stored[:, call.columns].index_copy_(0, index, stored)
+        self._seen_near[:, call.columns].index_copy_(0, index, stored)
+
+    def _raise_fault(self) -> None:
+        status, position, item, _ = self._fault.tolist()
+        if status == 0:
+            return
+        self._fault.zero_()
+        if status == _INDEX_OUT_OF_RANGE:
+            raise IndexError("a page that was loaded is not stored, or a page or block number is out of range")
+        raise CorruptTableError(f"{_core.status_string(status)}: piece {item} of the store")
+
+
+class _Call(NamedTuple):
+    """Pages and blocks of a transfer. near: page numbers on the device; inside: which of them and of the blocks are in
+    range, None where all are; host: page numbers, where the host knows them."""
+
+    near: torch.Tensor
+    inside: torch.Tensor | None
+    host: frozenset[int] | None
+    paged: PagedTensors | PageList | None
+    blocks: torch.Tensor | None
+    first_tensor: int
+
+    @property
+    def tensors(self) -> PagedTensors | PageList:
+        assert self.paged is not None
+        return self.paged
+
+    @property
+    def columns(self) -> slice:
+        return slice(self.first_tensor, self.first_tensor + len(self.tensors))
+
+    def addresses(self) -> torch.Tensor:
+        assert self.blocks is not None
+        return self.tensors._addresses(self.blocks, self.inside)
+
+    def safe(self, num_pages: int) -> torch.Tensor:
+        """Page numbers, num_pages in place of those that are not there."""
+        return self.near if self.inside is None else torch.where(self.inside, self.near, num_pages)
+
+    def inputs(self) -> Iterator[torch.Tensor]:
+        """Tensors of the GPU that another stream may have made."""
+        held = (self.near, self.inside, self.blocks, *(self.paged._used if self.paged else ()))
+        return (tensor for tensor in held if tensor is not None)
+
+
+def _row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, page_bytes: int) -> int:
+    if isinstance(codebook, torch.Tensor):
+        row_bytes = sizes.divided(page_bytes) if row_bytes is None else row_bytes
+        row_bytes = whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
+    elif row_bytes is not None:
+        raise ValueError("row_bytes is given beside a codebook, which says it")
+    else:
+        row_bytes = sizes.learned(codebook, 0, "default").row_bytes
+    if page_bytes % row_bytes:
+        raise ValueError(f"page_bytes is {page_bytes}; wanted whole rows of {row_bytes} bytes")
+    return row_bytes
+
+
+def _sms_of(max_sms: int | None, usual: int) -> int:
+    return usual if max_sms is None else whole_number("max_sms", max_sms, 0)
+
+
+def _on_host(numbers: Pages) -> torch.Tensor:
+    host = numbers.cpu() if isinstance(numbers, torch.Tensor) else torch.as_tensor(numbers)
+    if not host.numel():
+        host = host.to(torch.int64)
+    _check_integers("pages", host)
+    return host.to(torch.int64)
+
+
+def _check_integers(name: str, numbers: torch.Tensor) -> None:
+    if numbers.dim() != 1 or numbers.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} are {list(numbers.shape)} of {numbers.dtype}; wanted int32 or int64 [pages]")
+
+
+def _check_range(name: str, numbers: torch.Tensor, count: int) -> None:
+    if numbers.numel() and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
+        wrong = next(number for number in numbers.tolist() if not 0 <= number < count)
+        raise IndexError(f"{name} has {wrong}; wanted 0 to {count - 1}")
+
+
+def _compact(place: Any, keeps: torch.Tensor) -> None:
+    """Moves the overflow parts of the rows that are kept to the front, one after the other."""
+    if not place.rooms.numel():
+        return
+    sector = _core.SECTOR_BYTES
+    lengths = place.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
+    part = (torch.where(lengths == 0, place.row_bytes, lengths) - place.slot_bytes).clamp(min=0)
+    needed = torch.where(keeps & (place.bases >= 0) & (lengths != min(place.row_bytes, 65535)), part, 0)
+    needed = (needed + sector - 1) // sector
+    ends = needed.cumsum(0)
+    starts, total = ends - needed, int(ends[-1]) if len(ends) else 0
+    inside = torch.arange(total, device=needed.device) - starts.repeat_interleave(needed)
+    sectors = place._table_arguments[1].view(-1, sector)
+    sectors[:total] = sectors[(place.bases // sector).repeat_interleave(needed) + inside]
+    place.bases.copy_(torch.where(needed > 0, starts * sector, -1))
+    place.rooms.copy_(needed.to(torch.int16).view(torch.uint16))
+    place._used.fill_(total * sector)
+    if needed.is_cuda:
+        torch.cuda.current_stream(needed.device).synchronize()
