@@ -64,6 +64,13 @@ def append(table: Table, rows: torch.Tensor) -> None:
         raise
 
 
+def reserve(table: Table, num_items: int) -> None:
+    """Makes room for so many items, so that `append` moves no row until there are more."""
+    _make_room(table)
+    geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
+    table._set_room(_room_of(table).with_rows(geometry.num_rows, table.slot_bytes, _memory_of(table)))
+
+
 def compressed_anew(table: Table, **options: Any) -> Table:
     """The table of the same tensor as `compress` makes it with these options."""
     from ._compression import compress  # which makes tables

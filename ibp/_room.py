@@ -117,11 +117,12 @@ class Room:
         is not known the GPU is waited for."""
         if self.most_used + num_bytes <= self.overflow.numel():
             return self
-        self.settle()
-        self.most_used = int(self.index.used)
+        newest = self.index if self.current is None else self.copies[self.current]
+        self.most_used = int(newest.used)
         wanted = self.most_used + num_bytes
         if wanted <= self.overflow.numel():
             return self
+        self.settle()
         larger = empty(max(wanted, int(_GROWTH * self.overflow.numel())))
         larger[: self.most_used].copy_(self.overflow[: self.most_used])
         return replace(self, overflow=larger)
