@@ -12,7 +12,7 @@ beside the installed headers (`ibp.get_include()`). Modules over tables are in `
 
 from pathlib import Path as _Path
 
-from . import _core, _ops, nn
+from . import _core, _ops, nn, optim
 from ._bags import embedding_bag
 from ._calibration import H200, Calibration, CoderRates, calibrate
 from ._compressed_tensor import CompressedTensor
@@ -74,6 +74,7 @@ __all__ = [
     "nn",
     "offload",
     "open_shared",
+    "optim",
     "release_pinned",
     "show_config",
 ]

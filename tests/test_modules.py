@@ -122,7 +122,8 @@ def test_state_dicts_that_do_not_fit():
     for change, message in (
         ({"embedding.weight": None}, "Missing key.*embedding.weight"),
         ({"embedding.weigth": torch.zeros(1)}, "Unexpected.*weigth"),
-        ({"embedding.weight": embedding(100, 32)}, "embedding.weight is a Tensor; wanted an ibp.CompressedTensor"),
+        ({"embedding.weight": [1.0]}, "embedding.weight is a list; wanted an ibp.CompressedTensor or a tensor"),
+        ({"embedding.weight": embedding(100, 31)}, r"shape \[100, 31\].*wanted \[100, 32\]"),
         ({"embedding.weight": ibp.compress(embedding(100, 31), **ON_CPU)}, r"shape \[100, 31\].*wanted \[100, 32\]"),
         ({"embedding.weight": ibp.compress(embedding(100, 32).double(), **ON_CPU)}, "float64; wanted"),
     ):

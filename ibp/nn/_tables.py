@@ -1,13 +1,4 @@
-"""Modules over compressed tables: frozen weights that move, are saved and are loaded with their module.
-
-    embedding = ibp.nn.Embedding(ibp.compress(weight))
-    linear    = ibp.nn.Linear(ibp.compress(weight, layout="packed"), bias)
-
-A table is no torch.Tensor (docs/tensor_subclass.md says why), so that a module cannot hold it as a parameter or buffer.
-These hold it as `weight`: `module.to()`, `cuda()`, `state_dict()`, `load_state_dict()`, `copy.deepcopy`, pickling and
-torch.compile work as for other modules. `parameters()` and `buffers()` do not list it: optimizers, DDP and FSDP leave
-it alone.
-"""
+"""What modules over tables share, and `Linear`."""
 
 from __future__ import annotations
 
@@ -17,13 +8,12 @@ from typing import Any
 
 import torch
 
-from ._compressed_tensor import CompressedTensor
-from ._torch_functions import embedding_of, linear_of
+from .._compressed_tensor import CompressedTensor
+from .._compression import compress
+from .._torch_functions import linear_of
 
-__all__ = ["Embedding", "Linear"]
 
-
-class _TableModule(torch.nn.Module):
+class TableModule(torch.nn.Module):
     """A module with one table [rows, columns], its `weight`."""
 
     weight: CompressedTensor
@@ -39,10 +29,12 @@ class _TableModule(torch.nn.Module):
         self.weight = table
         self.stays = stays
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> _TableModule:
+    def _apply(self, fn: Callable, recurse: bool = True) -> TableModule:
         super()._apply(fn, recurse)
         if not self.stays:
-            self.weight = fn(self.weight)
+            moved = fn(self.weight)
+            if moved is not self.weight:
+                self._take(moved)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -70,50 +62,35 @@ class _TableModule(torch.nn.Module):
                 missing_keys.append(key)
             return
         table = state_dict[key]
-        if not isinstance(table, CompressedTensor):
-            error_msgs.append(
-                f"{key} is a {type(table).__name__}; wanted an ibp.CompressedTensor: ibp.compress makes one of a tensor"
-            )
+        if not isinstance(table, (CompressedTensor, torch.Tensor)):
+            error_msgs.append(f"{key} is a {type(table).__name__}; wanted an ibp.CompressedTensor or a tensor")
         elif (table.shape, table.dtype) != (held.shape, held.dtype):
             error_msgs.append(
                 f"{key} has shape {list(table.shape)} and dtype {table.dtype}; wanted {list(held.shape)} and "
                 f"{held.dtype}"
             )
-        elif local_metadata.get("assign_to_params_buffers", False):
-            self.weight = table
+        elif isinstance(table, CompressedTensor) and local_metadata.get("assign_to_params_buffers", False):
+            self._take(table)
         else:
-            moved = table.to(held.device)
-            self.weight = copy.copy(moved).pin_memory() if held.is_pinned() else moved
+            self._take(placed_like(held, table))
+
+    def _take(self, table: CompressedTensor) -> None:
+        """Takes a table, loaded or moved, in place of the one held."""
+        self.weight = table
 
     def extra_repr(self) -> str:
         return f"{self.weight!r}{', stays=True' if self.stays else ''}"
 
 
-class Embedding(_TableModule):
-    """`torch.nn.Embedding` with fixed weights, whose rows are decoded when they are looked up.
-
-    Results are on the device of the ids, wherever the table is: a table in pinned host memory serves GPUs with rows
-    that they fetch themselves.
-
-    Args:
-        table: [num_embeddings, embedding_dim].
-        stays: the table stays where it is, and as it is, when the module is moved or converted.
-
-    Raises:
-        TypeError: table is no `ibp.CompressedTensor`.
-        ValueError: table has not two dimensions.
-    """
-
-    def __init__(self, table: CompressedTensor, *, stays: bool = False) -> None:
-        super().__init__(table, stays)
-        self.num_embeddings, self.embedding_dim = table.shape
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows at ids, int32 or int64 of any shape [...]: [..., embedding_dim]."""
-        return embedding_of(ids, self.weight)
+def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
+    """A table of the weights where another one is, pinned if that is. A plain tensor is compressed in its layout."""
+    if isinstance(weight, torch.Tensor):
+        weight = compress(weight.detach(), layout=held.layout, row_bytes=held.row_bytes, pin_memory=False)
+    moved = weight.to(held.device)
+    return copy.copy(moved).pin_memory() if held.is_pinned() else moved
 
 
-class Linear(_TableModule):
+class Linear(TableModule):
     """`torch.nn.Linear` with fixed weights, which are decoded on the input's device for the time of a call.
 
     Where the input requires grad, autograd keeps the decoded weights until backward.
@@ -142,3 +119,22 @@ class Linear(_TableModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] times the weights: [..., out_features]."""
         return linear_of(x, self.weight, self.bias)
+
+
+def dense_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """`module.state_dict()` with plain tensors in place of tables, on the CPU: a checkpoint for torch's own modules.
+
+    It takes the memory of all uncompressed weights. The tables of an `EmbeddingCollection` are named as torchrec's
+    EmbeddingBagCollection names them, `embedding_bags.NAME.weight`.
+    """
+    dense: dict[str, torch.Tensor] = {}
+    split = {
+        f"{name}." if name else "": found for name, found in module.named_modules() if hasattr(found, "dense_state")
+    }
+    for key, value in module.state_dict().items():
+        if any(key.startswith(f"{prefix}groups.") for prefix in split):
+            continue
+        dense[key] = value.decompress(device="cpu") if isinstance(value, CompressedTensor) else value
+    for prefix, found in split.items():
+        dense.update(found.dense_state(prefix))
+    return dense

@@ -1,0 +1,451 @@
+"""`EmbeddingCollection`: many tables, pooled by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from .._compressed_tensor import CompressedTensor
+from ._embedding import check_mode
+from ._making import GivenRows, NormalRows, Rows, table_of
+from ._training import RowsModule
+
+Bags = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Weights = CompressedTensor | torch.Tensor | torch.nn.EmbeddingBag | tuple[int, int]
+
+_DENSE = "embedding_bags"  # where torchrec's EmbeddingBagCollection keeps its tables
+
+
+class _Part(NamedTuple):
+    """Where a table's rows are: rows [first, first + num_rows) of a group, whose part number it is."""
+
+    group: int
+    number: int
+    first: int
+    num_rows: int
+
+
+class _Jagged(NamedTuple):
+    """Ids in bags of several tables, the bags of the first table first.
+
+    Attributes:
+        ids: [K] of their own tables.
+        lengths: int64 [bags], ids in each bag.
+        parts: the tables.
+        bags: how many bags each table has.
+        weights: [K], what rows are multiplied with; None: with nothing.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+    parts: list[_Part]
+    bags: list[int]
+    weights: torch.Tensor | None
+
+
+class _Group(RowsModule):
+    """The rows of tables of one width, one table after the other."""
+
+    def __init__(self, table: CompressedTensor, sizes: Sequence[int], trainable: bool) -> None:
+        super().__init__(table, True, trainable)
+        self._sizes = torch.tensor(sizes, dtype=torch.int64)
+        self._firsts = self._sizes.cumsum(0) - self._sizes
+        self._near: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._numbers: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
+
+    def _numbers_on(self, device: torch.device, parts: Sequence[_Part]) -> torch.Tensor:
+        """The parts' numbers on a device, kept there for the next call."""
+        key = device, tuple(part.number for part in parts)
+        if key not in self._numbers:
+            self._numbers[key] = torch.tensor(key[1], device=device)
+        return self._numbers[key]
+
+    def rows_of(self, ids: torch.Tensor, numbers: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        """The group's rows of ids [K] of parts numbers [K]. An id that its part lacks raises IndexError on the CPU; on
+        a GPU it becomes one that the group lacks, which whatever reads rows refuses, rather than a row of the next
+        part."""
+        if ids.device not in self._near:
+            self._near[ids.device] = self._firsts.to(ids.device), self._sizes.to(ids.device)
+        firsts, sizes = self._near[ids.device]
+        is_bad = (ids < 0) | (ids >= sizes[numbers])
+        if not ids.is_cuda and bool(is_bad.any()):
+            at = int(is_bad.nonzero()[0])
+            part = int(numbers[at])
+            raise IndexError(
+                f"ids[{at}] is {int(ids[at])}; wanted 0 to {int(sizes[part]) - 1} of table {names[part]!r}"
+            )
+        return torch.where(is_bad, self.num_embeddings, ids + firsts[numbers])
+
+    def pooled(self, jagged: _Jagged, mode: str, names: Sequence[str]) -> torch.Tensor:
+        """[bags, embedding_dim]. Lengths that do not fit the ids raise ValueError on the CPU; on a GPU they make all
+        ids bad.
+
+        On the CPU each part is pooled by itself: torch adds gradients of one row in an order that depends on what else
+        is in the call, and they are to have the bits that a module of its own gives them."""
+        ids = jagged.ids.to(torch.int64)
+        offsets = torch.cat((jagged.lengths.new_zeros(1), jagged.lengths.cumsum(0)))
+        is_wrong = (jagged.lengths < 0).any() | (offsets[-1] != ids.numel())
+        if not ids.is_cuda and bool(is_wrong):
+            raise ValueError(
+                f"lengths add up to {int(offsets[-1])}; wanted {ids.numel()}, one for each id, none below 0"
+            )
+        numbers = self._numbers_of(jagged, offsets)
+        rows = self.rows_of(torch.where(is_wrong, -1, ids), numbers, names)
+        if ids.is_cuda or len(jagged.parts) == 1:
+            offsets = offsets.clamp(0, ids.numel()).cummax(0).values
+            return self._pool(rows, offsets, mode, jagged.weights, include_last_offset=True)
+        results = []
+        for first, last in _ranges(jagged.bags):
+            part = slice(int(offsets[first]), int(offsets[last]))
+            weights = None if jagged.weights is None else jagged.weights[part]
+            own = offsets[first : last + 1] - offsets[first]
+            results.append(self._pool(rows[part], own, mode, weights, include_last_offset=True))
+        return torch.cat(results)
+
+    def _numbers_of(self, jagged: _Jagged, offsets: torch.Tensor) -> torch.Tensor:
+        """Which part each id is of, whatever the offsets of bags are."""
+        device = offsets.device
+        ends = offsets[_ends_of(jagged.bags, device)]
+        places = torch.searchsorted(ends, torch.arange(jagged.ids.numel(), device=device), right=True)
+        return self._numbers_on(device, jagged.parts)[places.clamp_(max=len(jagged.parts) - 1)]
+
+    def _refusal(self, wrong: int) -> str:
+        return "an id is out of range of its table, or lengths do not add up to the number of ids"
+
+
+def _ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each of so many bags begin and end."""
+    ends = list(accumulate(counts))
+    return list(zip([0, *ends], ends))
+
+
+def _ends_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The sums of the first counts, without a copy to a GPU where all are the same."""
+    if len(set(counts)) == 1:
+        return torch.arange(1, len(counts) + 1, device=device) * counts[0]
+    return torch.tensor(counts, device=device).cumsum(0)
+
+
+class EmbeddingCollection(torch.nn.Module):
+    """Many embedding tables, whose bags one call pools: `torchrec.EmbeddingBagCollection` over compressed rows.
+
+    Tables of one width are one compressed table, one after the other, so that a call launches as much for a hundred of
+    them as for one. Results have the bits of torch.nn.EmbeddingBag's of each table, on the same device.
+
+    Args:
+        tables: what there is under each name: a table or tensor [num_embeddings, embedding_dim], a
+            torch.nn.EmbeddingBag, or (num_embeddings, embedding_dim) for new weights, N(0, 1). All of one dtype.
+        mode: "sum", "mean" or "max", of all.
+        trainable: whether rows get gradients; None: where all weights are new.
+        device, dtype: of the weights; None: the CPU, pinned where there is a GPU, and the dtype of given weights, or
+            torch's default one.
+
+    Raises:
+        TypeError: a table is none of these, or weights that are to train are no floating-point numbers.
+        ValueError: there are no tables, their dtypes differ, they have not two dimensions, or mode is none of these.
+    """
+
+    __module__ = "ibp.nn"
+
+    def __init__(
+        self,
+        tables: Mapping[str, Weights],
+        *,
+        mode: str = "sum",
+        trainable: bool | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_mode(mode)
+        if not tables:
+            raise ValueError("there are no tables; wanted one at least")
+        given = {name: _given(name, weights) for name, weights in tables.items()}
+        is_new = all(isinstance(weights, tuple) for weights in given.values())
+        dtype = _common_dtype(given, dtype)
+        self.mode = mode
+        self.embedding_dims = {
+            name: int(weights[1] if isinstance(weights, tuple) else weights.shape[1]) for name, weights in given.items()
+        }
+        self._names: list[list[str]] = []  # of each group's parts
+        self._parts: dict[str, _Part] = {}
+        self.groups = torch.nn.ModuleList()
+        for dim in dict.fromkeys(self.embedding_dims.values()):
+            own = {name: weights for name, weights in given.items() if self.embedding_dims[name] == dim}
+            self._add_group(own, dim, dtype, device, is_new if trainable is None else trainable)
+
+    def _add_group(
+        self,
+        given: Mapping[str, CompressedTensor | torch.Tensor | tuple[int, int]],
+        dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str | int | None,
+        trainable: bool,
+    ) -> None:
+        sources = {name: _source(weights, dtype) for name, weights in given.items()}
+        first = 0
+        for number, (name, source) in enumerate(sources.items()):
+            self._parts[name] = _Part(len(self.groups), number, first, source.num_rows)
+            first += source.num_rows
+        table = next(iter(given.values()))
+        if len(given) > 1 or not isinstance(table, CompressedTensor) or device is not None:
+            table = table_of(list(sources.values()), dim, dtype, "cpu" if device is None else device)
+        self.groups.append(_Group(table, [source.num_rows for source in sources.values()], trainable))
+        self._names.append(list(given))
+
+    # ---- look-ups ----
+
+    def forward(self, features: Any) -> dict[str, torch.Tensor] | torch.Tensor:
+        """Pools bags of rows of some tables.
+
+        Args:
+            features: one of
+                a dict: the name of a table -> its bags, ids [B, L] or (ids [K], offsets [B]);
+                (keys, values, lengths) or (keys, values, lengths, weights): names of tables, the ids of all of them
+                [K], how many ids each bag has, integers [len(keys) * B], the first table's bags first, and what each
+                row is multiplied with [K] (mode "sum");
+                an object with keys(), values(), lengths() and perhaps weights_or_none(), such as a KeyedJaggedTensor.
+
+        Returns:
+            Of a dict, a dict: the name -> [B, embedding_dim]. Else [B, sum of the dims of the keys], the tables'
+            results side by side in the order of the keys.
+
+        Raises:
+            KeyError: there is no table of that name.
+            IndexError: an id is out of its table's range; on a GPU at once where rows train, else as
+                `ibp.index_select` says.
+            TypeError, ValueError: features is none of these, or its parts contradict each other.
+        """
+        if isinstance(features, Mapping):
+            return self._pool_dict(features)
+        if isinstance(features, (tuple, list)) and len(features) in (3, 4):
+            return self._pool_keyed(*features)
+        if all(callable(getattr(features, name, None)) for name in ("keys", "values", "lengths")):
+            weights = features.weights_or_none() if hasattr(features, "weights_or_none") else None
+            return self._pool_keyed(features.keys(), features.values(), features.lengths(), weights)
+        raise TypeError(f"features is a {type(features).__name__}; wanted a dict, (keys, values, lengths) or the like")
+
+    def lookup(self, ids: torch.Tensor, table_numbers: torch.Tensor) -> torch.Tensor:
+        """Rows ids[k] of the tables table_numbers[k], in the order in which they were given: [K, embedding_dim].
+
+        Args:
+            ids: int32 or int64 [K].
+            table_numbers: int32 or int64 [K], on the same device.
+
+        Raises:
+            ValueError: the tables have several widths, or shapes differ.
+            IndexError: an id or a table number is out of range; on a GPU as for `forward`.
+        """
+        if len(self.groups) != 1:
+            raise ValueError(f"the tables are {sorted(set(self.embedding_dims.values()))} wide; wanted one width")
+        if ids.dim() != 1 or table_numbers.shape != ids.shape:
+            raise ValueError(f"ids have shape {list(ids.shape)}, table_numbers {list(table_numbers.shape)}; wanted [K]")
+        group, names = self._group(0), self._names[0]
+        numbers, ids = table_numbers.to(torch.int64), ids.to(torch.int64)
+        is_bad = (numbers < 0) | (numbers >= len(names))
+        if not ids.is_cuda and bool(is_bad.any()):
+            at = int(is_bad.nonzero()[0])
+            raise IndexError(f"table_numbers[{at}] is {int(numbers[at])}; wanted 0 to {len(names) - 1}")
+        rows = group.rows_of(torch.where(is_bad, -1, ids), numbers.clamp(0, len(names) - 1), names)
+        return group.rows_at(rows)
+
+    def _pool_dict(self, features: Mapping[str, Bags]) -> dict[str, torch.Tensor]:
+        results: dict[str, torch.Tensor] = {}
+        for number in range(len(self.groups)):
+            own = {name: _flat(name, bags) for name, bags in features.items() if self._part(name).group == number}
+            if not own:
+                continue
+            jagged = _Jagged(
+                torch.cat([ids for ids, _ in own.values()]),
+                torch.cat([lengths for _, lengths in own.values()]),
+                [self._parts[name] for name in own],
+                [lengths.numel() for _, lengths in own.values()],
+                None,
+            )
+            pooled = self._group(number).pooled(jagged, self.mode, self._names[number])
+            results.update(zip(own, pooled.split(jagged.bags)))
+        return {name: results[name] for name in features}
+
+    def _pool_keyed(
+        self,
+        keys: Sequence[str],
+        values: torch.Tensor,
+        lengths: torch.Tensor,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        keys = list(keys)
+        parts = [self._part(key) for key in keys]
+        _check_keyed(keys, values, lengths, weights)
+        num_bags = lengths.numel() // len(keys)
+        lengths = lengths.to(torch.int64)
+        by_group = [[at for at, part in enumerate(parts) if part.group == g] for g in range(len(self.groups))]
+        whole = _Jagged(values, lengths, parts, [num_bags] * len(keys), weights)
+        pieces = [whole] if sum(map(bool, by_group)) == 1 else _divided(whole, by_group)
+        results: dict[int, torch.Tensor] = {}
+        for piece, (number, positions) in zip(pieces, ((g, own) for g, own in enumerate(by_group) if own)):
+            pooled = self._group(number).pooled(piece, self.mode, self._names[number])
+            results.update(zip(positions, pooled.split(num_bags)))
+        return torch.cat([results[at] for at in range(len(keys))], 1)
+
+    def _group(self, number: int) -> _Group:
+        return cast(_Group, self.groups[number])
+
+    def _part(self, name: str) -> _Part:
+        try:
+            return self._parts[name]
+        except KeyError:
+            raise KeyError(f"there is no table {name!r}; the collection has {', '.join(self._parts)}") from None
+
+    # ---- the tables ----
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The rows of a table, uncompressed, where they are kept: [num_embeddings, embedding_dim]."""
+        part = self._part(name)
+        table = self._group(part.group).current_table()
+        return table[part.first : part.first + part.num_rows]
+
+    def to_torch(self) -> dict[str, torch.nn.EmbeddingBag]:
+        """torch's modules of the same weights, uncompressed, by name."""
+        return {
+            name: torch.nn.EmbeddingBag.from_pretrained(
+                self.weight(name), freeze=not self._group(part.group).trainable, mode=self.mode
+            )
+            for name, part in self._parts.items()
+        }
+
+    def refit(self, **options: Any) -> None:
+        """Compresses all rows anew, as `EmbeddingBag.refit`."""
+        for number in range(len(self.groups)):
+            self._group(number).refit(**options)
+
+    def dense_state(self, prefix: str) -> dict[str, torch.Tensor]:
+        """What `dense_state_dict` has of the tables."""
+        return {f"{prefix}{_DENSE}.{name}.weight": self.weight(name).cpu() for name in self._parts}
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Plain tensors of single tables become tables of the groups, which the groups load."""
+        dense = {name: state_dict.pop(key) for name in self._parts if (key := _dense_key(prefix, name)) in state_dict}
+        for number, names in enumerate(self._names):
+            found = [name for name in names if name in dense]
+            wrong = [error for name in found if (error := self._misfit(name, dense[name]))]
+            error_msgs.extend(wrong)
+            if found and len(found) < len(names):
+                missing_keys.extend(_dense_key(prefix, name) for name in names if name not in dense)
+            key, held = f"{prefix}groups.{number}.weight", self._group(number).weight
+            if found == names and not wrong:
+                sources = [GivenRows(dense[name]) for name in names]
+                state_dict[key] = table_of(sources, held.shape[1], held.dtype, held.device)
+            elif found:
+                state_dict[key] = held
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _misfit(self, name: str, weight: Any) -> str | None:
+        """Why a loaded weight does not fit a table; None: it does."""
+        part = self._parts[name]
+        held = self._group(part.group).weight
+        wanted = [part.num_rows, held.shape[1]]
+        if not isinstance(weight, torch.Tensor) or (list(weight.shape), weight.dtype) != (wanted, held.dtype):
+            got = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
+            return f"{_DENSE}.{name}.weight is {got}; wanted {held.dtype} {wanted}"
+        return None
+
+    def extra_repr(self) -> str:
+        sizes = (f"{name}: [{part.num_rows}, {self.embedding_dims[name]}]" for name, part in self._parts.items())
+        return f"{', '.join(sizes)}, mode={self.mode!r}"
+
+
+def _dense_key(prefix: str, name: str) -> str:
+    return f"{prefix}{_DENSE}.{name}.weight"
+
+
+def _given(name: str, weights: Any) -> CompressedTensor | torch.Tensor | tuple[int, int]:
+    """What is given for a table, checked; TypeError or ValueError otherwise."""
+    if isinstance(weights, torch.nn.EmbeddingBag):
+        weights = weights.weight
+    if isinstance(weights, (CompressedTensor, torch.Tensor)):
+        if weights.dim() != 2:
+            raise ValueError(f"table {name!r} has shape {list(weights.shape)}; wanted two dimensions")
+        return weights
+    if isinstance(weights, (tuple, list)) and len(weights) == 2 and all(type(size) is int for size in weights):
+        return weights[0], weights[1]
+    raise TypeError(
+        f"table {name!r} is a {type(weights).__name__}; wanted a table, a tensor, a torch.nn.EmbeddingBag or "
+        "(num_embeddings, embedding_dim)"
+    )
+
+
+def _common_dtype(given: Mapping[str, Any], dtype: torch.dtype | None) -> torch.dtype:
+    found = {weights.dtype for weights in given.values() if not isinstance(weights, tuple)}
+    found |= {dtype} if dtype is not None else set() if found else {torch.get_default_dtype()}
+    if len(found) != 1:
+        raise ValueError(f"the tables have dtypes {', '.join(sorted(map(str, found)))}; wanted one")
+    return found.pop()
+
+
+def _source(weights: CompressedTensor | torch.Tensor | tuple[int, int], dtype: torch.dtype) -> Rows:
+    return NormalRows(*weights, dtype) if isinstance(weights, tuple) else GivenRows(weights)
+
+
+def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids [K], lengths [B]) of a table's bags."""
+    if isinstance(bags, torch.Tensor) and bags.dim() == 2:
+        return bags.reshape(-1), torch.full((bags.shape[0],), bags.shape[1], device=bags.device)
+    is_pair = (
+        isinstance(bags, (tuple, list)) and len(bags) == 2 and all(isinstance(part, torch.Tensor) for part in bags)
+    )
+    if not is_pair or bags[0].dim() != 1 or bags[1].dim() != 1:
+        raise ValueError(f"the bags of table {name!r} are wrong; wanted ids [B, L], or (ids [K], offsets [B])")
+    ids, offsets = bags[0], bags[1].to(torch.int64)
+    ends = torch.cat((offsets[1:], offsets.new_tensor([ids.numel()])))[: offsets.numel()]
+    if not ids.is_cuda and offsets.numel() and (int(offsets[0]) != 0 or bool((ends < offsets).any())):
+        raise ValueError(f"the offsets of table {name!r} are not in order from 0 to {ids.numel()}")
+    return ids, ends - offsets
+
+
+def _check_keyed(keys: Sequence[str], values: Any, lengths: Any, weights: Any) -> None:
+    for name, part in (("values", values), ("lengths", lengths)):
+        if not isinstance(part, torch.Tensor) or part.dim() != 1 or part.is_floating_point():
+            raise TypeError(f"{name} is {_described(part)}; wanted an integer tensor of one dimension")
+    if not keys or lengths.numel() % len(keys):
+        raise ValueError(f"there are {lengths.numel()} lengths for {len(keys)} keys; wanted as many for each")
+    if weights is not None and (not isinstance(weights, torch.Tensor) or weights.shape != values.shape):
+        raise ValueError(f"weights is {_described(weights)}; wanted a tensor [{values.numel()}], one for each value")
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _divided(whole: _Jagged, by_group: Sequence[Sequence[int]]) -> list[_Jagged]:
+    """The bags of each group that has some. On a GPU, the lengths are waited for."""
+    lengths = whole.lengths.view(len(whole.parts), -1)
+    counts = lengths.sum(1).tolist()
+    if min(counts) < 0 or sum(counts) != whole.ids.numel():
+        raise ValueError(f"lengths add up to {sum(counts)}; wanted {whole.ids.numel()}, one for each id")
+    ids = whole.ids.split(counts)
+    weights = None if whole.weights is None else whole.weights.split(counts)
+    return [
+        _Jagged(
+            torch.cat([ids[at] for at in own]),
+            lengths[list(own)].reshape(-1),
+            [whole.parts[at] for at in own],
+            [whole.bags[at] for at in own],
+            None if weights is None else torch.cat([weights[at] for at in own]),
+        )
+        for own in by_group
+        if own
+    ]

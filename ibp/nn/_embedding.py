@@ -1,0 +1,219 @@
+"""`Embedding` and `EmbeddingBag`: torch's modules of these names over compressed rows."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from .._compressed_tensor import CompressedTensor
+from .._compression import compress
+from .._torch_functions import embedding_of
+from ._making import NormalRows, table_of
+from ._training import RowsModule
+
+_MODES = ("sum", "mean", "max")
+
+_Module = TypeVar("_Module", bound="_Rows")
+
+
+class _Rows(RowsModule):
+    """What the two share."""
+
+    def __init__(
+        self,
+        table: CompressedTensor | int,
+        embedding_dim: int | None,
+        padding_idx: int | None,
+        trainable: bool | None,
+        stays: bool | None,
+        device: torch.device | str | int | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        is_new = isinstance(table, int)
+        if isinstance(table, int):
+            if embedding_dim is None:
+                raise TypeError(f"there are {table} embeddings; wanted embedding_dim besides, or a table")
+            padding_idx = _checked_padding(padding_idx, table)
+            rows = NormalRows(table, embedding_dim, dtype or torch.get_default_dtype(), padding_idx)
+            table = table_of([rows], embedding_dim, rows.dtype, "cpu" if device is None else device)
+        elif (embedding_dim, device, dtype) != (None, None, None):
+            raise TypeError("embedding_dim, device and dtype are for new weights; a table has its own")
+        trainable = is_new if trainable is None else trainable
+        super().__init__(table, trainable if stays is None else stays, trainable)
+        self.padding_idx = _checked_padding(padding_idx, self.num_embeddings)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[_Module],
+        embeddings: torch.Tensor | torch.nn.Module | CompressedTensor,
+        freeze: bool = True,
+        **options: Any,
+    ) -> _Module:
+        """A module of given weights.
+
+        Args:
+            embeddings: [num_embeddings, embedding_dim] tensor, which is compressed; or torch's module of the same name,
+                whose weights and options are taken; or a table, which is taken as it is.
+            freeze: the weights do not train.
+            options: as the constructor takes them.
+
+        Raises:
+            ValueError: torch's module has max_norm or scale_grad_by_freq, which change rows or gradients in ways that
+                this one does not.
+            TypeError, ValueError: as `ibp.compress` and the constructor.
+        """
+        if isinstance(embeddings, torch.nn.Module):
+            options = {**_options_of(embeddings, cls), **options}
+            embeddings = embeddings.weight
+        if isinstance(embeddings, torch.Tensor):
+            embeddings = compress(embeddings.detach())
+        return cls(embeddings, trainable=not freeze, **options)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{super().extra_repr()}{padding}{', trainable=True' if self.trainable else ''}"
+
+
+class Embedding(_Rows):
+    """`torch.nn.Embedding` over compressed rows, which are decoded when they are looked up.
+
+    Results are on the device of the ids, wherever the table is: a table in pinned host memory serves GPUs with rows
+    that they fetch themselves. Rows that train are changed by the optimizers of `ibp.optim`; `parameters()` does not
+    list them.
+
+    Args:
+        table: [num_embeddings, embedding_dim]; or num_embeddings, for new weights, N(0, 1).
+        embedding_dim, device, dtype: of new weights; device: the CPU, pinned where there is a GPU, unless given.
+        padding_idx: a row that gets no gradient, zeros in new weights; negative: from the end.
+        trainable: whether rows get gradients; None: new weights do, a table's do not.
+        stays: the table stays where it is, and as it is, when the module is moved or converted; None: if it trains.
+
+    Raises:
+        TypeError: table is neither, or does not hold floating-point rows and is to train.
+        ValueError: table has not two dimensions, or padding_idx is out of range.
+    """
+
+    __module__ = "ibp.nn"
+
+    def __init__(
+        self,
+        table: CompressedTensor | int,
+        embedding_dim: int | None = None,
+        *,
+        padding_idx: int | None = None,
+        trainable: bool | None = None,
+        stays: bool | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(table, embedding_dim, padding_idx, trainable, stays, device, dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows at ids, int32 or int64 of any shape [...]: [..., embedding_dim].
+
+        Raises:
+            IndexError: an id is out of range; on a GPU at once where rows train, else as `ibp.index_select` says.
+        """
+        if not self._trains_now:
+            return embedding_of(ids, self.weight)
+        return self.rows_at(ids, self.padding_idx)
+
+    def to_torch(self) -> torch.nn.Embedding:
+        """torch's module of the same weights, uncompressed, where the table is."""
+        weight = self.weight.decompress()
+        return torch.nn.Embedding.from_pretrained(weight, freeze=not self.trainable, padding_idx=self.padding_idx)
+
+
+class EmbeddingBag(_Rows):
+    """`torch.nn.EmbeddingBag` over compressed rows: sums, means or maxima of bags of rows.
+
+    Results have the bits of torch's on the same device. Rows that train are changed by the optimizers of `ibp.optim`;
+    `parameters()` does not list them.
+
+    Args:
+        table, embedding_dim, device, dtype, trainable: as in `Embedding`.
+        mode: "sum", "mean" or "max".
+        padding_idx: a row that bags leave out, and that gets no gradient.
+        include_last_offset: offsets have one more entry, the end of the last bag.
+        stays: as in `Embedding`.
+
+    Raises:
+        TypeError, ValueError: as `Embedding`; mode is none of these.
+    """
+
+    __module__ = "ibp.nn"
+
+    def __init__(
+        self,
+        table: CompressedTensor | int,
+        embedding_dim: int | None = None,
+        *,
+        mode: str = "mean",
+        padding_idx: int | None = None,
+        include_last_offset: bool = False,
+        trainable: bool | None = None,
+        stays: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_mode(mode)
+        super().__init__(table, embedding_dim, padding_idx, trainable, stays, device, dtype)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(
+        self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The bags' rows put together: [B, embedding_dim].
+
+        Args:
+            input: int32 or int64 ids, [B, L] for bags of L, or [K] with offsets.
+            offsets: [B], where each bag begins in input; with include_last_offset [B + 1].
+            per_sample_weights: in the shape of input, what each row is multiplied with; for mode "sum".
+
+        Raises:
+            IndexError: an id is out of range.
+            ValueError, NotImplementedError: as torch.nn.functional.embedding_bag.
+        """
+        return self._pool(
+            input, offsets, self.mode, per_sample_weights, self.include_last_offset, padding_idx=self.padding_idx
+        )
+
+    def to_torch(self) -> torch.nn.EmbeddingBag:
+        """torch's module of the same weights, uncompressed, where the table is."""
+        return torch.nn.EmbeddingBag.from_pretrained(
+            self.weight.decompress(),
+            freeze=not self.trainable,
+            mode=self.mode,
+            padding_idx=self.padding_idx,
+            include_last_offset=self.include_last_offset,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def check_mode(mode: Any) -> None:
+    if mode not in _MODES:
+        raise ValueError(f"mode is {mode!r}; wanted one of {', '.join(_MODES)}")
+
+
+def _checked_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(f"padding_idx is {padding_idx}; wanted {-num_embeddings} to {num_embeddings - 1}")
+    return padding_idx % num_embeddings
+
+
+def _options_of(module: torch.nn.Module, wanted: type) -> dict[str, Any]:
+    """The options of a module of torch as those of this one."""
+    kind = torch.nn.EmbeddingBag if issubclass(wanted, EmbeddingBag) else torch.nn.Embedding
+    if not isinstance(module, kind):
+        raise TypeError(f"embeddings is a {type(module).__name__}; wanted a torch.nn.{kind.__name__} or its weights")
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        raise ValueError("the module has max_norm or scale_grad_by_freq, which compressed rows do not have")
+    options: dict[str, Any] = {"padding_idx": module.padding_idx}
+    if isinstance(module, torch.nn.EmbeddingBag):
+        options.update(mode=module.mode, include_last_offset=module.include_last_offset)
+    return options

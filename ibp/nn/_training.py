@@ -1,0 +1,190 @@
+"""Rows that train: a module looks each row up once a call, autograd gives these rows a gradient, and an optimizer of
+`ibp.optim` writes changed rows back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .._compressed_tensor import CompressedTensor
+from ._tables import TableModule
+
+
+class RowGradient(NamedTuple):
+    """The gradient of some rows of a table.
+
+    Attributes:
+        ids: int64 [U], the rows, in increasing order.
+        rows: [U, D], what they hold.
+        grad: [U, D].
+    """
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+    grad: torch.Tensor
+
+
+class _Noted(NamedTuple):
+    """A gradient and the number of writes that its rows had seen when they were looked up."""
+
+    gradient: RowGradient
+    num_writes: int
+
+
+class LookedUp(NamedTuple):
+    """Rows of a call, each once.
+
+    Attributes:
+        rows: [U, D], which autograd gives a gradient where the module trains.
+        places: int64, in the shape of the call's ids: which of the rows each of them is.
+        padding: which of the rows padding_idx is; None: there is none.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    padding: int | None
+
+
+class RowsModule(TableModule):
+    """A table [num_embeddings, embedding_dim] whose rows are looked up by ids, and train."""
+
+    def __init__(self, table: CompressedTensor, stays: bool, trainable: bool) -> None:
+        super().__init__(table, stays)
+        if trainable and not table.is_floating_point():
+            raise TypeError(f"table has dtype {table.dtype}; wanted floating-point rows to train")
+        self.num_embeddings, self.embedding_dim = table.shape
+        self.trainable = trainable
+        self._noted: list[_Noted] = []
+        self._num_writes = 0
+
+    # ---- forward ----
+
+    @property
+    def _trains_now(self) -> bool:
+        return self.trainable and torch.is_grad_enabled()
+
+    def _fetched(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows at ids [K], as they are now."""
+        return self.weight.index_select(ids)
+
+    def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> LookedUp:
+        """The rows of ids of any shape. IndexError for ids out of range, also on a GPU, which is waited for."""
+        flat = ids.reshape(-1).to(torch.int64)
+        if padding_idx is not None:
+            flat = torch.cat((flat, flat.new_tensor([padding_idx])))
+        unique, places = flat.unique(return_inverse=True)
+        padding = None
+        if unique.numel():
+            low, high, last = torch.stack((unique[0], unique[-1], places[-1])).tolist()
+            if low < 0 or high >= self.num_embeddings:
+                raise IndexError(self._refusal(low if low < 0 else high))
+            padding = None if padding_idx is None else last
+        rows = self._fetched(unique).detach()
+        if self._trains_now:
+            self._note_gradient_of(unique, rows.requires_grad_())
+        return LookedUp(rows, places[: ids.numel()].view(ids.shape), padding)
+
+    def _refusal(self, wrong: int) -> str:
+        """What is said of an id that is out of range."""
+        return f"ids hold {wrong}; wanted 0 to {self.num_embeddings - 1}"
+
+    def rows_at(self, ids: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
+        """Rows at ids of any shape [...]: [..., embedding_dim]."""
+        if not self._trains_now:
+            return self._fetched(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
+        looked_up = self._look_up(ids, padding_idx)
+        return F.embedding(looked_up.places, looked_up.rows, looked_up.padding)
+
+    def _pool(
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None,
+        mode: str,
+        per_sample_weights: torch.Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+    ) -> torch.Tensor:
+        """Bags of rows, as torch.nn.functional.embedding_bag has them."""
+        looked_up = self._look_up(ids, padding_idx)
+        return F.embedding_bag(
+            looked_up.places,
+            looked_up.rows,
+            offsets,
+            mode=mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=include_last_offset,
+            padding_idx=looked_up.padding,
+        )
+
+    def _note_gradient_of(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Notes the gradient of rows whenever a backward pass has given them one."""
+        num_writes = self._num_writes
+
+        def note(leaf: torch.Tensor) -> None:
+            assert leaf.grad is not None
+            self._noted.append(_Noted(RowGradient(ids, leaf.detach(), leaf.grad), num_writes))
+            leaf.grad = None
+
+        rows.register_post_accumulate_grad_hook(note)
+
+    # ---- what optimizers do ----
+
+    def row_gradient(self) -> RowGradient | None:
+        """The sum of the gradients of all backward passes since `drop_gradients`, in their order, and the rows as they
+        are now. None: there was none."""
+        if not self._noted:
+            return None
+        is_stale = any(noted.num_writes != self._num_writes for noted in self._noted)
+        total = _sum_of([noted.gradient for noted in self._noted])
+        if is_stale:
+            total = total._replace(rows=self._fetched(total.ids))
+        self._noted = [_Noted(total, self._num_writes)]
+        return total
+
+    def drop_gradients(self) -> None:
+        """Forgets all gradients."""
+        self._noted = []
+
+    @torch.no_grad()
+    def write_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """weight[ids] = rows, for ids [K] that differ and rows [K, embedding_dim]."""
+        self.weight.update_(ids, rows)
+        self._num_writes += 1
+
+    # ---- the table ----
+
+    def current_table(self) -> CompressedTensor:
+        """The table with all rows as they are now."""
+        return self.weight
+
+    def refit(self, **options: Any) -> None:
+        """Compresses the rows anew, with a codebook that fits them as they are now, and gives unused memory back:
+        `CompressedTensor.refit`, which takes the memory of all rows meanwhile. For when `weight.savings` has fallen.
+
+        Args:
+            options: as `CompressedTensor.refit` takes them.
+        """
+        self.weight.refit(**options)
+
+    def _take(self, table: CompressedTensor) -> None:
+        super()._take(table)
+        self.drop_gradients()
+        self._num_writes += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_noted": []}
+
+
+def _sum_of(parts: list[RowGradient]) -> RowGradient:
+    """One gradient of all rows that any of the parts has."""
+    if len(parts) == 1:
+        return parts[0]
+    ids, places = torch.cat([part.ids for part in parts]).unique(return_inverse=True)
+    shape = (ids.numel(), parts[0].rows.shape[1])
+    total = RowGradient(ids, parts[0].rows.new_empty(shape), parts[0].grad.new_zeros(shape))
+    for part, place in zip(parts, places.split([part.ids.numel() for part in parts])):
+        total.rows[place] = part.rows
+        total.grad.index_add_(0, place, part.grad)
+    return total

@@ -1,0 +1,296 @@
+"""Optimizers of rows that train: of `ibp.nn.Embedding`, `EmbeddingBag` and `EmbeddingCollection`.
+
+    optimizer = ibp.optim.RowWiseAdagrad(model, lr=0.05)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+They are used as torch's and work with its learning-rate schedulers. A step changes the rows that were looked up since
+`zero_grad()`, and reads and writes no other. Other parameters need an optimizer of torch besides. `zero_grad()` of the
+optimizer forgets the rows' gradients; that of a module does not, since `parameters()` lists no rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ._compressed_tensor import CompressedTensor
+from ._compression import compress
+from .nn._tables import placed_like
+from .nn._training import RowGradient, RowsModule
+
+__all__ = ["SGD", "Adagrad", "RowWiseAdagrad"]
+
+_VECTOR_ELEMENTS = 64  # torch's CPU loops round the last few elements of a tensor differently
+_CONSTANT_ROWS = 1024  # enough to be stored in fewer bytes than they have
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    """What the optimizers share. Parameter groups hold a stand-in, an empty tensor, for each module with rows."""
+
+    def __init__(self, modules: Any, defaults: dict[str, Any]) -> None:
+        for name, value in defaults.items():
+            if not float(value) >= 0:
+                raise ValueError(f"{name} is {value}; wanted at least 0")
+        self._modules: dict[torch.Tensor, RowsModule] = {}
+        params: Any = [modules] if isinstance(modules, torch.nn.Module) else modules
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds modules with options of their own.
+
+        Args:
+            param_group: {"params": a module or several, and options}.
+
+        Raises:
+            TypeError, ValueError: there is something that is no module, or that has no rows to train, or has them in
+                the optimizer already.
+        """
+        found = _row_modules(param_group["params"])
+        held = set(self._modules.values())
+        if any(module in held for module in found):
+            raise ValueError("a module is in the optimizer already")
+        stand_ins = {torch.empty(0): module for module in found}
+        self._modules.update(stand_ins)
+        super().add_param_group({**param_group, "params": list(stand_ins)})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of all rows. set_to_none: as torch's; both are the same here."""
+        for module in self._modules.values():
+            module.drop_gradients()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Changes the rows that have gradients, and writes them back.
+
+        Args:
+            closure: computes the loss again, with gradients, and returns it.
+
+        Returns:
+            What closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for stand_in in group["params"]:
+                module = self._modules[stand_in]
+                gradient = module.row_gradient()
+                if gradient is not None and gradient.ids.numel():
+                    self._update(module, gradient, group, self.state[stand_in])
+        return loss
+
+    def _update(self, module: RowsModule, gradient: RowGradient, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Writes changed rows, and the state of these rows."""
+        raise NotImplementedError
+
+    def _loaded_state(self, module: RowsModule, saved: dict[str, Any]) -> dict[str, Any]:
+        """A module's state of its own, from a saved one. ValueError: it does not fit."""
+        if saved:
+            raise ValueError(f"the state has {sorted(saved)}; wanted none")
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes options and states that `state_dict()` gave, of as many modules in the same order.
+
+        Raises:
+            ValueError: groups or states do not fit; nothing has changed.
+        """
+        saved_groups = state_dict["param_groups"]
+        sizes, saved_sizes = (
+            [len(group["params"]) for group in groups] for groups in (self.param_groups, saved_groups)
+        )
+        if sizes != saved_sizes:
+            raise ValueError(f"the state is of groups of {saved_sizes} modules; wanted {sizes}")
+        state, groups = {}, []
+        for group, saved_group in zip(self.param_groups, saved_groups):
+            groups.append({**copy.deepcopy(saved_group), "params": group["params"]})
+            for stand_in, key in zip(group["params"], saved_group["params"]):
+                if key in state_dict["state"]:
+                    state[stand_in] = self._loaded_state(self._modules[stand_in], state_dict["state"][key])
+        self.state.clear()
+        self.state.update(state)
+        self.param_groups[:] = groups
+
+
+class SGD(RowOptimizer):
+    """Stochastic gradient descent: w -= lr * grad.
+
+    Rows have the bits that torch.optim.SGD gives them on the CPU, those that no forward pass has looked up too.
+
+    Args:
+        modules: a module, several, or dicts of "params" and options; all `ibp.nn` modules in them that train.
+        lr: the learning rate.
+        weight_decay: is added to the gradient, times the row: of rows with a gradient, not of others.
+
+    Raises:
+        TypeError, ValueError: a module has no rows to train, or an option is negative.
+    """
+
+    def __init__(self, modules: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(modules, {"lr": lr, "weight_decay": weight_decay})
+
+    def _update(self, module: RowsModule, gradient: RowGradient, group: dict[str, Any], state: dict[str, Any]) -> None:
+        rows, grad = (_whole_vectors(part) for part in (gradient.rows, gradient.grad))
+        changed = rows.add(_decayed(grad, rows, group["weight_decay"]), alpha=-group["lr"])
+        module.write_rows(gradient.ids, changed[: gradient.rows.numel()].view_as(gradient.rows))
+
+
+class Adagrad(RowOptimizer):
+    """Adagrad with a state for each weight (Duchi, Hazan and Singer, 2011): sum += grad^2,
+    w -= lr / (1 + step * lr_decay) * grad / (sqrt(sum) + eps).
+
+    Rows have the bits that torch.optim.Adagrad gives them on the CPU, those that no forward pass has looked up too. The
+    states are a table of the weights' dtype, beside the weights; rows that have not trained take no bytes but the
+    index's, others the bytes of a row until `refit`.
+
+    Args:
+        modules, weight_decay: as in `SGD`.
+        lr: the learning rate.
+        lr_decay: how fast it falls with the steps.
+        initial_accumulator_value: what sum begins with.
+        eps: is added to the denominator.
+
+    Raises:
+        TypeError, ValueError: as `SGD`.
+    """
+
+    def __init__(
+        self,
+        modules: Any,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        super().__init__(
+            modules,
+            {
+                "lr": lr,
+                "lr_decay": lr_decay,
+                "weight_decay": weight_decay,
+                "initial_accumulator_value": initial_accumulator_value,
+                "eps": eps,
+            },
+        )
+
+    def refit(self, **options: Any) -> None:
+        """Compresses all states anew, as `CompressedTensor.refit`, which takes the options."""
+        for state in self.state.values():
+            state["sum"].refit(**options)
+
+    def _update(self, module: RowsModule, gradient: RowGradient, group: dict[str, Any], state: dict[str, Any]) -> None:
+        if not state:
+            state.update(step=0, sum=_constant_like(module.weight, group["initial_accumulator_value"]))
+        sums: CompressedTensor = state["sum"]
+        grad = _decayed(_whole_vectors(gradient.grad), _whole_vectors(gradient.rows), group["weight_decay"])
+        grad = grad[: gradient.rows.numel()].view_as(gradient.rows)
+        new_sums = sums.index_select(gradient.ids).addcmul_(grad, grad, value=1)
+        lr = group["lr"] / (1 + state["step"] * group["lr_decay"])
+        changed = gradient.rows.addcdiv(grad, new_sums.sqrt().add_(group["eps"]), value=-lr)
+        module.write_rows(gradient.ids, changed)
+        sums.update_(gradient.ids, new_sums)
+        state["step"] += 1
+
+    def _loaded_state(self, module: RowsModule, saved: dict[str, Any]) -> dict[str, Any]:
+        sums = _checked(saved, module.weight.shape, module.weight.dtype)
+        return {"step": int(saved["step"]), "sum": placed_like(module.weight, sums)}
+
+
+class RowWiseAdagrad(RowOptimizer):
+    """Adagrad with one state a row, as FBGEMM's exact row-wise Adagrad: sum += mean(grad^2),
+    w -= lr * grad / (sqrt(sum) + eps), in float32, rounded once.
+
+    The states are a float32 tensor, 4 bytes a row, on the device that trains.
+
+    Args:
+        modules, weight_decay: as in `SGD`.
+        lr: the learning rate.
+        eps: is added to the denominator.
+
+    Raises:
+        TypeError, ValueError: as `SGD`.
+    """
+
+    def __init__(self, modules: Any, lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0) -> None:
+        super().__init__(modules, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+
+    def _update(self, module: RowsModule, gradient: RowGradient, group: dict[str, Any], state: dict[str, Any]) -> None:
+        ids = gradient.ids
+        sums = state.get("sum")
+        if sums is None:
+            sums = torch.zeros(module.num_embeddings, device=ids.device)
+        elif sums.device != ids.device:
+            sums = sums.to(ids.device)
+        rows = gradient.rows.float()
+        grad = _decayed(gradient.grad.float(), rows, group["weight_decay"])
+        new_sums = sums[ids] + grad.square().mean(1)
+        rate = group["lr"] / (new_sums.sqrt() + group["eps"])
+        module.write_rows(ids, (rows - rate[:, None] * grad).to(gradient.rows.dtype))
+        sums[ids] = new_sums
+        state["sum"] = sums
+
+    def _loaded_state(self, module: RowsModule, saved: dict[str, Any]) -> dict[str, Any]:
+        sums = _checked(saved, module.weight.shape[:1], torch.float32)
+        return {"sum": sums.clone()}
+
+
+def _row_modules(modules: Any) -> list[RowsModule]:
+    """The modules with rows that train, each once, in their order."""
+    given = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
+    found: dict[RowsModule, None] = {}
+    for module in given:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"params has a {type(module).__name__}; wanted modules")
+        own = [part for part in module.modules() if isinstance(part, RowsModule) and part.trainable]
+        if not own:
+            raise ValueError(f"a {type(module).__name__} has no ibp.nn module that trains: make it with trainable=True")
+        found.update(dict.fromkeys(own))
+    return list(found)
+
+
+def _decayed(grad: torch.Tensor, rows: torch.Tensor, weight_decay: float) -> torch.Tensor:
+    return grad.add(rows, alpha=weight_decay) if weight_decay else grad
+
+
+def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
+    """The elements in one dimension, zeros behind them: every one is rounded as inside a large tensor."""
+    flat = rows.reshape(-1)
+    rest = -flat.numel() % _VECTOR_ELEMENTS if flat.device.type == "cpu" else 0
+    return torch.nn.functional.pad(flat, (0, rest)) if rest else flat
+
+
+def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
+    """A table of one value in the shape and memory of the weights, of default rows, which take no bytes."""
+    block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype)
+    one = compress(block, layout="packed", scheme="planes", device="cpu", pin_memory=False)
+    num_rows = weight.num_rows
+    table = CompressedTensor(
+        shape=tuple(weight.shape),
+        dtype=weight.dtype,
+        scheme=one.scheme,
+        row_bytes=one.row_bytes,
+        slot_bytes=0,
+        slots=one.slots,
+        overflow=one.overflow,
+        lengths=one.lengths[:1].view(torch.int16).expand(num_rows).clone().view(torch.uint16),
+        bases=torch.zeros(-(-num_rows // 32), dtype=torch.int64),
+        codebook=one.codebook,
+    )
+    return placed_like(weight, table)
+
+
+def _checked(saved: dict[str, Any], shape: Iterable[int], dtype: torch.dtype) -> Any:
+    """The saved `sum`, a tensor or a table of this shape and dtype. ValueError: it is none."""
+    sums = saved.get("sum")
+    if not isinstance(sums, (torch.Tensor, CompressedTensor)):
+        raise ValueError(f"the state's sum is a {type(sums).__name__}; wanted a tensor or a table")
+    if tuple(sums.shape) != tuple(shape) or sums.dtype != dtype:
+        raise ValueError(f"the state's sum is {sums.dtype} {list(sums.shape)}; wanted {dtype} {list(shape)}")
+    return sums
