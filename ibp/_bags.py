@@ -18,8 +18,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 class Source(Protocol):
     """What rows come from: a table, or a cache over one."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     def index_select(
         self, ids: torch.Tensor, *, out: torch.Tensor | None = None, check: bool = False, max_sms: int | None = None

@@ -130,9 +130,9 @@ def test_wrong_ids(trainable):
             with pytest.raises(IndexError, match=f"{wrong}; wanted 0 to 29"):
                 module(torch.tensor([[3, wrong]]))
     bags = ibp.nn.EmbeddingBag(table, trainable=trainable)
-    with pytest.raises(ValueError, match="offsets has to be a 1D Tensor"):
+    with pytest.raises(ValueError, match="offsets"):
         bags(torch.tensor([3]))
-    with pytest.raises(NotImplementedError, match="only supported for mode='sum'"):
+    with pytest.raises(NotImplementedError, match="mode"):
         bags(torch.tensor([[3]]), per_sample_weights=torch.ones(1, 1))
 
 

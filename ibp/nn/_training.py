@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .._bags import embedding_bag
 from .._compressed_tensor import CompressedTensor
 from ._tables import TableModule
 
@@ -106,7 +107,18 @@ class RowsModule(TableModule):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
     ) -> torch.Tensor:
-        """Bags of rows, as torch.nn.functional.embedding_bag has them."""
+        """Bags of rows, as torch.nn.functional.embedding_bag has them. Where rows train, each is fetched once and has
+        one gradient."""
+        if not self._trains_now:
+            return embedding_bag(
+                self.weight,
+                ids,
+                offsets,
+                mode=mode,
+                per_sample_weights=per_sample_weights,
+                padding_idx=padding_idx,
+                include_last_offset=include_last_offset,
+            )
         looked_up = self._look_up(ids, padding_idx)
         return F.embedding_bag(
             looked_up.places,
