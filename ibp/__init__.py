@@ -14,6 +14,7 @@ from pathlib import Path as _Path
 
 from . import _core, _ops, nn, optim
 from ._bags import embedding_bag
+from ._cache import CacheStats, RowCache, count_accesses
 from ._calibration import H200, Calibration, CoderRates, calibrate
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
@@ -38,6 +39,7 @@ __version__ = _core.version()
 __all__ = [
     "AnyCodebook",
     "Buffers",
+    "CacheStats",
     "Calibration",
     "ClusteredCodebook",
     "Codebook",
@@ -55,12 +57,14 @@ __all__ = [
     "PlaceCounts",
     "PlanesCodebook",
     "Prefetch",
+    "RowCache",
     "SharedHandle",
     "Transfer",
     "analyze",
     "calibrate",
     "compress",
     "compress_",
+    "count_accesses",
     "cuda_is_available",
     "decompress",
     "decompress_many",

@@ -25,22 +25,31 @@ def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
     if ids.dim() != 1:
         raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
     ids = checked_ids(ids)
-    _check_rows(table, rows, ids.numel())
+    check_rows(table, rows, ids.numel())
     worker = _worker_of(table, rows.device, ids.device)
-    chosen, places = _last_of_each(ids, table._num_items)
+    chosen, places = last_of_each(ids, table._num_items)
     if chosen.numel() == 0 or table._item_bytes == 0:
         return
     rows = rows.detach() if places is None else rows.detach()[places.to(rows.device)]
     _make_room(table)
     numbers, data = _rows_of_items(table, chosen.to(worker), rows.to(worker))
     _encode(table, table._geometry, data, worker, numbers, 0)
+    table._version += 1
+
+
+def put_rows(table: Table, numbers: torch.Tensor, data: torch.Tensor) -> None:
+    """Changes whole rows by their numbers, int64 and all different and in range. data: their bytes."""
+    worker = _worker_of(table, data.device)
+    _make_room(table)
+    _encode(table, table._geometry, data.to(worker), worker, numbers.to(worker), 0)
+    table._version += 1
 
 
 def append(table: Table, rows: torch.Tensor) -> None:
     """See `CompressedTensor.append`."""
     if not table.shape:
         raise ValueError("a table of 0 dimensions has no items to append to")
-    _check_rows(table, rows, None)
+    check_rows(table, rows, None)
     if rows.shape[0] == 0:
         return
     worker = _worker_of(table, rows.device, table.device)
@@ -93,7 +102,8 @@ def check_can_change(table: Table) -> None:
 # ---- arguments ----
 
 
-def _check_rows(table: Table, rows: Any, count: int | None) -> None:
+def check_rows(table: Table, rows: Any, count: int | None) -> None:
+    """TypeError, ValueError or RuntimeError for what is not `count` items of the table, or a table that is shared."""
     if not isinstance(rows, torch.Tensor):
         raise TypeError(f"rows is a {type(rows).__name__}; wanted a torch.Tensor")
     if rows.dtype != table.dtype:
@@ -116,7 +126,7 @@ def _worker_of(table: Table, *devices: torch.device) -> torch.device:
     return gpus[0] if gpus else home
 
 
-def _last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(ids without repetition, which of them are taken, the last one of equal ones; None: all, as they are).
     IndexError for one that is out of range."""
     if ids.numel() == 0:

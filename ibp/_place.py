@@ -174,6 +174,13 @@ class Place:
             codebook=self.codebook,
         )
 
+    def _live_table(self) -> CompressedTensor:
+        """The place as a table that the place's device reads as it is at that time, a pinned one too."""
+        table = self.table()
+        table._places[self.device] = self._table_arguments
+        table._fault_on(self.device)
+        return table
+
 
 class Buffers:
     """Tensors of one layout, coded by one launch: pages of a cache, layers of a model. Their addresses are copied to

@@ -46,6 +46,7 @@ class Table:
     overflow: torch.Tensor
     codebook: AnyCodebook | None
     _room: Room | None = None  # of a table whose rows have changed
+    _version = 0  # how often rows have changed in place, which what holds copies of them must know
     _is_aliased: bool = False  # another table may have the same memory
     _stored_bytes: int | None
     _link_bytes: int | None

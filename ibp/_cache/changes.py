@@ -1,0 +1,170 @@
+"""Rows of a cache that change: forgotten, coded into their slots, written back to the table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from .._changes import check_rows, last_of_each, put_rows
+from .._fetch.gather import Ids, checked_ids, tensor_of
+from .._layout import default_length
+from .._place import Place, encode_into
+from .._rows import bytes_of
+from .._schemes import AnyCodebook, coding_of
+from .._table import CorruptTableError
+from .order import StreamOrder
+from .slabs import DIRTY, Entries, Generation, Slab, rows_of
+
+if TYPE_CHECKING:
+    from .row_cache import RowCache
+
+_BLOCK_BYTES = 256 << 20  # of rows that are written back at once
+
+
+def forget(order: StreamOrder, generation: Generation, rows: torch.Tensor | None) -> None:
+    """Takes rows out of every map, and every copy of one; None: all rows."""
+    for held in generation.all_maps():
+        order.write(held.device)
+        if rows is not None:
+            torch.ops.ibp.drop_cached.default(rows.to(held.device), generation.ways, held)
+        else:
+            held.zero_()[:, 0] = -1
+
+
+def update(cache: RowCache, ids: Ids, rows: torch.Tensor) -> None:
+    """See `RowCache.update_`."""
+    view = cache._view
+    if isinstance(cache.table, Place):
+        raise ValueError("rows of a place are changed by ibp.encode_into: invalidate them in the cache then")
+    ids = checked_ids(ids if isinstance(ids, torch.Tensor) else tensor_of(ids, "ids"))
+    if ids.dim() != 1:
+        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+    check_rows(view, rows, ids.numel())
+    chosen, places = last_of_each(ids, view._num_items)
+    if chosen.numel() == 0 or view._item_bytes == 0:
+        return
+    rows = rows.detach() if places is None else rows.detach()[places.to(rows.device)]
+    with cache._change_lock, cache._lock:
+        generation = cache._generation
+        cache._check_generation(generation)
+        if cache.writable:
+            _write(cache, generation, chosen.to(cache.devices[0]), rows)
+        else:
+            for held in (generation, *cache._captured):
+                forget(cache._order, held, rows_of(chosen, cache._rows_per_item))
+            to_table(cache, chosen, rows)
+
+
+def to_table(cache: RowCache, items: torch.Tensor, rows: torch.Tensor) -> None:
+    """Changes items of the table."""
+    cache._view.update_(items, rows)
+    mark_current(cache)
+
+
+def mark_current(cache: RowCache) -> None:
+    for held in (cache._generation, *cache._captured):
+        held.version = cache._view._version
+
+
+def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
+    """Changes items, each once and on the first device, of a writable cache; those of the table where some row of an
+    item is not cached, or does not fit its slot."""
+    view, worker = cache._view, items.device
+    numbers = rows_of(items, cache._rows_per_item)
+    data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
+    entries = torch.empty_like(numbers)
+    cache._order.read(worker)
+    maps, _ = generation.view_of(worker)
+    lengths = view._arguments(worker)[2]
+    torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
+    held = Entries.are_present(entries).nonzero()[:, 0]
+    coded = _Coded.of(generation.codebook, data[held], generation.slot_bytes)
+    is_kept = torch.zeros_like(numbers, dtype=torch.bool).index_fill_(0, held[coded.fits], True)
+    others = (~is_kept.view(items.numel(), -1).all(1)).nonzero()[:, 0]
+    if others.numel():
+        to_table(cache, items[others], rows[others.to(rows.device)])
+    numbers, entries = numbers[held], entries[held]
+    for number, slab in generation:
+        is_mine = Entries.slabs(entries) == number
+        some, lost = (is_mine & coded.fits).nonzero()[:, 0], numbers[is_mine & ~coded.fits]
+        cache._order.write(slab.device)
+        coded.put(some, Entries.offsets(entries[some]), slab, generation.slot_bytes)
+        torch.ops.ibp.set_cached.default(
+            numbers[some].to(slab.device), coded.lengths_of(some).to(slab.device), generation.ways, True, slab.map
+        )
+        torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
+
+
+class _Coded(NamedTuple):
+    """Rows as a cache stores them: bytes [rows, at most a slot], entries of lengths, whether they fit a slot."""
+
+    bytes: torch.Tensor
+    lengths: torch.Tensor
+    fits: torch.Tensor
+
+    @classmethod
+    def of(cls, codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int) -> _Coded:
+        """data: [rows, row_bytes]. Default rows, which have no bytes, fit no slot."""
+        num_rows, row_bytes = data.shape
+        if codebook is None:
+            fits = torch.full((num_rows,), slot_bytes >= row_bytes, device=data.device)
+            return cls(data, torch.zeros(num_rows, dtype=torch.int64, device=data.device), fits)
+        inner = min(slot_bytes, row_bytes)
+        place = Place(codebook, num_rows, slot_bytes=inner, overflow_bytes=0, device=data.device)
+        if num_rows:
+            encode_into(data, place)
+        lengths = place.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
+        fits = lengths != default_length(row_bytes)
+        if inner < row_bytes:  # rows that were lost are marked as raw ones
+            fits &= lengths != 0
+        return cls(place.slots.view(num_rows, inner), lengths, fits)
+
+    def lengths_of(self, which: torch.Tensor) -> torch.Tensor:
+        """uint16, of some of the rows."""
+        return self.lengths[which].to(torch.int16).view(torch.uint16)
+
+    def put(self, which: torch.Tensor, offsets: torch.Tensor, slab: Slab, slot_bytes: int) -> None:
+        """Copies some of the rows to their slots."""
+        if which.numel() == 0:
+            return
+        num_slots = slab.bytes.numel() // slot_bytes
+        slots = slab.bytes[: num_slots * slot_bytes].view(num_slots, slot_bytes)
+        some = self.bytes[which].to(slab.device)
+        slots[:, : some.shape[1]].index_copy_(0, (offsets // slot_bytes).to(slab.device), some)
+
+
+def flush(cache: RowCache) -> None:
+    """See `RowCache.flush`."""
+    view = cache._view
+    with cache._change_lock, cache._lock:
+        generation = cache._generation
+        was_current = generation.version == view._version
+        for _, slab in generation:
+            cache._order.write(slab.device)
+            are_dirty = Entries.are_dirty(slab.map[:, 1]) & (slab.map[:, 0] >= 0)
+            changed = are_dirty.nonzero()[:, 0]
+            for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():
+                numbers, entries = slab.map[ways].t().contiguous().unbind(0)
+                put_rows(view, numbers, _decoded(generation, entries, slab.device, view.row_bytes))
+                slab.map[ways, 1] = entries & ~DIRTY
+        if was_current:
+            mark_current(cache)
+
+
+def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device, row_bytes: int) -> torch.Tensor:
+    """Rows that are cached: uint8 [rows * row_bytes]. The codebook is the one that they were coded with, whatever the
+    table has now."""
+    codec, words = coding_of(generation.codebook, row_bytes, device)
+    count = entries.numel()
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    lengths = torch.zeros(count if generation.codebook is not None else 0, dtype=torch.uint16, device=device)
+    bases = torch.empty(0, dtype=torch.int64, device=device)
+    out = torch.empty(count * row_bytes, dtype=torch.uint8, device=device)
+    fault = torch.zeros(4, dtype=torch.int64, device=device)
+    table = (none, none, lengths, bases, words, codec, 0, 0, count, row_bytes)
+    ids = torch.arange(count, device=device)
+    torch.ops.ibp.gather_cached.default(*table, ids, entries, generation.view_of(device)[1], 0, out, fault)
+    if int(fault[0]):
+        raise CorruptTableError("a changed row of the cache is damaged: it cannot be written back")
+    return out

@@ -1,0 +1,50 @@
+"""The order of a cache's work on streams, where rows of it are written while it is in use."""
+
+from __future__ import annotations
+
+import torch
+
+
+class StreamOrder:
+    """Makes streams wait for each other: what reads waits for what has been written, what writes for all before it. The
+    host waits for nothing, and streams that capture CUDA graphs are left out."""
+
+    def __init__(self) -> None:
+        self._users: set[torch.cuda.Stream] = set()  # since the last write, its own stream included
+        self._writer: torch.cuda.Stream | None = None
+
+    def read(self, device: torch.device) -> None:
+        """The device's current stream is about to read."""
+        current = _stream_of(device)
+        if current is None or current in self._users:
+            return
+        if self._writer is not None:
+            current.wait_stream(self._writer)
+        self._users.add(current)
+
+    def write(self, device: torch.device) -> None:
+        """The device's current stream is about to write."""
+        current = _stream_of(device)
+        if current is None:
+            return
+        for stream in self._users:
+            if stream != current:
+                current.wait_stream(stream)
+        self._users, self._writer = {current}, current
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a device's current stream is captured in a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
+    """None: of the CPU, or in a graph."""
+    if device.type != "cuda" or is_capturing(device):
+        return None
+    return torch.cuda.current_stream(device)

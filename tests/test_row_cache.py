@@ -1,0 +1,648 @@
+"""`ibp.RowCache`: rows come from it bit for bit, it holds what its budget does, and it follows the table's changes. On
+the CPU all of it runs on the host's twins of the kernels."""
+
+import copy
+import pickle
+import threading
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+
+import ibp
+from helpers import assert_same_bits, embedding, spiky_rows, take
+from ibp._cache import row_cache, slabs
+from test_several_gpus import gpus  # noqa: F401, a fixture
+
+ON_CPU = {"device": "cpu", "pin_memory": False}
+KINDS = {
+    "planes": {"scheme": "planes", "slot_bytes": 96},
+    "packed": {"scheme": "planes", "layout": "packed"},
+    "in place": {"scheme": "planes", "slot_bytes": 256},
+    "masks": {"scheme": "ibp", "slot_bytes": 128},
+    "clusters": {"scheme": "planes", "clusters": 3, "slot_bytes": 128},
+    "raw": {"scheme": "raw"},
+}
+NUM_ITEMS, COLUMNS, ROW_BYTES = 600, 64, 256
+DATA = Path(__file__).parent.parent / "data"
+
+
+def tensor(num_items=NUM_ITEMS):
+    """Rows that are zeros, coded, and raw."""
+    x = spiky_rows(num_items, COLUMNS, seed=3)
+    x[::7] = torch.randn(len(x[::7]), COLUMNS)
+    x[5] = 0
+    return x
+
+
+def table_of(x, kind="planes", **options):
+    return ibp.compress(x, **KINDS[kind], **options, **ON_CPU)
+
+
+def cached_rows(cache):
+    """Numbers of the rows that are cached, from the maps."""
+    found = [slab.map[slab.map[:, 0] >= 0] for slab in cache._generation.slabs]
+    return {int(row) for rows in found for row in rows[slabs.Entries.are_present(rows[:, 1])][:, 0]}
+
+
+def random_ids(count=200, num_items=NUM_ITEMS, dtype=torch.int64):
+    return torch.randint(num_items, (count,)).to(dtype)
+
+
+# ---- reading ----
+
+
+@pytest.mark.parametrize("num_slabs", [1, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_come_from_the_cache_and_the_table(kind, num_slabs):
+    x = tensor()
+    table = table_of(x, kind)
+    hotness = torch.rand(NUM_ITEMS)
+    cache = ibp.RowCache(table, 40_000 // num_slabs, hotness, devices=["cpu"] * num_slabs)
+    held = cached_rows(cache)
+    assert 0 < len(held) == cache.num_cached_rows <= cache.capacity < NUM_ITEMS
+    for dtype in (torch.int64, torch.int32):
+        ids = random_ids(dtype=dtype)
+        assert_same_bits(cache.index_select(ids), x[ids])
+        out = torch.empty(len(ids), COLUMNS)
+        assert cache.index_select(ids.tolist(), out=out) is out
+        assert_same_bits(out, x[ids])
+        stats = cache.stats()
+        is_default = {row for row in range(NUM_ITEMS) if not stored_of(table, row)}
+        missed = [row for row in ids.tolist() if row not in held and row not in is_default]
+        assert stats.hits == stats.own_hits + stats.peer_hits == 2 * sum(row in held for row in ids.tolist())
+        assert stats.misses == 2 * len(missed)
+        assert stats.link_bytes == 2 * sum(-(-stored_of(table, row) // 32) * 32 for row in missed)
+        assert stats.hit_rate == stats.hits / (stats.hits + stats.misses)
+        assert (
+            sum(stats.hits_of_slabs) == stats.hits
+            and all(stats.hits_of_slabs)
+            and len(stats.hits_of_slabs) == num_slabs
+        )
+        cache.reset_stats()
+
+
+def features(name):
+    """Real features of a graph's nodes, and rows as embeddings have them."""
+    if name == "bfloat16":
+        return embedding(4000, 256, torch.bfloat16)
+    with np.load(DATA / {"citeseer": "citeseer.npz", "pubmed": "pubmed_1060rows.npz"}[name]) as z:
+        dense = torch.zeros(tuple(z["shape"]))
+        rows = np.repeat(np.arange(len(z["indptr"]) - 1), np.diff(z["indptr"]))
+        dense[torch.from_numpy(rows), torch.from_numpy(z["indices"].astype(np.int64))] = torch.from_numpy(z["data"])
+    return dense[:1000]
+
+
+def stored_of(table, row):
+    return int(slabs.stored_bytes(table, torch.tensor([row])))
+
+
+@pytest.mark.parametrize("num_slabs", [1, 3])
+@pytest.mark.parametrize("kind", ["planes", "raw"])
+def test_budgets(kind, num_slabs):
+    x = tensor()
+    table = table_of(x, kind)
+    hotness, devices = torch.arange(NUM_ITEMS, 0, -1), ["cpu"] * num_slabs
+    before = -1
+    for budget in (0, 100, 1000, 5000, 50_000, 1 << 20):
+        cache = ibp.RowCache(table, budget, hotness, devices=devices)
+        assert cache.nbytes <= max(budget * num_slabs, 80)
+        assert before <= cache.capacity and cache.num_cached_rows >= 0.97 * cache.capacity
+        before = cache.capacity
+        ids = random_ids()
+        assert_same_bits(cache[ids], x[ids])
+        assert cache.stats().raw_capacity == budget // ROW_BYTES * num_slabs
+    has_bytes = slabs.stored_bytes(table, torch.arange(NUM_ITEMS)) > 0
+    assert cache.capacity == int(has_bytes.sum()) and ibp.RowCache(table, 0, hotness, devices=devices).capacity == 0
+
+
+@pytest.mark.parametrize("name", ["citeseer", "pubmed", "bfloat16"])
+def test_capacity(name):
+    """Rows and their map fill nearly all of a budget: it holds as many times more rows as they are smaller."""
+    x = features(name)
+    table = ibp.compress(x, layout="packed", **ON_CPU)
+    budget = table.stored_bytes // 4
+    cache = ibp.RowCache(table, budget, torch.rand(len(x)), devices="cpu")
+    stored = slabs.stored_bytes(table, torch.arange(len(x))).double().mean()
+    formula = table.row_bytes / (stored + slabs.WAY_BYTES / slabs.STATIC_LOAD)
+    assert cache.num_cached_rows / (budget / table.row_bytes) >= 0.9 * formula
+
+
+def test_slab_order_is_hotness():
+    x = tensor()
+    table = table_of(x)
+    hotness = torch.randperm(NUM_ITEMS)
+    for given in (hotness, hotness.float(), hotness.numpy(), hotness.argsort(descending=True).tolist()):
+        cache = ibp.RowCache(table, 20_000, given, devices="cpu")
+        held = cached_rows(cache)
+        hottest = [row for row in hotness.argsort(descending=True).tolist() if stored_of(table, row)]
+        assert held <= set(hottest[: cache.capacity]) and len(held) >= 0.97 * cache.capacity
+    listed = ibp.RowCache(table, 20_000, [14, 7, 14, 0, 7], devices="cpu")
+    assert cached_rows(listed) == {14, 7, 0}
+
+
+@pytest.mark.parametrize("num_slabs", [1, 4])
+def test_items_of_several_rows(num_slabs):
+    x = embedding(90, 6 * 64).view(90, 6, 64)
+    table = ibp.compress(x, row_bytes=512, **ON_CPU)
+    cache = ibp.RowCache(table, 30_000 // num_slabs, torch.rand(90), devices=["cpu"] * num_slabs)
+    assert 0 < cache.num_cached_rows < 270
+    ids = random_ids(num_items=90)
+    assert_same_bits(cache.index_select(ids), x[ids])
+    assert cache.stats().hits + cache.stats().misses == 3 * len(ids)
+    lru = ibp.RowCache(table, 60_000, torch.rand(90), devices="cpu", policy="lru")
+    for _ in range(3):
+        ids = random_ids(20, num_items=90)
+        assert_same_bits(lru.index_select(ids), x[ids])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.complex64, torch.bool]
+)
+def test_dtypes(dtype):
+    x = (torch.rand(100, 40) < 0.3).to(dtype)
+    cache = ibp.RowCache(ibp.compress(x, **ON_CPU), 4000, torch.rand(100), devices="cpu")
+    ids = random_ids(num_items=100)
+    assert_same_bits(cache.index_select(ids), take(x, ids))
+    assert (cache.shape, cache.dtype, len(cache), cache.dim(), cache.size(1)) == (x.shape, dtype, 100, 2, 40)
+
+
+def test_empty():
+    x = tensor()
+    cache = ibp.RowCache(table_of(x), 10_000, devices="cpu")
+    assert cache.capacity == cache.num_cached_rows == 0 and cache.stats().hit_rate == 0
+    assert_same_bits(cache.index_select([]), x[:0])
+    assert_same_bits(cache.index_select([3, 1]), x[[3, 1]])
+    for shape in ((0, 16), (5, 0)):
+        empty = torch.zeros(shape)
+        for policy in row_cache.POLICIES:
+            cache = ibp.RowCache(
+                ibp.compress(empty, **ON_CPU), 10_000, torch.rand(shape[0]), devices="cpu", policy=policy
+            )
+            ids = torch.arange(shape[0])
+            assert_same_bits(cache.index_select(ids), empty)
+
+
+def test_out_of_any_strides():
+    x = tensor()
+    cache = ibp.RowCache(table_of(x), 20_000, torch.rand(NUM_ITEMS), devices="cpu")
+    ids = random_ids(24)
+    out = torch.zeros(6, 5, 4, COLUMNS)[:, 2]
+    assert cache.index_select(ids, out=out) is out
+    assert_same_bits(out, x[ids].view(6, 4, COLUMNS))
+
+
+def test_as_a_table():
+    x = tensor()
+    cache = ibp.RowCache(table_of(x), 20_000, torch.rand(NUM_ITEMS), devices="cpu")
+    assert_same_bits(cache.decompress(), x)
+    assert_same_bits(cache[3:9, :5], x[3:9, :5])
+    assert not cache.is_cuda and not cache.is_pinned() and cache.pin_memory() is cache
+    text = repr(cache)
+    assert "RowCache(shape=[600, 64]" in text and "budget_bytes=20,000" in text and "'static'" in text
+
+
+@pytest.mark.slow  # torch.compile is loaded
+def test_compiled():
+    x = tensor()
+    cache = ibp.RowCache(table_of(x), 20_000, torch.rand(NUM_ITEMS), devices="cpu")
+    compiled = torch.compile(lambda ids: cache.index_select(ids * 2 + 1) + 1, backend="eager")
+    ids = random_ids(num_items=NUM_ITEMS // 2)
+    assert_same_bits(compiled(ids), x[ids * 2 + 1] + 1)
+
+
+# ---- refilling ----
+
+
+@pytest.mark.parametrize("policy", row_cache.POLICIES)
+def test_refill(policy):
+    x = tensor()
+    cache = ibp.RowCache(table_of(x), 20_000, torch.arange(NUM_ITEMS), devices="cpu", policy=policy)
+    for hotness in (torch.arange(NUM_ITEMS), -torch.arange(NUM_ITEMS)):
+        assert cache.refill(hotness) is cache
+        hot = hotness.argsort(descending=True)[:20]
+        cache.reset_stats()
+        assert_same_bits(cache.index_select(hot), x[hot])
+        assert cache.stats().misses <= 1
+
+
+def test_refill_without_memory_leaves_the_cache(monkeypatch):
+    x = tensor()
+    cache = ibp.RowCache(table_of(x), 20_000, torch.arange(NUM_ITEMS), devices=["cpu"] * 2)
+    held, made = cached_rows(cache), []
+
+    def refuse(*arguments):
+        if made:
+            raise torch.OutOfMemoryError("no memory")
+        made.append(slabs.filled_slab(*arguments))
+        return made[0]
+
+    monkeypatch.setattr(row_cache, "filled_slab", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.refill(-torch.arange(NUM_ITEMS))
+    assert cached_rows(cache) == held
+    ids = random_ids()
+    assert_same_bits(cache.index_select(ids), x[ids])
+
+
+def test_refill_beside_readers():
+    x = tensor()
+    cache = ibp.RowCache(table_of(x), 20_000, torch.rand(NUM_ITEMS), devices=["cpu"] * 2)
+    done, wrong = threading.Event(), []
+
+    def read():
+        while not done.is_set():
+            ids = random_ids(50)
+            if not torch.equal(cache.index_select(ids), x[ids]):
+                wrong.append(ids)
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for _ in range(20):
+        cache.refill(torch.rand(NUM_ITEMS))
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+
+
+def test_count_accesses():
+    batches = [[3, 1, 3], torch.tensor([[1, 9]]), np.array([3], np.int32), []]
+    assert ibp.count_accesses(batches, 10).tolist() == [0, 2, 0, 3, 0, 0, 0, 0, 0, 1]
+    with pytest.raises(IndexError, match="wanted 0 to 9"):
+        ibp.count_accesses([[10]], 10)
+    with pytest.raises(TypeError, match="float"):
+        ibp.count_accesses([[1.5]], 10)
+
+
+# ---- the least recently used ----
+
+
+class Model:
+    """A set-associative cache that replaces what was used longest ago, row by row."""
+
+    def __init__(self, num_sets, fits):
+        self.sets, self.fits, self.time = [{} for _ in range(num_sets)], fits, 0
+
+    def home(self, row):
+        mask = (1 << 64) - 1
+        z = (row + 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ z >> 27) * 0x94D049BB133111EB) & mask
+        return ((z ^ z >> 31) >> 32) * len(self.sets) >> 32
+
+    def ask(self, rows):
+        """Hits of one call."""
+        self.time += 1
+        hits = 0
+        held = [row for row in rows if row in self.sets[self.home(row)]]
+        for row in held:
+            self.sets[self.home(row)][row] = self.time
+        for row in rows:
+            ways = self.sets[self.home(row)]
+            if row in ways:
+                hits += 1
+                continue
+            old = sorted((used, other) for other, used in ways.items() if used != self.time)
+            if not self.fits(row) or (len(ways) == slabs.LRU_WAYS and not old):
+                continue
+            if len(ways) == slabs.LRU_WAYS:
+                del ways[old[0][1]]
+            ways[row] = self.time
+        return hits
+
+
+@pytest.fixture(scope="module", params=["planes", "raw"])
+def some_rows(request):
+    x = tensor()
+    return x, table_of(x, request.param)
+
+
+@hypothesis.given(seed=st.integers(0, 2**20), num_sets=st.integers(1, 4), zipf=st.floats(0, 2))
+def test_least_recently_used(some_rows, seed, num_sets, zipf):
+    """Hits as a model says, where calls ask for few rows: which of equally old ones goes is not said."""
+    x, table = some_rows
+    cache = ibp.RowCache(table, 1 << 15, devices="cpu", policy="lru")
+    generation = cache._generation
+    slot_bytes = generation.slot_bytes
+    set_bytes = 32 * (slot_bytes + 16 + 4) + 4
+    cache = ibp.RowCache(table, num_sets * set_bytes + slabs.FIXED_BYTES, devices="cpu", policy="lru")
+    assert cache.capacity == 32 * num_sets
+    sizes = slabs.stored_bytes(table, torch.arange(len(x))).tolist()
+    model = Model(num_sets, lambda row: sizes[row] <= slot_bytes)
+    rng = np.random.default_rng(seed)
+    chances = 1.0 / np.arange(1, len(x) + 1) ** zipf
+    for _ in range(40):
+        rows = rng.choice(len(x), rng.integers(1, 3), p=chances / chances.sum())
+        rows = [row for row in rows.tolist() if sizes[row]]
+        hits = model.ask(rows[:1])
+        cache.reset_stats()
+        assert_same_bits(cache.index_select(rows[:1]), x[rows[:1]])
+        assert cache.stats().hits == hits and cache.stats().misses == len(rows[:1]) - hits
+    assert cached_rows(cache) == {row for ways in model.sets for row in ways}
+
+
+def test_lru_of_many_rows_a_call(some_rows):
+    x, table = some_rows
+    cache = ibp.RowCache(table, 20_000, devices="cpu", policy="lru")
+    for _ in range(10):
+        ids = random_ids(500)
+        assert_same_bits(cache.index_select(ids), x[ids])
+        assert cache.num_cached_rows <= cache.capacity and cache.nbytes <= 20_000
+    assert cache.stats().hits > 0
+    assert ibp.RowCache(table, 100, devices="cpu", policy="lru").capacity == 0
+
+
+def test_slots_of_lru_caches():
+    x = embedding(500, 64)
+    table = ibp.compress(x, scheme="planes", **ON_CPU)
+    cache = ibp.RowCache(table, 20_000, devices="cpu", policy="lru")
+    sizes = slabs.stored_bytes(table, torch.arange(500))
+    assert cache._generation.slot_bytes % 32 == 0
+    assert (sizes <= cache._generation.slot_bytes).float().mean() >= 0.999
+    small = ibp.RowCache(table, 20_000, devices="cpu", policy="lru", slot_bytes=33)
+    assert small._generation.slot_bytes == 64
+    ids = random_ids(num_items=500)
+    assert_same_bits(small.index_select(ids), x[ids])
+    assert small.num_cached_rows == 0
+
+
+# ---- rows that change ----
+
+
+@pytest.mark.parametrize("num_slabs", [1, 3])
+@pytest.mark.parametrize("writable", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates(kind, writable, num_slabs):
+    x = tensor()
+    table = table_of(x, kind)
+    cache = ibp.RowCache(
+        table, 60_000 // num_slabs, torch.rand(NUM_ITEMS), devices=["cpu"] * num_slabs, writable=writable
+    )
+    assert cache.num_cached_rows > 100
+    for step in range(4):
+        ids = random_ids(150)
+        rows = tensor()[torch.randint(NUM_ITEMS, (150,))] + (step if step < 3 else 0)
+        assert cache.update_(ids, rows) is cache
+        for id, row in zip(ids.tolist(), rows):
+            x[id] = row
+        assert_same_bits(cache.index_select(torch.arange(NUM_ITEMS)), x)
+        if step == 2:
+            cache.flush()
+            assert_same_bits(table.decompress(), x)
+    assert writable != torch.equal(table.decompress(), x)
+    cache.refill(torch.rand(NUM_ITEMS))
+    assert_same_bits(table.decompress(), x)
+    assert_same_bits(cache.decompress(), x)
+
+
+def test_updates_of_items_of_several_rows():
+    x = embedding(60, 3 * 64).view(60, 3, 64)
+    table = ibp.compress(x, row_bytes=256, **ON_CPU)
+    for writable in (True, False):
+        cache = ibp.RowCache(table, 12_000, torch.rand(60), devices="cpu", writable=writable)
+        ids = torch.randperm(60)[:40]
+        rows = embedding(40, 3 * 64, seed=writable + 1).view(40, 3, 64)
+        cache.update_(ids, rows)
+        x[ids] = rows
+        assert_same_bits(cache.index_select(range(60)), x)
+        assert_same_bits(cache.decompress(), x)
+
+
+def test_rows_that_stay_in_the_cache_are_written_back_once():
+    x = embedding(200, 64)
+    table = ibp.compress(x, scheme="planes", **ON_CPU)
+    cache = ibp.RowCache(table, 1 << 20, torch.rand(200), devices="cpu", writable=True)
+    before = table.decompress()
+    x = x.flip(0)
+    cache.update_(torch.arange(200), x)
+    assert_same_bits(cache.index_select(range(200)), x)
+    assert (table.decompress() == before).all(1).sum() >= 190  # all but those that do not fit a slot
+    cache.flush()
+    assert_same_bits(table.decompress(), x)
+    version = table._version
+    cache.flush()
+    assert table._version == version
+    assert cache.stats().hits >= 190
+
+
+def test_default_rows_leave_the_cache():
+    """A row that becomes zeros, and something again later, is what was written last."""
+    x = spiky_rows(100, 64)
+    table = ibp.compress(x, scheme="planes", **ON_CPU)
+    cache = ibp.RowCache(table, 1 << 20, torch.rand(100), devices="cpu", writable=True)
+    for scale in (0.0, 2.0, 0.0, 3.0):
+        cache.update_(torch.arange(100), x * scale)
+        assert_same_bits(cache.index_select(range(100)), x * scale)
+    cache.flush()
+    assert_same_bits(table.decompress(), x * 3.0)
+
+
+@hypothesis.given(seed=st.integers(0, 2**20), num_slabs=st.sampled_from([1, 2]), writable=st.booleans())
+def test_any_order_of_changes(seed, num_slabs, writable):
+    rng = np.random.default_rng(seed)
+    x = tensor(80)
+    table = table_of(x)
+    cache = ibp.RowCache(table, 6000, torch.rand(80), devices=["cpu"] * num_slabs, writable=writable)
+    for step in rng.choice(["update", "flush", "refill", "read", "own update"], 12):
+        ids = torch.from_numpy(rng.integers(0, 80, 10))
+        if step == "update":
+            rows = tensor(80)[torch.from_numpy(rng.integers(0, 80, 10))] * float(rng.integers(1, 4))
+            cache.update_(ids, rows)
+            for id, row in zip(ids.tolist(), rows):
+                x[id] = row
+        elif step == "own update":
+            cache.flush()
+            ids = ids.unique()
+            x[ids] = x[ids] * 2
+            table.update_(ids, x[ids])
+            with pytest.raises(RuntimeError, match="other than by this cache"):
+                cache.index_select(ids)
+            cache.invalidate(ids)
+        elif step == "flush":
+            cache.flush()
+        elif step == "refill":
+            cache.refill(torch.from_numpy(rng.random(80)))
+        assert_same_bits(cache.index_select(ids), x[ids])
+    cache.flush()
+    assert_same_bits(table.decompress(), x)
+
+
+def test_invalidate():
+    x = tensor()
+    cache = ibp.RowCache(table_of(x), 30_000, torch.rand(NUM_ITEMS), devices=["cpu"] * 2)
+    held = cached_rows(cache)
+    gone = sorted(held)[:5]
+    cache.invalidate(gone)
+    assert cached_rows(cache) == held - set(gone)
+    assert_same_bits(cache.index_select(range(NUM_ITEMS)), x)
+    cache.invalidate()
+    assert cache.num_cached_rows == 0
+    assert_same_bits(cache.index_select(range(NUM_ITEMS)), x)
+    with pytest.raises(IndexError, match="wanted 0 to 599"):
+        cache.invalidate([600])
+
+
+@pytest.mark.parametrize("scheme", ["planes", "raw"])
+def test_a_table_that_was_refit(scheme):
+    """What was cached is refused, but rows that had changed are not lost."""
+    x = embedding(300, 64)
+    table = ibp.compress(x, scheme="planes", **ON_CPU)
+    cache = ibp.RowCache(table, 20_000, torch.rand(300), devices="cpu", writable=True)
+    x = x * 2
+    cache.update_(torch.arange(300), x)
+    table.refit(scheme=scheme)
+    with pytest.raises(RuntimeError, match="refit"):
+        cache.index_select([1])
+    with pytest.raises(RuntimeError, match="refit"):
+        cache.update_(torch.tensor([1]), x[:1])
+    cache.refill(torch.rand(300))
+    assert_same_bits(cache.index_select(range(300)), x)
+    assert_same_bits(table.decompress(), x)
+
+
+def test_a_table_that_grows():
+    x = tensor()
+    table = table_of(x)
+    cache = ibp.RowCache(table, 20_000, torch.rand(NUM_ITEMS), devices="cpu")
+    table.append(x[:50] + 1)
+    longer = torch.cat((x, x[:50] + 1))
+    assert len(cache) == 650
+    assert_same_bits(cache.index_select(range(650)), longer)
+    cache.refill(torch.arange(650))
+    assert_same_bits(cache.index_select(range(650)), longer)
+
+
+# ---- places ----
+
+
+@pytest.mark.parametrize("policy", row_cache.POLICIES)
+def test_places(policy):
+    x = embedding(200, 64, torch.bfloat16)
+    codebook = ibp.analyze(x, scheme="planes")
+    place = ibp.Place(codebook, 200, slot_bytes=96, overflow_bytes=1 << 16, device="cpu")
+    cache = ibp.RowCache(place, 10_000, devices="cpu", policy=policy)
+    assert (cache.shape, cache.dtype) == ((200, 128), torch.uint8)
+    assert_same_bits(cache.index_select([5]), torch.zeros(1, 128, dtype=torch.uint8))
+    ibp.encode_into(x, place)
+    cache.refill(torch.rand(200))
+    for _ in range(3):
+        ids = random_ids(60, num_items=200)
+        out = torch.empty(60, 64, dtype=torch.bfloat16)
+        assert cache.index_select(ids, out=out) is out
+        assert_same_bits(out, x[ids])
+        assert_same_bits(cache.index_select(ids).view(torch.bfloat16), x[ids])
+        changed = torch.randperm(200)[:20]
+        x[changed] = embedding(20, 64, torch.bfloat16, seed=int(ids[0]) + 1)
+        ibp.encode_into(x[changed], place, changed)
+        cache.invalidate(changed)
+    assert cache.stats().hits > 0
+    with pytest.raises(ValueError, match="contiguous bytes"):
+        cache.index_select(ids, out=torch.empty(60, 63, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="encode_into"):
+        cache.update_(ids, torch.zeros(60, 128, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="encode_into"):
+        ibp.RowCache(place, 10_000, devices="cpu", writable=True)
+
+
+# ---- what goes wrong ----
+
+
+def test_refused_arguments():
+    x = tensor()
+    table = table_of(x)
+    for error, message, arguments, options in (
+        (TypeError, "table is a Tensor", (x, 100), {}),
+        (TypeError, "budget_bytes is 1.5", (table, 1.5), {}),
+        (ValueError, "budget_bytes is -1", (table, -1), {}),
+        (ValueError, r"hotness has shape \[5\]; wanted \[600\]", (table, 100, torch.rand(5)), {}),
+        (ValueError, "hotness has NaN", (table, 100, torch.full((NUM_ITEMS,), torch.nan)), {}),
+        (TypeError, "hotness is a dict", (table, 100, {}), {}),
+        (TypeError, "real number", (table, 100, torch.zeros(NUM_ITEMS, dtype=torch.complex64)), {}),
+        (IndexError, "wanted 0 to 599", (table, 100, [600]), {}),
+        (ValueError, "policy is 'fifo'; wanted one of 'static', 'lru'", (table, 100), {"policy": "fifo"}),
+        (ValueError, "for one device; there are 2", (table, 100), {"policy": "lru", "devices": ["cpu"] * 2}),
+        (ValueError, "writable cache has policy 'static'", (table, 100), {"policy": "lru", "writable": True}),
+        (ValueError, "there are 9 devices; wanted 1 to 8", (table, 100), {"devices": ["cpu"] * 9}),
+        (ValueError, "there are 0 devices", (table, 100), {"devices": []}),
+        (ValueError, "slot_bytes is 0", (table, 100), {"writable": True, "slot_bytes": 0}),
+        (ValueError, "slot_bytes is 257", (table, 100), {"policy": "lru", "slot_bytes": 257}),
+    ):
+        with pytest.raises(error, match=message):
+            ibp.RowCache(*arguments, **{"devices": "cpu", **options})
+    with pytest.raises(ValueError, match="wanted items of whole rows"):
+        ibp.RowCache(ibp.compress(torch.randn(1000), **ON_CPU), 100, devices="cpu")
+    if not ibp.cuda_is_available():
+        with pytest.raises(ValueError, match="cuda"):
+            ibp.RowCache(table, 100, devices="cuda")
+
+
+def test_refused_calls():
+    x = tensor()
+    cache = ibp.RowCache(table_of(x), 20_000, torch.rand(NUM_ITEMS), devices="cpu")
+    for error, message, ids, options in (
+        (IndexError, r"ids\[1\] is 600; wanted 0 to 599", [0, 600], {}),
+        (IndexError, "-1", [-1], {}),
+        (TypeError, "torch.float32", torch.rand(3), {}),
+        (ValueError, "one dimension", torch.zeros(2, 2, dtype=torch.int64), {}),
+        (TypeError, "out has dtype", [1], {"out": torch.empty(1, COLUMNS, dtype=torch.float64)}),
+        (ValueError, "out has shape", [1], {"out": torch.empty(2, COLUMNS)}),
+        (ValueError, "max_sms is 0", [1], {"max_sms": 0}),
+    ):
+        with pytest.raises(error, match=message):
+            cache.index_select(ids, **options)
+    for error, message, ids, rows in (
+        (IndexError, "600", [600], x[:1]),
+        (TypeError, "rows has dtype", [1], x[:1].double()),
+        (ValueError, "rows has shape", [1], x[:2]),
+    ):
+        with pytest.raises(error, match=message):
+            cache.update_(ids, rows)
+    for copied in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="cannot be pickled or copied"):
+            copied(cache)
+    assert_same_bits(cache.index_select(range(NUM_ITEMS)), x)
+
+
+def test_shared_tables_are_read_only():
+    x = tensor()
+    table = table_of(x).share_memory_()
+    cache = ibp.RowCache(table, 20_000, torch.rand(NUM_ITEMS), devices="cpu")
+    assert_same_bits(cache.index_select(range(NUM_ITEMS)), x)
+    with pytest.raises(RuntimeError, match="shared"):
+        cache.update_([1], x[:1])
+    with pytest.raises(RuntimeError, match="shared"):
+        ibp.RowCache(table, 20_000, devices="cpu", writable=True)
+
+
+def test_corrupt_rows_are_not_cached():
+    x = tensor()
+    table = table_of(x)
+    broken = copy.deepcopy(table)
+    broken.lengths.view(torch.int16)[:100] = 5000  # longer than a row
+    broken.bases.fill_(1 << 60)
+    cache = ibp.RowCache(broken, 1 << 20, torch.rand(NUM_ITEMS), devices="cpu")
+    assert not cached_rows(cache) & set(range(100))
+    with pytest.raises(ibp.CorruptTableError):
+        cache.index_select([1])
+
+
+@pytest.mark.parametrize("policy", row_cache.POLICIES)
+def test_hostile_maps(policy):
+    """Whatever is in a map, nothing outside the cache is read: rows are wrong, or refused."""
+    x = tensor()
+    cache = ibp.RowCache(table_of(x), 20_000, torch.rand(NUM_ITEMS), devices="cpu", policy=policy)
+    slab = cache._generation.slabs[0]
+    good = slab.map.clone()
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        noise = torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, tuple(good.shape)))
+        slab.map.copy_(noise if seed % 2 else torch.stack((good[:, 0], noise[:, 1] | 1 << 60), 1))
+        try:
+            assert cache.index_select(range(NUM_ITEMS)).shape == x.shape
+        except ibp.CorruptTableError:
+            pass
