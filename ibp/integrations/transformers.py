@@ -1,0 +1,497 @@
+"""KV-caches of Hugging Face transformers whose older tokens are compressed, losslessly.
+
+    from ibp.integrations.transformers import CompressedCache
+
+    cache = CompressedCache(config=model.config)
+    model.generate(**inputs, past_key_values=cache)         # the tokens and logits of DynamicCache
+    print(cache.stats())
+
+Blocks of older tokens are coded on the GPU and kept in pinned host memory, or on the GPU; while one layer computes, the
+next one's are brought back and decoded. Checked with transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from .._arguments import whole_number
+from .._fetch.calls import sms_of
+from .._kv_cache.coding import Form, Options
+from .._kv_cache.history import History, Pending
+from .._kv_cache.lane import Fetch, Lane, lane_of
+from .._schemes import AnyCodebook, check_scheme
+
+__all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer"]
+
+_STORAGES, _SCHEMES = ("host", "gpu"), ("planes", "ibp", "raw")
+
+
+@dataclass(frozen=True)
+class CompressedCacheStats:
+    """What a cache holds, over all compressed layers.
+
+    Attributes:
+        num_tokens: tokens of a sequence, in the layer that has most.
+        num_coded_tokens: those of them that are coded.
+        original_bytes: of all coded tokens.
+        stored_bytes: that these take as coded rows, each rounded up to 32.
+        host_bytes: pinned host memory for them, or memory of the CPU.
+        device_bytes: memory of GPUs: raw tokens, indices and staging buffers; coded rows with storage "gpu".
+        fetched_bytes: that have gone from host memory to GPUs.
+        sent_bytes: that have gone from GPUs to host memory.
+        num_codebooks: that were learned.
+    """
+
+    num_tokens: int
+    num_coded_tokens: int
+    original_bytes: int
+    stored_bytes: int
+    host_bytes: int
+    device_bytes: int
+    fetched_bytes: int
+    sent_bytes: int
+    num_codebooks: int
+
+    @property
+    def savings(self) -> float:
+        """1 - stored_bytes / original_bytes; 0 where nothing is coded."""
+        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
+
+
+class _Lanes:
+    """The lanes of a cache, one a device, made when they are first asked for."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._lanes: dict[torch.device, Lane] = {}
+
+    def of(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            self._lanes[device] = lane_of(device, self.options)
+        return self._lanes[device]
+
+    def all(self) -> list[Lane]:
+        return list(self._lanes.values())
+
+
+class CompressedLayer(DynamicLayer):
+    """One layer of full attention of a `CompressedCache`: whole blocks of the oldest tokens coded, the others raw.
+
+    `update` gives keys and values of all tokens as new tensors, contiguous [B, heads, tokens, head_dim] as those of
+    DynamicLayer. `keys` and `values` do likewise, by decoding them when they are read.
+    """
+
+    def __init__(self, lanes: _Lanes) -> None:
+        self._lanes, self._options = lanes, lanes.options
+        self._lane: Lane | None = None
+        self._history: History | None = None
+        self._tails: tuple[torch.Tensor, torch.Tensor] | None = None  # raw keys and values, behind the coded ones
+        self._pending: Pending | None = None
+        self._fetch: Fetch | None = None
+        self._last_query = 0  # tokens that came with the last call
+        super().__init__()
+
+    # ---- what it holds ----
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys, decoded; None before the first ones."""
+        return self._whole(0)
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._refuse_setting(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values, decoded; None before the first ones."""
+        return self._whole(1)
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._refuse_setting(value)
+
+    def _refuse_setting(self, value: object) -> None:
+        if value is not None:
+            raise AttributeError("the keys and values of a compressed layer cannot be set; pass them to update()")
+
+    def _whole(self, number: int) -> torch.Tensor | None:
+        if self._tails is None:
+            return None
+        history = self._coded()
+        if history is None:
+            return self._tails[number]
+        return self._joined(self._lane_of().fetch(history, self.get_seq_length()))[number]
+
+    @property
+    def history(self) -> History | None:
+        """The coded tokens; None before the first call."""
+        return self._history
+
+    @property
+    def raw(self) -> tuple[torch.Tensor, ...]:
+        """The raw keys and values behind the coded ones."""
+        return self._tails or ()
+
+    @property
+    def last_query(self) -> int:
+        """Tokens that came with the last call of `update`."""
+        return self._last_query
+
+    def get_seq_length(self) -> int:
+        """Tokens of a sequence, coded and raw ones."""
+        history = self._coded()
+        return self._num_raw() + (history.num_tokens if history is not None else 0)
+
+    def _num_raw(self) -> int:
+        return self._tails[0].shape[-2] if self._tails is not None and self._tails[0].dim() == 4 else 0
+
+    def _coded(self) -> History | None:
+        """The coded tokens, if there are any."""
+        return self._history if self._history is not None and self._history.num_blocks else None
+
+    def _lane_of(self) -> Lane:
+        assert self._lane is not None
+        return self._lane
+
+    # ---- new tokens ----
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Takes dtype, device and sizes from the first keys and values."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._lane = self._lanes.of(key_states.device)
+        books = self._options.codebooks or (None, None)
+        keys, values = (Form.of(x, self._options.block, book) for x, book in zip((key_states, value_states), books))
+        self._history = History(keys, values, self._options, self._lane.new_arena(), key_states.device)
+        nothing = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._tails = nothing, nothing.to(value_states.dtype)
+        self.is_initialized = True
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds keys and values, [B, heads, new tokens, head_dim], and gives those of all tokens.
+
+        Raises:
+            RuntimeError: the keys require grad, a CUDA graph is being captured, or coded tokens were damaged.
+            ValueError: the keys are on neither a CPU nor a CUDA device, or do not fit the codebooks.
+        """
+        _check_call(key_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self._tails is not None
+        keys, values = (torch.cat([old, new], dim=-2) for old, new in zip(self._tails, (key_states, value_states)))
+        self._tails, self._last_query = (keys, values), key_states.shape[-2]
+        if self._coded() is not None:
+            keys, values = self._joined(self._fetched())
+        self._begin_coding()
+        return keys, values
+
+    def _fetched(self) -> Fetch:
+        """What was fetched ahead, if it is for as many tokens as there are now, or what is fetched now."""
+        fetch, self._fetch = self._fetch, None
+        history, num_tokens = self._coded(), self.get_seq_length()
+        assert history is not None
+        if fetch is not None and fetch.keys.shape[-2] == num_tokens:
+            return fetch
+        del fetch  # first: the current stream waits for it
+        return self._lane_of().fetch(history, num_tokens)
+
+    def _joined(self, fetch: Fetch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens: the coded ones decoded, the raw ones behind them."""
+        assert self._tails is not None
+        whole, num_raw = fetch.wait(), self._num_raw()
+        for tensor, tail in zip(whole, self._tails):
+            if num_raw:
+                tensor[..., -num_raw:, :].copy_(tail)
+        return whole
+
+    # ---- coding ----
+
+    def _begin_coding(self) -> None:
+        """Queues the coding of blocks that the window has left behind."""
+        num_blocks = (self._num_raw() - self._options.window) // self._options.block
+        if self._pending is None and num_blocks > 0:
+            assert self._tails is not None and self._history is not None
+            keys, values = (tail[..., : num_blocks * self._options.block, :] for tail in self._tails)
+            self._pending = self._history.encode(keys, values)
+
+    def is_coding_much(self) -> bool:
+        """Whether the raw tokens are many that are being coded, so that waiting for them pays."""
+        return self._pending is not None and self._pending.num_blocks > 1
+
+    def store(self, wait: bool = False) -> None:
+        """Puts blocks that have been coded in the place of their raw tokens. wait: also where the GPU must be waited
+        for; else these are left for later."""
+        pending = self._pending
+        if pending is None or not (wait or pending.is_ready()):
+            return
+        assert self._tails is not None and self._history is not None
+        self._fetch = None
+        with torch.inference_mode(False), torch.no_grad():
+            self._lane_of().store(self._history, pending)
+            num_tokens = pending.num_blocks * self._options.block
+            self._pending = None
+            keys, values = (tail[..., num_tokens:, :].clone() for tail in self._tails)
+            self._tails = keys, values
+
+    # ---- ahead of use ----
+
+    def fetch_ahead(self, new_tokens: int) -> None:
+        """Begins to bring what the next call needs if it has so many new tokens."""
+        if not self.is_initialized or self._fetch is not None:
+            return
+        self.store(wait=self.is_coding_much())
+        history = self._coded()
+        if history is not None:
+            self._fetch = self._lane_of().fetch(history, self.get_seq_length() + new_tokens)
+
+    def prefetch(self) -> None:
+        """Begins to bring what the next call needs, if it has one new token."""
+        self.fetch_ahead(1)
+
+    def offload(self) -> None:
+        """Does nothing: older tokens leave the GPU by themselves, newer ones stay."""
+
+    # ---- changes ----
+
+    def reset(self) -> None:
+        """Forgets all tokens and codebooks."""
+        self._fetch = self._pending = self._history = self._tails = None
+        self._last_query = 0
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes as many of the newest tokens as the number says, which is not above 0.
+
+        Raises:
+            ValueError: the number is above 0.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove is {tokens_to_remove}; wanted minus the number of tokens, or 0")
+        if tokens_to_remove == 0 or self._tails is None:
+            return
+        self._fetch, history = None, self._coded()
+        num_left = max(0, self.get_seq_length() + tokens_to_remove)
+        num_coded = history.num_tokens if history is not None else 0
+        if num_left < num_coded:
+            self._crop_coded(num_left)
+        else:
+            keys, values = (tail[..., : num_left - num_coded, :] for tail in self._tails)
+            self._tails = keys, values
+        if self._pending is not None and self._pending.num_blocks * self._options.block > self._num_raw():
+            self._pending = None
+
+    def _crop_coded(self, num_left: int) -> None:
+        """Keeps fewer tokens than are coded: whole blocks of them, and the others raw."""
+        history, self._pending = self._coded(), None
+        assert history is not None
+        num_blocks, num_raw = divmod(num_left, self._options.block)
+        fetch = self._lane_of().fetch(history, self._options.block, range(num_blocks, num_blocks + 1))
+        keys, values = (whole[..., :num_raw, :].clone() for whole in fetch.wait())
+        with torch.inference_mode(False):
+            history.truncate(num_blocks)
+        self._tails = keys, values
+        self._code_anew_if_sparse()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence b becomes what sequence beam_idx[b] was. Coded tokens are not touched: where they are decoded to is
+        changed."""
+        if self.get_seq_length() > 0:
+            self._take(beam_idx.to(self.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence; coded tokens are shared by the copies."""
+        if self.get_seq_length() > 0:
+            assert self._tails is not None
+            self._take(torch.arange(len(self._tails[0]), device=self.device).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the sequences that an index tensor names."""
+        if self.get_seq_length() > 0:
+            assert self._tails is not None
+            self._take(torch.arange(len(self._tails[0]), device=self.device)[indices])
+            self._code_anew_if_sparse()
+
+    def _take(self, sequences: torch.Tensor) -> None:
+        assert self._tails is not None and self._history is not None
+        self._fetch = None
+        keys, values = (tail.index_select(0, sequences) for tail in self._tails)
+        self._tails = keys, values
+        self._history.take(sequences)
+        if self._pending is not None:
+            self._pending.take(sequences)
+
+    def _code_anew_if_sparse(self) -> None:
+        """Makes all tokens raw, to be coded again by the next call, where most coded bytes are of none of them."""
+        if self._history is None or not self._history.is_sparse:
+            return
+        if self._coded() is not None:
+            self._tails = self._joined(self._lane_of().fetch(self._history, self.get_seq_length()))
+        self._pending = None
+        with torch.inference_mode(False):
+            self._history.truncate(0)
+
+    def clone(self, lanes: _Lanes) -> CompressedLayer:
+        """A copy of all tokens, for a cache with lanes of its own. Waits for what is being coded."""
+        self.store(wait=True)
+        copied = CompressedLayer(lanes)
+        if self._history is None or self._tails is None:
+            return copied
+        copied.dtype, copied.device, copied._last_query = self.dtype, self.device, self._last_query
+        copied._lane, copied._history = lanes.of(self.device), self._history.clone()
+        keys, values = (tail.clone() for tail in self._tails)
+        copied._tails, copied.is_initialized = (keys, values), True
+        return copied
+
+    def __repr__(self) -> str:
+        history = self._coded()
+        coded = history.num_tokens if history is not None else 0
+        return f"CompressedLayer({self.get_seq_length()} tokens, {coded} of them coded)"
+
+
+def _check_call(states: torch.Tensor) -> None:
+    if states.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            "coded keys and values have no gradients: call the model under torch.no_grad() or torch.inference_mode(), "
+            "or with a DynamicCache"
+        )
+    if states.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a CompressedCache cannot be captured in a CUDA graph: its tensors grow")
+
+
+class CompressedCache(DynamicCache):
+    """A `transformers.DynamicCache` whose older tokens are compressed, to be passed as `past_key_values`. What models
+    compute with it has the same bits.
+
+    Of each layer of full attention the tokens older than `window` are coded in blocks, on the GPU, with codebooks for
+    keys and values that are learned from the first blocks (the prompt's, as in section 6.4 of the paper) and again when
+    savings fall. Each layer's coded bytes are brought, as one copy, and decoded on streams beside the current one while
+    the layer before it computes. Layers of other kinds (sliding windows, which are short, states of linear attention,
+    indexed and hybrid ones) are transformers' own and stay raw on the GPU. Models on the CPU work likewise, at once.
+
+    Beams are reordered, and sequences repeated, without touching coded tokens. `copy.deepcopy` copies coded bytes: a
+    prompt's cache can be used for many answers. Keys and values have no gradients. Not for CUDA graphs; `torch.compile`
+    breaks the graph at each layer's update.
+
+    Args:
+        config: of the model, which says what layers there are; None: all are of full attention.
+        storage: "host": coded tokens are in pinned host memory; "gpu": in the GPU's.
+        block: tokens that are coded together, at least 1.
+        window: the newest tokens, which stay raw on the GPU, at least 0.
+        scheme: "planes", "ibp" (the paper's) or "raw": blocks are moved as they are. Keys or values that a codebook
+            saves less than 2 % of are kept raw with the others, too.
+        level: of scheme "planes", as in `ibp.compress`.
+        codebooks: those of keys and of values to begin with, for all layers, made by `ibp.analyze` of tensors whose
+            rows are whole tokens of a head, one or more; None: learned, which takes about two milliseconds each.
+        max_sms: at most so many multiprocessors decode; None: 32 where tokens come over the link, else all.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        *,
+        storage: str = "host",
+        block: int = 64,
+        window: int = 64,
+        scheme: str = "planes",
+        level: str = "default",
+        codebooks: tuple[AnyCodebook, AnyCodebook] | None = None,
+        max_sms: int | None = None,
+    ) -> None:
+        if storage not in _STORAGES:
+            raise ValueError(f"storage is {storage!r}; wanted one of {list(_STORAGES)}")
+        if scheme not in _SCHEMES:
+            raise ValueError(f"scheme is {scheme!r}; wanted one of {list(_SCHEMES)}")
+        check_scheme("planes", level=level)
+        if codebooks is not None and (scheme == "raw" or len(codebooks) != 2):
+            raise ValueError("codebooks are a pair, of keys and of values, and not for scheme 'raw'")
+        block, window = whole_number("block", block, 1, 2**31), whole_number("window", window, 0, 2**31)
+        options = Options(block, window, storage, scheme, level, codebooks, sms_of(max_sms))
+        super().__init__(config=config)
+        self._begin(options)
+        self.layers = [CompressedLayer(self._lanes) if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+    def _begin(self, options: Options) -> None:
+        self._options, self._lanes = options, _Lanes(options)
+        self._coding: CompressedLayer | None = None  # of many tokens, which are there raw as well
+        if self.layer_class_to_replicate is not None:
+            new_layer: Any = functools.partial(CompressedLayer, self._lanes)
+            self.layer_class_to_replicate = new_layer
+
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds a layer's keys and values, [B, heads, new tokens, head_dim], and gives those of all its tokens.
+
+        Raises:
+            RuntimeError: the keys require grad, a CUDA graph is being captured, or coded tokens were damaged.
+            ValueError: the keys are on neither a CPU nor a CUDA device, or do not fit the codebooks.
+        """
+        if self._coding is not None:
+            self._coding.store(wait=True)
+            self._coding = None
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if isinstance(layer, CompressedLayer):
+            self._coding = layer if layer.is_coding_much() else None
+            self._fetch_next(layer_idx, layer)
+        return keys, values
+
+    def _fetch_next(self, layer_idx: int, layer: CompressedLayer) -> None:
+        """Begins to bring the layer that is used next: behind the last one the first one, for as many new tokens as
+        there were now, or for one if these were the first."""
+        order = (*range(layer_idx + 1, len(self.layers)), *range(layer_idx + 1))
+        index = next(index for index in order if isinstance(self.layers[index], CompressedLayer))
+        is_prompt = layer.last_query == layer.get_seq_length()
+        self.layers[index].fetch_ahead(1 if index <= layer_idx and is_prompt else layer.last_query)
+
+    def stats(self) -> CompressedCacheStats:
+        """What the cache holds and has moved so far."""
+        layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        histories = [layer.history for layer in layers if layer.history is not None]
+        lanes, on_host = self._lanes.all(), self._options.storage == "host"
+        near = sum(tail.numel() * tail.element_size() for layer in layers for tail in layer.raw)
+        near += sum(history.index_bytes for history in histories) + sum(lane.device_bytes for lane in lanes)
+        arenas = sum(history.arena.nbytes for history in histories)
+        in_host = sum(one.arena.nbytes for one in histories if on_host or one.device.type == "cpu")
+        return CompressedCacheStats(
+            num_tokens=max((layer.get_seq_length() for layer in layers), default=0),
+            num_coded_tokens=max((history.num_tokens for history in histories), default=0),
+            original_bytes=sum(history.original_bytes for history in histories),
+            stored_bytes=sum(history.arena.used for history in histories),
+            host_bytes=in_host,
+            device_bytes=near + arenas - in_host,
+            fetched_bytes=sum(lane.fetched_bytes for lane in lanes),
+            sent_bytes=sum(lane.sent_bytes for lane in lanes),
+            num_codebooks=sum(codec.num_learned for one in histories for codec in (one.keys, one.values)),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        vars(copied).update(vars(self))
+        copied._begin(self._options)
+        copied.layers = [
+            layer.clone(copied._lanes) if isinstance(layer, CompressedLayer) else copy.deepcopy(layer, memo)
+            for layer in self.layers
+        ]
+        return copied
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return (
+            f"CompressedCache({len(self.layers)} layers, tokens={stats.num_tokens}, coded={stats.num_coded_tokens}, "
+            f"bytes={stats.original_bytes:,} -> {stats.stored_bytes:,}, savings={stats.savings:.1%}, "
+            f"storage={self._options.storage!r})"
+        )
