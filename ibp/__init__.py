@@ -6,13 +6,14 @@
     x2    = ibp.decompress(table)                          # the whole tensor again
 
 The method is that of the paper Invariant Bit Packing (EuroSys 2026); the bytes are specified in FORMAT.md
-beside the installed headers (`ibp.get_include()`). Modules over tables are in `ibp.nn`, bridges to frameworks in
+beside the installed headers (`ibp.get_include()`). Modules over tables are in `ibp.nn`, tables in several processes in
+`ibp.distributed`, bridges to frameworks in
 `ibp.integrations`.
 """
 
 from pathlib import Path as _Path
 
-from . import _core, _ops, nn, optim
+from . import _core, _ops, distributed, nn, optim
 from ._bags import embedding_bag
 from ._cache import CacheStats, RowCache, count_accesses
 from ._calibration import H200, Calibration, CoderRates, calibrate
@@ -68,6 +69,7 @@ __all__ = [
     "cuda_is_available",
     "decompress",
     "decompress_many",
+    "distributed",
     "embedding_bag",
     "encode_into",
     "estimate",

@@ -14,7 +14,7 @@ from ._compressed_tensor import CompressedTensor
 from ._estimation import check_codebook, check_learning
 from ._schemes import AnyCodebook, Request, check_clusters, measure
 
-_MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
+MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
 
 
 def compress(
@@ -79,7 +79,7 @@ def compress(
         RuntimeError: memory cannot be pinned.
     """
     _rows.check_tensor(x)
-    learning = _Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
+    learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
     pin, node = _wants_pinning(x, pin_memory), _numa.node_of(numa)
     geometry = _geometry(x, row_bytes, codebook)
     slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
@@ -130,7 +130,7 @@ def compress_(
     """
     _rows.check_tensor(x)
     _check_owns_memory(x)
-    learning = _Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
+    learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
     geometry = _geometry(x, row_bytes, codebook)
     worker, pin = _rows.working_device(x, device), _wants_pinning(x, pin_memory)
     data = _rows.bytes_of(x)
@@ -178,7 +178,7 @@ class _Coding:
 
 
 @dataclass(frozen=True)
-class _Learning:
+class Learning:
     """How a codebook is come by: given, or learned as asked for."""
 
     scheme: str
@@ -199,7 +199,7 @@ class _Learning:
         clusters: int | str | None,
         level: str,
         codebook: AnyCodebook | None,
-    ) -> _Learning:
+    ) -> Learning:
         """Of the arguments of the same names. Raises TypeError and ValueError for wrong ones."""
         chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample, level)
         if clusters is not None and not isinstance(clusters, str):
@@ -255,7 +255,7 @@ class _Learning:
             return None
         coding = _coding(request.data, request.geometry, codebook, request.device, request.progress)
         savings, expected = 1 - coding.stored_bytes / request.geometry.num_bytes, codebook.expected_savings
-        if not codebook.is_partial or expected is None or savings > expected - _MOST_LACKING:
+        if not codebook.is_partial or expected is None or savings > expected - MOST_LACKING:
             return coding
         codebook = learn(self.scheme, replace(request, codes_invariant=True), in_place)
         if codebook is None:

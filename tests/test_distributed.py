@@ -1,0 +1,418 @@
+"""Tables in several processes: one that all share, and one that is spread over them. Processes exchange over gloo."""
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ibp
+from helpers import assert_same_bits
+from ibp import _group, _sharded
+from ibp.distributed import ShardedTable, share_table
+
+SECONDS = 60  # that other processes may take
+OPTIONS = {"device": "cpu", "pin_memory": False}
+SIZES = [700, 0, 1, 399]  # items of the ranks' shards
+COLUMNS = 96
+
+
+class Ranks:
+    """Processes of one group, which run what they are told; forked, as torch takes seconds to import."""
+
+    def __init__(self, size, directory, timeout=SECONDS):
+        context = multiprocessing.get_context("fork")
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            here, there = context.Pipe()
+            work = context.Process(target=_serve, args=(rank, size, str(directory / "store"), timeout, there))
+            work.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(work)
+
+    def __call__(self, function, *args):
+        """What function(rank, *args) returns on each rank. AssertionError with the traceback of one that raises."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(SECONDS), f"rank {rank} does not answer"
+            failure, value = pipe.recv()
+            assert failure is None, f"rank {rank}: {failure}"
+            results.append(value)
+        return results
+
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.join(SECONDS)
+
+
+def _serve(rank, size, store, timeout, pipe):
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    while True:
+        function, args = pipe.recv()
+        try:
+            pipe.send((None, function(rank, *args)))
+        except BaseException:
+            pipe.send((traceback.format_exc(), None))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    four = Ranks(4, tmp_path_factory.mktemp("ranks"))
+    yield four
+    four.end()
+
+
+def rows_like(kind, count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "sparse":
+        return (torch.rand(count, 300, generator=generator) < 0.02).float()
+    if kind == "random":
+        return torch.randint(256, (count, COLUMNS), generator=generator, dtype=torch.uint8)
+    if kind == "complex":
+        return torch.randn(count, 3, 20, generator=generator, dtype=torch.complex64) * 0.02
+    return torch.randn(count, COLUMNS, generator=generator).to(torch.bfloat16)
+
+
+def part_of(x, rank):
+    return x.split(SIZES)[rank]
+
+
+def raised(work):
+    """(name, message) of the exception that work() raises, or None."""
+    try:
+        work()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def ids_of(rank, count=150):
+    return torch.randint(sum(SIZES), (count,), generator=torch.Generator().manual_seed(rank))
+
+
+# ---- tables that are spread over ranks ----
+
+
+def fetch(rank, kind, options):
+    x = rows_like(kind, sum(SIZES))
+    table = ShardedTable.from_local(part_of(x, rank), **OPTIONS, **options)
+    assert table.shape == x.shape and len(table) == len(x) and table.dtype == x.dtype and table.size(0) == len(x)
+    assert table.local_range == range(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
+    assert f"rank {rank} of 4" in repr(table) and table.device.type == "cpu" and table.group is None
+    ids = ids_of(rank)
+    for some in (ids, ids.int(), ids[:0], ids.tolist(), torch.arange(len(x)), torch.zeros(9, dtype=torch.int64)):
+        assert_same_bits(table.index_select(some), x[some])
+    assert_same_bits(table.index_select(ids if rank == 3 else []), x[ids] if rank == 3 else x[:0])
+    out = torch.empty(2 * len(ids), *x.shape[1:], dtype=x.dtype)
+    assert table.index_select(ids, out=out[::2]).data_ptr() == out.data_ptr()
+    assert_same_bits(out[::2], x[ids])
+    own = table.local_table
+    return own.scheme, own.codebook, own.savings, own.layout
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("dense", {}),
+        ("dense", {"scheme": "ibp", "layout": "packed"}),
+        ("dense", {"scheme": "planes", "clusters": 2, "row_bytes": 32, "slot_bytes": 32}),
+        ("sparse", {"sample": 0.5}),
+        ("random", {}),
+        ("complex", {"level": "fast"}),
+    ],
+    ids=["dense", "packed masks", "clusters, rows of parts", "sparse", "raw", "consecutive"],
+)
+def test_every_rank_fetches_from_all(ranks, kind, options):
+    found = ranks(fetch, kind, options)
+    codebooks = {codebook for scheme, codebook, _, _ in found if scheme != "raw"}
+    assert len(codebooks) == (0 if kind == "random" else 1)
+    assert found[1][0] == "raw"  # an empty shard
+    assert found[0][3] == options.get("layout", "slots")
+
+
+def learn_as_one(rank):
+    x = rows_like("sparse", sum(SIZES))
+    table = ShardedTable.from_local(part_of(x, rank), **OPTIONS, scheme="planes")
+    whole = ibp.compress(x, **OPTIONS, scheme="planes")
+    return table.local_table.stored_bytes, whole.stored_bytes
+
+
+def test_one_codebook_serves_as_well_as_a_whole_tables(ranks):
+    found = ranks(learn_as_one)
+    assert sum(stored for stored, _ in found) < 1.1 * found[0][1]
+
+
+def lack(rank):
+    """A column that is the same in all sampled rows, and not in a fifth of rank 3's."""
+    x = rows_like("dense", 4000)
+    x[:, 0] = 1.0
+    x[3100:3300, 0] = 2.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sharded, "_LEAST_SAMPLED_ROWS", 16)
+        table = ShardedTable.from_local(x[1000 * rank :][:1000], **OPTIONS, scheme="planes", sample=1e-6)
+    assert_same_bits(table.index_select(torch.arange(4000)), x)
+    return table.local_table.codebook.is_partial, table.local_table.savings
+
+
+def test_rows_that_lack_what_the_sample_has_in_common(ranks):
+    for is_partial, savings in ranks(lack):
+        assert not is_partial and savings > 0.2
+
+
+def from_tables(rank, case):
+    x = rows_like("dense", sum(SIZES))
+    part = part_of(x, rank)
+    codebook = ibp.analyze(x, scheme="planes", sample=1.0, **{"device": "cpu"})
+    table = {
+        "one codebook": lambda: ibp.compress(part, codebook=codebook, **OPTIONS),
+        "one is raw": lambda: ibp.compress(
+            part, **OPTIONS, **({"scheme": "raw"} if rank == 0 else {"codebook": codebook})
+        ),
+        "other codebooks": lambda: (
+            ibp.compress(part.float(), scheme="planes", **OPTIONS)
+            if rank == 3
+            else ibp.compress(part.float(), scheme="ibp", **OPTIONS)
+        ),
+        "other dtypes": lambda: ibp.compress(part.half() if rank == 2 else part, **OPTIONS),
+        "other rows": lambda: ibp.compress(part, **OPTIONS, row_bytes=96 if rank == 2 else None),
+        "other columns": lambda: ibp.compress(part[:, : 96 - rank], scheme="raw", **OPTIONS),
+        "no table": lambda: part if rank == 2 else ibp.compress(part, **OPTIONS),
+        "rows of two items": lambda: ibp.compress(part, **OPTIONS, row_bytes=384 if rank == 2 else None),
+    }[case]()
+    failure = raised(lambda: ShardedTable(table))
+    if failure is None:
+        ids = ids_of(rank)
+        assert_same_bits(ShardedTable(table).index_select(ids), x[ids])
+    return failure
+
+
+@pytest.mark.parametrize(
+    "case, name, message",
+    [
+        ("one codebook", None, None),
+        ("one is raw", None, None),
+        ("other codebooks", "ValueError", "ranks 0 and 3 have different codebooks"),
+        ("other dtypes", "ValueError", "dtype is torch.bfloat16 on rank 0 of the group and torch.float16 on rank 2"),
+        ("other rows", "ValueError", "row_bytes is 192 on rank 0 of the group and 96 on rank 2"),
+        ("other columns", "ValueError", "shape of items is [96] on rank 0 of the group and [95] on rank 1"),
+        ("no table", "TypeError", "local_table is a Tensor"),
+        ("rows of two items", "ValueError", "items of 192 bytes are not whole rows of 384"),
+    ],
+)
+def test_shards_that_exist(ranks, case, name, message):
+    """What does not go together is an error on all ranks, and the group goes on."""
+    for rank, failure in enumerate(ranks(from_tables, case)):
+        if name is None:
+            assert failure is None
+            continue
+        elsewhere = case in ("no table", "rows of two items") and rank != 2
+        assert failure[0] == ("RuntimeError" if elsewhere else name) and message in failure[1]
+        assert not elsewhere or "rank 2" in failure[1]
+
+
+def refuse(rank):
+    """Rank 1 asks for what there is not; the others get theirs."""
+    x = rows_like("dense", sum(SIZES))
+    table = ShardedTable.from_local(part_of(x, rank), **OPTIONS)
+    ids, failures = ids_of(rank), []
+    bad = ids.clone()
+    bad[5] = len(x)
+    for arguments in (
+        {"ids": bad},
+        {"ids": -ids - 1},
+        {"ids": ids.float()},
+        {"ids": ids.view(10, -1)},
+        {"ids": "all"},
+        {"ids": ids, "out": torch.empty(3, COLUMNS, dtype=x.dtype)},
+        {"ids": ids, "out": torch.empty(len(ids), COLUMNS)},
+        {"ids": ids, "device": "cuda:77"},
+        {"ids": ids, "max_sms": 0},
+    ):
+        if rank == 1:
+            failures.append(raised(lambda: table.index_select(**arguments)))
+        else:
+            assert_same_bits(table.index_select(ids), x[ids])
+    return failures
+
+
+def test_wrong_arguments_are_their_ranks_alone(ranks):
+    failures = ranks(refuse)[1]
+    assert [name for name, _ in failures] == ["IndexError"] * 2 + ["TypeError", "ValueError", "TypeError"] + [
+        "ValueError",
+        "TypeError",
+        "ValueError",
+        "ValueError",
+    ]
+    assert failures[0][1] == f"ids[5] is {sum(SIZES)}; wanted 0 to {sum(SIZES) - 1}"
+
+
+def refuse_to_compress(rank):
+    x = rows_like("dense", 10)
+    return [
+        raised(lambda: ShardedTable.from_local(x, **OPTIONS, scheme="none" if rank == 2 else "auto")),
+        raised(lambda: ShardedTable.from_local(x, **OPTIONS, scheme="planes" if rank == 2 else "auto")),
+        raised(lambda: ShardedTable.from_local(x.flatten(), **OPTIONS)),
+        raised(lambda: ShardedTable.from_local(x, **OPTIONS, slot_bytes=7 if rank == 0 else None)),
+    ]
+
+
+def test_wrong_options(ranks):
+    for rank, failures in enumerate(ranks(refuse_to_compress)):
+        assert (
+            failures[0][0] == ("ValueError" if rank == 2 else "RuntimeError") and "scheme is 'none'" in failures[0][1]
+        )
+        assert "scheme is 'auto' on rank 0 of the group and 'planes' on rank 2" in failures[1][1]
+        assert "wanted a tensor of 2 or more dimensions" in failures[2][1]
+        assert failures[3][0] == ("ValueError" if rank == 0 else "RuntimeError") and "slot_bytes is 7" in failures[3][1]
+
+
+def meet_corrupt_rows(rank):
+    """Of rank 0's shard item 3: who asks for others is not told."""
+    x = rows_like("dense", sum(SIZES))
+    table = ShardedTable.from_local(part_of(x, rank), **OPTIONS, scheme="planes")
+    if rank == 0:
+        table.local_table.lengths[3] = 5000
+    ids = torch.tensor([3, 900]) if rank == 2 else torch.tensor([4, 900])
+    if rank != 2:
+        assert_same_bits(table.index_select(ids), x[ids])
+        return None
+    return raised(lambda: table.index_select(ids))
+
+
+def test_corrupt_rows(ranks):
+    failures = ranks(meet_corrupt_rows)
+    assert failures[2][0] == "CorruptTableError" and "rank 0" in failures[2][1]
+
+
+def damage(rank):
+    """Rows whose bytes contradict their lengths are found by who decodes them."""
+    x = rows_like("dense", sum(SIZES))
+    table = ShardedTable.from_local(part_of(x, rank), **OPTIONS, scheme="planes")
+    if rank == 0:
+        table.local_table.lengths[3] = 1
+    failure = raised(lambda: table.index_select([900, 3]))
+    assert_same_bits(table.index_select([4]), x[[4]])
+    return failure
+
+
+def test_damaged_rows(ranks):
+    for name, message in ranks(damage):
+        assert name == "CorruptTableError" and "ids[1]" in message
+
+
+def update(rank):
+    x = rows_like("dense", sum(SIZES))
+    table = ShardedTable.from_local(part_of(x, rank), **OPTIONS)
+    ids = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[rank::4][: 100 * rank]
+    new = rows_like("dense", len(ids), seed=rank)
+    assert table.update_(ids, new) is table
+    everything = [None] * 4
+    dist.all_gather_object(everything, (ids, new))
+    for some, rows in everything:
+        x[some] = rows
+    assert_same_bits(table.index_select(torch.arange(len(x))), x)
+    table.update_([7, 7], rows_like("dense", 2, seed=rank))  # the last one of the last rank
+    assert_same_bits(table.index_select([7]), rows_like("dense", 2, seed=3)[1:])
+    wrong = raised(lambda: table.update_([0, len(x)] if rank == 1 else [0], x[:2] if rank == 1 else x[1:2]))
+    assert_same_bits(table.index_select([0]), x[[0]])
+    return wrong
+
+
+def test_updates(ranks):
+    for rank, (name, message) in enumerate(ranks(update)):
+        assert name == ("IndexError" if rank == 1 else "RuntimeError")
+        assert f"ids[1] is {sum(SIZES)}" in message
+
+
+def in_subgroup(rank):
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    x = rows_like("dense", 200, seed=rank % 2)
+    mine, other = pairs[rank % 2], pairs[1 - rank % 2]
+    table = ShardedTable.from_local(x[:50] if rank < 2 else x[50:], mine, **OPTIONS)
+    assert_same_bits(table[[0, 199, 50]], x[[0, 199, 50]])
+    assert table.group is mine
+    return raised(lambda: ShardedTable(table.local_table, other)), raised(lambda: pickle.dumps(table))
+
+
+def test_groups(ranks):
+    for stranger, pickled in ranks(in_subgroup):
+        assert stranger[0] == "ValueError" and "not in the group" in stranger[1]
+        assert pickled[0] == "TypeError" and "local_table" in pickled[1]
+
+
+def test_torch_distributed_is_needed():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ShardedTable(ibp.compress(torch.ones(3, 4), **OPTIONS))
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        share_table(None)
+
+
+def lose_a_rank(rank):
+    x = rows_like("dense", 90)
+    table = ShardedTable.from_local(x[30 * rank :][:30], **OPTIONS)
+    if rank == 1:
+        os._exit(1)
+    return raised(lambda: table.index_select([0])), raised(lambda: ShardedTable(table.local_table))
+
+
+def test_a_rank_that_dies(tmp_path):
+    three = Ranks(3, tmp_path, timeout=20)
+    for pipe in three.pipes:
+        pipe.send((lose_a_rank, ()))
+    for pipe in three.pipes[::2]:
+        assert pipe.poll(SECONDS)
+        failure, failures = pipe.recv()
+        assert failure is None
+        assert all(name == "RuntimeError" and "not all ranks" in message for name, message in failures)
+    three.end()
+
+
+# ---- a table that all share ----
+
+
+def share(rank):
+    x = rows_like("dense", 500)
+    table = share_table(ibp.compress(x, **OPTIONS) if rank == 1 else None, src=1)
+    ids = ids_of(rank, 40) % 500
+    assert_same_bits(table.index_select(ids), x[ids])
+    failures = [
+        raised(lambda: share_table(None, src=2)),
+        raised(lambda: share_table(table, src=4)),
+        raised(lambda: share_table(table, src=rank % 2)),
+    ]
+    return table.is_shared(), table._segment.name, failures
+
+
+def test_one_table_for_all(ranks):
+    found = ranks(share)
+    assert all(is_shared for is_shared, _, _ in found) and len({name for _, name, _ in found}) == 1
+    for rank, (_, _, failures) in enumerate(found):
+        assert failures[0][0] == ("TypeError" if rank == 2 else "RuntimeError")
+        assert failures[1] == ("ValueError", "src is 4; wanted 0 to 3")
+        assert "src is 0 on rank 0 of the group and 1 on rank 1" in failures[2][1]
+
+
+def share_far(rank):
+    _group.machine = lambda: "one" if rank < 3 else "other"
+    return raised(lambda: share_table(ibp.compress(torch.ones(3, 4), **OPTIONS) if rank == 0 else None))
+
+
+def test_one_table_is_for_one_machine(tmp_path):
+    four = Ranks(4, tmp_path)
+    for name, message in four(share_far):
+        assert name == "ValueError" and "ranks [3] of the group are on other ones" in message
+    four.end()
