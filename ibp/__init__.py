@@ -7,8 +7,7 @@
 
 The method is that of the paper Invariant Bit Packing (EuroSys 2026); the bytes are specified in FORMAT.md
 beside the installed headers (`ibp.get_include()`). Modules over tables are in `ibp.nn`, tables in several processes in
-`ibp.distributed`, bridges to frameworks in
-`ibp.integrations`.
+`ibp.distributed`, bridges to frameworks in `ibp.integrations`.
 """
 
 from pathlib import Path as _Path

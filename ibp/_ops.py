@@ -39,17 +39,18 @@ current. `stream_bytes` is decode_bytes from pinned host memory by the copy engi
 memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
 `gather_into` is gather_items to an out of any strides, the first outer_dims dimensions of which number its items; ids
 None: all items. `gather_to` is gather_items whose item k goes to addresses[k], int64 [ids]; out is the first of the
-tensors that they are in. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it
-sees them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as the struct
-ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
+tensors that they are in. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the
+slots as it sees them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as
+the struct ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
 
 A cache of rows is for tables whose items are whole rows. `find_cached` turns ids into the entries of their rows, row r
 of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs; `gather_cached` is gather_items with the rows that
 have entries from their slabs. Maps and slabs may be on other devices than the rest, that can be read from it.
 `counts`, int64 [10], is added to: hits of slabs 0 to 7, misses, and bytes of missed rows in whole sectors of 32.
 `owners_of_rows` says, as uint8, which slab's map is to hold a row. `fill_slab` copies `rows`, int64, to `offsets`,
-int64, of a slab and puts them into its map; negative ones are left out. `claim_cached` is find_cached of a cache whose
-rows used longest ago, in slots of cache_slot_bytes, one a way, make room for those that are missing; ways is 32.
+int64, of a slab and puts them into its map, if that is not empty; negative ones are left out. `claim_cached` is
+find_cached of a cache whose rows used longest ago, in slots of cache_slot_bytes, one a way, make room for those that
+are missing; ways is 32.
 `drop_cached` takes rows out of a map; `set_cached` says that rows of it were written anew: with `lengths`, uint16
 [rows], or, where there are none, those that they had, and `dirty`, whether the table's own rows are older.
 """

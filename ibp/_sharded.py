@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import _core, _numa, _rows
+from . import _numa, _rows
 from ._changes import check_rows, last_of_each
 from ._choice import learn
 from ._compressed_tensor import CompressedTensor
 from ._compression import MOST_LACKING, Learning, compress
 from ._estimation import estimate
-from ._fetch.calls import check_out, sms_of, target_of
+from ._fetch.calls import check_out, sms_of, target_of, worker_of
 from ._fetch.gather import Ids, check_range, checked_ids, tensor_of
-from ._fetch.host_gather import select
 from ._group import Group, same_on_all
 from ._layout import checked_slot_bytes, index_rows, stored_sizes
 from ._schemes import AnyCodebook, Request, coding_of
@@ -25,7 +24,7 @@ from ._table import CorruptTableError, Table
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_CPU = torch.device("cpu")
+_ANY_WAYS = 32  # of a map that is empty
 _CANNOT_SEND = -1  # instead of a number of bytes: the shard's rows contradict each other
 _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20  # of all shards, that a codebook is learned from
 
@@ -349,19 +348,38 @@ class ShardedTable:
 
     def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[_Received | None]:
         """The rows that ranks ask for, counts[r] of the ids each; None where they cannot be sent."""
-        return [self._answer(part) for part in ids.split(counts)]
+        try:
+            return list(self._selected(ids, counts))
+        except (CorruptTableError, IndexError):
+            return [self._answer(part) for part in ids.split(counts)]
 
     def _answer(self, ids: torch.Tensor) -> _Received | None:
-        """Rows as they are stored, back to back, and their entries of the index as bytes, on the group's device."""
-        table, num_rows = self.local_table, ids.numel() * self._rows_per_item
-        if num_rows == 0:
-            nothing = torch.empty(0, dtype=torch.uint8, device=self._group.device)
-            return _Received(nothing, nothing)
         try:
-            lengths, rows = _selected(table, ids.to(_CPU), num_rows)
+            return self._selected(ids, [ids.numel()])[0]
         except (CorruptTableError, IndexError):
             return None
-        return _Received(*(part.view(torch.uint8).to(self._group.device) for part in (lengths, rows)))
+
+    def _selected(self, ids: torch.Tensor, counts: list[int]) -> list[_Received]:
+        """Rows of this rank's items, in parts of so many items. Raises IndexError or CorruptTableError."""
+        table, device = self.local_table, self._group.device
+        if ids.numel() == 0:
+            nothing = torch.empty(0, dtype=torch.uint8, device=device)
+            return [_Received(nothing, nothing) for _ in counts]
+        check_range(ids, table._num_items)
+        worker = worker_of(table, device)
+        parts = torch.arange(self._rows_per_item, device=worker)
+        rows = (ids.to(worker).unsqueeze(1) * self._rows_per_item + parts).view(-1)
+        ends_of_parts = torch.tensor([0, *counts]).cumsum(0) * self._rows_per_item
+        lengths, ends = _indexed(table, rows, worker)
+        bounds = ends[ends_of_parts.to(worker)].tolist()
+        copied = torch.empty(bounds[-1], dtype=torch.uint8, device=worker)
+        fault = torch.zeros(4, dtype=torch.int64, device=worker)
+        arguments, no_map = table._arguments(worker), ends[:0]
+        torch.ops.ibp.fill_slab.default(*arguments, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
+        table._raise_fault(fault.tolist())
+        near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
+        entries = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
+        return [_Received(*pair) for pair in zip(entries, near.split(sizes))]
 
     # ---- changing ----
 
@@ -391,8 +409,6 @@ class _Shard(NamedTuple):
         if not isinstance(table, CompressedTensor):
             raise TypeError(f"local_table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
         _check_whole_rows(table._geometry)
-        if table.is_cuda:
-            raise ValueError("local_table is on a GPU; wanted one in host memory")
         return cls(len(table), tuple(table.shape[1:]), table.dtype, table.row_bytes, table.codebook)
 
     def described(self) -> dict[str, Any]:
@@ -417,21 +433,14 @@ class _Received(NamedTuple):
     rows: torch.Tensor
 
 
-def _selected(table: Table, ids: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(lengths, rows) of items of a table in host memory: its entries of the index, 0 where it has none, and the rows
-    as they are stored, back to back. Raises IndexError or CorruptTableError."""
-    rows_per_item = num_rows // ids.numel()
-    check_range(ids, table._num_items)
-    lengths = torch.zeros(num_rows, dtype=torch.uint16)
-    num_bytes = num_rows * table.row_bytes
-    if table.lengths.numel():
-        entries = table.lengths.view(torch.int16).view(-1, rows_per_item)[ids].view(-1).view(torch.uint16)
-        num_bytes = int(stored_sizes(entries, table.row_bytes, table.row_bytes).sum())
-    bases = torch.empty(-(-num_rows // _core.ROWS_PER_BASE), dtype=torch.int64)
-    room = (rows_per_item + _core.ROWS_PER_BASE) * table.row_bytes  # what the operation wants at least
-    rows = torch.empty(max(num_bytes, room), dtype=torch.uint8)
-    _, taken_bytes = select(table, ids, 0, (bases, lengths, rows))
-    return lengths, rows[:taken_bytes]
+def _indexed(table: Table, rows: torch.Tensor, worker: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(entries of the index of rows, uint16, 0 where there is none; int64 [rows + 1]: where each begins and ends, as
+    stored, one after the other)."""
+    lengths = table._arguments(worker)[2]
+    entries = lengths.view(torch.int16)[rows] if lengths.numel() else torch.zeros_like(rows, dtype=torch.int16)
+    entries = entries.view(torch.uint16)
+    sizes = stored_sizes(entries, table.row_bytes, table.row_bytes)
+    return entries, torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
 
 def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -292,6 +292,25 @@ def test_fill_leaves_out_what_it_cannot_hold():
     assert noted.tolist()[0] == 0 and len(ways_of(map_)) == 16
 
 
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_fill_without_a_map_copies(name):
+    """Rows as they are stored, equal ones too, back to back: a table in packed layout."""
+    x, table = arguments_of(name)
+    rows = torch.tensor([5, 299, 5, 0, 3, 14, 7])
+    sizes = torch.tensor(stored_bytes(table))[rows]
+    noted, copied = fault(), torch.full((int(sizes.sum()),), 0xAA, dtype=torch.uint8)
+    OPS.fill_slab(*table, rows, sizes.cumsum(0) - sizes, 0, 32, copied, empty_map(0, 32), noted)
+    lengths, none = table[2][rows] if table[2].numel() else table[2], copied[:0]
+    slots, overflow, slot_bytes = (copied, none, 240) if name == "raw" else (none, copied, 0)
+    bases = torch.zeros(int(len(lengths) > 0), dtype=torch.int64)
+    out = torch.empty(7, 60)
+    OPS.gather_items(
+        slots, overflow, lengths, bases, *table[4:6], slot_bytes, 0, 7, 240, torch.arange(7), 0, out, noted
+    )
+    assert_same_bits(out, x[rows])
+    assert noted.tolist() == [0] * 4
+
+
 def test_lost_rows_are_noted_by_fill_and_claim():
     place = ibp.Place(
         ibp.analyze(spiky_rows(50, 60), scheme="planes"), 8, slot_bytes=32, overflow_bytes=0, device="cpu"

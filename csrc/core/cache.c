@@ -140,9 +140,10 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
             status = IBP_BUFFER_TOO_SMALL;
         ibp_note_fault(&log, status, i, rows[i]);
         if (status != IBP_OK || place.is_default) continue;
-        ibp_cached_row *const way = take_way(&slab->map, rows[i]);
-        if (!way) continue;
+        ibp_cached_row *way = NULL;
+        if (slab->map.num_sets > 0 && !(way = take_way(&slab->map, rows[i]))) continue;
         copy_stored(table, &place, slab->bytes + offsets[i]);
+        if (!way) continue;
         const uint32_t length = ibp_length_of_row(table->lengths, rows[i]);
         __atomic_store_n(&way->entry, ibp_make_entry(slab->number, (uint64_t)offsets[i], length), __ATOMIC_RELEASE);
     }

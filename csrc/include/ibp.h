@@ -573,7 +573,8 @@ typedef struct ibp_cache_slab {
 /* Copies rows of a table into a slab, as they are stored, and puts them into its map: row rows[i] to offsets[i], for
  * first <= i < last. A row that is in the map already, default rows, and rows for which the ways that a search would
  * look at are taken, are left out; so are rows with a negative number or offset. Of equal rows one is taken. Rooms that
- * overlap give wrong rows. Threads may share a map. The map's entry of a row is written after its bytes.
+ * overlap give wrong rows. Threads may share a map. The map's entry of a row is written after its bytes. A map without
+ * sets leaves no row out: rows are copied, equal ones too, and nothing says where they are.
  * @return IBP_INDEX_OUT_OF_RANGE: there is no such row; IBP_CORRUPT_ROW: the row lies outside the table, or is lost;
  * IBP_BUFFER_TOO_SMALL: it does not lie in the slab; these rows are left out, and the first one is noted in *fault. */
 IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
