@@ -25,6 +25,7 @@ from ._fetch.many import index_select_many
 from ._fetch.prefetch import Prefetch
 from ._fetch.streaming import decompress, decompress_many
 from ._kv.paged import PagedTensors
+from ._kv.rows import KVRows, KVRowsStats
 from ._kv.store import KVStore, KVStoreStats, Transfer
 from ._memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
@@ -48,6 +49,8 @@ __all__ = [
     "CorruptTableError",
     "Estimate",
     "H200",
+    "KVRows",
+    "KVRowsStats",
     "KVStore",
     "KVStoreStats",
     "OffloadStats",

@@ -1,1 +1,2 @@
-"""KV-caches outside of the attention that uses them: pages for serving (`store`), rows by index (`rows`)."""
+"""KV-caches for serving: pages that come and go (`store`, of paged caches: `paged`), rows of tokens by index (`rows`), and
+what they take (`sizes`). The caches of transformers are in `_kv_cache`."""
