@@ -2,6 +2,7 @@
 rows that were looked up and in the others."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -293,6 +294,99 @@ def test_refit_saves_again():
     assert savings < 0.01 and module.weight.savings > 0.2
 
 
+# ---- caches ----
+
+CACHES = {
+    "writable": {"hotness": range(0, 60, 2), "writable": True},
+    "writable, of two devices": {"hotness": range(0, 60, 2), "writable": True, "devices": ["cpu", "cpu"]},
+    "writable and empty": {"writable": True},
+    "of fixed rows": {"hotness": range(30)},
+    "lru": {"policy": "lru"},
+}
+
+
+def cached_module(torchs, name):
+    """torch's module with a cache of 32 KiB a device over its rows."""
+    table = ibp.compress(torchs.weight.detach(), device="cpu", pin_memory=False)
+    options = {"devices": "cpu", **CACHES[name]}
+    if "hotness" in options:
+        options["hotness"] = list(options["hotness"])
+    cache = ibp.RowCache(table, 1 << 15, **options)
+    return ibp.nn.EmbeddingBag(table, mode="sum", trainable=True, cache=cache)
+
+
+@pytest.mark.parametrize("name", list(CACHES))
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_caches_train(name, optimizer):
+    make_torchs, make_ours, options = OPTIMIZERS[optimizer]
+    torchs = torch.nn.EmbeddingBag(NUM_ROWS, 64, mode="sum", dtype=torch.bfloat16)
+    before = torchs.weight.detach().clone()
+    ours = cached_module(torchs, name)
+    train(torchs, make_torchs(torchs.parameters(), **options))
+    train(ours, make_ours(ours, **options))
+    assert_same_bits(ours(torch.arange(NUM_ROWS)[:, None]).detach(), torchs.weight.detach())
+    stats = ours.cache.stats()
+    assert (stats.hits > 0) == (name != "writable and empty")
+    stale = ours.weight.decompress()
+    is_late = torch.equal(stale[:60:2], before[:60:2])
+    assert is_late == (ours.cache.writable and "empty" not in name), "rows in the cache reach the table at flush"
+    assert_same_bits(ours.state_dict()["weight"].decompress(), torchs.weight.detach())
+
+
+def test_caches_follow_their_tables():
+    """refit, load_state_dict and copies of a module whose cache has rows that the table lacks."""
+    torchs = torch.nn.EmbeddingBag(NUM_ROWS, 64, mode="sum", dtype=torch.bfloat16)
+    ours = cached_module(torchs, "writable")
+    cached = ours.cache.cached_ids()
+    assert cached.numel() and set(cached.tolist()) <= set(range(0, 60, 2))
+    optimizer = ibp.optim.SGD(ours, lr=0.5)
+    every = torch.arange(NUM_ROWS)[:, None]
+
+    def step():
+        optimizer.zero_grad()
+        ours(every).sum().backward()
+        optimizer.step()
+        return ours(every).detach()
+
+    held = step()
+    ours.refit()
+    assert_same_bits(ours(every).detach(), held)
+    assert torch.equal(ours.cache.cached_ids(), cached)
+    held = step()
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert copied.cache is None
+        assert_same_bits(copied(every).detach(), held)
+    table, cache = ours.weight, ours.cache
+    ours.load_state_dict(torchs.state_dict())
+    assert_same_bits(ours(every).detach(), torchs.weight.detach())
+    assert ours.cache is not cache and ours.cache.table is ours.weight is not table and ours.cache.writable
+    assert torch.equal(ours.cache.cached_ids(), cached)
+    assert "cache=ibp.RowCache" in repr(ours)
+
+
+def test_caches_by_their_size():
+    fixed = ibp.nn.EmbeddingBag.from_pretrained(embedding(50, 64, torch.bfloat16), mode="sum", cache=1 << 15)
+    trains = ibp.nn.EmbeddingBag(50, 64, mode="sum", cache=1 << 15)
+    many = ibp.nn.EmbeddingCollection({"a": (20, 8), "b": (20, 8), "c": (20, 16)}, cache_bytes=1 << 14)
+    assert (fixed.cache.policy, trains.cache.writable, trains.cache.num_cached_rows) == ("lru", True, 0)
+    assert [group.cache.budget_bytes for group in many.groups] == [1 << 14, 1 << 14]
+    many({"a": torch.tensor([[3]])})["a"].sum().backward()
+    ibp.optim.SGD(many, lr=1.0).step()
+    many.flush()
+    ids = torch.randint(50, (5, 4))
+    assert_same_bits(fixed(ids), fixed.to_torch()(ids))
+    embedded = ibp.nn.Embedding.from_pretrained(fixed.weight, cache=1 << 15)
+    assert embedded.stays
+    assert_same_bits(embedded(ids), fixed.weight[ids])
+    other = ibp.compress(embedding(50, 64), device="cpu", pin_memory=False)
+    for cache, error, message in (
+        (fixed.cache, ValueError, "the cache is one of another table"),
+        (True, TypeError, "cache is a bool; wanted an ibp.RowCache or a number of bytes"),
+    ):
+        with pytest.raises(error, match=message):
+            ibp.nn.Embedding(other, cache=cache)
+
+
 # ---- collections ----
 
 
@@ -356,3 +450,25 @@ def test_on_a_gpu(cuda, pinned, name):
     assert ours.weight.is_pinned() == pinned
     with pytest.raises(IndexError, match="500"):
         F.relu(ours(torch.tensor([[500]], device=cuda)))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+@pytest.mark.parametrize("writable", [False, True])
+def test_caches_on_a_gpu(cuda, name, writable):
+    """A cache changes no bit, whatever it holds: the same steps with and without."""
+    weight = torch.randint(-4, 5, (2000, 128)).to(torch.bfloat16)
+    results = []
+    for is_cached in (False, True):
+        table = ibp.compress(weight, scheme="planes", pin_memory=True)
+        hotness = torch.arange(2000, 0, -1)
+        cache = ibp.RowCache(table, 1 << 16, hotness, devices=cuda, writable=writable) if is_cached else None
+        module = ibp.nn.EmbeddingBag(table, mode="sum", trainable=True, cache=cache)
+        optimizer = OPTIMIZERS[name][1](module, lr=0.5)
+        for step in range(4):
+            ids = torch.randint(600, (256, 3), generator=torch.Generator().manual_seed(step)).to(cuda)
+            optimizer.zero_grad()
+            module(ids).sum().backward()
+            optimizer.step()
+        results.append(module.state_dict()["weight"].decompress(device="cpu"))
+    assert_same_bits(*results)
+    assert cache.stats().hits > 0 and cache.stats().misses > 0

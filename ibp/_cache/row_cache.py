@@ -182,6 +182,16 @@ class RowCache:
             present = [Entries.are_present(slab.map[:, 1]) & (slab.map[:, 0] >= 0) for _, slab in self._generation]
         return sum(int(rows.sum()) for rows in present)
 
+    def cached_ids(self) -> torch.Tensor:
+        """Items of which all rows are cached: int64 on the CPU, in increasing order. Waits for the work on the cache's
+        devices."""
+        with self._lock:
+            self._synchronize()
+            maps = [slab.map.cpu() for _, slab in self._generation]
+        rows = torch.cat([held[Entries.are_present(held[:, 1]) & (held[:, 0] >= 0), 0] for held in maps])
+        items, counts = (rows // self._rows_per_item).unique(return_counts=True)
+        return items[counts == self._rows_per_item]
+
     def size(self, dim: int | None = None) -> torch.Size | int:
         """The table's shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]

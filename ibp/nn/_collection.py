@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from .._cache import RowCache
 from .._compressed_tensor import CompressedTensor
 from ._embedding import check_mode
 from ._making import GivenRows, NormalRows, Rows, table_of
@@ -49,8 +50,10 @@ class _Jagged(NamedTuple):
 class _Group(RowsModule):
     """The rows of tables of one width, one table after the other."""
 
-    def __init__(self, table: CompressedTensor, sizes: Sequence[int], trainable: bool) -> None:
-        super().__init__(table, True, trainable)
+    def __init__(
+        self, table: CompressedTensor, sizes: Sequence[int], trainable: bool, cache: RowCache | int | None
+    ) -> None:
+        super().__init__(table, True, trainable, cache)
         self._sizes = torch.tensor(sizes, dtype=torch.int64)
         self._firsts = self._sizes.cumsum(0) - self._sizes
         self._near: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -142,6 +145,8 @@ class EmbeddingCollection(torch.nn.Module):
         trainable: whether rows get gradients; None: where all weights are new.
         device, dtype: of the weights; None: the CPU, pinned where there is a GPU, and the dtype of given weights, or
             torch's default one.
+        cache_bytes: device memory for a cache of each width, as `Embedding`'s `cache`; None: none. Of rows that train
+            `groups[number].cache.refill` fills it.
 
     Raises:
         TypeError: a table is none of these, or weights that are to train are no floating-point numbers.
@@ -158,6 +163,7 @@ class EmbeddingCollection(torch.nn.Module):
         trainable: bool | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         super().__init__()
         check_mode(mode)
@@ -175,7 +181,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.groups = torch.nn.ModuleList()
         for dim in dict.fromkeys(self.embedding_dims.values()):
             own = {name: weights for name, weights in given.items() if self.embedding_dims[name] == dim}
-            self._add_group(own, dim, dtype, device, is_new if trainable is None else trainable)
+            self._add_group(own, dim, dtype, device, is_new if trainable is None else trainable, cache_bytes)
 
     def _add_group(
         self,
@@ -184,6 +190,7 @@ class EmbeddingCollection(torch.nn.Module):
         dtype: torch.dtype,
         device: torch.device | str | int | None,
         trainable: bool,
+        cache_bytes: int | None,
     ) -> None:
         sources = {name: _source(weights, dtype) for name, weights in given.items()}
         first = 0
@@ -193,7 +200,7 @@ class EmbeddingCollection(torch.nn.Module):
         table = next(iter(given.values()))
         if len(given) > 1 or not isinstance(table, CompressedTensor) or device is not None:
             table = table_of(list(sources.values()), dim, dtype, "cpu" if device is None else device)
-        self.groups.append(_Group(table, [source.num_rows for source in sources.values()], trainable))
+        self.groups.append(_Group(table, [source.num_rows for source in sources.values()], trainable, cache_bytes))
         self._names.append(list(given))
 
     # ---- look-ups ----
@@ -315,6 +322,11 @@ class EmbeddingCollection(torch.nn.Module):
             )
             for name, part in self._parts.items()
         }
+
+    def flush(self) -> None:
+        """Writes rows that have changed in caches alone back to the tables."""
+        for number in range(len(self.groups)):
+            self._group(number).flush()
 
     def refit(self, **options: Any) -> None:
         """Compresses all rows anew, as `EmbeddingBag.refit`."""

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._cache import RowCache
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
 from .._torch_functions import embedding_of
@@ -29,6 +30,7 @@ class _Rows(RowsModule):
         stays: bool | None,
         device: torch.device | str | int | None,
         dtype: torch.dtype | None,
+        cache: RowCache | int | None,
     ) -> None:
         is_new = isinstance(table, int)
         if isinstance(table, int):
@@ -40,7 +42,8 @@ class _Rows(RowsModule):
         elif (embedding_dim, device, dtype) != (None, None, None):
             raise TypeError("embedding_dim, device and dtype are for new weights; a table has its own")
         trainable = is_new if trainable is None else trainable
-        super().__init__(table, trainable if stays is None else stays, trainable)
+        stays = trainable or cache is not None if stays is None else stays
+        super().__init__(table, stays, trainable, cache)
         self.padding_idx = _checked_padding(padding_idx, self.num_embeddings)
 
     @classmethod
@@ -87,11 +90,14 @@ class Embedding(_Rows):
         embedding_dim, device, dtype: of new weights; device: the CPU, pinned where there is a GPU, unless given.
         padding_idx: a row that gets no gradient, zeros in new weights; negative: from the end.
         trainable: whether rows get gradients; None: new weights do, a table's do not.
-        stays: the table stays where it is, and as it is, when the module is moved or converted; None: if it trains.
+        stays: the table stays where it is, and as it is, when the module is moved or converted; None: if it trains or
+            has a cache.
+        cache: of the table, or device memory for one, in bytes: one that fills itself with the rows used last, or
+            where rows train one that `cache.refill` fills, and that has changed rows until `flush`.
 
     Raises:
         TypeError: table is neither, or does not hold floating-point rows and is to train.
-        ValueError: table has not two dimensions, or padding_idx is out of range.
+        ValueError: table has not two dimensions, padding_idx is out of range, or the cache is one of another table.
     """
 
     __module__ = "ibp.nn"
@@ -106,8 +112,9 @@ class Embedding(_Rows):
         stays: bool | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        cache: RowCache | int | None = None,
     ) -> None:
-        super().__init__(table, embedding_dim, padding_idx, trainable, stays, device, dtype)
+        super().__init__(table, embedding_dim, padding_idx, trainable, stays, device, dtype, cache)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows at ids, int32 or int64 of any shape [...]: [..., embedding_dim].
@@ -115,13 +122,13 @@ class Embedding(_Rows):
         Raises:
             IndexError: an id is out of range; on a GPU at once where rows train, else as `ibp.index_select` says.
         """
-        if not self._trains_now:
+        if not self._trains_now and self.cache is None:
             return embedding_of(ids, self.weight)
         return self.rows_at(ids, self.padding_idx)
 
     def to_torch(self) -> torch.nn.Embedding:
         """torch's module of the same weights, uncompressed, where the table is."""
-        weight = self.weight.decompress()
+        weight = self.current_table().decompress()
         return torch.nn.Embedding.from_pretrained(weight, freeze=not self.trainable, padding_idx=self.padding_idx)
 
 
@@ -132,11 +139,11 @@ class EmbeddingBag(_Rows):
     `parameters()` does not list them.
 
     Args:
-        table, embedding_dim, device, dtype, trainable: as in `Embedding`.
+        table, embedding_dim, device, dtype, trainable, cache: as in `Embedding`.
         mode: "sum", "mean" or "max".
         padding_idx: a row that bags leave out, and that gets no gradient.
         include_last_offset: offsets have one more entry, the end of the last bag.
-        stays: as in `Embedding`.
+        stays: as in `Embedding`, but for the default.
 
     Raises:
         TypeError, ValueError: as `Embedding`; mode is none of these.
@@ -156,9 +163,10 @@ class EmbeddingBag(_Rows):
         stays: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        cache: RowCache | int | None = None,
     ) -> None:
         check_mode(mode)
-        super().__init__(table, embedding_dim, padding_idx, trainable, stays, device, dtype)
+        super().__init__(table, embedding_dim, padding_idx, trainable, stays, device, dtype, cache)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(
@@ -182,7 +190,7 @@ class EmbeddingBag(_Rows):
     def to_torch(self) -> torch.nn.EmbeddingBag:
         """torch's module of the same weights, uncompressed, where the table is."""
         return torch.nn.EmbeddingBag.from_pretrained(
-            self.weight.decompress(),
+            self.current_table().decompress(),
             freeze=not self.trainable,
             mode=self.mode,
             padding_idx=self.padding_idx,

@@ -39,7 +39,11 @@ class TableModule(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = self.weight
+        destination[prefix + "weight"] = self.current_table()
+
+    def current_table(self) -> CompressedTensor:
+        """The table, with all rows as they are now."""
+        return self.weight
 
     def _load_from_state_dict(
         self,

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from .._bags import embedding_bag
+from .._cache import RowCache
 from .._compressed_tensor import CompressedTensor
 from ._tables import TableModule
 
@@ -49,14 +50,21 @@ class LookedUp(NamedTuple):
 
 
 class RowsModule(TableModule):
-    """A table [num_embeddings, embedding_dim] whose rows are looked up by ids, and train."""
+    """A table [num_embeddings, embedding_dim] whose rows are looked up by ids, and train.
 
-    def __init__(self, table: CompressedTensor, stays: bool, trainable: bool) -> None:
+    Attributes:
+        cache: what rows are read from and written to; None: the table.
+    """
+
+    def __init__(
+        self, table: CompressedTensor, stays: bool, trainable: bool, cache: RowCache | int | None = None
+    ) -> None:
         super().__init__(table, stays)
         if trainable and not table.is_floating_point():
             raise TypeError(f"table has dtype {table.dtype}; wanted floating-point rows to train")
         self.num_embeddings, self.embedding_dim = table.shape
         self.trainable = trainable
+        self.cache = _checked_cache(cache, table, trainable)
         self._noted: list[_Noted] = []
         self._num_writes = 0
 
@@ -66,9 +74,13 @@ class RowsModule(TableModule):
     def _trains_now(self) -> bool:
         return self.trainable and torch.is_grad_enabled()
 
+    @property
+    def _source(self) -> CompressedTensor | RowCache:
+        return self.weight if self.cache is None else self.cache
+
     def _fetched(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows at ids [K], as they are now."""
-        return self.weight.index_select(ids)
+        return self._source.index_select(ids)
 
     def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> LookedUp:
         """The rows of ids of any shape. IndexError for ids out of range, also on a GPU, which is waited for."""
@@ -111,7 +123,7 @@ class RowsModule(TableModule):
         one gradient."""
         if not self._trains_now:
             return embedding_bag(
-                self.weight,
+                self._source,
                 ids,
                 offsets,
                 mode=mode,
@@ -162,31 +174,72 @@ class RowsModule(TableModule):
     @torch.no_grad()
     def write_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """weight[ids] = rows, for ids [K] that differ and rows [K, embedding_dim]."""
-        self.weight.update_(ids, rows)
+        self._source.update_(ids, rows)
         self._num_writes += 1
 
     # ---- the table ----
 
+    def flush(self) -> None:
+        """Writes rows that have changed in the cache alone back to the table."""
+        if self.cache is not None:
+            self.cache.flush()
+
     def current_table(self) -> CompressedTensor:
-        """The table with all rows as they are now."""
+        """The table, once it has all rows as they are now."""
+        self.flush()
         return self.weight
 
     def refit(self, **options: Any) -> None:
         """Compresses the rows anew, with a codebook that fits them as they are now, and gives unused memory back:
         `CompressedTensor.refit`, which takes the memory of all rows meanwhile. For when `weight.savings` has fallen.
+        The cache is filled anew with the rows that it has.
 
         Args:
             options: as `CompressedTensor.refit` takes them.
         """
-        self.weight.refit(**options)
+        if self.cache is None:
+            self.weight.refit(**options)
+            return
+        cached = self.cache.cached_ids().tolist()
+        self.current_table().refit(**options)
+        self.cache.refill(cached)
 
     def _take(self, table: CompressedTensor) -> None:
+        """Also makes a cache of the new table, for the rows that the old one has."""
+        cache = self.cache
+        if cache is not None:
+            self.cache = RowCache(
+                table,
+                cache.budget_bytes,
+                cache.cached_ids().tolist(),
+                devices=cache.devices,
+                policy=cache.policy,
+                writable=cache.writable,
+            )
         super()._take(table)
         self.drop_gradients()
         self._num_writes += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_noted": []}
+        """Copies have neither a cache, which is of this process's devices, nor gradients."""
+        self.flush()
+        return {**super().__getstate__(), "cache": None, "_noted": []}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}{'' if self.cache is None else f', cache={self.cache!r}'}"
+
+
+def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowCache | None:
+    """The cache of a table; of so many bytes one that is made here."""
+    if cache is None:
+        return None
+    if isinstance(cache, int) and not isinstance(cache, bool):
+        return RowCache(table, cache, writable=True) if trainable else RowCache(table, cache, policy="lru")
+    if not isinstance(cache, RowCache):
+        raise TypeError(f"cache is a {type(cache).__name__}; wanted an ibp.RowCache or a number of bytes")
+    if cache.table is not table:
+        raise ValueError("the cache is one of another table")
+    return cache
 
 
 def _sum_of(parts: list[RowGradient]) -> RowGradient:
