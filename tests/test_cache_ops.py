@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits, make_tensor, spiky_rows
+from helpers import assert_same_bits, embedding, make_tensor, spiky_rows
+from test_several_gpus import gpus  # noqa: F401, a fixture
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -540,3 +541,154 @@ def test_refusals(number):
     message, call = REFUSALS[number]
     with pytest.raises(RuntimeError, match=message):
         call()
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(("num_slabs", "ways"), [(1, 2), (8, 4), (2, 32)])
+def test_gpu_finds_and_gathers(name, num_slabs, ways, cuda):
+    check_found(name, num_slabs, ways, cuda)
+
+
+def assert_same_state(gpu, cpu, name):
+    assert gpu.cpu().tolist() == cpu.tolist(), name
+
+
+@pytest.mark.parametrize("name", ["ibp", "packed", "raw"])
+def test_gpu_changes_maps_as_the_cpu_does(name, cuda):
+    _, table = arguments_of(name)
+    ours = Slabs(table, range(0, 300, 2), num_slabs=2, ways=4)
+    maps = [map_.to(cuda) for map_ in ours.maps]
+    rows = torch.arange(0, 300, 6)
+    lengths = (torch.arange(50) % 240).to(torch.uint16)
+    for map_, theirs in zip(ours.maps, maps):
+        for given in (lengths, lengths[:0]):
+            OPS.set_cached(rows, given, 4, given.numel() != 0, map_)
+            OPS.set_cached(rows.to(cuda), given.to(cuda), 4, given.numel() != 0, theirs)
+            assert_same_state(theirs, map_, "set")
+        OPS.drop_cached(rows[:20], 4, map_)
+        OPS.drop_cached(rows[:20].to(cuda), 4, theirs)
+        assert_same_state(theirs, map_, "dropped")
+    assert_same_state(OPS.owners_of_rows(rows.to(cuda), 5), OPS.owners_of_rows(rows, 5), "owners")
+
+
+def test_gpu_entries_may_lie_anywhere(cuda):
+    x, table = arguments_of("planes", cuda)
+    cache = Slabs(table, range(50), device=cuda)
+    ids = torch.arange(64, device=cuda)
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        entries = torch.randint(-(2**63), 2**63 - 1, (64,), generator=draws).to(cuda)
+        entries[::3] = cache.find(ids)[::3]
+        entries[1::3] &= ~PRESENT
+        out, noted = cache.gather(ids, entries)
+        kept = torch.arange(64) % 3 != 2
+        assert_same_bits(out.cpu()[kept].view(x.dtype), x[:64][kept])
+        assert noted[0] in (0, 3)
+
+
+def test_gpu_fills_from_equal_rows_and_with_faults(cuda):
+    _, table = arguments_of("packed", cuda)
+    stored = stored_bytes(table)
+    rows = [row for row in range(300) if stored[row]][:100]
+    given = torch.tensor(rows * 3 + [300], device=cuda)
+    offsets = torch.arange(301, device=cuda) * 240
+    slab, map_, noted = torch.zeros(301 * 240, dtype=torch.uint8, device=cuda), empty_map(80, 2, cuda), fault(cuda)
+    OPS.fill_slab(*table, given, offsets, 0, 2, slab, map_, noted)
+    assert noted.tolist()[:3] == [2, 300, 300] and set(ways_of(map_)) == set(rows)
+
+
+@pytest.mark.parametrize("name", ["planes", "packed", "raw"])
+def test_gpu_claims(name, cuda):
+    x, table = arguments_of(name, cuda)
+    cache = Lru(table, 4, 256, cuda)
+    draws = torch.Generator().manual_seed(5)
+    for call in range(20):
+        ids = torch.randint(0, 300 if call % 3 else 60, (30,), generator=draws)
+        counts = torch.zeros(10, dtype=torch.int64, device=cuda)
+        entries, noted = cache.claim(ids.to(cuda), counts)
+        held, expected = cache.model(ids.tolist())
+        assert [entry != 0 for entry in entries.tolist()] == held
+        assert [int(counts[0]), *counts[8:].tolist()] == expected
+        assert set(ways_of(cache.map)) == {row for ways in cache.used for row in ways}
+        assert noted == [0, 0, 0, 0] and cache.clock.tolist() == [call + 1, call + 1]
+        assert not cache.stamps[4 * 32 :].any()  # no set is locked
+        out = torch.zeros(30, 60, device=cuda)
+        OPS.gather_cached(*table, ids.to(cuda), entries, [cache.bytes], 0, out, fault(cuda))
+        assert_same_bits(out.cpu(), x[ids])
+
+
+def test_gpu_claims_many_equal_rows_of_few_sets(cuda):
+    """Every way is taken once, whatever warps want it."""
+    x = make_tensor((5000, 64), torch.int32, "random").view(torch.float32)
+    table = ibp.compress(x, scheme="raw")
+    table = table._arguments(cuda)
+    cache = Lru(table, 8, 256, cuda)
+    draws = torch.Generator().manual_seed(2)
+    for call in range(6):
+        ids = torch.randint(0, (200, 5000)[call % 2], (20000,), generator=draws).to(cuda)
+        counts = torch.zeros(10, dtype=torch.int64, device=cuda)
+        entries, noted = cache.claim(ids, counts)
+        there = ways_of(cache.map)
+        assert len(there) <= 256 and noted[0] == 0 and int(counts[:9].sum()) == 20000
+        assert [entry != 0 for entry in entries.tolist()] == [row in there for row in ids.tolist()]
+        out = torch.zeros(20000, 64, device=cuda)
+        OPS.gather_cached(*table, ids, entries, [cache.bytes], 0, out, fault(cuda))
+        assert_same_bits(out.cpu(), x[ids.cpu()])
+
+
+@pytest.mark.parametrize("scheme", ["planes", "raw"])
+def test_gpu_rows_from_pinned_memory_in_a_graph(scheme, cuda):
+    """Claim and gather are captured once; replays take other ids."""
+    x = embedding(4000, 128)
+    table = ibp.compress(x, scheme=scheme)
+    arguments = table._arguments(cuda)
+    cache = Lru(arguments, 8, 512, cuda)
+    ids, out = torch.zeros(500, dtype=torch.int64, device=cuda), torch.zeros(500, 128, device=cuda)
+    entries, noted = torch.zeros(500, dtype=torch.int64, device=cuda), fault(cuda)
+    counts = torch.zeros(10, dtype=torch.int64, device=cuda)
+
+    def call():
+        OPS.claim_cached(*arguments, ids, 32, 512, *cache.state, entries, counts, noted)
+        OPS.gather_cached(*arguments, ids, entries, [cache.bytes], 0, out, noted)
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for seed in range(5):
+        wanted = torch.randint(0, 700, (500,), generator=torch.Generator().manual_seed(seed))
+        ids.copy_(wanted)
+        graph.replay()
+        assert_same_bits(out.cpu(), x[wanted])
+    assert noted[0] == 0 and int(counts[0]) > 0 and cache.clock.tolist() == [6, 6]
+
+
+def test_a_gpu_reads_slabs_of_its_peer(gpus):  # noqa: F811
+    x = embedding(3000, 128)
+    near, far = gpus
+    ibp._core.enable_peer(0, 1)
+    table = ibp.compress(x, scheme="planes")
+    arguments, of_peer = table._arguments(near), table._arguments(far)
+    stored = stored_bytes(of_peer)
+    maps, slabs = [], []
+    for slab, (device, given) in enumerate(((near, arguments), (far, of_peer))):
+        rows = [row for row in range(3000) if row % 4 and owner_of(row, 2) == slab]
+        ends = torch.tensor([stored[row] for row in rows]).cumsum(0)
+        bytes_ = torch.zeros(int(ends[-1]) + 16, dtype=torch.uint8, device=device)
+        map_, noted = empty_map(len(rows), 4, device), fault(device)
+        offsets = torch.cat((ends.new_zeros(1), ends[:-1])).to(device)
+        OPS.fill_slab(*given, torch.tensor(rows, device=device), offsets, slab, 4, bytes_, map_, noted)
+        assert noted[0] == 0
+        maps.append(map_), slabs.append(bytes_)
+    torch.cuda.synchronize(far)
+    ids = torch.randint(0, 3000, (2000,), device=near)
+    for given in (maps, [map_.to(near) for map_ in maps]):
+        entries, out = torch.zeros(2000, dtype=torch.int64, device=near), torch.zeros(2000, 128, device=near)
+        counts, noted = torch.zeros(10, dtype=torch.int64, device=near), fault(near)
+        OPS.find_cached(ids, 1, 512, arguments[2], given, 4, entries, counts)
+        OPS.gather_cached(*arguments, ids, entries, slabs, 0, out, noted)
+        assert noted[0] == 0 and (counts[:2] > 500).all() and int(counts[8]) > 300
+        assert_same_bits(out.cpu(), x[ids.cpu()])

@@ -270,6 +270,7 @@ PYBIND11_MODULE(_core, m)
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
     m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN; // overflow parts begin with a sector
+    m.attr("MAX_SLABS") = IBP_MAX_SLABS;         // of a cache of rows
     m.attr("CPU_AVX2_BMI2") = static_cast<uint32_t>(IBP_CPU_AVX2_BMI2);
     m.attr("CPU_AVX512") = static_cast<uint32_t>(IBP_CPU_AVX512);
     m.def("version", &ibp_version, "Version of the linked core library.");
@@ -339,6 +340,11 @@ PYBIND11_MODULE(_core, m)
         .def("pin", &ibp::SharedPages::pin, "Pins the memory for this process, unless it is already.")
         .def_buffer([](ibp::SharedPages &self) { return self.buffer(); });
 
+    m.def(
+        "enable_peer", [](int device, int peer) { check(ibp_cuda_enable_peer(device, peer)); }, py::arg("device"),
+        py::arg("peer"),
+        "Lets kernels of a CUDA device read the memory of another one; RuntimeError where they cannot. Once is "
+        "enough.");
     m.def("map_pinned", &map_pinned, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
           "DLPack capsule of pinned memory as bytes of the current CUDA device, whose index is device; keeps its owner "
           "alive.");

@@ -69,6 +69,13 @@ int64_t rows_per_item_of(const ibp_table &table)
 
 const int64_t *rows_of(const Tensor &rows) { return data_of<int64_t>(rows, ScalarType::Long, 0, "rows"); }
 
+// Maps and slabs may be on other devices, which read each other's memory.
+void require_cuda(const std::vector<Tensor> &tensors)
+{
+    for (const Tensor &tensor : tensors)
+        require(tensor.is_cuda(), "all tensors must be on the CPU, or all on CUDA devices");
+}
+
 // ---- find ----
 
 struct Find {
@@ -118,6 +125,17 @@ void find_cached_cpu(IBP_FIND_PARAMETERS)
                 });
 }
 
+void find_cached_cuda(IBP_FIND_PARAMETERS)
+{
+    const auto device = use_cuda(ids, {&lengths, &entries, counts ? &*counts : &ids});
+    require_cuda(maps);
+    Find call = prepare_find(IBP_FIND_ARGUMENTS);
+    call.query.ids = &call.ids;
+    check(ibp_cuda_find_cached(&call.query, call.maps.data(), static_cast<uint32_t>(call.maps.size()), call.entries,
+                               call.counts, current_stream(ids)),
+          "find_cached");
+}
+
 template <typename Owners> Tensor owners_of_rows(const Tensor &rows, int64_t num_slabs, const Owners &owners)
 {
     Tensor found = new_tensor(rows, {rows.numel()}, ScalarType::Byte);
@@ -130,6 +148,14 @@ Tensor owners_of_rows_cpu(Tensor rows, int64_t num_slabs)
 {
     return owners_of_rows(rows, num_slabs, [&](const int64_t *data, uint32_t slabs, uint8_t *owners) {
         return ibp_owners_of_rows(data, rows.numel(), slabs, owners);
+    });
+}
+
+Tensor owners_of_rows_cuda(Tensor rows, int64_t num_slabs)
+{
+    const auto device = use_cuda(rows, {});
+    return owners_of_rows(rows, num_slabs, [&](const int64_t *data, uint32_t slabs, uint8_t *owners) {
+        return ibp_cuda_owners_of_rows(data, rows.numel(), slabs, owners, current_stream(rows));
     });
 }
 
@@ -174,6 +200,17 @@ void gather_cached_cpu(IBP_GATHER_CACHED_PARAMETERS)
                 });
 }
 
+void gather_cached_cuda(IBP_GATHER_CACHED_PARAMETERS)
+{
+    const auto device = use_cuda(out, {IBP_TABLE_TENSORS, &ids, &entries, &fault, positions ? &*positions : &ids});
+    require_cuda(slabs);
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    const GatherCached call = prepare_gather(args, ids, entries, slabs, out, fault, positions);
+    check(ibp_cuda_gather_cached(&call.table, &call.ids, &call.cache, room_of(out, 0, "out"), fault_of(fault),
+                                 sms_of(max_sms), current_stream(out)),
+          "gather_cached");
+}
+
 // ---- fill ----
 
 #define IBP_FILL_PARAMETERS                                                                                  \
@@ -210,6 +247,16 @@ void fill_slab_cpu(IBP_FILL_PARAMETERS)
                 [&](int64_t first, int64_t last, uint8_t *, ibp_fault *mine) {
                     return ibp_fill_slab(&call.table, call.rows, call.offsets, first, last, &call.slab, mine);
                 });
+}
+
+void fill_slab_cuda(IBP_FILL_PARAMETERS)
+{
+    const auto device = use_cuda(bytes, {IBP_TABLE_TENSORS, &rows, &offsets, &map, &fault});
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    const Fill call = prepare_fill(args, rows, offsets, slab, ways, bytes, map, fault);
+    check(ibp_cuda_fill_slab(&call.table, call.rows, call.offsets, rows.numel(), &call.slab, fault_of(fault),
+                             current_stream(bytes)),
+          "fill_slab");
 }
 
 // ---- the least recently used ----
@@ -270,6 +317,18 @@ void claim_cached_cpu(IBP_CLAIM_PARAMETERS)
     require(status != IBP_INVALID_ARGUMENT, "claim_cached: ", ibp_status_string(status));
 }
 
+void claim_cached_cuda(IBP_CLAIM_PARAMETERS)
+{
+    const auto device =
+        use_cuda(bytes, {IBP_TABLE_TENSORS, &ids, &map, &stamps, &clock, &entries, &fault, counts ? &*counts : &ids});
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    const Claim call =
+        prepare_claim(args, ids, ways, cache_slot_bytes, bytes, map, stamps, clock, entries, counts, fault);
+    check(ibp_cuda_claim_cached(&call.table, &call.ids, &call.lru, call.entries, call.counts, fault_of(fault),
+                                current_stream(bytes)),
+          "claim_cached");
+}
+
 // ---- changes ----
 
 void check_change(const Tensor &rows, const Tensor &lengths, const Tensor &map)
@@ -288,6 +347,14 @@ void drop_cached_cpu(Tensor rows, int64_t ways, Tensor map)
     check(ibp_drop_cached(rows_of(rows), rows.numel(), &of), "drop_cached");
 }
 
+void drop_cached_cuda(Tensor rows, int64_t ways, Tensor map)
+{
+    const auto device = use_cuda(map, {&rows});
+    const ibp_cache_map of = map_of(map, ways);
+    check_change(rows, rows, map);
+    check(ibp_cuda_drop_cached(rows_of(rows), rows.numel(), &of, current_stream(map)), "drop_cached");
+}
+
 const uint16_t *new_lengths_of(const Tensor &lengths, const Tensor &rows)
 {
     return data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? rows.numel() : 0, "lengths");
@@ -301,6 +368,16 @@ void set_cached_cpu(Tensor rows, Tensor lengths, int64_t ways, bool dirty, Tenso
     check(ibp_set_cached(rows_of(rows), new_lengths_of(lengths, rows), rows.numel(), dirty, &of), "set_cached");
 }
 
+void set_cached_cuda(Tensor rows, Tensor lengths, int64_t ways, bool dirty, Tensor map)
+{
+    const auto device = use_cuda(map, {&rows, &lengths});
+    const ibp_cache_map of = map_of(map, ways);
+    check_change(rows, lengths, map);
+    check(ibp_cuda_set_cached(rows_of(rows), new_lengths_of(lengths, rows), rows.numel(), dirty, &of,
+                              current_stream(map)),
+          "set_cached");
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
@@ -312,4 +389,15 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("claim_cached", TORCH_BOX(&claim_cached_cpu));
     m.impl("drop_cached", TORCH_BOX(&drop_cached_cpu));
     m.impl("set_cached", TORCH_BOX(&set_cached_cpu));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
+{
+    m.impl("find_cached", TORCH_BOX(&find_cached_cuda));
+    m.impl("owners_of_rows", TORCH_BOX(&owners_of_rows_cuda));
+    m.impl("gather_cached", TORCH_BOX(&gather_cached_cuda));
+    m.impl("fill_slab", TORCH_BOX(&fill_slab_cuda));
+    m.impl("claim_cached", TORCH_BOX(&claim_cached_cuda));
+    m.impl("drop_cached", TORCH_BOX(&drop_cached_cuda));
+    m.impl("set_cached", TORCH_BOX(&set_cached_cuda));
 }

@@ -60,7 +60,6 @@ static uint64_t entry_of_way(const ibp_cached_row *way)
 
 /* ---- find ---- */
 
-static void count_hit(ibp_cache_counts *counts, uint64_t entry) { counts->hits[ibp_slab_of_entry(entry)]++; }
 static void count_miss(ibp_cache_counts *counts, uint32_t stored_bytes)
 {
     counts->misses++;
@@ -88,10 +87,11 @@ ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps
                                             query->rows_per_item, query->num_rows);
         entries[n] = 0;
         if (row < 0) continue;
-        if (num_maps != 0) entries[n] = entry_of_way(find_way(&maps[ibp_owner_of_row(row, num_maps)], row));
+        const uint32_t owner = ibp_owner_of_row(row, num_maps);
+        if (num_maps != 0) entries[n] = entry_of_way(find_way(&maps[owner], row));
         const uint32_t length = ibp_length_of_row(query->lengths, row);
         if (entries[n] != 0)
-            count_hit(&mine, entries[n]);
+            mine.hits[owner]++;
         else if (length != IBP_DEFAULT_LENGTH(query->row_bytes))
             count_miss(&mine, ibp_stored_bytes(length, query->row_bytes, query->row_bytes));
     }
@@ -206,7 +206,7 @@ ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ib
             entries[n] = entry_of_way(way);
             if (entries[n] != 0) {
                 lru->stamps[way - lru->slab.map.rows] = now;
-                count_hit(&mine, entries[n]);
+                mine.hits[lru->slab.number]++;
             } else if (claims) {
                 const ibp_status status = find_stored(table, row, &place, &stored);
                 ibp_note_fault(&log, status, item, id);

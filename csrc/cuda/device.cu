@@ -127,6 +127,23 @@ int ibp_cuda_device_count(void)
 
 const char *ibp_cuda_last_error(void) { return ibp::last_error; }
 
+ibp_status ibp_cuda_enable_peer(int device, int peer)
+{
+    int current = 0, can = 0;
+    ibp_status status = ibp::check_cuda(cudaGetDevice(&current));
+    if (status == IBP_OK) status = ibp::check_cuda(cudaDeviceCanAccessPeer(&can, device, peer));
+    if (status == IBP_OK && !can) status = ibp::check_cuda(cudaErrorPeerAccessUnsupported);
+    if (status == IBP_OK) status = ibp::check_cuda(cudaSetDevice(device));
+    if (status != IBP_OK) return status;
+    const cudaError_t enabled = cudaDeviceEnablePeerAccess(peer, 0);
+    if (enabled == cudaErrorPeerAccessAlreadyEnabled)
+        cudaGetLastError(); // not an error, and not the caller's
+    else
+        status = ibp::check_cuda(enabled);
+    const ibp_status restored = ibp::check_cuda(cudaSetDevice(current));
+    return status == IBP_OK ? restored : status;
+}
+
 // The system's own pages, as huge as it has them, written by all processors and then registered: 20 to 27 GB/s on the
 // host of an H200 with 16 processors, where cudaHostAlloc does 1.5 to 2.9.
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host)

@@ -96,6 +96,19 @@ static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, cons
     return IBP_OK;
 }
 
+bool use_cache(const ibp_cache *cache, Request *request)
+{
+    if (cache == nullptr || cache->num_slabs > IBP_MAX_SLABS || !request->whole_rows) return false;
+    if (!has_bytes(cache->entries, request->num_jobs)) return false;
+    request->cache.entries = cache->entries;
+    request->cache.num_slabs = cache->num_slabs;
+    for (uint32_t s = 0; s < cache->num_slabs; s++) {
+        const ibp_slab &slab = request->cache.slabs[s] = cache->slabs[s];
+        if (slab.num_bytes < 0 || !has_bytes(slab.bytes, slab.num_bytes)) return false;
+    }
+    return true;
+}
+
 ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
                          uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 {
@@ -119,6 +132,16 @@ extern "C" ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_id
     ibp::Request request{};
     const ibp_status status = ibp::ask_for_items(table, ids, out, fault, max_sms, &request);
     if (status != IBP_OK || request.num_jobs == 0) return status;
+    return ibp::gather(table, request, out, fault, max_sms, stream);
+}
+
+extern "C" ibp_status ibp_cuda_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
+                                             uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
+{
+    ibp::Request request{};
+    const ibp_status status = ibp::ask_for_items(table, ids, out, fault, max_sms, &request);
+    if (status != IBP_OK || request.num_jobs == 0) return status;
+    if (!ibp::use_cache(cache, &request)) return IBP_INVALID_ARGUMENT;
     return ibp::gather(table, request, out, fault, max_sms, stream);
 }
 

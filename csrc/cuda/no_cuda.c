@@ -68,6 +68,60 @@ ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t 
     return IBP_NO_CUDA;
 }
 
+ibp_status ibp_cuda_enable_peer(int device, int peer)
+{
+    (void)device, (void)peer;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
+                                   ibp_stream stream)
+{
+    (void)rows, (void)count, (void)num_slabs, (void)owners, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
+                                uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream)
+{
+    (void)query, (void)maps, (void)num_maps, (void)entries, (void)counts, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, uint8_t *out,
+                                  ibp_fault *fault, int max_sms, ibp_stream stream)
+{
+    (void)table, (void)ids, (void)cache, (void)out, (void)fault, (void)max_sms, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t count,
+                              const ibp_cache_slab *slab, ibp_fault *fault, ibp_stream stream)
+{
+    (void)table, (void)rows, (void)offsets, (void)count, (void)slab, (void)fault, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru, uint64_t *entries,
+                                 ibp_cache_counts *counts, ibp_fault *fault, ibp_stream stream)
+{
+    (void)table, (void)ids, (void)lru, (void)entries, (void)counts, (void)fault, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map, ibp_stream stream)
+{
+    (void)rows, (void)count, (void)map, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
+                               const ibp_cache_map *map, ibp_stream stream)
+{
+    (void)rows, (void)lengths, (void)count, (void)dirty, (void)map, (void)stream;
+    return IBP_NO_CUDA;
+}
+
 ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager)
 {
     (void)pinned, (void)near, (void)ring_bytes, (void)stager;

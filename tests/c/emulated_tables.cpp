@@ -2,6 +2,7 @@
  * core: tables of every scheme, good ones and corrupt ones. Usage: emulated_tables [seed] [cases] [filter]. filter:
  * part of the description that the cases to run have; "case 17 " is one of them. */
 #include "emulated_simt.h"
+#include "core/cache.h"
 #include "core/ids.h"
 #include "cuda/decode/request.h"
 #include "cuda/decode/warp_rows.cuh"
@@ -1010,6 +1011,8 @@ void check_refusals()
     num_wrong += is_wrong;
 }
 
+#include "emulated_cache.h"
+
 /* @return whether the case has the filter in its description. */
 bool run_case(uint64_t seed, long number, const char *filter)
 {
@@ -1033,6 +1036,7 @@ bool run_case(uint64_t seed, long number, const char *filter)
     check_decode(made, false);
     check_gather<int32_t>(made, chance(20));
     check_gather<int64_t>(made, chance(20));
+    if (!cuts) check_cache(made);
     if (!corrupts && !cuts) check_encode(made), check_encode_into(made);
     check_device_rows(made);
     if (!cuts && chance(25)) check_hostile_words(made);

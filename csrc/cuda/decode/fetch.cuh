@@ -7,6 +7,7 @@
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
+#include "../../core/cache.h"
 #include "../../core/ids.h"
 #include "decoder.cuh"
 #include "find_row.cuh"
@@ -99,6 +100,23 @@ static __device__ __noinline__ void refuse(const ibp_table &table, const Request
         record_fault(fault, status, job.row, job.row);
 }
 
+// The entry of a job's row; 0 where there is no cache.
+__device__ __forceinline__ uint64_t entry_of_job(const Request &request, uint32_t number)
+{
+    return request.cache.entries != nullptr ? __ldg(request.cache.entries + number) : 0u;
+}
+
+// Where the bytes of a job's row are: all of a cached one is in *slots. Returns false if the row is corrupt.
+static __device__ bool find_source(const ibp_table &table, const Request &request, uint32_t number, int64_t row,
+                                   ibp_row_place *place, const uint8_t **slots)
+{
+    const uint64_t cached = entry_of_job(request, number);
+    if (ibp_is_present(cached))
+        return ibp_place_in_slab(&request.cache, cached, table.codebook.row_bytes, place, slots);
+    *slots = table.slots;
+    return find_row(table, row, place);
+}
+
 // Fetches the row of a job, of any kind.
 template <class G>
 static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, const Request &request, uint8_t *out,
@@ -108,8 +126,9 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
     const Job job = job_of(table, request, out, number);
     ibp_row_place place{};
     bool found = job.in_range;
-    if (job.window.dst && job.in_range) found = find_row(table, job.row, &place);
-    const uint8_t *const slot = table.slots + place.slot_start, *const overflow = table.overflow + place.overflow_start;
+    const uint8_t *slots = nullptr;
+    if (job.window.dst && job.in_range) found = find_source(table, request, number, job.row, &place, &slots);
+    const uint8_t *const slot = slots + place.slot_start, *const overflow = table.overflow + place.overflow_start;
     if (!found) {
         refuse<G>(table, request, out, number, job.in_range ? IBP_CORRUPT_ROW : IBP_INDEX_OUT_OF_RANGE, fault);
     } else if (job.window.dst && place.is_default) {
@@ -167,19 +186,30 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
         return entry;
     const auto rows_per_item = static_cast<uint32_t>(request.rows_per_item);
     const int64_t row = request.first_row + ticket.id * rows_per_item + ticket.part;
-    const uint32_t length = table.lengths ? __ldg(table.lengths + row) : 0u, row_bytes = table.codebook.row_bytes,
-                   stored = length ? length : row_bytes;
+    const uint32_t row_bytes = table.codebook.row_bytes;
+    const uint64_t cached = entry_of_job(request, number);
+    const uint8_t *rows = request.rows;
+    int64_t rows_bytes = request.rows_bytes;
+    uint32_t length, most_stored = request.most_stored;
+    uint64_t start;
+    if (ibp_is_present(cached)) {
+        const ibp_slab &slab = request.cache.slabs[ibp_slab_of_entry(cached)];
+        rows = slab.bytes, rows_bytes = slab.num_bytes, most_stored = row_bytes;
+        length = ibp_length_of_entry(cached), start = ibp_offset_in_slab(cached);
+    } else {
+        const uint64_t slot = request.staged ? number : static_cast<uint64_t>(row);
+        length = table.lengths ? __ldg(table.lengths + row) : 0u;
+        start = request.packed ? packed_start(table, row) : slot * table.slot_bytes - table.slots_start;
+    }
+    const uint32_t stored = length ? length : row_bytes;
     if (length == IBP_DEFAULT_LENGTH(row_bytes)) return entry;
-    const uint64_t slot = request.staged ? number : static_cast<uint64_t>(row);
-    const uint64_t start = request.packed ? packed_start(table, row) : slot * table.slot_bytes - table.slots_start;
-    const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(request.rows) + start) % 16u,
+    const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(rows) + start) % 16u,
                    num_vectors = (shift + stored + 15u) / 16u;
     const int64_t before = static_cast<int64_t>(start) - shift;
-    if (stored > request.most_stored || before < 0 ||
-        before > request.rows_bytes - 16 * static_cast<int64_t>(num_vectors))
+    if (stored > most_stored || before < 0 || before > rows_bytes - 16 * static_cast<int64_t>(num_vectors))
         return entry;
     const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
-    entry.from = request.rows + before;
+    entry.from = rows + before;
     const int64_t item_bytes = static_cast<int64_t>(rows_per_item) * row_bytes;
     entry.dst = ibp_memory_of_position(&request.ids, request.dst, ticket.position, item_bytes) +
                 static_cast<int64_t>(ticket.part) * row_bytes;

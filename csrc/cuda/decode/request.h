@@ -28,6 +28,7 @@ struct Request {
     int64_t first_position; // of a larger request, for faults
     bool staged;
     bool packed, copies_vectors; // copies_vectors: raw rows at multiples of 16 bytes can be
+    ibp_cache cache;             // where there are entries, one a job: rows that are present come from their slabs
 };
 
 // A request as it is launched. bytes and pointers as in ibp_cuda_gather_items.
@@ -45,6 +46,10 @@ struct Gather {
 // call, for faults.
 ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
                          uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
+
+// Whether a cache can be gathered from, and has entries for all jobs where it needs them. Slabs past the last one become
+// empty ones in the request.
+bool use_cache(const ibp_cache *cache, Request *request);
 
 // The decoders, each in a translation unit of its own under decode/. gather.cu says which codebooks each one takes.
 ibp_status gather_raw(const Gather &gather);
