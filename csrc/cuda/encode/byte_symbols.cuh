@@ -75,17 +75,6 @@ template <typename T> struct ByteSymbols {
         return differ;
     }
 
-    // Stores the first num_bytes of four words.
-    static __device__ __forceinline__ void put_bytes(uint8_t *to, const uint32_t (&words)[4], uint32_t num_bytes)
-    {
-        if (num_bytes % 4u == 0u && aligned(to, 4)) {
-#pragma unroll
-            for (uint32_t i = 0; i < 4; i++)
-                if (4u * i < num_bytes) reinterpret_cast<uint32_t *>(to)[i] = words[i];
-        } else {
-            put_each(to, make_uint4(words[0], words[1], words[2], words[3]), num_bytes);
-        }
-    }
     // Appends those of four symbols of which a bit is set in `escaped`.
     static __device__ __forceinline__ void append(uint8_t *&to, uint32_t symbols, uint32_t escaped)
     {
@@ -122,13 +111,6 @@ template <typename T> struct ByteSymbols {
                        second = num_bits == 0u ? 0u : high >> (64u - num_bits);
         residuals[0] = static_cast<uint32_t>(first), residuals[1] = static_cast<uint32_t>(first >> 32);
         residuals[2] = static_cast<uint32_t>(second), residuals[3] = static_cast<uint32_t>(second >> 32);
-    }
-    static __device__ __noinline__ void put_each(uint8_t *to, uint4 words, uint32_t num_bytes)
-    {
-        const uint32_t values[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-        for (uint32_t i = 0; i < 16; i++)
-            if (i < num_bytes) to[i] = static_cast<uint8_t>(values[i / 4u] >> 8u * (i % 4u));
     }
 };
 

@@ -100,8 +100,7 @@ template <typename T, uint32_t LANES> struct FastEncoder : ByteSymbols<T> {
     __device__ __forceinline__ void put(const Lane &lane, uint8_t *residuals, uint8_t *digits) const
     {
         using Digits = std::conditional_t<kPerLane == 8, uint32_t, uint16_t>;
-        this->put_bytes(residuals + lane.column * residual_bits / 8u, lane.residuals,
-                        (lane.num * residual_bits + 7u) / 8u);
+        put_bytes(residuals + lane.column * residual_bits / 8u, lane.residuals, (lane.num * residual_bits + 7u) / 8u);
         uint8_t *const to = digits + lane.column / 2u;
         if (lane.num == kPerLane && aligned(to, sizeof(Digits))) {
             *reinterpret_cast<Digits *>(to) = static_cast<Digits>(lane.digits);
