@@ -55,6 +55,19 @@ def normal_rows(num_bytes, dtype, deviation, device, columns=1024):
     return (torch.randn(num_rows, columns, device=device) * deviation).to(dtype)
 
 
+ZIPF_EXPONENT = 1.05  # of frequencies of ids in click logs, by their rank
+
+
+def zipf_ranks(num_ids, num_rows, device, exponent=ZIPF_EXPONENT):
+    """int64 [num_ids] in [0, num_rows), 0 the most frequent: rank r is drawn in proportion to (r + 1)^-exponent, by the
+    inverse of the continuous distribution.
+    """
+    u = torch.rand(num_ids, dtype=torch.float64, device=device)
+    power = 1 - exponent
+    ranks = ((num_rows + 1) ** power - 1) * u + 1
+    return ranks.pow_(1 / power).long().sub_(1).clamp_(0, num_rows - 1)
+
+
 # ---- real sets -----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,267 @@
+"""How many rows does a cache in device memory hold, and how fast do they come out of it?
+
+    python -m benchmarks.row_cache [--out DIR] [--device cpu] [--quick]
+
+Tables in pinned memory: rows of Citeseer and Pubmed, again and again, and dense ones, N(0, 0.02) in BF16 with rows of
+128 B, 512 B and 2 KiB and N(0, 1) in FP32 with rows of 2 KiB. A cache has an eighth of a table's bytes on a GPU, and
+which rows it holds is drawn. Arms, each with coded rows and, named "raw", with raw ones through the same code:
+
+`device memory`: the whole table is there; `own hits`: all rows are cached; `peer hits`: all rows are in the other GPU's
+half of a cache of two; `90 % hits` and `50 % hits`: the other rows come from the table; `no cache`: all of them do.
+`Zipf, ...`: ids drawn by Zipf's law with exponent 1.05; `lru`: a cache whose rows replace each other, filled by earlier
+calls of the same law; `static`: one that holds the most frequent rows.
+
+row_cache.csv has, after the common columns: budget_bytes (of a GPU), held_rows (that the cache holds), raw_rows (raw
+rows in the same bytes, without a map), formula_rows (the budget over the mean stored bytes of a held row and 16 bytes
+of a map), hit_rate, target_gbps and met. Own hits should come at 0.9 of the rate of device memory, peer hits at 1.3
+times that of raw rows of the peer, and mixed calls take at most 1.15 times as long as the longer one of their parts.
+"""
+
+import sys
+from typing import NamedTuple
+
+import torch
+
+import ibp
+from ibp._cache import slabs
+
+from . import codec, harness, ideal, inputs
+
+CACHE_COLUMNS = "budget_bytes,held_rows,raw_rows,formula_rows,hit_rate".split(",")
+COLUMNS = (*CACHE_COLUMNS, *harness.TARGET_COLUMNS)
+TABLE_BYTES, QUICK_TABLE_BYTES = 512 * inputs.MIB, inputs.MIB
+CALL_SHARE, CACHE_SHARE = 4, 8  # of a table: bytes of a call, of a cache
+NUM_SETS, LRU_WARM_UP = 4, 8
+HIT_PERCENT = (90, 50)
+PEER_GBPS = 370  # random rows of another GPU's memory, measured on two H200 (README.md)
+WAY_BYTES = 16  # of a map
+WANTED_OWN, WANTED_PEER, WANTED_CAPACITY, MOST_OF_LONGEST = 0.9, 1.3, 0.9, 1.15
+ZIPF_CASE = "normal 0.02"
+
+
+class Set(NamedTuple):
+    """Rows to cache. columns: of dense ones; dtype, deviation: likewise."""
+
+    name: str
+    columns: int = 0
+    dtype: torch.dtype = torch.float32
+    deviation: float = 1.0
+
+
+SETS = (
+    *(Set(ZIPF_CASE, columns, torch.bfloat16, 0.02) for columns in (1024, 256, 64)),
+    Set("normal 1", 512),
+    Set("citeseer"),
+    Set("pubmed"),
+)
+QUICK_SETS = (Set(ZIPF_CASE, 256, torch.bfloat16, 0.02), Set("pubmed"))
+
+
+def rows_of(run, one, data_dir):
+    """The set's tensor, of TABLE_BYTES."""
+    num_bytes = TABLE_BYTES if run.is_judged else QUICK_TABLE_BYTES
+    if one.columns:
+        return inputs.normal_rows(num_bytes, one.dtype, one.deviation, run.device, columns=one.columns)
+    x = dict(inputs.real_sets(data_dir))[one.name]
+    return inputs.replicated(x, num_bytes // x[0].nbytes, run.device)
+
+
+class Lookup(NamedTuple):
+    """Sets of ids, and how fast the link allows them to come."""
+
+    ids: list[torch.Tensor]
+    ideal_gbps: float
+
+
+class Case:
+    """A set, its table in device memory and in pinned memory, coded or raw, and a cache of it."""
+
+    def __init__(self, run, rates, one, x, hotness, scheme):
+        self.run, self.one, self.x, self.kind = run, one, x, ", raw" if scheme == "raw" else ""
+        self.near = ibp.compress(x, scheme=scheme, layout="slots", pin_memory=False)
+        self.table = self.near.cpu().pin_memory() if run.on_gpu else self.near
+        self.row_bytes = x[0].nbytes
+        self.budget = x.nbytes // CACHE_SHARE
+        self.num_ids = max(1, x.nbytes // CALL_SHARE // self.row_bytes)
+        self.outs = [torch.empty(self.num_ids, *x.shape[1:], dtype=x.dtype, device=run.device) for _ in range(2)]
+        moved = self.num_ids * self.row_bytes * (2 - self.table.savings)
+        self.near_gbps = ideal.device_gbps(self.num_ids * self.row_bytes, moved, rates.copy_gbps)
+        self.hotness = hotness
+
+    def cache(self, devices=None, **options):
+        hotness = None if options.get("policy") == "lru" else self.hotness
+        devices = self.run.device if devices is None else devices
+        return ibp.RowCache(self.table, self.budget, hotness, devices=devices, **options)
+
+    def held(self, cache):
+        """Which slab each row is in; -1: none."""
+        ids = torch.arange(len(self.x), device=self.run.device)
+        with cache.found(ids) as (_, entries, _):
+            entries = entries.view(len(ids), -1)
+            whole = slabs.Entries.are_present(entries).all(1)
+            return torch.where(whole, slabs.Entries.slabs(entries[:, 0]), -1)
+
+    def drawn(self, rows, num_ids=None):
+        """NUM_SETS sets of some of these rows."""
+        num_ids = self.num_ids if num_ids is None else num_ids
+        return [rows[torch.randint(len(rows), (num_ids,), device=rows.device)] for _ in range(NUM_SETS)]
+
+    def link_gbps(self, misses):
+        """Ideal rate of calls of which these rows come from the table, a tensor a call."""
+        sectors = ideal.row_sectors(self.table, torch.cat(misses).cpu())
+        return ideal.gather_gbps(len(misses) * self.num_ids * self.row_bytes, sectors, self.run.memset_gbps)
+
+    def seconds(self, source, ids, what):
+        """Of one call, after its rows have been compared."""
+        out = self.outs[0][: len(ids[0])]
+        harness.poison(out)
+        source.index_select(ids[0], out=out)
+        harness.check_bits(out, self.x[ids[0]], f"{self.one.name}, {what}")
+
+        def call(k):
+            return lambda: source.index_select(ids[k], out=self.outs[k % 2][: len(ids[k])])
+
+        return self.run.seconds([call(k) for k in range(len(ids))])
+
+    def measure(self, arm, source, lookup, wanted=None, cache=None):
+        """Records one arm and returns its rate. wanted: GB/s."""
+        arm = f"{arm}{self.kind}"
+        num_bytes = len(lookup.ids[0]) * self.row_bytes
+        gbps = num_bytes * 1e-9 / self.seconds(source, lookup.ids, arm)
+        self.run.add(
+            case=self.one.name,
+            arm=arm,
+            rows=len(lookup.ids[0]),
+            row_bytes=self.row_bytes,
+            dtype=self.x.dtype,
+            savings=self.table.savings,
+            gbps=gbps,
+            ideal_gbps=lookup.ideal_gbps,
+            sms=None if self.run.on_gpu else 0,
+            **({} if cache is None else self.counted(cache, lookup.ids[0])),
+            **harness.judged(gbps, wanted),
+        )
+        return gbps
+
+    def counted(self, cache, ids):
+        """The values of CACHE_COLUMNS."""
+        cache.reset_stats()
+        cache.index_select(ids, out=self.outs[0][: len(ids)])
+        stored = ideal.stored_row_bytes(self.table).double().mean()
+        return {
+            "budget_bytes": self.budget,
+            "held_rows": cache.num_cached_rows,
+            "raw_rows": len(cache.devices) * self.budget // self.row_bytes,
+            "formula_rows": int(len(cache.devices) * self.budget / (stored + WAY_BYTES)),
+            "hit_rate": f"{cache.stats().hit_rate:.4f}",
+        }
+
+    def cell(self, what):
+        name = f"{self.one.name} {harness.dtype_name(self.x.dtype)}, {self.row_bytes} B"
+        return self.run.cell(f"{name}, {what}{self.kind}")
+
+
+# ---- arms ----------------------------------------------------------------------------------------------------------
+
+
+def measure_own(case):
+    """Rows that are cached, from the cache and from the table in device memory."""
+    cache = case.cache()
+    places = case.held(cache)
+    lookup = Lookup(case.drawn((places >= 0).nonzero()[:, 0]), case.near_gbps)
+    gbps = case.measure("device memory", case.near, lookup)
+    is_judged = case.x.dtype == torch.bfloat16 and not case.kind
+    case.measure("own hits", cache, lookup, WANTED_OWN * gbps if is_judged else None, cache)
+    return cache, places
+
+
+def measure_mixed(case, cache, places):
+    """Calls of which some rows are cached; and of which none are."""
+    held, others = (places >= 0).nonzero()[:, 0], (places < 0).nonzero()[:, 0]
+    for percent in HIT_PERCENT:
+        hits = case.drawn(held, max(1, case.num_ids * percent // 100))
+        misses = case.drawn(others, max(1, case.num_ids - len(hits[0])))
+        longest = max(case.seconds(cache, hits, "hits alone"), case.seconds(case.table, misses, "misses alone"))
+        order = torch.randperm(len(hits[0]) + len(misses[0]), device=held.device)[: case.num_ids]
+        mixed = [torch.cat(pair)[order] for pair in zip(hits, misses)]
+        wanted = len(order) * case.row_bytes * 1e-9 / (MOST_OF_LONGEST * longest)
+        lookup = Lookup(mixed, min(case.near_gbps, case.link_gbps(misses)))
+        case.measure(f"{percent} % hits", cache, lookup, None if case.kind else wanted, cache)
+    misses = case.drawn(others)
+    case.measure("no cache", case.table, Lookup(misses, case.link_gbps(misses)))
+
+
+def measure_peer(case, raw_gbps):
+    """Rows of the other GPU's slab; returns the rate."""
+    cache = case.cache(devices=[0, 1])
+    ids = case.drawn((case.held(cache) == 1).nonzero()[:, 0])
+    lookup = Lookup(ids, min(PEER_GBPS / (1 - case.table.savings), case.near_gbps))
+    return case.measure("peer hits", cache, lookup, WANTED_PEER * raw_gbps if raw_gbps else None, cache)
+
+
+def measure_zipf(case):
+    """Ids by Zipf's law: from the table, and through caches of either policy."""
+    order = case.hotness.argsort(descending=True)
+    ids = [order[inputs.zipf_ranks(case.num_ids, len(order), order.device)] for _ in range(NUM_SETS)]
+    case.measure("Zipf, no cache", case.table, Lookup(ids, case.link_gbps(ids)))
+    for policy in ("static", "lru"):
+        cache = case.cache(policy=policy)
+        for k in range(LRU_WARM_UP if policy == "lru" else 0):
+            cache.index_select(ids[k % NUM_SETS], out=case.outs[0])
+        places = case.held(cache) if policy == "static" else None
+        missed = [one[places[one] < 0] for one in ids] if places is not None else ids
+        ideal_gbps = min(case.near_gbps, case.link_gbps(missed)) if policy == "static" else case.near_gbps
+        case.measure(f"Zipf, {policy}", cache, Lookup(ids, ideal_gbps), cache=cache)
+
+
+def run_set(run, rates, one, data_dir):
+    x = rows_of(run, one, data_dir)
+    hotness = torch.randperm(len(x), device=run.device)
+    raw_peer_gbps = None
+    for scheme in ("raw", "auto" if one.columns != 64 else "planes"):
+        case = Case(run, rates, one, x, hotness, scheme)
+        with case.cell("own hits and mixed calls"):
+            cache, places = measure_own(case)
+            measure_mixed(case, cache, places)
+            del cache
+        if run.on_gpu and torch.cuda.device_count() > 1:
+            with case.cell("peer hits"):
+                raw_peer_gbps = measure_peer(case, raw_peer_gbps)
+        if one == (QUICK_SETS if not run.is_judged else SETS)[0]:
+            with case.cell("Zipf"):
+                measure_zipf(case)
+
+
+def capacities(rows):
+    """(row, rows held over raw rows in the same bytes, rows held over the formula's) of every cache of one GPU."""
+    for row in rows:
+        if row["arm"].startswith("own hits"):
+            held = int(row["held_rows"])
+            yield row, held / max(1, int(row["raw_rows"])), held / max(1, int(row["formula_rows"]))
+
+
+def shortfalls(rows):
+    yield from harness.missed(rows)
+    for row, gain, share in capacities(rows):
+        if share < WANTED_CAPACITY and row["arm"] == "own hits":
+            yield (
+                f"{row['case']} {row['dtype']}, {row['row_bytes']} B: a cache holds {gain:.2f} times as many rows as "
+                f"raw ones, {share:.2f} of the formula, wanted {WANTED_CAPACITY:g}"
+            )
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("row_cache", args, COLUMNS)
+    torch.manual_seed(0)
+    rates = codec.DeviceRates(run)
+    for one in SETS if run.is_judged else QUICK_SETS:
+        with run.cell(f"{one.name}, {one.columns} columns"):
+            run_set(run, rates, one, args.data)
+    for row, gain, _ in capacities(run.rows):
+        print(f"{row['case']}, {row['arm']}: {int(row['held_rows']):,} rows, {gain:.2f} times as many as raw ones")
+    return run.finish([*shortfalls(run.rows)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
