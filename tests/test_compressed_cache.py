@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer  # noqa: E402
 import ibp  # noqa: E402
 from ibp.integrations.transformers import CompressedCache, CompressedLayer  # noqa: E402
 
-HEADS, HEAD_DIM, LAYERS = 2, 16, 3
+HEADS, HEAD_DIM, LAYERS = 2, 16, 2
 SMALL = {"block": 16, "window": 8}
 
 
@@ -45,7 +45,7 @@ def prompt():
     return torch.randint(256, (2, 70), generator=torch.Generator().manual_seed(1))
 
 
-def answer(model, ids, cache, new_tokens=40, **options):
+def answer(model, ids, cache, new_tokens=24, **options):
     torch.manual_seed(2)
     options = {"do_sample": False} | options
     return model.generate(
@@ -114,33 +114,30 @@ class Twins:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_beams": 3}, {"do_sample": True}, {"num_beams": 2, "do_sample": True}, {"num_return_sequences": 2}],
-    ids=["greedy", "beams", "sampled", "sampled beams", "several answers"],
+    [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "sampled, several answers"],
 )
 def test_tokens_and_logits_are_those_of_a_dynamic_cache(model, prompt, options):
-    if options == {"num_return_sequences": 2}:
-        options = options | {"do_sample": True}
     cache, right = CompressedCache(model.config, **SMALL), DynamicCache(config=model.config)
     assert_same_answer(answer(model, prompt, cache, **options), answer(model, prompt, right, **options))
     assert_same_tokens(cache, right)
     stats = cache.stats()
-    assert stats.num_tokens == 109 and stats.num_coded_tokens >= 80
+    assert stats.num_tokens == 93 and stats.num_coded_tokens == 80
     assert 0.25 < stats.savings < 0.4
 
 
 @pytest.mark.parametrize("options", [{"storage": "gpu"}, {"scheme": "ibp"}, {"scheme": "raw"}, {"level": "fast"}])
-def test_every_option_gives_the_same_logits(model, prompt, options):
-    cache = CompressedCache(model.config, **SMALL, **options)
-    assert_same_answer(answer(model, prompt, cache, 20), answer(model, prompt, DynamicCache(), 20))
-    saved = cache.stats().savings
+def test_every_option_gives_the_same_bits(options):
+    twins = Twins(**options).add(70).grow(20)
+    assert_same_tokens(twins.cache, twins.right)
+    saved = twins.cache.stats().savings
     assert saved == 0 if options == {"scheme": "raw"} else saved > 0.1
 
 
 @pytest.mark.parametrize("block, window", [(1, 0), (3, 0), (16, 0), (24, 100), (64, 1)])
-def test_any_block_and_window(model, prompt, block, window):
-    cache = CompressedCache(model.config, block=block, window=window)
-    assert_same_answer(answer(model, prompt, cache, 20), answer(model, prompt, DynamicCache(), 20))
-    raw = cache.layers[0].raw[0].shape[-2]
+def test_any_block_and_window(block, window):
+    twins = Twins(block=block, window=window).add(70).grow(19)
+    raw = twins.cache.layers[0].raw[0].shape[-2]
     assert min(89, window) <= raw <= window + 2 * block
 
 
@@ -149,8 +146,8 @@ def test_assisted_decoding_crops(model, prompt, window):
     torch.manual_seed(5)
     assistant = LlamaForCausalLM(config()).bfloat16().eval()  # whose proposals are mostly wrong
     cache, right = CompressedCache(model.config, block=8, window=window), DynamicCache(config=model.config)
-    got = answer(model, prompt[:1], cache, 20, assistant_model=assistant)
-    assert_same_answer(got, answer(model, prompt[:1], right, 20, assistant_model=assistant))
+    got = answer(model, prompt[:1], cache, 12, assistant_model=assistant)
+    assert_same_answer(got, answer(model, prompt[:1], right, 12, assistant_model=assistant))
     assert_same_tokens(cache, right)
 
 
@@ -160,7 +157,7 @@ def test_prompt_in_chunks_and_several_answers(model, prompt):
     for each in (cache, right):
         first = answer(model, prompt, each, 10, prefill_chunk_size=20)
         more = torch.cat([first.sequences, prompt[:, :33]], dim=-1)
-        answers.append((first, answer(model, more, each, 30)))
+        answers.append((first, answer(model, more, each, 10)))
     for got, wanted in zip(*answers):
         assert_same_answer(got, wanted)
     assert_same_tokens(cache, right)
@@ -174,8 +171,8 @@ def test_a_copy_of_a_prompt_serves_many_answers(model, prompt):
     before = cache.stats()
     for seed in range(2):
         ids = torch.cat([prompt, torch.randint(256, (2, 5), generator=torch.Generator().manual_seed(seed))], dim=-1)
-        got = answer(model, ids, copy.deepcopy(cache), 20)
-        assert_same_answer(got, answer(model, ids, DynamicCache(), 20))
+        got = answer(model, ids, copy.deepcopy(cache), 12)
+        assert_same_answer(got, answer(model, ids, DynamicCache(), 12))
     assert cache.stats() == before
 
 
@@ -186,7 +183,7 @@ def test_forward_within_inference_mode_and_without(model, prompt):
             logits = [model(prompt[:, start:end], past_key_values=each).logits for each in (cache, right)]
         assert_same_bits(*logits)
     with torch.no_grad():
-        for _ in range(30):
+        for _ in range(12):
             assert_same_bits(*(model(prompt[:, :1], past_key_values=each).logits for each in (cache, right)))
 
 
@@ -219,7 +216,7 @@ def test_values_may_be_of_another_width():
 
 
 @pytest.mark.parametrize("scheme", ["planes", "raw"])
-@pytest.mark.parametrize("removed", [1, 9, 16, 17, 40, 75, 76, 100])
+@pytest.mark.parametrize("removed", [1, 9, 17, 40, 76, 100])
 def test_crop(removed, scheme):
     twins = Twins(scheme=scheme).add(70).grow(6)
     twins.both("crop", -removed).grow(20)
@@ -332,19 +329,15 @@ def test_given_codebooks(model, prompt):
 
 def test_sliding_layers_stay_those_of_transformers(prompt):
     torch.manual_seed(0)
-    options = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    options = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = {name: getattr(config(), name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     heads = {"num_attention_heads": 4, "num_key_value_heads": HEADS, "num_hidden_layers": LAYERS}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, use_sliding_window=True, **options)).bfloat16().eval()
     cache = CompressedCache(model.config, **SMALL)
-    assert [type(layer) for layer in cache.layers] == [
-        DynamicSlidingWindowLayer,
-        CompressedLayer,
-        DynamicSlidingWindowLayer,
-    ]
-    assert cache.is_sliding == [True, False, True]
+    assert [type(layer) for layer in cache.layers] == [DynamicSlidingWindowLayer, CompressedLayer]
+    assert cache.is_sliding == [True, False]
     assert_same_answer(answer(model, prompt, cache), answer(model, prompt, DynamicCache(config=model.config)))
     copied = copy.deepcopy(cache)
     assert_same_tokens(copied, cache)
@@ -358,7 +351,7 @@ def test_encoder_decoder():
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).bfloat16().eval()
     ids = torch.randint(64, (2, 50))
     answers = [
-        answer(model, ids, EncoderDecoderCache(make(), make()), 40, num_beams=2)
+        answer(model, ids, EncoderDecoderCache(make(), make()), num_beams=2)
         for make in (lambda: CompressedCache(**SMALL), DynamicCache)
     ]
     assert_same_answer(*answers)
@@ -391,7 +384,7 @@ def test_a_cache_answers_what_generation_asks(model, prompt):
     cache.layers[0].offload()
     cache.layers[0].prefetch()
     assert "70 tokens, 48 of them coded" in repr(cache.layers[0])
-    assert "CompressedCache(3 layers, tokens=70, coded=48" in repr(cache)
+    assert "CompressedCache(2 layers, tokens=70, coded=48" in repr(cache)
     with pytest.raises(AttributeError, match="cannot be set"):
         cache.layers[0].keys = prompt
     cache.early_initialization(2, HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))
@@ -453,7 +446,7 @@ def test_answers_on_a_gpu(cuda, model, prompt, storage, options):
     assert_same_answer(answer(near, ids, cache, **options), answer(near, ids, right, **options))
     assert_same_tokens(cache, right)
     stats = cache.stats()
-    assert stats.num_coded_tokens >= 64 and stats.savings > 0.25
+    assert stats.num_coded_tokens == 80 and stats.savings > 0.25
     if storage == "host":
         assert stats.host_bytes >= stats.stored_bytes and stats.fetched_bytes > 10 * stats.stored_bytes
     else:

@@ -230,6 +230,7 @@ def lane_of(device: torch.device, options: Options) -> Lane:
         ValueError: it is neither a CPU nor a GPU that this build of ibp can use.
     """
     device = _memory.canonical(device)
-    if device.type == "cpu":
-        return Lane(device, options)
-    return HostLane(device, options) if options.storage == "host" else CudaLane(device, options)
+    with torch.inference_mode(False):
+        if device.type == "cpu":
+            return Lane(device, options)
+        return HostLane(device, options) if options.storage == "host" else CudaLane(device, options)

@@ -346,9 +346,10 @@ class CompressedLayer(DynamicLayer):
         if self._history is None or self._tails is None:
             return copied
         copied.dtype, copied.device, copied._last_query = self.dtype, self.device, self._last_query
-        copied._lane, copied._history = lanes.of(self.device), self._history.clone()
-        keys, values = (tail.clone() for tail in self._tails)
-        copied._tails, copied.is_initialized = (keys, values), True
+        copied._lane, copied.is_initialized = lanes.of(self.device), True
+        with torch.inference_mode(False):
+            keys, values = (tail.clone() for tail in self._tails)
+            copied._history, copied._tails = self._history.clone(), (keys, values)
         return copied
 
     def __repr__(self) -> str:

@@ -1,0 +1,183 @@
+"""Coded tokens of a KV-cache without a framework: any sequence of changes gives what it gives raw tensors."""
+
+import pytest
+import torch
+
+from helpers import assert_same_bits
+from ibp import _memory
+from ibp._kv_cache.arena import HostArena, NearArena
+from ibp._kv_cache.coding import Form, Options
+from ibp._kv_cache.history import History
+from ibp._kv_cache.lane import lane_of
+
+HEADS, BLOCK = 2, 4
+CPU = torch.device("cpu")
+
+
+def options(**changed):
+    given = {"block": BLOCK, "window": 0, "storage": "host", "scheme": "planes", "level": "default"}
+    return Options(**(given | {"codebooks": None, "sms": 0} | changed))
+
+
+def tokens(count, batch, dtype=torch.bfloat16, device=CPU, scale=0.02, dims=(8, 16)):
+    return [(torch.randn(batch, HEADS, count, dim) * scale).to(device, dtype) for dim in dims]
+
+
+class Raw:
+    """What a history should hold, and the history."""
+
+    def __init__(self, device=CPU, dtype=torch.bfloat16, **changed):
+        self.options, self.dtype = options(**changed), dtype
+        self.lane = lane_of(device, self.options)
+        forms = [Form.of(x, BLOCK, None) for x in tokens(1, 1, dtype)]
+        self.history = History(*forms, self.options, self.lane.new_arena(), self.lane.device)
+        self.right, self.batch = [], 3
+
+    def add(self, num_blocks, scale=0.02, sequences=None):
+        """Codes blocks; sequences: which change places before they are stored."""
+        new = tokens(num_blocks * BLOCK, self.batch, self.dtype, self.lane.device, scale)
+        pending = self.history.encode(*new)
+        if sequences is not None:
+            pending.take(sequences)
+            self.take(sequences)
+            new = [x[sequences] for x in new]
+        self.lane.store(self.history, pending)
+        self.right = [torch.cat(pair, dim=2) for pair in zip(self.right, new)] if self.right else new
+
+    def take(self, sequences):
+        self.history.take(sequences)
+        self.right = [x[sequences] for x in self.right]
+        self.batch = len(sequences)
+
+    def truncate(self, num_blocks):
+        self.history.truncate(num_blocks)
+        self.right = [x[:, :, : num_blocks * BLOCK] for x in self.right]
+
+    def check(self, first=0, last=None):
+        """Whether blocks first to last - 1 are right, with room behind them left alone."""
+        blocks = range(first, self.history.num_blocks if last is None else last)
+        count = len(blocks) * BLOCK
+        got = self.lane.fetch(self.history, count + 3, blocks).wait()
+        for tensor, right in zip(got, self.right):
+            assert_same_bits(tensor[:, :, :count].cpu(), right[:, :, first * BLOCK :][:, :, :count].cpu())
+
+
+def any_changes(raw, seed, steps):
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(end):
+        return int(torch.randint(end, (1,), generator=generator))
+
+    for step in range(steps):
+        kind = number(6) if step else 0
+        if kind <= 2:
+            sequences = torch.randint(raw.batch, (raw.batch,), generator=generator).to(raw.lane.device)
+            raw.add(1 + number(5), 10.0 ** number(6), sequences if kind == 2 else None)
+        elif raw.history.num_blocks:
+            if kind <= 4:
+                raw.take(torch.randint(raw.batch, (1 + number(5),), generator=generator).to(raw.lane.device))
+            else:
+                raw.truncate(number(raw.history.num_blocks + 1))
+                raw.right = raw.right if raw.history.num_blocks else []
+        if raw.history.num_blocks:
+            raw.check()
+            first = number(raw.history.num_blocks)
+            raw.check(first, first + 1 + number(raw.history.num_blocks - first))
+
+
+@pytest.mark.parametrize("scheme", ["planes", "ibp", "raw"])
+@pytest.mark.parametrize("seed", range(3))
+def test_any_changes(scheme, seed):
+    any_changes(Raw(scheme=scheme), seed, 25)
+
+
+@pytest.mark.parametrize("storage", ["host", "gpu"])
+@pytest.mark.parametrize("scheme", ["planes", "ibp", "raw"])
+def test_any_changes_on_a_gpu(cuda, scheme, storage):
+    any_changes(Raw(cuda, scheme=scheme, storage=storage), 0, 60)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.int8, torch.float16, torch.float32, torch.float64])
+def test_dtypes(dtype):
+    raw = Raw(dtype=dtype)
+    raw.add(3, scale=1.0)
+    raw.add(1, scale=1.0)
+    raw.check()
+
+
+def test_rows_of_several_tokens():
+    x = torch.empty(1, 2, 5, 64, dtype=torch.bfloat16)
+    sizes = {block: Form.of(x, block, None).row_bytes // 128 for block in (1, 16, 64, 100, 97)}
+    assert sizes == {1: 1, 16: 16, 64: 32, 100: 25, 97: 1}
+    assert Form.of(torch.empty(1, 1, 1, 8192), 8, None).row_bytes == 32768
+    with pytest.raises(ValueError, match="one token of a head has 131072 bytes"):
+        Form.of(torch.empty(1, 1, 1, 32768), 8, None)
+
+
+def test_an_arena_grows_and_takes_back():
+    arena = NearArena(CPU)
+    for size in (100, 1, 5000, 40):
+        offset, memory = arena.reserve(size, 32)
+        memory.fill_(size % 256)
+        assert offset % 32 == 0 and memory.numel() == size
+    assert arena.memory[:100].eq(100).all() and arena.memory[128] == 1 and arena.used == 5224
+    arena.rewind(100)
+    assert arena.reserve(8, 32)[0] == 128 and arena.parts()[0][1].numel() == 136
+
+
+def test_an_arena_in_pieces(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    monkeypatch.setattr(_memory, "empty", lambda size, device, pin: torch.empty(size, dtype=torch.uint8))
+    arena, generator = HostArena(), torch.Generator().manual_seed(0)
+    given, held = [], torch.zeros(0, dtype=torch.uint8)
+    for step in range(300):
+        start, alignment = arena.used, 32 if step % 3 else 48
+        offset, memory = arena.reserve(int(torch.randint(1, 9000, (1,), generator=generator)), alignment)
+        assert offset % alignment == 0 and 0 <= offset - start < alignment
+        memory.fill_(step % 256)
+        given.append((start, offset, memory.numel(), step % 256))
+        if step % 7 == 6:
+            arena.rewind(given[-3][0])
+            del given[-3:]
+        held = torch.zeros(arena.used, dtype=torch.uint8)
+        for first, part in arena.parts():
+            held[first : first + part.numel()] = part
+    for _, offset, size, value in given:
+        assert held[offset : offset + size].eq(value).all()
+    assert len(arena.parts()) < 25 and arena.nbytes < 1.4 * arena.used + (1 << 20)
+
+
+def test_what_cannot_be_stored_leaves_all_as_it_was(monkeypatch):
+    raw = Raw()
+    raw.add(2)
+    pending, used = raw.history.encode(*tokens(2 * BLOCK, 3)), raw.history.arena.used
+    calls = []
+
+    def fail_at_second(offset, num_bytes):
+        calls.append(offset)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return NearArena._at(raw.history.arena, offset, num_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(raw.history.arena, "_at", fail_at_second)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            raw.lane.store(raw.history, pending)
+    assert raw.history.arena.used == used and raw.history.num_blocks == 2
+    raw.check()
+    raw.add(1)
+    raw.check()
+
+
+def test_a_clone_is_apart():
+    raw = Raw()
+    raw.add(3)
+    raw.take(torch.tensor([2, 0]))
+    copied, right = raw.history.clone(), [x.clone() for x in raw.right]
+    raw.add(2)
+    raw.truncate(1)
+    raw.check()
+    raw.history, raw.right = copied, right
+    raw.check()
+    raw.add(1)
+    raw.check()
