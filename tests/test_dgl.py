@@ -267,6 +267,16 @@ def test_a_table_is_taken_as_it_is():
     assert_same_bits(made.ndata["new"], node_features())
 
 
+def test_rows_through_a_cache():
+    made = graph(attached=False)
+    cache = ibp.RowCache(ibp.compress(node_features()), 20_000, torch.rand(NUM_NODES), devices="cpu")
+    assert attach(made, "feat", table=cache) is cache
+    assert_same_bits(made.ndata["feat"], node_features())
+    assert_same_bits(made.subgraph(SEEDS).ndata["feat"], node_features()[SEEDS])
+    assert 0 < cache.stats().hit_rate < 1
+    assert_same_bits(detach(made, "feat"), node_features())
+
+
 def test_ids_out_of_range():
     column = graph()._node_frames[0]._columns["feat"]
     for ids in ([NUM_NODES], [-1]):

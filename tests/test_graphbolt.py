@@ -53,7 +53,7 @@ def read_in_stages(feature, ids):
 
 def test_what_a_feature_answers(feature_class):
     x = rows()
-    for given in (x, x.numpy(), ibp.compress(x)):
+    for given in (x, x.numpy(), ibp.compress(x), ibp.RowCache(ibp.compress(x), 40_000, range(NUM_ROWS))):
         feature = feature_class(given)
         assert isinstance(feature, StandIn)
         assert_same_bits(feature.read(IDS), x[IDS])
@@ -62,7 +62,9 @@ def test_what_a_feature_answers(feature_class):
         assert_same_bits(read_in_stages(feature, IDS), x[IDS])
         assert feature.size() == (3, 40) and feature.count() == NUM_ROWS and feature.metadata() == {}
         assert feature.is_pinned() == feature.table.is_pinned()
-    assert "CompressedTensor" in repr(feature)
+    assert "RowCache" in repr(feature)
+    with pytest.raises(ValueError, match="make another Feature"):
+        feature.update(x)
     made = feature_class(x, {"unit": "m"}, scheme="planes")
     assert made.metadata() == {"unit": "m"} and made.table.scheme == "planes"
     assert feature_class(torch.arange(5)).size() == ()

@@ -147,6 +147,21 @@ def test_batches_are_the_same(workers, filter_per_worker):
     assert_same_batches(batches(data, transform=fetch, **options), batches(plain, **options), names)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_through_a_cache_are_the_same(workers):
+    names = [*features(), "time"]
+    times = {"time": torch.rand(NUM_NODES)}
+    plain, data = graph(**features(), **times), graph(**features(), **times)
+    fetch = attach(data, names, device="cpu", cache_bytes=20_000)
+    cache = fetch.nodes["x"]
+    assert isinstance(cache, ibp.RowCache) and isinstance(fetch.nodes["time"], ibp.CompressedTensor)
+    assert_same_batches(batches(data, transform=fetch, num_workers=workers), batches(plain, num_workers=workers), names)
+    if not workers:  # whose hits nobody counts
+        assert 0.3 < cache.stats().hit_rate < 1
+    other = FetchFeatures({"x": ibp.RowCache(cache.table, 0, devices="cpu")}, device="cpu")
+    assert_same_batches(batches(data, transform=other), batches(plain), ["x"])
+
+
 def test_losses_are_the_same():
     """GraphSAGE on a graph that is attached, and on one that is not."""
 

@@ -9,15 +9,18 @@ import torch
 
 import ibp
 
+TABLES = (ibp.CompressedTensor, ibp.RowCache)  # what rows are fetched from
+Table = ibp.CompressedTensor | ibp.RowCache
 
-def table_of(value: Any, what: str, options: dict[str, Any]) -> ibp.CompressedTensor:
-    """A table as it is, or one made of a tensor or array with the options of `ibp.compress`.
+
+def table_of(value: Any, what: str, options: dict[str, Any]) -> Table:
+    """A table, or a cache of one, as it is, or a table made of a tensor or array with the options of `ibp.compress`.
 
     Raises:
         TypeError: value is none of these, or of a dtype that tables cannot hold.
         ValueError: options are given with a table, or are wrong.
     """
-    if isinstance(value, ibp.CompressedTensor):
+    if isinstance(value, TABLES):
         if options:
             raise ValueError(f"{what} is a table already, but options are given: {', '.join(options)}")
         return value
@@ -25,18 +28,19 @@ def table_of(value: Any, what: str, options: dict[str, Any]) -> ibp.CompressedTe
         value = torch.from_numpy(np.ascontiguousarray(value))
     if not isinstance(value, torch.Tensor):
         raise TypeError(
-            f"{what} is a {type(value).__name__}; wanted a torch.Tensor, a numpy array or an ibp.CompressedTensor"
+            f"{what} is a {type(value).__name__}; wanted a torch.Tensor, a numpy array, an ibp.CompressedTensor or an "
+            "ibp.RowCache"
         )
     return ibp.compress(value, **options)
 
 
-def check_rows(table: ibp.CompressedTensor, num_rows: int, what: str, of: str) -> None:
+def check_rows(table: Table, num_rows: int, what: str, of: str) -> None:
     """Raises ValueError unless the table has a row for each node or edge."""
     if table.dim() == 0 or len(table) != num_rows:
         raise ValueError(f"{what} has shape {list(table.shape)}; wanted {num_rows:,} rows, one for each of the {of}")
 
 
-def fetch(table: ibp.CompressedTensor, ids: torch.Tensor, device: torch.device | None, what: str) -> torch.Tensor:
+def fetch(table: Table, ids: torch.Tensor, device: torch.device | None, what: str) -> torch.Tensor:
     """The table's rows at ids on a device; None: the ids'.
 
     Raises:
@@ -50,7 +54,7 @@ def fetch(table: ibp.CompressedTensor, ids: torch.Tensor, device: torch.device |
         raise IndexError(f"{what}: {error}") from None
 
 
-def refuse_cuda_in_worker(table: ibp.CompressedTensor, device: torch.device | None, what: str) -> None:
+def refuse_cuda_in_worker(table: Table, device: torch.device | None, what: str) -> None:
     """A forked process cannot use CUDA once its parent has, and rows on a GPU cannot be queued to the main process."""
     needs_cuda = table.is_cuda or (device is not None and device.type == "cuda")
     if needs_cuda and torch.utils.data.get_worker_info() is not None:

@@ -23,7 +23,7 @@ import torch
 
 import ibp
 
-from ._features import check_rows, fetch, refuse_cuda_in_worker, table_of
+from ._features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 
 def _leave_out_graphbolt() -> None:
@@ -53,9 +53,9 @@ def attach(
     ntype: str | None = None,
     edges: bool = False,
     etype: _EdgeType | None = None,
-    table: ibp.CompressedTensor | None = None,
+    table: Table | None = None,
     **options: Any,
-) -> ibp.CompressedTensor:
+) -> Table:
     """Keeps a feature of a graph's nodes or edges in a compressed table.
 
     Rows cannot be changed while a feature is attached: code that writes to them, or adds nodes or edges, turns the
@@ -67,12 +67,12 @@ def attach(
         ntype: type of the nodes; None where there is one type.
         edges: the feature is one of edges, graph.edata[name].
         etype: type of the edges, which implies `edges`; None where there is one type.
-        table: the feature, compressed before, in host memory or on the graph's device. None: graph.ndata[name] is
-            compressed; in host memory the table is pinned if there is a GPU.
+        table: the feature, compressed before, in host memory or on the graph's device, or an `ibp.RowCache` of it.
+            None: graph.ndata[name] is compressed; in host memory the table is pinned if there is a GPU.
         options: of `ibp.compress`.
 
     Returns:
-        The table.
+        The table, or its cache.
 
     Raises:
         TypeError: graph is no DGLGraph, or table is no table.
@@ -88,10 +88,10 @@ def attach(
         if isinstance(column, _TableColumn) and column.is_attached:
             raise ValueError(f"{what} is attached already")
         table = table_of(column.data, what, options)
-    elif isinstance(table, ibp.CompressedTensor):
+    elif isinstance(table, TABLES):
         table = table_of(table, what, options)
     else:
-        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
+        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor or an ibp.RowCache")
     check_rows(table, num_rows, what, "edges" if edges or etype is not None else "nodes")
     if table.is_cuda and table.device != graph.device:
         raise ValueError(f"{what} is on {table.device}; wanted host memory or the graph's device, {graph.device}")
@@ -148,7 +148,7 @@ def _frame_of(graph: Any, name: str, ntype: str | None, edges: bool, etype: _Edg
     return graph._node_frames[place], what, graph.num_nodes(graph.ntypes[place])
 
 
-def _scheme_of(table: ibp.CompressedTensor) -> Scheme:
+def _scheme_of(table: Table) -> Scheme:
     return Scheme(tuple(table.shape[1:]), table.dtype)
 
 
@@ -164,7 +164,7 @@ class _TableColumn(Column):
     @property
     def is_attached(self) -> bool:
         """Whether the storage is a table."""
-        return isinstance(self.storage, ibp.CompressedTensor)
+        return isinstance(self.storage, TABLES)
 
     @property
     def _holds_table(self) -> bool:
@@ -238,7 +238,8 @@ class _TableColumn(Column):
         if not self.is_attached:
             super().record_stream(stream)
             return
-        held = [self.storage.slots, self.storage.overflow, self.storage.lengths, self.storage.bases]
+        table = self.storage.table if isinstance(self.storage, ibp.RowCache) else self.storage
+        held = [table.slots, table.overflow, table.lengths, table.bases]
         if isinstance(self.index, torch.Tensor):
             held.append(self.index)
         elif self.index is not None:

@@ -19,7 +19,7 @@ from dgl import graphbolt as gb  # type: ignore
 
 import ibp
 
-from ._features import fetch, table_of
+from ._features import Table, fetch, table_of
 
 __all__ = ["Feature"]
 
@@ -28,26 +28,26 @@ class Feature(gb.Feature):
     """A feature whose rows are fetched from a table: those of ids on a GPU by that GPU.
 
     Args:
-        x: tensor or array [N, ...], which is compressed, or a table.
+        x: tensor or array [N, ...], which is compressed, a table, or an `ibp.RowCache`.
         metadata: what `metadata()` returns.
         options: of `ibp.compress`.
 
     Raises:
-        TypeError: x is no tensor, array or table.
+        TypeError: x is no tensor, array, table or cache.
         ValueError: x has no rows to read, or options are wrong.
     """
 
     def __init__(self, x: Any, metadata: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__()
-        self._table: ibp.CompressedTensor | None = table_of(x, "x", options)
+        self._table: Table | None = table_of(x, "x", options)
         if self._table.dim() == 0:
             raise ValueError("x has no dimensions; wanted a row for each node or edge")
         self._metadata, self._options = metadata or {}, options
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @property
-    def table(self) -> ibp.CompressedTensor:
-        """The table. RuntimeError: after close()."""
+    def table(self) -> Table:
+        """The table, or its cache. RuntimeError: after close()."""
         if self._table is None:
             raise RuntimeError("the table of this Feature was freed by close()")
         return self._table
@@ -100,11 +100,14 @@ class Feature(gb.Feature):
         """Compresses another tensor of the same shape and dtype in place of all of x.
 
         Raises:
-            ValueError: ids are given, but rows of a table are fixed; or value has another shape or dtype.
+            ValueError: ids are given, but rows of a table are fixed; value has another shape or dtype; or the rows are
+                those of a cache.
         """
         if ids is not None:
             raise ValueError("ids are given; wanted None: rows of tables are fixed")
         held = self.table
+        if isinstance(held, ibp.RowCache):
+            raise ValueError("the feature is read through an ibp.RowCache, which holds its rows: make another Feature")
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (held.shape, held.dtype):
             got = f"{list(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"value is {got}; wanted {list(held.shape)} of {held.dtype}")

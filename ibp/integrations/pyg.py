@@ -22,7 +22,7 @@ from torch_geometric.transforms import BaseTransform  # type: ignore
 import ibp
 
 from .. import _memory
-from ._features import check_rows, fetch, refuse_cuda_in_worker, table_of
+from ._features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 __all__ = ["FeatureStore", "FetchFeatures", "attach"]
 
@@ -30,7 +30,12 @@ _Device = torch.device | str | int | None
 
 
 def attach(
-    data: Data | HeteroData, names: str | Iterable[str] = "x", *, device: _Device = None, **options: Any
+    data: Data | HeteroData,
+    names: str | Iterable[str] = "x",
+    *,
+    device: _Device = None,
+    cache_bytes: int = 0,
+    **options: Any,
 ) -> FetchFeatures:
     """Compresses features of a graph, takes them out of it, and returns the transform that fetches them for batches.
 
@@ -40,12 +45,14 @@ def attach(
         data: the graph, which is changed: the features are removed, num_nodes is set where it followed from them.
         names: attributes, tensors of one row a node or edge.
         device: where rows go; None: where a batch's ids are, which is the CPU for most loaders.
+        cache_bytes: memory of the device for an `ibp.RowCache` of each feature of nodes, 0: none. A node is the hotter
+            the more edges begin there, as it is sampled by them.
         options: of `ibp.compress`.
 
     Raises:
         TypeError: data is no Data or HeteroData, or an attribute is no tensor.
         KeyError: data has no such attribute.
-        ValueError: an attribute has not one row a node or edge.
+        ValueError: an attribute has not one row a node or edge, or cache_bytes are given without a device.
     """
     if not isinstance(data, (Data, HeteroData)):
         raise TypeError(f"data is a {type(data).__name__}; wanted a torch_geometric Data or HeteroData")
@@ -60,12 +67,26 @@ def attach(
         kind = edges if is_edge else nodes
         if isinstance(data, HeteroData):
             kind = kind.setdefault(store._key, {})
-        kind[name] = table
+        kind[name] = _cached(table, data, store, device, cache_bytes) if cache_bytes and not is_edge else table
     for store, name, is_edge, _ in found:
         if not is_edge:
             store.num_nodes = store.num_nodes  # PyG counts nodes by their features where this is not set
         del store[name]
     return FetchFeatures(nodes, edges, device=device)
+
+
+def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, cache_bytes: int) -> Table:
+    """A cache of a feature of nodes; the table where its items are no whole rows."""
+    if device is None:
+        raise ValueError("cache_bytes are given, but no device; wanted the one that rows go to")
+    if not table._geometry.has_whole_rows:
+        return table
+    hotness = torch.zeros(store.num_nodes, dtype=torch.int64)
+    for edges in data.edge_stores:
+        is_from_here = not isinstance(data, HeteroData) or edges._key[0] == store._key
+        if is_from_here and "edge_index" in edges:
+            hotness += torch.bincount(edges.edge_index[0].cpu(), minlength=store.num_nodes)
+    return ibp.RowCache(table, cache_bytes, hotness, devices=device)
 
 
 def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[Any, str, bool, str]]:
@@ -97,7 +118,7 @@ class FetchFeatures(BaseTransform):
 
     Args:
         nodes: {name: table} of a Data, {type of node: {name: table}} of a HeteroData: batch[name] becomes
-            table[batch.n_id]. Tensors are compressed.
+            table[batch.n_id]. Tensors are compressed; `ibp.RowCache`s of tables are taken as they are.
         edges: likewise of edges, by batch.e_id.
         device: where rows go; None: where the ids are.
 
@@ -152,7 +173,7 @@ class FetchFeatures(BaseTransform):
                 self._fill(data[key], key, of_type, ids_name)
         return data
 
-    def _fill(self, store: Any, key: Any, tables: dict[str, ibp.CompressedTensor], ids_name: str) -> None:
+    def _fill(self, store: Any, key: Any, tables: dict[str, Table], ids_name: str) -> None:
         where = "data" if key is None else f"data[{key!r}]"
         for name, table in tables.items():
             what = repr(name) if key is None else f"{name!r} of {key!r}"
@@ -207,7 +228,7 @@ class FeatureStore(torch_geometric.data.FeatureStore):
 
     def __init__(self, *, device: _Device = None, **options: Any) -> None:
         super().__init__()
-        self._tables: dict[tuple[Any, str], ibp.CompressedTensor] = {}
+        self._tables: dict[tuple[Any, str], Table] = {}
         self._device = None if device is None else _memory.canonical(device)
         self._options, self._is_closed = options, False
 
@@ -217,7 +238,7 @@ class FeatureStore(torch_geometric.data.FeatureStore):
         self._tables.clear()
         self._is_closed = True
 
-    def table(self, group_name: Any, attr_name: str) -> ibp.CompressedTensor:
+    def table(self, group_name: Any, attr_name: str) -> Table:
         """The table of a feature. KeyError: there is none."""
         tables = self._open_tables()
         try:
@@ -229,18 +250,18 @@ class FeatureStore(torch_geometric.data.FeatureStore):
         """The group and name of every feature."""
         return [TensorAttr(group_name, attr_name) for group_name, attr_name in self._open_tables()]
 
-    def _open_tables(self) -> dict[tuple[Any, str], ibp.CompressedTensor]:
+    def _open_tables(self) -> dict[tuple[Any, str], Table]:
         if self._is_closed:
             raise RuntimeError("the tables of this FeatureStore were freed by close()")
         return self._tables
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
-        """Compresses a tensor or array; takes a table as it is. ValueError: attr has an index, but rows of a table are
-        fixed."""
+        """Compresses a tensor or array; takes a table, or a cache of one, as it is. ValueError: attr has an index, but
+        rows of a table are fixed."""
         what = repr((attr.group_name, attr.attr_name))
         if attr.index is not None:
             raise ValueError(f"index of {what} is a {type(attr.index).__name__}; wanted None: rows of tables are fixed")
-        options = {} if isinstance(tensor, ibp.CompressedTensor) else self._options
+        options = {} if isinstance(tensor, TABLES) else self._options
         self._open_tables()[attr.group_name, attr.attr_name] = table_of(tensor, what, options)
         return True
 
