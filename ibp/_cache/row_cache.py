@@ -402,6 +402,7 @@ class RowCache:
         """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
         if items is None or self._view._item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64)
+        items = items.to(self.devices[0])
         slot_bytes = self._slot_bytes()
         if self.policy == "lru":
             with self._beside():
@@ -427,12 +428,12 @@ class RowCache:
 
     def _replacing(self, slot_bytes: int, items: torch.Tensor) -> Generation:
         """One whose rows replace each other: at first those of the first items, as if the hottest were used last."""
-        slab = replacing_slab(slot_bytes, self.budget_bytes, self.devices[0])
+        slab = replacing_slab(slot_bytes, self.budget_bytes, self._view.num_rows, self.devices[0])
         made = self._generation_of((slab,), LRU_WAYS, slot_bytes, slab.map.shape[0])
         held = min(items.numel(), made.capacity // self._rows_per_item)
         if held == 0:
             return made
-        for part in items[:held].flip(0).to(slab.device).split(max(1, held // _LEAST_PARTS)):
+        for part in items[:held].flip(0).split(max(1, held // _LEAST_PARTS)):
             entries = torch.empty(part.numel() * self._rows_per_item, dtype=torch.int64, device=slab.device)
             self._claim(made, part.contiguous(), self._view._arguments(slab.device), entries, None)
         return made
@@ -444,7 +445,7 @@ class RowCache:
         """Of the cache's rows; 0 where they lie back to back."""
         if self.policy == "static" and not self.writable:
             return 0
-        return self._given_slot_bytes or slot_for(self._view, self.writable)
+        return self._given_slot_bytes or slot_for(self._view, self.devices[0], self.writable)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

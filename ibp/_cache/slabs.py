@@ -7,6 +7,7 @@ says (its owner).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,9 +118,14 @@ class Generation:
 
 
 def can_read(device: torch.device, slab: Slab) -> bool:
-    """Whether kernels of a device can read a slab."""
-    here = slab.device
-    return device == here or (device.type == here.type == "cuda" and torch.cuda.can_device_access_peer(device, here))
+    """Whether kernels of a device can read a slab, from now on."""
+    peer = slab.device
+    if device == peer:
+        return True
+    if device.type != "cuda" or peer.type != "cuda" or not torch.cuda.can_device_access_peer(device, peer):
+        return False
+    _core.enable_peer(device.index, peer.index)
+    return True
 
 
 def _none_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -138,23 +144,22 @@ def rows_of(items: torch.Tensor, rows_per_item: int) -> torch.Tensor:
 
 
 def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
-    """Bytes of rows as they are stored, int64, where their numbers are; 0 for default rows, and for those whose length
-    is no row's."""
-    lengths, row_bytes = table.lengths, table.row_bytes
+    """Bytes of rows as they are stored, int64, on the device that their numbers are on, which reads the table; 0 for
+    default rows, and for those whose length is no row's."""
+    lengths, row_bytes = table._arguments(rows.device)[2], table.row_bytes
     if lengths.numel() == 0:
         return torch.full_like(rows, row_bytes)
-    found = lengths.view(torch.int16)[rows.to(lengths.device)].to(rows.device, torch.int64) & 0xFFFF
-    sizes = _layout.stored_sizes(found, row_bytes, row_bytes)
+    sizes = _layout.stored_sizes(lengths.view(torch.int16)[rows].to(torch.int64) & 0xFFFF, row_bytes, row_bytes)
     return torch.where(sizes <= row_bytes, sizes, 0)
 
 
-def slot_for(table: Table, may_grow: bool) -> int:
+def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
     """Bytes of a slot, a multiple of 32, that nearly all rows that have bytes fit; a whole row where there are none.
     may_grow: with room for rows that change to take more bytes."""
-    sizes = stored_bytes(table, torch.arange(table.num_rows, device=table.lengths.device))
+    sizes = stored_bytes(table, torch.arange(table.num_rows, device=device))
     counts = torch.bincount(sizes, minlength=table.row_bytes + 1)[1:].cumsum(0)
     total = int(counts[-1])
-    fits = int(torch.searchsorted(counts, SLOT_QUANTILE * total)) + 1 if total else table.row_bytes
+    fits = int(torch.searchsorted(counts, math.ceil(SLOT_QUANTILE * total))) + 1 if total else table.row_bytes
     return in_sectors(min(fits + fits // GROWTH if may_grow else fits, table.row_bytes))
 
 
@@ -196,7 +201,8 @@ def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_b
 def plan_slabs(
     table: Table, rows: torch.Tensor, num_slabs: int, slot_bytes: int, budget_bytes: int, may_copy_maps: bool
 ) -> tuple[list[Plan], bool]:
-    """(what each slab holds of rows in the order of their hotness, whether maps are copied near).
+    """(what each slab holds of rows in the order of their hotness, whether maps are copied near). rows: on a device of
+    the cache.
 
     Rows without bytes are left out, which the index answers, and those that do not fit a slot.
     """
@@ -248,10 +254,11 @@ def filled_slab(table: Table, plan: Plan, number: int, device: torch.device) -> 
     return slab
 
 
-def replacing_slab(slot_bytes: int, budget_bytes: int, device: torch.device) -> Slab:
-    """An empty slab whose rows replace each other: as many sets as a budget holds."""
+def replacing_slab(slot_bytes: int, budget_bytes: int, num_rows: int, device: torch.device) -> Slab:
+    """An empty slab whose rows replace each other: as many sets as a budget holds, at most what a table of so many rows
+    fills by half."""
     set_bytes = LRU_WAYS * (slot_bytes + WAY_BYTES + STAMP_BYTES) + STAMP_BYTES
-    num_sets = max(0, budget_bytes - FIXED_BYTES) // set_bytes
+    num_sets = min(max(0, budget_bytes - FIXED_BYTES) // set_bytes, -(-2 * num_rows // LRU_WAYS))
     num_ways = num_sets * LRU_WAYS
     return Slab(
         device,
