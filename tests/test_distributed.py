@@ -4,6 +4,7 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import re
 import traceback
 
 import pytest
@@ -13,7 +14,9 @@ import torch.distributed as dist
 import ibp
 from helpers import assert_same_bits
 from ibp import _group, _rows, _sharded
+from ibp._cache import peers
 from ibp.distributed import ShardedTable, share_table
+from test_several_gpus import gpus  # noqa: F401, a fixture
 
 SECONDS = 60  # that other processes may take
 OPTIONS = {"device": "cpu", "pin_memory": False}
@@ -22,14 +25,15 @@ COLUMNS = 96
 
 
 class Ranks:
-    """Processes of one group, which run what they are told; forked, as torch takes seconds to import."""
+    """Processes of one group, which run what they are told; forked where GPUs are not used, as torch takes seconds to
+    import."""
 
-    def __init__(self, size, directory, timeout=SECONDS):
-        context = multiprocessing.get_context("fork")
+    def __init__(self, size, directory, timeout=SECONDS, method="fork", backend="gloo"):
+        context = multiprocessing.get_context(method)
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            work = context.Process(target=_serve, args=(rank, size, str(directory / "store"), timeout, there))
+            work = context.Process(target=_serve, args=(rank, size, str(directory / "store"), timeout, backend, there))
             work.start()
             there.close()
             self.pipes.append(here)
@@ -47,15 +51,30 @@ class Ranks:
             results.append(value)
         return results
 
+    def survivors(self, function, dead):
+        """(rank, result) of all ranks but one, which ends in function(rank). Then all end."""
+        for pipe in self.pipes:
+            pipe.send((function, ()))
+        for rank, pipe in enumerate(self.pipes):
+            if rank == dead:
+                continue
+            assert pipe.poll(SECONDS), f"rank {rank} does not answer"
+            failure, value = pipe.recv()
+            assert failure is None, f"rank {rank}: {failure}"
+            yield rank, value
+        self.end()
+
     def end(self):
         for process in self.processes:
             process.kill()
             process.join(SECONDS)
 
 
-def _serve(rank, size, store, timeout, pipe):
+def _serve(rank, size, store, timeout, backend, pipe):
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,
@@ -373,14 +392,135 @@ def lose_a_rank(rank):
 
 def test_a_rank_that_dies(tmp_path):
     three = Ranks(3, tmp_path, timeout=20)
-    for pipe in three.pipes:
-        pipe.send((lose_a_rank, ()))
-    for pipe in three.pipes[::2]:
-        assert pipe.poll(SECONDS)
-        failure, failures = pipe.recv()
-        assert failure is None
-        assert all(name == "RuntimeError" and "not all ranks" in message for name, message in failures)
-    three.end()
+    for rank, failures in three.survivors(lose_a_rank, dead=1):
+        assert all(name == "RuntimeError" and "not all ranks" in message for name, message in failures), rank
+
+
+# ---- a cache whose slabs are in several processes ----
+
+
+def cached(rank, device, group=None, size=4):
+    """A cache of all ranks of rows of one shared table: hits of all slabs, misses, and fills."""
+    x = rows_like("dense", 2000)
+    table = share_table(ibp.compress(x, **OPTIONS, scheme="planes") if rank == 0 else None, pin_memory=device != "cpu")
+    hotness = torch.rand(len(x), generator=torch.Generator().manual_seed(0))
+    group = dist.group.WORLD if group is None else group
+    cache = ibp.RowCache(table, 30_000, hotness, group=group, devices=device)
+    held = {int(row) for slab in cache._generation.slabs for row in slab.map[:, 0].tolist() if row >= 0}
+    assert 500 < len(held) == cache.num_cached_rows <= cache.capacity < 1.02 * len(held)
+    assert f"rank {rank} of {size}" in repr(cache)
+    assert 0.9 * 30_000 < cache.nbytes <= 30_000
+    ids = torch.randint(len(x), (700,), generator=torch.Generator().manual_seed(rank)).to(device)
+    for _ in range(2):
+        assert_same_bits(cache.index_select(ids, check=True).cpu(), x[ids.cpu()])
+    stats = cache.stats()
+    assert stats.hits == 2 * sum(row in held for row in ids.tolist()) and stats.hits + stats.misses == 2 * len(ids)
+    assert min(stats.hits_of_slabs) > 0 and len(stats.hits_of_slabs) == size
+    assert stats.own_hits == stats.hits_of_slabs[rank] and stats.peer_hits == stats.hits - stats.own_hits
+    old = cache._generation.slabs
+    assert [slab.is_lent for slab in old] == [other != rank for other in range(size)]
+    for hottest in (-hotness, list(range(100)), [], hotness):
+        assert cache.refill(hottest) is cache
+        assert_same_bits(cache.index_select(ids, check=True).cpu(), x[ids.cpu()])
+    cache.reset_stats()
+    coldest = hotness.argsort()[:50].to(device)
+    cache.index_select(coldest)
+    assert cache.stats().misses == 50
+    assert_same_bits(cache.index_select(torch.arange(len(x), device=device), check=True).cpu(), x)
+    refused = [
+        raised(lambda: cache.invalidate(ids)),
+        raised(lambda: cache.update_(ids[:1], x[:1])),
+        raised(lambda: cache.refill(hotness[: len(x) - (rank == 1)])),
+        raised(lambda: cache.refill(hotness + rank * (torch.arange(len(x)) == 0))),
+        raised(lambda: cache.refill([0, len(x)])),
+    ]
+    assert_same_bits(cache.index_select(coldest).cpu(), x[coldest.cpu()])
+    assert cache.refill([]).capacity == 0
+    return refused
+
+
+def check_refused(found):
+    for rank, refused in enumerate(found):
+        assert [name for name, _ in refused[:2]] == ["RuntimeError"] * 2
+        assert refused[2][0] == ("ValueError" if rank == 1 else "RuntimeError") and "[1999]" in refused[2][1]
+        assert refused[3][0] == "ValueError" and "hotness is" in refused[3][1]
+        assert refused[4][0] == "IndexError"
+
+
+def test_a_cache_of_several_processes(ranks):
+    check_refused(ranks(cached, "cpu"))
+
+
+def refuse_caches(rank):
+    x = rows_like("dense", 300)
+    table = ibp.compress(x, **OPTIONS, scheme="planes")
+    other = ibp.compress(x if rank == 0 else x + 1, **OPTIONS, scheme="planes")
+    world, devices = dist.group.WORLD, {"devices": "cpu"}
+    place = ibp.Place(table.codebook, 10, device="cpu")
+    assert ibp.RowCache(table, 0, group=world, **devices).index_select([5]).shape == (1, COLUMNS)
+    return [
+        raised(lambda: ibp.RowCache(table, 1000 + rank, group=world, **devices)),
+        raised(lambda: ibp.RowCache(table, 1000, [1] if rank == 2 else None, group=world, **devices)),
+        raised(lambda: ibp.RowCache(other, 1000, group=world, **devices)),
+        raised(lambda: ibp.RowCache(table, 1000, group=world, policy="lru", **devices)),
+        raised(lambda: ibp.RowCache(table, 1000, group=world, writable=True, **devices)),
+        raised(lambda: ibp.RowCache(table, 1000, group=world, devices=["cpu", "cpu"])),
+        raised(lambda: ibp.RowCache(place, 1000, group=world, **devices)),
+        raised(lambda: ibp.RowCache(None if rank == 3 else table, 1000, group=world, **devices)),
+    ]
+
+
+def test_caches_that_ranks_cannot_have(ranks):
+    wanted = ["budget_bytes is 1000 on rank 0", "hotness is", "codebook of the table|stored_bytes of the table"]
+    wanted += ["is static"] * 3 + ["not of a place", "table is a NoneType"]
+    for rank, failures in enumerate(ranks(refuse_caches)):
+        for (name, message), text in zip(failures, wanted):
+            assert re.search(text, message)
+            assert name == (("TypeError" if rank == 3 else "RuntimeError") if "NoneType" in text else "ValueError")
+
+
+def fail_to_fill(rank):
+    """Where one rank has no memory for its slab, all keep what they have."""
+    x = rows_like("dense", 300)
+    cache = ibp.RowCache(ibp.compress(x, **OPTIONS), 8000, list(range(60)), group=dist.group.WORLD, devices="cpu")
+    held, nothing = cache.num_cached_rows, _no_memory if rank == 1 else peers.filled_slab
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "filled_slab", nothing)
+        failure = raised(lambda: cache.refill(list(range(100, 160))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers.Segment, "opened", _no_memory if rank == 2 else peers.Segment.opened)
+        another = raised(lambda: cache.refill(list(range(100, 160))))
+    assert cache.num_cached_rows == held == 60
+    assert_same_bits(cache.index_select(torch.arange(300)), x)
+    assert cache.stats().hits == 60
+    return failure, another
+
+
+def _no_memory(*args):
+    raise torch.OutOfMemoryError("there is none")
+
+
+def test_a_refill_without_memory(ranks):
+    for rank, failures in enumerate(ranks(fail_to_fill)):
+        for culprit, (name, message) in zip((1, 2), failures):
+            assert name == ("OutOfMemoryError" if rank == culprit else "RuntimeError") and "there is none" in message
+            assert rank == culprit or f"rank {culprit}" in message
+
+
+def lose_a_peer(rank):
+    x = rows_like("dense", 300)
+    cache = ibp.RowCache(ibp.compress(x, **OPTIONS), 8000, list(range(60)), group=dist.group.WORLD, devices="cpu")
+    if rank == 1:
+        os._exit(1)
+    failure = raised(lambda: cache.refill(list(range(100))))
+    assert_same_bits(cache.index_select(torch.arange(300)), x)  # host memory outlives its lender
+    return failure
+
+
+def test_a_peer_that_dies(tmp_path):
+    three = Ranks(3, tmp_path, timeout=20)
+    for rank, failure in three.survivors(lose_a_peer, dead=1):
+        assert failure[0] == "RuntimeError" and "not all ranks" in failure[1], rank
 
 
 # ---- a table that all share ----
@@ -418,3 +558,92 @@ def test_one_table_is_for_one_machine(tmp_path):
     for name, message in four(share_far):
         assert name == "ValueError" and "ranks [3] of the group are on other ones" in message
     four.end()
+
+
+# ---- on GPUs ----
+
+
+@pytest.fixture
+def spawned(tmp_path):
+    """spawned(size, backend): ranks that can use GPUs."""
+    made = []
+
+    def start(size, backend):
+        made.append(Ranks(size, tmp_path, method="spawn", backend=backend))
+        return made[-1]
+
+    yield start
+    for some in made:
+        some.end()
+
+
+def cached_on_gpu(rank, device):
+    """`cached`, and under a CUDA graph, which goes on reading the slabs that it was captured with."""
+    device = torch.device(device, rank if device == "cuda" else None)
+    torch.cuda.set_device(device)
+    refused = cached(rank, device, size=2)
+    x = rows_like("dense", 2000)
+    cache = ibp.RowCache(ibp.compress(x, scheme="planes"), 40_000, list(range(1000)), group=dist.group.WORLD)
+    assert cache.devices == (device,) and cache._generation.slabs[1 - rank].bytes.device == device
+    ids, out = torch.arange(0, 1500, 3, device=device), torch.empty(500, COLUMNS, dtype=x.dtype, device=device)
+    cache.index_select(ids, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cache.index_select(ids, out=out)
+    cache.refill(list(range(1000, 2000)))
+    for first in (0, 1, 400):
+        ids.copy_(torch.arange(first, first + 1500, 3)), out.zero_()
+        graph.replay()
+        assert_same_bits(out.cpu(), x[ids.cpu()])
+    assert cache.stats().peer_hits > 0
+    dist.barrier()
+    return refused
+
+
+def test_a_cache_of_two_processes_on_one_gpu(cuda, spawned):
+    check_refused(spawned(2, "gloo")(cached_on_gpu, "cuda:0"))
+
+
+def test_a_cache_of_two_processes_on_two_gpus(gpus, spawned):  # noqa: F811
+    check_refused(spawned(2, "nccl")(cached_on_gpu, "cuda"))
+
+
+def fetch_to_gpu(rank, place):
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    x = rows_like("sparse", 1000) if place == "pinned" else rows_like("dense", 1000)
+    part = x[:700] if rank == 0 else x[700:]
+    table = ShardedTable.from_local(part if place == "pinned" else part.to(device))
+    assert table.local_table.is_cuda == (place == "device") and table.local_table.is_pinned() == (place == "pinned")
+    ids = torch.randint(1000, (300,), generator=torch.Generator().manual_seed(rank))
+    out = torch.empty(300, 2, x.shape[1], dtype=x.dtype, device=device)
+    for some in (ids.to(device), ids, ids[:0].to(device), torch.arange(1000, device=device)):
+        assert_same_bits(table.index_select(some, device=device).cpu(), x[some.cpu()])
+    table.index_select(ids.to(device).int(), out=out[:, 1], max_sms=8)
+    assert_same_bits(out[:, 1].cpu(), x[ids])
+    assert_same_bits(table.index_select(ids), x[ids])
+    failure = raised(lambda: table.index_select(ids.to(device) + 1000 * rank))
+    new = rows_like("sparse" if place == "pinned" else "dense", 40, seed=7 + rank)
+    table.update_(torch.arange(rank, 80, 2).flip(0), new.to(device))
+    for other in range(2):
+        x[torch.arange(other, 80, 2).flip(0)] = rows_like(
+            "sparse" if place == "pinned" else "dense", 40, seed=7 + other
+        )
+    assert_same_bits(table.index_select(torch.arange(1000, device=device)).cpu(), x)
+    table.check()
+    return failure
+
+
+def check_bad_ids(failures):
+    assert failures[0] is None and failures[1][0] == "IndexError" and "wanted 0 to 999" in failures[1][1]
+
+
+@pytest.mark.parametrize("place", ["pinned", "device"])
+def test_shards_over_gloo_with_a_gpu(cuda, spawned, place):
+    check_bad_ids(spawned(2, "gloo")(fetch_to_gpu, place))
+
+
+@pytest.mark.parametrize("place", ["pinned", "device"])
+def test_shards_over_nccl(gpus, spawned, place):  # noqa: F811
+    check_bad_ids(spawned(2, "nccl")(fetch_to_gpu, place))

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -20,6 +20,7 @@ from .._place import Place
 from . import changes
 from .hotness import Hotness, hottest_first
 from .order import StreamOrder, is_capturing
+from .peers import Peers
 from .slabs import (
     COUNTERS,
     LRU_WAYS,
@@ -36,6 +37,9 @@ from .slabs import (
     rows_of,
     slot_for,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 POLICIES = ("static", "lru")
 _LEAST_PARTS = 16  # of the rows that an lru cache begins with: those of one call do not replace each other
@@ -100,6 +104,10 @@ class RowCache:
         policy: "static": what `refill` puts there stays; "lru": rows that are asked for take the place of those used
             longest ago; on one device.
         writable: `update_` changes cached rows in their slots, and the table's own only at `flush`. Static caches only.
+        group: a process group of torch.distributed whose ranks are processes of one machine, at most 8: each has a slab
+            on one device, and reads those of the others, by CUDA IPC. All give the same table, shared or not, the same
+            budget and hotness. Making such a cache and `refill` are collective calls; the others are not. Before
+            processes end: `refill([])`, or a barrier. Static caches that are not writable only.
         slot_bytes: of a row of a cache that is writable or replaces rows, a multiple of 32; rows that do not fit are
             not cached. None: what 99.9 % of the table's rows fit, and a sixteenth more where they change; a whole row
             where there are none yet.
@@ -108,6 +116,7 @@ class RowCache:
         TypeError: table, budget_bytes or hotness is of another type.
         ValueError: an argument is out of range, or they contradict each other.
         IndexError: hotness has an id that the table lacks.
+        RuntimeError: another rank of the group has failed, or takes no part.
         torch.OutOfMemoryError: the device has no such memory.
     """
 
@@ -122,8 +131,31 @@ class RowCache:
         devices: Device | Sequence[Device] | None = None,
         policy: str = "static",
         writable: bool = False,
+        group: ProcessGroup | None = None,
         slot_bytes: int | None = None,
     ) -> None:
+        self._peers = None if group is None else Peers(group)
+
+        def set_up() -> None:
+            self._set_up(table, budget_bytes, devices, policy, writable, slot_bytes)
+
+        if self._peers is None:
+            set_up()
+        else:
+            self._peers.agree(self, set_up, hotness is not None)
+        if hotness is not None:
+            self.refill(hotness)
+
+    def _set_up(
+        self,
+        table: CompressedTensor | Place,
+        budget_bytes: int,
+        devices: Device | Sequence[Device] | None,
+        policy: str,
+        writable: bool,
+        slot_bytes: int | None,
+    ) -> None:
+        """Of the constructor's arguments: a cache that holds nothing yet."""
         self.table, self._view = table, _view_of(table)
         self.budget_bytes = whole_number("budget_bytes", budget_bytes, 0, 2**40)
         self.devices = _checked_devices(devices, table, self._view)
@@ -140,8 +172,6 @@ class RowCache:
         for device in self._workers:
             self._view._arguments(device)
         self._generation = self._made(None)
-        if hotness is not None:
-            self.refill(hotness)
 
     # ---- what it is ----
 
@@ -214,9 +244,10 @@ class RowCache:
     def __repr__(self) -> str:
         where = ", ".join(map(str, self.devices))
         kind = f"policy={self.policy!r}" + (", writable=True" if self.writable else "")
+        of_group = f", rank {self._peers.rank} of {self._peers.size}" if self._peers is not None else ""
         return (
             f"ibp.RowCache(shape={list(self.shape)}, dtype={self.dtype}, {kind}, budget_bytes={self.budget_bytes:,}, "
-            f"capacity={self.capacity:,} of {self._view.num_rows:,} rows, devices=[{where}])"
+            f"capacity={self.capacity:,} of {self._view.num_rows:,} rows, devices=[{where}]{of_group})"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -387,16 +418,31 @@ class RowCache:
         Args:
             hotness: as for the constructor.
 
+        Of a cache with a group this is a collective call: all ranks give the same hotness (sum counts of accesses by
+        `torch.distributed.all_reduce`), and where one fails all raise, and all caches are as they were.
+
         Raises:
-            TypeError, ValueError, IndexError: hotness does not fit the table.
+            TypeError, ValueError, IndexError: hotness does not fit the table, or is not the same on all ranks.
+            RuntimeError: another rank of the group has failed, or takes no part.
             torch.OutOfMemoryError: there is no memory for both; the cache is as it was.
         """
         with self._change_lock:
             self.flush()
-            items = hottest_first(hotness, self._view._num_items)
-            made = self._made(items)
-            self._swap(made)
+            if self._peers is None:
+                self._swap(self._made(hottest_first(hotness, self._view._num_items)))
+            else:
+                self._swap(self._peers.made(self, hotness))
+                self._peers.give_back()
         return self
+
+    @property
+    def _slab_devices(self) -> tuple[torch.device, ...]:
+        """On which device this process finds each slab."""
+        return self.devices if self._peers is None else self.devices * self._peers.size
+
+    def _is_own(self, slab: int, device: torch.device) -> bool:
+        """Whether a slab is a device's own, not a peer's."""
+        return self.devices[slab] == device if self._peers is None else slab == self._peers.rank
 
     def _made(self, items: torch.Tensor | None) -> Generation:
         """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
@@ -410,7 +456,7 @@ class RowCache:
         plans, copies_maps = plan_slabs(
             self._view,
             rows_of(items, self._rows_per_item),
-            len(self.devices),
+            len(self._slab_devices),
             slot_bytes,
             self.budget_bytes,
             not self.writable,
@@ -418,7 +464,7 @@ class RowCache:
         with self._beside():
             slabs = tuple(
                 filled_slab(self._view, plan, number, device)
-                for number, (plan, device) in enumerate(zip(plans, self.devices))
+                for number, (plan, device) in enumerate(zip(plans, self._slab_devices))
             )
             made = self._generation_of(slabs, STATIC_WAYS, slot_bytes, sum(plan.rows.numel() for plan in plans))
             if copies_maps:
@@ -485,7 +531,9 @@ class RowCache:
 
         Raises:
             TypeError, ValueError, IndexError: as for `index_select`.
+            RuntimeError: the cache is one of a group.
         """
+        self._check_alone()
         rows = None
         if ids is not None:
             ids = _flat_ids(ids)
@@ -513,8 +561,9 @@ class RowCache:
         Raises:
             IndexError: an id is out of range; nothing has changed.
             TypeError, ValueError: ids or rows do not fit, or the cache is one of a place.
-            RuntimeError: the table is shared with other processes.
+            RuntimeError: the table, or the cache, is shared with other processes.
         """
+        self._check_alone()
         changes.update(self, ids, rows)
         return self
 
@@ -526,6 +575,14 @@ class RowCache:
         """
         if self.writable:
             changes.flush(self)
+
+    def _check_alone(self) -> None:
+        """RuntimeError for a cache whose slabs other processes read."""
+        if self._peers is not None:
+            raise RuntimeError(
+                "rows of a cache that the processes of a group have in common stay as they are: change the table on "
+                "all ranks, and refill the cache"
+            )
 
     def _check_generation(self, generation: Generation) -> None:
         if generation.codebook is not self._view.codebook:
@@ -540,14 +597,14 @@ class RowCache:
 
     def stats(self) -> CacheStats:
         """What lookups have met. Waits for the work on the cache's devices."""
-        of_slabs, own, misses, link_bytes = [0] * len(self.devices), 0, 0, 0
+        of_slabs, own, misses, link_bytes = [0] * len(self._slab_devices), 0, 0, 0
         self._synchronize()
         for device, counts in self._counts.items():
             *hits, missed, num_bytes = counts.tolist()
             misses, link_bytes = misses + missed, link_bytes + num_bytes
-            for slab, near in enumerate(self.devices):
+            for slab in range(len(of_slabs)):
                 of_slabs[slab] += hits[slab]
-                own += hits[slab] if near == device else 0
+                own += hits[slab] if self._is_own(slab, device) else 0
         return CacheStats(
             own,
             sum(of_slabs) - own,
@@ -555,7 +612,7 @@ class RowCache:
             misses,
             link_bytes,
             self.capacity,
-            self.budget_bytes // self._view.row_bytes * len(self.devices),
+            self.budget_bytes // self._view.row_bytes * len(of_slabs),
         )
 
     def reset_stats(self) -> None:
@@ -610,6 +667,13 @@ def _check_policy(cache: RowCache) -> None:
         raise ValueError(f"policy is {cache.policy!r}; wanted one of {', '.join(map(repr, POLICIES))}")
     if cache.policy == "lru" and len(cache.devices) > 1:
         raise ValueError(f"policy 'lru' is for one device; there are {len(cache.devices)}")
+    if cache._peers is not None and (cache.policy != "static" or cache.writable or len(cache.devices) > 1):
+        raise ValueError(
+            f"a cache with a group is static, not writable, and has one device a process; policy is {cache.policy!r}, "
+            f"writable {cache.writable}, and there are {len(cache.devices)} devices"
+        )
+    if cache._peers is not None and isinstance(cache.table, Place):
+        raise ValueError("a cache with a group is one of a table, not of a place")
     if cache.writable and cache.policy != "static":
         raise ValueError(f"a writable cache has policy 'static'; this one has {cache.policy!r}")
     if cache.writable and isinstance(cache.table, Place):

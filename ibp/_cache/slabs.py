@@ -47,6 +47,7 @@ class Slab:
         map: int64 [ways of all sets, 2], row number (-1: none, -2: removed) and entry.
         stamps, clock: int32 [sets * (LRU_WAYS + 1)] and int64 [2], of a cache that replaces rows: when each way was
             used last, and the time.
+        is_lent: whether it is another process's, which this one only reads (see `peers.py`).
     """
 
     device: torch.device
@@ -54,9 +55,12 @@ class Slab:
     map: torch.Tensor
     stamps: torch.Tensor | None = None
     clock: torch.Tensor | None = None
+    is_lent: bool = False
 
     @property
     def nbytes(self) -> int:
+        if self.is_lent:
+            return 0
         held = (self.bytes, self.map, self.stamps, self.clock)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 

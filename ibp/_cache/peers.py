@@ -1,0 +1,182 @@
+"""Slabs of other processes: a cache whose slabs belong to the ranks of a process group, one each, on one machine.
+
+Each rank fills its own slab and lends it to the others: memory of a GPU by CUDA IPC, as torch sends tensors; host
+memory as shared segments. A rank opens what it is lent on its own device, so that kernels read it over NVLink without a
+context on the lender's GPU. Memory that is lent lives until all have given it back, which they do when the cache is
+filled anew or freed, or until the lender ends.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+from .._group import Group, check_one_machine, machine, same_on_all
+from .._segments import Segment, SharedHandle
+from .hotness import Hotness, hottest_first
+from .slabs import MAX_SLABS, STATIC_WAYS, Generation, Plan, Slab, filled_slab, plan_slabs, rows_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .row_cache import RowCache
+
+_REFILL = "RowCache.refill"
+_STORAGE_DEVICE = 6  # among the arguments with which torch opens a tensor of another process's GPU
+
+
+class Peers:
+    """The ranks whose slabs make up a cache.
+
+    Attributes:
+        rank, size: of this process among them; slab number r is that of rank r.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Raises RuntimeError or ValueError where there is no such group, or it is too large."""
+        self._group = Group(group)
+        self.rank, self.size = self._group.rank, self._group.size
+        if self.size > MAX_SLABS:
+            raise ValueError(f"the group has {self.size} ranks; a cache has at most {MAX_SLABS} slabs")
+
+    def agree(self, cache: RowCache, set_up: Callable[[], None], has_hotness: bool) -> None:
+        """Sets a cache up on each rank; a collective call. Raises what set_up() does, and ValueError where ranks give
+        different tables or budgets, or are on several machines."""
+
+        def work() -> tuple[str, dict[str, Any]]:
+            set_up()
+            view = cache._view
+            return machine(), {
+                "shape of the table": list(view.shape),
+                "dtype of the table": view.dtype,
+                "row_bytes of the table": view.row_bytes,
+                "stored_bytes of the table": view.stored_bytes,
+                "codebook of the table": view.codebook,
+                "budget_bytes": cache.budget_bytes,
+                "type of device": cache.devices[0].type,
+                "hotness": "given" if has_hotness else None,
+            }
+
+        agreed = self._group.together("RowCache", work)
+        check_one_machine("a RowCache with a group", [name for name, _ in agreed])
+        same_on_all("RowCache", [arguments for _, arguments in agreed])
+
+    def made(self, cache: RowCache, hotness: Hotness) -> Generation:
+        """What the cache holds from now on, all ranks' slabs; a collective call, after which all are filled. Where it
+        fails on some rank, it raises on all."""
+        device, own, slabs = cache.devices[0], _Lender(self.size), list[Slab]()
+        plans: list[Plan] = []
+
+        def plan() -> dict[str, Any]:
+            items = hottest_first(hotness, cache._view._num_items)
+            rows = rows_of(items, cache._rows_per_item)
+            found, copies = plan_slabs(cache._view, rows, self.size, 0, cache.budget_bytes, True)
+            plans.extend(found)
+            return {"hotness": _fingerprint(items), "whether maps are copied": copies}
+
+        def fill() -> list[_Loan]:
+            with cache._beside():
+                slab = filled_slab(cache._view, plans[self.rank], self.rank, device)
+            return own.lend(slab)
+
+        def open_all() -> None:
+            for rank in range(self.size):
+                slabs.append(own.slab if rank == self.rank else loans[rank][self.rank].opened(device))
+
+        planned = self._group.together(_REFILL, plan)
+        same_on_all(_REFILL, planned)
+        loans = self._group.together(_REFILL, fill)
+        self._group.together(_REFILL, open_all)
+        made = cache._generation_of(tuple(slabs), STATIC_WAYS, 0, sum(plan.rows.numel() for plan in plans))
+        if planned[0]["whether maps are copied"]:
+            made.near_maps = {device: {number: slab.map.clone() for number, slab in made if slab.is_lent}}
+        return made
+
+    def give_back(self) -> None:
+        """Once no rank has what it was lent before, that memory can be used again. A collective call."""
+        self._group.together(_REFILL, lambda: None)
+        if torch.cuda.is_initialized():
+            torch.cuda.ipc_collect()
+
+
+def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
+    """Tells lists of ids, and their order, from others."""
+    places = torch.arange(1, items.numel() + 1, device=items.device) * 0x5851F42D4C957F2D
+    return items.numel(), int(((items + 1) * places ^ places >> 29).sum())
+
+
+# ---- memory that is lent ----
+
+
+class _Loan(NamedTuple):
+    """A slab that one other process may open: how each of its tensors is."""
+
+    bytes: _LentTensor
+    map: _LentTensor
+
+    def opened(self, device: torch.device) -> Slab:
+        """The slab, as memory of the device that reads it."""
+        return Slab(device, self.bytes.opened(device), self.map.opened(device), is_lent=True)
+
+
+class _LentTensor(NamedTuple):
+    """how: None for an empty one, a handle of a shared segment, or torch's function that opens it with its
+    arguments."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    how: Any
+
+    def opened(self, device: torch.device) -> torch.Tensor:
+        if self.how is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        if isinstance(self.how, SharedHandle):
+            return _in_segment(Segment.opened(self.how), self.shape, self.dtype)
+        rebuild, arguments = self.how
+        with torch.cuda.device(device):
+            return rebuild(*arguments[:_STORAGE_DEVICE], device.index, *arguments[_STORAGE_DEVICE + 1 :])
+
+
+class _Lender:
+    """Lends a slab to the other ranks of a cache.
+
+    Attributes:
+        slab: what is lent; of host memory a copy of what was given, in shared segments.
+    """
+
+    slab: Slab
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._segments: list[Segment] = []  # which are opened through this process
+
+    def lend(self, slab: Slab) -> list[_Loan]:
+        """A loan for each rank."""
+        if slab.device.type == "cuda":
+            self.slab = slab
+            return [_Loan(*(self._on_gpu(tensor) for tensor in (slab.bytes, slab.map))) for _ in range(self._size)]
+        (held, lent), (held_map, lent_map) = (self._in_host_memory(tensor) for tensor in (slab.bytes, slab.map))
+        self.slab = Slab(slab.device, held, held_map)
+        return [_Loan(lent, lent_map)] * self._size
+
+    @staticmethod
+    def _on_gpu(tensor: torch.Tensor) -> _LentTensor:
+        """Every loan of a GPU's memory is for one process to open once."""
+        return _LentTensor(tuple(tensor.shape), tensor.dtype, reduce_tensor(tensor) if tensor.numel() else None)
+
+    def _in_host_memory(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _LentTensor]:
+        if tensor.numel() == 0:
+            return tensor, _LentTensor(tuple(tensor.shape), tensor.dtype, None)
+        segment = Segment.new(tensor.numel() * tensor.element_size(), -1)
+        self._segments.append(segment)
+        handle = SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, False, b"", b"")
+        lent = _LentTensor(tuple(tensor.shape), tensor.dtype, handle)
+        return _in_segment(segment, lent.shape, lent.dtype).copy_(tensor), lent
+
+
+def _in_segment(segment: Segment, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(segment.pages, dtype=dtype, count=torch.Size(shape).numel()).view(shape)
