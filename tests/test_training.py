@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import ibp
+from benchmarks import dlrm_train, harness
 from helpers import assert_same_bits, embedding, pairwise
 from ibp.nn._training import RowsModule
 
@@ -409,6 +410,18 @@ def test_collections_train(name):
     assert all(isinstance(group, RowsModule) and group.trainable for group in ours.groups)
     with pytest.raises(IndexError, match="of table 'c'"):
         ours({"c": torch.tensor([[20]])})
+
+
+# ---- the benchmark ----
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(dlrm_train, "ROWS", ((128, torch.float32),))
+    assert dlrm_train.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    heads, *lines = (tmp_path / "dlrm_train.csv").read_text().splitlines()
+    assert heads == ",".join([*harness.COLUMNS, *dlrm_train.COLUMNS]) and len(lines) == 10
+    assert "FAILED" not in capsys.readouterr().out
 
 
 # ---- GPUs ----
