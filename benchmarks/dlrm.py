@@ -1,0 +1,301 @@
+"""How fast do the embedding rows of a recommendation model come to the GPU (the paper's section 6.3)?
+
+    python -m benchmarks.dlrm [--out DIR] [--device cpu] [--quick]
+
+26 tables of the same size, one after the other in one table in pinned memory, as `ibp.nn.EmbeddingCollection` keeps
+them: 40 GiB of BF16 in rows of 2 KiB, and 4 GiB of other rows, N(0, 0.02), or N(0, 1) in FP32. A call looks one row of
+every table up for each sample of a batch, ids drawn uniformly or by Zipf's law with exponent 1.05. Up to 1 GiB of rows
+are distinct; they are coded on the GPU and laid one after the other.
+
+Arms: `cpu gather + copy`: torch's index_select into a pinned buffer, which is copied; `cpu pipelined`: raw rows by
+path="cpu", in chunks that are copied meanwhile; for both, ids are on the CPU. `raw rows` and `ibp`: fetched by the GPU,
+ids there, the first row of each table added to them by the call. `raw + cache` and `ibp + cache`: the same through a
+`RowCache` of 2 % of the raw bytes that holds the most frequent rows, for ids by Zipf's law.
+
+dlrm.csv has, after the common columns: ids ("uniform" or "Zipf"), batch, ms (of a call), table_gib (of raw rows),
+hit_rate, target_gbps and met. `rows` are those of a call. `ibp` should be 2.8 times as fast as `cpu gather + copy` and
+1.3 times as `cpu pipelined` for BF16 rows of 2 KiB; as `raw rows` 1.35 times for these from 100,000 ids a call, 1.1
+times for FP32 rows of 2 KiB, and never slower; with a cache 1.3 times as fast as `raw + cache`.
+"""
+
+import gc
+import sys
+from typing import NamedTuple
+
+import torch
+
+import ibp
+from ibp import _memory
+from ibp._cache import slabs
+
+from . import harness, ideal, inputs
+from .large_table import GIB, tiled
+
+COLUMNS = ("ids", "batch", "ms", "table_gib", "hit_rate", *harness.TARGET_COLUMNS)
+NUM_TABLES, CACHE_SHARE, NUM_SETS = 26, 0.02, 2
+CPU_COPY, CPU_PIPELINED, RAW, IBP, RAW_CACHE, IBP_CACHE = ARMS = (
+    *("cpu gather + copy", "cpu pipelined", "raw rows", "ibp"),
+    *("raw + cache", "ibp + cache"),
+)
+UNIFORM, ZIPF = "uniform", "Zipf"
+ROWS_TOGETHER = 32  # have a base together (FORMAT.md section 2): as many rows are repeated as are a multiple of it
+MANY_IDS, SCATTER = 100_000, 2_654_435_761  # SCATTER: a prime, which spreads frequent ids over a table
+
+
+class Case(NamedTuple):
+    """Rows of one kind. gib: of all tables, raw."""
+
+    dtype: torch.dtype
+    row_bytes: int
+    gib: float
+    batches: tuple[int, ...]
+
+    @property
+    def name(self):
+        return f"{self.gib:g} GiB"
+
+
+CASES = (
+    Case(torch.bfloat16, 2048, 40, (1024, 8192, 65536)),
+    Case(torch.float32, 2048, 4, (1024, 16384)),
+    *(Case(torch.bfloat16, row_bytes, 4, (16384,)) for row_bytes in (512, 128)),
+    *(Case(torch.float16, row_bytes, 4, (16384,)) for row_bytes in (2048, 512, 128)),
+    *(Case(torch.float32, row_bytes, 4, (16384,)) for row_bytes in (512, 128)),
+)
+QUICK_CASES = (Case(torch.bfloat16, 2048, 1 / 64, (16, 64)), Case(torch.float32, 128, 1 / 256, (64,)))
+
+
+class Lookups:
+    """Ids of one batch size and law, in several sets: local ones of every table on the GPU, and rows on the CPU."""
+
+    def __init__(self, run, case, law, batch, rows_of_table, row_of_rank):
+        self.run, self.case, self.law, self.batch = run, case, law, batch
+        self.num_rows = batch * NUM_TABLES
+        self.firsts = torch.arange(NUM_TABLES, device=run.device) * rows_of_table
+        if law == UNIFORM:
+            self.ids = [torch.randint(rows_of_table, (batch, NUM_TABLES), device=run.device) for _ in range(NUM_SETS)]
+        else:
+            ranks = (inputs.zipf_ranks(self.num_rows, rows_of_table, run.device) for _ in range(NUM_SETS))
+            self.ids = [row_of_rank(one).view(batch, NUM_TABLES) for one in ranks]
+        self.cpu_rows = [self.rows(k).cpu() for k in range(NUM_SETS)]
+        columns = case.row_bytes // case.dtype.itemsize
+        self.outs = [torch.empty(self.num_rows, columns, dtype=case.dtype, device=run.device) for _ in range(NUM_SETS)]
+
+    def rows(self, k):
+        """Of the table of all tables, as calls work them out."""
+        return (self.ids[k] + self.firsts).view(-1)
+
+    @property
+    def output_bytes(self):
+        return self.num_rows * self.case.row_bytes
+
+    @property
+    def name(self):
+        return f"{self.case.name}, {self.law}, batch {self.batch:,}"
+
+
+class Tables:
+    """The tables, raw or coded, and what their rows must be: row r is x[r % len(x)]."""
+
+    def __init__(self, run, case, x, small, buffer, hotness):
+        self.run, self.case, self.x, self.hotness = run, case, x, hotness
+        self.num_rows = int(case.gib * GIB) // case.row_bytes // (NUM_TABLES * len(x)) * NUM_TABLES * len(x)
+        self.table = tiled(small, self.num_rows, buffer)
+        if run.on_gpu and not self.table.is_pinned():
+            raise AssertionError(f"{case.name}: the table is not in pinned memory")
+        self.small = small
+
+    def cache(self):
+        budget = int(CACHE_SHARE * self.num_rows * self.case.row_bytes)
+        return ibp.RowCache(self.table, budget, self.hotness, devices=self.run.device)
+
+    def link_gbps(self, lookups, is_missed=None):
+        """Ideal rate of fetches by the GPU; is_missed: of which rows."""
+        rows = [lookups.rows(k) for k in range(NUM_SETS)]
+        if is_missed is not None:
+            rows = [one[is_missed[one]] for one in rows]
+        sectors = ideal.row_sectors(self.small, torch.cat(rows) % len(self.x))
+        return ideal.gather_gbps(NUM_SETS * lookups.output_bytes, sectors, self.run.memset_gbps)
+
+
+def measure(tables, lookups, arm, call, ideal_gbps, wanted=None, wall=False, cache=None):
+    """Times call(k), which returns the rows of set k. Returns GB/s."""
+    run, case = tables.run, tables.case
+    harness.poison(lookups.outs[0])
+    found = call(0)
+    harness.check_bits(found, tables.x[lookups.rows(0) % len(tables.x)], f"{lookups.name}, {arm}")
+    hit_rate = ""
+    if cache is not None:
+        cache.reset_stats()
+        call(0)
+        hit_rate = f"{cache.stats().hit_rate:.4f}"
+    seconds = run.seconds([lambda k=k: call(k) for k in range(NUM_SETS)], wall)
+    gbps = lookups.output_bytes * 1e-9 / seconds
+    run.add(
+        case=lookups.name,
+        arm=arm,
+        rows=lookups.num_rows,
+        row_bytes=case.row_bytes,
+        dtype=case.dtype,
+        savings=tables.table.savings,
+        gbps=gbps,
+        ideal_gbps=ideal_gbps,
+        sms=None if run.on_gpu and not wall else 0,
+        ids=lookups.law,
+        batch=lookups.batch,
+        ms=harness.four_digits(1e3 * seconds),
+        table_gib=f"{tables.num_rows * case.row_bytes / GIB:.2f}",
+        hit_rate=hit_rate,
+        **harness.judged(gbps, wanted),
+    )
+    return gbps
+
+
+def measure_cpu(tables, lookups, buffer):
+    """Raw rows that the CPU gathers. Returns the rates by arm. buffer: pinned, for the rows of a call."""
+    table, outs = tables.table, lookups.outs
+    host = table.slots.view(table.dtype).view(tables.num_rows, -1)
+    held = buffer[: lookups.output_bytes].view(table.dtype).view(outs[0].shape)
+
+    def plain(k):
+        return outs[k].copy_(torch.index_select(host, 0, lookups.cpu_rows[k], out=held))
+
+    def pipelined(k):
+        path = "cpu" if tables.run.on_gpu else None
+        return ibp.index_select(table, lookups.cpu_rows[k], out=outs[k], path=path)
+
+    arms = {CPU_COPY: plain, CPU_PIPELINED: pipelined}
+    return {arm: measure(tables, lookups, arm, call, ideal.LINK_COPY_GBPS, wall=True) for arm, call in arms.items()}
+
+
+def wanted_of(case, lookups, rates):
+    """GB/s that `ibp` should reach."""
+    is_bf16, is_long = case.dtype == torch.bfloat16, case.row_bytes == 2048
+    factors = {RAW: 1.0}
+    if is_bf16 and is_long:
+        factors = {CPU_COPY: 2.8, CPU_PIPELINED: 1.3, RAW: 1.35 if lookups.num_rows >= MANY_IDS else 1.0}
+    elif case.dtype == torch.float32 and is_long:
+        factors = {RAW: 1.1}
+    return max((factor * rates[arm] for arm, factor in factors.items() if arm in rates), default=None)
+
+
+def measure_gpu(tables, lookups, arm, rates):
+    """Rows fetched by the GPU."""
+
+    def call(k):
+        return ibp.index_select(tables.table, lookups.rows(k), out=lookups.outs[k])
+
+    wanted = wanted_of(tables.case, lookups, rates) if arm == IBP else None
+    rates[arm] = measure(tables, lookups, arm, call, tables.link_gbps(lookups), wanted)
+
+
+def measure_cached(tables, lookups, arm, rates, cache, is_missed):
+    def call(k):
+        return cache.index_select(lookups.rows(k), out=lookups.outs[k])
+
+    wanted = 1.3 * rates[RAW_CACHE] if arm == IBP_CACHE and RAW_CACHE in rates else None
+    link_gbps = tables.link_gbps(lookups, is_missed)
+    rates[arm] = measure(tables, lookups, arm, call, link_gbps, wanted, cache=cache)
+
+
+def missed_rows(cache, num_rows, device):
+    """Which rows a cache lacks, as a tensor of bool."""
+    parts = torch.arange(num_rows, device=device).split(1 << 22)
+    missed = []
+    for rows in parts:
+        with cache.found(rows) as (_, entries, _):
+            missed.append(~slabs.Entries.are_present(entries))
+    return torch.cat(missed)
+
+
+def run_scheme(run, case, scheme, x, buffers, rates, hotness, every):
+    """All arms of raw or coded rows. rates: of every lookup, by arm."""
+    small = ibp.compress(x, scheme=scheme, layout="slots", pin_memory=False)
+    tables = Tables(run, case, x, small, buffers[0], hotness)
+    is_raw = scheme == "raw"
+    cache = is_missed = None
+    for lookups, found in zip(every, rates):
+        name = f"{lookups.name}, {harness.dtype_name(case.dtype)}, {case.row_bytes} B"
+        if is_raw:
+            with run.cell(f"{name}, CPU"):
+                found.update(measure_cpu(tables, lookups, buffers[1]))
+        with run.cell(f"{name}, {scheme}"):
+            measure_gpu(tables, lookups, RAW if is_raw else IBP, found)
+        if lookups.law == ZIPF:
+            with run.cell(f"{name}, {scheme}, cache"):
+                if cache is None:
+                    cache = tables.cache()
+                    is_missed = missed_rows(cache, tables.num_rows, run.device)
+                measure_cached(tables, lookups, RAW_CACHE if is_raw else IBP_CACHE, found, cache, is_missed)
+
+
+def run_case(run, case, buffers):
+    num_bytes = int(case.gib * GIB)
+    columns = case.row_bytes // case.dtype.itemsize
+    num_distinct = min(GIB, num_bytes // NUM_TABLES // 4) // (ROWS_TOGETHER * case.row_bytes) * ROWS_TOGETHER
+    deviation = 1.0 if case.dtype == torch.float32 else 0.02
+    x = inputs.normal_rows(num_distinct * case.row_bytes, case.dtype, deviation, run.device, columns=columns)
+    rows_of_table = num_bytes // case.row_bytes // (NUM_TABLES * len(x)) * len(x)
+
+    def row_of_rank(ranks):
+        return ranks * SCATTER % rows_of_table
+
+    every = [
+        Lookups(run, case, law, batch, rows_of_table, row_of_rank) for law in (UNIFORM, ZIPF) for batch in case.batches
+    ]
+    ranks = torch.arange(rows_of_table, dtype=torch.int64, device=run.device)
+    hotness = torch.empty(rows_of_table, dtype=torch.int64, device=run.device)
+    hotness[row_of_rank(ranks)] = -ranks
+    rates = [{} for _ in every]
+    for scheme in ("raw", "auto"):
+        run_scheme(run, case, scheme, x, buffers, rates, hotness.repeat(NUM_TABLES), every)
+        gc.collect()
+
+
+def buffers_of(run, cases):
+    """Pinned memory for the largest table, and for the rows of the largest call."""
+    largest = max(int(case.gib * GIB) for case in cases)
+    longest = max(max(case.batches) * NUM_TABLES * case.row_bytes for case in cases)
+    return [_memory.empty(size, torch.device("cpu"), pin=run.on_gpu) for size in (largest, longest)]
+
+
+class Gains(NamedTuple):
+    """How many times as fast `ibp` is as other arms, of one cell; None where one of the two is missing. cached: with a
+    cache, as raw rows with one of the same bytes."""
+
+    row: dict
+    plain: float | None
+    pipelined: float | None
+    raw: float | None
+    cached: float | None
+
+
+def gains(rows):
+    cells = {}
+    for row in rows:
+        cells.setdefault((row["case"], row["dtype"], row["row_bytes"]), {})[row["arm"]] = row
+    for arms in cells.values():
+
+        def factor(arm, other):
+            return float(arms[arm]["gbps"]) / float(arms[other]["gbps"]) if {arm, other} <= arms.keys() else None
+
+        if IBP in arms:
+            yield Gains(arms[IBP], *(factor(IBP, arm) for arm in ARMS[:3]), factor(IBP_CACHE, RAW_CACHE))
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("dlrm", args, COLUMNS)
+    torch.manual_seed(0)
+    cases = CASES if run.is_judged else QUICK_CASES
+    buffers = buffers_of(run, cases)
+    for case in cases:
+        with run.cell(f"{case.name}, {harness.dtype_name(case.dtype)}, {case.row_bytes} B"):
+            run_case(run, case, buffers)
+        if run.on_gpu:
+            torch.cuda.empty_cache()
+    return run.finish(harness.missed(run.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

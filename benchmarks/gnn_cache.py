@@ -1,0 +1,180 @@
+"""How long is an epoch of GraphSAGE with a cache of features on the GPU (the paper's table 7, Legion's cache)?
+
+    python -m benchmarks.gnn_cache [--out DIR] [--device cpu] [--quick]
+
+Graphs, features, batches of 1,024 seeds and epochs of gnn.py, on one GPU. Arms: `raw rows` and `ibp`, fetched by the
+GPU from pinned memory, and both through a `RowCache` of 1 and of 5 % of the bytes of the raw features, filled with
+the rows that the first epoch asks for most often (`ibp.count_accesses`).
+
+gnn_cache.csv has the columns of gnn.csv and cache_percent (0: no cache), held_rows, raw_rows (in the same bytes),
+hit_rate and predicted: by how many times as fast as raw rows with the same cache an arm would be fetched if it gained
+only what its cache holds more rows of, that is by misses alone. Fetches of coded rows should gain as much.
+"""
+
+import functools
+import gc
+import sys
+
+import torch
+
+import ibp
+
+from . import gnn, harness, ideal
+
+COLUMNS = (*gnn.COLUMNS, "cache_percent", "held_rows", "raw_rows", "hit_rate", "predicted")
+CASES = tuple(case for case in gnn.CASES if case.name in ("citeseer", "pubmed", "dense 602", "dense 768, large"))
+BATCH, QUICK_BATCH = 1024, 16
+PERCENTS = (0, 1, 5)
+RAW, IBP = "raw rows", "ibp"
+
+
+class Cached:
+    """Fetched by the GPU through a cache of a table."""
+
+    def __init__(self, cache):
+        self.cache, self.table = cache, cache.table
+
+    def __call__(self, ids, out):
+        return self.cache.index_select(ids, out=out)
+
+
+def arm_name(kind, percent):
+    return f"{kind}, cache of {percent} %" if percent else kind
+
+
+def accesses(training, num_batches, num_nodes):
+    """How often an epoch asks for each node, int64 on its device."""
+    batches = (training.sample(i).ids for i in range(num_batches))
+    return ibp.count_accesses(batches, num_nodes, device=training.device)
+
+
+def fetcher(table, percent, num_bytes, hotness, device):
+    if not percent:
+        return gnn.ByGpu(table)
+    return Cached(ibp.RowCache(table, num_bytes * percent // 100, hotness, devices=device))
+
+
+def expected_hits(hotness, num_rows):
+    """Share of accesses that the most frequent num_rows rows take."""
+    counts = hotness.sort(descending=True).values
+    return float(counts[:num_rows].sum() / counts.sum().clamp(min=1))
+
+
+def ideal_of(run, fetch, ids, row_bytes):
+    """Of the rows that the cache lacks."""
+    if not isinstance(fetch, Cached):
+        return gnn.ideal_of(run, fetch, ids, row_bytes)
+    with fetch.cache.found(ids) as (_, entries, _):
+        missed = ids[(entries.view(len(ids), -1) == 0).any(1)]
+    sectors = ideal.row_sectors(fetch.table, missed.cpu())
+    return ideal.gather_gbps(len(ids) * row_bytes, sectors, run.memset_gbps)
+
+
+def cache_columns(features, fetch, kind, percent, hotness, ids):
+    if not percent:
+        return {"cache_percent": 0}
+    cache = fetch.cache
+    cache.reset_stats()
+    cache.index_select(ids)
+    stats = cache.stats()
+    raw_misses = 1 - expected_hits(hotness, stats.raw_capacity)
+    misses = 1 - expected_hits(hotness, cache.num_cached_rows)
+    predicted = raw_misses / misses if misses else None
+    return {
+        "cache_percent": percent,
+        "held_rows": cache.num_cached_rows,
+        "raw_rows": features.num_bytes * percent // 100 // features.row_bytes,
+        "hit_rate": f"{stats.hit_rate:.4f}",
+        "predicted": harness.four_digits(predicted) if kind == IBP and predicted else "",
+    }
+
+
+def measure(run, case, features, training, num_batches, hotness, kind, percent):
+    """One arm."""
+    table = features.raw if kind == RAW else features.table
+    fetch = fetcher(table, percent, features.num_bytes, hotness, run.device)
+    for buffer in training.buffers:
+        harness.poison(buffer)
+    arm = arm_name(kind, percent)
+    training.restart()
+    check = functools.partial(features.check, what=f"{case.name}, {arm}")
+    alone, ids = training.split(fetch, check)
+    training.restart()
+    mean_s, done = training.run(fetch, num_batches, gnn.ARM_S)
+    run.add(
+        case=case.name,
+        arm=arm,
+        rows=len(ids),
+        row_bytes=features.row_bytes,
+        dtype=case.dtype,
+        savings=table.savings,
+        gbps=len(ids) * features.row_bytes * 1e-9 / alone[1],
+        ideal_gbps=ideal_of(run, fetch, ids, features.row_bytes),
+        sms=None if run.on_gpu else 0,
+        batch=len(training.seeds[0]),
+        batches=done,
+        **{f"{name}_ms": harness.four_digits(1e3 * s) for name, s in zip(("sample", "fetch", "train"), alone)},
+        epoch_s=harness.four_digits(mean_s * gnn.EPOCH_BATCHES),
+        table_gib=f"{features.num_bytes / gnn.GIB:.2f}",
+        **cache_columns(features, fetch, kind, percent, hotness, ids),
+    )
+
+
+def run_case(run, case, graph, data_dir):
+    features = gnn.Features(case, data_dir, run.device)
+    batch = BATCH if run.is_judged else QUICK_BATCH
+    num_batches = gnn.EPOCH_BATCHES if run.is_judged else gnn.QUICK_EPOCH
+    training = gnn.Training(graph, features.x.shape[1], case.dtype, batch, run.device)
+    hotness = accesses(training, num_batches, case.num_nodes)
+    for percent in PERCENTS:
+        for kind in (RAW, IBP):
+            with run.cell(f"{case.name}, {arm_name(kind, percent)}"):
+                measure(run, case, features, training, num_batches, hotness, kind, percent)
+
+
+def gains(rows):
+    """(row of ibp, how many times as fast it fetches as raw rows with the same cache, and trains an epoch)."""
+    arms = {(row["case"], row["arm"]): row for row in rows}
+    for row in rows:
+        if row["arm"].startswith(IBP):
+            raw = arms.get((row["case"], row["arm"].replace(IBP, RAW)))
+            if raw is not None:
+                yield (
+                    row,
+                    float(raw["fetch_ms"]) / float(row["fetch_ms"]),
+                    float(raw["epoch_s"]) / float(row["epoch_s"]),
+                )
+
+
+def shortfalls(rows):
+    for row, fetch, _ in gains(rows):
+        if row.get("predicted") and fetch < float(row["predicted"]):
+            yield (
+                f"{row['case']}, {row['arm']}: {fetch:.2f} times as fast as raw rows with the same cache, wanted "
+                f"{row['predicted']}"
+            )
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("gnn_cache", args, COLUMNS)
+    torch.manual_seed(0)
+    small = not run.is_judged
+    graph, num_nodes = None, 0
+    for case in gnn.QUICK_CASES if small else CASES:
+        with run.cell(case.name):
+            if case.num_nodes != num_nodes:
+                graph = None
+                num_edges = gnn.QUICK_EDGES if small else gnn.NUM_EDGES
+                graph, num_nodes = gnn.Graph(case.num_nodes, num_edges, run.device), case.num_nodes
+            run_case(run, case, graph, args.data)
+        gc.collect()
+        if run.on_gpu:
+            torch.cuda.empty_cache()
+    for row, fetch, epoch in gains(run.rows):
+        print(f"{row['case']}, {row['arm']}: fetches {fetch:.2f}, epochs {epoch:.2f} times as fast as raw rows")
+    return run.finish([*shortfalls(run.rows)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
