@@ -56,10 +56,10 @@ class Transfer:
 
     __module__ = "ibp"
 
-    def __init__(
-        self, store: KVStore, stores: bool, pages: frozenset[int] | None, near: torch.Tensor, num_bytes: int
-    ) -> None:
-        self._store, self._stores, self._pages, self._near, self.num_bytes = store, stores, pages, near, num_bytes
+    def __init__(self, store: KVStore, stores: bool, call: _Call, num_bytes: int) -> None:
+        self._store, self._stores, self.num_bytes = store, stores, num_bytes
+        self._pages, self._near, near = call.host, call.near, call.near
+        self._columns = call.columns if call.paged is not None else slice(None)
         self._event: torch.cuda.Event | None = None
         self._is_captured = near.is_cuda and is_capturing(near.device)
         if near.is_cuda and not self._is_captured:
@@ -96,7 +96,8 @@ class Transfer:
         if not self._stores:
             return []
         pages = sorted(self._pages) if self._pages is not None else self._near.unique().tolist()
-        return [page for page, stored in zip(pages, self._store.is_stored(pages)) if not stored]
+        seen = self._store._seen[:-1, self._columns].all(1).tolist()
+        return [page for page in pages if not 0 <= page < len(seen) or not seen[page]]
 
     def _refuse_captured(self) -> None:
         if self._is_captured:
@@ -464,7 +465,7 @@ class KVStore:
 
     def _begun(self, call: _Call, stores: bool) -> Transfer:
         num_bytes = call.near.numel() * (len(call.paged) if call.paged else 0) * self.page_bytes
-        transfer = Transfer(self, stores, call.host, call.near, num_bytes)
+        transfer = Transfer(self, stores, call, num_bytes)
         if transfer._event is not None:
             self._under_way.append(transfer)
         return transfer
