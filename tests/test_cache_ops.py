@@ -295,20 +295,23 @@ def test_fill_leaves_out_what_it_cannot_hold():
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_fill_without_a_map_copies(name):
+    check_copied(name, CPU)
+
+
+def check_copied(name, device):
     """Rows as they are stored, equal ones too, back to back: a table in packed layout."""
-    x, table = arguments_of(name)
+    x, table = arguments_of(name, device)
     rows = torch.tensor([5, 299, 5, 0, 3, 14, 7])
     sizes = torch.tensor(stored_bytes(table))[rows]
-    noted, copied = fault(), torch.full((int(sizes.sum()),), 0xAA, dtype=torch.uint8)
-    OPS.fill_slab(*table, rows, sizes.cumsum(0) - sizes, 0, 32, copied, empty_map(0, 32), noted)
-    lengths, none = table[2][rows] if table[2].numel() else table[2], copied[:0]
+    noted, copied = fault(device), torch.full((int(sizes.sum()),), 0xAA, dtype=torch.uint8, device=device)
+    offsets = (sizes.cumsum(0) - sizes).to(device)
+    OPS.fill_slab(*table, rows.to(device), offsets, 0, 32, copied, empty_map(0, 32, device), noted)
+    lengths, none = table[2].cpu()[rows].to(device) if table[2].numel() else table[2], copied[:0]
     slots, overflow, slot_bytes = (copied, none, 240) if name == "raw" else (none, copied, 0)
-    bases = torch.zeros(int(len(lengths) > 0), dtype=torch.int64)
-    out = torch.empty(7, 60)
-    OPS.gather_items(
-        slots, overflow, lengths, bases, *table[4:6], slot_bytes, 0, 7, 240, torch.arange(7), 0, out, noted
-    )
-    assert_same_bits(out, x[rows])
+    bases = torch.zeros(int(len(lengths) > 0), dtype=torch.int64, device=device)
+    out, ids = torch.empty(7, 60, device=device), torch.arange(7, device=device)
+    OPS.gather_items(slots, overflow, lengths, bases, *table[4:6], slot_bytes, 0, 7, 240, ids, 0, out, noted)
+    assert_same_bits(out.cpu(), x[rows])
     assert noted.tolist() == [0] * 4
 
 
@@ -587,6 +590,11 @@ def test_gpu_entries_may_lie_anywhere(cuda):
         kept = torch.arange(64) % 3 != 2
         assert_same_bits(out.cpu()[kept].view(x.dtype), x[:64][kept])
         assert noted[0] in (0, 3)
+
+
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_gpu_fills_without_a_map(name, cuda):
+    check_copied(name, cuda)
 
 
 def test_gpu_fills_from_equal_rows_and_with_faults(cuda):

@@ -579,7 +579,7 @@ def spawned(tmp_path):
 
 def cached_on_gpu(rank, device):
     """`cached`, and under a CUDA graph, which goes on reading the slabs that it was captured with."""
-    device = torch.device(device, rank if device == "cuda" else None)
+    device = torch.device(f"cuda:{rank}" if device == "cuda" else device)
     torch.cuda.set_device(device)
     refused = cached(rank, device, size=2)
     x = rows_like("dense", 2000)

@@ -249,6 +249,7 @@ __global__ void __launch_bounds__(kThreads)
     fill_rows(const __grid_constant__ ibp_table table, const int64_t *rows, const int64_t *offsets, int64_t count,
               const __grid_constant__ ibp_cache_slab slab, ibp_fault *fault)
 {
+    const bool is_mapped = slab.map.num_sets > 0;
     for (int64_t i = warp_number(); i < count; i += int64_t{gridDim.x} * kWarps) {
         const int64_t row = rows[i], offset = offsets[i];
         if (row < 0 || offset < 0) continue;
@@ -258,13 +259,13 @@ __global__ void __launch_bounds__(kThreads)
             stored.status = IBP_BUFFER_TOO_SMALL;
         if (stored.status != IBP_OK && lane_id() == 0u) record_fault(fault, stored.status, i, row);
         if (!stored.has_bytes()) continue;
-        int64_t way = lane_id() == 0u ? take_way(slab.map, row) : 0;
+        int64_t way = is_mapped && lane_id() == 0u ? take_way(slab.map, row) : 0;
         way = __shfl_sync(kAllLanes, way, 0);
         if (way < 0) continue;
         stored.copy(table, slab.bytes + start);
         __threadfence();
         __syncwarp(); // the row is there
-        if (lane_id() == 0u)
+        if (is_mapped && lane_id() == 0u)
             *static_cast<volatile uint64_t *>(&slab.map.rows[way].entry) =
                 ibp_make_entry(slab.number, start, stored.length);
     }
