@@ -614,6 +614,26 @@ def flexgen_line(directory):
     )
 
 
+def kv_fetch_block(directory):
+    """Rates of whole KV-caches by case and arm, and what coded tokens save."""
+    rows = charts.read(directory / "kv_fetch.csv")
+    if not rows:
+        return None
+    arms = charts.in_order(row["arm"] for row in rows)
+    lines = []
+    for case in charts.in_order(row["case"] for row in rows):
+        own = rates(rows, case=case)
+        coded = max(own, key=lambda row: row["savings"])
+        times = {row["arm"]: row["ms"] for row in own}
+        cells = [f"{with_ideal(own, arm=arm)}, {charts.number(times[arm])} ms" if arm in times else "" for arm in arms]
+        lines.append([case, f"{100 * coded['savings']:.1f} %", *cells])
+    return (
+        f"All keys and values of all layers, a layer at a time, as one token needs them (`kv_fetch.csv`: "
+        f"{caption(rows)}): GB/s of original bytes, in brackets the share of what the link, or the GPU's memory, "
+        "allows for the bytes stored, and the time of all layers:\n\n" + markdown(["KV-cache", "saved", *arms], lines)
+    )
+
+
 def graphs_block(directory):
     """Seconds an epoch by set and arm, and how much faster fetches are."""
     rows = charts.read(directory / "gnn.csv")
@@ -710,6 +730,7 @@ PAGES = {
     "README.md": {"headline": headline_block},
     "benchmarks/RESULTS.md": BLOCKS,
     "docs/llm.md": {"offload": offload_block, "flexgen": flexgen_block},
+    "docs/kv-cache.md": {"kv_fetch": kv_fetch_block},
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
 }  # relative to the repository
 

@@ -66,10 +66,11 @@ def test_the_same_story_on_a_gpu(how, cuda):
     check_story(how, cuda)
 
 
-def test_the_example():
+@pytest.mark.parametrize("name", ["story", "story_cache"])
+def test_the_example(name):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "examples" / "story.py")]
+    command = [sys.executable, str(ROOT / "examples" / f"{name}.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(BEGINNING) and "Every token is the same." in done.stdout
-    assert len((ROOT / "examples" / "story.py").read_text().splitlines()) < 60
+    assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 60
