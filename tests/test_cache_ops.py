@@ -315,6 +315,18 @@ def check_copied(name, device):
     assert noted.tolist() == [0] * 4
 
 
+def test_a_map_filled_by_85_percent_leaves_out_few_rows():
+    slots = torch.zeros(40000 * 32, dtype=torch.uint8)
+    empty = [torch.empty(0, dtype=dtype) for dtype in (torch.uint8, torch.uint16, torch.int64, torch.int32)]
+    table = [slots, *empty, [0, 32], 32, 0, 40000, 32]
+    rows = torch.randperm(40000)[:20000]
+    map_, noted = empty_map(round(20000 / 0.85 / 2), 2), fault()
+    OPS.fill_slab(
+        *table, rows, torch.zeros(20000, dtype=torch.int64), 0, 2, torch.zeros(32, dtype=torch.uint8), map_, noted
+    )
+    assert 19980 < len(ways_of(map_)) and noted[0] == 0
+
+
 def test_lost_rows_are_noted_by_fill_and_claim():
     place = ibp.Place(
         ibp.analyze(spiky_rows(50, 60), scheme="planes"), 8, slot_bytes=32, overflow_bytes=0, device="cpu"

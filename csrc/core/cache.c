@@ -12,20 +12,15 @@ ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_s
 
 /* ---- maps: ways are taken by several threads, and read meanwhile ---- */
 
-/* Ways of set number `set` from a hash's home on. */
-static ibp_cached_row *set_from_home(const ibp_cache_map *map, uint64_t hash, int64_t set)
-{
-    const int64_t number = (ibp_home_of_hash(hash, map->num_sets) + set) % map->num_sets;
-    return map->rows + number * map->ways;
-}
-
 /* The way of a row; NULL if the map does not have it. */
 static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row)
 {
     const uint64_t hash = ibp_hash_of_row(row);
     if (row < 0 || map->num_sets == 0) return NULL;
-    for (int64_t set = 0; set < ibp_searched_sets(map); set++) {
-        ibp_cached_row *const ways = set_from_home(map, hash, set);
+    int64_t set = ibp_home_of_hash(hash, map->num_sets);
+    const int64_t step = ibp_step_of_hash(hash, map->num_sets);
+    for (int64_t left = ibp_searched_sets(map); left > 0; left--, set = ibp_next_set(set, step, map->num_sets)) {
+        ibp_cached_row *const ways = map->rows + set * map->ways;
         for (uint32_t w = 0; w < map->ways; w++) {
             const int64_t found = __atomic_load_n(&ways[w].row, __ATOMIC_ACQUIRE);
             if (found == row) return &ways[w];
@@ -40,8 +35,10 @@ static ibp_cached_row *take_way(const ibp_cache_map *map, int64_t row)
 {
     const uint64_t hash = ibp_hash_of_row(row);
     if (map->num_sets == 0) return NULL;
-    for (int64_t set = 0; set < ibp_searched_sets(map); set++) {
-        ibp_cached_row *const ways = set_from_home(map, hash, set);
+    int64_t set = ibp_home_of_hash(hash, map->num_sets);
+    const int64_t step = ibp_step_of_hash(hash, map->num_sets);
+    for (int64_t left = ibp_searched_sets(map); left > 0; left--, set = ibp_next_set(set, step, map->num_sets)) {
+        ibp_cached_row *const ways = map->rows + set * map->ways;
         for (uint32_t w = 0; w < map->ways; w++) {
             int64_t found = IBP_WAY_EMPTY;
             if (__atomic_compare_exchange_n(&ways[w].row, &found, row, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))

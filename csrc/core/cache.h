@@ -62,7 +62,8 @@ IBP_INLINE uint32_t ibp_sector_bytes(uint32_t num_bytes)
 
 /* ---- maps ---- */
 
-/* The finalizer of splitmix64 (Steele, Lea and Flood 2014): the high half names the home set, the low one the owner. */
+/* The finalizer of splitmix64 (Steele, Lea and Flood 2014): the high half names the home set, the low one the owner and
+ * which sets follow. */
 IBP_INLINE uint64_t ibp_hash_of_row(int64_t row)
 {
     uint64_t z = (uint64_t)row + 0x9E3779B97F4A7C15u;
@@ -77,6 +78,18 @@ IBP_INLINE uint32_t ibp_owner_of_row(int64_t row, uint32_t num_slabs)
 IBP_INLINE int64_t ibp_home_of_hash(uint64_t hash, int64_t num_sets)
 {
     return (int64_t)((hash >> 32) * (uint64_t)num_sets >> 32);
+}
+
+/* From a row's home on every so many sets is searched: that full sets lie apart keeps a map of high load short of
+ * searches (double hashing). All sets of a map with few. */
+IBP_INLINE int64_t ibp_step_of_hash(uint64_t hash, int64_t num_sets)
+{
+    if (num_sets <= (int64_t)IBP_SEARCHED_WAYS) return 1;
+    return 1 + (int64_t)((hash & 0xffffffffu) * (uint64_t)(num_sets - 1) >> 32);
+}
+IBP_INLINE int64_t ibp_next_set(int64_t set, int64_t step, int64_t num_sets)
+{
+    return set < num_sets - step ? set + step : set + step - num_sets;
 }
 
 /* Sets that a row may lie in. */

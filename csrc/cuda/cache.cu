@@ -118,8 +118,10 @@ __device__ __forceinline__ bool is_row(const ulonglong2 &way, int64_t row)
 __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t row, uint64_t *entry)
 {
     if (row < 0 || map.num_sets == 0) return -1;
-    int64_t set = ibp_home_of_hash(ibp_hash_of_row(row), map.num_sets);
-    for (int64_t left = ibp_searched_sets(&map); left > 0; left--) {
+    const uint64_t hash = ibp_hash_of_row(row);
+    int64_t set = ibp_home_of_hash(hash, map.num_sets);
+    const int64_t step = ibp_step_of_hash(hash, map.num_sets);
+    for (int64_t left = ibp_searched_sets(&map); left > 0; left--, set = ibp_next_set(set, step, map.num_sets)) {
         for (int64_t w = set * map.ways; w < (set + 1) * map.ways; w += 2) {
             const ulonglong2 first = load_way(map.rows + w), second = load_way(map.rows + w + 1);
             const bool is_first = is_row(first, row);
@@ -129,7 +131,6 @@ __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t ro
             }
             if (is_row(first, IBP_WAY_EMPTY) || is_row(second, IBP_WAY_EMPTY)) return -1;
         }
-        set = set + 1 == map.num_sets ? 0 : set + 1;
     }
     return -1;
 }
@@ -139,8 +140,10 @@ __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t ro
 __device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t row)
 {
     if (map.num_sets == 0) return -1;
-    int64_t set = ibp_home_of_hash(ibp_hash_of_row(row), map.num_sets);
-    for (int64_t left = ibp_searched_sets(&map); left > 0; left--) {
+    const uint64_t hash = ibp_hash_of_row(row);
+    int64_t set = ibp_home_of_hash(hash, map.num_sets);
+    const int64_t step = ibp_step_of_hash(hash, map.num_sets);
+    for (int64_t left = ibp_searched_sets(&map); left > 0; left--, set = ibp_next_set(set, step, map.num_sets)) {
         for (int64_t w = set * map.ways; w < (set + 1) * map.ways; w++) {
             auto *const key = reinterpret_cast<unsigned long long *>(&map.rows[w].row);
             const auto found = static_cast<int64_t>(
@@ -148,7 +151,6 @@ __device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t ro
             if (found == IBP_WAY_EMPTY) return w;
             if (found == row) return -1;
         }
-        set = set + 1 == map.num_sets ? 0 : set + 1;
     }
     return -1;
 }

@@ -508,8 +508,9 @@ typedef struct ibp_cached_row {
 #define IBP_WAY_EMPTY ((int64_t)-1)   /* never used: a search ends in the set that has one */
 #define IBP_WAY_REMOVED ((int64_t)-2) /* used once: a search goes on */
 
-/* A row is found in its home set, which a hash of its number names, or, where that has no empty way, in the sets behind
- * it, IBP_SEARCHED_WAYS ways in all. */
+/* A row is found in its home set, which a hash of its number names, or, where that has no empty way, in sets that the
+ * hash names after it, IBP_SEARCHED_WAYS ways in all. A map with sets of two ways that is filled by 85 % leaves out fewer
+ * than one row in a thousand. */
 #define IBP_SEARCHED_WAYS 32u
 
 /* A slab's map: sets of `ways` ways. An empty map has IBP_WAY_EMPTY and entry 0 in every way. */
