@@ -19,10 +19,10 @@ from .._schemes import AnyCodebook
 from .._table import Table
 
 MAX_SLABS = 8
-# Of a map that is filled once: ways of a set, and the share of all ways that rows take. Some rows find no way in the
-# sets that are searched, and are not cached: with 32 searched ways 0.7 % of them, with 128 far fewer.
-STATIC_WAYS, STATIC_LOAD = 8, 0.8
-_SETS, _ROWS = 5, 32  # so many sets for so many rows
+# Of a map that is filled once: ways of a set, a sector of memory, and the share of all ways that rows take. Fewer than
+# one row in a thousand finds no way in the sets that are searched, and is not cached.
+STATIC_WAYS, STATIC_LOAD = 2, 0.85
+_SETS, _ROWS = 10, 17  # so many sets for so many rows
 LRU_WAYS = 32  # a warp looks at a set
 WAY_BYTES, STAMP_BYTES = 16, 4
 READ_AHEAD_BYTES = 16  # behind the last row, which may be read and mean nothing
