@@ -25,7 +25,7 @@ _BLOCK_BYTES = 256 << 20  # of rows that are written back at once
 def forget(order: StreamOrder, generation: Generation, rows: torch.Tensor | None) -> None:
     """Takes rows out of every map, and every copy of one; None: all rows."""
     for held in generation.all_maps():
-        order.write(held.device)
+        generation.hold_for(order.write(held.device))
         if rows is not None:
             torch.ops.ibp.drop_cached.default(rows.to(held.device), generation.ways, held)
         else:
@@ -74,7 +74,7 @@ def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: t
     numbers = rows_of(items, cache._rows_per_item)
     data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
     entries = torch.empty_like(numbers)
-    cache._order.read(worker)
+    generation.hold_for(cache._order.read(worker))
     maps, _ = generation.view_of(worker)
     lengths = view._arguments(worker)[2]
     torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
@@ -88,7 +88,7 @@ def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: t
     for number, slab in generation:
         is_mine = Entries.slabs(entries) == number
         some, lost = (is_mine & coded.fits).nonzero()[:, 0], numbers[is_mine & ~coded.fits]
-        cache._order.write(slab.device)
+        generation.hold_for(cache._order.write(slab.device))
         coded.put(some, Entries.offsets(entries[some]), slab, generation.slot_bytes)
         torch.ops.ibp.set_cached.default(
             numbers[some].to(slab.device), coded.lengths_of(some).to(slab.device), generation.ways, True, slab.map
@@ -141,7 +141,7 @@ def flush(cache: RowCache) -> None:
         generation = cache._generation
         was_current = generation.version == view._version
         for _, slab in generation:
-            cache._order.write(slab.device)
+            generation.hold_for(cache._order.write(slab.device))
             are_dirty = Entries.are_dirty(slab.map[:, 1]) & (slab.map[:, 0] >= 0)
             changed = are_dirty.nonzero()[:, 0]
             for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():

@@ -13,24 +13,26 @@ class StreamOrder:
         self._users: set[torch.cuda.Stream] = set()  # since the last write, its own stream included
         self._writer: torch.cuda.Stream | None = None
 
-    def read(self, device: torch.device) -> None:
-        """The device's current stream is about to read."""
+    def read(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The device's current stream is about to read. Returns it; None: of the CPU, or in a graph."""
         current = _stream_of(device)
         if current is None or current in self._users:
-            return
+            return current
         if self._writer is not None:
             current.wait_stream(self._writer)
         self._users.add(current)
+        return current
 
-    def write(self, device: torch.device) -> None:
-        """The device's current stream is about to write."""
+    def write(self, device: torch.device) -> torch.cuda.Stream | None:
+        """The same of one that is about to write."""
         current = _stream_of(device)
         if current is None:
-            return
+            return None
         for stream in self._users:
             if stream != current:
                 current.wait_stream(stream)
         self._users, self._writer = {current}, current
+        return current
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -44,7 +46,6 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def _stream_of(device: torch.device) -> torch.cuda.Stream | None:
-    """None: of the CPU, or in a graph."""
     if device.type != "cuda" or is_capturing(device):
         return None
     return torch.cuda.current_stream(device)

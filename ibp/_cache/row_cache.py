@@ -332,10 +332,10 @@ class RowCache:
                 generation.is_captured = True
                 self._captured.append(generation)  # a graph goes on reading it, after refills too
             if self.policy == "lru":
-                self._order.write(worker)
+                self._hold(generation, worker, self._order.write(worker))
                 self._claim(generation, ids, arguments, entries, counts)
             else:
-                self._order.read(worker)
+                self._hold(generation, worker, self._order.read(worker))
                 torch.ops.ibp.find_cached.default(
                     ids,
                     self._rows_per_item,
@@ -347,6 +347,12 @@ class RowCache:
                     counts,
                 )
             yield arguments, entries, generation.view_of(worker)[1]
+
+    def _hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
+        """Keeps what a lookup uses from its next user until the stream is done with it."""
+        if stream is not None and stream not in generation.streams:
+            generation.hold_for(stream)
+            self._counts[worker].record_stream(stream)
 
     def _claim(
         self,
@@ -511,11 +517,12 @@ class RowCache:
             stream.synchronize()
 
     def _swap(self, made: Generation) -> None:
-        """Puts a generation in the place of the one in use, whose memory is free once its readers are done."""
+        """Puts a generation in the place of the one in use. Its memory is free once the streams that read it are done;
+        what other processes have lent is not read any more when this returns."""
         with self._lock:
-            old, self._generation = self._generation, made
-        self._synchronize()
-        del old
+            self._generation = made
+        if self._peers is not None:
+            self._synchronize()
 
     def _synchronize(self) -> None:
         for device in self._workers:

@@ -57,12 +57,10 @@ class Slab:
     clock: torch.Tensor | None = None
     is_lent: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        if self.is_lent:
-            return 0
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it has in this process's memory."""
         held = (self.bytes, self.map, self.stamps, self.clock)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
+        return [tensor for tensor in held if tensor is not None and not self.is_lent]
 
 
 View = tuple[list[torch.Tensor], list[torch.Tensor]]
@@ -80,6 +78,8 @@ class Generation:
         capacity: rows that there is room for.
         near_maps: copies of slabs' maps on other devices: {device: {number of the slab: map}}.
         is_captured: a CUDA graph reads it.
+        views: see `view_of`.
+        streams: that have read it, or written to it.
     """
 
     slabs: tuple[Slab, ...]
@@ -92,6 +92,7 @@ class Generation:
     is_captured: bool = False
 
     views: dict[torch.device, View] = field(default_factory=dict)
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
 
     def view_of(self, device: torch.device) -> View:
         """(maps that a device looks rows up in, bytes that it reads them from), one a slab; empty ones of slabs that it
@@ -115,10 +116,23 @@ class Generation:
         for near in self.near_maps.values():
             yield from near.values()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it has in memory."""
+        copies = [copy for near in self.near_maps.values() for copy in near.values()]
+        return [tensor for slab in self.slabs for tensor in slab.tensors()] + copies
+
+    def hold_for(self, stream: torch.cuda.Stream | None) -> None:
+        """Keeps memory that is given up from its next user until the stream has done what it was given."""
+        if stream is None or stream in self.streams:
+            return
+        for tensor in self.tensors():
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+        self.streams.add(stream)
+
     @property
     def nbytes(self) -> int:
-        copies = sum(8 * copy.numel() for near in self.near_maps.values() for copy in near.values())
-        return sum(slab.nbytes for slab in self.slabs) + copies
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
 
 def can_read(device: torch.device, slab: Slab) -> bool:
