@@ -1,11 +1,16 @@
 """Rows of tokens kept coded and fetched by index (ibp.KVRows), with a cache and without."""
 
+import re
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
 import ibp
 from helpers import assert_same_bits
 
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "sparse_attention.py"
 HEADS, DIM, TOKENS = 4, 64, 200
 
 
@@ -187,3 +192,21 @@ def test_graphs(cuda, cache_bytes):
         held[number % 11] = row[0]
         assert_same_bits(out, held[tokens, torch.arange(HEADS, device=cuda)[:, None]])
     kv.check()
+
+
+def run_example(capsys, monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", ["sparse_attention.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert ended.value.code == 0 and "0 of which differ" in printed
+    return float(re.search(r"keys: (\d+\.\d)%", printed)[1])
+
+
+def test_the_example(capsys, monkeypatch):
+    words = "--tokens 1001 --steps 6 --pages 8 --heads 2 --dim 64 --cache-mib 0.2 --device cpu".split()
+    assert run_example(capsys, monkeypatch, *words) > 50
+
+
+def test_the_example_on_the_gpu(cuda, capsys, monkeypatch):
+    assert run_example(capsys, monkeypatch, "--tokens", "20003", "--steps", "20", "--device", "cuda") > 50
