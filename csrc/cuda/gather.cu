@@ -79,6 +79,15 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
     return IBP_INVALID_ARGUMENT;
 }
 
+static void ask_for(const ibp_table &table, const ibp_ids &ids, Request *request)
+{
+    request->ids = ids;
+    request->rows_per_item = rows_an_item(table.item_bytes, table.codebook.row_bytes);
+    request->num_jobs = static_cast<uint32_t>(ids.count * request->rows_per_item);
+    request->by_id = true;
+    request->whole_rows = table.item_bytes % table.codebook.row_bytes == 0;
+}
+
 // Fills in the jobs of the items at ids; a request without jobs where there is nothing to do.
 static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, const uint8_t *out, const ibp_fault *fault,
                                 int max_sms, Request *request)
@@ -87,12 +96,9 @@ static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, cons
     if (ids->count == 0 || table->item_bytes == 0) return IBP_OK;
     if ((out == nullptr && ids->addresses == nullptr) || (ids->positions != nullptr && ids->out_items < 0))
         return IBP_INVALID_ARGUMENT;
-    request->ids = *ids;
-    request->rows_per_item = rows_an_item(table->item_bytes, table->codebook.row_bytes);
-    if (ids->count > kMostJobs / request->rows_per_item) return IBP_INVALID_ARGUMENT;
-    request->num_jobs = static_cast<uint32_t>(ids->count * request->rows_per_item);
-    request->by_id = true;
-    request->whole_rows = table->item_bytes % table->codebook.row_bytes == 0;
+    if (ids->count > kMostJobs / rows_an_item(table->item_bytes, table->codebook.row_bytes))
+        return IBP_INVALID_ARGUMENT;
+    ask_for(*table, *ids, request);
     return IBP_OK;
 }
 
@@ -107,6 +113,14 @@ bool use_cache(const ibp_cache *cache, Request *request)
         if (slab.num_bytes < 0 || !has_bytes(slab.bytes, slab.num_bytes)) return false;
     }
     return true;
+}
+
+Request describe_items(const ibp_table &table, const ibp_ids &ids)
+{
+    Request request{};
+    ask_for(table, ids, &request);
+    describe_rows(table, nullptr, &request);
+    return request;
 }
 
 ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,

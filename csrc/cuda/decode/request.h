@@ -41,6 +41,10 @@ struct Gather {
     ibp_stream stream;
 };
 
+// A request for the items at ids, which are at most kMostJobs rows, for a kernel of its own output: positions are counted
+// from NULL on. table and ids: as in ibp_cuda_gather_items, checked.
+Request describe_items(const ibp_table &table, const ibp_ids &ids);
+
 // As ibp_cuda_gather_items, of items of whole rows whose slots have been copied to stage, in the order of ids. The
 // table's own bytes are read for what is not in slots. first_position: number of the first id among those of a larger
 // call, for faults.
