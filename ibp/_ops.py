@@ -43,6 +43,11 @@ tensors that they are in. `stage_items` is gather_items of `ids` on the CPU, who
 slots as it sees them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as
 the struct ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
 
+`sum_bags`, for CUDA alone, sums bags of rows as struct ibp_bags of ibp_cuda.h says: one for each row of out. Bag b
+begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, which is not read; without offsets all bags
+have as many ids. `mode` and `kind` are numbers of ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and
+padding_idx -1 is none.
+
 A cache of rows is for tables whose items are whole rows. `find_cached` turns ids into the entries of their rows, row r
 of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs; `gather_cached` is gather_items with the rows that
 have entries from their slabs. Maps and slabs may be on other devices than the rest, that can be read from it.
@@ -96,6 +101,10 @@ _lib.define(
 )
 _lib.define(f"gather_into({_READ}, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(f"gather_to({_READ}, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_lib.define(
+    f"sum_bags({_READ}, Tensor ids, Tensor? offsets, Tensor? weights, int mode, int padding_idx, int kind, "
+    "int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
+)
 _lib.define(f"pack_table({_READ}, Tensor(a!) packed) -> ()")
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(
@@ -244,6 +253,7 @@ for _name in (
     "gather_items",
     "gather_into",
     "gather_to",
+    "sum_bags",
     "pack_table",
     "stage_items",
     "decode_bytes",

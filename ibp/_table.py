@@ -19,7 +19,7 @@ from ._rows import DTYPES, Geometry
 from ._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
 from ._segments import Segment
 
-_INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 2, 3  # ibp_status
+_INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 1, 2, 3  # ibp_status
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
 
@@ -437,6 +437,10 @@ class Table:
                 f"item or row {value} at position {position}" if value is not None else f"the item of ids[{position}]"
             )
             raise CorruptTableError(f"{_core.status_string(status)}: {which}{when}")
+        if status == _INVALID_ARGUMENT:
+            raise ValueError(
+                f"offsets[{position}] is {value}; wanted the number of an id, not less than the one before{when}"
+            )
 
 
 # ---- checks ----

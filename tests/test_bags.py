@@ -154,3 +154,134 @@ def test_corrupt_rows():
     with pytest.raises(ibp.CorruptTableError):
         ibp.embedding_bag(table, [1, 5], [0])
     compare(x, table, torch.tensor([1, 4]), torch.tensor([0]))
+
+
+# ---- on a GPU ----
+
+
+def tables_on(cuda, x, **options):
+    """A table of x in pinned host memory, and one on the GPU."""
+    return ibp.compress(x, device="cpu", pin_memory=True, **options), ibp.compress(x.to(cuda), **options)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Fails where bags are not summed by the kernel."""
+
+    def refuse(*args):
+        raise AssertionError("rows are gathered")
+
+    monkeypatch.setattr("ibp._bags._pool_gathered", refuse)
+
+
+@pytest.mark.parametrize(
+    "dtype, mode, dim, scheme, padding_idx, id_dtype",
+    pairwise(
+        DTYPES[:3],
+        MODES,
+        [6, 32, 64, 250, 256, 700, 1024, 2048],
+        ["planes", "raw", "fast"],
+        [None, 7],
+        [torch.int32, torch.int64],
+    ),
+)
+def test_kernel(cuda, fused, dtype, mode, dim, scheme, padding_idx, id_dtype):
+    x = weights_of(dtype, dim, 400)
+    coding = {"scheme": "planes", "level": "fast"} if scheme == "fast" else {"scheme": scheme}
+    ids, offsets = (part.to(cuda) for part in draw(300, 30, id_dtype, 400))
+    near, options = x.to(cuda), {"mode": mode, "padding_idx": padding_idx}
+    for table in tables_on(cuda, x, **coding):
+        compare(near, table, ids, offsets[:-1], **options)
+        compare(near, table, ids, offsets, include_last_offset=True, **options)
+        compare(near, table, ids[:4000].view(40, 100), **options)
+        compare(near, table, ids[:4000].view(4000, 1), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("padding_idx", [None, 7])
+def test_kernel_with_weights(cuda, fused, dtype, padding_idx):
+    x = weights_of(dtype, 128, 400)
+    ids, offsets = (part.to(cuda) for part in draw(300, 30, num_rows=400))
+    weights = torch.randn(len(ids)).to(dtype).to(cuda)
+    for table in tables_on(cuda, x):
+        options = {"mode": "sum", "padding_idx": padding_idx, "per_sample_weights": weights}
+        compare(x.to(cuda), table, ids, offsets[:-1], **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_special_numbers(cuda, fused, mode):
+    """Infinities, numbers that are none, zeros of both signs, and sums that are too large."""
+    for dtype in DTYPES[:3]:
+        x = weights_of(dtype, 64, 50)
+        x[:6] = torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0, 0.0, torch.finfo(dtype).max])[:, None]
+        ids = torch.randint(50, (400, 5), generator=torch.Generator().manual_seed(1)).to(cuda)
+        ids[:200] %= 8
+        compare(x.to(cuda), tables_on(cuda, x)[0], ids, mode=mode)
+
+
+def test_long_and_empty_bags(cuda, fused):
+    x = weights_of(torch.bfloat16, 256, 1000)
+    table = tables_on(cuda, x)[1]
+    sizes = torch.zeros(5000, dtype=torch.int64)
+    sizes[[3, 7, 4990]] = torch.tensor([20000, 1, 3000])
+    offsets = torch.cat((sizes.new_zeros(1), sizes.cumsum(0)))[:-1].to(cuda)
+    ids = torch.randint(1000, (int(sizes.sum()),)).to(cuda)
+    for mode in MODES:
+        compare(x.to(cuda), table, ids, offsets, mode=mode)
+        compare(x.to(cuda), table, ids[:7], offsets[:1], mode=mode)
+
+
+def test_graph_and_stream(cuda, fused):
+    x = weights_of(torch.float16, 64, 400)
+    table = tables_on(cuda, x)[0]
+    ids, offsets = (part.to(cuda) for part in draw(50, num_rows=400))
+    out = torch.empty(50, 64, dtype=x.dtype, device=cuda)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ibp.embedding_bag(table, ids, offsets[:-1], out=out, max_sms=7)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            ibp.embedding_bag(table, ids, offsets[:-1], out=out, max_sms=7)
+        ids.copy_(ids.flip(0))
+        graph.replay()
+    stream.synchronize()
+    assert_same_bits(out, F.embedding_bag(ids, x.to(cuda), offsets[:-1]))
+
+
+def test_faults(cuda, fused):
+    x = weights_of(torch.bfloat16, 64, 400)
+    table = tables_on(cuda, x)[0]
+    zeroed = torch.cat((x, x.new_zeros(1, 64))).to(cuda)
+    ids = torch.tensor([[1, 2, 3], [4, 400, 6]], device=cuda)
+    result = ibp.embedding_bag(table, ids, mode="sum")
+    assert_same_bits(result, F.embedding_bag(ids, zeroed, mode="sum"))
+    torch.cuda.synchronize()
+    with pytest.raises(IndexError, match=r"ids\[4\] is 400; wanted 0 to 399"):
+        ibp.embedding_bag(table, ids[:1])
+    with pytest.raises(IndexError, match=r"ids\[4\]"):
+        ibp.embedding_bag(table, ids, check=True)
+    for wrong in ([0, 4, 3, 6], [0, 7, 7, 7], [0, -1, 3, 3]):
+        with pytest.raises(ValueError, match=r"offsets\[\d\] is"):
+            ibp.embedding_bag(table, ids.clamp(max=399).view(-1), torch.tensor(wrong, device=cuda), check=True)
+    with pytest.raises(RuntimeError, match="weights has the wrong dtype"):
+        arguments, fault = table._arguments(cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
+        torch.ops.ibp.sum_bags(*arguments, ids.view(-1), None, torch.ones(6, device=cuda), 0, -1, 2, 0, result, fault)
+
+
+def test_rows_that_are_gathered(cuda):
+    """Rows of other schemes and dtypes, long ones, items of parts of a row, and weights that train."""
+    for x, options in (
+        (weights_of(torch.float32, 64), {"scheme": "ibp"}),
+        (weights_of(torch.float64, 64), {}),
+        (weights_of(torch.float32, 4096), {}),
+        ((torch.rand(60, 64) > 0.9).float(), {}),
+    ):
+        ids, offsets = (part.to(cuda) for part in draw(20))
+        for table in tables_on(cuda, x, **options):
+            compare(x.to(cuda), table, ids, offsets[:-1], mode="mean", padding_idx=3)
+    weights = torch.rand(len(ids), device=cuda, requires_grad=True)
+    ibp.embedding_bag(table, ids, offsets[:-1], mode="sum", per_sample_weights=weights).sum().backward()
+    assert weights.grad is not None
+    unpinned = ibp.compress(x, **ON_CPU)
+    compare(x.to(cuda), unpinned, ids, offsets[:-1], mode="sum")

@@ -309,6 +309,13 @@ def window_bits(table: Table) -> int:
     return (items - 1).bit_length()
 
 
+def is_bucketed(table: Table, ids: torch.Tensor, worker: torch.device) -> bool:
+    """Whether items at these ids of a GPU would be fetched in the order of windows of the table."""
+    return _Bucketed().cost(Request(table, ids, worker, worker, 0)) < _Gpu().cost(
+        Request(table, ids, worker, worker, 0)
+    )
+
+
 def looks_sorted(ids: torch.Tensor) -> bool:
     """Whether CPU ids are in order at a thousand places: looking at all of them costs more than putting them in order
     on a GPU."""

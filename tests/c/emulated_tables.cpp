@@ -598,6 +598,7 @@ void check_staged(const ibp_table &t, const ibp_ids &ids, const Output &wanted, 
     const int64_t row_bytes = t.codebook.row_bytes;
     if (ids.count == 0 || t.slot_bytes == 0 || t.slots_start != 0 || t.item_bytes % row_bytes != 0) return;
     const auto item_slots = static_cast<size_t>(t.item_bytes / row_bytes * t.slot_bytes);
+    if (t.slots_bytes < t.num_items * static_cast<int64_t>(item_slots)) return; /* a block */
     Array<uint8_t> stage(static_cast<size_t>(ids.count) * item_slots);
     for (int64_t k = 0; k < ids.count; k++) {
         const int64_t id = ibp_id_at(&ids, k);

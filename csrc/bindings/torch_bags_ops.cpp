@@ -1,0 +1,63 @@
+// torch_bags_ops.cpp - torch.ops.ibp.sum_bags: tensors to pointers, as torch_ops.cpp.
+#include "torch_tables.h"
+
+#include <optional>
+
+namespace {
+
+using namespace ibp_torch;
+
+ScalarType dtype_of(ibp_float_kind kind)
+{
+    return kind == IBP_FLOAT32 ? ScalarType::Float : kind == IBP_FLOAT16 ? ScalarType::Half : ScalarType::BFloat16;
+}
+
+// Bags as struct ibp_bags has them: as many as the first dimension of out has.
+ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const std::optional<Tensor> &weights,
+                 int64_t mode, int64_t padding_idx, int64_t kind, const Tensor &out)
+{
+    ibp_bags bags{};
+    require(out.dim() == 2, "out has ", out.dim(), " dimensions, 2 are needed");
+    bags.num_bags = out.size(0);
+    bags.mode = static_cast<ibp_bag_mode>(to_u32(mode, IBP_BAG_SUM, IBP_BAG_MAX, "mode"));
+    bags.kind = static_cast<ibp_float_kind>(to_u32(kind, IBP_FLOAT32, IBP_BFLOAT16, "kind"));
+    bags.padding_id = padding_idx;
+    if (offsets) {
+        const ibp_ids of_bags = ids_of(*offsets);
+        bags.offsets = of_bags.data, bags.offset_bytes = of_bags.id_bytes;
+        require(of_bags.count >= bags.num_bags, "offsets has ", of_bags.count, " elements, ", bags.num_bags,
+                " are needed");
+    } else {
+        require(bags.num_bags == 0 ? ids.count == 0 : ids.count % bags.num_bags == 0, ids.count, " ids are not ",
+                bags.num_bags, " bags of equal size");
+        bags.bag_size = bags.num_bags == 0 ? 0 : ids.count / bags.num_bags;
+    }
+    if (weights) {
+        require(weights->scalar_type() == dtype_of(bags.kind), "weights has the wrong dtype");
+        require(weights->numel() == ids.count, "weights has ", weights->numel(), " elements, ", ids.count,
+                " are needed");
+        bags.weights = memory_of(*weights, "weights").data;
+    }
+    return bags;
+}
+
+void sum_bags_cuda(IBP_TABLE_PARAMETERS, Tensor ids, std::optional<Tensor> offsets, std::optional<Tensor> weights,
+                   int64_t mode, int64_t padding_idx, int64_t kind, int64_t max_sms, Tensor out, Tensor fault)
+{
+    const auto device =
+        use_cuda(out, {IBP_TABLE_TENSORS, &ids, &fault, offsets ? &*offsets : &ids, weights ? &*weights : &ids});
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    const ibp_table table = args.table();
+    const ibp_ids items = ids_of(ids);
+    const ibp_bags bags = bags_of(items, offsets, weights, mode, padding_idx, kind, out);
+    uint8_t *const to = room_of(out, total_bytes(bags.num_bags, item_bytes, "bags"), "out");
+    Footprints memory = gather_footprints(args, table, items, out, fault);
+    if (offsets) memory.reads("offsets", *offsets);
+    if (weights) memory.reads("weights", *weights);
+    check(ibp_cuda_sum_bags(&table, &items, &bags, to, fault_of(fault), sms_of(max_sms), current_stream(out)),
+          "sum_bags");
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m) { m.impl("sum_bags", TORCH_BOX(&sum_bags_cuda)); }
