@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ._cache import RowCache
 from ._fetch.calls import check_out, produce, sms_of, target_of, worker_of
 from ._fetch.gather import check_range, checked_ids, is_bucketed, tensor_of
 from ._table import Table
@@ -106,7 +109,7 @@ def embedding_bag(
         check_out(out, (bags.num_bags, source.shape[1]), source.dtype)
     if bags.ids.numel() == 0 or bags.num_bags == 0:
         result = torch.zeros(bags.num_bags, source.shape[1], dtype=source.dtype, device=target)
-    elif isinstance(source, Table) and _is_fused(source, bags):
+    elif isinstance(source, (Table, RowCache)) and _is_fused(source, bags):
         return _sum_bags(source, bags, out, check, max_sms)
     else:
         result = _pool_gathered(source, bags, check, max_sms)
@@ -204,15 +207,31 @@ def _check_offsets(bags: Bags) -> None:
 # ---- rows decoded and reduced by one kernel ----
 
 
-def _is_fused(table: Table, bags: Bags) -> bool:
+def _is_fused(source: Table | RowCache, bags: Bags) -> bool:
     """Whether the kernel takes these bags, and is the fastest way: not where gathered rows would be fetched in the
     order of windows of the table."""
-    if not bags.ids.is_cuda or not _sums_rows_of(table):
+    table, device = _table_of(source), bags.ids.device
+    if device.type != "cuda" or not _sums_rows_of(table) or is_bucketed(table, bags.ids, device):
         return False
     if bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled():
         return False
-    worker = worker_of(table, bags.ids.device)
-    return worker == bags.ids.device and not is_bucketed(table, bags.ids, worker)
+    return device in source.devices if isinstance(source, RowCache) else worker_of(table, device) == device
+
+
+def _table_of(source: Table | RowCache) -> Table:
+    return source._view if isinstance(source, RowCache) else source
+
+
+@contextmanager
+def _found(
+    source: Table | RowCache, ids: torch.Tensor
+) -> Iterator[tuple[tuple, torch.Tensor | None, list[torch.Tensor]]]:
+    """What the operation starts with, entries of the rows and slabs: as `RowCache.found`."""
+    if isinstance(source, RowCache):
+        with source.found(ids) as found:
+            yield found
+    else:
+        yield source._arguments(ids.device), None, []
 
 
 def _sums_rows_of(table: Table) -> bool:
@@ -225,24 +244,29 @@ def _sums_rows_of(table: Table) -> bool:
     return codec[0] == _PLANES and codec[2] in (2, 4) and not codec[6]
 
 
-def _sum_bags(table: Table, bags: Bags, out: torch.Tensor | None, check: bool, max_sms: int | None) -> torch.Tensor:
+def _sum_bags(
+    source: Table | RowCache, bags: Bags, out: torch.Tensor | None, check: bool, max_sms: int | None
+) -> torch.Tensor:
+    table = _table_of(source)
     mode, kind, padding = MODES.index(bags.mode), _KINDS.index(table.dtype), bags.padding_idx
     weights = None if bags.weights is None else bags.weights.detach().contiguous()
 
     def run(result: torch.Tensor, fault: torch.Tensor) -> None:
-        arguments = table._arguments(bags.ids.device)
-        torch.ops.ibp.sum_bags.default(
-            *arguments,
-            bags.ids,
-            bags.offsets,
-            weights,
-            mode,
-            -1 if padding is None else padding,
-            kind,
-            sms_of(max_sms),
-            result,
-            fault,
-        )
+        with _found(source, bags.ids) as (arguments, entries, slabs):
+            torch.ops.ibp.sum_bags.default(
+                *arguments,
+                bags.ids,
+                entries,
+                slabs,
+                bags.offsets,
+                weights,
+                mode,
+                -1 if padding is None else padding,
+                kind,
+                sms_of(max_sms),
+                result,
+                fault,
+            )
 
     shape, device = (bags.num_bags, table.shape[1]), bags.ids.device
     return produce(table, shape, device, device, out, check, run)

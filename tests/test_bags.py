@@ -156,6 +156,15 @@ def test_corrupt_rows():
     compare(x, table, torch.tensor([1, 4]), torch.tensor([0]))
 
 
+def test_bags_of_a_cache():
+    x = weights_of(torch.bfloat16)
+    cache = ibp.RowCache(ibp.compress(x, **ON_CPU), 2000, range(NUM_ROWS), devices="cpu")
+    ids, offsets = draw(20)
+    for mode in MODES:
+        compare(x, cache, ids, offsets[:-1], mode=mode, padding_idx=5)
+    assert cache.stats().hits > 0
+
+
 # ---- on a GPU ----
 
 
@@ -266,7 +275,20 @@ def test_faults(cuda, fused):
             ibp.embedding_bag(table, ids.clamp(max=399).view(-1), torch.tensor(wrong, device=cuda), check=True)
     with pytest.raises(RuntimeError, match="weights has the wrong dtype"):
         arguments, fault = table._arguments(cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
-        torch.ops.ibp.sum_bags(*arguments, ids.view(-1), None, torch.ones(6, device=cuda), 0, -1, 2, 0, result, fault)
+        weights = torch.ones(6, device=cuda)
+        torch.ops.ibp.sum_bags(*arguments, ids.view(-1), None, [], None, weights, 0, -1, 2, 0, result, fault)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "lru"}, {"writable": True}], ids=["static", "lru", "writable"])
+def test_cached_rows(cuda, fused, options):
+    x = weights_of(torch.bfloat16, 256, 2000)
+    table = tables_on(cuda, x)[0]
+    cache = ibp.RowCache(table, 1 << 18, range(500), devices=cuda, **options)
+    ids, offsets = (part.to(cuda) for part in draw(200, 30, num_rows=2000))
+    for mode in MODES:
+        compare(x.to(cuda), cache, ids, offsets[:-1], mode=mode, padding_idx=7)
+    stats = cache.stats()
+    assert 0 < stats.hits < 3 * len(ids) and stats.misses > 0
 
 
 def test_rows_that_are_gathered(cuda):

@@ -41,11 +41,13 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
     return bags;
 }
 
-void sum_bags_cuda(IBP_TABLE_PARAMETERS, Tensor ids, std::optional<Tensor> offsets, std::optional<Tensor> weights,
-                   int64_t mode, int64_t padding_idx, int64_t kind, int64_t max_sms, Tensor out, Tensor fault)
+void sum_bags_cuda(IBP_TABLE_PARAMETERS, Tensor ids, std::optional<Tensor> entries, std::vector<Tensor> slabs,
+                   std::optional<Tensor> offsets, std::optional<Tensor> weights, int64_t mode, int64_t padding_idx,
+                   int64_t kind, int64_t max_sms, Tensor out, Tensor fault)
 {
-    const auto device =
-        use_cuda(out, {IBP_TABLE_TENSORS, &ids, &fault, offsets ? &*offsets : &ids, weights ? &*weights : &ids});
+    const auto device = use_cuda(out, {IBP_TABLE_TENSORS, &ids, &fault, entries ? &*entries : &ids,
+                                       offsets ? &*offsets : &ids, weights ? &*weights : &ids});
+    require_cuda(slabs);
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const ibp_ids items = ids_of(ids);
@@ -54,7 +56,14 @@ void sum_bags_cuda(IBP_TABLE_PARAMETERS, Tensor ids, std::optional<Tensor> offse
     Footprints memory = gather_footprints(args, table, items, out, fault);
     if (offsets) memory.reads("offsets", *offsets);
     if (weights) memory.reads("weights", *weights);
-    check(ibp_cuda_sum_bags(&table, &items, &bags, to, fault_of(fault), sms_of(max_sms), current_stream(out)),
+    ibp_cache cache{};
+    if (entries) {
+        cache = cache_of(*entries, slabs, items.count);
+        memory.reads("entries", *entries);
+        for (const Tensor &slab : slabs) memory.reads("slabs", slab);
+    }
+    check(ibp_cuda_sum_bags(&table, &items, entries ? &cache : nullptr, &bags, to, fault_of(fault), sms_of(max_sms),
+                            current_stream(out)),
           "sum_bags");
 }
 

@@ -42,15 +42,6 @@ ibp_cache_slab slab_of(const Tensor &bytes, const Tensor &map, int64_t number, i
             to_u32(number, 0, IBP_MAX_SLABS - 1, "slab")};
 }
 
-ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slabs, int64_t num_rows)
-{
-    ibp_cache cache{};
-    require(slabs.size() <= IBP_MAX_SLABS, "there are ", static_cast<int64_t>(slabs.size()), " slabs, more than 8");
-    cache.entries = unsigned_longs_of(entries, num_rows, "entries");
-    for (const Tensor &slab : slabs) cache.slabs[cache.num_slabs++] = {bytes_of(slab, 0, "slabs"), slab.numel()};
-    return cache;
-}
-
 ibp_cache_counts *cache_counts_of(const std::optional<Tensor> &counts)
 {
     constexpr int64_t kNumbers = sizeof(ibp_cache_counts) / sizeof(uint64_t);
@@ -68,13 +59,6 @@ int64_t rows_per_item_of(const ibp_table &table)
 }
 
 const int64_t *rows_of(const Tensor &rows) { return data_of<int64_t>(rows, ScalarType::Long, 0, "rows"); }
-
-// Maps and slabs may be on other devices, which read each other's memory.
-void require_cuda(const std::vector<Tensor> &tensors)
-{
-    for (const Tensor &tensor : tensors)
-        require(tensor.is_cuda(), "all tensors must be on the CPU, or all on CUDA devices");
-}
 
 // ---- find ----
 

@@ -270,6 +270,24 @@ inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_by
     return {data, end};
 }
 
+// ---- caches of rows ----
+
+inline ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slabs, int64_t num_rows)
+{
+    ibp_cache cache{};
+    require(slabs.size() <= IBP_MAX_SLABS, "there are ", static_cast<int64_t>(slabs.size()), " slabs, more than 8");
+    cache.entries = unsigned_longs_of(entries, num_rows, "entries");
+    for (const Tensor &slab : slabs) cache.slabs[cache.num_slabs++] = {bytes_of(slab, 0, "slabs"), slab.numel()};
+    return cache;
+}
+
+// Maps and slabs may be on other devices, which read each other's memory.
+inline void require_cuda(const std::vector<Tensor> &tensors)
+{
+    for (const Tensor &tensor : tensors)
+        require(tensor.is_cuda(), "all tensors must be on the CPU, or all on CUDA devices");
+}
+
 } // namespace ibp_torch
 
 #endif

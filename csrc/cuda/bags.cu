@@ -56,8 +56,9 @@ static bool are_bags(const ibp_table &table, const ibp_ids &ids, const ibp_bags 
 
 } // namespace ibp
 
-extern "C" ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_bags *bags, uint8_t *out,
-                                        ibp_fault *fault, int max_sms, ibp_stream stream)
+extern "C" ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
+                                        const ibp_bags *bags, uint8_t *out, ibp_fault *fault, int max_sms,
+                                        ibp_stream stream)
 {
     if (!ibp::is_table(table) || !ibp::are_ids(ids) || ids->positions != nullptr || bags == nullptr ||
         fault == nullptr || max_sms < 0 || ids->count >= ibp::kMostJobs || !ibp::are_bags(*table, *ids, *bags))
@@ -66,6 +67,7 @@ extern "C" ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *i
     if (out == nullptr) return IBP_INVALID_ARGUMENT;
     ibp_ids items = *ids;
     items.num_dims = 1, items.sizes[0] = ids->count, items.strides[0] = 0; // all rows of a group go to one place
-    const ibp::Request request = ibp::describe_items(*table, items);
+    ibp::Request request = ibp::describe_items(*table, items);
+    if (cache != nullptr && !ibp::use_cache(cache, &request)) return IBP_INVALID_ARGUMENT;
     return ibp::sum({*table, request, *bags, out, fault, max_sms, stream});
 }

@@ -61,10 +61,10 @@ ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uin
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_bags *bags, uint8_t *out,
-                             ibp_fault *fault, int max_sms, ibp_stream stream)
+ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, const ibp_bags *bags,
+                             uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream)
 {
-    (void)table, (void)ids, (void)bags, (void)out, (void)fault, (void)max_sms, (void)stream;
+    (void)table, (void)ids, (void)cache, (void)bags, (void)out, (void)fault, (void)max_sms, (void)stream;
     return IBP_NO_CUDA;
 }
 

@@ -100,9 +100,11 @@ typedef struct ibp_bags {
  * 4 bytes. ids: without positions. An id out of range and a corrupt row are noted as in ibp_cuda_gather_items, and count
  * as rows of zeros. An offset past the ids, or less than the one before, is noted as IBP_INVALID_ARGUMENT, with its
  * position and value; the bags about it are then made of any of the rows between their neighbours.
+ * cache: rows whose entries are present come from its slabs, as in ibp_cuda_gather_cached; NULL: all from the table.
  * out: aligned to the elements. fault and max_sms as in ibp_cuda_gather_items. */
-IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_bags *bags, uint8_t *out,
-                                     ibp_fault *fault, int max_sms, ibp_stream stream);
+IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
+                                     const ibp_bags *bags, uint8_t *out, ibp_fault *fault, int max_sms,
+                                     ibp_stream stream);
 
 /* As ibp_decode_bytes. fault and max_sms as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,

@@ -773,7 +773,7 @@ void check_bags(const Made &made, bool bad_ids)
     Array<uint8_t> scratch(ibp_scratch_bytes(t.codebook.row_bytes));
     ibp_fault fault = {};
     if (!takes_bags(t)) {
-        if (ibp_cuda_sum_bags(&t, &ids, &asked.bags, met.out, &fault, 0, nullptr) != IBP_INVALID_ARGUMENT)
+        if (ibp_cuda_sum_bags(&t, &ids, nullptr, &asked.bags, met.out, &fault, 0, nullptr) != IBP_INVALID_ARGUMENT)
             complain("%s: not refused", what.c_str());
         return;
     }
@@ -790,7 +790,7 @@ void check_bags(const Made &made, bool bad_ids)
     fault = {};
     if (!made.is_corrupt) simt::watch(met.bytes.data, met.bytes.size);
     const ibp_status status =
-        ibp_cuda_sum_bags(&t, &ids, &asked.bags, met.out, &fault, static_cast<int>(below(4)), nullptr);
+        ibp_cuda_sum_bags(&t, &ids, nullptr, &asked.bags, met.out, &fault, static_cast<int>(below(4)), nullptr);
     if (status != IBP_OK) complain("%s: status %d", what.c_str(), status);
     compare(met, wanted, what);
     faults.check(fault, what.c_str());
@@ -800,7 +800,7 @@ void check_bags(const Made &made, bool bad_ids)
                   value = before > 0 && chance(50) ? before - 1 : pick({int64_t{-1}, ids.count + 1});
     asked.offsets.data[position] = value, asked.short_offsets.data[position] = static_cast<int32_t>(value);
     fault = {};
-    if (ibp_cuda_sum_bags(&t, &ids, &asked.bags, met.out, &fault, 0, nullptr) != IBP_OK || fault.taken == 0)
+    if (ibp_cuda_sum_bags(&t, &ids, nullptr, &asked.bags, met.out, &fault, 0, nullptr) != IBP_OK || fault.taken == 0)
         complain("%s: offset %zu of %lld is not noted", what.c_str(), position, (long long)value);
 }
 
