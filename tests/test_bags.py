@@ -291,6 +291,15 @@ def test_cached_rows(cuda, fused, options):
     assert 0 < stats.hits < 3 * len(ids) and stats.misses > 0
 
 
+def test_operation(cuda):
+    x = weights_of(torch.bfloat16, 64, 400)
+    table = tables_on(cuda, x)[1]
+    ids, offsets = (part.to(cuda) for part in draw(20, num_rows=400))
+    fault, out = torch.zeros(4, dtype=torch.int64, device=cuda), torch.empty(20, 64, dtype=x.dtype, device=cuda)
+    arguments = (*table._arguments(cuda), ids, None, [], offsets, None, 0, -1, 2, 0, out, fault)
+    torch.library.opcheck(torch.ops.ibp.sum_bags.default, arguments)
+
+
 def test_rows_that_are_gathered(cuda):
     """Rows of other schemes and dtypes, long ones, items of parts of a row, and weights that train."""
     for x, options in (

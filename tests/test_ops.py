@@ -137,10 +137,11 @@ def test_opcheck(number):
 
 
 def test_every_operation_is_checked():
-    """The others need a GPU: tests/test_streaming.py, test_large_tables.py and test_places_cuda.py check them."""
+    """The others need a GPU: tests/test_streaming.py, test_large_tables.py, test_places_cuda.py and test_bags.py check
+    them."""
     names = [schema.name for schema in torch._C._jit_get_all_schemas()]
     defined = {name.removeprefix("ibp::") for name in names if name.startswith("ibp::")}
-    assert defined == NAMES | {"stream_bytes", "stage_items", "encode_into"}
+    assert defined == NAMES | {"stream_bytes", "stage_items", "encode_into", "sum_bags"}
     assert {name for name, _ in SAMPLES} == NAMES
 
 
