@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress
 from .nn._tables import placed_like
 from .nn._training import RowGradient, RowsModule
 
-__all__ = ["SGD", "Adagrad", "RowWiseAdagrad"]
+__all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
 _VECTOR_ELEMENTS = 64  # torch's CPU loops round the last few elements of a tensor differently
 _CONSTANT_ROWS = 1024  # enough to be stored in fewer bytes than they have
@@ -239,6 +240,59 @@ class RowWiseAdagrad(RowOptimizer):
     def _loaded_state(self, module: RowsModule, saved: dict[str, Any]) -> dict[str, Any]:
         sums = _checked(saved, module.weight.shape[:1], torch.float32)
         return {"sum": sums.clone()}
+
+
+def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> None:
+    """Gives every process of a group the mean of the gradients that all have, as DistributedDataParallel does it for
+    parameters. A collective call, between `backward()` and `step()`.
+
+    Each process has a module of its own with the same rows; steps then change all of them alike. Gradients of rows that
+    several processes have are added in the order of the ranks, so that all get the same bits.
+
+    Args:
+        modules: as the optimizers take them, in the same order on all ranks.
+        group: a process group of torch.distributed; None: the default group.
+
+    Raises:
+        TypeError, ValueError: a module has no rows to train.
+        RuntimeError: torch.distributed is not initialised, or a rank has failed.
+    """
+    for module in _row_modules(modules):
+        _average(module, group)
+
+
+def _average(module: RowsModule, group: dist.ProcessGroup | None) -> None:
+    own = module.row_gradient()
+    on_gpu = "nccl" in dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    if own is None:
+        ids = torch.empty(0, dtype=torch.int64, device=device)
+        grad = torch.empty(0, module.embedding_dim, dtype=module.weight.dtype, device=device)
+    else:
+        ids, grad = own.ids, own.grad / dist.get_world_size(group)
+    counts = [int(count) for count in _gathered(torch.tensor([ids.numel()], device=device), group)]
+    if not max(counts):
+        return
+    all_ids, all_grads = (_gathered(_padded(part.to(device), max(counts)), group) for part in (ids, grad))
+    union, places = torch.cat([part[:n] for part, n in zip(all_ids, counts)]).unique(return_inverse=True)
+    total = grad.new_zeros(union.numel(), module.embedding_dim, device=device)
+    for part, place in zip(all_grads, places.split(counts)):
+        total.index_add_(0, place, part[: place.numel()])
+    module.set_gradient(union.to(ids.device), total.to(ids.device))
+
+
+def _gathered(part: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """A tensor of every rank, all of one shape and dtype; as bytes, since not every backend has every dtype."""
+    data = part.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(data) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, data, group=group)
+    return [found.view(part.dtype) for found in parts]
+
+
+def _padded(part: torch.Tensor, num_rows: int) -> torch.Tensor:
+    padded = part.new_zeros(num_rows, *part.shape[1:])
+    padded[: len(part)] = part
+    return padded
 
 
 def _row_modules(modules: Any) -> list[RowsModule]:

@@ -3,6 +3,9 @@ rows that were looked up and in the others."""
 
 import copy
 import pickle
+import re
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import ibp
 from benchmarks import dlrm_train, harness
 from helpers import assert_same_bits, embedding, pairwise
 from ibp.nn._training import RowsModule
+from test_distributed import Ranks
 
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, ibp.optim.SGD, {"lr": 0.1}),
@@ -412,7 +416,46 @@ def test_collections_train(name):
         ours({"c": torch.tensor([[20]])})
 
 
-# ---- the benchmark ----
+# ---- several processes ----
+
+
+def step_of_a_rank(rank, num_steps=2):
+    """The rows after steps of two processes; in the second one of them has no gradient."""
+    module = ibp.nn.EmbeddingBag.from_pretrained(embedding(60, 16, torch.bfloat16), mode="sum", freeze=False)
+    optimizer = ibp.optim.SGD(module, lr=0.5)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        if step == 0 or rank == 0:
+            module(bags_of_rank(rank, step)).square().sum().backward()
+        ibp.optim.average_gradients(module)
+        optimizer.step()
+    optimizer.zero_grad()
+    ibp.optim.average_gradients(module)  # of nobody
+    assert module.row_gradient() is None
+    return module.weight.decompress()
+
+
+def bags_of_rank(rank, step):
+    return torch.randint(40, (8, 3), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def test_processes_average_their_gradients(tmp_path):
+    ranks = Ranks(2, tmp_path)
+    results = ranks(step_of_a_rank)
+    ranks.end()
+    weight = embedding(60, 16, torch.bfloat16)
+    for step in range(2):
+        total = torch.zeros_like(weight)
+        for rank in range(2 - step):
+            leaf = weight.clone().requires_grad_()
+            F.embedding_bag(bags_of_rank(rank, step), leaf, mode="sum").square().sum().backward()
+            total += leaf.grad / 2
+        weight = weight.add(total, alpha=-0.5)
+    for result in results:
+        assert_same_bits(result, weight)
+
+
+# ---- the benchmark and the example ----
 
 
 @pytest.mark.slow
@@ -422,6 +465,15 @@ def test_the_benchmark_runs(monkeypatch, tmp_path, capsys):
     heads, *lines = (tmp_path / "dlrm_train.csv").read_text().splitlines()
     assert heads == ",".join([*harness.COLUMNS, *dlrm_train.COLUMNS]) and len(lines) == 10
     assert "FAILED" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_example(capsys):
+    path = Path(__file__).resolve().parent.parent / "examples" / "train_embeddings.py"
+    assert len(path.read_text().splitlines()) < 60
+    runpy.run_path(str(path))
+    same = "True|False" if torch.cuda.is_available() else "True"
+    assert re.fullmatch(rf"losses 0\.\d+ to 0\.\d+, the same bits: ({same})\n", capsys.readouterr().out)
 
 
 # ---- GPUs ----

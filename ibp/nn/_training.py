@@ -167,6 +167,10 @@ class RowsModule(TableModule):
         self._noted = [_Noted(total, self._num_writes)]
         return total
 
+    def set_gradient(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
+        """Takes one gradient, of rows ids [U] in increasing order, in place of all."""
+        self._noted = [_Noted(RowGradient(ids, self._fetched(ids), grad), self._num_writes)]
+
     def drop_gradients(self) -> None:
         """Forgets all gradients."""
         self._noted = []
