@@ -1,10 +1,11 @@
-"""All benchmarks, then the charts: `python -m benchmarks [--coding] [--all] [--unlimited] [--out DIR] [--device cpu]
-[--quick]`.
+"""All benchmarks, then the charts: `python -m benchmarks [--coding] [--caches] [--all] [--unlimited] [--out DIR]
+[--device cpu] [--quick]`.
 
 Those of speed, in under 5 minutes on one H200; --coding: those of kinds of rows and of coding instead, in under 4;
---all: both, and those that count bytes as well, which are the same on every machine. Each runs in a process of its own,
-so that none is stopped by another's failure or has to live with the memory that it holds. On a GPU a script of speed or
-coding is stopped when its time is over, and what it measured until then stays; --unlimited lets it finish.
+--caches: those of caches, embedding tables and KV-caches, likewise; --all: all of these, and those that count bytes as
+well, which are the same on every machine. Each runs in a process of its own, so that none is stopped by another's
+failure or has to live with the memory that it holds. On a GPU a script that measures speed is stopped when its time is
+over, and what it measured until then stays; --unlimited lets it finish.
 """
 
 import argparse
@@ -25,6 +26,7 @@ SPEED = {
     "cpu": 25,
 }  # seconds each may take, most important first
 CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25}  # likewise
+CACHES = {"row_cache": 30, "dlrm": 70, "dlrm_train": 30, "kv_fetch": 45, "kv_pages": 30}  # likewise
 BYTES = ("ratio", "sampling", "clusters")
 GRACE_S = 5  # to print what was measured
 
@@ -60,12 +62,14 @@ def main(argv=None):
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--all", action="store_true")
     own.add_argument("--coding", action="store_true")
+    own.add_argument("--caches", action="store_true")
     own.add_argument("--unlimited", action="store_true")
     options, others = own.parse_known_args(argv)
     args, started = harness.parse_args(others, __doc__), time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # past run_script, which ends its script
-    limits = {} if options.unlimited or args.device == "cpu" else SPEED | CODING
-    names = (*SPEED, *CODING, *BYTES) if options.all else (*CODING,) if options.coding else (*SPEED,)
+    limits = {} if options.unlimited or args.device == "cpu" else SPEED | CODING | CACHES
+    chosen = [group for group, named in ((CODING, options.coding), (CACHES, options.caches)) if named] or [SPEED]
+    names = [name for group in ((SPEED, CODING, CACHES, BYTES) if options.all else chosen) for name in group]
     failed = [name for name in names if run_script(name, others, limits.get(name))]
     charts.draw(args.out)
     print(f"all in {time.perf_counter() - started:.0f} s" + (f", FAILED: {', '.join(failed)}" if failed else ""))

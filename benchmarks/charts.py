@@ -98,6 +98,8 @@ WHOLE_COLUMNS = (
     *("rows", "row_bytes", "sms"),
     *("prompt", "host_bytes", "device_bytes", "weight_bytes"),  # weights.csv
     *("batch", "batches", "gpus"),  # gnn.csv, gnn_parallel.csv
+    *("budget_bytes", "held_rows", "raw_rows", "formula_rows", "cache_percent"),  # row_cache.csv, gnn_cache.csv
+    "distinct_rows",  # dlrm_train.csv
 )
 REAL_COLUMNS = (
     "savings",
@@ -112,6 +114,9 @@ REAL_COLUMNS = (
     *("ms", "us", "bound_ms", "start_us", "end_us"),  # weights.csv, timeline.csv, compress.csv, encode_into.csv
     *("sample_ms", "fetch_ms", "train_ms", "epoch_s", "table_gib"),  # gnn.csv, gnn_parallel.csv
     *("prefill_s", "token_s", "load_s"),  # flexgen_opt.csv
+    *("hit_rate", "predicted"),  # row_cache.csv, dlrm.csv, gnn_cache.csv
+    *("forward_us", "added"),  # dlrm_train.csv
+    *("gain", "share_of_alone"),  # kv_pages.csv
 )
 REFERENCE = Path(__file__).with_name("reference_rates.csv")
 
@@ -416,6 +421,17 @@ CODING_CHARTS = {
     "encode_into": "Rows coded into memory that is there",
 }  # of tensors of so many bytes
 CODING_LEAST_BYTES = 64 << 20
+CACHE_CHARTS = {
+    "row_cache": "Rows through a cache in device memory",
+    "dlrm": "Look-ups of recommendation models' tables",
+    "dlrm_train": "Training steps of embedding tables",
+    "bags": "Rows decoded and pooled",
+    "kv_fetch": "Whole KV-caches, a layer at a time",
+    "kv_pages": "Pages of a KV-cache",
+    "kv_rows": "Rows of a KV-cache by index",
+    "gnn_cache": "Features of graphs through a cache",
+    "scale": "Features of graphs through caches of several processes",
+}
 PARTS = ("partition alone",)  # arms that are a part of others, not a way to fetch
 
 
@@ -1106,6 +1122,9 @@ def draw(directory):
         draw_cases(read(directory / f"{name}.csv"), directory / f"{name}.png", title)
     for name, title in CODING_CHARTS.items():
         found = [row for row in read(directory / f"{name}.csv") if row["rows"] * row["row_bytes"] >= CODING_LEAST_BYTES]
+        draw_cases(found, directory / f"{name}.png", title)
+    for name, title in CACHE_CHARTS.items():
+        found = [row for row in read(directory / f"{name}.csv") if row["case"] != "device"]
         draw_cases(found, directory / f"{name}.png", title)
     draw_families(read(directory / "families.csv"), directory / "families.png")
     draw_overlap(read(directory / "overlap.csv"), directory / "overlap.png")

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import charts, gnn, gnn_parallel, harness, ratio
+from . import charts, dlrm, gnn, gnn_cache, gnn_parallel, harness, ratio, row_cache
 
 ROWS = (256, 512, 1024, 2048, 4096, 16384, 65536)
 CAPTION_OF_MACHINE = "{gpu}, torch {torch}, CUDA {cuda}, commit {commit:.10}"
@@ -217,7 +217,8 @@ def judged_rate(rows, **wanted):
     if not (found := rates(rows, **wanted)):
         return ""
     row = found[0]
-    return charts.number(row["gbps"]) + (f" (of {charts.number(row['target_gbps'])})" if row["met"] == "no" else "")
+    missed = f" (of {charts.number(row['target_gbps'])})" if row.get("met") == "no" else ""
+    return charts.number(row["gbps"]) + missed
 
 
 def families_block(directory):
@@ -314,8 +315,199 @@ def changes_block(directory):
     )
 
 
+# ---- caches, tables that train, KV-caches --------------------------------------------------------------------------
+
+
+def kind_of_rows(row):
+    return f"{charts.DTYPE_NAMES.get(row['dtype'], row['dtype'])}, {charts.size_name(row['row_bytes'])}"
+
+
+def times(value):
+    return "" if value is None else charts.fine_number(value)
+
+
+def every_arm(rows):
+    """A line an arm and number of SMs, a column a case, dtype and row size: GB/s, and what is wanted where missed."""
+    cases = charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in rows)
+    most, lines = max(row["sms"] for row in rows), []
+    for arm, sms in charts.in_order((row["arm"], row["sms"]) for row in rows):
+        texts = (
+            judged_rate(rows, arm=arm, sms=sms, case=case, dtype=dtype, row_bytes=size) for case, dtype, size in cases
+        )
+        lines.append([arm + (f", at most {sms} SMs" if 0 < sms < most else ""), *texts])
+    heads = (
+        f"{case}, {kind_of_rows({'dtype': dtype, 'row_bytes': size})}" if size else case for case, dtype, size in cases
+    )
+    return markdown(["arm", *heads], lines)
+
+
+def arms_table(name, what):
+    """What a script of few cases has measured."""
+
+    def block(directory):
+        rows = [row for row in charts.read(directory / f"{name}.csv") if row["case"] != "device"]
+        if not rows:
+            return None
+        brackets = ", in brackets what is wanted where that is missed" if any(row.get("met") for row in rows) else ""
+        return f"{what} (`{name}.csv`: {caption(rows)}); GB/s of original bytes{brackets}:\n\n{every_arm(rows)}"
+
+    return block
+
+
+def row_cache_table(directory):
+    """Rows that a cache holds, and how fast they come out of it."""
+    rows = [row for row in charts.read(directory / "row_cache.csv") if row["case"] != "device"]
+    if not rows:
+        return None
+    lines = [
+        [
+            f"{row['case']}, {kind_of_rows(row)}",
+            f"{row['budget_bytes'] / 2**20:,.0f}",
+            f"{row['raw_rows']:,}",
+            f"{row['held_rows']:,}",
+            charts.fine_number(gain),
+            f"{100 * share:.0f} %",
+        ]
+        for row, gain, share in row_cache.capacities(rows)
+        if row["arm"] == "own hits"
+    ]
+    heads = ["rows", "MiB of the cache", "raw rows in them", "rows held", "times as many", "of the formula"]
+    return (
+        f"Rows that a cache holds, its map included (`row_cache.csv`: {caption(rows)}), and of the formula's rows, the "
+        f"cache's bytes over the stored bytes of a row and 16 of a map:\n\n{markdown(heads, lines)}\n\n"
+        "Rows through it, beside those of a table that is all in device memory or all in host memory; GB/s of original "
+        f"bytes, in brackets what is wanted where that is missed:\n\n{every_arm(rows)}"
+    )
+
+
+def dlrm_table(directory):
+    """Look-ups, an arm a column, and how many times as fast ibp is."""
+    rows = charts.read(directory / "dlrm.csv")
+    if not rows:
+        return None
+    cells, lines = {}, []
+    for row in rows:
+        cells.setdefault((row["case"], row["dtype"], row["row_bytes"]), {})[row["arm"]] = row
+    gains = {(gain.row["case"], gain.row["dtype"], gain.row["row_bytes"]): gain for gain in dlrm.gains(rows)}
+    for cell, arms in cells.items():
+        gain = gains.get(cell)
+        texts = (judged_rate([arms[arm]]) if arm in arms else "" for arm in dlrm.ARMS)
+        factors = map(times, gain[1:]) if gain else [""] * 4
+        lines.append([f"{kind_of_rows(next(iter(arms.values())))}, {cell[0]}", *texts, *factors])
+    of_cache = [dlrm.RAW_CACHE, dlrm.IBP_CACHE]
+    heads = ["rows", *(f"`{arm}`" for arm in dlrm.ARMS), *(f"`ibp` / `{arm}`" for arm in dlrm.ARMS[:3])]
+    return (
+        f"A row of each of {dlrm.NUM_TABLES} tables for each sample of a batch (`dlrm.csv`: {caption(rows)}), the "
+        f"cache {100 * dlrm.CACHE_SHARE:g} % of the raw bytes; GB/s of original bytes, in brackets what is wanted "
+        "where that is missed, and how many times as fast ibp is:\n\n"
+        + markdown([*heads, f"`{of_cache[1]}` / `{of_cache[0]}`"], lines)
+    )
+
+
+def training_table(directory):
+    """Steps by arm."""
+    rows = charts.read(directory / "dlrm_train.csv")
+    if not rows:
+        return None
+    arms, lines = charts.in_order(row["arm"] for row in rows), []
+    for case, dtype, size in charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in rows):
+        own = {row["arm"]: row for row in rates(rows, case=case, dtype=dtype, row_bytes=size)}
+        texts = (f"{own[arm]['us'] / 1e3:.2f} ({own[arm]['added']:.2f})" if arm in own else "" for arm in arms)
+        lines.append([f"{kind_of_rows({'dtype': dtype, 'row_bytes': size})}, {case}", *texts])
+    return (
+        f"A training step with row-wise Adagrad (`dlrm_train.csv`: {caption(rows)}); milliseconds, in brackets what it "
+        f"adds to a look-up of the same rows, as a share of that:\n\n{markdown(['rows and ids', *arms], lines)}"
+    )
+
+
+def kv_fetch_block(directory):
+    """Rates of whole KV-caches by case and arm, and what coded tokens save."""
+    rows = charts.read(directory / "kv_fetch.csv")
+    if not rows:
+        return None
+    arms = charts.in_order(row["arm"] for row in rows)
+    lines = []
+    for case in charts.in_order(row["case"] for row in rows):
+        own = rates(rows, case=case)
+        coded = max(own, key=lambda row: row["savings"])
+        times = {row["arm"]: row["ms"] for row in own}
+        cells = [f"{with_ideal(own, arm=arm)}, {charts.number(times[arm])} ms" if arm in times else "" for arm in arms]
+        lines.append([case, f"{100 * coded['savings']:.1f} %", *cells])
+    return (
+        f"All keys and values of all layers, a layer at a time, as one token needs them (`kv_fetch.csv`: "
+        f"{caption(rows)}): GB/s of original bytes, in brackets the share of what the link, or the GPU's memory, "
+        "allows for the bytes stored, and the time of all layers:\n\n" + markdown(["KV-cache", "saved", *arms], lines)
+    )
+
+
+def gnn_cache_table(directory):
+    """Epochs and fetches by cache."""
+    rows = charts.read(directory / "gnn_cache.csv")
+    if not rows:
+        return None
+    lines = []
+    for row, fetch, epoch in gnn_cache.gains(rows):
+        percent = row["cache_percent"]
+        lines.append(
+            [
+                f"{row['case']}, {kind_of_rows(row)}",
+                f"{percent} %" if percent else "none",
+                f"{row['held_rows'] / max(1, row['raw_rows']):.2f}" if percent else "",
+                f"{100 * row['hit_rate']:.1f} %" if percent else "",
+                charts.fine_number(row["epoch_s"]),
+                charts.fine_number(epoch),
+                charts.fine_number(fetch),
+                times(row["predicted"]),
+            ]
+        )
+    heads = ["features", "cache", "rows held / raw rows", "hits", "seconds of an epoch", "epochs: raw / ibp"]
+    return (
+        "The same graphs on one GPU with a cache of a share of the features' bytes there, filled with the rows that an "
+        f"epoch asks for most often (`gnn_cache.csv`: {caption(rows)}). Beside how many times as fast as raw rows with "
+        "a cache of the same bytes `ibp` is, what its larger number of cached rows alone predicts for a fetch:\n\n"
+        + markdown([*heads, "fetches: raw / ibp", "predicted"], lines)
+    )
+
+
+# By the name of the CSV: the heading of RESULTS.md, and the table, which pages of docs/ take as well.
+MEASURED = {
+    "row_cache": ("A cache of rows", row_cache_table),
+    "dlrm": ("Look-ups of recommendation models", dlrm_table),
+    "dlrm_train": ("Training steps of embedding tables", training_table),
+    "bags": ("Rows decoded and pooled", arms_table("bags", "Bags of rows summed")),
+    "kv_fetch": ("Whole KV-caches", kv_fetch_block),
+    "kv_pages": ("Pages of KV-caches", arms_table("kv_pages", "Pages of 64 KiB to host memory and back")),
+    "kv_rows": ("Rows of KV-caches", arms_table("kv_rows", "Tokens of a KV-cache by index")),
+    "gnn_cache": ("Graph neural networks with a cache", gnn_cache_table),
+    "scale": ("Several processes", arms_table("scale", "Features of graphs on several GPUs, a process each")),
+}
+
+
+def section(name):
+    """The block of RESULTS.md that is named so."""
+    heading, table = MEASURED[name]
+
+    def block(directory):
+        text = table(directory)
+        return text and f"## {heading}\n\n{text}\n\n![{heading}](results/{name}.png)"
+
+    return block
+
+
+def illustrated(name):
+    """The block of a page of docs/ that is named so."""
+    heading, table = MEASURED[name]
+
+    def block(directory):
+        text = table(directory)
+        return text and f"{text}\n\n![{heading}](../benchmarks/results/{name}.png)"
+
+    return block
+
+
 CALL_ARM = "until it returns"
-JUDGED = ("families", "compress", "encode_into")  # scripts that say beside each rate what is wanted
+# Scripts that say beside each rate what is wanted.
+JUDGED = ("families", "compress", "encode_into", "row_cache", "dlrm", "bags", "kv_fetch", "kv_pages", "kv_rows")
 
 
 def missed_block(directory):
@@ -332,9 +524,9 @@ def missed_block(directory):
             f"{100 * row['gbps'] / row['target_gbps']:.0f} %",
         ]
         for row in found
-        if row["met"] == "no"
+        if row.get("met") == "no"
     ]
-    text = f"Of {sum(row['met'] != '' for row in found)} targets of these scripts {len(lines)} are missed"
+    text = f"Of {sum(bool(row.get('met')) for row in found)} targets of these scripts {len(lines)} are missed"
     heads = ["script", "rows", "arm", "wanted, GB/s", "measured", "of it"]
     return f"{text}:\n\n{markdown(heads, lines)}" if lines else f"{text}."
 
@@ -614,26 +806,6 @@ def flexgen_line(directory):
     )
 
 
-def kv_fetch_block(directory):
-    """Rates of whole KV-caches by case and arm, and what coded tokens save."""
-    rows = charts.read(directory / "kv_fetch.csv")
-    if not rows:
-        return None
-    arms = charts.in_order(row["arm"] for row in rows)
-    lines = []
-    for case in charts.in_order(row["case"] for row in rows):
-        own = rates(rows, case=case)
-        coded = max(own, key=lambda row: row["savings"])
-        times = {row["arm"]: row["ms"] for row in own}
-        cells = [f"{with_ideal(own, arm=arm)}, {charts.number(times[arm])} ms" if arm in times else "" for arm in arms]
-        lines.append([case, f"{100 * coded['savings']:.1f} %", *cells])
-    return (
-        f"All keys and values of all layers, a layer at a time, as one token needs them (`kv_fetch.csv`: "
-        f"{caption(rows)}): GB/s of original bytes, in brackets the share of what the link, or the GPU's memory, "
-        "allows for the bytes stored, and the time of all layers:\n\n" + markdown(["KV-cache", "saved", *arms], lines)
-    )
-
-
 def graphs_block(directory):
     """Seconds an epoch by set and arm, and how much faster fetches are."""
     rows = charts.read(directory / "gnn.csv")
@@ -724,18 +896,32 @@ BLOCKS = {
     "offload": offload_line,
     "flexgen": flexgen_line,
     "graphs": graphs_line,
+    **{name: section(name) for name in MEASURED},
     "savings": savings_block,
 }
 PAGES = {
     "README.md": {"headline": headline_block},
     "benchmarks/RESULTS.md": BLOCKS,
     "docs/llm.md": {"offload": offload_block, "flexgen": flexgen_block},
-    "docs/kv-cache.md": {"kv_fetch": kv_fetch_block},
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
 }  # relative to the repository
+OPEN_PAGES = (
+    "docs/gnn.md",
+    "docs/embeddings.md",
+    "docs/kv-cache.md",
+    "docs/scale.md",
+)  # take what they have markers of
 
 
 # ---- the pages -----------------------------------------------------------------------------------------------------
+
+
+def blocks_of(name, text):
+    """The blocks of a page."""
+    blocks = dict(PAGES.get(name, {}))
+    if name in OPEN_PAGES:
+        blocks |= {of: illustrated(of) for of in MEASURED if markers(of)[0] in text}
+    return blocks
 
 
 def rewritten(text, blocks, directory):
@@ -760,10 +946,10 @@ def main(argv=None):
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(argv)
     differing = 0
-    for name, blocks in PAGES.items():
+    for name in dict.fromkeys((*PAGES, *(name for name in OPEN_PAGES if (args.root / name).exists()))):
         page = args.root / name
         was = page.read_text()
-        text = rewritten(was, blocks, args.out)
+        text = rewritten(was, blocks_of(name, was), args.out)
         differing += text != was
         if args.check:
             print(f"{page}: " + ("as the CSVs say" if text == was else "differs from the CSVs"))

@@ -39,7 +39,7 @@ CPU_COPY, CPU_PIPELINED, RAW, IBP, RAW_CACHE, IBP_CACHE = ARMS = (
 )
 UNIFORM, ZIPF = "uniform", "Zipf"
 ROWS_TOGETHER = 32  # have a base together (FORMAT.md section 2): as many rows are repeated as are a multiple of it
-MANY_IDS, SCATTER = 100_000, 2_654_435_761  # SCATTER: a prime, which spreads frequent ids over a table
+MANY_IDS = 100_000
 
 
 class Case(NamedTuple):
@@ -68,7 +68,7 @@ QUICK_CASES = (Case(torch.bfloat16, 2048, 1 / 64, (16, 64)), Case(torch.float32,
 class Lookups:
     """Ids of one batch size and law, in several sets: local ones of every table on the GPU, and rows on the CPU."""
 
-    def __init__(self, run, case, law, batch, rows_of_table, row_of_rank):
+    def __init__(self, run, case, law, batch, rows_of_table):
         self.run, self.case, self.law, self.batch = run, case, law, batch
         self.num_rows = batch * NUM_TABLES
         self.firsts = torch.arange(NUM_TABLES, device=run.device) * rows_of_table
@@ -76,7 +76,7 @@ class Lookups:
             self.ids = [torch.randint(rows_of_table, (batch, NUM_TABLES), device=run.device) for _ in range(NUM_SETS)]
         else:
             ranks = (inputs.zipf_ranks(self.num_rows, rows_of_table, run.device) for _ in range(NUM_SETS))
-            self.ids = [row_of_rank(one).view(batch, NUM_TABLES) for one in ranks]
+            self.ids = [inputs.scattered(one, rows_of_table).view(batch, NUM_TABLES) for one in ranks]
         self.cpu_rows = [self.rows(k).cpu() for k in range(NUM_SETS)]
         columns = case.row_bytes // case.dtype.itemsize
         self.outs = [torch.empty(self.num_rows, columns, dtype=case.dtype, device=run.device) for _ in range(NUM_SETS)]
@@ -237,15 +237,10 @@ def run_case(run, case, buffers):
     x = inputs.normal_rows(num_distinct * case.row_bytes, case.dtype, deviation, run.device, columns=columns)
     rows_of_table = num_bytes // case.row_bytes // (NUM_TABLES * len(x)) * len(x)
 
-    def row_of_rank(ranks):
-        return ranks * SCATTER % rows_of_table
-
-    every = [
-        Lookups(run, case, law, batch, rows_of_table, row_of_rank) for law in (UNIFORM, ZIPF) for batch in case.batches
-    ]
-    ranks = torch.arange(rows_of_table, dtype=torch.int64, device=run.device)
-    hotness = torch.empty(rows_of_table, dtype=torch.int64, device=run.device)
-    hotness[row_of_rank(ranks)] = -ranks
+    every = [Lookups(run, case, law, batch, rows_of_table) for law in (UNIFORM, ZIPF) for batch in case.batches]
+    ranks = torch.arange(rows_of_table, device=run.device)
+    hotness = torch.empty_like(ranks)
+    hotness[inputs.scattered(ranks, rows_of_table)] = -ranks
     rates = [{} for _ in every]
     for scheme in ("raw", "auto"):
         run_scheme(run, case, scheme, x, buffers, rates, hotness.repeat(NUM_TABLES), every)

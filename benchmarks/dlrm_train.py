@@ -24,7 +24,6 @@ NUM_TABLES, BATCH, QUICK_BATCH = 26, 16_384, 64
 TABLE_BYTES, QUICK_TABLE_BYTES = 1024 * inputs.MIB, inputs.MIB
 ROWS = ((256, torch.bfloat16), (128, torch.float32), (1024, torch.bfloat16))  # columns, dtype
 CACHE_SHARE, CACHE_SAMPLES = 0.05, 10
-ZIPF = 1.05
 MOST_ADDED = 1.3  # of a forward pass
 NUM_BATCHES, NUM_CHECKED = 4, 2
 RAW, IBP, RAW_CACHED, IBP_CACHED, CPU = "raw rows", "ibp", "raw rows + cache", "ibp + cache", "torch on the CPU"
@@ -36,15 +35,10 @@ def uniform_ids(num_ids, num_rows, device):
 
 
 def zipf_ids(num_ids, num_rows, device):
-    """Ranks of a Zipf distribution, bounded by num_rows, by the inverse of its density's integral; spread over the
-    table by a product."""
-    power = 1 - ZIPF
-    sums = torch.rand(num_ids, device=device, dtype=torch.float64) * (num_rows**power - 1) + 1
-    ranks = (sums ** (1 / power)).long().clamp_(1, num_rows) - 1
-    return ranks * 2_654_435_761 % num_rows
+    return inputs.scattered(inputs.zipf_ranks(num_ids, num_rows, device), num_rows)
 
 
-IDS = {"uniform": uniform_ids, f"Zipf {ZIPF}": zipf_ids}
+IDS = {"uniform": uniform_ids, f"Zipf {inputs.ZIPF_EXPONENT}": zipf_ids}
 
 
 class OnGpu:

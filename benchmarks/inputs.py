@@ -56,16 +56,22 @@ def normal_rows(num_bytes, dtype, deviation, device, columns=1024):
 
 
 ZIPF_EXPONENT = 1.05  # of frequencies of ids in click logs, by their rank
+SCATTER = 2_654_435_761  # a prime, which spreads frequent ids over a table
 
 
-def zipf_ranks(num_ids, num_rows, device, exponent=ZIPF_EXPONENT):
-    """int64 [num_ids] in [0, num_rows), 0 the most frequent: rank r is drawn in proportion to (r + 1)^-exponent, by the
-    inverse of the continuous distribution.
+def zipf_ranks(num_ids, num_rows, device):
+    """int64 [num_ids] in [0, num_rows), 0 the most frequent: rank r is drawn in proportion to (r + 1)^-ZIPF_EXPONENT,
+    by the inverse of the continuous distribution.
     """
     u = torch.rand(num_ids, dtype=torch.float64, device=device)
-    power = 1 - exponent
+    power = 1 - ZIPF_EXPONENT
     ranks = ((num_rows + 1) ** power - 1) * u + 1
     return ranks.pow_(1 / power).long().sub_(1).clamp_(0, num_rows - 1)
+
+
+def scattered(ranks, num_rows):
+    """Which row of a table has each rank: int64, each of [0, num_rows) once."""
+    return ranks * SCATTER % num_rows
 
 
 # ---- real sets -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,145 @@
+"""Benchmarks of caches, embedding tables and KV-caches: ids, gains and targets, the scripts on the CPU, and what charts
+and claims make of their CSVs."""
+
+import csv
+import importlib
+import re
+
+import pytest
+import torch
+
+from benchmarks import charts, claims, dlrm, gnn_cache, harness, inputs, row_cache
+
+SCRIPTS = ("row_cache", "dlrm", "gnn_cache", "kv_pages")
+
+
+def lines_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_ranks_follow_zipfs_law():
+    ranks = inputs.zipf_ranks(200_000, 1000, "cpu")
+    assert ranks.dtype == torch.int64 and ranks.min() == 0 and ranks.max() == 999
+    counts = torch.bincount(ranks, minlength=1000).double()
+    assert counts[0] / counts[9] == pytest.approx(10**inputs.ZIPF_EXPONENT, rel=0.3)
+    assert counts[9:99].sum() / counts[99:].sum() == pytest.approx(1.15, rel=0.1)  # about the integral of 1 / r^1.05
+
+
+@pytest.mark.parametrize("num_rows", [1, 32, 999, 1 << 20])
+def test_scattered_ranks_are_each_row_once(num_rows):
+    rows = inputs.scattered(torch.arange(num_rows), num_rows)
+    assert torch.equal(rows.sort().values, torch.arange(num_rows))
+
+
+def test_targets_of_lookups():
+    rates = {dlrm.CPU_COPY: 20.0, dlrm.CPU_PIPELINED: 40.0, dlrm.RAW: 50.0}
+
+    def wanted(dtype, row_bytes, batch):
+        case = dlrm.Case(dtype, row_bytes, 1, (batch,))
+        return dlrm.wanted_of(case, type("Lookups", (), {"num_rows": batch * dlrm.NUM_TABLES}), rates)
+
+    assert wanted(torch.bfloat16, 2048, 8192) == pytest.approx(1.35 * 50)
+    assert wanted(torch.bfloat16, 2048, 1024) == pytest.approx(2.8 * 20)
+    assert wanted(torch.float32, 2048, 8192) == pytest.approx(1.1 * 50)
+    assert wanted(torch.float16, 2048, 8192) == wanted(torch.bfloat16, 512, 8192) == 50
+
+
+def record(run, case, arm, gbps=50.0, **extra):
+    run.add(
+        case=case,
+        arm=arm,
+        rows=10,
+        row_bytes=2048,
+        dtype=torch.bfloat16,
+        savings=0.3,
+        gbps=gbps,
+        ideal_gbps=100.0,
+        sms=132,
+        **extra,
+    )
+
+
+def write_measurements(directory):
+    """CSVs of caches, with rates that stand for nothing."""
+
+    def run_of(name, columns):
+        return harness.Run(
+            name, harness.parse_args(["--device", "cpu", "--quick", "--out", str(directory)]), tuple(columns)
+        )
+
+    run = run_of("row_cache", row_cache.COLUMNS)
+    held = {"budget_bytes": 64 << 20, "held_rows": 45_000, "raw_rows": 32_768, "formula_rows": 47_000}
+    record(run, "device", "copy_")
+    record(run, "normal 0.02", "own hits", 1500.0, **held, hit_rate="1.0", **harness.judged(1500.0, 1700.0))
+    run = run_of("dlrm", dlrm.COLUMNS)
+    for arm, gbps in zip(dlrm.ARMS, (20.0, 40.0, 50.0, 70.0, 60.0, 90.0)):
+        wanted = harness.judged(gbps, 67.5 if arm == dlrm.IBP else None)
+        record(run, "40 GiB, Zipf, batch 8,192", arm, gbps, ids="Zipf", batch=8192, ms="5", table_gib="40", **wanted)
+    record(run, "40 GiB, uniform, batch 8,192", dlrm.IBP, 71.0, ids="uniform", batch=8192, ms="5", table_gib="40")
+    run = run_of("gnn_cache", gnn_cache.COLUMNS)
+    for kind, fetch_ms, epoch_s, held in ((gnn_cache.RAW, 4.0, 8.0, 100), (gnn_cache.IBP, 2.5, 6.0, 140)):
+        times = {"sample_ms": "1", "train_ms": "2", "fetch_ms": fetch_ms, "epoch_s": epoch_s, "table_gib": "1"}
+        cached = {"cache_percent": 5, "held_rows": held, "raw_rows": 101, "hit_rate": "0.5", "predicted": "1.2"}
+        record(run, "dense 602", gnn_cache.arm_name(kind, 5), **times, batch=1024, batches=200, **cached)
+        record(run, "dense 602", kind, **times, batch=1024, batches=200, cache_percent=0)
+    run = run_of("kv_fetch", (*harness.TARGET_COLUMNS, "ms"))
+    record(run, "batch 1", "ibp", 60.0, ms="12.5", **harness.judged(60.0, 70.0))
+    run = run_of("dlrm_train", ("us", "forward_us", "added"))
+    record(run, "uniform", "ibp", us="2500", forward_us="1000", added="1.5")
+
+
+def test_gains_and_capacities(tmp_path):
+    write_measurements(tmp_path)
+    first, second = dlrm.gains(lines_of(tmp_path / "dlrm.csv"))
+    assert first[1:] == pytest.approx((3.5, 1.75, 1.4, 1.5)) and second[1:] == (None, None, None, None)
+    ((row, gain, share),) = row_cache.capacities(lines_of(tmp_path / "row_cache.csv"))
+    assert (
+        row["arm"] == "own hits" and gain == pytest.approx(1.373, abs=1e-3) and share == pytest.approx(0.957, abs=1e-3)
+    )
+    below = list(row_cache.shortfalls([row, {**row, "held_rows": "40000"}]))
+    assert len(below) == 3 and "0.85 of the formula" in below[2]
+    assert [gain[1:] for gain in gnn_cache.gains(lines_of(tmp_path / "gnn_cache.csv"))] == [(1.6, 8 / 6)] * 2
+    assert list(gnn_cache.shortfalls(lines_of(tmp_path / "gnn_cache.csv"))) == []
+
+
+def test_claims_and_charts(tmp_path):
+    for name in claims.MEASURED:
+        assert claims.section(name)(tmp_path) is None is claims.illustrated(name)(tmp_path)
+    write_measurements(tmp_path)
+    said = {name: claims.section(name)(tmp_path) for name in claims.MEASURED}
+    assert {name for name, text in said.items() if text} == {"row_cache", "dlrm", "gnn_cache", "kv_fetch", "dlrm_train"}
+    for name, line in {
+        "row_cache": "| normal 0.02, BF16, 2 KiB | 64 | 32,768 | 45,000 | 1.37 | 96 % |",
+        "dlrm": "batch 8,192 | 20.0 | 40.0 | 50.0 | 70.0 | 60.0 | 90.0 | 3.50 | 1.75 | 1.40 | 1.50 |",
+        "gnn_cache": "| dense 602, BF16, 2 KiB | 5 % | 1.39 | 50.0 % | 6.00 | 1.33 | 1.60 | 1.20 |",
+        "kv_fetch": "| batch 1 | 30.0 % | 60.0 (60 %), 12.5 ms |",
+        "dlrm_train": "| BF16, 2 KiB, uniform | 2.50 (1.50) |",
+    }.items():
+        assert line in said[name], said[name]
+    assert "`kv_fetch` | batch 1, bfloat16, 2 KiB | ibp, 132 SMs | 70.0 | 60.0 | 86 % |" in claims.missed_block(
+        tmp_path
+    )
+    pytest.importorskip("matplotlib")
+    charts.draw(tmp_path)
+    links = re.findall(r"\]\(results/([^)]+)\)", "".join(filter(None, said.values())))
+    assert len(links) == 5 and all((tmp_path / link).exists() for link in links)
+
+
+def test_pages_take_the_tables_that_they_have_markers_of(tmp_path):
+    page = tmp_path / "docs" / "kv-cache.md"
+    page.parent.mkdir()
+    page.write_text("\n".join(claims.markers("kv_fetch")))
+    assert claims.blocks_of("docs/kv-cache.md", page.read_text()).keys() == {"kv_fetch"}
+    assert not claims.blocks_of("docs/llm.md", page.read_text()).keys() & claims.MEASURED.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_on_the_cpu(name, tmp_path):
+    script = importlib.import_module(f"benchmarks.{name}")
+    assert script.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    rows = lines_of(tmp_path / f"{name}.csv")
+    assert len(rows) > 3 and all(float(row["gbps"]) > 0 and float(row["ideal_gbps"]) > 0 for row in rows)
+    text = claims.illustrated(name)(tmp_path)
+    assert text and f"`{name}.csv`" in text
