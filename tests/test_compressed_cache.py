@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 
 import pytest
 import torch
@@ -515,3 +516,18 @@ def test_graphs_are_refused(cuda):
     with pytest.raises(RuntimeError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         twins.cache.update(keys, values, 0)
     twins.grow(3)
+
+
+def test_layers_on_two_gpus(cuda):
+    if torch.cuda.device_count() < 2:
+        needed = int(os.environ.get("IBP_REQUIRE_CUDA_DEVICES") or 0)
+        (pytest.fail if needed >= 2 else pytest.skip)("torch sees one GPU")
+    cache, right = CompressedCache(**SMALL), DynamicCache()
+    for step, num_tokens in enumerate([200, 1, 1, 20] + [1] * 30):
+        for index in range(4):
+            with torch.cuda.device(step % 2):  # whichever is current
+                keys, values = states(num_tokens, device=f"cuda:{index // 2}")
+                got, wanted = cache.update(keys, values, index), right.update(keys, values, index)
+            for tensor, exact in zip(got, wanted):
+                assert_same_bits(tensor, exact)
+    assert len(cache._lanes.all()) == 2 and cache.stats().num_coded_tokens == 240
