@@ -449,7 +449,7 @@ def test_answers_on_a_gpu(cuda, model, prompt, storage, options):
     stats = cache.stats()
     assert stats.num_coded_tokens == 80 and stats.savings > 0.25
     if storage == "host":
-        assert stats.host_bytes >= stats.stored_bytes and stats.fetched_bytes > 10 * stats.stored_bytes
+        assert stats.host_bytes >= stats.stored_bytes and stats.fetched_bytes >= stats.stored_bytes
     else:
         assert stats.host_bytes == stats.fetched_bytes == stats.sent_bytes == 0
 

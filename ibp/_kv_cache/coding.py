@@ -13,7 +13,7 @@ from .._schemes import AnyCodebook
 from .._schemes.planes.learning import learn_planes
 
 _SECTOR = _core.SECTOR_BYTES
-_MOST_ROW_BYTES = 4096  # of which 16 are lost, on average, to the end of a row's last sector
+_MOST_ROW_BYTES = 8192  # a row wastes 16 bytes on average, the rest of its last sector
 _LEARN_ELEMENTS = 1 << 19
 _LEAST_SAVINGS = 0.02  # of a codebook: with less, tokens are kept raw
 _FALL = 0.02  # of savings, after which a new codebook is looked for
@@ -90,10 +90,14 @@ class Form:
     def rows_per_item(self) -> int:
         return self.item_bytes // self.row_bytes
 
-    def items(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A view [blocks, B, num_heads, block * head_dim] of [B, num_heads, blocks * block, head_dim], where a head's
-        tokens lie in one piece."""
-        return tokens.unflatten(2, (-1, self.block)).permute(2, 0, 1, 3, 4).flatten(3)
+    def items(self, tokens: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        """Blocks first to last - 1 of [B, num_heads, tokens, head_dim], where a head's tokens lie in one piece, as a
+        view [blocks, B, num_heads, block * head_dim]."""
+        batch, heads, _, dim = tokens.shape
+        of_batch, of_head, of_token, _ = tokens.stride()
+        start = tokens.storage_offset() + first * self.block * of_token
+        sizes, strides = (last - first, batch, heads, self.block * dim), (self.block * of_token, of_batch, of_head, 1)
+        return tokens.as_strided(sizes, strides, start)
 
 
 class Coded(NamedTuple):
@@ -199,9 +203,11 @@ class Span:
         self.form, self.codebook, self.first_block, self.first_slot = form, codebook, first_block, first_slot
         self.num_items = 0
         none = torch.empty(0, dtype=torch.int64, device=device)
-        self._none = none.view(torch.uint8)
+        self._none, self._no_bases = none.view(torch.uint8), none
         self._lengths, self._bases = none.view(torch.uint16), none  # of raw items: their places in units of item_bytes
         self._words = self._none if codebook is None else codebook.words(device)
+        self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
+        self._index = self._lengths, self._bases  # of all rows
         self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None  # those of the last order
 
     @property
@@ -221,30 +227,34 @@ class Span:
         else:
             self._lengths = _extended(self._lengths, self.num_rows, coded.lengths)
             self._bases = _extended(self._bases, self.num_rows, coded.bases + offset)
-        self.num_items += coded.num_items
+        self._resize(self.num_items + coded.num_items)
 
     def truncate(self, num_items: int) -> None:
         """Forgets the items behind the first ones."""
-        self.num_items, self._ids = num_items, None
+        self._ids = None
+        self._resize(num_items)
+
+    def _resize(self, num_items: int) -> None:
+        self.num_items = num_items
+        self._index = self._lengths[: self.num_rows], self._bases[: self.num_rows]
 
     def decode(
         self, staged: torch.Tensor, out: torch.Tensor, ids: torch.Tensor | None, sms: int, fault: torch.Tensor
     ) -> None:
         """Queues the decoding of items. staged: the bytes of the arena; out: a view of items; ids: which ones, as many
         as out has; None: all."""
-        form, count = self.form, self.num_rows
+        item_bytes, row_bytes = self.form.item_bytes, self.form.row_bytes
         if self.codebook is None:
             places = self._bases[: self.num_items]
             ids = places if ids is None else places[ids]
-            num_items = staged.numel() // form.item_bytes
-            slots = staged[: num_items * form.item_bytes]
-            table = (slots, self._none, self._lengths, self._none.view(torch.int64), self._none, [0, form.row_bytes])
-            shape = (form.row_bytes, 0, num_items, form.item_bytes)
+            num_items = staged.numel() // item_bytes
+            slots, overflow, index = staged[: num_items * item_bytes], self._none, (self._lengths, self._no_bases)
         else:
-            codec = self.codebook.codec
-            table = (self._none, staged, self._lengths[:count], self._bases[:count], self._words, codec)
-            shape = (0, 0, self.num_items, form.item_bytes)
-        torch.ops.ibp.gather_into.default(*table, *shape, ids, sms, _OUTER_DIMS, out, fault)
+            num_items, slots, overflow, index, row_bytes = self.num_items, self._none, staged, self._index, 0
+        shape = row_bytes, 0, num_items, item_bytes
+        torch.ops.ibp.gather_into.default(
+            slots, overflow, *index, self._words, self._codec, *shape, ids, sms, _OUTER_DIMS, out, fault
+        )
 
     def ids(self, first: int, last: int, batch: int, order: Order | None) -> torch.Tensor | None:
         """int64 [n]: the items of blocks first to last - 1 of all blocks, in the order of a tensor's items. None: all
@@ -264,8 +274,8 @@ class Span:
 
     def clone(self) -> Span:
         copied = Span(self.form, self.codebook, self.first_block, self.first_slot, self._bases.device)
-        copied.num_items = self.num_items
         copied._lengths, copied._bases = self._lengths.clone(), self._bases.clone()
+        copied._resize(self.num_items)
         return copied
 
 
@@ -300,7 +310,7 @@ class Codec:
     def encode(self, tokens: torch.Tensor) -> Coded:
         """Queues the coding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. Waits for these where a
         codebook is learned from them."""
-        items = self.form.items(tokens.detach())
+        items = self.form.items(tokens.detach(), 0, tokens.shape[2] // self.form.block)
         if self._looks and items.numel():
             self._look(items)
         return raw(items) if self._is_raw or self._codebook is None else encode(items, self._codebook)
@@ -336,14 +346,14 @@ class Codec:
         sms: int,
         fault: torch.Tensor,
     ) -> None:
-        """Queues the decoding of blocks to [B, num_heads, tokens of the blocks, head_dim], whose tokens of a head lie
-        in one piece."""
-        items = self.form.items(out)
+        """Queues the decoding of blocks to the first tokens of [B, num_heads, tokens, head_dim], whose tokens of a head
+        lie in one piece."""
         for span, end in zip(self.spans, [*(span.first_block for span in self.spans[1:]), blocks.stop]):
             first, last = max(blocks.start, span.first_block), min(blocks.stop, end)
             if first < last:
                 ids = span.ids(first, last, out.shape[0], order)
-                span.decode(staged, items[first - blocks.start : last - blocks.start], ids, sms, fault)
+                items = self.form.items(out, first - blocks.start, last - blocks.start)
+                span.decode(staged, items, ids, sms, fault)
 
     def truncate(self, num_blocks: int, num_slots: int) -> None:
         """Forgets the blocks, and coded sequences, behind the first ones."""

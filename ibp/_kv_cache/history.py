@@ -208,8 +208,8 @@ class History:
         fault: torch.Tensor,
     ) -> None:
         """Queues the decoding of blocks to the first tokens of keys and values. staged: the arena's bytes."""
-        for codec, out in ((self.keys, keys), (self.values, values)):
-            codec.decode(staged, out[:, :, : len(blocks) * self._options.block], blocks, self._order, sms, fault)
+        self.keys.decode(staged, keys, blocks, self._order, sms, fault)
+        self.values.decode(staged, values, blocks, self._order, sms, fault)
 
     def clone(self) -> History:
         copied = History(self.keys.form, self.values.form, self._options, self.arena.clone(), self.device)

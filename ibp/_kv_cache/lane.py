@@ -18,20 +18,31 @@ class Fetch:
 
     Their memory is that of the stream that was current when they were made. Once they are given up, work on that
     stream comes after the decoding.
+
+    Args:
+        keys, values: the tensors.
+        owner: the stream that was current; None: they are there.
+        decoder: the stream that decodes.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, decoder: torch.cuda.Stream | None) -> None:
+    _ready: torch.cuda.Event | None = None
+
+    def __init__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        owner: torch.cuda.Stream | None = None,
+        decoder: torch.cuda.Stream | None = None,
+    ) -> None:
         self.keys, self.values = keys, values
-        self._ready: torch.cuda.Event | None = None
-        if decoder is not None:
-            self._owner = torch.cuda.current_stream(keys.device)
-            self._ready = torch.cuda.Event()
+        if owner is not None:
+            self._owner, self._ready = owner, torch.cuda.Event()
             self._ready.record(decoder)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors, for work on the current stream of their device."""
         if self._ready is not None:
-            current = torch.cuda.current_stream(self.keys.device)
+            current = torch.cuda.current_stream(self.keys.device.index)
             current.wait_event(self._ready)
             if current == self._owner:
                 self._ready = None
@@ -59,7 +70,8 @@ class Lane:
     def __init__(self, device: torch.device, options: Options) -> None:
         self.device, self._sms = device, options.sms
         self.fetched_bytes = self.sent_bytes = 0
-        self._fault = torch.zeros(4, dtype=torch.int64)
+        self._fault = torch.zeros(4, dtype=torch.int64)  # what decoding notes
+        self._noted = self._fault.numpy()  # the same, for the host
 
     @property
     def device_bytes(self) -> int:
@@ -94,7 +106,7 @@ class Lane:
         keys, values = history.empty(num_tokens)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
         self.check()
-        return Fetch(keys, values, None)
+        return Fetch(keys, values)
 
     def _decode(
         self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
@@ -107,9 +119,9 @@ class Lane:
         Raises:
             RuntimeError: coded bytes in memory were damaged.
         """
-        status, position, item, _ = self._fault.tolist()
-        if status:
-            self._fault.zero_()
+        if self._noted[0]:
+            status, position, item, _ = self._noted.tolist()
+            self._noted[:] = 0
             raise RuntimeError(f"coded tokens were damaged: status {status}, item {item} at position {position}")
 
 
@@ -119,27 +131,29 @@ class CudaLane(Lane):
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)
-        self._decoder = torch.cuda.Stream(device)
-        self._fault = _memory.empty(32, torch.device("cpu"), pin=True).view(torch.int64).zero_()
-        self._near_fault = _memory.device_view(self._fault, device)
+        self._decoder, self._issued = torch.cuda.Stream(device), torch.cuda.Event()
+        host = _memory.empty(32, torch.device("cpu"), pin=True).view(torch.int64).zero_()
+        self._fault, self._noted = _memory.device_view(host, device), host.numpy()
 
     def fetch(self, history: History, num_tokens: int, blocks: range | None = None) -> Fetch:
         self.check()
         blocks = range(history.num_blocks) if blocks is None else blocks
-        keys, values = history.empty(num_tokens)
-        self._decoder.wait_stream(torch.cuda.current_stream(self.device))
-        self._decode_beside(history, keys, values, blocks)
-        return Fetch(keys, values, self._decoder)
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            keys, values = history.empty(num_tokens)
+            self._issued.record(current)
+            self._decoder.wait_event(self._issued)
+            try:
+                self._decode_beside(history, keys, values, blocks)
+            finally:
+                torch.cuda.set_stream(current)
+            return Fetch(keys, values, current, self._decoder)
 
     def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
-        """Queues the decoding on the stream beside the current one."""
-        with torch.cuda.stream(self._decoder):
-            self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
-
-    def _decode(
-        self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
-    ) -> None:
-        history.decode(staged, keys, values, blocks, self._sms, self._near_fault)
+        """Queues the decoding on the stream beside the current one, and leaves that, or another one, as the current
+        stream."""
+        torch.cuda.set_stream(self._decoder)
+        self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
 
 
 class _Staging:
@@ -184,10 +198,10 @@ class HostLane(CudaLane):
 
     def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
         staging = self._stage(history)
+        torch.cuda.set_stream(self._decoder)
         self._decoder.wait_event(staging.copied)
-        with torch.cuda.stream(self._decoder):
-            self._decode(history, keys, values, blocks, staging.memory[: history.arena.used])
-            staging.decoded.record(self._decoder)
+        self._decode(history, keys, values, blocks, staging.memory[: history.arena.used])
+        staging.decoded.record(self._decoder)
 
     def _stage(self, history: History) -> _Staging:
         """A buffer with a layer's coded bytes, or with these on their way."""
@@ -208,11 +222,11 @@ class HostLane(CudaLane):
             self._enlarge(staging, arena.used)
         self._copier.wait_event(staging.decoded)
         self._copier.wait_event(arena.filled)
-        with torch.cuda.stream(self._copier):
-            for offset, part in arena.parts():
-                staging.memory[offset : offset + part.numel()].copy_(part, non_blocking=True)
-                self.fetched_bytes += part.numel()
-            staging.copied.record(self._copier)
+        torch.cuda.set_stream(self._copier)
+        for offset, part in arena.parts():
+            staging.memory[offset : offset + part.numel()].copy_(part, non_blocking=True)
+            self.fetched_bytes += part.numel()
+        staging.copied.record(self._copier)
 
     def _enlarge(self, staging: _Staging, num_bytes: int) -> None:
         """Gives a buffer new memory, which the streams that use it wait for."""
