@@ -78,6 +78,19 @@ class Stager:
     @property
     def address(self) -> int: ...
 
+class ReadyCache:
+    def __init__(
+        self,
+        kept: object,
+        maps: Sequence[tuple[int, int]],
+        ways: SupportsIndex,
+        slabs: Sequence[tuple[int, int]],
+        counts: SupportsIndex,
+        stamps: SupportsIndex,
+        clock: SupportsIndex,
+        slot_bytes: SupportsIndex,
+    ) -> None: ...
+
 class ReadyTable:
     def __init__(
         self,
@@ -102,7 +115,9 @@ class ReadyTable:
         out: torch.Tensor,
         max_sms: SupportsIndex,
     ) -> bool: ...
-    def take(self, ids: object, out: object, max_sms: SupportsIndex) -> torch.Tensor | None: ...
+    def take(
+        self, ids: object, out: object, max_sms: SupportsIndex, cache: ReadyCache | None = ...
+    ) -> torch.Tensor | None: ...
 
 class SharedPages:
     def __init__(

@@ -205,6 +205,43 @@ def test_as_a_table():
     assert "RowCache(shape=[600, 64]" in text and "budget_bytes=20,000" in text and "'static'" in text
 
 
+def assert_takes_the_short_way(cache, x, ids):
+    """Once a call has readied the cache, later ones go by one function, as often as nothing changes."""
+    for out in (None, torch.empty_like(x[ids])):
+        assert_same_bits(cache.index_select(ids, out=out).view(x.dtype), x[ids])
+        cache.reset_stats()
+        taken = cache._take_few(ids, out, None)
+        assert_same_bits(taken.view(x.dtype), x[ids])
+        short = cache.stats()
+        cache.reset_stats()
+        cache.index_select(ids, out=out, check=True)
+        assert short == cache.stats() and short.hits > 0
+    assert cache._take_few(ids.repeat(2)[::2], None, None) is None
+    assert cache._take_few(ids, torch.empty(1, device=ids.device), None) is None
+
+
+@pytest.mark.parametrize("policy", row_cache.POLICIES)
+@pytest.mark.parametrize("kind", ["planes", "raw"])
+def test_calls_for_few_items(kind, policy):
+    x = tensor()
+    table = table_of(x, kind)
+    cache = ibp.RowCache(table, 60_000, torch.rand(NUM_ITEMS), devices="cpu", policy=policy)
+    ids = torch.arange(0, 70, 7)
+    assert cache._take_few(ids, None, None) is None
+    assert_takes_the_short_way(cache, x, ids)
+    cache.refill(torch.rand(NUM_ITEMS))
+    assert cache._take_few(ids, None, None) is None
+    assert_takes_the_short_way(cache, x, ids)
+    with pytest.raises(IndexError, match="wanted 0 to 599"):
+        cache.index_select(torch.tensor([NUM_ITEMS]))
+    cache.update_(ids, x[ids] + 1)
+    x[ids] = x[ids] + 1
+    assert_same_bits(cache.index_select(ids), x[ids])
+    slab = cache._generation.slabs[0].bytes
+    with pytest.raises(RuntimeError, match="memory"):
+        cache.index_select(ids, out=slab[: 10 * ROW_BYTES].view(torch.float32).view(10, COLUMNS))
+
+
 @pytest.mark.slow  # torch.compile is loaded
 def test_compiled():
     x = tensor()
@@ -679,6 +716,20 @@ def test_rows_on_a_gpu(kind, cuda):
     assert_same_bits(cache.index_select(ids.cpu()), x[ids.cpu()])  # by the CPU, from the table
     assert cache.stats() == stats
     assert_same_bits(cache.index_select(ids[:0]), near[:0])
+
+
+@pytest.mark.parametrize("policy", row_cache.POLICIES)
+def test_calls_for_few_items_on_a_gpu(cuda, policy):
+    x = tensor().to(cuda)
+    cache = ibp.RowCache(pinned_table(x.cpu()), 60_000, torch.rand(NUM_ITEMS), devices=cuda, policy=policy)
+    ids = torch.arange(0, 70, 7, device=cuda)
+    assert_takes_the_short_way(cache, x, ids)
+    with torch.cuda.stream(torch.cuda.Stream(cuda)):
+        assert cache._take_few(ids, None, None) is None  # this stream has to wait for others, once
+        assert_takes_the_short_way(cache, x, ids)
+        torch.cuda.current_stream().synchronize()
+    assert (cache._take_few(ids, None, None) is None) == (policy == "lru")
+    assert_takes_the_short_way(cache, x, ids)
 
 
 def test_devices_are_the_usual_ones(cuda):

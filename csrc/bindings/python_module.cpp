@@ -19,6 +19,7 @@ namespace py = pybind11;
 namespace {
 
 using ibp::check;
+using ibp_python::ReadyCache;
 using ibp_python::ReadyTable;
 
 std::vector<uint8_t> bytes_of(const py::buffer &buffer)
@@ -354,6 +355,12 @@ PYBIND11_MODULE(_core, m)
              py::arg("ring_bytes"), py::arg("kept"))
         .def_property_readonly("address", &Stager::address);
 
+    py::class_<ReadyCache>(m, "ReadyCache", "A cache of rows on a device, ready for calls for few items.")
+        .def(py::init<py::object, const ReadyCache::Memory &, uint32_t, const ReadyCache::Memory &, uintptr_t,
+                      uintptr_t, uintptr_t, uint32_t>(),
+             py::arg("kept"), py::arg("maps"), py::arg("ways"), py::arg("slabs"), py::arg("counts"), py::arg("stamps"),
+             py::arg("clock"), py::arg("slot_bytes"));
+
     m.attr("TABLE_BYTES") = sizeof(ibp_table); // of what pack_table writes
     py::class_<ReadyTable>(m, "ReadyTable", "A table on a device, ready for calls for few items.")
         .def(
@@ -366,8 +373,9 @@ PYBIND11_MODULE(_core, m)
                     py::arg("positions"), py::arg("out"), py::arg("max_sms"),
                     "Items of many tables by one call, table after table; false where the arguments do not fit.")
         .def("take", &ReadyTable::take, py::arg("ids"), py::arg("out"), py::arg("max_sms"),
-             "The items at ids, in out where that is a tensor; None, with nothing done, where the operations are "
-             "needed.");
+             py::arg("cache") = static_cast<const ReadyCache *>(nullptr),
+             "The items at ids, through a cache if there is one, in out where that is a tensor; None where the "
+             "operations are needed.");
 
     py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
         .def(py::init<>())

@@ -7,8 +7,7 @@
 #ifndef IBP_READY_TABLE_H
 #define IBP_READY_TABLE_H
 
-#include "ibp.h"
-#include "ibp_cuda.h"
+#include "ready_cache.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,12 +21,6 @@
 namespace ibp_python {
 
 namespace py = pybind11;
-
-// Bytes [first, end) of an address space.
-struct Range {
-    uintptr_t first, end;
-    bool meets(const Range &other) const { return first < other.end && other.first < end; }
-};
 
 // An attribute of torch's, or a method without arguments, looked up by a name that is hashed once.
 class Name {
@@ -108,11 +101,11 @@ class ReadyTable {
     }
 
     // The items at ids as a new tensor, or in out where that is one; None where this is not the place for the call.
-    // max_sms: 0: all.
-    py::object take(py::handle ids, py::handle out, int max_sms) const
+    // max_sms: 0: all. cache: of the table, on its device; nullptr: none.
+    py::object take(py::handle ids, py::handle out, int max_sms, const ReadyCache *cache) const
     {
         try {
-            return try_to_take(ids, out, max_sms);
+            return try_to_take(ids, out, max_sms, cache);
         } catch (py::error_already_set &) { // a tensor without memory: the operations say what is wrong with it
             return py::none();
         }
@@ -173,7 +166,7 @@ class ReadyTable {
         return true;
     }
 
-    py::object try_to_take(py::handle ids, py::handle out, int max_sms) const
+    py::object try_to_take(py::handle ids, py::handle out, int max_sms, const ReadyCache *cache) const
     {
         ibp_ids items{};
         Range read{};
@@ -186,6 +179,10 @@ class ReadyTable {
         const auto to = static_cast<uintptr_t>(torch_.data_ptr.number(result));
         const Range written{to, to + static_cast<uintptr_t>(items.count * table_.item_bytes)};
         if (to == 0 || (!is_new && (meets_table(written) || written.meets(read)))) return py::none();
+        if (cache != nullptr) {
+            if (!is_new && cache->meets(written)) return py::none();
+            return gather_cached(items, *cache, reinterpret_cast<uint8_t *>(to), max_sms) ? result : py::none();
+        }
         return gather(items, reinterpret_cast<uint8_t *>(to), max_sms) ? result : py::none();
     }
 
@@ -289,6 +286,28 @@ class ReadyTable {
         const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
         ibp_fault unused{};
         return ibp_gather_items(&table_, &items, 0, items.count, out, scratch.get(), scratch_bytes, &unused);
+    }
+
+    // The same through a cache, whose entries for the items are memory of torch's.
+    bool gather_cached(const ibp_ids &items, const ReadyCache &cache, uint8_t *out, int max_sms) const
+    {
+        const int64_t row_bytes = table_.codebook.row_bytes;
+        if (table_.item_bytes == 0 || table_.item_bytes % row_bytes != 0) return false;
+        const py::object held =
+            torch_.empty(py::make_tuple(items.count * (table_.item_bytes / row_bytes)), py::make_tuple(1),
+                         py::arg("dtype") = torch_.int64, py::arg("device") = torch_device_);
+        auto *const entries = reinterpret_cast<uint64_t *>(torch_.data_ptr.number(held));
+        const ibp_stream on = stream();
+        const py::gil_scoped_release release;
+        ibp_cache found;
+        ibp_fault unused{};
+        if (cache.find(table_, items, entries, device_ < 0 ? &unused : fault_, device_ < 0, on, &found) != IBP_OK)
+            return false;
+        if (device_ >= 0) return ibp_cuda_gather_cached(&table_, &items, &found, out, fault_, max_sms, on) == IBP_OK;
+        const size_t scratch_bytes = ibp_scratch_bytes(table_.codebook.row_bytes);
+        const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
+        return ibp_gather_cached(&table_, &items, &found, 0, items.count, out, scratch.get(), scratch_bytes, &unused) ==
+               IBP_OK;
     }
 
     // torch's current stream of the table's device.

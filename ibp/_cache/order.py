@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import torch
 
+Key = tuple[int, int]  # a stream's device and address
+ON_CPU: Key = (-1, 0)
+
 
 class StreamOrder:
     """Makes streams wait for each other: what reads waits for what has been written, what writes for all before it. The
     host waits for nothing, and streams that capture CUDA graphs are left out."""
 
     def __init__(self) -> None:
-        self._users: set[torch.cuda.Stream] = set()  # since the last write, its own stream included
+        self._users: dict[Key, torch.cuda.Stream] = {}  # since the last write, its own stream included
         self._writer: torch.cuda.Stream | None = None
 
     def read(self, device: torch.device) -> torch.cuda.Stream | None:
         """The device's current stream is about to read. Returns it; None: of the CPU, or in a graph."""
         current = _stream_of(device)
-        if current is None or current in self._users:
+        if current is None or key_of(current) in self._users:
             return current
         if self._writer is not None:
             current.wait_stream(self._writer)
-        self._users.add(current)
+        self._users[key_of(current)] = current
         return current
 
     def write(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -28,11 +31,28 @@ class StreamOrder:
         current = _stream_of(device)
         if current is None:
             return None
-        for stream in self._users:
+        for stream in self._users.values():
             if stream != current:
                 current.wait_stream(stream)
-        self._users, self._writer = {current}, current
+        self._users, self._writer = {key_of(current): current}, current
         return current
+
+    def is_settled(self, key: Key, writes: bool) -> bool:
+        """Whether a stream has nothing to wait for before it reads, or writes."""
+        return key == ON_CPU or (key in self._users and (not writes or len(self._users) == 1))
+
+
+def key_of(stream: torch.cuda.Stream) -> Key:
+    return stream.device.index, stream.cuda_stream
+
+
+def current_key(device: torch.device) -> Key | None:
+    """Of the current device's stream, where that is the device; None: it is not, or captures a CUDA graph."""
+    if device.type != "cuda":
+        return ON_CPU
+    if torch.cuda.current_device() != device.index or torch.cuda.is_current_stream_capturing():
+        return None
+    return device.index, torch._C._cuda_getCurrentRawStream(device.index)
 
 
 def is_capturing(device: torch.device) -> bool:

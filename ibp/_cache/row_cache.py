@@ -15,11 +15,11 @@ from .._arguments import whole_number
 from .._changes import check_can_change
 from .._compressed_tensor import CompressedTensor
 from .._fetch.calls import produce, sms_of, target_of
-from .._fetch.gather import Ids, check_range, checked_ids, tensor_of, window_bits
+from .._fetch.gather import Ids, check_range, checked_ids, make_ready, tensor_of, window_bits
 from .._place import Place
 from . import changes
 from .hotness import Hotness, hottest_first
-from .order import StreamOrder, is_capturing
+from .order import ON_CPU, StreamOrder, current_key, is_capturing, key_of
 from .peers import Peers
 from .slabs import (
     COUNTERS,
@@ -156,7 +156,7 @@ class RowCache:
         slot_bytes: int | None,
     ) -> None:
         """Of the constructor's arguments: a cache that holds nothing yet."""
-        self.table, self._view = table, _view_of(table)
+        self.table, self._view, self._is_of_place = table, _view_of(table), isinstance(table, Place)
         self.budget_bytes = whole_number("budget_bytes", budget_bytes, 0, 2**40)
         self.devices = _checked_devices(devices, table, self._view)
         self.policy, self.writable = policy, writable
@@ -284,6 +284,10 @@ class RowCache:
             TypeError, ValueError, IndexError, CorruptTableError: as `ibp.index_select`.
             RuntimeError: the table has been refit, or its rows changed other than by this cache.
         """
+        if device is None and not check and not torch.compiler.is_compiling():
+            taken = self._take_few(ids, out, max_sms)
+            if taken is not None:
+                return taken
         ids = _flat_ids(ids)
         target, sms = target_of(device, out, ids.device), sms_of(max_sms)
         worker = self._worker_of(target)
@@ -295,6 +299,8 @@ class RowCache:
         elif worker.type == "cpu":
             ids = ids.cpu()
             check_range(ids, self._view._num_items)
+        if ids.device == worker == target and not torch.compiler.is_compiling():
+            make_ready(self._view, worker)
         ids = ids.to(worker)
         shape = (ids.numel(), *self._view._item_shape)
         given = out if out is None or not isinstance(self.table, Place) else _as_bytes(out, shape)
@@ -302,6 +308,28 @@ class RowCache:
             self._view, shape, target, worker, given, check, lambda result, fault: self._fetch(ids, sms, result, fault)
         )
         return found if out is None else out
+
+    def _take_few(self, ids: Any, out: torch.Tensor | None, max_sms: int | None) -> torch.Tensor | None:
+        """The items by the shortest way, where an earlier call has made the cache ready and nothing is unusual."""
+        try:
+            worker, view = ids.device, self._view
+            ready, key = view._ready[worker], current_key(worker)
+            given = out if out is None or not self._is_of_place else _as_bytes(out, (ids.numel(), view.row_bytes))
+        except (AttributeError, KeyError, ValueError):
+            return None
+        with self._lock:
+            generation = self._generation
+            if (
+                key is None
+                or (key != ON_CPU and key not in generation.streams)
+                or not self._order.is_settled(key, self.policy == "lru")
+                or worker not in generation.ready
+                or generation.codebook is not view.codebook
+                or generation.version != view._version
+            ):
+                return None
+            taken = ready.take(ids, given, sms_of(max_sms), generation.ready[worker])
+        return taken if taken is None or out is None else out
 
     def _fetch(self, ids: torch.Tensor, sms: int, result: torch.Tensor, fault: torch.Tensor) -> None:
         """Writes items to result, on the ids' device."""
@@ -346,11 +374,12 @@ class RowCache:
                     entries,
                     counts,
                 )
+            generation.make_ready(worker, counts)
             yield arguments, entries, generation.view_of(worker)[1]
 
     def _hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
         """Keeps what a lookup uses from its next user until the stream is done with it."""
-        if stream is not None and stream not in generation.streams:
+        if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
             self._counts[worker].record_stream(stream)
 
