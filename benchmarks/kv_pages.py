@@ -51,7 +51,7 @@ class Pages:
             seconds = run.seconds([work.call])
             gbps = work.num_bytes * 1e-9 / seconds
             self.record(work, f"{work.arm}, alone", gbps, wanted)
-            if run.on_gpu and beside:
+            if run.on_gpu and beside and not run.quick:  # a short train of products ends before two fetches have
                 alone_s, product_s, beside_s = overlap.measure_beside(run, self.products, work, seconds)
                 rate = work.num_bytes * 1e-9 / beside_s
                 shares = {

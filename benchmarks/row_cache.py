@@ -3,8 +3,9 @@
     python -m benchmarks.row_cache [--out DIR] [--device cpu] [--quick]
 
 Tables in pinned memory: rows of Citeseer and Pubmed, again and again, and dense ones, N(0, 0.02) in BF16 with rows of
-128 B, 512 B and 2 KiB and N(0, 1) in FP32 with rows of 2 KiB. A cache has an eighth of a table's bytes on a GPU, and
-which rows it holds is drawn. Arms, each with coded rows and, named "raw", with raw ones through the same code:
+128 B, 512 B and 2 KiB and N(0, 1) in FP32 with rows of 2 KiB. A cache has an eighth of a table's raw bytes on a GPU,
+or half of its coded ones where these are fewer, and which rows it holds is drawn. Arms, each with coded rows and, named
+"raw", with raw ones through the same code:
 
 `device memory`: the whole table is there; `own hits`: all rows are cached; `peer hits`: all rows are in the other GPU's
 half of a cache of two; `90 % hits` and `50 % hits`: the other rows come from the table; `no cache`: all of them do.
@@ -76,12 +77,12 @@ class Lookup(NamedTuple):
 class Case:
     """A set, its table in device memory and in pinned memory, coded or raw, and a cache of it."""
 
-    def __init__(self, run, rates, one, x, hotness, scheme):
-        self.run, self.one, self.x, self.kind = run, one, x, ", raw" if scheme == "raw" else ""
-        self.near = ibp.compress(x, scheme=scheme, layout="slots", pin_memory=False)
-        self.table = self.near.cpu().pin_memory() if run.on_gpu else self.near
+    def __init__(self, run, rates, one, x, hotness, near, budget):
+        self.run, self.one, self.x, self.kind = run, one, x, ", raw" if near.scheme == "raw" else ""
+        self.near = near
+        self.table = near.cpu().pin_memory() if run.on_gpu else near
         self.row_bytes = x[0].nbytes
-        self.budget = x.nbytes // CACHE_SHARE
+        self.budget = budget
         self.num_ids = max(1, x.nbytes // CALL_SHARE // self.row_bytes)
         self.outs = [torch.empty(self.num_ids, *x.shape[1:], dtype=x.dtype, device=run.device) for _ in range(2)]
         moved = self.num_ids * self.row_bytes * (2 - self.table.savings)
@@ -214,12 +215,20 @@ def measure_zipf(case):
         case.measure(f"Zipf, {policy}", cache, Lookup(ids, ideal_gbps), cache=cache)
 
 
+def tables_of(one, x):
+    """The set in device memory, raw and coded."""
+    coded = "planes" if one.columns == 64 else "auto"  # which keeps rows of 128 B raw
+    return [ibp.compress(x, scheme=scheme, layout="slots", pin_memory=False) for scheme in ("raw", coded)]
+
+
 def run_set(run, rates, one, data_dir):
     x = rows_of(run, one, data_dir)
     hotness = torch.randperm(len(x), device=run.device)
+    tables = tables_of(one, x)
+    budget = min(x.nbytes // CACHE_SHARE, int(ideal.stored_row_bytes(tables[1]).sum()) // 2)
     raw_peer_gbps = None
-    for scheme in ("raw", "auto" if one.columns != 64 else "planes"):
-        case = Case(run, rates, one, x, hotness, scheme)
+    for near in tables:
+        case = Case(run, rates, one, x, hotness, near, budget)
         with case.cell("own hits and mixed calls"):
             cache, places = measure_own(case)
             measure_mixed(case, cache, places)
