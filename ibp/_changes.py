@@ -26,13 +26,17 @@ def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
         raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
     ids = checked_ids(ids)
     check_rows(table, rows, ids.numel())
-    worker = _worker_of(table, rows.device, ids.device)
     chosen, places = last_of_each(ids, table._num_items)
-    if chosen.numel() == 0 or table._item_bytes == 0:
+    put_items(table, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
+
+
+def put_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> None:
+    """Changes items by their ids, int64, all different and in range. items: as `check_rows` wants them."""
+    if ids.numel() == 0 or table._item_bytes == 0:
         return
-    rows = rows.detach() if places is None else rows.detach()[places.to(rows.device)]
+    worker = _worker_of(table, items.device, ids.device)
     _make_room(table)
-    numbers, data = _rows_of_items(table, chosen.to(worker), rows.to(worker))
+    numbers, data = _rows_of_items(table, ids.to(worker), items.to(worker))
     _encode(table, table._geometry, data, worker, numbers, 0)
     table._version += 1
 

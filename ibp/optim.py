@@ -229,11 +229,14 @@ class RowWiseAdagrad(RowOptimizer):
             sums = torch.zeros(module.num_embeddings, device=ids.device)
         elif sums.device != ids.device:
             sums = sums.to(ids.device)
-        rows = gradient.rows.float()
-        grad = _decayed(gradient.grad.float(), rows, group["weight_decay"])
-        new_sums = sums[ids] + grad.square().mean(1)
+        grad = gradient.grad
+        if group["weight_decay"]:
+            grad = torch.add(grad.float(), gradient.rows, alpha=group["weight_decay"])
+        new_sums = sums[ids] + torch.linalg.vector_norm(grad, dim=1, dtype=torch.float32).square() / grad.shape[1]
         rate = group["lr"] / (new_sums.sqrt() + group["eps"])
-        module.write_rows(ids, (rows - rate[:, None] * grad).to(gradient.rows.dtype))
+        changed = torch.empty_like(gradient.rows)
+        torch.addcmul(gradient.rows, rate[:, None], grad, value=-1, out=changed)  # in float32, rounded once
+        module.write_rows(ids, changed)
         sums[ids] = new_sums
         state["sum"] = sums
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from .. import _changes
 from .._changes import check_rows, last_of_each, put_rows
 from .._fetch.gather import Ids, checked_ids, tensor_of
 from .._layout import default_length
@@ -42,23 +43,27 @@ def update(cache: RowCache, ids: Ids, rows: torch.Tensor) -> None:
         raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
     check_rows(view, rows, ids.numel())
     chosen, places = last_of_each(ids, view._num_items)
-    if chosen.numel() == 0 or view._item_bytes == 0:
+    put_items(cache, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
+
+
+def put_items(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """Changes items by their ids, int64, all different and in range. rows: as `check_rows` wants them."""
+    if ids.numel() == 0 or cache._view._item_bytes == 0:
         return
-    rows = rows.detach() if places is None else rows.detach()[places.to(rows.device)]
     with cache._change_lock, cache._lock:
         generation = cache._generation
         cache._check_generation(generation)
         if cache.writable:
-            _write(cache, generation, chosen.to(cache.devices[0]), rows)
+            _write(cache, generation, ids.to(cache.devices[0]), rows)
         else:
             for held in (generation, *cache._captured):
-                forget(cache._order, held, rows_of(chosen, cache._rows_per_item))
-            to_table(cache, chosen, rows)
+                forget(cache._order, held, rows_of(ids, cache._rows_per_item))
+            to_table(cache, ids, rows)
 
 
 def to_table(cache: RowCache, items: torch.Tensor, rows: torch.Tensor) -> None:
     """Changes items of the table."""
-    cache._view.update_(items, rows)
+    _changes.put_items(cache._view, items, rows)
     mark_current(cache)
 
 

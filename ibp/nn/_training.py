@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from .._bags import embedding_bag
 from .._cache import RowCache
+from .._cache.changes import put_items as put_cached_items
+from .._changes import check_rows, put_items
 from .._compressed_tensor import CompressedTensor
 from ._tables import TableModule
 
@@ -177,8 +179,12 @@ class RowsModule(TableModule):
 
     @torch.no_grad()
     def write_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """weight[ids] = rows, for ids [K] that differ and rows [K, embedding_dim]."""
-        self._source.update_(ids, rows)
+        """weight[ids] = rows, for ids [U] as `row_gradient` gives them and rows [U, embedding_dim]."""
+        check_rows(self.weight, rows, ids.numel())
+        if self.cache is None:
+            put_items(self.weight, ids, rows)
+        else:
+            put_cached_items(self.cache, ids, rows)
         self._num_writes += 1
 
     # ---- the table ----
