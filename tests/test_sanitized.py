@@ -85,7 +85,12 @@ def test_a_mistake_is_found(sanitized):
 
 def test_operations_and_files(sanitized):
     """The tests of hostile arguments, damaged tables and codebooks that a file builds twice."""
-    names = ["test_hostile_ops.py", "test_golden.py", "test_codebooks.py::test_a_file_cannot_rebuild_a_member"]
+    names = [
+        "test_hostile_ops.py",
+        "test_cache_ops.py",
+        "test_golden.py",
+        "test_codebooks.py::test_a_file_cannot_rebuild_a_member",
+    ]
     files = [str(HERE / name) for name in names]
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", "not little_work"]
     out = sanitized("-m", "pytest", *options, *files)

@@ -109,6 +109,7 @@ void test_tables(void);
 void test_corrupt_tables(void);
 void test_offsets_past_4_gib(void);
 void test_places(void);
+void test_cache(void);
 void test_stream(void);
 void test_partition(void);
 void test_no_cuda(void);
