@@ -104,10 +104,12 @@ struct Tally {
 
 // ---- maps ----
 
-// A row's number and its entry in one load.
-__device__ __forceinline__ ulonglong2 load_way(const ibp_cached_row *way)
+// A row's number and its entry in one load. CONSTANT: nothing is written to the map meanwhile, so that the other way of
+// a sector may come from the L1 cache.
+template <bool CONSTANT> __device__ __forceinline__ ulonglong2 load_way(const ibp_cached_row *way)
 {
-    return __ldcg(reinterpret_cast<const ulonglong2 *>(way));
+    const auto *const words = reinterpret_cast<const ulonglong2 *>(way);
+    return CONSTANT ? __ldg(words) : __ldcg(words);
 }
 __device__ __forceinline__ bool is_row(const ulonglong2 &way, int64_t row)
 {
@@ -115,6 +117,7 @@ __device__ __forceinline__ bool is_row(const ulonglong2 &way, int64_t row)
 }
 
 // Number of a row's way; -1 if the map does not have it. Ways are looked at by sectors, two at a time.
+template <bool CONSTANT>
 __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t row, uint64_t *entry)
 {
     if (row < 0 || map.num_sets == 0) return -1;
@@ -123,7 +126,7 @@ __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t ro
     const int64_t step = ibp_step_of_hash(hash, map.num_sets);
     for (int64_t left = ibp_searched_sets(&map); left > 0; left--, set = ibp_next_set(set, step, map.num_sets)) {
         for (int64_t w = set * map.ways; w < (set + 1) * map.ways; w += 2) {
-            const ulonglong2 first = load_way(map.rows + w), second = load_way(map.rows + w + 1);
+            const ulonglong2 first = load_way<CONSTANT>(map.rows + w), second = load_way<CONSTANT>(map.rows + w + 1);
             const bool is_first = is_row(first, row);
             if (is_first || is_row(second, row)) {
                 *entry = is_first ? first.y : second.y;
@@ -172,7 +175,7 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t row = job < rows.num_jobs ? rows.row_of(job) : -1;
         const uint32_t owner = ibp_owner_of_row(row, maps.num_maps);
         uint64_t entry = 0;
-        if (row >= 0 && maps.num_maps != 0u) find_way(maps.maps[owner], row, &entry);
+        if (row >= 0 && maps.num_maps != 0u) find_way<true>(maps.maps[owner], row, &entry);
         if (!ibp_is_present(entry)) entry = 0;
         if (job < rows.num_jobs) entries[job] = entry;
         if (counts == nullptr) continue;
@@ -312,7 +315,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
             for (uint32_t a = 0; a < kAhead; a++) {
                 asked[a] = __shfl_sync(kAllLanes, row, (j + a) % kWarp);
                 ways[a] = make_ulonglong2(0, 0);
-                if (asked[a] >= 0) ways[a] = load_way(map.rows + home_of(job.lru, asked[a]) * kWarp + lane_id());
+                if (asked[a] >= 0) ways[a] = load_way<true>(map.rows + home_of(job.lru, asked[a]) * kWarp + lane_id());
             }
 #pragma unroll
             for (uint32_t a = 0; a < kAhead; a++) {
@@ -362,7 +365,7 @@ __device__ __forceinline__ Claimed claim_way(const ibp_lru &lru, int64_t row, in
                                              uint32_t now)
 {
     const int64_t mine = set * kWarp + lane_id();
-    const ulonglong2 way = load_way(lru.slab.map.rows + mine);
+    const ulonglong2 way = load_way<false>(lru.slab.map.rows + mine);
     const bool is_here = is_row(way, row) && ibp_is_present(way.y), is_free = static_cast<int64_t>(way.x) < 0;
     const uint32_t here = __ballot_sync(kAllLanes, is_here);
     if (here != 0u) // claimed by an equal id
@@ -434,7 +437,7 @@ __global__ void __launch_bounds__(kThreads)
 {
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads) {
         uint64_t entry = 0;
-        const int64_t way = find_way(map, rows[i], &entry);
+        const int64_t way = find_way<false>(map, rows[i], &entry);
         if (way < 0) continue;
         *static_cast<volatile uint64_t *>(&map.rows[way].entry) = 0;
         *static_cast<volatile int64_t *>(&map.rows[way].row) = IBP_WAY_REMOVED;
@@ -446,7 +449,7 @@ __global__ void __launch_bounds__(kThreads) set_rows(const int64_t *rows, const 
 {
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads) {
         uint64_t entry = 0;
-        const int64_t way = find_way(map, rows[i], &entry);
+        const int64_t way = find_way<false>(map, rows[i], &entry);
         if (way < 0 || !ibp_is_present(entry)) continue;
         const uint32_t length = lengths != nullptr ? lengths[i] : ibp_length_of_entry(entry);
         *static_cast<volatile uint64_t *>(&map.rows[way].entry) = ibp_rewrite_entry(entry, length, dirty);
