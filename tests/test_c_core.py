@@ -24,8 +24,12 @@ from native import (
 )
 
 
-@pytest.mark.parametrize("rounds", ["quick", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("flags", [PLAIN, SANITIZED], ids=["plain", "sanitized"])
+ALL_ROUNDS = [pytest.param(flags, "all", marks=pytest.mark.slow) for flags in (PLAIN, SANITIZED)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "rounds"), [(PLAIN, "quick"), *ALL_ROUNDS], ids=["plain-quick", "plain-all", "sanitized-all"]
+)
 def test_c_core(flags, rounds):
     if flags is SANITIZED and not can_sanitize():
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
@@ -57,7 +61,11 @@ STAGE_WAITS = (
 
 @pytest.mark.parametrize(
     ("name", "waits", "left_out"),
-    [(name, waits, wait) for name, waits in (("stream", WAITS), ("stage", STAGE_WAITS)) for wait in (None, *waits)],
+    [
+        pytest.param(name, waits, wait, marks=[pytest.mark.slow] if wait not in (None, waits[0]) else [])
+        for name, waits in (("stream", WAITS), ("stage", STAGE_WAITS))
+        for wait in (None, *waits)
+    ],
 )
 def test_stream_order(name, waits, left_out):
     """Streams and events of csrc/cuda/stream.cu and stage.cu without a GPU: right in any order they allow, and no wait
