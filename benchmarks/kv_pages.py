@@ -89,6 +89,8 @@ class Work:
         self.num_bytes, self.sms, self.savings, self.gain = num_bytes, sms, savings, gain
 
     def check(self, what):
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         self._check(f"{self.direction}, {self.arm}, {what}")
 
 

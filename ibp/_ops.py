@@ -39,9 +39,11 @@ current. `stream_bytes` is decode_bytes from pinned host memory by the copy engi
 memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
 `gather_into` is gather_items to an out of any strides, the first outer_dims dimensions of which number its items; ids
 None: all items. `gather_to` is gather_items whose item k goes to addresses[k], int64 [ids]; out is the first of the
-tensors that they are in. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the
-slots as it sees them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as
-the struct ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
+tensors that they are in. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and
+blocks int64 [pages], starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses
+int64. `stage_items` is gather_items of `ids` on the CPU, whose threads gather `host_slots`, the slots as it sees
+them; `stager` is the address of a living `_core.Stager` of that device. `pack_table` writes a table as the struct
+ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and kernels over many tables take.
 
 `sum_bags`, for CUDA alone, sums bags of rows as struct ibp_bags of ibp_cuda.h says: one for each row of out. Bag b
 begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, which is not read; without offsets all bags
@@ -104,6 +106,14 @@ _lib.define(f"gather_to({_READ}, Tensor ids, Tensor addresses, int max_sms, Tens
 _lib.define(
     f"sum_bags({_READ}, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, int mode, "
     "int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
+)
+_TRANSFER = (
+    "Tensor pages, Tensor blocks, int num_pages, int num_blocks, int num_tensors, int first_tensor, Tensor starts, "
+    "Tensor? block_starts, int block_stride, int scratch, int pieces"
+)
+_lib.define(f"plan_pages({_TRANSFER}, Tensor? stored, Tensor(a!) ids, Tensor(b!) addresses) -> ()")
+_lib.define(
+    "note_pages(Tensor ids, int ids_per_block, Tensor lengths, Tensor rooms, Tensor(a!) stored, Tensor(b!) seen) -> ()"
 )
 _lib.define(f"pack_table({_READ}, Tensor(a!) packed) -> ()")
 _lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
@@ -253,6 +263,8 @@ for _name in (
     "gather_items",
     "gather_into",
     "gather_to",
+    "plan_pages",
+    "note_pages",
     "sum_bags",
     "pack_table",
     "stage_items",

@@ -282,7 +282,74 @@ def test_many_transfers_against_a_dictionary():
     assert store.stats().lost_rows > 0
 
 
+def test_plans_of_any_numbers():
+    """Pages and blocks that are not there have no rows, and the address of memory that nobody uses."""
+    plan = torch.ops.ibp.plan_pages
+    pages, blocks = torch.tensor([2, -1, 3, 0, 2**62, 1]), torch.tensor([5, 0, 0, 6, 1, -(2**40)])
+    starts, flags = torch.tensor([1000, 1064, 5000, 5064]), torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1]]).byte()
+    ids, addresses = torch.zeros(6 * 2 * 4, dtype=torch.int64), torch.zeros(6 * 2 * 2, dtype=torch.int64)
+    of = (pages, blocks, 3, 6, 3, 1, starts, None, 100, 7, 2)
+    plan(*of, flags, ids, addresses)
+    assert addresses[:4].tolist() == [1500, 1564, 5500, 5564] and (addresses[4:] == 7).all()
+    assert ids[:8].tolist() == [-1] * 4 + [32, 33, 34, 35] and (ids[8:] == -1).all()
+    plan(*of, None, ids, addresses)
+    assert ids[:8].tolist() == [28, 29, 30, 31, 32, 33, 34, 35]
+    apart = torch.arange(6) * 1000
+    plan(*of[:7], apart, *of[8:], None, ids, addresses)
+    assert addresses[:4].tolist() == [6000, 6064, 10000, 10064]
+    for wrong in (
+        (*of[:5], 2, *of[6:]),
+        (*of[:4], 0, 0, *of[6:]),
+        (*of[:6], starts[:3], *of[7:]),
+        (pages.int(), *of[1:]),
+        (pages, blocks[:2], *of[2:]),
+        (*of[:7], apart[:2], *of[8:]),
+    ):
+        with pytest.raises(RuntimeError):
+            plan(*wrong, None, ids, addresses)
+    with pytest.raises(RuntimeError, match="stored has"):
+        plan(*of, flags[:2], ids, addresses)
+    with pytest.raises(RuntimeError, match="addresses"):
+        plan(*of, None, ids, addresses[:5])
+
+
+def test_notes_of_any_numbers():
+    lengths = torch.tensor([0, 5, 0, 0, 7, 7], dtype=torch.uint16)
+    rooms = torch.tensor([1, 0, 0, 1, 0, 0], dtype=torch.uint16)
+    stored, seen = torch.full((3,), 9, dtype=torch.uint8), torch.full((3,), 9, dtype=torch.uint8)
+    note = torch.ops.ibp.note_pages
+    note(torch.tensor([0, 1, 2, 3, -1, -1, 2**60, 0]), 2, lengths, rooms, stored, seen)
+    assert stored.tolist() == seen.tolist() == [1, 0, 9]
+    note(torch.tensor([4, 2**60]), 2, lengths, rooms, stored, seen)
+    assert stored.tolist() == [1, 0, 0]
+    note(torch.tensor([2, 3]), 2, lengths, rooms[:0], stored, seen)
+    assert seen.tolist() == [1, 1, 0]
+    for wrong in ((2, lengths, rooms[:5]), (4, lengths, rooms), (0, lengths, rooms), (2, lengths.int(), rooms)):
+        with pytest.raises(RuntimeError):
+            note(torch.tensor([0, 1, 2, 3]), *wrong, stored, seen)
+    with pytest.raises(RuntimeError, match="seen"):
+        note(torch.tensor([0, 1]), 2, lengths, rooms, stored, seen[:2])
+
+
 # ---- on the GPU ----
+
+
+def test_the_gpu_plans_and_notes_as_the_cpu(cuda):
+    generator = torch.Generator().manual_seed(0)
+    pages, blocks = (torch.randint(-3, 40, (1000,), generator=generator) for _ in range(2))
+    starts, flags = torch.arange(6) * 4096, torch.randint(2, (36, 4), generator=generator).byte()
+    for block_starts in (None, torch.randperm(37) * 8):
+        found = []
+        for device in ("cpu", cuda):
+            ids, addresses = (torch.zeros(1000 * 2 * n, dtype=torch.int64, device=device) for n in (9, 3))
+            given = [t if t is None else t.to(device) for t in (pages, blocks, starts, block_starts, flags)]
+            torch.ops.ibp.plan_pages(*given[:2], 36, 37, 4, 1, *given[2:4], 4096, 8, 3, given[4], ids, addresses)
+            lengths, rooms = (torch.arange(36 * 4 * 9, device=device) % n == 0 for n in (7, 5))
+            lengths, rooms = (t.to(torch.int16).view(torch.uint16) for t in (lengths, rooms))
+            stored, seen = given[4].clone(), given[4].clone()
+            torch.ops.ibp.note_pages(ids, 9, lengths, rooms, stored, seen)
+            found.append([t.cpu() for t in (ids, addresses, stored, seen)])
+        assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 @pytest.fixture(scope="module")

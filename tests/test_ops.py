@@ -84,6 +84,12 @@ def samples():
     pieces = torch.zeros(4, 100, dtype=torch.float32)
     addresses = torch.tensor([pieces.data_ptr() + 400 * k for k in (2, 0, 3, 1)])
     yield "gather_to", (*slots_table, ids, addresses, 0, pieces, fault())
+    starts, flags = torch.tensor([1000, 5000]), torch.ones(3, 2, dtype=torch.uint8)
+    of_pages = (torch.tensor([2, 9]), torch.tensor([0, 1]), 3, 4, 2, 0, starts, None, 100, 7, 1)
+    planned = torch.zeros(8, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    yield "plan_pages", (*of_pages, flags, *planned)
+    index = torch.ones(12, dtype=torch.uint16), torch.zeros(12, dtype=torch.uint16)
+    yield "note_pages", (torch.tensor([8, 9, -1, -1]), 2, *index, flags, flags.clone())
     yield "pack_table", (*slots_table, torch.zeros(ibp._core.TABLE_BYTES, dtype=torch.uint8))
     yield "gather_items", (*raw, ids32, 0, torch.zeros(2 * 32, dtype=torch.uint8), fault())
     yield "gather_items", (*slots_table, ids32, 0, torch.zeros(5, 60), fault(), torch.tensor([4, 0], dtype=torch.int32))
@@ -118,10 +124,10 @@ def cache_samples(table):
 
 
 SAMPLES = list(samples())
-NAMES = {"choose_masks", "claim_cached", "drop_cached", "fill_slab", "find_cached", "gather_cached", "owners_of_rows",
-         "set_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes", "encode_rows",
-         "estimate_masks", "gather_into", "gather_items", "gather_to", "index_rows", "learn_entries", "learn_planes",
-         "measure_rows", "pack_table", "partition_ids", "select_rows", "survey_rows", "threshold_bits"}  # fmt: skip
+NAMES = {"choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes", "drop_cached",
+         "encode_rows", "estimate_masks", "fill_slab", "find_cached", "gather_cached", "gather_into", "gather_items",
+         "gather_to", "index_rows", "learn_entries", "learn_planes", "measure_rows", "note_pages", "owners_of_rows",
+         "pack_table", "partition_ids", "plan_pages", "select_rows", "set_cached", "survey_rows", "threshold_bits"}  # fmt: skip
 
 
 def first_and_slow(names):

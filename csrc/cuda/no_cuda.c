@@ -220,3 +220,19 @@ ibp_status ibp_cuda_map_pinned(void *host, void **device)
     *device = 0;
     return IBP_NO_CUDA;
 }
+
+ibp_status ibp_cuda_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
+                               uint64_t *addresses, ibp_stream stream)
+{
+    (void)transfer, (void)stored, (void)ids, (void)addresses, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block, const uint16_t *lengths,
+                               const uint16_t *rooms, int64_t num_rows, uint8_t *stored, uint8_t *seen,
+                               ibp_stream stream)
+{
+    (void)ids, (void)num_blocks, (void)ids_per_block, (void)lengths, (void)rooms, (void)num_rows, (void)stored,
+        (void)seen, (void)stream;
+    return IBP_NO_CUDA;
+}

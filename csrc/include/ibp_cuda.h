@@ -114,6 +114,15 @@ IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, 
 IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
                                           void *sorted_ids, uint32_t *positions, ibp_stream stream);
 
+/* ---- pages of a KV-cache ---------------------------------------------------------------------------------------- */
+
+/* As ibp_plan_pages and ibp_note_pages. All pointers but transfer itself are of memory that the device can use. */
+IBP_API ibp_status ibp_cuda_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
+                                       uint64_t *addresses, ibp_stream stream);
+IBP_API ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
+                                       const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows,
+                                       uint8_t *stored, uint8_t *seen, ibp_stream stream);
+
 /* ---- a cache of rows --------------------------------------------------------------------------------------------- */
 
 /* Lets kernels of `device` read the memory of `peer`, for maps and slabs that are there. Once is enough, for as long as

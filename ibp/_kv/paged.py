@@ -43,14 +43,13 @@ class PagedTensors:
             raise ValueError(f"a tensor of shape {list(first.shape)} has no blocks; wanted [num_blocks, ...]")
         self.num_blocks, self.device = first.shape[0], first.device
         self.block_bytes = first[0].numel() * first.element_size()
-        self._stride = first.stride(0) * first.element_size()
         offsets, self.piece_bytes = _pieces(first[0])
         starts = [tensor.data_ptr() + offset for tensor in self.tensors for offset in offsets]
-        self._starts = torch.tensor(starts, dtype=torch.int64, device=self.device)
-        self._layout = _piece(first[0], self.piece_bytes)
-        self._scratch = torch.empty(self.piece_bytes, dtype=torch.uint8, device=self.device)
-
-        self._used = (*_owners(self.tensors), self._starts, self._scratch)
+        near = torch.tensor(starts, dtype=torch.int64, device=self.device)
+        self._layout, scratch = _piece(first[0], self.piece_bytes)
+        stride = first.stride(0) * first.element_size()
+        self._where = (near, None, stride, scratch.data_ptr(), len(offsets))  # as torch.ops.ibp.plan_pages takes it
+        self._used = (*_owners(self.tensors), near, scratch)
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -58,15 +57,7 @@ class PagedTensors:
     @property
     def pieces(self) -> int:
         """How many there are of a block of all tensors."""
-        return self._starts.numel()
-
-    def _addresses(self, blocks: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
-        """Of the pieces of blocks: int64 [blocks * pieces]. inside: which blocks are meant; the others get that of
-        memory that nobody uses."""
-        found = torch.add(self._starts, blocks.unsqueeze(1), alpha=self._stride)
-        if inside is not None:
-            found = torch.where(inside.unsqueeze(1), found, self._scratch.data_ptr())
-        return found.view(-1)
+        return self._where[0].numel()
 
 
 class PageList:
@@ -78,20 +69,17 @@ class PageList:
         self.num_blocks, self.device = len(self.tensors), first.device
         self.block_bytes = first.numel() * first.element_size()
         offsets, self.piece_bytes = _pieces(first)
-        self._starts = tensors.addresses.unsqueeze(1)
-        self._offsets = torch.tensor(offsets, dtype=torch.int64, device=self.device)
-        self._layout = _piece(first, self.piece_bytes)
-        self._used = (*_owners(self.tensors), self._starts, self._offsets)
+        near = torch.tensor(offsets, dtype=torch.int64, device=self.device)
+        self._layout, scratch = _piece(first, self.piece_bytes)
+        self._where = (near, tensors.addresses, 0, scratch.data_ptr(), len(offsets))
+        self._used = (*_owners(self.tensors), near, tensors.addresses, scratch)
 
     def __len__(self) -> int:
         return 1
 
     @property
     def pieces(self) -> int:
-        return self._offsets.numel()
-
-    def _addresses(self, blocks: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
-        return (self._starts + self._offsets).view(-1)
+        return self._where[0].numel()
 
 
 def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -115,6 +103,7 @@ def _pieces(block: torch.Tensor) -> tuple[list[int], int]:
     return (offsets * itemsize).flatten().tolist(), run * itemsize
 
 
-def _piece(block: torch.Tensor, piece_bytes: int) -> torch.Tensor:
-    """The first piece as a tensor."""
-    return block.as_strided((piece_bytes // block.element_size(),), (1,))
+def _piece(block: torch.Tensor, piece_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first piece as a tensor, and memory as large that nobody uses."""
+    piece = block.as_strided((piece_bytes // block.element_size(),), (1,))
+    return piece, torch.empty(piece_bytes, dtype=torch.uint8, device=block.device)

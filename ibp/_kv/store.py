@@ -202,13 +202,12 @@ class KVStore:
         """What is known of pages and transfers. Flags have a page more, which bad page numbers stand for."""
         on_gpu = self.device.type == "cuda"
         shape = (self.num_pages + 1, self.num_tensors)
-        self._stored = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        seen = _memory.empty(self._stored.numel(), torch.device("cpu"), on_gpu).view(torch.bool).view(shape)
+        self._stored = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        seen = _memory.empty(self._stored.numel(), torch.device("cpu"), on_gpu).view(shape)
         self._seen = seen.zero_()  # the same for the host
         self._seen_near = _memory.device_view(seen, self.device) if on_gpu else seen
         self._fault = _memory.empty(32, torch.device("cpu"), on_gpu).view(torch.int64).zero_()
         self._fault_near = _memory.device_view(self._fault, self.device) if on_gpu else self._fault
-        self._rows = torch.arange(self._rows_per_tensor * self.num_tensors, device=self.device)
         self._streams: dict[bool, torch.cuda.Stream] = {}
         self._under_way: list[Transfer] = []
         self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
@@ -245,7 +244,7 @@ class KVStore:
     def stats(self) -> KVStoreStats:
         """Waits for the transfers so far."""
         self.synchronize()
-        counts, stored = self.place.counts(), int(self._seen[:-1].all(1).sum())
+        counts, stored = self.place.counts(), int(self._seen[:-1].bool().all(1).sum())
         return KVStoreStats(
             stored, self.pool_bytes, counts.used_bytes, self.place.overflow.numel(), counts.spilled, counts.lost
         )
@@ -258,7 +257,7 @@ class KVStore:
         """
         host = _on_host(pages)
         _check_range("pages", host, self.num_pages)
-        return self._seen[host].all(1).tolist()
+        return self._seen[host].bool().all(1).tolist()
 
     # ---- transfers ----
 
@@ -288,11 +287,11 @@ class KVStore:
         """
         call = self._call(pages, tensors, blocks, first_tensor)
         with self._lock, self._on_stream(stream, True, call):
-            buffers, row_ids = call.addresses(), self._row_ids(call)
-            sms = _sms_of(max_sms, _STORE_SMS if self.place.pinned else 0)
-            layout, place = call.tensors._layout, self.place
+            place, layout, count = self.place, call.tensors._layout, self._rows_per_tensor
+            row_ids, buffers = self._plan(call, count, None)
+            sms = _sms_of(max_sms, _STORE_SMS if place.pinned else 0)
             torch.ops.ibp.encode_into.default(*place._arguments, layout, buffers, row_ids, 0, sms, place._fault)
-            self._note_stored(call)
+            torch.ops.ibp.note_pages.default(row_ids, count, place.lengths, place.rooms, self._stored, self._seen_near)
             return self._begun(call, True)
 
     def load(
@@ -313,10 +312,10 @@ class KVStore:
         """
         call = self._call(pages, tensors, blocks, first_tensor)
         with self._lock, self._on_stream(stream, False, call):
-            items, addresses = self._items(call), call.addresses()
+            piece = call.tensors.piece_bytes
+            items, addresses = self._plan(call, self.page_bytes // piece, self._stored)
             slots, overflow, lengths, bases, words, codec, slot_bytes, *_ = self.place._table_arguments
             table = (slots, overflow, lengths, bases, words, codec, slot_bytes, 0)
-            piece = call.tensors.piece_bytes
             shape = (self.num_pages * self.num_tensors * self.page_bytes // piece, piece)
             sms = _sms_of(max_sms, _LOAD_SMS if self.place.pinned else 0)
             out = call.tensors.tensors[0]
@@ -328,9 +327,10 @@ class KVStore:
         parts of overflow for what is stored there next."""
         call = _Call(*self._numbers("pages", pages, self.num_pages), None, None, 0)
         with self._lock, self._on_stream(None, True, call):
-            index = call.safe(self.num_pages)
-            self._stored[index] = False
-            self._seen_near[index] = False
+            is_there = (call.near >= 0) & (call.near < self.num_pages)
+            index = torch.where(is_there, call.near, self.num_pages)
+            self._stored[index] = 0
+            self._seen_near[index] = 0
             self._begun(call, True)
 
     def clear(self) -> None:
@@ -346,7 +346,7 @@ class KVStore:
             Bytes of overflow that are free now.
         """
         self.synchronize()
-        _compact(self.place, self._stored[:-1].repeat_interleave(self._rows_per_tensor, 1).view(-1))
+        _compact(self.place, self._stored[:-1].bool().repeat_interleave(self._rows_per_tensor, 1).view(-1))
         return self.place.overflow.numel() - self.place.counts().used_bytes
 
     def synchronize(self) -> None:
@@ -379,20 +379,16 @@ class KVStore:
     def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int) -> _Call:
         paged = self._paged(tensors, blocks)
         self._check_paged(paged, first_tensor)
-        near, inside, host = self._numbers("pages", pages, self.num_pages)
+        near, host = self._numbers("pages", pages, self.num_pages)
         if host is not None and len(host) < near.numel():
             raise ValueError("pages has a number more than once")
         if blocks is None:
             near_blocks = torch.arange(paged.num_blocks, device=self.device)
         else:
-            near_blocks, inside_blocks, _ = self._numbers("blocks", blocks, paged.num_blocks)
-            if inside is not None and inside_blocks is not None:
-                inside = inside & inside_blocks
-            elif inside is None:
-                inside = inside_blocks
+            near_blocks, _ = self._numbers("blocks", blocks, paged.num_blocks)
         if near.numel() != near_blocks.numel():
             raise ValueError(f"there are {near.numel()} pages and {near_blocks.numel()} blocks; wanted as many")
-        return _Call(near, inside, host, paged, near_blocks, first_tensor)
+        return _Call(near, host, paged, near_blocks, first_tensor)
 
     def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors | PageList:
         if isinstance(tensors, PagedTensors):
@@ -424,22 +420,18 @@ class KVStore:
                 f"there are {len(paged)} tensors from number {first_tensor} on; a page has {self.num_tensors}"
             )
 
-    def _numbers(
-        self, name: str, numbers: Pages, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, frozenset[int] | None]:
-        """(numbers on the device, int64; which are in range, or None where all are; the numbers, where the host knows
-        them)."""
+    def _numbers(self, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, frozenset[int] | None]:
+        """(numbers on the device, int64; the numbers, where the host knows them)."""
         if isinstance(numbers, torch.Tensor) and numbers.is_cuda:
             _check_integers(name, numbers)
-            near = numbers.to(self.device, torch.int64)
-            return near, (near >= 0) & (near < count), None
+            return numbers.to(self.device, torch.int64).contiguous(), None
         host = _on_host(numbers)
         _check_range(name, host, count)
         if self.device.type == "cuda":
             if is_capturing(self.device):
                 raise RuntimeError(f"{name} must be a tensor on {self.device} while a CUDA graph is captured")
-            return host.pin_memory().to(self.device, non_blocking=True), None, frozenset(host.tolist())
-        return host, None, frozenset(host.tolist())
+            return host.pin_memory().to(self.device, non_blocking=True), frozenset(host.tolist())
+        return host.contiguous(), frozenset(host.tolist())
 
     @contextlib.contextmanager
     def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _Call) -> Iterator[None]:
@@ -470,39 +462,17 @@ class KVStore:
             self._under_way.append(transfer)
         return transfer
 
-    def _row_ids(self, call: _Call) -> torch.Tensor:
-        """Rows of the place that a call's blocks become, -1 for those that are not there."""
-        first, count = call.first_tensor * self._rows_per_tensor, len(call.tensors) * self._rows_per_tensor
-        rows = torch.add(self._rows[first : first + count], call.near.unsqueeze(1), alpha=self._rows.numel())
-        return (rows if call.inside is None else torch.where(call.inside.unsqueeze(1), rows, -1)).view(-1)
-
-    def _items(self, call: _Call) -> torch.Tensor:
-        """The pieces of a call's pages, -1 for those that are not stored or not there."""
-        pieces = call.tensors.pieces // len(call.tensors)
-        first, count = call.first_tensor * pieces, call.tensors.pieces
-        numbers = torch.arange(first, first + count, device=self.device)
-        items = torch.add(numbers, call.near.unsqueeze(1), alpha=pieces * self.num_tensors)
-        stored = self._stored[call.safe(self.num_pages), call.columns]
-        if call.inside is not None:
-            stored = stored & call.inside.unsqueeze(1)
-        return torch.where(stored.repeat_interleave(pieces, 1), items, -1).view(-1)
-
-    def _note_stored(self, call: _Call) -> None:
-        """A page is stored if none of its rows was lost: such a row has length 0 and owns nothing."""
-        index, place = call.safe(self.num_pages), self.place
-        shape = (self.num_pages, self.num_tensors, self._rows_per_tensor)
-        if place.rooms.numel():
-            page = index if call.inside is None else index.clamp(max=self.num_pages - 1)
-            lengths, rooms = (
-                tensor.view(torch.int16).view(shape)[:, call.columns][page] for tensor in (place.lengths, place.rooms)
-            )
-            stored = (lengths | rooms).all(2)
-        else:
-            stored = torch.ones(len(index), len(call.tensors), dtype=torch.bool, device=self.device)
-        if call.inside is not None:
-            stored = stored & call.inside.unsqueeze(1)
-        self._stored[:, call.columns].index_copy_(0, index, stored)
-        self._seen_near[:, call.columns].index_copy_(0, index, stored)
+    def _plan(self, call: _Call, ids_per_block: int, stored: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows or pieces of a call's pages, -1 for those that are not there or not stored; addresses of the pieces of
+        its blocks)."""
+        of, count = call.tensors, call.near.numel()
+        ids, addresses = (
+            torch.empty(count * number, dtype=torch.int64, device=self.device)
+            for number in (len(of) * ids_per_block, of.pieces)
+        )
+        sizes = (self.num_pages, of.num_blocks, self.num_tensors, call.first_tensor)
+        torch.ops.ibp.plan_pages.default(call.near, call.blocks, *sizes, *of._where, stored, ids, addresses)
+        return ids, addresses
 
     def _raise_fault(self) -> None:
         status, position, item, _ = self._fault.tolist()
@@ -515,11 +485,9 @@ class KVStore:
 
 
 class _Call(NamedTuple):
-    """Pages and blocks of a transfer. near: page numbers on the device; inside: which of them and of the blocks are in
-    range, None where all are; host: page numbers, where the host knows them."""
+    """Pages and blocks of a transfer. near: page numbers on the device; host: those that the host knows, or None."""
 
     near: torch.Tensor
-    inside: torch.Tensor | None
     host: frozenset[int] | None
     paged: PagedTensors | PageList | None
     blocks: torch.Tensor | None
@@ -534,17 +502,9 @@ class _Call(NamedTuple):
     def columns(self) -> slice:
         return slice(self.first_tensor, self.first_tensor + len(self.tensors))
 
-    def addresses(self) -> torch.Tensor:
-        assert self.blocks is not None
-        return self.tensors._addresses(self.blocks, self.inside)
-
-    def safe(self, num_pages: int) -> torch.Tensor:
-        """Page numbers, num_pages in place of those that are not there."""
-        return self.near if self.inside is None else torch.where(self.inside, self.near, num_pages)
-
     def inputs(self) -> Iterator[torch.Tensor]:
         """Tensors of the GPU that another stream may have made."""
-        held = (self.near, self.inside, self.blocks, *(self.paged._used if self.paged else ()))
+        held = (self.near, self.blocks, *(self.paged._used if self.paged else ()))
         return (tensor for tensor in held if tensor is not None)
 
 

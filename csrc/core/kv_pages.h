@@ -1,0 +1,49 @@
+/* kv_pages.h - where the rows of a transfer's pages are and their blocks' pieces, one by one: for gcc, g++ and nvcc. */
+#ifndef IBP_KV_PAGES_H
+#define IBP_KV_PAGES_H
+
+#include "format.h"
+#include "ibp.h"
+
+/* Whether a transfer is one that can be: its numbers, and that there are pointers to what it has. */
+IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
+{
+    if (t->count < 0 || t->num_pages < 0 || t->num_blocks < 0 || t->pieces < 1 || t->ids_per_block < t->pieces)
+        return false;
+    if (t->ids_per_block % t->pieces != 0 || t->tensors < 1 || t->first_tensor > t->num_tensors) return false;
+    if (t->tensors > t->num_tensors - t->first_tensor) return false;
+    const int64_t ids_per_page = (int64_t)t->num_tensors * t->ids_per_block;
+    if (t->num_pages > INT64_MAX / ids_per_page || t->count > INT64_MAX / ids_per_page) return false;
+    return t->count == 0 || (t->pages && t->blocks && t->starts);
+}
+
+/* Ids of a transfer in all. */
+IBP_INLINE int64_t ibp_num_transfer_ids(const ibp_page_transfer *t) { return t->count * t->tensors * t->ids_per_block; }
+
+/* Id i of a transfer, and the address of the piece that begins with it, if one does. stored: as in ibp_plan_pages. */
+IBP_INLINE void ibp_plan_id(const ibp_page_transfer *t, const uint8_t *stored, int64_t i, int64_t *ids,
+                            uint64_t *addresses)
+{
+    const int64_t per_page = (int64_t)t->tensors * t->ids_per_block, k = i / per_page, in_page = i - k * per_page;
+    const int64_t tensor = in_page / t->ids_per_block, page = t->pages[k], block = t->blocks[k];
+    const uint32_t ids_per_piece = t->ids_per_block / t->pieces;
+    const bool is_there = page >= 0 && page < t->num_pages && block >= 0 && block < t->num_blocks;
+    const int64_t first_flag = is_there ? page * t->num_tensors + t->first_tensor : 0;
+    const bool has_rows = is_there && (!stored || stored[first_flag + tensor] != 0);
+    ids[i] = has_rows ? first_flag * t->ids_per_block + in_page : -1;
+    if (in_page % ids_per_piece != 0) return;
+    const uint64_t from = !is_there         ? t->scratch
+                          : t->block_starts ? t->block_starts[block]
+                                            : (uint64_t)block * (uint64_t)t->block_stride;
+    addresses[i / ids_per_piece] = from + (is_there ? t->starts[in_page / ids_per_piece] : 0u);
+}
+
+/* Whether row r of a place is lost: nothing says where its bytes are. rooms NULL: slots hold whole rows. A row that is
+ * not there counts as lost. */
+IBP_INLINE bool ibp_is_lost_row(const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, int64_t row)
+{
+    if (row < 0 || row >= num_rows) return true;
+    return rooms && lengths[row] == 0 && rooms[row] == 0;
+}
+
+#endif
