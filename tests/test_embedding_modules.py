@@ -310,6 +310,13 @@ def test_collections_are_saved_and_loaded():
             loaded.load_state_dict(changed)
 
 
+def test_collections_are_copied():
+    collection, features = make_collection(), keyed(["page", "user"])
+    expected = collection(features).detach()
+    for copied in (copy.deepcopy(collection), pickle.loads(pickle.dumps(collection))):
+        assert_same_bits(copied(features).detach(), expected)
+
+
 def test_collections_that_are_wrong():
     for tables, error, message in (
         ({}, ValueError, "there are no tables"),
@@ -349,3 +356,20 @@ def test_collections_on_a_gpu(cuda):
         with pytest.raises(IndexError), torch.no_grad():
             collection((["page", "user"], torch.tensor(values, device=cuda), torch.tensor(lengths, device=cuda)))
             collection.groups[0].weight.check()
+
+
+def test_collections_in_graphs(cuda):
+    """Bags without gradients ask nothing of the host: a graph looks other ids up each time."""
+    collection = make_collection(trainable=False)
+    names, values, lengths = keyed(["page", "user"])
+    bags = (names, values.to(cuda), lengths.to(cuda))
+    expected = collection(bags)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pooled = collection(bags)
+    graph.replay()
+    assert_same_bits(pooled, expected)
+    bags[1].zero_()
+    graph.replay()
+    assert_same_bits(pooled, collection(bags))
+    assert not torch.equal(pooled, expected)

@@ -115,6 +115,9 @@ class _Group(RowsModule):
         places = torch.searchsorted(ends, torch.arange(jagged.ids.numel(), device=device), right=True)
         return self._numbers_on(device, jagged.parts)[places.clamp_(max=len(jagged.parts) - 1)]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_near": {}, "_numbers": {}}
+
     def _refusal(self, wrong: int) -> str:
         return "an id is out of range of its table, or lengths do not add up to the number of ids"
 
