@@ -26,7 +26,7 @@ SPEED = {
     "cpu": 25,
 }  # seconds each may take, most important first
 CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25}  # likewise
-CACHES = {"row_cache": 30, "dlrm": 70, "dlrm_train": 30, "kv_fetch": 45, "kv_pages": 30}  # likewise
+CACHES = {"row_cache": 30, "dlrm": 70, "dlrm_train": 30, "kv_fetch": 45, "kv_pages": 30, "kv_rows": 30}  # likewise
 BYTES = ("ratio", "sampling", "clusters")
 GRACE_S = 5  # to print what was measured
 

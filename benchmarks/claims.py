@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import charts, dlrm, gnn, gnn_cache, gnn_parallel, harness, ratio, row_cache
+from . import charts, dlrm, gnn, gnn_cache, gnn_parallel, harness, ratio, row_cache, scale
 
 ROWS = (256, 512, 1024, 2048, 4096, 16384, 65536)
 CAPTION_OF_MACHINE = "{gpu}, torch {torch}, CUDA {cuda}, commit {commit:.10}"
@@ -469,6 +469,32 @@ def gnn_cache_table(directory):
     )
 
 
+def percent(share):
+    return "" if share is None else f"{100 * share:.1f} %"
+
+
+def scale_table(directory):
+    """Fetches and epochs by number of GPUs and cache."""
+    rows = charts.read(directory / "scale.csv")
+    if not rows:
+        return None
+    lines = []
+    for row, fetch in scale.gains(rows):
+        held = row["held_rows"] / row["raw_rows"] if row["raw_rows"] else None
+        shares = (percent(row[name]) for name in ("hit_rate", "own_share", "peer_share"))
+        size = f"{row['cache_percent']} %" if row["cache_percent"] else "none"
+        factors = map(times, (row["epoch_s"], fetch, row["predicted"]))
+        name = f"{row['case']}, {kind_of_rows(row)}"
+        lines.append([name, str(row["gpus"]), size, times(held), *shares, charts.number(row["gbps"]), *factors])
+    heads = ["features", "GPUs", "cache", "rows held / raw rows", "hits", "own", "peer", "GB/s", "seconds of an epoch"]
+    return (
+        "A process a GPU, caches of a share of the features' bytes on each, all fetching at once (`scale.csv`: "
+        f"{caption(rows)}); `sharded`: rows of a table of which each process has a part. Shares are of the rows asked "
+        "for; beside how many times as fast as raw rows with the same cache coded ones come, what their larger number "
+        "of cached rows alone predicts:\n\n" + markdown([*heads, "fetches: raw / ibp", "predicted"], lines)
+    )
+
+
 # By the name of the CSV: the heading of RESULTS.md, and the table, which pages of docs/ take as well.
 MEASURED = {
     "row_cache": ("A cache of rows", row_cache_table),
@@ -479,7 +505,7 @@ MEASURED = {
     "kv_pages": ("Pages of KV-caches", arms_table("kv_pages", "Pages of 64 KiB to host memory and back")),
     "kv_rows": ("Rows of KV-caches", arms_table("kv_rows", "Tokens of a KV-cache by index")),
     "gnn_cache": ("Graph neural networks with a cache", gnn_cache_table),
-    "scale": ("Several processes", arms_table("scale", "Features of graphs on several GPUs, a process each")),
+    "scale": ("Several processes", scale_table),
 }
 
 

@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
-from benchmarks import charts, claims, dlrm, gnn_cache, harness, inputs, row_cache
+from benchmarks import charts, claims, dlrm, gnn_cache, harness, inputs, row_cache, scale
 
-SCRIPTS = ("row_cache", "dlrm", "gnn_cache", "kv_pages")
+SCRIPTS = ("row_cache", "dlrm", "gnn_cache", "kv_pages", "kv_rows")
 
 
 def lines_of(path):
@@ -83,6 +83,13 @@ def write_measurements(directory):
         cached = {"cache_percent": 5, "held_rows": held, "raw_rows": 101, "hit_rate": "0.5", "predicted": "1.2"}
         record(run, "dense 602", gnn_cache.arm_name(kind, 5), **times, batch=1024, batches=200, **cached)
         record(run, "dense 602", kind, **times, batch=1024, batches=200, cache_percent=0)
+    run = run_of("scale", scale.COLUMNS)
+    for kind, gbps, fetch_ms in (("raw rows", 100.0, 5.0), ("ibp", 200.0, 2.0)):
+        cached = {"cache_percent": 1, "held_rows": 300, "raw_rows": 200, "hit_rate": "0.6", "own_share": "0.3"}
+        found = {"fetch_ms": fetch_ms, "epoch_s": "4.5", "predicted": "1.3" if kind == "ibp" else ""}
+        record(run, "pubmed", f"{kind}, 2 GPUs", gbps, gpus=2, **cached, **found)
+    record(run, "sharded, pubmed", "ibp, 2 GPUs", gpus=2, cache_percent=0, fetch_ms="2")
+    record(run, "sharded, pubmed", "raw rows, 2 GPUs", gpus=2, cache_percent=0, fetch_ms="3")
     run = run_of("kv_fetch", (*harness.TARGET_COLUMNS, "ms"))
     record(run, "batch 1", "ibp", 60.0, ms="12.5", **harness.judged(60.0, 70.0))
     run = run_of("dlrm_train", ("us", "forward_us", "added"))
@@ -108,12 +115,15 @@ def test_claims_and_charts(tmp_path):
         assert claims.section(name)(tmp_path) is None is claims.illustrated(name)(tmp_path)
     write_measurements(tmp_path)
     said = {name: claims.section(name)(tmp_path) for name in claims.MEASURED}
-    assert {name for name, text in said.items() if text} == {"row_cache", "dlrm", "gnn_cache", "kv_fetch", "dlrm_train"}
+    assert {name for name, text in said.items() if text} == {
+        *("row_cache", "dlrm", "gnn_cache", "kv_fetch", "dlrm_train", "scale")
+    }
     for name, line in {
         "row_cache": "| normal 0.02, BF16, 2 KiB | 64 | 32,768 | 45,000 | 1.37 | 96 % |",
         "dlrm": "batch 8,192 | 20.0 | 40.0 | 50.0 | 70.0 | 60.0 | 90.0 | 3.50 | 1.75 | 1.40 | 1.50 |",
         "gnn_cache": "| dense 602, BF16, 2 KiB | 5 % | 1.39 | 50.0 % | 6.00 | 1.33 | 1.60 | 1.20 |",
         "kv_fetch": "| batch 1 | 30.0 % | 60.0 (60 %), 12.5 ms |",
+        "scale": "| pubmed, BF16, 2 KiB | 2 | 1 % | 1.50 | 60.0 % | 30.0 % |  | 200 | 4.50 | 2.50 | 1.30 |",
         "dlrm_train": "| BF16, 2 KiB, uniform | 2.50 (1.50) |",
     }.items():
         assert line in said[name], said[name]
@@ -123,7 +133,7 @@ def test_claims_and_charts(tmp_path):
     pytest.importorskip("matplotlib")
     charts.draw(tmp_path)
     links = re.findall(r"\]\(results/([^)]+)\)", "".join(filter(None, said.values())))
-    assert len(links) == 5 and all((tmp_path / link).exists() for link in links)
+    assert len(links) == 6 and all((tmp_path / link).exists() for link in links)
 
 
 def test_pages_take_the_tables_that_they_have_markers_of(tmp_path):
