@@ -73,8 +73,8 @@ def mark_current(cache: RowCache) -> None:
 
 
 def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items, each once and on the first device, of a writable cache; those of the table where some row of an
-    item is not cached, or does not fit its slot."""
+    """Changes items, each once and on the first device, of a writable cache: their rows that are cached and fit their
+    slots there, the others in the table."""
     view, worker = cache._view, items.device
     numbers = rows_of(items, cache._rows_per_item)
     data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
@@ -84,21 +84,37 @@ def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: t
     lengths = view._arguments(worker)[2]
     torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
     held = Entries.are_present(entries).nonzero()[:, 0]
-    coded = _Coded.of(generation.codebook, data[held], generation.slot_bytes)
-    is_kept = torch.zeros_like(numbers, dtype=torch.bool).index_fill_(0, held[coded.fits], True)
-    others = (~is_kept.view(items.numel(), -1).all(1)).nonzero()[:, 0]
-    if others.numel():
-        to_table(cache, items[others], rows[others.to(rows.device)])
-    numbers, entries = numbers[held], entries[held]
+    coded = _Coded.of(generation.codebook, _rows_at(data, held), generation.slot_bytes)
+    fitting = coded.fits.nonzero()[:, 0]
+    kept = held[fitting]
+    if kept.numel() < numbers.numel():
+        others = torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, kept, False).nonzero()[:, 0]
+        put_rows(view, numbers[others], _rows_at(data, others).view(-1))
+        mark_current(cache)
+    lost = numbers[held[~coded.fits]] if kept.numel() < held.numel() else None
+    numbers, entries = numbers[kept], entries[kept]
     for number, slab in generation:
-        is_mine = Entries.slabs(entries) == number
-        some, lost = (is_mine & coded.fits).nonzero()[:, 0], numbers[is_mine & ~coded.fits]
+        mine = None if len(generation.slabs) == 1 else (Entries.slabs(entries) == number).nonzero()[:, 0]
+        some = fitting if mine is None else fitting[mine]
+        at = slice(None) if mine is None else mine
         generation.hold_for(cache._order.write(slab.device))
-        coded.put(some, Entries.offsets(entries[some]), slab, generation.slot_bytes)
+        coded.put(some, Entries.offsets(entries[at]), slab, generation.slot_bytes)
         torch.ops.ibp.set_cached.default(
-            numbers[some].to(slab.device), coded.lengths_of(some).to(slab.device), generation.ways, True, slab.map
+            numbers[at].to(slab.device), coded.lengths_of(some).to(slab.device), generation.ways, True, slab.map
         )
-        torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
+        if lost is not None:
+            torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
+
+
+def _rows_at(rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    """Some rows of bytes [rows, bytes], which is contiguous."""
+    return _wide(rows).index_select(0, which).view(torch.uint8)
+
+
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes as numbers of 8 bytes, where they consist of such: to copy these is faster."""
+    can_be = rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0 and rows.stride(0) % 8 == 0
+    return rows.view(torch.int64) if can_be else rows
 
 
 class _Coded(NamedTuple):
@@ -134,9 +150,10 @@ class _Coded(NamedTuple):
         if which.numel() == 0:
             return
         num_slots = slab.bytes.numel() // slot_bytes
-        slots = slab.bytes[: num_slots * slot_bytes].view(num_slots, slot_bytes)
-        some = self.bytes[which].to(slab.device)
-        slots[:, : some.shape[1]].index_copy_(0, (offsets // slot_bytes).to(slab.device), some)
+        slots = slab.bytes[: num_slots * slot_bytes].view(num_slots, slot_bytes)[:, : self.bytes.shape[1]]
+        some = _rows_at(self.bytes, which).to(slab.device)
+        slots, some = (_wide(slots), _wide(some)) if some.shape[1] % 8 == 0 else (slots, some)
+        slots.index_copy_(0, (offsets // slot_bytes).to(slab.device), some)
 
 
 def flush(cache: RowCache) -> None:
