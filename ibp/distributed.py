@@ -67,9 +67,10 @@ def share_table(
     opened: list[CompressedTensor] = []
 
     def open_it() -> None:
-        opened.append(
-            table if members.rank == src and table is not None else open_shared(offers[src][2], pin_memory=pin_memory)
-        )
+        if members.rank != src or table is None:
+            opened.append(open_shared(offers[src][2], pin_memory=pin_memory))
+        else:
+            opened.append(table.pin_memory() if pin_memory else table)
 
     members.together(what, open_it)  # rank src keeps the table until all have opened it
     return opened[0]

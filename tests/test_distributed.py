@@ -3,8 +3,11 @@
 import datetime
 import multiprocessing
 import os
+import pathlib
 import pickle
 import re
+import subprocess
+import sys
 import traceback
 
 import pytest
@@ -25,11 +28,11 @@ COLUMNS = 96
 
 
 class Ranks:
-    """Processes of one group, which run what they are told; forked where GPUs are not used, as torch takes seconds to
+    """Processes of one group, which run what they are told; forked where there is no GPU, as torch takes seconds to
     import."""
 
-    def __init__(self, size, directory, timeout=SECONDS, method="fork", backend="gloo"):
-        context = multiprocessing.get_context(method)
+    def __init__(self, size, directory, timeout=SECONDS, backend="gloo"):
+        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
@@ -260,7 +263,7 @@ def refuse(rank):
         {"ids": "all"},
         {"ids": ids, "out": torch.empty(3, COLUMNS, dtype=x.dtype)},
         {"ids": ids, "out": torch.empty(len(ids), COLUMNS)},
-        {"ids": ids, "device": "cuda:77"},
+        {"ids": ids, "device": "meta"},
         {"ids": ids, "max_sms": 0},
     ):
         if rank == 1:
@@ -523,6 +526,20 @@ def test_a_peer_that_dies(tmp_path):
         assert failure[0] == "RuntimeError" and "not all ranks" in failure[1], rank
 
 
+@pytest.mark.slow
+def test_the_example():
+    """As torchrun starts it, with as many processes as there are GPUs, at most two."""
+    path = pathlib.Path(__file__).parent.parent / "examples" / "torchrun_gnn.py"
+    assert len(path.read_text().splitlines()) < 80
+    size = min(2, torch.cuda.device_count()) or 2
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), str(path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    same = "True|False" if torch.cuda.is_available() else "True"
+    assert len(re.findall(rf"losses 1\.\d+ to 1\.\d+, the same bits: ({same})", done.stdout)) == size
+
+
 # ---- a table that all share ----
 
 
@@ -569,7 +586,7 @@ def spawned(tmp_path):
     made = []
 
     def start(size, backend):
-        made.append(Ranks(size, tmp_path, method="spawn", backend=backend))
+        made.append(Ranks(size, tmp_path, backend=backend))
         return made[-1]
 
     yield start

@@ -93,7 +93,8 @@ class Peers:
         self._group.together(_REFILL, open_all)
         made = cache._generation_of(tuple(slabs), STATIC_WAYS, 0, sum(plan.rows.numel() for plan in plans))
         if planned[0]["whether maps are copied"]:
-            made.near_maps = {device: {number: slab.map.clone() for number, slab in made if slab.is_lent}}
+            with cache._beside():
+                made.near_maps = {device: {number: slab.map.clone() for number, slab in made if slab.is_lent}}
         return made
 
     def give_back(self) -> None:

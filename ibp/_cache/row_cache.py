@@ -549,9 +549,10 @@ class RowCache:
         """Puts a generation in the place of the one in use. Its memory is free once the streams that read it are done;
         what other processes have lent is not read any more when this returns."""
         with self._lock:
-            self._generation = made
+            old, self._generation = self._generation, made
         if self._peers is not None:
             self._synchronize()
+        del old
 
     def _synchronize(self) -> None:
         for device in self._workers:
