@@ -30,8 +30,8 @@ class CompressedTensor(Table):
     constructor is internal.
 
     It answers what tensors are asked (`shape`, `size()`, `to()`, `table[key]`, iteration, `torch.index_select`,
-    `F.embedding`, `F.linear`) by decoding the rows needed. It is no torch.Tensor, takes part in no arithmetic and has
-    no gradient. `==` and `hash` go by identity.
+    `F.embedding`, `F.embedding_bag`, `F.linear`) by decoding the rows needed. It is no torch.Tensor, takes part in no
+    arithmetic and has no gradient. `==` and `hash` go by identity.
 
     Attributes (none of which can be set):
         shape, dtype: of the original tensor.
@@ -439,7 +439,7 @@ class CompressedTensor(Table):
     def __torch_function__(
         cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """torch.index_select, F.embedding and F.linear of a table; TypeError for other functions."""
+        """torch.index_select, F.embedding, F.embedding_bag and F.linear of a table; TypeError for other functions."""
         return _torch_functions.call(function, args, kwargs or {})
 
 

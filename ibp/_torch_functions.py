@@ -55,11 +55,44 @@ def embedding_of(
     """Rows of the table at input, on input's device. padding_idx and the two last concern gradients, which a table has
     none of."""
     _check_table(weight, "weight")
-    if max_norm is not None:
-        raise ValueError(f"max_norm is {max_norm}, but it would change the rows of the table, which are fixed")
+    _refuse_max_norm(max_norm)
     if len(weight.shape) != 2:
         raise ValueError(f"weight has shape {list(weight.shape)}; wanted two dimensions")
     return index_select(weight, input.reshape(-1)).reshape(*input.shape, weight.shape[1])
+
+
+def embedding_bag_of(
+    input: torch.Tensor,
+    weight: Any,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """Bags of the table's rows, on input's device, as `ibp.embedding_bag` has them."""
+    from ._bags import embedding_bag  # which takes caches of tables, which know this module
+
+    _check_table(weight, "weight")
+    _refuse_max_norm(max_norm)
+    return embedding_bag(
+        weight,
+        input,
+        offsets,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        padding_idx=padding_idx,
+        include_last_offset=include_last_offset,
+    )
+
+
+def _refuse_max_norm(max_norm: float | None) -> None:
+    if max_norm is not None:
+        raise ValueError(f"max_norm is {max_norm}, but it would change the rows of the table, which are fixed")
 
 
 def _torch_embedding(
@@ -81,6 +114,7 @@ _NAMED: tuple[tuple[str, tuple[tuple[Callable, Callable], ...]], ...] = (
         ((torch._C._VariableFunctions.index_select, _index_select), (torch.Tensor.index_select, _index_select)),
     ),
     ("F.embedding", ((F.embedding, embedding_of), (torch.embedding, _torch_embedding))),
+    ("F.embedding_bag", ((F.embedding_bag, embedding_bag_of),)),
     ("F.linear", ((F.linear, linear_of),)),
 )
 _HANDLERS: dict[Callable, Callable] = {function: handler for _, pairs in _NAMED for function, handler in pairs}
