@@ -298,11 +298,6 @@ class Codec:
         self.num_learned = 0
         self.spans: list[Span] = []
 
-    @property
-    def codebook(self) -> AnyCodebook | None:
-        """What the next items are coded with; None: they are kept raw, or none have come yet."""
-        return None if self._is_raw else self._codebook
-
     def alignment_of(self, coded: Coded) -> int:
         """Of the offsets at which coded items may lie."""
         return self.form.item_bytes if coded.codebook is None else _SECTOR
@@ -322,7 +317,7 @@ class Codec:
         found = _saved(sample, learned)
         if self._codebook is None or found > _saved(sample, self._codebook) + _GAIN:
             self._codebook, self._is_raw = learned, found < _LEAST_SAVINGS
-            self.num_learned += 1
+            self.num_learned += not self._is_raw
         self._looks, self._wanted = False, None
 
     def add(self, coded: Coded, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
