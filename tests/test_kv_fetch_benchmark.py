@@ -28,7 +28,7 @@ def test_the_script_on_the_cpu(directory):
     assert {(row["case"], row["arm"]) for row in rows} == {(case, arm) for case in cases for arm in kv_fetch.ARMS}
     for row in rows:
         assert float(row["gbps"]) > 0 and float(row["ms"]) > 0 and int(row["host_bytes"]) > 0
-        assert (float(row["savings"]) > 0.25) == (row["arm"] != kv_fetch.RAW)
+        assert (float(row["savings"]) > 0.15) == (row["arm"] != kv_fetch.RAW)
         assert bool(row["target_gbps"]) == (row["arm"] == kv_fetch.HOST)
 
 
@@ -46,6 +46,6 @@ def test_a_wrong_bit_is_a_failure(directory, monkeypatch, capsys):
 
 def test_what_the_page_says(directory):
     text = claims.kv_fetch_block(directory)
-    assert "| KV-cache | saved | raw blocks | ibp | ibp, on the GPU |" in text
-    assert text.count("\n| batch") == 2 and text.count("\n| real") == 1 and text.count(" ms |") == 9
+    assert "| KV-cache | saved | raw blocks | ibp | ibp, the paper's scheme | ibp, on the GPU |" in text
+    assert text.count("\n| batch") == 2 and text.count("\n| real") == 1 and text.count(" ms |") == 12
     assert claims.kv_fetch_block(directory / "nothing") is None
