@@ -284,6 +284,8 @@ def _pool_gathered(source: Source, bags: Bags, check: bool, max_sms: int | None)
         places = places.view(bags.num_bags, bags.bag_size)
     else:
         includes_last = offsets.numel() != bags.num_bags
+        if offsets.is_cuda:  # where torch's kernel trusts them
+            offsets = offsets.clamp(0, bags.ids.numel()).cummax(0).values
     weights = None if bags.weights is None else bags.weights.view(places.shape)
     return F.embedding_bag(
         places,

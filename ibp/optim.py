@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._changes import put_items
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress
 from .nn._tables import placed_like
@@ -196,7 +197,7 @@ class Adagrad(RowOptimizer):
         lr = group["lr"] / (1 + state["step"] * group["lr_decay"])
         changed = gradient.rows.addcdiv(grad, new_sums.sqrt().add_(group["eps"]), value=-lr)
         module.write_rows(gradient.ids, changed)
-        sums.update_(gradient.ids, new_sums)
+        put_items(sums, gradient.ids, new_sums)
         state["step"] += 1
 
     def _loaded_state(self, module: RowsModule, saved: dict[str, Any]) -> dict[str, Any]:

@@ -130,8 +130,9 @@ def test_wrong_ids(trainable):
             with pytest.raises(IndexError, match=f"{wrong}; wanted 0 to 29"):
                 module(torch.tensor([[3, wrong]]))
     bags = ibp.nn.EmbeddingBag(table, trainable=trainable)
-    with pytest.raises(ValueError, match="offsets"):
-        bags(torch.tensor([3]))
+    for offsets in (None, [1], [0, 3], [0, 2, 1], [[0]]):
+        with pytest.raises(ValueError, match="offsets"):
+            bags(torch.tensor([3, 4]), offsets if offsets is None else torch.tensor(offsets))
     with pytest.raises(NotImplementedError, match="mode"):
         bags(torch.tensor([[3]]), per_sample_weights=torch.ones(1, 1))
 
@@ -345,6 +346,8 @@ def test_on_a_gpu(cuda, pinned, dtype):
     assert ours.weight is table
     with pytest.raises(IndexError, match="500"):
         ours(torch.tensor([[500]], device=cuda))
+    with pytest.raises(ValueError, match="offsets go from 0 to 1; wanted 0 to at most 20"):
+        ours(ids, torch.tensor([0, 7, 1], device=cuda))
 
 
 def test_collections_on_a_gpu(cuda):

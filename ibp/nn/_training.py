@@ -133,6 +133,8 @@ class RowsModule(TableModule):
                 padding_idx=padding_idx,
                 include_last_offset=include_last_offset,
             )
+        if offsets is not None:
+            _check_offsets(offsets, ids.numel())
         looked_up = self._look_up(ids, padding_idx)
         return F.embedding_bag(
             looked_up.places,
@@ -250,6 +252,20 @@ def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowC
     if cache.table is not table:
         raise ValueError("the cache is one of another table")
     return cache
+
+
+def _check_offsets(offsets: torch.Tensor, num_ids: int) -> None:
+    """ValueError for offsets of which no bags can be made: torch's kernels trust them on a GPU, which is waited for."""
+    if offsets.dim() != 1:
+        raise ValueError(f"offsets has shape {list(offsets.shape)}; wanted one dimension")
+    if offsets.numel() == 0:
+        return
+    falls = (offsets[1:] < offsets[:-1]).any()
+    first, last, has_fall = torch.stack((offsets[0], offsets[-1], falls.to(offsets.dtype))).tolist()
+    if first != 0 or last > num_ids or has_fall:
+        raise ValueError(
+            f"offsets go from {first} to {last}; wanted 0 to at most {num_ids}, the ids, in ascending order"
+        )
 
 
 def _sum_of(parts: list[RowGradient]) -> RowGradient:
