@@ -127,7 +127,8 @@ SAMPLES = list(samples())
 NAMES = {"choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes", "drop_cached",
          "encode_rows", "estimate_masks", "fill_slab", "find_cached", "gather_cached", "gather_into", "gather_items",
          "gather_to", "index_rows", "learn_entries", "learn_planes", "measure_rows", "note_pages", "owners_of_rows",
-         "pack_table", "partition_ids", "plan_pages", "select_rows", "set_cached", "survey_rows", "threshold_bits"}  # fmt: skip
+         "pack_table", "partition_ids", "plan_pages", "select_rows", "set_cached", "survey_rows",
+         "threshold_bits"}  # fmt: skip
 
 
 def first_and_slow(names):
