@@ -33,6 +33,8 @@ def test_pages_come_back():
     assert store.is_stored([5, 6, 39]) == [True, False, True]
     store.load(pages[::-1], out, [1, 2, 3, 8]).synchronize()
     assert_same_bits(out[[1, 2, 3, 8]], kv[[11, 4, 3, 29]])
+    store.load([7, 7], out, [1, 2]).synchronize()
+    assert_same_bits(out[[1, 2]], kv[[11, 11]])
     untouched = [b for b in range(30) if b not in (1, 2, 3, 8)]
     assert (out[untouched] == 0).all()
     store.check()
@@ -225,6 +227,7 @@ def test_no_pages():
         (lambda s, kv: s.store([-1], kv, [0]), IndexError, "pages has -1"),
         (lambda s, kv: s.store([0], kv, [30]), IndexError, "blocks has 30; wanted 0 to 29"),
         (lambda s, kv: s.store([1, 1], kv, [0, 1]), ValueError, "more than once"),
+        (lambda s, kv: s.load([0, 1], kv, [1, 1]), ValueError, "blocks has a number more than once"),
         (lambda s, kv: s.store([1, 2], kv, [0]), ValueError, "2 pages and 1 blocks"),
         (lambda s, kv: s.store([0.5], kv, [0]), TypeError, "float32"),
         (lambda s, kv: s.store([[0]], kv, [0]), TypeError, r"\[1, 1\]"),

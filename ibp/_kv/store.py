@@ -285,7 +285,7 @@ class KVStore:
         Raises:
             IndexError, TypeError, ValueError: arguments are not as described; nothing has been stored then.
         """
-        call = self._call(pages, tensors, blocks, first_tensor)
+        call = self._call(pages, tensors, blocks, first_tensor, "pages")
         with self._lock, self._on_stream(stream, True, call):
             place, layout, count = self.place, call.tensors._layout, self._rows_per_tensor
             row_ids, buffers = self._plan(call, count, None)
@@ -304,13 +304,12 @@ class KVStore:
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
     ) -> Transfer:
-        """Decodes pages into blocks of a paged cache, by one launch: the bits that were stored. Blocks have to be
-        different. Pages that are not stored come as zeros, and raise when the transfer is waited for by
-        `Transfer.synchronize`, or by `check`.
+        """Decodes pages into blocks of a paged cache, by one launch: the bits that were stored. Pages that are not
+        stored come as zeros, and raise when the transfer is waited for by `Transfer.synchronize`, or by `check`.
 
-        Args and Raises: as in `store`.
+        Args and Raises: as in `store`, but that the blocks have to be different, and not the pages.
         """
-        call = self._call(pages, tensors, blocks, first_tensor)
+        call = self._call(pages, tensors, blocks, first_tensor, "blocks")
         with self._lock, self._on_stream(stream, False, call):
             piece = call.tensors.piece_bytes
             items, addresses = self._plan(call, self.page_bytes // piece, self._stored)
@@ -376,18 +375,20 @@ class KVStore:
 
     # ---- how ----
 
-    def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int) -> _Call:
+    def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _Call:
+        """The arguments of a transfer. once: which numbers have to be different, as what they name is written to."""
         paged = self._paged(tensors, blocks)
         self._check_paged(paged, first_tensor)
         near, host = self._numbers("pages", pages, self.num_pages)
-        if host is not None and len(host) < near.numel():
-            raise ValueError("pages has a number more than once")
         if blocks is None:
-            near_blocks = torch.arange(paged.num_blocks, device=self.device)
+            near_blocks, host_blocks = torch.arange(paged.num_blocks, device=self.device), None
         else:
-            near_blocks, _ = self._numbers("blocks", blocks, paged.num_blocks)
+            near_blocks, host_blocks = self._numbers("blocks", blocks, paged.num_blocks)
         if near.numel() != near_blocks.numel():
             raise ValueError(f"there are {near.numel()} pages and {near_blocks.numel()} blocks; wanted as many")
+        written = host if once == "pages" else host_blocks
+        if written is not None and len(written) < near.numel():
+            raise ValueError(f"{once} has a number more than once")
         return _Call(near, host, paged, near_blocks, first_tensor)
 
     def _paged(self, tensors: Tensors, blocks: Pages | None) -> PagedTensors | PageList:
@@ -395,6 +396,8 @@ class KVStore:
             return tensors
         if isinstance(tensors, torch.Tensor) or (self.num_tensors > 1 and not isinstance(tensors, Buffers)):
             return PagedTensors(tensors)
+        if self.num_tensors > 1:
+            raise ValueError(f"a page has blocks of {self.num_tensors} tensors; wanted ibp.PagedTensors, not Buffers")
         if blocks is not None:
             raise ValueError("blocks are given, but the tensors are pages; make them ibp.PagedTensors of one tensor")
         buffers = tensors if isinstance(tensors, Buffers) else Buffers(tensors)
