@@ -894,6 +894,27 @@ def requested_bytes(device):
     return torch.cuda.memory_stats(device)["requested_bytes.all.current"]
 
 
+def test_refill_without_memory_on_a_gpu(cuda):
+    x = embedding(60_000, 128)
+    cache = ibp.RowCache(ibp.compress(x), 24 << 20, range(100), devices=cuda)
+    ids = torch.randint(200, (500,), device=cuda)
+    near = x[:200].to(cuda)
+    assert_same_bits(cache.index_select(ids), near[ids])
+    torch.cuda.empty_cache()
+    most = torch.cuda.memory_reserved(cuda) + (8 << 20)
+    torch.cuda.set_per_process_memory_fraction(most / torch.cuda.get_device_properties(cuda).total_memory, cuda)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            cache.refill(torch.rand(len(x)))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)
+    assert cached_rows(cache) == set(range(100))
+    assert_same_bits(cache.index_select(ids), near[ids])
+    cache.refill(torch.rand(len(x)))
+    assert cache.num_cached_rows > 20_000
+    assert_same_bits(cache.index_select(ids), near[ids])
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_places_on_a_gpu(cuda, pinned):
     """Rows are coded, looked up and dropped on a stream, in a graph as well."""
