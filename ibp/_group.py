@@ -20,6 +20,7 @@ class Group:
     """A process group and this process's rank in it.
 
     Attributes:
+        process_group: None of the default group.
         rank, size: of this process in the group, of the group.
         device: where tensors are exchanged: the current CUDA device for NCCL, else the CPU.
     """
@@ -36,7 +37,8 @@ class Group:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group first, in each "
                 "process that torchrun has started"
             )
-        self.process_group = group
+        # The default group is not held: kept alive beyond destroy_process_group, gloo aborts at the end of a program.
+        self.process_group = None if group is dist.group.WORLD else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError("this process is not in the group: only the group's own ranks take part")

@@ -155,7 +155,7 @@ class ShardedTable:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """As it was given."""
+        """None: the default group."""
         return self._group.process_group
 
     @property
