@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import traceback
+import types
 
 import pytest
 import torch
@@ -480,6 +481,18 @@ def test_caches_that_ranks_cannot_have(ranks):
         for (name, message), text in zip(failures, wanted):
             assert re.search(text, message)
             assert name == (("TypeError" if rank == 3 else "RuntimeError") if "NoneType" in text else "ValueError")
+
+
+def test_gpus_that_cannot_read_each_other(monkeypatch):
+    """GPU 2 reads GPU 0, not GPU 1, whatever they are called elsewhere; what is not seen here is not known."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=f"gpu-{device}"))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: peer == 0)
+    device = torch.device("cuda", 2)
+    peers._check_access(device, ["gpu-0", "gpu-2", "gpu-elsewhere", "gpu-2"])
+    peers._check_access(torch.device("cpu"), ["", ""])
+    with pytest.raises(ValueError, match="cuda:2 cannot read the memory of cuda:1, the GPU of rank 3"):
+        peers._check_access(device, ["gpu-0", "gpu-2", "gpu-0", "gpu-1"])
 
 
 def fail_to_fill(rank):

@@ -45,25 +45,31 @@ class Peers:
 
     def agree(self, cache: RowCache, set_up: Callable[[], None], has_hotness: bool) -> None:
         """Sets a cache up on each rank; a collective call. Raises what set_up() does, and ValueError where ranks give
-        different tables or budgets, or are on several machines."""
+        different tables or budgets, are on several machines, or have GPUs that cannot read each other's memory."""
 
-        def work() -> tuple[str, dict[str, Any]]:
+        def work() -> tuple[str, str, dict[str, Any]]:
             set_up()
             view = cache._view
-            return machine(), {
-                "shape of the table": list(view.shape),
-                "dtype of the table": view.dtype,
-                "row_bytes of the table": view.row_bytes,
-                "stored_bytes of the table": view.stored_bytes,
-                "codebook of the table": view.codebook,
-                "budget_bytes": cache.budget_bytes,
-                "type of device": cache.devices[0].type,
-                "hotness": "given" if has_hotness else None,
-            }
+            return (
+                machine(),
+                _uuid(cache.devices[0]),
+                {
+                    "shape of the table": list(view.shape),
+                    "dtype of the table": view.dtype,
+                    "row_bytes of the table": view.row_bytes,
+                    "stored_bytes of the table": view.stored_bytes,
+                    "codebook of the table": view.codebook,
+                    "budget_bytes": cache.budget_bytes,
+                    "type of device": cache.devices[0].type,
+                    "hotness": "given" if has_hotness else None,
+                },
+            )
 
         agreed = self._group.together("RowCache", work)
-        check_one_machine("a RowCache with a group", [name for name, _ in agreed])
-        same_on_all("RowCache", [arguments for _, arguments in agreed])
+        machines, uuids, arguments = (list(of_ranks) for of_ranks in zip(*agreed))
+        check_one_machine("a RowCache with a group", machines)
+        same_on_all("RowCache", arguments)
+        self._group.together("RowCache", lambda: _check_access(cache.devices[0], uuids))
 
     def made(self, cache: RowCache, hotness: Hotness) -> Generation:
         """What the cache holds from now on, all ranks' slabs; a collective call, after which all are filled. Where it
@@ -102,6 +108,23 @@ class Peers:
         self._group.together(_REFILL, lambda: None)
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
+
+
+def _uuid(device: torch.device | int) -> str:
+    """What tells a GPU from others, whatever its number in a process; "" of the CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device != torch.device("cpu") else ""
+
+
+def _check_access(device: torch.device, uuids: list[str]) -> None:
+    """ValueError where a GPU cannot read the memory of another rank's. One that this process does not see is not
+    checked: it is found out when its memory is opened."""
+    if device.type != "cuda":
+        return
+    seen = {_uuid(number): number for number in range(torch.cuda.device_count())}
+    for rank, uuid in enumerate(uuids):
+        number = seen.get(uuid, device.index)
+        if number != device.index and not torch.cuda.can_device_access_peer(device, number):
+            raise ValueError(f"{device} cannot read the memory of cuda:{number}, the GPU of rank {rank} of the group")
 
 
 def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
