@@ -6,10 +6,10 @@
 keys and values of a real model (data/kv_stories260k.npz: 4 heads of 8 values, layers and tokens repeated). A call is
 one step of generation without the model: every layer is given one new token and gives all its keys and values. Arms:
 `CompressedCache` with coded tokens in pinned host memory (also of the paper's scheme) and on the GPU, the same with raw
-blocks, which goes through the same code, and transformers' `DynamicCache(offloading=True)`, where its steps are short enough. What every layer
-gives is compared with the tensors that it was given. Steps follow each other, as in generation, by the clock; `ms` is
-one of them. The ideal is the copy engine's rate over the share of bytes stored; for coded tokens on the GPU that of
-memory.
+blocks, which goes through the same code, and transformers' `DynamicCache(offloading=True)`, where its steps are short
+enough. What every layer gives is compared with the tensors that it was given. Steps follow each other, as in
+generation, by the clock; `ms` is one of them. The ideal is the copy engine's rate over the share of bytes stored; for
+coded tokens on the GPU that of memory.
 """
 
 import gc
