@@ -102,7 +102,7 @@ class Place:
 
     def clear(self) -> None:
         """Forgets all rows: they read as default rows, and all of overflow is free."""
-        self.lengths.view(torch.int16).fill_(_as_int16(min(self.row_bytes, _MOST_LENGTH)))
+        self.lengths.view(torch.int16).fill_(as_int16(min(self.row_bytes, _MOST_LENGTH)))
         self.bases.fill_(_NO_BASE)
         self.rooms.view(torch.int16).zero_()
         for counter in (self._used, self._counts, self._fault):
@@ -262,5 +262,6 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
     return x.permute(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
 
 
-def _as_int16(number: int) -> int:
+def as_int16(number: int) -> int:
+    """The int16 with the bits of a uint16."""
     return number - 65536 if number >= 32768 else number

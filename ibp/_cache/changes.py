@@ -10,7 +10,7 @@ from .. import _changes
 from .._changes import check_rows, last_of_each, put_rows
 from .._fetch.gather import Ids, checked_ids, tensor_of
 from .._layout import default_length
-from .._place import Place, encode_into
+from .._place import Place, as_int16
 from .._rows import bytes_of
 from .._schemes import AnyCodebook, coding_of
 from .._table import CorruptTableError
@@ -83,27 +83,41 @@ def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: t
     maps, _ = generation.view_of(worker)
     lengths = view._arguments(worker)[2]
     torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
-    held = Entries.are_present(entries).nonzero()[:, 0]
+    held = entries.nonzero()[:, 0]
     coded = _Coded.of(generation.codebook, _rows_at(data, held), generation.slot_bytes)
     fitting = coded.fits.nonzero()[:, 0]
-    kept = held[fitting]
+    kept, lost = held, None
+    if fitting.numel() < held.numel():
+        kept, lost, coded = held[fitting], numbers[held[~coded.fits]], coded.some(fitting)
     if kept.numel() < numbers.numel():
         others = torch.ones_like(numbers, dtype=torch.bool).index_fill_(0, kept, False).nonzero()[:, 0]
         put_rows(view, numbers[others], _rows_at(data, others).view(-1))
         mark_current(cache)
-    lost = numbers[held[~coded.fits]] if kept.numel() < held.numel() else None
     numbers, entries = numbers[kept], entries[kept]
     for number, slab in generation:
         mine = None if len(generation.slabs) == 1 else (Entries.slabs(entries) == number).nonzero()[:, 0]
-        some = fitting if mine is None else fitting[mine]
-        at = slice(None) if mine is None else mine
         generation.hold_for(cache._order.write(slab.device))
-        coded.put(some, Entries.offsets(entries[at]), slab, generation.slot_bytes)
-        torch.ops.ibp.set_cached.default(
-            numbers[at].to(slab.device), coded.lengths_of(some).to(slab.device), generation.ways, True, slab.map
-        )
+        if mine is None:
+            _put(slab, generation, numbers, entries, coded)
+        else:
+            _put(slab, generation, numbers[mine], entries[mine], coded.some(mine))
         if lost is not None:
             torch.ops.ibp.drop_cached.default(lost.to(slab.device), generation.ways, slab.map)
+
+
+def _put(slab: Slab, generation: Generation, numbers: torch.Tensor, entries: torch.Tensor, coded: _Coded) -> None:
+    """Copies coded rows to the slots that they have in a slab, and notes that they have changed."""
+    if numbers.numel() == 0:
+        return
+    slot_bytes, num_bytes = generation.slot_bytes, coded.bytes.shape[1]
+    num_slots = slab.bytes.numel() // slot_bytes
+    slots = slab.bytes[: num_slots * slot_bytes].view(num_slots, slot_bytes)[:, :num_bytes]
+    rows, numbers, entries = (tensor.to(slab.device) for tensor in (coded.bytes, numbers, entries))
+    if num_bytes % 8 == 0:
+        slots, rows = _wide(slots), _wide(rows)
+    slots.index_copy_(0, Entries.offsets(entries) // slot_bytes, rows)
+    lengths = coded.lengths.to(slab.device).view(torch.uint16)
+    torch.ops.ibp.set_cached.default(numbers, lengths, generation.ways, True, slab.map)
 
 
 def _rows_at(rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
@@ -118,7 +132,8 @@ def _wide(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _Coded(NamedTuple):
-    """Rows as a cache stores them: bytes [rows, at most a slot], entries of lengths, whether they fit a slot."""
+    """Rows as a cache stores them: bytes [rows, at most a slot], entries of lengths as int16, whether they fit a
+    slot."""
 
     bytes: torch.Tensor
     lengths: torch.Tensor
@@ -127,33 +142,28 @@ class _Coded(NamedTuple):
     @classmethod
     def of(cls, codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int) -> _Coded:
         """data: [rows, row_bytes]. Default rows, which have no bytes, fit no slot."""
-        num_rows, row_bytes = data.shape
+        (num_rows, row_bytes), device = data.shape, data.device
         if codebook is None:
-            fits = torch.full((num_rows,), slot_bytes >= row_bytes, device=data.device)
-            return cls(data, torch.zeros(num_rows, dtype=torch.int64, device=data.device), fits)
+            fits = torch.full((num_rows,), slot_bytes >= row_bytes, device=device)
+            return cls(data, torch.zeros(num_rows, dtype=torch.int16, device=device), fits)
         inner = min(slot_bytes, row_bytes)
-        place = Place(codebook, num_rows, slot_bytes=inner, overflow_bytes=0, device=data.device)
+        num_parts = num_rows if inner < row_bytes else 0
+        slots = torch.empty(num_rows, inner, dtype=torch.uint8, device=device)
+        lengths, rooms = (torch.empty(n, dtype=torch.uint16, device=device) for n in (num_rows, num_parts))
+        bases = torch.empty(num_parts, dtype=torch.int64, device=device)  # without an overflow, any will do
+        used, counts, fault = torch.zeros(7, dtype=torch.int64, device=device).split((1, 2, 4))
         if num_rows:
-            encode_into(data, place)
-        lengths = place.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
-        fits = lengths != default_length(row_bytes)
+            codec, words = coding_of(codebook, row_bytes, device)
+            table = (slots.view(-1), slots.view(-1)[:0], lengths, bases, words, codec, inner, 0, num_rows, row_bytes)
+            torch.ops.ibp.encode_into.default(*table, rooms, used, counts, data, None, None, 0, 0, fault)
+        found = lengths.view(torch.int16)
+        fits = found != as_int16(default_length(row_bytes))
         if inner < row_bytes:  # rows that were lost are marked as raw ones
-            fits &= lengths != 0
-        return cls(place.slots.view(num_rows, inner), lengths, fits)
+            fits &= found != 0
+        return cls(slots, found, fits)
 
-    def lengths_of(self, which: torch.Tensor) -> torch.Tensor:
-        """uint16, of some of the rows."""
-        return self.lengths[which].to(torch.int16).view(torch.uint16)
-
-    def put(self, which: torch.Tensor, offsets: torch.Tensor, slab: Slab, slot_bytes: int) -> None:
-        """Copies some of the rows to their slots."""
-        if which.numel() == 0:
-            return
-        num_slots = slab.bytes.numel() // slot_bytes
-        slots = slab.bytes[: num_slots * slot_bytes].view(num_slots, slot_bytes)[:, : self.bytes.shape[1]]
-        some = _rows_at(self.bytes, which).to(slab.device)
-        slots, some = (_wide(slots), _wide(some)) if some.shape[1] % 8 == 0 else (slots, some)
-        slots.index_copy_(0, (offsets // slot_bytes).to(slab.device), some)
+    def some(self, which: torch.Tensor) -> _Coded:
+        return _Coded(_rows_at(self.bytes, which), self.lengths[which], self.fits[which])
 
 
 def flush(cache: RowCache) -> None:
