@@ -416,7 +416,7 @@ def training_table(directory):
         lines.append([f"{kind_of_rows({'dtype': dtype, 'row_bytes': size})}, {case}", *texts])
     return (
         f"A training step with row-wise Adagrad (`dlrm_train.csv`: {caption(rows)}); milliseconds, in brackets what it "
-        f"adds to a look-up of the same rows, as a share of that:\n\n{markdown(['rows and ids', *arms], lines)}"
+        f"adds to a forward pass, as a share of the time of its gather:\n\n{markdown(['rows and ids', *arms], lines)}"
     )
 
 

@@ -350,6 +350,21 @@ def test_on_a_gpu(cuda, pinned, dtype):
         ours(ids, torch.tensor([0, 7, 1], device=cuda))
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_of_one_row_on_a_gpu(cuda, mode):
+    weight = embedding(50, 64, torch.bfloat16)
+    weight[3] = -0.0
+    ours = ibp.nn.EmbeddingBag(ibp.compress(weight.to(cuda)), mode=mode, trainable=True)
+    torchs = torch.nn.EmbeddingBag.from_pretrained(weight.to(cuda), mode=mode, freeze=False)
+    ids = torch.tensor([[3], [9], [3]], device=cuda)
+    assert_same_bits(ours(ids).detach(), torchs(ids).detach())
+    for module in (ours, torchs):
+        module(ids).sum().backward()
+    gradient = ours.row_gradient()
+    assert gradient.ids.tolist() == [3, 9]
+    assert_same_bits(gradient.grad, torchs.weight.grad[gradient.ids])
+
+
 def test_collections_on_a_gpu(cuda):
     collection, on_cpu = make_collection(), keyed(["page", "user", "page"])
     names, values, lengths = on_cpu
