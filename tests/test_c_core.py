@@ -23,7 +23,6 @@ from native import (
     written,
 )
 
-
 ALL_ROUNDS = [pytest.param(flags, "all", marks=pytest.mark.slow) for flags in (PLAIN, SANITIZED)]
 
 

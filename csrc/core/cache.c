@@ -30,7 +30,7 @@ static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row)
     return NULL;
 }
 
-/* A way for a row that is in the map from now on, without an entry; NULL if it is there already, or there is no room. */
+/* A way for a row that is in the map from now on, without an entry; NULL if it is there already or there is no room. */
 static ibp_cached_row *take_way(const ibp_cache_map *map, int64_t row)
 {
     const uint64_t hash = ibp_hash_of_row(row);

@@ -126,7 +126,7 @@ IBP_INLINE bool ibp_is_lru(const ibp_lru *lru)
            slab->map.num_sets <= slab->num_bytes / ((int64_t)slab->map.ways * lru->slot_bytes);
 }
 
-/* Whether a search of an owner's map is for rows of items at all: fields of a query, which take no memory to be read. */
+/* Whether a search of an owner's map is for rows of items at all: fields of a query, which reads no memory. */
 IBP_INLINE bool ibp_is_query(const ibp_row_query *query)
 {
     const ibp_ids *const ids = query->ids;

@@ -146,8 +146,8 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
     return log.status;
 }
 
-/* A row whose parts have been found, slot part in `slots` and overflow part in `overflow`. out: row_bytes bytes; *row is
- * out, or points into the workspace or those arrays where the row is raw. */
+/* A row whose parts have been found, slot part in `slots` and overflow part in `overflow`. out: row_bytes bytes; *row
+ * is out, or points into the workspace or those arrays where the row is raw. */
 static ibp_status read_place(const ibp_codebook *cb, const ibp_row_place *place, const uint8_t *slots,
                              const uint8_t *overflow, const ibp_workspace *work, uint8_t *out, const uint8_t **row)
 {

@@ -410,8 +410,8 @@ IBP_API ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source 
  * Positions lie one after the other, item_bytes each, or, where num_dims is not 0, as the items of a strided tensor:
  * they are numbered in row-major order of num_dims dimensions, of sizes[d] each, and that of index (i0, i1, ...) begins
  * at byte i0 * strides[0] + i1 * strides[1] + ... of the output. No two may share a byte.
- * With addresses, position p begins there and nowhere else: the output is several pieces of memory, such as the blocks of
- * a paged cache. They are trusted, as `out` is, which is not read then; positions and num_dims are NULL and 0. */
+ * With addresses, position p begins there and nowhere else: the output is several pieces of memory, such as the blocks
+ * of a paged cache. They are trusted, as `out` is, which is not read then; positions and num_dims are NULL and 0. */
 typedef struct ibp_ids {
     const void *data;
     int64_t count;
@@ -439,9 +439,9 @@ IBP_API ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64
 /* ---- pages of a KV-cache ---------------------------------------------------------------------------------------- */
 
 /* Pages on their way between the blocks of paged tensors and a place: page k of the transfer is page pages[k] of the
- * place and block blocks[k] of `tensors` tensors. A page has a block of each of num_tensors tensors, of which those from
- * first_tensor on are moved. A block of a tensor is `pieces` pieces of memory of one size; the place has ids_per_block
- * rows, or items, for it, a whole number for each piece. Page numbers and block numbers may be any. */
+ * place and block blocks[k] of `tensors` tensors. A page has a block of each of num_tensors tensors, of which those
+ * from first_tensor on are moved. A block of a tensor is `pieces` pieces of memory of one size; the place has
+ * ids_per_block rows, or items, for it, a whole number for each piece. Page numbers and block numbers may be any. */
 typedef struct ibp_page_transfer {
     const int64_t *pages, *blocks;
     int64_t count, num_pages, num_blocks; /* of the transfer, of the place, of each tensor */
@@ -540,8 +540,8 @@ typedef struct ibp_cached_row {
 #define IBP_WAY_REMOVED ((int64_t)-2) /* used once: a search goes on */
 
 /* A row is found in its home set, which a hash of its number names, or, where that has no empty way, in sets that the
- * hash names after it, IBP_SEARCHED_WAYS ways in all. A map with sets of two ways that is filled by 85 % leaves out fewer
- * than one row in a thousand. */
+ * hash names after it, IBP_SEARCHED_WAYS ways in all. A map with sets of two ways that is filled by 85 % leaves out
+ * fewer than one row in a thousand. */
 #define IBP_SEARCHED_WAYS 32u
 
 /* A slab's map: sets of `ways` ways. An empty map has IBP_WAY_EMPTY and entry 0 in every way. */

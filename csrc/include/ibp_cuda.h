@@ -129,8 +129,8 @@ IBP_API ibp_status ibp_cuda_set_cached(const int64_t *rows, const uint16_t *leng
 typedef enum ibp_bag_mode { IBP_BAG_SUM, IBP_BAG_MEAN, IBP_BAG_MAX } ibp_bag_mode;
 typedef enum ibp_float_kind { IBP_FLOAT32, IBP_FLOAT16, IBP_BFLOAT16 } ibp_float_kind;
 
-/* Bags of ids: bag b has the ids from offsets[b] up to offsets[b + 1]. The first begins with id 0 and the last ends with
- * the last id, whatever the offsets say. */
+/* Bags of ids: bag b has the ids from offsets[b] up to offsets[b + 1]. The first begins with id 0 and the last ends
+ * with the last id, whatever the offsets say. */
 typedef struct ibp_bags {
     const void *offsets;   /* device: int32_t or int64_t [num_bags], ascending; NULL: bags of bag_size ids each */
     uint32_t offset_bytes; /* 4 or 8 */
@@ -141,13 +141,13 @@ typedef struct ibp_bags {
     int64_t padding_id;  /* rows with this id count as absent; negative: there is none */
 } ibp_bags;
 
-/* out[b] = the sum, mean or maximum of the rows of bag b, row_bytes bytes each: decoded and reduced by one kernel. A bag
- * without rows gives zeros. Sums are added up in float, in the order of the bag, with one rounding at its end: in the
- * bits of torch's embedding_bag for CUDA.
+/* out[b] = the sum, mean or maximum of the rows of bag b, row_bytes bytes each: decoded and reduced by one kernel. A
+ * bag without rows gives zeros. Sums are added up in float, in the order of the bag, with one rounding at its end: in
+ * the bits of torch's embedding_bag for CUDA.
  * table: of items of one row each, at most 8 KiB, of scheme raw or of dense rows of scheme planes with elements of 2 or
- * 4 bytes. ids: without positions. An id out of range and a corrupt row are noted as in ibp_cuda_gather_items, and count
- * as rows of zeros. An offset past the ids, or less than the one before, is noted as IBP_INVALID_ARGUMENT, with its
- * position and value; the bags about it are then made of any of the rows between their neighbours.
+ * 4 bytes. ids: without positions. An id out of range and a corrupt row are noted as in ibp_cuda_gather_items, and
+ * count as rows of zeros. An offset past the ids, or less than the one before, is noted as IBP_INVALID_ARGUMENT, with
+ * its position and value; the bags about it are then made of any of the rows between their neighbours.
  * cache: rows whose entries are present come from its slabs, as in ibp_cuda_gather_cached; NULL: all from the table.
  * out: aligned to the elements. fault and max_sms as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,

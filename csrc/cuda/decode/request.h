@@ -41,8 +41,8 @@ struct Gather {
     ibp_stream stream;
 };
 
-// A request for the items at ids, which are at most kMostJobs rows, for a kernel of its own output: positions are counted
-// from NULL on. table and ids: as in ibp_cuda_gather_items, checked.
+// A request for the items at ids, which are at most kMostJobs rows, for a kernel of its own output: positions are
+// counted from NULL on. table and ids: as in ibp_cuda_gather_items, checked.
 Request describe_items(const ibp_table &table, const ibp_ids &ids);
 
 // As ibp_cuda_gather_items, of items of whole rows whose slots have been copied to stage, in the order of ids. The
@@ -51,8 +51,8 @@ Request describe_items(const ibp_table &table, const ibp_ids &ids);
 ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
                          uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
 
-// Whether a cache can be gathered from, and has entries for all jobs where it needs them. Slabs past the last one become
-// empty ones in the request.
+// Whether a cache can be gathered from, and has entries for all jobs where it needs them. Slabs past the last one
+// become empty ones in the request.
 bool use_cache(const ibp_cache *cache, Request *request);
 
 // The decoders, each in a translation unit of its own under decode/. gather.cu says which codebooks each one takes.
