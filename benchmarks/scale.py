@@ -4,7 +4,7 @@ cache), and how fast do rows of another process come?
     python -m benchmarks.scale [--out DIR] [--device cpu] [--quick]
 
 A process a GPU, data-parallel with NCCL. One table of all processes in shared pinned memory, graphs, batches and
-epochs of gnn.py with 600,000 nodes and 30 million edges; 1,024 seeds a GPU and step. A `RowCache` of 1 and of 5 % of
+epochs of gnn.py with 400,000 nodes and 20 million edges; 1,024 seeds a GPU and step. A `RowCache` of 1 and of 5 % of
 the bytes of the raw features on each GPU holds the rows that an epoch asks for most often. On two GPUs each has a slab
 that the other one reads (`group=`). Arms: raw rows and coded rows at equal bytes, each by one GPU and by two at once.
 
@@ -13,8 +13,8 @@ cache_percent, held_rows, raw_rows (in the same bytes), hit_rate, own_share and 
 fetch_ms (of a batch, the slowest GPU's), epoch_s (of 200 batches of all GPUs together), predicted: by how many times
 as fast as raw rows with the same cache a fetch would be if it gained only what the cache holds more rows of, that is by
 misses alone. Case `sharded`: rows of a table of which each GPU's process has half (`ibp.distributed.ShardedTable`),
-without a cache, both asking at once. The first batch of every arm is compared with the rows that it must be, bit for
-bit.
+without a cache, both asking at once. The first batch of every arm is compared with raw rows that the GPU fetches
+without a cache, and the first of these with the CPU's, bit for bit.
 """
 
 import json
@@ -35,7 +35,7 @@ from ibp.distributed import ShardedTable, share_table
 from . import gnn, gnn_cache, harness, ideal
 
 COLUMNS = "gpus,cache_percent,held_rows,raw_rows,hit_rate,own_share,peer_share,fetch_ms,epoch_s,predicted".split(",")
-NUM_NODES, NUM_EDGES = 600_000, 30_000_000
+NUM_NODES, NUM_EDGES = 400_000, 20_000_000
 CASES = (
     gnn.Case("pubmed", NUM_NODES, (1024,)),
     gnn.Case("dense 768", NUM_NODES, (1024,), torch.bfloat16, 768),
@@ -44,6 +44,7 @@ RAW, IBP = gnn_cache.RAW, gnn_cache.IBP
 WORLD = 2
 FETCHED, EPOCH_S, HOT_BATCHES = 12, 1.0, 100  # batches of a timed fetch, seconds of an epoch's part, batches counted
 SHARDED_IDS, SHARDED_CALLS = 100_000, 8
+CHECKED = 1000  # rows that the CPU is asked for too
 
 
 class Process(NamedTuple):
@@ -85,10 +86,10 @@ def work(rank, kind, cases, small, data_dir, store, found):
     try:
         for case in cases:
             measured += measure_case(process, case, data_dir)
-        dist.barrier()  # nobody ends while others read its slab
+            if rank == 0:  # what is measured stays, whatever becomes of the next case
+                Path(found).write_text(json.dumps(measured))
+            dist.barrier()  # nobody ends while others read its slab
     finally:
-        if rank == 0:
-            Path(found).write_text(json.dumps(measured))
         dist.destroy_process_group()
 
 
@@ -97,6 +98,7 @@ def work(rank, kind, cases, small, data_dir, store, found):
 
 def measure_case(process, case, data_dir):
     """What rank 0 found, a dictionary an arm."""
+    began = time.perf_counter()
     torch.manual_seed(0)
     features = gnn.Features(case, data_dir, process.device) if process.rank == 0 else None
     raw, coded = (share_table(features and table) for table in (features and features.raw, features and features.table))
@@ -114,9 +116,10 @@ def measure_case(process, case, data_dir):
             for kind, table in ((RAW, raw), (IBP, coded)):
                 found = measure_arm(process, world, training, hotness, kind, table, raw, percent)
                 measured.append({"case": case.name, "dtype": harness.dtype_name(case.dtype), **found})
-                if process.rank == 0:
-                    print(".", end="", flush=True)
-    return measured + measure_sharded(process, case, raw, coded)
+    measured += measure_sharded(process, case, raw, coded)
+    if process.rank == 0:
+        print(f"{case.name}: {time.perf_counter() - began:.0f} s", flush=True)
+    return measured
 
 
 def wrapper(process, world):
@@ -146,8 +149,7 @@ def measure_arm(process, world, training, hotness, kind, table, raw, percent):
             fetch = gnn_cache.Cached(cache)
         training.restart()
         ids = [training.sample(i).ids for i in range(gnn.QUICK_EPOCH if process.small else FETCHED)]
-        rows = fetch(ids[0], training.out(0, len(ids[0])))
-        harness.check_bits(rows.cpu(), raw.index_select(ids[0].cpu()), f"{kind}, rank {process.rank}")
+        check(fetch(ids[0], training.out(0, len(ids[0]))), raw, ids[0], f"{kind}, rank {process.rank}")
     dist.barrier()
     seconds = timed_fetches(process, fetch, training, ids) if takes_part else 0.0
     counted = [sum(map(len, ids))] if takes_part else [0]
@@ -175,6 +177,12 @@ def measure_arm(process, world, training, hotness, kind, table, raw, percent):
         "epoch_s": epoch_s,
         **cache_columns(fetch, kind, hotness, ids, cache_bytes // raw.row_bytes * world),
     }
+
+
+def check(rows, raw, ids, what):
+    wanted = raw.index_select(ids)
+    harness.check_bits(rows, wanted, what)
+    harness.check_bits(wanted[:CHECKED].cpu(), raw.index_select(ids[:CHECKED].cpu()), f"{what}, by the CPU")
 
 
 def timed_fetches(process, fetch, training, ids):
@@ -238,7 +246,7 @@ def measure_sharded(process, case, raw, coded):
         count = min(SHARDED_IDS, size)
         ids = [torch.randint(2 * size, (count,), generator=draws).to(process.device) for _ in range(SHARDED_CALLS)]
         rows = sharded.index_select(ids[0])
-        harness.check_bits(rows.cpu(), raw.index_select(ids[0].cpu()), f"sharded {kind}, rank {process.rank}")
+        check(rows, raw, ids[0], f"sharded {kind}, rank {process.rank}")
         process.sync(), dist.barrier()
         began = time.perf_counter()
         for some in ids:
@@ -275,7 +283,6 @@ def run_cases(run, cases, small, data_dir):
             measured = json.loads(Path(found).read_text()) if Path(found).exists() else []
             for arm in measured:
                 add(run, arm)
-    print()
 
 
 def add(run, arm):
