@@ -391,7 +391,8 @@ class CompressedCache(DynamicCache):
             saves less than 2 % of are kept raw with the others, too.
         level: of scheme "planes", as in `ibp.compress`.
         codebooks: those of keys and of values to begin with, for all layers, made by `ibp.analyze` of tensors whose
-            rows are whole tokens of a head, one or more; None: learned, which takes about two milliseconds each.
+            rows are whole tokens of a head, one or more; None: learned, which takes some
+            milliseconds each (of scheme "ibp" a hundred).
         max_sms: at most so many multiprocessors decode; None: 32 where tokens come over the link, else all.
 
     Raises:
