@@ -15,7 +15,8 @@ ids there, the first row of each table added to them by the call. `raw + cache` 
 dlrm.csv has, after the common columns: ids ("uniform" or "Zipf"), batch, ms (of a call), table_gib (of raw rows),
 hit_rate, target_gbps and met. `rows` are those of a call. `ibp` should be 2.8 times as fast as `cpu gather + copy` and
 1.3 times as `cpu pipelined` for BF16 rows of 2 KiB; as `raw rows` 1.35 times for these from 100,000 ids a call, 1.1
-times for FP32 rows of 2 KiB, and never slower; with a cache 1.3 times as fast as `raw + cache`.
+times for FP32 rows of 2 KiB, and never slower; with a cache 1.3 times as fast as `raw + cache` for BF16 rows from 512 B
+on, and never slower. 2 % less is not slower: so much rates of the same code differ.
 """
 
 import gc
@@ -40,6 +41,7 @@ CPU_COPY, CPU_PIPELINED, RAW, IBP, RAW_CACHE, IBP_CACHE = ARMS = (
 UNIFORM, ZIPF = "uniform", "Zipf"
 ROWS_TOGETHER = 32  # have a base together (FORMAT.md section 2): as many rows are repeated as are a multiple of it
 MANY_IDS = 100_000
+NOT_SLOWER = 0.98
 
 
 class Case(NamedTuple):
@@ -171,9 +173,9 @@ def measure_cpu(tables, lookups, buffer):
 def wanted_of(case, lookups, rates):
     """GB/s that `ibp` should reach."""
     is_bf16, is_long = case.dtype == torch.bfloat16, case.row_bytes == 2048
-    factors = {RAW: 1.0}
+    factors = {RAW: NOT_SLOWER}
     if is_bf16 and is_long:
-        factors = {CPU_COPY: 2.8, CPU_PIPELINED: 1.3, RAW: 1.35 if lookups.num_rows >= MANY_IDS else 1.0}
+        factors = {CPU_COPY: 2.8, CPU_PIPELINED: 1.3, RAW: 1.35 if lookups.num_rows >= MANY_IDS else NOT_SLOWER}
     elif case.dtype == torch.float32 and is_long:
         factors = {RAW: 1.1}
     return max((factor * rates[arm] for arm, factor in factors.items() if arm in rates), default=None)
@@ -193,7 +195,9 @@ def measure_cached(tables, lookups, arm, rates, cache, is_missed):
     def call(k):
         return cache.index_select(lookups.rows(k), out=lookups.outs[k])
 
-    wanted = 1.3 * rates[RAW_CACHE] if arm == IBP_CACHE and RAW_CACHE in rates else None
+    gains = tables.case.dtype == torch.bfloat16 and tables.case.row_bytes >= 512
+    factor = 1.3 if gains else NOT_SLOWER
+    wanted = factor * rates[RAW_CACHE] if arm == IBP_CACHE and RAW_CACHE in rates else None
     link_gbps = tables.link_gbps(lookups, is_missed)
     rates[arm] = measure(tables, lookups, arm, call, link_gbps, wanted, cache=cache)
 
