@@ -442,8 +442,10 @@ def bags_of_rank(rank, step):
 
 def test_processes_average_their_gradients(tmp_path):
     ranks = Ranks(2, tmp_path)
-    results = ranks(step_of_a_rank)
-    ranks.end()
+    try:
+        results = ranks(step_of_a_rank)
+    finally:
+        ranks.end()
     weight = embedding(60, 16, torch.bfloat16)
     for step in range(2):
         total = torch.zeros_like(weight)
