@@ -171,10 +171,10 @@ class ShardedTable:
         return self.shape[0]
 
     def __repr__(self) -> str:
+        own = self.local_range
         return (
             f"ibp.distributed.ShardedTable(shape={list(self.shape)}, dtype={self.dtype}, rank {self._group.rank} of "
-            f"{self._group.size} has items {self.starts[self._group.rank]} to "
-            f"{self.starts[self._group.rank + 1] - 1}: {self.local_table!r})"
+            f"{self._group.size} has {len(own):,} items from {own.start:,} on: {self.local_table!r})"
         )
 
     def __reduce__(self) -> Any:

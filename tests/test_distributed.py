@@ -75,6 +75,7 @@ class Ranks:
 
 
 def _serve(rank, size, store, timeout, backend, pipe):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name means
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
