@@ -116,26 +116,67 @@ __device__ __forceinline__ bool is_row(const ulonglong2 &way, int64_t row)
     return static_cast<int64_t>(way.x) == row;
 }
 
-// Number of a row's way; -1 if the map does not have it. Ways are looked at by sectors, two at a time.
+// The pairs of ways, a sector each, that a row may lie in, one after the other.
+struct Search {
+    int64_t set, step;
+    uint32_t in_set, left; // ways before the next pair; pairs
+
+    __device__ __forceinline__ Search(const ibp_cache_map &map, int64_t row) : in_set(0)
+    {
+        const uint64_t hash = ibp_hash_of_row(row);
+        set = ibp_home_of_hash(hash, map.num_sets);
+        step = ibp_step_of_hash(hash, map.num_sets);
+        left = static_cast<uint32_t>(ibp_searched_sets(&map)) * (map.ways / 2u);
+    }
+    // Number of the next pair's first way.
+    __device__ __forceinline__ int64_t next(const ibp_cache_map &map)
+    {
+        const int64_t way = set * map.ways + in_set;
+        left--;
+        in_set += 2u;
+        if (in_set == map.ways) in_set = 0, set = ibp_next_set(set, step, map.num_sets);
+        return way;
+    }
+};
+
+// The number of the row in a way, without its entry.
+template <bool CONSTANT> __device__ __forceinline__ int64_t load_row(const ibp_cached_row *way)
+{
+    const auto *const row = reinterpret_cast<const long long *>(&way->row);
+    return CONSTANT ? __ldg(row) : __ldcg(row);
+}
+
+// Number of a row's way; -1 if the map does not have it. Most rows lie in the first pair; of the others' pairs some are
+// loaded at a time, since a warp waits for the longest of its searches.
 template <bool CONSTANT>
 __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t row, uint64_t *entry)
 {
+    constexpr uint32_t kAhead = 4;
     if (row < 0 || map.num_sets == 0) return -1;
-    const uint64_t hash = ibp_hash_of_row(row);
-    int64_t set = ibp_home_of_hash(hash, map.num_sets);
-    const int64_t step = ibp_step_of_hash(hash, map.num_sets);
-    for (int64_t left = ibp_searched_sets(&map); left > 0; left--, set = ibp_next_set(set, step, map.num_sets)) {
-        for (int64_t w = set * map.ways; w < (set + 1) * map.ways; w += 2) {
-            const ulonglong2 first = load_way<CONSTANT>(map.rows + w), second = load_way<CONSTANT>(map.rows + w + 1);
-            const bool is_first = is_row(first, row);
-            if (is_first || is_row(second, row)) {
-                *entry = is_first ? first.y : second.y;
-                return is_first ? w : w + 1;
-            }
-            if (is_row(first, IBP_WAY_EMPTY) || is_row(second, IBP_WAY_EMPTY)) return -1;
+    Search search(map, row);
+    const int64_t home = search.next(map);
+    const ulonglong2 first = load_way<CONSTANT>(map.rows + home), second = load_way<CONSTANT>(map.rows + home + 1);
+    const bool is_first = is_row(first, row);
+    *entry = is_first ? first.y : second.y;
+    if (is_first || is_row(second, row)) return is_first ? home : home + 1;
+    bool is_over = is_row(first, IBP_WAY_EMPTY) || is_row(second, IBP_WAY_EMPTY);
+    int64_t found = -1;
+    while (search.left > 0u && !is_over) {
+        int64_t pairs[kAhead], rows[kAhead][2];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++) {
+            pairs[a] = a == 0u || search.left > 0u ? search.next(map) : pairs[0];
+            for (uint32_t i = 0; i < 2u; i++) rows[a][i] = load_row<CONSTANT>(map.rows + pairs[a] + i);
         }
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++)
+            for (uint32_t i = 0; i < 2u; i++) {
+                if (!is_over && rows[a][i] == row) found = pairs[a] + i;
+                is_over = is_over || rows[a][i] == row || rows[a][i] == IBP_WAY_EMPTY;
+            }
     }
-    return -1;
+    *entry = found >= 0 ? load_way<CONSTANT>(map.rows + found).y : 0u;
+    return found;
 }
 
 // A way for a row that is in the map from now on, without an entry; -1 if it is there already, or there is no room.
@@ -514,9 +555,9 @@ ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, con
     if (!ibp::ask_for_rows(query, &job.rows)) return IBP_INVALID_ARGUMENT;
     if (job.rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    constexpr int64_t kMostWarps = ibp::kMostBlocks * ibp::kWarps;
+    constexpr int64_t kWarpsAtATime = 4096; // a GPU of 132 SMs holds more
     job.per_warp =
-        static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kMostWarps - 1) / kMostWarps, ibp::kWarp));
+        static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));
     const uint32_t blocks = ibp::blocks_for(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);
     ibp::touch_rows<<<blocks, ibp::kThreads, 0, stream>>>(job);
     ibp::claim_rows<<<blocks, ibp::kThreads, 0, stream>>>(*table, job);
