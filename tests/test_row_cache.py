@@ -113,7 +113,7 @@ def test_budgets(kind, num_slabs):
         assert before <= cache.capacity and cache.num_cached_rows >= 0.97 * cache.capacity
         before = cache.capacity
         ids = random_ids()
-        assert_same_bits(cache[ids], x[ids])
+        assert_same_bits(cache.index_select(ids), x[ids])
         assert cache.stats().raw_capacity == budget // ROW_BYTES * num_slabs
     has_bytes = slabs.stored_bytes(table, torch.arange(NUM_ITEMS)) > 0
     assert cache.capacity == int(has_bytes.sum()) and ibp.RowCache(table, 0, hotness, devices=devices).capacity == 0
@@ -200,6 +200,7 @@ def test_as_a_table():
     cache = ibp.RowCache(table_of(x), 20_000, torch.rand(NUM_ITEMS), devices="cpu")
     assert_same_bits(cache.decompress(), x)
     assert_same_bits(cache[3:9, :5], x[3:9, :5])
+    assert_same_bits(cache[torch.tensor([-1, 2])], x[[-1, 2]])
     assert not cache.is_cuda and not cache.is_pinned() and cache.pin_memory() is cache
     text = repr(cache)
     assert "RowCache(shape=[600, 64]" in text and "budget_bytes=20,000" in text and "'static'" in text

@@ -14,7 +14,6 @@ from .._place import Place, as_int16
 from .._rows import bytes_of
 from .._schemes import AnyCodebook, coding_of
 from .._table import CorruptTableError
-from .order import StreamOrder
 from .slabs import DIRTY, Entries, Generation, Slab, rows_of
 
 if TYPE_CHECKING:
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
 _BLOCK_BYTES = 256 << 20  # of rows that are written back at once
 
 
-def forget(order: StreamOrder, generation: Generation, rows: torch.Tensor | None) -> None:
+def forget(cache: RowCache, generation: Generation, rows: torch.Tensor | None) -> None:
     """Takes rows out of every map, and every copy of one; None: all rows."""
     for held in generation.all_maps():
-        generation.hold_for(order.write(held.device))
+        cache._hold(generation, held.device, cache._order.write(held.device))
         if rows is not None:
             torch.ops.ibp.drop_cached.default(rows.to(held.device), generation.ways, held)
         else:
@@ -57,7 +56,7 @@ def put_items(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None:
             _write(cache, generation, ids.to(cache.devices[0]), rows)
         else:
             for held in (generation, *cache._captured):
-                forget(cache._order, held, rows_of(ids, cache._rows_per_item))
+                forget(cache, held, rows_of(ids, cache._rows_per_item))
             to_table(cache, ids, rows)
 
 
@@ -79,7 +78,7 @@ def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: t
     numbers = rows_of(items, cache._rows_per_item)
     data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
     entries = torch.empty_like(numbers)
-    generation.hold_for(cache._order.read(worker))
+    cache._hold(generation, worker, cache._order.read(worker))
     maps, _ = generation.view_of(worker)
     lengths = view._arguments(worker)[2]
     torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
@@ -96,7 +95,7 @@ def _write(cache: RowCache, generation: Generation, items: torch.Tensor, rows: t
     numbers, entries = numbers[kept], entries[kept]
     for number, slab in generation:
         mine = None if len(generation.slabs) == 1 else (Entries.slabs(entries) == number).nonzero()[:, 0]
-        generation.hold_for(cache._order.write(slab.device))
+        cache._hold(generation, slab.device, cache._order.write(slab.device))
         if mine is None:
             _put(slab, generation, numbers, entries, coded)
         else:
@@ -173,7 +172,7 @@ def flush(cache: RowCache) -> None:
         generation = cache._generation
         was_current = generation.version == view._version
         for _, slab in generation:
-            generation.hold_for(cache._order.write(slab.device))
+            cache._hold(generation, slab.device, cache._order.write(slab.device))
             are_dirty = Entries.are_dirty(slab.map[:, 1]) & (slab.map[:, 0] >= 0)
             changed = are_dirty.nonzero()[:, 0]
             for ways in changed.split(max(1, _BLOCK_BYTES // view.row_bytes)) if changed.numel() else ():

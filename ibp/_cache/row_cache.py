@@ -378,7 +378,7 @@ class RowCache:
             yield arguments, entries, generation.view_of(worker)[1]
 
     def _hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
-        """Keeps what a lookup uses from its next user until the stream is done with it."""
+        """Keeps what a stream uses from its next user until the stream is done with it."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
             self._counts[worker].record_stream(stream)
@@ -431,9 +431,7 @@ class RowCache:
         return self._view.decompress(device=device)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """table[key], without the cache but for 1-D index tensors; the table is flushed first."""
-        if isinstance(key, torch.Tensor) and key.dim() == 1 and key.dtype in (torch.int32, torch.int64) and key.is_cuda:
-            return self.index_select(key)
+        """table[key], from the table, which is flushed first."""
         self.flush()
         return self._view[key]
 
@@ -579,7 +577,7 @@ class RowCache:
             rows = rows_of(ids, self._rows_per_item)
         with self._change_lock, self._lock:
             for generation in {id(made): made for made in (self._generation, *self._captured)}.values():
-                changes.forget(self._order, generation, rows)
+                changes.forget(self, generation, rows)
                 generation.version = self._view._version
 
     # ---- changing ----
