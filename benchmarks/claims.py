@@ -327,18 +327,23 @@ def times(value):
 
 
 def every_arm(rows):
-    """A line an arm and number of SMs, a column a case, dtype and row size: GB/s, and what is wanted where missed."""
+    """GB/s of each arm, number of SMs, case, dtype and row size, and what is wanted where that is missed: a column a
+    case, or where there are more of these an arm."""
     cases = charts.in_order((row["case"], row["dtype"], row["row_bytes"]) for row in rows)
-    most, lines = max(row["sms"] for row in rows), []
-    for arm, sms in charts.in_order((row["arm"], row["sms"]) for row in rows):
-        texts = (
-            judged_rate(rows, arm=arm, sms=sms, case=case, dtype=dtype, row_bytes=size) for case, dtype, size in cases
-        )
-        lines.append([arm + (f", at most {sms} SMs" if 0 < sms < most else ""), *texts])
-    heads = (
+    arms, most = charts.in_order((row["arm"], row["sms"]) for row in rows), max(row["sms"] for row in rows)
+    names = [arm + (f", at most {sms} SMs" if 0 < sms < most else "") for arm, sms in arms]
+    heads = [
         f"{case}, {kind_of_rows({'dtype': dtype, 'row_bytes': size})}" if size else case for case, dtype, size in cases
-    )
-    return markdown(["arm", *heads], lines)
+    ]
+
+    def text(arm, case):
+        found = dict(zip(("arm", "sms", "case", "dtype", "row_bytes"), (*arm, *case)))
+        return judged_rate(rows, **found)
+
+    if len(cases) > len(arms):
+        lines = [[head, *(text(arm, case) for arm in arms)] for head, case in zip(heads, cases)]
+        return markdown(["rows", *names], lines)
+    return markdown(["arm", *heads], [[name, *(text(arm, case) for case in cases)] for name, arm in zip(names, arms)])
 
 
 def arms_table(name, what):

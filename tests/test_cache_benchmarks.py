@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import charts, claims, dlrm, gnn_cache, harness, inputs, row_cache, scale
 
-SCRIPTS = ("row_cache", "dlrm", "gnn_cache", "kv_pages", "kv_rows")
+SCRIPTS = ("row_cache", "dlrm", "gnn_cache", "kv_pages", "kv_rows", "bags")
 
 
 def lines_of(path):
