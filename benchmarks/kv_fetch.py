@@ -27,7 +27,7 @@ COLUMNS = (*harness.TARGET_COLUMNS, "ms", "host_bytes", "device_bytes")
 LAYERS, HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
 CELLS = ((1, 8192), (1, 32768), (20, 8192), (1, 131072))  # batch, tokens
 REAL_CELL, REAL_BLOCK = (20, 32768), 256
-QUICK_CELLS, QUICK_REAL_CELL, QUICK_LAYERS = ((1, 300), (2, 200)), (2, 600), 4
+QUICK_CELLS, QUICK_REAL_CELL, QUICK_LAYERS = ((1, 300), (2, 200)), (2, 600), 2
 WARM_STEPS, STEPS = 2, 4
 # Raw bytes of a cache that slow arms are measured on, too: transformers sends all of it again every step, and codebooks
 # of the paper's scheme take long to learn.

@@ -40,6 +40,8 @@ def test_a_wrong_bit_is_a_failure(directory, monkeypatch, capsys):
         return keys, -values
 
     monkeypatch.setattr(kv_fetch.CompressedCache, "update", wrong)
+    monkeypatch.setattr(kv_fetch, "QUICK_CELLS", ())
+    monkeypatch.setattr(kv_fetch, "MOST_SLOW_BYTES", 0)
     assert kv_fetch.main(["--device", "cpu", "--quick", "--out", str(directory / "wrong")]) == 1
     assert "bits differ" in capsys.readouterr().out
 
