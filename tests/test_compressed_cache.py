@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import pickle
 
 import pytest
 import torch
@@ -388,6 +389,8 @@ def test_a_cache_answers_what_generation_asks(model, prompt):
     assert "CompressedCache(2 layers, tokens=70, coded=48" in repr(cache)
     with pytest.raises(AttributeError, match="cannot be set"):
         cache.layers[0].keys = prompt
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(cache)
     cache.early_initialization(2, HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))
     early = CompressedCache(model.config, **SMALL)
     early.early_initialization(2, HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))

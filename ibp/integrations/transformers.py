@@ -490,6 +490,9 @@ class CompressedCache(DynamicCache):
         ]
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a CompressedCache cannot be pickled: copy.deepcopy copies it, layer.keys and values decode it")
+
     def __repr__(self) -> str:
         stats = self.stats()
         return (
