@@ -12,6 +12,7 @@ IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
         return false;
     if (t->ids_per_block % t->pieces != 0 || t->tensors < 1 || t->first_tensor > t->num_tensors) return false;
     if (t->tensors > t->num_tensors - t->first_tensor) return false;
+    if (t->num_tensors > INT32_MAX || t->ids_per_block > INT32_MAX) return false; /* else a page's ids could overflow */
     const int64_t ids_per_page = (int64_t)t->num_tensors * t->ids_per_block;
     if (t->num_pages > INT64_MAX / ids_per_page || t->count > INT64_MAX / ids_per_page) return false;
     return t->count == 0 || (t->pages && t->blocks && t->starts);

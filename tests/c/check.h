@@ -108,6 +108,7 @@ void test_cpu_paths(void);
 void test_tables(void);
 void test_corrupt_tables(void);
 void test_offsets_past_4_gib(void);
+void test_kv_pages(void);
 void test_places(void);
 void test_cache(void);
 void test_stream(void);

@@ -35,6 +35,7 @@ int main(int count, char **arguments)
     run("corrupt tables", test_corrupt_tables);
     run("offsets past 4 GiB", test_offsets_past_4_gib);
     run("places", test_places);
+    run("pages of a kv-cache", test_kv_pages);
     run("cache", test_cache);
     run("stream", test_stream);
     run("partition", test_partition);
