@@ -47,7 +47,7 @@ ibp_table of ibp.h to `packed`, uint8 on the CPU: what `_core.ReadyTable` and ke
 
 `sum_bags`, for CUDA alone, sums bags of rows as struct ibp_bags of ibp_cuda.h says: one for each row of out. Bag b
 begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, which is not read; without offsets all bags
-have as many ids. Rows that have `entries` come from `slabs`, as in gather_cached. `mode` and `kind` are numbers of
+have as many ids. Rows that have `entries` come from `slabs`, as in gather_cached. `reduction` and `kind` are numbers of
 ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 is none.
 
 A cache of rows is for tables whose items are whole rows. `find_cached` turns ids into the entries of their rows, row r
@@ -104,7 +104,7 @@ _lib.define(
 _lib.define(f"gather_into({_READ}, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(f"gather_to({_READ}, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
 _lib.define(
-    f"sum_bags({_READ}, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, int mode, "
+    f"sum_bags({_READ}, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, int reduction, "
     "int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
 )
 _TRANSFER = (

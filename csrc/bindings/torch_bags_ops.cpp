@@ -14,12 +14,12 @@ ScalarType dtype_of(ibp_float_kind kind)
 
 // Bags as struct ibp_bags has them: as many as the first dimension of out has.
 ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const std::optional<Tensor> &weights,
-                 int64_t mode, int64_t padding_idx, int64_t kind, const Tensor &out)
+                 int64_t reduction, int64_t padding_idx, int64_t kind, const Tensor &out)
 {
     ibp_bags bags{};
     require(out.dim() == 2, "out has ", out.dim(), " dimensions, 2 are needed");
     bags.num_bags = out.size(0);
-    bags.mode = static_cast<ibp_bag_mode>(to_u32(mode, IBP_BAG_SUM, IBP_BAG_MAX, "mode"));
+    bags.mode = static_cast<ibp_bag_mode>(to_u32(reduction, IBP_BAG_SUM, IBP_BAG_MAX, "reduction"));
     bags.kind = static_cast<ibp_float_kind>(to_u32(kind, IBP_FLOAT32, IBP_BFLOAT16, "kind"));
     bags.padding_id = padding_idx;
     if (offsets) {
@@ -42,7 +42,7 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
 }
 
 void sum_bags_cuda(IBP_TABLE_PARAMETERS, Tensor ids, std::optional<Tensor> entries, std::vector<Tensor> slabs,
-                   std::optional<Tensor> offsets, std::optional<Tensor> weights, int64_t mode, int64_t padding_idx,
+                   std::optional<Tensor> offsets, std::optional<Tensor> weights, int64_t reduction, int64_t padding_idx,
                    int64_t kind, int64_t max_sms, Tensor out, Tensor fault)
 {
     const auto device = use_cuda(out, {IBP_TABLE_TENSORS, &ids, &fault, entries ? &*entries : &ids,
@@ -51,7 +51,7 @@ void sum_bags_cuda(IBP_TABLE_PARAMETERS, Tensor ids, std::optional<Tensor> entri
     const TableArgs args = IBP_TABLE_ARGUMENTS;
     const ibp_table table = args.table();
     const ibp_ids items = ids_of(ids);
-    const ibp_bags bags = bags_of(items, offsets, weights, mode, padding_idx, kind, out);
+    const ibp_bags bags = bags_of(items, offsets, weights, reduction, padding_idx, kind, out);
     uint8_t *const to = room_of(out, total_bytes(bags.num_bags, item_bytes, "bags"), "out");
     Footprints memory = gather_footprints(args, table, items, out, fault);
     if (offsets) memory.reads("offsets", *offsets);

@@ -21,9 +21,9 @@ template <class G> using Dense4 = DenseDecoder<uint32_t, G, true>;
 template <template <class> class Decoder, template <class> class Any> static ibp_status by_length(const BagsCall &call)
 {
     const uint32_t row_bytes = call.table.codebook.row_bytes;
-    if (row_bytes <= ShortPool::kMostRowBytes) return launch_bags<ShortRows<Decoder>, ShortPool>(call);
+    if (row_bytes <= kShortRowBytes) return launch_bags<ShortRows<Decoder>, Pool>(call);
     if constexpr (!std::is_same<Decoder<Group<kWarp, 1>>, Any<Group<kWarp, 1>>>::value)
-        if (row_bytes <= WarpPool::kMostRowBytes) return launch_bags<WarpRows<Decoder>, WarpPool>(call);
+        if (row_bytes <= Pool::kMostRowBytes) return launch_bags<WarpRows<Decoder>, Pool>(call);
     return launch_bags<LongRows<Any>, LongPool>(call);
 }
 

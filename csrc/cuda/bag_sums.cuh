@@ -1,0 +1,303 @@
+// bag_sums.cuh - rows in shared memory added to the sums of bags, and where bags begin and end.
+#ifndef IBP_BAG_SUMS_CUH
+#define IBP_BAG_SUMS_CUH
+
+#include "floats.cuh"
+#include "warp.cuh"
+
+namespace ibp {
+
+constexpr uint32_t kTeamWarps = 4, kTeamThreads = kTeamWarps * kWarp;
+
+// ---- which bags, and which rows ----
+
+constexpr uint32_t kNoOffset = ~0u; // of what is no number of an id
+
+// The number of the first id of a bag; num_ids behind the last bag.
+__device__ __forceinline__ uint32_t begin_of(const ibp_bags &bags, uint32_t bag, uint32_t num_ids)
+{
+    if (bag == 0u) return 0;
+    if (bag >= bags.num_bags) return num_ids;
+    const int64_t begin = bags.offsets == nullptr   ? bags.bag_size * bag
+                          : bags.offset_bytes == 8u ? __ldg(static_cast<const long long *>(bags.offsets) + bag)
+                                                    : __ldg(static_cast<const int *>(bags.offsets) + bag);
+    return begin < 0 || begin > num_ids ? kNoOffset : static_cast<uint32_t>(begin);
+}
+
+// The first bag before which lie at least `target` bags and ids; num_bags if there is none. By all lanes of a warp
+// together; each half of it may have a target of its own, and so get another answer.
+__device__ __forceinline__ uint32_t first_bag_at(const ibp_bags &bags, uint32_t num_ids, uint64_t target)
+{
+    constexpr uint32_t kProbes = kWarp / 2u;
+    const uint32_t rank = lane_id() % kProbes, shift = lane_id() / kProbes * kProbes;
+    uint32_t low = 0, high = static_cast<uint32_t>(bags.num_bags); // the answer is one of [low, high]
+    while (__any_sync(kAllLanes, low < high)) {
+        const uint32_t left = high - low, step = (left + kProbes - 1u) / kProbes,
+                       probe = low + ibp_min_u32((rank + 1u) * step, left);
+        const bool reached = left != 0u && uint64_t{begin_of(bags, probe - 1u, num_ids)} + probe - 1u >= target;
+        const uint32_t votes = __ballot_sync(kAllLanes, reached) >> shift & ((1u << kProbes) - 1u);
+        const uint32_t first = votes != 0u ? static_cast<uint32_t>(__ffs(static_cast<int>(votes))) - 1u : kProbes;
+        high = first == kProbes ? high : low + ibp_min_u32((first + 1u) * step, left) - 1u;
+        low += ibp_min_u32(first * step, left);
+    }
+    return low;
+}
+
+// The bags of a team, and their rows.
+struct Share {
+    uint32_t first_bag, last_bag, first, last; // from, up to without
+};
+
+// Bags and ids count alike, so that many bags without ids are shared out too.
+static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num_ids, uint32_t team, uint32_t num_teams)
+{
+    const uint64_t total = uint64_t{num_ids} + static_cast<uint64_t>(bags.num_bags);
+    const uint32_t bag = first_bag_at(bags, num_ids, total * (team + lane_id() / (kWarp / 2u)) / num_teams);
+    Share share;
+    share.first_bag = __shfl_sync(kAllLanes, bag, 0);
+    share.last_bag =
+        team + 1u == num_teams ? static_cast<uint32_t>(bags.num_bags) : __shfl_sync(kAllLanes, bag, kWarp - 1u);
+    share.first = ibp_min_u32(begin_of(bags, share.first_bag, num_ids), num_ids);
+    share.last = max(share.first, ibp_min_u32(begin_of(bags, share.last_bag, num_ids), num_ids));
+    return share;
+}
+
+// ---- rows ----
+
+// What is known of a row beside its bytes, in shared memory behind them.
+struct Note {
+    float weight;
+    uint32_t is_padding;
+};
+
+// The rows of a round where a team finds them: row j begins with shared byte first + j * pitch.
+struct Rows {
+    uint32_t first, pitch, row_bytes;
+
+    __device__ __forceinline__ const uint8_t *row(uint32_t j) const { return shared_bytes() + first + j * pitch; }
+    static __device__ __forceinline__ Note &note_of(uint8_t *row, uint32_t row_bytes)
+    {
+        return *reinterpret_cast<Note *>(row + (row_bytes + 15u) / 16u * 16u);
+    }
+    __device__ __forceinline__ Note note(uint32_t j) const
+    {
+        return note_of(shared_bytes() + first + j * pitch, row_bytes);
+    }
+};
+
+// ---- sums ----
+
+constexpr uint32_t kUnitBytes = 16; // of a row that a thread adds at a time
+
+// The elements of a unit, of four bytes or of two, in their order: as floats or, of a maximum, as their bits, those of
+// two bytes in the upper half.
+struct Unit {
+    static constexpr uint32_t kMost = kUnitBytes / 2u;
+    float values[kMost];
+
+    template <ibp_float_kind KIND> static constexpr uint32_t kSize = KIND == IBP_FLOAT32 ? 4u : 8u;
+
+    template <ibp_float_kind KIND, bool BITS> static __device__ __forceinline__ float element(uint4 words, uint32_t e)
+    {
+        const uint32_t w = KIND == IBP_FLOAT32 ? e : e / 2u,
+                       word = w < 2u ? (w == 0u ? words.x : words.y) : (w == 2u ? words.z : words.w);
+        if (KIND == IBP_FLOAT32) return float_of_bits(word);
+        if (KIND == IBP_FLOAT16 && !BITS) return float_of_half(e % 2u == 0u ? word & 0xffffu : word >> 16);
+        return float_of_bits(e % 2u == 0u ? word << 16 : word & 0xffff0000u);
+    }
+    template <ibp_float_kind KIND> static __device__ __forceinline__ bool is_greater(float a, float b)
+    {
+        if (KIND != IBP_FLOAT16) return a > b;
+        return float_of_half(bits_of_float(a) >> 16) > float_of_half(bits_of_float(b) >> 16);
+    }
+
+    template <ibp_float_kind KIND> __device__ __forceinline__ void add(uint4 words, float weight)
+    {
+#pragma unroll
+        for (uint32_t e = 0; e < kSize<KIND>; e++) values[e] = fmaf(weight, element<KIND, false>(words, e), values[e]);
+    }
+    // is_first: there is nothing to compare with.
+    template <ibp_float_kind KIND> __device__ __forceinline__ void take_greater(uint4 words, bool is_first)
+    {
+#pragma unroll
+        for (uint32_t e = 0; e < kSize<KIND>; e++) {
+            const float value = element<KIND, true>(words, e);
+            if (is_first || is_greater<KIND>(value, values[e])) values[e] = value;
+        }
+    }
+
+    // The bits of an element of two bytes. divisor: 0 where there is none.
+    __device__ __forceinline__ uint32_t half(const ibp_bags &bags, uint32_t e, float divisor) const
+    {
+        const float value = divisor != 0.0f ? values[e] / divisor : values[e];
+        if (bags.mode == IBP_BAG_MAX) return bits_of_float(value) >> 16;
+        return bags.kind == IBP_FLOAT16 ? half_of_float(value) : bfloat16_of_float(value);
+    }
+    __device__ __forceinline__ uint32_t word(const ibp_bags &bags, uint32_t w, float divisor) const
+    {
+        if (bags.kind == IBP_FLOAT32) return bits_of_float(divisor != 0.0f ? values[w] / divisor : values[w]);
+        return half(bags, 2u * w, divisor) | half(bags, 2u * w + 1u, divisor) << 16;
+    }
+};
+
+// Where a bag's rows are.
+struct Bounds {
+    uint32_t begin, end;
+};
+
+// The sums of a team's bags. The least power of two of threads that a row has units for, or all of them, share a bag:
+// each takes a unit of the row, or UNITS, and every so many-th bag is theirs. Its functions are not inlined: so
+// decoders have registers for themselves, and all kernels share them.
+template <uint32_t UNITS> struct Reducer {
+    static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLanes = 4;
+
+    const ibp_bags &bags;
+    const uint32_t num_ids, row_bytes;
+    const Share share;
+    uint8_t *const out;
+    ibp_fault *const fault;
+    uint32_t lanes;                // threads that share a bag
+    uint32_t bag, count;           // the open bag, and its rows that count
+    Bounds bounds, wanted, coming; // of the open bag, inside the share; as the offsets have them; of the next one
+    Unit units[UNITS];
+
+    __device__ __noinline__ Reducer(const ibp_bags &asked, uint32_t num, uint32_t bytes, const Share &of, uint8_t *to,
+                                    ibp_fault *noted)
+        : bags(asked), num_ids(num), row_bytes(bytes), share(of), out(to), fault(noted), lanes(kLeastLanes)
+    {
+        while (lanes * kUnitBytes < row_bytes && lanes < kTeamThreads) lanes *= 2u;
+        bag = first_byte(0) < row_bytes ? share.first_bag + rank() / lanes : share.last_bag;
+        coming = bounds_of(bag);
+        open();
+    }
+    static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kTeamThreads; }
+    __device__ __forceinline__ uint32_t num_open() const { return kTeamThreads / lanes; } // bags at a time
+    __device__ __forceinline__ uint32_t first_byte(uint32_t u) const
+    {
+        return (rank() % lanes + u * lanes) * kUnitBytes;
+    }
+
+    // ---- bags ----
+
+    __device__ __forceinline__ Bounds bounds_of(uint32_t number) const
+    {
+        if (number >= share.last_bag) return {share.last, share.last};
+        return {begin_of(bags, number, num_ids), begin_of(bags, number + 1u, num_ids)};
+    }
+    // Opens the bag whose bounds have come, and asks for those of the next one. Whatever the offsets are, rows are the
+    // share's.
+    __device__ __forceinline__ void open()
+    {
+        wanted = coming, coming = bounds_of(bag + num_open());
+        bounds.begin = max(share.first, ibp_min_u32(wanted.begin, share.last));
+        bounds.end = max(bounds.begin, ibp_min_u32(wanted.end, share.last));
+        count = 0;
+#pragma unroll
+        for (uint32_t u = 0; u < UNITS; u++)
+#pragma unroll
+            for (uint32_t e = 0; e < Unit::kMost; e++) units[u].values[e] = 0.0f;
+    }
+    // Notes an offset that is no number of an id, or less than the one before.
+    __device__ __forceinline__ void check_offsets() const
+    {
+        if (rank() % lanes != 0u || (bounds.begin == wanted.begin && bounds.end == wanted.end)) return;
+        const uint32_t position = bounds.begin != wanted.begin ? bag : bag + 1u;
+        record_fault(fault, IBP_INVALID_ARGUMENT, position,
+                     bags.offset_bytes == 8u ? static_cast<const int64_t *>(bags.offsets)[position]
+                                             : static_cast<const int32_t *>(bags.offsets)[position]);
+    }
+    // Writes the open bag.
+    __device__ __forceinline__ void close() const
+    {
+        uint8_t *const row = out + static_cast<int64_t>(bag) * row_bytes;
+        const bool is_even = row_bytes % kUnitBytes == 0u && aligned(out, kUnitBytes);
+        const float divisor = bags.mode == IBP_BAG_MEAN ? static_cast<float>(count) : 0.0f;
+        check_offsets();
+#pragma unroll
+        for (uint32_t u = 0; u < UNITS; u++) {
+            if (first_byte(u) >= row_bytes) break;
+            const uint32_t words[4] = {units[u].word(bags, 0, divisor), units[u].word(bags, 1, divisor),
+                                       units[u].word(bags, 2, divisor), units[u].word(bags, 3, divisor)};
+            if (is_even)
+                *reinterpret_cast<uint4 *>(row + first_byte(u)) = make_uint4(words[0], words[1], words[2], words[3]);
+            else
+                store_elements(row, first_byte(u), words);
+        }
+    }
+    __device__ __forceinline__ void store_elements(uint8_t *row, uint32_t first, const uint32_t (&words)[4]) const
+    {
+#pragma unroll
+        for (uint32_t h = 0; h < kUnitBytes / 2u; h++)
+            if (first + 2u * h < row_bytes)
+                reinterpret_cast<uint16_t *>(row + first)[h] = static_cast<uint16_t>(words[h / 2u] >> 16u * (h % 2u));
+    }
+
+    // ---- rows ----
+
+    // Adds rows of the open bag, n from the j-th of the round on.
+    template <ibp_float_kind KIND, bool NOTES>
+    __device__ __forceinline__ void add_rows(const Rows &rows, uint32_t j, uint32_t n)
+    {
+        if (!NOTES) count += n;
+#pragma unroll 4
+        for (; n != 0u; n--, j++) {
+            const Note note = NOTES ? rows.note(j) : Note{1.0f, 0u};
+            if (NOTES) count += !note.is_padding;
+#pragma unroll
+            for (uint32_t u = 0; u < UNITS; u++) {
+                if (u != 0u && first_byte(u) >= row_bytes) break;
+                uint4 words = *reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u));
+                if (NOTES && note.is_padding) words = make_uint4(0, 0, 0, 0);
+                units[u].template add<KIND>(words, note.weight);
+            }
+        }
+    }
+    template <ibp_float_kind KIND>
+    __device__ __forceinline__ void compare_rows(const Rows &rows, uint32_t j, uint32_t n)
+    {
+#pragma unroll 1
+        for (; n != 0u; n--, j++) {
+            if (rows.note(j).is_padding) continue;
+#pragma unroll
+            for (uint32_t u = 0; u < UNITS; u++)
+                if (first_byte(u) < row_bytes)
+                    units[u].template take_greater<KIND>(*reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u)),
+                                                         count == 0u);
+            count++;
+        }
+    }
+    template <ibp_float_kind KIND> __device__ __forceinline__ void reduce(const Rows &rows, uint32_t j, uint32_t n)
+    {
+        if (bags.mode == IBP_BAG_MAX)
+            compare_rows<KIND>(rows, j, n);
+        else if (bags.weights != nullptr || bags.padding_id >= 0)
+            add_rows<KIND, true>(rows, j, n);
+        else
+            add_rows<KIND, false>(rows, j, n);
+    }
+
+    // Adds the n rows from number `first` on, and writes the bags that end with them.
+    __device__ __noinline__ void add(const Rows rows, uint32_t first, uint32_t n)
+    {
+        const uint32_t stop = first + n;
+        while (bag < share.last_bag) {
+            const uint32_t from = max(bounds.begin, first), to = ibp_min_u32(bounds.end, stop);
+            if (from < to) {
+                if (bags.kind == IBP_FLOAT32)
+                    reduce<IBP_FLOAT32>(rows, from - first, to - from);
+                else if (bags.kind == IBP_FLOAT16)
+                    reduce<IBP_FLOAT16>(rows, from - first, to - from);
+                else
+                    reduce<IBP_BFLOAT16>(rows, from - first, to - from);
+            }
+            if (bounds.end > stop) break;
+            close();
+            bag += num_open();
+            open();
+        }
+    }
+};
+
+} // namespace ibp
+
+#endif
