@@ -242,6 +242,29 @@ def test_training_goes_on_after_loading(name, tmp_path):
         assert_same_weights(again, torchs)
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_is_loaded_trains_apart(pinned, request):
+    """Neither module nor optimizer changes what it was loaded from, which is in use."""
+    options = {"pin_memory": pinned}
+    if pinned:
+        request.getfixturevalue("cuda")
+    first, second = (
+        ibp.nn.Embedding(ibp.compress(embedding(9, 4, seed=seed), **options), trainable=True) for seed in (0, 1)
+    )
+    one, other = (ibp.optim.Adagrad(module, lr=0.5) for module in (first, second))
+    first(torch.tensor([3])).sum().backward()
+    one.step()
+    held, sums = first.weight.decompress(), one.state_dict()["state"][0]["sum"].decompress()
+    second.load_state_dict(first.state_dict())
+    other.load_state_dict(one.state_dict())
+    second(torch.tensor([3, 4])).sum().backward()
+    other.step()
+    assert_same_bits(first.weight.decompress(), held)
+    assert_same_bits(one.state_dict()["state"][0]["sum"].decompress(), sums)
+    assert not torch.equal(second.weight.decompress(), held)
+    assert second.weight.is_pinned() == pinned
+
+
 def test_states_that_do_not_fit():
     module = ibp.nn.Embedding(9, 4)
     optimizer = ibp.optim.Adagrad(module)

@@ -87,11 +87,15 @@ class TableModule(torch.nn.Module):
 
 
 def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
-    """A table of the weights where another one is, pinned if that is. A plain tensor is compressed in its layout."""
+    """A table of the weights where another one is, pinned if that is. A plain tensor is compressed in its layout; of a
+    table, it shares the memory at most until one of the two changes."""
     if isinstance(weight, torch.Tensor):
-        weight = compress(weight.detach(), layout=held.layout, row_bytes=held.row_bytes, pin_memory=False)
-    moved = weight.to(held.device)
-    return copy.copy(moved).pin_memory() if held.is_pinned() else moved
+        table = compress(weight.detach(), layout=held.layout, row_bytes=held.row_bytes, pin_memory=False)
+        table = table.to(held.device)
+    else:
+        table = weight.to(held.device)
+        table = copy.copy(table) if table is weight else table
+    return table.pin_memory() if held.is_pinned() else table
 
 
 class Linear(TableModule):
