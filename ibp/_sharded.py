@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _ANY_WAYS = 32  # of a map that is empty
-_CANNOT_SEND = -1  # instead of a number of bytes: the shard's rows contradict each other
+_CANNOT_SEND = -1  # instead of a number of bytes: the shard's rows contradict each other, or have another codebook
 _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20  # of all shards, that a codebook is learned from
 
 
@@ -70,7 +70,8 @@ class ShardedTable:
         for shard in shards:
             self.starts.append(self.starts[-1] + shard.num_items)
         self.shape = torch.Size((self.starts[-1], *shards[0].item_shape))
-        self._starts = torch.tensor(self.starts)
+        self._starts = torch.tensor(self.starts, device=members.device)
+        self._own_codebook = local_table.codebook
         self._rows_per_item = local_table._item_bytes // local_table.row_bytes
 
     @classmethod
@@ -115,20 +116,19 @@ class ShardedTable:
             "level": level,
         }
 
-        def describe() -> tuple[dict[str, Any], int]:
+        def describe() -> tuple[dict[str, Any], int, torch.device]:
             _rows.check_tensor(x)
             Learning.of(**options, codebook=None)
             geometry = _rows.Geometry.of(x, row_bytes)
             _check_whole_rows(geometry)
             checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
             same = {"shape of items": list(x.shape[1:]), "dtype": x.dtype, "row_bytes": geometry.row_bytes, **options}
-            return same, x.shape[0]
+            return same, x.shape[0], _rows.working_device(x, device)
 
         described = members.together("from_local", describe)
-        same_on_all("from_local", [same for same, _ in described])
-        num_items = sum(count for _, count in described)
+        same_on_all("from_local", [same for same, _, _ in described])
+        num_items, worker = sum(count for _, count, _ in described), described[members.rank][2]
         geometry = _rows.Geometry(torch.Size((num_items, *x.shape[1:])), x.dtype, described[0][0]["row_bytes"])
-        worker = _rows.working_device(x, device)
         slots = checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
         codebook = _learned(x, members, geometry, Learning.of(**options, codebook=None), worker, slots)
         settings: dict[str, Any] = {"scheme": "raw", "row_bytes": geometry.row_bytes}
@@ -211,7 +211,7 @@ class ShardedTable:
 
         Raises:
             IndexError, TypeError, ValueError: ids or out does not fit; the other ranks have got what they asked for.
-            CorruptTableError: rows of a shard contradict each other.
+            CorruptTableError: rows of a shard contradict each other, or the shard has been refit.
             RuntimeError: a rank does not take part.
         """
         request, refused = None, None
@@ -286,9 +286,8 @@ class ShardedTable:
         return ids.to(torch.int64)
 
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
-        """How many of ids in order each rank has."""
-        bounds = torch.searchsorted(ordered, self._starts.to(ordered.device))
-        return bounds.diff().tolist()
+        """How many of ids in order, on the group's device, each rank has."""
+        return torch.searchsorted(ordered, self._starts).diff().tolist()
 
     def _fetched(self, unique: torch.Tensor) -> _Received | CorruptTableError:
         """Rows of ids in order, from all ranks."""
@@ -314,7 +313,8 @@ class ShardedTable:
         if _CANNOT_SEND in come_bytes:
             which = come_bytes.index(_CANNOT_SEND)
             return CorruptTableError(
-                f"rank {which} of the group cannot send rows of its shard: they contradict each other"
+                f"rank {which} of the group cannot send rows of its shard: they contradict each other, or it has been "
+                "refit"
             )
         return _Received(lengths.view(torch.uint16), rows)
 
@@ -348,6 +348,8 @@ class ShardedTable:
 
     def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[_Received | None]:
         """The rows that ranks ask for, counts[r] of the ids each; None where they cannot be sent."""
+        if self.local_table.codebook is not self._own_codebook:
+            return [None if count else self._selected(ids[:0], [0])[0] for count in counts]
         try:
             return list(self._selected(ids, counts))
         except (CorruptTableError, IndexError):

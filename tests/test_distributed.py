@@ -293,6 +293,7 @@ def refuse_to_compress(rank):
         raised(lambda: ShardedTable.from_local(x, **OPTIONS, scheme="planes" if rank == 2 else "auto")),
         raised(lambda: ShardedTable.from_local(x.flatten(), **OPTIONS)),
         raised(lambda: ShardedTable.from_local(x, **OPTIONS, slot_bytes=7 if rank == 0 else None)),
+        raised(lambda: ShardedTable.from_local(x, device="meta" if rank == 1 else "cpu", pin_memory=False)),
     ]
 
 
@@ -304,6 +305,9 @@ def test_wrong_options(ranks):
         assert "scheme is 'auto' on rank 0 of the group and 'planes' on rank 2" in failures[1][1]
         assert "wanted a tensor of 2 or more dimensions" in failures[2][1]
         assert failures[3][0] == ("ValueError" if rank == 0 else "RuntimeError") and "slot_bytes is 7" in failures[3][1]
+        assert (
+            failures[4][0] == ("ValueError" if rank == 1 else "RuntimeError") and "device is 'meta'" in failures[4][1]
+        )
 
 
 def meet_corrupt_rows(rank):
@@ -322,6 +326,21 @@ def meet_corrupt_rows(rank):
 def test_corrupt_rows(ranks):
     failures = ranks(meet_corrupt_rows)
     assert failures[2][0] == "CorruptTableError" and "rank 0" in failures[2][1]
+
+
+def refit_one(rank):
+    """Rows of another codebook than the one that all know are not sent."""
+    x = rows_like("dense", sum(SIZES))
+    table = ShardedTable.from_local(part_of(x, rank), **OPTIONS, scheme="planes")
+    if rank == 0:
+        table.local_table.refit(scheme="ibp", device="cpu")
+    assert_same_bits(table.index_select([900]), x[[900]])
+    return raised(lambda: table.index_select([900, 3]))
+
+
+def test_a_shard_that_is_refit(ranks):
+    for name, message in ranks(refit_one):
+        assert name == "CorruptTableError" and "rank 0" in message and "refit" in message
 
 
 def damage(rank):
