@@ -425,31 +425,53 @@ __device__ __forceinline__ Claimed claim_way(const ibp_lru &lru, int64_t row, in
     return {entry, true};
 }
 
-// By all lanes of a warp together.
-__device__ __forceinline__ void claim_row(const ibp_table &table, const ClaimJob &job, uint32_t number, uint32_t now,
-                                          Tally &tally)
+// The same of its set, which is locked meanwhile. By all lanes of a warp together.
+__device__ __forceinline__ Claimed claim_row(const ibp_lru &lru, int64_t row, uint32_t length, uint32_t now)
 {
-    const ibp_lru &lru = job.lru;
-    const int64_t row = job.rows.row_of(number);
-    const Stored stored = find_stored(table, row);
-    if (stored.status != IBP_OK && lane_id() == 0u) {
-        const uint32_t item = job.rows.item_of(number);
-        record_fault(job.fault, stored.status, item, job.rows.id_of(item));
-    }
-    if (!stored.has_bytes()) return;
     Claimed claimed{0, false};
-    if (stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0) {
-        const int64_t set = home_of(lru, row);
-        uint32_t *const lock = lru.stamps + (lru.slab.map.num_sets * kWarp + set);
-        if (lock_set(lock)) {
-            claimed = claim_way(lru, row, set, stored.length, now);
-            unlock_set(lock);
-        }
+    const int64_t set = home_of(lru, row);
+    uint32_t *const lock = lru.stamps + (lru.slab.map.num_sets * kWarp + set);
+    if (!lock_set(lock)) return claimed;
+    claimed = claim_way(lru, row, set, length, now);
+    unlock_set(lock);
+    return claimed;
+}
+
+// What a lane has found of a row, in all lanes of a warp.
+__device__ __forceinline__ Stored of_lane(const Stored &mine, uint32_t lane)
+{
+    const auto from = static_cast<int>(lane);
+    Stored stored{};
+    stored.place.slot_start = __shfl_sync(kAllLanes, mine.place.slot_start, from);
+    stored.place.overflow_start = __shfl_sync(kAllLanes, mine.place.overflow_start, from);
+    stored.place.in_slot = __shfl_sync(kAllLanes, mine.place.in_slot, from);
+    stored.place.in_overflow = __shfl_sync(kAllLanes, mine.place.in_overflow, from);
+    return stored;
+}
+
+__device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
+{
+    return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
+}
+
+// Each lane has a row, or none. By all lanes of a warp together: ways are claimed one after the other, then rows copied.
+__device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const ibp_lru &lru, int64_t row,
+                                                  const Stored &stored, bool has_row, uint32_t now)
+{
+    Claimed mine{0, false};
+    const bool fits = has_row && stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
+    for (uint32_t rows = __ballot_sync(kAllLanes, fits); rows != 0u; rows &= rows - 1u) {
+        const uint32_t lane = lowest_of(rows);
+        const Claimed claimed = claim_row(lru, __shfl_sync(kAllLanes, row, static_cast<int>(lane)),
+                                          __shfl_sync(kAllLanes, stored.length, static_cast<int>(lane)), now);
+        if (lane_id() == lane) mine = claimed;
     }
-    if (claimed.is_new) stored.copy(table, lru.slab.bytes + ibp_offset_in_slab(claimed.entry));
-    if (lane_id() == 0u) job.entries[number] = claimed.entry;
-    const bool is_hit = claimed.entry != 0u && !claimed.is_new, is_first = lane_id() == 0u;
-    tally.add(is_first && is_hit, lru.slab.number, IBP_MAX_SLABS, is_first && !is_hit, stored.num_bytes);
+    for (uint32_t rows = __ballot_sync(kAllLanes, mine.is_new); rows != 0u; rows &= rows - 1u) {
+        const uint32_t lane = lowest_of(rows);
+        const uint64_t entry = __shfl_sync(kAllLanes, mine.entry, static_cast<int>(lane));
+        of_lane(stored, lane).copy(table, lru.slab.bytes + ibp_offset_in_slab(entry));
+    }
+    return mine;
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -462,11 +484,16 @@ __global__ void __launch_bounds__(kThreads)
          first += int64_t{gridDim.x} * kWarps * job.per_warp) {
         const auto number = static_cast<uint32_t>(first) + lane_id();
         const bool is_missing = lane_id() < job.per_warp && number < job.rows.num_jobs && job.entries[number] == 0u;
-        uint32_t missing = __ballot_sync(kAllLanes, is_missing);
-        for (; missing != 0u; missing &= missing - 1u)
-            claim_row(table, job,
-                      static_cast<uint32_t>(first) + static_cast<uint32_t>(__ffs(static_cast<int>(missing))) - 1u,
-                      static_cast<uint32_t>(call), tally);
+        if (!__any_sync(kAllLanes, is_missing)) continue;
+        const int64_t row = is_missing ? job.rows.row_of(number) : -1;
+        const Stored stored = find_stored(table, row);
+        const uint32_t item = job.rows.item_of(number);
+        if (is_missing && stored.status != IBP_OK) record_fault(job.fault, stored.status, item, job.rows.id_of(item));
+        const bool has_row = is_missing && stored.has_bytes();
+        const Claimed claimed = claim_and_copy(table, job.lru, row, stored, has_row, static_cast<uint32_t>(call));
+        if (has_row) job.entries[number] = claimed.entry;
+        const bool is_hit = has_row && claimed.entry != 0u && !claimed.is_new;
+        tally.add(is_hit, job.lru.slab.number, IBP_MAX_SLABS, has_row && !is_hit, stored.num_bytes);
     }
     tally.put(job.counts);
 }
