@@ -90,6 +90,19 @@ def test_a_pool_holds_more():
     assert kv.codebook.row_bytes == 256 and kv.gain >= 1.3
 
 
+def test_short_rows_take_a_codebook_that_decodes_fast():
+    """The sign of BF16 is in the residual, as it is in longer rows, where the slots are no larger."""
+    kv = kv_of(rows_of(2000, 8, 64), num_heads=8)
+    assert (kv.codebook.residual_bits, kv.codebook.row_bytes, kv.places[0].slot_bytes) == (8, 128, 96)
+    few = kv_of(rows_of(1, 4, 64))
+    assert few.codebook.row_bytes == 128
+    same = torch.zeros(300, 4, 64, dtype=torch.bfloat16)
+    same[..., 3] = torch.randn(300, 4).bfloat16()
+    kv = kv_of(same)
+    kv.put(0, same[:TOKENS], torch.arange(TOKENS))
+    assert_same_bits(kv.select(0, torch.arange(TOKENS)), same[:TOKENS])
+
+
 def test_lost_rows_raise():
     wild = torch.randint(-(2**15), 2**15, (TOKENS, HEADS, DIM), dtype=torch.int16).view(torch.bfloat16)
     kv = kv_of(rows_of(TOKENS), overflow_bytes=320)

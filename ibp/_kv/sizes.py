@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -9,13 +10,14 @@ import torch
 from .. import _core, _layout, _rows
 from .._arguments import whole_number
 from .._estimation import analyze, check_codebook
-from .._schemes import AnyCodebook, measure
+from .._schemes import AnyCodebook, PlanesCodebook, measure
 
 ROW_BYTES = 2048  # of pages: longer rows save no more, and shorter ones are more work (benchmarks/results/gather.csv)
 _SHARE_IN_SLOTS = 0.999  # of the sample's rows
 _LEAST_OVERFLOW = 0.02  # of the slots' bytes: a row in 20 or so may be a raw one
 _SPILL_MARGIN = 4  # times what the sample's rows take of overflow: rows keep the parts that they once needed
 _SECTOR = _core.SECTOR_BYTES
+_SHORT_ROW_BYTES, _ROWS_TOGETHER = 128, 8
 
 
 class Sizes(NamedTuple):
@@ -40,10 +42,34 @@ def divided(piece_bytes: int) -> int:
 
 def learned(sample: AnyCodebook | torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
     """The codebook itself, or one that is learned from a sample: a tensor of any shape, whose bytes are rows."""
-    if isinstance(sample, torch.Tensor):
-        return analyze(_as_rows(sample, row_bytes), scheme="planes", sample=None, level=level)  # type: ignore[return-value]
-    check_codebook(sample)
-    return sample
+    if not isinstance(sample, torch.Tensor):
+        check_codebook(sample)
+        return sample
+    own = _of_rows(sample, row_bytes, level)
+    if row_bytes > _SHORT_ROW_BYTES or level != "default":
+        return own
+    other = _of_longer_rows(sample, row_bytes)
+    if other is None or chosen(sample, other).slot_bytes > chosen(sample, own).slot_bytes:
+        return own
+    return other
+
+
+def _of_rows(sample: torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
+    found = analyze(_as_rows(sample, row_bytes), scheme="planes", sample=None, level=level)
+    assert found is not None, "scheme 'planes' always has a codebook"
+    return found
+
+
+def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | None:
+    """The codebook of 8 rows together, for each of them; None where it speaks of columns or lists. Of short rows,
+    whose planes end in whole bytes, learning may take digits of three bits to save a byte, which are slower to decode;
+    where slots are no larger, digits of longer rows serve better."""
+    if sample.numel() * sample.element_size() < _ROWS_TOGETHER * row_bytes:
+        return None
+    found = _of_rows(sample, _ROWS_TOGETHER * row_bytes, "default")
+    if not isinstance(found, PlanesCodebook) or found.per_column or found.listed or found.live_columns is not None:
+        return None
+    return dataclasses.replace(found, row_bytes=row_bytes, expected_savings=None)
 
 
 def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
