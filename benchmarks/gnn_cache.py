@@ -8,7 +8,8 @@ the raw features, filled with the rows that the first epoch asks for most often 
 
 gnn_cache.csv has the columns of gnn.csv and cache_percent (0: no cache), held_rows, raw_rows (in the same bytes),
 hit_rate and predicted: by how many times as fast as raw rows with the same cache an arm would be fetched if it gained
-only what its cache holds more rows of, that is by misses alone. Fetches of coded rows should gain as much.
+only by the rows that its cache holds more of: misses at the link's rate, hits at that of memory, all of them raw.
+Fetches of coded rows should gain as much.
 """
 
 import functools
@@ -31,6 +32,7 @@ CASES = (
     gnn.Case("citeseer", NUM_NODES, (BATCH,)),
 )
 ARM_S = 0.8  # of an epoch's part that is timed
+OWN_GBPS, PEER_GBPS = 1500, 370  # random rows of a GPU's own memory and of another's, measured on two H200
 PERCENTS = (0, 1, 5)
 RAW, IBP = "raw rows", "ibp"
 
@@ -67,6 +69,17 @@ def expected_hits(hotness, num_rows):
     return float(counts[:num_rows].sum() / counts.sum().clamp(min=1))
 
 
+def predicted_gain(hotness, raw_rows, held_rows, num_gpus=1):
+    """How many times as fast raw rows would be fetched with held_rows cached instead of raw_rows."""
+    hit_s = (1 / OWN_GBPS + (num_gpus - 1) / PEER_GBPS) / num_gpus
+
+    def seconds(num_rows):
+        hits = expected_hits(hotness, num_rows)
+        return (1 - hits) / ideal.LINK_KERNEL_GBPS + hits * hit_s
+
+    return seconds(raw_rows) / seconds(held_rows)
+
+
 def ideal_of(run, fetch, ids, row_bytes):
     """Of the rows that the cache lacks."""
     if not isinstance(fetch, Cached):
@@ -84,15 +97,13 @@ def cache_columns(features, fetch, kind, percent, hotness, ids):
     cache.reset_stats()
     cache.index_select(ids)
     stats = cache.stats()
-    raw_misses = 1 - expected_hits(hotness, stats.raw_capacity)
-    misses = 1 - expected_hits(hotness, cache.num_cached_rows)
-    predicted = raw_misses / misses if misses else None
+    predicted = predicted_gain(hotness, stats.raw_capacity, cache.num_cached_rows)
     return {
         "cache_percent": percent,
         "held_rows": cache.num_cached_rows,
         "raw_rows": features.num_bytes * percent // 100 // features.row_bytes,
         "hit_rate": f"{stats.hit_rate:.4f}",
-        "predicted": harness.four_digits(predicted) if kind == IBP and predicted else "",
+        "predicted": harness.four_digits(predicted) if kind == IBP else "",
     }
 
 

@@ -11,10 +11,10 @@ that the other one reads (`group=`). Arms: raw rows and coded rows at equal byte
 scale.csv has the rate at which all GPUs together fetch (gbps, nothing beside it) and, after the common columns: gpus,
 cache_percent, held_rows, raw_rows (in the same bytes), hit_rate, own_share and peer_share (of the rows asked for),
 fetch_ms (of a batch, the slowest GPU's), epoch_s (of 200 batches of all GPUs together), predicted: by how many times
-as fast as raw rows with the same cache a fetch would be if it gained only what the cache holds more rows of, that is by
-misses alone. Case `sharded`: rows of a table of which each GPU's process has half (`ibp.distributed.ShardedTable`),
-without a cache, both asking at once. The first batch of every arm is compared with raw rows that the GPU fetches
-without a cache, and the first of these with the CPU's, bit for bit.
+as fast as raw rows with the same cache a fetch would be if it gained only by the rows that the cache holds more of, at
+the rates of the link and of the GPUs' memory. Case `sharded`: rows of a table of which each GPU's process has half
+(`ibp.distributed.ShardedTable`), without a cache, both asking at once. The first batch of every arm is compared with
+raw rows that the GPU fetches without a cache, and the first of these with the CPU's, bit for bit.
 """
 
 import json
@@ -220,8 +220,7 @@ def cache_columns(fetch, kind, hotness, ids, raw_rows):
         cache.index_select(some)
     stats, held = cache.stats(), cache.num_cached_rows
     asked = max(1, stats.hits + stats.misses)
-    misses = 1 - gnn_cache.expected_hits(hotness, held)
-    predicted = (1 - gnn_cache.expected_hits(hotness, raw_rows)) / misses if misses else None
+    predicted = gnn_cache.predicted_gain(hotness, raw_rows, held, len(stats.hits_of_slabs))
     return {
         "held_rows": held,
         "raw_rows": raw_rows,

@@ -45,6 +45,15 @@ def test_targets_of_lookups():
     assert wanted(torch.float16, 2048, 8192) == wanted(torch.bfloat16, 512, 8192) == pytest.approx(49)
 
 
+def test_a_larger_cache_is_predicted_to_gain():
+    hotness = torch.tensor([50, 0, 30, 10, 10])
+    assert gnn_cache.expected_hits(hotness, 2) == pytest.approx(0.8)
+    gain = (0.5 / 51.4 + 0.5 / 1500) / (0.2 / 51.4 + 0.8 / 1500)
+    assert gnn_cache.predicted_gain(hotness, 1, 2) == pytest.approx(gain)
+    assert gnn_cache.predicted_gain(hotness, 2, 2) == 1
+    assert 1 < gnn_cache.predicted_gain(hotness, 1, 2, num_gpus=2) < gain
+
+
 def record(run, case, arm, gbps=50.0, **extra):
     run.add(
         case=case,
