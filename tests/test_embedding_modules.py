@@ -352,7 +352,7 @@ def test_on_a_gpu(cuda, pinned, dtype):
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_one_row_on_a_gpu(cuda, mode):
-    weight = embedding(50, 64, torch.bfloat16)
+    weight = embedding(50, 64)  # torch has no gradient of maxima of BF16 on a GPU
     weight[3] = -0.0
     ours = ibp.nn.EmbeddingBag(ibp.compress(weight.to(cuda)), mode=mode, trainable=True)
     torchs = torch.nn.EmbeddingBag.from_pretrained(weight.to(cuda), mode=mode, freeze=False)
