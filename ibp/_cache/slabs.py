@@ -31,7 +31,7 @@ COUNTERS = 10  # hits of slabs 0 to 7, misses, bytes of the link
 CLOCK_BYTES = 16
 FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # of a slab besides rows and ways
 # Maps of other GPUs are copied near where this costs at most such a share of what rows take: a look-up then reads no
-# peer's memory. On two H200s rows of 128, 512 and 2,048 B came 2.3, 1.5 and 1.2 times as fast from the peer so.
+# peer's memory. On two H200s rows of 128, 512 and 2,048 B came 1.5, 1.2 and 1.1 times as fast from the peer so.
 NEAR_MAP_SHARE = 0.4
 SLOT_QUANTILE = 0.999  # of the rows' stored sizes fit a slot
 GROWTH = 16  # a slot of rows that change is larger by such a part
