@@ -149,32 +149,38 @@ struct Bounds {
 // each takes a unit of the row, or UNITS, and every so many-th bag is theirs. Its functions are not inlined: so
 // decoders have registers for themselves, and all kernels share them.
 template <uint32_t UNITS> struct Reducer {
-    static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLanes = 4;
+    static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
 
     const ibp_bags &bags;
     const uint32_t num_ids, row_bytes;
     const Share share;
     uint8_t *const out;
     ibp_fault *const fault;
-    uint32_t lanes;                // threads that share a bag
-    uint32_t bag, count;           // the open bag, and its rows that count
-    Bounds bounds, wanted, coming; // of the open bag, inside the share; as the offsets have them; of the next one
-    Unit units[UNITS];
+    uint32_t lane_bits; // of the number of threads that share a bag
+
+    // What changes from round to round.
+    struct State {
+        uint32_t bag, count;           // the open bag, and its rows that count
+        Bounds bounds, wanted, coming; // of the open bag, inside the share; as the offsets have them; of the next one
+        Unit units[UNITS];
+    } state;
 
     __device__ __noinline__ Reducer(const ibp_bags &asked, uint32_t num, uint32_t bytes, const Share &of, uint8_t *to,
                                     ibp_fault *noted)
-        : bags(asked), num_ids(num), row_bytes(bytes), share(of), out(to), fault(noted), lanes(kLeastLanes)
+        : bags(asked), num_ids(num), row_bytes(bytes), share(of), out(to), fault(noted), lane_bits(kLeastLaneBits)
     {
-        while (lanes * kUnitBytes < row_bytes && lanes < kTeamThreads) lanes *= 2u;
-        bag = first_byte(0) < row_bytes ? share.first_bag + rank() / lanes : share.last_bag;
-        coming = bounds_of(bag);
-        open();
+        while (kUnitBytes << lane_bits < row_bytes && 1u << lane_bits < kTeamThreads) lane_bits++;
+        state.bag = first_byte(0) < row_bytes ? share.first_bag + (rank() >> lane_bits) : share.last_bag;
+        state.coming = bounds_of(state.bag);
+        open(state);
     }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kTeamThreads; }
-    __device__ __forceinline__ uint32_t num_open() const { return kTeamThreads / lanes; } // bags at a time
+    // Of the threads that share a bag.
+    __device__ __forceinline__ uint32_t lane() const { return rank() & ((1u << lane_bits) - 1u); }
+    __device__ __forceinline__ uint32_t num_open() const { return kTeamThreads >> lane_bits; } // bags at a time
     __device__ __forceinline__ uint32_t first_byte(uint32_t u) const
     {
-        return (rank() % lanes + u * lanes) * kUnitBytes;
+        return (lane() + (u << lane_bits)) * kUnitBytes;
     }
 
     // ---- bags ----
@@ -186,38 +192,39 @@ template <uint32_t UNITS> struct Reducer {
     }
     // Opens the bag whose bounds have come, and asks for those of the next one. Whatever the offsets are, rows are the
     // share's.
-    __device__ __forceinline__ void open()
+    __device__ __forceinline__ void open(State &now) const
     {
-        wanted = coming, coming = bounds_of(bag + num_open());
-        bounds.begin = max(share.first, ibp_min_u32(wanted.begin, share.last));
-        bounds.end = max(bounds.begin, ibp_min_u32(wanted.end, share.last));
-        count = 0;
+        now.wanted = now.coming, now.coming = bounds_of(now.bag + num_open());
+        now.bounds.begin = max(share.first, ibp_min_u32(now.wanted.begin, share.last));
+        now.bounds.end = max(now.bounds.begin, ibp_min_u32(now.wanted.end, share.last));
+        now.count = 0;
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++)
 #pragma unroll
-            for (uint32_t e = 0; e < Unit::kMost; e++) units[u].values[e] = 0.0f;
+            for (uint32_t e = 0; e < Unit::kMost; e++) now.units[u].values[e] = 0.0f;
     }
     // Notes an offset that is no number of an id, or less than the one before.
-    __device__ __forceinline__ void check_offsets() const
+    __device__ __forceinline__ void check_offsets(const State &now) const
     {
-        if (rank() % lanes != 0u || (bounds.begin == wanted.begin && bounds.end == wanted.end)) return;
-        const uint32_t position = bounds.begin != wanted.begin ? bag : bag + 1u;
+        const bool begins = now.bounds.begin == now.wanted.begin, ends = now.bounds.end == now.wanted.end;
+        if (lane() != 0u || (begins && ends)) return;
+        const uint32_t position = begins ? now.bag + 1u : now.bag;
         record_fault(fault, IBP_INVALID_ARGUMENT, position,
                      bags.offset_bytes == 8u ? static_cast<const int64_t *>(bags.offsets)[position]
                                              : static_cast<const int32_t *>(bags.offsets)[position]);
     }
     // Writes the open bag.
-    __device__ __forceinline__ void close() const
+    __device__ __forceinline__ void close(const State &now) const
     {
-        uint8_t *const row = out + static_cast<int64_t>(bag) * row_bytes;
+        uint8_t *const row = out + static_cast<int64_t>(now.bag) * row_bytes;
         const bool is_even = row_bytes % kUnitBytes == 0u && aligned(out, kUnitBytes);
-        const float divisor = bags.mode == IBP_BAG_MEAN ? static_cast<float>(count) : 0.0f;
-        check_offsets();
+        const float divisor = bags.mode == IBP_BAG_MEAN ? static_cast<float>(now.count) : 0.0f;
+        check_offsets(now);
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++) {
             if (first_byte(u) >= row_bytes) break;
-            const uint32_t words[4] = {units[u].word(bags, 0, divisor), units[u].word(bags, 1, divisor),
-                                       units[u].word(bags, 2, divisor), units[u].word(bags, 3, divisor)};
+            const uint32_t words[4] = {now.units[u].word(bags, 0, divisor), now.units[u].word(bags, 1, divisor),
+                                       now.units[u].word(bags, 2, divisor), now.units[u].word(bags, 3, divisor)};
             if (is_even)
                 *reinterpret_cast<uint4 *>(row + first_byte(u)) = make_uint4(words[0], words[1], words[2], words[3]);
             else
@@ -236,24 +243,24 @@ template <uint32_t UNITS> struct Reducer {
 
     // Adds rows of the open bag, n from the j-th of the round on.
     template <ibp_float_kind KIND, bool NOTES>
-    __device__ __forceinline__ void add_rows(const Rows &rows, uint32_t j, uint32_t n)
+    __device__ __forceinline__ void add_rows(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
-        if (!NOTES) count += n;
+        if (!NOTES) now.count += n;
 #pragma unroll 4
         for (; n != 0u; n--, j++) {
             const Note note = NOTES ? rows.note(j) : Note{1.0f, 0u};
-            if (NOTES) count += !note.is_padding;
+            if (NOTES) now.count += !note.is_padding;
 #pragma unroll
             for (uint32_t u = 0; u < UNITS; u++) {
                 if (u != 0u && first_byte(u) >= row_bytes) break;
                 uint4 words = *reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u));
                 if (NOTES && note.is_padding) words = make_uint4(0, 0, 0, 0);
-                units[u].template add<KIND>(words, note.weight);
+                now.units[u].template add<KIND>(words, note.weight);
             }
         }
     }
     template <ibp_float_kind KIND>
-    __device__ __forceinline__ void compare_rows(const Rows &rows, uint32_t j, uint32_t n)
+    __device__ __forceinline__ void compare_rows(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
 #pragma unroll 1
         for (; n != 0u; n--, j++) {
@@ -261,40 +268,43 @@ template <uint32_t UNITS> struct Reducer {
 #pragma unroll
             for (uint32_t u = 0; u < UNITS; u++)
                 if (first_byte(u) < row_bytes)
-                    units[u].template take_greater<KIND>(*reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u)),
-                                                         count == 0u);
-            count++;
+                    now.units[u].template take_greater<KIND>(
+                        *reinterpret_cast<const uint4 *>(rows.row(j) + first_byte(u)), now.count == 0u);
+            now.count++;
         }
     }
-    template <ibp_float_kind KIND> __device__ __forceinline__ void reduce(const Rows &rows, uint32_t j, uint32_t n)
+    template <ibp_float_kind KIND>
+    __device__ __forceinline__ void reduce(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
         if (bags.mode == IBP_BAG_MAX)
-            compare_rows<KIND>(rows, j, n);
+            compare_rows<KIND>(now, rows, j, n);
         else if (bags.weights != nullptr || bags.padding_id >= 0)
-            add_rows<KIND, true>(rows, j, n);
+            add_rows<KIND, true>(now, rows, j, n);
         else
-            add_rows<KIND, false>(rows, j, n);
+            add_rows<KIND, false>(now, rows, j, n);
     }
 
     // Adds the n rows from number `first` on, and writes the bags that end with them.
     __device__ __noinline__ void add(const Rows rows, uint32_t first, uint32_t n)
     {
         const uint32_t stop = first + n;
-        while (bag < share.last_bag) {
-            const uint32_t from = max(bounds.begin, first), to = ibp_min_u32(bounds.end, stop);
+        State now = state; // in registers
+        while (now.bag < share.last_bag) {
+            const uint32_t from = max(now.bounds.begin, first), to = ibp_min_u32(now.bounds.end, stop);
             if (from < to) {
                 if (bags.kind == IBP_FLOAT32)
-                    reduce<IBP_FLOAT32>(rows, from - first, to - from);
+                    reduce<IBP_FLOAT32>(now, rows, from - first, to - from);
                 else if (bags.kind == IBP_FLOAT16)
-                    reduce<IBP_FLOAT16>(rows, from - first, to - from);
+                    reduce<IBP_FLOAT16>(now, rows, from - first, to - from);
                 else
-                    reduce<IBP_BFLOAT16>(rows, from - first, to - from);
+                    reduce<IBP_BFLOAT16>(now, rows, from - first, to - from);
             }
-            if (bounds.end > stop) break;
-            close();
-            bag += num_open();
-            open();
+            if (now.bounds.end > stop) break;
+            close(now);
+            now.bag += num_open();
+            open(now);
         }
+        state = now;
     }
 };
 
