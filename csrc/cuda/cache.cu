@@ -255,11 +255,27 @@ static __device__ __noinline__ void copy_shifted(uint8_t *dst, const uint8_t *sr
     for (uint32_t i = lane_id(); i < num_bytes; i += kWarp)
         if (i < head || i >= head + 4u * words) dst[i] = src[i];
 }
+// Copies whole vectors: several are on their way before the first one is stored, since they may come over the link. By
+// all lanes of a warp together.
+static __device__ __noinline__ void copy_vectors(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
+{
+    constexpr uint32_t kAhead = 4;
+    const uint32_t whole = num_bytes / 16u;
+    for (uint32_t first = lane_id(); first < whole; first += kAhead * kWarp) {
+        uint4 vectors[kAhead];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++)
+            if (first + a * kWarp < whole) vectors[a] = reinterpret_cast<const uint4 *>(src)[first + a * kWarp];
+#pragma unroll
+        for (uint32_t a = 0; a < kAhead; a++)
+            if (first + a * kWarp < whole) reinterpret_cast<uint4 *>(dst)[first + a * kWarp] = vectors[a];
+    }
+    for (uint32_t i = 16u * whole + lane_id(); i < num_bytes; i += kWarp) dst[i] = src[i];
+}
 __device__ __forceinline__ void copy_part(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
-    using OneWarp = Group<kWarp, 1>;
     if (aligned(dst, 16) && aligned(src, 16))
-        group_copy_as<OneWarp, uint4>(dst, src, num_bytes);
+        copy_vectors(dst, src, num_bytes);
     else
         copy_shifted(dst, src, num_bytes);
 }
