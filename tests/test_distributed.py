@@ -431,7 +431,7 @@ def cached(rank, device, group=None, size=4):
     group = dist.group.WORLD if group is None else group
     cache = ibp.RowCache(table, 30_000, hotness, group=group, devices=device)
     held = {int(row) for slab in cache._generation.slabs for row in slab.map[:, 0].tolist() if row >= 0}
-    assert 100 * size < len(held) == cache.num_cached_rows <= cache.capacity < 1.02 * len(held)
+    assert 100 * size < len(held) == cache.num_cached_rows <= cache.capacity < 1.05 * len(held)
     assert f"rank {rank} of {size}" in repr(cache)
     assert 0.9 * 30_000 < cache.nbytes <= 30_000
     ids = torch.randint(len(x), (700,), generator=torch.Generator().manual_seed(rank)).to(device)
@@ -635,6 +635,10 @@ def cached_on_gpu(rank, device):
     x = rows_like("dense", 2000)
     cache = ibp.RowCache(ibp.compress(x, scheme="planes"), 40_000, list(range(1000)), group=dist.group.WORLD)
     assert cache.devices == (device,) and cache._generation.slabs[1 - rank].bytes.device == device
+    before = torch.cuda.memory_allocated(device)
+    for _ in range(5):  # what was lent can be used again
+        cache.refill(list(range(1000)))
+    assert torch.cuda.memory_allocated(device) < before + 100_000
     ids, out = torch.arange(0, 1500, 3, device=device), torch.empty(500, COLUMNS, dtype=x.dtype, device=device)
     cache.index_select(ids, out=out)
     torch.cuda.synchronize()

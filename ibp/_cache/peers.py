@@ -74,7 +74,7 @@ class Peers:
     def made(self, cache: RowCache, hotness: Hotness) -> Generation:
         """What the cache holds from now on, all ranks' slabs; a collective call, after which all are filled. Where it
         fails on some rank, it raises on all."""
-        device, own, slabs = cache.devices[0], _Lender(self.size), list[Slab]()
+        device, own, slabs = cache.devices[0], _Lender(self.rank, self.size), list[Slab]()
         plans: list[Plan] = []
 
         def plan() -> dict[str, Any]:
@@ -84,7 +84,7 @@ class Peers:
             plans.extend(found)
             return {"hotness": _fingerprint(items), "whether maps are copied": copies}
 
-        def fill() -> list[_Loan]:
+        def fill() -> list[_Loan | None]:
             with cache._beside():
                 slab = filled_slab(cache._view, plans[self.rank], self.rank, device)
             return own.lend(slab)
@@ -174,15 +174,18 @@ class _Lender:
 
     slab: Slab
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
         self._segments: list[Segment] = []  # which are opened through this process
 
-    def lend(self, slab: Slab) -> list[_Loan]:
-        """A loan for each rank."""
+    def lend(self, slab: Slab) -> list[_Loan | None]:
+        """A loan for each other rank. A GPU's memory that is lent must be opened: it is kept until then."""
         if slab.device.type == "cuda":
             self.slab = slab
-            return [_Loan(*(self._on_gpu(tensor) for tensor in (slab.bytes, slab.map))) for _ in range(self._size)]
+            return [
+                _Loan(self._on_gpu(slab.bytes), self._on_gpu(slab.map)) if rank != self._rank else None
+                for rank in range(self._size)
+            ]
         (held, lent), (held_map, lent_map) = (self._in_host_memory(tensor) for tensor in (slab.bytes, slab.map))
         self.slab = Slab(slab.device, held, held_map)
         return [_Loan(lent, lent_map)] * self._size
