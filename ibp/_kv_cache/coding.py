@@ -9,7 +9,8 @@ import torch
 
 from .. import _core, _rows, _schemes
 from .._estimation import check_codebook
-from .._schemes import AnyCodebook
+from .._fetch.streaming import STREAM_SMS
+from .._schemes import AnyCodebook, PlanesCodebook
 from .._schemes.planes.learning import learn_planes
 
 _SECTOR = _core.SECTOR_BYTES
@@ -209,6 +210,9 @@ class Span:
         self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
         self._index = self._lengths, self._bases  # of all rows
         self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None  # those of the last order
+        # Decoders that look entries up by column are slow in long rows: all multiprocessors keep up with the link.
+        by_column = isinstance(codebook, PlanesCodebook) and codebook.per_column
+        self._streaming_sms = 0 if by_column else STREAM_SMS
 
     @property
     def num_rows(self) -> int:
@@ -239,10 +243,11 @@ class Span:
         self._index = self._lengths[: self.num_rows], self._bases[: self.num_rows]
 
     def decode(
-        self, staged: torch.Tensor, out: torch.Tensor, ids: torch.Tensor | None, sms: int, fault: torch.Tensor
+        self, staged: torch.Tensor, out: torch.Tensor, ids: torch.Tensor | None, sms: int | None, fault: torch.Tensor
     ) -> None:
         """Queues the decoding of items. staged: the bytes of the arena; out: a view of items; ids: which ones, as many
-        as out has; None: all."""
+        as out has; None: all. sms: multiprocessors, 0: all; None: as many as keep up with the link."""
+        sms = self._streaming_sms if sms is None else sms
         item_bytes, row_bytes = self.form.item_bytes, self.form.row_bytes
         if self.codebook is None:
             places = self._bases[: self.num_items]
@@ -338,7 +343,7 @@ class Codec:
         out: torch.Tensor,
         blocks: range,
         order: Order | None,
-        sms: int,
+        sms: int | None,
         fault: torch.Tensor,
     ) -> None:
         """Queues the decoding of blocks to the first tokens of [B, num_heads, tokens, head_dim], whose tokens of a head

@@ -204,7 +204,7 @@ class History:
         keys: torch.Tensor,
         values: torch.Tensor,
         blocks: range,
-        sms: int,
+        sms: int | None,
         fault: torch.Tensor,
     ) -> None:
         """Queues the decoding of blocks to the first tokens of keys and values. staged: the arena's bytes."""

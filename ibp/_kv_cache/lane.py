@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from .. import _memory
-from .._fetch.streaming import STREAM_SMS
 from .arena import Arena, HostArena, NearArena
 from .coding import Options
 from .history import History, Pending
@@ -68,7 +67,8 @@ class Lane:
     """
 
     def __init__(self, device: torch.device, options: Options) -> None:
-        self.device, self._sms = device, options.sms
+        self.device = device
+        self._sms: int | None = options.sms
         self.fetched_bytes = self.sent_bytes = 0
         self._fault = torch.zeros(4, dtype=torch.int64)  # what decoding notes
         self._noted = self._fault.numpy()  # the same, for the host
@@ -176,7 +176,7 @@ class HostLane(CudaLane):
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)
-        self._sms = options.sms or STREAM_SMS
+        self._sms = options.sms or None
         self._copier, self._sender = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._stagings = [_Staging(device) for _ in range(2)]  # the one that was used last comes first
 

@@ -393,7 +393,8 @@ class CompressedCache(DynamicCache):
         codebooks: those of keys and of values to begin with, for all layers, made by `ibp.analyze` of tensors whose
             rows are whole tokens of a head, one or more; None: learned, which takes some
             milliseconds each (of scheme "ibp" a hundred).
-        max_sms: at most so many multiprocessors decode; None: 32 where tokens come over the link, else all.
+        max_sms: at most so many multiprocessors decode; None: all, but 32 where tokens come over the link and a
+            codebook has the same entries for every column.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
