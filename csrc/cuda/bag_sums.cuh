@@ -145,34 +145,56 @@ struct Bounds {
     uint32_t begin, end;
 };
 
+// Shared memory of a team: its share, and what its threads know of their bags from round to round.
+struct TeamMemory {
+    uint32_t first; // byte
+
+    __device__ __forceinline__ Share &share() const { return *reinterpret_cast<Share *>(shared_bytes() + first); }
+    // The i-th 16 bytes of the thread's own.
+    __device__ __forceinline__ uint4 &words(uint32_t i) const
+    {
+        const uint32_t place = 1u + i * kTeamThreads + threadIdx.x % kTeamThreads;
+        return *reinterpret_cast<uint4 *>(shared_bytes() + first + place * sizeof(uint4));
+    }
+    static __host__ __device__ __forceinline__ uint32_t num_bytes(uint32_t words_of_thread)
+    {
+        return (1u + words_of_thread * kTeamThreads) * static_cast<uint32_t>(sizeof(uint4));
+    }
+};
+static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
+
 // The sums of a team's bags. The least power of two of threads that a row has units for, or all of them, share a bag:
-// each takes a unit of the row, or UNITS, and every so many-th bag is theirs. Its functions are not inlined: so
-// decoders have registers for themselves, and all kernels share them.
+// each takes a unit of the row, or UNITS, and every so many-th bag is theirs. Rounds are not inlined, and keep nothing
+// in registers from one to the next: so decoders have these for themselves, and all kernels share the code.
 template <uint32_t UNITS> struct Reducer {
     static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
+    static constexpr uint32_t kWords = 2u + 2u * UNITS; // of TeamMemory
 
     const ibp_bags &bags;
     const uint32_t num_ids, row_bytes;
-    const Share share;
     uint8_t *const out;
     ibp_fault *const fault;
-    uint32_t lane_bits; // of the number of threads that share a bag
+    const TeamMemory memory;
+    const Share share;
+    const uint32_t lane_bits; // of the number of threads that share a bag
 
-    // What changes from round to round.
     struct State {
-        uint32_t bag, count;           // the open bag, and its rows that count
-        Bounds bounds, wanted, coming; // of the open bag, inside the share; as the offsets have them; of the next one
+        uint32_t bag, count;   // the open bag, and its rows that count
+        Bounds bounds, coming; // of the open bag, inside the share; of the next one, as the offsets have them
         Unit units[UNITS];
-    } state;
+    };
 
-    __device__ __noinline__ Reducer(const ibp_bags &asked, uint32_t num, uint32_t bytes, const Share &of, uint8_t *to,
-                                    ibp_fault *noted)
-        : bags(asked), num_ids(num), row_bytes(bytes), share(of), out(to), fault(noted), lane_bits(kLeastLaneBits)
+    __device__ __forceinline__ Reducer(const ibp_bags &asked, uint32_t num, uint32_t bytes, uint8_t *to,
+                                       ibp_fault *noted, TeamMemory kept)
+        : bags(asked), num_ids(num), row_bytes(bytes), out(to), fault(noted), memory(kept), share(kept.share()),
+          lane_bits(bits_of_lanes(bytes))
     {
-        while (kUnitBytes << lane_bits < row_bytes && 1u << lane_bits < kTeamThreads) lane_bits++;
-        state.bag = first_byte(0) < row_bytes ? share.first_bag + (rank() >> lane_bits) : share.last_bag;
-        state.coming = bounds_of(state.bag);
-        open(state);
+    }
+    static __device__ __forceinline__ uint32_t bits_of_lanes(uint32_t row_bytes)
+    {
+        uint32_t bits = kLeastLaneBits;
+        while (kUnitBytes << bits < row_bytes && 1u << bits < kTeamThreads) bits++;
+        return bits;
     }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kTeamThreads; }
     // Of the threads that share a bag.
@@ -194,9 +216,15 @@ template <uint32_t UNITS> struct Reducer {
     // share's.
     __device__ __forceinline__ void open(State &now) const
     {
-        now.wanted = now.coming, now.coming = bounds_of(now.bag + num_open());
-        now.bounds.begin = max(share.first, ibp_min_u32(now.wanted.begin, share.last));
-        now.bounds.end = max(now.bounds.begin, ibp_min_u32(now.wanted.end, share.last));
+        const Bounds wanted = now.coming;
+        now.bounds.begin = max(share.first, ibp_min_u32(wanted.begin, share.last));
+        now.bounds.end = max(now.bounds.begin, ibp_min_u32(wanted.end, share.last));
+        if (now.bag >= share.last_bag) return;
+        if (now.bounds.begin != wanted.begin)
+            note_offset(now.bag);
+        else if (now.bounds.end != wanted.end)
+            note_offset(now.bag + 1u);
+        now.coming = bounds_of(now.bag + num_open());
         now.count = 0;
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++)
@@ -204,14 +232,41 @@ template <uint32_t UNITS> struct Reducer {
             for (uint32_t e = 0; e < Unit::kMost; e++) now.units[u].values[e] = 0.0f;
     }
     // Notes an offset that is no number of an id, or less than the one before.
-    __device__ __forceinline__ void check_offsets(const State &now) const
+    __device__ __forceinline__ void note_offset(uint32_t position) const
     {
-        const bool begins = now.bounds.begin == now.wanted.begin, ends = now.bounds.end == now.wanted.end;
-        if (lane() != 0u || (begins && ends)) return;
-        const uint32_t position = begins ? now.bag + 1u : now.bag;
+        if (lane() != 0u) return;
         record_fault(fault, IBP_INVALID_ARGUMENT, position,
                      bags.offset_bytes == 8u ? static_cast<const int64_t *>(bags.offsets)[position]
                                              : static_cast<const int32_t *>(bags.offsets)[position]);
+    }
+    __device__ __forceinline__ State load() const
+    {
+        State now;
+        const uint4 a = memory.words(0), b = memory.words(1);
+        now.bag = a.x, now.count = a.y, now.bounds = {a.z, a.w}, now.coming = {b.x, b.y};
+#pragma unroll
+        for (uint32_t u = 0; u < UNITS; u++)
+#pragma unroll
+            for (uint32_t h = 0; h < 2u; h++) {
+                const uint4 four = memory.words(2u + 2u * u + h);
+                float *const values = now.units[u].values + 4u * h;
+                values[0] = float_of_bits(four.x), values[1] = float_of_bits(four.y);
+                values[2] = float_of_bits(four.z), values[3] = float_of_bits(four.w);
+            }
+        return now;
+    }
+    __device__ __forceinline__ void keep(const State &now) const
+    {
+        memory.words(0) = make_uint4(now.bag, now.count, now.bounds.begin, now.bounds.end);
+        memory.words(1) = make_uint4(now.coming.begin, now.coming.end, 0, 0);
+#pragma unroll
+        for (uint32_t u = 0; u < UNITS; u++)
+#pragma unroll
+            for (uint32_t h = 0; h < 2u; h++) {
+                const float *const values = now.units[u].values + 4u * h;
+                memory.words(2u + 2u * u + h) = make_uint4(bits_of_float(values[0]), bits_of_float(values[1]),
+                                                           bits_of_float(values[2]), bits_of_float(values[3]));
+            }
     }
     // Writes the open bag.
     __device__ __forceinline__ void close(const State &now) const
@@ -219,7 +274,6 @@ template <uint32_t UNITS> struct Reducer {
         uint8_t *const row = out + static_cast<int64_t>(now.bag) * row_bytes;
         const bool is_even = row_bytes % kUnitBytes == 0u && aligned(out, kUnitBytes);
         const float divisor = bags.mode == IBP_BAG_MEAN ? static_cast<float>(now.count) : 0.0f;
-        check_offsets(now);
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++) {
             if (first_byte(u) >= row_bytes) break;
@@ -284,11 +338,9 @@ template <uint32_t UNITS> struct Reducer {
             add_rows<KIND, false>(now, rows, j, n);
     }
 
-    // Adds the n rows from number `first` on, and writes the bags that end with them.
-    __device__ __noinline__ void add(const Rows rows, uint32_t first, uint32_t n)
+    __device__ __forceinline__ void add_round(State &now, const Rows &rows, uint32_t first, uint32_t n) const
     {
         const uint32_t stop = first + n;
-        State now = state; // in registers
         while (now.bag < share.last_bag) {
             const uint32_t from = max(now.bounds.begin, first), to = ibp_min_u32(now.bounds.end, stop);
             if (from < to) {
@@ -304,7 +356,28 @@ template <uint32_t UNITS> struct Reducer {
             now.bag += num_open();
             open(now);
         }
-        state = now;
+    }
+
+    // Opens the team's first bags. Its share is in memory.
+    static __device__ __noinline__ void begin(const ibp_bags &bags, uint32_t num_ids, uint32_t row_bytes, uint8_t *out,
+                                              ibp_fault *fault, TeamMemory memory)
+    {
+        const Reducer reducer(bags, num_ids, row_bytes, out, fault, memory);
+        State now{};
+        now.bag = reducer.first_byte(0) < row_bytes ? reducer.share.first_bag + (rank() >> reducer.lane_bits)
+                                                    : reducer.share.last_bag;
+        now.coming = reducer.bounds_of(now.bag);
+        reducer.open(now);
+        reducer.keep(now);
+    }
+    // Adds the n rows from number `first` on, and writes the bags that end with them.
+    static __device__ __noinline__ void add(const ibp_bags &bags, uint32_t num_ids, const Rows rows, uint8_t *out,
+                                            ibp_fault *fault, TeamMemory memory, uint32_t first, uint32_t n)
+    {
+        const Reducer reducer(bags, num_ids, rows.row_bytes, out, fault, memory);
+        State now = reducer.load();
+        reducer.add_round(now, rows, first, n);
+        reducer.keep(now);
     }
 };
 

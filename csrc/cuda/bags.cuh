@@ -63,11 +63,16 @@ template <class Decoder> __host__ __device__ __forceinline__ uint32_t bag_group_
 }
 static_assert(sizeof(Note) <= 16, "behind a row");
 
-// Of a block: whole teams.
-template <class Decoder> constexpr uint32_t kBagThreads = Decoder::kMostThreads / kTeamThreads *kTeamThreads;
+// Of a block: whole teams, and so few that registers hardly spill to local memory, for which shared memory leaves no
+// cache.
+template <class Decoder> constexpr uint32_t most_bag_threads()
+{
+    constexpr uint32_t kMost = 768;
+    return (Decoder::kMostThreads < kMost ? Decoder::kMostThreads : kMost) / kTeamThreads * kTeamThreads;
+}
 
 template <class Decoder, class Sums>
-__global__ void __launch_bounds__(kBagThreads<Decoder>, 1)
+__global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
     sum_bags(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
              const __grid_constant__ ibp_bags bags, uint8_t *out, ibp_fault *fault)
 {
@@ -86,7 +91,11 @@ __global__ void __launch_bounds__(kBagThreads<Decoder>, 1)
                    num_ids = static_cast<uint32_t>(request.ids.count);
     const Share share = share_of(bags, num_ids, blockIdx.x + gridDim.x * team, gridDim.x * teams);
     if (share.first_bag >= share.last_bag) return;
-    Sums sums(bags, num_ids, row_bytes, share, out, fault);
+    const uint32_t first_memory = first_stage + blockDim.x / G::kThreads * group_bytes;
+    const TeamMemory memory{first_memory + team * TeamMemory::num_bytes(Sums::kWords)};
+    if (threadIdx.x % kTeamThreads == 0u) memory.share() = share;
+    named_barrier(team + 1u, kTeamThreads);
+    Sums::begin(bags, num_ids, row_bytes, out, fault, memory);
     const Rows rows{first_stage + team * kRows * group_bytes + row_start, group_bytes, row_bytes};
 
     // The lanes of a warp look up its rows of as many rounds as there are lanes for.
@@ -112,11 +121,11 @@ __global__ void __launch_bounds__(kBagThreads<Decoder>, 1)
         F::prefetch(sample.entry, i, vectors);
         fetch.finish(decoder, number, row, fault);
         named_barrier(team + 1u, kTeamThreads); // the rows are there
-        sums.add(rows, first, ibp_min_u32(kRows, share.last - first));
+        Sums::add(bags, num_ids, rows, out, fault, memory, first, ibp_min_u32(kRows, share.last - first));
         named_barrier(team + 1u, kTeamThreads); // and may be overwritten
         first += kRows;
     }
-    if (share.first == share.last) sums.add(rows, first, 0); // bags without rows
+    if (share.first == share.last) Sums::add(bags, num_ids, rows, out, fault, memory, first, 0); // empty bags
 }
 
 template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call)
@@ -124,15 +133,16 @@ template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call
     static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
     using G = typename Decoder::Group;
     static_assert(G::kWarps == 1, "teams of whole groups");
-    static_assert(kBagThreads<Decoder> / kTeamThreads <= 15u, "a barrier a team");
+    static_assert(most_bag_threads<Decoder>() / kTeamThreads <= 15u, "a barrier a team");
     constexpr uint32_t kRows = kTeamThreads / G::kThreads;
     const ibp_codebook &cb = call.table.codebook;
     const auto kernel = sum_bags<Decoder, Sums>;
     const int64_t work = call.request.ids.count + call.bags.num_bags;
+    const uint32_t team_bytes = kRows * bag_group_bytes<Decoder>(cb) + TeamMemory::num_bytes(Sums::kWords);
     Launch launch;
-    const ibp_status status = plan_groups(reinterpret_cast<const void *>(kernel), kBagThreads<Decoder>,
-                                          Decoder::block_bytes(cb), kRows * bag_group_bytes<Decoder>(cb), kTeamThreads,
-                                          (work + kRows - 1) / kRows, call.max_sms, &launch);
+    const ibp_status status =
+        plan_groups(reinterpret_cast<const void *>(kernel), most_bag_threads<Decoder>(), Decoder::block_bytes(cb),
+                    team_bytes, kTeamThreads, (work + kRows - 1) / kRows, call.max_sms, &launch);
     if (status != IBP_OK) return status;
     return launch_kernel(kernel, launch, call.stream, call.table, call.request, call.bags, call.out, call.fault);
 }
