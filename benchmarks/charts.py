@@ -516,6 +516,7 @@ def arm_color(arm, i):
         (("ibp",), BLUE),
         (("raw", "copy_", "memcpy"), GREY),
         (("cpu", "zstd", "lz4"), LIGHT_GREEN),
+        (("hits", "no cache", "zipf"), BLUE),  # of coded rows, in row_cache.csv
     ):
         if any(word in arm.lower() for word in words):
             return color
