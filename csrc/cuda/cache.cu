@@ -470,7 +470,7 @@ __device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
     return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
 }
 
-// Each lane has a row, or none. By all lanes of a warp together: ways are claimed one after the other, then rows copied.
+// Each lane has a row, or none. By all lanes of a warp together: ways are claimed one by one, then rows are copied.
 __device__ __forceinline__ Claimed claim_and_copy(const ibp_table &table, const ibp_lru &lru, int64_t row,
                                                   const Stored &stored, bool has_row, uint32_t now)
 {

@@ -1,4 +1,4 @@
-/* test_kv_pages.c - transfers of pages: what is moved from where to where, for numbers of any kind, and what is noted. */
+/* test_kv_pages.c - transfers of pages: what is moved from where to where, for any numbers, and what is noted. */
 #include "check.h"
 
 enum { NUM_PAGES = 9, NUM_BLOCKS = 7, COUNT = 200 };
