@@ -67,7 +67,7 @@ static_assert(sizeof(Note) <= 16, "behind a row");
 // cache.
 template <class Decoder> constexpr uint32_t most_bag_threads()
 {
-    constexpr uint32_t kMost = 768;
+    constexpr uint32_t kMost = 640;
     return (Decoder::kMostThreads < kMost ? Decoder::kMostThreads : kMost) / kTeamThreads * kTeamThreads;
 }
 
