@@ -15,8 +15,8 @@ ids there, the first row of each table added to them by the call. `raw + cache` 
 dlrm.csv has, after the common columns: ids ("uniform" or "Zipf"), batch, ms (of a call), table_gib (of raw rows),
 hit_rate, target_gbps and met. `rows` are those of a call. `ibp` should be 2.8 times as fast as `cpu gather + copy` and
 1.3 times as `cpu pipelined` for BF16 rows of 2 KiB; as `raw rows` 1.35 times for these from 100,000 ids a call, 1.1
-times for FP32 rows of 2 KiB, and never slower; with a cache 1.3 times as fast as `raw + cache` for BF16 rows from 512 B
-on, and never slower. 2 % less is not slower: so much rates of the same code differ.
+times for FP32 rows of 2 KiB, and never slower; with a cache 1.3 times as fast as `raw + cache`. 2 % less is not slower:
+so much rates of the same code differ.
 """
 
 import gc
@@ -195,9 +195,7 @@ def measure_cached(tables, lookups, arm, rates, cache, is_missed):
     def call(k):
         return cache.index_select(lookups.rows(k), out=lookups.outs[k])
 
-    gains = tables.case.dtype == torch.bfloat16 and tables.case.row_bytes >= 512
-    factor = 1.3 if gains else NOT_SLOWER
-    wanted = factor * rates[RAW_CACHE] if arm == IBP_CACHE and RAW_CACHE in rates else None
+    wanted = 1.3 * rates[RAW_CACHE] if arm == IBP_CACHE and RAW_CACHE in rates else None
     link_gbps = tables.link_gbps(lookups, is_missed)
     rates[arm] = measure(tables, lookups, arm, call, link_gbps, wanted, cache=cache)
 
