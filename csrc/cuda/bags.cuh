@@ -4,7 +4,6 @@
 // decode consecutive rows, each its own, to shared memory (decode/fetch.cuh); then threads of the team add the rows to
 // the sums of their bags, in their order (bag_sums.cuh). So a sum is what one thread makes of it that goes through the
 // bag, and a long bag is still decoded by all warps of a team.
-// Bound by what decoders are bound by.
 #ifndef IBP_BAGS_CUH
 #define IBP_BAGS_CUH
 
