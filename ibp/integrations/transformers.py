@@ -400,6 +400,9 @@ class CompressedCache(DynamicCache):
         TypeError, ValueError: an argument is not as described.
     """
 
+    layers: list[Any]
+    layer_class_to_replicate: Any
+
     def __init__(
         self,
         config: Any = None,
@@ -429,8 +432,7 @@ class CompressedCache(DynamicCache):
         self._options, self._lanes = options, _Lanes(options)
         self._coding: CompressedLayer | None = None  # of many tokens, which are there raw as well
         if self.layer_class_to_replicate is not None:
-            new_layer: Any = functools.partial(CompressedLayer, self._lanes)
-            self.layer_class_to_replicate = new_layer
+            self.layer_class_to_replicate = functools.partial(CompressedLayer, self._lanes)
 
     @torch.compiler.disable
     def update(
@@ -483,7 +485,7 @@ class CompressedCache(DynamicCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         memo[id(self)] = copied = type(self).__new__(type(self))
-        vars(copied).update(vars(self))
+        copied.__dict__.update(self.__dict__)
         copied._begin(self._options)
         copied.layers = [
             layer.clone(copied._lanes) if isinstance(layer, CompressedLayer) else copy.deepcopy(layer, memo)
