@@ -438,8 +438,10 @@ PARTS = ("partition alone",)  # arms that are a part of others, not a way to fet
 def draw_cases(rows, path, title):
     """A panel for each case, dtype and row size: a bar an arm with its number, the ideal as a tick."""
     rows, groups = [row for row in rows if row.get("gbps") and row["arm"] not in PARTS], {}
+    of_case = {row["case"]: case_label(row) for row in rows if row["row_bytes"]}
     for row in rows:
-        groups.setdefault(case_label(row), []).append(row)
+        label = case_label(row) if row["row_bytes"] else of_case.get(row["case"], case_label(row))  # 0: not in rows
+        groups.setdefault(label, []).append(row)
     if not groups:
         return
     most = max(row["sms"] for row in rows)

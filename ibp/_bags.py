@@ -20,6 +20,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = _DTYPES[:3]  # of ibp_float_kind
 _PLANES = 2  # the scheme's number in a codec
 _MOST_ROW_BYTES = 8192  # that the kernel sums
+# Coded rows of 128 bytes are decoded and summed at 167 to 354 GB/s, gathered and then summed at 209 to 529
+# (benchmarks/bags.py, an H200); those of 512 bytes come alike.
+_SHORT_ROW_BYTES = 128
 
 
 class Source(Protocol):
@@ -209,8 +212,11 @@ def _check_offsets(bags: Bags) -> None:
 
 def _is_fused(source: Table | RowCache, bags: Bags) -> bool:
     """Whether the kernel takes these bags, and is the fastest way: not where gathered rows would be fetched in the
-    order of windows of the table."""
+    order of windows of the table, nor for coded rows in device memory that are as short as _SHORT_ROW_BYTES."""
     table, device = _table_of(source), bags.ids.device
+    is_near = table.device.type == "cuda" or isinstance(source, RowCache)
+    if is_near and table.codebook is not None and table.row_bytes <= _SHORT_ROW_BYTES:
+        return False
     if device.type != "cuda" or not _sums_rows_of(table) or is_bucketed(table, bags.ids, device):
         return False
     if bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled():

@@ -175,12 +175,13 @@ def tables_on(cuda, x, **options):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Fails where bags are not summed by the kernel."""
+    """Fails where bags are not summed by the kernel, which short rows are as well."""
 
     def refuse(*args):
         raise AssertionError("rows are gathered")
 
     monkeypatch.setattr("ibp._bags._pool_gathered", refuse)
+    monkeypatch.setattr("ibp._bags._SHORT_ROW_BYTES", 0)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +290,15 @@ def test_cached_rows(cuda, fused, options):
         compare(x.to(cuda), cache, ids, offsets[:-1], mode=mode, padding_idx=7)
     stats = cache.stats()
     assert 0 < stats.hits < 3 * len(ids) and stats.misses > 0
+
+
+def test_short_rows_near_the_gpu(cuda):
+    """They are gathered first."""
+    x = weights_of(torch.bfloat16, 64, 400)
+    ids, offsets = (part.to(cuda) for part in draw(300, 30, num_rows=400))
+    near, table = x.to(cuda), tables_on(cuda, x, scheme="planes")[1]
+    for mode in MODES:
+        compare(near, table, ids, offsets[:-1], mode=mode)
 
 
 def test_operation(cuda):
