@@ -18,9 +18,9 @@ __device__ __forceinline__ uint32_t begin_of(const ibp_bags &bags, uint32_t bag,
 {
     if (bag == 0u) return 0;
     if (bag >= bags.num_bags) return num_ids;
-    const int64_t begin = bags.offsets == nullptr   ? bags.bag_size * bag
-                          : bags.offset_bytes == 8u ? __ldg(static_cast<const long long *>(bags.offsets) + bag)
-                                                    : __ldg(static_cast<const int *>(bags.offsets) + bag);
+    if (bags.offsets == nullptr) return static_cast<uint32_t>(bags.bag_size) * bag; // at most num_ids
+    const int64_t begin = bags.offset_bytes == 8u ? __ldg(static_cast<const long long *>(bags.offsets) + bag)
+                                                  : __ldg(static_cast<const int *>(bags.offsets) + bag);
     return begin < 0 || begin > num_ids ? kNoOffset : static_cast<uint32_t>(begin);
 }
 
@@ -126,17 +126,27 @@ struct Unit {
         }
     }
 
-    // The bits of an element of two bytes. divisor: 0 where there is none.
-    __device__ __forceinline__ uint32_t half(const ibp_bags &bags, uint32_t e, float divisor) const
+    __device__ __forceinline__ void divide(float divisor)
     {
-        const float value = divisor != 0.0f ? values[e] / divisor : values[e];
-        if (bags.mode == IBP_BAG_MAX) return bits_of_float(value) >> 16;
-        return bags.kind == IBP_FLOAT16 ? half_of_float(value) : bfloat16_of_float(value);
+#pragma unroll
+        for (uint32_t e = 0; e < kMost; e++) values[e] /= divisor;
     }
-    __device__ __forceinline__ uint32_t word(const ibp_bags &bags, uint32_t w, float divisor) const
+    // The unit's bits.
+    __device__ __forceinline__ uint4 result(const ibp_bags &bags) const
     {
-        if (bags.kind == IBP_FLOAT32) return bits_of_float(divisor != 0.0f ? values[w] / divisor : values[w]);
-        return half(bags, 2u * w, divisor) | half(bags, 2u * w + 1u, divisor) << 16;
+        if (bags.kind == IBP_FLOAT32)
+            return make_uint4(bits_of_float(values[0]), bits_of_float(values[1]), bits_of_float(values[2]),
+                              bits_of_float(values[3]));
+        if (bags.mode == IBP_BAG_MAX) return make_uint4(two_bits(0), two_bits(2), two_bits(4), two_bits(6));
+        if (bags.kind == IBP_FLOAT16)
+            return make_uint4(halves_of_floats(values[0], values[1]), halves_of_floats(values[2], values[3]),
+                              halves_of_floats(values[4], values[5]), halves_of_floats(values[6], values[7]));
+        return make_uint4(bfloat16s_of_floats(values[0], values[1]), bfloat16s_of_floats(values[2], values[3]),
+                          bfloat16s_of_floats(values[4], values[5]), bfloat16s_of_floats(values[6], values[7]));
+    }
+    __device__ __forceinline__ uint32_t two_bits(uint32_t e) const
+    {
+        return permute_bytes(bits_of_float(values[e]), bits_of_float(values[e + 1u]), 0x7632);
     }
 };
 
@@ -192,9 +202,10 @@ template <uint32_t UNITS> struct Reducer {
     }
     static __device__ __forceinline__ uint32_t bits_of_lanes(uint32_t row_bytes)
     {
-        uint32_t bits = kLeastLaneBits;
-        while (kUnitBytes << bits < row_bytes && 1u << bits < kTeamThreads) bits++;
-        return bits;
+        constexpr uint32_t kMostLaneBits = 7;
+        static_assert(1u << kMostLaneBits == kTeamThreads, "at most all threads of a team");
+        const int num_units = static_cast<int>((row_bytes + kUnitBytes - 1u) / kUnitBytes);
+        return ibp_min_u32(max(32u - static_cast<uint32_t>(__clz(num_units - 1)), kLeastLaneBits), kMostLaneBits);
     }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kTeamThreads; }
     // Of the threads that share a bag.
@@ -269,24 +280,25 @@ template <uint32_t UNITS> struct Reducer {
             }
     }
     // Writes the open bag.
-    __device__ __forceinline__ void close(const State &now) const
+    __device__ __forceinline__ void close(State &now) const
     {
         uint8_t *const row = out + static_cast<int64_t>(now.bag) * row_bytes;
         const bool is_even = row_bytes % kUnitBytes == 0u && aligned(out, kUnitBytes);
-        const float divisor = bags.mode == IBP_BAG_MEAN ? static_cast<float>(now.count) : 0.0f;
+        const bool divides = bags.mode == IBP_BAG_MEAN && now.count != 0u;
 #pragma unroll
         for (uint32_t u = 0; u < UNITS; u++) {
-            if (first_byte(u) >= row_bytes) break;
-            const uint32_t words[4] = {now.units[u].word(bags, 0, divisor), now.units[u].word(bags, 1, divisor),
-                                       now.units[u].word(bags, 2, divisor), now.units[u].word(bags, 3, divisor)};
+            if (u != 0u && first_byte(u) >= row_bytes) break;
+            if (divides) now.units[u].divide(static_cast<float>(now.count));
+            const uint4 words = now.units[u].result(bags);
             if (is_even)
-                *reinterpret_cast<uint4 *>(row + first_byte(u)) = make_uint4(words[0], words[1], words[2], words[3]);
+                *reinterpret_cast<uint4 *>(row + first_byte(u)) = words;
             else
                 store_elements(row, first_byte(u), words);
         }
     }
-    __device__ __forceinline__ void store_elements(uint8_t *row, uint32_t first, const uint32_t (&words)[4]) const
+    __device__ __forceinline__ void store_elements(uint8_t *row, uint32_t first, uint4 four) const
     {
+        const uint32_t words[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (uint32_t h = 0; h < kUnitBytes / 2u; h++)
             if (first + 2u * h < row_bytes)

@@ -22,17 +22,17 @@ __device__ __forceinline__ float float_of_half(uint32_t half)
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(half)));
     return value;
 }
-// Rounded to the nearest, ties to even; NaN is 0x7fff.
-__device__ __forceinline__ uint32_t half_of_float(float value)
+// Rounded to the nearest, ties to even; NaN is 0x7fff. Two of them, the first in the low half.
+__device__ __forceinline__ uint32_t halves_of_floats(float first, float second)
 {
-    uint16_t half;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(value));
-    return half;
+    uint32_t bits;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+    return bits;
 }
-__device__ __forceinline__ uint32_t bfloat16_of_float(float value)
+__device__ __forceinline__ uint32_t bfloat16s_of_floats(float first, float second)
 {
-    uint16_t bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    uint32_t bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
     return bits;
 }
 
@@ -75,6 +75,14 @@ inline uint32_t bfloat16_of_float(float value)
 {
     const uint32_t bits = bits_of_float(value);
     return std::isnan(value) ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+inline uint32_t halves_of_floats(float first, float second)
+{
+    return half_of_float(first) | half_of_float(second) << 16;
+}
+inline uint32_t bfloat16s_of_floats(float first, float second)
+{
+    return bfloat16_of_float(first) | bfloat16_of_float(second) << 16;
 }
 
 #endif
