@@ -32,21 +32,8 @@ WANTED_TWO = 1.9  # times one GPU
 def work(rank, world, case, small, kind, data_dir, store, found):
     """One process. kind: of device, "cuda" or "cpu"; store: a file that no other run uses; found: a file for what rank
     0 measured, as JSON."""
-    on_gpu = kind == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world,
-        device_id=device if on_gpu else None,
-    )
-    try:
+    with harness.process_group(kind, store, rank, world) as device:
         measured = measure(rank, world, case, small, data_dir, device)
-    finally:
-        dist.destroy_process_group()
     if rank == 0:
         Path(found).write_text(json.dumps(measured))
 

@@ -24,6 +24,7 @@ import traceback
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from ibp import _calibration
 
@@ -48,6 +49,27 @@ MAX_METADATA_SHARE, METADATA_ROW_BYTES = 0.01, 256  # of the original bytes, for
 
 
 # ---- command line and provenance -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process_group(kind, store, rank, world):
+    """The group of a benchmark's processes, over NCCL or gloo; yields the device of this one. kind: "cuda" or "cpu";
+    store: a file that no other run uses."""
+    on_gpu = kind == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        device_id=device if on_gpu else None,
+    )
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
 
 
 def parse_args(argv=None, description=None):

@@ -71,26 +71,13 @@ class Process(NamedTuple):
 
 def work(rank, kind, cases, small, data_dir, store, found):
     """found: a file for what rank 0 measured, as JSON."""
-    on_gpu = kind == "cuda"
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=WORLD,
-        device_id=device if on_gpu else None,
-    )
-    process, measured = Process(rank, device, small), []
-    try:
+    with harness.process_group(kind, store, rank, WORLD) as device:
+        process, measured = Process(rank, device, small), []
         for case in cases:
             measured += measure_case(process, case, data_dir)
             if rank == 0:  # what is measured stays, whatever becomes of the next case
                 Path(found).write_text(json.dumps(measured))
             dist.barrier()  # nobody ends while others read its slab
-    finally:
-        dist.destroy_process_group()
 
 
 # ---- a cache of all processes --------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def _asked(
     else:
         raise ValueError(f"ids has shape {list(ids.shape)}; wanted one or two dimensions")
     weights = None if weights is None else weights.reshape(-1)
-    padding_idx = _checked_padding(padding_idx, source.shape[0])
+    padding_idx = checked_padding(padding_idx, source.shape[0])
     return Bags(ids.reshape(-1).contiguous(), offsets, num_bags, bag_size, mode, weights, padding_idx)
 
 
@@ -183,7 +183,8 @@ def _checked_offsets(offsets: torch.Tensor | np.ndarray | None, include_last_off
     return offsets.contiguous(), offsets.numel() - bool(include_last_offset)
 
 
-def _checked_padding(padding_idx: int | None, num_items: int) -> int | None:
+def checked_padding(padding_idx: int | None, num_items: int) -> int | None:
+    """padding_idx counted from the first item; ValueError if there is no such item."""
     if padding_idx is None:
         return None
     if not -num_items <= padding_idx < num_items:

@@ -12,7 +12,7 @@ from . import _core, _layout, _memory
 from ._fetch.gather import Ids, check_range, checked_ids, tensor_of
 from ._fetch.streaming import decompress
 from ._room import Room, room_of
-from ._rows import Geometry, bytes_of
+from ._rows import Geometry, bytes_of, rows_of
 from ._table import Table
 
 _SECTOR = _core.SECTOR_BYTES
@@ -154,8 +154,7 @@ def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tupl
     if item_bytes == row_bytes:
         return ids, data
     if item_bytes % row_bytes == 0:
-        step = item_bytes // row_bytes
-        return (ids[:, None] * step + torch.arange(step, device=ids.device)).reshape(-1), data
+        return rows_of(ids, item_bytes // row_bytes), data
     starts = ids * item_bytes
     first, last = starts // row_bytes, (starts + item_bytes - 1) // row_bytes
     span = torch.arange(-(-item_bytes // row_bytes) + 1, device=ids.device)

@@ -151,3 +151,11 @@ def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) 
     shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64)
     chosen = bounds[:-1] + (shares * bounds.diff()).to(torch.int64)
     return rows[chosen.to(rows.device)].reshape(-1)
+
+
+def rows_of(items: torch.Tensor, rows_per_item: int) -> torch.Tensor:
+    """Numbers of the rows of items, int64."""
+    items = items.to(torch.int64)
+    if rows_per_item == 1:
+        return items
+    return (items[:, None] * rows_per_item + torch.arange(rows_per_item, device=items.device)).reshape(-1)

@@ -11,10 +11,10 @@ from .._changes import check_rows, last_of_each, put_rows
 from .._fetch.gather import Ids, checked_ids, tensor_of
 from .._layout import default_length
 from .._place import Place, as_int16
-from .._rows import bytes_of
+from .._rows import bytes_of, rows_of
 from .._schemes import AnyCodebook, coding_of
 from .._table import CorruptTableError
-from .slabs import DIRTY, Entries, Generation, Slab, rows_of
+from .slabs import DIRTY, Entries, Generation, Slab
 
 if TYPE_CHECKING:
     from .row_cache import RowCache

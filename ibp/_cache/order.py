@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .._fetch.paths import is_capturing
+
 Key = tuple[int, int]  # a stream's device and address
 ON_CPU: Key = (-1, 0)
 
@@ -53,16 +55,6 @@ def current_key(device: torch.device) -> Key | None:
     if torch.cuda.current_device() != device.index or torch.cuda.is_current_stream_capturing():
         return None
     return device.index, torch._C._cuda_getCurrentRawStream(device.index)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a device's current stream is captured in a CUDA graph."""
-    if device.type != "cuda":
-        return False
-    if device.index == torch.cuda.current_device():
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def _stream_of(device: torch.device) -> torch.cuda.Stream | None:

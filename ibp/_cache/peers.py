@@ -16,9 +16,10 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from .._group import Group, check_one_machine, machine, same_on_all
+from .._rows import rows_of
 from .._segments import Segment, SharedHandle
 from .hotness import Hotness, hottest_first
-from .slabs import MAX_SLABS, STATIC_WAYS, Generation, Plan, Slab, filled_slab, plan_slabs, rows_of
+from .slabs import MAX_SLABS, STATIC_WAYS, Generation, Plan, Slab, filled_slab, plan_slabs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

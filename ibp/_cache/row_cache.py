@@ -16,10 +16,12 @@ from .._changes import check_can_change
 from .._compressed_tensor import CompressedTensor
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import Ids, check_range, checked_ids, make_ready, tensor_of, window_bits
+from .._fetch.paths import is_capturing
 from .._place import Place
+from .._rows import rows_of
 from . import changes
 from .hotness import Hotness, hottest_first
-from .order import ON_CPU, StreamOrder, current_key, is_capturing, key_of
+from .order import ON_CPU, StreamOrder, current_key, key_of
 from .peers import Peers
 from .slabs import (
     COUNTERS,
@@ -34,7 +36,6 @@ from .slabs import (
     in_sectors,
     plan_slabs,
     replacing_slab,
-    rows_of,
     slot_for,
 )
 

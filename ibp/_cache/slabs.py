@@ -174,14 +174,6 @@ def _none_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 # ---- rows and their sizes ----
 
 
-def rows_of(items: torch.Tensor, rows_per_item: int) -> torch.Tensor:
-    """Numbers of the rows of items, int64."""
-    items = items.to(torch.int64)
-    if rows_per_item == 1:
-        return items
-    return (items[:, None] * rows_per_item + torch.arange(rows_per_item, device=items.device)).reshape(-1)
-
-
 def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
     """Bytes of rows as they are stored, int64, on the device that their numbers are on, which reads the table; 0 for
     default rows, and for those whose length is no row's."""

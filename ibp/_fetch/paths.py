@@ -57,6 +57,10 @@ def named(paths: Sequence[AnyPath], name: str) -> AnyPath:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the device's current stream."""
+    """Whether a device's current stream is captured in a CUDA graph."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):  # torch looks at the current device only
         return torch.cuda.is_current_stream_capturing()

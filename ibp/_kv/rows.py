@@ -89,8 +89,7 @@ class KVRows:
         self.num_heads = whole_number("num_heads", num_heads, 1)
         cache_bytes = whole_number("cache_bytes", cache_bytes, 0)
         self.device = _memory.canonical(device)
-        if storage not in ("host", "device"):
-            raise ValueError(f"storage is {storage!r}; wanted 'host' or 'device'")
+        sizes.check_storage(storage)
         sample = codebook if isinstance(codebook, torch.Tensor) else None
         if sample is not None and (sample.dim() == 0 or not sample.numel()):
             raise ValueError(f"the sample has shape {list(sample.shape)}; wanted rows [..., dim]")

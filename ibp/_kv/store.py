@@ -170,8 +170,7 @@ class KVStore:
         self.page_bytes = whole_number("page_bytes", page_bytes, 1)
         self.num_tensors = whole_number("num_tensors", num_tensors, 1)
         self.device = _memory.canonical(device)
-        if storage not in ("host", "device"):
-            raise ValueError(f"storage is {storage!r}; wanted 'host' or 'device'")
+        sizes.check_storage(storage)
         row_bytes = _row_bytes_of(codebook, row_bytes, self.page_bytes)
         sample = codebook if isinstance(codebook, torch.Tensor) else None
         self.codebook = sizes.learned(codebook, row_bytes, level)

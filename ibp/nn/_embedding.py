@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._bags import checked_padding
 from .._cache import RowCache
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
@@ -36,7 +37,7 @@ class _Rows(RowsModule):
         if isinstance(table, int):
             if embedding_dim is None:
                 raise TypeError(f"there are {table} embeddings; wanted embedding_dim besides, or a table")
-            padding_idx = _checked_padding(padding_idx, table)
+            padding_idx = checked_padding(padding_idx, table)
             rows = NormalRows(table, embedding_dim, dtype or torch.get_default_dtype(), padding_idx)
             table = table_of([rows], embedding_dim, rows.dtype, "cpu" if device is None else device)
         elif (embedding_dim, device, dtype) != (None, None, None):
@@ -44,7 +45,7 @@ class _Rows(RowsModule):
         trainable = is_new if trainable is None else trainable
         stays = trainable or cache is not None if stays is None else stays
         super().__init__(table, stays, trainable, cache)
-        self.padding_idx = _checked_padding(padding_idx, self.num_embeddings)
+        self.padding_idx = checked_padding(padding_idx, self.num_embeddings)
 
     @classmethod
     def from_pretrained(
@@ -204,14 +205,6 @@ class EmbeddingBag(_Rows):
 def check_mode(mode: Any) -> None:
     if mode not in _MODES:
         raise ValueError(f"mode is {mode!r}; wanted one of {', '.join(_MODES)}")
-
-
-def _checked_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
-    if padding_idx is None:
-        return None
-    if not -num_embeddings <= padding_idx < num_embeddings:
-        raise ValueError(f"padding_idx is {padding_idx}; wanted {-num_embeddings} to {num_embeddings - 1}")
-    return padding_idx % num_embeddings
 
 
 def _options_of(module: torch.nn.Module, wanted: type) -> dict[str, Any]:
