@@ -42,9 +42,9 @@ extern "C" {
 #define IBP_API __attribute__((visibility("default")))
 #endif
 
-#define IBP_VERSION "0.1.0"
+#define IBP_VERSION "0.2.0"
 #define IBP_VERSION_MAJOR 0
-#define IBP_VERSION_MINOR 1
+#define IBP_VERSION_MINOR 2
 #define IBP_VERSION_PATCH 0
 /* Grows with every version. */
 #define IBP_VERSION_NUMBER (IBP_VERSION_MAJOR * 10000 + IBP_VERSION_MINOR * 100 + IBP_VERSION_PATCH)
