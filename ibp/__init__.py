@@ -24,6 +24,7 @@ from ._fetch.gather import index_select
 from ._fetch.many import index_select_many
 from ._fetch.prefetch import Prefetch
 from ._fetch.streaming import decompress, decompress_many
+from ._fingerprint import fingerprint
 from ._kv.paged import PagedTensors
 from ._kv.rows import KVRows, KVRowsStats
 from ._kv.store import KVStore, KVStoreStats, Transfer
@@ -75,6 +76,7 @@ __all__ = [
     "embedding_bag",
     "encode_into",
     "estimate",
+    "fingerprint",
     "get_include",
     "get_library_dir",
     "index_select",

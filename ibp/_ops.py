@@ -24,6 +24,8 @@ are. Only a streamer's address, those of buffers and `addresses` are trusted.
     buffers                       int64 [buffers]: addresses of memory of the layout of x, coded instead of x
     row_ids                       int64 [rows of x or of all buffers]: which rows of the table they become
     fault                         int64 [4], the struct ibp_fault of ibp.h
+    part, sum                     any dtype, int64 [1 or more]: `sum_words` adds to sum[0] what the words of a part add
+                                  to a fingerprint (FORMAT.md section 10), the first of them being first_word
     entries                       int64 [rows]: of a cache of rows, 0 or where the row is (ibp.h)
     bytes, slabs                  uint8 [bytes]: rows as stored, in memory near a GPU
     map, maps                     int64 [sets * ways * 2], aligned to 16 bytes: of each way a row's number (-1: empty,
@@ -125,6 +127,7 @@ _lib.define(
     f"stage_items({_READ}, Tensor host_slots, Tensor ids, int stager, int max_sms, Tensor(a!) out, Tensor(b!) fault) "
     "-> ()"
 )
+_lib.define("sum_words(Tensor part, int first_word, Tensor(a!) sum) -> ()")
 _lib.define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
 _lib.define(
     f"select_rows({_READ}, Tensor ids, int first, "
@@ -271,6 +274,7 @@ for _name in (
     "decode_bytes",
     "stream_bytes",
     "select_rows",
+    "sum_words",
     "find_cached",
     "gather_cached",
     "fill_slab",

@@ -258,3 +258,22 @@ def stored_bytes(table: Table) -> int:
     codebook = table.codebook
     codebook_bytes = 0 if codebook is None else codebook.palette.nbytes + codebook.index.nbytes
     return sum(table.stored(r) for r in range(table.num_rows)) + codebook_bytes
+
+
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def fingerprint(data: bytes) -> int:
+    """Section 10."""
+    words = np.frombuffer(bytes(data) + bytes(-len(data) % 8), "<u8")
+    with np.errstate(over="ignore"):
+        offsets = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+        total = mix(words + offsets).sum(dtype=np.uint64) + mix(np.array([len(data)], np.uint64))[0]
+    return int(total)
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64, of uint64s."""
+    x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return x ^ x >> np.uint64(31)

@@ -72,6 +72,8 @@ def samples():
     yield "index_rows", (lengths, data.numel(), 240, 32)
     yield "index_rows", (lengths[:0], data.numel() - 7, 240, 0)
     yield "survey_rows", (lengths, data.numel() - 7, 240)
+    yield "sum_words", (x, 0, torch.zeros(1, dtype=torch.int64))
+    yield "sum_words", (data[:1001], 2**40, torch.zeros(2, dtype=torch.int64))
     for scheme in CODED:
         yield "encode_rows", encode_arguments(scheme)
     for arguments in tables:
@@ -127,7 +129,7 @@ SAMPLES = list(samples())
 NAMES = {"choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes", "drop_cached",
          "encode_rows", "estimate_masks", "fill_slab", "find_cached", "gather_cached", "gather_into", "gather_items",
          "gather_to", "index_rows", "learn_entries", "learn_planes", "measure_rows", "note_pages", "owners_of_rows",
-         "pack_table", "partition_ids", "plan_pages", "select_rows", "set_cached", "survey_rows",
+         "pack_table", "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows",
          "threshold_bits"}  # fmt: skip
 
 

@@ -205,6 +205,20 @@ IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t colum
     return best;
 }
 
+/* ---- fingerprints (section 10) ---- */
+
+#define IBP_GOLDEN 0x9E3779B97F4A7C15u
+
+/* The finalizer of SplitMix64 (Steele, Lea, Flood 2014). */
+IBP_INLINE uint64_t ibp_mix(uint64_t x)
+{
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+/* What word i of a tensor adds to its fingerprint. */
+IBP_INLINE uint64_t ibp_mix_word(uint64_t word, uint64_t i) { return ibp_mix(word + (i + 1u) * IBP_GOLDEN); }
+
 /* ---- rows of a table (sections 2 and 3) ---- */
 
 /* The byte at position i of a default row of a codebook without constant columns is byte i % 8 of this. */

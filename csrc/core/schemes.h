@@ -101,6 +101,11 @@ ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8
                            size_t *coded_bytes);
 ibp_status ibp_decode_with(const ibp_row_codec *codec, const uint8_t *src, size_t src_bytes, uint8_t *row);
 
+/* The sum of ibp_sum_words over whole words, as wide as the processor allows. */
+#if IBP_HAS_X86_ROWS
+uint64_t ibp_sum_words_avx512(const uint8_t *words, int64_t num_words, uint64_t first_word);
+#endif
+
 /* The parts of the table that stand in files of their own. */
 ibp_status ibp_check_masks_fields(const ibp_codebook *codebook);
 ibp_status ibp_check_masks_words(const ibp_codebook *codebook);

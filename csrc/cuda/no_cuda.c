@@ -33,6 +33,13 @@ ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint3
     return IBP_NO_CUDA;
 }
 
+ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
+                              ibp_stream stream)
+{
+    (void)part, (void)num_bytes, (void)first_word, (void)sum, (void)stream;
+    return IBP_NO_CUDA;
+}
+
 ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey,
                                 ibp_stream stream)
 {

@@ -467,6 +467,19 @@ IBP_API ibp_status ibp_note_pages(const int64_t *ids, int64_t num_blocks, uint32
                                   const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, uint8_t *stored,
                                   uint8_t *seen);
 
+/* ---- fingerprints (section 10) ---------------------------------------------------------------------------------- */
+
+/* Adds to *sum what the words of a part of a tensor add to its fingerprint. part: num_bytes bytes at any alignment,
+ * which begin with word first_word of the tensor; a multiple of 8 bytes but for the last part. Parts may come in any
+ * order. */
+IBP_API ibp_status ibp_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum);
+
+/* The fingerprint of a tensor of num_bytes bytes whose words add up to sum, from 0 on. */
+IBP_API uint64_t ibp_finish_fingerprint(uint64_t sum, int64_t num_bytes);
+
+/* Both in one: of num_bytes bytes at any alignment, at least 0. */
+IBP_API uint64_t ibp_fingerprint(const uint8_t *data, int64_t num_bytes);
+
 /* ---- large tables ----------------------------------------------------------------------------------------------- */
 
 #define IBP_MAX_WINDOWS 65536
@@ -648,7 +661,7 @@ IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, 
  * same without. */
 typedef enum ibp_cpu_feature {
     IBP_CPU_AVX2_BMI2 = 1,
-    IBP_CPU_AVX512 = 2 /* F, BW, VL, VBMI, VBMI2 and VPOPCNTDQ of it; never in use without IBP_CPU_AVX2_BMI2 */
+    IBP_CPU_AVX512 = 2 /* F, BW, DQ, VL, VBMI, VBMI2 and VPOPCNTDQ of it; never in use without IBP_CPU_AVX2_BMI2 */
 } ibp_cpu_feature;
 
 /* The features in use, a sum of ibp_cpu_feature: all that the processor has, unless set otherwise. */

@@ -54,6 +54,9 @@ IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_byt
  * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
+/* As ibp_sum_words; adds to *sum, aligned to 8 bytes. */
+IBP_API ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
+                                      ibp_stream stream);
 /* Codes the rows of a source into a place: row i becomes row row_ids[i] of the table, or first_row + i where row_ids is
  * NULL. One launch: nothing is measured before, allocated or asked of the host, and all of it can be captured; where
  * overflow parts lie differs from run to run, the bytes of rows do not. place->slots, place->overflow and the source
