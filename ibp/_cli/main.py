@@ -1,0 +1,128 @@
+"""The frame: finds the command, runs it, and turns what goes wrong into one line and an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from . import output
+from .commands import COMMANDS
+from .parsing import Parser
+
+DONE, WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 1, 2, 130, 141, 143  # exit statuses
+
+_DESCRIPTION = """\
+Lossless compression of tensors.
+
+Checkpoints and arrays become smaller files, which are safetensors, and every
+bit comes back: weights are checked, read row by row, or decoded as a whole."""
+_EPILOG = """\
+exit status:
+  0    done
+  1    data is wrong: a checksum differs, a file is damaged, or diff --exit-code
+       found a difference
+  2    wrong usage, or an input that cannot be read
+  130  interrupted
+
+ibp COMMAND --help says more about a command."""
+
+
+def make_parser() -> Parser:
+    """The parser of the whole command line."""
+    parser = Parser(prog="ibp", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"ibp {version()}", help="print the version")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
+    for name in COMMANDS:
+        module = _module(name)
+        command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION, epilog=module.EPILOG)
+        module.add(command)
+    return parser
+
+
+def version() -> str:
+    """Of this library, from its installed header."""
+    header = Path(__file__).parent.parent / "include" / "ibp.h"
+    found = re.search(r'#define IBP_VERSION "([^"]+)"', header.read_text(encoding="utf-8"))
+    assert found is not None
+    return found[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line, that of the process if none is given; its exit status."""
+    try:
+        arguments = make_parser().parse_args(argv)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            status = _run(arguments)
+        sys.stdout.flush()
+        return status
+    except SystemExit as ended:  # by argparse, which has said why
+        return ended.code if isinstance(ended.code, int) else USAGE
+    except KeyboardInterrupt:
+        return _complain("ibp: interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        _forget_stdout()
+        return BROKEN_PIPE
+
+
+def program() -> NoReturn:
+    """`main` as a process: SIGTERM cleans up as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(main())
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f".commands.{name}", __package__)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    prefix = f"ibp {arguments.command}"
+    try:
+        status: int = _module(arguments.command).run(arguments)
+        return status
+    except output.Failure as failure:
+        return _complain(f"{prefix}: {failure}", failure.status)
+    except BrokenPipeError:
+        raise
+    except (OSError, ValueError, TypeError, RuntimeError, MemoryError, ImportError) as error:
+        return _complain(f"{prefix}: {output.sentence(error)}", WRONG if _is_damage(error) else USAGE)
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether data is wrong, and not what was asked for. ibp is imported by then, where it can be."""
+    ibp = sys.modules.get("ibp")
+    kinds = [getattr(ibp, name, None) for name in ("ChecksumError", "CorruptTableError", "DeltaMismatchError")]
+    return isinstance(error, tuple(kind for kind in kinds if kind is not None))
+
+
+def _complain(line: str, status: int) -> int:
+    try:
+        print(line, file=sys.stderr)
+    except BrokenPipeError:
+        pass
+    return status
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *where: object, **more: object) -> None:
+    _complain(f"ibp: warning: {output.one_line(str(message))}", 0)
+
+
+def _forget_stdout() -> None:
+    """The reader has gone: what is still buffered goes nowhere, also when the process ends."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # stdout is no file
+        pass
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(TERMINATED)

@@ -1,0 +1,119 @@
+"""What commands print: one JSON document, or sentences and tables of at most 80 columns. Errors and bars go to
+stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+WIDTH = 80
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+class Failure(Exception):
+    """Ends a command with a sentence and an exit status."""
+
+    def __init__(self, sentence: str, status: int = 2) -> None:
+        super().__init__(one_line(sentence))
+        self.status = status
+
+
+def report(arguments: argparse.Namespace, document: object, *parts: object) -> None:
+    """Prints the result of a command: the document with --json, else the parts, which are sentences and tables."""
+    if arguments.json:
+        json.dump(document, sys.stdout, indent=1, allow_nan=False)
+        sys.stdout.write("\n")
+    elif not arguments.quiet:
+        _print(parts)
+
+
+def _print(parts: Iterable[object]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(width=WIDTH, highlight=False, emoji=False, markup=False)
+    for part in parts:
+        console.print(Text(part) if isinstance(part, str) else part)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], footer: Sequence[object] | None = None) -> Table:
+    """A table. Columns whose names begin with ">" stand to the right; the first one folds where a line is full."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_footer=footer is not None)
+    for number, name in enumerate(columns):
+        right, foot = name.startswith(">"), "" if footer is None else _cell(footer[number])
+        made.add_column(
+            name.lstrip(">"),
+            foot,
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=number > 0,
+        )
+    for row in rows:
+        made.add_row(*map(_cell, row))
+    return made
+
+
+def _cell(value: object) -> Any:
+    from rich.text import Text
+
+    return Text(shown(value if isinstance(value, str) else str(value)))
+
+
+def shown(name: str) -> str:
+    """Text of a file, a tensor's name for instance, as a terminal may have it: what controls one is escaped."""
+    safe = "".join(c if unicodedata.category(c)[0] not in "CZ" or c == " " else _escaped(c) for c in name)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return safe.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def one_line(text: str) -> str:
+    return shown(" ".join(text.split()))
+
+
+def sentence(error: BaseException) -> str:
+    """What an exception says, in a line."""
+    if isinstance(error, OSError) and error.strerror:
+        of = "" if error.filename is None else f"{error.filename}: "
+        return one_line(f"{of}{error.strerror}")
+    if isinstance(error, MemoryError) and not str(error):
+        return "there is not enough memory"
+    return one_line(str(error)) or type(error).__name__
+
+
+def show_bars(arguments: argparse.Namespace) -> bool:
+    """Whether progress bars belong on stderr: on a terminal, unless they are not wanted."""
+    return not (arguments.quiet or arguments.no_progress) and sys.stderr.isatty()
+
+
+def show_size(num_bytes: float) -> str:
+    """1,023 bytes, 4.2 MiB: with a digit behind the point where fewer than three stand before it."""
+    if abs(num_bytes) < 1024:
+        return show_count(int(num_bytes), "byte")
+    unit = 0
+    while abs(num_bytes) >= 999.5 and unit < len(_UNITS) - 1:
+        num_bytes, unit = num_bytes / 1024, unit + 1
+    return f"{num_bytes:,.0f} {_UNITS[unit]}" if abs(num_bytes) >= 99.95 else f"{num_bytes:.1f} {_UNITS[unit]}"
+
+
+def show_share(share: float) -> str:
+    """A share as percent: "33.4 %"."""
+    return f"{100 * share + 0.0:.1f} %" if abs(share) >= 0.0005 else "0.0 %"
+
+
+def show_count(number: int, noun: str) -> str:
+    """ "1 tensor", "1,234 tensors"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

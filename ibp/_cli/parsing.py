@@ -1,0 +1,98 @@
+"""The parser, and options that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from typing import Any, NoReturn
+
+_WIDTH = 80
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and looks the same in every version of Python."""
+
+    def __init__(self, **options: Any) -> None:
+        if sys.version_info >= (3, 14):
+            options.setdefault("color", False)
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, max_help_position=26, width=_WIDTH)
+
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment  # of the list of commands
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        """-o, --output OUT, as Python 3.13 writes it."""
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {value}"
+
+
+def size(text: str) -> int:
+    """Bytes of "5G", "512MiB", "1.5GB" or "4096": units are powers of 1024, with a B powers of 1000."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B|)", text.strip(), re.IGNORECASE)
+    if not found or (found[3].lower() == "ib" and not found[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; wanted a number of bytes like 4096, 512M or 5G")
+    unit = _UNITS[found[2].upper()]
+    if found[3].upper() == "B":
+        unit = 1000 ** list(_UNITS).index(found[2].upper())
+    num_bytes = int(float(found[1]) * unit)
+    if num_bytes < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte")
+    return num_bytes
+
+
+def count(text: str) -> int:
+    """A whole number of at least one."""
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that does something."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    group.add_argument("-q", "--quiet", action="store_true", help="print errors only")
+    group.add_argument("--no-progress", action="store_true", help="show no progress bar")
+
+
+def add_names(parser: argparse.ArgumentParser) -> None:
+    """Which tensors: patterns of their names."""
+    for option, what in (("--include", "take only tensors"), ("--exclude", "leave out tensors")):
+        parser.add_argument(
+            option, action="append", default=[], metavar="PATTERN", help=f"{what} of such names (*, ?, [a-z]); repeats"
+        )
+
+
+def add_work(parser: argparse.ArgumentParser) -> None:
+    """Where, and by how many threads."""
+    parser.add_argument(
+        "--device", metavar="DEVICE", help="where the work is done: cpu, cuda, cuda:1 (default: a GPU if there is one)"
+    )
+    parser.add_argument("-j", "--jobs", type=count, metavar="N", help="threads of the CPU (default: one a core)")
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    """Whether what is there is replaced."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("-f", "--force", action="store_true", help="replace what is at OUT")
+    group.add_argument("-k", "--keep", action="store_true", help="do nothing where OUT is there already")
+
+
+def path(argument: argparse.Action, kind: str = "file") -> None:
+    """Says to shell completion what an argument names: a file or a directory."""
+    pattern = {"file": "_files", "directory": "_files -/"}[kind]
+    argument.complete = {"bash": f"_shtab_compgen_{kind}s", "zsh": pattern}  # type: ignore[attr-defined]

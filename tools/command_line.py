@@ -1,0 +1,138 @@
+"""Writes what is made from the parser of the command line: completion for bash and zsh, the man page, and the help that
+docs/cli.md quotes.
+
+    python tools/command_line.py            write them
+    python tools/command_line.py --check    exit with 1 if one is not current
+
+Needs shtab for the completion.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from ibp._cli import main  # noqa: E402
+from ibp._cli.commands import completion  # noqa: E402
+
+MAN_PAGE = ROOT / "docs" / "ibp.1"
+PAGE = ROOT / "docs" / "cli.md"
+
+
+def commands(parser):
+    """name -> parser, in the order of the help."""
+    action = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return action.choices
+
+
+# ---- completion ----
+
+
+def completions(parser):
+    """path -> text."""
+    import shtab
+
+    return {
+        completion.FOLDER / name: shtab.complete(parser, shell=shell).rstrip() + "\n"
+        for shell, name in completion.SCRIPTS.items()
+    }
+
+
+# ---- the man page ----
+
+
+def man_page(parser):
+    lines = [
+        '.TH IBP 1 "" "ibp" "User Commands"',
+        ".SH NAME",
+        r"ibp \- lossless compression of tensors",
+        ".SH SYNOPSIS",
+        ".B ibp",
+        r"[\-\-version] [\-\-help]",
+        r".I COMMAND",
+        "[arguments]",
+        ".SH DESCRIPTION",
+        *verbatim(parser.description),
+        ".SH COMMANDS",
+    ]
+    for command in commands(parser).values():
+        lines += [f".SS {roff(usage(command))}", *verbatim(command.description), *options(command)]
+        lines += verbatim(command.epilog) if command.epilog else []
+    status = parser.epilog.partition("exit status:\n")[2].partition("\n\n")[0]
+    lines += [".SH EXIT STATUS", *verbatim(status), ".SH ENVIRONMENT", ".TP", ".B NO_COLOR", "No colours, if set."]
+    lines += [".SH SEE ALSO", "The pages of the documentation: docs/cli.md, csrc/FORMAT.md."]
+    return "\n".join(lines) + "\n"
+
+
+def usage(command):
+    return " ".join(command.format_usage().removeprefix("usage: ").split())
+
+
+def options(command):
+    lines = []
+    for action in command._actions:
+        value = command._get_formatter()._format_args(action, action.metavar or action.dest.upper())
+        names = ", ".join(action.option_strings) or value
+        takes_value = action.option_strings and action.nargs != 0
+        lines += [
+            ".TP",
+            f".B {roff(names)}" + (f" {roff(value)}" if takes_value else ""),
+            roff(helped(command, action)),
+        ]
+    return lines
+
+
+def helped(command, action):
+    return command._get_formatter()._expand_help(action)
+
+
+def verbatim(text):
+    """Paragraphs as they are laid out."""
+    return [".nf", *(roff(line) or ".sp" for line in text.splitlines()), ".fi"]
+
+
+def roff(text):
+    escaped = text.replace("\\", r"\e").replace("-", r"\-")
+    return re.sub(r"^([.'])", r"\\&\1", escaped)
+
+
+# ---- docs/cli.md ----
+
+
+def page(parser, text):
+    """The page, with the help of every command between its markers."""
+    for name, command in [("ibp", parser), *commands(parser).items()]:
+        begin, end = f"<!-- help of {name}: written by tools/command_line.py -->", f"<!-- end of {name} -->"
+        if begin not in text or end not in text:
+            sys.exit(f"docs/cli.md lacks the lines {begin} and {end}")
+        before, _, rest = text.partition(begin)
+        text = f"{before}{begin}\n```text\n{command.format_help()}```\n{end}{rest.partition(end)[2]}"
+    return text
+
+
+def made():
+    """path -> text of all that is made."""
+    parser = main.make_parser()
+    files = {**completions(parser), MAN_PAGE: man_page(parser)}
+    return {**files, PAGE: page(parser, PAGE.read_text())} if PAGE.exists() else files
+
+
+def run():
+    arguments = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    arguments.add_argument("--check", action="store_true")
+    check, stale = arguments.parse_args().check, []
+    for path, text in made().items():
+        if not path.exists() or path.read_text() != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(text)
+    print(f"{'not current' if check else 'written'}: {', '.join(stale)}" if stale else "all is current")
+    return check and bool(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(run())
