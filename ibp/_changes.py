@@ -63,7 +63,7 @@ def append(table: Table, rows: torch.Tensor) -> None:
     data = bytes_of(rows.detach().to(worker))
     first_row, rest = divmod(old.num_bytes, old.row_bytes)
     if rest:
-        data = torch.cat((_decoded_bytes(table, old.num_bytes - rest, old.num_bytes, worker), data))
+        data = torch.cat((decoded_bytes(table, old.num_bytes - rest, old.num_bytes, worker), data))
     room = _room_of(table)
     room = table._set_room(room.with_rows(new.num_rows, table.slot_bytes, _memory_of(table)))
     kept = _Row(table, room, first_row, worker) if rest else None
@@ -168,7 +168,7 @@ def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tupl
 # ---- rows as they are ----
 
 
-def _decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> torch.Tensor:
+def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> torch.Tensor:
     out = torch.empty(end - start, dtype=torch.uint8, device=worker)
     fault = torch.zeros(4, dtype=torch.int64, device=worker)
     torch.ops.ibp.decode_bytes.default(*table._arguments(worker), start, end, 0, out, fault)
@@ -192,7 +192,7 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
         table._raise_fault(fault.tolist())
     if has_last:
         start = num_whole * row_bytes
-        last = _decoded_bytes(table, start, start + rest, worker)
+        last = decoded_bytes(table, start, start + rest, worker)
         out[whole.numel() * row_bytes :][:rest] = last
     return out
 
@@ -235,7 +235,7 @@ def _make_room(table: Table) -> None:
     if table._room is not None and not table._is_aliased:
         return
     if table.scheme == "raw" and table.slot_bytes < table.row_bytes:
-        table._become_plain(bytes_of(_decoded_bytes(table, 0, table.original_bytes, table.device)))
+        table._become_plain(bytes_of(decoded_bytes(table, 0, table.original_bytes, table.device)))
     slots, overflow = table.slots, table.overflow
     if table._is_aliased:  # another table has the same memory
         new = _memory_of(table)

@@ -1,0 +1,318 @@
+"""Reports of tensors: how large, of what parts, what their bits do."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import _layout
+from .._changes import decoded_bytes
+from .._compressed_tensor import CompressedTensor
+from .._compression import compress
+from .._core import ROWS_PER_BASE
+from .._rows import Geometry, bytes_of
+from .._schemes import AnyCodebook, ClusteredCodebook
+from .splitting import Split, element_bytes_of, split_rows
+
+SAMPLE_BYTES = 1 << 20  # of a tensor that are decoded and counted
+_RUNS = 32  # places of a tensor that a sample comes from
+_BINS = 32  # of the histogram of lengths
+_CPU = torch.device("cpu")
+
+Read = Callable[[int, int], np.ndarray]  # bytes [start, end) of a tensor, uint8
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """What a tensor consists of.
+
+    Attributes:
+        name, dtype, shape: of the tensor; dtype as torch names it.
+        kind: "table": compressed in the file; "delta": a table of differences; "plain": as it is; "estimate": an
+            ordinary tensor, and what compressing a sample of it says of the whole.
+        scheme: "raw", "ibp", "planes" or "plain".
+        original_bytes: of the tensor.
+        stored_bytes: of all that the file has, or would have, for it: rows, index, unused room and its share of the
+            codebook.
+        parts: bytes by part, which add up to stored_bytes. The parts of coded rows are exact if all rows were counted.
+        row_bytes, num_rows, raw_rows, default_rows: the rows, those of them that are stored raw, and in no bytes.
+        sampled_rows: how many were decoded and counted.
+        clusters: codebooks of the table; 0 without.
+        codebook: the codebook in words; "" without.
+        entropy: float [w], in bits, of each bit of an element from the most significant on; empty for no elements.
+        left_out, ranked: float [w], the share of the elements in which a bit is not stored, or part of a symbol.
+        lengths: counts of rows by their stored bytes, in bins of equal width from 0 to row_bytes.
+        entries: (name, what it stands for, share) of the codebook's most frequent entries.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: str
+    scheme: str
+    original_bytes: int
+    stored_bytes: int
+    parts: dict[str, int]
+    row_bytes: int = 0
+    num_rows: int = 0
+    raw_rows: int = 0
+    default_rows: int = 0
+    sampled_rows: int = 0
+    clusters: int = 0
+    codebook: str = ""
+    entropy: list[float] = field(default_factory=list)
+    left_out: list[float] = field(default_factory=list)
+    ranked: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    entries: list[tuple[str, str, float]] = field(default_factory=list)
+
+    @property
+    def savings(self) -> float:
+        """1 - stored_bytes / original_bytes; 0 for an empty tensor."""
+        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the parts of coded rows are known from some of the rows only."""
+        return self.sampled_rows < self.num_rows
+
+
+# ---- samples of rows ----
+
+
+def sample_runs(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
+    """Ranges [first, last) of the rows to look at, spread evenly over the table: all rows of a small one. A range
+    begins at a multiple of 32 where the table has so many rows."""
+    wanted = max(_RUNS, SAMPLE_BYTES // max(1, row_bytes))
+    if num_rows <= wanted:
+        return [(0, num_rows)] if num_rows else []
+    size = wanted // _RUNS
+    grain = ROWS_PER_BASE if num_rows >= ROWS_PER_BASE * _RUNS * -(-size // ROWS_PER_BASE) else 1
+    starts = [run * (num_rows - size) // (_RUNS - 1) // grain * grain for run in range(_RUNS)]
+    return [(start, start + size) for start in starts]
+
+
+def read_rows(read: Read, geometry: Geometry, runs: list[tuple[int, int]]) -> np.ndarray:
+    """Rows of a tensor, uint8 [n, row_bytes]; a short last row is extended with zeros."""
+    row_bytes = geometry.row_bytes
+    parts = [read(first * row_bytes, min(last * row_bytes, geometry.num_bytes)) for first, last in runs]
+    data = np.concatenate(parts) if parts else np.empty(0, np.uint8)
+    return np.pad(data, (0, -len(data) % row_bytes)).reshape(-1, row_bytes)
+
+
+def reader_of(x: torch.Tensor | CompressedTensor) -> Read:
+    """Reads bytes of a tensor or of a table on any device."""
+    if isinstance(x, CompressedTensor):
+        return lambda start, end: decoded_bytes(x, start, end, x.device).cpu().numpy()
+    data = bytes_of(x)
+    return lambda start, end: data[start:end].cpu().numpy()
+
+
+# ---- reports ----
+
+
+def report_table(
+    name: str, table: CompressedTensor, *, kind: str = "table", codebook_share: float = 1.0
+) -> TensorReport:
+    """The report of a table.
+
+    Args:
+        name: of the tensor.
+        table: on any device.
+        kind: see `TensorReport`.
+        codebook_share: of the codebook's bytes that are this table's; less than 1 where others have the same one.
+    """
+    geometry = table._geometry
+    runs = sample_runs(geometry.num_rows, geometry.row_bytes)
+    rows = read_rows(reader_of(table), geometry, runs)
+    numbers = np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, np.int64)
+    lengths = _lengths(table)
+    valid = np.minimum(geometry.num_bytes - np.arange(geometry.num_rows) * geometry.row_bytes, geometry.row_bytes)
+    is_raw, is_default = lengths == 0, lengths == _layout.default_length(geometry.row_bytes)
+    stored = np.where(is_raw, valid, np.where(is_default, 0, lengths))
+    coded = ~(is_raw | is_default)
+    split = _split_table(table, rows, numbers, coded)
+    parts = _scaled(split.parts if split else Counter(), int(stored[coded].sum()))
+    codebook_bytes = round(codebook_share * table.codebook.nbytes) if table.codebook else 0
+    parts |= {"raw rows": int(stored[is_raw].sum()), "index": table.index_bytes, "codebook": codebook_bytes}
+    parts["unused room"] = max(0, table.resident_bytes - int(stored.sum()))
+    parts = {part: size for part, size in parts.items() if size}
+    width = split.left_out.size if split else 8 * _element_bytes(geometry)
+    raw_share, default_share = (float(mask.mean()) if mask.size else 0.0 for mask in (is_raw, is_default))
+    left_out, ranked = (split.left_out, split.ranked) if split else (np.zeros(width), np.zeros(width))
+    coded_share = max(0.0, 1 - raw_share - default_share)
+    return TensorReport(
+        **_identity(name, geometry, kind, table.scheme),
+        stored_bytes=sum(parts.values()),
+        parts=parts,
+        row_bytes=geometry.row_bytes,
+        num_rows=geometry.num_rows,
+        raw_rows=int(is_raw.sum()),
+        default_rows=int(is_default.sum()),
+        sampled_rows=len(rows),
+        clusters=_clusters(table.codebook),
+        codebook=repr(table.codebook) if table.codebook else "",
+        entropy=bit_entropy(rows, width // 8),
+        left_out=_rounded(coded_share * left_out + default_share),
+        ranked=_rounded(coded_share * ranked),
+        lengths=np.histogram(stored, _BINS, (0, geometry.row_bytes))[0].tolist(),
+        entries=split.entries if split else [],
+    )
+
+
+def report_plain(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> TensorReport:
+    """The report of a tensor that the file has as it is."""
+    geometry = _natural_geometry(shape, dtype)
+    rows = read_rows(read, geometry, sample_runs(geometry.num_rows, geometry.row_bytes))
+    return TensorReport(
+        **_identity(name, geometry, "plain", "plain"),
+        stored_bytes=geometry.num_bytes,
+        parts={"plain": geometry.num_bytes} if geometry.num_bytes else {},
+        row_bytes=geometry.row_bytes,
+        num_rows=geometry.num_rows,
+        sampled_rows=len(rows),
+        entropy=bit_entropy(rows, _element_bytes(geometry)),
+    )
+
+
+def report_estimate(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Read, **options: Any) -> TensorReport:
+    """What compressing a tensor would give: the report of a table of a sample of its rows, for as many as it has.
+
+    Args:
+        name, shape, dtype: of the tensor.
+        read: reads bytes of it.
+        options: of `ibp.compress`.
+    """
+    geometry = _natural_geometry(shape, dtype)
+    rows = read_rows(read, geometry, sample_runs(geometry.num_rows, geometry.row_bytes))
+    if not rows.size:
+        return report_plain(name, shape, dtype, read)
+    sample = torch.from_numpy(rows).view(torch.uint8).reshape(-1).view(dtype)
+    is_whole = len(rows) == geometry.num_rows
+    sample = sample[: geometry.num_bytes // dtype.itemsize].view(shape) if is_whole else sample.view(len(rows), -1)
+    table = compress(sample, layout="packed", row_bytes=geometry.row_bytes, device="cpu", pin_memory=False, **options)
+    found = report_table(name, table, kind="estimate")
+    if is_whole:
+        return found
+    factor = geometry.num_rows / len(rows)
+    parts = {part: size if part == "codebook" else round(factor * size) for part, size in found.parts.items()}
+    values = {**vars(found), **_identity(name, geometry, "estimate", found.scheme)}
+    values |= {"parts": parts, "stored_bytes": sum(parts.values()), "num_rows": geometry.num_rows}
+    values |= {key: round(factor * getattr(found, key)) for key in ("raw_rows", "default_rows")}
+    return TensorReport(**{**values, "lengths": [round(factor * count) for count in found.lengths]})
+
+
+def _identity(name: str, geometry: Geometry, kind: str, scheme: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "dtype": str(geometry.dtype).removeprefix("torch."),
+        "shape": tuple(geometry.shape),
+        "kind": kind,
+        "scheme": scheme,
+        "original_bytes": geometry.num_bytes,
+    }
+
+
+def _natural_geometry(shape: tuple[int, ...], dtype: torch.dtype) -> Geometry:
+    return Geometry.of(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _clusters(codebook: AnyCodebook | None) -> int:
+    return 0 if codebook is None else len(codebook) if isinstance(codebook, ClusteredCodebook) else 1
+
+
+def _element_bytes(geometry: Geometry) -> int:
+    """Bytes of the elements whose bits are told apart: of a complex number's parts, or of what rows consist of."""
+    own_bytes = geometry.dtype.itemsize // (2 if geometry.dtype.is_complex else 1)
+    return math.gcd(own_bytes, geometry.row_bytes)
+
+
+def _lengths(table: CompressedTensor) -> np.ndarray:
+    """The entries of the index, int64 [num_rows]; zeros where a table has none."""
+    if not table.lengths.numel():
+        return np.zeros(table.num_rows, np.int64)
+    return table.lengths.cpu().numpy().astype(np.int64)
+
+
+# ---- coded rows ----
+
+
+def _split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray, coded: np.ndarray) -> Split | None:
+    """What the coded ones of some rows consist of; None if there are none. numbers: of the rows; coded: of all rows."""
+    rows, numbers = rows[coded[numbers]], numbers[coded[numbers]]
+    if table.codebook is None or not len(rows):
+        return None
+    element_bytes = _element_bytes(table._geometry)
+    if not isinstance(table.codebook, ClusteredCodebook):
+        return split_rows(rows, table.codebook, element_bytes)
+    clusters = _first_bytes(table, numbers)
+    splits = []
+    for cluster in np.unique(clusters):
+        own = rows[clusters == cluster]
+        splits.append((len(own), split_rows(own, table.codebook.codebooks[cluster], element_bytes)))
+    return _together(splits)
+
+
+def _together(splits: list[tuple[int, Split]]) -> Split:
+    """The split of the rows of several clusters, each given with its number of rows."""
+    num_rows = sum(count for count, _ in splits)
+    parts = sum((split.parts for _, split in splits), Counter({"cluster numbers": num_rows}))
+    left_out, ranked = (
+        sum(count / num_rows * getattr(split, name) for count, split in splits) for name in ("left_out", "ranked")
+    )
+    largest = max(splits, key=lambda split: split[0])[1]
+    return Split(parts, np.asarray(left_out), np.asarray(ranked), largest.entries)
+
+
+def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
+    """The first stored byte of each of some coded rows: in scheme planes and ibp alike, the cluster's number."""
+    if table.slot_bytes:
+        return table.slots.cpu().numpy()[numbers * table.slot_bytes]
+    overflow, bases = table.overflow.cpu().numpy(), table.bases.cpu().numpy()
+    if table.has_own_bases:
+        return overflow[bases[numbers]]
+    geometry, group = table._geometry, np.arange(ROWS_PER_BASE)
+    of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + group
+    lengths = torch.from_numpy(_lengths(table)[np.minimum(of_group, geometry.num_rows - 1)])
+    stored = _layout.stored_sizes(lengths, geometry.row_bytes, geometry.row_bytes).numpy()
+    before = np.where(of_group < numbers[:, None], stored, 0).sum(1)
+    return overflow[bases[numbers // ROWS_PER_BASE] + before]
+
+
+def _scaled(parts: Counter[str], total: int) -> dict[str, int]:
+    """Parts of a sample as parts of all coded rows, which have `total` bytes."""
+    counted = sum(parts.values())
+    if not counted:
+        return {"coded rows": total}
+    scaled = {part: size * total // counted for part, size in parts.items()}
+    largest = max(scaled, key=lambda part: scaled[part])
+    scaled[largest] += total - sum(scaled.values())
+    return scaled
+
+
+# ---- bits ----
+
+
+def bit_entropy(rows: np.ndarray, element_bytes: int) -> list[float]:
+    """Shannon's entropy of each bit of the elements of rows, in bits, from the most significant bit on."""
+    if not rows.size or rows.shape[1] % element_bytes:
+        return []
+    elements = rows.reshape(-1, element_bytes)
+    ones = []
+    for byte in range(element_bytes)[::-1]:
+        counts = np.bincount(elements[:, byte], minlength=256)
+        ones += [counts[np.arange(256) >> bit & 1 == 1].sum() for bit in range(8)[::-1]]
+    p = np.array(ones) / len(elements)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
+    return _rounded(np.nan_to_num(entropy))
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [round(float(value), 3) + 0.0 for value in values]

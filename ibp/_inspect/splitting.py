@@ -1,0 +1,240 @@
+"""What the bytes of coded rows are: counted from the rows and their codebook, by the rules of FORMAT.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .._schemes import AnyCodebook, Codebook, PlanesCodebook
+
+_MOST_ENTRIES = 24  # of a codebook, that a report lists
+_TABLE_BITS = 16  # of symbols that are looked up in a table
+
+
+@dataclass
+class Split:
+    """What coded rows consist of.
+
+    Attributes:
+        parts: bytes of all rows by part.
+        left_out, ranked: float [w], for each bit of an element from the most significant on the share of the elements
+            in which it is not stored, and in which it is part of a symbol. The others are kept as they are.
+        entries: (name, what it stands for, share) of the codebook's entries, the most frequent first: of the symbols
+            that are coded, or of the chunks of a row.
+    """
+
+    parts: Counter[str]
+    left_out: np.ndarray
+    ranked: np.ndarray
+    entries: list[tuple[str, str, float]] = field(default_factory=list)
+
+
+def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> Split:
+    """What the coded forms of rows consist of.
+
+    Args:
+        rows: uint8 [n, row_bytes], n > 0, decoded; none that is stored raw or in no bytes.
+        codebook: of one cluster.
+        element_bytes: of an element whose bits are told apart; scheme planes has its own.
+    """
+    if isinstance(codebook, PlanesCodebook):
+        return _split_planes(rows, codebook)
+    assert isinstance(codebook, Codebook)
+    return _split_masks(rows, codebook, element_bytes)
+
+
+def element_bytes_of(codebook: AnyCodebook, element_bytes: int) -> int:
+    """Bytes of the element that `split_rows` tells bits of apart."""
+    return codebook.element_bytes if isinstance(codebook, PlanesCodebook) else element_bytes
+
+
+# ---- scheme ibp ----
+
+
+def _split_masks(rows: np.ndarray, codebook: Codebook, element_bytes: int) -> Split:
+    size, num_chunks = codebook.chunk_bytes, codebook.num_chunks
+    mask, bitval = (_chunks(bits.numpy()[None], size)[0] for bits in (codebook.mask, codebook.bitval))
+    flagged = (mask != 0) | codebook.flag_all
+    agrees = ((_chunks(rows, size) & mask) == bitval) & flagged
+    chunk_bits = np.full(num_chunks, 8 * size)
+    chunk_bits[-1] = 8 * (codebook.row_bytes - (num_chunks - 1) * size)
+    fixed_bits = np.unpackbits(mask.view(np.uint8).reshape(num_chunks, size), axis=1).sum(1, dtype=np.int64)
+    kept_if_agreeing = chunk_bits - fixed_bits
+    in_agreeing, in_others = agrees @ kept_if_agreeing, ~agrees @ chunk_bits
+    lengths = -(-(codebook.num_flags + in_agreeing + in_others) // 8)
+    bits = Counter({"participation bits": codebook.num_flags * len(rows), "kept bits": int(in_agreeing.sum())})
+    bits["chunks kept whole"] = int(in_others.sum())
+    bits["rounding to bytes"] = 8 * int(lengths.sum()) - sum(bits.values())
+    return Split(
+        _in_bytes(bits),
+        _left_out_by_masks(codebook, agrees.mean(0), element_bytes),
+        np.zeros(8 * element_bytes),
+        _pairs(codebook, agrees.mean(0)),
+    )
+
+
+def _chunks(rows: np.ndarray, size: int) -> np.ndarray:
+    """uint [n, chunks] of rows uint8 [n, row_bytes], the last chunk extended with zero bytes."""
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)))
+    return np.ascontiguousarray(padded).view(f"<u{size}")
+
+
+def _in_bytes(bits: Counter[str]) -> Counter[str]:
+    """Whole bytes for parts that are bits; what is lost by rounding goes to the largest part."""
+    total = sum(bits.values()) // 8
+    parts = Counter({name: count // 8 for name, count in bits.items()})
+    parts[max(parts, key=lambda name: parts[name])] += total - sum(parts.values())
+    return parts
+
+
+def _left_out_by_masks(codebook: Codebook, agreeing: np.ndarray, element_bytes: int) -> np.ndarray:
+    """The share of the elements in which each bit is left out. agreeing: the share of the rows, by chunk."""
+    of_bytes = np.repeat(agreeing, codebook.chunk_bytes)[: codebook.row_bytes]
+    bits = np.unpackbits(codebook.mask.numpy(), bitorder="little").reshape(-1, 8) * of_bytes[:, None]
+    return bits.reshape(-1, 8 * element_bytes).mean(0)[::-1]
+
+
+def _pairs(codebook: Codebook, agreeing: np.ndarray) -> list[tuple[str, str, float]]:
+    """The pairs of masks and values that most chunks have."""
+    index = codebook.index.numpy().astype(np.int64) if codebook.index.numel() else np.zeros(len(agreeing), np.int64)
+    counts = np.bincount(index, minlength=len(codebook.palette))
+    shares = np.bincount(index, agreeing, minlength=len(codebook.palette)) / np.maximum(counts, 1)
+    found = []
+    for pair in np.argsort(-counts, kind="stable")[:_MOST_ENTRIES]:
+        mask, value = (bytes(part.tolist()[::-1]).hex().upper() for part in codebook.palette[pair])
+        agrees = f"value {value}, {shares[pair]:.1%} of rows agree" if mask.strip("0") else "no invariant bit"
+        found.append((f"mask {mask}", agrees, float(counts[pair] / len(agreeing))))
+    return found
+
+
+# ---- scheme planes ----
+
+
+def _split_planes(rows: np.ndarray, codebook: PlanesCodebook) -> Split:
+    elements = np.ascontiguousarray(rows).view(f"<u{codebook.element_bytes}")
+    if codebook.live_columns is not None:
+        elements = elements[:, codebook.live_columns.numpy()]
+    parts: Counter[str] = Counter()
+    coded = np.ones(elements.shape, bool)
+    if codebook.listed:
+        coded = _split_listed(elements, codebook, parts)
+    symbols = _symbols(elements, codebook)
+    ranks = _ranks(symbols, codebook)
+    _split_values(ranks, coded, codebook, parts)
+    live = 1 - codebook.num_constant / codebook.columns
+    return Split(+parts, *_uses(codebook, live * float(coded.mean())), _frequent(symbols[coded], codebook))
+
+
+def _split_listed(elements: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> np.ndarray:
+    """Counts headers, positions and signs; returns which elements have values, bool [n, columns]."""
+    columns = elements.shape[1]
+    differs = elements ^ elements.dtype.type(codebook.default)
+    if codebook.signed_default:
+        differs &= elements.dtype.type(2 ** (codebook.width - 1) - 1)
+    listed = differs != 0
+    num_listed = listed.sum(1)
+    closed = ((elements == elements.dtype.type(codebook.closed)) | ~listed).all(1) & (num_listed > 0)
+    parts["header"] += len(elements) * (1 if columns < 128 else 2 if columns < 32768 else 3)
+    distinct, counts = np.unique(num_listed, return_counts=True)
+    for k, count in zip(distinct.tolist(), counts.tolist()):
+        parts["positions"] += count * _position_bytes(k, columns)
+        parts["signs"] += count * -(-(columns - k) // 8) * codebook.signed_default
+    return listed & ~closed[:, None]
+
+
+def _position_bytes(k: int, columns: int) -> int:
+    """Bytes of the positions of k listed elements, in the shortest form."""
+    if k == 0:
+        return 0
+    sizes = [-(-columns // 8)]
+    for m in (k, columns - k):
+        sizes += [-(-(m + -(-columns // 2**low) - 1) // 8) + -(-m * low // 8) for low in range(14)]
+    return min(sizes)
+
+
+def _symbols(elements: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
+    """The symbols of elements, of their type."""
+    kind, bits = elements.dtype.type, codebook.width - codebook.invariant_bits
+    coded = elements >> kind(codebook.invariant_bits)
+    if codebook.rotate and bits > 1:
+        coded = ((coded << kind(1)) | (coded >> kind(bits - 1))) & kind(2**bits - 1)
+    if codebook.symbol_bits == 0:
+        return np.zeros_like(coded)
+    return coded >> kind(codebook.residual_bits)
+
+
+def _entries(codebook: PlanesCodebook) -> np.ndarray:
+    """uint64 [live columns or 1, E]."""
+    if codebook.first_symbol is None:
+        return codebook.entries.numpy().view(np.uint64)
+    return np.array(
+        [[(codebook.first_symbol + i) % 2**codebook.symbol_bits for i in range(codebook.num_entries)]], np.uint64
+    )
+
+
+def _ranks(symbols: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
+    """The first entry that equals each symbol, E where none does: uint8 [n, columns]."""
+    entries, num_entries = _entries(codebook), codebook.num_entries
+    if len(entries) == 1 and codebook.symbol_bits <= _TABLE_BITS:
+        table = np.full(2**codebook.symbol_bits, num_entries, np.uint8)
+        table[entries[0, ::-1].astype(np.int64)] = np.arange(num_entries)[::-1]
+        return table[symbols]
+    ranks = np.full(symbols.shape, num_entries, np.uint8)
+    for rank in range(num_entries)[::-1]:
+        ranks[symbols == entries[:, rank].astype(symbols.dtype)] = rank
+    return ranks
+
+
+def _split_values(ranks: np.ndarray, coded: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> None:
+    """Counts residuals, digits and raw symbols of the elements that have values."""
+    left = coded.sum(1)
+    parts["residuals"] += _field_bytes(left, codebook.residual_bits)
+    first = 0
+    for plane, bits in enumerate(codebook.digit_bits):
+        parts[f"digits of plane {plane}"] += _field_bytes(left, bits)
+        first += 2**bits - 1
+        left = (coded & (ranks >= first)).sum(1)
+    parts["raw symbols"] += _field_bytes(left, codebook.symbol_bits)
+
+
+def _field_bytes(counts: np.ndarray, bits: int) -> int:
+    """Bytes of fields of so many bits, a row's together."""
+    return int((-(-counts * bits // 8)).sum())
+
+
+def _uses(codebook: PlanesCodebook, stored: float) -> tuple[np.ndarray, np.ndarray]:
+    """(left out, ranked) of a `Split`. stored: the share of the elements that have a value."""
+    coded_bits = codebook.width - codebook.invariant_bits
+    left_out, ranked = np.full(codebook.width, 1 - stored), np.zeros(codebook.width)
+    left_out[: codebook.invariant_bits] = 1
+    for bit in range(coded_bits):
+        if (bit + codebook.rotate) % coded_bits >= codebook.residual_bits:
+            ranked[codebook.invariant_bits + bit] = stored
+    return left_out[::-1], ranked[::-1]
+
+
+def _frequent(symbols: np.ndarray, codebook: PlanesCodebook) -> list[tuple[str, str, float]]:
+    """The most frequent symbols, and the plane that names each."""
+    if codebook.symbol_bits == 0 or symbols.size == 0:
+        return []
+    distinct, counts = np.unique(symbols, return_counts=True)
+    digits = -(-codebook.symbol_bits // 4)
+    found = []
+    for at in np.argsort(-counts, kind="stable")[:_MOST_ENTRIES]:
+        share = float(counts[at] / symbols.size)
+        found.append((f"{int(distinct[at]):0{digits}X}", _named_by(distinct[at], codebook), share))
+    return found
+
+
+def _named_by(symbol: np.generic, codebook: PlanesCodebook) -> str:
+    if codebook.per_column:
+        return "each column has entries of its own"
+    (found,) = np.nonzero(_entries(codebook)[0] == np.uint64(symbol))
+    first = 0
+    for plane, bits in enumerate(codebook.digit_bits):
+        first += 2**bits - 1
+        if len(found) and found[0] < first:
+            return f"plane {plane}"
+    return "raw symbol"
