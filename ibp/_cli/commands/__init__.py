@@ -8,4 +8,4 @@ run(arguments) -> int: does the work; the exit status. Imports ibp and torch whe
 After a change of arguments `python tools/command_line.py` writes completion, man page and docs/cli.md again.
 """
 
-COMMANDS = ("completion",)  # in the order of the help
+COMMANDS = ("bench", "completion")  # in the order of the help

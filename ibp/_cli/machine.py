@@ -1,0 +1,187 @@
+"""What a machine does with and without compression: the measurements of `ibp bench`.
+
+Rows are 2 KiB of made weights, whose savings are those of trained ones. Rates are GB/s (10^9) of original bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import ibp
+from ibp._measuring import Clock
+
+ROW_BYTES = 2048
+PAYS = 1.05  # times as fast: less is within what measurements differ by
+_TABLE_BYTES = 32 << 20  # on the CPU: past its caches
+_NUM_CALLS = 24  # that share the time given
+_KINDS = {
+    "BF16 weights": torch.bfloat16,
+    "FP16 weights": torch.float16,
+    "FP32 weights": torch.float32,
+    "FP8 weights": torch.float8_e4m3fn,
+    "BF16, half zeros": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One kind of data.
+
+    Attributes:
+        kind: its name.
+        saved: share of the bytes of rows.
+        lossless: whether every bit came back.
+        gbps: rates by name.
+        rows, whole: how many times as fast compressed rows, and whole tensors, come to the GPU as raw ones; None
+            without a GPU.
+    """
+
+    kind: str
+    saved: float
+    lossless: bool
+    gbps: dict[str, float]
+    rows: float | None = None
+    whole: float | None = None
+
+
+class HostClock:
+    """Times calls on the CPU.
+
+    Args:
+        budget_s: seconds that one measurement may take, about.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        self._budget_s = budget_s
+
+    def wall_s(self, call: Callable[[], object]) -> float:
+        """Median of the seconds that a call takes."""
+        repeats = max(3, min(15, int(self._budget_s / self._once(call))))
+        return statistics.median(self._once(call) for _ in range(repeats))
+
+    def _once(self, call: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        call()
+        return max(time.perf_counter() - start, 1e-9)
+
+
+def made(kind: str, num_bytes: int) -> torch.Tensor:
+    """Rows of one kind on the CPU."""
+    dtype = _KINDS[kind]
+    values = torch.randn(num_bytes // dtype.itemsize, generator=torch.Generator().manual_seed(0)) * 0.02
+    if "zeros" in kind:
+        values.clamp_(min=0)
+    return values.to(dtype).view(-1, ROW_BYTES // dtype.itemsize)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+# ---- the CPU ----
+
+
+def of_cpu(seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
+    """Every kind on the CPU. kinds: wraps the list of their names, to show how far it is."""
+    clock = HostClock(seconds / (_NUM_CALLS * len(_KINDS)) * 4)
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    num_bytes = max(1 << 20, min(_TABLE_BYTES, free_bytes // 16))
+    return [_on_cpu(clock, kind, made(kind, num_bytes)) for kind in kinds(list(_KINDS))]
+
+
+def _on_cpu(clock: HostClock, kind: str, x: torch.Tensor) -> Measured:
+    num_bytes, out = x.numel() * x.itemsize, torch.empty_like(x)
+    table = ibp.compress(x, device="cpu", pin_memory=False, layout="packed")
+    ids = torch.randint(len(x), (len(x) // 4,))
+
+    def rate(call: Callable[[], object], of_bytes: int = num_bytes) -> float:
+        return of_bytes / clock.wall_s(call) / 1e9
+
+    rows = torch.empty_like(x[: len(ids)])
+    taken = ids.numel() * ROW_BYTES
+    gbps = {
+        "copy": rate(lambda: out.copy_(x)),
+        "compress": rate(lambda: _again(table, x)),
+        "decompress": rate(lambda: ibp.decompress(table, out=out)),
+        "raw_rows": rate(lambda: _select(x, ids, rows), taken),
+        "rows": rate(lambda: ibp.index_select(table, ids, out=rows), taken),
+    }
+    lossless = same_bits(ibp.decompress(table), x) and same_bits(rows, x.view(torch.uint8)[ids])
+    return Measured(kind, table.savings, lossless, gbps)
+
+
+def _again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
+    """Codes x by the codebook of its table."""
+    if table.codebook is None:
+        ibp.compress(x, scheme="raw", device="cpu", pin_memory=False, layout="packed")
+    else:
+        ibp.compress(x, codebook=table.codebook, device="cpu", pin_memory=False, layout="packed")
+
+
+def _select(x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+    """x[ids], of any dtype."""
+    torch.index_select(x.view(torch.uint8), 0, ids, out=out.view(torch.uint8))
+
+
+# ---- a GPU ----
+
+
+def of_gpu(device: torch.device, seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
+    """Every kind by a GPU, from pinned memory."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        clock = Clock(device, seconds / (_NUM_CALLS * len(_KINDS)))
+        found = [_on_gpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
+    ibp.release_pinned()
+    return found
+
+
+def _on_gpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
+    device, num_bytes = clock.device, x.numel() * x.itemsize
+    raw, table = (ibp.compress(x, scheme=scheme, device=device) for scheme in ("raw", "auto"))
+    packed = ibp.compress(x, layout="packed", device=device)
+    near, pinned, out = packed.to(device), x.pin_memory(), torch.empty_like(x, device=device)
+    host_ids = torch.randint(len(x), (len(x) // 2,))
+    ids, rows = host_ids.to(device), torch.empty_like(x[: len(x) // 2], device=device)
+    taken = host_ids.numel() * ROW_BYTES
+    gbps = {
+        "torch_rows": taken / clock.wall_s(lambda: x.view(torch.uint8)[host_ids].to(device)),
+        "raw_rows": taken / clock.gpu_s(lambda: ibp.index_select(raw, ids, out=rows)),
+        "rows": taken / clock.gpu_s(lambda: ibp.index_select(table, ids, out=rows)),
+        "copy": num_bytes / clock.wall_s(lambda: out.copy_(pinned, non_blocking=True)),
+        "whole": num_bytes / clock.wall_s(lambda: ibp.decompress(packed, out=out)),
+        "decode": num_bytes / clock.gpu_s(lambda: ibp.decompress(near, out=out)),
+    }
+    gbps = {name: rate / 1e9 for name, rate in gbps.items()}
+    lossless = same_bits(ibp.decompress(packed, device=device), x)
+    lossless &= same_bits(ibp.index_select(table, ids, device=device), x.view(torch.uint8)[host_ids])
+    return Measured(kind, packed.savings, lossless, gbps, gbps["rows"] / gbps["raw_rows"], gbps["whole"] / gbps["copy"])
+
+
+# ---- what follows ----
+
+
+def verdict(found: list[Measured], threads: int) -> str:
+    """Whether compression pays here, in plain words, by the first kind."""
+    first = found[0]
+    if first.rows is None or first.whole is None:
+        return (
+            f"There is no GPU here. {first.kind} take {100 * first.saved:.0f} % less memory and storage, and are "
+            f"decoded at {first.gbps['decompress']:.1f} GB/s by {threads} thread{'s' * (threads > 1)}: compression "
+            "pays where they come from storage, or over a network, that is slower than that."
+        )
+    speeds = f"rows come {first.rows:.2f} times as fast as raw ones, whole tensors {first.whole:.2f} times"
+    pays = [what for what, speed in (("rows", first.rows), ("whole tensors", first.whole)) if speed > PAYS]
+    if len(pays) == 2:
+        return f"Compression pays here: of {first.kind} {speeds}."
+    if pays:
+        return f"Compression pays here for {pays[0]}: of {first.kind} {speeds}."
+    return (
+        f"Compression gains no speed here: of {first.kind} {speeds}. It saves {100 * first.saved:.0f} % of the memory."
+    )
