@@ -39,6 +39,8 @@ the tensors' device, without allocating or synchronising where they write to giv
 current. `stream_bytes` is decode_bytes from pinned host memory by the copy engine, through `ring` on the device;
 `host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that device. Pinned host
 memory is given as a tensor of the CUDA device (`_memory.device_view`): inductor gives up CUDA graphs for CPU tensors.
+`encode_packed`, for the CPU alone, codes a block of rows in one pass and on one thread, back to back to `out`, which
+has as many bytes as data or more; lengths uint16 [rows], `stored` int64 [1]: how many bytes it wrote.
 `gather_into` is gather_items to an out of any strides, the first outer_dims dimensions of which number its items; ids
 None: all items. `gather_to` is gather_items whose item k goes to addresses[k], int64 [ids]; out is the first of the
 tensors that they are in. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and
@@ -96,6 +98,10 @@ _lib.define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
 _lib.define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
 _lib.define("survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor")
 _lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
+_lib.define(
+    "encode_packed(Tensor data, Tensor codebook, int[] codec, Tensor(a!) out, Tensor(b!) lengths, Tensor(c!) stored) "
+    "-> ()"
+)
 _lib.define(
     f"encode_into({_WRITE_ALL}, Tensor(e!) rooms, Tensor(f!) used, Tensor(g!) counts, "
     "Tensor x, Tensor? buffers, Tensor? row_ids, int first_row, int max_sms, Tensor(h!) fault) -> ()"
@@ -262,6 +268,7 @@ def _writes_only(*args, **options):
 
 for _name in (
     "encode_rows",
+    "encode_packed",
     "encode_into",
     "gather_items",
     "gather_into",

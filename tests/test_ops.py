@@ -32,6 +32,12 @@ def encode_arguments(scheme):
     return (torch.zeros_like(slots), torch.zeros_like(overflow), *rest, bytes_of(x), fault())
 
 
+def packed_arguments(data, codebook):
+    lengths = torch.zeros(-(-data.numel() // codebook.row_bytes), dtype=torch.uint16)
+    out, stored = torch.zeros(data.numel(), dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
+    return data, codebook.words(CPU), codebook.codec, out, lengths, stored
+
+
 def any_planes(per_column=False, listed=False, default=0):
     """A codebook for rows of 30 64-bit elements."""
     entries = torch.arange(30 * 6).view(30, 6) if per_column else torch.arange(6).view(1, 6)
@@ -76,6 +82,9 @@ def samples():
     yield "sum_words", (data[:1001], 2**40, torch.zeros(2, dtype=torch.int64))
     for scheme in CODED:
         yield "encode_rows", encode_arguments(scheme)
+    for planes in of_planes:
+        yield "encode_packed", packed_arguments(data[:-100], planes)
+    yield "encode_packed", packed_arguments(data, codebook)
     for arguments in tables:
         yield "gather_items", (*arguments, ids, 0, torch.zeros(4 * 240, dtype=torch.uint8), fault())
         yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
@@ -127,7 +136,7 @@ def cache_samples(table):
 
 SAMPLES = list(samples())
 NAMES = {"choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes", "drop_cached",
-         "encode_rows", "estimate_masks", "fill_slab", "find_cached", "gather_cached", "gather_into", "gather_items",
+         "encode_packed", "encode_rows", "estimate_masks", "fill_slab", "find_cached", "gather_cached", "gather_into", "gather_items",
          "gather_to", "index_rows", "learn_entries", "learn_planes", "measure_rows", "note_pages", "owners_of_rows",
          "pack_table", "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows",
          "threshold_bits"}  # fmt: skip

@@ -373,6 +373,30 @@ void encode_rows_cuda(IBP_TABLE_PARAMETERS, Tensor data, Tensor fault)
           "encode_rows");
 }
 
+// data: of one block of rows. One thread: callers code several blocks at once. Sizes of rows come as lengths, and their
+// sum as stored[0].
+void encode_packed(Tensor data, Tensor codebook, std::vector<int64_t> codec, Tensor out, Tensor lengths, Tensor stored)
+{
+    require_cpu({&data, &codebook, &out, &lengths, &stored});
+    const ibp_codebook cb = codebook_of(codebook, codec);
+    const uint8_t *const bytes = bytes_of(data, 0, "data");
+    uint8_t *const to = bytes_of(out, 0, "out");
+    require(out.numel() >= data.numel(), "out has ", out.numel(), " bytes, data ", data.numel());
+    auto *const to_lengths =
+        data_of<uint16_t>(lengths, ScalarType::UInt16, divide_up(data.numel(), cb.row_bytes), "lengths");
+    Footprints memory;
+    memory.reads("data", data);
+    memory.reads("codebook", codebook);
+    memory.writes("out", out);
+    memory.writes("lengths", lengths);
+    memory.writes("stored", stored);
+    const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
+    const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
+    check(ibp_encode_packed(&cb, bytes, data.numel(), to, out.numel(), to_lengths,
+                            data_of<int64_t>(stored, ScalarType::Long, 1, "stored"), scratch.get(), scratch_bytes),
+          "encode_packed");
+}
+
 // ---- coding rows into a place ----
 
 // x: rows, of any dtype and strides. buffers: addresses of memory of x's layout, whose rows are coded instead of x's
@@ -818,6 +842,7 @@ STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
     m.impl("index_rows", TORCH_BOX(&index_rows_cpu));
     m.impl("survey_rows", TORCH_BOX(&survey_rows_cpu));
     m.impl("encode_rows", TORCH_BOX(&encode_rows_cpu));
+    m.impl("encode_packed", TORCH_BOX(&encode_packed));
     m.impl("encode_into", TORCH_BOX(&encode_into_cpu));
     m.impl("gather_items", TORCH_BOX(&gather_items_cpu));
     m.impl("gather_into", TORCH_BOX(&gather_into_cpu));

@@ -92,10 +92,7 @@ static uint32_t code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t va
 {
     *stored = row;
     if (cb->scheme == IBP_SCHEME_RAW) return 0;
-    if (ibp_is_default_row(cb, row, valid)) return IBP_DEFAULT_LENGTH(cb->row_bytes);
-    size_t coded_bytes = 0;
-    const ibp_status status = ibp_encode_with(&work->codec, row, work->stored, cb->row_bytes, &coded_bytes);
-    const uint32_t length = status == IBP_OK ? ibp_length_of_coded(coded_bytes, cb->row_bytes, valid) : 0u;
+    const uint32_t length = ibp_code_row(cb, row, valid, work, work->stored, cb->row_bytes);
     if (length != 0u) *stored = work->stored;
     return length;
 }

@@ -56,6 +56,17 @@ static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_cod
     return ibp_open_codec(cb, work->stored + two_rows, &work->codec);
 }
 
+/* Codes a row, of which valid_bytes count, into dst. work: opened for coded rows. @return its entry of lengths; where
+ * that is 0 or the default row's, dst means nothing. */
+static inline uint32_t ibp_code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t valid_bytes,
+                                    const ibp_workspace *work, uint8_t *dst, size_t dst_bytes)
+{
+    if (ibp_is_default_row(cb, row, valid_bytes)) return IBP_DEFAULT_LENGTH(cb->row_bytes);
+    size_t coded_bytes = 0;
+    const ibp_status status = ibp_encode_with(&work->codec, row, dst, dst_bytes, &coded_bytes);
+    return status == IBP_OK ? ibp_length_of_coded(coded_bytes, cb->row_bytes, valid_bytes) : 0u;
+}
+
 /* The faults of one call: the first of all calls in the caller's ibp_fault, the first of this one as its status. */
 typedef struct ibp_fault_log {
     ibp_fault *fault;

@@ -146,6 +146,28 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
     return log.status;
 }
 
+ibp_status ibp_encode_packed(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint8_t *dst,
+                             int64_t dst_bytes, uint16_t *lengths, int64_t *stored_bytes, void *scratch,
+                             size_t scratch_bytes)
+{
+    ibp_workspace work;
+    if (!ibp_are_sizes(num_bytes, cb->row_bytes) || dst_bytes < num_bytes) return IBP_INVALID_ARGUMENT;
+    const ibp_status status = ibp_open_workspace(cb, true, scratch, scratch_bytes, &work);
+    if (status != IBP_OK) return status;
+    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, cb->row_bytes);
+    uint8_t *at = dst;
+    for (int64_t r = 0; r < num_rows; r++) {
+        prefetch_data(data, num_bytes, cb->row_bytes, r);
+        const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, r);
+        const uint8_t *const row = whole_row(data, num_bytes, cb->row_bytes, r, work.whole);
+        lengths[r] = (uint16_t)ibp_code_row(cb, row, valid, &work, at, valid);
+        if (lengths[r] == 0) memcpy(at, row, valid);
+        at += ibp_stored_bytes(lengths[r], cb->row_bytes, valid);
+    }
+    *stored_bytes = at - dst;
+    return IBP_OK;
+}
+
 /* A row whose parts have been found, slot part in `slots` and overflow part in `overflow`. out: row_bytes bytes; *row
  * is out, or points into the workspace or those arrays where the row is raw. */
 static ibp_status read_place(const ibp_codebook *cb, const ibp_row_place *place, const uint8_t *slots,

@@ -47,6 +47,27 @@ static made make_table(rng *r, sample s, int64_t num_items, int64_t item_bytes, 
     return t;
 }
 
+/* Rows coded in one pass are those of a table in packed layout. */
+static void check_packed(const made *t)
+{
+    const int64_t num_bytes = (int64_t)t->data.size, num_rows = ibp_num_rows(&t->table);
+    buffer scratch = scratch_new(t->sample.masks.row_bytes), packed = buffer_new(t->data.size, 1);
+    uint16_t *const lengths = exact_array(num_rows, sizeof *lengths);
+    int64_t stored_bytes = -1;
+    ibp_status status = ibp_encode_packed(&t->table.codebook, t->data.data, num_bytes, packed.data, num_bytes, lengths,
+                                          &stored_bytes, scratch.data, scratch.size);
+    CHECK(status == IBP_OK && stored_bytes == t->table.overflow_bytes, "%s: %lld bytes", ibp_status_string(status),
+          (long long)stored_bytes);
+    CHECK(num_rows == 0 || memcmp(lengths, t->lengths, (size_t)num_rows * sizeof *lengths) == 0, "%s", "lengths");
+    CHECK(stored_bytes == 0 || memcmp(packed.data, t->overflow.data, (size_t)stored_bytes) == 0, "%s", "rows");
+    status = ibp_encode_packed(&t->table.codebook, t->data.data, num_bytes, packed.data, num_bytes - 1, lengths,
+                               &stored_bytes, scratch.data, scratch.size);
+    CHECK(status == IBP_INVALID_ARGUMENT, "%s", ibp_status_string(status));
+    free(lengths);
+    buffer_free(&packed);
+    buffer_free(&scratch);
+}
+
 static void encode_table(made *t, int64_t num_parts)
 {
     const int64_t num_rows = ibp_num_rows(&t->table);
@@ -59,6 +80,7 @@ static void encode_table(made *t, int64_t num_parts)
         CHECK(status == IBP_OK && fault.status == IBP_OK && fault.taken == 0, "%s", ibp_status_string(status));
     }
     buffer_free(&scratch);
+    if (t->table.slot_bytes == 0 && t->table.rows_per_base != 1) check_packed(t);
 }
 
 static void free_table(made *t)
