@@ -95,7 +95,7 @@ def test_stream_order(name, waits, left_out):
     assert (code, wrong) == (0, 0) if left_out is None else wrong > 0, output
 
 
-@pytest.mark.parametrize("header", ["ibp.h", "ibp_cuda.h"])
+@pytest.mark.parametrize("header", ["ibp.h", "ibp_cuda.h", "ibp_file.h"])
 @pytest.mark.parametrize("language", ["c", "c++"])
 def test_headers_stand_alone(header, language, tmp_path):
     """Each public header compiles by itself, as C11 and as C++17, without a warning."""

@@ -29,6 +29,13 @@ IBP_INLINE bool ibp_are_sizes(int64_t num_bytes, uint32_t row_bytes)
            row_bytes <= IBP_MAX_ROW_BYTES;
 }
 
+/* Whether there may be so many items of so many bytes. */
+IBP_INLINE bool ibp_are_items(int64_t num_items, int64_t item_bytes)
+{
+    const int64_t most = INT64_MAX / (int64_t)IBP_OVERFLOW_ALIGN;
+    return num_items >= 0 && item_bytes >= 0 && (item_bytes == 0 || num_items <= most / item_bytes);
+}
+
 /* Whether slots may have that size (section 3). */
 IBP_INLINE bool ibp_is_slot(uint32_t slot_bytes, uint32_t row_bytes)
 {

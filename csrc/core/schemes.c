@@ -56,16 +56,10 @@ ibp_status ibp_check_codebook(const ibp_codebook *cb)
     return IBP_OK;
 }
 
-static bool are_items(int64_t num_items, int64_t item_bytes)
-{
-    const int64_t most = INT64_MAX / IBP_OVERFLOW_ALIGN;
-    return num_items >= 0 && item_bytes >= 0 && (item_bytes == 0 || num_items <= most / item_bytes);
-}
-
 ibp_status ibp_check_table_fields(const ibp_table *table)
 {
     if (ibp_check_codebook_fields(&table->codebook) != IBP_OK) return IBP_INVALID_ARGUMENT;
-    if (!are_items(table->num_items, table->item_bytes)) return IBP_INVALID_ARGUMENT;
+    if (!ibp_are_items(table->num_items, table->item_bytes)) return IBP_INVALID_ARGUMENT;
     if (!ibp_is_slot(table->slot_bytes, table->codebook.row_bytes)) return IBP_INVALID_ARGUMENT;
     if (table->slots_bytes < 0 || table->overflow_bytes < 0) return IBP_INVALID_ARGUMENT;
     if (table->rows_per_base > 1 && table->rows_per_base != IBP_ROWS_PER_BASE) return IBP_INVALID_ARGUMENT;
@@ -113,6 +107,6 @@ ibp_status ibp_check_table(const ibp_table *table)
 
 int64_t ibp_num_rows(const ibp_table *table)
 {
-    if (!are_items(table->num_items, table->item_bytes) || !ibp_are_sizes(0, table->codebook.row_bytes)) return 0;
+    if (!ibp_are_items(table->num_items, table->item_bytes) || !ibp_are_sizes(0, table->codebook.row_bytes)) return 0;
     return ibp_rows_of_bytes(ibp_bytes_of_table(table), table->codebook.row_bytes);
 }

@@ -49,7 +49,7 @@ extern "C" {
 /* Grows with every version. */
 #define IBP_VERSION_NUMBER (IBP_VERSION_MAJOR * 10000 + IBP_VERSION_MINOR * 100 + IBP_VERSION_PATCH)
 /* Of the bytes of tables (FORMAT.md). */
-#define IBP_FORMAT_VERSION 0
+#define IBP_FORMAT_VERSION 1
 
 /* ---- bounds ----------------------------------------------------------------------------------------------------- */
 
@@ -82,7 +82,12 @@ extern "C" {
     X(IBP_CORRUPT_ROW, 3, "a coded row contradicts its length, its codebook or its buffer") \
     X(IBP_BUFFER_TOO_SMALL, 4, "an output buffer is smaller than documented")               \
     X(IBP_NO_CUDA, 5, "this build has no CUDA support")                                     \
-    X(IBP_CUDA_ERROR, 6, "a CUDA call failed")
+    X(IBP_CUDA_ERROR, 6, "a CUDA call failed")                                              \
+    X(IBP_BAD_FILE, 7, "the bytes are no file of this format, or contradict each other")    \
+    X(IBP_NEWER_FILE, 8, "the file is of a newer version of the format")                    \
+    X(IBP_NOT_IN_FILE, 9, "the file has no such table, tensor or checksums")                \
+    X(IBP_UNSUPPORTED_TABLE, 10, "the table has fields or a codec that are not known here") \
+    X(IBP_WRONG_CHECKSUM, 11, "bytes of the file do not have the checksum that it names")
 
 typedef enum ibp_status {
 #define IBP_STATUS_ENUM(name, value, text) name = value,

@@ -1,0 +1,343 @@
+/* file.c - files of compressed tables: the header, what it names, and checksums (FORMAT.md section 9). */
+#include "file.h"
+
+#include <string.h>
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "files are read in place: this needs a little-endian machine"
+#endif
+_Static_assert(sizeof(size_t) == 8, "files are mapped whole: this needs a machine of 64 bits");
+
+enum { LENGTH_BYTES = 8, MAX_HEADER_BYTES = 100000000 /* as in the safetensors package */ };
+
+/* ---- entries of the header ---- */
+
+/* The key of the next entry of an object, and what stands before and after it. */
+static bool take_key(ibp_json *json, bool is_first, ibp_text *key)
+{
+    return (is_first || ibp_take_symbol(json, ',')) && ibp_take_string(json, key) && ibp_take_symbol(json, ':');
+}
+
+/* Begins to read behind the first *cursor bytes of an object's inside: with the next entry's key.
+ * @return IBP_NOT_IN_FILE if there is none. */
+static ibp_status open_entry(ibp_text inside, size_t cursor, ibp_json *json, ibp_text *key)
+{
+    if (cursor > inside.num_bytes) return IBP_INVALID_ARGUMENT;
+    if (cursor == inside.num_bytes) return IBP_NOT_IN_FILE;
+    *json = (ibp_json){inside.data + cursor, inside.data + inside.num_bytes};
+    if (ibp_is_at_end(json)) return IBP_NOT_IN_FILE;
+    return take_key(json, cursor == 0, key) ? IBP_OK : IBP_BAD_FILE;
+}
+
+ibp_status ibp_next_metadata(const ibp_file *file, size_t *cursor, ibp_text *key, ibp_text *value)
+{
+    ibp_json json;
+    const ibp_status status = open_entry(file->metadata, *cursor, &json, key);
+    if (status != IBP_OK) return status;
+    if (!ibp_take_string(&json, value)) return IBP_BAD_FILE;
+    *cursor = (size_t)(json.at - file->metadata.data);
+    return IBP_OK;
+}
+
+/* {"key": "value", ...}, whose inside is *metadata. */
+static bool take_metadata(ibp_json *json, ibp_text *metadata)
+{
+    ibp_text key, value;
+    if (!ibp_take_symbol(json, '{')) return false;
+    const char *const start = json->at;
+    for (bool is_first = true; !ibp_take_symbol(json, '}'); is_first = false)
+        if (!take_key(json, is_first, &key) || !ibp_take_string(json, &value)) return false;
+    *metadata = (ibp_text){start, (size_t)(json->at - 1 - start)};
+    return true;
+}
+
+/* [1, 2, ...] of at most `most` numbers. */
+static bool take_sizes(ibp_json *json, int64_t *sizes, uint32_t most, uint32_t *count)
+{
+    *count = 0;
+    if (!ibp_take_symbol(json, '[')) return false;
+    while (!ibp_take_symbol(json, ']')) {
+        if (*count == most || (*count != 0 && !ibp_take_symbol(json, ','))) return false;
+        if (!ibp_take_size(json, &sizes[(*count)++])) return false;
+    }
+    return true;
+}
+
+/* {"dtype": "U8", "shape": [2, 3], "data_offsets": [0, 6]}, in any order. */
+static bool take_tensor(ibp_json *json, ibp_file_tensor *tensor, int64_t offsets[2])
+{
+    enum { DTYPE = 1, SHAPE = 2, OFFSETS = 4 };
+    unsigned found = 0;
+    uint32_t num_offsets;
+    ibp_text key;
+    if (!ibp_take_symbol(json, '{')) return false;
+    for (bool is_first = true; !ibp_take_symbol(json, '}'); is_first = false) {
+        if (!take_key(json, is_first, &key)) return false;
+        const unsigned field = ibp_is_text(key, "dtype")          ? DTYPE
+                               : ibp_is_text(key, "shape")        ? SHAPE
+                               : ibp_is_text(key, "data_offsets") ? OFFSETS
+                                                                  : 0;
+        if (field == 0 || (found & field)) return false;
+        found |= field;
+        if (field == DTYPE && !ibp_take_string(json, &tensor->dtype)) return false;
+        if (field == SHAPE && !take_sizes(json, tensor->shape, IBP_MAX_FILE_DIMS, &tensor->num_dims)) return false;
+        if (field == OFFSETS && (!take_sizes(json, offsets, 2, &num_offsets) || num_offsets != 2)) return false;
+    }
+    return found == (DTYPE | SHAPE | OFFSETS);
+}
+
+/* Whether a tensor lies in the data, and has the bytes that its shape says. */
+static bool is_tensor(const ibp_file *file, const ibp_file_tensor *tensor, const int64_t offsets[2])
+{
+    const uint32_t bits = ibp_bits_of_dtype(tensor->dtype);
+    int64_t num_bytes;
+    if (offsets[0] > offsets[1] || (uint64_t)offsets[1] > file->data_bytes) return false;
+    if (bits == 0) return true;
+    return ibp_bytes_of_shape(tensor->shape, tensor->num_dims, bits, &num_bytes) &&
+           num_bytes == offsets[1] - offsets[0];
+}
+
+/* The next tensor of the header; over the metadata, which *metadata becomes. */
+static ibp_status next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor *tensor, ibp_text *metadata)
+{
+    for (;;) {
+        ibp_json json;
+        int64_t offsets[2];
+        const ibp_status status = open_entry(file->header, *cursor, &json, &tensor->name);
+        if (status != IBP_OK) return status;
+        const bool is_metadata = ibp_is_text(tensor->name, "__metadata__");
+        if (is_metadata && (metadata->data || !take_metadata(&json, metadata))) return IBP_BAD_FILE;
+        if (!is_metadata && (!take_tensor(&json, tensor, offsets) || !is_tensor(file, tensor, offsets)))
+            return IBP_BAD_FILE;
+        *cursor = (size_t)(json.at - file->header.data);
+        if (is_metadata) continue;
+        tensor->data = file->data + offsets[0];
+        tensor->num_bytes = (size_t)(offsets[1] - offsets[0]);
+        return IBP_OK;
+    }
+}
+
+ibp_status ibp_next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor *tensor)
+{
+    ibp_text metadata = {NULL, 0};
+    return next_tensor(file, cursor, tensor, &metadata);
+}
+
+/* ---- opening ---- */
+
+/* The finalizer of splitmix64 (Steele, Lea and Flood 2014). */
+static uint64_t mix(uint64_t x)
+{
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+/* Counts the tensors and finds the metadata. The tensors lie one after the other, in any order of the header, just if
+ * their starts and the end of the data are the same numbers as their ends and 0: sums of a hash of them say so, without
+ * memory for them. That is no matter of safety. */
+static ibp_status read_tensors(ibp_file *file)
+{
+    ibp_file_tensor tensor;
+    uint64_t starts = mix(file->data_bytes), ends = mix(0);
+    size_t cursor = 0;
+    ibp_status status;
+    while ((status = next_tensor(file, &cursor, &tensor, &file->metadata)) == IBP_OK) {
+        const size_t start = (size_t)(tensor.data - file->data);
+        starts += mix(start), ends += mix(start + tensor.num_bytes);
+        file->num_tensors++;
+    }
+    return status == IBP_NOT_IN_FILE && starts == ends ? IBP_OK : IBP_BAD_FILE;
+}
+
+/* Reads the version, and counts the tables. */
+static ibp_status read_metadata(ibp_file *file)
+{
+    ibp_text value, name;
+    uint64_t version;
+    size_t cursor = 0;
+    ibp_status status = ibp_find_metadata(file, "ibp.", "format", &value);
+    if (status == IBP_NOT_IN_FILE) return IBP_OK;
+    if (status != IBP_OK || !ibp_take_number(&value, &version) || value.num_bytes != 0 || version == 0)
+        return IBP_BAD_FILE;
+    if (ibp_find_metadata(file, "ibp.", "release", &file->release) == IBP_BAD_FILE) return IBP_BAD_FILE;
+    if (version > IBP_FORMAT_VERSION) return IBP_NEWER_FILE;
+    file->version = (uint32_t)version;
+    while ((status = ibp_next_table(file, &cursor, &name)) == IBP_OK) file->num_tables++;
+    return status == IBP_NOT_IN_FILE ? IBP_OK : status;
+}
+
+/* The inside of the header, which may be followed by white space. */
+static bool find_header(const uint8_t *bytes, uint64_t header_bytes, ibp_text *header)
+{
+    const char *const start = (const char *)bytes + LENGTH_BYTES, *end = start + header_bytes;
+    while (end > start && (end[-1] == ' ' || end[-1] == '\n' || end[-1] == '\t' || end[-1] == '\r')) end--;
+    if (end - start < 2 || *start != '{' || end[-1] != '}') return false;
+    *header = (ibp_text){start + 1, (size_t)(end - start) - 2};
+    return true;
+}
+
+ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file)
+{
+    uint64_t header_bytes;
+    *file = (ibp_file){.bytes = bytes, .num_bytes = num_bytes};
+    if ((uintptr_t)bytes % 16 != 0 || num_bytes > INT64_MAX) return IBP_INVALID_ARGUMENT;
+    if (num_bytes < LENGTH_BYTES) return IBP_BAD_FILE;
+    memcpy(&header_bytes, bytes, sizeof header_bytes);
+    if (header_bytes > MAX_HEADER_BYTES || header_bytes > num_bytes - LENGTH_BYTES) return IBP_BAD_FILE;
+    if (!find_header(bytes, header_bytes, &file->header)) return IBP_BAD_FILE;
+    file->data = bytes + LENGTH_BYTES + header_bytes;
+    file->data_bytes = num_bytes - LENGTH_BYTES - header_bytes;
+    const ibp_status status = read_tensors(file);
+    return status == IBP_OK ? read_metadata(file) : status;
+}
+
+/* ---- finding ---- */
+
+ibp_status ibp_find_metadata(const ibp_file *file, const char *prefix, const char *name, ibp_text *value)
+{
+    ibp_text key, found;
+    size_t cursor = 0;
+    bool is_found = false;
+    ibp_status status;
+    while ((status = ibp_next_metadata(file, &cursor, &key, &found)) == IBP_OK) {
+        if (!ibp_take_prefix(&key, prefix) || !ibp_is_text(key, name)) continue;
+        if (is_found) return IBP_BAD_FILE;
+        is_found = true;
+        *value = found;
+    }
+    return status == IBP_NOT_IN_FILE && is_found ? IBP_OK : status;
+}
+
+ibp_status ibp_next_table(const ibp_file *file, size_t *cursor, ibp_text *name)
+{
+    ibp_text value;
+    ibp_status status = file->version == 0 ? IBP_NOT_IN_FILE : IBP_OK;
+    do {
+        if (status == IBP_OK) status = ibp_next_metadata(file, cursor, name, &value);
+    } while (status == IBP_OK && !ibp_take_prefix(name, "ibp.table."));
+    return status;
+}
+
+ibp_status ibp_find_tensor(const ibp_file *file, const char *name, ibp_file_tensor *tensor)
+{
+    ibp_file_tensor next;
+    size_t cursor = 0;
+    bool is_found = false;
+    ibp_status status;
+    while ((status = ibp_next_tensor(file, &cursor, &next)) == IBP_OK) {
+        if (!ibp_is_text(next.name, name)) continue;
+        if (is_found) return IBP_BAD_FILE;
+        is_found = true;
+        *tensor = next;
+    }
+    return status == IBP_NOT_IN_FILE && is_found ? IBP_OK : status;
+}
+
+/* Takes another text, which may have other escapes, if it comes next. */
+static bool take_text(ibp_text *text, ibp_text other)
+{
+    uint8_t ours[4], theirs[4];
+    while (other.num_bytes != 0) {
+        const uint32_t num_bytes = ibp_take_character(&other, theirs);
+        if (num_bytes == 0 || ibp_take_character(text, ours) != num_bytes || memcmp(ours, theirs, num_bytes) != 0)
+            return false;
+    }
+    return true;
+}
+
+bool ibp_is_part(const ibp_file *file, const ibp_file_tensor *tensor)
+{
+    static const char *const parts[] = {":slots", ":overflow", ":lengths", ":bases", ":blocks", ":offsets"};
+    ibp_text rest = tensor->name, table;
+    size_t cursor = 0;
+    if (file->version == 0) return false;
+    if (ibp_take_prefix(&rest, "ibp.")) return true;
+    while (ibp_next_table(file, &cursor, &table) == IBP_OK) {
+        rest = tensor->name;
+        if (!take_text(&rest, table)) continue;
+        for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
+            if (ibp_is_text(rest, parts[i])) return true;
+    }
+    return false;
+}
+
+/* ---- dtypes ---- */
+
+uint32_t ibp_bits_of_dtype(ibp_text dtype)
+{
+    /* What safetensors names, and then those of torch's that it does not. */
+    static const struct {
+        const char *name;
+        uint32_t bits;
+    } dtypes[] = {
+        {"BOOL", 8},    {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6},     {"U8", 8},          {"I8", 8},
+        {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"I16", 16},
+        {"U16", 16},    {"F16", 16},    {"BF16", 16},   {"I32", 32},        {"U32", 32},        {"F32", 32},
+        {"F64", 64},    {"I64", 64},    {"U64", 64},    {"C64", 64},        {"COMPLEX32", 32},  {"COMPLEX128", 128},
+    };
+    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
+        if (ibp_is_text(dtype, dtypes[i].name)) return dtypes[i].bits;
+    return 0;
+}
+
+bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes)
+{
+    int64_t num_bits = bits;
+    for (uint32_t d = 0; d < num_dims; d++)
+        if (__builtin_mul_overflow(num_bits, shape[d], &num_bits)) return false;
+    *num_bytes = num_bits / 8;
+    return num_bits % 8 == 0;
+}
+
+/* ---- checksums ---- */
+
+/* The bytes of a block, of which the fields of ibp.checks give the size. */
+static ibp_status read_block_bytes(const ibp_file *file, uint64_t *block_bytes)
+{
+    ibp_text fields;
+    const ibp_status status = file->version == 0 ? IBP_NOT_IN_FILE : ibp_find_metadata(file, "ibp.", "checks", &fields);
+    if (status != IBP_OK) return status;
+    bool has_hash = false, has_block = false;
+    for (bool is_first = true; fields.num_bytes != 0; is_first = false) {
+        if (!is_first && !ibp_take_prefix(&fields, " ")) return IBP_BAD_FILE;
+        if (!has_hash && ibp_take_prefix(&fields, "hash=xxh3_64")) {
+            has_hash = true;
+        } else {
+            if (has_block || !ibp_take_prefix(&fields, "block_bytes=")) return IBP_BAD_FILE;
+            has_block = ibp_take_number(&fields, block_bytes);
+            if (!has_block) return IBP_BAD_FILE;
+        }
+    }
+    const bool is_power = has_block && *block_bytes != 0 && (*block_bytes & (*block_bytes - 1)) == 0;
+    return has_hash && is_power ? IBP_OK : IBP_BAD_FILE;
+}
+
+static uint64_t entry_of(const ibp_file_tensor *checks, uint64_t i)
+{
+    uint64_t entry;
+    memcpy(&entry, checks->data + i * sizeof entry, sizeof entry);
+    return entry;
+}
+
+ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block)
+{
+    ibp_file_tensor checks;
+    uint64_t block_bytes;
+    ibp_status status = read_block_bytes(file, &block_bytes);
+    if (status == IBP_OK) status = ibp_find_tensor(file, "ibp.checks", &checks);
+    if (status != IBP_OK) return status;
+    const uint64_t front = (uint64_t)(checks.data - file->data),
+                   num_blocks = front / block_bytes + (front % block_bytes != 0);
+    const bool is_last = front + checks.num_bytes == file->data_bytes, are_numbers = ibp_is_text(checks.dtype, "U64");
+    if (!is_last || !are_numbers || checks.num_dims != 1 || checks.num_bytes / 8 != num_blocks + 2) return IBP_BAD_FILE;
+    for (*block = 0; *block < num_blocks; ++*block) {
+        const uint64_t start = *block * block_bytes, left = front - start;
+        if (xxh3(file->data + start, left < block_bytes ? left : block_bytes) != entry_of(&checks, *block))
+            return IBP_WRONG_CHECKSUM;
+    }
+    if (xxh3(file->bytes, (size_t)(file->data - file->bytes)) != entry_of(&checks, num_blocks))
+        return IBP_WRONG_CHECKSUM;
+    *block = num_blocks + 1;
+    return xxh3(checks.data, 8 * (num_blocks + 1)) == entry_of(&checks, *block) ? IBP_OK : IBP_WRONG_CHECKSUM;
+}
