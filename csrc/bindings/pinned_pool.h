@@ -104,17 +104,12 @@ class PinnedPool {
     // Frees blocks, those that were given first, until at most most_bytes are kept. @return the bytes freed.
     size_t release(size_t most_bytes)
     {
-        std::vector<PinnedBlock> freed;
         size_t freed_bytes = 0;
-        {
-            const std::lock_guard<std::mutex> lock(mutex_);
-            auto end = kept_.begin();
-            for (; end != kept_.end() && kept_bytes_ - freed_bytes > most_bytes; ++end) freed_bytes += end->num_bytes;
-            freed.assign(kept_.begin(), end);
-            kept_.erase(kept_.begin(), end);
-            kept_bytes_ -= freed_bytes;
+        PinnedBlock block{};
+        while (take_first(most_bytes, &block)) {
+            source_.free(block.data, block.num_bytes);
+            freed_bytes += block.num_bytes;
         }
-        for (const PinnedBlock &block : freed) source_.free(block.data, block.num_bytes);
         return freed_bytes;
     }
 
@@ -133,6 +128,17 @@ class PinnedPool {
         *block = *best;
         kept_bytes_ -= best->num_bytes;
         kept_.erase(best);
+        return true;
+    }
+
+    // The block that was given first, if more than most_bytes are kept. Allocates nothing: destructors come here.
+    bool take_first(size_t most_bytes, PinnedBlock *block)
+    {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (kept_bytes_ <= most_bytes) return false;
+        *block = kept_.front();
+        kept_bytes_ -= block->num_bytes;
+        kept_.erase(kept_.begin());
         return true;
     }
 

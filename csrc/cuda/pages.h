@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -27,13 +27,14 @@ inline int node_of_caller()
 // Refused, as in some containers, pages are where the system puts them.
 inline void prefer_node(void *pages, size_t num_bytes, int node)
 {
-    constexpr int kPreferred = 1; // MPOL_PREFERRED of numaif.h
-    constexpr size_t kWordBits = 8 * sizeof(unsigned long);
+    constexpr int kPreferred = 1;                                              // MPOL_PREFERRED of numaif.h
+    constexpr size_t kWordBits = 8 * sizeof(unsigned long), kMostNodes = 1024; // as the kernel's own bound
     const size_t bit = static_cast<size_t>(node);
-    std::vector<unsigned long> nodes(bit / kWordBits + 1);
-    nodes[bit / kWordBits] |= 1ul << bit % kWordBits;
+    if (bit >= kMostNodes) return;
+    unsigned long nodes[kMostNodes / kWordBits] = {};
+    nodes[bit / kWordBits] = 1ul << bit % kWordBits;
     // The kernel reads one bit less than it is told of.
-    syscall(SYS_mbind, pages, num_bytes, kPreferred, nodes.data(), nodes.size() * kWordBits + 1, 0);
+    syscall(SYS_mbind, pages, num_bytes, kPreferred, nodes, kMostNodes + 1, 0);
 }
 
 // Writes a 0 to each page, so that there is one: by several threads, a share of at least 32 MiB each.
@@ -50,7 +51,7 @@ inline void touch_pages(uint8_t *pages, size_t num_bytes)
     size_t from = share;
     try {
         for (; from < num_bytes; from += share) threads.emplace_back(touch, from);
-    } catch (const std::system_error &) { // no more threads: whoever comes next makes the other pages
+    } catch (const std::exception &) { // no more threads or memory: whoever comes next makes the other pages
     }
     touch(0);
     for (std::thread &thread : threads) thread.join();

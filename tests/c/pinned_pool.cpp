@@ -1,11 +1,12 @@
 /* pinned_pool.cpp - csrc/bindings/pinned_pool.h over memory that is not pinned: who is given what, how much is kept,
- * and what threads and forks do. Prints what is wrong. */
+ * and what threads, forks and failing allocations do. Prints what is wrong. */
 #include "bindings/pinned_pool.h"
 
 #include <sys/wait.h>
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <random>
 
@@ -13,6 +14,7 @@ namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
 std::atomic<int> failures{0};
+std::atomic<int> until_failure{0}; // the allocation of this number, counted from 1, fails; 0: none
 std::atomic<size_t> held_bytes{0};
 size_t most_bytes = SIZE_MAX; // that the system has
 
@@ -137,7 +139,46 @@ void test_forks()
     expect(status == 0, "a child has a pool");
 }
 
+/* Destructors give memory back: whichever allocation fails, nothing is thrown, and no block is lost. */
+void test_failing_allocations()
+{
+    constexpr size_t kLarge = 65 * kMiB; // its pages are made by several threads where there are processors
+    bool has_failed = true;
+    for (int k = 1; has_failed; k++) {
+        ibp::PinnedPool pool(kSource, 2 * kMiB);
+        const ibp::PinnedBlock blocks[] = {taken(pool, kMiB, false), taken(pool, kMiB, false),
+                                           taken(pool, kMiB, false)};
+        void *const pages = mmap(nullptr, kLarge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        until_failure = k;
+        try {
+            for (const ibp::PinnedBlock &block : blocks) pool.give(block);
+            expect(held_bytes == pool.kept_bytes() && held_bytes <= 2 * kMiB, "what cannot be kept is freed");
+            pool.set_limit(kMiB);
+            ibp::make_pages(pages, kLarge, -1);
+        } catch (const std::bad_alloc &) {
+            expect(false, "a failing allocation is thrown");
+        }
+        has_failed = until_failure <= 0;
+        until_failure = 0;
+        munmap(pages, kLarge);
+        pool.release(0);
+        expect(held_bytes == 0, "all is released");
+    }
+}
+
 } // namespace
+
+void *operator new(size_t num_bytes)
+{
+    if (until_failure > 0 && --until_failure == 0) {
+        until_failure = -1;
+        throw std::bad_alloc();
+    }
+    if (void *const made = std::malloc(num_bytes)) return made;
+    throw std::bad_alloc();
+}
+void operator delete(void *made) noexcept { std::free(made); }
+void operator delete(void *made, size_t) noexcept { std::free(made); }
 
 int main()
 {
@@ -145,6 +186,7 @@ int main()
     test_bounds();
     test_threads();
     test_forks();
+    test_failing_allocations();
     std::printf("%d wrong\n", failures.load());
     return failures != 0;
 }
