@@ -16,24 +16,34 @@ inline constexpr int64_t kLeastSharedBytes =
 
 // Runs work(first, last, scratch, fault) over ranges of [0, count), on torch's threads where that pays, and keeps the
 // fault with the lowest position. bytes_each: what one step reads or writes. work returns a status, of which
-// IBP_INVALID_ARGUMENT raises.
+// IBP_INVALID_ARGUMENT raises. All memory is there before the first range begins: without it nothing is done.
 template <typename Work>
 void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {
+    constexpr size_t kLine = 64; // bytes that threads do not share
     bytes_each = std::max<int64_t>(1, bytes_each);
     const bool is_little = count <= kLeastSharedBytes / bytes_each;
-    const int64_t grain = std::max<int64_t>(1, is_little ? count : kGrainBytes / bytes_each);
+    const int64_t grain = std::max<int64_t>(1, kGrainBytes / bytes_each),
+                  num_ranges = is_little ? std::min<int64_t>(1, count)
+                                         : std::min<int64_t>(torch::stable::get_num_threads(), divide_up(count, grain)),
+                  range = num_ranges == 0 ? 0 : divide_up(count, num_ranges);
+    const size_t stride = (scratch_bytes + kLine - 1) / kLine * kLine;
+    const std::unique_ptr<uint8_t[]> scratch(new uint8_t[stride * static_cast<size_t>(num_ranges)]);
     std::mutex mutex;
     bool refused = false; // by any range
-    torch::stable::parallel_for(0, count, grain, [&](int64_t first, int64_t last) {
-        const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
+    const auto run = [&](int64_t number) {
         ibp_fault mine{};
-        const ibp_status status = work(first, last, scratch.get(), &mine);
+        const int64_t first = std::min(count, number * range), last = std::min(count, first + range);
+        if (first == last) return;
+        const ibp_status status = work(first, last, scratch.get() + stride * static_cast<size_t>(number), &mine);
         if (status == IBP_OK) return;
         const std::lock_guard<std::mutex> lock(mutex);
         refused = refused || status == IBP_INVALID_ARGUMENT;
         if (mine.status == IBP_OK) return;
         if (fault->status == IBP_OK || mine.position < fault->position) *fault = mine;
+    };
+    torch::stable::parallel_for(0, num_ranges, 1, [&](int64_t first, int64_t last) {
+        for (int64_t number = first; number < last; number++) run(number);
     });
     check(refused ? IBP_INVALID_ARGUMENT : IBP_OK, "table");
 }
