@@ -9,9 +9,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
@@ -250,6 +252,21 @@ class Stager {
     ibp_stager *stager_ = nullptr;
 };
 
+// __init__ of a class, as py::init makes it. That one registers the object where no exception is caught: without memory
+// for it the process would end.
+template <typename T, typename... Args> void make(py::detail::value_and_holder &place, Args... args)
+{
+    auto holder = std::make_unique<T>(std::forward<Args>(args)...);
+    place.value_ptr() = holder.get();
+    try {
+        place.type->init_instance(place.inst, &holder);
+    } catch (...) {
+        place.value_ptr() = nullptr; // the holder has it
+        throw;
+    }
+}
+constexpr py::detail::is_new_style_constructor kNewStyle{};
+
 // What call() returns. An exception that leaves it takes kept[0], if there is one, along as its attribute `table`. No
 // Python code runs in between, so that no further interrupt can come before it.
 py::object call_keeping_table(const py::list &kept, const py::object &call)
@@ -298,21 +315,22 @@ PYBIND11_MODULE(_core, m)
         .def("decode", &RowCodec::decode, py::arg("coded"),
              "The row; ValueError if coded is not one, or not of its size.");
     py::class_<MaskCodec, RowCodec>(m, "RowCodec", "Codes single rows of scheme ibp (FORMAT.md section 5).")
-        .def(py::init<const py::buffer &, const py::buffer &, uint32_t, bool>(), py::arg("mask"), py::arg("bitval"),
-             py::arg("chunk_bytes"), py::arg("flag_all") = false)
+        .def("__init__", &make<MaskCodec, const py::buffer &, const py::buffer &, uint32_t, bool>, kNewStyle,
+             py::arg("mask"), py::arg("bitval"), py::arg("chunk_bytes"), py::arg("flag_all") = false)
         .def_property_readonly("num_flags", &RowCodec::num_flags);
     py::class_<PlanesCodec, RowCodec>(m, "PlanesCodec", "Codes single rows of scheme planes (FORMAT.md section 6).")
-        .def(py::init<uint32_t, uint32_t, uint32_t, uint32_t, const std::vector<uint32_t> &, bool, bool, uint64_t,
-                      uint64_t, const py::buffer &, uint32_t, uint64_t, std::optional<uint64_t>, bool,
-                      const std::vector<uint16_t> &, const py::buffer &>(),
-             py::arg("row_bytes"), py::arg("element_bytes"), py::arg("rotate"), py::arg("residual_bits"),
+        .def("__init__",
+             &make<PlanesCodec, uint32_t, uint32_t, uint32_t, uint32_t, const std::vector<uint32_t> &, bool, bool,
+                   uint64_t, uint64_t, const py::buffer &, uint32_t, uint64_t, std::optional<uint64_t>, bool,
+                   const std::vector<uint16_t> &, const py::buffer &>,
+             kNewStyle, py::arg("row_bytes"), py::arg("element_bytes"), py::arg("rotate"), py::arg("residual_bits"),
              py::arg("digit_bits"), py::arg("per_column"), py::arg("listed"), py::arg("default"), py::arg("closed"),
              py::arg("entries"), py::arg("invariant_bits") = 0, py::arg("invariant_value") = 0,
              py::arg("first_symbol") = py::none(), py::arg("signed_default") = false,
              py::arg("live_columns") = std::vector<uint16_t>(), py::arg("row_template") = py::bytes());
 
     py::class_<ibp::PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
-        .def(py::init<size_t, int>(), py::arg("num_bytes"), py::arg("node") = -1)
+        .def("__init__", &make<ibp::PinnedBuffer, size_t, int>, kNewStyle, py::arg("num_bytes"), py::arg("node") = -1)
         .def_property_readonly("is_used", &ibp::PinnedBuffer::is_used,
                                "Whether GPUs may still read what the memory held before.")
         .def_buffer([](ibp::PinnedBuffer &self) { return self.buffer(); });
@@ -331,12 +349,13 @@ PYBIND11_MODULE(_core, m)
         py::call_guard<py::gil_scoped_release>());
 
     py::class_<ibp::PinnedRange>(m, "PinnedRange", "Pins the memory of an object while this one lives.")
-        .def(py::init<py::object, uintptr_t, size_t>(), py::arg("owner"), py::arg("address"), py::arg("num_bytes"));
+        .def("__init__", &make<ibp::PinnedRange, py::object, uintptr_t, size_t>, kNewStyle, py::arg("owner"),
+             py::arg("address"), py::arg("num_bytes"));
 
     py::class_<ibp::SharedPages>(m, "SharedPages", py::buffer_protocol(),
                                  "The memory of a file descriptor, shared by all processes that map it.")
-        .def(py::init<int, size_t, bool, int>(), py::arg("file"), py::arg("num_bytes"), py::arg("is_new") = false,
-             py::arg("node") = -1)
+        .def("__init__", &make<ibp::SharedPages, int, size_t, bool, int>, kNewStyle, py::arg("file"),
+             py::arg("num_bytes"), py::arg("is_new") = false, py::arg("node") = -1)
         .def_property_readonly("is_pinned", &ibp::SharedPages::is_pinned)
         .def("pin", &ibp::SharedPages::pin, "Pins the memory for this process, unless it is already.")
         .def_buffer([](ibp::SharedPages &self) { return self.buffer(); });
@@ -351,24 +370,26 @@ PYBIND11_MODULE(_core, m)
           "alive.");
 
     py::class_<Stager>(m, "Stager", "What stage_items works with, on the current CUDA device.")
-        .def(py::init<uintptr_t, uintptr_t, int64_t, py::object>(), py::arg("pinned"), py::arg("near"),
-             py::arg("ring_bytes"), py::arg("kept"))
+        .def("__init__", &make<Stager, uintptr_t, uintptr_t, int64_t, py::object>, kNewStyle, py::arg("pinned"),
+             py::arg("near"), py::arg("ring_bytes"), py::arg("kept"))
         .def_property_readonly("address", &Stager::address);
 
     py::class_<ReadyCache>(m, "ReadyCache", "A cache of rows on a device, ready for calls for few items.")
-        .def(py::init<py::object, const ReadyCache::Memory &, uint32_t, const ReadyCache::Memory &, uintptr_t,
-                      uintptr_t, uintptr_t, uint32_t>(),
-             py::arg("kept"), py::arg("maps"), py::arg("ways"), py::arg("slabs"), py::arg("counts"), py::arg("stamps"),
-             py::arg("clock"), py::arg("slot_bytes"));
+        .def("__init__",
+             &make<ReadyCache, py::object, const ReadyCache::Memory &, uint32_t, const ReadyCache::Memory &, uintptr_t,
+                   uintptr_t, uintptr_t, uint32_t>,
+             kNewStyle, py::arg("kept"), py::arg("maps"), py::arg("ways"), py::arg("slabs"), py::arg("counts"),
+             py::arg("stamps"), py::arg("clock"), py::arg("slot_bytes"));
 
     m.attr("TABLE_BYTES") = sizeof(ibp_table); // of what pack_table writes
     py::class_<ReadyTable>(m, "ReadyTable", "A table on a device, ready for calls for few items.")
-        .def(
-            py::init<const py::buffer &, py::object, const std::vector<std::pair<uintptr_t, size_t>> &, int, py::object,
-                     std::vector<uintptr_t>, uintptr_t, const std::vector<int64_t> &, py::object, bool, int64_t>(),
-            py::arg("packed"), py::arg("kept"), py::arg("ranges"), py::arg("device"), py::arg("torch_device"),
-            py::arg("faults"), py::arg("fault"), py::arg("item_shape"), py::arg("dtype"), py::arg("is_complex"),
-            py::arg("most_items"))
+        .def("__init__",
+             &make<ReadyTable, const py::buffer &, py::object, const std::vector<std::pair<uintptr_t, size_t>> &, int,
+                   py::object, std::vector<uintptr_t>, uintptr_t, const std::vector<int64_t> &, py::object, bool,
+                   int64_t>,
+             kNewStyle, py::arg("packed"), py::arg("kept"), py::arg("ranges"), py::arg("device"),
+             py::arg("torch_device"), py::arg("faults"), py::arg("fault"), py::arg("item_shape"), py::arg("dtype"),
+             py::arg("is_complex"), py::arg("most_items"))
         .def_static("take_many", &ReadyTable::take_many, py::arg("tables"), py::arg("starts"), py::arg("ids"),
                     py::arg("positions"), py::arg("out"), py::arg("max_sms"),
                     "Items of many tables by one call, table after table; false where the arguments do not fit.")
@@ -378,7 +399,7 @@ PYBIND11_MODULE(_core, m)
              "operations are needed.");
 
     py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
-        .def(py::init<>())
+        .def("__init__", &make<Streamer>, kNewStyle)
         .def_property_readonly("address", &Streamer::address)
         .def("continue_stream", &Streamer::continue_stream,
              "Begins another stream through the ring of the one before, which nothing else has used since.");
