@@ -114,9 +114,21 @@ def _put(slab: Slab, generation: Generation, numbers: torch.Tensor, entries: tor
     rows, numbers, entries = (tensor.to(slab.device) for tensor in (coded.bytes, numbers, entries))
     if num_bytes % 8 == 0:
         slots, rows = _wide(slots), _wide(rows)
-    slots.index_copy_(0, Entries.offsets(entries) // slot_bytes, rows)
-    lengths = coded.lengths.to(slab.device).view(torch.uint16)
-    torch.ops.ibp.set_cached.default(numbers, lengths, generation.ways, True, slab.map)
+    places, lengths = Entries.offsets(entries) // slot_bytes, coded.lengths.to(slab.device).view(torch.uint16)
+    before = slots.index_select(0, places) if slab.device.type == "cpu" else None
+
+    def put() -> None:
+        slots.index_copy_(0, places, rows)
+        torch.ops.ibp.set_cached.default(numbers, lengths, generation.ways, True, slab.map)
+
+    try:
+        put()
+    except BaseException as error:  # a row's bytes without its new length are no row
+        if isinstance(error, Exception) and before is not None:
+            slots.index_copy_(0, places, before)  # the operation was refused: the map is as it was
+        else:
+            put()
+        raise
 
 
 def _rows_at(rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
