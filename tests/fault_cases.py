@@ -1,0 +1,353 @@
+"""What is done while something fails: calls of the library on the CPU, with what must hold after each.
+
+As a program, with tests/c/failing_allocations.cpp preloaded: lets each allocation of the library's own code fail, one
+after the other. Arguments: the preloaded library, then names of cases or none for all. Prints failures and counts.
+"""
+
+import ctypes
+import dataclasses
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ibp
+from helpers import assert_same_bits
+
+ON_CPU = {"device": "cpu", "pin_memory": False}
+
+
+@dataclasses.dataclass
+class Case:
+    """A call on a subject that is made anew for it.
+
+    Attributes:
+        make: the subject.
+        call: what may fail; called with the subject.
+        check: raises AssertionError unless the call has done what it should; called with the subject and the result.
+        kept: raises AssertionError unless the subject is what it was, or what it becomes; called with it and the error.
+    """
+
+    make: Callable[[], Any]
+    call: Callable[[Any], Any]
+    check: Callable[[Any, Any], None]
+    kept: Callable[[Any, BaseException], None] = lambda subject, error: None
+
+    def fail(self, call: Callable[[Any], Any]) -> str | None:
+        """What comes of a call that something makes fail: the error's name, or None where it does not. AssertionError
+        unless the subject is kept, and the call can be repeated."""
+        subject = self.make()
+        try:
+            self.check(subject, call(subject))
+            return None
+        except (MemoryError, RuntimeError) as error:
+            self.kept(subject, error)
+            if not isinstance(getattr(error, "table", None), ibp.CompressedTensor):
+                self.check(subject, self.call(subject))
+            return type(error).__name__
+
+
+def same(a: torch.Tensor, *others: torch.Tensor) -> None:
+    """AssertionError unless a tensor has the bits of one of the others."""
+    for other in others[:-1]:
+        if a.shape == other.shape and torch.equal(a.view(torch.uint8), other.view(torch.uint8)):
+            return
+    assert_same_bits(a, others[-1])
+
+
+def same_rows(a: torch.Tensor, *others: torch.Tensor) -> None:
+    """AssertionError unless each row has the bits that it has in one of the others."""
+    is_one = torch.stack([(a.view(torch.uint8) == other.view(torch.uint8)).all(1) for other in others]).any(0)
+    assert is_one.all(), f"{int((~is_one).sum())} rows are others"
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    """BF16 rows of 96 bytes: coded ones, zeros and noise."""
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(count, 48, generator=generator) * 0.02).to(torch.bfloat16)
+    x[::5] = 0
+    noise = torch.randint(-(2**15), 2**15, (len(x[3::7]), 48), dtype=torch.int16, generator=generator)
+    x[3::7] = noise.view(torch.bfloat16)
+    return x
+
+
+X, OTHER = rows(80), rows(16, seed=1)
+LARGE = rows(12_000, seed=2)  # for more than one thread
+IDS = torch.tensor([3, 79, 0, 3, 41])
+CHANGED = torch.arange(10, 26)
+NEW = X.index_copy(0, CHANGED, OTHER)
+
+
+def table_of(x: torch.Tensor = X, **options: Any) -> ibp.CompressedTensor:
+    return ibp.compress(x, **{"scheme": "planes", "slot_bytes": 64, **options}, **ON_CPU)
+
+
+def is_table_of(*tensors: torch.Tensor) -> Callable[[Any, Any], None]:
+    """What holds of a table, whatever else is asked."""
+
+    def check(table: ibp.CompressedTensor, _: Any) -> None:
+        same(table.decompress(), *tensors)
+        assert len(table.index_select(IDS)) == len(IDS)
+
+    return check
+
+
+def compressing(x: torch.Tensor = X, **options: Any) -> Case:
+    held = x.clone()
+    return Case(
+        lambda: x,
+        lambda x: ibp.compress(x, **options, **ON_CPU),
+        lambda x, table: assert_same_bits(table.decompress(), held),
+        lambda x, error: assert_same_bits(x, held),
+    )
+
+
+def compressing_in_place() -> Case:
+    def kept(x: torch.Tensor, error: BaseException) -> None:
+        table = getattr(error, "table", None)
+        same(x if table is None else table.decompress(), X)
+
+    return Case(
+        X.clone,
+        lambda x: ibp.compress_(x, scheme="planes", **ON_CPU),
+        lambda _, table: assert_same_bits(table.decompress(), X),
+        kept,
+    )
+
+
+def reading(wanted: torch.Tensor, call: Callable[[Any], torch.Tensor], **options: Any) -> Case:
+    table = table_of(**options)
+    return Case(lambda: table, call, lambda _, got: assert_same_bits(got, wanted))
+
+
+def changing(new: torch.Tensor, call: Callable[[Any], Any], x: torch.Tensor = X, **options: Any) -> Case:
+    """A table has the old rows or the new ones."""
+    return Case(
+        lambda: table_of(x, **options),
+        call,
+        lambda table, _: is_table_of(new)(table, None),
+        lambda table, _: is_table_of(x, new)(table, None),
+    )
+
+
+def appending() -> Case:
+    """A table that has been appended to once is appended to again."""
+    both = torch.cat((X, OTHER))
+
+    def check(table: ibp.CompressedTensor, _: Any) -> None:
+        is_table_of(both, torch.cat((both, OTHER)))(table, None)
+
+    return Case(table_of, lambda table: table.append(OTHER), check, lambda table, _: is_table_of(X, both)(table, None))
+
+
+def caching(call: Callable[[ibp.RowCache], Any], *tensors: torch.Tensor, **options: Any) -> Case:
+    """A cache gives rows of one of the tensors, whatever has failed; and what its table gets is right."""
+
+    def make() -> ibp.RowCache:
+        options_ = {"hotness": torch.arange(80)} | options
+        return ibp.RowCache(table_of(), 6000, devices=["cpu"], **options_)
+
+    def check(cache: ibp.RowCache, _: Any) -> None:
+        for _ in range(2):
+            assert_same_bits(cache.index_select(torch.arange(80)), tensors[-1])
+
+    def kept(cache: ibp.RowCache, _: BaseException) -> None:
+        before = cache.index_select(torch.arange(80))
+        same_rows(before, *tensors)
+        cache.flush()
+        assert_same_bits(cache.index_select(torch.arange(80)), before)
+
+    return Case(make, call, check, kept)
+
+
+def sharing() -> Case:
+    def check(_: Any, opened: ibp.CompressedTensor) -> None:
+        assert_same_bits(opened.decompress(), X)
+
+    return Case(
+        table_of, lambda table: ibp.open_shared(table.share_memory_().share()), check, lambda t, _: check(None, t)
+    )
+
+
+def coding_into_a_place() -> Case:
+    codebook = table_of().codebook
+    wanted = OTHER.view(torch.uint8)
+
+    def make() -> ibp.Place:
+        place = ibp.Place(codebook, 80, slot_bytes=96, device="cpu")
+        ibp.encode_into(X, place)
+        return place
+
+    def check(place: ibp.Place, _: Any) -> None:
+        assert_same_bits(place.decode(CHANGED), wanted)
+        assert_same_bits(place.decode(IDS), X[IDS].view(torch.uint8))
+        place.check()
+
+    def kept(place: ibp.Place, _: BaseException) -> None:
+        same(place.decode(CHANGED), X[CHANGED].view(torch.uint8), wanted)
+        assert_same_bits(place.decode(IDS), X[IDS].view(torch.uint8))
+
+    return Case(make, lambda place: ibp.encode_into(OTHER, place, CHANGED), check, kept)
+
+
+PAGES = (torch.randn(8, 2, 8, 16, generator=torch.Generator().manual_seed(3)) * 0.02).to(torch.bfloat16)
+PAGE_BYTES = PAGES[0].numel() * 2
+
+
+def keeping_pages() -> Case:
+    """Pages 0 to 3 are stored; 2 to 5 are stored anew, and all are loaded."""
+
+    def make() -> ibp.KVStore:
+        store = ibp.KVStore(PAGES, num_pages=16, page_bytes=PAGE_BYTES, device="cpu")
+        store.store([0, 1, 2, 3], PAGES, [0, 1, 2, 3])
+        return store
+
+    def loaded(store: ibp.KVStore, pages: list[int]) -> torch.Tensor:
+        out = torch.zeros_like(PAGES)
+        store.load(pages, out, list(range(len(pages)))).synchronize()
+        return out[: len(pages)]
+
+    def call(store: ibp.KVStore) -> torch.Tensor:
+        store.store([2, 3, 4, 5], PAGES, [4, 5, 6, 7])
+        return loaded(store, [0, 1, 2, 3, 4, 5])
+
+    def check(store: ibp.KVStore, got: torch.Tensor) -> None:
+        assert_same_bits(got, PAGES[[0, 1, 4, 5, 6, 7]])
+        store.check()
+
+    def kept(store: ibp.KVStore, _: BaseException) -> None:
+        assert_same_bits(loaded(store, [0, 1]), PAGES[:2])
+        if all(store.is_stored([2, 3])):
+            same(loaded(store, [2, 3]), PAGES[2:4], PAGES[4:6])
+
+    return Case(make, call, check, kept)
+
+
+def keeping_tokens() -> Case:
+    tokens = torch.tensor([5, 1, 7, 1])
+
+    def make() -> ibp.KVRows:
+        kv = ibp.KVRows(PAGES[0], num_layers=1, num_tokens=64, num_heads=8, device="cpu", cache_bytes=4000)
+        kv.put(0, PAGES[0], torch.arange(2))
+        return kv
+
+    def call(kv: ibp.KVRows) -> torch.Tensor:
+        kv.put(0, PAGES[1:4].flatten(0, 1), torch.arange(2, 8))
+        return kv.select(0, tokens)
+
+    def check(kv: ibp.KVRows, got: torch.Tensor) -> None:
+        assert_same_bits(got, PAGES.flatten(0, 1)[tokens])
+        kv.check()
+
+    def kept(kv: ibp.KVRows, _: BaseException) -> None:
+        assert_same_bits(kv.select(0, torch.arange(2)), PAGES[0])
+
+    return Case(make, call, check, kept)
+
+
+def bags() -> Case:
+    wanted = torch.nn.functional.embedding_bag(IDS.view(1, -1), X, mode="sum")
+    return reading(wanted, lambda table: ibp.embedding_bag(table, IDS.view(1, -1), mode="sum"))
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "compress": compressing,
+    "compress with masks": lambda: compressing(scheme="ibp"),
+    "compress with clusters": lambda: compressing(scheme="planes", clusters=2),
+    "compress packed": lambda: compressing(layout="packed"),
+    "compress raw": lambda: compressing(scheme="raw"),
+    "compress at level fast": lambda: compressing(level="fast"),
+    "compress_": compressing_in_place,
+    "decompress": lambda: reading(X, lambda table: table.decompress()),
+    "decompress packed": lambda: reading(X, lambda table: table.decompress(), slot_bytes=None, layout="packed"),
+    "index_select": lambda: reading(X[IDS], lambda table: ibp.index_select(table, IDS)),
+    "index_select by the operation": lambda: reading(X[IDS], lambda table: ibp.index_select(table, IDS, device="cpu")),
+    "table[key]": lambda: reading(X[10:20, ::3], lambda table: table[10:20, ::3]),
+    "pickle": lambda: reading(X, lambda table: pickle.loads(pickle.dumps(table)).decompress()),
+    "clone": lambda: reading(X, lambda table: table.clone().decompress()),
+    "share": sharing,
+    "embedding_bag": bags,
+    "update_": lambda: changing(NEW, lambda table: table.update_(CHANGED, OTHER)),
+    "update_ packed": lambda: changing(
+        NEW, lambda table: table.update_(CHANGED, OTHER), slot_bytes=None, layout="packed"
+    ),
+    "append": appending,
+    "refit": lambda: changing(X, lambda table: table.refit(device="cpu")),
+    "RowCache": lambda: Case(
+        table_of,
+        lambda table: ibp.RowCache(table, 6000, torch.arange(80), devices=["cpu"]).index_select(IDS),
+        lambda _, got: assert_same_bits(got, X[IDS]),
+    ),
+    "RowCache.index_select": lambda: caching(lambda cache: cache.index_select(IDS), X),
+    "RowCache.index_select of the least recently used": lambda: caching(
+        lambda cache: cache.index_select(IDS), X, hotness=None, policy="lru"
+    ),
+    "RowCache.refill": lambda: caching(lambda cache: cache.refill(-torch.arange(80)), X),
+    "RowCache.update_": lambda: caching(lambda cache: cache.update_(CHANGED, OTHER), X, NEW),
+    "RowCache.update_ in its slots": lambda: caching(
+        lambda cache: cache.update_(CHANGED, OTHER), X, NEW, writable=True
+    ),
+    "encode_into": coding_into_a_place,
+    "KVStore": keeping_pages,
+    "KVRows": keeping_tokens,
+}
+# Calls that several threads share.
+SHARED_CASES: dict[str, Callable[[], Case]] = {
+    "compress by threads": lambda: compressing(LARGE, scheme="planes"),
+    "decompress by threads": lambda: Case(
+        lambda: table_of(LARGE), lambda table: table.decompress(), lambda _, got: assert_same_bits(got, LARGE)
+    ),
+    "update_ by threads": lambda: changing(
+        LARGE.flip(0), lambda table: table.update_(torch.arange(len(LARGE)), LARGE.flip(0)), LARGE
+    ),
+}
+
+
+# ---- as a program ----
+
+
+def fail_one_by_one(name: str, case: Case, shim: ctypes.CDLL) -> int:
+    """Lets each allocation of the library in a case fail. Returns the number of the last one."""
+    case.check(subject := case.make(), case.call(subject))
+    number = 0
+    while True:
+        number += 1 + number // 100  # where there are many, they come from the same places
+
+        def call(subject: Any, number: int = number) -> Any:
+            shim.ibp_test_arm(ctypes.c_int64(number))
+            try:
+                return case.call(subject)
+            finally:
+                failed.append(bool(shim.ibp_test_disarm()))
+
+        failed: list[bool] = []
+        try:
+            case.fail(call)
+        except Exception as error:
+            print(f"{name}: allocation {number}: {type(error).__name__}: {error}", flush=True)
+            raise
+        if not failed[-1]:
+            return number - 1
+
+
+def main(shim_path: str, *names: str) -> int:
+    shim = ctypes.CDLL(shim_path)
+    shim.ibp_test_disarm.restype = ctypes.c_bool
+    assert shim.ibp_test_watch(b"/ibp/_", b"libstdc++") >= 3, "the libraries of ibp are not loaded"
+    failures = 0
+    for name, make in (CASES | SHARED_CASES).items():
+        if names and name not in names:
+            continue
+        torch.set_num_threads(2 if name in SHARED_CASES else 1)
+        try:
+            print(f"{name}: {fail_one_by_one(name, make(), shim)} allocations", flush=True)
+        except Exception:
+            failures += 1
+    print(f"{failures} failures", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
