@@ -1,5 +1,6 @@
 """What all tests share: threads, seeds, markers, hypothesis profiles, and the GPU."""
 
+import faulthandler
 import os
 
 # Set before torch makes its threads. The tests' operations are tiny: threads would spin for each other longer than they
@@ -22,6 +23,10 @@ hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("fa
 hypothesis.settings.load_profile("fast")
 
 
+# Seconds after which a process is ended with a traceback of all its threads: one that waits for another waits forever.
+MOST_OF_A_TEST, MOST_OF_THE_EXIT = 1200, 120
+
+
 def pytest_configure(config):
     config.addinivalue_line(
         "markers",
@@ -37,6 +42,24 @@ def pytest_collection_modifyitems(items):
         raise pytest.UsageError(f"{len(changing)} tests have addresses in their names; give ids to {changing[0]}")
     # What compiles for minutes comes first, so that other processes have the other tests to run meanwhile.
     items.sort(key=lambda item: "test_emulated_kernels" not in item.nodeid)
+
+
+def pytest_sessionstart(session):
+    """The terminal, also while pytest captures what tests print."""
+    with session.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        session.config.terminal_file = os.dup(2)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    faulthandler.dump_traceback_later(MOST_OF_A_TEST, exit=True, file=item.config.terminal_file)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_sessionfinish(session):
+    """Threads and processes that tests have left, which the interpreter waits for."""
+    faulthandler.dump_traceback_later(MOST_OF_THE_EXIT, exit=True, file=session.config.terminal_file)
 
 
 @pytest.fixture(autouse=True)

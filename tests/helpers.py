@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 
 import numpy as np
 import torch
@@ -59,6 +60,28 @@ def pairwise(*columns):
 
 def pair_of(i, a, j, b):
     return (i, j, a, b) if i < j else (j, i, b, a)
+
+
+def in_threads(*works, seconds=60):
+    """What functions return that run at the same time, each in a thread. Raises what one of them raises, or
+    AssertionError for one that takes longer; no thread that is left keeps the process from ending."""
+    results, errors = [None] * len(works), []
+
+    def run(number):
+        try:
+            results[number] = works[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    for error in errors:
+        raise error
+    assert not any(thread.is_alive() for thread in threads), f"a thread takes longer than {seconds} seconds"
+    return results
 
 
 def bytes_of(x):

@@ -154,7 +154,7 @@ def change_while(memory, work, seconds):
             memory.copy_(other)
             memory.copy_(good)
 
-    thread = threading.Thread(target=flip)
+    thread = threading.Thread(target=flip, daemon=True)
     thread.start()
     end, calls = time.monotonic() + seconds, 0
     try:
@@ -166,7 +166,7 @@ def change_while(memory, work, seconds):
                 pass
     finally:
         stop.set()
-        thread.join()
+        thread.join(60)
         memory.copy_(good)
     return calls
 

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import json
-import threading
 import types
 import warnings
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits, embedding, reckon_with
+from helpers import assert_same_bits, embedding, in_threads, reckon_with
 from ibp import _calibration, _choice, _measuring, _memory, _ops, _rows, _schemes
 from ibp._fetch import gather, streaming
 
@@ -141,15 +140,13 @@ def test_writers_at_the_same_time(machine, tmp_path):
     """A reader finds the whole of what one of them wrote."""
     written = [dataclasses.replace(SLOW_LINK, gpu=f"GPU {k}", read_gbps=float(k + 1)) for k in range(8)]
     _calibration._write(GPU, written[0])
-    writers = [
-        threading.Thread(target=lambda one=one: [_calibration._write(GPU, one) for _ in range(20)]) for one in written
-    ]
-    for writer in writers:
-        writer.start()
-    while any(writer.is_alive() for writer in writers):
-        assert READ(GPU) in written
-    for writer in writers:
-        writer.join()
+
+    def read():
+        for _ in range(50):
+            assert READ(GPU) in written
+
+    writers = [lambda one=one: [_calibration._write(GPU, one) for _ in range(20)] for one in written]
+    in_threads(read, *writers)
     assert READ(GPU) in written and len(list((tmp_path / "ibp").iterdir())) == 1
 
 

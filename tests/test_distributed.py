@@ -37,7 +37,8 @@ class Ranks:
         self.pipes, self.processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            work = context.Process(target=_serve, args=(rank, size, str(directory / "store"), timeout, backend, there))
+            args = rank, size, str(directory / "store"), timeout, backend, there
+            work = context.Process(target=_serve, args=args, daemon=True)  # this one's end is theirs
             work.start()
             there.close()
             self.pipes.append(here)
@@ -57,16 +58,18 @@ class Ranks:
 
     def survivors(self, function, dead):
         """(rank, result) of all ranks but one, which ends in function(rank). Then all end."""
-        for pipe in self.pipes:
-            pipe.send((function, ()))
-        for rank, pipe in enumerate(self.pipes):
-            if rank == dead:
-                continue
-            assert pipe.poll(SECONDS), f"rank {rank} does not answer"
-            failure, value = pipe.recv()
-            assert failure is None, f"rank {rank}: {failure}"
-            yield rank, value
-        self.end()
+        try:
+            for pipe in self.pipes:
+                pipe.send((function, ()))
+            for rank, pipe in enumerate(self.pipes):
+                if rank == dead:
+                    continue
+                assert pipe.poll(SECONDS), f"rank {rank} does not answer"
+                failure, value = pipe.recv()
+                assert failure is None, f"rank {rank}: {failure}"
+                yield rank, value
+        finally:
+            self.end()
 
     def end(self):
         for process in self.processes:

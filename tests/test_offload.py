@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ibp
-from helpers import assert_same_bits
+from helpers import assert_same_bits, in_threads
 from ibp._offload.arena import Arena, overlap
 from ibp._offload.groups import divide, spread
 from ibp._offload.lane import Lane
@@ -731,24 +731,14 @@ def test_several_devices_take_turns():
 # ---- threads ----
 
 
-def in_threads(work):
+def in_four_threads(work):
     """Calls work(number) in four threads. Raises what one of them raised."""
-    errors = []
 
     def run(number):
-        try:
-            with torch.no_grad():
-                work(number)
-        except BaseException as error:
-            errors.append(error)
+        with torch.no_grad():
+            work(number)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
+    in_threads(*(functools.partial(run, number) for number in range(4)))
 
 
 def test_threads():
@@ -760,7 +750,7 @@ def test_threads():
         for _ in range(20):
             assert_same_bits(model(IDS[number % 2]), wanted[number % 2])
 
-    in_threads(work)
+    in_four_threads(work)
 
 
 def test_more_in_use_than_the_arena_holds():
@@ -780,7 +770,7 @@ def test_more_in_use_than_the_arena_holds():
 
     for layer in layers:
         layer.register_forward_pre_hook(meet)
-    in_threads(lambda number: assert_same_bits(layers[number](x), wanted[number]))
+    in_four_threads(lambda number: assert_same_bits(layers[number](x), wanted[number]))
     assert set(most) == {least + 3 * layers[0].weight.nbytes}
     assert offloaded.stats().device_bytes == least
 
@@ -793,7 +783,7 @@ def test_more_in_use_than_the_arena_holds():
     copies = [nn.Linear(WIDTH, 2 * WIDTH) for _ in layers]
     for layer, other in zip(layers, copies):
         other.load_state_dict(layer.state_dict())
-    in_threads(lambda number: assert_same_bits(gradient(layers[number]), gradient(copies[number])))
+    in_four_threads(lambda number: assert_same_bits(gradient(layers[number]), gradient(copies[number])))
     offloaded.remove()
 
 
@@ -1046,7 +1036,7 @@ def test_gpu_threads(cuda):
                 assert_same_bits(out, wanted[number % 2])
 
     torch.cuda.synchronize()
-    in_threads(work)
+    in_four_threads(work)
     offloaded.remove()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits, embedding, reckon_with, spiky_rows, take
+from helpers import assert_same_bits, embedding, in_threads, reckon_with, spiky_rows, take
 from ibp._cache import row_cache, slabs
 from test_several_gpus import gpus  # noqa: F401, a fixture
 
@@ -297,14 +297,14 @@ def test_refill_beside_readers():
             if not torch.equal(cache.index_select(ids), x[ids]):
                 wrong.append(ids)
 
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
-    for _ in range(20):
-        cache.refill(torch.rand(NUM_ITEMS))
-    done.set()
-    for reader in readers:
-        reader.join()
+    def refill():
+        try:
+            for _ in range(20):
+                cache.refill(torch.rand(NUM_ITEMS))
+        finally:
+            done.set()
+
+    in_threads(refill, read, read, read)
     assert not wrong
 
 
@@ -865,15 +865,15 @@ def test_refill_beside_readers_on_a_gpu(cuda):
                 if not torch.equal(cache.index_select(ids), x[ids]):
                     wrong.append(ids)
 
+    def refill():
+        try:
+            for _ in range(10):
+                cache.refill(torch.rand(NUM_ITEMS))
+        finally:
+            done.set()
+
     torch.cuda.synchronize()
-    readers = [threading.Thread(target=read) for _ in range(2)]
-    for reader in readers:
-        reader.start()
-    for _ in range(10):
-        cache.refill(torch.rand(NUM_ITEMS))
-    done.set()
-    for reader in readers:
-        reader.join()
+    in_threads(refill, read, read)
     assert not wrong
 
 

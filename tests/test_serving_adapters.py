@@ -1,16 +1,16 @@
 """ibp.integrations.vllm and .sglang, with the stand-ins in tests/stubs for the classes that they derive from."""
 
+import functools
 import importlib
 import random
 import sys
-import threading
 import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import assert_same_bits
+from helpers import assert_same_bits, in_threads
 
 STUBS = Path(__file__).parent / "stubs"
 PAGE = (2, 16, 2, 32)  # K and V, tokens, heads, head dim: 4,096 bytes of BF16
@@ -336,11 +336,7 @@ def test_sglang_threads(framework):
             if storage.get(str(k), out) is None or not torch.equal(out, pages[k].flatten()):
                 wrong.append(k)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(work, seed) for seed in range(4)))
     assert not wrong
 
 

@@ -5,17 +5,17 @@ Skips where there are fewer than two GPUs; with IBP_REQUIRE_CUDA_DEVICES=2 it fa
 """
 
 import copy
+import functools
 import io
 import itertools
 import os
 import pickle
-import threading
 
 import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, layout_arguments, spiky_rows
+from helpers import assert_same_bits, assert_same_table, bytes_of, embedding, in_threads, layout_arguments, spiky_rows
 from ibp import _memory
 from models import IDS, Net, Wide
 
@@ -320,11 +320,7 @@ def test_threads(gpus, x):
                 if not all(same):
                     wrong.append((gpu, same))
 
-        threads = [threading.Thread(target=work, args=(gpu, seed)) for seed, gpu in enumerate(gpus * 2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(*(functools.partial(work, gpu, seed) for seed, gpu in enumerate(gpus * 2)))
         table.check()
         assert not wrong
 

@@ -58,7 +58,9 @@ def in_process(spawned):
         if method == "spawn":
             return spawned.submit(function, *args).result(SECONDS)
         receiver, sender = multiprocessing.get_context("fork").Pipe(duplex=False)
-        process = multiprocessing.get_context("fork").Process(target=_answer, args=(sender, function, args))
+        process = multiprocessing.get_context("fork").Process(
+            target=_answer, args=(sender, function, args), daemon=True
+        )
         process.start()
         assert receiver.poll(SECONDS), "the process does not answer"
         outcome = receiver.recv()
@@ -227,7 +229,7 @@ def test_queues(x):
     """Tables both ways; what a child sends outlives it here."""
     context = multiprocessing.get_context("spawn")
     there, back = context.Queue(), context.Queue()
-    process = context.Process(target=send_back, args=(there, back))
+    process = context.Process(target=send_back, args=(there, back), daemon=True)
     process.start()
     there.put(table_of(x))  # nobody here keeps it
     received = back.get(timeout=SECONDS)
@@ -367,15 +369,16 @@ FORKED = """
 
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    workers = [context.Process(target=work, args=(number, results)) for number in range(2)]
+    workers = [context.Process(target=work, args=(number, results), daemon=True) for number in range(2)]
     [worker.start() for worker in workers]
     assert [results.get(timeout=100) for _ in workers] == [True, True]
-    [worker.join() for worker in workers]
+    [worker.join(100) for worker in workers]
 """
 
 
 def test_processes_that_are_forked_before_cuda(cuda):
     """As docs/guide.md says it: nothing asks for GPUs before the fork but through NVML, which does no harm."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(FORKED)], env=env, capture_output=True, text=True)
+    program = [sys.executable, "-c", textwrap.dedent(FORKED)]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

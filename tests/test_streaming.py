@@ -4,7 +4,7 @@ may skip.
 The chunks themselves are tested in tests/c/test_stream.c.
 """
 
-import threading
+import functools
 import types
 
 import pytest
@@ -16,6 +16,7 @@ from helpers import (
     assert_same_bits,
     bytes_of,
     embedding,
+    in_threads,
     layout_arguments,
     make_tensor,
     pairwise,
@@ -455,11 +456,7 @@ def test_threads(cuda, streamed, own_stream):
         with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.default_stream()):
             results[i] = [result for _ in range(10) for result in ibp.decompress_many(tables[i], device=cuda)]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(functools.partial(work, i) for i in range(num_threads)))
     torch.cuda.synchronize()
     for i, x in enumerate(xs):
         assert len(results[i]) == 20

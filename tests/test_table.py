@@ -582,10 +582,10 @@ def test_shared_memory(x):
     assert table.share_memory_() is table and table.is_shared()
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    process = context.Process(target=rows_in_another_process, args=(table, [5, 7], results))
+    process = context.Process(target=rows_in_another_process, args=(table, [5, 7], results), daemon=True)
     process.start()
     assert results.get(timeout=60) == x[[5, 7]].tolist()
-    process.join()
+    process.join(60)
     assert_same_bits(table.decompress(), x)
 
 
