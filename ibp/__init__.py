@@ -19,6 +19,7 @@ from ._calibration import H200, Calibration, CoderRates, calibrate
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
 from ._config import show_config
+from ._delta import CheckpointDelta, Delta, DeltaMismatchError, delta
 from ._estimation import Estimate, analyze, estimate
 from ._fetch.gather import index_select
 from ._fetch.many import index_select_many
@@ -43,11 +44,14 @@ __all__ = [
     "Buffers",
     "CacheStats",
     "Calibration",
+    "CheckpointDelta",
     "ClusteredCodebook",
     "Codebook",
     "CoderRates",
     "CompressedTensor",
     "CorruptTableError",
+    "Delta",
+    "DeltaMismatchError",
     "Estimate",
     "H200",
     "KVRows",
@@ -72,6 +76,7 @@ __all__ = [
     "cuda_is_available",
     "decompress",
     "decompress_many",
+    "delta",
     "distributed",
     "embedding_bag",
     "encode_into",

@@ -1,0 +1,413 @@
+"""ibp.delta: tensors and checkpoints, on the CPU and, with the fixture cuda, on a GPU."""
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import ibp
+import reference
+from helpers import assert_same_bits, bytes_of, reference_decode
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.float8_e4m3fn,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint16,
+    torch.float32,
+    torch.complex64,
+    torch.float64,
+    torch.int64,
+]
+SHAPES = [(0,), (0, 5), (), (1,), (7,), (3, 5), (1000, 33), (4097,), (2, 3, 4096)]
+
+
+def bits(dtype, *shape):
+    """Any bits; of bool those that there are."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    data = torch.randint(2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
+    return data.view(dtype).view(shape)
+
+
+def changed(x, share, most=1 << 62):
+    """A copy with other bits in a share of the elements: small differences where most is small."""
+    new = x.clone()
+    data = bytes_of(new)
+    width = x.dtype.itemsize // (2 if x.dtype.is_complex else 1)
+    if x.dtype == torch.bool:
+        return torch.where(torch.rand(x.shape) < share, ~x, x)
+    words = data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
+    hit = torch.rand(words.shape) < share
+    steps = torch.randint(1, most + 1, words.shape) * (1 - 2 * torch.randint(2, words.shape))
+    words.add_(torch.where(hit, steps, 0).to(words.dtype))
+    return new
+
+
+def optimizer_step(size, rate, dtype=torch.bfloat16):
+    """Two versions of weights: (new, base), as rounded after a step of an optimizer of 32-bit weights."""
+    weights = torch.randn(size) * 0.02
+    return (weights - rate * torch.randn(size).clamp(-3, 3)).to(dtype), weights.to(dtype)
+
+
+def check(new, base, device=None):
+    before = base.clone()
+    delta = ibp.delta(new, base, device=device)
+    assert_same_bits(base, before)
+    assert (delta.base, delta.result) == (ibp.fingerprint(base), ibp.fingerprint(new))
+    assert delta.shape == new.shape and delta.dtype == new.dtype
+    assert delta.apply_(before) is before
+    assert_same_bits(before, new)
+    return delta
+
+
+# ---- tensors ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("share", [0.02, 1, *(pytest.param(share, marks=pytest.mark.slow) for share in (0, 0.6))])
+def test_any_difference(dtype, share):
+    base = bits(dtype, 37, 501)
+    for most in (3, 100, 1 << 62):
+        check(changed(base, share, most), base)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.complex64], ids=str)
+def test_shapes(shape, dtype):
+    base = bits(dtype, *shape)
+    check(changed(base, 0.1, 2), base)
+    check(bits(dtype, *shape), base)
+
+
+def test_strides():
+    new, base = optimizer_step((60, 60, 4), 1e-5)
+    for view in (lambda x: x.transpose(0, 2), lambda x: x[::2], lambda x: x[:, 1:, ::3], lambda x: x[3, :, 2]):
+        other = view(base.clone())
+        ibp.delta(view(new), view(base)).apply_(other)
+        assert_same_bits(other, view(new))
+    around = base.clone()
+    ibp.delta(new[:, 7], base[:, 7]).apply_(around[:, 7])
+    around[:, 7] = base[:, 7]
+    assert_same_bits(around, base)
+
+
+def test_starts_that_are_not_aligned():
+    new, base = optimizer_step((5000,), 3e-6)
+    for start in range(1, 5):
+        memory = torch.zeros(5010, dtype=torch.bfloat16)
+        memory[start : start + 5000] = base
+        check(new, memory[start : start + 5000])
+        assert memory[:start].eq(0).all() and memory[start + 5000 :].eq(0).all()
+
+
+@pytest.mark.parametrize(("rate", "share", "times"), [(0.43e-6, 0.0165, 3.9), (1.3e-6, 0.0414, 5), (3.9e-6, 0.099, 6)])
+def test_weights_take_few_bytes(rate, share, times):
+    """Times fewer than an int32 index and the value of each that changed."""
+    new, base = optimizer_step((1 << 20,), rate)
+    num_changed = int((new != base).sum())
+    assert num_changed == pytest.approx(share * new.numel(), rel=0.05)
+    delta = check(new, base)
+    assert delta.stored_bytes * times <= num_changed * (4 + 2)
+    assert delta.nbytes >= delta.stored_bytes and delta.original_bytes == new.nbytes
+
+
+def test_what_did_not_change_takes_next_to_nothing():
+    x = torch.randn(100_000)
+    delta = ibp.delta(x, x.clone())
+    assert delta.is_empty and delta.stored_bytes < 400
+    assert_same_bits(delta.apply(x), x)
+
+
+def test_numpy_reads_the_differences():
+    new, base = optimizer_step((3, 5000), 1e-6)
+    delta = ibp.delta(new, base)
+    differences = np.frombuffer(reference_decode(delta.table), np.uint16)
+    wanted = bytes_of(new).numpy().view(np.uint16) - bytes_of(base).numpy().view(np.uint16)
+    assert np.array_equal(differences, wanted)
+    assert delta.result == reference.fingerprint(bytes_of(new).numpy().tobytes())
+
+
+def test_tables_are_versions_too():
+    new, base = optimizer_step((100, 64), 1e-6)
+    tables = ibp.compress(new, device="cpu"), ibp.compress(base, device="cpu")
+    for pair in ((tables[0], base), (new, tables[1]), tables):
+        delta = ibp.delta(*pair)
+        assert_same_bits(delta.apply(base), new)
+
+
+def test_parameters_change_in_place():
+    module = torch.nn.Linear(20, 30)
+    with torch.no_grad():
+        new = module.weight + 1
+    ibp.delta(new, module.weight).apply_(module.weight)
+    assert_same_bits(module.weight.detach(), new)
+
+
+def test_what_it_says_and_keeps():
+    new, base = optimizer_step((64, 64), 1e-6)
+    delta = ibp.delta(new, base)
+    assert "shape=[64, 64]" in repr(delta) and f"{delta.base:016x}" in repr(delta)
+    file = io.BytesIO()
+    torch.save(delta, file)
+    file.seek(0)
+    others = [pickle.loads(pickle.dumps(delta)), copy.copy(delta), copy.deepcopy(delta), delta.to("cpu")]
+    others += [ibp.Delta(delta.table, delta.base, delta.result), torch.load(file, weights_only=False)]
+    for other in others:
+        assert_same_bits(other.apply(base), new)
+    with pytest.raises(AttributeError, match="never changes"):
+        delta.base = 0
+
+
+# ---- what is refused ----
+
+
+def test_another_base_is_refused_and_left():
+    new, base = optimizer_step((50, 50), 1e-5)
+    delta = ibp.delta(new, base)
+    for other in (new, base + 1, base.t()):
+        before = other.clone()
+        with pytest.raises(ibp.DeltaMismatchError, match="base has fingerprint"):
+            delta.apply_(other)
+        assert_same_bits(other, before)
+    with pytest.raises(ibp.DeltaMismatchError, match=r"base has shape \[2500\]; the delta is for \[50, 50\]"):
+        delta.apply_(base.view(-1))
+    with pytest.raises(TypeError, match=r"base has dtype torch.int16; the delta is for torch.bfloat16"):
+        delta.apply_(base.view(torch.int16))
+    with pytest.raises(TypeError, match="base is a list"):
+        delta.apply_([1])
+
+
+def test_arguments():
+    x = torch.zeros(4)
+    for arguments, error, match in (
+        ((x, [1]), TypeError, "base is a list"),
+        ((x, {"a": x}), TypeError, "only base is a mapping"),
+        ((x, x.double()), TypeError, "new has dtype torch.float32, base torch.float64"),
+        ((x, x[:3]), ValueError, r"new has shape \[4\], base \[3\]"),
+        (({"a": 1}, {"a": x}), TypeError, "a is a int"),
+    ):
+        with pytest.raises(error, match=match):
+            ibp.delta(*arguments)
+    table = ibp.compress(x, device="cpu")
+    with pytest.raises(TypeError, match="table is a Tensor"):
+        ibp.Delta(x, 0, 0)
+    with pytest.raises(ValueError, match="base is -1"):
+        ibp.Delta(table, -1, 0)
+
+
+def damaged_deltas(delta, count):
+    """Deltas with a byte of the coded rows, the lengths or the bases changed, and with another result."""
+    table = delta.table
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        tensors = {name: getattr(table, name).clone() for name in ("slots", "overflow", "lengths", "bases")}
+        names = [name for name in ("overflow", "slots", "lengths", "bases") if tensors[name].numel()]
+        name = names[number % len(names)]
+        data = tensors[name].view(torch.uint8)
+        data[generator.integers(data.numel())] ^= int(generator.integers(1, 256))
+        fields = {
+            field: getattr(table, field)
+            for field in ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "codebook")
+        }
+        yield ibp.Delta(ibp.CompressedTensor(**fields, **tensors), delta.base, delta.result)
+    yield ibp.Delta(table, delta.base, delta.result ^ 1)
+
+
+def check_damage(new, base, count):
+    before = base.clone()
+    for damaged in damaged_deltas(ibp.delta(new, base), count):
+        try:
+            damaged.apply_(base)
+            assert_same_bits(base, new)  # the byte meant nothing
+            base.copy_(before)
+        except ibp.CorruptTableError:
+            assert_same_bits(base, before)
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-4, 1.0])
+def test_a_damaged_delta_leaves_the_base(rate):
+    check_damage(*optimizer_step((8000,), rate), 60)
+
+
+@pytest.mark.slow
+def test_many_damaged_deltas_leave_the_base():
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+        for rate in (1e-6, 1e-4, 1.0):
+            check_damage(*optimizer_step((20_000,), rate, dtype), 400)
+
+
+# ---- checkpoints ----
+
+
+def checkpoints():
+    """(new, base): weights that changed, did not, came, went, and have another shape or dtype."""
+    base, new = {}, {}
+    for i in range(6):
+        new[f"layer.{i}"], base[f"layer.{i}"] = optimizer_step((64, 100 + i), 1e-6 * i)
+    for shape in ((), (0,), (5,)):
+        new[f"small.{shape}"], base[f"small.{shape}"] = torch.randn(shape), torch.randn(shape)
+    new["same"] = base["same"] = torch.arange(1000)
+    new["larger"], base["larger"] = torch.randn(6, 4), torch.randn(5, 4)
+    new["converted"], base["converted"] = torch.ones(3, dtype=torch.int32), torch.ones(3)
+    new["added"] = torch.randn(10)
+    base["dropped"] = torch.randn(10)
+    return new, base
+
+
+def cloned(tensors):
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def assert_same_tensors(tensors, wanted):
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert_same_bits(tensors[name], tensor)
+
+
+def test_checkpoints():
+    new, base = checkpoints()
+    delta = ibp.delta(new, base)
+    assert set(delta.new) == {"larger", "converted", "added"} and delta.removed == ("dropped",)
+    assert "same" not in delta and "layer.0" not in delta and "small.(0,)" not in delta
+    assert set(delta.changed) == {*(f"layer.{i}" for i in range(1, 6)), "small.()", "small.(5,)"}
+    assert len(delta) == len(delta.changed) + 3 and "7 changed, 3 new, 1 removed" in repr(delta)
+    assert delta.stored_bytes < 0.08 * delta.original_bytes
+    held = base["layer.3"]
+    assert delta.apply_(base) is base and base["layer.3"] is held
+    assert_same_tensors(base, new)
+
+
+def test_unchanged_checkpoints_take_nothing():
+    _, base = checkpoints()
+    delta = ibp.delta(cloned(base), base)
+    assert len(delta) == delta.stored_bytes == 0 and delta.removed == ()
+    assert_same_tensors(delta.apply_(cloned(base)), base)
+
+
+def test_modules_change_with_their_state_dicts():
+    module = torch.nn.Sequential(torch.nn.Linear(9, 8), torch.nn.Linear(8, 7))
+    module[1].tied = module[0].weight
+    new = {name: tensor + 1 for name, tensor in module.state_dict().items()}
+    ibp.delta(new, module.state_dict()).apply_(module.state_dict())
+    assert_same_tensors(module.state_dict(), new)
+    assert module[1].tied is module[0].weight
+
+
+def test_a_checkpoint_changes_as_a_whole_or_not_at_all():
+    new, base = checkpoints()
+    delta = ibp.delta(new, base)
+    base["layer.5"][3, 3] += 1
+    before = cloned(base)
+    with pytest.raises(ibp.DeltaMismatchError, match=r"layer\.5 has fingerprint"):
+        delta.apply_(base)
+    assert_same_tensors(base, before)
+    good = delta["layer.5"]
+    changes = {**delta, "layer.5": ibp.Delta(good.table, ibp.fingerprint(base["layer.5"]), 5)}
+    with pytest.raises(ibp.CorruptTableError, match=r"layer\.5 would not become"):
+        ibp.CheckpointDelta(changes, delta.removed).apply_(base)
+    assert_same_tensors(base, before)
+
+
+def test_checkpoints_that_are_refused():
+    new, base = checkpoints()
+    delta = ibp.delta(new, base)
+    with pytest.raises(KeyError, match=r"layer\.1"):
+        delta.apply_({name: tensor for name, tensor in base.items() if name != "layer.1"})
+    with pytest.raises(TypeError, match="base is a Tensor"):
+        delta.apply_(base["layer.1"])
+    one = {name: delta[name] for name in ("layer.1",)}
+    with pytest.raises(ValueError, match=r"layer\.1 is among"):
+        ibp.CheckpointDelta(one, ["layer.1"])
+    with pytest.raises(TypeError, match="a is a int"):
+        ibp.CheckpointDelta({"a": 1})
+    memory = torch.zeros(100)
+    versions = {"a": memory[:60], "b": memory[40:]}
+    shifted = ibp.delta({name: tensor + 1 for name, tensor in versions.items()}, cloned(versions))
+    with pytest.raises(ibp.DeltaMismatchError, match="a and b share memory"):
+        shifted.apply_(versions)
+    assert memory.eq(0).all()
+
+
+def test_checkpoint_deltas_are_kept():
+    new, base = checkpoints()
+    delta = pickle.loads(pickle.dumps(ibp.delta(new, base))).to("cpu")
+    assert_same_tensors(delta.apply_(base), new)
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("share", [0, 0.02, 0.2, 1])
+def test_cuda_any_difference(cuda, dtype, share):
+    base = bits(dtype, 301, 501)
+    for most in (1, 3, 100, 1 << 62):
+        new = changed(base, share, most)
+        near = check(new.to(cuda), base.to(cuda))
+        far = ibp.delta(new, base)
+        assert (near.base, near.result) == (far.base, far.result)
+        assert_same_bits(near.cpu().apply(base), new)
+        assert_same_bits(far.apply(base.to(cuda)).cpu(), new)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex64], ids=str)
+def test_cuda_shapes(cuda, shape, dtype):
+    base = bits(dtype, *shape)
+    for new in (changed(base, 0.1, 2), bits(dtype, *shape)):
+        check(new.to(cuda), base.to(cuda))
+
+
+def test_cuda_strides_and_starts(cuda):
+    new, base = (x.to(cuda) for x in optimizer_step((60, 60, 4), 1e-5))
+    for view in (lambda x: x.transpose(0, 2), lambda x: x[::2], lambda x: x[3, :, 2], lambda x: x.view(-1)[1:]):
+        other = view(base.clone())
+        ibp.delta(view(new), view(base)).apply_(other)
+        assert_same_bits(other, view(new))
+    for start in range(1, 9):
+        memory = torch.zeros(14_500, dtype=torch.bfloat16, device=cuda)
+        memory[start : start + 14_400] = base.view(-1)
+        check(new.view(-1), memory[start : start + 14_400])
+        assert memory[:start].eq(0).all() and memory[start + 14_400 :].eq(0).all()
+
+
+def test_cuda_damage(cuda):
+    for dtype in (torch.bfloat16, torch.float32, torch.float8_e4m3fn):
+        for rate in (1e-6, 1e-4, 1.0):
+            new, base = optimizer_step((50_000,), rate, dtype)
+            check_damage(new.to(cuda), base.to(cuda), 100)
+
+
+def test_cuda_other_bases_are_refused(cuda):
+    new, base = (x.to(cuda) for x in optimizer_step((500, 50), 1e-5))
+    delta = ibp.delta(new, base)
+    for other in (new.clone(), base + 1, base.t().contiguous().view(500, 50)):
+        before = other.clone()
+        with pytest.raises(ibp.DeltaMismatchError, match="base has fingerprint"):
+            delta.apply_(other)
+        assert_same_bits(other, before)
+
+
+def test_cuda_checkpoints(cuda):
+    new, base = checkpoints()
+    near = {name: tensor.to(cuda) for name, tensor in base.items()}
+    far = ibp.delta(new, base)
+    delta = ibp.delta({name: tensor.to(cuda) for name, tensor in new.items()}, near)
+    assert delta.keys() == far.keys() and delta.removed == far.removed
+    assert delta.stored_bytes == far.stored_bytes
+    held = near["layer.3"].data_ptr()
+    far.apply_(near)
+    assert near["layer.3"].data_ptr() == held
+    assert_same_tensors({name: tensor.cpu() for name, tensor in near.items()}, new)
+    assert_same_tensors(delta.to("cpu").apply_(cloned(base)), new)
+    broken = {name: tensor.to(cuda) for name, tensor in base.items()}
+    broken["layer.4"].view(-1)[-1] += 1
+    before = cloned(broken)
+    with pytest.raises(ibp.DeltaMismatchError, match=r"layer\.4"):
+        delta.apply_(broken)
+    assert_same_tensors(broken, before)
