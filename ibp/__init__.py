@@ -25,6 +25,9 @@ from ._fetch.gather import index_select
 from ._fetch.many import index_select_many
 from ._fetch.prefetch import Prefetch
 from ._fetch.streaming import decompress, decompress_many
+from ._files.fields import ChecksumError, FileFormatError
+from ._files.opened import File, TensorInfo, load, open
+from ._files.saving import save
 from ._fingerprint import fingerprint
 from ._kv.paged import PagedTensors
 from ._kv.rows import KVRows, KVRowsStats
@@ -45,6 +48,7 @@ __all__ = [
     "CacheStats",
     "Calibration",
     "CheckpointDelta",
+    "ChecksumError",
     "ClusteredCodebook",
     "Codebook",
     "CoderRates",
@@ -53,6 +57,8 @@ __all__ = [
     "Delta",
     "DeltaMismatchError",
     "Estimate",
+    "File",
+    "FileFormatError",
     "H200",
     "KVRows",
     "KVRowsStats",
@@ -67,6 +73,7 @@ __all__ = [
     "Prefetch",
     "RowCache",
     "SharedHandle",
+    "TensorInfo",
     "Transfer",
     "analyze",
     "calibrate",
@@ -86,11 +93,14 @@ __all__ = [
     "get_library_dir",
     "index_select",
     "index_select_many",
+    "load",
     "nn",
     "offload",
+    "open",
     "open_shared",
     "optim",
     "release_pinned",
+    "save",
     "show_config",
 ]
 

@@ -473,7 +473,7 @@ def _checked_tensors(
     """The table's tensors, each an alias that nobody else holds. ValueError unless sizes, dtypes and devices fit; what
     the bytes say is checked when they are decoded."""
     num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
-    raw_overflow = _raw_overflow_bytes(geometry, slot_bytes)
+    raw_overflow = raw_overflow_bytes(geometry, slot_bytes)
     is_raw = scheme == "raw"
     wanted = (
         ("slots", slots, torch.uint8, {_layout.slots_size(geometry, slot_bytes)}),
@@ -536,7 +536,7 @@ def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
         raise ValueError(f"the table's codebook is {got}; wanted {wanted}")
 
 
-def _raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
+def raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
     """Bytes of the overflow of a table whose rows are all raw (FORMAT.md section 3)."""
     if slot_bytes == 0:
         return geometry.num_bytes

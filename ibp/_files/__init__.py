@@ -1,0 +1,13 @@
+"""Files of tables: safetensors files whose tensors are the parts of tables, and what they hold otherwise (FORMAT.md
+section 9).
+
+Modules import only those before them in this list:
+
+    fields    the lines of a file's metadata
+    checks    checksums of blocks
+    writer    a file, written as a stream
+    header    the header of a file, and a set of files
+    reader    tables and tensors of a mapped file
+    opened    ibp.open, ibp.File, ibp.load
+    saving    ibp.save
+"""

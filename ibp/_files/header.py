@@ -1,0 +1,226 @@
+"""The header of a safetensors file, and the files of a set."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import _core
+from .fields import FileFormatError
+from .writer import MAX_HEADER_BYTES
+
+INDEX_SUFFIX = ".index.json"
+_MOST_DIMENSIONS = 64
+_MOST = 2**63 - 1
+# Bits of an element, of dtypes that files of safetensors have.
+_ITEM_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file.
+
+    Attributes:
+        dtype: its name in the header.
+        shape: of the tensor; of a part of a table one dimension, padding included.
+        start, end: of its bytes, counted from the beginning of the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """What stands before the data.
+
+    Attributes:
+        num_bytes: of the header, its own size included: where the data begins.
+        tensors: by name, in the order of their bytes.
+        metadata: text by text, as it is in the file.
+    """
+
+    num_bytes: int
+    tensors: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file is an ordinary one of safetensors."""
+        return "ibp.format" not in self.metadata
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file.
+
+    Raises:
+        FileFormatError: it is no file of safetensors, is cut short, or is of a newer format than this ibp reads.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if size < 10 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+            raise FileFormatError(
+                f"{path} is no file of safetensors: it has {size} bytes and says that its header has {header_bytes}; "
+                f"wanted 2 to {MAX_HEADER_BYTES} within the file"
+            )
+        text = file.read(header_bytes)
+    header = parse_header(text, size, str(path))
+    check_version(header.metadata, str(path))
+    return header
+
+
+def parse_header(text: bytes, file_bytes: int, name: str) -> Header:
+    """The header whose JSON is `text`, of a file of so many bytes. FileFormatError if it is none."""
+    parsed = _parsed(text, name)
+    metadata = parsed.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FileFormatError(f"{name}: __metadata__ is not text for text")
+    start = 8 + len(text)
+    entries = {key: _entry(key, value, start, name) for key, value in parsed.items()}
+    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
+    end = start
+    for key, entry in tensors.items():
+        if entry.start != end:
+            raise FileFormatError(f"{name}: the data of {key!r} begins at byte {entry.start}; wanted {end}, without gap")
+        end = entry.end
+    if end != file_bytes:
+        raise FileFormatError(f"{name} has {file_bytes} bytes, and its tensors end at {end}: it was cut or added to")
+    return Header(start, tensors, metadata)
+
+
+def _parsed(text: bytes, name: str) -> dict[str, Any]:
+    try:
+        if not text.startswith(b"{"):
+            raise ValueError("it does not begin with {")
+        return json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        why = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+        raise FileFormatError(f"{name} is no file of safetensors: its header is no JSON ({why[:200]})") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    for key in found:
+        key.encode()  # no half of a surrogate pair, which cannot be printed
+    return found
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"it holds {text}")
+
+
+def _entry(key: str, value: Any, data_start: int, name: str) -> Entry:
+    """A tensor's entry; FileFormatError unless dtype, shape and offsets fit each other."""
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise FileFormatError(f"{name}: the entry of {key!r} has other fields than dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or not _are_sizes(shape, _MOST_DIMENSIONS) or not _are_sizes(offsets, 2):
+        raise FileFormatError(f"{name}: dtype, shape or data_offsets of {key!r} are no text and no sizes")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise FileFormatError(f"{name}: data_offsets of {key!r} are {offsets}; wanted its first byte and its end")
+    bits = _ITEM_BITS.get(dtype)  # of a newer safetensors's dtype nothing is known
+    if bits is not None and math.prod(shape) * bits != 8 * (offsets[1] - offsets[0]):
+        raise FileFormatError(
+            f"{name}: {key!r} has {offsets[1] - offsets[0]} bytes; wanted those of {dtype} {shape}"
+        )
+    return Entry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
+
+
+def _are_sizes(values: Any, most: int) -> bool:
+    return (
+        isinstance(values, list)
+        and len(values) <= most
+        and all(type(value) is int and 0 <= value <= _MOST for value in values)
+    )
+
+
+def check_version(metadata: Mapping[str, str], name: str) -> None:
+    """FileFormatError if the file is of a newer format."""
+    text = metadata.get("ibp.format")
+    if text is None:
+        return
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+        raise FileFormatError(f"{name}: ibp.format is {text[:40]!r}; wanted a number from 1 on")
+    if int(text) > _core.FORMAT_VERSION:
+        release = metadata.get("ibp.release", "")[:40] or "a later one"
+        raise FileFormatError(
+            f"{name} has format {int(text)}, and ibp {_core.version()} reads formats up to {_core.FORMAT_VERSION}: "
+            f"ibp {release} wrote it and reads it"
+        )
+
+
+# ---- sets of files ----
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """The files that are opened as one.
+
+    Attributes:
+        files: their paths, by name.
+        places: the file's name of each tensor, where an index says it; else empty.
+    """
+
+    files: Mapping[str, Path]
+    places: Mapping[str, str]
+
+
+def find_files(path: Path) -> FileSet:
+    """The files of a path: a file, an index of shards, or a directory of either.
+
+    Raises:
+        FileNotFoundError: there is none, or an index names one that is not there.
+        FileFormatError: the index is none, or a directory has several.
+    """
+    if path.is_dir():
+        indices = sorted(path.glob(f"*.safetensors{INDEX_SUFFIX}"))
+        if len(indices) > 1:
+            raise FileFormatError(f"{path} has {len(indices)} indexes of shards; wanted the path of one of them")
+        if not indices:
+            files = {file.name: file for file in sorted(path.glob("*.safetensors"))}
+            if not files:
+                raise FileNotFoundError(f"{path} has no files *.safetensors")
+            return FileSet(files, {})
+        path = indices[0]
+    if not path.name.endswith(INDEX_SUFFIX):
+        return FileSet({path.name: path}, {})
+    places = read_index(path)
+    files = {name: path.parent / name for name in sorted(set(places.values()))}
+    for name, file in files.items():
+        if not file.exists():
+            raise FileNotFoundError(f"{path.name} names the file {name!r}, which is not beside it")
+    return FileSet(files, places)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    if path.stat().st_size > MAX_HEADER_BYTES:
+        raise FileFormatError(f"{path} has {path.stat().st_size} bytes; wanted an index of at most {MAX_HEADER_BYTES}")
+    places = _parsed(path.read_bytes().strip(), str(path)).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise FileFormatError(f"{path} has no weight_map; wanted one from tensors to files")
+    for tensor, name in places.items():
+        if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\0" in name:
+            raise FileFormatError(f"{path}: {tensor!r} is in {str(name)[:80]!r}; wanted the name of a file beside it")
+    return places

@@ -1,0 +1,437 @@
+"""Files opened: `ibp.open` and `ibp.load`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Union
+
+import torch
+from tqdm import tqdm
+
+from .. import _memory, _ops
+from .._compressed_tensor import CompressedTensor
+from .._schemes import AnyCodebook
+from .._staging import to_device
+from .fields import FileFormatError, TableFields, dtype_of, table_fields
+from .header import INDEX_SUFFIX, FileSet, find_files, read_index
+from .reader import Checks, OpenFile, Place, part_names, read_table
+
+PathLike = Union[str, "os.PathLike[str]"]
+Value = Union[CompressedTensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file says of one of its tensors.
+
+    Attributes:
+        name: of the tensor.
+        dtype: of the original tensor; None if this torch lacks it.
+        shape: likewise.
+        scheme: "ibp", "planes" or "raw" of a table; None of a tensor that is kept as it is, or coded by `codec`.
+        codebook: of a table, or None.
+        codec: name of the external codec of a table, or None.
+        num_bytes: of the original tensor; None where its dtype is unknown.
+        stored_bytes: bytes of the file that it takes, index and padding included, codebook apart.
+        fields: of a table, as the file has them; else empty.
+        files: names of the files that hold its bytes.
+    """
+
+    __module__ = "ibp"
+
+    name: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    scheme: str | None
+    codebook: AnyCodebook | None
+    codec: str | None
+    num_bytes: int | None
+    stored_bytes: int
+    fields: Mapping[str, str]
+    files: tuple[str, ...]
+
+
+class File(Mapping[str, Value]):
+    """A file, or a set of files, opened by `ibp.open`: its tables and tensors by name, over the mapped file.
+
+    A table or tensor is made when it is first asked for, and reads the file when its rows are read. What was made
+    lives on after `close`. Values that are written to become memory of their own: the file stays as it is.
+
+    Attributes:
+        path: that was opened.
+        metadata: the user's, text by text.
+        tables: names of those that are compressed.
+    """
+
+    __module__ = "ibp"
+
+    def __init__(self, path: Path, *, verify: bool, pin_memory: bool | None) -> None:
+        self.path, self._verify, self._pin_memory = path, verify, pin_memory
+        found = find_files(path)
+        self._files = {name: OpenFile(file) for name, file in found.files.items()}
+        self._places = _places_of(self._files, found)
+        self._owners = _owners_of(self._files)
+        self._names = _names_of(self._places, self._owners)
+        self.tables = tuple(name for name in self._names if name in self._owners)
+        self.metadata: dict[str, str] = {}
+        for file in reversed(self._files.values()):
+            self.metadata.update(file.user_metadata)
+        self._made: dict[str, Value] = {}
+        self._is_closed = False
+
+    # ---- a mapping ----
+
+    def __getitem__(self, name: str) -> Value:
+        """The table or tensor of a name.
+
+        Raises:
+            KeyError: there is none.
+            FileFormatError: what the file says of it is wrong, or this ibp does not know it.
+            ChecksumError: with `verify`, its bytes are damaged.
+            ValueError: the file is closed.
+        """
+        self._check_open()
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._made:
+            if self._verify:
+                self.verify([name])
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def _make(self, name: str) -> Value:
+        if name not in self._owners:
+            place = self._places[name]
+            return place.file.tensor(name)
+        table = read_table(self._owners[name], name, self._places.get)
+        return table.pin_memory() if self._pin_memory else table
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._is_closed else ""
+        return f"ibp.File({str(self.path)!r}, tables={len(self.tables)}, tensors={len(self)}{closed})"
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __reduce__(self) -> Any:
+        """Files are opened again where they are unpickled."""
+        return _reopened, (os.fspath(self.path), self._verify, self._pin_memory)
+
+    # ---- what the file says ----
+
+    def info(self, name: str) -> TensorInfo:
+        """What the file says of a tensor, without reading its bytes.
+
+        Raises:
+            KeyError: there is none.
+            FileFormatError: this ibp does not understand its fields.
+            ValueError: the file is closed.
+        """
+        self._check_open()
+        parts = self._parts(name)
+        stored = sum(place.entry.num_bytes for place in parts)
+        files = tuple(dict.fromkeys(place.file.path.name for place in parts))
+        if name not in self._owners:
+            entry = parts[0].entry
+            return TensorInfo(
+                name, _dtype_or_none(entry.dtype), entry.shape, None, None, None, stored, stored, {}, files
+            )
+        owner, fields = self._owners[name], self.fields(name)
+        dtype = _dtype_or_none(fields.dtype)
+        return TensorInfo(
+            name,
+            dtype,
+            fields.shape,
+            fields.scheme,
+            None if fields.codebook is None else owner.codebook(fields.codebook),
+            fields.codec,
+            None if dtype is None else torch.Size(fields.shape).numel() * dtype.itemsize,
+            stored,
+            dict(pair.split("=", 1) for pair in owner.tables[name].split(" ")),
+            files,
+        )
+
+    def fields(self, name: str) -> TableFields:
+        """The fields of a table, checked. KeyError, FileFormatError as `info`."""
+        return table_fields(name, self._owners[name].tables[name])
+
+    def _parts(self, name: str) -> list[Place]:
+        """Where the bytes of a tensor are, those of its codebook apart."""
+        if name not in self._names:
+            raise KeyError(name)
+        if name in self._owners:
+            return [self._places[part] for part in part_names(name) if part in self._places]
+        return [self._places[name]]
+
+    # ---- checksums ----
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether all files of the set have checksums, as those that ibp writes have."""
+        return all(file.checks is not None for file in self._files.values())
+
+    def verify(
+        self, names: Iterable[str] | None = None, *, content: bool = False, progress: bool = False
+    ) -> int:
+        """Compares the checksums of the file's bytes with those that were written.
+
+        Args:
+            names: tensors whose blocks are read; None: all, and whatever else is in the file.
+            content: also decode tables and compare the fingerprints of the tensors, where they were written.
+            progress: show a bar.
+
+        Returns:
+            Bytes of the file that were compared; files without checksums, as other libraries write them, have none.
+
+        Raises:
+            ChecksumError: bytes are damaged; it names the tensor and the block.
+            FileFormatError: a table is none.
+            KeyError: there is no tensor of a name.
+            ValueError: the file is closed.
+        """
+        self._check_open()
+        blocks = self._all_blocks() if names is None else self._blocks_of(names)
+        num_blocks, total = sum(map(len, blocks.values())), 0
+        with tqdm(total=num_blocks, desc="verify", unit="block", disable=not progress) as bar:
+            for checked, numbers in blocks.items():
+                for number in numbers:
+                    total += checked.check(number)
+                    bar.update()
+        for name in (list(self) if names is None else names) if content else ():
+            self._verify_content(name)
+        return total
+
+    def _all_blocks(self) -> dict[Checks, Iterable[int]]:
+        found = [file.checks for file in self._files.values()]
+        return {checks: range(checks.num_blocks) for checks in found if checks is not None}
+
+    def _blocks_of(self, names: Iterable[str]) -> dict[Checks, Iterable[int]]:
+        """The blocks of tensors and of their codebooks."""
+        blocks: dict[Checks, set[int]] = {}
+        for name in names:
+            places = self._parts(name)
+            if name in self._owners:
+                owner = self._owners[name]
+                places += [Place(owner, entry) for entry in owner.codebook_entries()]
+            for place in places:
+                checks = place.file.checks
+                if checks is not None:
+                    blocks.setdefault(checks, set()).update(checks.blocks_of(place.entry))
+        return {checks: sorted(numbers) for checks, numbers in blocks.items()}
+
+    # ---- its end ----
+
+    def close(self) -> None:
+        """Forgets the tables and tensors, and the mapping with the last of them."""
+        self._is_closed = True
+        self._made.clear()
+        for file in self._files.values():
+            file.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError(f"{self.path} is closed")
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, Place]:
+    """Where each tensor of the files is, but what belongs to a file itself."""
+    places: dict[str, Place] = {}
+    for file_name, file in files.items():
+        for name, entry in file.header.tensors.items():
+            if file.is_own(name) or found.places.get(name, file_name) != file_name:
+                continue
+            if name in places:
+                raise FileFormatError(f"{places[name].file.path} and {file.path} both have a tensor {name!r}")
+            places[name] = Place(file, entry)
+    for name, file_name in found.places.items():
+        if name not in files[file_name].header.tensors:
+            raise FileFormatError(f"{files[file_name].path} has no tensor {name!r}, which the index says it has")
+    return places
+
+
+def _owners_of(files: Mapping[str, OpenFile]) -> dict[str, OpenFile]:
+    """The file that has the fields of each table."""
+    owners: dict[str, OpenFile] = {}
+    for file in files.values():
+        for name in file.tables:
+            if name in owners:
+                raise FileFormatError(f"{owners[name].path} and {file.path} both have a table {name!r}")
+            owners[name] = file
+    return owners
+
+
+def _names_of(places: Mapping[str, Place], owners: Mapping[str, OpenFile]) -> dict[str, None]:
+    """Names of the tables and tensors, in the order of their bytes."""
+    table_of = {part: name for name in owners for part in part_names(name)}
+    names = {table_of.get(name, name): None for name in places}
+    for name in owners:
+        if name in places:
+            raise FileFormatError(f"{owners[name].path}: there are a table and a tensor of the name {name!r}")
+        names[name] = None
+    return names
+
+
+def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None) -> File:
+    """Opens a file of tables and tensors: its bytes are mapped, and read where rows are asked for.
+
+    Args:
+        path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory of either. An
+            ordinary file of safetensors is one whose tensors are all kept as they are.
+        verify: compare the checksums of a tensor's bytes when it is first asked for.
+        pin_memory: whether tables go to pinned memory when they are first asked for; None: no.
+
+    Returns:
+        `ibp.File`, a mapping from names to tables and tensors.
+
+    Raises:
+        FileFormatError: the file is none, contradicts itself, or is of a newer format.
+        ChecksumError: with `verify`, the header is damaged.
+        ValueError: path is a URL of another machine: `ibp.load` reads it.
+        OSError: the file cannot be read.
+    """
+    file = File(_local_path(path), verify=verify, pin_memory=pin_memory)
+    if verify:
+        file.verify([])
+    return file
+
+
+def _reopened(path: str, verify: bool, pin_memory: bool | None) -> File:
+    return open(path, verify=verify, pin_memory=pin_memory)
+
+
+def load(
+    path: PathLike,
+    *,
+    device: torch.device | str | int | None = None,
+    names: Iterable[str] | None = None,
+    verify: bool = False,
+    pin_memory: bool | None = None,
+) -> dict[str, Value]:
+    """Reads tables and tensors from a file into memory of their own.
+
+    Args:
+        path: as of `ibp.open`, or a URL that fsspec knows ("s3://...", "memory://..."), which is copied to a temporary
+            file meanwhile.
+        device: where to; None: host memory.
+        names: which; None: all.
+        verify: compare the checksums of the bytes that are read.
+        pin_memory: whether tables in host memory are pinned; None: if there is a CUDA device. True: tensors as well.
+
+    Returns:
+        Tables and tensors by name, in the order of `names` or of the file.
+
+    Raises:
+        FileFormatError: the file is none, contradicts itself, or is of a newer format.
+        ChecksumError: with `verify`, bytes are damaged.
+        KeyError: there is no tensor of a name.
+        TypeError, ValueError: device or names is none.
+        OSError: the file cannot be read.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"names is the text {names!r}; wanted a list of names")
+    target = _memory.canonical("cpu" if device is None else device)
+    with _local(path) as near, open(near, verify=verify) as file:
+        return {name: _owned(file[name], target, pin_memory) for name in (file if names is None else names)}
+
+
+def _owned(value: Value, device: torch.device, pin_memory: bool | None) -> Value:
+    """A copy of what is mapped, in memory of its own."""
+    if isinstance(value, torch.Tensor):
+        if device.type == "cuda":
+            return to_device(value, device)
+        return value.pin_memory() if pin_memory else value.clone()
+    if device.type == "cuda":
+        return value.to(device)
+    pin = _ops.cuda_is_available() if pin_memory is None else pin_memory
+    return value._with(lambda tensor: _memory.to_pinned(tensor) if pin and tensor.dtype == torch.uint8 else tensor.clone())
+
+
+# ---- paths and URLs ----
+
+
+def _local_path(path: PathLike) -> Path:
+    """The path of a file on this machine. ValueError for a URL of another one."""
+    text = path_text(path)
+    if "://" not in text:
+        return Path(text)
+    system, remote = file_system(text)
+    if "file" not in system.protocol:
+        raise ValueError(f"{text!r} is on no file system of this machine, so that it cannot be mapped: use ibp.load")
+    return Path(remote)
+
+
+@contextlib.contextmanager
+def _local(path: PathLike) -> Iterator[Path]:
+    """A path on this machine of what is at a path or URL."""
+    text = path_text(path)
+    if "://" not in text:
+        yield Path(text)
+        return
+    system, remote = file_system(text)
+    if "file" in system.protocol:
+        yield Path(remote)
+        return
+    with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
+        yield _fetched(system, remote, Path(folder))
+
+
+def path_text(path: PathLike) -> str:
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"path is {text!r}; wanted text or a path")
+    return text
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    return fsspec.core.url_to_fs(url)
+
+
+def _fetched(system: Any, remote: str, folder: Path) -> Path:
+    """Copies a file, or the files of a set, to a folder. Returns what to open there."""
+    name = remote.rstrip("/").rpartition("/")[2]
+    if system.isdir(remote):
+        wanted = (".safetensors", f".safetensors{INDEX_SUFFIX}")
+        for each in system.ls(remote, detail=False):
+            if each.endswith(wanted):
+                system.get_file(each, str(folder / each.rpartition("/")[2]))
+        return folder
+    system.get_file(remote, str(folder / name))
+    if name.endswith(INDEX_SUFFIX):
+        for shard in set(read_index(folder / name).values()):
+            system.get_file(f"{remote.rpartition('/')[0]}/{shard}", str(folder / shard))
+    return folder / name
+
+
+def _dtype_or_none(name: str) -> torch.dtype | None:
+    try:
+        return dtype_of(name)
+    except FileFormatError:
+        return None

@@ -1,0 +1,173 @@
+"""Tables and tensors in memory, written to a file or a set of files: `ibp.save`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from .._arguments import whole_number
+from .._compressed_tensor import CompressedTensor
+from .._fingerprint import fingerprint
+from .._rows import check_tensor
+from .._schemes import AnyCodebook, ClusteredCodebook
+from .header import INDEX_SUFFIX
+from .opened import PathLike, Value, file_system, path_text
+from .writer import FileWriter, checked_metadata, header_room, write_plain, write_table, write_whole
+
+_SUFFIX = ".safetensors"
+
+
+def save(
+    path: PathLike,
+    tensors: Mapping[str, Value] | Value,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    shard_bytes: int | None = None,
+    content: bool = False,
+    progress: bool = False,
+) -> None:
+    """Writes tables and tensors to a file that `ibp.load` and `ibp.open` read, and that readers of safetensors list.
+
+    The file appears under its name when it is whole and on disk; one that was there before is replaced then. What is
+    on a GPU comes from there block by block.
+
+    Args:
+        path: of the file, "model.safetensors" in a directory, or a URL that fsspec knows ("s3://...", "memory://...").
+        tensors: tables (`ibp.compress`) and tensors by name; one alone has the name "tensor". Tensors are kept as they
+            are, and may have any dtype that safetensors has.
+        metadata: kept with them: text by text; no key begins with "ibp.".
+        shard_bytes: the most bytes of data of a file, unless one table has more: a larger whole becomes a set of files,
+            `<stem>-00001-of-00003.safetensors` and so on, and their index `<stem>.safetensors.index.json`. None: one
+            file.
+        content: also keep the fingerprint of each table's tensor, for which tables are decoded once.
+        progress: show a bar.
+
+    Raises:
+        TypeError, ValueError: a name, a tensor, metadata or shard_bytes is none that a file can have.
+        OSError: the file cannot be written; there is no new file then.
+    """
+    items = _checked(tensors)
+    checked_metadata(metadata)
+    most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
+    with _written_locally(path) as near:
+        target = near / f"model{_SUFFIX}" if near.is_dir() else near
+        shards = _shards(items, most)
+        total = sum(map(_stored, items.values()))
+        with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=not progress) as bar:
+            if len(shards) == 1:
+                with _writer(target, items, metadata, bar.update) as writer:
+                    _write(writer, items, content)
+            else:
+                _write_set(target, shards, metadata, content, bar.update)
+
+
+def _checked(tensors: Mapping[str, Value] | Value) -> dict[str, Value]:
+    items = dict(tensors) if isinstance(tensors, Mapping) else {"tensor": tensors}
+    for name, value in items.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors has the key {name!r}; wanted names as text")
+        if not isinstance(value, (CompressedTensor, torch.Tensor)):
+            raise TypeError(f"{name!r} is a {type(value).__name__}; wanted a table (ibp.compress) or a torch.Tensor")
+        if isinstance(value, torch.Tensor):
+            check_tensor(value)
+    return items
+
+
+# ---- one file ----
+
+
+def _writer(
+    path: Path, items: Mapping[str, Value], metadata: Mapping[str, str] | None, on_write: Callable[[int], object]
+) -> FileWriter:
+    """The writer of a file, whose header is as long as these need."""
+    codebooks = {one for value in items.values() for one in _codebooks_of(value)}
+    dimensions = sum(len(value.shape) for value in items.values())
+    room = header_room(items, metadata, len(codebooks)) + 32 * dimensions
+    return FileWriter(path, metadata=metadata, header_bytes=room, on_write=on_write)
+
+
+def _codebooks_of(value: Value) -> list[AnyCodebook]:
+    codebook = value.codebook if isinstance(value, CompressedTensor) else None
+    if codebook is None:
+        return []
+    return [codebook, *codebook.codebooks] if isinstance(codebook, ClusteredCodebook) else [codebook]
+
+
+def _write(writer: FileWriter, items: Mapping[str, Value], content: bool) -> None:
+    for name, value in items.items():
+        if isinstance(value, torch.Tensor):
+            write_plain(writer, name, value)
+        else:
+            write_table(writer, name, value, content=fingerprint(value) if content else None)
+
+
+# ---- a set of files ----
+
+
+def _shards(items: Mapping[str, Value], most: int | None) -> list[dict[str, Value]]:
+    """The items of each file: as many as fit, in their order."""
+    shards: list[dict[str, Value]] = [{}]
+    used = 0
+    for name, value in items.items():
+        num_bytes = _stored(value)
+        if most is not None and used and used + num_bytes > most:
+            shards.append({})
+            used = 0
+        shards[-1][name] = value
+        used += num_bytes
+    return shards
+
+
+def _stored(value: Value) -> int:
+    held = [value] if isinstance(value, torch.Tensor) else value._tensors().values()
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def _write_set(
+    path: Path,
+    shards: list[dict[str, Value]],
+    metadata: Mapping[str, str] | None,
+    content: bool,
+    on_write: Callable[[int], object],
+) -> None:
+    """Writes a file a shard, and names them when all are whole; their index last."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    with contextlib.ExitStack() as stack:
+        for number, items in enumerate(shards, 1):
+            file = path.with_name(f"{path.stem}-{number:05d}-of-{len(shards):05d}{path.suffix}")
+            writer = stack.enter_context(_writer(file, items, metadata, on_write))
+            _write(writer, items, content)
+            writer.finish()
+            weight_map.update(dict.fromkeys(writer.names, file.name))
+            total += writer.data_bytes
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    write_whole(path.with_name(path.name + INDEX_SUFFIX), json.dumps(index, ensure_ascii=False, indent=2).encode())
+
+
+# ---- URLs ----
+
+
+@contextlib.contextmanager
+def _written_locally(path: PathLike) -> Iterator[Path]:
+    """A path to write to; for a URL in a temporary directory, from which the files go there afterwards."""
+    text = path_text(path)
+    if "://" not in text:
+        yield Path(text)
+        return
+    system, remote = file_system(text)
+    if "file" in system.protocol:
+        yield Path(remote)
+        return
+    folder, _, name = remote.rpartition("/")
+    with tempfile.TemporaryDirectory(prefix="ibp-") as near:
+        yield Path(near) / (name or f"model{_SUFFIX}")
+        files = sorted(Path(near).iterdir(), key=lambda file: file.name.endswith(INDEX_SUFFIX))
+        for file in files:
+            system.put_file(str(file), f"{folder}/{file.name}" if folder else file.name)

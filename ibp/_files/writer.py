@@ -1,0 +1,453 @@
+"""A file of tables and tensors, written as a stream: the data as it comes, the header last, into room that was left for
+it. The file appears under its name when it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .. import _core, _staging
+from .._rows import bytes_of, check_tensor
+from .._schemes import AnyCodebook
+from .._table import Table
+from . import checks
+from .fields import (
+    ALIGNMENT,
+    CODEC_PARTS,
+    PLAIN_ITEM_BYTES,
+    TABLE_PARTS,
+    TableFields,
+    codebook_record,
+    dtype_name,
+    write_fields,
+)
+
+MAX_HEADER_BYTES = 100_000_000  # of the JSON: readers of safetensors refuse more
+PREFIX = "ibp."  # of the metadata's keys that are not the user's
+CHECKS = "ibp.checks"
+_RESERVED = (CHECKS, "ibp.padding.", "ibp.codebook.")  # of the tensors' names
+_BUFFER_BYTES = 1 << 20
+_ENTRY_BYTES = 128  # of a tensor's entry in the header, without its name and shape
+_SIZE_BYTES = 21  # of a size in a shape
+_FIXED_BYTES = 1024  # of the header besides: format, release, checksums
+_ZEROS = memoryview(bytes(ALIGNMENT))
+
+
+def header_room(
+    names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int | None = None
+) -> int:
+    """Bytes of header that a file of tables or tensors of these names needs at most.
+
+    Args:
+        names: of the tables and tensors, of at most 8 dimensions each.
+        metadata: of the user.
+        num_codebooks: how many different ones the tables have: of clusters each one, and the whole. None: one a name.
+    """
+    names = list(names)
+    room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata))
+    room += sum(5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + 8 * _SIZE_BYTES + 512 for name in names)
+    room += 2048 * (len(names) if num_codebooks is None else num_codebooks)
+    return _rounded_up(room)
+
+
+class FileWriter:
+    """Writes a file as a stream. A context manager: left normally, the file is whole under its name; left by an
+    exception, there is no new file, and one that was there before is as it was.
+
+    One tensor is written at a time, from its first byte to its last. The data goes to a temporary file beside `path`,
+    with the permissions of any new file.
+
+    Args:
+        path: of the file; one that is there is replaced.
+        metadata: of the user, text for text; no key begins with "ibp.".
+        header_bytes: room for the header, see `header_room`.
+        on_write: called with the number of bytes of data after each piece that is written.
+
+    Raises:
+        ValueError: a name is there twice or is reserved, the header does not fit its room, or the data of a tensor
+            has another size than its shape says.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        header_bytes: int = 1 << 20,
+        on_write: Callable[[int], object] | None = None,
+    ) -> None:
+        self.path, self._on_write = Path(path), on_write
+        self._metadata = checked_metadata(metadata)
+        self._room = min(_rounded_up(header_bytes), (8 + MAX_HEADER_BYTES) // ALIGNMENT * ALIGNMENT)
+        self._header_bytes = 0
+        self._claim_header("its metadata", _FIXED_BYTES + _metadata_bytes(self._metadata))
+        self._lines: dict[str, str] = {}
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._plain: set[str] = set()
+        self._tables: set[str] = set()
+        self._codebooks: dict[AnyCodebook, int] = {}
+        self._open: Sink | None = None
+        self._output: _Output | None = None
+
+    # ---- what is in the file ----
+
+    def plain(self, name: str, dtype: torch.dtype | str, shape: tuple[int, ...] | None = None) -> Sink:
+        """Begins a tensor that is kept as it is. shape: None where `close` is to say it."""
+        text = dtype if isinstance(dtype, str) else dtype_name(dtype)
+        if not isinstance(dtype, str) and text not in PLAIN_ITEM_BYTES:
+            raise ValueError(f"{name!r} has dtype {dtype}, which files of safetensors lack; wanted a table: compress it")
+        self._check_name(name, self._plain)
+        self._plain.add(name)
+        dimensions = 8 if shape is None else len(shape)
+        self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + dimensions * _SIZE_BYTES)
+        return self._begin(Sink(self, name, text, shape, is_part=False))
+
+    def part(self, name: str, dtype: torch.dtype | str) -> Sink:
+        """Begins a part of a table, `<table>:<part>`, or of a codebook: one dimension, padded with zeros. One without
+        bytes is left out."""
+        text = dtype if isinstance(dtype, str) else dtype_name(dtype)
+        if name in self._entries or name in self._plain:
+            raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
+        self._claim_header(repr(name), _json_bytes(name) + _ENTRY_BYTES + _SIZE_BYTES)
+        return self._begin(Sink(self, name, text, None, is_part=True))
+
+    def codebook(self, codebook: AnyCodebook) -> int:
+        """The number of a codebook in the file, into which equal ones are written once."""
+        if codebook in self._codebooks:
+            return self._codebooks[codebook]
+        record = codebook_record(codebook, self.codebook)
+        number = len(self._codebooks)
+        key = f"{PREFIX}codebook.{number}"
+        self._add_line(key, record.text)
+        for name, array in record.parts.items():
+            with self.part(f"{key}:{name}", f"U{8 * array.itemsize}") as part:
+                part.write(array)
+        self._codebooks[codebook] = number
+        return number
+
+    def table(
+        self,
+        name: str,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        scheme: str,
+        row_bytes: int,
+        slot_bytes: int,
+        codebook: int | None,
+        rows_per_base: int = _core.ROWS_PER_BASE,
+        content: int | None = None,
+        base: int | None = None,
+        result: int | None = None,
+    ) -> None:
+        """Declares a table whose parts are written before or afterwards, as `<name>:slots` and so on.
+
+        Args:
+            codebook: a number that `codebook` returned; None for scheme "raw".
+            content, base, result: fingerprints (FORMAT.md sections 9 and 10).
+            Others: as `ibp.CompressedTensor` and FORMAT.md section 2 have them.
+        """
+        self._check_name(name, self._tables)
+        fields = TableFields(
+            dtype_name(dtype),
+            tuple(shape),
+            scheme,
+            row_bytes,
+            slot_bytes,
+            codebook,
+            rows_per_base,
+            content,
+            base,
+            result,
+        )
+        self._add_line(f"{PREFIX}table.{name}", fields.text())
+        self._tables.add(name)
+
+    def removed(self, name: str) -> None:
+        """Says, in a delta of checkpoints, that the tensor is gone."""
+        self._add_line(f"{PREFIX}removed.{name}", "")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors of the file so far, but those that belong to the file itself."""
+        return [name for name in self._entries if not name.startswith(_RESERVED)]
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of data so far."""
+        return self._output.data_bytes if self._output is not None else 0
+
+    def _check_name(self, name: str, kind: set[str]) -> None:
+        """ValueError if a new table, or a new plain tensor, cannot have the name."""
+        if name == "__metadata__" or name.startswith(_RESERVED):
+            raise ValueError(f"the name {name!r} is reserved; wanted one that does not begin with 'ibp.'")
+        table, _, part = name.rpartition(":")
+        taken = name in self._plain or name in self._tables or name in self._entries
+        if taken or (kind is self._plain and table in self._tables and part in {*TABLE_PARTS, *CODEC_PARTS}):
+            raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
+        if kind is self._tables and not self._plain.isdisjoint(f"{name}:{part}" for part in TABLE_PARTS):
+            raise ValueError(f"a tensor in the file has the name of a part of the table {name!r}; wanted another name")
+
+    def _add_line(self, key: str, text: str) -> None:
+        self._claim_header(repr(key), _json_bytes(key) + _json_bytes(text) + 4)
+        self._lines[key] = text
+
+    def _claim_header(self, what: str, num_bytes: int) -> None:
+        if self._header_bytes + num_bytes > self._room:
+            raise ValueError(
+                f"the header of {self.path.name} has no room for {what}: wanted header_bytes above {self._room}, "
+                f"at most {MAX_HEADER_BYTES}"
+            )
+        self._header_bytes += num_bytes
+
+    # ---- its bytes ----
+
+    def _begin(self, sink: Sink) -> Sink:
+        if self._output is None:
+            raise ValueError("the file is not being written; wanted `with FileWriter(...) as writer:`")
+        if self._open is not None:
+            raise ValueError(f"{sink.name!r} begins before {self._open.name!r} is closed; wanted one at a time")
+        self._open = sink
+        return sink
+
+    def _write(self, sink: Sink, data: memoryview) -> None:
+        if self._open is not sink or self._output is None:
+            raise ValueError(f"{sink.name!r} is closed")
+        self._output.write(data)
+        if self._on_write is not None:
+            self._on_write(len(data))
+
+    def _close(self, sink: Sink, shape: tuple[int, ...] | None) -> None:
+        """Ends the tensor, and adds what makes the next one begin at a multiple of the alignment."""
+        assert self._output is not None
+        item_bytes = PLAIN_ITEM_BYTES.get(sink.dtype)
+        missing = -self._output.data_bytes % ALIGNMENT
+        if sink.is_part:
+            assert item_bytes is not None
+            self._write(sink, _ZEROS[:missing])
+            missing, shape = 0, ((self._output.data_bytes - sink.start) // item_bytes,)
+        elif shape is None or (item_bytes and math.prod(shape) * item_bytes != self._output.data_bytes - sink.start):
+            got = self._output.data_bytes - sink.start
+            raise ValueError(f"{sink.name!r} has {got} bytes; wanted {sink.dtype} {shape and list(shape)}")
+        if not sink.is_part or shape != (0,):
+            self._enter(sink.name, sink.dtype, shape, sink.start)
+        if missing:
+            start = self._output.data_bytes
+            self._output.write(_ZEROS[:missing])
+            self._enter(f"ibp.padding.{len(self._entries)}", "U8", (missing,), start)
+        self._open = None
+
+    def _enter(self, name: str, dtype: str, shape: tuple[int, ...], start: int) -> None:
+        offsets = [start, self.data_bytes]
+        self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+
+    def _header(self, check_bytes: int) -> bytes:
+        """The bytes before the data."""
+        assert self._output is not None
+        hashed = write_fields({"block_bytes": checks.BLOCK_BYTES, "hash": checks.HASH})
+        own = {"ibp.format": str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}
+        self._enter(CHECKS, "U64", (check_bytes // 8,), self.data_bytes)
+        self._entries[CHECKS]["data_offsets"][1] += check_bytes
+        header = {"__metadata__": {**self._metadata, **self._lines, **own}, **self._entries}
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        assert len(text) <= self._room - 8
+        return (self._room - 8).to_bytes(8, "little") + text.ljust(self._room - 8)
+
+    # ---- the file ----
+
+    def __enter__(self) -> FileWriter:
+        self._output = _Output(self.path, self._room)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        output = self._output
+        assert output is not None
+        try:
+            if kind is None:
+                self.finish()
+                output.commit()
+        finally:
+            output.discard()
+            self._output = None
+
+    def finish(self) -> None:
+        """Writes what ends the file, and waits until it is on disk; the file has its temporary name still."""
+        if self._output is None or self._output.is_finished:
+            return
+        if self._open is not None:
+            raise ValueError(f"the tensor {self._open.name!r} was not closed")
+        header = self._header(8 * (self._output.hasher.num_blocks + 2))
+        self._output.write(memoryview(self._output.hasher.entries(header)))
+        self._output.finish(header)
+
+
+class Sink:
+    """A tensor of a file that is being written. As a context manager it closes itself unless there is an exception."""
+
+    def __init__(
+        self, writer: FileWriter, name: str, dtype: str, shape: tuple[int, ...] | None, *, is_part: bool
+    ) -> None:
+        self.name, self.dtype, self.shape, self.is_part = name, dtype, shape, is_part
+        self.start = writer.data_bytes
+        self._writer = writer
+
+    def write(self, data: Any) -> None:
+        """Adds bytes: of a contiguous array, a buffer, or a tensor on the CPU."""
+        if isinstance(data, torch.Tensor):
+            data = bytes_of(data).numpy()
+        view = memoryview(data)
+        if view.nbytes:
+            self._writer._write(self, view if view.format == "B" and view.ndim == 1 else view.cast("B"))
+
+    def close(self, shape: tuple[int, ...] | None = None) -> None:
+        """Ends the tensor. shape: in place of the one given before; of a plain tensor only."""
+        self._writer._close(self, self.shape if shape is None else tuple(shape))
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+
+class _Output:
+    """The temporary file: data behind the header's room, buffered and hashed."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self._path, self._room = path, room
+        self._temporary = path.parent / f".ibp-{secrets.token_hex(8)}.tmp"
+        self.hasher, self._buffer = checks.BlockHasher(), bytearray()
+        self.data_bytes, self.is_finished = 0, False
+        self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.lseek(self._file, room, os.SEEK_SET)
+        except BaseException:
+            self.discard()
+            raise
+
+    def write(self, data: memoryview) -> None:
+        self.hasher.update(data)
+        self.data_bytes += len(data)
+        if len(self._buffer) + len(data) < _BUFFER_BYTES:
+            self._buffer += data
+            return
+        self._flush()
+        _write_all(self._file, data)
+
+    def _flush(self) -> None:
+        _write_all(self._file, memoryview(bytes(self._buffer)))
+        self._buffer.clear()
+
+    def finish(self, header: bytes = b"") -> None:
+        """Writes what is left, and the header into its room, and waits for the disk."""
+        self._flush()
+        os.lseek(self._file, 0, os.SEEK_SET)
+        _write_all(self._file, memoryview(header))
+        os.fsync(self._file)
+        self.is_finished = True
+
+    def commit(self) -> None:
+        """Gives the file its name."""
+        os.replace(self._temporary, self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def discard(self) -> None:
+        """Removes what is there under the temporary name, and closes the file."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._temporary)
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file of any kind that appears under its name when it is whole and on disk."""
+    output = _Output(path, 0)
+    try:
+        output.write(memoryview(data))
+        output.finish()
+        output.commit()
+    finally:
+        output.discard()
+
+
+def write_table(writer: FileWriter, name: str, table: Table, **fields: int | None) -> None:
+    """Writes a whole table from any device, block by block. fields: content, base, result of `FileWriter.table`."""
+    number = None if table.codebook is None else writer.codebook(table.codebook)
+    writer.table(
+        name,
+        shape=tuple(table.shape),
+        dtype=table.dtype,
+        scheme=table.scheme,
+        row_bytes=table.row_bytes,
+        slot_bytes=table.slot_bytes,
+        codebook=number,
+        rows_per_base=1 if table.has_own_bases else _core.ROWS_PER_BASE,
+        **fields,
+    )
+    for part, tensor in table._tensors().items():
+        with writer.part(f"{name}:{part}", TABLE_PARTS[part]) as sink:
+            for block in _host_blocks(tensor.view(torch.uint8)):
+                sink.write(block)
+
+
+def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
+    """Writes a whole tensor from any device, block by block, as it is."""
+    check_tensor(tensor)
+    with writer.plain(name, tensor.dtype, tuple(tensor.shape)) as sink:
+        for block in _host_blocks(bytes_of(tensor)):
+            sink.write(block)
+
+
+def _host_blocks(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Pieces of a flat tensor of bytes, in host memory."""
+    for block in data.split(_staging.STAGED_BYTES):
+        yield _staging.to_host(block)
+
+
+def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
+    """A copy. TypeError unless it is text for text; ValueError for keys of ibp's own."""
+    for key, text in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise TypeError(f"metadata has {key!r}: {type(text).__name__}; wanted text for text")
+        if key.startswith(PREFIX):
+            raise ValueError(f"metadata has the key {key!r}; wanted none that begins with {PREFIX!r}")
+    return dict(metadata or {})
+
+
+def _metadata_bytes(metadata: Mapping[str, str]) -> int:
+    return sum(_json_bytes(key) + _json_bytes(text) + 4 for key, text in metadata.items())
+
+
+def _json_bytes(text: str) -> int:
+    """Bytes of text in the header. ValueError if it is none in Unicode."""
+    try:
+        return len(json.dumps(text, ensure_ascii=False).encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"the name or text {text!r} has half of a surrogate pair; wanted Unicode") from None
+
+
+def _rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(file, data) :]
