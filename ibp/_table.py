@@ -295,6 +295,7 @@ class Table:
         tensors = self._tensors()
         return {
             "format_version": _core.FORMAT_VERSION,
+            "release": _core.version(),
             "shape": tuple(self.shape),
             "dtype": self.dtype,
             "scheme": self.scheme,
@@ -309,9 +310,7 @@ class Table:
         if not isinstance(state, dict):
             raise ValueError(f"the table's state is a {type(state).__name__}; wanted a dict")
         state = dict(state)
-        version = state.pop("format_version", None)
-        if version != _core.FORMAT_VERSION:
-            raise ValueError(f"the table has format version {version}; this ibp reads version {_core.FORMAT_VERSION}")
+        _check_version(state.pop("format_version", None), state.pop("release", None))
         missing = set(_FIELDS) ^ state.keys()
         if missing:
             raise ValueError(f"the table's state lacks or has too many of: {sorted(missing, key=str)}")
@@ -444,6 +443,24 @@ class Table:
 
 
 # ---- checks ----
+
+
+def _check_version(version: Any, release: Any) -> None:
+    """Raises ValueError for a pickled table of a format that this ibp does not read."""
+    if type(version) is int and version == _core.FORMAT_VERSION:
+        return
+    if version == 0:
+        raise ValueError(
+            "the table has format version 0, of a release before 0.2: decompress it with that release, and compress "
+            "the tensor again"
+        )
+    if type(version) is not int or version < 0:
+        raise ValueError(f"the table has format version {version}; this ibp reads version {_core.FORMAT_VERSION}")
+    wrote = f"ibp {release[:40]}" if isinstance(release, str) else "a later ibp"
+    raise ValueError(
+        f"the table has format version {version}, and ibp {_core.version()} reads versions up to "
+        f"{_core.FORMAT_VERSION}: {wrote} wrote it and reads it"
+    )
 
 
 def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes: Any) -> None:

@@ -92,7 +92,7 @@ def test_tensors_given_cannot_be_exchanged(x):
 # ---- what cannot be made ----
 
 RAW = {
-    "format_version": 0,
+    "format_version": 1,
     "shape": (4, 64),
     "dtype": torch.uint8,
     "scheme": "raw",
@@ -625,7 +625,7 @@ def test_show_config(capsys):
     text = capsys.readouterr().out
     for part in (
         ibp.__version__,
-        "format version 0",
+        "format version 1",
         torch.__version__,
         "CUDA kernels",
         "CPU coders",

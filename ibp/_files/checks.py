@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import xxhash
 
 BLOCK_BYTES = 1 << 20
 HASH = "xxh3_64"
 
-hash_of = xxhash.xxh3_64_intdigest
+
+def hash_of(data: Any) -> int:
+    """The hash of a contiguous buffer's bytes."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 class BlockHasher:

@@ -101,7 +101,7 @@ def parse_header(text: bytes, file_bytes: int, name: str) -> Header:
     end = start
     for key, entry in tensors.items():
         if entry.start != end:
-            raise FileFormatError(f"{name}: the data of {key!r} begins at byte {entry.start}; wanted {end}, without gap")
+            raise FileFormatError(f"{name}: the data of {key!r} begins at {entry.start}; wanted {end}, without gap")
         end = entry.end
     if end != file_bytes:
         raise FileFormatError(f"{name} has {file_bytes} bytes, and its tensors end at {end}: it was cut or added to")
@@ -142,9 +142,7 @@ def _entry(key: str, value: Any, data_start: int, name: str) -> Entry:
         raise FileFormatError(f"{name}: data_offsets of {key!r} are {offsets}; wanted its first byte and its end")
     bits = _ITEM_BITS.get(dtype)  # of a newer safetensors's dtype nothing is known
     if bits is not None and math.prod(shape) * bits != 8 * (offsets[1] - offsets[0]):
-        raise FileFormatError(
-            f"{name}: {key!r} has {offsets[1] - offsets[0]} bytes; wanted those of {dtype} {shape}"
-        )
+        raise FileFormatError(f"{name}: {key!r} has {offsets[1] - offsets[0]} bytes; wanted those of {dtype} {shape}")
     return Entry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 

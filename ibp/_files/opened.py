@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,14 +16,15 @@ from tqdm import tqdm
 
 from .. import _memory, _ops
 from .._compressed_tensor import CompressedTensor
+from .._fingerprint import fingerprint
 from .._schemes import AnyCodebook
 from .._staging import to_device
-from .fields import FileFormatError, TableFields, dtype_of, table_fields
+from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table_fields
 from .header import INDEX_SUFFIX, FileSet, find_files, read_index
 from .reader import Checks, OpenFile, Place, part_names, read_table
 
 PathLike = Union[str, "os.PathLike[str]"]
-Value = Union[CompressedTensor, torch.Tensor]
+Value = CompressedTensor | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -188,9 +189,7 @@ class File(Mapping[str, Value]):
         """Whether all files of the set have checksums, as those that ibp writes have."""
         return all(file.checks is not None for file in self._files.values())
 
-    def verify(
-        self, names: Iterable[str] | None = None, *, content: bool = False, progress: bool = False
-    ) -> int:
+    def verify(self, names: Iterable[str] | None = None, *, content: bool = False, progress: bool = False) -> int:
         """Compares the checksums of the file's bytes with those that were written.
 
         Args:
@@ -209,7 +208,7 @@ class File(Mapping[str, Value]):
         """
         self._check_open()
         blocks = self._all_blocks() if names is None else self._blocks_of(names)
-        num_blocks, total = sum(map(len, blocks.values())), 0
+        num_blocks, total = sum(len(numbers) for numbers in blocks.values()), 0
         with tqdm(total=num_blocks, desc="verify", unit="block", disable=not progress) as bar:
             for checked, numbers in blocks.items():
                 for number in numbers:
@@ -219,11 +218,11 @@ class File(Mapping[str, Value]):
             self._verify_content(name)
         return total
 
-    def _all_blocks(self) -> dict[Checks, Iterable[int]]:
+    def _all_blocks(self) -> dict[Checks, Sequence[int]]:
         found = [file.checks for file in self._files.values()]
         return {checks: range(checks.num_blocks) for checks in found if checks is not None}
 
-    def _blocks_of(self, names: Iterable[str]) -> dict[Checks, Iterable[int]]:
+    def _blocks_of(self, names: Iterable[str]) -> dict[Checks, Sequence[int]]:
         """The blocks of tensors and of their codebooks."""
         blocks: dict[Checks, set[int]] = {}
         for name in names:
@@ -236,6 +235,14 @@ class File(Mapping[str, Value]):
                 if checks is not None:
                     blocks.setdefault(checks, set()).update(checks.blocks_of(place.entry))
         return {checks: sorted(numbers) for checks, numbers in blocks.items()}
+
+    def _verify_content(self, name: str) -> None:
+        """Decodes a table whose content is known, and compares it."""
+        if name not in self._owners:
+            return
+        wanted = self.fields(name).content
+        if wanted is not None and fingerprint(self[name]) != wanted:
+            raise ChecksumError(f"{self._owners[name].path}: {name!r} decodes to other bytes than were compressed")
 
     # ---- its end ----
 
@@ -369,7 +376,7 @@ def _owned(value: Value, device: torch.device, pin_memory: bool | None) -> Value
     if device.type == "cuda":
         return value.to(device)
     pin = _ops.cuda_is_available() if pin_memory is None else pin_memory
-    return value._with(lambda tensor: _memory.to_pinned(tensor) if pin and tensor.dtype == torch.uint8 else tensor.clone())
+    return value._with(lambda held: _memory.to_pinned(held) if pin and held.dtype == torch.uint8 else held.clone())
 
 
 # ---- paths and URLs ----

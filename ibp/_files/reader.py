@@ -30,7 +30,7 @@ from .fields import (
     read_codebook,
     table_fields,
 )
-from .header import Entry, Header, read_header
+from .header import Entry, read_header
 from .writer import CHECKS, PREFIX
 
 _TABLE, _CODEBOOK = f"{PREFIX}table.", f"{PREFIX}codebook."

@@ -105,7 +105,7 @@ class FileWriter:
         """Begins a tensor that is kept as it is. shape: None where `close` is to say it."""
         text = dtype if isinstance(dtype, str) else dtype_name(dtype)
         if not isinstance(dtype, str) and text not in PLAIN_ITEM_BYTES:
-            raise ValueError(f"{name!r} has dtype {dtype}, which files of safetensors lack; wanted a table: compress it")
+            raise ValueError(f"{name!r} has dtype {dtype}, which safetensors lacks: ibp.compress makes a table of it")
         self._check_name(name, self._plain)
         self._plain.add(name)
         dimensions = 8 if shape is None else len(shape)

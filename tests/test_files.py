@@ -1,0 +1,121 @@
+"""Files: written and read, as safetensors' own library reads them, with names, metadata and checksums."""
+
+import json
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import ibp
+from helpers import DTYPES, assert_same_bits, assert_same_table, make_tensor, one_hot_rows, spiky_rows
+from ibp._files.header import read_header
+from ibp._files.writer import FileWriter, header_room, write_plain, write_table
+
+PAGEABLE = {"device": "cpu", "pin_memory": False}
+
+
+def tables():
+    """A table of each kind, by name."""
+    bf16 = (torch.randn(300, 64) * 0.02).bfloat16()
+    changed = ibp.compress(spiky_rows(100, 60), slot_bytes=64, **PAGEABLE)
+    changed.update_(torch.tensor([3, 70]), torch.randn(2, 60))
+    return {
+        "planes": ibp.compress(bf16, scheme="planes", **PAGEABLE),
+        "packed": ibp.compress(bf16, scheme="planes", layout="packed", **PAGEABLE),
+        "masks": ibp.compress(spiky_rows(100, 60), scheme="ibp", slot_bytes=32, **PAGEABLE),
+        "listed": ibp.compress(one_hot_rows(200, 300), scheme="planes", **PAGEABLE),
+        "clusters": ibp.compress(spiky_rows(100, 60), scheme="ibp", clusters=3, **PAGEABLE),
+        "raw": ibp.compress(bf16[:10], scheme="raw", **PAGEABLE),
+        "raw overflow": ibp.compress(bf16[:50], scheme="raw", slot_bytes=32, **PAGEABLE),
+        "changed": changed,
+        "long items": ibp.compress(torch.zeros(2, 70, 1001, dtype=torch.int16), **PAGEABLE),
+        "none": ibp.compress(torch.empty(0, 7), **PAGEABLE),
+        "one": ibp.compress(torch.tensor(3.5), **PAGEABLE),
+    }
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return tables()
+
+
+def assert_same(got, wanted):
+    assert type(got) is type(wanted)
+    if isinstance(wanted, torch.Tensor):
+        assert_same_bits(got, wanted)
+        return
+    assert_same_bits(got.decompress(), wanted.decompress())
+    assert (got.scheme, got.layout, got.slot_bytes, got.row_bytes) == (
+        wanted.scheme,
+        wanted.layout,
+        wanted.slot_bytes,
+        wanted.row_bytes,
+    )
+    assert got.codebook == wanted.codebook and got.has_own_bases == wanted.has_own_bases
+    if wanted.codebook is not None:
+        assert got.codebook.expected_savings == wanted.codebook.expected_savings
+
+
+# ---- round trips ----
+
+
+def test_tables_and_tensors_come_back(tmp_path, kept):
+    items = {**kept, "plain": torch.randn(3, 5), "strided": torch.randn(6, 4).t()[1:], "empty": torch.empty(0, 3)}
+    path = tmp_path / "all.safetensors"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ibp.save(path, items, metadata={"format": "pt", "note": 'ünï "x"'}, content=True)
+        opened = ibp.open(path, verify=True)
+        loaded = ibp.load(path, verify=True)
+    assert os.listdir(tmp_path) == ["all.safetensors"]
+    assert set(opened) == set(loaded) == set(items) and set(opened.tables) == set(kept)
+    assert opened.metadata == {"format": "pt", "note": 'ünï "x"'}
+    assert opened.verify(content=True) > 0
+    for name, value in items.items():
+        assert_same(opened[name], value)
+        assert_same(loaded[name], value)
+        assert opened[name] is opened[name]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(tmp_path, dtype):
+    x = make_tensor((40, 6), dtype)
+    ibp.save(tmp_path / "x", {"table": ibp.compress(x, **PAGEABLE)})
+    assert_same_bits(ibp.load(tmp_path / "x")["table"].decompress(), x)
+    if dtype == torch.complex32:
+        with pytest.raises(ValueError, match="'x' has dtype torch.complex32, which safetensors lacks: ibp.compress"):
+            ibp.save(tmp_path / "y", {"x": x})
+        assert os.listdir(tmp_path) == ["x"]
+        return
+    ibp.save(tmp_path / "y", {"x": x, "first": x[0, 0], "odd": x[:1, :3]})
+    opened = ibp.open(tmp_path / "y")
+    assert_same_bits(opened["x"], x)
+    assert_same_bits(opened["first"], x[0, 0])
+    assert_same_bits(opened["odd"], x[:1, :3])
+
+
+def test_safetensors_lists_and_reads_the_file(tmp_path, kept):
+    safetensors = pytest.importorskip("safetensors")
+    x = torch.randn(7)
+    ibp.save(tmp_path / "x", {**kept, "x": x}, metadata={"format": "pt"})
+    with safetensors.safe_open(tmp_path / "x", "pt") as file:
+        assert file.metadata()["format"] == "pt" and file.metadata()["ibp.format"] == "1"
+        assert_same_bits(file.get_tensor("x"), x)
+        slots = kept["planes"].slots
+        assert_same_bits(file.get_tensor("planes:slots")[: len(slots)], slots)
+    header = read_header(tmp_path / "x")
+    assert all(entry.start % 128 == 0 for entry in header.tensors.values())
+
+
+def test_ordinary_safetensors(tmp_path):
+    torch_files = pytest.importorskip("safetensors.torch")
+    tensors = {"a": torch.randn(3, 5).bfloat16(), "ibp.checks": torch.tensor([1], dtype=torch.int8), "b": torch.ones(3)}
+    torch_files.save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    opened = ibp.open(tmp_path / "x.safetensors", verify=True)
+    assert opened.tables == () and set(opened) == set(tensors) and opened.metadata == {"format": "pt"}
+    assert not opened.has_checksums and opened.verify() == 0
+    for name, tensor in tensors.items():
+        assert_same_bits(opened[name], tensor)
+        assert_same_bits(ibp.load(tmp_path)[name], tensor)
