@@ -22,8 +22,8 @@ static void prefetch(const uint8_t *from, uint64_t num_bytes)
 #endif
 }
 
-/* Bytes of a store past the caches, which both the bytes and the place of slots must be multiples of; 0: there are no
- * such stores. */
+/* Bytes of a store past the caches, which both the bytes and the place of slots must be multiples of. Processors
+ * without such stores copy. */
 #if defined(__SSE2__)
 enum { STREAMED_BYTES = sizeof(__m128i) };
 
@@ -36,15 +36,14 @@ static void stream(uint8_t *to, const uint8_t *from, uint64_t num_bytes)
 }
 static void end_streams(void) { _mm_sfence(); }
 #else
-enum { STREAMED_BYTES = 0 };
+enum { STREAMED_BYTES = 1 };
 static void stream(uint8_t *to, const uint8_t *from, uint64_t num_bytes) { memcpy(to, from, num_bytes); }
 static void end_streams(void) {}
 #endif
 
 static bool can_stream(const ibp_stage *stage, const uint8_t *to)
 {
-    if (!stage->streams || STREAMED_BYTES == 0) return false;
-    return stage->item_slots % STREAMED_BYTES == 0 && (uintptr_t)to % STREAMED_BYTES == 0;
+    return stage->streams && stage->item_slots % STREAMED_BYTES == 0 && (uintptr_t)to % STREAMED_BYTES == 0;
 }
 
 static void put_id(void *to_ids, uint32_t id_bytes, int64_t k, int64_t id)
