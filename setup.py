@@ -8,7 +8,9 @@ The package gets three shared libraries, and the headers for C programs:
 
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS; CUDA_HOME or CUDA_PATH; TORCH_CUDA_ARCH_LIST (default "8.0 9.0+PTX");
 IBP_NO_CUDA=1 builds without CUDA even where nvcc is found; MAX_JOBS limits parallel compilers; V=1 shows their
-commands. IBP_BUILD_DIR (default build/native) is where objects are kept from one build to the next. A second build
+commands. IBP_TORCH_DIR is the folder of a torch whose headers and libraries are used in place of those of the torch that
+is imported, so that wheels are built for Pythons that have none.
+IBP_BUILD_DIR (default build/native) is where objects are kept from one build to the next. A second build
 beside the first one, here one with the address sanitizer, which is used with PYTHONPATH=build/asan/lib:
 
     export IBP_BUILD_DIR=build/asan CFLAGS=-fsanitize=address CXXFLAGS=-fsanitize=address
@@ -63,7 +65,9 @@ def compiler(variable, names, language):
 
 
 def torch_paths():
-    """(version, include directories, library directories) of the torch that is importable."""
+    """(version, include directories, library directories) of the torch to build against."""
+    if os.environ.get("IBP_TORCH_DIR"):
+        return paths_of_torch(Path(os.environ["IBP_TORCH_DIR"]).resolve())
     try:
         with contextlib.redirect_stderr(None):
             import torch
@@ -71,6 +75,16 @@ def torch_paths():
     except (ImportError, OSError) as error:
         fail(f"torch cannot be imported by {sys.executable}: {error}.")
     return torch.__version__, cpp_extension.include_paths(), cpp_extension.library_paths()
+
+
+def paths_of_torch(directory):
+    """torch_paths() of a torch that this Python need not be able to import."""
+    try:
+        version = re.search(r"__version__ = '([^']+)'", (directory / "version.py").read_text()).group(1)
+    except (OSError, AttributeError):
+        fail(f"IBP_TORCH_DIR={directory} is no folder of an installed torch: its version.py does not say a version.")
+    include = directory / "include"
+    return version, [include, include / "torch" / "csrc" / "api" / "include"], [directory / "lib"]
 
 
 def pybind11_include():
@@ -95,7 +109,8 @@ def for_make(words):
 
 
 def system_includes(directories):
-    return [word for directory in directories for word in ("-isystem", directory)]
+    """Flags for headers of others. Their messages name them without the directories of the machine that builds."""
+    return [word for directory in directories for word in ("-isystem", directory, f"-fmacro-prefix-map={directory}=")]
 
 
 class BuildNative(build_ext):

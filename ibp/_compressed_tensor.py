@@ -398,8 +398,7 @@ class CompressedTensor(Table):
         Returns:
             `ibp.Prefetch`: `wait()` gives the result, `release()` gives it up.
 
-        Raises:
-            As `index_select` and `decompress`; ValueError also for a stream of another device.
+        It raises what `index_select` and `decompress` raise, and ValueError for a stream of another device.
         """
         return prefetching.prefetch(self, ids, device=device, out=out, stream=stream, max_sms=max_sms, path=path)
 

@@ -87,9 +87,8 @@ def decompress_many(
     Returns:
         List of tensors, one a table.
 
-    Raises:
-        As `decompress`; ValueError also if there are not as many outs as tables. Arguments are checked before anything
-        is written.
+    It raises what `decompress` raises, and ValueError if there are not as many outs as tables. Arguments are checked
+    before anything is written.
     """
     tables = list(tables)
     outs = [None] * len(tables) if out is None else list(out)

@@ -1,0 +1,86 @@
+"""What is distributed: the files of the source distribution, and the script that builds wheels."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import ibp
+from native import ROOT
+
+# Tracked files that only a clone of the repository has: what git and continuous integration read, and charts.
+NOT_DISTRIBUTED = r"\.gitignore|\.ci/.*|benchmarks/results/.*\.png"
+
+
+def test_source_distribution_has_every_file(tmp_path):
+    """What an sdist would hold is what git tracks."""
+    if not (shutil.which("git") and (ROOT / ".git").exists()):
+        pytest.skip("this is no clone of the repository")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    listed = set((tmp_path / "ibp.egg-info" / "SOURCES.txt").read_text().split("\n"))
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    tracked = {name for name in listing.splitlines() if not re.fullmatch(NOT_DISTRIBUTED, name)}
+    there = {name for name in tracked if (ROOT / name).is_file()}
+    assert sorted(there - listed) == []
+    assert [name for name in listed if re.search(r"\.(o|so|pyc|whl)$|^(build|\.venv|dist)/", name)] == []
+
+
+def test_citation_names_this_version():
+    assert f"\nversion: {ibp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.fixture
+def build_wheels(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    import build_wheels
+
+    return build_wheels
+
+
+def test_wheels_for_pythons_that_are_there(build_wheels):
+    (python,) = build_wheels.pythons_of([sys.executable])
+    assert python.version == "{}.{}".format(*sys.version_info[:2]) and python.has_torch
+    assert build_wheels.torch_directory(None).name == "torch"
+    assert build_wheels.local_version(False) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--python", "no-such-python"], "no-such-python: no Python 3.10 or newer with its headers"),
+        (["--python", "true"], "true: no Python 3.10 or newer"),
+        (["--python", sys.executable, "--torch", "/nowhere"], "there are no headers of torch"),
+    ],
+)
+def test_wheels_refuse_in_a_sentence(build_wheels, arguments, sentence):
+    with pytest.raises(SystemExit, match=sentence):
+        build_wheels.main(arguments)
+
+
+def test_wheels_with_cuda_want_nvcc(build_wheels, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    with pytest.raises(SystemExit, match="there is no nvcc: set CUDA_HOME"):
+        build_wheels.main(["--cuda", "--python", sys.executable])
+
+
+def test_a_wheel_names_no_directory_of_its_builder(build_wheels, tmp_path):
+    with zipfile.ZipFile(tmp_path / "ibp.whl", "w") as archive:
+        archive.writestr("ibp/_lib/libibp.so.0.2", b"text")
+        archive.writestr("ibp/_config.py", f"built in {tmp_path}/here")
+    assert build_wheels.faults_of_wheel(tmp_path / "ibp.whl", [tmp_path]) == [
+        f"ibp/_config.py holds the path {tmp_path}"
+    ]
+
+
+def test_libraries_of_a_wheel(build_wheels):
+    """Those of this build look beside themselves, and need torch and the system only."""
+    pytest.importorskip("elftools")
+    (core,) = (ROOT / "ibp" / "_lib").glob("libibp.so.*.*")
+    for path in (core, ROOT / "ibp" / "_lib" / "libibp_torch.so"):
+        assert build_wheels.faults_of_library(path.name, path.read_bytes(), core.name) == []
+    faults = build_wheels.faults_of_library("x", (ROOT / "ibp" / "_lib" / "libibp_torch.so").read_bytes(), "other.so")
+    assert faults == [f"x needs {core.name}, which is not in the wheel"]
