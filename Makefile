@@ -11,7 +11,7 @@ GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/n
     | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
 demo test test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
 
-.PHONY: help demo test test-all test-slow test-gpu bench lint format install uninstall clean FORCE
+.PHONY: help demo test test-all test-slow test-gpu bench docs lint format install uninstall clean FORCE
 
 help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all   every test that this machine can run; make test-slow: those of them that make test leaves out"
 	@echo "make test-gpu   every test, a process a file, on a machine with a GPU: none may skip for want of one"
 	@echo "make bench   python -m benchmarks (BENCH_ARGS=...)"
+	@echo "make docs    the site of the documentation, into build/site"
 	@echo "make lint    clang-format, ruff and mypy in check mode"
 	@echo "make format  what make lint asks of the layout of the code"
 	@echo "make clean   remove $(VENV) and everything built"
@@ -48,6 +49,9 @@ test-gpu: $(VENV)/.ibp $(VENV)/.test
 bench: $(VENV)/.ibp $(VENV)/.demo $(VENV)/.bench
 	$(RUN) -m benchmarks $(BENCH_ARGS)
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
 # Each stamp is a step done; a later one runs again when an earlier one, or a source of the library, is newer.
 $(VENV)/.build: tools/make_venv.py tools/requirements.py pyproject.toml
 	$(PYTHON) tools/make_venv.py $(VENV) build
@@ -58,7 +62,7 @@ $(VENV)/.test: $(VENV)/.build
 	$(PYTHON) tools/make_venv.py $(VENV) test-workers --optional
 	@touch $@
 
-$(VENV)/.demo $(VENV)/.lint: $(VENV)/.build
+$(VENV)/.demo $(VENV)/.docs $(VENV)/.lint: $(VENV)/.build
 	$(PYTHON) tools/make_venv.py $(VENV) $(@F:.%=%)
 	@touch $@
 

@@ -150,8 +150,16 @@ def test_commands_that_do_not_exist(commands):
 
 # ---- links ---------------------------------------------------------------------------------------------------------
 
+API_PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 ALL_PAGES = sorted(
-    {*PAGES, *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("benchmarks/*.md"), ROOT / "csrc" / "FORMAT.md"}
+    {
+        *PAGES,
+        *API_PAGES,
+        *ROOT.glob("*.md"),
+        *ROOT.glob("*/README.md"),
+        *ROOT.glob("benchmarks/*.md"),
+        CSRC / "FORMAT.md",
+    }
 )
 
 
@@ -186,6 +194,18 @@ def test_links_lead_somewhere(page):
 
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+# ---- the reference -------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_has_every_public_name():
+    """Pages of docs/api name each object once, and every public one: itself, or the module that it is shown with."""
+    named = [name for page in API_PAGES for name in re.findall(r"^::: ibp\.(\S+)$", page.read_text(), re.MULTILINE)]
+    assert sorted(named) == sorted(set(named))
+    assert set(ibp.__all__) - set(named) == set()
+    for name in named:
+        assert name in ibp.__all__ or importlib.util.find_spec(f"ibp.{name}") is not None, name
 
 
 # ---- the README on a package index -----------------------------------------------------------------------------------

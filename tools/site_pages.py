@@ -1,0 +1,124 @@
+"""Hook of mkdocs.yml: pages that lie outside docs/, and Markdown that holds on GitHub and on the site.
+
+On GitHub a link is a path from the page's own folder. The site has the same pages in other places, so links are written
+anew: to a page of the site, else to a page that shows the file that is meant (source code, a list of a folder's files),
+else to a copy of it (images, tables of numbers). Pages of the site need nothing from another host.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+# Pages from elsewhere: their place in the site, and in the repository.
+PAGES = {
+    "index.md": "README.md",
+    "format.md": "csrc/FORMAT.md",
+    "performance.md": "benchmarks/RESULTS.md",
+    "measuring.md": "benchmarks/README.md",
+    "data.md": "data/README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+    "changelog.md": "CHANGELOG.md",
+}
+# How files are shown that are linked and are no pages; others are copied.
+LANGUAGES = {".c": "c", ".h": "c", ".cu": "cuda", ".cuh": "cuda", ".cpp": "c++", ".py": "python", ".sh": "sh"}
+FENCE = re.compile(r"\s*(```+|~~~+)(.*)")
+LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")  # its text, and where it leads
+
+
+def origin(uri):
+    """Where a page of the site lies in the repository."""
+    return PAGES.get(uri, f"docs/{uri}")
+
+
+def outside_fences(text):
+    """(line, whether it is text, not code) of every line; fences are code."""
+    closing = None
+    for line in text.split("\n"):
+        fence = FENCE.match(line)
+        yield line, closing is None and fence is None
+        if fence and closing is None:
+            closing = fence[1]
+        elif fence and fence[1].startswith(closing) and not fence[2].strip():
+            closing = None
+
+
+def linked_paths(path):
+    """What the page at a path of the repository links to there, as paths from its root."""
+    text = "\n".join(line for line, is_text in outside_fences((ROOT / path).read_text()) if is_text)
+    targets = {target.partition("#")[0] for _, target in LINK.findall(text) if not re.match(r"[a-z]+:", target)}
+    return {posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) for target in targets - {""}}
+
+
+def shown(config, path):
+    """The files of the site that stand for a file or a folder that is no page: what shows it comes first."""
+    source = ROOT / path
+    head = "---\nsearch:\n  exclude: true\n---\n\n"
+    if source.is_dir():
+        names = sorted(child.name for child in source.iterdir() if child.is_file() and not child.name.startswith("."))
+        text = head + f"# {path}\n\n" + "".join(f"- [{name}]({name})\n" for name in names)
+        copies = [File.generated(config, f"files/{path}/{name}", abs_src_path=str(source / name)) for name in names]
+        return [File.generated(config, f"files/{path}/index.md", content=text), *copies]
+    if source.suffix in LANGUAGES or not source.suffix:
+        fence = "`" * 6
+        text = f"{head}# {path}\n\n{fence}{LANGUAGES.get(source.suffix, 'text')}\n{source.read_text()}{fence}\n"
+        return [File.generated(config, f"files/{path}.md", content=text)]
+    return [File.generated(config, f"files/{path}", abs_src_path=str(source))]
+
+
+def title_of(path):
+    """The first heading of a page."""
+    return next(line for line in (ROOT / path).read_text().split("\n") if line.startswith("# "))[2:]
+
+
+# Path in the repository: place in the site. Filled by on_files, read as pages are rendered.
+PLACES: dict[str, str] = {}
+
+
+def on_files(files, config):
+    PLACES.clear()
+    for uri, path in PAGES.items():
+        if (ROOT / path).exists():
+            files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+    PLACES.update({origin(file.src_uri): file.src_uri for file in files})
+    pages = [origin(file.src_uri) for file in files.documentation_pages()]
+    for path in sorted({path for page in pages for path in linked_paths(page)} - PLACES.keys()):
+        if (ROOT / path).exists():
+            first, *others = shown(config, path)
+            PLACES[path] = first.src_uri
+            for file in (first, *others):
+                if file.src_uri not in files.src_uris:
+                    files.append(file)
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links from here; the first word after a fence is its language, further ones become its title."""
+    here = origin(page.file.src_uri)
+
+    def link(match):
+        text, (target, _, anchor) = match[1], match[2].partition("#")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
+        if not target or path not in PLACES or re.match(r"[a-z]+:", target):
+            return match[0]
+        place = posixpath.relpath(PLACES[path], posixpath.dirname(page.file.src_uri) or ".")
+        if re.fullmatch(r"[\w./-]+\.md", text) and path.endswith(".md"):
+            text = title_of(path)  # where GitHub shows a path, the site shows a title
+        return f"[{text}]({place}{'#' + anchor if anchor else ''})"
+
+    def fence(line):
+        marks, language, needs = re.fullmatch(r"(\s*(?:```+|~~~+))(\S*)\s*(.*)", line).groups()
+        title = {"": "", "fragment": ""}.get(needs, f' title="needs {needs.replace("gpu", "a GPU")}"')
+        return f"{marks}{language}{title}" if not needs.startswith("{") else line
+
+    rewritten = []
+    for line, is_text in outside_fences(markdown):
+        if is_text:
+            line = LINK.sub(link, line)
+        elif re.match(r"\s*(```+|~~~+)\w+ \w", line):
+            line = fence(line)
+        rewritten.append(line)
+    return "\n".join(rewritten)
