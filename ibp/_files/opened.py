@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from .. import _memory, _ops
 from .._compressed_tensor import CompressedTensor
+from .._delta import Delta
 from .._fingerprint import fingerprint
 from .._schemes import AnyCodebook
 from .._staging import to_device
@@ -24,7 +25,7 @@ from .header import INDEX_SUFFIX, FileSet, find_files, read_index
 from .reader import Checks, OpenFile, Place, part_names, read_table
 
 PathLike = Union[str, "os.PathLike[str]"]
-Value = CompressedTensor | torch.Tensor
+Value = CompressedTensor | torch.Tensor | Delta
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class TensorInfo:
 
 
 class File(Mapping[str, Value]):
-    """A file, or a set of files, opened by `ibp.open`: its tables and tensors by name, over the mapped file.
+    """A file, or a set of files, opened by `ibp.open`: its tables, tensors and deltas by name, over the mapped file.
 
     A table or tensor is made when it is first asked for, and reads the file when its rows are read. What was made
     lives on after `close`. Values that are written to become memory of their own: the file stays as it is.
@@ -68,6 +69,7 @@ class File(Mapping[str, Value]):
         path: that was opened.
         metadata: the user's, text by text.
         tables: names of those that are compressed.
+        removed: in the delta of a checkpoint, names of tensors that are gone.
     """
 
     __module__ = "ibp"
@@ -83,6 +85,7 @@ class File(Mapping[str, Value]):
         self.metadata: dict[str, str] = {}
         for file in reversed(self._files.values()):
             self.metadata.update(file.user_metadata)
+        self.removed = tuple(name for file in self._files.values() for name in file.removed)
         self._made: dict[str, Value] = {}
         self._is_closed = False
 
@@ -110,8 +113,10 @@ class File(Mapping[str, Value]):
         if name not in self._owners:
             place = self._places[name]
             return place.file.tensor(name)
-        table = read_table(self._owners[name], name, self._places.get)
-        return table.pin_memory() if self._pin_memory else table
+        table, fields = read_table(self._owners[name], name, self._places.get)
+        if self._pin_memory:
+            table.pin_memory()
+        return table if fields.base is None or fields.result is None else Delta(table, fields.base, fields.result)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -241,7 +246,8 @@ class File(Mapping[str, Value]):
         if name not in self._owners:
             return
         wanted = self.fields(name).content
-        if wanted is not None and fingerprint(self[name]) != wanted:
+        value = self[name]
+        if isinstance(value, CompressedTensor) and wanted is not None and fingerprint(value) != wanted:
             raise ChecksumError(f"{self._owners[name].path}: {name!r} decodes to other bytes than were compressed")
 
     # ---- its end ----
@@ -373,6 +379,10 @@ def _owned(value: Value, device: torch.device, pin_memory: bool | None) -> Value
         if device.type == "cuda":
             return to_device(value, device)
         return value.pin_memory() if pin_memory else value.clone()
+    if isinstance(value, Delta):
+        table = _owned(value.table, device, pin_memory)
+        assert isinstance(table, CompressedTensor)
+        return Delta(table, value.base, value.result)
     if device.type == "cuda":
         return value.to(device)
     pin = _ops.cuda_is_available() if pin_memory is None else pin_memory

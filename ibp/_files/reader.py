@@ -33,7 +33,7 @@ from .fields import (
 from .header import Entry, read_header
 from .writer import CHECKS, PREFIX
 
-_TABLE, _CODEBOOK = f"{PREFIX}table.", f"{PREFIX}codebook."
+_TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
 _DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons lacks
 
@@ -53,15 +53,15 @@ class OpenFile:
         path: of the file.
         header: what stands before its data.
         tables: lines of the tables by their names.
-        plain: names of the tensors that are no parts of tables or codebooks.
+        removed: names that the delta of a checkpoint says are gone.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.header = path, read_header(path)
         metadata = self.header.metadata
-        self.tables: dict[str, str] = {}
-        if not self.header.is_plain:
-            self.tables = {key[len(_TABLE) :]: text for key, text in metadata.items() if key.startswith(_TABLE)}
+        own = {} if self.header.is_plain else metadata
+        self.tables = {key[len(_TABLE) :]: text for key, text in own.items() if key.startswith(_TABLE)}
+        self.removed = [key[len(_REMOVED) :] for key in own if key.startswith(_REMOVED)]
         self._pages: mmap.mmap | None = None
         self._codebooks: dict[int, AnyCodebook] = {}
         self._checks: Checks | None = None
@@ -226,8 +226,8 @@ def part_names(table: str) -> list[str]:
     return [f"{table}:{part}" for part in (*TABLE_PARTS, *CODEC_PARTS)]
 
 
-def read_table(file: OpenFile, name: str, find: Callable[[str], Place | None]) -> CompressedTensor:
-    """A table over the mapping of its parts.
+def read_table(file: OpenFile, name: str, find: Callable[[str], Place | None]) -> tuple[CompressedTensor, TableFields]:
+    """A table over the mapping of its parts, and its fields.
 
     Args:
         file: that has its line.
@@ -254,7 +254,7 @@ def read_table(file: OpenFile, name: str, find: Callable[[str], Place | None]) -
             raise FileFormatError(f"{what} has {part!r}, which such a table lacks")
         tensors[part] = data.view(_DTYPES[part])
     try:
-        return CompressedTensor(
+        table = CompressedTensor(
             shape=fields.shape,
             dtype=dtype,
             scheme=fields.scheme or "",
@@ -263,6 +263,7 @@ def read_table(file: OpenFile, name: str, find: Callable[[str], Place | None]) -
             codebook=None if fields.codebook is None else file.codebook(fields.codebook),
             **tensors,
         )
+        return table, fields
     except FileFormatError:
         raise
     except (ValueError, TypeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from .._arguments import whole_number
 from .._compressed_tensor import CompressedTensor
+from .._delta import CheckpointDelta, Delta
 from .._fingerprint import fingerprint
 from .._rows import check_tensor
 from .._schemes import AnyCodebook, ClusteredCodebook
@@ -39,8 +40,9 @@ def save(
 
     Args:
         path: of the file, "model.safetensors" in a directory, or a URL that fsspec knows ("s3://...", "memory://...").
-        tensors: tables (`ibp.compress`) and tensors by name; one alone has the name "tensor". Tensors are kept as they
-            are, and may have any dtype that safetensors has.
+        tensors: tables (`ibp.compress`), tensors and deltas (`ibp.delta`) by name; one alone has the name "tensor".
+            Tensors are kept as they are, and may have any dtype that safetensors has. Of an `ibp.CheckpointDelta` the
+            file also keeps which names are gone (`File.removed`).
         metadata: kept with them: text by text; no key begins with "ibp.".
         shard_bytes: the most bytes of data of a file, unless one table has more: a larger whole becomes a set of files,
             `<stem>-00001-of-00003.safetensors` and so on, and their index `<stem>.safetensors.index.json`. None: one
@@ -53,6 +55,7 @@ def save(
         OSError: the file cannot be written; there is no new file then.
     """
     items = _checked(tensors)
+    removed = tensors.removed if isinstance(tensors, CheckpointDelta) else ()
     checked_metadata(metadata)
     most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
     with _written_locally(path) as near:
@@ -61,10 +64,10 @@ def save(
         total = sum(map(_stored, items.values()))
         with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=not progress) as bar:
             if len(shards) == 1:
-                with _writer(target, items, metadata, bar.update) as writer:
+                with _writer(target, items, removed, metadata, bar.update) as writer:
                     _write(writer, items, content)
             else:
-                _write_set(target, shards, metadata, content, bar.update)
+                _write_set(target, shards, removed, metadata, content, bar.update)
 
 
 def _checked(tensors: Mapping[str, Value] | Value) -> dict[str, Value]:
@@ -72,8 +75,11 @@ def _checked(tensors: Mapping[str, Value] | Value) -> dict[str, Value]:
     for name, value in items.items():
         if not isinstance(name, str):
             raise TypeError(f"tensors has the key {name!r}; wanted names as text")
-        if not isinstance(value, (CompressedTensor, torch.Tensor)):
-            raise TypeError(f"{name!r} is a {type(value).__name__}; wanted a table (ibp.compress) or a torch.Tensor")
+        if not isinstance(value, (CompressedTensor, torch.Tensor, Delta)):
+            got = type(value).__name__
+            raise TypeError(
+                f"{name!r} is a {got}; wanted a table (ibp.compress), a torch.Tensor or a delta (ibp.delta)"
+            )
         if isinstance(value, torch.Tensor):
             check_tensor(value)
     return items
@@ -82,18 +88,27 @@ def _checked(tensors: Mapping[str, Value] | Value) -> dict[str, Value]:
 # ---- one file ----
 
 
+@contextlib.contextmanager
 def _writer(
-    path: Path, items: Mapping[str, Value], metadata: Mapping[str, str] | None, on_write: Callable[[int], object]
-) -> FileWriter:
+    path: Path,
+    items: Mapping[str, Value],
+    removed: Sequence[str],
+    metadata: Mapping[str, str] | None,
+    on_write: Callable[[int], object],
+) -> Iterator[FileWriter]:
     """The writer of a file, whose header is as long as these need."""
     codebooks = {one for value in items.values() for one in _codebooks_of(value)}
     dimensions = sum(len(value.shape) for value in items.values())
-    room = header_room(items, metadata, len(codebooks)) + 32 * dimensions
-    return FileWriter(path, metadata=metadata, header_bytes=room, on_write=on_write)
+    room = header_room([*items, *removed], metadata, len(codebooks)) + 32 * dimensions
+    with FileWriter(path, metadata=metadata, header_bytes=room, on_write=on_write) as writer:
+        for name in removed:
+            writer.removed(name)
+        yield writer
 
 
 def _codebooks_of(value: Value) -> list[AnyCodebook]:
-    codebook = value.codebook if isinstance(value, CompressedTensor) else None
+    table = value.table if isinstance(value, Delta) else value
+    codebook = table.codebook if isinstance(table, CompressedTensor) else None
     if codebook is None:
         return []
     return [codebook, *codebook.codebooks] if isinstance(codebook, ClusteredCodebook) else [codebook]
@@ -103,6 +118,8 @@ def _write(writer: FileWriter, items: Mapping[str, Value], content: bool) -> Non
     for name, value in items.items():
         if isinstance(value, torch.Tensor):
             write_plain(writer, name, value)
+        elif isinstance(value, Delta):
+            write_table(writer, name, value.table, base=value.base, result=value.result)
         else:
             write_table(writer, name, value, content=fingerprint(value) if content else None)
 
@@ -125,13 +142,16 @@ def _shards(items: Mapping[str, Value], most: int | None) -> list[dict[str, Valu
 
 
 def _stored(value: Value) -> int:
-    held = [value] if isinstance(value, torch.Tensor) else value._tensors().values()
-    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    table = value.table if isinstance(value, Delta) else value
+    return sum(tensor.nbytes for tensor in table._tensors().values())
 
 
 def _write_set(
     path: Path,
     shards: list[dict[str, Value]],
+    removed: Sequence[str],
     metadata: Mapping[str, str] | None,
     content: bool,
     on_write: Callable[[int], object],
@@ -142,7 +162,7 @@ def _write_set(
     with contextlib.ExitStack() as stack:
         for number, items in enumerate(shards, 1):
             file = path.with_name(f"{path.stem}-{number:05d}-of-{len(shards):05d}{path.suffix}")
-            writer = stack.enter_context(_writer(file, items, metadata, on_write))
+            writer = stack.enter_context(_writer(file, items, removed if number == 1 else (), metadata, on_write))
             _write(writer, items, content)
             writer.finish()
             weight_map.update(dict.fromkeys(writer.names, file.name))

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from .. import _core, _staging
+from .._compressed_tensor import CompressedTensor
 from .._rows import bytes_of, check_tensor
 from .._schemes import AnyCodebook
-from .._table import Table
 from . import checks
 from .fields import (
     ALIGNMENT,
@@ -388,7 +388,7 @@ def write_whole(path: Path, data: bytes) -> None:
         output.discard()
 
 
-def write_table(writer: FileWriter, name: str, table: Table, **fields: int | None) -> None:
+def write_table(writer: FileWriter, name: str, table: CompressedTensor, **fields: int | None) -> None:
     """Writes a whole table from any device, block by block. fields: content, base, result of `FileWriter.table`."""
     number = None if table.codebook is None else writer.codebook(table.codebook)
     writer.table(
