@@ -18,7 +18,7 @@ from .._compression import compress
 from .._core import ROWS_PER_BASE
 from .._rows import Geometry, bytes_of
 from .._schemes import AnyCodebook, ClusteredCodebook
-from .splitting import Split, element_bytes_of, split_rows
+from .splitting import Split, split_rows
 
 SAMPLE_BYTES = 1 << 20  # of a tensor that are decoded and counted
 _RUNS = 32  # places of a tensor that a sample comes from
@@ -35,8 +35,9 @@ class TensorReport:
     Attributes:
         name, dtype, shape: of the tensor; dtype as torch names it.
         kind: "table": compressed in the file; "delta": a table of differences; "plain": as it is; "estimate": an
-            ordinary tensor, and what compressing a sample of it says of the whole.
-        scheme: "raw", "ibp", "planes" or "plain".
+            ordinary tensor, and what compressing a sample of it says of the whole; "unknown": what this ibp cannot
+            read.
+        scheme: "raw", "ibp", "planes", "plain", or the name of an external codec.
         original_bytes: of the tensor.
         stored_bytes: of all that the file has, or would have, for it: rows, index, unused room and its share of the
             codebook.
@@ -49,6 +50,7 @@ class TensorReport:
         left_out, ranked: float [w], the share of the elements in which a bit is not stored, or part of a symbol.
         lengths: counts of rows by their stored bytes, in bins of equal width from 0 to row_bytes.
         entries: (name, what it stands for, share) of the codebook's most frequent entries.
+        note: why a tensor could not be looked into; else "".
     """
 
     name: str
@@ -71,6 +73,7 @@ class TensorReport:
     ranked: list[float] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     entries: list[tuple[str, str, float]] = field(default_factory=list)
+    note: str = ""
 
     @property
     def savings(self) -> float:
@@ -81,6 +84,44 @@ class TensorReport:
     def is_sampled(self) -> bool:
         """Whether the parts of coded rows are known from some of the rows only."""
         return self.sampled_rows < self.num_rows
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """What a file, or a set of files, consists of.
+
+    Attributes:
+        path: as it was given.
+        format: "ibp", "safetensors", "npy", "npz" or "torch".
+        is_estimate: whether stored bytes are what compressing would give.
+        file_bytes: of the files; None where they are not on this machine.
+        metadata: the user's.
+        tensors: the reports, in the file's order.
+    """
+
+    path: str
+    format: str
+    is_estimate: bool
+    file_bytes: int | None
+    metadata: dict[str, str] = field(default_factory=dict)
+    tensors: list[TensorReport] = field(default_factory=list)
+
+    @property
+    def original_bytes(self) -> int:
+        return sum(tensor.original_bytes for tensor in self.tensors)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(tensor.stored_bytes for tensor in self.tensors)
+
+    @property
+    def savings(self) -> float:
+        """1 - stored_bytes / original_bytes; 0 for no bytes."""
+        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
+
+    def parts(self) -> Counter[str]:
+        """Bytes of all tensors by part."""
+        return sum((Counter(tensor.parts) for tensor in self.tensors), Counter())
 
 
 # ---- samples of rows ----
@@ -244,7 +285,8 @@ def _lengths(table: CompressedTensor) -> np.ndarray:
 
 
 def _split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray, coded: np.ndarray) -> Split | None:
-    """What the coded ones of some rows consist of; None if there are none. numbers: of the rows; coded: of all rows."""
+    """What the coded ones of some rows consist of; None if there are none. numbers: of the rows; coded: of the table's
+    rows."""
     rows, numbers = rows[coded[numbers]], numbers[coded[numbers]]
     if table.codebook is None or not len(rows):
         return None

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 
-_MOST_ENTRIES = 24  # of a codebook, that a report lists
+_MOST_ENTRIES = 16  # of a codebook, that a report lists
 _TABLE_BITS = 16  # of symbols that are looked up in a table
 
 
@@ -43,11 +43,6 @@ def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> S
         return _split_planes(rows, codebook)
     assert isinstance(codebook, Codebook)
     return _split_masks(rows, codebook, element_bytes)
-
-
-def element_bytes_of(codebook: AnyCodebook, element_bytes: int) -> int:
-    """Bytes of the element that `split_rows` tells bits of apart."""
-    return codebook.element_bytes if isinstance(codebook, PlanesCodebook) else element_bytes
 
 
 # ---- scheme ibp ----

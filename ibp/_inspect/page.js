@@ -1,0 +1,411 @@
+"use strict";
+// Draws the data of the page. Text of the files goes into the page as text nodes and attributes only, never as markup.
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const tensors = data.files.flatMap((file) =>
+  file.tensors.map((tensor) => ({ kind: "table", scheme: "", dtype: "?", ...tensor, file })),
+);
+const NAMESPACE = "http://www.w3.org/2000/svg";
+const COLUMNS = [
+  ["tensor", (t) => t.name, ""],
+  ["dtype", (t) => t.dtype, "optional"],
+  ["scheme", (t) => t.scheme, ""],
+  ["before", (t) => t.before, "number optional"],
+  ["after", (t) => t.after, "number"],
+  ["saved", saved, "number"],
+];
+const PART_COLORS = {
+  residuals: "kept",
+  "kept bits": "kept",
+  plain: "kept",
+  signs: "kept",
+  "raw symbols": "raw",
+  "raw rows": "raw",
+  "chunks kept whole": "raw",
+  header: "index",
+  positions: "index",
+  index: "index",
+  "participation bits": "ranked",
+  codebook: "book",
+  "cluster numbers": "book",
+  "unused room": "left",
+};
+const PART_ORDER = [
+  "residuals",
+  "kept bits",
+  "signs",
+  "digits of plane",
+  "participation bits",
+  "raw symbols",
+  "chunks kept whole",
+  "header",
+  "positions",
+];
+const USES = [["kept as it is", "kept"], ["ranked symbol", "ranked"], ["left out", "left"]];
+let sorting = { column: null, down: false };
+let shown = [];
+let current = -1; // of tensors; -1: all of them
+
+// ---- elements ----
+
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+function drawn(name, attributes = {}, text = null) {
+  const made = document.createElementNS(NAMESPACE, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  if (text !== null) made.textContent = text;
+  return made;
+}
+
+function color(kind) {
+  return `var(--${kind})`;
+}
+
+// A bar, a column or a strip; hint is what it shows under the mouse and to readers of the screen.
+function box(svg, kind, x, y, width, height, hint) {
+  const made = drawn("rect", { x, y, width: Math.max(0, width), height: Math.max(0, height) });
+  made.style.fill = color(kind);
+  made.append(drawn("title", {}, hint));
+  svg.append(made);
+}
+
+function label(svg, x, y, text, anchor = "start") {
+  svg.append(drawn("text", { x, y, "text-anchor": anchor }, text));
+}
+
+function chart(width, height, label) {
+  return drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+}
+
+function keys(entries) {
+  const line = element("div", { class: "keys" });
+  for (const [text, kind] of entries) {
+    const swatch = element("i");
+    swatch.style.background = color(kind);
+    line.append(element("span", {}, swatch, text));
+  }
+  return line;
+}
+
+// ---- numbers ----
+
+function saved(tensor) {
+  return tensor.before ? 1 - tensor.after / tensor.before : 0;
+}
+
+function percent(share) {
+  return `${(100 * share).toFixed(1).replace(/^-0\.0$/, "0.0")} %`;
+}
+
+function size(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  for (; Math.abs(bytes) >= 1024 && unit < units.length - 1; unit++) bytes /= 1024;
+  return `${unit && Math.abs(bytes) < 100 ? bytes.toFixed(1) : Math.round(bytes)} ${units[unit]}`;
+}
+
+function count(number) {
+  return number.toLocaleString("en");
+}
+
+function sum(values) {
+  return values.reduce((total, value) => total + value, 0);
+}
+
+// ---- the list ----
+
+function showList() {
+  const words = document.getElementById("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  shown = tensors.map((tensor, at) => at).filter((at) => {
+    const text = `${tensors[at].name} ${tensors[at].dtype} ${tensors[at].scheme}`.toLowerCase();
+    return words.every((word) => text.includes(word));
+  });
+  if (sorting.column !== null) shown.sort(compare);
+  const rows = shown.map((at) => row(at, COLUMNS.map(([, value]) => value(tensors[at]))));
+  rows.unshift(row(-1, totals()));
+  document.querySelector("#list tbody").replaceChildren(...rows);
+  document.getElementById("count").textContent = `${count(shown.length)} of ${count(tensors.length)}`;
+}
+
+function compare(a, b) {
+  const value = COLUMNS[sorting.column][1];
+  const [first, second] = [value(tensors[a]), value(tensors[b])];
+  const order = typeof first === "number" ? first - second : first.localeCompare(second, "en", { numeric: true });
+  return (sorting.down ? -order : order) || a - b;
+}
+
+function totals() {
+  const [before, after] = [sum(tensors.map((t) => t.before)), sum(tensors.map((t) => t.after))];
+  return ["all tensors", "", "", before, after, before ? 1 - after / before : 0];
+}
+
+function row(at, values) {
+  const cells = values.map((value, column) => {
+    const text = column === 5 ? percent(value) : typeof value === "number" ? size(value) : value;
+    return element("td", { class: COLUMNS[column][2] }, text);
+  });
+  const made = element("tr", { tabindex: "0", "data-at": at, "aria-selected": at === current }, ...cells);
+  if (at < 0) made.classList.add("total");
+  return made;
+}
+
+function showHeads() {
+  const heads = COLUMNS.map(([name, , style], column) => {
+    const isSorted = sorting.column === column;
+    const mark = isSorted ? (sorting.down ? " \u25be" : " \u25b4") : "";
+    const button = element("button", { type: "button" }, name + mark);
+    button.addEventListener("click", () => {
+      sorting = { column, down: isSorted ? !sorting.down : style.includes("number") };
+      showHeads();
+      showList();
+      document.querySelectorAll("#list th button")[column].focus();
+    });
+    const order = isSorted ? (sorting.down ? "descending" : "ascending") : "none";
+    return element("th", { class: style, scope: "col", "aria-sort": order }, button);
+  });
+  document.querySelector("#list thead tr").replaceChildren(...heads);
+}
+
+// ---- what one tensor, or all of them, consist of ----
+
+function showDetail() {
+  const back = element("button", { type: "button", id: "back" }, "Back to the list");
+  back.addEventListener("click", close);
+  const parts = current < 0 ? overview() : tensorPage(tensors[current]);
+  document.getElementById("detail").replaceChildren(back, ...parts);
+  for (const made of document.querySelectorAll("#list tbody tr")) {
+    made.setAttribute("aria-selected", Number(made.dataset.at) === current);
+  }
+}
+
+function overview() {
+  const parts = {};
+  for (const tensor of tensors) {
+    for (const [part, bytes] of Object.entries(tensor.parts)) parts[part] = (parts[part] || 0) + bytes;
+  }
+  const made = [element("h2", {}, "All tensors"), ...data.files.map(fileFacts)];
+  made.push(...partsOf(parts), ...savingsOf());
+  const groups = {};
+  for (const tensor of tensors) {
+    if (tensor.entropy.length) (groups[`${tensor.dtype} ${tensor.entropy.length}`] ||= []).push(tensor);
+  }
+  for (const group of Object.values(groups)) made.push(...bitsOf(mean(group), `${group[0].dtype}: bits, by bytes`));
+  return made;
+}
+
+function fileFacts(file) {
+  const facts = [["file", file.path], ["format", file.format]];
+  if (file.bytes != null) facts.push(["size", `${size(file.bytes)} (${count(file.bytes)} bytes)`]);
+  if (file.estimate) facts.push(["note", "an ordinary file: what compressing it would give, by samples of rows"]);
+  for (const [key, value] of Object.entries(file.metadata)) facts.push([key, value.slice(0, 300)]);
+  return factList(facts);
+}
+
+function factList(facts) {
+  return element("dl", {}, ...facts.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+}
+
+// The mean tensor of a group, weighted by bytes.
+function mean(group) {
+  const total = sum(group.map((t) => t.before)) || 1;
+  const ofBit = (key, bit) => sum(group.map((t) => ((t[key] || [])[bit] || 0) * t.before)) / total;
+  const of = (key) => group[0].entropy.map((_, bit) => ofBit(key, bit));
+  return { dtype: group[0].dtype, entropy: of("entropy"), leftOut: of("leftOut"), ranked: of("ranked") };
+}
+
+function tensorPage(tensor) {
+  const facts = [
+    ["dtype", tensor.dtype],
+    ["shape", `[${tensor.shape.join(", ")}]`],
+    ["scheme", tensor.scheme + ({ estimate: ", by estimate", delta: ", a table of differences" }[tensor.kind] || "")],
+    ["bytes", `${size(tensor.before)} before, ${size(tensor.after)} after: ${percent(saved(tensor))} saved`],
+  ];
+  if (tensor.rows) facts.push(["rows", rowFacts(tensor)]);
+  if (tensor.sampledRows < tensor.rows) {
+    facts.push(["counted", `${count(tensor.sampledRows)} of the rows, as a sample`]);
+  }
+  if (tensor.note) facts.push(["note", tensor.note]);
+  const made = [element("h2", {}, tensor.name), factList(facts), ...partsOf(tensor.parts)];
+  if (tensor.entropy.length) made.push(...bitsOf(tensor, "bits"));
+  if (tensor.lengths && tensor.codebook != null) made.push(...lengthsOf(tensor));
+  if (tensor.entries) made.push(...entriesOf(tensor));
+  if (tensor.codebook != null) {
+    made.push(element("h3", {}, "codebook"), element("code", {}, data.codebooks[tensor.codebook]));
+  }
+  return made;
+}
+
+function rowFacts(tensor) {
+  const facts = [`${count(tensor.rows)} of ${count(tensor.rowBytes)} bytes`];
+  if (tensor.rawRows) facts.push(`${count(tensor.rawRows)} raw`);
+  if (tensor.defaultRows) facts.push(`${count(tensor.defaultRows)} without bytes`);
+  if (tensor.clusters > 1) facts.push(`${tensor.clusters} clusters`);
+  return facts.join(", ");
+}
+
+function partColor(part) {
+  return part.startsWith("digits of plane") ? "ranked" : PART_COLORS[part] || "other";
+}
+
+function partRank(part) {
+  const rank = PART_ORDER.findIndex((start) => part.startsWith(start));
+  return rank < 0 ? PART_ORDER.length : rank;
+}
+
+function partsOf(parts) {
+  const entries = Object.entries(parts).sort((a, b) => partRank(a[0]) - partRank(b[0]) || a[0].localeCompare(b[0]));
+  const total = sum(entries.map(([, bytes]) => bytes));
+  if (!total) return [];
+  const svg = chart(600, 30, "bytes by part");
+  let x = 0;
+  for (const [part, bytes] of entries) {
+    const width = (600 * bytes) / total;
+    box(svg, partColor(part), x, 2, Math.max(0.4, width - 1), 26, `${part}: ${percent(bytes / total)}`);
+    x += width;
+  }
+  const lines = entries.map(([part, bytes]) => {
+    const swatch = keys([[part, partColor(part)]]);
+    const cells = [count(bytes), percent(bytes / total)].map((text) => element("td", { class: "number" }, text));
+    return element("tr", {}, element("td", {}, swatch), ...cells);
+  });
+  const table = element("table", {}, element("tbody", {}, ...lines));
+  return [element("h3", {}, "what the bytes are"), svg, element("div", { class: "wide" }, table)];
+}
+
+function savingsOf() {
+  const ordered = tensors.filter((t) => t.before).sort((a, b) => saved(b) - saved(a));
+  const total = sum(ordered.map((t) => t.before));
+  if (!total) return [];
+  const svg = chart(600, 150, "savings by tensor");
+  const most = Math.max(0.1, ...ordered.map(saved));
+  let x = 36;
+  for (const tensor of ordered) {
+    const width = (560 * tensor.before) / total;
+    const height = (120 * Math.max(0, saved(tensor))) / most;
+    const hint = `${tensor.name}: ${percent(saved(tensor))} saved`;
+    box(svg, "ranked", x, 126 - height, Math.max(0.5, width - 0.5), height, hint);
+    x += width;
+  }
+  label(svg, 0, 12, percent(most));
+  label(svg, 0, 128, "0 %");
+  label(svg, 36, 144, "tensors that save the most first, as wide as they are large");
+  return [element("h3", {}, "savings by tensor"), svg];
+}
+
+function bitsOf(tensor, title) {
+  const width = tensor.entropy.length;
+  const step = 560 / width;
+  const svg = chart(600, 196, "entropy of each bit, and what is done with it");
+  tensor.entropy.forEach((entropy, bit) => {
+    const [left, ranked] = [(tensor.leftOut || [])[bit] || 0, (tensor.ranked || [])[bit] || 0];
+    const x = 36 + bit * step;
+    const name = `bit ${width - 1 - bit}`;
+    box(svg, "other", x, 92 - 76 * entropy, step * 0.88, 76 * entropy, `${name}: entropy ${entropy.toFixed(3)} bits`);
+    let y = 100;
+    [1 - left - ranked, ranked, left].forEach((share, use) => {
+      box(svg, USES[use][1], x, y, step * 0.88, 60 * share, `${name}: ${percent(share)} ${USES[use][0]}`);
+      y += 60 * share;
+    });
+    if (width <= 16 || bit % 8 === 0) label(svg, x + step * 0.44, 174, width - 1 - bit, "middle");
+  });
+  label(svg, 0, 22, "1 bit");
+  label(svg, 0, 92, "0");
+  label(svg, 0, 134, "use");
+  for (const [start, field] of data.fields[tensor.dtype] || []) {
+    const x = 35 + start * step;
+    label(svg, x + (start ? 3 : 1), 190, field === "sign" ? "s" : field);
+    if (start) svg.append(drawn("line", { x1: x, x2: x, y1: 12, y2: 190, stroke: "currentColor" }));
+  }
+  return [element("h3", {}, title), svg, keys([["entropy", "other"], ...USES])];
+}
+
+function lengthsOf(tensor) {
+  const svg = chart(600, 130, "rows by their stored bytes");
+  const most = Math.max(...tensor.lengths);
+  const step = 560 / tensor.lengths.length;
+  tensor.lengths.forEach((rows, bin) => {
+    const [first, end] = [bin, bin + 1].map((edge) => Math.round((edge * tensor.rowBytes) / tensor.lengths.length));
+    const [height, hint] = [(94 * rows) / most, `${first} to ${end} bytes: ${count(rows)} rows`];
+    box(svg, "kept", 36 + bin * step, 104 - height, step * 0.9, height, hint);
+  });
+  label(svg, 36, 122, "0");
+  label(svg, 596, 122, `${count(tensor.rowBytes)} bytes`, "end");
+  return [element("h3", {}, "rows by their stored bytes"), svg];
+}
+
+function entriesOf(tensor) {
+  const most = Math.max(...tensor.entries.map(([, , share]) => share));
+  const lines = tensor.entries.map(([name, meaning, share]) => {
+    const svg = drawn("svg", { viewBox: "0 0 100 10", "aria-hidden": "true" });
+    svg.style.width = "100px";
+    box(svg, "ranked", 0, 0, (100 * share) / most, 10, percent(share));
+    const cells = [element("code", {}, name), meaning].map((text) => element("td", {}, text));
+    return element("tr", {}, ...cells, element("td", { class: "number" }, percent(share)), element("td", {}, svg));
+  });
+  const title = tensor.scheme === "ibp" ? "pairs of mask and value, by chunks of a row" : "symbols, by frequency";
+  const table = element("table", {}, element("tbody", {}, ...lines));
+  return [element("h3", {}, title), element("div", { class: "wide" }, table)];
+}
+
+// ---- going through it ----
+
+function open(at) {
+  location.hash = at < 0 ? "all" : `t${at}`;
+}
+
+function close() {
+  history.replaceState(null, "", location.pathname + location.search);
+  document.body.classList.remove("open");
+  const made = document.querySelector(`#list tr[data-at="${current}"]`) || document.querySelector("#list tbody tr");
+  made.focus();
+}
+
+function followHash() {
+  const found = /^#t(\d+)$/.exec(location.hash);
+  current = found && Number(found[1]) < tensors.length ? Number(found[1]) : -1;
+  document.body.classList.toggle("open", location.hash.length > 1);
+  showDetail();
+  if (matchMedia("(max-width: 860px)").matches && location.hash.length > 1) scrollTo(0, 0);
+}
+
+function step(by) {
+  const rows = [...document.querySelectorAll("#list tbody tr")];
+  const at = rows.indexOf(document.activeElement);
+  const opened = rows.findIndex((made) => Number(made.dataset.at) === current);
+  const next = rows[Math.min(rows.length - 1, Math.max(0, at < 0 ? opened : at + by))];
+  next.focus();
+  if (!matchMedia("(max-width: 860px)").matches) open(Number(next.dataset.at));
+}
+
+document.querySelector("#list tbody").addEventListener("click", (event) => {
+  const made = event.target.closest("tr");
+  if (made) open(Number(made.dataset.at));
+});
+document.getElementById("search").addEventListener("input", showList);
+document.addEventListener("keydown", (event) => {
+  const isTyping = event.target.id === "search";
+  const isInList = event.target === document.body || event.target.closest("nav") !== null;
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "/" && !isTyping) document.getElementById("search").focus();
+  else if (isInList && (event.key === "ArrowDown" || (event.key === "j" && !isTyping))) step(1);
+  else if (isInList && (event.key === "ArrowUp" || (event.key === "k" && !isTyping))) step(-1);
+  else if (event.key === "Enter" && event.target.dataset.at !== undefined) open(Number(event.target.dataset.at));
+  else if (event.key === "Escape" && isTyping && event.target.value) (event.target.value = ""), showList();
+  else if (event.key === "Escape") close();
+  else return;
+  event.preventDefault();
+});
+addEventListener("hashchange", followHash);
+
+const [, , , before, after, share] = totals();
+document.getElementById("summary").textContent =
+  `${data.files.map((file) => file.path).join(", ")}: ${count(tensors.length)} tensors, ${size(before)} before, ` +
+  `${size(after)} after${data.files.some((file) => file.estimate) ? " by estimate" : ""}, ${percent(share)} saved`;
+showHeads();
+showList();
+followHash();

@@ -1,0 +1,90 @@
+"""Reports as one page of HTML that needs nothing else: page.html, page.css and page.js with the data between them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+from .drawing import FIELDS
+from .report import FileReport, TensorReport
+
+
+def make_page(files: Sequence[FileReport]) -> str:
+    """The page, in which all text of the files is data: no name can become markup or code."""
+    title = ", ".join(file.path for file in files)
+    style, script = (_resource(name) for name in ("page.css", "page.js"))
+    parts = {
+        "title": html.escape(title),
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "style": style,
+        "data": _inline(_data(files)),
+        "script": script,
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _resource("page.html"))
+
+
+def _resource(name: str) -> str:
+    return (resources.files(__package__) / name).read_text(encoding="utf-8")
+
+
+def _inline(data: Any) -> str:
+    """JSON that can stand in a script element: it has no character that begins or ends markup."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _data(files: Sequence[FileReport]) -> dict[str, Any]:
+    """What page.js draws. Codebooks in words are there once, parts and fields of floats by name."""
+    codebooks: dict[str, int] = {}
+    return {
+        "fields": {
+            dtype: FIELDS[dtype] for file in files for r in file.tensors for dtype in [r.dtype] if dtype in FIELDS
+        },
+        "files": [
+            {
+                "path": file.path,
+                "format": file.format,
+                "estimate": file.is_estimate,
+                "bytes": file.file_bytes,
+                "metadata": file.metadata,
+                "tensors": [_tensor(report, codebooks) for report in file.tensors],
+            }
+            for file in files
+        ],
+        "codebooks": list(codebooks),
+    }
+
+
+def _tensor(report: TensorReport, codebooks: dict[str, int]) -> dict[str, Any]:
+    """A report without what is empty or zero."""
+    values = {
+        "name": report.name,
+        "dtype": report.dtype,
+        "shape": report.shape,
+        "kind": report.kind,
+        "scheme": report.scheme,
+        "before": report.original_bytes,
+        "after": report.stored_bytes,
+        "parts": report.parts,
+        "rowBytes": report.row_bytes,
+        "rows": report.num_rows,
+        "rawRows": report.raw_rows,
+        "defaultRows": report.default_rows,
+        "sampledRows": report.sampled_rows,
+        "clusters": report.clusters,
+        "codebook": codebooks.setdefault(report.codebook, len(codebooks)) if report.codebook else None,
+        "entropy": report.entropy,
+        "leftOut": report.left_out if any(report.left_out) else [],
+        "ranked": report.ranked if any(report.ranked) else [],
+        "lengths": report.lengths,
+        "entries": [(name, meaning, round(share, 4)) for name, meaning, share in report.entries],
+        "note": report.note,
+    }
+    always = ("name", "before", "after", "shape", "parts", "entropy")
+    return {key: value for key, value in values.items() if key in always or value or (key, value) == ("codebook", 0)}

@@ -1,0 +1,172 @@
+"""Plots and pages of reports. What a browser makes of a page is tested where a chromium is found."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ibp
+from helpers import embedding, make_tensor, one_hot_rows
+from ibp._inspect import drawing, page, report
+
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">\u2028 $x_{ & {{data}}"
+LIMIT_S = 60
+
+
+def reports_of(count=4):
+    """Reports of tables of several kinds, with a hostile name among them."""
+    tensors = [
+        embedding(60, 32, torch.bfloat16),
+        one_hot_rows(40, 100),
+        make_tensor((50, 8), torch.int64, "narrow"),
+        make_tensor((9, 40), torch.uint8, "random"),
+    ]
+    schemes = ("planes", "planes", "ibp", "auto")
+    tables = [ibp.compress(x, scheme=scheme, pin_memory=False) for x, scheme in zip(tensors, schemes)]
+    names = [HOSTILE, "model.embed.weight", "ids", "noise"]
+    kinds = [report.report_table(name, table) for name, table in zip(names, tables)]
+    return [kinds[i] if i < 4 else renamed(kinds[i % 4], f"layers.{i}.weight") for i in range(count)]
+
+
+def renamed(found, name):
+    return report.TensorReport(**{**vars(found), "name": name})
+
+
+def page_of(reports):
+    return page.make_page([report.FileReport("a<b>.safetensors", "ibp", False, 1000, {"by": HOSTILE}, reports)])
+
+
+def data_text(value):
+    return page._inline(value)
+
+
+def data_of(text):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+# ---- the page ----
+
+
+def test_a_page_holds_the_reports():
+    reports = reports_of()
+    data = data_of(page_of(reports))
+    (file,) = data["files"]
+    assert file["metadata"] == {"by": HOSTILE} and [t["name"] for t in file["tensors"]] == [r.name for r in reports]
+    for tensor, found in zip(file["tensors"], reports):
+        assert tensor["parts"] == found.parts and tensor["entropy"] == found.entropy
+        assert tensor["after"] == found.stored_bytes and tensor["shape"] == list(found.shape)
+        assert ("codebook" in tensor) == bool(found.codebook)
+        assert not found.codebook or data["codebooks"][tensor["codebook"]] == found.codebook
+
+
+def test_text_of_a_file_is_never_markup():
+    text = page_of(reports_of())
+    assert "<img" not in text and text.count("<script") == 2 and text.count("</script>") == 2
+    assert "a&lt;b&gt;.safetensors" in text
+
+
+def test_a_page_needs_nothing_else():
+    text = page_of(reports_of()[1:]).replace(data_text(HOSTILE), "")
+    assert not re.search(r"""(src|href)\s*=|@import|url\(|https?:(?!//www\.w3\.org/2000/svg")""", text)
+    script = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)[0]
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'" in text
+
+
+def test_a_page_of_a_large_model_is_small():
+    assert len(page_of(reports_of(300)).encode()) < 600_000
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture
+def browse(tmp_path):
+    """Runs chromium on a page, without a window."""
+    if CHROMIUM is None:
+        pytest.skip("no chromium is installed")
+
+    def run(address, *options):
+        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+        done = subprocess.run(
+            [*command, *options, address], capture_output=True, text=True, timeout=LIMIT_S, check=True
+        )
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_tensors(browse, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(page_of(reports_of(6)), encoding="utf-8")
+    shown = browse(f"file://{path}#t0", "--dump-dom")
+    rows = re.findall(r'<tr tabindex="0" data-at="(-?\d+)"', shown)
+    assert rows == ["-1", "0", "1", "2", "3", "4", "5"] and "6 tensors" in shown
+    assert "<h2>&lt;/script&gt;&lt;img" in shown and "<title>a&lt;b&gt;.safetensors</title>" in shown
+    assert "residuals" in shown and "plane 0" in shown
+
+
+@pytest.mark.slow
+def test_a_browser_takes_a_screenshot(browse, tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    path, shot = tmp_path / "page.html", tmp_path / "shot.png"
+    path.write_text(page_of(reports_of(6)), encoding="utf-8")
+    browse(f"file://{path}", f"--screenshot={shot}", "--window-size=900,700", "--hide-scrollbars")
+    with image.open(shot) as picture:
+        assert picture.size == (900, 700)
+        colors = {color for _, color in picture.convert("RGB").getcolors(1 << 24)}
+    assert {(0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00)} <= colors  # kept bits and ranked symbols are drawn
+
+
+# ---- the plot ----
+
+
+def size_of(png):
+    assert png.startswith(b"\x89PNG")
+    return tuple(int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
+
+
+@pytest.mark.slow
+def test_a_plot_has_a_panel_a_dtype():
+    pytest.importorskip("matplotlib")
+    reports = reports_of()
+    width, height = size_of(drawing.draw(reports, HOSTILE))
+    assert (
+        width == size_of(drawing.draw(reports[:1], "one"))[0] and height > size_of(drawing.draw(reports[:1], "one"))[1]
+    )
+
+
+@pytest.mark.slow
+def test_a_plot_of_many_tensors_is_one_page():
+    pytest.importorskip("matplotlib")
+    width, height = size_of(drawing.draw(reports_of(500), "a model"))
+    assert width == 1320 and 400 < height < 3000
+
+
+def test_nothing_is_plotted_of_empty_tensors():
+    pytest.importorskip("matplotlib")
+    empty = report.report_table("empty", ibp.compress(torch.empty(0, 4), pin_memory=False))
+    for reports in ([], [empty]):
+        with pytest.raises(ValueError, match="nothing to plot"):
+            drawing.draw(reports, "empty")
+
+
+def test_a_plot_without_matplotlib_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="pip install matplotlib"):
+        drawing.draw(reports_of(1), "x")
+
+
+@pytest.mark.parametrize(
+    "name, shown",
+    [("a.b", "a.b"), ("a\nb\x1b", "a\\nb\\x1b"), ("x" * 50, f"{'x' * 21}\u2026{'x' * 21}"), ("\ud800", "\\ud800")],
+)
+def test_names_are_drawn_in_one_line(name, shown):
+    assert drawing.plain(name) == shown
