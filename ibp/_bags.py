@@ -223,7 +223,9 @@ def _is_fused(source: Table | RowCache, bags: Bags) -> bool:
         return False
     if bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled():
         return False
-    return device in source.devices if isinstance(source, RowCache) else worker_of(table, device) == device
+    if isinstance(source, RowCache):
+        return device in source.devices and not source._is_idle
+    return worker_of(table, device) == device
 
 
 def _table_of(source: Table | RowCache) -> Table:

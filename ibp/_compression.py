@@ -67,7 +67,8 @@ def compress(
         row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is
             not 1-D, else 4,096 bytes of the flat tensor.
         device: where analysis and compression run. None: x's GPU, else the current GPU if there is one, else the CPU.
-        pin_memory: whether a table in host memory is pinned, at its size. None: if there is a CUDA device.
+        pin_memory: whether a table in host memory is pinned, at its size. None: if there is a CUDA device; where the
+            system refuses, the table is pageable, and a RuntimeWarning says so, once a process.
         numa: the NUMA node whose memory is preferred for a pinned table, or a device near whose node; None: the calling
             thread's.
         progress: show progress bars.
@@ -76,7 +77,7 @@ def compress(
         TypeError: x is not a dense tensor of a supported dtype (quantized ones and those of less than a byte are not),
             codebook is none, or an argument is not of its type.
         ValueError: an argument is outside its range or contradicts another.
-        RuntimeError: memory cannot be pinned.
+        RuntimeError: pin_memory=True, and memory cannot be pinned.
     """
     _rows.check_tensor(x)
     learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
@@ -87,8 +88,10 @@ def compress(
     data = _rows.bytes_of(x)
     coding = learning.coding_of(data, geometry, worker, slot_bytes, progress)
     if coding is None:
-        slots = _memory.empty(geometry.num_bytes, data.device, pin, node).copy_(data)
-        return _table(geometry, "raw", geometry.row_bytes, slots, None, None)
+        (slots,), is_pinned = _memory.empty_parts([geometry.num_bytes], data.device, pin, node)
+        table = _table(geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
+        table._is_refused = pin is None and not is_pinned
+        return table
     if slot_bytes is None:
         slot_bytes = _layout.choose_slot_bytes(coding.survey, geometry)
     return _encode(data, geometry, coding, slot_bytes, worker, pin, node, progress)
@@ -147,7 +150,11 @@ def compress_(
         kept.append(table)  # from the first row rewritten, the table is all that is left of x
         if coding is not None:
             _encode_in_place(table, data, coding, worker, progress)
-        return table.pin_memory() if pin else table
+        if pin:
+            table.pin_memory()
+        elif pin is None:
+            _memory.pin_if_possible(table)
+        return table
 
     try:
         return _core.call_keeping_table(kept, work)
@@ -271,11 +278,13 @@ def _coding(
     return _Coding(codebook, lengths, _layout.survey(lengths, geometry))
 
 
-def _wants_pinning(x: torch.Tensor, pin_memory: bool | None) -> bool:
-    """Whether a table of x is to be pinned; RuntimeError if it cannot be."""
+def _wants_pinning(x: torch.Tensor, pin_memory: bool | None) -> bool | None:
+    """Whether a table of x is to be pinned; None: where the system lets. RuntimeError if it cannot be."""
     if pin_memory and not _ops.cuda_is_available():
         raise RuntimeError("pin_memory=True needs a CUDA device and a build of ibp with CUDA")
-    return not x.is_cuda and (_ops.cuda_is_available() if pin_memory is None else bool(pin_memory))
+    if pin_memory is None:
+        return None if not x.is_cuda and _ops.cuda_is_available() else False
+    return bool(pin_memory) and not x.is_cuda
 
 
 def _geometry(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
@@ -333,14 +342,14 @@ def _encode(
     coding: _Coding,
     slot_bytes: int,
     worker: torch.device,
-    pin: bool,
+    pin: bool | None,
     node: int,
     progress: bool,
 ) -> CompressedTensor:
     codebook, lengths, survey = coding.codebook, coding.lengths, coding.survey
-    slots = _memory.empty(_layout.slots_size(geometry, slot_bytes), data.device, pin, node)
-    overflow = _memory.empty(
-        survey.overflow_bytes(slot_bytes) if slot_bytes < geometry.row_bytes else 0, data.device, pin, node
+    overflow_bytes = survey.overflow_bytes(slot_bytes) if slot_bytes < geometry.row_bytes else 0
+    (slots, overflow), is_pinned = _memory.empty_parts(
+        [_layout.slots_size(geometry, slot_bytes), overflow_bytes], data.device, pin, node
     )
     bases = (
         _layout.index_rows(lengths, geometry, slot_bytes)
@@ -352,7 +361,7 @@ def _encode(
         [*bases.tolist(), overflow.numel()] if overflow.numel() and not (lies_near and worker.type == "cuda") else None
     )
     with (
-        _staging.outlet(worker, slots.device, pageable=not pin) as outlet,
+        _staging.outlet(worker, slots.device, pageable=not is_pinned) as outlet,
         tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar,
     ):
         for first, last, block in _rows.blocks(data, geometry.row_bytes, worker):
@@ -366,7 +375,9 @@ def _encode(
                 outlet.put(targets, near)
             bar.update(last - first)
     _check_faults(faults)
-    return _table(geometry, codebook.scheme, slot_bytes, slots, codebook, lengths, overflow, bases)
+    table = _table(geometry, codebook.scheme, slot_bytes, slots, codebook, lengths, overflow, bases)
+    table._is_refused = pin is None and not is_pinned
+    return table
 
 
 def _encode_block(

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
 from . import _core, _ops
 from ._arguments import whole_number
+
+if TYPE_CHECKING:
+    from ._table import Table
+
+
+class PinningError(RuntimeError):
+    """The system does not pin memory."""
+
+    __module__ = "ibp"
+
+
+_has_warned = False
+
+
+def warn_of_pageable(refused: PinningError) -> None:
+    """Says, once a process, that memory is pageable which nobody has said must be pinned."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        message = f"{refused}: what would be pinned is pageable, and comes to GPUs by way of the CPU, which is slower"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> torch.Tensor:
@@ -15,10 +40,47 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     if torch.cuda.is_available():
         torch.cuda.init()  # before that, torch takes no memory for pinned
-    buffer = _core.PinnedBuffer(num_bytes, node)
+    try:
+        buffer = _core.PinnedBuffer(num_bytes, node)
+    except RuntimeError as error:
+        raise PinningError(f"{num_bytes:,} bytes of memory cannot be pinned ({error})") from error
     if buffer.is_used:
         _wait_for_gpus()
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def empty_parts(
+    sizes: Sequence[int], device: torch.device, pin: bool | None, node: int = -1
+) -> tuple[list[torch.Tensor], bool]:
+    """(tensors as `empty` makes them, whether they are pinned). pin: None: where the system lets; all of them, or none
+    and a warning."""
+    if pin is not False:
+        try:
+            return [empty(size, device, True, node) for size in sizes], True
+        except PinningError as error:
+            if pin:
+                raise
+            warn_of_pageable(error)
+    return [empty(size, device, False) for size in sizes], False
+
+
+def pin_if_possible(table: Table) -> None:
+    """Pins a table that nobody has said must be pinned: with a warning where the system refuses."""
+    try:
+        table.pin_memory()
+    except PinningError as error:
+        warn_of_pageable(error)
+        table._is_refused = True
+
+
+def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
+    """What keeps memory pinned where it is while it lives; None: there is nothing to pin."""
+    if not data.numel():
+        return None
+    try:
+        return _core.PinnedRange(data, data.data_ptr(), data.numel())
+    except RuntimeError as error:
+        raise PinningError(f"{data.numel():,} bytes of memory cannot be pinned ({error})") from error
 
 
 def _wait_for_gpus() -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import _core
+from ._memory import PinningError
 
 _ALIGNMENT = 256  # bytes, of each tensor in the memory
 _DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
@@ -96,7 +97,10 @@ class Segment:
         """Pins the memory for this process, once. RuntimeError if there is no CUDA device or the system refuses."""
         if torch.cuda.is_available():
             torch.cuda.init()
-        self.pages.pin()
+        try:
+            self.pages.pin()
+        except RuntimeError as error:
+            raise PinningError(f"{self.num_bytes:,} bytes of shared memory cannot be pinned ({error})") from error
         self.pin = True
 
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:

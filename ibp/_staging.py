@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from . import _memory
+
 STAGED_BYTES = 16 << 20  # of a block: the copy engine is at its rate from 4 MiB on
 _ALIGNMENT = 256  # bytes, of what shares a buffer
 
@@ -44,8 +46,12 @@ class _Turn:
 
 
 def _empty_pinned(num_bytes: int) -> torch.Tensor:
-    """From torch's allocator, which keeps pinned memory for the next call."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    """From torch's allocator, which keeps pinned memory for the next call; pageable where the system refuses."""
+    try:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        _memory.warn_of_pageable(_memory.PinningError(f"{num_bytes:,} bytes of memory cannot be pinned ({error})"))
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class Staging:

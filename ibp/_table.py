@@ -48,6 +48,7 @@ class Table:
     _room: Room | None = None  # of a table whose rows have changed
     _version = 0  # how often rows have changed in place, which what holds copies of them must know
     _is_aliased: bool = False  # another table may have the same memory
+    _is_refused: bool = False  # the system does not pin it, which nobody has said it must
     _stored_bytes: int | None
     _link_bytes: int | None
 
@@ -215,12 +216,25 @@ class Table:
         elif self._is_pinned:
             return self
         elif self._owner is not None:
-            data = self.slots
-            self._pinned_range = _core.PinnedRange(data, data.data_ptr(), data.numel()) if data.numel() else None
+            self._pinned_range = _memory.pin_in_place(self.slots)
         else:
             self._move({name: _memory.to_pinned(getattr(self, name), node) for name in ("slots", "overflow")})
         self._refresh()
         return self
+
+    def _serves(self, device: torch.device) -> bool:
+        """Whether a GPU can fetch rows itself. Shared memory is pinned for this process first, if the system lets."""
+        segment = self._segment
+        if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.pages.is_pinned:
+            return self._is_pinned
+        try:
+            with torch.cuda.device(device):
+                segment.pin_here()
+        except _memory.PinningError as error:
+            _memory.warn_of_pageable(error)
+            segment.pin, self._is_refused = False, True
+            self._refresh()
+        return self._is_pinned
 
     def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | None = None) -> None:
         """Takes tensors of the same bytes in other memory. segment: what they are in, if it is shared."""

@@ -52,7 +52,7 @@ def put_items(cache: RowCache, ids: torch.Tensor, rows: torch.Tensor) -> None:
     with cache._change_lock, cache._lock:
         generation = cache._generation
         cache._check_generation(generation)
-        if cache.writable:
+        if cache.writable and not cache._is_idle:
             _write(cache, generation, ids.to(cache.devices[0]), rows)
         else:
             for held in (generation, *cache._captured):

@@ -30,6 +30,7 @@ from .slabs import (
     STATIC_WAYS,
     Entries,
     Generation,
+    Plan,
     Slab,
     copy_maps_near,
     filled_slab,
@@ -170,7 +171,9 @@ class RowCache:
         self._order = StreamOrder()
         self._captured: list[Generation] = []
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
-        for device in self._workers:
+        # A GPU cannot read the table: the cache holds nothing, and the table's own ways serve.
+        self._is_idle = self.devices[0].type == "cuda" and self._view._is_refused and not self._view.is_pinned()
+        for device in () if self._is_idle else self._workers:
             self._view._arguments(device)
         self._generation = self._made(None)
 
@@ -411,6 +414,8 @@ class RowCache:
 
     def _worker_of(self, target: torch.device) -> torch.device | None:
         """The device that looks rows up and decodes them; None: the table's own ways serve."""
+        if self._is_idle:
+            return None
         if target in self._workers:
             return target
         return self._workers[0] if self.writable or isinstance(self.table, Place) else None
@@ -482,6 +487,10 @@ class RowCache:
         """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
         if items is None or self._view._item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64)
+        if self._is_idle:
+            nothing = Plan(items[:0], items[:0], 0)
+            slabs = tuple(filled_slab(self._view, nothing, *place) for place in enumerate(self._slab_devices))
+            return self._generation_of(slabs, STATIC_WAYS, 0, 0)
         items = items.to(self.devices[0])
         slot_bytes = self._slot_bytes()
         if self.policy == "lru":
@@ -689,7 +698,7 @@ def _checked_devices(
     is_bound = isinstance(table, Place) or home.type == "cuda"
     if any(is_bound and device != home for device in found):
         raise ValueError(f"the table is on {home}; wanted the cache there")
-    if found[0].type == "cuda" and home.type == "cpu" and not view.is_pinned():
+    if found[0].type == "cuda" and home.type == "cpu" and not view.is_pinned() and not view._is_refused:
         raise ValueError("the table is in memory that is not pinned, which GPUs do not read: call its pin_memory()")
     return found
 

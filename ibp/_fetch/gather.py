@@ -252,6 +252,8 @@ class _Cpu(ItemPath):
             )
         if is_capturing(request.target):
             return "it cannot be captured in a CUDA graph, which the CPU takes no part in: wanted 'gpu' or 'bucketed'"
+        if not host_gather.has_buffers(table, request.target):
+            return "the system refuses to pin its staging buffers"
         return None
 
     def cost(self, request: Request) -> float:

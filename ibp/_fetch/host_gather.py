@@ -135,6 +135,7 @@ class _Ring:
 
 _stages: dict[torch.device, _Stage] = {}
 _rings: dict[torch.device, _Ring] = {}
+_refused: set[torch.device] = set()
 _lock = threading.Lock()
 
 
@@ -150,6 +151,17 @@ def _ring_of(device: torch.device) -> _Ring:
         if device not in _rings:
             _rings[device] = _Ring(device)
         return _rings[device]
+
+
+def has_buffers(table: Table, device: torch.device) -> bool:
+    """Whether a table can be gathered for a device: not where the system refuses to pin what it is gathered in."""
+    if device not in _refused:
+        try:
+            _stage_of(device) if _gathers_slots(table) else _ring_of(device)
+        except _memory.PinningError as error:
+            _memory.warn_of_pageable(error)
+            _refused.add(device)
+    return device not in _refused
 
 
 def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:

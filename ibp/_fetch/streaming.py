@@ -179,6 +179,22 @@ class Decoder:
         """Gives back what was borrowed for the request."""
 
 
+class HostDecoder(Decoder):
+    """The CPU decodes rows of pageable memory, and waits until the worker has a copy of them."""
+
+    def prepare(
+        self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
+    ) -> tuple[Any, ...]:
+        return table, start, end, out
+
+    def issue(self, prepared: tuple[Any, ...]) -> None:
+        table, start, end, out = prepared
+        data, fault = torch.empty(end - start, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+        KERNEL.decode(table, start, end, data.device, 0, data, fault)
+        table._raise_fault(fault.tolist())
+        bytes_of(out).copy_(data)
+
+
 class Request(NamedTuple):
     """Jobs of one worker: all that come over the link, or all others."""
 
@@ -234,7 +250,7 @@ class _Here(TensorPath):
         return "the rows come over the link" if request.over_the_link else None
 
 
-KERNEL = Decoder()
+KERNEL, ON_HOST = Decoder(), HostDecoder()
 PATHS: tuple[TensorPath, ...] = (_Copy(), _Gpu(), _Here())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._fetch.streaming import KERNEL, STREAM_SMS, Decoder, TensorStream
+from .._fetch.streaming import KERNEL, ON_HOST, STREAM_SMS, Decoder, TensorStream
 from .._table import CorruptTableError
 from .arena import Arena, overlap
 from .groups import Group
@@ -278,6 +278,8 @@ class CudaLane(Lane):
         """What decodes a group on the lane's stream."""
         if group.on_device:
             return KERNEL
+        if any(weight.table is not None and not weight.table._serves(self.device) for weight in group.weights):
+            return ON_HOST
         if self._from_host is None:
             self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
         return self._from_host

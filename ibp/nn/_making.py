@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .. import _changes, _memory, _ops
+from .. import _changes, _memory
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
 
@@ -84,8 +84,7 @@ def table_of(
 
 
 def _compressed(rows: torch.Tensor, **options: object) -> CompressedTensor:
-    pin = rows.device.type == "cpu" and _ops.cuda_is_available()
-    return compress(rows, pin_memory=pin, **options)  # type: ignore[arg-type]
+    return compress(rows, **options)  # type: ignore[arg-type]
 
 
 def _sample_of(sources: Sequence[Rows], total: int, num_columns: int) -> torch.Tensor:

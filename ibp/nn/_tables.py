@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import _memory
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
 from .._torch_functions import linear_of
@@ -95,7 +96,9 @@ def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor)
     else:
         table = weight.to(held.device)
         table = copy.copy(table) if table is weight else table
-    return table.pin_memory() if held.is_pinned() else table
+    if held.is_pinned():
+        _memory.pin_if_possible(table)
+    return table
 
 
 class Linear(TableModule):
