@@ -16,6 +16,11 @@ from . import _core, _ops, distributed, nn, optim
 from ._bags import embedding_bag
 from ._cache import CacheStats, RowCache, count_accesses
 from ._calibration import H200, Calibration, CoderRates, calibrate
+from ._checkpoints.compressing import compress_checkpoint
+from ._checkpoints.decompressing import decompress_checkpoint
+from ._checkpoints.estimating import CheckpointEstimate, TensorEstimate, estimate_checkpoint
+from ._checkpoints.report import CheckpointReport, TensorReport
+from ._checkpoints.source import SourceFormatError
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
 from ._config import show_config
@@ -48,6 +53,8 @@ __all__ = [
     "CacheStats",
     "Calibration",
     "CheckpointDelta",
+    "CheckpointEstimate",
+    "CheckpointReport",
     "ChecksumError",
     "ClusteredCodebook",
     "Codebook",
@@ -73,21 +80,27 @@ __all__ = [
     "Prefetch",
     "RowCache",
     "SharedHandle",
+    "SourceFormatError",
+    "TensorEstimate",
     "TensorInfo",
+    "TensorReport",
     "Transfer",
     "analyze",
     "calibrate",
     "compress",
     "compress_",
+    "compress_checkpoint",
     "count_accesses",
     "cuda_is_available",
     "decompress",
+    "decompress_checkpoint",
     "decompress_many",
     "delta",
     "distributed",
     "embedding_bag",
     "encode_into",
     "estimate",
+    "estimate_checkpoint",
     "fingerprint",
     "get_include",
     "get_library_dir",

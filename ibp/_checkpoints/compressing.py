@@ -1,0 +1,356 @@
+"""Checkpoints compressed: `compress_checkpoint`."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from .. import _memory, _ops
+from .._arguments import whole_number
+from .._estimation import check_learning
+from .._files.header import INDEX_SUFFIX
+from .._files.opened import file_system
+from .._files.writer import FileWriter, checked_metadata, header_room, write_whole
+from .._fingerprint import finished
+from .._group import Group, same_on_all
+from .._schemes import AnyCodebook, ClusteredCodebook, check_clusters
+from .coding import Block, Coded, Coder, blocks_of, coder_for
+from .journal import Journal
+from .learning import Codebooks, Learning
+from .outputs import sync_directory
+from .planning import Shard, plan_of, shards_of, shares, state_of, target_of
+from .report import CheckpointReport, PeakMemory, TensorReport, joined_report
+from .source import SourceTensor
+from .sources import AnyPath, Source, is_url, open_sources
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_NAME = "compress_checkpoint"
+
+
+def compress_checkpoint(
+    inputs: AnyPath | Iterable[AnyPath],
+    output: AnyPath,
+    *,
+    scheme: str = "auto",
+    level: str = "default",
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    clusters: int | str | None = None,
+    row_bytes: int | None = None,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
+    metadata: Mapping[str, str] | None = None,
+    shard_bytes: int | None = 5 << 30,
+    device: torch.device | str | int | None = None,
+    jobs: int | None = None,
+    group: ProcessGroup | None = None,
+    restart: bool = True,
+    progress: bool = False,
+) -> CheckpointReport:
+    """Compresses a checkpoint of any size to a file, or a set of files, that `ibp.open` and `ibp.load` read.
+
+    Tensors are read, coded and written block by block, in bounded memory: some 100 MB besides 2 bytes a row, whatever
+    their size. Names, shapes, dtypes, bytes and metadata are kept. Weights of a kind share a codebook. What does not
+    get smaller, or is smaller than 4 KiB, is kept as it is. Each table has its fingerprint.
+
+    The output appears under its name when it is whole. Of a set of files those that are finished wait in a directory
+    beside it, `.<name>.ibp-work`, where the same call finds them after an interruption, if the inputs have not changed.
+
+    Args:
+        inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,
+            checkpoints of torch.save (read with weights_only), files of ibp.
+        output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec, which the files are
+            copied to when they are whole.
+        scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
+        row_bytes: bytes of a row; None: 4,096 bytes of the flat tensor, or an item of an array of numpy that has 512
+            bytes to 64 KiB.
+        include, exclude: patterns of names ("*.weight", as fnmatch has them): only tensors that match one of include,
+            and none of exclude, are compressed. The others are kept as they are.
+        metadata: text by text, added to that of the inputs.
+        shard_bytes: bytes of tensors before coding that a file has at most, unless one tensor has more. None: one file.
+            Files of a set, as of a sharded model, stay files of their own.
+        device: that codes the rows. None: the current GPU if there is one, else the CPU.
+        jobs: threads; None: one for each core.
+        group: processes that share the work, as torchrun starts them, on one machine or several with a shared
+            file system: each calls this function with the same arguments, and takes whole files, the largest first; the
+            rows of a checkpoint of one tensor are divided among them. They share codebooks. None: this process alone.
+        restart: take over what an interrupted call has finished.
+        progress: show a bar.
+
+    Returns:
+        What was written; the same on all ranks but for its peak of memory.
+
+    Raises:
+        FileNotFoundError: there is no such input.
+        SourceFormatError, ibp.FileFormatError: an input is damaged, or no file of tensors.
+        TypeError, ValueError: an argument is outside its range, or two inputs have a tensor of one name.
+        OSError: a file cannot be read or written.
+    """
+    chunk_bytes, tau, _ = check_learning(scheme, chunk_bytes, tau, None, level)
+    check_clusters(clusters)
+    checked_metadata(metadata)
+    shard_bytes = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
+    row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, 65536)
+    jobs = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
+    worker = _memory.canonical(device if device is not None else "cuda" if _ops.cuda_is_available() else "cpu")
+    learning = Learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, worker)
+    patterns = None if include is None else tuple(include), tuple(exclude)
+    ranks = None if group is None else Group(group)
+    if ranks is not None and is_url(os.fspath(output)):
+        raise ValueError(f"output is {os.fspath(output)!r}; with a group wanted a path that all ranks see")
+    with open_sources(inputs) as source, written_to(output) as target:
+        shards = shards_of(source, target, shard_bytes, metadata or {}, ranks.size if ranks else 1)
+        job = _Job(learning, patterns, worker, jobs, progress, os.fspath(output))
+        if ranks is None and len(shards) == 1:
+            return job.one_file(source, target, shards[0])
+        return job.files(source, target, shards, restart, ranks)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be done with each file."""
+
+    learning: Learning
+    patterns: tuple[tuple[str, ...] | None, tuple[str, ...]]
+    worker: torch.device
+    jobs: int
+    progress: bool
+    output: str
+
+    def one_file(self, source: Source, target: Path, shard: Shard) -> CheckpointReport:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        books = Codebooks(self.learning, shard.tensors, self._kept(source))
+        with self._bar(shard.num_bytes) as bar:
+            writing = _Writing(books, coder_for(self.worker, self.jobs), self.jobs, bar.update)
+            fields = writing.write(target, shard)
+        record = {**fields, "file": target.name, "size": target.stat().st_size}
+        return joined_report(self._shown(target), [record], 0, writing.peak.num_bytes)
+
+    def files(
+        self, source: Source, target: Path, shards: list[Shard], restart: bool, ranks: Group | None
+    ) -> CheckpointReport:
+        """Makes a set of files: on this rank its own, with the others' all of them."""
+        rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
+        journal = Journal(target, plan_of(shards, _inputs(source), self._options()))
+        if rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            journal.open(restart)
+        _agreed(ranks, journal, self._options())
+        finished_before = {shard.file: journal.finished(shard.file) for shard in shards}
+        if ranks:
+            ranks.together(_NAME, lambda: None)  # all have looked before the first writes
+        tensors = [tensor for shard in shards for tensor in shard.tensors]
+        mine = [shard for shard in shares(shards, size)[rank] if finished_before[shard.file] is None]
+        try:
+            books = Codebooks(self.learning, tensors, self._kept(source), ranks)
+            with self._bar(sum(shard.num_bytes for shard in mine), rank) as bar:
+                writing = _Writing(books, coder_for(self.worker, self.jobs), self.jobs, bar.update)
+
+                def write_mine() -> dict[str, dict[str, Any]]:
+                    return {
+                        shard.file: journal.finish(shard.file, writing.write(journal.directory / shard.file, shard))
+                        for shard in mine
+                    }
+
+                found = ranks.together(_NAME, write_mine) if ranks else [write_mine()]
+        except BaseException:
+            if ranks is None:
+                journal.close_if_empty()
+            raise
+        records = {file: record for file, record in finished_before.items() if record is not None}
+        kept_files = len(records)
+        for some in found:
+            records.update(some)
+        ordered = [records[shard.file] for shard in shards]
+        if rank == 0:
+            _finish(target, journal, ordered)
+        if ranks:
+            ranks.together(_NAME, lambda: None)
+        return joined_report(self._shown(_index_of(target, ordered)), ordered, kept_files, writing.peak.num_bytes)
+
+    def _kept(self, source: Source) -> frozenset[str]:
+        """Names of tensors that are not to be coded."""
+        include, exclude = self.patterns
+
+        def matches(name: str, patterns: Iterable[str]) -> bool:
+            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+        chosen = {name for name in source.tensors if include is None or matches(name, include)}
+        return frozenset(name for name in source.tensors if name not in chosen or matches(name, exclude))
+
+    def _options(self) -> dict[str, Any]:
+        fields = {key: value for key, value in vars(self.learning).items() if key != "device"}
+        include, exclude = self.patterns
+        return {**fields, "include": None if include is None else list(include), "exclude": list(exclude)}
+
+    def _bar(self, num_bytes: int, rank: int = 0) -> tqdm:
+        hidden = not self.progress or rank != 0
+        return tqdm(total=num_bytes, desc="compress", unit="B", unit_scale=True, disable=hidden)
+
+    def _shown(self, path: Path) -> str:
+        """The path of a file of the output, as the caller knows it."""
+        if not is_url(self.output):
+            return os.fspath(path)
+        return f"{self.output.rpartition('/')[0]}/{path.name}"
+
+
+class _Writing:
+    """Writes files, block by block.
+
+    Attributes:
+        peak: memory of the process's own, as seen after each block.
+    """
+
+    def __init__(self, books: Codebooks, coder: Coder, jobs: int, on_bytes: Callable[[int], object]) -> None:
+        self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
+        self.peak = PeakMemory()
+
+    def write(self, path: Path, shard: Shard) -> dict[str, Any]:
+        """Writes a file. Returns the fields of its record."""
+        self._books.prepare(shard.tensors, self._jobs)
+        codebooks = {one for tensor in shard.tensors for one in _all_of(self._books.of(tensor))}
+        names = [tensor.name for tensor in shard.tensors]
+        room = header_room(names, shard.metadata, len(codebooks))
+        room += sum(512 * len(tensor.shape) // 8 for tensor in shard.tensors)
+        with FileWriter(path, metadata=shard.metadata, header_bytes=room) as writer:
+            coming = self._coder.coded(self._blocks(shard))
+            with contextlib.closing(coming):
+                reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
+            fields = {"names": writer.names, "data_bytes": writer.data_bytes}
+        return {**fields, "tensors": [report.as_dict() for report in reports]}
+
+    def _blocks(self, shard: Shard) -> Iterator[Block]:
+        for tensor in shard.tensors:
+            yield from blocks_of(tensor, self._books.of(tensor), self._coder.block_bytes)
+
+    def _write_tensor(
+        self, writer: FileWriter, tensor: SourceTensor, coming: Iterator[Coded], file: str
+    ) -> TensorReport:
+        codebook = self._books.of(tensor)
+        number = None if codebook is None else writer.codebook(codebook)
+        start = writer.data_bytes
+        if codebook is None:
+            with writer.plain(tensor.name, tensor.dtype, tensor.shape) as sink:
+                self._write_blocks(tensor, None, coming, sink.write)
+        else:
+            self._write_table(writer, tensor, codebook, number, coming)
+        stored = writer.data_bytes - start
+        scheme = None if codebook is None else codebook.scheme
+        return TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, file)
+
+    def _write_table(
+        self,
+        writer: FileWriter,
+        tensor: SourceTensor,
+        codebook: AnyCodebook,
+        number: int | None,
+        coming: Iterator[Coded],
+    ) -> None:
+        with writer.part(f"{tensor.name}:overflow", "U8") as sink:
+            start = writer.data_bytes
+            parts, words = self._write_blocks(tensor, codebook, coming, sink.write)
+            has_overflow = writer.data_bytes > start
+        lengths = torch.from_numpy(np.concatenate(parts))
+        with writer.part(f"{tensor.name}:lengths", "U16") as sink:
+            sink.write(lengths)
+        if has_overflow:
+            index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
+            with writer.part(f"{tensor.name}:bases", "U64") as sink:
+                sink.write(index[:-1])
+        writer.table(
+            tensor.name,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            scheme=codebook.scheme,
+            row_bytes=codebook.row_bytes,
+            slot_bytes=0,
+            codebook=number,
+            content=finished(words, tensor.num_bytes),
+        )
+
+    def _write_blocks(
+        self,
+        tensor: SourceTensor,
+        codebook: AnyCodebook | None,
+        coming: Iterator[Coded],
+        write: Callable[[Any], None],
+    ) -> tuple[list[np.ndarray], int]:
+        """Writes the blocks of a tensor as they come. Returns the lengths of their rows, and the sum of words."""
+        parts, words = [], 0
+        for block in blocks_of(tensor, codebook, self._coder.block_bytes):
+            coded = next(coming)
+            write(coded.data)
+            parts.append(coded.lengths)
+            words += coded.words
+            self._on_bytes(block.end - block.start)
+            self.peak.look()
+        return parts, words
+
+
+def _all_of(codebook: AnyCodebook | None) -> list[AnyCodebook]:
+    """A codebook, and those of its clusters."""
+    if codebook is None:
+        return []
+    return [codebook, *codebook.codebooks] if isinstance(codebook, ClusteredCodebook) else [codebook]
+
+
+def _inputs(source: Source) -> list[list[Any]]:
+    """What tells the inputs from what they were: of the files that are read, here."""
+    return state_of(source.files)
+
+
+def _agreed(ranks: Group | None, journal: Journal, options: Mapping[str, Any]) -> None:
+    """Waits until rank 0 has made the journal's directory, and checks that all have the same arguments and see it."""
+    if ranks is None:
+        return
+    given = ranks.together(_NAME, lambda: {"the output": str(journal.directory), "the options": json.dumps(options)})
+    same_on_all(_NAME, given)
+    if not all(ranks.together(_NAME, journal.directory.is_dir)):
+        raise ValueError(f"{journal.directory} is not on a file system that all ranks see; wanted a shared one")
+
+
+def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> None:
+    """Moves the files of a set to their places, and writes their index."""
+    for record in records:
+        journal.move(record["file"])
+    if len(records) > 1:
+        weight_map = {name: record["file"] for record in records for name in record["names"]}
+        total = sum(record["data_bytes"] for record in records)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_whole(_index_of(target, records), json.dumps(index, ensure_ascii=False, indent=2).encode())
+    sync_directory(target.parent)
+    journal.close()
+
+
+def _index_of(target: Path, records: list[dict[str, Any]]) -> Path:
+    return target.with_name(target.name + INDEX_SUFFIX) if len(records) > 1 else target
+
+
+@contextlib.contextmanager
+def written_to(output: AnyPath) -> Iterator[Path]:
+    """Where to write the output: for a URL in a temporary directory, from which the files go there afterwards, the
+    index last."""
+    text = os.fspath(output).removeprefix("file://")
+    if not is_url(text):
+        yield target_of(text)
+        return
+    system, remote = file_system(text)
+    folder, _, name = remote.rpartition("/")
+    with tempfile.TemporaryDirectory(prefix="ibp-") as near:
+        yield Path(near) / (name or "model.safetensors")
+        files = [file for file in sorted(Path(near).iterdir()) if not file.name.startswith(".")]
+        for file in sorted(files, key=lambda file: file.name.endswith(INDEX_SUFFIX)):
+            system.put_file(os.fspath(file), f"{folder}/{file.name}" if folder else file.name)

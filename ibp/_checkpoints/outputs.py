@@ -1,0 +1,125 @@
+"""Files that checkpoints are decompressed to: each is written as a stream, and appears under its name when it is
+whole."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import secrets
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from .._files.fields import dtype_name
+from .source import SourceTensor
+from .torch_files import PREFIX
+
+Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]
+
+_ALIGNMENT = 8  # of the data of a safetensors file
+
+
+def write_safetensors(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+    """Writes an ordinary safetensors file."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.num_bytes
+        entry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[tensor.name] = entry
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
+    with replaced(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            for piece in pieces(tensor):
+                file.write(piece.data)
+
+
+def write_npy(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+    """Writes an .npy file of one tensor. ValueError if there are several, or numpy lacks the dtype."""
+    if len(tensors) != 1:
+        raise ValueError(f"{path} holds one array, and there are {len(tensors)} tensors; wanted a name with .npz")
+    header = _array_header(tensors[0])
+    with replaced(path) as file:
+        file.write(header)
+        for piece in pieces(tensors[0]):
+            file.write(piece.data)
+
+
+def write_npz(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+    """Writes an .npz archive, whose members are not deflated. ValueError if numpy lacks a dtype."""
+    headers = [_array_header(tensor) for tensor in tensors]
+    with replaced(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for tensor, header in zip(tensors, headers):
+            with archive.open(f"{tensor.name}.npy", "w", force_zip64=True) as member:
+                member.write(header)
+                for piece in pieces(tensor):
+                    member.write(piece.data)
+
+
+def write_torch(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+    """Writes a checkpoint by torch.save: a dict from name to tensor, with the values that metadata holds of one. All
+    of it is in memory meanwhile."""
+    content: dict[str, Any] = {
+        key.removeprefix(PREFIX): json.loads(text) for key, text in metadata.items() if key.startswith(PREFIX)
+    }
+    for tensor in tensors:
+        content[tensor.name] = tensor.tensor()
+    with replaced(path) as file:
+        torch.save(content, file)
+
+
+FORMATS: Mapping[str, Callable[[Path, Sequence[SourceTensor], Mapping[str, str], Pieces], None]] = {
+    "safetensors": write_safetensors,
+    "npy": write_npy,
+    "npz": write_npz,
+    "torch": write_torch,
+}
+SUFFIXES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz", ".pt": "torch", ".pth": "torch"}
+SUFFIXES[".bin"] = "torch"
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[IO[bytes]]:
+    """A temporary file beside `path`, which takes that name, whole and on disk, when the context is left normally; else
+    it is removed."""
+    temporary = path.parent / f".ibp-{secrets.token_hex(8)}.tmp"
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in a directory are on disk."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _array_header(tensor: SourceTensor) -> bytes:
+    """What stands before an array's data in an .npy file."""
+    try:
+        dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    except TypeError:
+        raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which numpy lacks; wanted .safetensors") from None
+    header = io.BytesIO()
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
+    np.lib.format.write_array_header_1_0(header, fields)
+    return header.getvalue()

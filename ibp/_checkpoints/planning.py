@@ -1,0 +1,136 @@
+"""Which file of the output each tensor of a checkpoint goes to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import _core
+from .ibp_files import ROWS_KEY, rows_entry
+from .source import Source, SourceTensor
+
+_SUFFIX = ".safetensors"
+_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of checkpoints in several files, which stay as many
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the output.
+
+    Attributes:
+        file: its name.
+        tensors: of the file, in order.
+        metadata: of the file.
+    """
+
+    file: str
+    tensors: tuple[SourceTensor, ...]
+    metadata: Mapping[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors before coding."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+class ItemsOf(SourceTensor):
+    """Some items of a tensor, as a tensor."""
+
+    def __init__(self, whole: SourceTensor, first: int, last: int) -> None:
+        super().__init__(f"{whole.name}.rows-{first}", whole.dtype, (last - first, *whole.shape[1:]))
+        self._whole, self._start = whole, first * (whole.num_bytes // whole.shape[0])
+        self.has_items = whole.has_items
+
+    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
+        return self._whole.read(self._start + start_byte, self._start + end_byte)
+
+
+def target_of(output: str | os.PathLike[str]) -> Path:
+    """The path of the output: of a directory, "model.safetensors" in it."""
+    text = os.fspath(output)
+    return Path(text) / f"model{_SUFFIX}" if text.endswith(os.sep) or os.path.isdir(text) else Path(text)
+
+
+def shards_of(
+    source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str], num_ranks: int
+) -> list[Shard]:
+    """The files that a checkpoint becomes. Files of a set stay files of their own; what is larger than shard_bytes is
+    cut between tensors, and one tensor that ranks share between items."""
+    contents: list[tuple[list[SourceTensor], Mapping[str, str]]] = []
+    for tensors, texts in _files_of(source):
+        contents += [(part, texts) for part in _cut(tensors, shard_bytes)]
+    pieces = _pieces(contents[0][0], num_ranks) if len(contents) == 1 else []
+    if pieces:
+        texts = contents[0][1]
+        contents = [([piece], {**texts, f"{ROWS_KEY}{piece.name}": entry}) for piece, entry in pieces]
+    names = [target.name]
+    if len(contents) > 1:
+        count = len(contents)
+        names = [f"{target.stem}-{number:05d}-of-{count:05d}{target.suffix}" for number in range(1, count + 1)]
+    return [Shard(name, tuple(tensors), {**texts, **metadata}) for name, (tensors, texts) in zip(names, contents)]
+
+
+def shares(shards: list[Shard], num_ranks: int) -> list[list[Shard]]:
+    """The shards of each rank: the largest first, each to the rank with the fewest bytes so far."""
+    taken: list[list[Shard]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for shard in sorted(shards, key=lambda shard: (-shard.num_bytes, shard.file)):
+        rank = loads.index(min(loads))
+        taken[rank].append(shard)
+        loads[rank] += shard.num_bytes
+    return taken
+
+
+def plan_of(shards: list[Shard], inputs: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a set of files is made of and how, as JSON has it."""
+    return {
+        "format": _core.FORMAT_VERSION,
+        "release": _core.version(),
+        "inputs": inputs,
+        "options": dict(options),
+        "shards": {shard.file: [[tensor.name, tensor.num_bytes] for tensor in shard.tensors] for shard in shards},
+    }
+
+
+def state_of(paths: Iterable[str]) -> list[list[Any]]:
+    """What tells files from what they were: path, size, time of the last change."""
+    found = [(os.path.abspath(path), os.stat(path)) for path in paths]
+    return [[path, state.st_size, state.st_mtime_ns] for path, state in found]
+
+
+def _files_of(source: Source) -> list[tuple[list[SourceTensor], Mapping[str, str]]]:
+    if len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts):
+        return [(list(part.tensors.values()), part.metadata) for part in source.parts]
+    texts: dict[str, str] = {}
+    for part in reversed(source.parts):
+        texts.update(part.metadata)
+    return [(list(source.tensors.values()), {**texts, **source.metadata})]
+
+
+def _cut(tensors: list[SourceTensor], shard_bytes: int | None) -> list[list[SourceTensor]]:
+    parts: list[list[SourceTensor]] = [[]]
+    used = 0
+    for tensor in tensors:
+        if shard_bytes is not None and parts[-1] and used + tensor.num_bytes > shard_bytes:
+            parts.append([])
+            used = 0
+        parts[-1].append(tensor)
+        used += tensor.num_bytes
+    return parts
+
+
+def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[ItemsOf, str]]:
+    """The items of each rank of a checkpoint of one tensor, and what metadata says of them; none where one rank takes
+    all."""
+    if num_ranks == 1 or len(tensors) != 1 or not tensors[0].shape or tensors[0].shape[0] < num_ranks:
+        return []
+    items = tensors[0].shape[0]
+    bounds = [items * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [
+        (ItemsOf(tensors[0], first, last), rows_entry(first, last, items)) for first, last in zip(bounds, bounds[1:])
+    ]

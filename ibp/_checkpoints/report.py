@@ -1,0 +1,123 @@
+"""What became of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._files.fields import dtype_name, dtype_of
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """A tensor of a compressed checkpoint.
+
+    Attributes:
+        name: in the checkpoint.
+        dtype, shape: of the tensor.
+        scheme: "ibp" or "planes"; None of a tensor that is kept as it is.
+        num_bytes: of the tensor.
+        stored_bytes: of the file that it takes, index and padding included, codebook apart.
+        file: name of its file.
+    """
+
+    __module__ = "ibp"
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    scheme: str | None
+    num_bytes: int
+    stored_bytes: int
+    file: str
+
+    @property
+    def savings(self) -> float:
+        """1 - stored_bytes / num_bytes."""
+        return 1 - self.stored_bytes / self.num_bytes if self.num_bytes else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        return {**vars(self), "dtype": dtype_name(self.dtype), "shape": list(self.shape)}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> TensorReport:
+        """What `as_dict` gave."""
+        return cls(**{**fields, "dtype": dtype_of(fields["dtype"]), "shape": tuple(fields["shape"])})
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What `compress_checkpoint` wrote.
+
+    Attributes:
+        path: what to open: the file, or the index of a set of files; text, of a URL the URL.
+        files: names of the files with tensors.
+        tensors: a `TensorReport` for each tensor, in the order of the files.
+        num_bytes: of all tensors.
+        file_bytes: of all files, headers and checksums included.
+        kept_files: how many files an earlier, interrupted call had finished.
+        peak_bytes: the most memory of its own (RssAnon of Linux) that this process was seen to have meanwhile.
+    """
+
+    __module__ = "ibp"
+
+    path: str
+    files: tuple[str, ...]
+    tensors: tuple[TensorReport, ...]
+    num_bytes: int
+    file_bytes: int
+    kept_files: int
+    peak_bytes: int
+
+    @property
+    def savings(self) -> float:
+        """1 - file_bytes / num_bytes; negative where headers take more than is saved."""
+        return 1 - self.file_bytes / self.num_bytes if self.num_bytes else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        own = {**vars(self), "savings": self.savings, "files": list(self.files)}
+        return {**own, "tensors": [tensor.as_dict() for tensor in self.tensors]}
+
+    def __repr__(self) -> str:
+        coded = sum(tensor.scheme is not None for tensor in self.tensors)
+        return (
+            f"ibp.CheckpointReport({self.path!r}, {len(self.files)} files, {len(self.tensors)} tensors, {coded} of "
+            f"them compressed, {self.num_bytes:,} -> {self.file_bytes:,} bytes, {self.savings:.1%} saved)"
+        )
+
+
+class PeakMemory:
+    """The most memory of its own that this process was seen to have."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.look()
+
+    def look(self) -> None:
+        """Looks once; without Linux's /proc the peak stays 0."""
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+        except OSError:
+            return
+        found = next((line for line in lines if line.startswith("RssAnon:")), "RssAnon: 0 kB")
+        self.num_bytes = max(self.num_bytes, 1024 * int(found.split()[1]))
+
+
+def joined_report(path: str, records: Sequence[dict[str, Any]], kept_files: int, peak_bytes: int) -> CheckpointReport:
+    """The report of shards by their records (see `journal`)."""
+    tensors = tuple(TensorReport.from_dict(fields) for record in records for fields in record["tensors"])
+    return CheckpointReport(
+        path,
+        tuple(record["file"] for record in records),
+        tensors,
+        sum(tensor.num_bytes for tensor in tensors),
+        sum(record["size"] for record in records),
+        kept_files,
+        peak_bytes,
+    )

@@ -1,0 +1,214 @@
+"""Opening files of tensors of any format that is known, one or many, here or where fsspec reads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import glob
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+from .._files.header import read_header, read_index
+from .ibp_files import open_ibp
+from .numpy_files import open_npy, open_npz
+from .safetensors_files import open_safetensors
+from .source import Source, SourceFormatError, SourceTensor
+from .torch_files import open_torch
+
+__all__ = [
+    "Source",
+    "SourceFormatError",
+    "SourceTensor",
+    "expand",
+    "is_url",
+    "local_path",
+    "open_source",
+    "open_sources",
+]
+
+AnyPath: TypeAlias = "str | os.PathLike[str]"
+
+INDEX_SUFFIX = ".safetensors.index.json"
+_OPENERS: dict[str, Callable[[AnyPath], Source]] = {
+    ".npy": open_npy,
+    ".npz": open_npz,
+    ".pt": open_torch,
+    ".pth": open_torch,
+    ".bin": open_torch,
+    ".ckpt": open_torch,
+}
+_SUFFIXES = (".safetensors", ".ibp", *_OPENERS)
+
+
+def open_source(path: AnyPath) -> Source:
+    """Opens a file of tensors, or a set of them: a directory, or an index (model.safetensors.index.json).
+
+    What it is, is told by its suffix; without a known one, by its first bytes. A URL of fsspec ("s3://...") is copied
+    to a temporary file first, which goes when the source is closed.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        SourceFormatError: it is none of the known formats, or contradicts itself. ibp.FileFormatError: likewise of an
+            ibp file.
+    """
+    path = os.fspath(path)
+    if is_url(path):
+        return _open_url(path)
+    if os.path.isdir(path):
+        return _open_directory(path)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{path}: there is no such file")
+    if path.endswith(".index.json"):
+        return _open_index(path)
+    return _opener_of(path)(path)
+
+
+def open_sources(inputs: AnyPath | Iterable[AnyPath]) -> Source:
+    """Opens paths, globs, directories and URLs as one source, whose `parts` are the files.
+
+    Raises:
+        ValueError: two files have a tensor of one name; or as `open_source`.
+    """
+    paths = expand(inputs)
+    opened: list[Source] = []
+    try:
+        for path in paths:
+            opened.append(open_source(path))
+        return opened[0] if len(opened) == 1 else joined(", ".join(paths), opened)
+    except BaseException:
+        for source in opened:
+            source.close()
+        raise
+
+
+def expand(inputs: AnyPath | Iterable[AnyPath]) -> list[str]:
+    """The files and URLs that the inputs name: globs become what they match, sorted.
+
+    Raises:
+        FileNotFoundError: nothing is named, or nothing matches.
+    """
+    given = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
+    found: list[str] = []
+    for path in given:
+        found += _matches(os.fspath(path))
+    if not found:
+        raise FileNotFoundError("no input is given; wanted at least one file of tensors")
+    return list(dict.fromkeys(found))
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is for fsspec to read: it has a protocol, and not that of local files."""
+    return "://" in path and not path.startswith("file://")
+
+
+@contextlib.contextmanager
+def local_path(path: str) -> Iterator[str]:
+    """A file here with the content of a URL's, for as long as the context lasts."""
+    import fsspec
+
+    filesystem, remote = fsspec.core.url_to_fs(path)
+    with tempfile.TemporaryDirectory(prefix="ibp-") as directory:
+        target = os.path.join(directory, os.path.basename(remote.rstrip("/")) or "input")
+        filesystem.get(remote.rstrip("/"), target, recursive=filesystem.isdir(remote))
+        yield target
+
+
+def joined(path: str, parts: list[Source], metadata: dict[str, str] | None = None) -> Source:
+    """Several sources as one. Raises ValueError if two have a tensor of one name."""
+    tensors: dict[str, SourceTensor] = {}
+    owners: dict[str, str] = {}
+    for part in parts:
+        for name, tensor in part.tensors.items():
+            if name in tensors:
+                raise ValueError(
+                    f"{owners[name]} and {part.path} both have a tensor {name!r}; wanted names of their own"
+                )
+            tensors[name], owners[name] = tensor, part.path
+    formats = {part.format for part in parts}
+    whole = Source(path, formats.pop() if len(formats) == 1 else "several", tensors, metadata)
+    whole.parts = tuple(inner for part in parts for inner in part.parts)
+    whole.files = tuple(file for part in parts for file in part.files)
+
+    def close() -> None:
+        for part in parts:
+            part.close()
+
+    whole._close = close
+    return whole
+
+
+def _matches(path: str) -> list[str]:
+    if path.startswith("file://"):
+        path = path.removeprefix("file://")
+    if not glob.has_magic(path) or (not is_url(path) and os.path.exists(path)):
+        return [path]
+    if is_url(path):
+        import fsspec
+
+        filesystem, pattern = fsspec.core.url_to_fs(path)
+        found = [filesystem.unstrip_protocol(match) for match in sorted(filesystem.glob(pattern))]
+    else:
+        found = sorted(glob.glob(path, recursive=True))
+    if not found:
+        raise FileNotFoundError(f"{path}: no file matches")
+    return found
+
+
+def _open_url(url: str) -> Source:
+    with contextlib.ExitStack() as stack:
+        source = open_source(stack.enter_context(local_path(url)))
+        source.path = url
+        held, close = stack.pop_all(), source._close
+
+        def let_go() -> None:
+            with held:
+                if close is not None:
+                    close()
+
+        source._close = let_go
+        return source
+
+
+def _open_directory(path: str) -> Source:
+    """All files of tensors in a directory: those that its index names, if it has one."""
+    names = sorted(os.listdir(path))
+    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    if len(indices) > 1:
+        raise SourceFormatError(f"{path} has {len(indices)} indices; wanted the path of one of them")
+    if indices:
+        return _open_index(os.path.join(path, indices[0]))
+    files = [os.path.join(path, name) for name in names if name.endswith(_SUFFIXES) and not name.startswith(".")]
+    if not files:
+        raise FileNotFoundError(f"{path}: the directory has no file of tensors ({', '.join(_SUFFIXES)})")
+    source = open_sources(files)
+    source.path = path
+    return source
+
+
+def _open_index(path: str) -> Source:
+    """The set of files that an index names."""
+    files = sorted(set(read_index(Path(path)).values()))
+    directory = os.path.dirname(path)
+    missing = [name for name in files if not os.path.exists(os.path.join(directory, name))]
+    if missing:
+        raise FileNotFoundError(f"{path}: the index names {missing[0]}, which is not beside it")
+    if not read_header(Path(directory) / files[0]).is_plain:
+        return open_ibp(path)
+    return joined(path, [open_source(os.path.join(directory, name)) for name in files])
+
+
+def _opener_of(path: str) -> Callable[[str], Source]:
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in _OPENERS:
+        return _OPENERS[suffix]
+    with open(path, "rb") as file:
+        start = file.read(8)
+    if start.startswith(b"\x93NUMPY"):
+        return open_npy
+    if start.startswith(b"PK\3\4"):
+        return open_torch
+    header = read_header(Path(path))
+    return open_ibp if not header.is_plain else functools.partial(open_safetensors, header=header)

@@ -1,0 +1,375 @@
+"""Whole checkpoints compressed and decompressed: formats, sets of files, interruptions, and what is refused."""
+
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+import torch
+
+import ibp
+from helpers import bytes_of
+from ibp._checkpoints import compressing
+from ibp._checkpoints.sources import open_source, open_sources
+
+safetensors = pytest.importorskip("safetensors.torch")
+SLOW = pytest.mark.slow
+
+
+def weights(*shape, seed=0):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.02).bfloat16()
+
+
+def model():
+    """Tensors of all sorts: of a kind, incompressible, small, empty, of other dtypes."""
+    tensors = {f"layers.{number}.weight": weights(64, 256, seed=number) for number in range(3)}
+    tensors["embedding"] = torch.randn(300, 33, generator=torch.Generator().manual_seed(7))
+    tensors["noise"] = torch.randint(0, 256, (50, 200), dtype=torch.uint8)
+    tensors["ids"], tensors["flags"] = torch.arange(3000), torch.arange(5000) % 97 == 0
+    tensors["scalar"], tensors["empty"] = torch.tensor(3.5), torch.empty(0, 4, dtype=torch.float16)
+    return tensors
+
+
+def assert_same_tensors(found, wanted):
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
+        assert torch.equal(bytes_of(found[name]), bytes_of(tensor)), name
+
+
+def read_back(path):
+    with open_source(path) as source:
+        return {name: tensor.tensor() for name, tensor in source.tensors.items()}, dict(source.metadata)
+
+
+def compress(inputs, output, **options):
+    return ibp.compress_checkpoint(inputs, output, device="cpu", jobs=2, **options)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A safetensors file, and what it holds."""
+    path, tensors = tmp_path_factory.mktemp("checkpoint") / "model.safetensors", model()
+    safetensors.save_file(tensors, path, metadata={"format": "pt", "note": "ä"})
+    return path, tensors
+
+
+# ---- round trips ----
+
+
+def test_a_checkpoint_becomes_a_file_of_tables_and_itself_again(checkpoint, tmp_path):
+    path, tensors = checkpoint
+    report = compress(path, tmp_path / "small.safetensors")
+    assert report.path == str(tmp_path / "small.safetensors") and report.num_bytes == sum(
+        tensor.nbytes for tensor in tensors.values()
+    )
+    assert report.file_bytes == os.path.getsize(report.path) and report.peak_bytes > 0
+    schemes = {tensor.name: tensor.scheme for tensor in report.tensors}
+    assert schemes["layers.0.weight"] == "planes" and schemes["noise"] is None and schemes["scalar"] is None
+    file = ibp.open(report.path)
+    assert file.metadata == {"format": "pt", "note": "ä"} and set(file) == set(tensors)
+    file.verify(content=True)
+    found = {name: file[name] for name in tensors}
+    assert_same_tensors(
+        {name: v if isinstance(v, torch.Tensor) else ibp.decompress(v, device="cpu") for name, v in found.items()},
+        tensors,
+    )
+    assert file["layers.0.weight"].codebook == file["layers.2.weight"].codebook
+    assert ibp.decompress_checkpoint(report.path, tmp_path / "back.safetensors") == [str(tmp_path / "back.safetensors")]
+    assert_same_tensors(safetensors.load_file(tmp_path / "back.safetensors"), tensors)
+    assert read_back(tmp_path / "back.safetensors")[1] == {"format": "pt", "note": "ä"}
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".pt"])
+def test_other_formats_round_trip(suffix, tmp_path):
+    tensors = {name: tensor for name, tensor in model().items() if suffix == ".pt" or tensor.dtype != torch.bfloat16}
+    path = tmp_path / f"in{suffix}"
+    if suffix == ".npz":
+        np.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()})
+    else:
+        torch.save({**tensors, "epoch": 3, "rates": [0.5, 0.25]}, path)
+    compress(path, tmp_path / "small.ibp")
+    ibp.decompress_checkpoint(tmp_path / "small.ibp", tmp_path / f"out{suffix}")
+    if suffix == ".npz":
+        with np.load(tmp_path / "out.npz") as arrays:
+            found = {name: torch.from_numpy(arrays[name]) for name in arrays}
+    else:
+        found = torch.load(tmp_path / "out.pt", weights_only=True)
+        assert (found.pop("epoch"), found.pop("rates")) == (3, [0.5, 0.25])
+    assert_same_tensors(found, tensors)
+
+
+def test_arrays_are_cut_into_items(tmp_path):
+    array = (np.random.default_rng(0).standard_normal((500, 256)) * 0.1).astype(np.float32)
+    np.save(tmp_path / "rows.npy", array)
+    compress(tmp_path / "rows.npy", tmp_path / "rows.safetensors")
+    table = ibp.open(tmp_path / "rows.safetensors")["rows"]
+    assert table.row_bytes == 1024
+    ids = torch.tensor([3, 499, 3])
+    assert torch.equal(ibp.index_select(table, ids, device="cpu"), torch.from_numpy(array)[ids])
+    ibp.decompress_checkpoint(tmp_path / "rows.safetensors", tmp_path / "back.npy")
+    assert (tmp_path / "back.npy").read_bytes() == (tmp_path / "rows.npy").read_bytes()
+
+
+@pytest.mark.parametrize("array", [
+    np.arange(600, dtype=">i4").reshape(20, 30), np.asfortranarray(np.arange(5000.0).reshape(50, 100)),
+    np.float64(2.5), np.zeros((0, 3), np.int16), np.arange(24, dtype=np.int8).reshape(2, 3, 4)[:, ::2],
+], ids=["big-endian", "fortran", "scalar", "empty", "strided"])  # fmt: skip
+@pytest.mark.parametrize("save", [np.savez_compressed, pytest.param(np.savez, marks=SLOW)])
+def test_arrays_of_any_order_are_read(array, save, tmp_path):
+    save(tmp_path / "a.npz", x=array)
+    np.save(tmp_path / "b.npy", array)
+    wanted = torch.from_numpy(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("="))).reshape(
+        np.shape(array)
+    )
+    for path, name in ((tmp_path / "a.npz", "x"), (tmp_path / "b.npy", "b")):
+        with open_source(path) as source:
+            tensor = source.tensors[name]
+            assert torch.equal(tensor.tensor(), wanted) and tensor.dtype == wanted.dtype
+            middle = tensor.num_bytes // 3
+            whole = np.concatenate([tensor.read(0, middle), tensor.read(middle, tensor.num_bytes)])
+            assert bytes(whole) == bytes(bytes_of(wanted).numpy()) and bytes(tensor.read(0, middle)) == bytes(
+                whole[:middle]
+            )
+
+
+def test_tensors_of_torch_may_have_any_strides(tmp_path):
+    tensors = {
+        "t": weights(40, 60).t(),
+        "slice": torch.arange(1000).view(10, 10, 10)[:, 2:7, ::3],
+        "one": weights(9)[4],
+    }
+    tensors["expanded"] = torch.arange(5).expand(7, 5)
+    torch.save({"a": {"b": tensors}, "list": [torch.ones(2), {"c": torch.zeros(3)}]}, tmp_path / "x.pt")
+    with open_source(tmp_path / "x.pt") as source:
+        assert set(source.tensors) == {f"a.b.{name}" for name in tensors} | {"list.0", "list.1.c"}
+        for name, tensor in tensors.items():
+            held = source.tensors[f"a.b.{name}"]
+            assert torch.equal(held.tensor(), tensor)
+            for start, end in ((0, 3), (1, held.num_bytes), (5, min(77, held.num_bytes))):
+                if start < end <= held.num_bytes:
+                    assert bytes(held.read(start, end)) == bytes(bytes_of(tensor.contiguous()).numpy()[start:end])
+
+
+# ---- sets of files, globs, URLs ----
+
+
+def test_large_checkpoints_become_sets_of_files(checkpoint, tmp_path):
+    path, tensors = checkpoint
+    report = compress(path, tmp_path / "out" / "m.safetensors", shard_bytes=50_000)
+    assert len(report.files) > 2 and report.path.endswith("m.safetensors.index.json")
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([*report.files, "m.safetensors.index.json"])
+    assert_same_tensors(read_back(report.path)[0], tensors)
+    assert_same_tensors(read_back(tmp_path / "out")[0], tensors)
+    written = ibp.decompress_checkpoint(tmp_path / "out", tmp_path / "back.safetensors")
+    assert len(written) == len(report.files) + 1
+    assert_same_tensors(read_back(written[-1])[0], tensors)
+    again = compress(written[-1], tmp_path / "again.safetensors", shard_bytes=None)
+    assert len(again.files) == len(report.files), "files of a set stay files of their own"
+
+
+@SLOW
+def test_several_inputs_become_one_file(tmp_path):
+    for number in range(3):
+        np.save(tmp_path / f"part{number}.npy", np.arange(2000) + number)
+    report = compress(tmp_path / "part*.npy", tmp_path / "all.safetensors")
+    assert [tensor.name for tensor in report.tensors] == ["part0", "part1", "part2"]
+    os.mkdir(tmp_path / "other")
+    np.save(tmp_path / "other" / "part1.npy", np.zeros(3))
+    with pytest.raises(ValueError, match="both have a tensor 'part1'"):
+        compress([tmp_path / "part*.npy", tmp_path / "other"], tmp_path / "none.safetensors")
+    assert not (tmp_path / "none.safetensors").exists()
+
+
+def test_urls_are_read_and_written(checkpoint, tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    path, tensors = checkpoint
+    memory = fsspec.filesystem("memory")
+    memory.put_file(str(path), "/in/model.safetensors")
+    report = compress("memory://in/*.safetensors", "memory://out/m.safetensors", shard_bytes=100_000)
+    assert report.path == "memory://out/m.safetensors.index.json" and memory.exists("/out/m.safetensors.index.json")
+    memory.makedirs("/back", exist_ok=True)
+    names = ibp.decompress_checkpoint("memory://out", "memory://back/b.safetensors")
+    assert names[-1] == "memory://back/b.safetensors.index.json"
+    assert_same_tensors(read_back("memory://back")[0], tensors)
+    compress(f"file://{path}", f"file://{tmp_path}/local.safetensors")
+    assert_same_tensors(read_back(tmp_path / "local.safetensors")[0], tensors)
+    memory.rm("/", recursive=True)
+
+
+# ---- which tensors are coded, and how ----
+
+
+def test_patterns_say_what_is_coded(checkpoint, tmp_path):
+    path, tensors = checkpoint
+    report = compress(path, tmp_path / "a", include=["layers.*"], exclude=["*.1.*"], metadata={"by": "me"})
+    coded = {tensor.name for tensor in report.tensors if tensor.scheme}
+    assert coded == {"layers.0.weight", "layers.2.weight"}
+    assert ibp.open(tmp_path / "a").metadata["by"] == "me"
+    report = compress(path, tmp_path / "b", scheme="raw")
+    assert not any(tensor.scheme for tensor in report.tensors)
+
+
+@SLOW
+def test_a_tensor_unlike_its_kind_has_a_codebook_of_its_own(tmp_path):
+    tensors = {f"layers.{number}.w": weights(64, 512, seed=number) for number in range(4)}
+    tensors["layers.9.w"] = tensors["layers.0.w"] * 2.0**30
+    safetensors.save_file(tensors, tmp_path / "m.safetensors")
+    compress(tmp_path / "m.safetensors", tmp_path / "s.safetensors")
+    file = ibp.open(tmp_path / "s.safetensors")
+    assert file["layers.9.w"].codebook != file["layers.0.w"].codebook == file["layers.3.w"].codebook
+    assert_same_tensors(read_back(tmp_path / "s.safetensors")[0], tensors)
+
+
+@SLOW
+def test_rows_that_lack_what_the_sample_has_in_common_are_coded_too(tmp_path):
+    x = (torch.arange(1 << 18, dtype=torch.float32) % 1000).bfloat16().float()  # invariant low bits
+    x[: 1 << 15] += 1e-3
+    safetensors.save_file({"x": x}, tmp_path / "m.safetensors")
+    report = compress(tmp_path / "m.safetensors", tmp_path / "s.safetensors")
+    assert report.tensors[0].savings > 0.3
+    assert_same_tensors(read_back(tmp_path / "s.safetensors")[0], {"x": x})
+
+
+@SLOW
+@pytest.mark.parametrize("options", [{"scheme": "ibp"}, {"level": "fast"}, {"scheme": "planes", "clusters": 2},
+                                     {"row_bytes": 1000}], ids=str)  # fmt: skip
+def test_options_of_compress_are_taken(options, checkpoint, tmp_path):
+    path, tensors = checkpoint
+    report = compress(path, tmp_path / "s", **options)
+    assert any(tensor.scheme == options.get("scheme", "planes") for tensor in report.tensors)
+    assert_same_tensors(read_back(tmp_path / "s")[0], tensors)
+
+
+def test_estimates_are_near_what_compress_does(checkpoint, tmp_path):
+    path, tensors = checkpoint
+    estimate, report = ibp.estimate_checkpoint(path), compress(path, tmp_path / "s")
+    assert [tensor.name for tensor in estimate.tensors] == [tensor.name for tensor in report.tensors]
+    stored = {tensor.name: tensor.stored_bytes for tensor in report.tensors}
+    for tensor in estimate.tensors:
+        if tensor.num_bytes > 30_000:
+            assert abs(tensor.stored_bytes - stored[tensor.name]) < 0.03 * tensor.num_bytes, tensor.name
+    assert json.loads(json.dumps(estimate.as_dict()))["num_bytes"] == report.num_bytes
+    assert json.loads(json.dumps(report.as_dict()))["files"] == list(report.files)
+    assert "compressed" in repr(report) and "saved" in repr(estimate)
+
+
+# ---- interruptions ----
+
+
+def test_finished_files_are_kept_when_a_call_is_made_again(checkpoint, tmp_path, monkeypatch):
+    path, tensors = checkpoint
+    target = tmp_path / "m.safetensors"
+    written, write = [], compressing._Writing.write
+
+    def interrupted(self, to, shard):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(shard.file)
+        return write(self, to, shard)
+
+    monkeypatch.setattr(compressing._Writing, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compress(path, target, shard_bytes=50_000)
+    assert os.listdir(tmp_path) == [".m.safetensors.ibp-work"]
+    monkeypatch.setattr(compressing._Writing, "write", write)
+    assert compress(path, tmp_path / "n.safetensors", shard_bytes=50_000).kept_files == 0
+    report = compress(path, target, shard_bytes=50_000)
+    assert report.kept_files == 2 and not (tmp_path / ".m.safetensors.ibp-work").exists()
+    assert_same_tensors(read_back(report.path)[0], tensors)
+
+
+@pytest.mark.parametrize("change", ["damage", *(pytest.param(x, marks=SLOW) for x in ("options", "input", "restart"))])
+def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkeypatch):
+    path, tensors = checkpoint
+    copied, target = tmp_path / "in.safetensors", tmp_path / "m.safetensors"
+    copied.write_bytes(path.read_bytes())
+    move = compressing._finish
+    monkeypatch.setattr(compressing, "_finish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
+    with pytest.raises(OSError, match="interrupted"):
+        compress(copied, target, shard_bytes=50_000)
+    monkeypatch.setattr(compressing, "_finish", move)
+    options = {}
+    if change == "input":
+        os.utime(copied, (1, 1))
+    elif change == "damage":
+        first = next(pathlib.Path(tmp_path / ".m.safetensors.ibp-work").glob("*.safetensors"))
+        os.truncate(first, 1000)
+    else:
+        options = {"options": {"level": "fast"}, "restart": {"restart": False}}[change]
+    report = compress(copied, target, shard_bytes=50_000, **options)
+    assert report.kept_files == (len(report.files) - 1 if change == "damage" else 0)
+    assert_same_tensors(read_back(report.path)[0], tensors)
+
+
+def test_a_failure_leaves_what_was_there(checkpoint, tmp_path, monkeypatch):
+    path, _ = checkpoint
+    (tmp_path / "old.safetensors").write_bytes(b"old")
+    monkeypatch.setattr(compressing._Writing, "_write_table", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    for target, options in (("old.safetensors", {}), ("new.safetensors", {"shard_bytes": 50_000})):
+        with pytest.raises(OSError, match="full"):
+            compress(path, tmp_path / target, **options)
+    monkeypatch.undo()
+    monkeypatch.setattr(ibp._checkpoints.outputs.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(OSError, match="full"):
+        ibp.decompress_checkpoint(path, tmp_path / "old.safetensors")
+    assert os.listdir(tmp_path) == ["old.safetensors"] and (tmp_path / "old.safetensors").read_bytes() == b"old"
+
+
+# ---- what is refused ----
+
+
+def test_bad_arguments_are_refused(checkpoint, tmp_path):
+    path, _ = checkpoint
+    for error, match, options in (
+        (ValueError, "scheme is 'zip'", {"scheme": "zip"}),
+        (ValueError, "shard_bytes is 0", {"shard_bytes": 0}),
+        (ValueError, "row_bytes is 65537", {"row_bytes": 65537}),
+        (ValueError, "none that begins with 'ibp.'", {"metadata": {"ibp.x": ""}}),
+        (TypeError, "jobs is 1.5", {"jobs": 1.5}),
+        (RuntimeError, "not initialised", {"group": object()}),
+    ):
+        with pytest.raises(error, match=match):
+            ibp.compress_checkpoint(path, tmp_path / "x", **options)
+    for match, inputs in (("no such file", tmp_path / "absent"), ("no input", []),
+                          ("no file matches", tmp_path / "*.x"), ("no file of tensors", tmp_path)):  # fmt: skip
+        with pytest.raises(FileNotFoundError, match=match):
+            compress(inputs, tmp_path / "x")
+    with pytest.raises(ValueError, match="format is 'zip'"):
+        ibp.decompress_checkpoint(path, tmp_path / "x", format="zip")
+    with pytest.raises(ValueError, match="wanted a name with .npz"):
+        ibp.decompress_checkpoint(path, tmp_path / "x.npy")
+    with pytest.raises(ValueError, match="bfloat16, which numpy lacks"):
+        ibp.decompress_checkpoint(path, tmp_path / "x.npz")
+    assert os.listdir(tmp_path) == []
+
+
+def test_damaged_inputs_are_refused(tmp_path):
+    np.save(tmp_path / "o.npy", np.array([{}], dtype=object))
+    np.save(tmp_path / "good.npy", np.arange(100))
+    (tmp_path / "cut.npy").write_bytes((tmp_path / "good.npy").read_bytes()[:-1])
+    (tmp_path / "head.npy").write_bytes(b"\x93NUMPY\x01\x00\xff\xff{")
+    (tmp_path / "zip.npz").write_bytes(b"PK\3\4 nothing")
+    np.savez(tmp_path / "text.npz", x=np.array(["text"]))
+    torch.save({"f": torch.nn.Linear(1, 1)}, tmp_path / "module.pt")
+    torch.save({"d": torch.device("cpu")}, tmp_path / "value.pt")
+    torch.save({"s": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
+    (tmp_path / "torn.pt").write_bytes(b"PK\3\4torn")
+    (tmp_path / "junk.safetensors").write_bytes(b"\xff" * 100)
+    (tmp_path / "x.safetensors.index.json").write_text('{"weight_map": {"a": "../a"}}')
+    for name in ("o.npy", "cut.npy", "head.npy", "zip.npz", "text.npz", "module.pt", "value.pt", "sparse.pt", "torn.pt",
+                 "junk.safetensors", "x.safetensors.index.json"):  # fmt: skip
+        with pytest.raises(ValueError) as caught:
+            open_source(tmp_path / name)
+        assert isinstance(caught.value, (ibp.SourceFormatError, ibp.FileFormatError)), name
+        assert "\n" not in str(caught.value) and str(tmp_path / name) in str(caught.value), name
+
+
+def test_sources_say_what_they_are(checkpoint):
+    path, tensors = checkpoint
+    with open_sources([path]) as source:
+        assert source.format == "safetensors" and source.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+        assert "tensors" in repr(source) and "torch.bfloat16" in repr(source.tensors["layers.0.weight"])
+        data = source.tensors["ids"].read(8, 24)
+        assert not data.flags.writeable and data.view(np.int64).tolist() == [1, 2]
