@@ -404,7 +404,7 @@ def write_table(writer: FileWriter, name: str, table: CompressedTensor, **fields
     )
     for part, tensor in table._tensors().items():
         with writer.part(f"{name}:{part}", TABLE_PARTS[part]) as sink:
-            for block in _host_blocks(tensor.view(torch.uint8)):
+            for block in _host_blocks(bytes_of(tensor)):
                 sink.write(block)
 
 

@@ -44,12 +44,30 @@ def rows_as_table(rows, codebook, **options):
     return ibp.compress(torch.from_numpy(np.ascontiguousarray(rows)), codebook=codebook, **options, **PAGEABLE)
 
 
+def made_table(x, slots, overflow, lengths, bases, slot_bytes, row_bytes, codebook=None):
+    """A table of given arrays, which `compress` would not choose."""
+    arrays = {"slots": slots, "overflow": overflow, "lengths": lengths, "bases": bases.view(np.int64)}
+    return ibp.CompressedTensor(
+        shape=tuple(x.shape),
+        dtype=x.dtype,
+        scheme="raw" if codebook is None else codebook.scheme,
+        row_bytes=row_bytes,
+        slot_bytes=slot_bytes,
+        codebook=codebook,
+        **{name: torch.from_numpy(array.copy()) for name, array in arrays.items()},
+    )
+
+
 def raw_tables():
-    x = torch.randn(20, 24).bfloat16()
+    x = torch.randn(40, 24).bfloat16()
+    data = bytes_of(x).numpy()
+    rows, none = data.reshape(40, 48), np.zeros(0, np.uint8)
+    overflow = np.pad(rows[:, 32:], ((0, 0), (0, 16))).reshape(-1)
+    starts = np.array([0, 32 * 32], np.uint64)
     return {
         "slots": ibp.compress(x, scheme="raw", **PAGEABLE),
-        "overflowing": ibp.compress(x, scheme="raw", slot_bytes=32, **PAGEABLE),
-        "packed": ibp.compress(x, scheme="raw", layout="packed", **PAGEABLE),
+        "overflowing": made_table(x, rows[:, :32].reshape(-1), overflow, none.view("<u2"), starts, 32, 48),
+        "packed": made_table(x, none, data, none.view("<u2"), np.array([0, 32 * 48], np.uint64), 0, 48),
         "short last row": ibp.compress(torch.randn(1100), scheme="raw", row_bytes=1000, **PAGEABLE),
         "no dimension": ibp.compress(torch.tensor(2.5), scheme="raw", **PAGEABLE),
         "empty": ibp.compress(torch.empty(0, 5), **PAGEABLE),
@@ -88,11 +106,9 @@ def cluster_tables():
             books = [ibp.Codebook.from_masks(*map(torch.tensor, masks_of(one)), one.chunk_bytes) for one in codebooks]
         else:
             books = [planes_codebook(one) for one in codebooks]
-        layout = {"slot_bytes": table.slot_bytes} if table.slot_bytes else {"layout": "packed"}
-        joined = ibp.ClusteredCodebook(books, 0.25)
-        made[name] = ibp.compress(
-            torch.from_numpy(data.copy()), codebook=joined, row_bytes=joined.row_bytes, **layout, **PAGEABLE
-        )
+        arrays = {part: getattr(table, part) for part in ("slots", "overflow", "lengths", "bases")}
+        joined, x = ibp.ClusteredCodebook(books, 0.25), torch.from_numpy(data.copy())
+        made[name] = made_table(x, **arrays, slot_bytes=table.slot_bytes, row_bytes=table.row_bytes, codebook=joined)
     return made
 
 
