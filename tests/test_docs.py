@@ -113,8 +113,9 @@ def is_command(words):
         module = re.fullmatch(r"(ibp|benchmarks|examples|tools)((\.\w+)*)", words[2]) if words[1:2] == ["-m"] else None
         path = ROOT / (words[2].replace(".", "/") if module else words[1] if len(words) > 1 else "")
         return words[1:2] == ["-m"] and not module or path.exists() or path.with_suffix(".py").exists()
-    # ./program is what a line before has made; pip is that of the reader's Python.
-    return not words or words[0] in ("pip", "export", "cd") or words[0].startswith("./") or bool(shutil.which(words[0]))
+    # ./program is what a line before has made; pip and ibp are those of the reader's Python.
+    known = ("pip", "ibp", "export", "cd", "eval", "exit")
+    return not words or words[0] in known or words[0].startswith("./") or bool(shutil.which(words[0]))
 
 
 @pytest.mark.parametrize("page, block", blocks("sh"))

@@ -4,12 +4,18 @@ docs/cli.md quotes.
     python tools/command_line.py            write them
     python tools/command_line.py --check    exit with 1 if one is not current
 
-Needs shtab for the completion.
+Needs shtab for the completion. A block of docs/cli.md that begins with "$ ibp" gets what its commands print, run one
+after the other in a directory with this repository's data/.
 """
 
 import argparse
+import contextlib
+import io
+import os
 import re
+import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,11 +119,29 @@ def page(parser, text):
     return text
 
 
+def examples(text):
+    """The page, with what the commands of its examples print."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        os.symlink(ROOT / "data", "data")
+        return re.sub(r"(?<=```text\n)\$ ibp .*?(?=```)", lambda block: session(block[0]), text, flags=re.DOTALL)
+
+
+def session(block):
+    """Commands, each with its output."""
+    lines = []
+    for command in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            main.main(shlex.split(command)[1:])
+        lines += [f"$ {command}", *(line.rstrip() for line in printed.getvalue().splitlines())]
+    return "\n".join(lines) + "\n"
+
+
 def made():
     """path -> text of all that is made."""
     parser = main.make_parser()
     files = {**completions(parser), MAN_PAGE: man_page(parser)}
-    return {**files, PAGE: page(parser, PAGE.read_text())} if PAGE.exists() else files
+    return {**files, PAGE: examples(page(parser, PAGE.read_text()))}
 
 
 def run():

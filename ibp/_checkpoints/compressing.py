@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import json
 import os
 import tempfile
@@ -31,7 +30,7 @@ from .learning import Codebooks, Learning
 from .outputs import sync_directory
 from .planning import Shard, plan_of, shards_of, shares, state_of, target_of
 from .report import CheckpointReport, PeakMemory, TensorReport, joined_report
-from .source import SourceTensor
+from .source import SourceTensor, chosen
 from .sources import AnyPath, Source, is_url, open_sources
 
 if TYPE_CHECKING:
@@ -183,13 +182,7 @@ class _Job:
 
     def _kept(self, source: Source) -> frozenset[str]:
         """Names of tensors that are not to be coded."""
-        include, exclude = self.patterns
-
-        def matches(name: str, patterns: Iterable[str]) -> bool:
-            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-        chosen = {name for name in source.tensors if include is None or matches(name, include)}
-        return frozenset(name for name in source.tensors if name not in chosen or matches(name, exclude))
+        return frozenset(source.tensors).difference(chosen(source.tensors, *self.patterns))
 
     def _options(self) -> dict[str, Any]:
         fields = {key: value for key, value in vars(self.learning).items() if key != "device"}

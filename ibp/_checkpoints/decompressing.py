@@ -16,7 +16,7 @@ from .._files.header import INDEX_SUFFIX
 from .._files.writer import write_whole
 from .compressing import written_to
 from .outputs import FORMATS, SUFFIXES
-from .source import Source, SourceTensor
+from .source import Source, SourceTensor, chosen
 from .sources import AnyPath, open_sources
 
 _BLOCK_BYTES = 8 << 20
@@ -28,6 +28,8 @@ def decompress_checkpoint(
     output: AnyPath,
     *,
     format: str | None = None,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
     progress: bool = False,
 ) -> list[str]:
     """Writes the tensors of a checkpoint as they were: names, shapes, dtypes, bytes and metadata.
@@ -40,6 +42,8 @@ def decompress_checkpoint(
         output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec.
         format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all of it in memory).
             None: by the suffix of the output.
+        include, exclude: patterns of names ("*.weight", as fnmatch has them): only tensors that match one of include,
+            and none of exclude, are written.
         progress: show a bar.
 
     Returns:
@@ -48,10 +52,13 @@ def decompress_checkpoint(
     Raises:
         FileNotFoundError: there is no such input.
         ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged.
-        ValueError: the format is none, or does not have a tensor's dtype.
+        ValueError: the format is none, or does not have a tensor's dtype; or the patterns leave no tensor.
         OSError: a file cannot be read or written.
     """
-    with open_sources(inputs) as source, written_to(output) as target:
+    with open_sources(inputs) as opened, written_to(output) as target:
+        source = opened.only(chosen(opened.tensors, include, exclude))
+        if opened.tensors and not source.tensors:
+            raise ValueError(f"{opened.path} has no tensor whose name the patterns choose")
         kind = format or SUFFIXES.get(target.suffix.lower(), "safetensors")
         if kind not in FORMATS:
             raise ValueError(f"format is {kind!r}; wanted one of {sorted(FORMATS)}")

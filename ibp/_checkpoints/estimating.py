@@ -13,7 +13,7 @@ from .._estimation import check_learning
 from .._files.fields import dtype_name
 from .._schemes import SCHEMES, AnyCodebook
 from .learning import Learning, sample_of, savings_of
-from .source import SourceTensor
+from .source import SourceTensor, chosen
 from .sources import AnyPath, open_sources
 
 
@@ -90,6 +90,8 @@ def estimate_checkpoint(
     schemes: Iterable[str] = ("ibp", "planes"),
     level: str = "default",
     row_bytes: int | None = None,
+    include: Iterable[str] | None = None,
+    exclude: Iterable[str] = (),
     progress: bool = False,
 ) -> CheckpointEstimate:
     """What `compress_checkpoint` would make of a checkpoint, by rows that are sampled; nothing is written.
@@ -98,6 +100,7 @@ def estimate_checkpoint(
         inputs: as of `compress_checkpoint`.
         schemes: that are compared.
         level, row_bytes: as in `compress_checkpoint`.
+        include, exclude: patterns of names, as there: only these tensors are looked at.
         progress: show a bar.
 
     Raises:
@@ -113,8 +116,9 @@ def estimate_checkpoint(
     books: dict[tuple, dict[str, AnyCodebook]] = {}
     found = []
     with open_sources(inputs) as source:
-        for tensor in tqdm(source.tensors.values(), desc="estimate", unit="tensor", disable=not progress):
-            found.append(_estimate(tensor, learning, compared, books))
+        names = chosen(source.tensors, include, exclude)
+        for name in tqdm(names, desc="estimate", unit="tensor", disable=not progress):
+            found.append(_estimate(source.tensors[name], learning, compared, books))
     return CheckpointEstimate(
         tuple(found), sum(tensor.num_bytes for tensor in found), sum(tensor.stored_bytes for tensor in found)
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -17,6 +18,16 @@ class SourceFormatError(ValueError):
     """A file of tensors is damaged, holds what is no tensor, or has no known format."""
 
     __module__ = "ibp"
+
+
+def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterable[str]) -> list[str]:
+    """The names that match a pattern of include (None: any) and none of exclude; patterns are those of fnmatch."""
+    wanted, unwanted = None if include is None else tuple(include), tuple(exclude)
+
+    def matches(name: str, patterns: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    return [name for name in names if (wanted is None or matches(name, wanted)) and not matches(name, unwanted)]
 
 
 class SourceTensor(ABC):
@@ -105,6 +116,15 @@ class Source:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def only(self, names: Iterable[str]) -> Source:
+        """The same with these tensors alone, and without files that have none of them."""
+        wanted = set(names)
+        kept = {name: tensor for name, tensor in self.tensors.items() if name in wanted}
+        restricted = Source(self.path, self.format, kept, self.metadata)
+        if len(self.parts) > 1:
+            restricted.parts = tuple(part.only(wanted) for part in self.parts if not wanted.isdisjoint(part.tensors))
+        return restricted
 
     def close(self) -> None:
         """Lets go of the file. Arrays that were read stay valid."""

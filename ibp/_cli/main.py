@@ -59,7 +59,7 @@ def version() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, that of the process if none is given; its exit status."""
     try:
-        arguments = make_parser().parse_args(argv)
+        arguments = _parsed(argv)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             status = _run(arguments)
@@ -78,6 +78,17 @@ def program() -> NoReturn:
     """`main` as a process: SIGTERM cleans up as Ctrl-C does."""
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(main())
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments; what a command does not know is its own error."""
+    parser = make_parser()
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        prog = f"ibp {arguments.command}"
+        line = f"{prog}: unrecognized arguments: {output.one_line(' '.join(unknown))}; see {prog} --help"
+        raise SystemExit(_complain(line, USAGE))
+    return arguments
 
 
 def _module(name: str) -> Any:

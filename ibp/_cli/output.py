@@ -6,9 +6,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,30 +35,33 @@ def report(arguments: argparse.Namespace, document: object, *parts: object) -> N
         _print(parts)
 
 
+def note(arguments: argparse.Namespace, sentence: str) -> None:
+    """Says on stderr what a user may want to know besides the result."""
+    if not arguments.quiet:
+        print(f"ibp {arguments.command}: {one_line(sentence)}", file=sys.stderr)
+
+
 def _print(parts: Iterable[object]) -> None:
     from rich.console import Console
-    from rich.text import Text
 
     console = Console(width=WIDTH, highlight=False, emoji=False, markup=False)
-    for part in parts:
-        console.print(Text(part) if isinstance(part, str) else part)
+    with console.capture() as captured:
+        for part in parts:
+            if isinstance(part, str):  # words stay whole: paths are copied
+                part = textwrap.fill(part, WIDTH, break_long_words=False, break_on_hyphens=False)
+            console.print(part, soft_wrap=isinstance(part, str))
+    sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], footer: Sequence[object] | None = None) -> Table:
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
     """A table. Columns whose names begin with ">" stand to the right; the first one folds where a line is full."""
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_footer=footer is not None)
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(columns):
-        right, foot = name.startswith(">"), "" if footer is None else _cell(footer[number])
-        made.add_column(
-            name.lstrip(">"),
-            foot,
-            justify="right" if right else "left",
-            overflow="fold",
-            no_wrap=number > 0,
-        )
+        justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
+        made.add_column(name.lstrip(">"), justify=justify, overflow="fold", no_wrap=number > 0)
     for row in rows:
         made.add_row(*map(_cell, row))
     return made

@@ -69,11 +69,40 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
 
-def add_names(parser: argparse.ArgumentParser) -> None:
-    """Which tensors: patterns of their names."""
-    for option, what in (("--include", "take only tensors"), ("--exclude", "leave out tensors")):
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Any number of inputs."""
+    inputs = parser.add_argument(
+        "inputs", nargs="+", metavar="IN", help="files, directories, indices of sets of files, globs, URLs, or -"
+    )
+    path(inputs)
+
+
+def add_output(parser: argparse.ArgumentParser, what: str) -> None:
+    path(parser.add_argument("-o", "--output", required=True, metavar="OUT", help=what))
+
+
+def add_level(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--level",
+        choices=("default", "fast"),
+        default="default",
+        help="fast: somewhat larger, decoded at the rate of a GPU's memory (default: default)",
+    )
+
+
+def add_verbose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-v", "--verbose", action="store_true", help="list every tensor")
+
+
+def add_names(parser: argparse.ArgumentParser, take: str = "take") -> None:
+    """Which tensors, by patterns of their names."""
+    for option, what in (("--include", f"{take} only"), ("--exclude", f"do not {take}")):
         parser.add_argument(
-            option, action="append", default=[], metavar="PATTERN", help=f"{what} of such names (*, ?, [a-z]); repeats"
+            option,
+            action="append",
+            default=[],
+            metavar="PATTERN",
+            help=f"{what} tensors whose names match (*, ?, [a-z]); repeats",
         )
 
 
@@ -82,6 +111,11 @@ def add_work(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", metavar="DEVICE", help="where the work is done: cpu, cuda, cuda:1 (default: a GPU if there is one)"
     )
+    add_jobs(parser)
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """By how many threads."""
     parser.add_argument("-j", "--jobs", type=count, metavar="N", help="threads of the CPU (default: one a core)")
 
 

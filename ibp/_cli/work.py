@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn, TypeVar
 
 import torch
+from tqdm import tqdm
 
 import ibp
+from ibp._checkpoints import planning, sources
+from ibp._checkpoints.source import chosen as matching
+from ibp._files.header import INDEX_SUFFIX
 
-from . import output
+from . import inputs, output
 
 T = TypeVar("T")
 
@@ -46,6 +51,76 @@ def threads(jobs: int | None) -> Iterator[None]:
 
 def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterable[T]:
     """The items, with a bar on stderr where one belongs there."""
-    from tqdm import tqdm
-
     return tqdm(items, desc=what, leave=False, disable=not output.show_bars(arguments))
+
+
+def bar_of_bytes(arguments: argparse.Namespace, what: str, num_bytes: int) -> tqdm[NoReturn]:
+    """A bar on stderr, where one belongs there, that is told of bytes."""
+    return tqdm(
+        total=num_bytes, desc=what, unit="B", unit_scale=True, leave=False, disable=not output.show_bars(arguments)
+    )
+
+
+# ---- inputs and outputs ----
+
+
+def may_write(arguments: argparse.Namespace, target: str) -> bool:
+    """Whether the output is to be written: not where it is there and is to be kept. Failure where it is there, and
+    nothing says what becomes of it."""
+    if target == inputs.STREAM or arguments.force or not _is_there(target):
+        return True
+    if arguments.keep:
+        output.note(arguments, f"{target} is there already, and is kept")
+        return False
+    raise output.Failure(f"{target} is there already: --force replaces it, --keep leaves it as it is")
+
+
+def _is_there(target: str) -> bool:
+    """Whether what is to be written is: the file, or the index of the set."""
+    if sources.is_url(target):
+        import fsspec
+
+        filesystem, remote = fsspec.core.url_to_fs(target)
+        return any(filesystem.exists(remote + suffix) for suffix in ("", INDEX_SUFFIX))
+    file = os.fspath(planning.target_of(target))
+    return any(os.path.lexists(file + suffix) for suffix in ("", INDEX_SUFFIX))
+
+
+def source(path: str) -> sources.Source:
+    """An input as a source of tensors: files, directories, indices, globs, URLs."""
+    return sources.open_sources([path])
+
+
+def expanded(paths: Sequence[str]) -> list[str]:
+    """The inputs, with what globs match in their place."""
+    return sources.expand(paths)
+
+
+def on_this_machine(path: str) -> contextlib.AbstractContextManager[str]:
+    """The path; of a URL that of a copy."""
+    return sources.local_path(path) if sources.is_url(path) else contextlib.nullcontext(path)
+
+
+def verify_inputs(paths: Sequence[str], bars: bool) -> int:
+    """Compares the checksums of those files of ibp among the inputs that are on this machine; bytes compared."""
+    total = 0
+    for path in expanded(paths):
+        if not sources.is_url(path) and (os.path.isdir(path) or path.endswith((".safetensors", ".json", ".ibp"))):
+            with ibp.open(path) as file:
+                total += file.verify(progress=bars)
+    return total
+
+
+def size_of(path: str) -> int:
+    """Bytes of a file that was written, here or at a URL."""
+    if not sources.is_url(path):
+        return os.path.getsize(path)
+    import fsspec
+
+    filesystem, remote = fsspec.core.url_to_fs(path)
+    return int(filesystem.size(remote))
+
+
+def chosen(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """The names that --include and --exclude leave."""
+    return matching(names, arguments.include or None, arguments.exclude)

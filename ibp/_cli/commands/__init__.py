@@ -8,4 +8,13 @@ run(arguments) -> int: does the work; the exit status. Imports ibp and torch whe
 After a change of arguments `python tools/command_line.py` writes completion, man page and docs/cli.md again.
 """
 
-COMMANDS = ("bench", "completion")  # in the order of the help
+COMMANDS = (  # in the order of the help
+    "compress",
+    "decompress",
+    "verify",
+    "estimate",
+    "diff",
+    "apply",
+    "bench",
+    "completion",
+)

@@ -1,0 +1,62 @@
+"""`ibp apply`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from .. import inputs, output, parsing
+
+HELP = "make the new version of a checkpoint out of the old one and a delta"
+DESCRIPTION = """\
+Make the new version of a checkpoint out of the old one and a delta.
+
+The delta is a file that `ibp diff -o` or ibp.save wrote. It is refused where a
+tensor of OLD is not, bit for bit, what it was made for. OLD stays as it is."""
+EPILOG = """\
+examples:
+  ibp apply step-1000.safetensors step-1100.delta -o step-1100.safetensors"""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    kinds = "a file, a directory, an index, a URL, or -"
+    parsing.path(parser.add_argument("base", metavar="OLD", help=f"the old version: {kinds}"))
+    parsing.path(parser.add_argument("delta", metavar="DELTA", help="what changed: a file, a URL, or -"))
+    parsing.add_output(parser, "the file to write: .safetensors, .npy, .npz or .pt; or -")
+    parsing.add_work(parser)
+    parsing.add_force(parser)
+    parsing.add_common(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from .. import applying, work
+
+    if not work.may_write(arguments, arguments.output):
+        return 0
+    device = work.device_of(arguments)
+    with (
+        inputs.local([arguments.base, arguments.delta]) as (old, delta),
+        inputs.written(arguments.output, ".safetensors") as target,
+        work.threads(arguments.jobs),
+        work.source(old) as base,
+    ):
+        with work.on_this_machine(delta) as near:
+            changes = applying.changes_in(near)
+        with work.bar_of_bytes(arguments, "apply", base.num_bytes) as bar:
+            applying.apply(base, changes, target, device, bar.update)
+        num_bytes = os.path.getsize(target)
+    document = {
+        "old": arguments.base,
+        "delta": arguments.delta,
+        "output": arguments.output,
+        "changed": list(changes.changed),
+        "new": list(changes.new),
+        "removed": list(changes.removed),
+        "bytes": num_bytes,
+    }
+    if arguments.output != inputs.STREAM:
+        counts = f"{len(changes.changed):,} changed, {len(changes.new):,} new, {len(changes.removed):,} removed"
+        output.report(
+            arguments, document, f"{output.shown(arguments.output)}: {output.show_size(num_bytes)}; {counts}."
+        )
+    return 0

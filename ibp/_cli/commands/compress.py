@@ -1,0 +1,132 @@
+"""`ibp compress`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from .. import inputs, output, parsing
+
+if TYPE_CHECKING:
+    from ibp import CheckpointReport
+
+HELP = "compress checkpoints and arrays"
+DESCRIPTION = """\
+Compress checkpoints and arrays into files whose tensors decode alone.
+
+Reads safetensors, .npy, .npz, torch checkpoints and files of ibp, of any size,
+block by block. What does not become smaller stays as it is; names, metadata and
+every bit are kept. Several inputs become one file or one set of files."""
+EPILOG = """\
+examples:
+  ibp compress model.safetensors -o model.ibp.safetensors
+  ibp compress checkpoint/ -o compressed/ --shard-bytes 2G
+  ibp compress 'shards/*.npy' -o features.safetensors --verify
+  cat x.npy | ibp compress - -o - > x.safetensors
+
+An interrupted run goes on where it ended when it is started again."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parsing.add_inputs(parser)
+    parsing.add_output(parser, "the file or directory to write, a URL, or -")
+    parser.add_argument(
+        "--scheme", choices=("auto", "planes", "ibp", "raw"), default="auto", help="how rows are coded (default: auto)"
+    )
+    parsing.add_level(parser)
+    parser.add_argument(
+        "--shard-bytes",
+        type=parsing.size,
+        default=5 << 30,
+        metavar="SIZE",
+        help="the most bytes of tensors of a file, such as 500M; more become a set of files (default: 5G)",
+    )
+    parsing.add_names(parser, "compress")
+    parsing.add_work(parser)
+    parser.add_argument(
+        "--verify",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="read what was written, decode it, and compare every tensor (default: no)",
+    )
+    parser.add_argument("--no-restart", action="store_true", help="begin anew, though a run was interrupted")
+    parsing.add_force(parser)
+    parsing.add_verbose(parser)
+    parsing.add_common(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import ibp
+
+    from .. import work
+
+    if not work.may_write(arguments, arguments.output):
+        return 0
+    with (
+        inputs.local(arguments.inputs) as given,
+        inputs.written(arguments.output, ".safetensors") as target,
+        work.threads(arguments.jobs),
+    ):
+        report = ibp.compress_checkpoint(
+            given,
+            target,
+            scheme=arguments.scheme,
+            level=arguments.level,
+            shard_bytes=arguments.shard_bytes,
+            include=arguments.include or None,
+            exclude=arguments.exclude,
+            restart=not arguments.no_restart,
+            device=work.device_of(arguments),
+            jobs=arguments.jobs,
+            progress=output.show_bars(arguments),
+        )
+        verified = _verified(report.path, arguments) if arguments.verify else None
+    if arguments.output != inputs.STREAM:
+        output.report(arguments, {**report.as_dict(), "verified_bytes": verified}, *_parts(arguments, report, verified))
+    return 0
+
+
+def _verified(path: str, arguments: argparse.Namespace) -> int:
+    """Bytes of the written files, which agree with their checksums, and their tensors with the fingerprints."""
+    import ibp
+
+    from .. import work
+
+    with work.on_this_machine(path) as near, ibp.open(near) as file:
+        checked: int = file.verify(content=True, progress=output.show_bars(arguments))
+    return checked
+
+
+def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: int | None) -> list[object]:
+    parts: list[object] = [_tensors(report), ""] if arguments.verbose else []
+    coded = sum(tensor.scheme is not None for tensor in report.tensors)
+    parts.append(
+        f"{output.shown(report.path)}: {output.show_count(len(report.tensors), 'tensor')}, {coded:,} compressed; "
+        f"{output.show_size(report.num_bytes)} became {output.show_size(report.file_bytes)}, "
+        f"{output.show_share(report.savings)} saved."
+    )
+    if report.kept_files:
+        kept = output.show_count(report.kept_files, "file")
+        parts.append(f"{kept} of an interrupted run {'was' if report.kept_files == 1 else 'were'} kept.")
+    if verified is not None:
+        parts.append(f"{output.show_size(verified)} were read again, and every tensor is what it was.")
+    return parts
+
+
+def _tensors(report: CheckpointReport) -> object:
+    from ibp._files.fields import dtype_name
+
+    return output.table(
+        ["tensor", "dtype", "scheme", ">before", ">after", ">saved"],
+        [
+            [
+                tensor.name,
+                dtype_name(tensor.dtype),
+                tensor.scheme or "plain",
+                output.show_size(tensor.num_bytes),
+                output.show_size(tensor.stored_bytes),
+                output.show_share(tensor.savings),
+            ]
+            for tensor in report.tensors
+        ],
+    )

@@ -1,0 +1,110 @@
+"""`ibp verify`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any, cast
+
+from .. import inputs, output, parsing
+
+if TYPE_CHECKING:
+    import ibp
+
+HELP = "compare the checksums of files"
+DESCRIPTION = """\
+Compare the checksums of files with their bytes.
+
+Exits with 1 if bytes are damaged, and names every tensor that is. Checksums are
+those of blocks of 1 MiB: what else lies in a damaged block is named as perhaps
+damaged. With --content all tables are decoded as well, and compared with the
+fingerprints of what was compressed."""
+EPILOG = """\
+examples:
+  ibp verify model.safetensors
+  ibp verify --content checkpoints/*.safetensors"""
+GOOD, DAMAGED, UNCHECKED = "good", "damaged", "no checksums"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parsing.add_inputs(parser)
+    parser.add_argument("--content", action="store_true", help="decode tables, and compare what comes out")
+    parsing.add_jobs(parser)
+    parsing.add_common(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from .. import work
+
+    with inputs.local(arguments.inputs) as given, work.threads(arguments.jobs):
+        paths = work.expanded(given)
+        found = [_checked(path, arguments) for path in paths]
+    document = {"files": found, "good": all(one["status"] != DAMAGED for one in found)}
+    output.report(arguments, document, *_parts(found))
+    return 0 if document["good"] else 1
+
+
+def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What is said of one file."""
+    import ibp
+
+    from .. import work
+
+    told: dict[str, Any] = {"path": path, "status": GOOD, "bytes": 0, "tensors": 0, "tables": 0}
+    told.update(error=None, damaged=[], suspect=[])
+    try:
+        with work.on_this_machine(path) as near, ibp.open(near) as file:
+            told.update(tensors=len(file), tables=len(file.tables))
+            try:
+                told["bytes"] = file.verify(content=arguments.content, progress=output.show_bars(arguments))
+            except (ibp.ChecksumError, ibp.CorruptTableError) as error:
+                told.update(status=DAMAGED, error=output.sentence(error), **_damage(file, arguments.content))
+            if told["status"] == GOOD and not file.has_checksums:
+                told["status"] = UNCHECKED
+    except ibp.FileFormatError as error:
+        told.update(status=DAMAGED, error=output.sentence(error))
+    return told
+
+
+def _damage(file: ibp.File, content: bool) -> dict[str, list[str]]:
+    """Names of the tensors that are damaged, and of those that share a block with damaged bytes and may be. A table
+    that decodes to what was compressed is neither."""
+    import ibp
+
+    found: dict[str, list[str]] = {"damaged": [], "suspect": []}
+    for name in file:
+        try:
+            file.verify([name], content=content)
+        except (ibp.FileFormatError, ibp.CorruptTableError):
+            good = _is_what_it_was(file, name)
+            if not good:
+                found["suspect" if good is None else "damaged"].append(name)
+    return found
+
+
+def _is_what_it_was(file: ibp.File, name: str) -> bool | None:
+    """By its fingerprint; None of a tensor that has none."""
+    import ibp
+
+    if name not in file.tables or file.fields(name).content is None:
+        return None
+    try:
+        return ibp.fingerprint(cast("ibp.CompressedTensor", file[name])) == file.fields(name).content
+    except (ibp.FileFormatError, ibp.CorruptTableError):
+        return False
+
+
+def _parts(found: list[dict[str, Any]]) -> list[object]:
+    rows = [
+        [os.fspath(one["path"]), one["tensors"], one["tables"], output.show_size(one["bytes"]), one["status"]]
+        for one in found
+    ]
+    parts: list[object] = [output.table(["file", ">tensors", ">tables", ">checked", "status"], rows)]
+    for one in found:
+        if one["status"] == DAMAGED:
+            parts += ["", one["error"]]
+            parts += [f"  damaged: {output.shown(name)}" for name in one["damaged"]]
+            parts += [f"  perhaps damaged: {output.shown(name)}" for name in one["suspect"]]
+        if one["status"] == UNCHECKED:
+            parts += ["", f"{output.shown(one['path'])} has no checksums: it was not written by ibp."]
+    return parts

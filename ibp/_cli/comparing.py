@@ -1,0 +1,147 @@
+"""Two versions of a checkpoint, tensor by tensor and block by block: what `ibp diff` says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+import ibp
+from ibp._files.fields import dtype_name
+
+SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
+_BLOCK_BYTES = 16 << 20
+
+
+class Stored(Protocol):
+    """A tensor of a file, read by ranges of its bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def read(self, start_byte: int, end_byte: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one tensor.
+
+    Attributes:
+        name: of the tensor.
+        status: "same"; "changed"; "new" or "removed"; "replaced" by one of another shape or dtype.
+        dtype: of the later one, or of the one that is gone.
+        shape: likewise.
+        num_elements, num_bytes: likewise.
+        changed: elements whose bits differ; of those that are new or replaced, all.
+        delta_bytes: that a delta takes for it; None where that was not asked for.
+    """
+
+    name: str
+    status: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_elements: int
+    num_bytes: int
+    changed: int
+    delta_bytes: int | None
+
+    @property
+    def share(self) -> float:
+        """Of the elements, those that changed."""
+        return self.changed / self.num_elements if self.num_elements else 0.0
+
+    def document(self) -> dict[str, Any]:
+        fields = dict(vars(self), dtype=dtype_name(self.dtype), shape=list(self.shape))
+        return {**fields, "share": self.share}
+
+
+class Weighing(Protocol):
+    """Says what a delta of two tensors of one shape and dtype takes, in bytes."""
+
+    def __call__(self, name: str, base: Stored, new: Stored) -> int: ...
+
+
+def changes(
+    base: Mapping[str, Stored], new: Mapping[str, Stored], names: Iterable[str], weigh: Weighing | None
+) -> Iterator[Change]:
+    """What became of the tensors of these names. weigh: called for those that changed; None: nothing is weighed."""
+    for name in names:
+        if name not in new:
+            yield _whole(name, REMOVED, base[name], 0, 0)
+        elif name not in base:
+            yield _whole(name, NEW, new[name], _count(new[name]), new[name].num_bytes)
+        elif (base[name].dtype, base[name].shape) != (new[name].dtype, new[name].shape):
+            yield _whole(name, REPLACED, new[name], _count(new[name]), new[name].num_bytes)
+        else:
+            changed = sum(_differing(*block, new[name].dtype) for block in _blocks(base[name], new[name]))
+            taken = None if weigh is None else weigh(name, base[name], new[name]) if changed else 0
+            yield _whole(name, CHANGED if changed else SAME, new[name], changed, taken)
+
+
+def _whole(name: str, status: str, tensor: Stored, changed: int, taken: int | None) -> Change:
+    return Change(name, status, tensor.dtype, tuple(tensor.shape), _count(tensor), tensor.num_bytes, changed, taken)
+
+
+def _count(tensor: Stored) -> int:
+    return tensor.num_bytes // tensor.dtype.itemsize
+
+
+def by_blocks(device: torch.device) -> Weighing:
+    """Weighs deltas of blocks, so that tensors of any size are read in little memory. They are coded on the device."""
+
+    def weigh(name: str, base: Stored, new: Stored) -> int:
+        taken = 0
+        for before, after in _blocks(base, new):
+            if _differing(before, after, new.dtype):
+                delta = ibp.delta(_tensor(after, new.dtype).to(device), _tensor(before, new.dtype).to(device))
+                taken += delta.stored_bytes
+        return taken
+
+    return weigh
+
+
+def by_tensors(device: torch.device, kept: dict[str, Any]) -> Weighing:
+    """Weighs the deltas of whole tensors, and keeps them by their names."""
+
+    def weigh(name: str, base: Stored, new: Stored) -> int:
+        delta = ibp.delta(whole(new).to(device), whole(base).to(device)).to("cpu")
+        kept[name] = delta
+        return delta.stored_bytes
+
+    return weigh
+
+
+def whole(tensor: Stored) -> torch.Tensor:
+    """A tensor of a file, in memory of its own."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype)
+    data = made.view(-1).view(torch.uint8).numpy()
+    for start in range(0, tensor.num_bytes, _BLOCK_BYTES):
+        end = min(start + _BLOCK_BYTES, tensor.num_bytes)
+        data[start:end] = tensor.read(start, end)
+    return made
+
+
+def _blocks(base: Stored, new: Stored) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for start in range(0, new.num_bytes, _BLOCK_BYTES):
+        end = min(start + _BLOCK_BYTES, new.num_bytes)
+        yield base.read(start, end), new.read(start, end)
+
+
+def _differing(a: np.ndarray, b: np.ndarray, dtype: torch.dtype) -> int:
+    """Elements that differ."""
+    words = np.dtype(f"u{min(dtype.itemsize, 8)}")
+    unequal = a.view(words) != b.view(words)
+    if dtype.itemsize > words.itemsize:  # complex numbers of 16 bytes
+        unequal = unequal.reshape(-1, dtype.itemsize // words.itemsize).any(1)
+    return int(np.count_nonzero(unequal))
+
+
+def _tensor(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of a file as a tensor that may be written to."""
+    return torch.from_numpy(np.array(data)).view(dtype)

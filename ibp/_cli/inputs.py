@@ -1,0 +1,66 @@
+"""Inputs that commands read as files: "-" is what comes from stdin, and "-" as an output is stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .output import Failure
+
+STREAM = "-"
+
+
+@contextlib.contextmanager
+def local(paths: Sequence[str]) -> Iterator[list[str]]:
+    """The paths, with stdin as a temporary file in the place of "-"."""
+    if STREAM not in paths:
+        yield list(paths)
+        return
+    if paths.count(STREAM) > 1:
+        raise Failure("stdin (-) is given twice; wanted one input from there at most")
+    if sys.stdin.isatty():
+        raise Failure("stdin (-) is a terminal; wanted a file or a pipe")
+    with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
+        held = Path(folder) / "stdin"
+        with open(held, "wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+        named = held.rename(held.with_suffix(_suffix(held)))
+        yield [str(named) if path == STREAM else path for path in paths]
+
+
+def _suffix(path: Path) -> str:
+    """That of the format which a file's first bytes tell."""
+    with open(path, "rb") as file:
+        start = file.read(8)
+    if start.startswith(b"\x93NUMPY"):
+        return ".npy"
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            return ".npz" if all(name.endswith(".npy") for name in archive.namelist()) else ".pt"
+    return ".safetensors"
+
+
+@contextlib.contextmanager
+def written(output: str, suffix: str) -> Iterator[str]:
+    """A path to write to; for "-" a temporary file, which goes to stdout when the work is done."""
+    if output != STREAM:
+        yield output
+        return
+    if sys.stdout.isatty():
+        raise Failure("stdout (-) is a terminal; wanted a file or a pipe")
+    with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
+        held = os.path.join(folder, f"stdout{suffix}")
+        yield held
+        with open(held, "rb") as file:
+            shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
+
+
+def shown(path: str) -> str:
+    """A path as results name it."""
+    return "stdin" if path == STREAM else path

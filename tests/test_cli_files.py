@@ -1,0 +1,322 @@
+"""Commands that read and write files: compress, decompress, verify, estimate, diff, apply."""
+
+import io
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ibp
+from helpers import bytes_of
+from ibp._cli import inputs
+from ibp._cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Paths are short, as those that people type."""
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments):
+    return main([os.path.relpath(one) if isinstance(one, Path) else str(one) for one in arguments])
+
+
+def document(capsys, *arguments, status=0):
+    """What a command prints with --json, and nothing else."""
+    assert run(*arguments, "--json") == status
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return json.loads(shown.out)
+
+
+def printed(capsys, *arguments, status=0):
+    """The lines that a command prints, of which none is too long."""
+    assert run(*arguments) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 or " " not in line.strip() for line in lines)  # long names stay whole
+    return lines
+
+
+@pytest.fixture
+def tensors():
+    weights = torch.randn(300, 512, generator=torch.Generator().manual_seed(1)).mul(0.02).to(torch.bfloat16)
+    return {
+        "model.embed.weight": weights,
+        "model.layers.0.a_rather_long_name_of_a_projection.that_does_not_fit.into_a_line.weight": weights[:64].clone(),
+        "model.norm.weight": torch.ones(512, dtype=torch.float32),
+        "step": torch.tensor(17),
+        "none": torch.empty(0, 8),
+    }
+
+
+@pytest.fixture
+def source(tensors, tmp_path):
+    """An ordinary file of safetensors."""
+    path = tmp_path / "model.safetensors"
+    pytest.importorskip("safetensors.torch").save_file(tensors, path, {"made": "by a test"})
+    return path
+
+
+@pytest.fixture
+def compressed(source, tmp_path):
+    path = tmp_path / "small.safetensors"
+    assert run("compress", source, "-o", path, "--quiet", "--device", "cpu") == 0
+    return path
+
+
+def whole(value):
+    return value if isinstance(value, torch.Tensor) else ibp.decompress(value)
+
+
+def assert_holds(path, tensors):
+    found = {name: whole(value) for name, value in ibp.load(path).items()}
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(bytes_of(found[name].contiguous()), bytes_of(tensor)), name
+
+
+# ---- compress and decompress ----
+
+
+def test_a_round_trip_keeps_names_bits_and_metadata(source, compressed, tensors, tmp_path):
+    assert compressed.stat().st_size < 0.75 * source.stat().st_size
+    assert_holds(compressed, tensors)
+    back = tmp_path / "back.safetensors"
+    assert run("decompress", compressed, "-o", back, "--quiet") == 0
+    assert_holds(back, tensors)
+    with ibp.open(back) as file:
+        assert file.metadata == {"made": "by a test"} and not file.tables
+
+
+def test_what_compress_says(source, tmp_path, capsys):
+    said = document(capsys, "compress", source, "-o", tmp_path / "x.safetensors", "--verify", "--device", "cpu")
+    assert said["verified_bytes"] > 0
+    lines = printed(capsys, "compress", source, "-o", tmp_path / "y.safetensors", "--verbose")
+    assert any(line.startswith("model.norm.weight") and "plain" in line for line in lines)
+    assert lines[-1].endswith("saved.") or lines[-2].startswith("y.safetensors: 5 tensors, 2 compressed;")
+
+
+def test_arrays_go_through_pipes(tmp_path, capsysbinary, monkeypatch):
+    x = np.arange(200_000, dtype=np.int32).reshape(1000, 200)
+    sent = io.BytesIO()
+    np.save(sent, x)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(sent.getvalue())))
+    assert run("compress", "-", "-o", "-", "--device", "cpu") == 0
+    (tmp_path / "x.safetensors").write_bytes(capsysbinary.readouterr().out)
+    assert run("decompress", tmp_path / "x.safetensors", "-o", "-", "--format", "npy") == 0
+    assert np.array_equal(np.load(io.BytesIO(capsysbinary.readouterr().out)), x)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".pt"])
+def test_formats_of_what_is_decompressed(suffix, tmp_path):
+    x = {"a": torch.arange(9000, dtype=torch.int32).view(90, 100), "b": torch.ones(3)}
+    ibp.save(tmp_path / "x.ibp.safetensors", {"a": ibp.compress(x["a"], device="cpu"), "b": x["b"]})
+    out = tmp_path / f"out{suffix}"
+    assert run("decompress", tmp_path / "x.ibp.safetensors", "-o", out, "--quiet") == 0
+    if suffix == ".npz":
+        found = {name: torch.from_numpy(array) for name, array in np.load(out).items()}
+    else:
+        found = torch.load(out, weights_only=True) if suffix == ".pt" else ibp.load(out)
+    assert found.keys() == x.keys() and all(torch.equal(found[name], x[name]) for name in x)
+
+
+def test_names_are_chosen_by_patterns(source, tensors, tmp_path):
+    out = tmp_path / "x.safetensors"
+    assert run("compress", source, "-o", out, "--include", "model.*", "--exclude", "*layers*", "--quiet") == 0
+    assert_holds(out, tensors)  # those that are left out are kept as they are
+    with ibp.open(out) as file:
+        assert file.tables == ("model.embed.weight",)
+
+
+def test_chosen_tensors_are_decompressed(compressed, tensors, tmp_path, capsys):
+    out = tmp_path / "out.npz"
+    assert run("decompress", compressed, "-o", out, "--include", "model.norm*", "--include", "step", "--quiet") == 0
+    assert set(np.load(out)) == {"model.norm.weight", "step"}
+    assert run("decompress", compressed, "-o", tmp_path / "none.npz", "--include", "nothing") == 2
+    assert "no tensor whose name" in capsys.readouterr().err
+
+
+def test_what_is_there_is_left_alone(source, tmp_path, capsys):
+    out = tmp_path / "x.safetensors"
+    out.write_bytes(b"mine")
+    assert run("compress", source, "-o", out) == 2
+    assert re.fullmatch(r"ibp compress: [^\n]*x.safetensors is there already: --force[^\n]*\n", capsys.readouterr().err)
+    assert run("compress", source, "-o", out, "--keep") == 0 and out.read_bytes() == b"mine"
+    assert run("compress", source, "-o", out, "--force", "--keep") == 2
+    assert run("compress", source, "-o", out, "--force", "--quiet") == 0
+    assert ibp.load(out)
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", b"\x93NUMPY\x01", b"PK\x03\x04"], ids=repr)
+@pytest.mark.parametrize("command", ["compress", "decompress", "estimate"])
+def test_files_that_cannot_be_read(command, content, tmp_path, capsys):
+    path, out = tmp_path / "x.dat", tmp_path / "out.safetensors"
+    path.write_bytes(content)
+    assert run(command, path, *([] if command == "estimate" else ["-o", out])) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and re.fullmatch(rf"ibp {command}: [^\n]+\n", shown.err) and not out.exists()
+
+
+@pytest.mark.parametrize("command", ["compress", "decompress", "estimate", "verify"])
+def test_files_that_are_not_there(command, tmp_path, capsys):
+    arguments = [] if command in ("estimate", "verify") else ["-o", tmp_path / "out.safetensors"]
+    assert run(command, tmp_path / "nothing.safetensors", *arguments) == 2
+    assert "nothing.safetensors" in capsys.readouterr().err
+    assert run(command, tmp_path / "no*.npy", *arguments) == 2
+    assert "no*.npy" in capsys.readouterr().err
+
+
+def test_interrupted(source, tmp_path, capsys, monkeypatch):
+    """Nothing is left under the output's name, nor beside it."""
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    before = set(tmp_path.iterdir())
+    monkeypatch.setattr("ibp._files.writer.FileWriter.table", interrupt)
+    assert run("compress", source, "-o", tmp_path / "out.safetensors") == 130
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "ibp: interrupted\n") and set(tmp_path.iterdir()) == before
+
+
+# ---- verify ----
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def test_good_files(source, compressed, capsys):
+    said = document(capsys, "verify", compressed, source, "--content")
+    assert said["good"] and [one["status"] for one in said["files"]] == ["good", "no checksums"]
+    assert said["files"][0]["bytes"] > 0 and said["files"][0]["tables"] >= 1
+    lines = printed(capsys, "verify", compressed, source)
+    assert any("has no checksums" in line for line in lines)
+
+
+def test_a_damaged_tensor_is_named(compressed, capsys):
+    flip(compressed, compressed.stat().st_size // 3)  # its rows are most of the file
+    said = document(capsys, "verify", compressed, status=1)
+    assert not said["good"] and "model.embed.weight" in said["files"][0]["damaged"]
+    assert any("damaged: model.embed.weight" in line for line in printed(capsys, "verify", compressed, status=1))
+
+
+def test_a_file_that_was_cut_off_is_damaged(compressed, capsys):
+    compressed.write_bytes(compressed.read_bytes()[:-1000])
+    assert document(capsys, "verify", compressed, status=1)["files"][0]["status"] == "damaged"
+
+
+# ---- estimate ----
+
+
+def test_estimate(source, capsys):
+    said = document(capsys, "estimate", source)
+    weights = next(one for one in said["tensors"] if one["name"] == "model.embed.weight")
+    assert 0.3 < weights["savings"]["planes"] < 0.36 and weights["best"] == "planes"
+    lines = printed(capsys, "estimate", source, "--include", "model.embed*")
+    assert any(line.startswith("model.embed.weight") and "planes" in line for line in lines)
+    assert not any("norm" in line for line in lines)
+
+
+# ---- diff and apply ----
+
+
+@pytest.fixture
+def versions(tensors, tmp_path):
+    """Two versions of a checkpoint: one element of a thousand changed, a tensor gone, one new, one of another shape."""
+    new = dict(tensors)
+    changed = tensors["model.embed.weight"].clone()
+    changed.view(-1)[::1000] += 0.01
+    new["model.embed.weight"] = changed
+    new["head"] = torch.arange(100.0)
+    new["model.norm.weight"] = torch.ones(256)
+    del new["step"]
+    paths = tmp_path / "old.safetensors", tmp_path / "new.safetensors"
+    for path, content in zip(paths, (tensors, new)):
+        ibp.save(path, content)
+    return *paths, tensors, new
+
+
+def test_what_changed_is_counted(versions, capsys):
+    old, new, before, after = versions
+    said = document(capsys, "diff", old, new, "--exit-code", status=1)
+    by_name = {one["name"]: one for one in said["tensors"]}
+    name = "model.embed.weight"
+    differing = int((before[name].view(torch.int16) != after[name].view(torch.int16)).sum())
+    assert by_name[name]["changed"] == differing > 0
+    assert 0 < by_name[name]["delta_bytes"] < 0.1 * by_name[name]["num_bytes"]
+    statuses = {one["name"]: one["status"] for one in said["tensors"] if one["status"] != "same"}
+    assert statuses == {name: "changed", "head": "new", "model.norm.weight": "replaced", "step": "removed"}
+    lines = printed(capsys, "diff", old, new)
+    assert any(line.startswith(name) and "changed" in line for line in lines)
+
+
+def test_no_difference(versions, capsys):
+    old = versions[0]
+    assert not document(capsys, "diff", old, old, "--exit-code")["differs"]
+    assert printed(capsys, "diff", old, old) == ["5 tensors: 5 same."]
+
+
+WIDTHS = [torch.bool, torch.int64, torch.complex64, torch.complex128, torch.float8_e4m3fn]
+
+
+@pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+def test_elements_of_every_width_are_counted(dtype, tmp_path, capsys):
+    x = torch.zeros(300, 4, dtype=torch.float32).to(dtype)
+    y = x.clone()
+    y.view(torch.uint8).view(-1)[-1] = 1  # one byte of the last element
+    y.view(torch.uint8).view(-1)[0] = 1
+    torch.save({"x": x}, tmp_path / "x.pt")
+    torch.save({"x": y}, tmp_path / "y.pt")
+    said = document(capsys, "diff", tmp_path / "x.pt", tmp_path / "y.pt", "--no-weigh")
+    assert said["tensors"][0]["changed"] == 2 and said["tensors"][0]["delta_bytes"] is None
+
+
+def test_a_delta_makes_the_new_version(versions, tmp_path, capsys):
+    old, new, _, after = versions
+    delta, out = tmp_path / "x.delta", tmp_path / "made.safetensors"
+    said = document(capsys, "diff", old, new, "-o", delta)
+    assert said["written_bytes"] == delta.stat().st_size < 0.2 * new.stat().st_size
+    said = document(capsys, "apply", old, delta, "-o", out)
+    assert said["removed"] == ["step"] and said["changed"] == ["model.embed.weight"]
+    assert_holds(out, after)
+
+
+def test_a_delta_of_another_base_is_refused(versions, tmp_path, capsys):
+    old, new, *_ = versions
+    delta, out = tmp_path / "x.delta", tmp_path / "made.safetensors"
+    assert run("diff", old, new, "-o", delta, "--quiet") == 0
+    assert run("apply", new, delta, "-o", out) in (1, 2)
+    assert not out.exists() and re.fullmatch(r"ibp apply: [^\n]+\n", capsys.readouterr().err)
+
+
+# ---- stdin and stdout ----
+
+
+def test_stdin_is_taken_once(capsys):
+    assert run("diff", "-", "-") == 2
+    assert capsys.readouterr().err == "ibp diff: stdin (-) is given twice; wanted one input from there at most\n"
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "pt", "safetensors"])
+def test_stdin_is_known_by_its_first_bytes(kind, tmp_path, monkeypatch):
+    held = io.BytesIO()
+    if kind == "pt":
+        torch.save({"x": torch.ones(3)}, held)
+    elif kind == "safetensors":
+        ibp.save(tmp_path / "x", {"x": torch.ones(3)})
+        held.write((tmp_path / "x").read_bytes())
+    else:
+        (np.save if kind == "npy" else np.savez)(held, np.ones(3))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(held.getvalue())))
+    with inputs.local(["-"]) as (path,):
+        assert path.endswith(f".{kind}") and os.path.getsize(path) == len(held.getvalue())
+    assert not os.path.exists(path)
