@@ -12,6 +12,7 @@ COMMANDS = (  # in the order of the help
     "compress",
     "decompress",
     "verify",
+    "inspect",
     "estimate",
     "diff",
     "apply",

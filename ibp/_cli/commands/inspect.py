@@ -1,0 +1,236 @@
+"""`ibp inspect`."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import output, parsing
+
+if TYPE_CHECKING:
+    from ..._inspect.report import FileReport, TensorReport
+
+HELP = "say what is in files: tensors, savings, what the bytes are"
+DESCRIPTION = """\
+Say what is in files: tensors, schemes, savings, and what the bytes are.
+
+Files of ibp are described as they are. Of other files of tensors, what
+compressing them would give is estimated from a sample of rows."""
+EPILOG = """\
+examples:
+  ibp inspect model.safetensors
+  ibp inspect model.safetensors --tensor lm_head.weight
+  ibp inspect checkpoint/ --plot bits.png --html model.html
+
+"before" is the size of a tensor, "after" that of all the file has for it: rows,
+index, unused room of slots and its share of the codebook. Parts of coded rows
+are counted on a sample of a large tensor's rows. The page needs a browser and
+nothing else; plots need matplotlib."""
+_BAR = 24  # characters
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    inputs = parser.add_argument("inputs", nargs="+", metavar="FILE", help="files, directories, indices, globs or URLs")
+    parsing.path(inputs)
+    parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="all about one tensor; repeats")
+    parser.add_argument("--planes", action="store_true", help="what the bytes of every tensor are, by part")
+    plot = parser.add_argument("--plot", metavar="OUT.png", help="draw bits and savings")
+    page = parser.add_argument("--html", metavar="OUT.html", help="write a page to click through the tensors")
+    for argument in (plot, page):
+        parsing.path(argument)
+    parsing.add_names(parser)
+    parsing.add_common(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from ..._checkpoints.sources import expand
+    from ..._inspect.collecting import inspect_path
+
+    def wanted(name: str) -> bool:
+        return _is_wanted(arguments, name)
+
+    bars = output.show_bars(arguments)
+    files = [inspect_path(path, wanted=wanted, progress=bars) for path in expand(arguments.inputs)]
+    _check_names(arguments, files)
+    _write_pictures(arguments, files)
+    output.report(arguments, {"files": [_document(file) for file in files]}, *_parts(arguments, files))
+    return 0
+
+
+def _is_wanted(arguments: argparse.Namespace, name: str) -> bool:
+    def matches(patterns: list[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    if arguments.tensor and name not in arguments.tensor:
+        return False
+    return (not arguments.include or matches(arguments.include)) and not matches(arguments.exclude)
+
+
+def _check_names(arguments: argparse.Namespace, files: list[FileReport]) -> None:
+    found = {tensor.name for file in files for tensor in file.tensors}
+    missing = [name for name in arguments.tensor if name not in found]
+    if missing:
+        raise output.Failure(f"there is no tensor {missing[0]!r} in {', '.join(file.path for file in files)}")
+
+
+def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> None:
+    from ..._files.writer import write_whole
+    from ..._inspect import drawing, page
+
+    tensors = [tensor for file in files for tensor in file.tensors]
+    if arguments.plot:
+        write_whole(Path(arguments.plot), drawing.draw(tensors, ", ".join(file.path for file in files)))
+    if arguments.html:
+        write_whole(Path(arguments.html), page.make_page(files).encode("utf-8", "backslashreplace"))
+
+
+def _document(file: FileReport) -> dict[str, Any]:
+    return {
+        "path": file.path,
+        "format": file.format,
+        "estimate": file.is_estimate,
+        "file_bytes": file.file_bytes,
+        "metadata": file.metadata,
+        "original_bytes": file.original_bytes,
+        "stored_bytes": file.stored_bytes,
+        "savings": file.savings,
+        "tensors": [{**vars(tensor), "savings": tensor.savings} for tensor in file.tensors],
+    }
+
+
+# ---- what is printed ----
+
+
+def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[object]:
+    for number, file in enumerate(files):
+        if number:
+            yield ""
+        if arguments.tensor:
+            for tensor in file.tensors:
+                yield from _details(tensor)
+            continue
+        yield f"{output.shown(file.path)}: {_kind(file)}"
+        yield ""
+        yield _list(file)
+        if arguments.planes:
+            yield ""
+            yield _all_parts(file)
+        yield ""
+        yield _total(file)
+        yield from (f"{tensor.name}: {tensor.note}" for tensor in file.tensors if tensor.note)
+
+
+def _kind(file: FileReport) -> str:
+    size = "" if file.file_bytes is None else f", {output.show_size(file.file_bytes)}"
+    return f"{file.format}{size}" + ("; sizes after are estimates" if file.is_estimate else "")
+
+
+def _list(file: FileReport) -> object:
+    rows = [
+        [
+            tensor.name,
+            _dtype(tensor),
+            _shape(tensor),
+            "delta" if tensor.kind == "delta" else tensor.scheme,
+            output.show_size(tensor.original_bytes),
+            output.show_size(tensor.stored_bytes),
+            output.show_share(tensor.savings),
+        ]
+        for tensor in file.tensors
+    ]
+    return output.table(["tensor", "dtype", "shape", "scheme", ">before", ">after", ">saved"], rows)
+
+
+def _dtype(tensor: TensorReport) -> str:
+    """In short, as headers of safetensors name it."""
+    import torch
+
+    from ..._files.fields import dtype_name
+
+    dtype = getattr(torch, tensor.dtype, None)
+    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else tensor.dtype
+
+
+def _shape(tensor: TensorReport) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def _total(file: FileReport) -> str:
+    return (
+        f"{output.show_count(len(file.tensors), 'tensor')}: {output.show_size(file.original_bytes)} before, "
+        f"{output.show_size(file.stored_bytes)} after, {output.show_share(file.savings)} saved"
+    )
+
+
+def _all_parts(file: FileReport) -> object:
+    rows = []
+    for tensor in file.tensors:
+        names = [tensor.name, *[""] * (len(tensor.parts) - 1)]
+        rows += [
+            [name, part, f"{size:,}", output.show_share(size / tensor.stored_bytes)]
+            for name, (part, size) in zip(names, tensor.parts.items())
+        ]
+    return output.table(["tensor", "part", ">bytes", ">share"], rows)
+
+
+def _details(tensor: TensorReport) -> Iterator[object]:
+    yield tensor.name
+    yield ""
+    yield output.table(["", ""], _facts(tensor))
+    if tensor.parts:
+        yield ""
+        yield output.table(
+            ["part", ">bytes", ">share", ""],
+            [
+                [part, f"{size:,}", output.show_share(share), "#" * round(_BAR * share)]
+                for part, size in tensor.parts.items()
+                for share in [size / tensor.stored_bytes]
+            ],
+        )
+    if tensor.entropy:
+        yield ""
+        yield output.table(["bits", ">entropy", ">kept", ">ranked", ">left out"], list(_bits(tensor)))
+    if tensor.entries:
+        yield ""
+        yield output.table(["entry", "stands for", ">share"], _entries(tensor))
+
+
+def _facts(tensor: TensorReport) -> list[list[str]]:
+    rows = f"{tensor.num_rows:,} of {tensor.row_bytes:,} bytes; {tensor.raw_rows:,} raw, {tensor.default_rows:,} empty"
+    facts = [
+        ["dtype", tensor.dtype],
+        ["shape", str(list(tensor.shape))],
+        ["scheme", tensor.scheme + ("" if tensor.kind in ("table", "plain") else f" ({tensor.kind})")],
+        ["before", f"{tensor.original_bytes:,} bytes"],
+        ["after", f"{tensor.stored_bytes:,} bytes, {output.show_share(tensor.savings)} saved"],
+        ["rows", rows],
+    ]
+    if tensor.is_sampled:
+        facts.append(["counted", f"{tensor.sampled_rows:,} of the rows, as a sample"])
+    if tensor.note:
+        facts.append(["note", tensor.note])
+    return facts
+
+
+def _bits(tensor: TensorReport) -> Iterator[list[str]]:
+    """A line for bits that are next to each other and alike, from the most significant on."""
+    width = len(tensor.entropy)
+    none = [0.0] * width
+    uses = zip(tensor.entropy, tensor.left_out or none, tensor.ranked or none)
+    lines = [
+        [f"{entropy:.2f}", *map(output.show_share, (1 - left_out - ranked, ranked, left_out))]
+        for entropy, left_out, ranked in uses
+    ]
+    first = 0
+    for bit in range(1, width + 1):
+        if bit == width or lines[bit] != lines[first]:
+            most, least = width - 1 - first, width - bit
+            yield [str(most) if most == least else f"{most}-{least}", *lines[first]]
+            first = bit
+
+
+def _entries(tensor: TensorReport) -> list[list[str]]:
+    return [[name, meaning, output.show_share(share)] for name, meaning, share in tensor.entries]

@@ -1,0 +1,122 @@
+"""Reports of whole files: ibp files as they are, other files of tensors with what compressing them would give."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from .._checkpoints.source import Source
+from .._checkpoints.sources import is_url, local_path, open_source
+from .._compressed_tensor import CompressedTensor
+from .._delta import Delta
+from .._files.fields import ChecksumError, FileFormatError
+from .._files.header import find_files, read_header
+from .._files.opened import File
+from .._files.opened import open as open_file
+from .._rows import DTYPES
+from .report import FileReport, TensorReport, reader_of, report_estimate, report_plain, report_table
+
+Wanted = Callable[[str], bool]  # whether a tensor of a name is looked into
+
+
+def inspect_path(
+    path: str | os.PathLike[str],
+    *,
+    wanted: Wanted = lambda name: True,
+    progress: bool = False,
+    **options: Any,
+) -> FileReport:
+    """Looks into a file of tensors, or a set of files: a few rows of each tensor are read.
+
+    Args:
+        path: a file of ibp, or any other that `ibp.compress_checkpoint` takes.
+        wanted: whether a tensor of a name is looked into; others are left out.
+        progress: show a bar.
+        options: of `ibp.compress`, for what compressing would give.
+
+    Raises:
+        FileFormatError, SourceFormatError, OSError: the file cannot be read.
+        CorruptTableError: rows that were looked at are damaged.
+    """
+    path = os.fspath(path)
+    if is_url(path):
+        with local_path(path) as near:
+            found = inspect_path(near, wanted=wanted, progress=progress, **options)
+        return FileReport(**{**vars(found), "path": path})
+    if _is_ibp(path):
+        with open_file(path, pin_memory=False) as file:
+            return _of_ibp(file, wanted, progress)
+    with open_source(path) as source:
+        return _of_source(source, wanted, progress, options)
+
+
+def _is_ibp(path: str) -> bool:
+    """Whether a file, or one of a set, is ibp's. Of what is no file of safetensors, `open_source` says what it is."""
+    try:
+        return any(not read_header(file).is_plain for file in find_files(Path(path)).files.values())
+    except (FileFormatError, FileNotFoundError):
+        return False
+
+
+def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
+    return tqdm(list(names), desc="inspect", unit="tensor", leave=False, disable=not progress)
+
+
+def _of_source(source: Source, wanted: Wanted, progress: bool, options: dict[str, Any]) -> FileReport:
+    reports = []
+    for name in _bar(filter(wanted, source.tensors), progress):
+        tensor = source.tensors[name]
+        if tensor.dtype in DTYPES:
+            reports.append(report_estimate(name, tensor.shape, tensor.dtype, tensor.read, **options))
+        else:
+            reports.append(report_plain(name, tensor.shape, tensor.dtype, tensor.read))
+    size = sum(os.path.getsize(part.path) for part in source.parts)
+    return FileReport(source.path, source.format, True, size, dict(source.metadata), reports)
+
+
+def _of_ibp(file: File, wanted: Wanted, progress: bool) -> FileReport:
+    users = Counter(_codebook_of(file, name) for name in file.tables)
+    reports = [_of_tensor(file, name, users) for name in _bar(filter(wanted, file), progress)]
+    size = sum(os.path.getsize(path) for path in find_files(file.path).files.values())
+    return FileReport(str(file.path), "ibp", False, size, dict(file.metadata), reports)
+
+
+def _codebook_of(file: File, name: str) -> int:
+    """What tells codebooks of a file apart; 0 for none."""
+    try:
+        codebook = file.info(name).codebook
+    except FileFormatError:
+        return 0
+    return 0 if codebook is None else id(codebook)
+
+
+def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorReport:
+    try:
+        value = file[name]
+    except ChecksumError:
+        raise
+    except FileFormatError as error:
+        return _of_unknown(file, name, str(error))
+    if isinstance(value, torch.Tensor):
+        return report_plain(name, tuple(value.shape), value.dtype, reader_of(value))
+    table = value.table if isinstance(value, Delta) else value
+    assert isinstance(table, CompressedTensor)
+    kind = "delta" if isinstance(value, Delta) else "table"
+    return report_table(name, table, kind=kind, codebook_share=1 / max(1, users[_codebook_of(file, name)]))
+
+
+def _of_unknown(file: File, name: str, why: str) -> TensorReport:
+    """The report of a table that this ibp does not understand."""
+    try:
+        info = file.info(name)
+    except FileFormatError:
+        return TensorReport(name, "?", (), "unknown", "?", 0, 0, {}, note=why)
+    dtype, scheme = str(info.dtype or "?").removeprefix("torch."), info.codec or info.scheme or "?"
+    sizes = info.num_bytes or 0, info.stored_bytes
+    return TensorReport(name, dtype, info.shape, "unknown", scheme, *sizes, {"coded rows": sizes[1]}, note=why)

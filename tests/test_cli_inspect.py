@@ -1,0 +1,174 @@
+"""`ibp inspect`: what it says of files of ibp and of others, and what it writes."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import ibp
+from helpers import embedding, one_hot_rows, spiky_rows
+from ibp._cli import main as frame
+from ibp._inspect import report
+
+HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m"
+
+
+def run(*arguments):
+    return frame.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A file of tables of several kinds, tensors and a delta."""
+    base = embedding(100, 64, torch.bfloat16)
+    new = torch.where(torch.rand(base.shape, generator=torch.Generator().manual_seed(0)) < 0.02, base * 2, base)
+    path = tmp_path_factory.mktemp("inspect") / "model.safetensors"
+    tensors = {
+        "layers.0.weight": ibp.compress(base, layout="packed", scheme="planes", pin_memory=False),
+        "features": ibp.compress(spiky_rows(100, 90), pin_memory=False),
+        HOSTILE: ibp.compress(one_hot_rows(50, 40), scheme="ibp", pin_memory=False),
+        "norm": torch.ones(64, dtype=torch.bfloat16),
+        "step": ibp.delta(new, base),
+    }
+    ibp.save(path, tensors, metadata={"by": "a test"})
+    return path
+
+
+def document(capsys, *arguments):
+    assert run("inspect", *arguments, "--json") == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return json.loads(shown.out)
+
+
+def test_a_file_is_described(file, capsys):
+    (found,) = document(capsys, file)["files"]
+    assert found["format"] == "ibp" and not found["estimate"] and found["metadata"] == {"by": "a test"}
+    assert found["file_bytes"] == file.stat().st_size
+    tensors = {tensor["name"]: tensor for tensor in found["tensors"]}
+    with ibp.open(file) as opened:
+        assert list(tensors) == list(opened)
+        for name, tensor in tensors.items():
+            info = opened.info(name)
+            assert tuple(tensor["shape"]) == info.shape and tensor["original_bytes"] == info.num_bytes
+            assert tensor["stored_bytes"] == sum(tensor["parts"].values())
+            assert abs(tensor["stored_bytes"] - info.stored_bytes) < 4 * 128 + 200  # paddings, and the codebook
+    assert [tensor["kind"] for tensor in tensors.values()].count("delta") == 1
+    assert tensors["norm"]["scheme"] == "plain" and "residuals" in tensors["layers.0.weight"]["parts"]
+    assert found["original_bytes"] == sum(tensor["original_bytes"] for tensor in tensors.values())
+
+
+def test_lists_fit_a_terminal(file, capsys):
+    assert run("inspect", file, "--planes") == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80 and "\x1b" not in shown
+    assert "layers.0.weight" in shown and "5 tensors: " in shown and re.search(r"residuals +6,400 ", shown)
+
+
+def test_one_tensor_is_told_in_detail(file, capsys):
+    assert run("inspect", file, "--tensor", "layers.0.weight") == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert re.search(r"^14-\d+ +0\.\d\d +0\.0 % +100\.0 %", shown, re.MULTILINE) and "plane 0" in shown
+    assert re.search(r"^0-?|^\d+-0 +1\.00 +100\.0 %", shown, re.MULTILINE)
+
+
+def test_tensors_are_chosen(file, capsys):
+    (found,) = document(capsys, file, "--include", "layers.*", "--include", "norm", "--exclude", "*rm")["files"]
+    assert [tensor["name"] for tensor in found["tensors"]] == ["layers.0.weight"]
+
+
+def test_a_tensor_that_is_not_there_is_a_line(file, capsys):
+    assert run("inspect", file, "--tensor", "nothing") == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and re.fullmatch(r"ibp inspect: there is no tensor 'nothing' in [^\n]+\n", shown.err)
+
+
+def test_ordinary_files_are_estimated(tmp_path, capsys):
+    weights = embedding(300, 64, torch.bfloat16)
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file({"w": weights, "b": torch.zeros(3)}, tmp_path / "a.safetensors")
+    np.save(tmp_path / "x.npy", np.zeros((20, 30), np.float32))
+    torch.save({"w": weights}, tmp_path / "c.pt")
+    given = document(capsys, tmp_path / "a.safetensors", tmp_path / "x.npy", tmp_path / "c.pt")["files"]
+    assert [file["format"] for file in given] == ["safetensors", "npy", "torch"]
+    assert all(file["estimate"] for file in given) and given[0]["metadata"] == {}
+    (w,) = (tensor for tensor in given[0]["tensors"] if tensor["name"] == "w")
+    assert w["kind"] == "estimate" and w["scheme"] == "planes" and 0.3 < w["savings"] < 0.35
+    assert given[1]["tensors"][0]["default_rows"] == 20 and given[2]["tensors"][0]["parts"] == w["parts"]
+
+
+def test_a_set_of_files_is_one(tmp_path, capsys):
+    tables = {f"t{i}": ibp.compress(embedding(50, 64, seed=i), pin_memory=False) for i in range(3)}
+    ibp.save(tmp_path / "m.safetensors", tables, shard_bytes=15_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    (found,) = document(capsys, tmp_path)["files"]
+    assert sorted(tensor["name"] for tensor in found["tensors"]) == ["t0", "t1", "t2"]
+    assert found["file_bytes"] == sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+
+
+def test_codebooks_that_tables_share_count_once(tmp_path, capsys):
+    codebook = ibp.compress(embedding(100, 64), scheme="ibp", pin_memory=False).codebook
+    tables = {f"t{i}": ibp.compress(embedding(50, 64, seed=i), codebook=codebook, pin_memory=False) for i in range(2)}
+    ibp.save(tmp_path / "m.safetensors", tables)
+    (found,) = document(capsys, tmp_path / "m.safetensors")["files"]
+    assert sum(tensor["parts"]["codebook"] for tensor in found["tensors"]) == pytest.approx(codebook.nbytes, abs=1)
+
+
+def test_what_this_ibp_lacks_is_named(tmp_path, capsys):
+    """A file with a table of a codec that nobody has."""
+    path = tmp_path / "m.safetensors"
+    ibp.save(path, {"w": ibp.compress(embedding(50, 64), layout="packed", pin_memory=False), "p": torch.ones(2)})
+    data = path.read_bytes()
+    assert data.count(b"scheme=planes row_bytes") >= 1
+    line = re.search(rb'"ibp\.table\.w": ?"([^"]*)"', data)[1]
+    other = re.sub(rb"scheme=\w+", b"surprise=1", line)
+    path.write_bytes(data.replace(line, other[: len(line)].ljust(len(line)), 1))
+    (found,) = document(capsys, path)["files"]
+    w, p = found["tensors"]
+    assert w["kind"] == "unknown" and w["note"] and p["kind"] == "plain"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no file of tensors", b"\x10" + bytes(7) + b"{" * 16], ids=["empty", "text", "json"]
+)
+def test_what_is_no_file_of_tensors_is_a_line(tmp_path, capsys, content):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    assert run("inspect", path) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("ibp inspect: ") and shown.err.count("\n") == 1
+
+
+def test_a_page_is_written(file, tmp_path, capsys):
+    page = tmp_path / "out.html"
+    assert run("inspect", file, "--html", page, "--quiet") == 0
+    text = page.read_text(encoding="utf-8")
+    assert capsys.readouterr().out == "" and "<img" not in text and "layers.0.weight" in text
+
+
+@pytest.mark.slow
+def test_a_plot_is_written(file, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "out.png"
+    assert run("inspect", file, "--plot", plot, "--quiet") == 0
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failing_plot_leaves_what_is_there(file, tmp_path, monkeypatch):
+    plot = tmp_path / "out.png"
+    plot.write_text("before")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert run("inspect", file, "--plot", plot) == 2 and plot.read_text() == "before"
+
+
+def test_samples_are_named(file, capsys, monkeypatch):
+    monkeypatch.setattr(report, "SAMPLE_BYTES", 1 << 12)
+    (found,) = document(capsys, file, "--tensor", "layers.0.weight")["files"]
+    (tensor,) = found["tensors"]
+    assert 32 <= tensor["sampled_rows"] < tensor["num_rows"] == 100
+    assert run("inspect", file, "--tensor", "layers.0.weight") == 0
+    assert "of the rows, as a sample" in capsys.readouterr().out
