@@ -19,6 +19,7 @@ from benchmarks import __main__ as suite
 from benchmarks import (
     changes,
     charts,
+    checkpoints,
     claims,
     codec,
     compress,
@@ -631,7 +632,10 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize(
     "script",
-    [gather, codec, stream, large_table, overlap, small_calls, families, compress, encode_into, changes],
+    [
+        *(gather, codec, stream, large_table, overlap, small_calls, families, compress, encode_into, changes),
+        pytest.param(checkpoints, marks=pytest.mark.slow),
+    ],
     ids=lambda script: script.__name__,
 )
 def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
@@ -677,6 +681,7 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
             "until it returns",
         },
         "changes": {"update_", "index_copy_", "append", "refit"},
+        "checkpoints": {"reading", "writing", "compress, two cores", "decompress", "verify"},
     }
     assert expected[name] <= arms
 

@@ -289,7 +289,7 @@ class _Writing:
             parts.append(coded.lengths)
             words += coded.words
             self._on_bytes(block.end - block.start)
-            self.peak.look()
+            self.peak.passed(block.end - block.start)
         return parts, words
 
 

@@ -26,6 +26,7 @@ _LEAST_BYTES = 4096  # a smaller tensor is kept as it is
 _LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index would take what they save
 _SAMPLE_ELEMENTS = 1 << 19  # what `ibp.compress` learns from
 _CHECK_BYTES = 16 << 20  # of rows that a codebook is tried on that has no coded form for every row
+_TRIED_BYTES = 1 << 18  # of rows of a tensor that the codebook of its kind is tried on
 _SAMPLED_TENSORS = 8  # of a kind, at most
 _LEAST_ROWS = 16
 _CLEARLY_LESS = 0.01  # of the bytes: a codebook of a kind that costs a tensor so much is not for it
@@ -152,15 +153,16 @@ class Codebooks:
     def _tried(self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook, savings: float) -> AnyCodebook | None:
         """The codebook of the kind, or one of the tensor's own where that one loses a point."""
         geometry = self._geometry(kind)
-        sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else None)
+        sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else _TRIED_BYTES)
         found = savings_of(sample, codebook)
         lost = MOST_LACKING if codebook.is_partial else _CLEARLY_LESS
         if found > savings - lost:
             return codebook
+        sample = sample if codebook.is_partial else sample_of([tensor], geometry)
         own = self._learning.learn(self._learning.scheme, sample, geometry, codebook.is_partial)
-        better = own is not None and savings_of(sample, own) > found
-        chosen = own if better else codebook
-        return chosen if chosen is not None and _pays(max(found, savings_of(sample, chosen)), geometry) else None
+        tried = {one: savings_of(sample, one) for one in (codebook, own) if one is not None}
+        best = max(tried, key=tried.__getitem__)
+        return best if _pays(tried[best], geometry) else None
 
     def _learned(self, kind: tuple, sample: torch.Tensor) -> tuple[AnyCodebook | None, float]:
         """(codebook of a kind, what it saves of the sample); None where raw is best."""

@@ -95,9 +95,18 @@ class CheckpointReport:
 class PeakMemory:
     """The most memory of its own that this process was seen to have."""
 
+    _BETWEEN_BYTES = 64 << 20  # of data: a look takes as long as coding half a megabyte
+
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self.num_bytes, self._passed_bytes = 0, 0
         self.look()
+
+    def passed(self, num_bytes: int) -> None:
+        """Looks now and then, as so many bytes of data pass."""
+        self._passed_bytes += num_bytes
+        if self._passed_bytes >= self._BETWEEN_BYTES:
+            self._passed_bytes = 0
+            self.look()
 
     def look(self) -> None:
         """Looks once; without Linux's /proc the peak stays 0."""
