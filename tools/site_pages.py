@@ -5,6 +5,7 @@ anew: to a page of the site, else to a page that shows the file that is meant (s
 else to a copy of it (images, tables of numbers). Pages of the site need nothing from another host.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Pages from elsewhere: their place in the site, and in the repository.
 PAGES = {
     "index.md": "README.md",
+    "tour.md": "examples/tour.ipynb",
     "format.md": "csrc/FORMAT.md",
     "performance.md": "benchmarks/RESULTS.md",
     "measuring.md": "benchmarks/README.md",
@@ -27,6 +29,23 @@ PAGES = {
 LANGUAGES = {".c": "c", ".h": "c", ".cu": "cuda", ".cuh": "cuda", ".cpp": "c++", ".py": "python", ".sh": "sh"}
 FENCE = re.compile(r"\s*(```+|~~~+)(.*)")
 LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")  # its text, and where it leads
+
+
+def text_of(path):
+    """The Markdown of a page: of a notebook its cells, and what they printed."""
+    text = (ROOT / path).read_text()
+    return text_of_notebook(json.loads(text)) if path.endswith(".ipynb") else text
+
+
+def text_of_notebook(notebook):
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        outputs = [output.get("text") or output["data"]["text/plain"] for output in cell.get("outputs", [])]
+        printed = "\n".join("".join(lines).rstrip("\n") for lines in outputs)
+        parts += [f"```text\n{printed}\n```"] * bool(printed)
+    return "\n\n".join(parts) + "\n"
 
 
 def origin(uri):
@@ -48,7 +67,7 @@ def outside_fences(text):
 
 def linked_paths(path):
     """What the page at a path of the repository links to there, as paths from its root."""
-    text = "\n".join(line for line, is_text in outside_fences((ROOT / path).read_text()) if is_text)
+    text = "\n".join(line for line, is_text in outside_fences(text_of(path)) if is_text)
     targets = {target.partition("#")[0] for _, target in LINK.findall(text) if not re.match(r"[a-z]+:", target)}
     return {posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) for target in targets - {""}}
 
@@ -71,7 +90,7 @@ def shown(config, path):
 
 def title_of(path):
     """The first heading of a page."""
-    return next(line for line in (ROOT / path).read_text().split("\n") if line.startswith("# "))[2:]
+    return next(line for line in text_of(path).split("\n") if line.startswith("# "))[2:]
 
 
 # Path in the repository: place in the site. Filled by on_files, read as pages are rendered.
@@ -82,7 +101,7 @@ def on_files(files, config):
     PLACES.clear()
     for uri, path in PAGES.items():
         if (ROOT / path).exists():
-            files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
+            files.append(File.generated(config, uri, content=text_of(path)))
     PLACES.update({origin(file.src_uri): file.src_uri for file in files})
     pages = [origin(file.src_uri) for file in files.documentation_pages()]
     for path in sorted({path for page in pages for path in linked_paths(page)} - PLACES.keys()):
@@ -105,7 +124,7 @@ def on_page_markdown(markdown, page, config, files):
         if not target or path not in PLACES or re.match(r"[a-z]+:", target):
             return match[0]
         place = posixpath.relpath(PLACES[path], posixpath.dirname(page.file.src_uri) or ".")
-        if re.fullmatch(r"[\w./-]+\.md", text) and path.endswith(".md"):
+        if re.fullmatch(r"[\w./-]+\.(md|ipynb)", text) and not PLACES[path].startswith("files/"):
             text = title_of(path)  # where GitHub shows a path, the site shows a title
         return f"[{text}]({place}{'#' + anchor if anchor else ''})"
 
