@@ -54,6 +54,10 @@ begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, whi
 have as many ids. Rows that have `entries` come from `slabs`, as in gather_cached. `reduction` and `kind` are numbers of
 ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 is none.
 
+`measure_deltas`, `encode_deltas` and `apply_deltas`, for CUDA alone, are ibp_cuda_measure_deltas and so on of
+ibp_cuda.h: tensors is int64 [n, 10], the structs ibp_delta_tensor, whose addresses are trusted; lengths, counts and
+bases are of the sequence of all tensors' rows; sums is int64 [2 n], state int64 [1 + 3 n], both zeros at first.
+
 A cache of rows is for tables whose items are whole rows. `find_cached` turns ids into the entries of their rows, row r
 of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs; `gather_cached` is gather_items with the rows that
 have entries from their slabs. Maps and slabs may be on other devices than the rest, that can be read from it.
@@ -134,6 +138,17 @@ _lib.define(
     "-> ()"
 )
 _lib.define("sum_words(Tensor part, int first_word, Tensor(a!) sum) -> ()")
+_lib.define(
+    "measure_deltas(Tensor tensors, Tensor codebook, int[] codec, Tensor(a!) lengths, Tensor(b!) counts, "
+    "Tensor(c!) sums) -> ()"
+)
+_lib.define(
+    "encode_deltas(Tensor tensors, Tensor codebook, int[] codec, Tensor lengths, Tensor counts, Tensor bases, "
+    "Tensor(a!) overflow) -> ()"
+)
+_lib.define(
+    "apply_deltas(Tensor tensors, int num_rows, Tensor codebook, int[] codec, bool takes_back, Tensor(a!) state) -> ()"
+)
 _lib.define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
 _lib.define(
     f"select_rows({_READ}, Tensor ids, int first, "
@@ -281,6 +296,9 @@ for _name in (
     "decode_bytes",
     "stream_bytes",
     "select_rows",
+    "apply_deltas",
+    "encode_deltas",
+    "measure_deltas",
     "sum_words",
     "find_cached",
     "gather_cached",

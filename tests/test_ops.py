@@ -140,6 +140,7 @@ NAMES = {"choose_masks", "claim_cached", "codebook_words", "count_bits", "count_
          "gather_to", "index_rows", "learn_entries", "learn_planes", "measure_rows", "note_pages", "owners_of_rows",
          "pack_table", "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows",
          "threshold_bits"}  # fmt: skip
+DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}
 
 
 def first_and_slow(names):
@@ -155,11 +156,11 @@ def test_opcheck(number):
 
 
 def test_every_operation_is_checked():
-    """The others need a GPU: tests/test_streaming.py, test_large_tables.py, test_places_cuda.py and test_bags.py check
-    them."""
+    """The others need a GPU: tests/test_streaming.py, test_large_tables.py, test_places_cuda.py, test_bags.py and
+    test_delta.py check them."""
     names = [schema.name for schema in torch._C._jit_get_all_schemas()]
     defined = {name.removeprefix("ibp::") for name in names if name.startswith("ibp::")}
-    assert defined == NAMES | {"stream_bytes", "stage_items", "encode_into", "sum_bags"}
+    assert defined == NAMES | {"stream_bytes", "stage_items", "encode_into", "sum_bags", *DELTAS}
     assert {name for name, _ in SAMPLES} == NAMES
 
 

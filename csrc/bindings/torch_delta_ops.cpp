@@ -1,5 +1,5 @@
-// torch_delta_ops.cpp - torch.ops.ibp.sum_words: tensors to pointers, as torch_ops.cpp.
-#include "torch_tensors.h"
+// torch_delta_ops.cpp - torch.ops.ibp.sum_words and the operations of deltas: tensors to pointers, as torch_ops.cpp.
+#include "torch_tables.h"
 
 #include <algorithm>
 #include <atomic>
@@ -44,7 +44,88 @@ void sum_words_cuda(Tensor part, int64_t first_word, Tensor sum)
         "sum_words");
 }
 
+// ---- deltas ----
+
+// Structs ibp_delta_tensor of ibp_cuda.h, as int64 [tensors, 10]; their addresses are trusted.
+struct DeltaTensors {
+    const ibp_delta_tensor *data;
+    uint32_t count;
+};
+static_assert(sizeof(ibp_delta_tensor) == 80, "ten numbers");
+
+DeltaTensors delta_tensors_of(const Tensor &tensors)
+{
+    require(tensors.dim() == 2 && tensors.size(1) == 10, "tensors is not int64 [n, 10]");
+    const int64_t *const data = data_of<int64_t>(tensors, ScalarType::Long, 0, "tensors");
+    return {static_cast<const ibp_delta_tensor *>(static_cast<const void *>(data)),
+            to_u32(tensors.size(0), 0, 1 << 24, "the number of tensors")};
+}
+
+void measure_deltas_cuda(Tensor tensors, Tensor codebook, std::vector<int64_t> codec, Tensor lengths, Tensor counts,
+                         Tensor sums)
+{
+    const auto device = use_cuda(tensors, {&codebook, &lengths, &counts, &sums});
+    const DeltaTensors jobs = delta_tensors_of(tensors);
+    const ibp_codebook cb = codebook_of(codebook, codec);
+    const int64_t num_rows = lengths.numel();
+    Footprints memory;
+    memory.reads("tensors", tensors);
+    memory.reads("codebook", codebook);
+    memory.writes("lengths", lengths);
+    memory.writes("counts", counts);
+    memory.writes("sums", sums);
+    check(ibp_cuda_measure_deltas(
+              &cb, jobs.data, jobs.count, num_rows, data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths"),
+              data_of<uint16_t>(counts, ScalarType::UInt16, total_bytes(num_rows, IBP_DELTA_COUNTS, "rows"), "counts"),
+              unsigned_longs_of(sums, 2 * int64_t{jobs.count}, "sums"), current_stream(tensors)),
+          "measure_deltas");
+}
+
+void encode_deltas_cuda(Tensor tensors, Tensor codebook, std::vector<int64_t> codec, Tensor lengths, Tensor counts,
+                        Tensor bases, Tensor overflow)
+{
+    const auto device = use_cuda(tensors, {&codebook, &lengths, &counts, &bases, &overflow});
+    const DeltaTensors jobs = delta_tensors_of(tensors);
+    const ibp_codebook cb = codebook_of(codebook, codec);
+    const int64_t num_rows = lengths.numel();
+    Footprints memory;
+    memory.reads("tensors", tensors);
+    memory.reads("codebook", codebook);
+    memory.reads("lengths", lengths);
+    memory.reads("counts", counts);
+    memory.reads("bases", bases);
+    memory.writes("overflow", overflow);
+    check(ibp_cuda_encode_deltas(
+              &cb, jobs.data, jobs.count, num_rows, data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths"),
+              data_of<uint16_t>(counts, ScalarType::UInt16, total_bytes(num_rows, IBP_DELTA_COUNTS, "rows"), "counts"),
+              unsigned_longs_of(bases, divide_up(num_rows, IBP_ROWS_PER_BASE), "bases"),
+              bytes_of(overflow, 0, "overflow"), overflow.numel(), current_stream(tensors)),
+          "encode_deltas");
+}
+
+void apply_deltas_cuda(Tensor tensors, int64_t num_rows, Tensor codebook, std::vector<int64_t> codec, bool takes_back,
+                       Tensor state)
+{
+    const auto device = use_cuda(tensors, {&codebook, &state});
+    const DeltaTensors jobs = delta_tensors_of(tensors);
+    const ibp_codebook cb = codebook_of(codebook, codec);
+    Footprints memory;
+    memory.reads("tensors", tensors);
+    memory.reads("codebook", codebook);
+    memory.writes("state", state);
+    check(ibp_cuda_apply_deltas(&cb, jobs.data, jobs.count, num_rows, takes_back,
+                                unsigned_longs_of(state, 1 + 3 * int64_t{jobs.count}, "state"),
+                                current_stream(tensors)),
+          "apply_deltas");
+}
+
 } // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m) { m.impl("sum_words", TORCH_BOX(&sum_words_cpu)); }
-STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m) { m.impl("sum_words", TORCH_BOX(&sum_words_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
+{
+    m.impl("sum_words", TORCH_BOX(&sum_words_cuda));
+    m.impl("measure_deltas", TORCH_BOX(&measure_deltas_cuda));
+    m.impl("encode_deltas", TORCH_BOX(&encode_deltas_cuda));
+    m.impl("apply_deltas", TORCH_BOX(&apply_deltas_cuda));
+}

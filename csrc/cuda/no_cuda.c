@@ -243,3 +243,39 @@ ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t 
         (void)seen, (void)stream;
     return IBP_NO_CUDA;
 }
+
+bool ibp_cuda_makes_deltas(const ibp_codebook *codebook)
+{
+    (void)codebook;
+    return false;
+}
+bool ibp_cuda_applies_deltas(const ibp_codebook *codebook)
+{
+    (void)codebook;
+    return false;
+}
+
+ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors, uint32_t num_tensors,
+                                   int64_t num_rows, uint16_t *lengths, uint16_t *counts, uint64_t *sums,
+                                   ibp_stream stream)
+{
+    (void)codebook, (void)tensors, (void)num_tensors, (void)num_rows, (void)lengths, (void)counts, (void)sums;
+    (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors, uint32_t num_tensors,
+                                  int64_t num_rows, const uint16_t *lengths, const uint16_t *counts,
+                                  const uint64_t *bases, uint8_t *overflow, int64_t overflow_bytes, ibp_stream stream)
+{
+    (void)codebook, (void)tensors, (void)num_tensors, (void)num_rows, (void)lengths, (void)counts, (void)bases;
+    (void)overflow, (void)overflow_bytes, (void)stream;
+    return IBP_NO_CUDA;
+}
+
+ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors, uint32_t num_tensors,
+                                 int64_t num_rows, bool takes_back, uint64_t *state, ibp_stream stream)
+{
+    (void)codebook, (void)tensors, (void)num_tensors, (void)num_rows, (void)takes_back, (void)state, (void)stream;
+    return IBP_NO_CUDA;
+}

@@ -3,28 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from .. import _staging
 from .._fetch.streaming import decompress
 from .._fingerprint import check_source, fingerprint
 from .._table import CorruptTableError
+from . import on_gpu
 from .coding import integers_of
 from .tensors import Delta, DeltaMismatchError
 
+Job = tuple[str, Delta, torch.Tensor]  # name for messages, delta, base
 
-def apply_all(jobs: Sequence[tuple[str, Delta, torch.Tensor]]) -> None:
-    """Applies deltas to tensors that share no memory. jobs: names for messages, deltas, bases.
+
+def apply_all(jobs: Sequence[Job]) -> None:
+    """Applies deltas to tensors that share no memory.
 
     Raises:
         As `Delta.apply_`; then all bases are as they were.
     """
-    for name, delta, base in jobs:
-        _check_base(name, delta, base)
-    made = [(base, _new_version(name, delta, base.detach())) for name, delta, base in jobs if not delta.is_empty]
-    for base, new in made:
-        base.detach().copy_(new)
+    for job in jobs:
+        _check_base(*job)
+    jobs = [(name, delta, base.detach()) for name, delta, base in jobs]
+    others = [job for job in jobs if not on_gpu.can_apply(job[1], job[2])]
+    for job in others:
+        _check_fingerprint(*job)
+    made = [(base, _new_version(name, delta, base)) for name, delta, base in others if not delta.is_empty]
+    begun: list[on_gpu.Batch] = []
+    try:
+        for batch in _batches(jobs):
+            wrong = batch.apply()
+            if wrong is not None:
+                _refuse(*jobs[wrong])
+            begun.append(batch)
+        if made:
+            _staging.copy_all([base for base, _ in made], [new for _, new in made])
+    except BaseException:
+        for batch in begun:
+            batch.take_back()
+        raise
+
+
+def _batches(jobs: Sequence[Job]) -> list[on_gpu.Batch]:
+    """Those that kernels take, by device and codebook."""
+    groups: dict[Any, list[int]] = {}
+    for index, (_, delta, base) in enumerate(jobs):
+        if on_gpu.can_apply(delta, base):
+            groups.setdefault((base.device, *on_gpu.coding_key(delta)), []).append(index)
+    return [
+        on_gpu.Batch(indices, [jobs[i][1] for i in indices], [jobs[i][2] for i in indices])
+        for indices in groups.values()
+    ]
+
+
+def _refuse(name: str, delta: Delta, base: torch.Tensor) -> NoReturn:
+    """Raises what is wrong with a delta that was not applied."""
+    _check_fingerprint(name, delta, base)
+    raise _damaged(name, delta)
 
 
 def _check_base(name: str, delta: Delta, base: Any) -> None:
@@ -35,7 +72,10 @@ def _check_base(name: str, delta: Delta, base: Any) -> None:
         raise TypeError(f"{name} has dtype {base.dtype}; the delta is for {delta.dtype}")
     if base.shape != delta.shape:
         raise DeltaMismatchError(f"{name} has shape {list(base.shape)}; the delta is for {list(delta.shape)}")
-    found = fingerprint(base.detach())
+
+
+def _check_fingerprint(name: str, delta: Delta, base: torch.Tensor) -> None:
+    found = fingerprint(base)
     if found != delta.base:
         raise DeltaMismatchError(
             f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
@@ -46,11 +86,11 @@ def _new_version(name: str, delta: Delta, base: torch.Tensor) -> torch.Tensor:
     new = decompress(delta.table, device=base.device, check=True)
     integers_of(new).add_(integers_of(base))
     if fingerprint(new) != delta.result:
-        raise damaged(name, delta)
+        raise _damaged(name, delta)
     return new
 
 
-def damaged(name: str, delta: Delta) -> CorruptTableError:
+def _damaged(name: str, delta: Delta) -> CorruptTableError:
     return CorruptTableError(
         f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
     )

@@ -127,24 +127,29 @@ class CheckpointDelta(Mapping[str, Delta | Version]):
 
 
 def compare(
-    new: Mapping[str, Version], base: Mapping[str, Version], difference: Callable[[Version, Version], Delta]
+    new: Mapping[str, Version],
+    base: Mapping[str, Version],
+    differences: Callable[[list[tuple[Version, Version]]], list[Delta]],
 ) -> CheckpointDelta:
-    """The delta of two checkpoints. difference: makes that of two tensors of one shape and dtype."""
+    """The delta of two checkpoints. differences: makes those of pairs of tensors of one shape and dtype."""
     changes: dict[str, Delta | Version] = {}
-    made: dict[tuple[Any, ...], Delta] = {}
+    pairs: dict[tuple[Any, ...], tuple[Version, Version]] = {}
+    names: dict[str, tuple[Any, ...]] = {}  # the pair of each; tied weights are one with several names
     for name, tensor in new.items():
         check_source(tensor, name)
         older = base.get(name)
+        if older is not None:
+            check_source(older, name)
         if older is None or older.shape != tensor.shape or older.dtype != tensor.dtype:
             changes[name] = tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
-            continue
-        check_source(older, name)
-        pair = _memory_of(tensor), _memory_of(older)
-        if pair not in made:  # else a tensor that has several names, as tied weights have
-            made[pair] = difference(tensor, older)
-        if not made[pair].is_empty:
-            changes[name] = made[pair]
-    return CheckpointDelta(changes, [name for name in base if name not in new])
+        else:
+            names[name] = _memory_of(tensor), _memory_of(older)
+            pairs.setdefault(names[name], (tensor, older))
+    made = dict(zip(pairs, differences(list(pairs.values()))))
+    changes.update((name, made[pair]) for name, pair in names.items() if not made[pair].is_empty)
+    return CheckpointDelta(
+        {name: changes[name] for name in new if name in changes}, [name for name in base if name not in new]
+    )
 
 
 def _memory_of(x: Version) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ _DIGIT_BITS = (1, 1, 4, 4)
 _NUM_ENTRIES = sum(2**bits - 1 for bits in _DIGIT_BITS)
 assert _NUM_ENTRIES % 2 == 0, "a number and its negative"
 _SAMPLED_ROWS = 64
-_WELL_CODED = 0.3  # of the rows' bytes: below, no codebook that could be learned pays for the time
+WELL_CODED = 0.3  # of the rows' bytes: below, no codebook that could be learned pays for the time
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -47,7 +47,7 @@ def is_well_coded(differences: torch.Tensor) -> bool:
     rows = _rows.sample(data, ROW_BYTES, _SAMPLED_ROWS) if data.numel() >= ROW_BYTES else data
     lengths = torch.ops.ibp.measure_rows(rows, codebook.words(rows.device), codebook.codec)
     valid = min(ROW_BYTES, rows.numel())
-    return int(_layout.stored_sizes(lengths, ROW_BYTES, valid).sum()) <= _WELL_CODED * rows.numel()
+    return int(_layout.stored_sizes(lengths, ROW_BYTES, valid).sum()) <= WELL_CODED * rows.numel()
 
 
 def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> CompressedTensor:

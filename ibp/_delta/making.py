@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
 import torch
@@ -11,11 +11,13 @@ from .. import _memory
 from .._compressed_tensor import CompressedTensor
 from .._fetch.streaming import decompress
 from .._fingerprint import check_source, fingerprint
-from . import coding
+from .._rows import bytes_of
+from . import coding, on_gpu
 from .checkpoints import CheckpointDelta, compare
 from .tensors import Delta
 
 Version = torch.Tensor | CompressedTensor
+_MOST_BYTES = 4 << 30  # of the tensors of one call: as many are brought to a GPU at once
 
 
 @overload
@@ -50,7 +52,7 @@ def delta(
         ValueError: the shapes differ, or device is none that can be used.
     """
     if isinstance(new, Mapping) and isinstance(base, Mapping):
-        return compare(new, base, lambda newer, older: difference(newer, older, device))
+        return compare(new, base, lambda pairs: differences(pairs, device))
     for name, version in (("new", new), ("base", base)):
         if isinstance(version, Mapping):
             raise TypeError(f"only {name} is a mapping; wanted two tensors, or two mappings from names to tensors")
@@ -60,16 +62,54 @@ def delta(
         raise TypeError(f"new has dtype {new.dtype}, base {base.dtype}; wanted the same")
     if new.shape != base.shape:
         raise ValueError(f"new has shape {list(new.shape)}, base {list(base.shape)}; wanted the same")
-    return difference(new, base, device)
+    return differences([(new, base)], device)[0]
 
 
-def difference(new: Version, base: Version, device: torch.device | str | int | None) -> Delta:
-    """The delta of two tensors or tables of one shape and dtype."""
-    target = _memory.canonical(new.device if device is None else device)
-    newer, older = _brought(new, target), _brought(base, target)
-    fingerprints = fingerprint(older), fingerprint(newer)
-    differences = coding.integers_of(newer) - coding.integers_of(older)
-    return Delta(coding.code(differences, new), *fingerprints)
+def differences(pairs: Sequence[tuple[Version, Version]], device: torch.device | str | int | None) -> list[Delta]:
+    """The deltas of pairs of tensors or tables, (new, base), each of one shape and dtype."""
+    made: list[Delta | None] = [None] * len(pairs)
+    groups: dict[tuple[torch.device, int], list[int]] = {}
+    for index, (new, base) in enumerate(pairs):
+        target = _memory.canonical(new.device if device is None else device)
+        if target.type == "cuda" and new.numel() > 0:
+            groups.setdefault((target, coding.element_bytes_of(new.dtype)), []).append(index)
+        else:
+            made[index] = _difference(_brought(new, target), _brought(base, target))
+    for (target, element_bytes), indices in groups.items():
+        for part in _parts(pairs, indices):
+            near = [(_brought(pairs[i][0], target), _brought(pairs[i][1], target)) for i in part]
+            for index, found in zip(part, _differences_on_gpu(near, element_bytes)):
+                made[index] = found
+    return [found for found in made if found is not None]
+
+
+def _parts(pairs: Sequence[tuple[Version, Version]], indices: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of pairs of about _MOST_BYTES together."""
+    part, num_bytes = [], 0
+    for index in indices:
+        part.append(index)
+        num_bytes += pairs[index][0].numel() * pairs[index][0].dtype.itemsize
+        if num_bytes >= _MOST_BYTES:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part
+
+
+def _differences_on_gpu(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], element_bytes: int) -> list[Delta]:
+    coded = on_gpu.make([on_gpu.Pair(bytes_of(new), bytes_of(base)) for new, base in pairs], element_bytes)
+    return [
+        _difference(new, base)
+        if found.parts is None
+        else Delta(on_gpu.table_of(found.parts, new.shape, new.dtype), found.base, found.result)
+        for (new, base), found in zip(pairs, coded)
+    ]
+
+
+def _difference(new: torch.Tensor, base: torch.Tensor) -> Delta:
+    """Of tensors on one device, by a codebook for any differences."""
+    found = coding.integers_of(new) - coding.integers_of(base)
+    return Delta(coding.code(found, new), fingerprint(base), fingerprint(new))
 
 
 def _brought(x: Version, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,382 @@
+// apply.cu - deltas added to their bases (FORMAT.md section 9). A warp takes a row of differences: it is decoded in
+// shared memory as by decode/listed.cuh, and its listed elements are added to the words of the base that they lie in,
+// 32 elements at a time: a word is read and written once, by the lane of its first element. What a changed word adds to
+// the base's sum gives the sum of the result without reading it.
+//
+// All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
+// taken back if that is not. A row that is corrupt changes nothing, both times.
+#include "../decode/listed.cuh"
+#include "versions.cuh"
+
+namespace ibp {
+
+constexpr uint32_t kApplyThreads = 256, kSumOfVersionsThreads = 256, kJudgeThreads = 256;
+constexpr uint32_t kMostSharedBytes = 98 << 10; // of a block, on any GPU
+
+// The state of a call (ibp_cuda_apply_deltas).
+struct DeltaState {
+    uint64_t *words;
+
+    __device__ __forceinline__ uint64_t &verdict() const { return words[0]; }
+    __device__ __forceinline__ uint64_t *base_sum(uint32_t version) const { return words + 1u + 3u * version; }
+    __device__ __forceinline__ uint64_t *change(uint32_t version) const { return words + 2u + 3u * version; }
+    __device__ __forceinline__ uint64_t *corrupt(uint32_t version) const { return words + 3u + 3u * version; }
+};
+
+__global__ void __launch_bounds__(kSumOfVersionsThreads)
+    sum_versions(const ibp_delta_tensor *versions, const uint32_t num_versions, const int64_t num_rows,
+                 const uint32_t row_bytes, const DeltaState state)
+{
+    constexpr uint32_t kAhead = 4;
+    const WarpRows mine;
+    PlacedSum total;
+#pragma unroll 1
+    for (int64_t r = mine.first; r < num_rows; r += mine.step) {
+        const VersionRow row = find_version(versions, num_versions, row_bytes, r);
+        if (row.valid == 0u) continue;
+        const ibp_delta_tensor &version = versions[row.version];
+        const uint8_t *const from = version.base + row.start;
+        const uint64_t first_word = static_cast<uint64_t>(row.start) / 8u;
+        uint64_t sum = 0;
+        const uint32_t num_pairs = aligned(from, 16) ? row.valid / 16u : 0u;
+#pragma unroll 1
+        for (uint32_t p = lane_id(); p < num_pairs; p += kAhead * kWarp) {
+            ulonglong2 pairs[kAhead];
+#pragma unroll
+            for (uint32_t i = 0; i < kAhead; i++)
+                if (p + i * kWarp < num_pairs) pairs[i] = reinterpret_cast<const ulonglong2 *>(from)[p + i * kWarp];
+#pragma unroll
+            for (uint32_t i = 0; i < kAhead; i++) {
+                const uint64_t number = first_word + 2u * (p + i * kWarp);
+                if (p + i * kWarp < num_pairs)
+                    sum += ibp_mix_word(pairs[i].x, number) + ibp_mix_word(pairs[i].y, number + 1u);
+            }
+        }
+        for (uint32_t w = 2u * num_pairs + lane_id(); 8u * w < row.valid; w += kWarp)
+            sum += ibp_mix_word(load_any_word(from, row.valid, w), first_word + w);
+        __syncwarp();
+        total.add(sum, state.base_sum(row.version));
+    }
+    total.flush();
+}
+
+// Whether the bases are those wanted, and, where the changes have been made, their results.
+__global__ void __launch_bounds__(kJudgeThreads)
+    judge_deltas(const ibp_delta_tensor *versions, const uint32_t num_versions, const bool is_applied,
+                 const DeltaState state)
+{
+    if (is_applied && state.verdict() != IBP_DELTA_APPLIED) return;
+    bool wrong = false;
+    for (uint32_t v = threadIdx.x; v < num_versions; v += kJudgeThreads) {
+        const uint64_t base = *state.base_sum(v);
+        if (is_applied)
+            wrong = wrong || base + *state.change(v) != versions[v].result_sum || *state.corrupt(v) != 0u;
+        else
+            wrong = wrong || base != versions[v].base_sum;
+    }
+    __syncthreads(); // all have read the verdict
+    if (wrong) state.verdict() = is_applied ? IBP_DELTA_DAMAGED : IBP_DELTA_OTHER_BASE;
+}
+
+template <typename T> struct DeltaAdder {
+    using Decoder = ListedDecoder<T, kConsecutive>;
+    using Book = typename Decoder::Book;
+    static constexpr uint32_t kPerWord = 8u / sizeof(T), kBits = 8u * sizeof(T);
+
+    const ibp_codebook &cb;
+    const Decoder decoder;
+    const Stage stage;
+    const bool negates;
+
+    // Shared memory of a warp.
+    static __host__ __device__ __forceinline__ uint32_t shared_bytes_of(const ibp_codebook &cb)
+    {
+        return (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
+    }
+    __device__ __forceinline__ DeltaAdder(const ibp_codebook &codebook, uint32_t first, bool takes_back)
+        : cb(codebook), decoder(codebook, first + row_stage_bytes(codebook.row_bytes)),
+          stage(stage_at(first, codebook.row_bytes)), negates(takes_back)
+    {
+        __syncwarp(); // the entries are there
+    }
+
+    // ---- a row's bytes ----
+
+    // Where they are: false if they lie outside overflow. By all lanes together.
+    __device__ __forceinline__ bool find(const ibp_delta_tensor &version, const VersionRow &row, uint32_t length,
+                                         uint32_t stored, uint64_t *start) const
+    {
+        const int64_t first = ibp_first_of_group(row.row);
+        uint32_t room = 0;
+        if (first + lane_id() < row.row)
+            room = ibp_stored_bytes(__ldg(version.lengths + first + lane_id()), cb.row_bytes, cb.row_bytes);
+        const uint64_t rooms = __reduce_add_sync(kAllLanes, room);
+        if (stored > row.valid || version.bases == nullptr) return false;
+        const uint64_t base = __ldg(version.bases + ibp_group_of_row(row.row));
+        if (!ibp_part_in_bounds(base, 0u, version.overflow_bytes)) return false;
+        *start = base + rooms;
+        return ibp_part_in_bounds(*start, stored, version.overflow_bytes);
+    }
+    // Stages them. Returns the bit that they begin with.
+    __device__ __forceinline__ uint32_t receive(const ibp_delta_tensor &version, uint64_t start, uint32_t stored) const
+    {
+        const uint8_t *const from = version.overflow + start;
+        const uint32_t shift = reinterpret_cast<uintptr_t>(from) % 16u, num_vectors = (shift + stored + 15u) / 16u;
+        const int64_t before = static_cast<int64_t>(start) - shift;
+        for (uint32_t k = lane_id(); k < num_vectors; k += kWarp) {
+            const int64_t at = before + 16 * int64_t{k};
+            uint4 *const to = reinterpret_cast<uint4 *>(stage.bytes()) + k;
+            if (at >= 0 && at + 16 <= version.overflow_bytes) {
+                *to = *reinterpret_cast<const uint4 *>(version.overflow + at);
+                continue;
+            }
+            for (int64_t b = 0; b < 16; b++)
+                if (at + b >= 0 && at + b < version.overflow_bytes)
+                    reinterpret_cast<uint8_t *>(to)[b] = version.overflow[at + b];
+        }
+        __syncwarp();
+        return 8u * (stage.first + shift);
+    }
+
+    // ---- adding ----
+
+    // A row of a base, and what its changes add to the sum of its words.
+    struct Target {
+        uint8_t *bytes;
+        uint32_t valid;
+        uint64_t first_word, change;
+
+        __device__ __forceinline__ void add(uint32_t w, uint64_t elements, bool negates)
+        {
+            const uint64_t before = load_any_word(bytes, valid, w),
+                           after = negates ? subtract_elements<T>(before, elements) : add_elements<T>(before, elements);
+            store_any_word(bytes, valid, w, after);
+            change += ibp_mix_word(after, first_word + w) - ibp_mix_word(before, first_word + w);
+        }
+    };
+    __device__ __forceinline__ void add_raw(const ibp_delta_tensor &version, uint64_t start, Target &target) const
+    {
+        for (uint32_t w = lane_id(); 8u * w < target.valid; w += kWarp)
+            target.add(w, load_any_word(version.overflow + start, target.valid, w), negates);
+        __syncwarp();
+    }
+    // An element a lane, in the order of their columns: those of a word are put together by the first one's lane. By
+    // all lanes together.
+    __device__ __forceinline__ void add_elements_of(uint32_t column, T element, bool active, Target &target) const
+    {
+        const uint32_t word = active ? column / kPerWord : ~0u;
+        uint64_t elements = static_cast<uint64_t>(element) << kBits * (column % kPerWord) % 64u;
+        const uint64_t mine = elements;
+#pragma unroll
+        for (uint32_t d = 1; d < kPerWord; d++) {
+            const uint32_t other = __shfl_down_sync(kAllLanes, word, d),
+                           low = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine), d),
+                           high = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine >> 32), d);
+            if (lane_id() + d < kWarp && other == word) elements |= low | static_cast<uint64_t>(high) << 32;
+        }
+        const uint32_t below = __shfl_up_sync(kAllLanes, word, 1);
+        const bool is_first = lane_id() == 0u || below != word;
+        if (active && is_first && 8u * word < target.valid) target.add(word, elements, negates);
+        __syncwarp(); // the next elements may lie in the same word
+    }
+
+    // ---- listed rows ----
+
+    struct Values {
+        ValueParts parts;
+        uint32_t next[IBP_MAX_PLANES]; // elements that reached the further planes so far
+        bool closed;
+    };
+    // Adds n elements, from number `first` of the row on, whose columns are in decoder.numbers().
+    __device__ __forceinline__ void add_batch(const Book &book, Values &values, uint32_t first, uint32_t n,
+                                              Target &target) const
+    {
+        __syncwarp(); // the columns are there
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kWarp) {
+            const uint32_t j = base + lane_id();
+            const bool active = j < n;
+            T element = static_cast<T>(cb.planes.closed_value);
+            if (!values.closed)
+                element = decoder.element_at(book, values.parts, first + ibp_min_u32(j, n - 1u), active, values.next);
+            add_elements_of(active ? decoder.numbers()[j] : 0u, element, active, target);
+        }
+    }
+    // Adds all of them, of a bitmap that has as many ones as it should.
+    __device__ __forceinline__ void add_columns(const Book &book, const typename Decoder::Bitmap &map, uint32_t k,
+                                                Values &values, Target &target) const
+    {
+        const uint32_t most = ibp_min_u32(Decoder::batch_of(cb), 32u * kWarp);
+        const bool at_once = k <= most;
+        uint32_t done = 0, held = 0; // elements that have been added; whose columns are there
+#pragma unroll 1
+        for (uint32_t tile = 0; tile < book.columns; tile += 32u * kWarp) {
+            uint32_t listed = map.word(tile + 32u * lane_id());
+            const uint32_t count = ibp_popcount(listed), sums = Decoder::G::inclusive_scan(count),
+                           n = Decoder::G::last_lane(sums);
+            uint16_t *to = decoder.numbers() + (held + sums - count);
+            for (; listed != 0u; listed &= listed - 1u)
+                *to++ = static_cast<uint16_t>(tile + 32u * lane_id() + ibp_popcount((listed & (0u - listed)) - 1u));
+            held += n;
+            if (at_once) continue;
+            add_batch(book, values, done, held, target);
+            done += held, held = 0;
+        }
+        if (held != 0u) add_batch(book, values, done, held, target);
+    }
+    __device__ __forceinline__ bool has_ones(const typename Decoder::Bitmap &map, uint32_t columns, uint32_t k) const
+    {
+        uint32_t count = 0;
+        for (uint32_t first = 32u * lane_id(); first < columns; first += 32u * kWarp)
+            count += ibp_popcount(map.word(first));
+        return __reduce_add_sync(kAllLanes, count) == k;
+    }
+
+    // Adds a coded row that is staged from start_bit on. Returns false, and has added nothing, if it is corrupt.
+    __device__ __forceinline__ bool add_coded(uint32_t start_bit, uint32_t coded_bytes, Target &target) const
+    {
+        const Book book(cb, 0);
+        const uint32_t columns = book.columns, header_bits = 8u * ibp_header_bytes(columns),
+                       end = start_bit + 8u * coded_bytes, positions = start_bit + header_bits;
+        ibp_listed_header header;
+        if (!ibp_split_header(low_bits(stage.bits_at(start_bit), header_bits), coded_bytes, columns, &header))
+            return false;
+        const uint32_t k = header.num_listed;
+        if (k == 0u) return positions == end;
+        const ibp_position_form form = choose_position_form(k, columns);
+        const uint32_t start = positions + 8u * form.num_bytes;
+        if (start > end) return false;
+        Values values{};
+        values.closed = header.is_closed;
+        if (!values.closed)
+            values.parts = book.template find_parts<typename Decoder::G, false>(
+                start, end, k, {0, k}, 0, [&](uint32_t, uint32_t from, DigitRange range, uint32_t num_bits) {
+                    return Book::template count_escapes<typename Decoder::G>(from, range, num_bits);
+                });
+        if ((values.closed ? start : values.parts.end) != end) return false;
+        typename Decoder::Bitmap map{};
+        if (!decoder.find_bitmap(stage, form, columns, positions, map)) return false;
+        if (!has_ones(map, columns, k)) return false;
+        add_columns(book, map, k, values, target);
+        return true;
+    }
+
+    // Adds row `row` of a version. Returns what that adds to the sum of its words, for each lane; *good: whether it is
+    // not corrupt.
+    __device__ __forceinline__ uint64_t add(const ibp_delta_tensor &version, const VersionRow &row, bool *good) const
+    {
+        const uint32_t length = __ldg(version.lengths + row.row),
+                       stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);
+        *good = true;
+        if (stored == 0u) return 0;
+        uint64_t start = 0;
+        *good = find(version, row, length, stored, &start);
+        if (!*good) return 0;
+        Target target{version.base + row.start, row.valid, static_cast<uint64_t>(row.start) / 8u, 0};
+        if (length == 0u)
+            add_raw(version, start, target);
+        else
+            *good = add_coded(receive(version, start, stored), stored, target);
+        __syncwarp(); // the stage is free for the next row
+        return target.change;
+    }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kApplyThreads)
+    add_deltas(const __grid_constant__ ibp_codebook cb, const ibp_delta_tensor *versions, const uint32_t num_versions,
+               const int64_t num_rows, const bool takes_back, const DeltaState state)
+{
+    if (state.verdict() != (takes_back ? IBP_DELTA_DAMAGED : IBP_DELTA_APPLIED)) return;
+    const DeltaAdder<T> adder(cb, threadIdx.x / kWarp * DeltaAdder<T>::shared_bytes_of(cb), takes_back);
+    const WarpRows mine;
+    PlacedSum change;
+#pragma unroll 1
+    for (int64_t r = mine.first; r < num_rows; r += mine.step) {
+        const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
+        if (row.valid == 0u) continue;
+        bool good;
+        const uint64_t added = adder.add(versions[row.version], row, &good);
+        change.add(added, state.change(row.version));
+        if (!good && lane_id() == 0u)
+            atomicOr(reinterpret_cast<unsigned long long *>(state.corrupt(row.version)), 1ull);
+    }
+    change.flush();
+}
+
+struct ApplyCall {
+    const ibp_delta_tensor *versions;
+    uint32_t num_versions;
+    int64_t num_rows;
+    DeltaState state;
+    ibp_stream stream;
+};
+
+template <typename T> struct Applying {
+    static ibp_status judge(const ApplyCall &call, bool is_applied)
+    {
+        return launch_kernel(judge_deltas, Launch{1, kJudgeThreads, 0, 1}, call.stream, call.versions,
+                             call.num_versions, is_applied, call.state);
+    }
+    static ibp_status sum(const ibp_codebook &cb, const ApplyCall &call)
+    {
+        Launch launch;
+        const ibp_status status =
+            plan_rows(reinterpret_cast<const void *>(sum_versions), kSumOfVersionsThreads, 0, call.num_rows, &launch);
+        if (status != IBP_OK) return status;
+        return launch_kernel(sum_versions, launch, call.stream, call.versions, call.num_versions, call.num_rows,
+                             cb.row_bytes, call.state);
+    }
+    static ibp_status add(const ibp_codebook &cb, const ApplyCall &call, bool takes_back)
+    {
+        const uint32_t warp_bytes = DeltaAdder<T>::shared_bytes_of(cb),
+                       warps = std::min(kApplyThreads / kWarp, kMostSharedBytes / warp_bytes);
+        Launch launch;
+        const ibp_status status = plan_rows(reinterpret_cast<const void *>(add_deltas<T>), warps * kWarp,
+                                            warps * warp_bytes, call.num_rows, &launch);
+        if (status != IBP_OK) return status;
+        return launch_kernel(add_deltas<T>, launch, call.stream, cb, call.versions, call.num_versions, call.num_rows,
+                             takes_back, call.state);
+    }
+    static ibp_status launch(const ibp_codebook &cb, const ApplyCall &call, const bool &takes_back)
+    {
+        if (takes_back) return add(cb, call, true);
+        ibp_status status = sum(cb, call);
+        if (status == IBP_OK) status = judge(call, false);
+        if (status == IBP_OK) status = add(cb, call, false);
+        if (status == IBP_OK) status = judge(call, true);
+        return status == IBP_OK ? add(cb, call, true) : status;
+    }
+};
+
+ibp_status plan_rows(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_rows, Launch *launch)
+{
+    int device = 0, num_sms = 0, blocks_an_sm = 0;
+    ibp_status status = check_cuda(cudaGetDevice(&device));
+    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    if (status == IBP_OK) status = allow_shared(kernel);
+    if (status == IBP_OK)
+        status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
+                                                                          static_cast<int>(num_threads), shared_bytes));
+    const int64_t warps = num_threads / kWarp, wanted = (num_rows + warps - 1) / warps;
+    *launch = {static_cast<uint32_t>(std::min(wanted, int64_t{num_sms} * std::max(1, blocks_an_sm))), num_threads,
+               shared_bytes, 1};
+    return status;
+}
+
+} // namespace ibp
+
+extern "C" {
+
+bool ibp_cuda_applies_deltas(const ibp_codebook *codebook) { return ibp::has_delta_rows(codebook); }
+
+ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *versions, uint32_t num_versions,
+                                 int64_t num_rows, bool takes_back, uint64_t *state, ibp_stream stream)
+{
+    if (!ibp_cuda_applies_deltas(codebook) || state == nullptr) return IBP_INVALID_ARGUMENT;
+    if (num_rows == 0) return IBP_OK;
+    if (!ibp::are_versions(versions, num_versions, num_rows)) return IBP_INVALID_ARGUMENT;
+    const ibp::ApplyCall call{versions, num_versions, num_rows, {state}, stream};
+    return ibp::by_element<ibp::Applying>(*codebook, call, takes_back);
+}
+}

@@ -1,0 +1,125 @@
+// versions.cuh - what the kernels of deltas share: the rows of many tensors as one sequence, elements side by side in
+// words, and sums for fingerprints.
+#ifndef IBP_DELTA_VERSIONS_CUH
+#define IBP_DELTA_VERSIONS_CUH
+
+#include "../checks.h"
+#include "../digits.cuh"
+#include "../kinds.h"
+#include "../launch.cuh"
+#include "../sums.cuh"
+
+#include <algorithm>
+
+namespace ibp {
+
+constexpr uint32_t kMostDeltaRow = 8192; // bytes
+
+// ---- elements of 64 bits ----
+
+// The highest bit of each element.
+template <typename T>
+constexpr uint64_t kHighest = ~uint64_t{0} / (sizeof(T) == 8 ? ~uint64_t{0} : (uint64_t{1} << 8 * sizeof(T) % 64) - 1)
+                              << (8 * sizeof(T) - 1);
+
+// Sums and differences modulo 2^w, each element for itself.
+template <typename T> __device__ __forceinline__ uint64_t add_elements(uint64_t a, uint64_t b)
+{
+    constexpr uint64_t kTop = kHighest<T>;
+    return ((a & ~kTop) + (b & ~kTop)) ^ ((a ^ b) & kTop);
+}
+template <typename T> __device__ __forceinline__ uint64_t subtract_elements(uint64_t a, uint64_t b)
+{
+    constexpr uint64_t kTop = kHighest<T>;
+    return ((a | kTop) - (b & ~kTop)) ^ ((a ^ ~b) & kTop);
+}
+
+// ---- the sequence of rows ----
+
+// Row `row` of a version: bytes from `start` on, `valid` of them; none of a row that no version has.
+struct VersionRow {
+    int64_t row, start;
+    uint32_t version, valid;
+};
+
+__device__ __forceinline__ VersionRow find_version(const ibp_delta_tensor *versions, uint32_t num_versions,
+                                                   uint32_t row_bytes, int64_t r)
+{
+    uint32_t first = 0, last = num_versions;
+    while (last - first > 1u) {
+        const uint32_t middle = (first + last) / 2u;
+        if (versions[middle].first_row <= r)
+            first = middle;
+        else
+            last = middle;
+    }
+    const int64_t row = r - versions[first].first_row, start = row * row_bytes,
+                  left = versions[first].num_bytes - start;
+    return {row, start, first, left <= 0 ? 0u : static_cast<uint32_t>(min(left, int64_t{row_bytes}))};
+}
+
+// The rows of a warp: every step-th of the sequence.
+struct WarpRows {
+    int64_t first, step;
+
+    __device__ __forceinline__ WarpRows()
+        : first(int64_t{blockIdx.x} * (blockDim.x / kWarp) + threadIdx.x / kWarp),
+          step(int64_t{gridDim.x} * (blockDim.x / kWarp))
+    {
+    }
+};
+
+// Sums of lanes that are added to one place of device memory when that changes, and at the end. By all lanes together.
+struct PlacedSum {
+    unsigned long long *place = nullptr;
+    uint64_t own = 0;
+
+    __device__ __forceinline__ void add(uint64_t v, uint64_t *to)
+    {
+        if (reinterpret_cast<unsigned long long *>(to) != place) flush(to);
+        own += v;
+    }
+    __device__ __forceinline__ void flush(uint64_t *next = nullptr)
+    {
+        if (place != nullptr) {
+            const uint64_t sum = sum_of_warp(own);
+            if (lane_id() == 0u && sum != 0u) atomicAdd(place, static_cast<unsigned long long>(sum));
+        }
+        place = reinterpret_cast<unsigned long long *>(next), own = 0;
+    }
+};
+
+// ---- codebooks ----
+
+inline bool has_delta_rows(const ibp_codebook *codebook)
+{
+    if (!is_codebook(codebook) || codebook->scheme != IBP_SCHEME_PLANES) return false;
+    return codebook->planes.listed && codebook->planes.default_value == 0u && knows_fields(*codebook, kConsecutive) &&
+           !ibp_has_clusters(codebook) && codebook->row_bytes % 16u == 0u && codebook->row_bytes <= kMostDeltaRow;
+}
+
+inline bool are_versions(const ibp_delta_tensor *versions, uint32_t num_versions, int64_t num_rows)
+{
+    return versions != nullptr && num_versions > 0u && num_rows >= 0 && num_rows % IBP_ROWS_PER_BASE == 0 &&
+           num_rows <= INT64_MAX / (int64_t{IBP_OVERFLOW_ALIGN} * kMostDeltaRow);
+}
+
+// Blocks of num_threads threads with shared_bytes: as many as the device holds at once, or as there are rows for.
+ibp_status plan_rows(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_rows, Launch *launch);
+
+// Calls function<T>(arguments...) for the elements of a codebook.
+template <template <typename> class Function, class... Arguments>
+ibp_status by_element(const ibp_codebook &cb, const Arguments &...arguments)
+{
+    switch (cb.planes.element_bytes) {
+    case 1: return Function<uint8_t>::launch(cb, arguments...);
+    case 2: return Function<uint16_t>::launch(cb, arguments...);
+    case 4: return Function<uint32_t>::launch(cb, arguments...);
+    case 8: return Function<uint64_t>::launch(cb, arguments...);
+    default: return IBP_INVALID_ARGUMENT;
+    }
+}
+
+} // namespace ibp
+
+#endif
