@@ -49,6 +49,7 @@ print(f"runs: ibp {ibp.__version__} of {ibp.__file__}, torch {torch.__version__}
 class Python(NamedTuple):
     path: str
     version: str  # "3.12"
+    include: str  # the directory of its headers
     has_torch: bool
 
 
@@ -71,17 +72,17 @@ def run(*command, **options):
 def look_at(command):
     """The Python that a command starts, or None where it starts none that will do."""
     script = (
-        "import os, sys, sysconfig; "
-        "assert sys.version_info >= (3, 10) and os.path.exists(sysconfig.get_path('include') + '/Python.h'); "
+        "import os, sys, sysconfig; include = sysconfig.get_path('include'); "
+        "assert sys.version_info >= (3, 10) and os.path.exists(include + '/Python.h'); "
         "import importlib.util; has_torch = importlib.util.find_spec('torch') is not None; "
-        "print(sys.executable, '%d.%d' % sys.version_info[:2], has_torch)"
+        "print(sys.executable, '%d.%d' % sys.version_info[:2], include, has_torch)"
     )
     try:
         done = subprocess.run([command, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
         return None
     found = done.stdout.split()
-    return Python(found[0], found[1], found[2] == "True") if done.returncode == 0 and len(found) == 3 else None
+    return Python(*found[:3], found[3] == "True") if done.returncode == 0 and len(found) == 4 else None
 
 
 def pythons_of(named):
@@ -194,14 +195,19 @@ def faults_of_library(name, data, soname):
     return faults + [f"{name} looks for libraries in {path}" for path in paths if not path.startswith("$ORIGIN")]
 
 
-def faults_of_wheel(wheel, places):
-    """What must not be in a wheel: libraries from elsewhere, and paths of the machine that built it."""
+def faults_of_wheel(wheel, places, package=None):
+    """What must not be in a wheel, libraries from elsewhere and paths of the machine that built it, and what must:
+    every file of the package's folder in the sources.
+    """
     faults = []
     with zipfile.ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
     sonames = [Path(name).name for name in files if re.search(r"/libibp\.so\.\d", name)]
     if len(sonames) != 1:
         return [f"there are {len(sonames)} libraries libibp.so.*"]
+    if package:
+        wanted = {f"{package.name}/{path.relative_to(package)}" for path in package.rglob("*") if path.is_file()}
+        faults += [f"{name} is not in it" for name in sorted(wanted - files.keys())]
     for name, data in files.items():
         if data[:4] == b"\x7fELF":
             faults += faults_of_library(name, data, sonames[0])
@@ -246,7 +252,7 @@ def main(arguments=None):
     for python in pythons:
         wheel = repaired(build_wheel(python, source, directory, torch, options.cuda), out)
         run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
-        found = faults_of_wheel(wheel, [ROOT, directory, torch, Path.home() / ".pyenv"])
+        found = faults_of_wheel(wheel, [ROOT, directory, torch, python.include], source / "ibp")
         faults += [f"{wheel.name}: {fault}" for fault in found]
         said = try_wheel(wheel, python, directory) if python.has_torch else "built, not run: this Python has no torch"
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, {said}", flush=True)
