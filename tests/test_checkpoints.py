@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from ibp._checkpoints.sources import open_source, open_sources
 
 safetensors = pytest.importorskip("safetensors.torch")
 SLOW = pytest.mark.slow
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def weights(*shape, seed=0):
@@ -373,3 +376,43 @@ def test_sources_say_what_they_are(checkpoint):
         assert "tensors" in repr(source) and "torch.bfloat16" in repr(source.tensors["layers.0.weight"])
         data = source.tensors["ids"].read(8, 24)
         assert not data.flags.writeable and data.view(np.int64).tolist() == [1, 2]
+
+
+# ---- memory ----
+
+LIMITED = """
+import resource, sys, threading
+import ibp
+from ibp._checkpoints.report import PeakMemory
+before = PeakMemory().num_bytes
+used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+limits = resource.getrlimit(resource.RLIMIT_DATA)
+resource.setrlimit(resource.RLIMIT_DATA, (used + (192 << 20), limits[1]))
+report = ibp.compress_checkpoint(sys.argv[1], sys.argv[2], device="cpu", jobs=2)
+resource.setrlimit(resource.RLIMIT_DATA, limits)  # which counts a table's map, whose pages stay the file's
+done, seen = threading.Event(), PeakMemory()
+watch = threading.Thread(target=lambda: [seen.look() for _ in iter(lambda: done.wait(0.01), True)])
+watch.start()
+ibp.decompress_checkpoint(sys.argv[2], sys.argv[3])
+done.set(), watch.join()
+print(report.peak_bytes - before, seen.num_bytes - before, report.savings)
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_whatever_the_size_of_a_tensor(tmp_path):
+    """One tensor of 256 MiB, in a process that may take three quarters of that."""
+    block = weights(1 << 20)
+    header = json.dumps({"x": {"dtype": "BF16", "shape": [128, 1 << 20], "data_offsets": [0, 256 << 20]}}).encode()
+    paths = [tmp_path / name for name in ("in.safetensors", "small.ibp", "out.safetensors")]
+    with open(paths[0], "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _ in range(128):
+            file.write(bytes_of(block).numpy())
+    command = [sys.executable, "-c", LIMITED, *map(str, paths)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    peak, back, savings = map(float, done.stdout.split())
+    assert peak < 100 << 20 and back < 100 << 20 and savings > 0.3
+    whole = [np.memmap(path, np.uint8, "r")[-(256 << 20) :] for path in (paths[0], paths[2])]
+    assert np.array_equal(*whole)

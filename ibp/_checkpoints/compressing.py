@@ -9,13 +9,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from .. import _memory, _ops
+from .. import _core, _memory, _ops
 from .._arguments import whole_number
 from .._estimation import check_learning
 from .._files.header import INDEX_SUFFIX
@@ -98,24 +98,55 @@ def compress_checkpoint(
         TypeError, ValueError: an argument is outside its range, or two inputs have a tensor of one name.
         OSError: a file cannot be read or written.
     """
-    chunk_bytes, tau, _ = check_learning(scheme, chunk_bytes, tau, None, level)
-    check_clusters(clusters)
-    checked_metadata(metadata)
-    shard_bytes = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
-    row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, 65536)
-    jobs = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
-    worker = _memory.canonical(device if device is not None else "cuda" if _ops.cuda_is_available() else "cpu")
-    learning = Learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, worker)
-    patterns = None if include is None else tuple(include), tuple(exclude)
     ranks = None if group is None else Group(group)
-    if ranks is not None and is_url(os.fspath(output)):
-        raise ValueError(f"output is {os.fspath(output)!r}; with a group wanted a path that all ranks see")
-    with open_sources(inputs) as source, written_to(output) as target:
-        shards = shards_of(source, target, shard_bytes, metadata or {}, ranks.size if ranks else 1)
-        job = _Job(learning, patterns, worker, jobs, progress, os.fspath(output))
+    with contextlib.ExitStack() as stack:
+
+        def prepare() -> tuple[_Job, Source, Path, list[Shard]]:
+            learning = _learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, device)
+            patterns = None if include is None else tuple(include), tuple(exclude)
+            threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
+            most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
+            checked = checked_metadata(metadata)
+            if ranks is not None and is_url(os.fspath(output)):
+                raise ValueError(f"output is {os.fspath(output)!r}; with a group wanted a path that all ranks see")
+            source = stack.enter_context(open_sources(inputs))
+            target = stack.enter_context(written_to(output))
+            shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
+            return _Job(learning, patterns, threads, progress, os.fspath(output)), source, target, shards
+
+        job, source, target, shards = _on_all(ranks, prepare)
         if ranks is None and len(shards) == 1:
             return job.one_file(source, target, shards[0])
         return job.files(source, target, shards, restart, ranks)
+
+
+def _learning(
+    scheme: str,
+    level: str,
+    chunk_bytes: int | None,
+    tau: float | None,
+    clusters: int | str | None,
+    row_bytes: int | None,
+    device: torch.device | str | int | None,
+) -> Learning:
+    """How codebooks are learned. Raises TypeError and ValueError for wrong arguments."""
+    chunk_bytes, tau, _ = check_learning(scheme, chunk_bytes, tau, None, level)
+    check_clusters(clusters)
+    row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
+    worker = _memory.canonical(device if device is not None else "cuda" if _ops.cuda_is_available() else "cpu")
+    return Learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, worker)
+
+
+_Made = TypeVar("_Made")
+
+
+def _on_all(ranks: Group | None, work: Callable[[], _Made]) -> _Made:
+    """What work() returns here, once it has returned on all ranks; where it raises on one, it raises on all."""
+    if ranks is None:
+        return work()
+    made: list[_Made] = []
+    ranks.together(_NAME, lambda: made.append(work()))
+    return made[0]
 
 
 @dataclass(frozen=True)
@@ -124,7 +155,6 @@ class _Job:
 
     learning: Learning
     patterns: tuple[tuple[str, ...] | None, tuple[str, ...]]
-    worker: torch.device
     jobs: int
     progress: bool
     output: str
@@ -133,7 +163,7 @@ class _Job:
         target.parent.mkdir(parents=True, exist_ok=True)
         books = Codebooks(self.learning, shard.tensors, self._kept(source))
         with self._bar(shard.num_bytes) as bar:
-            writing = _Writing(books, coder_for(self.worker, self.jobs), self.jobs, bar.update)
+            writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
             fields = writing.write(target, shard)
         record = {**fields, "file": target.name, "size": target.stat().st_size}
         return joined_report(self._shown(target), [record], 0, writing.peak.num_bytes)
@@ -143,20 +173,17 @@ class _Job:
     ) -> CheckpointReport:
         """Makes a set of files: on this rank its own, with the others' all of them."""
         rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-        journal = Journal(target, plan_of(shards, _inputs(source), self._options()))
-        if rank == 0:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            journal.open(restart)
-        _agreed(ranks, journal, self._options())
-        finished_before = {shard.file: journal.finished(shard.file) for shard in shards}
+        journal = Journal(target, plan_of(shards, state_of(source.files), self._options()))
         if ranks:
-            ranks.together(_NAME, lambda: None)  # all have looked before the first writes
+            same_on_all(_NAME, ranks.together(_NAME, lambda: {"what to do": journal.summary}))
+        _on_all(ranks, lambda: journal.open(restart) if rank == 0 else None)
+        finished_before = _on_all(ranks, lambda: {shard.file: journal.finished(shard.file) for shard in shards})
         tensors = [tensor for shard in shards for tensor in shard.tensors]
         mine = [shard for shard in shares(shards, size)[rank] if finished_before[shard.file] is None]
         try:
             books = Codebooks(self.learning, tensors, self._kept(source), ranks)
             with self._bar(sum(shard.num_bytes for shard in mine), rank) as bar:
-                writing = _Writing(books, coder_for(self.worker, self.jobs), self.jobs, bar.update)
+                writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
 
                 def write_mine() -> dict[str, dict[str, Any]]:
                     return {
@@ -174,10 +201,7 @@ class _Job:
         for some in found:
             records.update(some)
         ordered = [records[shard.file] for shard in shards]
-        if rank == 0:
-            _finish(target, journal, ordered)
-        if ranks:
-            ranks.together(_NAME, lambda: None)
+        _on_all(ranks, lambda: _finish(target, journal, ordered) if rank == 0 else None)
         return joined_report(self._shown(_index_of(target, ordered)), ordered, kept_files, writing.peak.num_bytes)
 
     def _kept(self, source: Source) -> frozenset[str]:
@@ -298,21 +322,6 @@ def _all_of(codebook: AnyCodebook | None) -> list[AnyCodebook]:
     if codebook is None:
         return []
     return [codebook, *codebook.codebooks] if isinstance(codebook, ClusteredCodebook) else [codebook]
-
-
-def _inputs(source: Source) -> list[list[Any]]:
-    """What tells the inputs from what they were: of the files that are read, here."""
-    return state_of(source.files)
-
-
-def _agreed(ranks: Group | None, journal: Journal, options: Mapping[str, Any]) -> None:
-    """Waits until rank 0 has made the journal's directory, and checks that all have the same arguments and see it."""
-    if ranks is None:
-        return
-    given = ranks.together(_NAME, lambda: {"the output": str(journal.directory), "the options": json.dumps(options)})
-    same_on_all(_NAME, given)
-    if not all(ranks.together(_NAME, journal.directory.is_dir)):
-        raise ValueError(f"{journal.directory} is not on a file system that all ranks see; wanted a shared one")
 
 
 def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ all are there, they are moved to their places, and the directory goes.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -30,6 +31,11 @@ class Journal:
         self.directory = target.with_name(f".{target.name}.ibp-work")
         self._home, self._plan = target.parent, plan
 
+    @property
+    def summary(self) -> str:
+        """A short text that differs where the plan does."""
+        return hashlib.sha256(json.dumps(self._plan, sort_keys=True).encode()).hexdigest()[:16]
+
     def open(self, restart: bool) -> None:
         """Makes the directory, empty unless it is of the same plan and `restart` is set."""
         if not (restart and self._is_same_plan()):
@@ -44,7 +50,15 @@ class Journal:
             return False
 
     def finished(self, file: str) -> dict[str, Any] | None:
-        """The record of a file that is whole and as it was written; None if there is none."""
+        """The record of a file that is whole and as it was written; None if there is none.
+
+        Raises:
+            FileNotFoundError: this process does not see the directory.
+        """
+        if not (self.directory / _PLAN).exists():
+            raise FileNotFoundError(
+                f"{self.directory} is not there; wanted an output on a file system that all ranks see"
+            )
         try:
             record = json.loads((self.directory / f"{file}{_RECORD}").read_bytes())
             return record if _state(self._place(file)) == (record["size"], record["mtime_ns"]) else None

@@ -27,6 +27,7 @@ _LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index wou
 _SAMPLE_ELEMENTS = 1 << 19  # what `ibp.compress` learns from
 _CHECK_BYTES = 16 << 20  # of rows that a codebook is tried on that has no coded form for every row
 _TRIED_BYTES = 1 << 18  # of rows of a tensor that the codebook of its kind is tried on
+_KINDS_A_RANK = 4  # that are learned at once: their rows are on all ranks meanwhile
 _SAMPLED_TENSORS = 8  # of a kind, at most
 _LEAST_ROWS = 16
 _CLEARLY_LESS = 0.01  # of the bytes: a codebook of a kind that costs a tensor so much is not for it
@@ -173,7 +174,11 @@ class Codebooks:
 
     def _learn_together(self, group: Group) -> None:
         """Learns the codebooks of all kinds, each on one rank, from rows that all ranks have drawn."""
-        kinds = list(self._kinds)
+        all_kinds, step = list(self._kinds), group.size * _KINDS_A_RANK
+        for first in range(0, len(all_kinds), step):
+            self._learn_some(all_kinds[first : first + step], group)
+
+    def _learn_some(self, kinds: list[tuple], group: Group) -> None:
         drawn = group.together("compress_checkpoint", lambda: [self._share(kind, group) for kind in kinds])
 
         def learn_own() -> dict[int, tuple[AnyCodebook | None, float]]:
