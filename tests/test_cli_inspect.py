@@ -12,6 +12,7 @@ import ibp
 from helpers import embedding, one_hot_rows, spiky_rows
 from ibp._cli import main as frame
 from ibp._inspect import report
+from native import ROOT
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m"
 
@@ -91,14 +92,14 @@ def test_ordinary_files_are_estimated(tmp_path, capsys):
     weights = embedding(300, 64, torch.bfloat16)
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file({"w": weights, "b": torch.zeros(3)}, tmp_path / "a.safetensors")
-    np.save(tmp_path / "x.npy", np.zeros((20, 30), np.float32))
+    np.save(tmp_path / "x.npy", np.zeros((200, 200), np.float32))
     torch.save({"w": weights}, tmp_path / "c.pt")
     given = document(capsys, tmp_path / "a.safetensors", tmp_path / "x.npy", tmp_path / "c.pt")["files"]
     assert [file["format"] for file in given] == ["safetensors", "npy", "torch"]
     assert all(file["estimate"] for file in given) and given[0]["metadata"] == {}
     (w,) = (tensor for tensor in given[0]["tensors"] if tensor["name"] == "w")
     assert w["kind"] == "estimate" and w["scheme"] == "planes" and 0.3 < w["savings"] < 0.35
-    assert given[1]["tensors"][0]["default_rows"] == 20 and given[2]["tensors"][0]["parts"] == w["parts"]
+    assert given[1]["tensors"][0]["default_rows"] == 200 and given[2]["tensors"][0]["parts"] == w["parts"]
 
 
 def test_a_set_of_files_is_one(tmp_path, capsys):
@@ -172,3 +173,23 @@ def test_samples_are_named(file, capsys, monkeypatch):
     assert 32 <= tensor["sampled_rows"] < tensor["num_rows"] == 100
     assert run("inspect", file, "--tensor", "layers.0.weight") == 0
     assert "of the rows, as a sample" in capsys.readouterr().out
+
+
+# ---- docs/inspect.md ----
+
+PAGE = ROOT / "docs" / "inspect.md"
+EXAMPLES = re.findall(r"```text\n\$ ibp ([^\n]*)\n(.*?)\n```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("command, printed", EXAMPLES, ids=[command for command, _ in EXAMPLES])
+def test_examples_print_what_the_page_says(command, printed, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert run(*command.split()) == 0
+    assert "\n".join(map(str.rstrip, capsys.readouterr().out.splitlines())) == printed
+
+
+def test_the_page_names_all_parts(file, capsys):
+    named = " ".join(re.findall(r"^\| ([^|]+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    for tensor in document(capsys, file)["files"][0]["tensors"]:
+        for part in tensor["parts"]:
+            assert part in named or re.fullmatch(r"digits of plane \d|plain", part) or part == "positions", part

@@ -109,21 +109,32 @@ def test_samples_are_spread_over_the_table():
         assert runs[-1][1] > 0.9 * num_rows and sum(last - first for first, last in runs) >= 32
 
 
-def test_estimates_are_what_compressing_gives(monkeypatch):
+@pytest.mark.parametrize("kind", ["rows", "flat", "clusters"])
+def test_estimates_are_what_compressing_gives(kind, monkeypatch):
     monkeypatch.setattr(report, "SAMPLE_BYTES", 1 << 17)
-    x = embedding(4000, 100, torch.bfloat16)
-    found = report.report_estimate("x", tuple(x.shape), x.dtype, report.reader_of(x))
-    table = ibp.compress(x, layout="packed", pin_memory=False)
-    assert found.is_sampled and found.kind == "estimate" and found.scheme == table.scheme == "planes"
-    assert found.savings == pytest.approx(1 - (table.stored_bytes + table.index_bytes) / table.original_bytes, abs=0.01)
-    assert found.num_rows == 4000 and sum(found.lengths) == pytest.approx(4000, abs=32)
+    options = {"flat": {"row_bytes": 4096}, "clusters": {"clusters": 2, "scheme": "planes"}}.get(kind, {})
+    x = torch.cat([embedding(2000, 100, torch.bfloat16), 1e6 * embedding(2001, 100, torch.bfloat16)])
+    table = ibp.compress(x, layout="packed", pin_memory=False, **options)
+    found = report.report_estimate("x", tuple(x.shape), x.dtype, report.reader_of(x), table.codebook)
+    assert found.is_sampled and found.kind == "estimate" and found.scheme == table.scheme
+    assert found.savings == pytest.approx(1 - (table.stored_bytes + table.index_bytes) / x.nbytes, abs=0.01)
+    assert found.num_rows == table.num_rows and found.original_bytes == x.nbytes
+    assert sum(found.lengths) == pytest.approx(table.num_rows, abs=32)
+
+
+def test_estimates_of_few_rows_are_exact():
+    x = embedding(33, 100)
+    table = ibp.compress(x, layout="packed", row_bytes=1024, pin_memory=False)
+    found = report.report_estimate("x", tuple(x.shape), x.dtype, report.reader_of(x), table.codebook)
+    exact = report.report_table("x", table)
+    assert found.parts == exact.parts and found.lengths == exact.lengths and not found.is_sampled
 
 
 @pytest.mark.parametrize("x", [torch.empty(0, 3), torch.tensor(1.5), torch.arange(7)], ids=["empty", "scalar", "short"])
-def test_estimates_of_small_tensors(x):
-    found = report.report_estimate("x", tuple(x.shape), x.dtype, report.reader_of(x))
-    assert found.shape == tuple(x.shape) and found.original_bytes == x.numel() * x.itemsize
-    assert found.stored_bytes == sum(found.parts.values())
+def test_plain_tensors_are_reported(x):
+    found = report.report_plain("x", tuple(x.shape), x.dtype, report.reader_of(x))
+    assert found.shape == tuple(x.shape) and found.original_bytes == x.nbytes == found.stored_bytes
+    assert found.savings == 0 and len(found.entropy) == (8 * x.itemsize if x.numel() else 0)
 
 
 def test_entropy_of_bits_begins_with_the_most_significant():

@@ -6,12 +6,12 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from .._checkpoints.source import Source
+from .._checkpoints.learning import Codebooks, Learning
+from .._checkpoints.source import Source, SourceTensor
 from .._checkpoints.sources import is_url, local_path, open_source
 from .._compressed_tensor import CompressedTensor
 from .._delta import Delta
@@ -19,7 +19,7 @@ from .._files.fields import ChecksumError, FileFormatError
 from .._files.header import find_files, read_header
 from .._files.opened import File
 from .._files.opened import open as open_file
-from .._rows import DTYPES
+from .._schemes import AnyCodebook
 from .report import FileReport, TensorReport, reader_of, report_estimate, report_plain, report_table
 
 Wanted = Callable[[str], bool]  # whether a tensor of a name is looked into
@@ -29,16 +29,16 @@ def inspect_path(
     path: str | os.PathLike[str],
     *,
     wanted: Wanted = lambda name: True,
+    level: str = "default",
     progress: bool = False,
-    **options: Any,
 ) -> FileReport:
     """Looks into a file of tensors, or a set of files: a few rows of each tensor are read.
 
     Args:
         path: a file of ibp, or any other that `ibp.compress_checkpoint` takes.
         wanted: whether a tensor of a name is looked into; others are left out.
+        level: as in `ibp.compress_checkpoint`, for what compressing would give.
         progress: show a bar.
-        options: of `ibp.compress`, for what compressing would give.
 
     Raises:
         FileFormatError, SourceFormatError, OSError: the file cannot be read.
@@ -47,13 +47,13 @@ def inspect_path(
     path = os.fspath(path)
     if is_url(path):
         with local_path(path) as near:
-            found = inspect_path(near, wanted=wanted, progress=progress, **options)
+            found = inspect_path(near, wanted=wanted, level=level, progress=progress)
         return FileReport(**{**vars(found), "path": path})
     if _is_ibp(path):
         with open_file(path, pin_memory=False) as file:
             return _of_ibp(file, wanted, progress)
     with open_source(path) as source:
-        return _of_source(source, wanted, progress, options)
+        return _of_source(source, wanted, progress, level)
 
 
 def _is_ibp(path: str) -> bool:
@@ -68,16 +68,24 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
     return tqdm(list(names), desc="inspect", unit="tensor", leave=False, disable=not progress)
 
 
-def _of_source(source: Source, wanted: Wanted, progress: bool, options: dict[str, Any]) -> FileReport:
-    reports = []
-    for name in _bar(filter(wanted, source.tensors), progress):
-        tensor = source.tensors[name]
-        if tensor.dtype in DTYPES:
-            reports.append(report_estimate(name, tensor.shape, tensor.dtype, tensor.read, **options))
-        else:
-            reports.append(report_plain(name, tensor.shape, tensor.dtype, tensor.read))
-    size = sum(os.path.getsize(part.path) for part in source.parts)
+def _of_source(source: Source, wanted: Wanted, progress: bool, level: str) -> FileReport:
+    """Tensors as `ibp.compress_checkpoint` would code them: those of a kind share a codebook."""
+    codebooks = Codebooks(Learning(level=level), list(source.tensors.values()))
+    of: dict[str, AnyCodebook | None] = {}
+    for name in _bar(source.tensors, progress):
+        codebooks.prepare([source.tensors[name]], 1)
+        of[name] = codebooks.of(source.tensors[name])
+    users = Counter(id(codebook) for codebook in of.values())
+    reports = [_of_plain(source.tensors[name], of[name], users) for name in _bar(filter(wanted, of), progress)]
+    size = sum(os.path.getsize(path) for path in source.files)
     return FileReport(source.path, source.format, True, size, dict(source.metadata), reports)
+
+
+def _of_plain(tensor: SourceTensor, codebook: AnyCodebook | None, users: Counter[int]) -> TensorReport:
+    known = tensor.name, tensor.shape, tensor.dtype, tensor.read
+    if codebook is None:
+        return report_plain(*known)
+    return report_estimate(*known, codebook, codebook_share=1 / users[id(codebook)])
 
 
 def _of_ibp(file: File, wanted: Wanted, progress: bool) -> FileReport:

@@ -99,7 +99,9 @@ def _draw_entropy(figure: Any, axes: Axes, dtype: str, group: list[TensorReport]
     axes.set_title(f"{dtype}: entropy of each bit{fields and f' ({fields})'}", loc="left", fontsize=10)
     _name_tensors(axes, group)
     _mark_bits(axes, dtype, len(group[0].entropy))
-    figure.colorbar(image, ax=axes, label="bits", shrink=0.9, pad=0.01)
+    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.01)
+    bar.set_label("bits", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
 
 
 def _name_tensors(axes: Axes, group: list[TensorReport]) -> None:

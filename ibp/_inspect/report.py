@@ -222,26 +222,34 @@ def report_plain(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Re
     )
 
 
-def report_estimate(name: str, shape: tuple[int, ...], dtype: torch.dtype, read: Read, **options: Any) -> TensorReport:
-    """What compressing a tensor would give: the report of a table of a sample of its rows, for as many as it has.
+def report_estimate(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    read: Read,
+    codebook: AnyCodebook,
+    *,
+    codebook_share: float = 1.0,
+) -> TensorReport:
+    """What a tensor would be as a packed table: the report of a table of a sample of its rows, for as many as it has.
 
     Args:
-        name, shape, dtype: of the tensor.
+        name, shape, dtype: of the tensor, which is not empty.
         read: reads bytes of it.
-        options: of `ibp.compress`.
+        codebook: of the table.
+        codebook_share: as in `report_table`.
     """
-    geometry = _natural_geometry(shape, dtype)
+    geometry = Geometry(torch.Size(shape), dtype, codebook.row_bytes)
     rows = read_rows(read, geometry, sample_runs(geometry.num_rows, geometry.row_bytes))
-    if not rows.size:
-        return report_plain(name, shape, dtype, read)
-    sample = torch.from_numpy(rows).view(torch.uint8).reshape(-1).view(dtype)
     is_whole = len(rows) == geometry.num_rows
-    sample = sample[: geometry.num_bytes // dtype.itemsize].view(shape) if is_whole else sample.view(len(rows), -1)
-    table = compress(sample, layout="packed", row_bytes=geometry.row_bytes, device="cpu", pin_memory=False, **options)
-    found = report_table(name, table, kind="estimate")
+    sample = torch.from_numpy(rows).reshape(-1)[: geometry.num_bytes if is_whole else None]
+    sample = sample.clone().view(dtype)
+    sample = sample.view(shape) if is_whole else sample
+    table = compress(sample, codebook=codebook, layout="packed", device="cpu", pin_memory=False)
+    found = report_table(name, table, kind="estimate", codebook_share=codebook_share)
     if is_whole:
         return found
-    factor = geometry.num_rows / len(rows)
+    factor = geometry.num_bytes / table.original_bytes
     parts = {part: size if part == "codebook" else round(factor * size) for part, size in found.parts.items()}
     values = {**vars(found), **_identity(name, geometry, "estimate", found.scheme)}
     values |= {"parts": parts, "stored_bytes": sum(parts.values()), "num_rows": geometry.num_rows}
