@@ -130,7 +130,7 @@ def on_page_markdown(markdown, page, config, files):
 
     def fence(line):
         marks, language, needs = re.fullmatch(r"(\s*(?:```+|~~~+))(\S*)\s*(.*)", line).groups()
-        title = {"": "", "fragment": ""}.get(needs, f' title="needs {needs.replace("gpu", "a GPU")}"')
+        title = {"": "", "fragment": ""}.get(needs, f' title="needs {needs.replace(" ", ", ").replace("gpu", "a GPU")}"')
         return f"{marks}{language}{title}" if not needs.startswith("{") else line
 
     rewritten = []
