@@ -298,7 +298,27 @@ def test_a_delta_of_another_base_is_refused(versions, tmp_path, capsys):
     assert not out.exists() and re.fullmatch(r"ibp apply: [^\n]+\n", capsys.readouterr().err)
 
 
-# ---- stdin and stdout ----
+# ---- URLs, stdin and stdout ----
+
+
+def test_urls(source, tensors, capsys):
+    pytest.importorskip("fsspec")
+    url = "memory://ibp-test-cli/x.safetensors"
+    said = document(capsys, "compress", source, "-o", url, "--verify", "--force")
+    assert said["path"] == url and said["verified_bytes"] > 0
+    assert run("compress", source, "-o", url) == 2 and "is there already" in capsys.readouterr().err
+    assert document(capsys, "verify", url)["files"][0]["status"] == "good"
+    assert run("decompress", url, "-o", "back.safetensors", "--quiet") == 0
+    assert_holds("back.safetensors", tensors)
+    assert document(capsys, "diff", source, url)["differs"] is False
+
+
+def test_stdout_holds_one_file(source, tmp_path, capsys):
+    assert run("compress", source, "-o", "-", "--json") == 2
+    assert "both write to stdout" in capsys.readouterr().err
+    ibp.save(tmp_path / "small.safetensors", {"a": torch.ones(3), "b": torch.ones(3)}, shard_bytes=1)
+    assert run("decompress", "small.safetensors.index.json", "-o", "-") == 2
+    assert "a set of files, which stdout (-) cannot hold" in capsys.readouterr().err
 
 
 def test_stdin_is_taken_once(capsys):

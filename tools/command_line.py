@@ -65,7 +65,8 @@ def man_page(parser):
         ".SH COMMANDS",
     ]
     for command in commands(parser).values():
-        lines += [f".SS {roff(usage(command))}", *verbatim(command.description), *options(command)]
+        lines += [f".SS {roff(command.prog)}", roff(usage(command)), ".PP"]
+        lines += [*verbatim(command.description), *options(command)]
         lines += verbatim(command.epilog) if command.epilog else []
     status = parser.epilog.partition("exit status:\n")[2].partition("\n\n")[0]
     lines += [".SH EXIT STATUS", *verbatim(status), ".SH ENVIRONMENT", ".TP", ".B NO_COLOR", "No colours, if set."]

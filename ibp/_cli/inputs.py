@@ -57,6 +57,8 @@ def written(output: str, suffix: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
         held = os.path.join(folder, f"stdout{suffix}")
         yield held
+        if not os.path.exists(held):
+            raise Failure("the output is a set of files, which stdout (-) cannot hold; wanted a directory")
         with open(held, "rb") as file:
             shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
 

@@ -67,6 +67,8 @@ def bar_of_bytes(arguments: argparse.Namespace, what: str, num_bytes: int) -> tq
 def may_write(arguments: argparse.Namespace, target: str) -> bool:
     """Whether the output is to be written: not where it is there and is to be kept. Failure where it is there, and
     nothing says what becomes of it."""
+    if target == inputs.STREAM and arguments.json:
+        raise output.Failure("--json and -o - both write to stdout; wanted one of them")
     if target == inputs.STREAM or arguments.force or not _is_there(target):
         return True
     if arguments.keep:

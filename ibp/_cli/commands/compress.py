@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             target,
             scheme=arguments.scheme,
             level=arguments.level,
-            shard_bytes=arguments.shard_bytes,
+            shard_bytes=None if arguments.output == inputs.STREAM else arguments.shard_bytes,
             include=arguments.include or None,
             exclude=arguments.exclude,
             restart=not arguments.no_restart,
