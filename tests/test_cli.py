@@ -184,14 +184,25 @@ def test_completion_is_a_script_of_its_shell(capsys):
     assert set(done.stdout.split()) == {name for name in COMMANDS if name.startswith("comp")}
 
 
-@pytest.mark.skipif(
-    sys.version_info[:2] not in ((3, 11), (3, 12)), reason="argparse of other versions prints otherwise"
-)
-def test_completion_man_page_and_docs_are_current():
+@pytest.fixture(scope="module")
+def tool():
+    """tools/command_line.py."""
+    spec = importlib.util.spec_from_file_location("command_line", ROOT / "tools" / "command_line.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(sys.version_info[:2] not in ((3, 11), (3, 12)), reason="other versions of argparse print otherwise")
+def test_completion_man_page_and_help_are_current(tool):
     if importlib.util.find_spec("shtab") is None:
         pytest.skip("shtab is not installed")
-    spec = importlib.util.spec_from_file_location("command_line", ROOT / "tools" / "command_line.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
     stale = [path.name for path, text in tool.made().items() if not path.exists() or path.read_text() != text]
     assert not stale, "python tools/command_line.py writes them"
+
+
+def test_examples_print_what_the_page_says(tool):
+    if ibp.cuda_is_available():
+        pytest.skip("the page has what commands print without a GPU, which learns from other samples")
+    text = tool.PAGE.read_text()
+    assert tool.examples(text) == text

@@ -5,7 +5,7 @@ docs/cli.md quotes.
     python tools/command_line.py --check    exit with 1 if one is not current
 
 Needs shtab for the completion. A block of docs/cli.md that begins with "$ ibp" gets what its commands print, run one
-after the other in a directory with this repository's data/.
+after the other, on the CPU, in a directory with this repository's data/.
 """
 
 import argparse
@@ -121,10 +121,17 @@ def page(parser, text):
 
 
 def examples(text):
-    """The page, with what the commands of its examples print."""
+    """The page, with what the commands of its examples print; code in Python is run as well."""
+
+    def done(block):
+        kind, content = block[1], block[2]
+        if kind == "python":
+            exec(content, {})
+        return block[0] if kind == "python" else f"```text\n{session(content)}```"
+
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         os.symlink(ROOT / "data", "data")
-        return re.sub(r"(?<=```text\n)\$ ibp .*?(?=```)", lambda block: session(block[0]), text, flags=re.DOTALL)
+        return re.sub(r"```(python|text)\n((?:(?<=python\n)|\$ ibp ).*?)```", done, text, flags=re.DOTALL)
 
 
 def session(block):
@@ -139,17 +146,17 @@ def session(block):
 
 
 def made():
-    """path -> text of all that is made."""
+    """path -> text of all that is made, but for the output of the examples."""
     parser = main.make_parser()
-    files = {**completions(parser), MAN_PAGE: man_page(parser)}
-    return {**files, PAGE: examples(page(parser, PAGE.read_text()))}
+    return {**completions(parser), MAN_PAGE: man_page(parser), PAGE: page(parser, PAGE.read_text())}
 
 
 def run():
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     arguments.add_argument("--check", action="store_true")
-    check, stale = arguments.parse_args().check, []
-    for path, text in made().items():
+    check, stale, files = arguments.parse_args().check, [], made()
+    files[PAGE] = examples(files[PAGE])
+    for path, text in files.items():
         if not path.exists() or path.read_text() != text:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
