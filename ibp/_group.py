@@ -62,7 +62,7 @@ class Group:
         except Exception as error:
             raised, message = error, f"{type(error).__name__}: {error}"
         outcomes: list[Any] = [None] * self.size
-        with _all_taking_part():
+        with all_taking_part():
             dist.all_gather_object(outcomes, (message, value), group=self.process_group)
         if raised is not None:
             raise raised
@@ -75,7 +75,7 @@ class Group:
         """A number from each rank to each: sent[r] goes to rank r, and what each sent here comes back, by rank."""
         mine = torch.tensor(sent, dtype=torch.int64, device=self.device)
         received = torch.empty_like(mine)
-        with _all_taking_part():
+        with all_taking_part():
             dist.all_to_all_single(received, mine, group=self.process_group)
         return received.tolist()
 
@@ -83,13 +83,13 @@ class Group:
         """Parts of a 1-D tensor on the group's device: send_counts[r] elements go to rank r, one part after the other;
         what the ranks sent here comes back likewise."""
         received = torch.empty(sum(receive_counts), dtype=sent.dtype, device=self.device)
-        with _all_taking_part():
+        with all_taking_part():
             dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.process_group)
         return received
 
 
 @contextlib.contextmanager
-def _all_taking_part() -> Iterator[None]:
+def all_taking_part() -> Iterator[None]:
     """Says what errors of torch.distributed mean."""
     try:
         yield

@@ -2,21 +2,25 @@
 
 ibp.distributed.share_table        one table in host memory for all processes of a machine
 ibp.distributed.ShardedTable       a table whose rows are spread over machines
+ibp.distributed.broadcast_delta    what changed in weights, from one process to the others
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from . import _group
 from ._compressed_tensor import CompressedTensor
+from ._delta import CheckpointDelta, Delta, broadcasting
 from ._sharded import ShardedTable
 from ._sharing import open_shared
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ShardedTable", "share_table"]
+__all__ = ["ShardedTable", "broadcast_delta", "share_table"]
 
 
 def __dir__() -> list[str]:
@@ -74,3 +78,32 @@ def share_table(
 
     members.together(what, open_it)  # rank src keeps the table until all have opened it
     return opened[0]
+
+
+def broadcast_delta(
+    delta: Delta | CheckpointDelta | None,
+    src: int = 0,
+    group: ProcessGroup | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+) -> Delta | CheckpointDelta:
+    """Brings one rank's delta to all ranks of a group. A collective call.
+
+    Moved are the coded bytes, in one broadcast of torch.distributed: through NCCL from GPU to GPU, through gloo over
+    host memory. Which tensors they are of goes before, as an object.
+
+    Args:
+        delta: on rank src; other ranks give None.
+        src: the rank in the group that has the delta.
+        group: a process group of torch.distributed; None: the default group.
+        device: where the delta is to be; None: on rank src where it is, elsewhere where it has arrived: on the current
+            CUDA device with NCCL, else on the CPU.
+
+    Returns:
+        The delta of rank src.
+
+    Raises:
+        TypeError, ValueError: delta is none, src is no rank, or ranks differ in it.
+        RuntimeError: torch.distributed is not initialised, or another rank has failed.
+    """
+    return broadcasting.broadcast_delta(delta, src, group, device=device)
