@@ -333,10 +333,15 @@ def test_checkpoints_that_are_refused():
     assert memory.eq(0).all()
 
 
-def test_checkpoint_deltas_are_kept():
+def test_checkpoint_deltas_are_kept(tmp_path):
     new, base = checkpoints()
-    delta = pickle.loads(pickle.dumps(ibp.delta(new, base))).to("cpu")
-    assert_same_tensors(delta.apply_(base), new)
+    delta = ibp.delta(new, base)
+    others = [pickle.loads(pickle.dumps(delta)), delta.to("cpu")]
+    ibp.save(tmp_path / "delta.safetensors", delta)
+    with ibp.open(tmp_path / "delta.safetensors", verify=True) as file:
+        others.append(ibp.CheckpointDelta(file, file.removed))
+        for other in others:
+            assert_same_tensors(other.apply_(cloned(base)), new)
 
 
 # ---- on a GPU ----
