@@ -173,8 +173,7 @@ static ibp_status read_table(const field *fields, ibp_file_table *table)
     if (fields[T_PER_BASE].number > IBP_ROWS_PER_BASE) return IBP_BAD_FILE;
     if (table->rows_per_base != 1 && table->rows_per_base != IBP_ROWS_PER_BASE) return IBP_BAD_FILE;
     const bool is_coded = table->scheme != IBP_SCHEME_RAW;
-    if (fields[T_CODEBOOK].is_given != is_coded || (!is_coded && table->slot_bytes != table->row_bytes))
-        return IBP_BAD_FILE;
+    if (fields[T_CODEBOOK].is_given != is_coded) return IBP_BAD_FILE;
     if (is_coded && !get_u32(&fields[T_CODEBOOK], 0, UINT32_MAX, &table->codebook)) return IBP_BAD_FILE;
     if (fields[T_BASE].is_given != fields[T_RESULT].is_given) return IBP_BAD_FILE;
     table->has_content = fields[T_CONTENT].is_given, table->content = fields[T_CONTENT].number;
@@ -638,7 +637,7 @@ static ibp_status place_parts(const ibp_file_table *found, const file_part *part
     const int64_t num_bytes = ibp_bytes_of_table(table), num_rows = ibp_rows_of_bytes(num_bytes, found->row_bytes),
                   rows_per_base = found->rows_per_base;
     const bool is_coded = found->scheme != IBP_SCHEME_RAW, is_in_place = found->slot_bytes == found->row_bytes,
-               has_bases = is_coded && parts[BASES].data != NULL;
+               has_bases = parts[BASES].data != NULL;
     table->slots_bytes = is_in_place ? num_bytes : num_rows * found->slot_bytes;
     ibp_status status = check_part(&parts[SLOTS], table->slots_bytes, 1);
     if (status == IBP_OK) status = check_part(&parts[LENGTHS], is_coded ? num_rows : 0, 2);

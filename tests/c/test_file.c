@@ -522,7 +522,7 @@ static void check_fields(void)
         {"dtype=FLOAT3 shape=0 scheme=raw row_bytes=8 slot_bytes=8", MASKS, IBP_UNSUPPORTED_TABLE},
         {"dtype=U8 shape=9223372036854775807,2 scheme=raw row_bytes=8 slot_bytes=8", MASKS, IBP_BAD_FILE},
         {"dtype=U8 shape=1,,2 scheme=raw row_bytes=8 slot_bytes=8", MASKS, IBP_BAD_FILE},
-        {"dtype=U8 shape=0 scheme=raw row_bytes=8 slot_bytes=0", MASKS, IBP_BAD_FILE},
+        {"dtype=U8 shape=0 scheme=raw row_bytes=8 slot_bytes=4", MASKS, IBP_BAD_FILE},
         {"dtype=U8 shape=0 scheme=raw row_bytes=65537 slot_bytes=65537", MASKS, IBP_BAD_FILE},
         {"dtype=U8 shape=0 scheme=ibp row_bytes=8 slot_bytes=4 codebook=0", MASKS, IBP_BAD_FILE},
         {"dtype=U8 shape=0 scheme=ibp row_bytes=8 slot_bytes=8 codebook=1", MASKS, IBP_BAD_FILE},
