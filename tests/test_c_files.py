@@ -100,7 +100,7 @@ def test_damaged_files(rounds, tmp_path):
                 assert ours[2] == theirs, name
                 accepted += 1
     # A key that is there twice C finds only where it looks for it, without memory for all of them.
-    assert accepted > rounds and differing <= 1 + rounds // 100
+    assert accepted > rounds / 2 and differing <= 1 + rounds // 100
 
 
 def test_the_example(tmp_path):

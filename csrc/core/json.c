@@ -21,7 +21,7 @@ static uint32_t write_utf8(uint32_t code, uint8_t utf8[4])
     if (code < 0x80) return utf8[0] = (uint8_t)code, 1;
     const uint32_t num_bytes = code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
     for (uint32_t i = num_bytes - 1; i > 0; i--, code >>= 6) utf8[i] = (uint8_t)(0x80 | (code & 0x3f));
-    utf8[0] = (uint8_t)(0xf0 << (4 - num_bytes) | code);
+    utf8[0] = (uint8_t)(0xf0u << (4 - num_bytes) | code);
     return num_bytes;
 }
 

@@ -73,6 +73,10 @@ static void keep_input(void)
 
 void __sanitizer_set_death_callback(void (*callback)(void)) __attribute__((weak));
 
+/* The undefined behaviour sanitizer of gcc knows nothing of that callback: it is to raise a signal. */
+const char *__ubsan_default_options(void);
+const char *__ubsan_default_options(void) { return "abort_on_error=1:print_stacktrace=1"; }
+
 static void on_signal(int number)
 {
     keep_input();

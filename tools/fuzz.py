@@ -1,0 +1,99 @@
+"""Fuzzes the C library for as long as asked for, a target after the other.
+
+    python tools/fuzz.py [--seconds 3600] [--targets files tables ...] [--keep]
+
+With the libFuzzer of clang where there is one, else with tests/fuzz/driver.c; in both cases under the address and
+undefined behaviour sanitizers. Inputs lie in build/fuzz/TARGET, logs beside them. An input that ends the process is in
+build/fuzz/crash-*, and the exit status is 1. --keep: writes some of the inputs that were found to tests/fuzz/corpus
+(with libFuzzer alone, which says which of them are worth it).
+"""
+
+import argparse
+import hashlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+import fuzzing  # noqa: E402
+
+ROOM = ROOT / "build" / "fuzz"
+OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0"}
+MOST_KEPT, MOST_KEPT_BYTES = 150, 2000  # inputs of a target, bytes of an input
+
+
+def run(command, log):
+    """The exit status of a command whose output goes to a file."""
+    with open(log, "w") as output:
+        return subprocess.run(
+            command, cwd=ROOM, env={**os.environ, **OPTIONS}, stdout=output, stderr=output, check=False
+        ).returncode
+
+
+def with_libfuzzer(clang, target, seconds):
+    """(exit status, what was found) of a run by libFuzzer."""
+    found, program = ROOM / target, fuzzing.with_libfuzzer(clang, target)
+    for each in fuzzing.corpus(target):
+        (found / hashlib.sha256(each).hexdigest()[:16]).write_bytes(each)
+    words = fuzzing.FUZZ / f"{target}.dict"
+    command = [program, f"-max_total_time={seconds}", f"-max_len={fuzzing.most_bytes(target)}", "-print_final_stats=1"]
+    command += [f"-dict={words}"] if words.exists() else []
+    log = ROOM / f"{target}.log"
+    code = run([*command, found], log)
+    text = log.read_text(errors="replace")
+    runs = re.findall(r"number_of_executed_units: (\d+)", text)
+    reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", text)
+    edges, features, inputs = reached[-1] if reached else ("?", "?", "?")
+    return code, f"{runs[-1] if runs else '?'} executions, cov {edges}, ft {features}, {inputs} inputs"
+
+
+def with_driver(target, seconds):
+    """The same by the driver."""
+    packed, log = ROOM / f"{target}.bin", ROOM / f"{target}.log"
+    packed.write_bytes(fuzzing.pack(fuzzing.corpus(target)))
+    command = [fuzzing.with_driver(target), f"-seconds={seconds}", f"-most={fuzzing.most_bytes(target)}", packed]
+    code = run(command, log)
+    return code, log.read_text(errors="replace").strip().splitlines()[-1]
+
+
+def keep(clang, target):
+    """Writes a sample of the fewest inputs that reach what all of them do."""
+    best = ROOM / f"{target}.best"
+    best.mkdir(exist_ok=True)
+    program = fuzzing.with_libfuzzer(clang, target)
+    run(
+        [program, "-merge=1", f"-max_len={fuzzing.most_bytes(target)}", best, ROOM / target],
+        ROOM / f"{target}.merge.log",
+    )
+    golden = {path.read_bytes() for path in fuzzing.GOLDEN_FILES.glob("*.safetensors")}
+    inputs = {path.read_bytes() for path in best.iterdir()} - golden
+    inputs = sorted((each for each in inputs if len(each) < MOST_KEPT_BYTES), key=lambda each: (len(each), each))
+    step = max(1, -(-len(inputs) // MOST_KEPT))
+    fuzzing.CORPORA.mkdir(exist_ok=True)
+    (fuzzing.CORPORA / f"{target}.bin").write_bytes(fuzzing.pack(inputs[::step]))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=int, default=3600, help="of all targets (default: an hour)")
+    parser.add_argument("--targets", nargs="+", choices=list(fuzzing.TARGETS), default=list(fuzzing.TARGETS))
+    parser.add_argument("--keep", action="store_true", help="write found inputs to tests/fuzz/corpus")
+    arguments = parser.parse_args()
+    clang, failed = fuzzing.clang_with_libfuzzer(), False
+    print("by libFuzzer" if clang else "by tests/fuzz/driver.c: there is no clang with libFuzzer")
+    for target in arguments.targets:
+        (ROOM / target).mkdir(parents=True, exist_ok=True)
+        seconds = arguments.seconds // len(arguments.targets)
+        code, found = with_libfuzzer(clang, target, seconds) if clang else with_driver(target, seconds)
+        failed |= code != 0
+        print(f"{target}: {found}{', FAILED' if code else ''}", flush=True)
+        if arguments.keep and clang:
+            keep(clang, target)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
