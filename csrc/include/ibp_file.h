@@ -13,7 +13,7 @@
  *     ibp_gather_items(&table, ...);
  *
  * Safety. No byte of a file is trusted, nothing outside of it is read, and a file that another process changes while
- * it is read gives wrong data at worst. (That it is not cut short meanwhile is the caller's affair, as with any mapping.)
+ * it is read gives wrong data at worst. (That nobody cuts it short meanwhile is up to the caller, as with any mapping.)
  *
  * For little-endian machines of 64 bits. */
 #ifndef IBP_FILE_H
