@@ -340,3 +340,19 @@ def test_stdin_is_known_by_its_first_bytes(kind, tmp_path, monkeypatch):
     with inputs.local(["-"]) as (path,):
         assert path.endswith(f".{kind}") and os.path.getsize(path) == len(held.getvalue())
     assert not os.path.exists(path)
+
+
+# ---- a GPU ----
+
+
+def test_the_same_by_a_gpu(cuda, source, versions, tensors, tmp_path, capsys):
+    said = document(capsys, "compress", source, "-o", tmp_path / "x.safetensors", "--device", cuda, "--verify")
+    assert said["verified_bytes"] > 0 and any(tensor["scheme"] == "planes" for tensor in said["tensors"])
+    assert run("decompress", tmp_path / "x.safetensors", "-o", tmp_path / "back.safetensors", "--quiet") == 0
+    assert_holds(tmp_path / "back.safetensors", tensors)
+    old, new, _, after = versions
+    totals = [document(capsys, "diff", old, new, "--device", device)["total"] for device in ("cpu", cuda)]
+    assert totals[0]["changed"] == totals[1]["changed"] > 0
+    assert run("diff", old, new, "-o", "x.delta", "--device", cuda, "--quiet") == 0
+    assert run("apply", old, "x.delta", "-o", "made.safetensors", "--device", cuda, "--quiet") == 0
+    assert_holds("made.safetensors", after)

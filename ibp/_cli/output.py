@@ -54,11 +54,12 @@ def _print(parts: Iterable[object]) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table. Columns whose names begin with ">" stand to the right; the first one folds where a line is full."""
+    """A table. Columns whose names begin with ">" stand to the right; the first one folds where a line is full. Without
+    names there is no head."""
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_header=any(columns))
     for number, name in enumerate(columns):
         justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
         made.add_column(name.lstrip(">"), justify=justify, overflow="fold", no_wrap=number > 0)

@@ -115,7 +115,7 @@ def _parts(arguments: argparse.Namespace, found: list[Change], document: dict[st
         ]
         for change in listed
     ]
-    table = output.table(["tensor", "dtype", "", ">elements", ">changed", ">delta"], rows)
+    table = output.table(["tensor", "dtype", "status", ">changed", ">share", ">delta"], rows)
     total = document["total"]
     counts = ", ".join(f"{number:,} {status}" for status, number in total["tensors"].items())
     parts: list[object] = [
