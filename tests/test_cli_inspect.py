@@ -166,6 +166,25 @@ def test_a_failing_plot_leaves_what_is_there(file, tmp_path, monkeypatch):
     assert run("inspect", file, "--plot", plot) == 2 and plot.read_text() == "before"
 
 
+@pytest.mark.parametrize("option", ["--plot", "--html"])
+def test_a_directory_that_is_not_there_is_a_line(file, tmp_path, capsys, option):
+    assert run("inspect", file, option, tmp_path / "none" / "out") == 2
+    assert re.fullmatch(r"ibp inspect: [^\n]+: there is no such directory\n", capsys.readouterr().err)
+
+
+def test_damaged_rows_are_wrong_data(tmp_path, capsys):
+    path = tmp_path / "m.safetensors"
+    ibp.save(path, {"w": ibp.compress(embedding(50, 64), scheme="planes", layout="packed", pin_memory=False)})
+    with ibp.open(path) as opened:
+        lengths = opened["w"].lengths.numpy().tobytes()
+    data = path.read_bytes()
+    assert data.count(lengths) == 1
+    path.write_bytes(data.replace(lengths, b"\1" * len(lengths)))
+    assert run("inspect", path) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("ibp inspect: ") and shown.err.count("\n") == 1
+
+
 def test_samples_are_named(file, capsys, monkeypatch):
     monkeypatch.setattr(report, "SAMPLE_BYTES", 1 << 12)
     (found,) = document(capsys, file, "--tensor", "layers.0.weight")["files"]

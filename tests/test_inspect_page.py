@@ -150,6 +150,7 @@ def test_a_plot_of_many_tensors_is_one_page():
     assert width == 1320 and 400 < height < 3000
 
 
+@pytest.mark.slow
 def test_nothing_is_plotted_of_empty_tensors():
     pytest.importorskip("matplotlib")
     empty = report.report_table("empty", ibp.compress(torch.empty(0, 4), pin_memory=False))

@@ -78,13 +78,36 @@ def test_parts_of_clusters_are_of_their_own_codebooks():
     x, options = TABLES["clusters"]
     table = ibp.compress(x, pin_memory=False, **options)
     found = report.report_table("x", table)
-    split = report._split_table(
-        table, rows_of(x), np.arange(len(x)), np.ones(len(x), bool)
-    )  # every row, none of which is raw
+    split = report._split_table(table, rows_of(x), np.arange(len(x)))
     lengths = table.lengths.numpy().astype(np.int64)
     assert found.clusters == len(table.codebook) and (lengths > 0).all()
     assert sum(split.parts.values()) == lengths.sum()
     assert split.parts["cluster numbers"] == len(x)
+
+
+@pytest.mark.parametrize("name", ["planes", "ibp", "listed", "clusters", "clusters in slots", "raw", "empty"])
+def test_reports_of_tables_on_a_gpu(cuda, name):
+    x, options = TABLES[name]
+    table = ibp.compress(x, pin_memory=False, device="cpu", **options)
+    assert report.report_table(name, table.to(cuda)) == report.report_table(name, table)
+
+
+def test_rows_are_counted_in_blocks(monkeypatch):
+    table = ibp.compress(spiky_rows(200, 250), pin_memory=False)
+    found = report.report_table("x", table)
+    monkeypatch.setattr(report, "_BLOCK_ROWS", 7)
+    assert report.report_table("x", table) == found
+
+
+def test_rows_that_have_changed_are_counted():
+    table = ibp.compress(spiky_rows(200, 250), pin_memory=False)
+    table.update_(torch.arange(50), 2 * spiky_rows(50, 250, seed=1))
+    found = report.report_table("x", table)
+    assert (
+        found.stored_bytes
+        == sum(found.parts.values())
+        == table.resident_bytes + table.index_bytes + table.codebook.nbytes
+    )
 
 
 @pytest.mark.parametrize("layout", ["slots", "packed"])

@@ -39,10 +39,7 @@ def draw(reports: Sequence[TensorReport], title: str) -> bytes:
         ImportError: matplotlib is not installed.
         ValueError: there is no tensor with elements.
     """
-    try:
-        import matplotlib.figure
-    except ImportError:
-        raise ImportError("plots need matplotlib: pip install matplotlib") from None
+    matplotlib = require_matplotlib()
     reports = [report for report in reports if report.original_bytes]
     groups = _groups(reports)
     if not reports or not groups:
@@ -60,6 +57,15 @@ def draw(reports: Sequence[TensorReport], title: str) -> bytes:
     below = figure.add_subplot(grid[-1, :])
     (_draw_bars if len(reports) <= _MOST_NAMES else _draw_steps)(below, reports)
     return _png(figure)
+
+
+def require_matplotlib() -> Any:
+    """matplotlib, with its figures. ImportError if it is not installed."""
+    try:
+        import matplotlib.figure
+    except ImportError:
+        raise ImportError("plots need matplotlib: pip install matplotlib") from None
+    return matplotlib
 
 
 def plain(name: str, most: int = _NAME_LENGTH) -> str:

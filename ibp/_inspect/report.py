@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from .splitting import Split, split_rows
 SAMPLE_BYTES = 1 << 20  # of a tensor that are decoded and counted
 _RUNS = 32  # places of a tensor that a sample comes from
 _BINS = 32  # of the histogram of lengths
+_BLOCK_ROWS = 1 << 22  # whose lengths are counted at once
 _CPU = torch.device("cpu")
 
 Read = Callable[[int, int], np.ndarray]  # bytes [start, end) of a tensor, uint8
@@ -169,40 +170,35 @@ def report_table(
         kind: see `TensorReport`.
         codebook_share: of the codebook's bytes that are this table's; less than 1 where others have the same one.
     """
-    geometry = table._geometry
+    geometry, found = table._geometry, _count_rows(table)
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
     rows = read_rows(reader_of(table), geometry, runs)
     numbers = np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, np.int64)
-    lengths = _lengths(table)
-    valid = np.minimum(geometry.num_bytes - np.arange(geometry.num_rows) * geometry.row_bytes, geometry.row_bytes)
-    is_raw, is_default = lengths == 0, lengths == _layout.default_length(geometry.row_bytes)
-    stored = np.where(is_raw, valid, np.where(is_default, 0, lengths))
-    coded = ~(is_raw | is_default)
-    split = _split_table(table, rows, numbers, coded)
-    parts = _scaled(split.parts if split else Counter(), int(stored[coded].sum()))
+    split = _split_table(table, rows, numbers)
     codebook_bytes = round(codebook_share * table.codebook.nbytes) if table.codebook else 0
-    parts |= {"raw rows": int(stored[is_raw].sum()), "index": table.index_bytes, "codebook": codebook_bytes}
-    parts["unused room"] = max(0, table.resident_bytes - int(stored.sum()))
+    parts = _scaled(split.parts if split else Counter(), found.coded_bytes)
+    parts |= {"raw rows": found.raw_bytes, "index": table.index_bytes, "codebook": codebook_bytes}
+    parts["unused room"] = max(0, table.resident_bytes - found.raw_bytes - found.coded_bytes)
     parts = {part: size for part, size in parts.items() if size}
     width = split.left_out.size if split else 8 * _element_bytes(geometry)
-    raw_share, default_share = (float(mask.mean()) if mask.size else 0.0 for mask in (is_raw, is_default))
     left_out, ranked = (split.left_out, split.ranked) if split else (np.zeros(width), np.zeros(width))
-    coded_share = max(0.0, 1 - raw_share - default_share)
+    num_rows = max(1, geometry.num_rows)
+    default_share, coded_share = found.default_rows / num_rows, found.coded_rows / num_rows
     return TensorReport(
         **_identity(name, geometry, kind, table.scheme),
         stored_bytes=sum(parts.values()),
         parts=parts,
         row_bytes=geometry.row_bytes,
         num_rows=geometry.num_rows,
-        raw_rows=int(is_raw.sum()),
-        default_rows=int(is_default.sum()),
+        raw_rows=found.raw_rows,
+        default_rows=found.default_rows,
         sampled_rows=len(rows),
         clusters=_clusters(table.codebook),
         codebook=repr(table.codebook) if table.codebook else "",
         entropy=bit_entropy(rows, width // 8),
         left_out=_rounded(coded_share * left_out + default_share),
         ranked=_rounded(coded_share * ranked),
-        lengths=np.histogram(stored, _BINS, (0, geometry.row_bytes))[0].tolist(),
+        lengths=found.histogram,
         entries=split.entries if split else [],
     )
 
@@ -282,20 +278,56 @@ def _element_bytes(geometry: Geometry) -> int:
     return math.gcd(own_bytes, geometry.row_bytes)
 
 
-def _lengths(table: CompressedTensor) -> np.ndarray:
-    """The entries of the index, int64 [num_rows]; zeros where a table has none."""
+# ---- rows ----
+
+
+class _Rows(NamedTuple):
+    """How many rows of each kind a table has, what they take, and how many take how much (`TensorReport.lengths`)."""
+
+    raw_rows: int
+    default_rows: int
+    coded_rows: int
+    raw_bytes: int
+    coded_bytes: int
+    histogram: list[int]
+
+
+def _count_rows(table: CompressedTensor) -> _Rows:
+    geometry, lengths = table._geometry, table.lengths.cpu().numpy()
+    counts = np.zeros(1 << 16, np.int64)
+    for start in range(0, len(lengths), _BLOCK_ROWS):
+        counts += np.bincount(lengths[start : start + _BLOCK_ROWS], minlength=len(counts))
+    if not len(lengths):
+        counts[0] = geometry.num_rows
+    default = _layout.default_length(geometry.row_bytes)
+    raw_rows, default_rows = int(counts[0]), int(counts[default])
+    rest = geometry.num_rows * geometry.row_bytes - geometry.num_bytes  # that a short last row lacks
+    is_short_raw = bool(rest) and (not len(lengths) or not lengths[-1])
+    sizes = np.arange(len(counts))
+    sizes[0], sizes[default] = geometry.row_bytes, 0
+    stored = int((sizes * counts).sum()) - raw_rows * geometry.row_bytes
+    return _Rows(
+        raw_rows,
+        default_rows,
+        geometry.num_rows - raw_rows - default_rows,
+        raw_rows * geometry.row_bytes - is_short_raw * rest,
+        stored,
+        np.histogram(sizes, _BINS, (0, geometry.row_bytes), weights=counts)[0].tolist(),
+    )
+
+
+def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
+    """The entries of the index of some rows, int64; zeros where a table has none."""
     if not table.lengths.numel():
-        return np.zeros(table.num_rows, np.int64)
-    return table.lengths.cpu().numpy().astype(np.int64)
+        return np.zeros(numbers.shape, np.int64)
+    return table.lengths.cpu().numpy()[numbers].astype(np.int64)
 
 
-# ---- coded rows ----
-
-
-def _split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray, coded: np.ndarray) -> Split | None:
-    """What the coded ones of some rows consist of; None if there are none. numbers: of the rows; coded: of the table's
-    rows."""
-    rows, numbers = rows[coded[numbers]], numbers[coded[numbers]]
+def _split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
+    """What the coded ones of some rows consist of, given with their numbers; None if there are none."""
+    lengths = _lengths(table, numbers)
+    coded = (lengths != 0) & (lengths != _layout.default_length(table.row_bytes))
+    rows, numbers = rows[coded], numbers[coded]
     if table.codebook is None or not len(rows):
         return None
     element_bytes = _element_bytes(table._geometry)
@@ -327,10 +359,9 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
     overflow, bases = table.overflow.cpu().numpy(), table.bases.cpu().numpy()
     if table.has_own_bases:
         return overflow[bases[numbers]]
-    geometry, group = table._geometry, np.arange(ROWS_PER_BASE)
-    of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + group
-    lengths = torch.from_numpy(_lengths(table)[np.minimum(of_group, geometry.num_rows - 1)])
-    stored = _layout.stored_sizes(lengths, geometry.row_bytes, geometry.row_bytes).numpy()
+    of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + np.arange(ROWS_PER_BASE)
+    lengths = torch.from_numpy(_lengths(table, np.minimum(of_group, table.num_rows - 1)))
+    stored = _layout.stored_sizes(lengths, table.row_bytes, table.row_bytes).numpy()
     before = np.where(of_group < numbers[:, None], stored, 0).sum(1)
     return overflow[bases[numbers // ROWS_PER_BASE] + before]
 

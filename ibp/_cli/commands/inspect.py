@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import output, parsing
+from .. import inputs, output, parsing
 
 if TYPE_CHECKING:
     from ..._inspect.report import FileReport, TensorReport
@@ -33,8 +33,7 @@ _BAR = 24  # characters
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    inputs = parser.add_argument("inputs", nargs="+", metavar="FILE", help="files, directories, indices, globs or URLs")
-    parsing.path(inputs)
+    parsing.add_inputs(parser)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="all about one tensor; repeats")
     parser.add_argument("--planes", action="store_true", help="what the bytes of every tensor are, by part")
     plot = parser.add_argument("--plot", metavar="OUT.png", help="draw bits and savings")
@@ -47,13 +46,20 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from ..._checkpoints.sources import expand
+    from ..._inspect import drawing
     from ..._inspect.collecting import inspect_path
 
     def wanted(name: str) -> bool:
         return _is_wanted(arguments, name)
 
+    for picture in filter(None, (arguments.plot, arguments.html)):
+        if not Path(picture).absolute().parent.is_dir():
+            raise output.Failure(f"{picture}: there is no such directory")
+    if arguments.plot:
+        drawing.require_matplotlib()
     bars = output.show_bars(arguments)
-    files = [inspect_path(path, wanted=wanted, progress=bars) for path in expand(arguments.inputs)]
+    with inputs.local(arguments.inputs) as given:
+        files = [inspect_path(path, wanted=wanted, progress=bars) for path in expand(given)]
     _check_names(arguments, files)
     _write_pictures(arguments, files)
     output.report(arguments, {"files": [_document(file) for file in files]}, *_parts(arguments, files))
