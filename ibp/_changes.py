@@ -13,6 +13,7 @@ from ._fetch.gather import Ids, check_range, checked_ids, tensor_of
 from ._fetch.streaming import decompress
 from ._room import Room, room_of
 from ._rows import Geometry, bytes_of, rows_of
+from ._segments import Segment
 from ._table import Table
 
 _SECTOR = _core.SECTOR_BYTES
@@ -99,7 +100,7 @@ def compressed_anew(table: Table, **options: Any) -> Table:
 
 def check_can_change(table: Table) -> None:
     """RuntimeError for a table that is shared with other processes."""
-    if table._segment is not None:
+    if isinstance(table._segment, Segment):
         raise RuntimeError("the table is shared with other processes, which would read its old index: clone() it first")
 
 

@@ -210,7 +210,7 @@ class CompressedTensor(Table):
 
     def is_shared(self) -> bool:
         """Whether the rows are in memory that other processes can map."""
-        return self.is_cuda or self._segment is not None
+        return self.is_cuda or isinstance(self._segment, Segment)
 
     def share(self) -> SharedHandle:
         """A handle by which other processes open the table with `ibp.open_shared`, without a copy.
@@ -230,7 +230,7 @@ class CompressedTensor(Table):
         tensors = {name: state.pop(name) for name in _TENSORS}
         fields = pickle.dumps(state)
         segment = self._segment
-        if segment is None:
+        if not isinstance(segment, Segment):
             return SharedHandle(os.getpid(), 0, 0, "", False, fields, bytes(ForkingPickler.dumps(tensors)))
         sizes = pickle.dumps({name: tensor.numel() for name, tensor in tensors.items()})
         return SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, segment.pin, fields, sizes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +23,9 @@ class PinningError(RuntimeError):
     __module__ = "ibp"
 
 
+_LEAST_HUGE_BYTES = 4 << 20  # of memory that is to have huge pages, of which one has 2 MiB
 _has_warned = False
+_has_warned_of_copy = False
 
 
 def warn_of_pageable(refused: PinningError) -> None:
@@ -30,6 +34,15 @@ def warn_of_pageable(refused: PinningError) -> None:
     if not _has_warned:
         _has_warned = True
         message = f"{refused}: what would be pinned is pageable, and comes to GPUs by way of the CPU, which is slower"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def warn_of_copy(refused: PinningError) -> None:
+    """Says, once a process, that what is mapped from files is copied for GPUs."""
+    global _has_warned_of_copy
+    if not _has_warned_of_copy:
+        _has_warned_of_copy = True
+        message = f"{refused}: tables that GPUs fetch from are copied to pinned memory instead, each once"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
@@ -47,6 +60,17 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
     if buffer.is_used:
         _wait_for_gpus()
     return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def empty_pageable(num_bytes: int) -> torch.Tensor:
+    """Uninitialised uint8 tensor in pageable memory, of huge pages where the system has them: it is filled several
+    times faster."""
+    if num_bytes < _LEAST_HUGE_BYTES:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def empty_parts(

@@ -10,7 +10,7 @@ import fcntl
 import os
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -93,6 +93,10 @@ class Segment:
             os.close(file)
         return found
 
+    @property
+    def is_pinned(self) -> bool:
+        return self.pages.is_pinned
+
     def pin_here(self) -> None:
         """Pins the memory for this process, once. RuntimeError if there is no CUDA device or the system refuses."""
         if torch.cuda.is_available():
@@ -115,6 +119,33 @@ class Segment:
             )
             start += _rounded_up(count * dtype.itemsize)
         return made
+
+
+class FileRows:
+    """The rows of a table in a mapped file, which are not to be written to: what a table has in place of a `Segment`.
+
+    Attributes:
+        pages: the mapped memory of slots and of overflow, where there are any.
+        pin: whether it is to be pinned, which is done where a GPU first fetches from it.
+    """
+
+    def __init__(self, pages: Sequence[_core.FilePages], pin: bool) -> None:
+        self.pages, self.pin = tuple(pages), pin
+
+    @property
+    def is_pinned(self) -> bool:
+        return all(pages.is_pinned for pages in self.pages)
+
+    def pin_here(self) -> None:
+        """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
+        if torch.cuda.is_available():
+            torch.cuda.init()
+        try:
+            for pages in self.pages:
+                pages.pin()
+        except RuntimeError as error:
+            raise PinningError(f"a mapped file cannot be pinned ({error})") from error
+        self.pin = True
 
 
 _segments: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()

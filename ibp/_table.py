@@ -17,7 +17,7 @@ from . import _core, _layout, _memory, _numa
 from ._room import Room
 from ._rows import DTYPES, Geometry
 from ._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
-from ._segments import Segment
+from ._segments import FileRows, Segment
 
 _INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE, _CORRUPT_ROW = 1, 2, 3  # ibp_status
 _CPU = torch.device("cpu")
@@ -92,7 +92,7 @@ class Table:
         self._faults: dict[torch.device, dict[bool, tuple]] = {}  # where faults are noted: see _fault_on
         self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made by compress_
         self._pinned_range: object = None
-        self._segment: Segment | None = None  # the memory that is shared with other processes
+        self._segment: Segment | FileRows | None = None  # memory that is shared with other processes, or is a file's
         self._refresh()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -212,7 +212,7 @@ class Table:
         if self.device.type != "cpu":
             return self
         if self._segment is not None:
-            self._segment.pin_here()
+            self._pin_segment(node)
         elif self._is_pinned:
             return self
         elif self._owner is not None:
@@ -225,18 +225,37 @@ class Table:
     def _serves(self, device: torch.device) -> bool:
         """Whether a GPU can fetch rows itself. Shared memory is pinned for this process first, if the system lets."""
         segment = self._segment
-        if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.pages.is_pinned:
+        if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.is_pinned:
             return self._is_pinned
         try:
             with torch.cuda.device(device):
-                segment.pin_here()
+                self._pin_segment()
         except _memory.PinningError as error:
             _memory.warn_of_pageable(error)
             segment.pin, self._is_refused = False, True
             self._refresh()
         return self._is_pinned
 
-    def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | None = None) -> None:
+    def _pin_segment(self, node: int = -1) -> None:
+        """Pins memory that is shared, or a file's, where it is. Where the system does not pin a mapped file, the rows
+        move to pinned memory, and a warning says so once a process. PinningError: it pins no memory."""
+        segment = self._segment
+        assert segment is not None
+        try:
+            segment.pin_here()
+        except _memory.PinningError as error:
+            if isinstance(segment, Segment):
+                raise
+            pinned = {name: _memory.to_pinned(getattr(self, name), node) for name in ("slots", "overflow")}
+            _memory.warn_of_copy(error)
+            self._move(pinned)
+
+    def _lie_in_file(self, rows: FileRows) -> None:
+        """Says that the table's memory is a mapped file, which is not written to: a change takes memory of its own."""
+        self._is_aliased = True
+        self._move({}, rows)
+
+    def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | FileRows | None = None) -> None:
         """Takes tensors of the same bytes in other memory. segment: what they are in, if it is shared."""
         vars(self).update(tensors, _segment=segment, _room=None)
         self._refresh()
@@ -263,6 +282,7 @@ class Table:
         self._ready.clear()
         vars(self).update(
             _room=room,
+            _segment=None,
             _geometry=geometry,
             _num_items=geometry.num_items,
             _is_aliased=False,
@@ -290,7 +310,13 @@ class Table:
         self._ready.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
         vars(self).update(
-            fields, _geometry=other._geometry, _room=None, _owner=None, _pinned_range=None, _is_aliased=False
+            fields,
+            _geometry=other._geometry,
+            _room=None,
+            _segment=None,
+            _owner=None,
+            _pinned_range=None,
+            _is_aliased=False,
         )
         self._refresh()
 
@@ -300,7 +326,7 @@ class Table:
         slots = _memory.empty(data.numel(), self.device, self._is_pinned).copy_(data)
         self._places.clear()
         self._ready.clear()
-        vars(self).update(slots=slots, overflow=slots[:0], bases=none, slot_bytes=self.row_bytes)
+        vars(self).update(slots=slots, overflow=slots[:0], bases=none, slot_bytes=self.row_bytes, _segment=None)
         self._refresh()
 
     # ---- pickling ----
@@ -355,13 +381,13 @@ class Table:
         if device in self._places:
             return self._places[device]
         _refuse_capture(device)
+        if device != self.device and self._segment is not None:
+            with torch.cuda.device(device):
+                self._pin_segment()
         slots, overflow, lengths, bases = self.slots, self.overflow, vars(self)["lengths"], vars(self)["bases"]
         if self._room is not None:
             lengths, bases, _, _ = self._room.index_on(device).first(self.num_rows)
         if device != self.device:
-            if self._segment is not None:
-                with torch.cuda.device(device):
-                    self._segment.pin_here()
             slots, overflow = _memory.device_view(slots, device), _memory.device_view(overflow, device)
         codec, words = self._coding(device)
         place = (

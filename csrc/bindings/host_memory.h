@@ -128,6 +128,50 @@ class SharedPages {
     pid_t pinned_in_ = 0;
 };
 
+// Bytes of a file as they are in the page cache, to be read only: shared by all processes that map them, and by GPUs
+// where the system lets. A buffer that says it is writable, so that torch.frombuffer takes it without a warning; nobody
+// may write to it.
+class FilePages {
+  public:
+    FilePages(int file, size_t start, size_t num_bytes)
+    {
+        const size_t skipped = start % static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        num_bytes_ = num_bytes;
+        mapped_bytes_ = num_bytes + skipped;
+        mapped_ = mmap(nullptr, mapped_bytes_, PROT_READ, MAP_SHARED, file, static_cast<off_t>(start - skipped));
+        if (mapped_ == MAP_FAILED) throw std::system_error(errno, std::generic_category(), "mapped file");
+        data_ = static_cast<uint8_t *>(mapped_) + skipped;
+    }
+    FilePages(const FilePages &) = delete;
+    FilePages &operator=(const FilePages &) = delete;
+    ~FilePages()
+    {
+        if (is_pinned()) ibp_cuda_unregister_pinned(mapped_);
+        munmap(mapped_, mapped_bytes_);
+    }
+
+    bool is_pinned() const { return pinned_in_ == getpid(); }
+
+    // Once a process, and not yet in a child of the one that has.
+    void pin()
+    {
+        const py::gil_scoped_release release;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        if (is_pinned()) return;
+        check_without_gil(ibp_cuda_register_read_only(mapped_, mapped_bytes_));
+        pinned_in_ = getpid();
+    }
+
+    py::buffer_info buffer() const { return bytes_at(data_, num_bytes_); }
+
+  private:
+    void *mapped_ = nullptr;
+    uint8_t *data_ = nullptr;
+    size_t num_bytes_ = 0, mapped_bytes_ = 0;
+    std::mutex mutex_;
+    pid_t pinned_in_ = 0;
+};
+
 } // namespace ibp
 
 #endif

@@ -360,6 +360,13 @@ PYBIND11_MODULE(_core, m)
         .def("pin", &ibp::SharedPages::pin, "Pins the memory for this process, unless it is already.")
         .def_buffer([](ibp::SharedPages &self) { return self.buffer(); });
 
+    py::class_<ibp::FilePages>(m, "FilePages", py::buffer_protocol(), "Bytes of a file, mapped to be read only.")
+        .def("__init__", &make<ibp::FilePages, int, size_t, size_t>, kNewStyle, py::arg("file"), py::arg("start"),
+             py::arg("num_bytes"))
+        .def_property_readonly("is_pinned", &ibp::FilePages::is_pinned)
+        .def("pin", &ibp::FilePages::pin, "Pins the memory for this process, unless it is already.")
+        .def_buffer([](ibp::FilePages &self) { return self.buffer(); });
+
     m.def(
         "enable_peer", [](int device, int peer) { check(ibp_cuda_enable_peer(device, peer)); }, py::arg("device"),
         py::arg("peer"),

@@ -176,6 +176,13 @@ ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes)
     return ibp::check_cuda(cudaHostRegister(host, num_bytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
 }
 
+ibp_status ibp_cuda_register_read_only(void *host, size_t num_bytes)
+{
+    if (host == nullptr || num_bytes == 0) return IBP_INVALID_ARGUMENT;
+    const unsigned flags = cudaHostRegisterPortable | cudaHostRegisterMapped | cudaHostRegisterReadOnly;
+    return ibp::check_cuda(cudaHostRegister(host, num_bytes, flags));
+}
+
 ibp_status ibp_cuda_unregister_pinned(void *host)
 {
     return host == nullptr ? IBP_INVALID_ARGUMENT : ibp::check_cuda(cudaHostUnregister(host));

@@ -215,6 +215,12 @@ ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes)
     return IBP_NO_CUDA;
 }
 
+ibp_status ibp_cuda_register_read_only(void *host, size_t num_bytes)
+{
+    (void)host, (void)num_bytes;
+    return IBP_NO_CUDA;
+}
+
 ibp_status ibp_cuda_unregister_pinned(void *host)
 {
     (void)host;

@@ -235,6 +235,8 @@ IBP_API ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes);
 /* Pins memory that the caller owns, where it is, until it is unregistered; mapped and portable as above. num_bytes >
  * 0. */
 IBP_API ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes);
+/* The same of memory that devices only read, such as a file that is mapped so: where the system lets. */
+IBP_API ibp_status ibp_cuda_register_read_only(void *host, size_t num_bytes);
 IBP_API ibp_status ibp_cuda_unregister_pinned(void *host);
 /* Address of pinned host memory for the current device. Devices may have different ones: ask again where another one
  * is current. */

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .. import _core
 from .fields import FileFormatError
@@ -76,16 +76,20 @@ def read_header(path: Path) -> Header:
         OSError: it cannot be read.
     """
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if size < 10 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
-            raise FileFormatError(
-                f"{path} is no file of safetensors: it has {size} bytes and says that its header has {header_bytes}; "
-                f"wanted 2 to {MAX_HEADER_BYTES} within the file"
-            )
-        text = file.read(header_bytes)
-    header = parse_header(text, size, str(path))
-    check_version(header.metadata, str(path))
+        return header_of(file, str(path))
+
+
+def header_of(file: BinaryIO, name: str) -> Header:
+    """The header of an open file, whose name is for messages."""
+    size = os.fstat(file.fileno()).st_size
+    header_bytes = int.from_bytes(file.read(8), "little")
+    if size < 10 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        raise FileFormatError(
+            f"{name} is no file of safetensors: it has {size} bytes and says that its header has {header_bytes}; "
+            f"wanted 2 to {MAX_HEADER_BYTES} within the file"
+        )
+    header = parse_header(file.read(header_bytes), size, name)
+    check_version(header.metadata, name)
     return header
 
 

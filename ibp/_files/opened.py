@@ -19,10 +19,11 @@ from .._compressed_tensor import CompressedTensor
 from .._delta import Delta
 from .._fingerprint import fingerprint
 from .._schemes import AnyCodebook
+from .._segments import FileRows
 from .._staging import to_device
 from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table_fields
 from .header import INDEX_SUFFIX, FileSet, find_files, read_index
-from .reader import Checks, OpenFile, Place, part_names, read_table
+from .reader import Checks, MappedParts, OpenFile, Place, ReadParts, part_names, read_new, read_table
 
 PathLike = Union[str, "os.PathLike[str]"]
 Value = CompressedTensor | torch.Tensor | Delta
@@ -86,6 +87,7 @@ class File(Mapping[str, Value]):
         for file in reversed(self._files.values()):
             self.metadata.update(file.user_metadata)
         self.removed = tuple(name for file in self._files.values() for name in file.removed)
+        self._pins = _ops.cuda_is_available() if pin_memory is None else pin_memory
         self._made: dict[str, Value] = {}
         self._is_closed = False
 
@@ -100,23 +102,46 @@ class File(Mapping[str, Value]):
             ChecksumError: with `verify`, its bytes are damaged.
             ValueError: the file is closed.
         """
+        self._check_name(name)
+        if name not in self._made:
+            self._made[name] = self._map(name)
+        return self._made[name]
+
+    def _check_name(self, name: str) -> None:
         self._check_open()
         if name not in self._names:
             raise KeyError(name)
-        if name not in self._made:
-            if self._verify:
-                self.verify([name])
-            self._made[name] = self._make(name)
-        return self._made[name]
+        if self._verify:
+            self.verify([name])
 
-    def _make(self, name: str) -> Value:
+    def _map(self, name: str) -> Value:
+        """The table or tensor of a name, over the mapped file."""
         if name not in self._owners:
             place = self._places[name]
-            return place.file.tensor(name)
-        table, fields = read_table(self._owners[name], name, self._places.get)
+            return place.file.tensor(name, place.file.mapped)
+        parts = MappedParts()
+        table, fields = self._table(name, parts)
+        table._lie_in_file(FileRows(parts.pages, pin=self._pins))
         if self._pin_memory:
             table.pin_memory()
-        return table if fields.base is None or fields.result is None else Delta(table, fields.base, fields.result)
+        return _with_fields(table, fields)
+
+    def _load(self, name: str, device: torch.device, pin_memory: bool | None) -> Value:
+        """The same in memory of its own, see `load`."""
+        self._check_name(name)
+        if device.type == "cuda":
+            value = self._map(name)
+            return to_device(value, device) if isinstance(value, torch.Tensor) else value.to(device)
+        pin = None if pin_memory is None and _ops.cuda_is_available() else bool(pin_memory)
+        if name not in self._owners:
+            file = self._places[name].file
+            return file.tensor(name, lambda start, num_bytes: read_new(file, start, num_bytes, bool(pin)))
+        table, fields = self._table(name, ReadParts(pin))
+        table._is_refused = pin is None and not table.is_pinned()
+        return _with_fields(table, fields)
+
+    def _table(self, name: str, parts: MappedParts | ReadParts) -> tuple[CompressedTensor, TableFields]:
+        return read_table(self._owners[name], name, self._places.get, parts)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -272,6 +297,11 @@ class File(Mapping[str, Value]):
         self.close()
 
 
+def _with_fields(table: CompressedTensor, fields: TableFields) -> CompressedTensor | Delta:
+    """The table, or the delta that it is of."""
+    return table if fields.base is None or fields.result is None else Delta(table, fields.base, fields.result)
+
+
 def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, Place]:
     """Where each tensor of the files is, but what belongs to a file itself."""
     places: dict[str, Place] = {}
@@ -370,23 +400,7 @@ def load(
         raise TypeError(f"names is the text {names!r}; wanted a list of names")
     target = _memory.canonical("cpu" if device is None else device)
     with _local(path) as near, open(near, verify=verify) as file:
-        return {name: _owned(file[name], target, pin_memory) for name in (file if names is None else names)}
-
-
-def _owned(value: Value, device: torch.device, pin_memory: bool | None) -> Value:
-    """A copy of what is mapped, in memory of its own."""
-    if isinstance(value, torch.Tensor):
-        if device.type == "cuda":
-            return to_device(value, device)
-        return value.pin_memory() if pin_memory else value.clone()
-    if isinstance(value, Delta):
-        table = _owned(value.table, device, pin_memory)
-        assert isinstance(table, CompressedTensor)
-        return Delta(table, value.base, value.result)
-    if device.type == "cuda":
-        return value.to(device)
-    pin = _ops.cuda_is_available() if pin_memory is None else pin_memory
-    return value._with(lambda held: _memory.to_pinned(held) if pin and held.dtype == torch.uint8 else held.clone())
+        return {name: file._load(name, target, pin_memory) for name in (file if names is None else names)}
 
 
 # ---- paths and URLs ----

@@ -6,13 +6,14 @@ import math
 import mmap
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from .. import _layout
+from .. import _core, _layout, _memory
 from .._compressed_tensor import CompressedTensor
 from .._rows import DTYPES, Geometry
 from .._schemes import AnyCodebook
@@ -30,12 +31,15 @@ from .fields import (
     read_codebook,
     table_fields,
 )
-from .header import Entry, read_header
+from .header import Entry, header_of
 from .writer import CHECKS, PREFIX
 
 _TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
 _DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
+_ROWS = ("slots", "overflow")
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons lacks
+_PIECE_BYTES = 16 << 20  # that a thread reads at once
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Place:
 
 
 class OpenFile:
-    """One file, mapped.
+    """One file, open until `close`: whatever becomes of its name, its bytes are those that its header speaks of.
 
     Attributes:
         path: of the file.
@@ -57,12 +61,16 @@ class OpenFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.header = path, read_header(path)
-        metadata = self.header.metadata
-        own = {} if self.header.is_plain else metadata
-        self.tables = {key[len(_TABLE) :]: text for key, text in own.items() if key.startswith(_TABLE)}
-        self.removed = [key[len(_REMOVED) :] for key in own if key.startswith(_REMOVED)]
-        self._pages: mmap.mmap | None = None
+        self.path = path
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close
+        try:
+            self.header = header_of(self._file, str(path))
+        except BaseException:
+            self._file.close()
+            raise
+        metadata = {} if self.header.is_plain else self.header.metadata
+        self.tables = {key[len(_TABLE) :]: text for key, text in metadata.items() if key.startswith(_TABLE)}
+        self.removed = [key[len(_REMOVED) :] for key in metadata if key.startswith(_REMOVED)]
         self._codebooks: dict[int, AnyCodebook] = {}
         self._checks: Checks | None = None
 
@@ -83,34 +91,67 @@ class OpenFile:
 
     # ---- bytes ----
 
-    def bytes_at(self, start: int, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], mapped: memory of its own once written to. It keeps the mapping alive."""
+    def read(self, start: int, target: torch.Tensor) -> torch.Tensor:
+        """Fills a tensor of bytes on the CPU from the file, by several threads where it is large. Returns it."""
+        data = memoryview(target.numpy().data)
+        starts = range(0, len(data), _PIECE_BYTES)
+
+        def read_piece(first: int) -> None:
+            piece = data[first : first + _PIECE_BYTES]
+            while piece:
+                count = os.preadv(self._file.fileno(), [piece], start + first)
+                if count == 0:
+                    raise FileFormatError(f"{self.path} was cut while it was read")
+                piece, first = piece[count:], first + count
+
+        if len(starts) <= 1:
+            for first in starts:
+                read_piece(first)
+        else:
+            with ThreadPoolExecutor(min(_THREADS, len(starts))) as threads:
+                list(threads.map(read_piece, starts))
+        return target
+
+    def bytes_at(self, start: int, num_bytes: int) -> bytes:
+        """Some bytes of the file."""
+        return self.read(start, torch.empty(num_bytes, dtype=torch.uint8)).numpy().tobytes()
+
+    def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], mapped: what is written to becomes memory of its own. It keeps the mapping alive."""
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        if self._pages is None:
-            self._pages = self._mapped()
-        return torch.frombuffer(self._pages, dtype=torch.uint8, count=num_bytes, offset=start)
+        skipped = start % mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(
+            self._file.fileno(),
+            num_bytes + skipped,
+            flags=mmap.MAP_PRIVATE | _NO_RESERVE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=start - skipped,
+        )
+        return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=skipped)
 
-    def _mapped(self) -> mmap.mmap:
-        with open(self.path, "rb") as file:
-            wanted = max((entry.end for entry in self.header.tensors.values()), default=self.header.num_bytes)
-            if os.fstat(file.fileno()).st_size != wanted:
-                raise FileFormatError(f"{self.path} has changed since it was opened")
-            flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-            return mmap.mmap(file.fileno(), wanted, flags=flags, prot=access)
+    def pages(self, start: int, num_bytes: int) -> _core.FilePages:
+        """Bytes of the file, mapped to be read only."""
+        return _core.FilePages(self._file.fileno(), start, num_bytes)
+
+    @property
+    def identity(self) -> str:
+        """The same for all who open the file, as long as it is not changed."""
+        found = os.fstat(self._file.fileno())
+        return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def close(self) -> None:
-        """Forgets the mapping, which tensors in it keep."""
-        self._pages = None
+        """What is mapped stays mapped."""
+        self._file.close()
         self._codebooks.clear()
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A plain tensor."""
+    def tensor(self, name: str, take: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        """A plain tensor. take: gives the bytes from a place in the file on, so many."""
         entry = self.header.tensors[name]
         dtype = dtype_of(entry.dtype)
         if dtype.itemsize * math.prod(entry.shape) != entry.num_bytes:
             raise FileFormatError(f"{self.path}: {name!r} is {entry.dtype}, of which torch has no such tensors")
-        data = self.bytes_at(entry.start, entry.num_bytes)
+        data = take(entry.start, entry.num_bytes)
         if entry.start % dtype.itemsize:
             data = data.clone()
         return data.view(dtype).view(entry.shape)
@@ -135,8 +176,8 @@ class OpenFile:
         entry = self.header.tensors.get(name)
         if entry is None and count == 0:
             return np.empty(0, numpy_dtype)
-        data = part_bytes(self, name, entry, dtype, count * numpy_dtype.itemsize)
-        return data.numpy().view(numpy_dtype)
+        start = start_of_part(self, name, entry, dtype, count * numpy_dtype.itemsize)
+        return np.frombuffer(bytearray(self.bytes_at(start, count * numpy_dtype.itemsize)), numpy_dtype)
 
     # ---- checksums ----
 
@@ -162,7 +203,7 @@ class Checks:
         if entry.dtype != "U64" or entry.shape != (self.num_blocks + 2,) or entry.start % 8:
             raise fields.error(f"it is {entry.dtype} {list(entry.shape)}; wanted U64 [{self.num_blocks + 2}]")
         self._file = file
-        self._hashes = file.bytes_at(entry.start, entry.num_bytes).numpy().view("<u8")
+        self._hashes = np.frombuffer(file.bytes_at(entry.start, entry.num_bytes), "<u8")
         self._is_right = np.zeros(self.num_blocks, bool)
         self._check_itself()
 
@@ -170,8 +211,7 @@ class Checks:
         own = checks.hash_of(self._hashes[:-1].tobytes())
         if own != int(self._hashes[-1]):
             raise ChecksumError(f"{self._file.path}: the checksums have another checksum: they are damaged")
-        header = self._file.bytes_at(0, self.start).numpy()
-        if checks.hash_of(header) != int(self._hashes[-2]):
+        if checks.hash_of(self._file.bytes_at(0, self.start)) != int(self._hashes[-2]):
             raise ChecksumError(f"{self._file.path}: the header has another checksum: it is damaged")
 
     def blocks_of(self, entry: Entry) -> range:
@@ -190,7 +230,7 @@ class Checks:
         start = self.start + block * self.block_bytes
         num_bytes = min(self.block_bytes, self.end - start)
         if not self._is_right[block]:
-            if checks.hash_of(self._file.bytes_at(start, num_bytes).numpy()) != int(self._hashes[block]):
+            if checks.hash_of(self._file.bytes_at(start, num_bytes)) != int(self._hashes[block]):
                 raise ChecksumError(
                     f"{self._file.path}: block {block}, bytes {start} to {start + num_bytes - 1} of the file, has "
                     f"another checksum: {self._names_in(start, start + num_bytes)} is damaged"
@@ -207,9 +247,9 @@ class Checks:
 # ---- parts of tables ----
 
 
-def part_bytes(file: OpenFile, name: str, entry: Entry | None, dtype: str, num_bytes: int) -> torch.Tensor:
-    """The bytes of a part without its padding. FileFormatError unless it is there, of the dtype, aligned, and as long
-    as it must be."""
+def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, num_bytes: int) -> int:
+    """Where the bytes of a part begin in the file. FileFormatError unless it is there, of the dtype, aligned, and as
+    long as it must be."""
     padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
     if entry is None:
         raise FileFormatError(f"{file.path}: {name!r}, of {num_bytes} bytes, is missing")
@@ -218,7 +258,43 @@ def part_bytes(file: OpenFile, name: str, entry: Entry | None, dtype: str, num_b
             f"{file.path}: {name!r} is {entry.dtype} {list(entry.shape)} at byte {entry.start}; wanted {dtype} of "
             f"{padded} bytes at a multiple of {ALIGNMENT}"
         )
-    return file.bytes_at(entry.start, num_bytes)
+    return entry.start
+
+
+class MappedParts:
+    """Gives parts of a table as they are in the page cache.
+
+    Attributes:
+        pages: the memory of the rows, slots and overflow, so far.
+    """
+
+    def __init__(self) -> None:
+        self.pages: list[_core.FilePages] = []
+
+    def take(self, file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
+        pages = file.pages(start, num_bytes)
+        if part in _ROWS:
+            self.pages.append(pages)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+class ReadParts:
+    """Gives parts of a table in memory of their own. pin: whether rows are in pinned memory; None: where the system
+    lets."""
+
+    def __init__(self, pin: bool | None) -> None:
+        self._pin = pin
+
+    def take(self, file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
+        return read_new(file, start, num_bytes, self._pin if part in _ROWS else False)
+
+
+def read_new(file: OpenFile, start: int, num_bytes: int, pin: bool | None) -> torch.Tensor:
+    """Bytes of the file in new memory. pin: as of ReadParts."""
+    if pin is False:
+        return file.read(start, _memory.empty_pageable(num_bytes))
+    (target,), _ = _memory.empty_parts([num_bytes], torch.device("cpu"), pin)
+    return file.read(start, target)
 
 
 def part_names(table: str) -> list[str]:
@@ -226,12 +302,15 @@ def part_names(table: str) -> list[str]:
     return [f"{table}:{part}" for part in (*TABLE_PARTS, *CODEC_PARTS)]
 
 
-def read_table(file: OpenFile, name: str, find: Callable[[str], Place | None]) -> tuple[CompressedTensor, TableFields]:
-    """A table over the mapping of its parts, and its fields.
+def read_table(
+    file: OpenFile, name: str, find: Callable[[str], Place | None], parts: MappedParts | ReadParts
+) -> tuple[CompressedTensor, TableFields]:
+    """A table and its fields.
 
     Args:
         file: that has its line.
         find: where a part is.
+        parts: gives the parts' bytes.
 
     Raises:
         FileFormatError: fields or parts are none of a table.
@@ -249,7 +328,8 @@ def read_table(file: OpenFile, name: str, find: Callable[[str], Place | None]) -
         data = torch.empty(0, dtype=torch.uint8)
         num_bytes = _part_bytes(part, fields, geometry, entry)
         if num_bytes:
-            data = part_bytes(owner, f"{name}:{part}", entry, TABLE_PARTS[part], num_bytes)
+            start = start_of_part(owner, f"{name}:{part}", entry, TABLE_PARTS[part], num_bytes)
+            data = parts.take(owner, start, num_bytes, part)
         elif entry is not None:
             raise FileFormatError(f"{what} has {part!r}, which such a table lacks")
         tensors[part] = data.view(_DTYPES[part])

@@ -137,6 +137,7 @@ void test_no_cuda(void)
         ibp_cuda_alloc_pinned(1, -1, &pointer),
         ibp_cuda_free_pinned(&byte, 1),
         ibp_cuda_register_pinned(&byte, 1),
+        ibp_cuda_register_read_only(&byte, 1),
         ibp_cuda_unregister_pinned(&byte),
         ibp_cuda_map_pinned(&byte, &pointer),
     };
