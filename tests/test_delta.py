@@ -180,6 +180,9 @@ def test_another_base_is_refused_and_left():
         delta.apply_(base.view(torch.int16))
     with pytest.raises(TypeError, match="base is a list"):
         delta.apply_([1])
+    x = torch.randn(9, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="base is a conjugated or negated view"):
+        ibp.delta(x + 1, x.conj()).apply_(x.conj())
 
 
 def test_arguments():

@@ -12,7 +12,7 @@ from .._fetch.streaming import decompress
 from .._fingerprint import check_source, fingerprint
 from .._table import CorruptTableError
 from . import on_gpu
-from .coding import integers_of
+from .coding import INTEGERS, integers_of
 from .tensors import Delta, DeltaMismatchError
 
 Job = tuple[str, Delta, torch.Tensor]  # name for messages, delta, base
@@ -39,11 +39,16 @@ def apply_all(jobs: Sequence[Job]) -> None:
                 _refuse(*jobs[wrong])
             begun.append(batch)
         if made:
-            _staging.copy_all([base for base, _ in made], [new for _, new in made])
+            _staging.copy_all([_bits(base) for base, _ in made], [_bits(new) for _, new in made])
     except BaseException:
         for batch in begun:
             batch.take_back()
         raise
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as integers, which torch copies bit for bit: of floats it may quiet NaNs."""
+    return x.view(INTEGERS[x.element_size()])
 
 
 def _batches(jobs: Sequence[Job]) -> list[on_gpu.Batch]:
@@ -70,6 +75,8 @@ def _check_base(name: str, delta: Delta, base: Any) -> None:
     check_source(base, name)
     if base.dtype != delta.dtype:
         raise TypeError(f"{name} has dtype {base.dtype}; the delta is for {delta.dtype}")
+    if base.is_conj() or base.is_neg():
+        raise TypeError(f"{name} is a conjugated or negated view of other memory; wanted the tensor itself")
     if base.shape != delta.shape:
         raise DeltaMismatchError(f"{name} has shape {list(base.shape)}; the delta is for {list(delta.shape)}")
 

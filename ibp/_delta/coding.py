@@ -18,7 +18,7 @@ _NUM_ENTRIES = sum(2**bits - 1 for bits in _DIGIT_BITS)
 assert _NUM_ENTRIES % 2 == 0, "a number and its negative"
 _SAMPLED_ROWS = 64
 WELL_CODED = 0.3  # of the rows' bytes: below, no codebook that could be learned pays for the time
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def element_bytes_of(dtype: torch.dtype) -> int:
@@ -28,7 +28,7 @@ def element_bytes_of(dtype: torch.dtype) -> int:
 
 def integers_of(x: torch.Tensor) -> torch.Tensor:
     """The elements' bits as integers, 1-D: a view where x is contiguous."""
-    return _rows.bytes_of(x).view(_INTEGERS[element_bytes_of(x.dtype)])
+    return _rows.bytes_of(x).view(INTEGERS[element_bytes_of(x.dtype)])
 
 
 @functools.cache

@@ -123,7 +123,7 @@ class Delta:
                 The coded differences are brought there.
 
         Raises:
-            TypeError: base is no tensor, or has another dtype.
+            TypeError: base is no tensor, has another dtype, or is a conjugated or negated view.
             DeltaMismatchError: base has another shape or other bits than the base of the delta.
             CorruptTableError: the delta is damaged.
         """
