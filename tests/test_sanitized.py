@@ -84,12 +84,13 @@ def test_a_mistake_is_found(sanitized):
 
 
 def test_operations_and_files(sanitized):
-    """The tests of hostile arguments, damaged tables and codebooks that a file builds twice."""
+    """The tests of hostile arguments, damaged tables, caches, files and deltas, and codebooks that a file builds twice."""
     names = [
         "test_hostile_ops.py",
         "test_cache_ops.py",
         "test_golden.py",
         "test_codebooks.py::test_a_file_cannot_rebuild_a_member",
+        "test_corruption_cuda.py",
     ]
     files = [str(HERE / name) for name in names]
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", "not little_work"]

@@ -1,0 +1,264 @@
+"""Tables, caches, places, files and deltas that are damaged in memory, over and over, on a CPU or a GPU.
+
+Each round damages many places of one thing, uses it, and makes sure that nothing outside of the results was written
+and that a table which is whole still decodes. What fails an assertion, or ends the process, is a fault of the library.
+"""
+
+import torch
+
+import ibp
+from helpers import bytes_of, embedding, make_tensor, one_hot_rows, spiky_rows
+
+OPS = torch.ops.ibp
+U8, I64 = torch.uint8, torch.int64
+CPU = torch.device("cpu")
+SPOTS = 64  # that a round damages
+CANARY = 4096  # bytes in front of results and behind them
+WAYS, NUM_SETS, SLOT_BYTES = 32, 3, 64
+
+NUM_ROWS = 400
+ON_CPU = {"device": "cpu", "pin_memory": False}
+KINDS = {
+    "masks": lambda: ibp.compress(spiky_rows(NUM_ROWS, 60), scheme="ibp", slot_bytes=32, **ON_CPU),
+    "masks in place": lambda: ibp.compress(spiky_rows(NUM_ROWS, 33), scheme="ibp", slot_bytes=132, **ON_CPU),
+    "masks of bytes": lambda: ibp.compress(spiky_rows(NUM_ROWS, 61), scheme="ibp", chunk_bytes=1, **ON_CPU),
+    "masks of clusters": lambda: ibp.compress(spiky_rows(NUM_ROWS, 60), scheme="ibp", clusters=3, **ON_CPU),
+    "dense": lambda: ibp.compress(embedding(NUM_ROWS, 256, torch.bfloat16), scheme="planes", **ON_CPU),
+    "dense packed": lambda: ibp.compress(embedding(NUM_ROWS, 100), scheme="planes", layout="packed", **ON_CPU),
+    "dense of clusters": lambda: ibp.compress(
+        embedding(NUM_ROWS, 64, torch.bfloat16), scheme="planes", clusters=3, **ON_CPU
+    ),
+    "fast": lambda: ibp.compress(embedding(NUM_ROWS, 512, torch.bfloat16), level="fast", **ON_CPU),
+    "doubles": lambda: ibp.compress(embedding(NUM_ROWS, 40, torch.float64), scheme="planes", **ON_CPU),
+    "listed": lambda: ibp.compress(one_hot_rows(NUM_ROWS, 300), scheme="planes", **ON_CPU),
+    "listed packed": lambda: ibp.compress(make_tensor((NUM_ROWS, 700), torch.int32), layout="packed", **ON_CPU),
+    "changing": lambda: _changed(ibp.compress(embedding(NUM_ROWS, 64), scheme="planes", **ON_CPU)),
+    "raw": lambda: ibp.compress(embedding(NUM_ROWS, 64), scheme="raw", **ON_CPU),
+}
+
+
+def _changed(table):
+    """A table whose rows have been written anew, so that each has a base of its own."""
+    table.update_(torch.arange(0, NUM_ROWS, 3), embedding(len(range(0, NUM_ROWS, 3)), 64, seed=1))
+    return table
+
+
+class Result:
+    """Room for results, between canaries."""
+
+    def __init__(self, num_bytes, device):
+        self.whole = torch.full((num_bytes + 2 * CANARY,), 0xA5, dtype=U8, device=device)
+        self.bytes = self.whole[CANARY : CANARY + num_bytes]
+
+    def check(self):
+        """That nothing wrote over the canaries: a tensor of one flag."""
+        return (self.whole[:CANARY] == 0xA5).all() & (self.whole[CANARY + self.bytes.numel() :] == 0xA5).all()
+
+
+class Damage:
+    """Arrays, and what they held before they are damaged. seed: of what becomes of them."""
+
+    def __init__(self, arrays, seed):
+        self.arrays = [array.view(-1).view(U8) for array in arrays if array.numel()]
+        self.before = [array.clone() for array in self.arrays]
+        self.device = self.arrays[0].device
+        self.draw = torch.Generator(self.device).manual_seed(seed)
+
+    def spoil(self, spots=SPOTS):
+        """Changes bytes of the arrays, as many of each: bits are flipped, or bytes are drawn."""
+        each = -(-spots // len(self.arrays))
+        for array in self.arrays:
+            at = torch.randint(array.numel(), (each,), generator=self.draw, device=self.device)
+            drawn = torch.randint(256, (each,), generator=self.draw, device=self.device, dtype=U8)
+            bits = torch.ones_like(drawn) << (drawn & 7)
+            array[at] = torch.where(drawn > 127, drawn, array[at] ^ bits)
+        return each * len(self.arrays)
+
+    def mend(self):
+        for array, before in zip(self.arrays, self.before, strict=True):
+            array.copy_(before)
+
+
+class Whole:
+    """A table that nobody damages, to see whether a device still works."""
+
+    def __init__(self, device):
+        x = embedding(64, 64, torch.bfloat16)
+        self.wanted = bytes_of(x).to(device)
+        self.arguments = on_device(ibp.compress(x, scheme="planes", **ON_CPU), device)
+
+    def check(self):
+        """That it decodes to what it was: a tensor of one flag."""
+        out, fault = torch.zeros_like(self.wanted), torch.zeros(4, dtype=I64, device=self.wanted.device)
+        OPS.decode_bytes(*self.arguments, 0, out.numel(), 0, out.view(-1), fault)
+        return (out == self.wanted).all() & (fault == 0).all()
+
+
+def on_device(table, device):
+    """A table's arguments of operations, in memory of a device."""
+    return [value.to(device) if isinstance(value, torch.Tensor) else value for value in table._arguments(CPU)]
+
+
+def some_ids(draw, num_items, count, device):
+    """Ids, most of which are there."""
+    ids = torch.randint(-2, num_items + 2, (count,), generator=draw, device=device)
+    ids[0] = -(2**63)
+    ids[1] = 2**62
+    return ids
+
+
+def check_device(*flags):
+    """All flags at once: waits for the device, which raises what kernels did to it."""
+    assert bool(torch.stack([flag.reshape(()) for flag in flags]).all())
+
+
+def corrupt_table(make, device, corruptions, *, pinned=False, seed=0):
+    """Rows and bytes of a damaged table: gathered and decoded. pinned: the GPU reads it in host memory."""
+    table = make()
+    arguments = list(table.pin_memory()._arguments(device)) if pinned else on_device(table, device)
+    # An array that the table has not is an empty tensor; lengths of 16 bits do not compare on a GPU.
+    damage, whole = Damage([value for value in arguments if isinstance(value, torch.Tensor)], seed), Whole(device)
+    num_items, item_bytes = arguments[8], arguments[9]
+    out, rows = Result(num_items * item_bytes, device), Result(96 * item_bytes, device)
+    fault, first = torch.zeros(4, dtype=I64, device=device), None
+    OPS.decode_bytes(*arguments, 0, out.bytes.numel(), 0, out.bytes, fault)
+    pristine = out.bytes.clone()
+    assert fault.tolist() == [0, 0, 0, 0]
+    done = 0
+    while done < corruptions:
+        done += damage.spoil()
+        ids = some_ids(damage.draw, num_items, 96, device)
+        fault.zero_()
+        OPS.decode_bytes(*arguments, 0, out.bytes.numel(), 0, out.bytes, fault)
+        OPS.gather_items(*arguments, ids, 0, rows.bytes, fault)
+        flags = [out.check(), rows.check(), whole.check(), fault[0] >= 0, fault[0] <= 3]
+        if first is None:
+            first = (
+                out.bytes.clone(),
+                [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments],
+            )
+        damage.mend()
+        fault.zero_()
+        OPS.decode_bytes(*arguments, 0, out.bytes.numel(), 0, out.bytes, fault)
+        check_device(*flags, (out.bytes == pristine).all(), (fault == 0).all())
+    return done, first
+
+
+def read_by_c(arguments):
+    """The bytes of a damaged table as plain C reads them, and whether it met a fault."""
+    near = [value.cpu() if isinstance(value, torch.Tensor) else value for value in arguments]
+    out, fault = torch.zeros(near[8] * near[9], dtype=U8), torch.zeros(4, dtype=I64)
+    OPS.decode_bytes(*near, 0, out.numel(), 0, out, fault)
+    return out
+
+
+def corrupt_cache(make, device, corruptions, seed=0):
+    """Caches of rows over a table: slabs, maps, stamps and entries are damaged, and then looked up, filled, claimed,
+    changed and read."""
+    table = on_device(make(), device)
+    num_items, item_bytes, row_bytes = table[8], table[9], table[5][1]
+    rows_per_item, num_ways = item_bytes // row_bytes, NUM_SETS * WAYS
+    slab = torch.zeros(num_ways * SLOT_BYTES, dtype=U8, device=device)
+    ways = torch.tensor([-1, 0], device=device).repeat(num_ways)
+    stamps, clock = torch.zeros(num_ways + NUM_SETS, dtype=torch.int32, device=device), torch.zeros_like(ways[:2])
+    counts, fault = torch.zeros(10, dtype=I64, device=device), torch.zeros(4, dtype=I64, device=device)
+    entries = torch.zeros(96 * rows_per_item, dtype=I64, device=device)
+    damage, whole = Damage([slab, ways, stamps, entries], seed), Whole(device)
+    out, done = Result(96 * item_bytes, device), 0
+    lru = WAYS, SLOT_BYTES, slab, ways, stamps, clock
+    while done < corruptions:
+        damage.mend()
+        clock.zero_()
+        ids = some_ids(damage.draw, num_items, 96, device)
+        offsets = torch.randint(-2, slab.numel() + 2, (96,), generator=damage.draw, device=device)
+        OPS.claim_cached(*table, ids, *lru, entries, counts, fault)
+        done += damage.spoil()
+        OPS.gather_cached(*table, ids, entries, [slab, slab], 0, out.bytes, fault)
+        OPS.find_cached(ids, rows_per_item, row_bytes, table[2], [ways], WAYS, entries, counts)
+        OPS.gather_cached(*table, ids, entries, [slab], 0, out.bytes, fault)
+        OPS.fill_slab(*table, ids, offsets, 0, WAYS, slab, ways, fault)
+        OPS.set_cached(ids, torch.empty(0, dtype=torch.uint16, device=device), WAYS, True, ways)
+        OPS.drop_cached(ids[:9], WAYS, ways)
+        OPS.claim_cached(*table, ids, *lru, entries, counts, fault)
+        OPS.gather_cached(*table, ids, entries, [slab], 0, out.bytes, fault)
+        check_device(out.check(), whole.check())
+    return done
+
+
+def corrupt_place(device, corruptions, seed=0):
+    """Rows coded into a place whose index, rooms and counter are damaged."""
+    rows = embedding(NUM_ROWS, 64).to(device)
+    noise = torch.randint(0, 256, (NUM_ROWS, 256), dtype=U8, device=device).view(torch.float32)
+    place = ibp.Place(
+        ibp.analyze(rows, scheme="planes"), NUM_ROWS, slot_bytes=96, overflow_bytes=1 << 17, device=device
+    )
+    ibp.encode_into(rows, place)
+    arrays = [place.slots, place.overflow, place.lengths, place.bases, place.rooms, place._used]
+    damage, whole, done = Damage(arrays, seed), Whole(device), 0
+    while done < corruptions:
+        done += damage.spoil()
+        ids = some_ids(damage.draw, NUM_ROWS, 96, device)
+        ibp.encode_into(noise[:96], place, ids)
+        ibp.encode_into(rows, place)
+        out, fault = torch.empty(NUM_ROWS * 256, dtype=U8, device=device), torch.zeros(4, dtype=I64, device=device)
+        OPS.decode_bytes(*place._table_arguments, 0, out.numel(), 0, out, fault)
+        check_device(whole.check())
+        damage.mend()
+        place._fault.zero_()
+    ibp.encode_into(rows, place)
+    assert torch.equal(place.decode(dtype=torch.float32).view(torch.int32), rows.view(torch.int32))
+    return done
+
+
+def corrupt_file(path, device, corruptions, seed=0):
+    """A file of tables of all kinds, of which bytes are changed, loaded to a device: what is wrong is an exception."""
+    ibp.save(path, {name: make() for name, make in KINDS.items()} | {"plain": embedding(40, 8)})
+    content = torch.frombuffer(bytearray(path.read_bytes()), dtype=U8)
+    header_bytes = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
+    data, whole, done, read = Damage([content[header_bytes:]], seed), Whole(device), 0, 0
+    header = Damage([content[:header_bytes]], seed + 1)
+    while done < corruptions:
+        in_header = done // SPOTS % 8 == 7
+        done += header.spoil(2) if in_header else data.spoil()
+        path.write_bytes(content.numpy().tobytes())
+        try:
+            loaded = ibp.load(path, device=device)
+        except ValueError:
+            assert in_header, "a file whose header is right is loaded, but for codebooks that are not"
+            loaded = {}
+        for value in loaded.values():
+            if not isinstance(value, ibp.CompressedTensor):
+                continue
+            try:
+                value.decompress(device=device, check=True)
+                read += 1
+            except ibp.CorruptTableError:
+                pass
+        check_device(whole.check())
+        (header if in_header else data).mend()
+    return done, read
+
+
+def corrupt_delta(device, corruptions, seed=0):
+    """Damaged deltas: what they are applied to stays as it was, or becomes the version that they name."""
+    base = embedding(NUM_ROWS, 256, torch.bfloat16).to(device)
+    new = base.clone()
+    new.view(-1)[::37] *= 2
+    delta = ibp.delta(new, base)
+    table, whole, done, applied = delta.table, Whole(device), 0, 0
+    damage = Damage([table.slots, table.overflow, table.lengths, table.bases], seed)
+    while done < corruptions:
+        done += damage.spoil(4)
+        held = base.clone()
+        try:
+            delta.apply_(held)
+            applied += 1
+            assert torch.equal(held.view(torch.int16), new.view(torch.int16))
+        except ValueError:
+            assert torch.equal(held.view(torch.int16), base.view(torch.int16))
+        check_device(whole.check())
+        damage.mend()
+    held = base.clone()
+    delta.apply_(held)
+    assert torch.equal(held.view(torch.int16), new.view(torch.int16))
+    return done, applied
