@@ -75,12 +75,14 @@ class Timed:
 @contextlib.contextmanager
 def two_cores():
     """Holds this thread, and those that it starts, to two cores."""
-    allowed = os.sched_getaffinity(0)
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, sorted(allowed)[:2])
+    torch.set_num_threads(2)
     try:
         yield
     finally:
         os.sched_setaffinity(0, allowed)
+        torch.set_num_threads(threads)
 
 
 def read_all(path, readers):

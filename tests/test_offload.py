@@ -830,6 +830,46 @@ def test_checkpoints(source, tmp_path):
         assert_same_bits(value, state[name])
 
 
+@pytest.mark.parametrize("scheme", ["auto", pytest.param("ibp", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_compressed_checkpoints_are_opened_directly(scheme, tmp_path):
+    """Tables become the weights' own; what does not fit, here of another scheme, is decoded."""
+    plain = Net(dtype=torch.bfloat16)
+    state = plain.state_dict()
+    ibp.save(tmp_path / "plain.safetensors", state)
+    report = ibp.compress_checkpoint(
+        tmp_path / "plain.safetensors", tmp_path / "m.safetensors", scheme="planes", device="cpu", shard_bytes=30_000
+    )
+    assert len(report.files) > 1
+    for checkpoint in (report.path, tmp_path):
+        (tmp_path / "plain.safetensors").unlink(missing_ok=True)
+        model = meta_net(dtype=torch.bfloat16)
+        offloaded = offload(model, checkpoint=checkpoint, scheme=scheme)
+        tables = {weight.name: weight.table for weight in offloaded._division.weights}
+        with ibp.open(report.path) as file:
+            own = {name: file[name] for name in file.tables if name in tables}
+            assert own
+            for name, table in own.items():
+                is_same = tables[name].codebook == table.codebook and tables[name].row_bytes == table.row_bytes
+                assert is_same == (scheme == "auto" and name != "embed.weight"), name  # whose rows are shorter
+        assert_same_bits(model(IDS), plain(IDS))
+        offloaded.remove()
+        for name, value in model.state_dict().items():
+            assert_same_bits(value, state[name])
+
+
+@torch.no_grad()
+def test_tables_of_another_dtype_are_decoded():
+    plain = Net(dtype=torch.bfloat16)
+    tables = {
+        name: ibp.compress(value, device="cpu", pin_memory=False) if value.dim() > 1 else value
+        for name, value in plain.state_dict().items()
+    }
+    model = meta_net(dtype=torch.float32)
+    offload(model, checkpoint=tables)
+    assert_same_bits(model(IDS), plain.float()(IDS))
+
+
 @torch.no_grad()
 def test_a_checkpoint_without_the_second_name_of_a_tied_weight():
     plain = Net(tie=True)

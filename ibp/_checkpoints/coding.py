@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,7 +20,6 @@ from .source import SourceTensor
 
 _WORD_BYTES = 8  # of a fingerprint (FORMAT.md section 10)
 _HASHED_BYTES = 1 << 20  # what is added to a fingerprint at once, by the thread that asks
-_NO_WORDS = 0
 _CPU = torch.device("cpu")
 
 
@@ -36,14 +36,16 @@ class Coded(NamedTuple):
     """A block as it is stored.
 
     Attributes:
-        data: uint8, valid until the next block is asked for.
+        data: uint8, valid until `release` is called.
         lengths: uint16, one a row (FORMAT.md section 2); none of a block that is kept.
         words: what the words of the block's bytes before coding add to its tensor's fingerprint.
+        release: gives the memory of `data` to another block; of any thread.
     """
 
     data: np.ndarray
     lengths: np.ndarray
     words: int
+    release: Callable[[], object]
 
 
 class Coder(Protocol):
@@ -68,6 +70,11 @@ def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: i
         yield Block(tensor, start, min(start + step, tensor.num_bytes), codebook)
 
 
+def _kept(data: np.ndarray) -> Coded:
+    """A block that is kept as it is."""
+    return Coded(data, np.empty(0, np.uint16), 0, lambda: None)
+
+
 def _sum_words(data: torch.Tensor, start: int, total: torch.Tensor) -> None:
     for at in range(0, data.numel(), _HASHED_BYTES):
         torch.ops.ibp.sum_words.default(data[at : at + _HASHED_BYTES], (start + at) // _WORD_BYTES, total)
@@ -87,39 +94,38 @@ class CpuCoder:
 
     def coded(self, blocks: Iterable[Block]) -> Generator[Coded, None, None]:
         with ThreadPoolExecutor(self._jobs, "ibp-coder") as pool:
-            coming: deque[Future[tuple[Coded, torch.Tensor | None]]] = deque()
+            coming: deque[Future[Coded]] = deque()
             try:
                 for block in blocks:
                     coming.append(pool.submit(self._code, block))
                     if len(coming) > 2 * self._jobs:
-                        yield from self._next(coming)
+                        yield coming.popleft().result()
                 while coming:
-                    yield from self._next(coming)
+                    yield coming.popleft().result()
             finally:
                 for future in coming:
                     future.cancel()
 
-    def _next(self, coming: deque[Future[tuple[Coded, torch.Tensor | None]]]) -> Iterator[Coded]:
-        coded, buffer = coming.popleft().result()
-        yield coded
-        if buffer is not None:
-            self._free.append(buffer)
-
-    def _code(self, block: Block) -> tuple[Coded, torch.Tensor | None]:
+    def _code(self, block: Block) -> Coded:
         data = block.tensor.read(block.start, block.end)
         if block.codebook is None:
-            return Coded(data, np.empty(0, np.uint16), _NO_WORDS), None
+            return _kept(data)
         size = data.size
-        buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
-        if buffer.numel() < size:
-            buffer = torch.empty(size, dtype=torch.uint8)
+        buffer = self._buffer(size)
         lengths = torch.empty(-(-size // block.codebook.row_bytes), dtype=torch.uint16)
         counts = torch.zeros(2, dtype=torch.int64)
         rows, words = as_tensor(data), block.codebook.words(_CPU)
         torch.ops.ibp.encode_packed.default(rows, words, block.codebook.codec, buffer[:size], lengths, counts[:1])
         _sum_words(rows, block.start, counts[1:])
         stored, total = counts.tolist()
-        return Coded(buffer[:stored].numpy(), lengths.numpy(), total), buffer
+        return Coded(buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
+
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        with contextlib.suppress(IndexError):
+            buffer = self._free.pop()
+            if buffer.numel() >= num_bytes:
+                return buffer
+        return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 # ---- on a GPU ----
@@ -168,7 +174,6 @@ class CudaCoder:
         self._device = device
         self._readers = min(4, jobs)
         self._free: deque[_Slot] = deque()
-        self._num_slots = 0
         with torch.cuda.device(device):
             self._coder, self._down = torch.cuda.Stream(), torch.cuda.Stream()
             self._up = torch.cuda.Stream()
@@ -189,10 +194,7 @@ class CudaCoder:
                         coming.append(self._fetch(coding.popleft()))
                     if not coming:
                         return
-                    passing = coming.popleft()
-                    yield self._finish(passing)
-                    if passing.slot is not None:
-                        self._free.append(passing.slot)
+                    yield self._finish(coming.popleft())
             finally:
                 for passing in reading:
                     passing.read.cancel()
@@ -203,9 +205,7 @@ class CudaCoder:
         """Starts reading a block."""
         if block.codebook is None:
             return _Passing(block, None, pool.submit(block.tensor.read, block.start, block.end))
-        slot = self._free.popleft() if self._free else _Slot.of(self._slot_bytes(block), self._device)
-        if slot.pinned.numel() < block.end - block.start:
-            slot = _Slot.of(self._slot_bytes(block), self._device)
+        slot = self._slot(block.end - block.start)
 
         def read() -> np.ndarray:
             to = slot.pinned[: block.end - block.start].numpy()
@@ -214,8 +214,12 @@ class CudaCoder:
 
         return _Passing(block, slot, pool.submit(read))
 
-    def _slot_bytes(self, block: Block) -> int:
-        return max(self.block_bytes, block.end - block.start)
+    def _slot(self, num_bytes: int) -> _Slot:
+        with contextlib.suppress(IndexError):
+            slot = self._free.popleft()
+            if slot.pinned.numel() >= num_bytes:
+                return slot
+        return _Slot.of(max(self.block_bytes, num_bytes), self._device)
 
     def _launch(self, passing: _Passing) -> _Passing:
         """Brings a block that has been read to the device, and queues its coding and the copy of its lengths."""
@@ -268,8 +272,8 @@ class CudaCoder:
     def _finish(self, passing: _Passing) -> Coded:
         slot = passing.slot
         if slot is None:
-            return Coded(passing.read.result(), np.empty(0, np.uint16), _NO_WORDS)
+            return _kept(passing.read.result())
         slot.event.synchronize()
         stored, words = slot.facts[:2].tolist()
         assert slot.lengths is not None
-        return Coded(slot.fetched[:stored].numpy(), slot.lengths.numpy(), words)
+        return Coded(slot.fetched[:stored].numpy(), slot.lengths.numpy(), words, lambda: self._free.append(slot))

@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -233,6 +235,7 @@ class _Writing:
 
     def __init__(self, books: Codebooks, coder: Coder, jobs: int, on_bytes: Callable[[int], object]) -> None:
         self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
+        self._output = _Output()
         self.peak = PeakMemory()
 
     def write(self, path: Path, shard: Shard) -> dict[str, Any]:
@@ -244,7 +247,7 @@ class _Writing:
         room += sum(512 * len(tensor.shape) // 8 for tensor in shard.tensors)
         with FileWriter(path, metadata=shard.metadata, header_bytes=room) as writer:
             coming = self._coder.coded(self._blocks(shard))
-            with contextlib.closing(coming):
+            with contextlib.closing(coming), self._output:
                 reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
             fields = {"names": writer.names, "data_bytes": writer.data_bytes}
         return {**fields, "tensors": [report.as_dict() for report in reports]}
@@ -309,12 +312,51 @@ class _Writing:
         parts, words = [], 0
         for block in blocks_of(tensor, codebook, self._coder.block_bytes):
             coded = next(coming)
-            write(coded.data)
+            self._output.write(write, coded)
             parts.append(coded.lengths)
             words += coded.words
             self._on_bytes(block.end - block.start)
             self.peak.passed(block.end - block.start)
+        self._output.finish()
         return parts, words
+
+
+class _Output:
+    """Writes blocks on a thread of its own, while the next ones are brought. A context: leaving it ends the thread."""
+
+    _AHEAD = 2  # blocks that wait for it
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+        self._writing: deque[Future[None]] = deque()
+
+    def write(self, write: Callable[[Any], None], coded: Coded) -> None:
+        """Has a block written by `write`, after those before it."""
+        assert self._pool is not None
+
+        def work() -> None:
+            write(coded.data)
+            coded.release()
+
+        self._writing.append(self._pool.submit(work))
+        if len(self._writing) > self._AHEAD:
+            self._writing.popleft().result()
+
+    def finish(self) -> None:
+        """Waits until all is written. Raises what a write has raised."""
+        while self._writing:
+            self._writing.popleft().result()
+
+    def __enter__(self) -> _Output:
+        self._pool = ThreadPoolExecutor(1, "ibp-writer")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for future in self._writing:
+            future.cancel()
+        self._writing.clear()
+        assert self._pool is not None
+        self._pool.shutdown()
 
 
 def _all_of(codebook: AnyCodebook | None) -> list[AnyCodebook]:

@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -330,6 +331,7 @@ class _Output:
         self._path, self._room = path, room
         self._temporary = path.parent / f".ibp-{secrets.token_hex(8)}.tmp"
         self.hasher, self._buffer = checks.BlockHasher(), bytearray()
+        self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
         self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -339,13 +341,17 @@ class _Output:
             raise
 
     def write(self, data: memoryview) -> None:
-        self.hasher.update(data)
         self.data_bytes += len(data)
         if len(self._buffer) + len(data) < _BUFFER_BYTES:
+            self.hasher.update(data)
             self._buffer += data
             return
         self._flush()
-        _write_all(self._file, data)
+        hashing = self._hashers.submit(self.hasher.update, data)  # beside the system's copy of the same bytes
+        try:
+            _write_all(self._file, data)
+        finally:
+            hashing.result()
 
     def _flush(self) -> None:
         _write_all(self._file, memoryview(bytes(self._buffer)))
@@ -370,6 +376,7 @@ class _Output:
 
     def discard(self) -> None:
         """Removes what is there under the temporary name, and closes the file."""
+        self._hashers.shutdown()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._temporary)
         if self._file >= 0:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from .. import _memory, _ops
 from .._arguments import whole_number
+from .._compressed_tensor import CompressedTensor
 from .._schemes import check_scheme
 from .._table import CorruptTableError
 from .._weights import WeightCompressor
@@ -70,8 +71,11 @@ def offload(
         device: where the model computes. Several: the blocks of its outermost `ModuleList` take turns, so that every
             device's link is busy; blocks must follow each other, and what else there is runs on the first device. None:
             the current CUDA device if there is one, else the CPU.
-        checkpoint: a .safetensors file, a directory of them (with or without an index), a mapping, or pairs of names
-            and tensors: read one tensor at a time, each converted to its parameter's dtype as `load_state_dict` does.
+        checkpoint: a .safetensors file, a directory of them (with or without an index), an index, a mapping, or pairs
+            of names and tensors: read one tensor at a time, each converted to its parameter's dtype as
+            `load_state_dict` does. Tables of a compressed checkpoint (`ibp.compress_checkpoint`), or in a mapping,
+            become the weights' own as they are, pinned for a GPU, where the dtype is the parameter's and the scheme
+            the one that is asked for; else they are decoded.
         resident_bytes: bytes of weights, counted before compression, that stay on the device, on each of several. None:
             none of them, or all with `resident="compressed"`.
         resident: "raw", they stay as they are; "compressed", they stay as coded rows and are decoded before use, so
@@ -141,6 +145,13 @@ def offload(
         offloaded.remove()
         raise
     return offloaded
+
+
+def _table_for(table: CompressedTensor, device: torch.device, on_device: bool) -> CompressedTensor:
+    """A checkpoint's table as the one of a weight: on its device, or where it can be fetched from."""
+    if on_device:
+        return table.to(device)
+    return table.pin_memory() if device.type == "cuda" else table
 
 
 def _devices(device: Any) -> list[torch.device]:
@@ -482,9 +493,16 @@ class Offloaded:
         looked_up = {lookup.weight for lookup in division.lookups}
         ones = {device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in devices}
 
-        def store(weight: Weight, x: torch.Tensor) -> None:
+        def store(weight: Weight, x: torch.Tensor | CompressedTensor) -> None:
             device = devices[division.lanes[weight.holders[0][0]] if weight.group is None else weight.group.lane]
-            if weight in kept:
+            if isinstance(x, CompressedTensor) and (
+                weight in kept or not weight.fits(x, scheme, by_rows=weight in looked_up)
+            ):
+                x = x.decompress(device=_CPU).to(weight.dtype)
+            if isinstance(x, CompressedTensor):
+                weight.table = _table_for(x, device, weight in on_device)
+                weight.table._arguments(device)
+            elif weight in kept:
                 weight.bind(x.to(device, copy=checkpoint is not None))
                 self._kept.append((weight, device))
             else:
@@ -529,7 +547,7 @@ class Offloaded:
             chosen += spread(groups, resident_bytes, lambda group: group.num_bytes)
         return chosen
 
-    def _sources(self, checkpoint: Checkpoint | None) -> Iterable[tuple[Weight, torch.Tensor]]:
+    def _sources(self, checkpoint: Checkpoint | None) -> Iterable[tuple[Weight, torch.Tensor | CompressedTensor]]:
         """Every weight and its values: from the model, or from the checkpoint, which fills the other tensors too."""
         weights = self._division.weights
         if checkpoint is None:
@@ -552,9 +570,10 @@ class Offloaded:
                 continue
             seen.add(id(target))
             if isinstance(target, Weight):
-                yield target, x.to(target.dtype)
+                yield target, x if isinstance(x, CompressedTensor) else x.to(target.dtype)
             else:
-                put(target, x.to(target.dtype, copy=True))
+                values = x.decompress() if isinstance(x, CompressedTensor) else x
+                put(target, values.to(target.dtype, copy=True))
         missing = [weight.name for weight in weights if id(weight) not in seen]
         missing += [name for name, tensor in others.items() if id(tensor) not in seen]
         if missing:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._compressed_tensor import CompressedTensor
+from .._files.header import INDEX_SUFFIX, find_files, read_header
+from .._files.opened import open as open_file
 from .._rows import DTYPES
 from .._weights import memory_order
 from . import resting
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 _INDEX_NAME = "model.safetensors.index.json"
 
-Checkpoint = str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+Value = torch.Tensor | CompressedTensor
+Checkpoint = str | Path | Mapping[str, Value] | Iterable[tuple[str, Value]]
 
 
 class Weight:
@@ -113,6 +116,20 @@ class Weight:
         for tensor in self.tensors:
             tensor.requires_grad_(False)
 
+    def fits(self, table: CompressedTensor, scheme: str, by_rows: bool) -> bool:
+        """Whether a table of a checkpoint can be the weight's as it is.
+
+        Args:
+            scheme: that is asked for.
+            by_rows: whether rows of the weight are looked up.
+        """
+        return (
+            table.dtype == self.dtype
+            and self.order == tuple(range(len(self.order)))
+            and scheme in ("auto", table.scheme)
+            and (not by_rows or table._geometry.has_whole_rows)
+        )
+
     def data(self, device: torch.device | str) -> torch.Tensor:
         """The weight's bytes in the order of memory, uint8 [num_bytes], in memory of their own on a device."""
         if self.table is None:
@@ -144,32 +161,53 @@ def can_be_stored(tensor: torch.Tensor) -> bool:
     )
 
 
-def read_checkpoint(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors of a checkpoint, one at a time.
+def read_checkpoint(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
+    """Names and tensors of a checkpoint, or tables of a compressed one, one at a time.
 
     Args:
-        checkpoint: a .safetensors file; a directory of them, with or without an index; a mapping, or pairs.
+        checkpoint: a file, or a directory of them, of safetensors or ibp; the index of a set; a mapping, or pairs.
 
     Raises:
         FileNotFoundError: there is no such file, or the directory holds none.
-        ImportError: a path is given and safetensors is not installed.
+        ImportError: the path of a file that is not compressed is given, and safetensors is not installed.
+        ibp.FileFormatError: a file is damaged, or of a newer format.
+        TypeError: the checkpoint holds a delta.
     """
     if isinstance(checkpoint, Mapping):
         yield from checkpoint.items()
     elif isinstance(checkpoint, (str, Path)):
-        try:
-            from safetensors import safe_open
-        except ImportError:
-            raise ImportError("reading a checkpoint needs the package safetensors: pip install safetensors") from None
-        for path in _shards(Path(checkpoint)):
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118 (it is no dict)
-                    yield name, file.get_tensor(name)
+        shards = _shards(Path(checkpoint))
+        if any(not read_header(shard).is_plain for shard in shards):
+            yield from _compressed(checkpoint)
+        else:
+            yield from _plain(shards)
     else:
         yield from checkpoint
 
 
+def _compressed(path: str | Path) -> Iterator[tuple[str, Value]]:
+    """Tables over the mapped file, and the tensors that are kept as they are."""
+    with open_file(path) as file:
+        for name, value in file.items():
+            if not isinstance(value, (torch.Tensor, CompressedTensor)):
+                raise TypeError(f"{name!r} in {str(path)!r} is a delta; wanted tensors: apply it to its base first")
+            yield name, value
+
+
+def _plain(shards: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ImportError("reading a checkpoint needs the package safetensors: pip install safetensors") from None
+    for path in shards:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no dict)
+                yield name, file.get_tensor(name)
+
+
 def _shards(path: Path) -> list[Path]:
+    if path.name.endswith(INDEX_SUFFIX) and path.is_file():
+        return list(find_files(path).files.values())
     if path.is_file():
         return [path]
     if not path.is_dir():
