@@ -209,6 +209,18 @@ def test_the_reference_has_every_public_name():
         assert name in ibp.__all__ or importlib.util.find_spec(f"ibp.{name}") is not None, name
 
 
+# ---- the site ------------------------------------------------------------------------------------------------------
+
+
+def test_the_site_has_every_page_once():
+    """mkdocs.yml lists the pages of docs/ and those that tools/site_pages.py takes from elsewhere."""
+    listed = re.findall(r"^ +- .*: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    taken = re.findall(r'^ {4}"(\S+\.md)": "(\S+)"', (ROOT / "tools" / "site_pages.py").read_text(), re.MULTILINE)
+    there = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert [path for _, path in taken if not (ROOT / path).exists()] == []
+    assert sorted(listed) == sorted([*there, *(name for name, _ in taken)])
+
+
 # ---- the README on a package index -----------------------------------------------------------------------------------
 
 

@@ -22,7 +22,6 @@ PAGES = {
     "measuring.md": "benchmarks/README.md",
     "data.md": "data/README.md",
     "contributing.md": "CONTRIBUTING.md",
-    "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
 # How files are shown that are linked and are no pages; others are copied.
@@ -100,8 +99,7 @@ PLACES: dict[str, str] = {}
 def on_files(files, config):
     PLACES.clear()
     for uri, path in PAGES.items():
-        if (ROOT / path).exists():
-            files.append(File.generated(config, uri, content=text_of(path)))
+        files.append(File.generated(config, uri, content=text_of(path)))
     PLACES.update({origin(file.src_uri): file.src_uri for file in files})
     pages = [origin(file.src_uri) for file in files.documentation_pages()]
     for path in sorted({path for page in pages for path in linked_paths(page)} - PLACES.keys()):
