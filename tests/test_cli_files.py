@@ -4,6 +4,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,10 @@ import ibp
 from helpers import bytes_of
 from ibp._cli import inputs
 from ibp._cli.main import main
+
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 120
 
 
 @pytest.fixture(autouse=True)
@@ -214,6 +220,12 @@ def test_a_file_that_was_cut_off_is_damaged(compressed, capsys):
     assert document(capsys, "verify", compressed, status=1)["files"][0]["status"] == "damaged"
 
 
+def test_other_formats_have_no_checksums(tmp_path, capsys):
+    np.savez(tmp_path / "x.npz", a=np.ones(3), b=np.ones(4))
+    said = document(capsys, "verify", tmp_path / "x.npz")
+    assert (said["files"][0]["status"], said["files"][0]["tensors"]) == ("no checksums", 2)
+
+
 # ---- estimate ----
 
 
@@ -340,6 +352,35 @@ def test_stdin_is_known_by_its_first_bytes(kind, tmp_path, monkeypatch):
     with inputs.local(["-"]) as (path,):
         assert path.endswith(f".{kind}") and os.path.getsize(path) == len(held.getvalue())
     assert not os.path.exists(path)
+
+
+# ---- several processes ----
+
+
+def test_processes_are_those_of_torchrun(source, capsys):
+    assert run("compress", source, "-o", "x.safetensors", "--distributed") == 2
+    assert "that torchrun has started" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work(tmp_path):
+    x = torch.randn(4000, 256).mul(0.02).to(torch.bfloat16)
+    for name in "ab":
+        ibp.save(tmp_path / f"{name}.safetensors", {f"{name}.weight": x})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ibp"]
+    command += ["compress", "a.safetensors", "b.safetensors", "-o", "out/", "--shard-bytes", "2M", "--distributed"]
+    done = subprocess.run(
+        [*command, "--json", "--verify", "--device", "cpu"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert len(said["files"]) == 2 and said["verified_bytes"] > 0
+    assert_holds(tmp_path / "out", {"a.weight": x, "b.weight": x})
 
 
 # ---- a GPU ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import textwrap
 import unicodedata
@@ -86,7 +87,8 @@ def _escaped(character: str) -> str:
 
 
 def one_line(text: str) -> str:
-    return shown(" ".join(text.split()))
+    """Text in one line, without colours of a terminal."""
+    return shown(" ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split()))
 
 
 def sentence(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 import ibp
-from ibp._checkpoints import planning, sources
+from ibp._checkpoints import outputs, planning, sources
 from ibp._checkpoints.source import chosen as matching
 from ibp._files.header import INDEX_SUFFIX
 
@@ -98,6 +98,12 @@ def expanded(paths: Sequence[str]) -> list[str]:
     return sources.expand(paths)
 
 
+def has_other_format(path: str) -> bool:
+    """Whether a file's suffix says that it is none of safetensors."""
+    kind = outputs.SUFFIXES.get(os.path.splitext(path)[1].lower(), "safetensors")
+    return kind != "safetensors" and not os.path.isdir(path)
+
+
 def on_this_machine(path: str) -> contextlib.AbstractContextManager[str]:
     """The path; of a URL that of a copy."""
     return sources.local_path(path) if sources.is_url(path) else contextlib.nullcontext(path)
@@ -107,7 +113,7 @@ def verify_inputs(paths: Sequence[str], bars: bool) -> int:
     """Compares the checksums of those files of ibp among the inputs that are on this machine; bytes compared."""
     total = 0
     for path in expanded(paths):
-        if not sources.is_url(path) and (os.path.isdir(path) or path.endswith((".safetensors", ".json", ".ibp"))):
+        if not sources.is_url(path) and not has_other_format(path):
             with ibp.open(path) as file:
                 total += file.verify(progress=bars)
     return total
