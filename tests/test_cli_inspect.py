@@ -12,6 +12,8 @@ import ibp
 from helpers import embedding, one_hot_rows, spiky_rows
 from ibp._cli import main as frame
 from ibp._inspect import report
+from ibp._inspect.collecting import inspect_path
+from ibp._inspect.page import make_page
 from native import ROOT
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m"
@@ -183,6 +185,25 @@ def test_damaged_rows_are_wrong_data(tmp_path, capsys):
     assert run("inspect", path) == 1
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("ibp inspect: ") and shown.err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_any_damage_is_told_or_harmless(file, tmp_path):
+    """Whatever the bytes are, a report is made or one of two errors raised."""
+    rng, whole = np.random.default_rng(0), file.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    header = 8 + len(whole[8:start].rstrip())
+    damaged, told = tmp_path / "damaged.safetensors", 0
+    for _ in range(200):
+        data = bytearray(whole)
+        for at in (rng.integers(8, header), *rng.integers(start, len(whole), 3))[rng.integers(2) :]:
+            data[at] ^= 1 << rng.integers(8)
+        damaged.write_bytes(data)
+        try:
+            make_page([inspect_path(damaged)])
+        except (ibp.FileFormatError, ibp.CorruptTableError):
+            told += 1
+    assert 20 < told < 200
 
 
 def test_samples_are_named(file, capsys, monkeypatch):

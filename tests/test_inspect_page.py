@@ -125,6 +125,64 @@ def test_a_browser_takes_a_screenshot(browse, tmp_path):
     assert {(0x00, 0x72, 0xB2), (0xE6, 0x9F, 0x00)} <= colors  # kept bits and ranked symbols are drawn
 
 
+# What a reader does, step by step; the names in the list, and what is opened, are noted after each.
+STEPS = """
+const names = () => [...document.querySelectorAll("#list tbody tr td:first-child")].map((cell) => cell.textContent);
+const opened = () => document.querySelector("#detail h2").textContent;
+const focused = () => document.activeElement.dataset.at || document.activeElement.id || "";
+const search = document.getElementById("search");
+const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+const find = (text) => { search.value = text; search.dispatchEvent(new Event("input")); };
+const head = (column) => document.querySelectorAll("#list th button")[column].click();
+const noted = {};
+const steps = [
+  ["start", () => {}],
+  ["search", () => { press("/"); noted.focus = focused(); find("LAYERS bfloat16"); }],
+  ["escape", () => press("Escape")],
+  ["sorted", () => head(0)],
+  ["largest", () => head(3)],
+  ["smallest", () => head(3)],
+  ["down", () => { document.querySelector("#list tbody tr").focus(); press("ArrowDown"); }],
+  ["next", () => press("j")],
+  ["back", () => press("k")],
+  ["click", () => document.querySelectorAll("#list tbody tr")[3].click()],
+  ["closed", () => press("Escape")],
+];
+(async () => {
+  for (const [name, step] of steps) {
+    step();
+    await new Promise((done) => setTimeout(done, 30));
+    noted[name] = { names: names(), opened: opened(), open: document.body.classList.contains("open") };
+  }
+  const made = document.createElement("pre");
+  made.id = "noted";
+  made.textContent = btoa(unescape(encodeURIComponent(JSON.stringify(noted))));
+  document.body.append(made);
+})();
+"""
+
+
+@pytest.mark.slow
+def test_a_browser_searches_sorts_and_follows_keys(browse, tmp_path):
+    reports = [renamed(found, name) for found, name in zip(reports_of(), ("layers.10.b", "layers.9.a", "ids", "noise"))]
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page_of(reports), flags=re.DOTALL)
+    path = tmp_path / "page.html"
+    path.write_text(text.replace("</body>", f"<script>{STEPS}</script></body>"), encoding="utf-8")
+    shown = browse(f"file://{path}", "--dump-dom", "--virtual-time-budget=5000", "--window-size=1200,800")
+    noted = json.loads(base64.b64decode(re.search(r'<pre id="noted">([^<]+)<', shown)[1]))
+    names, by_size = [found.name for found in reports], sorted(reports, key=lambda found: found.original_bytes)
+    ascending, every = [found.name for found in by_size], "all tensors"
+    assert noted["start"] == {"names": [every, *names], "opened": "All tensors", "open": False}
+    assert noted["focus"] == "search" and noted["search"]["names"] == [every, "layers.10.b"]
+    assert noted["escape"]["names"] == [every, *names]
+    assert noted["sorted"]["names"] == [every, "ids", "layers.9.a", "layers.10.b", "noise"]
+    assert noted["largest"]["names"] == [every, *ascending[::-1]]
+    assert noted["smallest"]["names"] == [every, *ascending]
+    assert noted["down"]["opened"] == ascending[0] == noted["back"]["opened"] and noted["down"]["open"]
+    assert noted["next"]["opened"] == ascending[1] and noted["click"]["opened"] == ascending[2]
+    assert not noted["closed"]["open"]
+
+
 # ---- the plot ----
 
 

@@ -1,5 +1,7 @@
 """Reports of what is in tables: the parts of their bytes, and what their bits do."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -172,6 +174,12 @@ def test_bits_of_bfloat16_are_ranked_exponents():
         "x", ibp.compress(embedding(300, 96, torch.bfloat16), scheme="planes", pin_memory=False)
     )
     assert found.ranked == [0.0, *[1.0] * 8, *[0.0] * 7] and found.left_out == [0.0] * 16
-    assert found.entries[0][1] == "plane 0" and sum(share for _, _, share in found.entries) == pytest.approx(
-        1, abs=0.01
-    )
+    assert re.fullmatch(r"plane 0: 2\^-[5678]", found.entries[0][1]) and sum(
+        share for _, _, share in found.entries
+    ) == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])
+def test_exponents_are_named_by_their_powers(dtype):
+    found = report.report_table("x", ibp.compress(embedding(200, 100).to(dtype), scheme="planes", pin_memory=False))
+    assert [meaning for _, meaning, _ in found.entries[:2]] == ["plane 0: 2^-6", "plane 0: 2^-7"]  # of N(0, 0.02)

@@ -17,7 +17,7 @@ from .._compressed_tensor import CompressedTensor
 from .._compression import compress
 from .._core import ROWS_PER_BASE
 from .._rows import Geometry, bytes_of
-from .._schemes import AnyCodebook, ClusteredCodebook
+from .._schemes import AnyCodebook, ClusteredCodebook, PlanesCodebook
 from .splitting import Split, split_rows
 
 SAMPLE_BYTES = 1 << 20  # of a tensor that are decoded and counted
@@ -199,7 +199,7 @@ def report_table(
         left_out=_rounded(coded_share * left_out + default_share),
         ranked=_rounded(coded_share * ranked),
         lengths=found.histogram,
-        entries=split.entries if split else [],
+        entries=_with_powers(split.entries, table) if split else [],
     )
 
 
@@ -364,6 +364,25 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
     stored = _layout.stored_sizes(lengths, table.row_bytes, table.row_bytes).numpy()
     before = np.where(of_group < numbers[:, None], stored, 0).sum(1)
     return overflow[bases[numbers // ROWS_PER_BASE] + before]
+
+
+def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor) -> list[tuple[str, str, float]]:
+    """The entries, with the power of two that a symbol stands for where symbols are the exponents of floats."""
+    codebook, dtype = table.codebook, table.dtype
+    first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
+    if not isinstance(first, PlanesCodebook) or not (dtype.is_floating_point or dtype.is_complex):
+        return entries
+    info = torch.finfo(dtype)
+    mantissa_bits = -round(math.log2(info.eps))
+    is_split = first.rotate and first.residual_bits == mantissa_bits + 1 and not first.invariant_bits
+    if not is_split or first.width != info.bits:
+        return entries
+    bias = 2 ** (first.symbol_bits - 1) - 1
+    special = {0: "zero or subnormal", 2**first.symbol_bits - 1: "infinite or NaN"}
+    return [
+        (name, f"{meaning}: {special.get(int(name, 16), f'2^{int(name, 16) - bias}')}", share)
+        for name, meaning, share in entries
+    ]
 
 
 def _scaled(parts: Counter[str], total: int) -> dict[str, int]:
