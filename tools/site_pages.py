@@ -127,9 +127,9 @@ def on_page_markdown(markdown, page, config, files):
         return f"[{text}]({place}{'#' + anchor if anchor else ''})"
 
     def fence(line):
-        marks, language, needs = re.fullmatch(r"(\s*(?:```+|~~~+))(\S*)\s*(.*)", line).groups()
-        title = {"": "", "fragment": ""}.get(needs, f' title="needs {needs.replace(" ", ", ").replace("gpu", "a GPU")}"')
-        return f"{marks}{language}{title}" if not needs.startswith("{") else line
+        marks, language, words = re.fullmatch(r"(\s*(?:```+|~~~+))(\S*)\s*(.*)", line).groups()
+        needs = [{"gpu": "a GPU"}.get(word, word) for word in words.split() if word != "fragment"]
+        return f"{marks}{language}" + (f' title="needs {", ".join(needs)}"' if needs else "")
 
     rewritten = []
     for line, is_text in outside_fences(markdown):
