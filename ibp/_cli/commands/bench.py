@@ -20,7 +20,10 @@ Measure this machine, and say whether compression pays here.
 
 With a GPU: the link, random rows and whole tensors, raw and compressed, from
 pinned memory. Without one: how fast the CPU codes and decodes. Rates are GB/s
-of original bytes; the data is made, rows are of 2 KiB."""
+of original bytes; the data is made, rows are of 2 KiB. With a GPU the columns
+are, in their order: rows that torch gathers on the CPU and copies, rows that a
+kernel fetches, raw and compressed; whole tensors, raw by the copy engine, and
+compressed; decoding in the GPU's memory."""
 EPILOG = """\
 examples:
   ibp bench
@@ -38,9 +41,9 @@ _CPU_COLUMNS = {
 _GPU_COLUMNS = {
     "torch_rows": "x[ids]",
     "raw_rows": "raw rows",
-    "rows": "rows",
+    "rows": "coded rows",
     "copy": "copy",
-    "whole": "whole",
+    "whole": "coded whole",
     "decode": "decode",
 }
 
