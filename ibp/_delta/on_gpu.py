@@ -66,58 +66,82 @@ class Coded(NamedTuple):
 
 
 def make(pairs: Sequence[Pair], element_bytes: int) -> list[Coded]:
-    """The differences of pairs, none of them empty, all on one GPU, coded by the known codebook. Waits for the GPU."""
+    """The differences of pairs, none of them empty, all on one GPU, coded by the known codebook. Waits for the GPU
+    until they are measured."""
     device, codebook = pairs[0].base.device, coding.known_codebook(element_bytes)
     rows, num_rows = sequence([pair.base.numel() for pair in pairs], ROW_BYTES)
-    fields = [
-        [pair.base.data_ptr(), pair.newer.data_ptr(), pair.base.numel(), place.first, 0, 0, 0, 0, 0, 0]
-        for pair, place in zip(pairs, rows)
-    ]
+    places = _Places.of(pairs, rows)
     words, codec = codebook.words(device), codebook.codec
-    tensors = torch.tensor(fields, dtype=torch.int64).to(device)
     lengths = torch.empty(num_rows, dtype=torch.uint16, device=device)
     counts = torch.empty(8 * num_rows, dtype=torch.uint16, device=device)
     sums = torch.zeros(2 * len(pairs), dtype=torch.int64, device=device)
-    torch.ops.ibp.measure_deltas.default(tensors, words, codec, lengths, counts, sums)
-    sizes, bases = _index(pairs, rows, lengths)
-    badly_coded = [i for i, (pair, size) in enumerate(zip(pairs, sizes)) if not _is_well_coded(pair, size)]
-    for i in badly_coded:
-        lengths.view(torch.int16)[rows[i].first :][: rows[i].num_rows] = ROW_BYTES  # default rows: they take nothing
+    torch.ops.ibp.measure_deltas.default(places.tensors, words, codec, lengths, counts, sums)
+    found = _Index.of(pairs, places, lengths, sums)
+    badly_coded = [
+        i for i, (pair, size) in enumerate(zip(pairs, found.sizes)) if size > coding.WELL_CODED * pair.base.numel()
+    ]
     if badly_coded:
-        sizes, bases = _index(pairs, rows, lengths)
-    starts = bases[torch.tensor([place.groups[0] for place in rows]).to(device)]
-    overflow = torch.empty(int(bases[-1]), dtype=torch.uint8, device=device)
-    torch.ops.ibp.encode_deltas.default(tensors, words, codec, lengths, counts, bases, overflow)
-    groups = torch.tensor([place.groups[1] - place.groups[0] for place in rows]).to(device)
-    own_bases = bases[:-1] - starts.repeat_interleave(groups)
+        for i in badly_coded:
+            lengths.view(torch.int16)[rows[i].first :][: rows[i].num_rows] = ROW_BYTES  # default rows take nothing
+        found = _Index.of(pairs, places, lengths, sums)
+    overflow = torch.empty(found.num_bytes, dtype=torch.uint8, device=device)
+    torch.ops.ibp.encode_deltas.default(places.tensors, words, codec, lengths, counts, found.bases, overflow)
+    first_bases = found.bases[places.groups[:, 0]]
+    num_groups = places.groups[:, 1] - places.groups[:, 0]
+    bases = found.bases[:-1] - first_bases.repeat_interleave(num_groups, output_size=found.bases.numel() - 1)
     made = []
-    for i, (place, start, total) in enumerate(zip(rows, starts.tolist(), sums.view(-1, 2).tolist())):
-        num_bytes = pairs[i].base.numel()
+    for i, (pair, place) in enumerate(zip(pairs, rows)):
+        start, size = found.starts[i], found.sizes[i]
         parts = {
-            "overflow": overflow[start : start + sizes[i]],
+            "overflow": overflow[start : start + size],
             "lengths": lengths[place.first : place.first + place.num_rows],
-            "bases": own_bases[slice(*place.groups)] if sizes[i] else own_bases[:0],
+            "bases": bases[slice(*place.groups)] if size else bases[:0],
         }
-        fingerprints = (finished(words_sum, num_bytes) for words_sum in total)
+        fingerprints = (finished(total, pair.base.numel()) for total in found.sums[2 * i : 2 * i + 2])
         made.append(Coded(None if i in badly_coded else parts, *fingerprints))
     return made
 
 
-def _index(pairs: Sequence[Pair], rows: Sequence[Rows], lengths: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Bytes of each tensor's coded rows, and the bases of the sequence with the end behind them."""
-    bases = torch.ops.ibp.index_rows(lengths, lengths.numel() * ROW_BYTES, ROW_BYTES, 0)
-    bounds = torch.tensor([place.groups for place in rows]).to(lengths.device)
-    last = torch.tensor([place.first + place.num_rows - 1 for place in rows]).to(lengths.device)
-    ends = bases[bounds]
-    found = torch.stack([ends[:, 1] - ends[:, 0], lengths.view(torch.int16)[last].to(torch.int64)], 1).tolist()
-    # A raw last row counts as a whole one there.
-    return [
-        size - (-pair.base.numel() % ROW_BYTES if length == 0 else 0) for pair, (size, length) in zip(pairs, found)
-    ], bases
+class _Places(NamedTuple):
+    """What the kernels are told of pairs, and where their rows are in the sequence: tensors int64 [n, 10], groups
+    [n, 2], last_rows [n]."""
+
+    tensors: torch.Tensor
+    groups: torch.Tensor
+    last_rows: torch.Tensor
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair], rows: Sequence[Rows]) -> _Places:
+        numbers = [
+            [pair.base.data_ptr(), pair.newer.data_ptr(), pair.base.numel(), place.first, 0, 0, 0, 0, 0, 0]
+            + [*place.groups, place.first + place.num_rows - 1]
+            for pair, place in zip(pairs, rows)
+        ]
+        near = torch.tensor(numbers, dtype=torch.int64).to(pairs[0].base.device)
+        return cls(near[:, :10].contiguous(), near[:, 10:12], near[:, 12])
 
 
-def _is_well_coded(pair: Pair, size: int) -> bool:
-    return size <= coding.WELL_CODED * pair.base.numel()
+class _Index(NamedTuple):
+    """Where the coded rows of pairs will be. bases: of the sequence, and the end behind them; starts, sizes: bytes of
+    each pair's; sums: of words, of each pair's base and newer version."""
+
+    bases: torch.Tensor
+    num_bytes: int
+    starts: list[int]
+    sizes: list[int]
+    sums: list[int]
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair], places: _Places, lengths: torch.Tensor, sums: torch.Tensor) -> _Index:
+        bases = torch.ops.ibp.index_rows(lengths, lengths.numel() * ROW_BYTES, ROW_BYTES, 0)
+        last_lengths = lengths.view(torch.int16)[places.last_rows].to(torch.int64)
+        parts = [bases[places.groups[:, 0]], bases[places.groups[:, 1]], last_lengths]
+        found, n = torch.cat([*parts, sums, bases[-1:]]).tolist(), len(pairs)
+        sizes = [
+            end - start - (-pair.base.numel() % ROW_BYTES if length == 0 else 0)  # a raw last row counts as a whole one
+            for pair, start, end, length in zip(pairs, found[:n], found[n : 2 * n], found[2 * n : 3 * n])
+        ]
+        return cls(bases, found[-1], found[:n], sizes, found[3 * n : -1])
 
 
 def table_of(coded: dict[str, torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> CompressedTensor:

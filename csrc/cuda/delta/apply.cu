@@ -88,14 +88,14 @@ template <typename T> struct DeltaAdder {
     const Stage stage;
     const bool negates;
 
-    // Shared memory of a warp.
-    static __host__ __device__ __forceinline__ uint32_t shared_bytes_of(const ibp_codebook &cb)
+    // Shared memory of a warp: a stage for coded bytes, and what the decoder has.
+    static __host__ __device__ __forceinline__ uint32_t shared_bytes_of(const ibp_codebook &cb, Coded coded)
     {
-        return (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
+        return (row_stage_bytes(most_stored(coded, cb.row_bytes)) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
     }
-    __device__ __forceinline__ DeltaAdder(const ibp_codebook &codebook, uint32_t first, bool takes_back)
-        : cb(codebook), decoder(codebook, first + row_stage_bytes(codebook.row_bytes)),
-          stage(stage_at(first, codebook.row_bytes)), negates(takes_back)
+    __device__ __forceinline__ DeltaAdder(const ibp_codebook &codebook, Coded coded, uint32_t first, bool takes_back)
+        : cb(codebook), decoder(codebook, first + row_stage_bytes(most_stored(coded, codebook.row_bytes))),
+          stage(stage_at(first, most_stored(coded, codebook.row_bytes))), negates(takes_back)
     {
         __syncwarp(); // the entries are there
     }
@@ -145,12 +145,21 @@ template <typename T> struct DeltaAdder {
         uint8_t *bytes;
         uint32_t valid;
         uint64_t first_word, change;
+        bool is_whole; // aligned words and nothing else
 
+        __device__ __forceinline__ Target(uint8_t *row, uint32_t num_bytes, uint64_t first)
+            : bytes(row), valid(num_bytes), first_word(first), change(0), is_whole(aligned(row, 8) && valid % 8u == 0u)
+        {
+        }
         __device__ __forceinline__ void add(uint32_t w, uint64_t elements, bool negates)
         {
-            const uint64_t before = load_any_word(bytes, valid, w),
+            uint64_t *const near = reinterpret_cast<uint64_t *>(bytes) + w;
+            const uint64_t before = is_whole ? *near : load_any_word(bytes, valid, w),
                            after = negates ? subtract_elements<T>(before, elements) : add_elements<T>(before, elements);
-            store_any_word(bytes, valid, w, after);
+            if (is_whole)
+                *near = after;
+            else
+                store_any_word(bytes, valid, w, after);
             change += ibp_mix_word(after, first_word + w) - ibp_mix_word(before, first_word + w);
         }
     };
@@ -187,6 +196,32 @@ template <typename T> struct DeltaAdder {
         uint32_t next[IBP_MAX_PLANES]; // elements that reached the further planes so far
         bool closed;
     };
+    // Element j, one a lane, of consecutive ones; planes that none of them reaches are not looked at. By all lanes
+    // together.
+    __device__ __forceinline__ T element_at(const Book &book, Values &values, uint32_t j, bool active) const
+    {
+        uint32_t at = j, rank = 0, open = kAllLanes; // open: lanes whose element is in a further plane
+        bool reaches = active;
+#pragma unroll
+        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
+            if (p >= cb.planes.num_planes || open == 0u) continue;
+            const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u,
+                           digit = shared_bits(values.parts.digits[p] + (reaches ? at : 0u) * num_bits) & escape;
+            if (reaches) rank += digit;
+            reaches = reaches && digit == escape;
+            open = __ballot_sync(kAllLanes, reaches);
+            at = values.next[p] + ibp_popcount(open & Decoder::G::lanes_below());
+            values.next[p] += ibp_popcount(open);
+        }
+        const uint32_t r = cb.planes.residual_bits;
+        typename Decoder::Word symbol = decoder.entries()[rank];
+        if (open != 0u && reaches && r < kBits) {
+            const uint32_t raw = values.parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits;
+            symbol = low_bits(Decoder::field(raw), book.symbol_bits) << r;
+        }
+        if (r != 0u) symbol |= low_bits(Decoder::field(values.parts.residuals + j * r), r);
+        return decoder.element_of(symbol);
+    }
     // Adds n elements, from number `first` of the row on, whose columns are in decoder.numbers().
     __device__ __forceinline__ void add_batch(const Book &book, Values &values, uint32_t first, uint32_t n,
                                               Target &target) const
@@ -197,17 +232,17 @@ template <typename T> struct DeltaAdder {
             const uint32_t j = base + lane_id();
             const bool active = j < n;
             T element = static_cast<T>(cb.planes.closed_value);
-            if (!values.closed)
-                element = decoder.element_at(book, values.parts, first + ibp_min_u32(j, n - 1u), active, values.next);
+            if (!values.closed) element = element_at(book, values, first + ibp_min_u32(j, n - 1u), active);
             add_elements_of(active ? decoder.numbers()[j] : 0u, element, active, target);
         }
     }
+    // Columns that decoder.numbers() has room for: at least those of 32 lanes' words of a bitmap.
+    __device__ __forceinline__ uint32_t most_columns() const { return ibp_min_u32(Decoder::batch_of(cb), 32u * kWarp); }
     // Adds all of them, of a bitmap that has as many ones as it should.
     __device__ __forceinline__ void add_columns(const Book &book, const typename Decoder::Bitmap &map, uint32_t k,
                                                 Values &values, Target &target) const
     {
-        const uint32_t most = ibp_min_u32(Decoder::batch_of(cb), 32u * kWarp);
-        const bool at_once = k <= most;
+        const bool at_once = k <= most_columns();
         uint32_t done = 0, held = 0; // elements that have been added; whose columns are there
 #pragma unroll 1
         for (uint32_t tile = 0; tile < book.columns; tile += 32u * kWarp) {
@@ -254,6 +289,14 @@ template <typename T> struct DeltaAdder {
                     return Book::template count_escapes<typename Decoder::G>(from, range, num_bits);
                 });
         if ((values.closed ? start : values.parts.end) != end) return false;
+        if (form.is_list && !form.is_complement && k <= most_columns()) {
+            uint16_t *const to = decoder.numbers();
+            const bool good = decoder.walk_list(stage, form, columns, positions, [&](uint32_t rank, uint32_t position) {
+                to[rank] = static_cast<uint16_t>(position);
+            });
+            if (good) add_batch(book, values, 0, k, target);
+            return good;
+        }
         typename Decoder::Bitmap map{};
         if (!decoder.find_bitmap(stage, form, columns, positions, map)) return false;
         if (!has_ones(map, columns, k)) return false;
@@ -263,16 +306,14 @@ template <typename T> struct DeltaAdder {
 
     // Adds row `row` of a version. Returns what that adds to the sum of its words, for each lane; *good: whether it is
     // not corrupt.
-    __device__ __forceinline__ uint64_t add(const ibp_delta_tensor &version, const VersionRow &row, bool *good) const
+    __device__ __forceinline__ uint64_t add(const ibp_delta_tensor &version, const VersionRow &row, uint32_t length,
+                                            bool *good) const
     {
-        const uint32_t length = __ldg(version.lengths + row.row),
-                       stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);
-        *good = true;
-        if (stored == 0u) return 0;
+        const uint32_t stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);
         uint64_t start = 0;
         *good = find(version, row, length, stored, &start);
         if (!*good) return 0;
-        Target target{version.base + row.start, row.valid, static_cast<uint64_t>(row.start) / 8u, 0};
+        Target target(version.base + row.start, row.valid, static_cast<uint64_t>(row.start) / 8u);
         if (length == 0u)
             add_raw(version, start, target);
         else
@@ -283,20 +324,22 @@ template <typename T> struct DeltaAdder {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kApplyThreads)
+__global__ void __launch_bounds__(kApplyThreads, 4)
     add_deltas(const __grid_constant__ ibp_codebook cb, const ibp_delta_tensor *versions, const uint32_t num_versions,
-               const int64_t num_rows, const bool takes_back, const DeltaState state)
+               const int64_t num_rows, const Coded coded, const bool takes_back, const DeltaState state)
 {
     if (state.verdict() != (takes_back ? IBP_DELTA_DAMAGED : IBP_DELTA_APPLIED)) return;
-    const DeltaAdder<T> adder(cb, threadIdx.x / kWarp * DeltaAdder<T>::shared_bytes_of(cb), takes_back);
+    const DeltaAdder<T> adder(cb, coded, threadIdx.x / kWarp * DeltaAdder<T>::shared_bytes_of(cb, coded), takes_back);
     const WarpRows mine;
     PlacedSum change;
 #pragma unroll 1
     for (int64_t r = mine.first; r < num_rows; r += mine.step) {
         const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
         if (row.valid == 0u) continue;
+        const uint32_t length = __ldg(versions[row.version].lengths + row.row);
+        if (length == IBP_DEFAULT_LENGTH(cb.row_bytes) || !takes(coded, length)) continue;
         bool good;
-        const uint64_t added = adder.add(versions[row.version], row, &good);
+        const uint64_t added = adder.add(versions[row.version], row, length, &good);
         change.add(added, state.change(row.version));
         if (!good && lane_id() == 0u)
             atomicOr(reinterpret_cast<unsigned long long *>(state.corrupt(row.version)), 1ull);
@@ -329,14 +372,19 @@ template <typename T> struct Applying {
     }
     static ibp_status add(const ibp_codebook &cb, const ApplyCall &call, bool takes_back)
     {
-        const uint32_t warp_bytes = DeltaAdder<T>::shared_bytes_of(cb),
-                       warps = std::min(kApplyThreads / kWarp, kMostSharedBytes / warp_bytes);
-        Launch launch;
-        const ibp_status status = plan_rows(reinterpret_cast<const void *>(add_deltas<T>), warps * kWarp,
-                                            warps * warp_bytes, call.num_rows, &launch);
-        if (status != IBP_OK) return status;
-        return launch_kernel(add_deltas<T>, launch, call.stream, cb, call.versions, call.num_versions, call.num_rows,
-                             takes_back, call.state);
+        ibp_status status = IBP_OK;
+        for (const Coded coded : {Coded::kShort, Coded::kLong}) {
+            const uint32_t warp_bytes = DeltaAdder<T>::shared_bytes_of(cb, coded),
+                           warps = std::min(kApplyThreads / kWarp, kMostSharedBytes / warp_bytes);
+            Launch launch{};
+            if (status == IBP_OK)
+                status = plan_rows(reinterpret_cast<const void *>(add_deltas<T>), warps * kWarp, warps * warp_bytes,
+                                   call.num_rows, &launch);
+            if (status == IBP_OK)
+                status = launch_kernel(add_deltas<T>, launch, call.stream, cb, call.versions, call.num_versions,
+                                       call.num_rows, coded, takes_back, call.state);
+        }
+        return status;
     }
     static ibp_status launch(const ibp_codebook &cb, const ApplyCall &call, const bool &takes_back)
     {

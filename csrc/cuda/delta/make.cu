@@ -150,88 +150,112 @@ template <typename T> struct DeltaRows {
 
     // ---- coding ----
 
-    // The numbers of a lane's elements that reach each plane, two side by side: a step has at most 512.
-    struct Ranks {
-        uint32_t pairs[3];
-
-        __device__ __forceinline__ uint32_t of(uint32_t p) const { return pairs[p / 2u] >> 16u * (p % 2u) & 0xffffu; }
+    // Listed elements and their columns, in order: as many as a step has besides those that wait for a whole warp's.
+    static constexpr uint32_t kRing = 2u * kStep / sizeof(T);
+    struct Ring {
+        T *elements;
+        uint16_t *columns;
     };
+    static constexpr uint32_t kRingBytes = kRing * (sizeof(T) + 2u);
+
+    // A row that is being coded.
+    struct Work {
+        const Parts &parts;
+        const BitStage &stage;
+        const Ring &ring;
+        bool closed, lists;                // lists: the positions of what is listed, as a list
+        uint32_t next[IBP_MAX_PLANES + 1]; // elements so far that reached each plane
+    };
+
     // Puts the positions and the values of the listed elements of a row into a stage of zeros.
     __device__ __forceinline__ void encode(const ibp_delta_tensor &version, const VersionRow &row,
-                                           const DeltaCounts &counts, const Parts &parts, const BitStage &stage) const
+                                           const DeltaCounts &counts, const Parts &parts, const BitStage &stage,
+                                           const Ring &ring) const
     {
         if (lane_id() == 0u) stage.or_bits(0, counts.reaching[0] | (counts.closed ? ibp_closed_bit(columns) : 0u));
-        uint32_t before[IBP_MAX_PLANES + 1] = {}; // elements of the steps before
+        const ibp_position_form &form = parts.form;
+        Work work{parts, stage, ring, counts.closed != 0u, form.is_list && !form.is_complement, {}};
         // The others of a short row are named to its end.
-        const uint32_t end = parts.form.is_complement ? columns * static_cast<uint32_t>(sizeof(T)) : row.valid;
+        const uint32_t end = form.is_complement ? columns * static_cast<uint32_t>(sizeof(T)) : row.valid;
+        uint32_t held = 0, done = 0; // listed elements that are in the ring, and have left it
 #pragma unroll 1
         for (uint32_t base = 0; base < end; base += kStep) {
             Loaded loaded{};
             const uint32_t at = base + kVector * lane_id(), column = at / static_cast<uint32_t>(sizeof(T));
             if (at < row.valid) load(version, row, at, loaded);
-            const uint32_t listed = listed_of(loaded);
-            Ranks own{};
-            over_listed(loaded, listed, [&](uint32_t, T element) {
-                const uint32_t rank = rank_of(element);
-#pragma unroll
-                for (uint32_t p = 0; p <= IBP_MAX_PLANES; p++)
-                    own.pairs[p / 2u] += static_cast<uint32_t>(rank >= first[p]) << 16u * (p % 2u);
+            const uint32_t listed = listed_of(loaded), count[1] = {ibp_popcount(listed)};
+            uint32_t lower[1], total[1];
+            MakeGroup::scan(count, lower, total);
+            uint32_t to = held + lower[0];
+            if (!work.lists) put_positions(parts, stage, column, listed, to);
+            over_listed(loaded, listed, [&](uint32_t e, T element) {
+                ring.elements[to % kRing] = element;
+                ring.columns[to++ % kRing] = static_cast<uint16_t>(column + e);
             });
-            __syncwarp();
-            uint32_t lower[3], total[3];
-            MakeGroup::scan(own.pairs, lower, total);
-            uint32_t next[IBP_MAX_PLANES + 1];
-#pragma unroll
-            for (uint32_t p = 0; p <= IBP_MAX_PLANES; p++) {
-                next[p] = before[p] + Ranks{{lower[0], lower[1], lower[2]}}.of(p);
-                before[p] += Ranks{{total[0], total[1], total[2]}}.of(p);
-            }
-            put_positions(parts, stage, column, listed, next[0]);
-            if (counts.closed) continue;
-            over_listed(loaded, listed, [&](uint32_t, T element) { put_value(parts, stage, element, next); });
-            __syncwarp();
+            held += total[0];
+            __syncwarp(); // the elements are there
+            for (; held - done >= kWarp; done += kWarp) put_elements(work, done, kWarp);
         }
+        if (held != done) put_elements(work, done, held - done);
     }
-    // rank: of the first of the lane's listed elements, whose columns are `column` and those behind it.
+    // A bitmap, or the list of what is not listed. rank: of the first of the lane's listed elements, whose columns are
+    // `column` and those behind it.
     __device__ __forceinline__ void put_positions(const Parts &parts, const BitStage &stage, uint32_t column,
                                                   uint32_t listed, uint32_t rank) const
     {
-        const ibp_position_form &form = parts.form;
-        if (!form.is_list) {
+        if (!parts.form.is_list) {
             if (listed != 0u) stage.or_bits(parts.positions + column, listed);
             return;
         }
-        uint32_t named = listed;
-        if (form.is_complement) {
-            const uint32_t held = ibp_min_u32(columns - ibp_min_u32(column, columns), kPerLane);
-            named = low_bits(~listed, held), rank = column - rank;
-        }
-        const uint32_t low_start = parts.positions + to_byte(form.upper_bits);
+        const uint32_t held = ibp_min_u32(columns - ibp_min_u32(column, columns), kPerLane);
+        rank = column - rank;
 #pragma unroll 1
-        for (; named != 0u; named &= named - 1u, rank++) {
-            const uint32_t position = column + ibp_popcount((named & (0u - named)) - 1u),
-                           bit = parts.positions + (position >> form.low_bits) + rank;
-            stage.or_word(bit / 32u, 1u << bit % 32u);
-            if (form.low_bits != 0u) stage.or_bits(low_start + rank * form.low_bits, low_bits(position, form.low_bits));
-        }
+        for (uint32_t named = low_bits(~listed, held); named != 0u; named &= named - 1u, rank++)
+            put_position(parts, stage, column + ibp_popcount((named & (0u - named)) - 1u), rank);
     }
-    // next: the element's number among those of each plane; counted up.
-    __device__ __forceinline__ void put_value(const Parts &parts, const BitStage &stage, T element,
-                                              uint32_t (&next)[IBP_MAX_PLANES + 1]) const
+    static __device__ __forceinline__ void put_position(const Parts &parts, const BitStage &stage, uint32_t position,
+                                                        uint32_t rank)
+    {
+        const ibp_position_form &form = parts.form;
+        const uint32_t bit = parts.positions + (position >> form.low_bits) + rank;
+        stage.or_word(bit / 32u, 1u << bit % 32u);
+        if (form.low_bits != 0u)
+            stage.or_bits(parts.positions + to_byte(form.upper_bits) + rank * form.low_bits,
+                          low_bits(position, form.low_bits));
+    }
+    // Elements first to first + n - 1 of the row, one a lane. By all lanes together.
+    __device__ __forceinline__ void put_elements(Work &work, uint32_t first_element, uint32_t n) const
+    {
+        const uint32_t number = first_element + lane_id();
+        const bool active = lane_id() < n;
+        const T element = work.ring.elements[number % kRing];
+        if (active && work.lists) put_position(work.parts, work.stage, work.ring.columns[number % kRing], number);
+        if (!work.closed) put_value(work, element, active);
+        __syncwarp(); // they leave the ring
+    }
+    __device__ __forceinline__ void put_value(Work &work, T element, bool active) const
     {
         const uint32_t rank = rank_of(element);
+        bool reaches = active;
 #pragma unroll
-        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-            const uint32_t width = width_of(p);
-            if (rank < first[p]) continue;
-            const uint32_t digit = ibp_min_u32(rank - first[p], (1u << width) - 1u);
-            if (width != 0u) stage.or_bits(parts.digits[p] + next[p] * width, digit);
-            next[p]++;
+        for (uint32_t p = 0; p <= IBP_MAX_PLANES; p++) {
+            reaches = reaches && rank >= first[p];
+            const uint32_t lanes = __ballot_sync(kAllLanes, reaches),
+                           number = work.next[p] + ibp_popcount(lanes & low_bits(kAllLanes, lane_id()));
+            if (lanes == 0u) break;
+            work.next[p] += ibp_popcount(lanes);
+            if (p < IBP_MAX_PLANES) {
+                const uint32_t width = width_of(p), digit = ibp_min_u32(rank - first[p], (1u << width) - 1u);
+                if (reaches && width != 0u) work.stage.or_bits(work.parts.digits[p] + number * width, digit);
+            } else if (reaches) {
+                put_raw(work.stage, work.parts.digits[p] + number * kBits, element);
+            }
         }
-        if (rank < first[IBP_MAX_PLANES]) return;
-        const uint32_t at = parts.digits[IBP_MAX_PLANES] + next[IBP_MAX_PLANES]++ * kBits;
-        if (sizeof(T) == 8)
-            stage.or_bits(at, static_cast<uint64_t>(element));
+    }
+    static __device__ __forceinline__ void put_raw(const BitStage &stage, uint32_t at, T element)
+    {
+        if constexpr (sizeof(T) == 8)
+            stage.or_bits(at, element);
         else
             stage.or_bits(at, static_cast<uint32_t>(element));
     }
@@ -293,24 +317,34 @@ __device__ __forceinline__ uint64_t start_of_row(const uint16_t *lengths, const 
     return bases[ibp_group_of_row(r)] + __reduce_add_sync(kAllLanes, room);
 }
 
+// Shared memory of a warp that codes.
+template <typename T> __host__ __device__ __forceinline__ uint32_t encode_bytes(uint32_t row_bytes, Coded coded)
+{
+    return bit_stage_bytes(most_stored(coded, row_bytes)) + DeltaRows<T>::kRingBytes;
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kMakeThreads)
     encode_deltas(const __grid_constant__ ibp_codebook cb, const ibp_delta_tensor *versions,
-                  const uint32_t num_versions, const int64_t num_rows, const uint16_t *lengths, const uint16_t *counts,
-                  const uint64_t *bases, uint8_t *overflow, const int64_t overflow_bytes)
+                  const uint32_t num_versions, const int64_t num_rows, const Coded coded, const uint16_t *lengths,
+                  const uint16_t *counts, const uint64_t *bases, uint8_t *overflow, const int64_t overflow_bytes)
 {
-    const DeltaRows<T> rows(cb);
+    using Rows = DeltaRows<T>;
+    const Rows rows(cb);
     const WarpRows mine;
-    const uint32_t stage_bytes = bit_stage_bytes(cb.row_bytes);
-    const BitStage stage{reinterpret_cast<uint32_t *>(shared_bytes() + threadIdx.x / kWarp * stage_bytes),
-                         stage_bytes / 4u - 1u};
+    const uint32_t stage_bytes = bit_stage_bytes(most_stored(coded, cb.row_bytes));
+    uint8_t *const own = shared_bytes() + threadIdx.x / kWarp * encode_bytes<T>(cb.row_bytes, coded);
+    const BitStage stage{reinterpret_cast<uint32_t *>(own), stage_bytes / 4u - 1u};
+    const typename Rows::Ring ring{reinterpret_cast<T *>(own + stage_bytes),
+                                   reinterpret_cast<uint16_t *>(own + stage_bytes + Rows::kRing * sizeof(T))};
 #pragma unroll 1
     for (int64_t r = mine.first; r < num_rows; r += mine.step) {
+        const uint32_t length = lengths[r];
+        if (length == IBP_DEFAULT_LENGTH(cb.row_bytes) || !takes(coded, length)) continue;
         const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
-        const uint32_t length = lengths[r], stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);
-        if (row.valid == 0u || stored == 0u) continue;
+        const uint32_t stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);
         const uint64_t start = start_of_row(lengths, bases, cb.row_bytes, r);
-        if (stored > row.valid || !ibp_part_in_bounds(start, stored, overflow_bytes)) continue;
+        if (stored == 0u || stored > row.valid || !ibp_part_in_bounds(start, stored, overflow_bytes)) continue;
         if (length == 0u) {
             rows.stage_raw(versions[row.version], row, stage);
         } else {
@@ -320,7 +354,7 @@ __global__ void __launch_bounds__(kMakeThreads)
             for (uint32_t p = 0; p <= IBP_MAX_PLANES; p++) found.reaching[p] = counts[r * IBP_DELTA_COUNTS + p];
             found.closed = counts[r * IBP_DELTA_COUNTS + IBP_MAX_PLANES + 1u];
             __syncwarp();
-            rows.encode(versions[row.version], row, found, rows.lay_out(found), stage);
+            rows.encode(versions[row.version], row, found, rows.lay_out(found), stage, ring);
         }
         __syncwarp();
         copy_out<MakeGroup>(overflow + start, stage, 0, stored);
@@ -350,13 +384,17 @@ template <typename T> struct Encoding {
     static ibp_status launch(const ibp_codebook &cb, const MakeCall &call, const uint16_t *lengths,
                              const uint16_t *counts, const uint64_t *bases, uint8_t *overflow, int64_t overflow_bytes)
     {
-        Launch launch;
-        const ibp_status status =
-            plan_rows(reinterpret_cast<const void *>(encode_deltas<T>), kMakeThreads,
-                      kMakeThreads / kWarp * bit_stage_bytes(cb.row_bytes), call.num_rows, &launch);
-        if (status != IBP_OK) return status;
-        return launch_kernel(encode_deltas<T>, launch, call.stream, cb, call.versions, call.num_versions, call.num_rows,
-                             lengths, counts, bases, overflow, overflow_bytes);
+        ibp_status status = IBP_OK;
+        for (const Coded coded : {Coded::kShort, Coded::kLong}) {
+            Launch launch{};
+            if (status == IBP_OK)
+                status = plan_rows(reinterpret_cast<const void *>(encode_deltas<T>), kMakeThreads,
+                                   kMakeThreads / kWarp * encode_bytes<T>(cb.row_bytes, coded), call.num_rows, &launch);
+            if (status == IBP_OK)
+                status = launch_kernel(encode_deltas<T>, launch, call.stream, cb, call.versions, call.num_versions,
+                                       call.num_rows, coded, lengths, counts, bases, overflow, overflow_bytes);
+        }
+        return status;
     }
 };
 

@@ -14,6 +14,23 @@
 namespace ibp {
 
 constexpr uint32_t kMostDeltaRow = 8192; // bytes
+// Most rows take few bytes as coded: these are worked on with little shared memory each, by many warps at once, the
+// others by a launch of their own.
+constexpr uint32_t kShortCoded = 2048;
+
+// Rows that a launch takes.
+enum class Coded : uint32_t { kShort, kLong };
+
+// Whether a launch takes a row of this entry of lengths that is stored.
+__device__ __forceinline__ bool takes(Coded coded, uint32_t length)
+{
+    return (length != 0u && length <= kShortCoded) == (coded == Coded::kShort);
+}
+// Bytes of a row as stored, at most, where a launch takes it.
+__host__ __device__ __forceinline__ uint32_t most_stored(Coded coded, uint32_t row_bytes)
+{
+    return coded == Coded::kShort ? ibp_min_u32(kShortCoded, row_bytes) : row_bytes;
+}
 
 // ---- elements of 64 bits ----
 
