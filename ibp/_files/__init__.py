@@ -8,6 +8,7 @@ Modules import only those before them in this list:
     writer    a file, written as a stream
     header    the header of a file, and a set of files
     reader    tables and tensors of a mapped file
+    shared    one copy of a table for all processes
     opened    ibp.open, ibp.File, ibp.load
     saving    ibp.save
 """

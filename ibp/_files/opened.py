@@ -24,6 +24,7 @@ from .._staging import to_device
 from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table_fields
 from .header import INDEX_SUFFIX, FileSet, find_files, read_index
 from .reader import Checks, MappedParts, OpenFile, Place, ReadParts, part_names, read_new, read_table
+from .shared import can_pin, segment_of
 
 PathLike = Union[str, "os.PathLike[str]"]
 Value = CompressedTensor | torch.Tensor | Delta
@@ -75,8 +76,8 @@ class File(Mapping[str, Value]):
 
     __module__ = "ibp"
 
-    def __init__(self, path: Path, *, verify: bool, pin_memory: bool | None) -> None:
-        self.path, self._verify, self._pin_memory = path, verify, pin_memory
+    def __init__(self, path: Path, *, verify: bool, pin_memory: bool | None, share: bool) -> None:
+        self.path, self._verify, self._pin_memory, self._share = path, verify, pin_memory, share
         found = find_files(path)
         self._files = {name: OpenFile(file) for name, file in found.files.items()}
         self._places = _places_of(self._files, found)
@@ -121,7 +122,13 @@ class File(Mapping[str, Value]):
             return place.file.tensor(name, place.file.mapped)
         parts = MappedParts()
         table, fields = self._table(name, parts)
-        table._lie_in_file(FileRows(parts.pages, pin=self._pins))
+        if self._share and self._pins and not can_pin(self._owners[name]):
+            identities = {place.file.identity for place in self._parts(name)}
+            segment, copies = segment_of(f"{sorted(identities)} {name}", table._tensors())
+            segment.pin = True
+            table._move(copies, segment)
+        else:
+            table._lie_in_file(FileRows(parts.pages, pin=self._pins))
         if self._pin_memory:
             table.pin_memory()
         return _with_fields(table, fields)
@@ -164,7 +171,7 @@ class File(Mapping[str, Value]):
 
     def __reduce__(self) -> Any:
         """Files are opened again where they are unpickled."""
-        return _reopened, (os.fspath(self.path), self._verify, self._pin_memory)
+        return _reopened, (os.fspath(self.path), self._verify, self._pin_memory, self._share)
 
     # ---- what the file says ----
 
@@ -340,14 +347,22 @@ def _names_of(places: Mapping[str, Place], owners: Mapping[str, OpenFile]) -> di
     return names
 
 
-def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None) -> File:
+def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None, share: bool = False) -> File:
     """Opens a file of tables and tensors: its bytes are mapped, and read where rows are asked for.
+
+    The system keeps them in memory once, however many processes read them. Tables can be changed, and tensors written
+    to: what is changed gets memory of its own, and the file stays as it is.
 
     Args:
         path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory of either. An
             ordinary file of safetensors is one whose tensors are all kept as they are.
         verify: compare the checksums of a tensor's bytes when it is first asked for.
-        pin_memory: whether tables go to pinned memory when they are first asked for; None: no.
+        pin_memory: whether GPUs fetch rows from the memory themselves. None: a table is pinned where it is mapped when
+            a GPU first fetches from it, and copied to pinned memory where the system refuses, of which a RuntimeWarning
+            tells once a process. True: the same when a table is first asked for. False: rows come by way of the CPU.
+        share: where the system does not pin what is mapped, the processes of this machine and user that open the file
+            so have one pinned copy of a table together, in place of one each. It ends with the last of them; such a
+            table cannot be changed.
 
     Returns:
         `ibp.File`, a mapping from names to tables and tensors.
@@ -356,16 +371,17 @@ def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None
         FileFormatError: the file is none, contradicts itself, or is of a newer format.
         ChecksumError: with `verify`, the header is damaged.
         ValueError: path is a URL of another machine: `ibp.load` reads it.
+        RuntimeError: with `share`, the directory where processes meet is not the user's alone.
         OSError: the file cannot be read.
     """
-    file = File(_local_path(path), verify=verify, pin_memory=pin_memory)
+    file = File(_local_path(path), verify=verify, pin_memory=pin_memory, share=share)
     if verify:
         file.verify([])
     return file
 
 
-def _reopened(path: str, verify: bool, pin_memory: bool | None) -> File:
-    return open(path, verify=verify, pin_memory=pin_memory)
+def _reopened(path: str, verify: bool, pin_memory: bool | None, share: bool) -> File:
+    return open(path, verify=verify, pin_memory=pin_memory, share=share)
 
 
 def load(

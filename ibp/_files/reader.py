@@ -38,6 +38,7 @@ _TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX
 _DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 _ROWS = ("slots", "overflow")
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons lacks
+_SHOWN_NAMES = 6  # of tensors, in a message
 _PIECE_BYTES = 16 << 20  # that a thread reads at once
 _THREADS = min(8, os.cpu_count() or 1)
 
@@ -91,6 +92,10 @@ class OpenFile:
 
     # ---- bytes ----
 
+    def fileno(self) -> int:
+        """The file's descriptor."""
+        return self._file.fileno()
+
     def read(self, start: int, target: torch.Tensor) -> torch.Tensor:
         """Fills a tensor of bytes on the CPU from the file, by several threads where it is large. Returns it."""
         data = memoryview(target.numpy().data)
@@ -99,7 +104,7 @@ class OpenFile:
         def read_piece(first: int) -> None:
             piece = data[first : first + _PIECE_BYTES]
             while piece:
-                count = os.preadv(self._file.fileno(), [piece], start + first)
+                count = os.preadv(self.fileno(), [piece], start + first)
                 if count == 0:
                     raise FileFormatError(f"{self.path} was cut while it was read")
                 piece, first = piece[count:], first + count
@@ -122,7 +127,7 @@ class OpenFile:
             return torch.empty(0, dtype=torch.uint8)
         skipped = start % mmap.ALLOCATIONGRANULARITY
         pages = mmap.mmap(
-            self._file.fileno(),
+            self.fileno(),
             num_bytes + skipped,
             flags=mmap.MAP_PRIVATE | _NO_RESERVE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
@@ -132,12 +137,12 @@ class OpenFile:
 
     def pages(self, start: int, num_bytes: int) -> _core.FilePages:
         """Bytes of the file, mapped to be read only."""
-        return _core.FilePages(self._file.fileno(), start, num_bytes)
+        return _core.FilePages(self.fileno(), start, num_bytes)
 
     @property
     def identity(self) -> str:
         """The same for all who open the file, as long as it is not changed."""
-        found = os.fstat(self._file.fileno())
+        found = os.fstat(self.fileno())
         return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def close(self) -> None:
@@ -239,9 +244,13 @@ class Checks:
         return num_bytes
 
     def _names_in(self, start: int, end: int) -> str:
+        """The tensors that have bytes there."""
         entries = self._file.header.tensors.items()
-        names = [name for name, entry in entries if entry.start < end and entry.end > start and entry.num_bytes]
-        return ", ".join(map(repr, names[:3])) + (f" or one of {len(names) - 3} more" if len(names) > 3 else "")
+        inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
+        names = [name for name in inside if not name.startswith(f"{PREFIX}padding.")] or inside
+        shown = ", ".join(map(repr, names[:_SHOWN_NAMES]))
+        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        return f"one of {shown}{more}" if len(names) > 1 else shown
 
 
 # ---- parts of tables ----

@@ -193,10 +193,11 @@ class FileWriter:
         if name == "__metadata__" or name.startswith(_RESERVED):
             raise ValueError(f"the name {name!r} is reserved; wanted one that does not begin with 'ibp.'")
         table, _, part = name.rpartition(":")
+        parts = (*TABLE_PARTS, *CODEC_PARTS)
         taken = name in self._plain or name in self._tables or name in self._entries
-        if taken or (kind is self._plain and table in self._tables and part in {*TABLE_PARTS, *CODEC_PARTS}):
+        if taken or (kind is self._plain and table in self._tables and part in parts):
             raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
-        if kind is self._tables and not self._plain.isdisjoint(f"{name}:{part}" for part in TABLE_PARTS):
+        if kind is self._tables and not self._plain.isdisjoint(f"{name}:{part}" for part in parts):
             raise ValueError(f"a tensor in the file has the name of a part of the table {name!r}; wanted another name")
 
     def _add_line(self, key: str, text: str) -> None:

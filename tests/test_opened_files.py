@@ -1,0 +1,543 @@
+"""Files opened and saved: what can be asked of them, sets, URLs, whole files or none, and memory that is shared."""
+
+import errno
+import json
+import multiprocessing
+import os
+import pickle
+import warnings
+
+import pytest
+import torch
+
+import ibp
+from golden.make_files import FILES
+from helpers import assert_same_bits, bytes_of, spiky_rows
+from ibp._files import shared, writer
+from ibp._files.writer import FileWriter, header_room, write_plain, write_table
+from ibp._memory import PinningError
+from ibp._segments import FileRows
+
+PAGEABLE = {"device": "cpu", "pin_memory": False}
+ROWS = spiky_rows(300, 64)
+
+
+@pytest.fixture(scope="module")
+def table():
+    return ibp.compress(ROWS, scheme="planes", slot_bytes=64, **PAGEABLE)
+
+
+@pytest.fixture
+def path(tmp_path, table):
+    ibp.save(tmp_path / "x.safetensors", {"t": table, "p": torch.arange(6.0).view(2, 3)}, content=True)
+    return tmp_path / "x.safetensors"
+
+
+# ---- an opened file ----
+
+
+def test_an_opened_file_is_a_mapping(path):
+    with ibp.open(str(path)) as file:
+        assert list(file) == ["t", "p"] and len(file) == 2 and "t" in file and "t:slots" not in file and 5 not in file
+        assert repr(file) == f"ibp.File({str(path)!r}, tables=1, tensors=2)"
+        assert file.tables == ("t",) and file.removed == () and file.metadata == {} and file.path == path
+        with pytest.raises(KeyError, match="u"):
+            file["u"]
+        with pytest.raises(KeyError, match="u"):
+            file.info("u")
+        table, tensor = file["t"], file["p"]
+        assert dict(file)["t"] is table and not table.is_shared() and pickle.loads(pickle.dumps(file))["t"].shape
+    for ask in (lambda: file["t"], lambda: file.info("t"), file.verify):
+        with pytest.raises(ValueError, match="x.safetensors is closed"):
+            ask()
+    assert "closed" in repr(file)
+    path.unlink()
+    assert_same_bits(table[[3, 299]], ROWS[[3, 299]])
+    assert_same_bits(tensor, torch.arange(6.0).view(2, 3))
+
+
+def test_what_a_file_says_of_tensors(path, table):
+    file = ibp.open(path)
+    info = file.info("t")
+    assert (info.dtype, info.shape, info.scheme, info.codec) == (torch.float32, (300, 64), "planes", None)
+    assert info.codebook == table.codebook and info.num_bytes == 300 * 256 and info.files == ("x.safetensors",)
+    held = sum(-(-part.nbytes // 128) * 128 for part in table._tensors().values())
+    assert info.stored_bytes == held and info.fields["row_bytes"] == "256"
+    assert file.fields("t").content == ibp.fingerprint(ROWS)
+    plain = file.info("p")
+    assert (plain.dtype, plain.shape, plain.scheme, plain.stored_bytes) == (torch.float32, (2, 3), None, 24)
+    assert plain.fields == {} and plain.codebook is None
+
+
+def test_changes_leave_the_file_as_it_is(path):
+    before = path.read_bytes()
+    file = ibp.open(path)
+    file["p"].mul_(3)
+    file["t"].update_(torch.tensor([7]), torch.ones(1, 64))
+    file["t"].append(torch.ones(2, 64))
+    assert_same_bits(file["t"][7], torch.ones(64))
+    assert file["t"].shape == (302, 64) and path.read_bytes() == before
+    again = ibp.open(path)["t"]
+    again.refit()
+    assert_same_bits(again.decompress(), ROWS)
+    assert path.read_bytes() == before
+
+
+def test_a_table_of_a_file_can_be_shared_and_kept(path, tmp_path):
+    table = ibp.open(path)["t"]
+    torch.save(table, tmp_path / "t.pt")
+    assert_same_bits(torch.load(tmp_path / "t.pt", weights_only=True).decompress(), ROWS)
+    ibp.save(path, {"again": table})  # over the file that it is mapped from
+    assert_same_bits(table.decompress(), ROWS)
+    assert_same_bits(ibp.load(path)["again"].decompress(), ROWS)
+    assert ibp.open_shared(table.share()).is_shared()
+
+
+def test_names_that_are_loaded(path):
+    assert list(ibp.load(path, names=["p"])) == ["p"]
+    with pytest.raises(KeyError, match="q"):
+        ibp.load(path, names=["q"])
+    with pytest.raises(TypeError, match="names is the text 'p'"):
+        ibp.load(path, names="p")
+
+
+# ---- checksums ----
+
+
+@pytest.fixture
+def large(tmp_path):
+    """A file of several blocks, and its tensors."""
+    tensors = {name: torch.randint(0, 256, (700_001,), dtype=torch.uint8) for name in "abcde"}
+    ibp.save(tmp_path / "large", tensors)
+    return tmp_path / "large", tensors
+
+
+def test_a_damaged_block_is_named(large):
+    path, tensors = large
+    assert ibp.open(path).verify() == 5 * 700_032
+    data = bytearray(path.read_bytes())
+    at = data.find(tensors["d"].numpy().tobytes()[:64]) + 5000
+    data[at] ^= 16
+    path.write_bytes(data)
+    with pytest.raises(
+        ibp.ChecksumError, match="block 2, bytes 2.* of the file, has another checksum: one of 'c', 'd', 'e' is damaged"
+    ):
+        ibp.open(path).verify()
+    with pytest.raises(ibp.ChecksumError, match="'d'"):
+        ibp.load(path, verify=True)
+    assert ibp.open(path).verify(["a", "b"]) == 2 << 20
+    assert list(ibp.load(path, names=["a", "b"], verify=True)) == ["a", "b"]
+    opened = ibp.open(path, verify=True)
+    assert_same_bits(opened["a"], tensors["a"])
+    with pytest.raises(ibp.ChecksumError, match="'d'"):
+        opened["d"]
+    assert_same_bits(ibp.load(path)["e"], tensors["e"])  # nobody has asked
+
+
+def test_content_that_is_not_what_was_compressed(tmp_path, table):
+    with FileWriter(tmp_path / "x", header_bytes=8192) as file:
+        write_table(file, "t", table, content=ibp.fingerprint(ROWS) ^ 1)
+    assert ibp.open(tmp_path / "x").verify() > 0
+    with pytest.raises(ibp.ChecksumError, match="'t' decodes to other bytes than were compressed"):
+        ibp.open(tmp_path / "x").verify(content=True)
+
+
+# ---- sets of files ----
+
+
+@pytest.fixture
+def items(table):
+    return {"a": torch.arange(1000.0), "t": table, "b": torch.ones(5), "u": ibp.compress(ROWS[:50], **PAGEABLE)}
+
+
+@pytest.mark.parametrize("where", ["index", "directory"])
+def test_a_set_of_files(tmp_path, items, where):
+    ibp.save(tmp_path, items, shard_bytes=4096, metadata={"format": "pt"})
+    names = sorted(os.listdir(tmp_path))
+    assert names[-1] == "model.safetensors.index.json"
+    assert names[:-1] == [f"model-{number:05d}-of-00003.safetensors" for number in range(1, 4)]
+    index = json.loads((tmp_path / names[-1]).read_text())
+    assert index["weight_map"]["t:slots"] == names[1] and not any(
+        name.startswith("ibp.") for name in index["weight_map"]
+    )
+    opened = ibp.open(tmp_path / names[-1] if where == "index" else tmp_path, verify=True)
+    assert list(opened) == list(items) and opened.metadata == {"format": "pt"} and opened.verify() > 0
+    assert_same_bits(opened["t"].decompress(), ROWS)
+    assert opened.info("t").files == (names[1],)
+    assert_same_bits(ibp.load(tmp_path)["a"], items["a"])
+
+
+def test_one_file_where_one_is_enough(tmp_path, items):
+    ibp.save(tmp_path, items, shard_bytes=1 << 30)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    assert list(ibp.load(tmp_path)) == list(items)
+
+
+def write_index(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    "weight_map, message",
+    [
+        ({"a": "../x.safetensors"}, "wanted the name of a file beside it"),
+        ({"a": "/etc/passwd"}, "wanted the name of a file beside it"),
+        ({"a": ""}, "wanted the name"),
+        ({"a": 5}, "wanted the name"),
+        ({}, "has no weight_map"),
+        ([], "has no weight_map"),
+        ({"a": "1.safetensors", "z": "1.safetensors"}, "1.safetensors has no tensor 'z', which the index says it has"),
+        ({"b": "1.safetensors", "c": "2.safetensors"}, "1.safetensors and .*2.safetensors both have a tensor 'a'"),
+    ],
+)
+def test_wrong_indexes(tmp_path, weight_map, message):
+    ibp.save(tmp_path / "1.safetensors", {"a": torch.ones(1), "b": torch.ones(1)})
+    ibp.save(tmp_path / "2.safetensors", {"a": torch.ones(1), "c": torch.ones(1)})
+    write_index(tmp_path, weight_map)
+    with pytest.raises(ibp.FileFormatError, match=message):
+        ibp.open(tmp_path)
+
+
+def test_files_that_are_not_there(tmp_path, table):
+    with pytest.raises(FileNotFoundError, match="has no files"):
+        ibp.open(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        ibp.load(tmp_path / "x.safetensors")
+    write_index(tmp_path, {"a": "1.safetensors"})
+    with pytest.raises(FileNotFoundError, match="names the file '1.safetensors', which is not beside it"):
+        ibp.open(tmp_path)
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    with pytest.raises(ibp.FileFormatError, match="has 2 indexes"):
+        ibp.open(tmp_path)
+    for name in ("1.safetensors", "2.safetensors"):
+        ibp.save(tmp_path / name, {"t": table})
+    for name in ("other", "model"):
+        (tmp_path / f"{name}.safetensors.index.json").unlink()
+    with pytest.raises(ibp.FileFormatError, match="both have a t"):
+        ibp.open(tmp_path)
+
+
+# ---- URLs ----
+
+
+def test_urls(items):
+    fsspec = pytest.importorskip("fsspec")
+    for url, names in (
+        ("memory://files/one.safetensors", ["one.safetensors"]),
+        ("memory://sets/m.safetensors", [f"m-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)]),
+    ):
+        ibp.save(url, items, shard_bytes=4096 if "sets" in url else None)
+        folder = url.rpartition("/")[0]
+        found = sorted(each.rpartition("/")[2] for each in fsspec.filesystem("memory").ls(folder, detail=False))
+        assert [each for each in found if not each.endswith(".json")] == names
+        loaded = ibp.load(url if len(names) == 1 else f"{url}.index.json", verify=True)
+        assert list(loaded) == list(items)
+        assert_same_bits(loaded["t"].decompress(), ROWS)
+        assert list(ibp.load(folder)) == list(items)
+        with pytest.raises(ValueError, match="on no file system of this machine.*: use ibp.load"):
+            ibp.open(url)
+
+
+def test_urls_of_this_machine(path):
+    pytest.importorskip("fsspec")
+    assert_same_bits(ibp.open(f"file://{path}")["t"].decompress(), ROWS)
+    ibp.save(f"file://{path}", {"p": torch.ones(2)})
+    assert list(ibp.load(f"file://{path}")) == ["p"]
+
+
+# ---- saving ----
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600)])
+def test_permissions(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        ibp.save(tmp_path / "x", torch.ones(3))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == mode and list(ibp.load(tmp_path / "x")) == ["tensor"]
+
+
+@pytest.mark.parametrize(
+    "tensors, options, kind, message",
+    [
+        ({5: torch.ones(1)}, {}, TypeError, "tensors has the key 5; wanted names"),
+        ({"a": [1]}, {}, TypeError, "'a' is a list; wanted a table .*, a torch.Tensor or a delta"),
+        ({"a": torch.ones(1).to_sparse()}, {}, TypeError, "sparse"),
+        ({"ibp.checks": torch.ones(1)}, {}, ValueError, "'ibp.checks' is reserved"),
+        ({"__metadata__": torch.ones(1)}, {}, ValueError, "reserved"),
+        ({"a\ud800": torch.ones(1)}, {}, ValueError, "half of a surrogate pair"),
+        ({"a": torch.ones(1)}, {"metadata": {"a": 1}}, TypeError, "wanted text for text"),
+        ({"a": torch.ones(1)}, {"metadata": {"ibp.a": "1"}}, ValueError, "wanted none that begins with 'ibp.'"),
+        ({"a": torch.ones(1)}, {"shard_bytes": 0}, ValueError, "shard_bytes is 0"),
+        ({"a": torch.ones(1)}, {"shard_bytes": 1.5}, TypeError, "shard_bytes is 1.5"),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path, tensors, options, kind, message):
+    with pytest.raises(kind, match=message):
+        ibp.save(tmp_path / "x", tensors, **options)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("part", ["slots", "overflow", "lengths", "bases", "blocks"])
+def test_names_that_parts_have(tmp_path, table, part):
+    for items in ({"t": table, f"t:{part}": torch.ones(1)}, {f"t:{part}": torch.ones(1), "t": table}):
+        with pytest.raises(ValueError, match="two tensors|name of a part"):
+            ibp.save(tmp_path / "x", items)
+    ibp.save(tmp_path / "x", {"t": table, "t:other": torch.ones(1), f"u:{part}": torch.ones(1)})
+    assert set(ibp.load(tmp_path / "x")) == {"t", "t:other", f"u:{part}"}
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 4096])
+@pytest.mark.parametrize("failing", ["write", "fsync"])
+def test_a_full_disk_leaves_what_was_there(tmp_path, items, monkeypatch, failing, shard_bytes):
+    ibp.save(tmp_path, items, shard_bytes=shard_bytes)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    calls = []
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*arguments)
+
+    real = getattr(os, failing)
+    monkeypatch.setattr(writer.os, failing, full)
+    changed = {name: value * 2 if isinstance(value, torch.Tensor) else value for name, value in items.items()}
+    if shard_bytes is None and failing == "fsync":
+        calls.append(())
+    with pytest.raises(OSError, match="No space left"):
+        ibp.save(tmp_path, changed, shard_bytes=shard_bytes)
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_the_header_has_the_room_that_names_need(tmp_path):
+    """The bound holds for names that JSON writes longer, many of them, and many dimensions."""
+    books = [ibp.compress(spiky_rows(60, 16 + 4 * k), scheme="ibp", clusters=2, **PAGEABLE) for k in range(3)]
+    names = {f'"{k}"\\\n\u1234' * 20: book for k, book in enumerate(books)}
+    names |= {f"{k}": torch.ones([1] * 40) for k in range(50)}
+    ibp.save(tmp_path / "x", names, metadata={"\u1234" * 50: '"' * 999}, content=True)
+    assert set(ibp.load(tmp_path / "x", verify=True)) == set(names)
+
+
+# ---- the writer ----
+
+
+def test_what_a_writer_refuses(tmp_path, table):
+    path = tmp_path / "x"
+    with pytest.raises(ValueError, match="has no room for its metadata"):
+        FileWriter(path, metadata={"a": "b" * 5000}, header_bytes=4096)
+    with pytest.raises(ValueError, match="not being written"):
+        FileWriter(path).plain("a", torch.uint8, (1,))
+    with FileWriter(path, header_bytes=2048) as file:
+        with file.plain("a", torch.uint8) as sink:
+            sink.write(torch.arange(200, dtype=torch.uint8))
+            with pytest.raises(ValueError, match="'b' begins before 'a' is closed"):
+                file.plain("b", torch.uint8, (1,))
+            sink.shape = (2, 100)
+        with pytest.raises(ValueError, match="'a' is closed"):
+            sink.write(b"1")
+        with pytest.raises(ValueError, match="two tensors 'a'"):
+            file.part("a", "U8")
+        with pytest.raises(ValueError, match="no room for 'ccc"):
+            file.plain("c" * 2000, torch.uint8, (1,))
+    assert_same_bits(ibp.load(path)["a"], torch.arange(200, dtype=torch.uint8).view(2, 100))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"'a' has 3 bytes; wanted F32 \[1\]"), FileWriter(path) as file:
+        with file.plain("a", torch.float32, (1,)) as sink:
+            sink.write(b"123")
+    with pytest.raises(ValueError, match="'a' was not closed"), FileWriter(path) as file:
+        file.plain("a", torch.float32, (1,)).write(b"1234")
+    with pytest.raises(KeyboardInterrupt), FileWriter(path) as file:
+        write_plain(file, "a", torch.ones(5))
+        raise KeyboardInterrupt
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["x"]
+
+
+def test_a_writer_that_is_fed_in_pieces(tmp_path):
+    data = torch.randint(0, 256, (3_500_001,), dtype=torch.uint8)
+    written = []
+    with FileWriter(tmp_path / "x", header_bytes=header_room(["a"]), on_write=written.append) as file:
+        with file.plain("a", torch.uint8, tuple(data.shape)) as sink:
+            start = 0
+            for size in (1, 999_999, 1 << 20, 5, 1_200_000, 10**7):
+                sink.write(data[start : start + size].numpy())
+                start += size
+        assert file.data_bytes == -(-len(data) // 128) * 128 and sum(written) == len(data)
+    opened = ibp.open(tmp_path / "x")
+    assert opened.verify() == file.data_bytes or opened.verify() > len(data)
+    assert_same_bits(opened["a"], data)
+
+
+# ---- memory that processes share ----
+
+SHARED = {
+    "slots": torch.arange(100, dtype=torch.uint8),
+    "overflow": torch.empty(0, dtype=torch.uint8),
+    "lengths": torch.arange(5, dtype=torch.int16).view(torch.uint16),
+    "bases": torch.ones(3, dtype=torch.int64),
+}
+
+
+def hold(pipe):
+    """Has the shared memory until the pipe says something."""
+    segment, same = shared.segment_of("a key", SHARED)
+    assert all(torch.equal(bytes_of(same[name]), bytes_of(SHARED[name])) for name in SHARED)
+    pipe.send(segment.name)
+    pipe.recv()
+
+
+def test_processes_share_one_copy(tmp_path, monkeypatch):
+    """Also when the one that made it is killed; a new copy is made when all have gone."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    processes = []
+
+    def start():
+        ours, theirs = multiprocessing.get_context("fork").Pipe()
+        process = multiprocessing.get_context("fork").Process(target=hold, args=(theirs,))
+        process.start()
+        processes.append(process)
+        assert ours.poll(60)
+        return process, ours, ours.recv()
+
+    def end(process, pipe):
+        pipe.send("end")
+        process.join(60)
+        assert process.exitcode == 0
+
+    try:
+        first, _, name = start()
+        *second, same = start()
+        assert name.startswith("ibp-") and same == name
+        first.kill()
+        first.join(60)
+        *third, same = start()
+        assert same == name
+        end(*second)
+        end(*third)
+        *fourth, other = start()
+        assert other.startswith("ibp-") and other != name
+        (record,) = (tmp_path / "ibp").iterdir()
+        assert record.stat().st_size < 500
+        record.write_text("half of a rec")
+        *fifth, another = start()
+        assert another.startswith("ibp-") and another != other
+        end(*fourth)
+        end(*fifth)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(60)
+
+
+def test_the_place_where_processes_meet(tmp_path, monkeypatch, table):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "ibp").mkdir(mode=0o755)
+    os.chmod(tmp_path / "ibp", 0o777)
+    with pytest.raises(RuntimeError, match="is not a directory of this user alone"):
+        shared.segment_of("key", table._tensors())
+    os.chmod(tmp_path / "ibp", 0o700)
+    segment, same = shared.segment_of("key", table._tensors())
+    again, _ = shared.segment_of("key", table._tensors())
+    assert again is segment and torch.equal(same["slots"], table.slots)
+    assert shared.segment_of("another key", table._tensors())[0] is not segment
+
+
+def test_sharing_without_a_gpu(path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert_same_bits(ibp.open(path, share=True)["t"].decompress(), ROWS)
+
+
+# ---- on a GPU ----
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """Mapped files cannot be pinned, as some systems have it."""
+
+    def pin_here(self):
+        raise PinningError("a mapped file cannot be pinned (as the test says)")
+
+    monkeypatch.setattr(FileRows, "pin_here", pin_here)
+    monkeypatch.setattr(ibp._memory, "_has_warned_of_copy", False)
+
+
+def test_load_to_a_gpu(cuda, path):
+    loaded = ibp.load(path, device="cuda", verify=True)
+    assert loaded["t"].is_cuda and loaded["p"].is_cuda
+    assert_same_bits(loaded["t"].decompress().cpu(), ROWS)
+    near = ibp.load(path)
+    assert near["t"].is_pinned() and not near["p"].is_pinned() and ibp.load(path, pin_memory=True)["p"].is_pinned()
+    assert not ibp.load(path, pin_memory=False)["t"].is_pinned()
+    assert_same_bits(near["t"].index_select(torch.tensor([5, 0]), device=cuda).cpu(), ROWS[[5, 0]])
+
+
+def test_large_tensors_go_to_a_gpu_in_blocks(cuda, tmp_path):
+    x = torch.randn(9_000_001)
+    ibp.save(tmp_path / "x", {"x": x, "t": ibp.compress(x, scheme="raw")})
+    loaded = ibp.load(tmp_path / "x", device=cuda)
+    assert_same_bits(loaded["x"].cpu(), x)
+    assert_same_bits(loaded["t"].decompress().cpu(), x)
+
+
+@pytest.mark.parametrize("pin_memory", [None, True, False])
+def test_rows_of_an_opened_file_on_a_gpu(cuda, path, pin_memory):
+    """Whatever the system says to pinning a file."""
+    ids = torch.randint(300, (1000,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        table = ibp.open(path, pin_memory=pin_memory)["t"]
+        for near in (ids, ids.to(cuda)):
+            assert_same_bits(table.index_select(near, device=cuda).cpu(), ROWS[ids])
+        assert_same_bits(table.decompress(device=cuda).cpu(), ROWS)
+    assert table.is_pinned() == (pin_memory is not False)
+    assert_same_bits(table[ids], ROWS[ids])
+
+
+def test_a_file_that_cannot_be_pinned_is_copied(cuda, path, refused):
+    ids = torch.randint(300, (1000,), device=cuda)
+    file = ibp.open(path)
+    with pytest.warns(RuntimeWarning, match="cannot be pinned .* are copied to pinned memory instead") as said:
+        assert_same_bits(file["t"].index_select(ids).cpu(), ROWS[ids.cpu()])
+        again = ibp.open(path)["t"]
+        assert_same_bits(again.index_select(ids).cpu(), ROWS[ids.cpu()])
+    assert len(said) == 1 and again.is_pinned() and file["t"].is_pinned()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unpinned = ibp.open(path, pin_memory=False)["t"]
+        assert_same_bits(unpinned.index_select(ids).cpu(), ROWS[ids.cpu()])
+        assert not unpinned.is_pinned()
+
+
+def test_changed_rows_of_a_mapped_table(cuda, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        table = ibp.open(path)["t"]
+        table.index_select(torch.tensor([1], device=cuda))
+        table.update_(torch.tensor([7]), torch.ones(1, 64))
+        assert_same_bits(table.index_select(torch.tensor([7, 8], device=cuda))[0].cpu(), torch.ones(64))
+        table.append(torch.ones(1, 64))
+        assert_same_bits(table.decompress(device=cuda).cpu()[[8, 300]], torch.stack([ROWS[8], torch.ones(64)]))
+    assert_same_bits(ibp.open(path)["t"].decompress(), ROWS)
+
+
+def test_shared_where_files_cannot_be_pinned(cuda, path, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(shared, "_can_pin", {path.stat().st_dev: False})
+    first, second = (ibp.open(path, share=True)["t"] for _ in range(2))
+    assert first.is_shared() and first._segment is second._segment and first.is_pinned()
+    ids = torch.randint(300, (1000,), device=cuda)
+    for table in (first, second):
+        assert_same_bits(table.index_select(ids).cpu(), ROWS[ids.cpu()])
+    with pytest.raises(RuntimeError, match="shared with other processes"):
+        first.update_(torch.tensor([7]), torch.ones(1, 64))
+
+
+def test_parts_in_different_files_on_a_gpu(cuda):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        table = ibp.open(FILES / "set.safetensors.index.json")["split"]
+        near = table.index_select(torch.arange(70, device=cuda))
+    assert_same_bits(near.cpu(), spiky_rows(70, 40))
