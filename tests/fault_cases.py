@@ -6,9 +6,12 @@ after the other. Arguments: the preloaded library, then names of cases or none f
 
 import ctypes
 import dataclasses
+import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,6 +81,7 @@ LARGE = rows(12_000, seed=2)  # for more than one thread
 IDS = torch.tensor([3, 79, 0, 3, 41])
 CHANGED = torch.arange(10, 26)
 NEW = X.index_copy(0, CHANGED, OTHER)
+FINGERPRINT = torch.tensor(ibp.fingerprint(X) >> 1)
 
 
 def table_of(x: torch.Tensor = X, **options: Any) -> ibp.CompressedTensor:
@@ -252,6 +256,69 @@ def bags() -> Case:
     return reading(wanted, lambda table: ibp.embedding_bag(table, IDS.view(1, -1), mode="sum"))
 
 
+class Folder:
+    """A directory with a file, for as long as it is there."""
+
+    def __init__(self) -> None:
+        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk would be waited for
+        self.held = tempfile.TemporaryDirectory(prefix="ibp-test-", dir=in_memory)
+        self.path = Path(self.held.name) / "one.safetensors"
+        ibp.save(self.path, OLD_FILE)
+
+    def is_one_of(self, *wanted: dict[str, Any]) -> None:
+        """AssertionError unless there is one file, whole, with these tensors or those."""
+        assert os.listdir(self.held.name) == [self.path.name]
+        found = ibp.load(self.path, verify=True)
+        same = [some for some in wanted if found.keys() == some.keys()]
+        assert same, f"the file has {sorted(found)}"
+        for name, value in same[0].items():
+            assert_same_bits(plain(found[name]), plain(value))
+
+
+def plain(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else value.decompress()
+
+
+OLD_FILE = {"old": table_of(), "plain": OTHER}
+NEW_FILE = {"new": table_of(NEW), "masks": table_of(NEW, scheme="ibp"), "plain": OTHER, "more": X}
+
+
+def saving() -> Case:
+    return Case(
+        Folder,
+        lambda folder: ibp.save(folder.path, NEW_FILE),
+        lambda folder, _: folder.is_one_of(NEW_FILE),
+        lambda folder, _: folder.is_one_of(OLD_FILE, NEW_FILE),
+    )
+
+
+def loading(call: Callable[[Path], torch.Tensor]) -> Case:
+    return Case(Folder, lambda folder: call(folder.path), lambda _, got: assert_same_bits(got, X))
+
+
+def rows_of_a_file(path: Path) -> torch.Tensor:
+    with ibp.open(path) as file:
+        return file["old"].index_select(torch.arange(80))
+
+
+def making_a_delta() -> Case:
+    return Case(
+        lambda: None, lambda _: ibp.delta(NEW, X), lambda _, delta: assert_same_bits(delta.apply_(X.clone()), NEW)
+    )
+
+
+def applying_a_delta() -> Case:
+    """The base is the old one or the new one; where it is the new one, it is put back for the next call."""
+    delta, back = ibp.delta(NEW, X), ibp.delta(X, NEW)
+
+    def kept(base: torch.Tensor, _: BaseException) -> None:
+        same(base, X, NEW)
+        if not torch.equal(base.view(torch.uint8), X.view(torch.uint8)):
+            back.apply_(base)
+
+    return Case(X.clone, lambda base: delta.apply_(base), lambda base, _: assert_same_bits(base, NEW), kept)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "compress": compressing,
     "compress with masks": lambda: compressing(scheme="ibp"),
@@ -292,6 +359,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "encode_into": coding_into_a_place,
     "KVStore": keeping_pages,
     "KVRows": keeping_tokens,
+    "save": saving,
+    "load": lambda: loading(lambda path: ibp.load(path, verify=True)["old"].decompress()),
+    "open": lambda: loading(rows_of_a_file),
+    "delta": making_a_delta,
+    "Delta.apply_": applying_a_delta,
+    "fingerprint": lambda: Case(
+        lambda: X, lambda x: torch.tensor(ibp.fingerprint(x) >> 1), lambda _, got: assert_same_bits(got, FINGERPRINT)
+    ),
 }
 # Calls that several threads share.
 SHARED_CASES: dict[str, Callable[[], Case]] = {
@@ -313,7 +388,7 @@ def fail_one_by_one(name: str, case: Case, shim: ctypes.CDLL) -> int:
     case.check(subject := case.make(), case.call(subject))
     number = 0
     while True:
-        number += 1 + number // 100  # where there are many, they come from the same places
+        number += 1 + number // 40  # where there are many, they come from the same places
 
         def call(subject: Any, number: int = number) -> Any:
             shim.ibp_test_arm(ctypes.c_int64(number))

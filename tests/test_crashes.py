@@ -1,0 +1,274 @@
+"""Files where saving is cut short: by a full disk, a kill at any point, an interrupt. There is the old file or the new
+one, whole, and nothing else that could be taken for a file."""
+
+import errno
+import itertools
+import os
+import random
+import resource
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ibp
+from fault_cases import NEW_FILE, OLD_FILE, plain
+from helpers import assert_same_bits
+from ibp._files import writer
+from test_api import Interrupted, interrupt_at
+
+CALLS = ("open", "lseek", "write", "fsync", "replace", "unlink", "close")  # of os, by which files are written
+KILLED = 77
+SECONDS = 60
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A directory in memory, where there is one: files are written many times, and each time the disk is waited for."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="ibp-test-", dir="/dev/shm") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def path(folder):
+    """A file that was saved before, beside one that another process is writing."""
+    (folder / OTHERS).write_bytes(b"begun by another process")
+    ibp.save(folder / "model.safetensors", OLD_FILE)
+    return folder / "model.safetensors"
+
+
+OTHERS = ".ibp-0123456789abcdef.tmp"
+
+
+def assert_whole(path, may_leave=False):
+    """Returns whether the file is the new one. may_leave: a temporary file may be there, as after a kill."""
+    found = ibp.load(path, verify=True)
+    is_new = found.keys() == NEW_FILE.keys()
+    wanted = NEW_FILE if is_new else OLD_FILE
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert_same_bits(plain(found[name]), plain(value))
+    others = {file.name for file in path.parent.iterdir()} - {path.name, OTHERS}
+    assert all(name.startswith(".ibp-") and name.endswith(".tmp") for name in others)
+    assert len(others) <= may_leave, others
+    assert (path.parent / OTHERS).read_bytes() == b"begun by another process"
+    assert ibp.load(path.parent).keys() == wanted.keys()  # a directory is searched for files
+    for name in others:
+        os.unlink(path.parent / name)
+    return is_new
+
+
+def in_child(work):
+    """The exit status of a process that is forked for some work: 0 after it, 1 after an exception."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def status_of(child):
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError("the process does not end")
+
+
+class Calls:
+    """Counts calls of the system's functions for files, and does something else in one of them."""
+
+    def __init__(self, monkeypatch, at, act):
+        self.at, self.act, self.count = at, act, 0
+        for name in CALLS:
+            monkeypatch.setattr(writer.os, name, self.replaced(name, getattr(os, name)))
+
+    def replaced(self, name, function):
+        def call(*args, **options):
+            self.count += 1
+            if self.count - 1 == self.at:
+                return self.act(name, function, *args, **options)
+            return function(*args, **options)
+
+        return call
+
+
+def kill_before(name, function, *args, **options):
+    os._exit(KILLED)
+
+
+def kill_after(name, function, *args, **options):
+    if name == "write":
+        args = args[0], args[1][: len(args[1]) // 2]
+    function(*args, **options)
+    os._exit(KILLED)
+
+
+@pytest.mark.parametrize("kill", [kill_before, kill_after], ids=["before", "after"])
+def test_killed_at_every_call(path, kill):
+    """As by SIGKILL: nothing is tidied up."""
+    new = 0
+    for at in itertools.count():
+
+        def work(at=at):
+            with pytest.MonkeyPatch.context() as patch:
+                Calls(patch, at, kill)
+                ibp.save(path, NEW_FILE)
+
+        status = status_of(in_child(work))
+        is_new = assert_whole(path, may_leave=True)
+        if status == 0:
+            break
+        assert os.waitstatus_to_exitcode(status) == KILLED
+        new += is_new
+        ibp.save(path, OLD_FILE)
+    assert at > 8 and 0 < new < at and is_new
+
+
+@pytest.mark.slow
+def test_killed_at_any_time(path):
+    """SIGKILL at 100 random times, most of them while it saves."""
+    generator, found, times = random.Random(0), set(), [time.perf_counter()]
+    for _ in range(5):
+        ibp.save(path, NEW_FILE)
+        times.append(time.perf_counter())
+    seconds = min(end - begun for begun, end in itertools.pairwise(times))
+
+    def work():
+        while True:
+            ibp.save(path, NEW_FILE)
+            ibp.save(path, OLD_FILE)
+
+    for _ in range(100):
+        child = in_child(work)
+        time.sleep(generator.uniform(0, 2.5 * seconds))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(status_of(child)) == -signal.SIGKILL
+        found.add(assert_whole(path, may_leave=True))
+    assert found == {False, True}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["the disk is full", "the disk is broken"])
+def test_a_call_fails(path, number, monkeypatch):
+    """Each call that writes, once: an OSError, and no temporary file."""
+
+    def fail(name, function, *args, **options):
+        if name in ("close", "unlink"):  # which tidy up
+            return function(*args, **options)
+        raise OSError(number, os.strerror(number))
+
+    new = 0
+    for at in itertools.count():
+        with pytest.MonkeyPatch.context() as patch:
+            calls = Calls(patch, at, fail)
+            try:
+                ibp.save(path, NEW_FILE)
+            except OSError as error:
+                assert error.errno == number
+        new += assert_whole(path)
+        if calls.count <= at:
+            break
+        ibp.save(path, OLD_FILE)
+    assert at > 8 and 0 < new < at
+
+
+def test_no_room_on_the_disk(path):
+    """A limit of the system instead of a full disk."""
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with pytest.raises(OSError) as raised:
+            ibp.save(path, {**NEW_FILE, "large": torch.zeros(30_000)})
+        assert raised.value.errno == errno.EFBIG
+        assert not assert_whole(path)
+
+    assert status_of(in_child(work)) == 0
+    assert not assert_whole(path)
+
+
+def test_no_directory(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        ibp.save(tmp_path / "none" / "model.safetensors", OLD_FILE)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        ibp.save(tmp_path / "file" / "model.safetensors", OLD_FILE)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+# ---- interrupts ----
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("stride", [37, pytest.param(5, marks=pytest.mark.slow)])
+def test_saving_is_interrupted(path, stride):
+    """At moments of the library's code. One between the making of the temporary file and the `with` may leave it."""
+    new = 0
+    for moment in itertools.count(stride // 2, stride):
+        _, raised = interrupt_at(moment, None, lambda: ibp.save(path, NEW_FILE))
+        is_new = assert_whole(path, may_leave=True)
+        if not raised:
+            break
+        new += is_new
+        if is_new:
+            ibp.save(path, OLD_FILE)
+    assert is_new and moment > 20 * stride
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("call", ["open", "load", "compress", "decompress"])
+def test_others_are_interrupted(path, call):
+    """Nothing is changed, and the same call works afterwards."""
+    table = plain(OLD_FILE["old"])
+    calls = {
+        "open": lambda: ibp.open(path)["old"].decompress(),
+        "load": lambda: ibp.load(path, verify=True)["old"].decompress(),
+        "compress": lambda: ibp.compress(table, device="cpu", pin_memory=False).decompress(),
+        "decompress": lambda: OLD_FILE["old"].decompress(),
+    }
+    raised, moment = 1, 3
+    while raised:
+        got, raised = interrupt_at(moment, None, calls[call])
+        moment += 1 + moment // 10
+    assert_same_bits(got, table)
+    assert not assert_whole(path)
+
+
+def test_a_set_of_files_is_interrupted(folder):
+    """Each file is the old one or the new one; there is no index before the files that it names."""
+    path = folder / "model.safetensors"
+
+    def fail(name, function, *args, **options):
+        if name in ("close", "unlink"):
+            return function(*args, **options)
+        raise Interrupted
+
+    for at in itertools.count(0, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            calls = Calls(patch, at, fail)
+            try:
+                ibp.save(path, NEW_FILE, shard_bytes=4000)
+            except Interrupted:
+                assert not any(file.name.startswith(".") for file in folder.iterdir())
+        index = Path(f"{path}.index.json")
+        if index.exists():
+            break
+        for file in folder.iterdir():
+            ibp.load(file, verify=True)
+            file.unlink()
+    assert at > 20 and calls.count > at
+    found = ibp.load(index, verify=True)
+    assert found.keys() == NEW_FILE.keys()
