@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from tqdm import tqdm
 
 from . import _core, _layout, _memory, _numa, _ops, _rows, _staging
 from ._arguments import whole_number
 from ._choice import learn
 from ._compressed_tensor import CompressedTensor
 from ._estimation import check_codebook, check_learning
+from ._progress import tqdm
 from ._schemes import AnyCodebook, Request, check_clusters, measure
 
 MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common

@@ -169,7 +169,7 @@ def test_shared_memory_that_is_not_pinned(cuda, refused, monkeypatch):
 def test_offloaded_weights_that_are_not_pinned(cuda, refused):
     model = Net()
     wanted = [model(ids).detach() for ids in IDS]
-    _, said = warned(lambda: ibp.offload(model, device=cuda))
+    _, said = warned(lambda: ibp.offload(model, cuda, min_bytes=1))
     assert len(said) == 1
     for _ in range(2):
         for ids, result in zip(IDS, wanted):

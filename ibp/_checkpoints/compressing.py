@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from .. import _core, _memory, _ops
 from .._arguments import whole_number
@@ -25,6 +24,7 @@ from .._files.opened import file_system
 from .._files.writer import FileWriter, checked_metadata, header_room, write_whole
 from .._fingerprint import finished
 from .._group import Group, same_on_all
+from .._progress import tqdm
 from .._schemes import AnyCodebook, ClusteredCodebook, check_clusters
 from .coding import Block, Coded, Coder, blocks_of, coder_for
 from .journal import Journal

@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from .._files.header import INDEX_SUFFIX
 from .._files.writer import write_whole
+from .._progress import tqdm
 from .compressing import written_to
 from .outputs import FORMATS, SUFFIXES
 from .source import Source, SourceTensor, chosen

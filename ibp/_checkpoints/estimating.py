@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from .._estimation import check_learning
 from .._files.fields import dtype_name
+from .._progress import tqdm
 from .._schemes import SCHEMES, AnyCodebook
 from .learning import Learning, sample_of, savings_of
 from .source import SourceTensor, chosen

@@ -6,16 +6,16 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
-from tqdm import tqdm
 
 import ibp
 from ibp._checkpoints import outputs, planning, sources
 from ibp._checkpoints.source import chosen as matching
 from ibp._files.header import INDEX_SUFFIX
 
+from .._progress import tqdm
 from . import inputs, output
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterabl
     return tqdm(items, desc=what, leave=False, disable=not output.show_bars(arguments))
 
 
-def bar_of_bytes(arguments: argparse.Namespace, what: str, num_bytes: int) -> tqdm[NoReturn]:
+def bar_of_bytes(arguments: argparse.Namespace, what: str, num_bytes: int) -> tqdm:
     """A bar on stderr, where one belongs there, that is told of bytes."""
     return tqdm(
         total=num_bytes, desc=what, unit="B", unit_scale=True, leave=False, disable=not output.show_bars(arguments)

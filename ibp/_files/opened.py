@@ -12,12 +12,12 @@ from types import TracebackType
 from typing import Any, Union
 
 import torch
-from tqdm import tqdm
 
 from .. import _memory, _ops
 from .._compressed_tensor import CompressedTensor
 from .._delta import Delta
 from .._fingerprint import fingerprint
+from .._progress import tqdm
 from .._schemes import AnyCodebook
 from .._segments import FileRows
 from .._staging import to_device

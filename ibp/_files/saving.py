@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from .._arguments import whole_number
 from .._compressed_tensor import CompressedTensor
 from .._delta import CheckpointDelta, Delta
 from .._fingerprint import fingerprint
+from .._progress import tqdm
 from .._rows import check_tensor
 from .._schemes import AnyCodebook, ClusteredCodebook
 from .header import INDEX_SUFFIX

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from .._checkpoints.learning import Codebooks, Learning
 from .._checkpoints.source import Source, SourceTensor
@@ -19,6 +18,7 @@ from .._files.fields import ChecksumError, FileFormatError
 from .._files.header import find_files, read_header
 from .._files.opened import File
 from .._files.opened import open as open_file
+from .._progress import tqdm
 from .._schemes import AnyCodebook
 from .report import FileReport, TensorReport, reader_of, report_estimate, report_plain, report_table
 

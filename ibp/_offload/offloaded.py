@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from .. import _memory, _ops
 from .._arguments import whole_number
 from .._compressed_tensor import CompressedTensor
+from .._progress import tqdm
 from .._schemes import check_scheme
 from .._table import CorruptTableError
 from .._weights import WeightCompressor

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tqdm import tqdm
 
 from .. import _layout, _rows
+from .._progress import tqdm
 from .codebook import AnyCodebook
 
 

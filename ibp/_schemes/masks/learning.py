@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+from ..._progress import tqdm
 from ..request import Request
 from .codebook import CHUNK_BYTES, Codebook, MasksForm
 
