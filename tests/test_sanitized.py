@@ -84,7 +84,7 @@ def test_a_mistake_is_found(sanitized):
 
 
 def test_operations_and_files(sanitized):
-    """The tests of hostile arguments, damaged tables, caches, files and deltas, and codebooks that a file builds twice."""
+    """The tests of hostile arguments, of damaged memory and files, and of codebooks that a file builds twice."""
     names = [
         "test_hostile_ops.py",
         "test_cache_ops.py",
