@@ -75,6 +75,30 @@ static bool encode_at_once(made *m)
            IBP_OK;
 }
 
+/* Codes the data in one pass, rows back to back: the lengths are those that were measured, and it decodes to itself. */
+static void encode_packed(const made *m)
+{
+    const ibp_codebook *const cb = &m->table.codebook;
+    const int64_t num_bytes = m->table.num_items * m->table.item_bytes;
+    int64_t stored = 0;
+    uint16_t *const lengths = (void *)fenced(ROOMS_PLACE, 2 * (size_t)m->num_rows);
+    uint64_t bases[MOST_ROWS / IBP_ROWS_PER_BASE + 1];
+    uint8_t *const dst = fenced(OUT_PLACE, (size_t)num_bytes), *const back = fenced(SLAB_PLACE, (size_t)num_bytes);
+    ibp_fault fault = {0};
+    REQUIRE(ibp_encode_packed(cb, m->data, num_bytes, dst, num_bytes, lengths, &stored, m->scratch, m->scratch_bytes) ==
+            IBP_OK);
+    REQUIRE(stored <= num_bytes);
+    if (ibp_check_codebook(cb) != IBP_OK) return;
+    REQUIRE(memcmp(lengths, m->lengths, 2 * (size_t)m->num_rows) == 0);
+    ibp_table packed = m->table;
+    REQUIRE(ibp_index_rows(lengths, num_bytes, cb->row_bytes, 0, bases, &packed.overflow_bytes) == IBP_OK);
+    REQUIRE(packed.overflow_bytes == stored);
+    packed.slots = NULL, packed.slots_bytes = 0, packed.slot_bytes = 0;
+    packed.overflow = dst, packed.lengths = lengths, packed.bases = bases;
+    REQUIRE(ibp_decode_bytes(&packed, 0, num_bytes, back, m->scratch, m->scratch_bytes, &fault) == IBP_OK);
+    REQUIRE(memcmp(back, m->data, (size_t)num_bytes) == 0);
+}
+
 /* Codes rows of the data, at the ids that the input gives or all in order, into a place. */
 static ibp_status encode_into(input *in, const made *m, uint16_t *rooms, uint64_t *used, const int64_t *row_ids,
                               int64_t num_rows)
@@ -247,6 +271,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     const bool is_place = m.table.rows_per_base == 1;
     if (is_place) m.slots = memset(m.slots, 0, (size_t)m.table.slots_bytes);
     const bool is_coded = is_place ? encode_into_place(&in, &m, rooms, &used) : encode_at_once(&m);
+    if (is_coded && !is_place) encode_packed(&m);
     const bool is_damaged = take_flag(&in);
     if (is_damaged) {
         damage(&in, m.lengths, 2 * (size_t)m.num_rows);
