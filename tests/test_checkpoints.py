@@ -155,6 +155,22 @@ def test_tensors_of_torch_may_have_any_strides(tmp_path):
                     assert bytes(held.read(start, end)) == bytes(bytes_of(tensor.contiguous()).numpy()[start:end])
 
 
+def test_a_gpu_codes_what_a_cpu_codes(cuda, tmp_path):
+    """Blocks of several lengths, kept ones between coded ones, more of them than there are slots."""
+    tensors = {**model(), "large": weights(9000, 4096, seed=5), "rest": weights(3, 333_333, seed=6)}
+    tensors["sparse"] = torch.where(torch.rand(1000, 2048) < 0.05, torch.randn(1000, 2048), torch.zeros(()))
+    tensors["padded"] = (torch.arange(1 << 20, dtype=torch.float32) % 777).bfloat16().float()
+    tensors["masks"] = torch.randint(0, 2**20, (1 << 18,), dtype=torch.int32)
+    safetensors.save_file(tensors, tmp_path / "m.safetensors")
+    for options in ({}, {"scheme": "ibp"}, {"level": "fast"}, {"row_bytes": 1000, "shard_bytes": 1 << 20}):
+        report = ibp.compress_checkpoint(tmp_path / "m.safetensors", tmp_path / "near", device=cuda, **options)
+        with ibp.open(report.path) as file:
+            file.verify(content=True)
+        assert_same_tensors(read_back(report.path)[0], tensors)
+        alone = compress(tmp_path / "m.safetensors", tmp_path / "cpu", **options)
+        assert abs(report.file_bytes - alone.file_bytes) < 0.01 * alone.file_bytes
+
+
 # ---- sets of files, globs, URLs ----
 
 

@@ -859,6 +859,27 @@ def test_compressed_checkpoints_are_opened_directly(scheme, tmp_path):
 
 
 @torch.no_grad()
+def test_a_gpu_takes_tables_of_compressed_checkpoints(cuda, tmp_path):
+    plain = Wide(num_layers=3)
+    ibp.save(tmp_path / "plain.safetensors", plain.state_dict())
+    ibp.compress_checkpoint(tmp_path / "plain.safetensors", tmp_path / "m.safetensors", device=cuda)
+    (tmp_path / "plain.safetensors").unlink()
+    ids = torch.tensor([[1, 999, 3]], device=cuda)
+    wanted = plain.to(cuda)(ids)
+    for resident in ("raw", "compressed"):
+        with torch.device("meta"):
+            model = Wide(num_layers=3)
+        model.wanted = plain.wanted
+        offloaded = offload(model, device=cuda, checkpoint=tmp_path, resident=resident)
+        tables = [weight.table for weight in offloaded._division.weights if weight.group is not None]
+        assert tables and all(table.is_pinned() if resident == "raw" else table.is_cuda for table in tables)
+        model.forget()
+        assert_same_bits(model(ids), wanted)
+        model.check(1)
+        offloaded.remove()
+
+
+@torch.no_grad()
 def test_tables_of_another_dtype_are_decoded():
     plain = Net(dtype=torch.bfloat16)
     tables = {
