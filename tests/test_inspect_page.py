@@ -164,7 +164,8 @@ const steps = [
 
 @pytest.mark.slow
 def test_a_browser_searches_sorts_and_follows_keys(browse, tmp_path):
-    reports = [renamed(found, name) for found, name in zip(reports_of(), ("layers.10.b", "layers.9.a", "ids", "noise"))]
+    shown_names = "layers.10.b", "layers.9.a", "ids", "noise"
+    reports = [renamed(found, name) for found, name in zip(reports_of(), shown_names)]
     text = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page_of(reports), flags=re.DOTALL)
     path = tmp_path / "page.html"
     path.write_text(text.replace("</body>", f"<script>{STEPS}</script></body>"), encoding="utf-8")

@@ -155,7 +155,7 @@ def test_estimates_of_few_rows_are_exact():
     assert found.parts == exact.parts and found.lengths == exact.lengths and not found.is_sampled
 
 
-@pytest.mark.parametrize("x", [torch.empty(0, 3), torch.tensor(1.5), torch.arange(7)], ids=["empty", "scalar", "short"])
+@pytest.mark.parametrize("x", [torch.empty(0, 3), torch.tensor(1.5), torch.arange(7)], ids=["empty", "0-D", "short"])
 def test_plain_tensors_are_reported(x):
     found = report.report_plain("x", tuple(x.shape), x.dtype, report.reader_of(x))
     assert found.shape == tuple(x.shape) and found.original_bytes == x.nbytes == found.stored_bytes

@@ -66,9 +66,7 @@ def rows() -> Drawing:
     kinds = ("plain", "kept", "raw", "left", "index")
     meanings = ("as the user has it", "coded", "did not shrink: raw", "not read", "index")
     picture.legend(20, end, list(zip(kinds, meanings)), 164)
-    picture.text(
-        20, end + 34, "Row 1 is found by a multiplication: 156 bytes from slots[1 * 160]. Row 5 goes on in", ""
-    )
+    picture.text(20, end + 34, "Row 1 is found by multiplying: 156 bytes from slots[1 * 160]. Row 5 goes on in", "")
     picture.text(20, end + 54, "overflow, after the rooms of the rows before it: rooms are rounded up to 32 bytes.", "")
     return picture
 

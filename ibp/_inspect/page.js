@@ -199,8 +199,11 @@ function overview() {
 }
 
 function fileFacts(file) {
-  const facts = [["file", file.path], ["format", file.format]];
-  if (file.bytes != null) facts.push(["size", `${size(file.bytes)} (${count(file.bytes)} bytes)`]);
+  const facts = [
+    ["file", file.path],
+    ["format", file.format],
+    ["size", `${size(file.bytes)} (${count(file.bytes)} bytes)`],
+  ];
   if (file.estimate) facts.push(["note", "an ordinary file: what compressing it would give, by samples of rows"]);
   for (const [key, value] of Object.entries(file.metadata)) facts.push([key, value.slice(0, 300)]);
   return factList(facts);

@@ -95,7 +95,7 @@ class FileReport:
         path: as it was given.
         format: "ibp", "safetensors", "npy", "npz" or "torch".
         is_estimate: whether stored bytes are what compressing would give.
-        file_bytes: of the files; None where they are not on this machine.
+        file_bytes: of the files.
         metadata: the user's.
         tensors: the reports, in the file's order.
     """
@@ -103,7 +103,7 @@ class FileReport:
     path: str
     format: str
     is_estimate: bool
-    file_bytes: int | None
+    file_bytes: int
     metadata: dict[str, str] = field(default_factory=dict)
     tensors: list[TensorReport] = field(default_factory=list)
 
@@ -119,10 +119,6 @@ class FileReport:
     def savings(self) -> float:
         """1 - stored_bytes / original_bytes; 0 for no bytes."""
         return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
-
-    def parts(self) -> Counter[str]:
-        """Bytes of all tensors by part."""
-        return sum((Counter(tensor.parts) for tensor in self.tensors), Counter())
 
 
 # ---- samples of rows ----

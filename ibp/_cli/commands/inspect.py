@@ -130,8 +130,9 @@ def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[o
 
 
 def _kind(file: FileReport) -> str:
-    size = "" if file.file_bytes is None else f", {output.show_size(file.file_bytes)}"
-    return f"{file.format}{size}" + ("; sizes after are estimates" if file.is_estimate else "")
+    return f"{file.format}, {output.show_size(file.file_bytes)}" + (
+        "; sizes after are estimates" if file.is_estimate else ""
+    )
 
 
 def _list(file: FileReport) -> object:
