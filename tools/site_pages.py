@@ -22,6 +22,7 @@ PAGES = {
     "measuring.md": "benchmarks/README.md",
     "data.md": "data/README.md",
     "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
 # How files are shown that are linked and are no pages; others are copied.
