@@ -25,7 +25,7 @@ SPEED = {
     "small_calls": 14,
     "cpu": 25,
 }  # seconds each may take, most important first
-CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25}  # likewise
+CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25, "deltas": 20}  # likewise
 CACHES = {
     "row_cache": 30,
     "dlrm": 70,

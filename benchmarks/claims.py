@@ -315,6 +315,39 @@ def changes_block(directory):
     )
 
 
+def deltas_table(directory):
+    """Bytes and rates of deltas by case: the arms side by side."""
+    rows = [row for row in charts.read(directory / "deltas.csv") if row["case"] != "device"]
+    if not rows:
+        return None
+    arms, lines = charts.in_order(row["arm"] for row in rows), []
+    makes = [arm for arm in arms if not arm.endswith(", apply")]
+    for case, dtype in charts.in_order((row["case"], row["dtype"]) for row in rows):
+        own = {row["arm"]: row for row in rates(rows, case=case, dtype=dtype)}
+        sizes = (f"{100 * own[arm]['stored']:.2f} %" if arm in own else "" for arm in makes)
+        texts = (judged_rate([own[arm]]) if arm in own else "" for arm in arms)
+        of_ibp = own.get(makes[0])
+        changed, fewer = (f"{100 * of_ibp['changed']:.1f} %", f"{of_ibp['fewer']:.1f}") if of_ibp else ("", "")
+        lines.append([f"{dtype}, {case}", changed, *sizes, fewer, *texts])
+    heads = [
+        "weights",
+        "changed",
+        *(f"bytes, {arm}" for arm in makes),
+        "times fewer",
+        *(f"{arm}, GB/s" for arm in arms),
+    ]
+    return (
+        f"Two versions of weights (`deltas.csv`: {caption(rows)}): bytes as a share of the weights', how many times "
+        "fewer ibp takes than an index and the value of each weight that changed, and GB/s of weights of whole calls, "
+        f"in brackets what is wanted where that is missed:\n\n{markdown(heads, lines)}"
+    )
+
+
+def deltas_block(directory):
+    text = deltas_table(directory)
+    return text and f"## Deltas of versions\n\n{text}"
+
+
 # ---- caches, tables that train, KV-caches --------------------------------------------------------------------------
 
 
@@ -538,7 +571,18 @@ def illustrated(name):
 
 CALL_ARM = "until it returns"
 # Scripts that say beside each rate what is wanted.
-JUDGED = ("families", "compress", "encode_into", "row_cache", "dlrm", "bags", "kv_fetch", "kv_pages", "kv_rows")
+JUDGED = (
+    "families",
+    "compress",
+    "encode_into",
+    "row_cache",
+    "dlrm",
+    "bags",
+    "kv_fetch",
+    "kv_pages",
+    "kv_rows",
+    "deltas",
+)
 
 
 def missed_block(directory):
@@ -919,6 +963,7 @@ BLOCKS = {
     "compress": compress_block,
     "places": places_block,
     "changes": changes_block,
+    "deltas": deltas_block,
     "missed": missed_block,
     "small calls": calls_block,
     "beside": beside_block,
@@ -935,6 +980,7 @@ PAGES = {
     "benchmarks/RESULTS.md": BLOCKS,
     "docs/llm.md": {"offload": offload_block, "flexgen": flexgen_block},
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
+    "docs/deltas.md": {"deltas": deltas_table},
 }  # relative to the repository
 OPEN_PAGES = (
     "docs/gnn.md",

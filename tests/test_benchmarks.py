@@ -24,6 +24,7 @@ from benchmarks import (
     codec,
     compress,
     cpu,
+    deltas,
     encode_into,
     families,
     gather,
@@ -633,7 +634,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize(
     "script",
     [
-        *(gather, codec, stream, large_table, overlap, small_calls, families, compress, encode_into, changes),
+        *(gather, codec, stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas),
         pytest.param(checkpoints, marks=pytest.mark.slow),
     ],
     ids=lambda script: script.__name__,
@@ -681,6 +682,7 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
             "until it returns",
         },
         "changes": {"update_", "index_copy_", "append", "refit"},
+        "deltas": {"ibp", "ibp, apply", "index and value", "index and value, apply"},
         "checkpoints": {"reading", "writing", "compress, two cores", "decompress", "verify"},
     }
     assert expected[name] <= arms
@@ -728,6 +730,7 @@ def write_measurements(directory):
     runs["families"] = run_on_cpu(directory, "families", harness.TARGET_COLUMNS)
     runs["encode_into"] = run_on_cpu(directory, "encode_into", encode_into.COLUMNS)
     runs["changes"] = run_on_cpu(directory, "changes", changes.COLUMNS)
+    runs["deltas"] = run_on_cpu(directory, "deltas", deltas.COLUMNS)
     runs["compress"] = run_on_cpu(directory, "compress", compress.COLUMNS)
 
     def add(name, case, arm, gbps=50.0, row_bytes=2048, dtype=torch.bfloat16, sms=132, **extra):
@@ -772,6 +775,10 @@ def write_measurements(directory):
     add("encode_into", "normal 0.02", "one tensor", 700.0, row_bytes=1 << 23, us="120", **harness.judged(700.0, 800.0))
     add("encode_into", "normal 0.02", "until it returns", 5.0, us="12.5", **harness.judged(5.0, 3.3))
     add("changes", "device memory, 10 rows", "update_", 4.0, us="51.5")
+    sizes = {"changed": "0.0420", "stored": "0.0236"}
+    for arm, gbps, wanted in (("ibp", 400.0, 300.0), ("ibp, apply", 900.0, 1000.0)):
+        add("deltas", "4.2 % changed", arm, gbps, fewer="5.25", **sizes, **harness.judged(gbps, wanted))
+    add("deltas", "4.2 % changed", "index and value", 200.0, fewer="1.00", **sizes)
     add("small_calls", "ibp, host memory", "until it returns", 10 * 2048 / 12.5e3)
     add(
         "overlap",
