@@ -17,7 +17,6 @@ from helpers import bytes_of
 from ibp._cli import inputs
 from ibp._cli.main import main
 
-
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 120
 
@@ -300,6 +299,20 @@ def test_a_delta_makes_the_new_version(versions, tmp_path, capsys):
     said = document(capsys, "apply", old, delta, "-o", out)
     assert said["removed"] == ["step"] and said["changed"] == ["model.embed.weight"]
     assert_holds(out, after)
+
+
+def test_a_delta_of_a_set_of_files(tmp_path, capsys):
+    old = {f"layers.{i}": torch.rand(64, 512).to(torch.bfloat16) for i in range(4)}
+    new = {**old, "layers.2": old["layers.2"] * torch.where(torch.rand(64, 512) < 0.01, 1.5, 1.0).bfloat16()}
+    new["head"] = torch.ones(5)
+    for path, content in (("old", old), ("new", new)):
+        (tmp_path / path).mkdir()
+        ibp.save(tmp_path / path / "model.safetensors", content, shard_bytes=100_000)
+    assert run("diff", "old", "new", "-o", "x.delta", "--quiet") == 0
+    said = document(capsys, "apply", "old", "x.delta", "-o", "made/")
+    assert said["files"][-1] == "made/model.safetensors.index.json"
+    assert_holds(tmp_path / "made", new)
+    assert run("apply", "old", "x.delta", "-o", "made/") == 2 and "is there already" in capsys.readouterr().err
 
 
 def test_a_delta_of_another_base_is_refused(versions, tmp_path, capsys):

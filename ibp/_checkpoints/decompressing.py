@@ -55,17 +55,24 @@ def decompress_checkpoint(
         ValueError: the format is none, or does not have a tensor's dtype; or the patterns leave no tensor.
         OSError: a file cannot be read or written.
     """
-    with open_sources(inputs) as opened, written_to(output) as target:
+    with open_sources(inputs) as opened:
         source = opened.only(chosen(opened.tensors, include, exclude))
         if opened.tensors and not source.tensors:
             raise ValueError(f"{opened.path} has no tensor whose name the patterns choose")
+        return write_source(source, output, format, "decompress", progress)
+
+
+def write_source(source: Source, output: AnyPath, format: str | None, what: str, progress: bool) -> list[str]:
+    """Writes the tensors of a source. Returns the paths or URLs of the files; what: named by the bar, the others are
+    as of `decompress_checkpoint`."""
+    with written_to(output) as target:
         kind = format or SUFFIXES.get(target.suffix.lower(), "safetensors")
         if kind not in FORMATS:
             raise ValueError(f"format is {kind!r}; wanted one of {sorted(FORMATS)}")
         target.parent.mkdir(parents=True, exist_ok=True)
         shown = os.fspath(output) if "://" in os.fspath(output) else os.fspath(target)
         with (
-            tqdm(total=source.num_bytes, desc="decompress", unit="B", unit_scale=True, disable=not progress) as bar,
+            tqdm(total=source.num_bytes, desc=what, unit="B", unit_scale=True, disable=not progress) as bar,
             ThreadPoolExecutor(1, "ibp-decoder") as pool,
         ):
 
@@ -76,8 +83,8 @@ def decompress_checkpoint(
                 FORMATS[kind](target, list(source.tensors.values()), source.metadata, pieces)
                 return [shown]
             names = _write_set(source, target, pieces)
-        folder = shown.rpartition("/")[0]
-        return [f"{folder}/{name}" if folder else name for name in names]
+    folder = shown.rpartition("/")[0]
+    return [f"{folder}/{name}" if folder else name for name in names]
 
 
 def _pieces(tensor: SourceTensor, pool: ThreadPoolExecutor, on_bytes: Callable[[int], object]) -> Iterator[np.ndarray]:

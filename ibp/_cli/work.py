@@ -54,13 +54,6 @@ def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterabl
     return tqdm(items, desc=what, leave=False, disable=not output.show_bars(arguments))
 
 
-def bar_of_bytes(arguments: argparse.Namespace, what: str, num_bytes: int) -> tqdm:
-    """A bar on stderr, where one belongs there, that is told of bytes."""
-    return tqdm(
-        total=num_bytes, desc=what, unit="B", unit_scale=True, leave=False, disable=not output.show_bars(arguments)
-    )
-
-
 # ---- inputs and outputs ----
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 
 from .. import inputs, output, parsing
 
@@ -12,7 +11,8 @@ DESCRIPTION = """\
 Make the new version of a checkpoint out of the old one and a delta.
 
 The delta is a file that `ibp diff -o` or ibp.save wrote. It is refused where a
-tensor of OLD is not, bit for bit, what it was made for. OLD stays as it is."""
+tensor of OLD is not, bit for bit, what it was made for. OLD stays as it is. A
+set of files becomes a set again."""
 EPILOG = """\
 examples:
   ibp apply step-1000.safetensors step-1100.delta -o step-1100.safetensors"""
@@ -22,13 +22,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     kinds = "a file, a directory, an index, a URL, or -"
     parsing.path(parser.add_argument("base", metavar="OLD", help=f"the old version: {kinds}"))
     parsing.path(parser.add_argument("delta", metavar="DELTA", help="what changed: a file, a URL, or -"))
-    parsing.add_output(parser, "the file to write: .safetensors, .npy, .npz or .pt; or -")
+    parsing.add_output(parser, "the file (.safetensors, .npz, .pt) or directory to write, a URL, or -")
     parsing.add_work(parser)
     parsing.add_force(parser)
     parsing.add_common(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ibp._checkpoints.decompressing import write_source
+
     from .. import applying, work
 
     if not work.may_write(arguments, arguments.output):
@@ -42,21 +44,20 @@ def run(arguments: argparse.Namespace) -> int:
     ):
         with work.on_this_machine(delta) as near:
             changes = applying.changes_in(near)
-        with work.bar_of_bytes(arguments, "apply", base.num_bytes) as bar:
-            applying.apply(base, changes, target, device, bar.update)
-        num_bytes = os.path.getsize(target)
+        made = applying.new_version(base, changes, device)
+        files = write_source(made, target, None, "apply", output.show_bars(arguments))
+        sizes = [work.size_of(file) for file in files]
     document = {
         "old": arguments.base,
         "delta": arguments.delta,
-        "output": arguments.output,
+        "files": files,
         "changed": list(changes.changed),
         "new": list(changes.new),
         "removed": list(changes.removed),
-        "bytes": num_bytes,
+        "bytes": sum(sizes),
     }
     if arguments.output != inputs.STREAM:
         counts = f"{len(changes.changed):,} changed, {len(changes.new):,} new, {len(changes.removed):,} removed"
-        output.report(
-            arguments, document, f"{output.shown(arguments.output)}: {output.show_size(num_bytes)}; {counts}."
-        )
+        parts = [f"{output.shown(file)}: {output.show_size(size)}" for file, size in zip(files, sizes)]
+        output.report(arguments, document, *parts, f"{counts}.")
     return 0
