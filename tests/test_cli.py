@@ -1,5 +1,6 @@
 """The command line: its frame. Commands have files of their own."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -8,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import ibp
 from ibp._cli import main as frame
@@ -44,6 +46,22 @@ def test_help_and_version_do_not_import_torch():
     done = subprocess.run([sys.executable, "-c", look], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     assert f"ibp {ibp.__version__}\n" in done.stdout
+
+
+def test_the_command_line_imports_ibp_by_its_name():
+    """The program loads the folder without the package around it: relative imports stay inside."""
+    folder = ROOT / "ibp" / "_cli"
+    for path in folder.rglob("*.py"):
+        depth = len(path.relative_to(folder).parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not isinstance(node, ast.ImportFrom) or node.level <= depth, f"{path}:{node.lineno}"
+
+
+@pytest.mark.slow
+def test_the_program_does_the_work(tmp_path):
+    ibp.save(tmp_path / "x.safetensors", {"x": ibp.compress(torch.ones(100, 100), device="cpu")})
+    done = program("verify", "x.safetensors", "--content", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and "good" in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)

@@ -14,8 +14,8 @@ import ibp
 from ibp._checkpoints import outputs, planning, sources
 from ibp._checkpoints.source import chosen as matching
 from ibp._files.header import INDEX_SUFFIX
+from ibp._progress import tqdm
 
-from .._progress import tqdm
 from . import inputs, output
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import inputs, output, parsing
 
 if TYPE_CHECKING:
-    from ..._inspect.report import FileReport, TensorReport
+    from ibp._inspect.report import FileReport, TensorReport
 
 HELP = "say what is in files: tensors, savings, what the bytes are"
 DESCRIPTION = """\
@@ -45,9 +45,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ..._checkpoints.sources import expand
-    from ..._inspect import drawing
-    from ..._inspect.collecting import inspect_path
+    from ibp._checkpoints.sources import expand
+    from ibp._inspect import drawing
+    from ibp._inspect.collecting import inspect_path
 
     def wanted(name: str) -> bool:
         return _is_wanted(arguments, name)
@@ -83,8 +83,8 @@ def _check_names(arguments: argparse.Namespace, files: list[FileReport]) -> None
 
 
 def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> None:
-    from ..._files.writer import write_whole
-    from ..._inspect import drawing, page
+    from ibp._files.writer import write_whole
+    from ibp._inspect import drawing, page
 
     tensors = [tensor for file in files for tensor in file.tensors]
     if arguments.plot:
@@ -155,7 +155,7 @@ def _dtype(tensor: TensorReport) -> str:
     """In short, as headers of safetensors name it."""
     import torch
 
-    from ..._files.fields import dtype_name
+    from ibp._files.fields import dtype_name
 
     dtype = getattr(torch, tensor.dtype, None)
     return dtype_name(dtype) if isinstance(dtype, torch.dtype) else tensor.dtype
