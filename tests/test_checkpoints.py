@@ -355,6 +355,16 @@ def test_bad_arguments_are_refused(checkpoint, tmp_path):
                           ("no file matches", tmp_path / "*.x"), ("no file of tensors", tmp_path)):  # fmt: skip
         with pytest.raises(FileNotFoundError, match=match):
             compress(inputs, tmp_path / "x")
+    for wrong in (b"x", 5, [path, 5]):
+        with pytest.raises(TypeError):
+            compress(wrong, tmp_path / "x")
+    with pytest.raises(FileNotFoundError, match="memory://none.npy: there is no such file"):
+        compress("memory://none.npy", tmp_path / "x")
+    np.save(tmp_path / "wide.npy", np.zeros((100, 100), np.complex128))
+    for work in (compress, ibp.decompress_checkpoint):
+        with pytest.raises(ValueError, match="'wide' has torch.complex128, which safetensors lacks"):
+            work(tmp_path / "wide.npy", tmp_path / "x.safetensors")
+    (tmp_path / "wide.npy").unlink()
     with pytest.raises(ValueError, match="format is 'zip'"):
         ibp.decompress_checkpoint(path, tmp_path / "x", format="zip")
     with pytest.raises(ValueError, match="wanted a name with .npz"):

@@ -19,6 +19,7 @@ import torch
 from .. import _core, _memory, _ops
 from .._arguments import whole_number
 from .._estimation import check_learning
+from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
 from .._files.header import INDEX_SUFFIX
 from .._files.opened import file_system
 from .._files.writer import FileWriter, checked_metadata, header_room, write_whole
@@ -113,6 +114,7 @@ def compress_checkpoint(
                 raise ValueError(f"output is {os.fspath(output)!r}; with a group wanted a path that all ranks see")
             source = stack.enter_context(open_sources(inputs))
             target = stack.enter_context(written_to(output))
+            _check_dtypes(source)
             shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
             return _Job(learning, patterns, threads, progress, os.fspath(output)), source, target, shards
 
@@ -137,6 +139,13 @@ def _learning(
     row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
     worker = _memory.canonical(device if device is not None else "cuda" if _ops.cuda_is_available() else "cpu")
     return Learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, worker)
+
+
+def _check_dtypes(source: Source) -> None:
+    """ValueError for a tensor that a file cannot hold as it is, which is decided by samples."""
+    for name, tensor in source.tensors.items():
+        if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
+            raise ValueError(f"tensor {name!r} has {tensor.dtype}, which safetensors lacks")
 
 
 _Made = TypeVar("_Made")

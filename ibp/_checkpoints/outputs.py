@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from .._files.fields import dtype_name
+from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
 from .source import SourceTensor
 from .torch_files import PREFIX
 
@@ -30,6 +30,8 @@ def write_safetensors(path: Path, tensors: Sequence[SourceTensor], metadata: Map
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for tensor in tensors:
+        if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
+            raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which safetensors lacks")
         start, end = end, end + tensor.num_bytes
         entry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
         header[tensor.name] = entry

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from .._files.header import read_header, read_index
+from .._files.opened import path_text
 from .ibp_files import open_ibp
 from .numpy_files import open_npy, open_npz
 from .safetensors_files import open_safetensors
@@ -90,10 +91,10 @@ def expand(inputs: AnyPath | Iterable[AnyPath]) -> list[str]:
     Raises:
         FileNotFoundError: nothing is named, or nothing matches.
     """
-    given = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
+    given = [inputs] if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Iterable) else inputs
     found: list[str] = []
     for path in given:
-        found += _matches(os.fspath(path))
+        found += _matches(path_text(path))
     if not found:
         raise FileNotFoundError("no input is given; wanted at least one file of tensors")
     return list(dict.fromkeys(found))
@@ -109,10 +110,17 @@ def local_path(path: str) -> Iterator[str]:
     """A file here with the content of a URL's, for as long as the context lasts."""
     import fsspec
 
-    filesystem, remote = fsspec.core.url_to_fs(path)
     with tempfile.TemporaryDirectory(prefix="ibp-") as directory:
-        target = os.path.join(directory, os.path.basename(remote.rstrip("/")) or "input")
-        filesystem.get(remote.rstrip("/"), target, recursive=filesystem.isdir(remote))
+        try:
+            filesystem, remote = fsspec.core.url_to_fs(path)
+            target = os.path.join(directory, os.path.basename(remote.rstrip("/")) or "input")
+            filesystem.get(remote.rstrip("/"), target, recursive=filesystem.isdir(remote))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path}: there is no such file") from None
+        except (ImportError, OSError, ValueError):
+            raise
+        except Exception as error:  # of the file system's own kinds
+            raise OSError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         yield target
 
 
