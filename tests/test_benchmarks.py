@@ -878,7 +878,7 @@ def test_claims_are_what_the_csvs_say(tmp_path, capsys):
         "| 12.5 |",
         "| half zeros, bfloat16, 2 KiB | 100 | 50.0 | 50.0 | 172 | 56.0 | 48.0 (of 56.0) |  | 900 (of 1,000) |  |",
         "missed (2 of 4)",
-        "Of 7 targets of these scripts 4 are missed:",
+        "Of 9 targets of these scripts 5 are missed:",
         "| one tensor | 700 (of 800) |",
         "page of 64 KiB comes back after 12.5 us.",
         "| device memory, 10 rows | 51.5 (4.00) |",
