@@ -323,6 +323,25 @@ def test_a_delta_of_another_base_is_refused(versions, tmp_path, capsys):
     assert not out.exists() and re.fullmatch(r"ibp apply: [^\n]+\n", capsys.readouterr().err)
 
 
+def test_a_checkpoint_is_no_delta(versions, tmp_path, capsys):
+    old, new, *_ = versions
+    assert run("apply", old, new, "-o", tmp_path / "made.safetensors") == 2
+    assert "is no delta of old.safetensors" in capsys.readouterr().err
+    assert not (tmp_path / "made.safetensors").exists()
+
+
+def test_where_a_delta_goes(versions, tmp_path, capsys):
+    old, new, *_ = versions
+    pytest.importorskip("fsspec")
+    url = "memory://ibp-test-cli/x.delta"
+    assert document(capsys, "diff", old, new, "-o", url, "--force")["written_bytes"] > 0
+    (tmp_path / "folder").mkdir()
+    assert run("diff", old, new, "-o", "folder/", "--quiet") == 0
+    assert run("apply", old, url, "-o", "made.safetensors", "--quiet") == 0
+    assert (tmp_path / "folder" / "model.safetensors").is_file()
+    assert run("diff", old, new, "-o", "-") == 2 and "cannot go to stdout" in capsys.readouterr().err
+
+
 # ---- URLs, stdin and stdout ----
 
 

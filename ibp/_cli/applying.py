@@ -51,8 +51,13 @@ def new_version(base: Source, changes: ibp.CheckpointDelta, device: torch.device
     Files of a set stay files of their own; new tensors stand in the last.
 
     Raises:
-        Failure: a tensor that changed, or is gone, is not in the old version.
+        Failure: a tensor that changed, or is gone, is not in the old version; or what should be changes holds tensors
+            whole that a delta would not.
     """
+    for name in changes.new:
+        older, newer = base.tensors.get(name), changes[name]
+        if older is not None and (older.dtype, older.shape) == (newer.dtype, tuple(newer.shape)):
+            raise Failure(f"that is no delta of {base.path}: it holds {name!r} whole, with the dtype and shape of old")
     missing = [name for name in (*changes.changed, *changes.removed) if name not in base.tensors]
     if missing:
         raise Failure(f"{base.path} has no tensor {missing[0]!r}, which the delta changes or removes", 1)

@@ -77,8 +77,12 @@ def _is_there(target: str) -> bool:
 
         filesystem, remote = fsspec.core.url_to_fs(target)
         return any(filesystem.exists(remote + suffix) for suffix in ("", INDEX_SUFFIX))
-    file = os.fspath(planning.target_of(target))
-    return any(os.path.lexists(file + suffix) for suffix in ("", INDEX_SUFFIX))
+    return any(os.path.lexists(file_of(target) + suffix) for suffix in ("", INDEX_SUFFIX))
+
+
+def file_of(target: str) -> str:
+    """The file that an output names: of a directory "model.safetensors" in it."""
+    return target if sources.is_url(target) else os.fspath(planning.target_of(target))
 
 
 def source(path: str) -> sources.Source:

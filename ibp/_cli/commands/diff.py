@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING, Any
 
 from .. import inputs, output, parsing
@@ -42,6 +41,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from .. import comparing, work
 
+    if arguments.output == inputs.STREAM:
+        raise output.Failure("the delta cannot go to stdout (-); wanted a path")
     if arguments.output is not None and not work.may_write(arguments, arguments.output):
         return 0
     device = work.device_of(arguments)
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
                 weigh = None
             shown = work.bar(arguments, "diff", names)
             found = list(comparing.changes(base.tensors, new.tensors, shown, weigh))
-            written = None if arguments.output is None else _write(arguments, found, deltas, new)
+            written = None if arguments.output is None else _write(work.file_of(arguments.output), found, deltas, new)
     differs = any(change.status != comparing.SAME for change in found)
     document = {
         "old": arguments.base,
@@ -71,18 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if differs and arguments.exit_code else 0
 
 
-def _write(arguments: argparse.Namespace, found: list[Change], deltas: dict[str, Any], new: Any) -> int:
+def _write(path: str, found: list[Change], deltas: dict[str, Any], new: Any) -> int:
     """Writes the delta of the checkpoint; the bytes of its file."""
     import ibp
 
-    from .. import comparing
+    from .. import comparing, work
 
     for change in found:
         if change.status in (comparing.NEW, comparing.REPLACED):
             deltas[change.name] = comparing.whole(new.tensors[change.name])
     removed = [change.name for change in found if change.status == comparing.REMOVED]
-    ibp.save(arguments.output, ibp.CheckpointDelta(deltas, removed))
-    return os.path.getsize(arguments.output)
+    ibp.save(path, ibp.CheckpointDelta(deltas, removed))
+    return work.size_of(path)
 
 
 def _total(found: list[Change]) -> dict[str, Any]:
@@ -129,6 +130,6 @@ def _parts(arguments: argparse.Namespace, found: list[Change], document: dict[st
             f"{output.show_size(total['num_bytes'])}."
         )
     if document["written_bytes"] is not None:
-        where = output.shown(os.fspath(arguments.output))
+        where = output.shown(arguments.output)
         parts.append(f"{where}: {output.show_size(document['written_bytes'])} written.")
     return parts
