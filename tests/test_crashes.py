@@ -271,3 +271,42 @@ def test_a_set_of_files_is_interrupted(folder):
     assert at > 20 and calls.count > at
     found = ibp.load(index, verify=True, pin_memory=False)
     assert found.keys() == NEW_FILE.keys()
+
+
+# ---- whole checkpoints ----
+
+
+@pytest.mark.slow
+def test_compressing_a_checkpoint_is_killed(folder):
+    """The output is not there, or whole; the next call goes on with what is there, and tidies up."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"layers.{n}.weight": torch.randn(64, 128, generator=generator).bfloat16() for n in range(4)}
+    (folder / "in").mkdir()
+    safetensors.save_file(tensors, folder / "in" / "model.safetensors")
+    target = folder / "model.safetensors"
+
+    def compress():
+        return ibp.compress_checkpoint(folder / "in", target, device="cpu", jobs=1, shard_bytes=20_000)
+
+    for at in itertools.count(0, 4):
+
+        def work(at=at):
+            with pytest.MonkeyPatch.context() as patch:
+                Calls(patch, at, kill_after)
+                compress()
+
+        status = status_of(in_child(work))
+        for file in folder.glob("*.safetensors"):
+            ibp.load(file, verify=True, pin_memory=False)
+        report = compress()
+        found = ibp.load(report.path, verify=True, pin_memory=False)
+        for name, tensor in tensors.items():
+            assert_same_bits(plain(found[name]), tensor)
+        left = {file.name for file in folder.iterdir()} - {"in", *report.files, Path(report.path).name}
+        assert not left
+        for file in [*report.files, Path(report.path).name]:
+            (folder / file).unlink(missing_ok=True)
+        if status == 0:
+            break
+    assert at > 20
