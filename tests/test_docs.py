@@ -1,4 +1,4 @@
-"""README.md and docs/*.md: their code runs, their links lead somewhere.
+"""README.md, docs/*.md and their like: their code runs, their links lead somewhere.
 
 The first word after a fence says what a block is. `python` blocks of one file run one after the other with the same
 names; further words say what a block needs: `gpu`, or modules, without which it is left out. `c` blocks are translation
@@ -19,7 +19,7 @@ import torch
 import ibp
 from native import CORE_SOURCES, CSRC, INCLUDES, PLAIN, ROOT, c_compiler, compiled, core_objects, linked, run, written
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = {"python", "python gpu", "c", "c fragment", "cuda", "cmake", "make", "sh", "text"}
 # Modules that blocks may need.
 MODULES = {"accelerate", "dgl", "diffusers", "flexgen", "peft", "pyg_lib", "scipy", "torch_geometric", "transformers"}
