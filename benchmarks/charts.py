@@ -115,6 +115,7 @@ REAL_COLUMNS = (
     *("sample_ms", "fetch_ms", "train_ms", "epoch_s", "table_gib"),  # gnn.csv, gnn_parallel.csv
     *("prefill_s", "token_s", "load_s"),  # flexgen_opt.csv
     *("changed", "stored", "fewer"),  # deltas.csv
+    *("seconds", "fsync_seconds", "peak_mib"),  # checkpoints.csv
     *("hit_rate", "predicted", "own_share", "peer_share"),  # row_cache.csv, dlrm.csv, gnn_cache.csv, scale.csv
     *("forward_us", "gather_us", "added"),  # dlrm_train.csv
     *("gain", "share_of_alone"),  # kv_pages.csv

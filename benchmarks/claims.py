@@ -348,6 +348,33 @@ def deltas_block(directory):
     return text and f"## Deltas of versions\n\n{text}"
 
 
+def checkpoints_table(directory):
+    """Rates of whole checkpoints, and of the parts of their way."""
+    rows = [row for row in charts.read(directory / "checkpoints.csv") if row["case"] != "device"]
+    if not rows:
+        return None
+    lines = [
+        [
+            row["arm"],
+            judged_rate([row]),
+            charts.fine_number(row["seconds"]),
+            charts.number(row["peak_mib"]) if row["peak_mib"] else "",
+        ]
+        for row in rows
+    ]
+    return (
+        f"{rows[0]['case']}, BF16, from the page cache to a tmpfs (`checkpoints.csv`: {caption(rows)}): GB/s of "
+        "weights, in brackets what is wanted where that is missed, seconds without fsync, and the most memory of its "
+        "own, in MiB, that the process was seen to have:\n\n"
+        + markdown(["part or call", "GB/s", "seconds", "memory"], lines)
+    )
+
+
+def checkpoints_block(directory):
+    text = checkpoints_table(directory)
+    return text and f"## Checkpoints\n\n{text}"
+
+
 # ---- caches, tables that train, KV-caches --------------------------------------------------------------------------
 
 
@@ -582,6 +609,7 @@ JUDGED = (
     "kv_pages",
     "kv_rows",
     "deltas",
+    "checkpoints",
 )
 
 
@@ -964,6 +992,7 @@ BLOCKS = {
     "places": places_block,
     "changes": changes_block,
     "deltas": deltas_block,
+    "checkpoints": checkpoints_block,
     "missed": missed_block,
     "small calls": calls_block,
     "beside": beside_block,
@@ -981,6 +1010,7 @@ PAGES = {
     "docs/llm.md": {"offload": offload_block, "flexgen": flexgen_block},
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
     "docs/deltas.md": {"deltas": deltas_table},
+    "docs/checkpoints.md": {"checkpoints": checkpoints_table},
 }  # relative to the repository
 OPEN_PAGES = (
     "docs/gnn.md",

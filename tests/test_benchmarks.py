@@ -732,6 +732,7 @@ def write_measurements(directory):
     runs["changes"] = run_on_cpu(directory, "changes", changes.COLUMNS)
     runs["deltas"] = run_on_cpu(directory, "deltas", deltas.COLUMNS)
     runs["compress"] = run_on_cpu(directory, "compress", compress.COLUMNS)
+    runs["checkpoints"] = run_on_cpu(directory, "checkpoints", checkpoints.COLUMNS)
 
     def add(name, case, arm, gbps=50.0, row_bytes=2048, dtype=torch.bfloat16, sms=132, **extra):
         runs[name].add(
@@ -779,6 +780,9 @@ def write_measurements(directory):
     for arm, gbps, wanted in (("ibp", 400.0, 300.0), ("ibp, apply", 900.0, 1000.0)):
         add("deltas", "4.2 % changed", arm, gbps, fewer="5.25", **sizes, **harness.judged(gbps, wanted))
     add("deltas", "4.2 % changed", "index and value", 200.0, fewer="1.00", **sizes)
+    for arm, gbps, peak_mib in (("writing", 4.0, 0), ("compress, GPU", 3.0, 400)):
+        numbers = {"seconds": "1.5", "fsync_seconds": "0.1", "peak_mib": peak_mib}
+        add("checkpoints", "4.00 GiB of weights", arm, gbps, sms=0, **numbers, **harness.judged(gbps, 3.2))
     add("small_calls", "ibp, host memory", "until it returns", 10 * 2048 / 12.5e3)
     add(
         "overlap",
@@ -878,7 +882,7 @@ def test_claims_are_what_the_csvs_say(tmp_path, capsys):
         "| 12.5 |",
         "| half zeros, bfloat16, 2 KiB | 100 | 50.0 | 50.0 | 172 | 56.0 | 48.0 (of 56.0) |  | 900 (of 1,000) |  |",
         "missed (2 of 4)",
-        "Of 9 targets of these scripts 5 are missed:",
+        "Of 11 targets of these scripts 6 are missed:",
         "| one tensor | 700 (of 800) |",
         "page of 64 KiB comes back after 12.5 us.",
         "| device memory, 10 rows | 51.5 (4.00) |",
