@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,10 @@ def test_completion_is_a_script_of_its_shell(capsys):
     asked = f"{script}\nCOMP_WORDS=(ibp comp); COMP_CWORD=1; _shtab_ibp; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=LIMIT_S)
     assert set(done.stdout.split()) == {name for name in COMMANDS if name.startswith("comp")}
+    if shutil.which("zsh"):
+        assert run("completion", "zsh") == 0
+        script = capsys.readouterr().out
+        assert subprocess.run(["zsh", "-n"], input=script, text=True, timeout=LIMIT_S).returncode == 0
 
 
 @pytest.fixture(scope="module")

@@ -386,6 +386,29 @@ def test_stdin_is_known_by_its_first_bytes(kind, tmp_path, monkeypatch):
     assert not os.path.exists(path)
 
 
+# ---- what the page says of JSON ----
+
+
+def test_documents_have_the_members_that_the_page_lists(versions, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ibp._cli.machine._TABLE_BYTES", 1 << 20)
+    rows = re.findall(r"^\| (\w+) \| (`.*) \|$", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    old, new, *_ = versions
+    commands = {
+        "compress": [old, "-o", "x.safetensors"],
+        "decompress": ["x.safetensors", "-o", "y.safetensors"],
+        "verify": ["x.safetensors"],
+        "inspect": ["x.safetensors"],
+        "estimate": [old],
+        "diff": [old, new, "-o", "x.delta"],
+        "apply": [old, "x.delta", "-o", "z.safetensors"],
+        "bench": ["--device", "cpu", "--seconds", "1"],
+    }
+    assert [command for command, _ in rows] == list(commands)
+    for command, members in rows:
+        said = document(capsys, command, *commands[command])
+        assert set(re.findall(r"`(\w+)`", members.partition(" (")[0])) == set(said), command
+
+
 # ---- several processes ----
 
 
