@@ -101,7 +101,7 @@ def check_any_bytes(path, changed):
         assert is_same or not opened.has_checksums
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(changed=changed_files())
 def test_any_bytes(tmp_path_factory, changed):
     check_any_bytes(tmp_path_factory.getbasetemp() / "any.safetensors", changed)

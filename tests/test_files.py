@@ -76,6 +76,7 @@ def test_tables_and_tensors_come_back(tmp_path, kept):
         assert opened[name] is opened[name]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path, dtype):
     x = make_tensor((40, 6), dtype)

@@ -99,6 +99,8 @@ def test_names_that_are_loaded(path):
         ibp.load(path, names=["q"])
     with pytest.raises(TypeError, match="names is the text 'p'"):
         ibp.load(path, names="p")
+    with pytest.raises(TypeError, match="names is the text 'p'"):
+        ibp.open(path).verify("p")
 
 
 # ---- checksums ----

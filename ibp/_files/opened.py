@@ -6,6 +6,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +24,7 @@ from .._segments import FileRows
 from .._staging import to_device
 from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table_fields
 from .header import INDEX_SUFFIX, FileSet, find_files, read_index
-from .reader import Checks, MappedParts, OpenFile, Place, ReadParts, part_names, read_new, read_table
+from .reader import THREADS, Checks, MappedParts, OpenFile, Place, ReadParts, part_names, read_new, read_table
 from .shared import can_pin, segment_of
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -241,16 +242,24 @@ class File(Mapping[str, Value]):
             ChecksumError: bytes are damaged; it names the tensor and the block.
             FileFormatError: a table is none.
             KeyError: there is no tensor of a name.
+            TypeError: names is a text.
             ValueError: the file is closed.
         """
         self._check_open()
+        _check_names(names)
         blocks = self._all_blocks() if names is None else self._blocks_of(names)
-        num_blocks, total = sum(len(numbers) for numbers in blocks.values()), 0
-        with tqdm(total=num_blocks, desc="verify", unit="block", disable=not progress) as bar:
-            for checked, numbers in blocks.items():
-                for number in numbers:
-                    total += checked.check(number)
+        jobs = [(checks, number) for checks, numbers in blocks.items() for number in numbers]
+        total = 0
+        with (
+            tqdm(total=len(jobs), desc="verify", unit="block", disable=not progress) as bar,
+            ThreadPoolExecutor(THREADS) as threads,
+        ):
+            try:
+                for num_bytes in threads.map(lambda job: job[0].check(job[1]), jobs):
+                    total += num_bytes
                     bar.update()
+            finally:
+                threads.shutdown(cancel_futures=True)
         for name in (list(self) if names is None else names) if content else ():
             self._verify_content(name)
         return total
@@ -412,11 +421,15 @@ def load(
         TypeError, ValueError: device or names is none.
         OSError: the file cannot be read.
     """
-    if isinstance(names, str):
-        raise TypeError(f"names is the text {names!r}; wanted a list of names")
+    _check_names(names)
     target = _memory.canonical("cpu" if device is None else device)
     with _local(path) as near, open(near, verify=verify) as file:
         return {name: file._load(name, target, pin_memory) for name in (file if names is None else names)}
+
+
+def _check_names(names: Iterable[str] | None) -> None:
+    if isinstance(names, str):
+        raise TypeError(f"names is the text {names!r}; wanted a list of names")
 
 
 # ---- paths and URLs ----

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 
 from .. import _core, _layout, _memory
 from .._compressed_tensor import CompressedTensor
@@ -40,7 +41,7 @@ _ROWS = ("slots", "overflow")
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons lacks
 _SHOWN_NAMES = 6  # of tensors, in a message
 _PIECE_BYTES = 16 << 20  # that a thread reads at once
-_THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)  # that read at once
 
 
 @dataclass(frozen=True)
@@ -102,24 +103,38 @@ class OpenFile:
         starts = range(0, len(data), _PIECE_BYTES)
 
         def read_piece(first: int) -> None:
-            piece = data[first : first + _PIECE_BYTES]
-            while piece:
-                count = os.preadv(self.fileno(), [piece], start + first)
-                if count == 0:
-                    raise FileFormatError(f"{self.path} was cut while it was read")
-                piece, first = piece[count:], first + count
+            self.read_into(start + first, data[first : first + _PIECE_BYTES])
 
         if len(starts) <= 1:
             for first in starts:
                 read_piece(first)
         else:
-            with ThreadPoolExecutor(min(_THREADS, len(starts))) as threads:
+            with ThreadPoolExecutor(min(THREADS, len(starts))) as threads:
                 list(threads.map(read_piece, starts))
         return target
 
-    def bytes_at(self, start: int, num_bytes: int) -> bytes:
+    def read_into(self, start: int, data: memoryview) -> None:
+        """Fills memory from the file."""
+        while data:
+            count = os.preadv(self.fileno(), [data], start)
+            if count == 0:
+                raise FileFormatError(f"{self.path} was cut while it was read")
+            data, start = data[count:], start + count
+
+    def bytes_at(self, start: int, num_bytes: int) -> bytearray:
         """Some bytes of the file."""
-        return self.read(start, torch.empty(num_bytes, dtype=torch.uint8)).numpy().tobytes()
+        data = bytearray(num_bytes)
+        self.read_into(start, memoryview(data))
+        return data
+
+    def hash_of(self, start: int, num_bytes: int) -> int:
+        """The hash of some bytes of the file, however many, in little memory."""
+        hasher, data = xxhash.xxh3_64(), memoryview(bytearray(min(num_bytes, checks.BLOCK_BYTES)))
+        for first in range(start, start + num_bytes, checks.BLOCK_BYTES):
+            piece = data[: min(checks.BLOCK_BYTES, start + num_bytes - first)]
+            self.read_into(first, piece)
+            hasher.update(piece)
+        return hasher.intdigest()
 
     def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
         """uint8 [num_bytes], mapped: what is written to becomes memory of its own. It keeps the mapping alive."""
@@ -182,7 +197,7 @@ class OpenFile:
         if entry is None and count == 0:
             return np.empty(0, numpy_dtype)
         start = start_of_part(self, name, entry, dtype, count * numpy_dtype.itemsize)
-        return np.frombuffer(bytearray(self.bytes_at(start, count * numpy_dtype.itemsize)), numpy_dtype)
+        return np.frombuffer(self.bytes_at(start, count * numpy_dtype.itemsize), numpy_dtype)
 
     # ---- checksums ----
 
@@ -216,7 +231,7 @@ class Checks:
         own = checks.hash_of(self._hashes[:-1].tobytes())
         if own != int(self._hashes[-1]):
             raise ChecksumError(f"{self._file.path}: the checksums have another checksum: they are damaged")
-        if checks.hash_of(self._file.bytes_at(0, self.start)) != int(self._hashes[-2]):
+        if self._file.hash_of(0, self.start) != int(self._hashes[-2]):
             raise ChecksumError(f"{self._file.path}: the header has another checksum: it is damaged")
 
     def blocks_of(self, entry: Entry) -> range:
@@ -235,7 +250,7 @@ class Checks:
         start = self.start + block * self.block_bytes
         num_bytes = min(self.block_bytes, self.end - start)
         if not self._is_right[block]:
-            if checks.hash_of(self._file.bytes_at(start, num_bytes)) != int(self._hashes[block]):
+            if self._file.hash_of(start, num_bytes) != int(self._hashes[block]):
                 raise ChecksumError(
                     f"{self._file.path}: block {block}, bytes {start} to {start + num_bytes - 1} of the file, has "
                     f"another checksum: {self._names_in(start, start + num_bytes)} is damaged"
