@@ -28,6 +28,7 @@ PAGES = {
 # How files are shown that are linked and are no pages; others are copied.
 LANGUAGES = {".c": "c", ".h": "c", ".cu": "cuda", ".cuh": "cuda", ".cpp": "c++", ".py": "python", ".sh": "sh"}
 FENCE = re.compile(r"\s*(```+|~~~+)(.*)")
+NAME = re.compile(r"(?<!\[)`(ibp(?:\.\w+)+)`")  # of an object, alone between backticks and in no link
 LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")  # its text, and where it leads
 
 
@@ -93,6 +94,12 @@ def title_of(path):
     return next(line for line in text_of(path).split("\n") if line.startswith("# "))[2:]
 
 
+def names_in_the_reference():
+    """Objects that pages of docs/api show."""
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    return {name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+
+
 # Path in the repository: place in the site. Filled by on_files, read as pages are rendered.
 PLACES: dict[str, str] = {}
 
@@ -114,8 +121,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links from here; the first word after a fence is its language, further ones become its title."""
-    here = origin(page.file.src_uri)
+    """Links from here, and to the reference; the first word after a fence is its language, others become its title."""
+    here, names = origin(page.file.src_uri), names_in_the_reference()
 
     def link(match):
         text, (target, _, anchor) = match[1], match[2].partition("#")
@@ -127,6 +134,9 @@ def on_page_markdown(markdown, page, config, files):
             text = title_of(path)  # where GitHub shows a path, the site shows a title
         return f"[{text}]({place}{'#' + anchor if anchor else ''})"
 
+    def name(match):
+        return f"[{match[0]}][{match[1]}]" if match[1] in names else match[0]
+
     def fence(line):
         marks, language, words = re.fullmatch(r"(\s*(?:```+|~~~+))(\S*)\s*(.*)", line).groups()
         needs = [{"gpu": "a GPU"}.get(word, word) for word in words.split() if word != "fragment"]
@@ -136,6 +146,7 @@ def on_page_markdown(markdown, page, config, files):
     for line, is_text in outside_fences(markdown):
         if is_text:
             line = LINK.sub(link, line)
+            line = line if line.startswith("#") else NAME.sub(name, line)
         elif re.match(r"\s*(```+|~~~+)\w+ \w", line):
             line = fence(line)
         rewritten.append(line)
