@@ -54,7 +54,8 @@ begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, whi
 have as many ids. Rows that have `entries` come from `slabs`, as in gather_cached. `reduction` and `kind` are numbers of
 ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 is none.
 
-`measure_deltas`, `encode_deltas` and `apply_deltas`, for CUDA alone, are ibp_cuda_measure_deltas and so on of
+`add_rows`, on the CPU, adds a table of differences to `base`, the memory of its tensor, as ibp_add_rows of ibp.h does;
+change is int64 [1], added to. `measure_deltas`, `encode_deltas` and `apply_deltas`, for CUDA alone, are ibp_cuda_measure_deltas and so on of
 ibp_cuda.h: tensors is int64 [n, 10], the structs ibp_delta_tensor, whose addresses are trusted; lengths, counts and
 bases are of the sequence of all tensors' rows; sums is int64 [2 n], state int64 [1 + 3 n], both zeros at first.
 
@@ -138,6 +139,9 @@ _lib.define(
     "-> ()"
 )
 _lib.define("sum_words(Tensor part, int first_word, Tensor(a!) sum) -> ()")
+_lib.define(
+    f"add_rows({_READ}, int element_bytes, bool subtracts, Tensor(a!) base, Tensor(b!) change, Tensor(c!) fault) -> ()"
+)
 _lib.define(
     "measure_deltas(Tensor tensors, Tensor codebook, int[] codec, Tensor(a!) lengths, Tensor(b!) counts, "
     "Tensor(c!) sums) -> ()"
@@ -296,6 +300,7 @@ for _name in (
     "decode_bytes",
     "stream_bytes",
     "select_rows",
+    "add_rows",
     "apply_deltas",
     "encode_deltas",
     "measure_deltas",

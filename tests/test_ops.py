@@ -85,6 +85,9 @@ def samples():
     for planes in of_planes:
         yield "encode_packed", packed_arguments(data[:-100], planes)
     yield "encode_packed", packed_arguments(data, codebook)
+    change = torch.zeros(1, dtype=torch.int64)
+    yield "add_rows", (*tables[1], 4, False, x.clone(), change, fault())
+    yield "add_rows", (*tables[2], 4, True, x.clone(), change.clone(), fault())
     for arguments in tables:
         yield "gather_items", (*arguments, ids, 0, torch.zeros(4 * 240, dtype=torch.uint8), fault())
         yield "decode_bytes", (*arguments, 1000, 7777, 0, torch.zeros(6777, dtype=torch.uint8), fault())
@@ -135,11 +138,11 @@ def cache_samples(table):
 
 
 SAMPLES = list(samples())
-NAMES = {"choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes", "drop_cached",
-         "encode_packed", "encode_rows", "estimate_masks", "fill_slab", "find_cached", "gather_cached", "gather_into", "gather_items",
-         "gather_to", "index_rows", "learn_entries", "learn_planes", "measure_rows", "note_pages", "owners_of_rows",
-         "pack_table", "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows",
-         "threshold_bits"}  # fmt: skip
+NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
+         "drop_cached", "encode_packed", "encode_rows", "estimate_masks", "fill_slab", "find_cached",
+         "gather_cached", "gather_into", "gather_items", "gather_to", "index_rows", "learn_entries", "learn_planes",
+         "measure_rows", "note_pages", "owners_of_rows", "pack_table", "partition_ids", "plan_pages", "select_rows",
+         "set_cached", "sum_words", "survey_rows", "threshold_bits"}  # fmt: skip
 DELTAS = {"measure_deltas", "encode_deltas", "apply_deltas"}
 
 

@@ -1,4 +1,5 @@
 // torch_delta_ops.cpp - torch.ops.ibp.sum_words and the operations of deltas: tensors to pointers, as torch_ops.cpp.
+#include "torch_ranges.h"
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -45,6 +46,31 @@ void sum_words_cuda(Tensor part, int64_t first_word, Tensor sum)
 }
 
 // ---- deltas ----
+
+// base: memory of the table's tensor. change: int64 [1]. A corrupt row changes nothing and is noted in fault.
+void add_rows_cpu(IBP_TABLE_PARAMETERS, int64_t element_bytes, bool subtracts, Tensor base, Tensor change, Tensor fault)
+{
+    require_cpu({&base, &change, IBP_TABLE_TENSORS, &fault});
+    const TableArgs args = IBP_TABLE_ARGUMENTS;
+    const ibp_table table = args.table();
+    Footprints memory = args.footprints(table);
+    memory.writes("base", base);
+    memory.writes("change", change);
+    memory.writes("fault", fault);
+    uint8_t *const to = room_of(base, ibp_bytes_of_table(&table), "base");
+    const uint32_t width = to_u32(element_bytes, 1, 8, "element_bytes"), row_bytes = table.codebook.row_bytes;
+    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes) + row_bytes;
+    std::atomic<uint64_t> total{0};
+    over_ranges(ibp_num_rows(&table), row_bytes, scratch_bytes, fault_of(fault),
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                    uint64_t own = 0;
+                    const ibp_status status =
+                        ibp_add_rows(&table, width, subtracts, first, last, to, &own, scratch, scratch_bytes, mine);
+                    total += own;
+                    return status;
+                });
+    *unsigned_longs_of(change, 1, "change") += total;
+}
 
 // Structs ibp_delta_tensor of ibp_cuda.h, as int64 [tensors, 10]; their addresses are trusted.
 struct DeltaTensors {
@@ -121,7 +147,11 @@ void apply_deltas_cuda(Tensor tensors, int64_t num_rows, Tensor codebook, std::v
 
 } // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m) { m.impl("sum_words", TORCH_BOX(&sum_words_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
+{
+    m.impl("sum_words", TORCH_BOX(&sum_words_cpu));
+    m.impl("add_rows", TORCH_BOX(&add_rows_cpu));
+}
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
     m.impl("sum_words", TORCH_BOX(&sum_words_cuda));

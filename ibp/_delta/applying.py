@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +11,7 @@ from .. import _staging
 from .._fetch.streaming import decompress
 from .._fingerprint import check_source, fingerprint
 from .._table import CorruptTableError
-from . import on_gpu
+from . import on_cpu, on_gpu
 from .coding import INTEGERS, integers_of
 from .tensors import Delta, DeltaMismatchError
 
@@ -27,21 +27,21 @@ def apply_all(jobs: Sequence[Job]) -> None:
     for job in jobs:
         _check_base(*job)
     jobs = [(name, delta, base.detach()) for name, delta, base in jobs]
-    others = [job for job in jobs if not on_gpu.can_apply(job[1], job[2])]
+    others = [job for job in jobs if not on_gpu.can_apply(*job[1:]) and not on_cpu.can_apply(*job[1:])]
     for job in others:
         _check_fingerprint(*job)
     made = [(base, _new_version(name, delta, base)) for name, delta, base in others if not delta.is_empty]
-    begun: list[on_gpu.Batch] = []
+    done: list[on_gpu.Batch | on_cpu.InPlace] = []
     try:
         for batch in _batches(jobs):
             wrong = batch.apply()
             if wrong is not None:
                 _refuse(*jobs[wrong])
-            begun.append(batch)
+            done.append(batch)
         if made:
             _staging.copy_all([_bits(base) for base, _ in made], [_bits(new) for _, new in made])
     except BaseException:
-        for batch in begun:
+        for batch in done:
             batch.take_back()
         raise
 
@@ -51,16 +51,17 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(INTEGERS[x.element_size()])
 
 
-def _batches(jobs: Sequence[Job]) -> list[on_gpu.Batch]:
-    """Those that kernels take, by device and codebook."""
+def _batches(jobs: Sequence[Job]) -> Iterator[on_gpu.Batch | on_cpu.InPlace]:
+    """What is applied in place: by GPUs all that have one codebook at once, on the CPU one after the other."""
     groups: dict[Any, list[int]] = {}
     for index, (_, delta, base) in enumerate(jobs):
         if on_gpu.can_apply(delta, base):
             groups.setdefault((base.device, *on_gpu.coding_key(delta)), []).append(index)
-    return [
-        on_gpu.Batch(indices, [jobs[i][1] for i in indices], [jobs[i][2] for i in indices])
-        for indices in groups.values()
-    ]
+    for indices in groups.values():
+        yield on_gpu.Batch(indices, [jobs[i][1] for i in indices], [jobs[i][2] for i in indices])
+    for index, (_, delta, base) in enumerate(jobs):
+        if on_cpu.can_apply(delta, base):
+            yield on_cpu.InPlace(index, delta, base)
 
 
 def _refuse(name: str, delta: Delta, base: torch.Tensor) -> NoReturn:
