@@ -12,7 +12,8 @@ ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stor
 ibp_status ibp_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block, const uint16_t *lengths,
                           const uint16_t *rooms, int64_t num_rows, uint8_t *stored, uint8_t *seen)
 {
-    if (num_blocks < 0 || num_rows < 0 || ids_per_block == 0) return IBP_INVALID_ARGUMENT;
+    if (num_blocks < 0 || num_rows < 0 || ids_per_block == 0 || num_rows % ids_per_block != 0)
+        return IBP_INVALID_ARGUMENT;
     for (int64_t b = 0; b < num_blocks; b++) {
         const int64_t *const rows = ids + b * ids_per_block;
         if (rows[0] < 0 || rows[0] >= num_rows) continue;

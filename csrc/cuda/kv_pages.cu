@@ -58,7 +58,8 @@ extern "C" ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks
                                           const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows,
                                           uint8_t *stored, uint8_t *seen, ibp_stream stream)
 {
-    if (num_blocks < 0 || num_rows < 0 || ids_per_block == 0) return IBP_INVALID_ARGUMENT;
+    if (num_blocks < 0 || num_rows < 0 || ids_per_block == 0 || num_rows % ids_per_block != 0)
+        return IBP_INVALID_ARGUMENT;
     if (num_blocks == 0 || num_rows == 0) return IBP_OK;
     if (ids == nullptr || lengths == nullptr || stored == nullptr || seen == nullptr) return IBP_INVALID_ARGUMENT;
     ibp::note_pages<<<ibp::blocks_for(num_blocks * ibp::kWarp), ibp::kPageThreads, 0, stream>>>(

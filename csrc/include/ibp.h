@@ -475,7 +475,8 @@ IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8
 /* Notes which blocks of tensors are stored, once their rows have been coded into a place: all of them, but those with a
  * row that was lost. ids: of rows, ids_per_block for each of num_blocks, as ibp_plan_pages has them; those with a first
  * one below 0 are left out. lengths, rooms: of the place, num_rows of them; rooms NULL where slots hold whole rows.
- * stored, seen: flags, num_rows / ids_per_block of them: of the device that decodes, and of the host. */
+ * stored, seen: flags, num_rows / ids_per_block of them: of the device that decodes, and of the host.
+ * @return IBP_INVALID_ARGUMENT also if that is no whole number. */
 IBP_API ibp_status ibp_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
                                   const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, uint8_t *stored,
                                   uint8_t *seen);

@@ -82,6 +82,8 @@ static void check_notes(rng *r)
     CHECK(ibp_note_pages(ids, -1, PER_BLOCK, lengths, rooms, ROWS, stored, seen) == IBP_INVALID_ARGUMENT, "%s",
           "blocks");
     CHECK(ibp_note_pages(ids, 4, 0, lengths, rooms, ROWS, stored, seen) == IBP_INVALID_ARGUMENT, "%s", "ids");
+    CHECK(ibp_note_pages(ids, 4, PER_BLOCK, lengths, rooms, ROWS - 1, stored, seen) == IBP_INVALID_ARGUMENT, "%s",
+          "rows that are no whole blocks");
 }
 
 static void check_what_is_refused(rng *r)

@@ -261,6 +261,43 @@ static void sort_ids(input *in, const job *j)
     for (int64_t k = 0; k < j->num_ids; k++) REQUIRE(positions[k] < j->num_ids && sorted[k] == j->ids[positions[k]]);
 }
 
+/* Pages on their way to and from a place whose rows are the table's: numbers of pages and blocks are any. */
+static void move_pages(input *in, const job *j)
+{
+    enum { MOST = 8 };
+    ibp_page_transfer t = {.pages = j->ids,
+                           .blocks = j->ids + j->num_ids / 2,
+                           .count = j->num_ids - j->num_ids / 2,
+                           .num_pages = take_below(in, 64),
+                           .num_blocks = take_below(in, 64),
+                           .num_tensors = take_below(in, MOST),
+                           .first_tensor = take_below(in, MOST),
+                           .tensors = take_below(in, MOST),
+                           .pieces = take_below(in, MOST),
+                           .ids_per_block = take_below(in, 4 * MOST),
+                           .block_stride = (int64_t)take(in, 8)};
+    if (t.count > j->num_ids / 2) t.count = j->num_ids / 2;
+    const size_t num_ids = (size_t)t.count * t.tensors * t.ids_per_block, num_starts = (size_t)t.tensors * t.pieces,
+                 num_flags = (size_t)t.num_pages * t.num_tensors;
+    uint8_t *const stored = fenced(STAMPS_PLACE, num_flags), *const seen = fenced(SOURCE_PLACE, num_flags);
+    uint64_t *const starts = (void *)fenced(MAP_PLACE, 8 * num_starts), *const block_starts = (void *)fenced(
+                                                                            POSITIONS_PLACE, 8 * (size_t)t.num_blocks);
+    int64_t *const ids = (void *)fenced(OUT_PLACE, 8 * num_ids);
+    uint64_t *const addresses = (void *)fenced(SLAB_PLACE, 8 * (size_t)t.count * num_starts);
+    take_pattern(in, stored, num_flags, 32);
+    memset(seen, 0, num_flags), memset(starts, 1, 8 * num_starts), memset(block_starts, 2, 8 * (size_t)t.num_blocks);
+    t.starts = starts, t.block_starts = take_flag(in) ? block_starts : NULL;
+    if (ibp_plan_pages(&t, take_flag(in) ? stored : NULL, ids, addresses) != IBP_OK) return;
+    const int64_t num_rows = (int64_t)num_flags * t.ids_per_block;
+    for (size_t i = 0; i < num_ids; i++) REQUIRE(ids[i] >= -1 && ids[i] < num_rows);
+    if (num_rows > MOST_BYTES) return;
+    damage(in, ids, 8 * num_ids);
+    uint16_t *const lengths = (void *)fenced(ENTRIES_PLACE, 2 * (size_t)num_rows);
+    memset(lengths, 0, 2 * (size_t)num_rows);
+    REQUIRE(ibp_note_pages(ids, (int64_t)(num_ids / t.ids_per_block), t.ids_per_block, lengths,
+                           take_flag(in) ? lengths : NULL, num_rows, stored, seen) == IBP_OK);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     input in = {data, data + size};
@@ -297,6 +334,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     select_rows(&j);
     cache_rows(&in, &j);
     sort_ids(&in, &j);
+    move_pages(&in, &j);
     if (is_place) { /* rows coded anew, over what was damaged */
         used = take_flag(&in) ? take(&in, 8) : used;
         damage(&in, rooms, 2 * (size_t)m.num_rows);
