@@ -323,6 +323,11 @@ def test_the_header_has_the_room_that_names_need(tmp_path):
     assert set(ibp.load(tmp_path / "x", verify=True)) == set(names)
 
 
+def test_a_directory_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"'{tmp_path / 'none'}'"):
+        ibp.save(tmp_path / "none" / "x", torch.ones(1))
+
+
 # ---- the writer ----
 
 

@@ -240,6 +240,7 @@ class File(Mapping[str, Value]):
 
         Raises:
             ChecksumError: bytes are damaged; it names the tensor and the block.
+            CorruptTableError: with `content`, a table cannot be decoded.
             FileFormatError: a table is none.
             KeyError: there is no tensor of a name.
             TypeError: names is a text.
@@ -247,7 +248,8 @@ class File(Mapping[str, Value]):
         """
         self._check_open()
         _check_names(names)
-        blocks = self._all_blocks() if names is None else self._blocks_of(names)
+        chosen = list(self if names is None else names)
+        blocks = self._all_blocks() if names is None else self._blocks_of(chosen)
         jobs = [(checks, number) for checks, numbers in blocks.items() for number in numbers]
         total = 0
         with (
@@ -260,7 +262,7 @@ class File(Mapping[str, Value]):
                     bar.update()
             finally:
                 threads.shutdown(cancel_futures=True)
-        for name in (list(self) if names is None else names) if content else ():
+        for name in tqdm(chosen if content else (), desc="decode", unit="tensor", disable=not (progress and content)):
             self._verify_content(name)
         return total
 

@@ -117,7 +117,7 @@ class FileWriter:
         """Begins a part of a table, `<table>:<part>`, or of a codebook: one dimension, padded with zeros. One without
         bytes is left out."""
         text = dtype if isinstance(dtype, str) else dtype_name(dtype)
-        if name in self._entries or name in self._plain:
+        if name in self._entries or name in self._plain or name in self._tables:
             raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
         self._claim_header(repr(name), _json_bytes(name) + _ENTRY_BYTES + _SIZE_BYTES)
         return self._begin(Sink(self, name, text, None, is_part=True))
@@ -334,7 +334,10 @@ class _Output:
         self.hasher, self._buffer = checks.BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
-        self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            self._file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(error.errno, error.strerror, str(path.parent)) from None
         try:
             os.lseek(self._file, room, os.SEEK_SET)
         except BaseException:
