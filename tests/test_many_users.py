@@ -13,7 +13,7 @@ from fault_cases import ON_CPU
 from helpers import assert_same_bits, embedding, in_threads, spiky_rows, take
 from test_crashes import status_of
 
-NUM_ITEMS, THREADS, ROUNDS = 3000, 4, 15
+NUM_ITEMS, THREADS, ROUNDS = 3000, 4, 8
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +21,15 @@ def x():
     return spiky_rows(NUM_ITEMS, 48)
 
 
+@pytest.fixture(scope="module")
+def tables(x):
+    options = {"slots": {}, "packed": {"layout": "packed"}, "masks": {"scheme": "ibp"}}
+    return {name: ibp.compress(x, **some, **ON_CPU) for name, some in options.items()}
+
+
 @pytest.fixture
-def path(x, tmp_path):
-    tables = {"slots": {}, "packed": {"layout": "packed"}, "masks": {"scheme": "ibp"}}
-    made = {name: ibp.compress(x, **options, **ON_CPU) for name, options in tables.items()}
-    ibp.save(tmp_path / "model.safetensors", {**made, "plain": x})
+def path(x, tables, tmp_path):
+    ibp.save(tmp_path / "model.safetensors", {**tables, "plain": x})
     return tmp_path / "model.safetensors"
 
 
