@@ -357,6 +357,17 @@ def test_urls(source, tensors, capsys):
     assert document(capsys, "diff", source, url)["differs"] is False
 
 
+def test_urls_of_sets_of_files(tensors, capsys):
+    pytest.importorskip("fsspec")
+    ibp.save("x.safetensors", tensors)
+    options = ["--shard-bytes", "100K", "--verify", "--force"]
+    said = document(capsys, "compress", "x.safetensors", "-o", "memory://ibp-test-set/x.safetensors", *options)
+    assert len(said["files"]) > 1 and said["verified_bytes"] > 0
+    assert not document(capsys, "diff", "x.safetensors", said["path"])["differs"]
+    assert run("decompress", said["path"], "-o", "memory://ibp-test-set/y.safetensors", "--force", "--quiet") == 0
+    assert_holds("memory://ibp-test-set/y.safetensors.index.json", tensors)
+
+
 def test_stdout_holds_one_file(source, tmp_path, capsys):
     assert run("compress", source, "-o", "-", "--json") == 2
     assert "both write to stdout" in capsys.readouterr().err

@@ -107,7 +107,7 @@ def is_url(path: str) -> bool:
 
 @contextlib.contextmanager
 def local_path(path: str) -> Iterator[str]:
-    """A file here with the content of a URL's, for as long as the context lasts."""
+    """A file, or a set of files, here with the content of a URL's, for as long as the context lasts."""
     import fsspec
 
     with tempfile.TemporaryDirectory(prefix="ibp-") as directory:
@@ -115,6 +115,9 @@ def local_path(path: str) -> Iterator[str]:
             filesystem, remote = fsspec.core.url_to_fs(path)
             target = os.path.join(directory, os.path.basename(remote.rstrip("/")) or "input")
             filesystem.get(remote.rstrip("/"), target, recursive=filesystem.isdir(remote))
+            if target.endswith(".index.json"):  # with the files that it names
+                for name in set(read_index(Path(target)).values()):
+                    filesystem.get_file(f"{remote.rpartition('/')[0]}/{name}", os.path.join(directory, name))
         except FileNotFoundError:
             raise FileNotFoundError(f"{path}: there is no such file") from None
         except (ImportError, OSError, ValueError):
