@@ -55,9 +55,10 @@ have as many ids. Rows that have `entries` come from `slabs`, as in gather_cache
 ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 is none.
 
 `add_rows`, on the CPU, adds a table of differences to `base`, the memory of its tensor, as ibp_add_rows of ibp.h does;
-change is int64 [1], added to. `measure_deltas`, `encode_deltas` and `apply_deltas`, for CUDA alone, are ibp_cuda_measure_deltas and so on of
-ibp_cuda.h: tensors is int64 [n, 10], the structs ibp_delta_tensor, whose addresses are trusted; lengths, counts and
-bases are of the sequence of all tensors' rows; sums is int64 [2 n], state int64 [1 + 3 n], both zeros at first.
+change is int64 [1], added to. `measure_deltas`, `encode_deltas` and `apply_deltas`, for CUDA alone, are
+ibp_cuda_measure_deltas and so on of ibp_cuda.h: tensors is int64 [n, 10], the structs ibp_delta_tensor, whose addresses
+are trusted; lengths, counts and bases are of the sequence of all tensors' rows; sums is int64 [2 n], state int64
+[1 + 3 n], both zeros at first.
 
 A cache of rows is for tables whose items are whole rows. `find_cached` turns ids into the entries of their rows, row r
 of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs; `gather_cached` is gather_items with the rows that

@@ -2,7 +2,19 @@
 
 import pytest
 
-from native import CSRC, KEPT, SANITIZED, TESTS, can_sanitize, compiled, core_objects, cxx_compiler, linked, run, written
+from native import (
+    CSRC,
+    KEPT,
+    SANITIZED,
+    TESTS,
+    can_sanitize,
+    compiled,
+    core_objects,
+    cxx_compiler,
+    linked,
+    run,
+    written,
+)
 from test_emulated_kernels import FLAGS, emulated, translate
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-/* file_tables.c - tables of a file: what their fields say, and their codebooks in working form (FORMAT.md section 9). */
+/* file_tables.c - tables of a file: what their fields say, and codebooks in working form (FORMAT.md section 9). */
 #include "checks.h"
 #include "file.h"
 #include "locate.h"

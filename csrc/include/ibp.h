@@ -497,9 +497,9 @@ IBP_API uint64_t ibp_fingerprint(const uint8_t *data, int64_t num_bytes);
 /* ---- deltas (section 9) ------------------------------------------------------------------------------------------ */
 
 /* Adds the rows first_row to last_row - 1 of a table of differences to base, or subtracts them: element by element,
- * modulo 2^w. base: the whole tensor, as many bytes as the table's, at any alignment. *change: what that adds to the sum
- * of ibp_sum_words is added to it. A corrupt row changes nothing, now and when it is subtracted, and is noted in *fault
- * if that is still clear; the others are added all the same. Threads may each take rows of one table.
+ * modulo 2^w. base: the whole tensor, as many bytes as the table's, at any alignment. *change: what that adds to the
+ * sum of ibp_sum_words is added to it. A corrupt row changes nothing, now and when it is subtracted, and is noted in
+ * *fault if that is still clear; the others are added all the same. Threads may each take rows of one table.
  * scratch: ibp_scratch_bytes(row_bytes) and row_bytes more.
  * @return the first fault's status, or IBP_OK; IBP_INVALID_ARGUMENT also for rows that are no multiple of 8 bytes. */
 IBP_API ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, bool subtracts, int64_t first_row,

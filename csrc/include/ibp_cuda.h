@@ -293,8 +293,8 @@ typedef enum ibp_delta_verdict {
  * becomes the verdict, and of each tensor the sum of its base's words, what its changes added to that, and whether rows
  * were corrupt. Of the bases only what changes is written; they share no memory with anything else. Rows are not
  * trusted.
- * takes_back: takes the changes of an earlier call back instead, whose state is given with IBP_DELTA_DAMAGED in place of
- * its verdict. */
+ * takes_back: takes the changes of an earlier call back instead, whose state is given with IBP_DELTA_DAMAGED in place
+ * of its verdict. */
 IBP_API ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                          uint32_t num_tensors, int64_t num_rows, bool takes_back, uint64_t *state,
                                          ibp_stream stream);

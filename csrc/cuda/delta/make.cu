@@ -1,9 +1,9 @@
 // make.cu - the differences of two versions of tensors, measured and coded while they are subtracted (FORMAT.md,
 // sections 6 and 9). A warp takes a row: 16 bytes a lane of both versions at a time.
 //
-// Measuring is bound by issue: some 130 instructions a step are the four words of two fingerprints. It leaves for coding
-// how many elements each plane has, so that coding knows where the parts are; there each listed element finds by sums
-// over the lanes which bits are its.
+// Measuring is bound by issue: some 130 instructions a step are the four words of two fingerprints. It leaves for
+// coding how many elements each plane has, so that coding knows where the parts are; there each listed element finds by
+// sums over the lanes which bits are its.
 #include "../encode/encoder.cuh"
 #include "../positions.cuh"
 #include "versions.cuh"
