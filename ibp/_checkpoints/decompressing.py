@@ -19,7 +19,7 @@ from .outputs import FORMATS, SUFFIXES
 from .source import Source, SourceTensor, chosen
 from .sources import AnyPath, open_sources
 
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 4 << 20
 _AHEAD = 2  # blocks that are decoded while one is written
 
 
