@@ -64,6 +64,7 @@ def good_calls():
             yield "gather_items", [*table, torch.tensor([5, 99, 5]), 0, torch.zeros(3, 60), fault(), some]
         yield "decode_bytes", [*table, 100, 7777, 0, zeros(7677), fault()]
         yield "select_rows", [*table, torch.arange(50), 2, *selected()]
+        yield "add_rows", [*table, 4, False, x.clone(), zeros(1, I64), fault()]
         if scheme == "ibp":
             yield "count_hits", [data, words, codec]
     lengths = OPS.measure_rows(data, words, codec)
@@ -76,16 +77,31 @@ def good_calls():
     yield "learn_planes", [data, 240, 4, 8, 100, False, False]
     yield "count_bits", [data, 240]
     yield "partition_ids", [torch.tensor([7, 99, 3]), 100, 3]
+    yield "sum_words", [data, 7, zeros(1, I64)]
 
 
 GOOD = list(good_calls())
-WRITTEN = {"slots", "overflow", "out", "fault", "lengths_out", "bases_out", "rows_out", "taken"}
+WRITTEN = {
+    "slots",
+    "overflow",
+    "out",
+    "fault",
+    "lengths_out",
+    "bases_out",
+    "rows_out",
+    "taken",
+    "base",
+    "change",
+    "sum",
+}
+
+ANY_DTYPE = {"out", "base", "part"}  # memory, whatever it holds
 
 
 def may_be_shorter(name, called, arguments):
     """Where fewer elements are a smaller problem, rows that lie outside their table, or room for fewer rows."""
     has_positions = name == "gather_items" and arguments[-1] is not None
-    less_work = {"slots", "overflow", "ids", "mask", "lengths_out", "bases_out", "rows_out"}
+    less_work = {"slots", "overflow", "ids", "mask", "part", "lengths_out", "bases_out", "rows_out"}
     return called in less_work or (called == "data" and name != "encode_rows") or (called == "out" and has_positions)
 
 
@@ -138,7 +154,7 @@ def test_the_calls_are_good(name, arguments):
 @numbered(GOOD)
 def test_wrong_tensors(name, arguments):
     for place, called in tensors_of(name, arguments):
-        for what, wrong in wrong_tensors(arguments[place], any_dtype=called == "out"):
+        for what, wrong in wrong_tensors(arguments[place], any_dtype=called in ANY_DTYPE):
             with pytest.raises(RuntimeError):
                 call(name, changed(arguments, place, wrong))
                 pytest.fail(f"{name} takes {called}: {what}")

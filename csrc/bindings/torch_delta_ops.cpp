@@ -9,20 +9,20 @@ namespace {
 
 using namespace ibp_torch;
 
-uint64_t *sum_of(const Tensor &part, const Tensor &sum)
+uint64_t *sum_of(const Tensor &part, int64_t first_word, const Tensor &sum)
 {
+    require(first_word >= 0, "first_word is ", first_word);
     Footprints memory;
     memory.reads("part", part);
     memory.writes("sum", sum);
     return unsigned_longs_of(sum, 1, "sum");
 }
 
-// first_word: as int64, whatever its bits say.
 void sum_words_cpu(Tensor part, int64_t first_word, Tensor sum)
 {
     constexpr int64_t kWordsARange = 1 << 17; // a megabyte
     require_cpu({&part, &sum});
-    uint64_t *const out = sum_of(part, sum);
+    uint64_t *const out = sum_of(part, first_word, sum);
     const Memory memory = memory_of(part, "part");
     std::atomic<uint64_t> total{0};
     torch::stable::parallel_for(0, divide_up(memory.num_bytes, 8), kWordsARange, [&](int64_t first, int64_t last) {
@@ -38,7 +38,7 @@ void sum_words_cpu(Tensor part, int64_t first_word, Tensor sum)
 void sum_words_cuda(Tensor part, int64_t first_word, Tensor sum)
 {
     const auto device = use_cuda(part, {&sum});
-    uint64_t *const out = sum_of(part, sum);
+    uint64_t *const out = sum_of(part, first_word, sum);
     const Memory memory = memory_of(part, "part");
     check(
         ibp_cuda_sum_words(memory.data, memory.num_bytes, static_cast<uint64_t>(first_word), out, current_stream(part)),

@@ -182,6 +182,28 @@ static void read_rows(void *argument)
     j->seen = seen, j->is_first = false;
 }
 
+/* Rows added to a tensor as differences, and taken back: what is corrupt changes nothing, both times. */
+static void add_rows(const job *j)
+{
+    const ibp_table *const t = &j->m->table;
+    const int64_t num_bytes = t->num_items * t->item_bytes;
+    const uint32_t row_bytes = t->codebook.row_bytes, width = num_bytes % 8 == 0 ? 8 : num_bytes % 2 == 0 ? 2 : 1;
+    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes) + row_bytes;
+    uint8_t *const base = fenced(SLAB_PLACE, (size_t)num_bytes), *const scratch = fenced(OUT_PLACE, scratch_bytes);
+    uint64_t sum = 0;
+    memcpy(base, j->m->data, (size_t)num_bytes);
+    for (uint32_t back = 0; back < 2; back++) {
+        ibp_fault fault = {0};
+        const ibp_status status =
+            ibp_add_rows(t, width, back, 0, j->m->num_rows, base, &sum, scratch, scratch_bytes, &fault);
+        if (row_bytes % 8 != 0) REQUIRE(status == IBP_INVALID_ARGUMENT);
+        if (status == IBP_INVALID_ARGUMENT) return;
+        REQUIRE(status == IBP_OK || (status == IBP_CORRUPT_ROW && !j->is_right));
+        REQUIRE(sum == sum_of(base, (size_t)num_bytes) - sum_of(j->m->data, (size_t)num_bytes));
+    }
+    REQUIRE(sum == 0 && memcmp(base, j->m->data, (size_t)num_bytes) == 0);
+}
+
 /* Rows as they are stored: measured, copied, surveyed. */
 static void select_rows(const job *j)
 {
@@ -332,6 +354,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     j.is_right = is_coded && !is_damaged && j.is_right_codebook && !is_place;
     on_each_processor(read_rows, &j);
     select_rows(&j);
+    add_rows(&j);
     cache_rows(&in, &j);
     sort_ids(&in, &j);
     move_pages(&in, &j);
