@@ -51,6 +51,8 @@ def test_an_opened_file_is_a_mapping(path):
         with pytest.raises(ValueError, match="x.safetensors is closed"):
             ask()
     assert "closed" in repr(file)
+    with pytest.raises(ValueError, match="x.safetensors is closed"):
+        file._files["x.safetensors"].fileno()
     path.unlink()
     assert_same_bits(table[[3, 299]], ROWS[[3, 299]])
     assert_same_bits(tensor, torch.arange(6.0).view(2, 3))

@@ -106,15 +106,15 @@ class File(Mapping[str, Value]):
         """
         self._check_name(name)
         if name not in self._made:
-            self._made[name] = self._map(name)
+            if self._verify:
+                self.verify([name])
+            self._made.setdefault(name, self._map(name))  # of several threads the first one's
         return self._made[name]
 
     def _check_name(self, name: str) -> None:
         self._check_open()
         if name not in self._names:
             raise KeyError(name)
-        if self._verify:
-            self.verify([name])
 
     def _map(self, name: str) -> Value:
         """The table or tensor of a name, over the mapped file."""
@@ -137,6 +137,8 @@ class File(Mapping[str, Value]):
     def _load(self, name: str, device: torch.device, pin_memory: bool | None) -> Value:
         """The same in memory of its own, see `load`."""
         self._check_name(name)
+        if self._verify:
+            self.verify([name])
         if device.type == "cuda":
             value = self._map(name)
             return to_device(value, device) if isinstance(value, torch.Tensor) else value.to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,12 +65,10 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close
-        try:
-            self.header = header_of(self._file, str(path))
-        except BaseException:
-            self._file.close()
-            raise
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._file)
+        with os.fdopen(os.dup(self._file), "rb") as file:
+            self.header = header_of(file, str(path))
         metadata = {} if self.header.is_plain else self.header.metadata
         self.tables = {key[len(_TABLE) :]: text for key, text in metadata.items() if key.startswith(_TABLE)}
         self.removed = [key[len(_REMOVED) :] for key in metadata if key.startswith(_REMOVED)]
@@ -94,8 +93,10 @@ class OpenFile:
     # ---- bytes ----
 
     def fileno(self) -> int:
-        """The file's descriptor."""
-        return self._file.fileno()
+        """The file's descriptor. ValueError after `close`."""
+        if not self._close.alive:
+            raise ValueError(f"{self.path} is closed")
+        return self._file
 
     def read(self, start: int, target: torch.Tensor) -> torch.Tensor:
         """Fills a tensor of bytes on the CPU from the file, by several threads where it is large. Returns it."""
@@ -162,7 +163,7 @@ class OpenFile:
 
     def close(self) -> None:
         """What is mapped stays mapped."""
-        self._file.close()
+        self._close()
         self._codebooks.clear()
 
     def tensor(self, name: str, take: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
