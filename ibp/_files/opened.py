@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -123,16 +124,24 @@ class File(Mapping[str, Value]):
             return place.file.tensor(name, place.file.mapped)
         parts = MappedParts()
         table, fields = self._table(name, parts)
+        table._lie_in_file(FileRows(parts.pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
-            identities = {place.file.identity for place in self._parts(name)}
-            segment, copies = segment_of(f"{sorted(identities)} {name}", table._tensors())
-            segment.pin = True
-            table._move(copies, segment)
-        else:
-            table._lie_in_file(FileRows(parts.pages, pin=self._pins))
+            self._share_between_processes(name, table)
         if self._pin_memory:
             table.pin_memory()
         return _with_fields(table, fields)
+
+    def _share_between_processes(self, name: str, table: CompressedTensor) -> None:
+        """Moves a table to the memory that all processes have which open the file so. Where they cannot meet, it stays
+        as it is, and a warning says so."""
+        identities = {place.file.identity for place in self._parts(name)}
+        try:
+            segment, copies = segment_of(f"{sorted(identities)} {name}", table._tensors())
+        except (RuntimeError, OSError) as error:
+            warnings.warn(f"{name!r} is not shared between processes: {error}", RuntimeWarning, stacklevel=4)
+            return
+        segment.pin = True
+        table._move(copies, segment)
 
     def _load(self, name: str, device: torch.device, pin_memory: bool | None) -> Value:
         """The same in memory of its own, see `load`."""
@@ -375,7 +384,8 @@ def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None
             tells once a process. True: the same when a table is first asked for. False: rows come by way of the CPU.
         share: where the system does not pin what is mapped, the processes of this machine and user that open the file
             so have one pinned copy of a table together, in place of one each. It ends with the last of them; such a
-            table cannot be changed.
+            table cannot be changed. Where they cannot meet, in `$XDG_RUNTIME_DIR` or the directory of temporary files,
+            a RuntimeWarning says so, and each has its own.
 
     Returns:
         `ibp.File`, a mapping from names to tables and tensors.
@@ -384,7 +394,6 @@ def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None
         FileFormatError: the file is none, contradicts itself, or is of a newer format.
         ChecksumError: with `verify`, the header is damaged.
         ValueError: path is a URL of another machine: `ibp.load` reads it.
-        RuntimeError: with `share`, the directory where processes meet is not the user's alone.
         OSError: the file cannot be read.
     """
     file = File(_local_path(path), verify=verify, pin_memory=pin_memory, share=share)

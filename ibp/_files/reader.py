@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +42,18 @@ _DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint1
 _ROWS = ("slots", "overflow")
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons lacks
 _SHOWN_NAMES = 6  # of tensors, in a message
-_PIECE_BYTES = 16 << 20  # that a thread reads at once
-THREADS = min(8, os.cpu_count() or 1)  # that read at once
+_PIECE_BYTES = 8 << 20  # that a thread reads at once
+THREADS = min(16, os.cpu_count() or 1)  # that read at once
+
+
+_buffers = threading.local()
+
+
+def _buffer() -> memoryview:
+    """The calling thread's memory for a block that is hashed: new memory would cost more than its hash."""
+    if not hasattr(_buffers, "block"):
+        _buffers.block = memoryview(bytearray(checks.BLOCK_BYTES))
+    return _buffers.block
 
 
 @dataclass(frozen=True)
@@ -130,7 +141,7 @@ class OpenFile:
 
     def hash_of(self, start: int, num_bytes: int) -> int:
         """The hash of some bytes of the file, however many, in little memory."""
-        hasher, data = xxhash.xxh3_64(), memoryview(bytearray(min(num_bytes, checks.BLOCK_BYTES)))
+        hasher, data = xxhash.xxh3_64(), _buffer()
         for first in range(start, start + num_bytes, checks.BLOCK_BYTES):
             piece = data[: min(checks.BLOCK_BYTES, start + num_bytes - first)]
             self.read_into(first, piece)

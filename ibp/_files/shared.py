@@ -108,15 +108,14 @@ def _record_of(key: str) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
 
 def _folder() -> Path:
     """A directory that is the user's alone."""
-    parent = os.environ.get("XDG_RUNTIME_DIR")
-    folder = (
-        Path(parent) / "ibp"
-        if parent and os.path.isdir(parent)
-        else Path(tempfile.gettempdir()) / f"ibp-{os.geteuid()}"
-    )
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
+    own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    folder = (own if own.is_absolute() and own.is_dir() else Path(tempfile.gettempdir())) / f"ibp-{os.geteuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except OSError as error:
+        raise RuntimeError(f"{folder}, where processes meet, cannot be made: {error.strerror}") from error
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise RuntimeError(f"{folder} is not a directory of this user alone, where processes meet to share tables")
     return folder
