@@ -151,7 +151,9 @@ def _table_for(table: CompressedTensor, device: torch.device, on_device: bool) -
     """A checkpoint's table as the one of a weight: on its device, or where it can be fetched from."""
     if on_device:
         return table.to(device)
-    return table.pin_memory() if device.type == "cuda" else table
+    if device.type == "cuda":
+        _memory.pin_if_possible(table)
+    return table
 
 
 def _devices(device: Any) -> list[torch.device]:
@@ -501,7 +503,6 @@ class Offloaded:
                 x = x.decompress(device=_CPU).to(weight.dtype)
             if isinstance(x, CompressedTensor):
                 weight.table = _table_for(x, device, weight in on_device)
-                weight.table._arguments(device)
             elif weight in kept:
                 weight.bind(x.to(device, copy=checkpoint is not None))
                 self._kept.append((weight, device))
@@ -509,9 +510,10 @@ class Offloaded:
                 stored = weight.in_memory_order(x.to(device if weight in on_device else _CPU))
                 row_bytes = {"row_bytes": None} if weight in looked_up else {}  # its own rows, to be fetched one by one
                 weight.table = compressor.compress(weight.name, stored, device=device, **row_bytes)
-                weight.table._arguments(device)  # copies the index there now, not at the first use
             weight.freeze()
             if weight.table is not None:
+                if weight.table.device == device or weight.table._serves(device):
+                    weight.table._arguments(device)  # copies the index there now, not at the first use
                 blank = ones[device].view(weight.dtype)[0].expand(weight.shape)
                 weight.prepare(blank, self._read)
 
