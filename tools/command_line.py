@@ -129,9 +129,20 @@ def examples(text):
             exec(content, {})
         return block[0] if kind == "python" else f"```text\n{session(content)}```"
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with tempfile.TemporaryDirectory() as folder, inside(folder):
         os.symlink(ROOT / "data", "data")
         return re.sub(r"```(python|text)\n((?:(?<=python\n)|\$ ibp ).*?)```", done, text, flags=re.DOTALL)
+
+
+@contextlib.contextmanager
+def inside(folder):
+    """contextlib.chdir, which Python 3.10 lacks."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def session(block):
