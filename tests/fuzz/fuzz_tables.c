@@ -320,6 +320,31 @@ static void move_pages(input *in, const job *j)
                            take_flag(in) ? lengths : NULL, num_rows, stored, seen) == IBP_OK);
 }
 
+/* The table as differences: added to bytes and taken back, which leaves them as they were, whatever is damaged; what is
+ * said of the fingerprint is true. */
+static void add_differences(input *in, const job *j)
+{
+    const ibp_table *const t = &j->m->table;
+    const size_t num_bytes = (size_t)(t->num_items * t->item_bytes), row_bytes = t->codebook.row_bytes;
+    const size_t scratch_bytes = ibp_scratch_bytes(t->codebook.row_bytes) + row_bytes;
+    uint8_t *const base = fenced(OUT_PLACE, num_bytes), *const before = fenced(SLAB_PLACE, num_bytes),
+                   *const scratch = fenced(NUM_PLACES - 1, scratch_bytes);
+    const uint32_t element_bytes = 1u << take_below(in, 4);
+    ibp_status statuses[2];
+    uint64_t sums[2] = {0, 0};
+    take_pattern(in, base, num_bytes, 32);
+    memcpy(before, base, num_bytes);
+    REQUIRE(ibp_sum_words(base, (int64_t)num_bytes, 0, &sums[0]) == IBP_OK);
+    for (int subtracts = 0; subtracts < 2; subtracts++) {
+        ibp_fault fault = {0};
+        statuses[subtracts] = ibp_add_rows(t, element_bytes, subtracts != 0, 0, j->m->num_rows, base, &sums[0], scratch,
+                                           scratch_bytes, &fault);
+        REQUIRE(ibp_sum_words(base, (int64_t)num_bytes, 0, &sums[1]) == IBP_OK && sums[0] == sums[1]);
+        sums[1] = 0;
+    }
+    REQUIRE(statuses[0] == statuses[1] && memcmp(base, before, num_bytes) == 0);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     input in = {data, data + size};
@@ -358,6 +383,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     cache_rows(&in, &j);
     sort_ids(&in, &j);
     move_pages(&in, &j);
+    add_differences(&in, &j);
     if (is_place) { /* rows coded anew, over what was damaged */
         used = take_flag(&in) ? take(&in, 8) : used;
         damage(&in, rooms, 2 * (size_t)m.num_rows);
