@@ -1,14 +1,15 @@
 """Fuzzes the C library for as long as asked for, a target after the other.
 
-    python tools/fuzz.py [--seconds 3600] [--targets files tables ...] [--keep]
+    python tools/fuzz.py [--seconds 3600] [--targets files tables ...] [--keep] [--csv PATH]
 
 With the libFuzzer of clang where there is one, else with tests/fuzz/driver.c; in both cases under the address and
 undefined behaviour sanitizers. Inputs lie in build/fuzz/TARGET, logs beside them. An input that ends the process is in
 build/fuzz/crash-*, and the exit status is 1. --keep: writes some of the inputs that were found to tests/fuzz/corpus
-(with libFuzzer alone, which says which of them are worth it).
+(with libFuzzer alone, which says which of them are worth it). --csv: writes what was run and reached to a file, too.
 """
 
 import argparse
+import csv
 import hashlib
 import os
 import re
@@ -33,6 +34,15 @@ def run(command, log):
         ).returncode
 
 
+def found_by_libfuzzer(text):
+    """What libFuzzer's log says of a run."""
+    runs = re.findall(r"number_of_executed_units: (\d+)", text)
+    reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", text)
+    edges, features, inputs = map(int, reached[-1]) if reached else (0, 0, 0)
+    executions = int(runs[-1]) if runs else 0
+    return {"fuzzer": "libFuzzer", "executions": executions, "edges": edges, "features": features, "inputs": inputs}
+
+
 def with_libfuzzer(clang, target, seconds):
     """(exit status, what was found) of a run by libFuzzer."""
     found, program = ROOM / target, fuzzing.with_libfuzzer(clang, target)
@@ -43,11 +53,7 @@ def with_libfuzzer(clang, target, seconds):
     command += [f"-dict={words}"] if words.exists() else []
     log = ROOM / f"{target}.log"
     code = run([*command, found], log)
-    text = log.read_text(errors="replace")
-    runs = re.findall(r"number_of_executed_units: (\d+)", text)
-    reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", text)
-    edges, features, inputs = reached[-1] if reached else ("?", "?", "?")
-    return code, f"{runs[-1] if runs else '?'} executions, cov {edges}, ft {features}, {inputs} inputs"
+    return code, found_by_libfuzzer(log.read_text(errors="replace"))
 
 
 def with_driver(target, seconds):
@@ -56,7 +62,9 @@ def with_driver(target, seconds):
     packed.write_bytes(fuzzing.pack(fuzzing.corpus(target)))
     command = [fuzzing.with_driver(target), f"-seconds={seconds}", f"-most={fuzzing.most_bytes(target)}", packed]
     code = run(command, log)
-    return code, log.read_text(errors="replace").strip().splitlines()[-1]
+    numbers = re.findall(r"^(\d+) executions, (\d+) edges reached, (\d+) inputs", log.read_text(errors="replace"), re.M)
+    executions, edges, inputs = map(int, numbers[-1]) if numbers else (0, 0, 0)
+    return code, {"fuzzer": "driver.c", "executions": executions, "edges": edges, "features": "", "inputs": inputs}
 
 
 def keep(clang, target):
@@ -76,22 +84,36 @@ def keep(clang, target):
     (fuzzing.CORPORA / f"{target}.bin").write_bytes(fuzzing.pack(inputs[::step]))
 
 
+def write_csv(path, rows):
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=int, default=3600, help="of all targets (default: an hour)")
     parser.add_argument("--targets", nargs="+", choices=list(fuzzing.TARGETS), default=list(fuzzing.TARGETS))
     parser.add_argument("--keep", action="store_true", help="write found inputs to tests/fuzz/corpus")
+    parser.add_argument("--csv", type=Path, help="a file for what was run and reached")
     arguments = parser.parse_args()
-    clang, failed = fuzzing.clang_with_libfuzzer(), False
+    clang, rows, failed = fuzzing.clang_with_libfuzzer(), [], False
     print("by libFuzzer" if clang else "by tests/fuzz/driver.c: there is no clang with libFuzzer")
     for target in arguments.targets:
         (ROOM / target).mkdir(parents=True, exist_ok=True)
         seconds = arguments.seconds // len(arguments.targets)
         code, found = with_libfuzzer(clang, target, seconds) if clang else with_driver(target, seconds)
         failed |= code != 0
-        print(f"{target}: {found}{', FAILED' if code else ''}", flush=True)
+        rows.append({"target": target, "seconds": seconds, **found})
+        numbers = ", ".join(
+            f"{found[name]} {name}" for name in ("executions", "edges", "features", "inputs") if found[name]
+        )
+        print(f"{target}: {numbers}{', FAILED' if code else ''}", flush=True)
         if arguments.keep and clang:
             keep(clang, target)
+    if arguments.csv:
+        write_csv(arguments.csv, rows)
     return 1 if failed else 0
 
 
