@@ -1,6 +1,6 @@
 """Compresses a checkpoint by several processes, which share codebooks and divide its files.
 
-    torchrun --nproc-per-node 2 examples/torchrun_compress.py IN OUT
+    torchrun --standalone --nproc-per-node 2 examples/torchrun_compress.py IN OUT
 
 On several machines IN and OUT are on a file system that all of them see. Without arguments a small model is made up,
 compressed, and compared bit for bit.

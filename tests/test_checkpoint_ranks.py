@@ -81,7 +81,7 @@ def compressed_differently(rank, inputs, output):
 def test_the_example():
     path = pathlib.Path(__file__).parent.parent / "examples" / "torchrun_compress.py"
     size = min(2, torch.cuda.device_count()) or 2
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), str(path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), str(path)]
     env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
