@@ -7,4 +7,12 @@ Modules import only those before them in this list:
     safetensors_files, numpy_files, torch_files, ibp_files
                     sources, one module a format
     sources         opening them: which format a file has, globs, directories, URLs
+    learning        codebooks, which weights of a kind share
+    coding          blocks coded in order, by threads or a GPU
+    planning        which file of the output each tensor goes to
+    journal         finished files of a set that is still being made
+    outputs         files that are decompressed to, one function a format
+    report          what became of a checkpoint
+    compressing, decompressing, estimating
+                    the functions of the package
 """

@@ -31,7 +31,7 @@ from .coding import Block, Coded, Coder, blocks_of, coder_for
 from .journal import Journal
 from .learning import Codebooks, Learning
 from .outputs import sync_directory
-from .planning import Shard, plan_of, shards_of, shares, state_of, target_of
+from .planning import Shard, name_of_whole, plan_of, shards_of, shares, state_of, target_of
 from .report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from .source import SourceTensor, chosen
 from .sources import AnyPath, Source, is_url, open_sources
@@ -172,7 +172,7 @@ class _Job:
 
     def one_file(self, source: Source, target: Path, shard: Shard) -> CheckpointReport:
         target.parent.mkdir(parents=True, exist_ok=True)
-        books = Codebooks(self.learning, shard.tensors, self._kept(source))
+        books = Codebooks(self.learning, shard.tensors, self._kept(source, shard.tensors))
         with self._bar(shard.num_bytes) as bar:
             writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
             fields = writing.write(target, shard)
@@ -192,7 +192,7 @@ class _Job:
         tensors = [tensor for shard in shards for tensor in shard.tensors]
         mine = [shard for shard in shares(shards, size)[rank] if finished_before[shard.file] is None]
         try:
-            books = Codebooks(self.learning, tensors, self._kept(source), ranks)
+            books = Codebooks(self.learning, tensors, self._kept(source, tensors), ranks)
             with self._bar(sum(shard.num_bytes for shard in mine), rank) as bar:
                 writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
 
@@ -215,9 +215,10 @@ class _Job:
         _on_all(ranks, lambda: _finish(target, journal, ordered) if rank == 0 else None)
         return joined_report(self._shown(_index_of(target, ordered)), ordered, kept_files, writing.peak.num_bytes)
 
-    def _kept(self, source: Source) -> frozenset[str]:
-        """Names of tensors that are not to be coded."""
-        return frozenset(source.tensors).difference(chosen(source.tensors, *self.patterns))
+    def _kept(self, source: Source, tensors: Iterable[SourceTensor]) -> frozenset[str]:
+        """Names of those of the tensors, or of the items of one, that are not to be coded."""
+        kept = set(source.tensors).difference(chosen(source.tensors, *self.patterns))
+        return frozenset(tensor.name for tensor in tensors if name_of_whole(tensor) in kept)
 
     def _options(self) -> dict[str, Any]:
         fields = {key: value for key, value in vars(self.learning).items() if key != "device"}
@@ -253,7 +254,7 @@ class _Writing:
         codebooks = {one for tensor in shard.tensors for one in _all_of(self._books.of(tensor))}
         names = [tensor.name for tensor in shard.tensors]
         room = header_room(names, shard.metadata, len(codebooks))
-        room += sum(512 * len(tensor.shape) // 8 for tensor in shard.tensors)
+        room += sum(64 * len(tensor.shape) for tensor in shard.tensors)
         with FileWriter(path, metadata=shard.metadata, header_bytes=room) as writer:
             coming = self._coder.coded(self._blocks(shard))
             with contextlib.closing(coming), self._output:

@@ -43,11 +43,16 @@ class ItemsOf(SourceTensor):
 
     def __init__(self, whole: SourceTensor, first: int, last: int) -> None:
         super().__init__(f"{whole.name}.rows-{first}", whole.dtype, (last - first, *whole.shape[1:]))
-        self._whole, self._start = whole, first * (whole.num_bytes // whole.shape[0])
+        self.whole, self._start = whole, first * (whole.num_bytes // whole.shape[0])
         self.has_items = whole.has_items
 
     def read(self, start_byte: int, end_byte: int) -> np.ndarray:
-        return self._whole.read(self._start + start_byte, self._start + end_byte)
+        return self.whole.read(self._start + start_byte, self._start + end_byte)
+
+
+def name_of_whole(tensor: SourceTensor) -> str:
+    """The name that a tensor, or the one that it holds items of, has in its checkpoint."""
+    return tensor.whole.name if isinstance(tensor, ItemsOf) else tensor.name
 
 
 def target_of(output: str | os.PathLike[str]) -> Path:
