@@ -58,7 +58,10 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_sessionfinish(session):
-    """Threads and processes that tests have left, which the interpreter waits for."""
+    """Threads and processes that tests have left, which the interpreter waits for. Workers of pytest-xdist live on until
+    all are done, and are ended then."""
+    if hasattr(session.config, "workerinput"):
+        return
     faulthandler.dump_traceback_later(MOST_OF_THE_EXIT, exit=True, file=session.config.terminal_file)
 
 
