@@ -108,7 +108,7 @@ def test_any_bytes(tmp_path_factory, changed):
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(changed=changed_files())
 def test_more_of_any_bytes(tmp_path_factory, changed):
     check_any_bytes(tmp_path_factory.getbasetemp() / "more.safetensors", changed)
