@@ -144,8 +144,10 @@ def test_parameters_change_in_place():
     module = torch.nn.Linear(20, 30)
     with torch.no_grad():
         new = module.weight + 1
+    version = module.weight._version
     ibp.delta(new, module.weight).apply_(module.weight)
     assert_same_bits(module.weight.detach(), new)
+    assert module.weight._version > version  # autograd sees that it changed
 
 
 def test_what_it_says_and_keeps():
@@ -382,6 +384,15 @@ def test_cuda_strides_and_starts(cuda):
         memory[start : start + 14_400] = base.view(-1)
         check(new.view(-1), memory[start : start + 14_400])
         assert memory[:start].eq(0).all() and memory[start + 14_400 :].eq(0).all()
+
+
+def test_cuda_autograd_sees_changes(cuda):
+    new, base = (x.to(cuda) for x in optimizer_step((300, 50), 1e-5))
+    delta, version = ibp.delta(new, base), base._version
+    delta.apply_(base)
+    assert base._version > version
+    with torch.inference_mode():
+        assert_same_bits(ibp.delta(base, new + 1).apply_(new + 1), base)
 
 
 def test_cuda_damage(cuda):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import torch
 
@@ -75,3 +76,8 @@ def retyped(table: CompressedTensor, shape: torch.Size, dtype: torch.dtype) -> C
         bases=table.bases,
         codebook=table.codebook,
     )
+
+
+def note_change(tensors: Iterable[torch.Tensor]) -> None:
+    """Tells autograd that tensors were written by address, or by an operation of this package."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])

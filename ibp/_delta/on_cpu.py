@@ -46,4 +46,5 @@ class InPlace:
         width = coding.element_bytes_of(self._delta.dtype)
         arguments = self._table._arguments(torch.device("cpu"))
         torch.ops.ibp.add_rows.default(*arguments, width, subtracts, self._base, change, fault)
+        coding.note_change([self._base])
         return int(change), not int(fault[0])

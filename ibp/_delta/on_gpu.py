@@ -232,6 +232,7 @@ class Batch:
     def _call(self, takes_back: bool) -> None:
         words, codec = self._coding
         torch.ops.ibp.apply_deltas.default(self._tensors, self._num_rows, words, codec, takes_back, self._state)
+        coding.note_change(self._bases)
 
 
 def _triples(numbers: list[int]) -> list[list[int]]:
