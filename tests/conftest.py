@@ -58,7 +58,7 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_sessionfinish(session):
-    """Threads and processes that tests have left, which the interpreter waits for. Workers of pytest-xdist live on until
+    """Threads and processes that tests have left, which the interpreter waits for. Workers of pytest-xdist live until
     all are done, and are ended then."""
     if hasattr(session.config, "workerinput"):
         return
