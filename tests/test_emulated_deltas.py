@@ -36,5 +36,5 @@ def test_deltas():
             ([*command, "-O1"], TESTS / "emulated_simt.cpp"),
         ]
     )
-    code, output = run([linked([*cxx_compiler(), *FLAGS], [*objects, *core_objects(SANITIZED)]), "1", 40], timeout=600)
-    assert code == 0 and output == "40 cases, 0 wrong\n", output
+    code, output = run([linked([*cxx_compiler(), *FLAGS], [*objects, *core_objects(SANITIZED)]), "1", 24], timeout=600)
+    assert code == 0 and output == "24 cases, 0 wrong\n", output
