@@ -28,7 +28,7 @@ def test_target(target, tmp_path):
     found = re.search(r"^(\d+) executions, (\d+) edges reached, (\d+) inputs", output, re.M)
     assert code == 0 and found, output[-6000:]
     executions, edges, inputs = map(int, found.groups())
-    assert executions > 100 * SECONDS and edges > 500 and inputs > 1
+    assert executions > 10 * SECONDS and edges > 500 and inputs > 1
 
 
 PLANTED = """

@@ -1,9 +1,7 @@
-/* fuzz_codebooks.c - codebooks of any fields: what is accepted is safe to code with, and what is learned codes the rows
- * that it was learned from. */
+/* fuzz_codebooks.c - codebooks of any fields: what is accepted is safe to code with. */
 #include "fuzz.h"
 
 enum { ROWS_PLACE = 8, ROW_PLACE, DST_PLACE, LEARN_PLACE, ARRAYS_PLACE, FIELD_PLACE };
-enum { MOST_ROWS = 16, MOST_ROW_BYTES = 256 };
 
 typedef struct job {
     const ibp_codebook *codebook;
@@ -95,48 +93,9 @@ static void try_masks(input *in)
         code_any_row(in, &codebook);
 }
 
-/* What is learned from rows is right, and codes every one of them if it leaves nothing out. */
-static void learn(input *in)
-{
-    ibp_sample sample = {.num_rows = (int64_t)take(in, 1) % (MOST_ROWS + 1),
-                         .table_rows = (int64_t)take(in, 2),
-                         .row_bytes = (uint32_t)take(in, 1),
-                         .element_bytes = take_flag(in) ? 1u << take_below(in, 4) : (uint32_t)take(in, 1),
-                         .exponent_bits = (uint32_t)take(in, 1) % 70,
-                         .level = take_below(in, 3),
-                         .codes_invariant = take_flag(in)};
-    const size_t rows_bytes = (size_t)sample.num_rows * sample.row_bytes;
-    uint8_t *const rows = fenced(ROWS_PLACE, rows_bytes);
-    take_pattern(in, rows, rows_bytes, 256);
-    damage(in, rows, rows_bytes);
-    sample.rows = rows;
-    const size_t scratch_bytes = ibp_learn_scratch_bytes(&sample),
-                 arrays_bytes = ibp_max_planes_bytes(sample.row_bytes, sample.element_bytes);
-    if (scratch_bytes == 0 || scratch_bytes > 1 << 22 || arrays_bytes > 1 << 22) return;
-    uint8_t *const scratch = fenced(LEARN_PLACE, (scratch_bytes + 15) / 16 * 16), *const arrays = fenced(
-                                                                                      ARRAYS_PLACE,
-                                                                                      (arrays_bytes + 15) / 16 * 16);
-    ibp_planes planes;
-    ibp_codebook codebook;
-    double coded_bytes;
-    REQUIRE(ibp_learn_planes(&sample, scratch, scratch_bytes, arrays, arrays_bytes, &planes, &coded_bytes) == IBP_OK);
-    const uint32_t columns = sample.row_bytes / sample.element_bytes - planes.num_constant;
-    const size_t entries_bytes =
-        planes.consecutive ? 0 : (size_t)(planes.per_column ? columns : 1) * planes.num_entries * planes.symbol_bytes;
-    REQUIRE(ibp_build_planes_codebook(&planes, sample.row_bytes, entries_bytes, &codebook) == IBP_OK);
-    REQUIRE(ibp_check_codebook(&codebook) == IBP_OK);
-    uint8_t *const work = fenced_scratch(sample.row_bytes);
-    for (int64_t r = 0; r < sample.num_rows; r++)
-        REQUIRE(ibp_coded_row_bytes(&codebook, rows + (size_t)r * sample.row_bytes, work,
-                                    ibp_scratch_bytes(sample.row_bytes)) <=
-                (sample.codes_invariant ? ibp_max_coded_row_bytes(sample.row_bytes) : IBP_NO_CODED_FORM));
-    code_any_row(in, &codebook);
-}
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     input in = {data, data + size};
-    const uint32_t kind = take_below(&in, 3);
-    (kind == 0 ? try_planes : kind == 1 ? try_masks : learn)(&in);
+    (take_flag(&in) ? try_planes : try_masks)(&in);
     return 0;
 }
