@@ -418,6 +418,10 @@ def test_bad_arguments_are_refused(checkpoint, tmp_path):
     ):
         with pytest.raises(error, match=match):
             ibp.compress_checkpoint(path, tmp_path / "x", **options)
+    with pytest.raises(ValueError, match="row_bytes is 0"):
+        ibp.estimate_checkpoint(path, row_bytes=0)
+    with pytest.raises(ValueError, match="level"):
+        ibp.estimate_checkpoint(path, schemes=["ibp"], level="none")
     for match, inputs in (("no such file", tmp_path / "absent"), ("no input", []),
                           ("no file matches", tmp_path / "*.x"), ("no file of tensors", tmp_path)):  # fmt: skip
         with pytest.raises(FileNotFoundError, match=match):
@@ -460,6 +464,37 @@ def test_damaged_inputs_are_refused(tmp_path):
             open_source(tmp_path / name)
         assert isinstance(caught.value, (ibp.SourceFormatError, ibp.FileFormatError)), name
         assert "\n" not in str(caught.value) and str(tmp_path / name) in str(caught.value), name
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_no_damage_of_inputs_raises_errors_of_other_kinds(tmp_path):
+    """Of bytes that are wrong, zipfile, zlib, numpy and torch raise errors of many kinds."""
+    path, x, rng = tmp_path / "x", np.arange(300, dtype=np.float32), np.random.default_rng(0)
+    np.savez_compressed(tmp_path / "good.npz", a=x, b=np.zeros((3, 4), order="F"), c=x.astype(">f4"))
+    np.save(tmp_path / "good.npy", np.asfortranarray(np.ones((3, 4), ">f4")))
+    tensors = {"a": torch.ones(5), "n": [torch.zeros(3)]}
+    torch.save(tensors, tmp_path / "good.pt", _use_new_zipfile_serialization=False)
+    for suffix in (".npz", ".npy", ".pt"):
+        good, damaged = (tmp_path / f"good{suffix}").read_bytes(), path.with_suffix(suffix)
+        refused = 0
+        for _ in range(60):
+            data = np.frombuffer(good, np.uint8).copy()
+            data[rng.integers(0, len(data), 2)] = rng.integers(0, 256, 2)
+            damaged.write_bytes(data)
+            try:
+                with open_source(damaged) as source:
+                    for tensor in source.tensors.values():
+                        tensor.read(0, min(tensor.num_bytes, 1 << 20))
+            except ibp.SourceFormatError:
+                refused += 1
+        assert refused > 5, suffix
+
+
+def test_names_that_files_of_safetensors_cannot_have_are_refused(tmp_path):
+    np.savez(tmp_path / "x.npz", __metadata__=np.arange(3))
+    with pytest.raises(ValueError, match="'__metadata__'"):
+        ibp.decompress_checkpoint(tmp_path / "x.npz", tmp_path / "x.safetensors")
+    assert os.listdir(tmp_path) == ["x.npz"]
 
 
 def test_sources_say_what_they_are(checkpoint):

@@ -89,7 +89,7 @@ def test_sizes(text, num_bytes):
     assert parsing.size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "G", "-1", "5X", "1e9", "0", "0.1", "5 iB", "nan"])
+@pytest.mark.parametrize("text", ["", "G", "-1", "5X", "1e9", "0", "0.1", "5 iB", "nan", "9" * 400, "9999999T"])
 def test_sizes_that_are_none(text):
     with pytest.raises(parsing.argparse.ArgumentTypeError):
         parsing.size(text)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .. import _core
+from .._arguments import whole_number
 from .._estimation import check_learning
 from .._files.fields import dtype_name
 from .._progress import tqdm
@@ -105,13 +107,14 @@ def estimate_checkpoint(
 
     Raises:
         FileNotFoundError, SourceFormatError, ibp.FileFormatError: as `compress_checkpoint`.
-        ValueError: a scheme or level is none.
+        TypeError, ValueError: a scheme, level or row_bytes is none.
     """
     compared = [scheme for scheme in dict.fromkeys(schemes) if scheme != "raw"]
     for scheme in compared:
         if scheme not in SCHEMES:
             raise ValueError(f"schemes has {scheme!r}; wanted some of {[name for name in SCHEMES if name != 'raw']}")
-        check_learning(scheme, None, None, None, level if scheme == "planes" else "default")
+    check_learning("auto", None, None, None, level)
+    row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
     learning = Learning("auto", level, row_bytes=row_bytes)
     books: dict[tuple, dict[str, AnyCodebook]] = {}
     found = []

@@ -4,10 +4,13 @@ read as streams."""
 from __future__ import annotations
 
 import io
+import lzma
 import math
 import os
 import threading
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, cast
@@ -20,6 +23,21 @@ from .source import MappedTensor, Source, SourceFormatError, SourceTensor
 
 _LOCAL_HEADER_BYTES = 30  # of a member of an archive, in front of its name; the lengths that follow are at 26 and 28
 _MOST_HEADER_BYTES = 1 << 16
+# What numpy, zipfile and the libraries below them raise for bytes that are no array or no member. RuntimeError: of a
+# member that is encrypted, or compressed by a method that is not known.
+_UNREADABLE = (
+    ValueError,
+    TypeError,
+    SyntaxError,
+    tokenize.TokenError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    zlib.error,
+    lzma.LZMAError,
+)
 
 
 def open_npy(path: str | os.PathLike[str]) -> Source:
@@ -41,7 +59,9 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
     """
     try:
         archive = zipfile.ZipFile(path)
-    except zipfile.BadZipFile as error:
+    except FileNotFoundError:
+        raise
+    except _UNREADABLE as error:
         raise SourceFormatError(f"{path} is no .npz archive: {error}") from None
     data = map_file(path)
     tensors: dict[str, SourceTensor] = {}
@@ -123,7 +143,7 @@ class StreamedTensor(SourceTensor):
         while num_bytes > 0:
             try:
                 piece = cast(IO[bytes], self._stream).read(min(num_bytes, 1 << 20))
-            except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
+            except _UNREADABLE as error:
                 raise SourceFormatError(f"tensor {self.name!r} cannot be read: {error}") from None
             if not piece:
                 raise SourceFormatError(f"tensor {self.name!r} ends before its last element")
@@ -138,22 +158,32 @@ def _mapped_array(name: str, data: np.ndarray, path: object) -> SourceTensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if data.size - start < num_bytes:
         raise SourceFormatError(f"{path}: array {name!r} has {data.size - start} bytes; its shape wants {num_bytes}")
-    body = data[start : start + num_bytes]
-    if dtype.newbyteorder("=").isnative and not dtype.isnative or is_fortran and len(shape) > 1:
-        array = body.view(dtype).reshape(shape, order="F" if is_fortran else "C")
-        return ConvertedTensor(name, _torch_dtype(dtype, name, path), array)
-    return MappedArray(name, _torch_dtype(dtype, name, path), shape, body)
+    body, made = data[start : start + num_bytes], _torch_dtype(dtype, name, path)
+    if _is_converted(dtype, shape, is_fortran):
+        return ConvertedTensor(name, made, body.view(dtype).reshape(shape, order="F" if is_fortran else "C"))
+    return MappedArray(name, made, shape, body)
 
 
 def _streamed_array(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: object) -> SourceTensor:
-    with archive.open(member) as stream:
-        dtype, shape, is_fortran, start = _read_array_header(stream, name, path)
-    if start + math.prod(shape) * dtype.itemsize > member.file_size:
-        raise SourceFormatError(f"{path}: array {name!r} has fewer bytes than its shape wants")
-    if not dtype.isnative or (is_fortran and len(shape) > 1):
+    try:
         with archive.open(member) as stream:
-            return ConvertedTensor(name, _torch_dtype(dtype, name, path), np.lib.format.read_array(stream))
-    return StreamedTensor(name, _torch_dtype(dtype, name, path), shape, start, lambda: archive.open(member))
+            dtype, shape, is_fortran, start = _read_array_header(stream, name, path)
+        if start + math.prod(shape) * dtype.itemsize > member.file_size:
+            raise SourceFormatError(f"{path}: array {name!r} has fewer bytes than its shape wants")
+        made = _torch_dtype(dtype, name, path)
+        if _is_converted(dtype, shape, is_fortran):
+            with archive.open(member) as stream:
+                return ConvertedTensor(name, made, np.lib.format.read_array(stream))
+        return StreamedTensor(name, made, shape, start, lambda: archive.open(member))
+    except SourceFormatError:
+        raise
+    except _UNREADABLE as error:
+        raise SourceFormatError(f"{path}: {name!r} cannot be read: {error}") from None
+
+
+def _is_converted(dtype: np.dtype, shape: tuple[int, ...], is_fortran: bool) -> bool:
+    """Whether an array's memory is in another order than that of the contiguous little-endian tensor."""
+    return not dtype.isnative or (is_fortran and len(shape) > 1)
 
 
 def _read_array_header(stream: IO[bytes], name: str, path: object) -> tuple[np.dtype, tuple[int, ...], bool, int]:
@@ -166,7 +196,7 @@ def _read_array_header(stream: IO[bytes], name: str, path: object) -> tuple[np.d
         shape, is_fortran, dtype = read(stream)
         if not all(size >= 0 for size in shape):
             raise ValueError(f"its shape is {shape}")
-    except (ValueError, EOFError, zipfile.BadZipFile, zipfile.LargeZipFile, OSError, RuntimeError) as error:
+    except _UNREADABLE as error:
         raise SourceFormatError(f"{path}: {name!r} is no array of numpy: {error}") from None
     return dtype, shape, is_fortran, stream.tell()
 

@@ -17,19 +17,23 @@ import numpy as np
 import torch
 
 from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
+from .._files.writer import MAX_HEADER_BYTES
 from .source import SourceTensor
 from .torch_files import PREFIX
 
 Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]
 
 _ALIGNMENT = 8  # of the data of a safetensors file
+_METADATA = "__metadata__"
 
 
 def write_safetensors(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
     """Writes an ordinary safetensors file."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
     for tensor in tensors:
+        if tensor.name == _METADATA:
+            raise ValueError(f"there is a tensor {_METADATA!r}, a name that safetensors has for other uses")
         if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
             raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which safetensors lacks")
         start, end = end, end + tensor.num_bytes
@@ -37,6 +41,8 @@ def write_safetensors(path: Path, tensors: Sequence[SourceTensor], metadata: Map
         header[tensor.name] = entry
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header of {path.name} has {len(text)} bytes; readers take at most {MAX_HEADER_BYTES}")
     with replaced(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:

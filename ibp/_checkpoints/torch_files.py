@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,12 +26,15 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
     """
     try:
         content = _load(os.fspath(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+        values = list(_flattened(content, ""))
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # of damaged bytes torch raises errors of any kind
         reason = str(error).split("\n", 1)[0]
         raise SourceFormatError(f"{path}: torch.load(weights_only=True) refuses it: {reason}") from None
     tensors: dict[str, SourceTensor] = {}
     metadata: dict[str, str] = {}
-    for name, value in _flattened(content, ""):
+    for name, value in values:
         if name in tensors or PREFIX + name in metadata:
             raise SourceFormatError(f"{path}: two values have the path {name!r}")
         if isinstance(value, torch.Tensor):

@@ -8,6 +8,7 @@ import sys
 from typing import Any, NoReturn
 
 _WIDTH = 80
+_MOST_THREADS = 1024
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -42,22 +43,22 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 def size(text: str) -> int:
     """Bytes of "5G", "512MiB", "1.5GB" or "4096": units are powers of 1024, with a B powers of 1000."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B|)", text.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B|)", text.strip(), re.IGNORECASE | re.ASCII)
     if not found or (found[3].lower() == "ib" and not found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; wanted a number of bytes like 4096, 512M or 5G")
     unit = _UNITS[found[2].upper()]
     if found[3].upper() == "B":
         unit = 1000 ** list(_UNITS).index(found[2].upper())
-    num_bytes = int(float(found[1]) * unit)
-    if num_bytes < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is less than a byte")
-    return num_bytes
+    num_bytes = float(found[1]) * unit
+    if not 1 <= num_bytes < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size from one byte to 2^63 - 1 bytes")
+    return int(num_bytes)
 
 
-def count(text: str) -> int:
-    """A whole number of at least one."""
-    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+def thread_count(text: str) -> int:
+    """A number of threads."""
+    if not re.fullmatch(r"0*[1-9]\d{0,3}", text, re.ASCII) or int(text) > _MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {_MOST_THREADS}")
     return int(text)
 
 
@@ -116,7 +117,7 @@ def add_work(parser: argparse.ArgumentParser) -> None:
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     """By how many threads."""
-    parser.add_argument("-j", "--jobs", type=count, metavar="N", help="threads of the CPU (default: one a core)")
+    parser.add_argument("-j", "--jobs", type=thread_count, metavar="N", help="threads of the CPU (default: one a core)")
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
