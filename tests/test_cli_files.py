@@ -357,6 +357,14 @@ def test_urls(source, tensors, capsys):
     assert document(capsys, "diff", source, url)["differs"] is False
 
 
+def test_urls_of_files_here(source, tensors, tmp_path, capsys):
+    url = f"file://{tmp_path}/x.safetensors"
+    assert run("compress", source, "-o", url, "--quiet") == 0
+    assert run("compress", source, "-o", url) == 2 and "is there already" in capsys.readouterr().err
+    assert run("decompress", url, "-o", f"file://{tmp_path}/back.safetensors", "--quiet") == 0
+    assert_holds(tmp_path / "back.safetensors", tensors)
+
+
 def test_urls_of_sets_of_files(tensors, capsys):
     pytest.importorskip("fsspec")
     ibp.save("x.safetensors", tensors)

@@ -247,6 +247,7 @@ def test_urls_of_this_machine(path):
     assert_same_bits(ibp.open(f"file://{path}")["t"].decompress(), ROWS)
     ibp.save(f"file://{path}", {"p": torch.ones(2)})
     assert list(ibp.load(f"file://{path}")) == ["p"]
+    assert list(ibp.load(f"filecache::file://{path}")) == ["p"]  # whose protocol only begins so
 
 
 # ---- saving ----

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,21 +18,20 @@ from .. import _core, _memory, _ops
 from .._arguments import whole_number
 from .._estimation import check_learning
 from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
-from .._files.header import INDEX_SUFFIX
-from .._files.opened import file_system
-from .._files.writer import FileWriter, checked_metadata, header_room, write_whole
+from .._files.paths import is_url, path_text, written_to
+from .._files.sets import index_of, write_index
+from .._files.writer import FileWriter, checked_metadata, header_room, sync_directory
 from .._fingerprint import finished
 from .._group import Group, same_on_all
 from .._progress import tqdm
-from .._schemes import AnyCodebook, ClusteredCodebook, check_clusters
+from .._schemes import AnyCodebook, check_clusters, with_clusters
 from .coding import Block, Coded, Coder, blocks_of, coder_for
 from .journal import Journal
 from .learning import Codebooks, Learning
-from .outputs import sync_directory
-from .planning import Shard, name_of_whole, plan_of, shards_of, shares, state_of, target_of
+from .planning import Shard, name_of_whole, plan_of, shards_of, shares, state_of
 from .report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from .source import SourceTensor, chosen
-from .sources import AnyPath, Source, is_url, open_sources
+from .sources import AnyPath, Source, open_sources
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,13 +107,14 @@ def compress_checkpoint(
             threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
             most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
             checked = checked_metadata(metadata)
-            if ranks is not None and is_url(os.fspath(output)):
-                raise ValueError(f"output is {os.fspath(output)!r}; with a group wanted a path that all ranks see")
+            shown = path_text(output)
+            if ranks is not None and is_url(shown):
+                raise ValueError(f"output is {shown!r}; with a group wanted a path that all ranks see")
             source = stack.enter_context(open_sources(inputs))
             target = stack.enter_context(written_to(output))
             _check_dtypes(source)
             shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
-            return _Job(learning, patterns, threads, progress, os.fspath(output)), source, target, shards
+            return _Job(learning, patterns, threads, progress, shown), source, target, shards
 
         job, source, target, shards = _on_all(ranks, prepare)
         if ranks is None and len(shards) == 1:
@@ -251,7 +249,7 @@ class _Writing:
     def write(self, path: Path, shard: Shard) -> dict[str, Any]:
         """Writes a file. Returns the fields of its record."""
         self._books.prepare(shard.tensors, self._jobs)
-        codebooks = {one for tensor in shard.tensors for one in _all_of(self._books.of(tensor))}
+        codebooks = {one for tensor in shard.tensors for one in with_clusters(self._books.of(tensor))}
         names = [tensor.name for tensor in shard.tensors]
         room = header_room(names, shard.metadata, len(codebooks))
         room += sum(64 * len(tensor.shape) for tensor in shard.tensors)
@@ -369,13 +367,6 @@ class _Output:
         self._pool.shutdown()
 
 
-def _all_of(codebook: AnyCodebook | None) -> list[AnyCodebook]:
-    """A codebook, and those of its clusters."""
-    if codebook is None:
-        return []
-    return [codebook, *codebook.codebooks] if isinstance(codebook, ClusteredCodebook) else [codebook]
-
-
 def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> None:
     """Moves the files of a set to their places, and writes their index."""
     for record in records:
@@ -383,28 +374,10 @@ def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> No
     if len(records) > 1:
         weight_map = {name: record["file"] for record in records for name in record["names"]}
         total = sum(record["data_bytes"] for record in records)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_whole(_index_of(target, records), json.dumps(index, ensure_ascii=False, indent=2).encode())
+        write_index(target, weight_map, total)
     sync_directory(target.parent)
     journal.close()
 
 
 def _index_of(target: Path, records: list[dict[str, Any]]) -> Path:
-    return target.with_name(target.name + INDEX_SUFFIX) if len(records) > 1 else target
-
-
-@contextlib.contextmanager
-def written_to(output: AnyPath) -> Iterator[Path]:
-    """Where to write the output: for a URL in a temporary directory, from which the files go there afterwards, the
-    index last."""
-    text = os.fspath(output).removeprefix("file://")
-    if not is_url(text):
-        yield target_of(text)
-        return
-    system, remote = file_system(text)
-    folder, _, name = remote.rpartition("/")
-    with tempfile.TemporaryDirectory(prefix="ibp-") as near:
-        yield Path(near) / (name or "model.safetensors")
-        files = [file for file in sorted(Path(near).iterdir()) if not file.name.startswith(".")]
-        for file in sorted(files, key=lambda file: file.name.endswith(INDEX_SUFFIX)):
-            system.put_file(os.fspath(file), f"{folder}/{file.name}" if folder else file.name)
+    return index_of(target) if len(records) > 1 else target

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .._files.header import INDEX_SUFFIX
-from .._files.writer import write_whole
+from .._files.paths import is_url, path_text, written_to
+from .._files.sets import index_of, names_of_set, write_index
 from .._progress import tqdm
-from .compressing import written_to
 from .outputs import FORMATS, SUFFIXES
 from .source import Source, SourceTensor, chosen
 from .sources import AnyPath, open_sources
@@ -70,7 +68,7 @@ def write_source(source: Source, output: AnyPath, format: str | None, what: str,
         if kind not in FORMATS:
             raise ValueError(f"format is {kind!r}; wanted one of {sorted(FORMATS)}")
         target.parent.mkdir(parents=True, exist_ok=True)
-        shown = os.fspath(output) if "://" in os.fspath(output) else os.fspath(target)
+        shown = path_text(output) if is_url(path_text(output)) else os.fspath(target)
         with (
             tqdm(total=source.num_bytes, desc=what, unit="B", unit_scale=True, disable=not progress) as bar,
             ThreadPoolExecutor(1, "ibp-decoder") as pool,
@@ -105,12 +103,9 @@ def _counted(piece: np.ndarray, on_bytes: Callable[[int], object]) -> Iterator[n
 
 def _write_set(source: Source, target: Path, pieces: Callable[[SourceTensor], Iterator[np.ndarray]]) -> list[str]:
     """Writes a safetensors file for each file of a set, and their index. Returns their names."""
-    count, weight_map = len(source.parts), {}
-    for number, part in enumerate(source.parts, 1):
-        name = f"{target.stem}-{number:05d}-of-{count:05d}{target.suffix}"
+    weight_map: dict[str, str] = {}
+    for name, part in zip(names_of_set(target, len(source.parts)), source.parts):
         FORMATS["safetensors"](target.with_name(name), list(part.tensors.values()), part.metadata, pieces)
         weight_map.update(dict.fromkeys(part.tensors, name))
-    index = {"metadata": {"total_size": source.num_bytes}, "weight_map": weight_map}
-    name = target.name + INDEX_SUFFIX
-    write_whole(target.with_name(name), json.dumps(index, ensure_ascii=False, indent=2).encode())
-    return [*dict.fromkeys(weight_map.values()), name]
+    write_index(target, weight_map, source.num_bytes)
+    return [*dict.fromkeys(weight_map.values()), index_of(target).name]

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import secrets
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
-from .._files.writer import MAX_HEADER_BYTES
+from .._files.writer import MAX_HEADER_BYTES, sync_directory, temporary_beside
 from .source import SourceTensor
 from .torch_files import PREFIX
 
@@ -98,7 +97,7 @@ SUFFIXES[".bin"] = "torch"
 def replaced(path: Path) -> Iterator[IO[bytes]]:
     """A temporary file beside `path`, which takes that name, whole and on disk, when the context is left normally; else
     it is removed."""
-    temporary = path.parent / f".ibp-{secrets.token_hex(8)}.tmp"
+    temporary = temporary_beside(path)
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -110,15 +109,6 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
             temporary.unlink()
         raise
     sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are on disk."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _array_header(tensor: SourceTensor) -> bytes:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from .. import _core
+from .._files.sets import names_of_set
 from .ibp_files import ROWS_KEY, rows_entry
 from .source import Source, SourceTensor
 
-_SUFFIX = ".safetensors"
 _FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of checkpoints in several files, which stay as many
 
 
@@ -55,12 +55,6 @@ def name_of_whole(tensor: SourceTensor) -> str:
     return tensor.whole.name if isinstance(tensor, ItemsOf) else tensor.name
 
 
-def target_of(output: str | os.PathLike[str]) -> Path:
-    """The path of the output: of a directory, "model.safetensors" in it."""
-    text = os.fspath(output)
-    return Path(text) / f"model{_SUFFIX}" if text.endswith(os.sep) or os.path.isdir(text) else Path(text)
-
-
 def shards_of(
     source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str], num_ranks: int
 ) -> list[Shard]:
@@ -75,8 +69,7 @@ def shards_of(
         contents = [([piece], {**texts, f"{ROWS_KEY}{piece.name}": entry}) for piece, entry in pieces]
     names = [target.name]
     if len(contents) > 1:
-        count = len(contents)
-        names = [f"{target.stem}-{number:05d}-of-{count:05d}{target.suffix}" for number in range(1, count + 1)]
+        names = names_of_set(target, len(contents))
     return [Shard(name, tuple(tensors), {**texts, **metadata}) for name, (tensors, texts) in zip(names, contents)]
 
 

@@ -6,13 +6,13 @@ import contextlib
 import functools
 import glob
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
 from .._files.header import read_header, read_index
-from .._files.opened import path_text
+from .._files.paths import SUFFIX, file_system, is_url, path_text, read_here
+from .._files.sets import INDEX_SUFFIX
 from .ibp_files import open_ibp
 from .numpy_files import open_npy, open_npz
 from .safetensors_files import open_safetensors
@@ -32,7 +32,6 @@ __all__ = [
 
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 
-INDEX_SUFFIX = ".safetensors.index.json"
 _OPENERS: dict[str, Callable[[AnyPath], Source]] = {
     ".npy": open_npy,
     ".npz": open_npz,
@@ -41,7 +40,7 @@ _OPENERS: dict[str, Callable[[AnyPath], Source]] = {
     ".bin": open_torch,
     ".ckpt": open_torch,
 }
-_SUFFIXES = (".safetensors", ".ibp", *_OPENERS)
+_SUFFIXES = (SUFFIX, ".ibp", *_OPENERS)
 
 
 def open_source(path: AnyPath) -> Source:
@@ -55,14 +54,14 @@ def open_source(path: AnyPath) -> Source:
         SourceFormatError: it is none of the known formats, or contradicts itself. ibp.FileFormatError: likewise of an
             ibp file.
     """
-    path = os.fspath(path)
+    path = path_text(path)
     if is_url(path):
         return _open_url(path)
     if os.path.isdir(path):
         return _open_directory(path)
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: there is no such file")
-    if path.endswith(".index.json"):
+    if path.endswith(INDEX_SUFFIX):
         return _open_index(path)
     return _opener_of(path)(path)
 
@@ -100,31 +99,9 @@ def expand(inputs: AnyPath | Iterable[AnyPath]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def is_url(path: str) -> bool:
-    """Whether a path is for fsspec to read: it has a protocol, and not that of local files."""
-    return "://" in path and not path.startswith("file://")
-
-
-@contextlib.contextmanager
-def local_path(path: str) -> Iterator[str]:
+def local_path(url: str) -> contextlib.AbstractContextManager[str]:
     """A file, or a set of files, here with the content of a URL's, for as long as the context lasts."""
-    import fsspec
-
-    with tempfile.TemporaryDirectory(prefix="ibp-") as directory:
-        try:
-            filesystem, remote = fsspec.core.url_to_fs(path)
-            target = os.path.join(directory, os.path.basename(remote.rstrip("/")) or "input")
-            filesystem.get(remote.rstrip("/"), target, recursive=filesystem.isdir(remote))
-            if target.endswith(".index.json"):  # with the files that it names
-                for name in set(read_index(Path(target)).values()):
-                    filesystem.get_file(f"{remote.rpartition('/')[0]}/{name}", os.path.join(directory, name))
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{path}: there is no such file") from None
-        except (ImportError, OSError, ValueError):
-            raise
-        except Exception as error:  # of the file system's own kinds
-            raise OSError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        yield target
+    return read_here(url, (*_SUFFIXES, INDEX_SUFFIX))
 
 
 def joined(path: str, parts: list[Source], metadata: dict[str, str] | None = None) -> Source:
@@ -152,14 +129,10 @@ def joined(path: str, parts: list[Source], metadata: dict[str, str] | None = Non
 
 
 def _matches(path: str) -> list[str]:
-    if path.startswith("file://"):
-        path = path.removeprefix("file://")
     if not glob.has_magic(path) or (not is_url(path) and os.path.exists(path)):
         return [path]
     if is_url(path):
-        import fsspec
-
-        filesystem, pattern = fsspec.core.url_to_fs(path)
+        filesystem, pattern = file_system(path)
         found = [filesystem.unstrip_protocol(match) for match in sorted(filesystem.glob(pattern))]
     else:
         found = sorted(glob.glob(path, recursive=True))
@@ -186,7 +159,7 @@ def _open_url(url: str) -> Source:
 def _open_directory(path: str) -> Source:
     """All files of tensors in a directory: those that its index names, if it has one."""
     names = sorted(os.listdir(path))
-    indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
+    indices = [name for name in names if name.endswith(f"{SUFFIX}{INDEX_SUFFIX}")]
     if len(indices) > 1:
         raise SourceFormatError(f"{path} has {len(indices)} indices; wanted the path of one of them")
     if indices:

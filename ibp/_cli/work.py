@@ -11,9 +11,10 @@ from typing import TypeVar
 import torch
 
 import ibp
-from ibp._checkpoints import outputs, planning, sources
+from ibp._checkpoints import outputs, sources
 from ibp._checkpoints.source import chosen as matching
-from ibp._files.header import INDEX_SUFFIX
+from ibp._files.paths import file_system, path_text, target_of
+from ibp._files.sets import INDEX_SUFFIX
 from ibp._progress import tqdm
 
 from . import inputs, output
@@ -73,16 +74,14 @@ def may_write(arguments: argparse.Namespace, target: str) -> bool:
 def _is_there(target: str) -> bool:
     """Whether what is to be written is: the file, or the index of the set."""
     if sources.is_url(target):
-        import fsspec
-
-        filesystem, remote = fsspec.core.url_to_fs(target)
+        filesystem, remote = file_system(target)
         return any(filesystem.exists(remote + suffix) for suffix in ("", INDEX_SUFFIX))
     return any(os.path.lexists(file_of(target) + suffix) for suffix in ("", INDEX_SUFFIX))
 
 
 def file_of(target: str) -> str:
     """The file that an output names: of a directory "model.safetensors" in it."""
-    return target if sources.is_url(target) else os.fspath(planning.target_of(target))
+    return target if sources.is_url(target) else os.fspath(target_of(target))
 
 
 def source(path: str) -> sources.Source:
@@ -119,10 +118,8 @@ def verify_inputs(paths: Sequence[str], bars: bool) -> int:
 def size_of(path: str) -> int:
     """Bytes of a file that was written, here or at a URL."""
     if not sources.is_url(path):
-        return os.path.getsize(path)
-    import fsspec
-
-    filesystem, remote = fsspec.core.url_to_fs(path)
+        return os.path.getsize(path_text(path))
+    filesystem, remote = file_system(path)
     return int(filesystem.size(remote))
 
 

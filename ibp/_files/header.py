@@ -12,9 +12,9 @@ from typing import Any, BinaryIO
 
 from .. import _core
 from .fields import FileFormatError
+from .sets import INDEX_SUFFIX
 from .writer import MAX_HEADER_BYTES
 
-INDEX_SUFFIX = ".index.json"
 _MOST_DIMENSIONS = 64
 _MOST = 2**63 - 1
 # Bits of an element, of dtypes that files of safetensors have.

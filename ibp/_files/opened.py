@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Union
+from typing import Any
 
 import torch
 
@@ -24,11 +23,12 @@ from .._schemes import AnyCodebook
 from .._segments import FileRows
 from .._staging import to_device
 from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table_fields
-from .header import INDEX_SUFFIX, FileSet, find_files, read_index
+from .header import FileSet, find_files
+from .paths import SUFFIX, PathLike, is_url, path_text, read_here
 from .reader import THREADS, Checks, MappedParts, OpenFile, Place, ReadParts, part_names, read_new, read_table
+from .sets import INDEX_SUFFIX
 from .shared import can_pin, segment_of
 
-PathLike = Union[str, "os.PathLike[str]"]
 Value = CompressedTensor | torch.Tensor | Delta
 
 
@@ -396,7 +396,10 @@ def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None
         ValueError: path is a URL of another machine: `ibp.load` reads it.
         OSError: the file cannot be read.
     """
-    file = File(_local_path(path), verify=verify, pin_memory=pin_memory, share=share)
+    text = path_text(path)
+    if is_url(text):
+        raise ValueError(f"{text!r} is on no file system of this machine, so that it cannot be mapped: use ibp.load")
+    file = File(Path(text), verify=verify, pin_memory=pin_memory, share=share)
     if verify:
         file.verify([])
     return file
@@ -436,71 +439,15 @@ def load(
     """
     _check_names(names)
     target = _memory.canonical("cpu" if device is None else device)
-    with _local(path) as near, open(near, verify=verify) as file:
+    text = path_text(path)
+    here = read_here(text, (SUFFIX, INDEX_SUFFIX)) if is_url(text) else contextlib.nullcontext(text)
+    with here as near, open(near, verify=verify) as file:
         return {name: file._load(name, target, pin_memory) for name in (file if names is None else names)}
 
 
 def _check_names(names: Iterable[str] | None) -> None:
     if isinstance(names, str):
         raise TypeError(f"names is the text {names!r}; wanted a list of names")
-
-
-# ---- paths and URLs ----
-
-
-def _local_path(path: PathLike) -> Path:
-    """The path of a file on this machine. ValueError for a URL of another one."""
-    text = path_text(path)
-    if "://" not in text:
-        return Path(text)
-    system, remote = file_system(text)
-    if "file" not in system.protocol:
-        raise ValueError(f"{text!r} is on no file system of this machine, so that it cannot be mapped: use ibp.load")
-    return Path(remote)
-
-
-@contextlib.contextmanager
-def _local(path: PathLike) -> Iterator[Path]:
-    """A path on this machine of what is at a path or URL."""
-    text = path_text(path)
-    if "://" not in text:
-        yield Path(text)
-        return
-    system, remote = file_system(text)
-    if "file" in system.protocol:
-        yield Path(remote)
-        return
-    with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
-        yield _fetched(system, remote, Path(folder))
-
-
-def path_text(path: PathLike) -> str:
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise TypeError(f"path is {text!r}; wanted text or a path")
-    return text
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    import fsspec
-
-    return fsspec.core.url_to_fs(url)
-
-
-def _fetched(system: Any, remote: str, folder: Path) -> Path:
-    """Copies a file, or the files of a set, to a folder. Returns what to open there."""
-    name = remote.rstrip("/").rpartition("/")[2]
-    if system.isdir(remote):
-        wanted = (".safetensors", f".safetensors{INDEX_SUFFIX}")
-        for each in system.ls(remote, detail=False):
-            if each.endswith(wanted):
-                system.get_file(each, str(folder / each.rpartition("/")[2]))
-        return folder
-    system.get_file(remote, str(folder / name))
-    if name.endswith(INDEX_SUFFIX):
-        for shard in set(read_index(folder / name).values()):
-            system.get_file(f"{remote.rpartition('/')[0]}/{shard}", str(folder / shard))
-    return folder / name
 
 
 def _dtype_or_none(name: str) -> torch.dtype | None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,12 +14,11 @@ from .._delta import CheckpointDelta, Delta
 from .._fingerprint import fingerprint
 from .._progress import tqdm
 from .._rows import check_tensor
-from .._schemes import AnyCodebook, ClusteredCodebook
-from .header import INDEX_SUFFIX
-from .opened import PathLike, Value, file_system, path_text
-from .writer import FileWriter, checked_metadata, header_room, write_plain, write_table, write_whole
-
-_SUFFIX = ".safetensors"
+from .._schemes import AnyCodebook, with_clusters
+from .opened import Value
+from .paths import PathLike, written_to
+from .sets import names_of_set, write_index
+from .writer import FileWriter, checked_metadata, header_room, write_plain, write_table
 
 
 def save(
@@ -58,8 +55,7 @@ def save(
     removed = tensors.removed if isinstance(tensors, CheckpointDelta) else ()
     checked_metadata(metadata)
     most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
-    with _written_locally(path) as near:
-        target = near / f"model{_SUFFIX}" if near.is_dir() else near
+    with written_to(path) as target:
         shards = _shards(items, most)
         total = sum(map(_stored, items.values()))
         with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=not progress) as bar:
@@ -108,10 +104,7 @@ def _writer(
 
 def _codebooks_of(value: Value) -> list[AnyCodebook]:
     table = value.table if isinstance(value, Delta) else value
-    codebook = table.codebook if isinstance(table, CompressedTensor) else None
-    if codebook is None:
-        return []
-    return [codebook, *codebook.codebooks] if isinstance(codebook, ClusteredCodebook) else [codebook]
+    return with_clusters(table.codebook if isinstance(table, CompressedTensor) else None)
 
 
 def _write(writer: FileWriter, items: Mapping[str, Value], content: bool) -> None:
@@ -160,34 +153,11 @@ def _write_set(
     weight_map: dict[str, str] = {}
     total = 0
     with contextlib.ExitStack() as stack:
-        for number, items in enumerate(shards, 1):
-            file = path.with_name(f"{path.stem}-{number:05d}-of-{len(shards):05d}{path.suffix}")
-            writer = stack.enter_context(_writer(file, items, removed if number == 1 else (), metadata, on_write))
+        for name, items in zip(names_of_set(path, len(shards)), shards):
+            gone = () if weight_map else removed  # the first file says it
+            writer = stack.enter_context(_writer(path.with_name(name), items, gone, metadata, on_write))
             _write(writer, items, content)
             writer.finish()
-            weight_map.update(dict.fromkeys(writer.names, file.name))
+            weight_map.update(dict.fromkeys(writer.names, name))
             total += writer.data_bytes
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    write_whole(path.with_name(path.name + INDEX_SUFFIX), json.dumps(index, ensure_ascii=False, indent=2).encode())
-
-
-# ---- URLs ----
-
-
-@contextlib.contextmanager
-def _written_locally(path: PathLike) -> Iterator[Path]:
-    """A path to write to; for a URL in a temporary directory, from which the files go there afterwards."""
-    text = path_text(path)
-    if "://" not in text:
-        yield Path(text)
-        return
-    system, remote = file_system(text)
-    if "file" in system.protocol:
-        yield Path(remote)
-        return
-    folder, _, name = remote.rpartition("/")
-    with tempfile.TemporaryDirectory(prefix="ibp-") as near:
-        yield Path(near) / (name or f"model{_SUFFIX}")
-        files = sorted(Path(near).iterdir(), key=lambda file: file.name.endswith(INDEX_SUFFIX))
-        for file in files:
-            system.put_file(str(file), f"{folder}/{file.name}" if folder else file.name)
+    write_index(path, weight_map, total)

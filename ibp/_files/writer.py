@@ -330,7 +330,7 @@ class _Output:
 
     def __init__(self, path: Path, room: int) -> None:
         self._path, self._room = path, room
-        self._temporary = path.parent / f".ibp-{secrets.token_hex(8)}.tmp"
+        self._temporary = temporary_beside(path)
         self.hasher, self._buffer = checks.BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
@@ -372,11 +372,7 @@ class _Output:
     def commit(self) -> None:
         """Gives the file its name."""
         os.replace(self._temporary, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_directory(self._path.parent)
 
     def discard(self) -> None:
         """Removes what is there under the temporary name, and closes the file."""
@@ -386,6 +382,20 @@ class _Output:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name for a file that is not whole yet."""
+    return path.parent / f".ibp-{secrets.token_hex(8)}.tmp"
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in a directory are on disk."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .._compressed_tensor import CompressedTensor
-from .._files.header import INDEX_SUFFIX, find_files, read_header
+from .._files.header import find_files, read_header
 from .._files.opened import open as open_file
+from .._files.sets import INDEX_SUFFIX
 from .._rows import DTYPES
 from .._weights import memory_order
 from . import resting

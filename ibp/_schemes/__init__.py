@@ -14,7 +14,7 @@ The rest of the package takes what it needs from here, and the modules here take
 rows (_rows, _staging, _layout).
 """
 
-from .clusters.codebook import ClusteredCodebook
+from .clusters.codebook import ClusteredCodebook, with_clusters
 from .clusters.learning import check_clusters, learn
 from .codebook import AnyCodebook
 from .masks.codebook import Codebook
@@ -38,4 +38,5 @@ __all__ = [
     "measure",
     "scheme_of",
     "total_stored",
+    "with_clusters",
 ]

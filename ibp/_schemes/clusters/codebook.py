@@ -103,3 +103,10 @@ class ClusteredCodebook(AnyCodebook):
 
     def _description(self) -> list[str]:
         return [f"{len(self)} of {self.codebooks[0]!r} and others", f"nbytes={self.nbytes}"]
+
+
+def with_clusters(codebook: AnyCodebook | None) -> list[AnyCodebook]:
+    """A codebook, and those of its clusters; nothing for None."""
+    if codebook is None:
+        return []
+    return [codebook, *codebook.codebooks] if isinstance(codebook, ClusteredCodebook) else [codebook]
