@@ -109,6 +109,8 @@ def is_command(words):
         return all(
             re.search(rf"^([\w $()./-]* )?{target}( [\w $()./-]*)?:(?!=)", rules, re.MULTILINE) for target in targets
         )
+    if words[:1] == ["torchrun"]:  # of the reader's Python: what it runs follows its options
+        words = ["python", *words[next((i for i, word in enumerate(words) if re.fullmatch(r"-m|.*\.py", word)), 0) :]]
     if words and re.fullmatch(r"(.*/)?python[\d.]*", words[0]):
         module = re.fullmatch(r"(ibp|benchmarks|examples|tools)((\.\w+)*)", words[2]) if words[1:2] == ["-m"] else None
         path = ROOT / (words[2].replace(".", "/") if module else words[1] if len(words) > 1 else "")
