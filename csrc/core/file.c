@@ -1,5 +1,6 @@
 /* file.c - files of compressed tables: the header, what it names, and checksums (FORMAT.md section 9). */
 #include "file.h"
+#include "format.h"
 
 #include <string.h>
 
@@ -125,26 +126,18 @@ ibp_status ibp_next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor
 
 /* ---- opening ---- */
 
-/* The finalizer of splitmix64 (Steele, Lea and Flood 2014). */
-static uint64_t mix(uint64_t x)
-{
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
-    return x ^ x >> 31;
-}
-
 /* Counts the tensors and finds the metadata. The tensors lie one after the other, in any order of the header, just if
  * their starts and the end of the data are the same numbers as their ends and 0: sums of a hash of them say so, without
  * memory for them. That is no matter of safety. */
 static ibp_status read_tensors(ibp_file *file)
 {
     ibp_file_tensor tensor;
-    uint64_t starts = mix(file->data_bytes), ends = mix(0);
+    uint64_t starts = ibp_mix(file->data_bytes), ends = ibp_mix(0);
     size_t cursor = 0;
     ibp_status status;
     while ((status = next_tensor(file, &cursor, &tensor, &file->metadata)) == IBP_OK) {
         const size_t start = (size_t)(tensor.data - file->data);
-        starts += mix(start), ends += mix(start + tensor.num_bytes);
+        starts += ibp_mix(start), ends += ibp_mix(start + tensor.num_bytes);
         file->num_tensors++;
     }
     return status == IBP_NOT_IN_FILE && starts == ends ? IBP_OK : IBP_BAD_FILE;

@@ -333,6 +333,14 @@ static bool plan_masks(const field *fields, codebook_plan *plan)
     return true;
 }
 
+/* Bytes of a symbol among the entries of a file. */
+static uint32_t symbol_bytes_of(const ibp_planes *p)
+{
+    uint32_t num_bytes = 1;
+    while (8 * num_bytes < 8 * p->element_bytes - p->invariant_bits - p->residual_bits) num_bytes *= 2;
+    return num_bytes;
+}
+
 static bool plan_planes(const field *fields, codebook_plan *plan)
 {
     ibp_planes *const p = &plan->planes;
@@ -346,12 +354,11 @@ static bool plan_planes(const field *fields, codebook_plan *plan)
     p->default_value = fields[C_DEFAULT].number, p->closed_value = fields[C_CLOSED].number;
     p->invariant_value = fields[C_INVARIANT_VALUE].number;
     p->consecutive = fields[C_FIRST].is_given, p->first_symbol = fields[C_FIRST].number;
-    size_t num_entries = 0, symbol_bytes = 1;
+    size_t num_entries = 0;
     for (uint64_t digits = fields[C_DIGITS].number; digits != 0; digits >>= 8) {
         p->digit_bits[p->num_planes++] = (uint8_t)(digits & 0xff);
         num_entries += (1u << (digits & 0xff)) - 1;
     }
-    while (8 * symbol_bytes < 8 * p->element_bytes - p->invariant_bits - p->residual_bits) symbol_bytes *= 2;
     const uint32_t columns = plan->row_bytes / p->element_bytes;
     plan->num_live = columns;
     if (fields[C_LIVE].is_given && !get_u32(&fields[C_LIVE], 1, columns, &plan->num_live)) return false;
@@ -359,7 +366,7 @@ static bool plan_planes(const field *fields, codebook_plan *plan)
     if (p->num_constant != 0)
         plan->constants_bytes = round_up_16(plan->row_bytes) + round_up_16(2 * (size_t)plan->num_live);
     plan->spare_bytes = plan->num_members > 1 ? plan->constants_bytes : 0;
-    if (!p->consecutive) plan->set_bytes = (p->per_column ? plan->num_live : 1) * num_entries * symbol_bytes;
+    if (!p->consecutive) plan->set_bytes = (p->per_column ? plan->num_live : 1) * num_entries * symbol_bytes_of(p);
     if (plan->set_bytes > plan->file->data_bytes) return false; /* the workspace is no larger than the file warrants */
     return plan->num_members == 1 || plan->set_bytes != 0;
 }
@@ -539,9 +546,7 @@ static ibp_status build_planes(const codebook_plan *plan, const codebook_source 
     uint8_t *const spare = room, *const constants = spare + plan->spare_bytes,
                    *const entries = constants + plan->constants_bytes;
     ibp_planes planes = plan->planes;
-    uint32_t symbol_bytes = 1;
-    while (8 * symbol_bytes < 8 * planes.element_bytes - planes.invariant_bits - planes.residual_bits)
-        symbol_bytes *= 2;
+    const uint32_t symbol_bytes = symbol_bytes_of(&planes);
     for (uint32_t k = 0; k < plan->num_members; k++) {
         const file_part *const part = &sources[k].parts[ENTRIES];
         uint8_t *const own = k == 0 ? constants : spare;
