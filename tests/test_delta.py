@@ -11,6 +11,7 @@ import torch
 import ibp
 import reference
 from helpers import assert_same_bits, bytes_of, reference_decode
+from ibp._delta import on_cpu
 
 DTYPES = [
     torch.bool,
@@ -237,6 +238,32 @@ def check_damage(new, base, count):
 @pytest.mark.parametrize("rate", [1e-6, 1e-4, 1.0])
 def test_a_damaged_delta_leaves_the_base(rate):
     check_damage(*optimizer_step((8000,), rate), 60)
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_interrupted(number, after, monkeypatch):
+    """Before and after the differences of either tensor are added."""
+    pairs = [optimizer_step((8000,), 1e-4) for _ in range(2)]
+    delta = ibp.delta(
+        {str(i): new for i, (new, _) in enumerate(pairs)}, {str(i): old for i, (_, old) in enumerate(pairs)}
+    )
+    base = {str(i): old.clone() for i, (_, old) in enumerate(pairs)}
+    add, calls = on_cpu.InPlace._add, []
+
+    def interrupted(self, subtracts):
+        calls.append(subtracts)
+        if len(calls) - 1 != number:
+            return add(self, subtracts)
+        if after:
+            add(self, subtracts)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(on_cpu.InPlace, "_add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        delta.apply_(base)
+    for name, tensor in old.items():
+        assert_same_bits(base[name], tensor)
 
 
 @pytest.mark.slow

@@ -31,17 +31,17 @@ def apply_all(jobs: Sequence[Job]) -> None:
     for job in others:
         _check_fingerprint(*job)
     made = [(base, _new_version(name, delta, base)) for name, delta, base in others if not delta.is_empty]
-    done: list[on_gpu.Batch | on_cpu.InPlace] = []
+    begun: list[on_gpu.Batch | on_cpu.InPlace] = []
     try:
         for batch in _batches(jobs):
+            begun.append(batch)
             wrong = batch.apply()
             if wrong is not None:
                 _refuse(*jobs[wrong])
-            done.append(batch)
         if made:
             _staging.copy_all([_bits(base) for base, _ in made], [_bits(new) for _, new in made])
     except BaseException:
-        for batch in done:
+        for batch in begun:
             batch.take_back()
         raise
 

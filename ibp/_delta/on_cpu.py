@@ -24,12 +24,14 @@ class InPlace:
         self.indices = [index]
         self._delta, self._base = delta, bytes_of(base)
         self._table = delta.to("cpu").table
+        self._is_begun = False
 
     def apply(self) -> int | None:
         """Applies the delta, or leaves the base as it is. Returns None, or the index where it does not fit."""
         before = fingerprint(self._base)
         if before != self._delta.base:
             return self.indices[0]
+        self._is_begun = True
         change, is_good = self._add(False)
         if is_good and (before + change) % 2**64 == self._delta.result:
             return None
@@ -37,8 +39,9 @@ class InPlace:
         return self.indices[0]
 
     def take_back(self) -> None:
-        """Undoes `apply`."""
-        self._add(True)
+        """Undoes `apply`, which may have been interrupted."""
+        if self._is_begun and fingerprint(self._base) != self._delta.base:
+            self._add(True)
 
     def _add(self, subtracts: bool) -> tuple[int, bool]:
         """What that adds to the fingerprint, and whether no row is corrupt; those that are change nothing."""

@@ -225,9 +225,11 @@ class Batch:
         return self.indices[0]
 
     def take_back(self) -> None:
-        """Undoes `apply`."""
-        self._state[0] = _DAMAGED
-        self._call(True)
+        """Undoes `apply`, which may have been interrupted: without sums of tensors its kernels have not begun."""
+        verdict, *of_tensors = self._state.tolist()
+        if verdict == _APPLIED and any(of_tensors):
+            self._state[0] = _DAMAGED
+            self._call(True)
 
     def _call(self, takes_back: bool) -> None:
         words, codec = self._coding
