@@ -244,11 +244,10 @@ def test_a_damaged_delta_leaves_the_base(rate):
 @pytest.mark.parametrize("number", [0, 1])
 def test_interrupted(number, after, monkeypatch):
     """Before and after the differences of either tensor are added."""
-    pairs = [optimizer_step((8000,), 1e-4) for _ in range(2)]
-    delta = ibp.delta(
-        {str(i): new for i, (new, _) in enumerate(pairs)}, {str(i): old for i, (_, old) in enumerate(pairs)}
-    )
-    base = {str(i): old.clone() for i, (_, old) in enumerate(pairs)}
+    new, old = (dict(zip("ab", tensors)) for tensors in zip(*(optimizer_step((8000,), 1e-4) for _ in "ab")))
+    delta = ibp.delta(new, old)
+    assert delta.changed == ("a", "b")
+    base = {name: tensor.clone() for name, tensor in old.items()}
     add, calls = on_cpu.InPlace._add, []
 
     def interrupted(self, subtracts):

@@ -231,22 +231,24 @@ def table_fields(name: str, text: str) -> TableFields:
         own = {key: fields.text(key) for key in fields.remaining() if key.startswith("codec_")}
         found = TableFields(dtype, shape, content=content, codec=codec, block_bytes=block_bytes, codec_fields=own)
     else:
-        found = TableFields(dtype, shape, content=content, **_coding_fields(fields))
+        found = TableFields(dtype, shape, content=content, **_coding_fields(fields, content is not None))
     fields.done()
     return found
 
 
-def _coding_fields(fields: Fields) -> dict[str, Any]:
+def _coding_fields(fields: Fields, has_content: bool) -> dict[str, Any]:
     scheme = fields.text("scheme")
     if scheme not in SCHEMES:
         raise fields.error(f"its scheme is {scheme[:40]!r}; this ibp knows {sorted(SCHEMES)}")
     rows_per_base = fields.optional("rows_per_base")
     if rows_per_base not in (None, 1, _core.ROWS_PER_BASE):
         raise fields.error(f"rows_per_base is {rows_per_base}; wanted {_core.ROWS_PER_BASE} or 1")
-    codebook = None if scheme == "raw" else fields.number("codebook", 2**32)
+    codebook = None if scheme == "raw" else fields.number("codebook", 2**32 - 1)
     base, result = fields.optional_fingerprint("base"), fields.optional_fingerprint("result")
     if (base is None) != (result is None):
         raise fields.error("only one of base and result is there; wanted both, as of a delta, or none")
+    if base is not None and has_content:
+        raise fields.error("content is there beside base; wanted one of them: a delta is of no tensor by itself")
     return {
         "scheme": scheme,
         "row_bytes": fields.number("row_bytes", _core.MAX_ROW_BYTES),
@@ -342,7 +344,7 @@ def read_codebook(
     try:
         if "clusters" not in fields:
             return _read_single(fields, lambda *wanted: part(number, *wanted))
-        numbers = fields.numbers("clusters", 2**32)
+        numbers = fields.numbers("clusters", 2**32 - 1)
         expected_savings = fields.optional_float("expected_savings")
         fields.done()
         members = []
