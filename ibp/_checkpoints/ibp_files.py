@@ -124,7 +124,8 @@ def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], p
         held = [part for part in parts if part is not None]
         alike = len({(part.dtype, part.shape[1:]) for part in held}) == 1 and all(part.shape for part in held)
         counts = [part.shape[0] if part.shape else 0 for part in held]
-        if not fits or len(held) != len(parts) or not alike or counts != [last - first for first, last, _, _ in found]:
+        fits = fits and len(held) == len(parts) and counts == [last - first for first, last, _, _ in found]
+        if whole in tensors or not fits or not alike:
             raise FileFormatError(f"{path}: the tables of {whole!r} are not those of all its items")
         tensors[whole] = JoinedTensor(whole, held)
     return tensors

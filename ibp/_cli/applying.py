@@ -9,8 +9,8 @@ import torch
 
 import ibp
 from ibp._checkpoints.source import Source, SourceTensor
+from ibp._rows import bytes_of
 
-from . import comparing
 from .output import Failure
 
 
@@ -30,7 +30,7 @@ class MadeTensor(SourceTensor):
     def read(self, start_byte: int, end_byte: int) -> np.ndarray:
         data = self._data
         if data is None:
-            data = self._make().contiguous().view(-1).view(torch.uint8).numpy()
+            data = bytes_of(self._make()).numpy()
         self._data = data if end_byte < self.num_bytes else None
         return data[start_byte:end_byte]
 
@@ -88,7 +88,7 @@ def _changed(part: Source, changes: ibp.CheckpointDelta, device: torch.device) -
 def _applied(base: SourceTensor, delta: ibp.Delta, device: torch.device) -> MadeTensor:
     def make() -> torch.Tensor:
         try:
-            return delta.to(device).apply_(comparing.whole(base).to(device)).cpu()
+            return delta.to(device).apply_(base.tensor().to(device)).cpu()
         except (ibp.DeltaMismatchError, ibp.CorruptTableError) as error:
             raise type(error)(f"{base.name}: {error}") from None
 

@@ -10,22 +10,11 @@ import numpy as np
 import torch
 
 import ibp
+from ibp._checkpoints.source import SourceTensor
 from ibp._files.fields import dtype_name
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
 _BLOCK_BYTES = 16 << 20
-
-
-class Stored(Protocol):
-    """A tensor of a file, read by ranges of its bytes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def read(self, start_byte: int, end_byte: int) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -64,11 +53,11 @@ class Change:
 class Weighing(Protocol):
     """Says what a delta of two tensors of one shape and dtype takes, in bytes."""
 
-    def __call__(self, name: str, base: Stored, new: Stored) -> int: ...
+    def __call__(self, name: str, base: SourceTensor, new: SourceTensor) -> int: ...
 
 
 def changes(
-    base: Mapping[str, Stored], new: Mapping[str, Stored], names: Iterable[str], weigh: Weighing | None
+    base: Mapping[str, SourceTensor], new: Mapping[str, SourceTensor], names: Iterable[str], weigh: Weighing | None
 ) -> Iterator[Change]:
     """What became of the tensors of these names. weigh: called for those that changed; None: nothing is weighed."""
     for name in names:
@@ -84,18 +73,18 @@ def changes(
             yield _whole(name, CHANGED if changed else SAME, new[name], changed, taken)
 
 
-def _whole(name: str, status: str, tensor: Stored, changed: int, taken: int | None) -> Change:
+def _whole(name: str, status: str, tensor: SourceTensor, changed: int, taken: int | None) -> Change:
     return Change(name, status, tensor.dtype, tuple(tensor.shape), _count(tensor), tensor.num_bytes, changed, taken)
 
 
-def _count(tensor: Stored) -> int:
+def _count(tensor: SourceTensor) -> int:
     return tensor.num_bytes // tensor.dtype.itemsize
 
 
 def by_blocks(device: torch.device) -> Weighing:
     """Weighs deltas of blocks, so that tensors of any size are read in little memory. They are coded on the device."""
 
-    def weigh(name: str, base: Stored, new: Stored) -> int:
+    def weigh(name: str, base: SourceTensor, new: SourceTensor) -> int:
         taken = 0
         for before, after in _blocks(base, new):
             if _differing(before, after, new.dtype):
@@ -109,25 +98,15 @@ def by_blocks(device: torch.device) -> Weighing:
 def by_tensors(device: torch.device, kept: dict[str, Any]) -> Weighing:
     """Weighs the deltas of whole tensors, and keeps them by their names."""
 
-    def weigh(name: str, base: Stored, new: Stored) -> int:
-        delta = ibp.delta(whole(new).to(device), whole(base).to(device)).to("cpu")
+    def weigh(name: str, base: SourceTensor, new: SourceTensor) -> int:
+        delta = ibp.delta(new.tensor().to(device), base.tensor().to(device)).to("cpu")
         kept[name] = delta
         return delta.stored_bytes
 
     return weigh
 
 
-def whole(tensor: Stored) -> torch.Tensor:
-    """A tensor of a file, in memory of its own."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype)
-    data = made.view(-1).view(torch.uint8).numpy()
-    for start in range(0, tensor.num_bytes, _BLOCK_BYTES):
-        end = min(start + _BLOCK_BYTES, tensor.num_bytes)
-        data[start:end] = tensor.read(start, end)
-    return made
-
-
-def _blocks(base: Stored, new: Stored) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _blocks(base: SourceTensor, new: SourceTensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for start in range(0, new.num_bytes, _BLOCK_BYTES):
         end = min(start + _BLOCK_BYTES, new.num_bytes)
         yield base.read(start, end), new.read(start, end)

@@ -220,6 +220,10 @@ OF_TABLES = {
     "half of a delta": of_table(
         "dtype=BF16 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48 base=0000000000000000", "only one of"
     ),
+    "a delta with content": of_table(
+        "dtype=BF16 shape=40,24 scheme=raw row_bytes=48 slot_bytes=48 base=0000000000000000 result=0000000000000000",
+        "content is there beside base",
+    ),
     "another content": Case(
         "raw.safetensors",
         "wanted 16 hexadecimal digits",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,8 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     from ibp._inspect import drawing
     from ibp._inspect.collecting import inspect_path
 
+    from .. import work
+
     def wanted(name: str) -> bool:
-        return _is_wanted(arguments, name)
+        return (not arguments.tensor or name in arguments.tensor) and bool(work.chosen(arguments, [name]))
 
     for picture in filter(None, (arguments.plot, arguments.html)):
         if not Path(picture).absolute().parent.is_dir():
@@ -64,15 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
     _write_pictures(arguments, files)
     output.report(arguments, {"files": [_document(file) for file in files]}, *_parts(arguments, files))
     return 0
-
-
-def _is_wanted(arguments: argparse.Namespace, name: str) -> bool:
-    def matches(patterns: list[str]) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-    if arguments.tensor and name not in arguments.tensor:
-        return False
-    return (not arguments.include or matches(arguments.include)) and not matches(arguments.exclude)
 
 
 def _check_names(arguments: argparse.Namespace, files: list[FileReport]) -> None:
