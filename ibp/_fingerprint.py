@@ -58,7 +58,7 @@ def check_source(x: object, name: str) -> None:
         return
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor or an ibp.CompressedTensor")
-    _rows.check_tensor(x)
+    _rows.check_tensor(x, name)
 
 
 def byte_blocks(x: torch.Tensor | CompressedTensor) -> Iterator[tuple[int, torch.Tensor]]:

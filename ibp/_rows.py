@@ -79,17 +79,17 @@ class Geometry:
         return -(-self.num_bytes // self.row_bytes)
 
 
-def check_tensor(x: torch.Tensor) -> None:
-    """Raises TypeError for what cannot be compressed."""
+def check_tensor(x: torch.Tensor, name: str = "x") -> None:
+    """Raises TypeError for what cannot be compressed, by its name."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; wanted a torch.Tensor")
+        raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor")
     if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
         kind = "nested" if x.is_nested else str(x.layout)
-        raise TypeError(f"x is a {kind} tensor on {x.device}; wanted a dense tensor on the CPU or a CUDA device")
+        raise TypeError(f"{name} is a {kind} tensor on {x.device}; wanted a dense tensor on the CPU or a CUDA device")
     if x.dtype not in DTYPES:
         raise TypeError(
-            f"x has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted 1, 2, 4 or 8 whole bytes, not "
-            "quantized or packed: pass x.int_repr() or x.view(torch.uint8)"
+            f"{name} has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted 1, 2, 4 or 8 whole bytes, "
+            "not quantized or packed: pass its int_repr() or view(torch.uint8)"
         )
 
 

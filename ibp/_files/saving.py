@@ -77,7 +77,7 @@ def _checked(tensors: Mapping[str, Value] | Value) -> dict[str, Value]:
                 f"{name!r} is a {got}; wanted a table (ibp.compress), a torch.Tensor or a delta (ibp.delta)"
             )
         if isinstance(value, torch.Tensor):
-            check_tensor(value)
+            check_tensor(value, repr(name))
     return items
 
 

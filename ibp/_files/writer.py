@@ -431,7 +431,7 @@ def write_table(writer: FileWriter, name: str, table: CompressedTensor, **fields
 
 def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
     """Writes a whole tensor from any device, block by block, as it is."""
-    check_tensor(tensor)
+    check_tensor(tensor, repr(name))
     with writer.plain(name, tensor.dtype, tuple(tensor.shape)) as sink:
         for block in _host_blocks(bytes_of(tensor)):
             sink.write(block)
