@@ -2,6 +2,7 @@
 memory is full."""
 
 import gc
+import io
 import os
 import signal
 
@@ -11,6 +12,7 @@ import torch
 import ibp
 from fault_cases import ON_CPU
 from helpers import assert_same_bits, embedding, in_threads, spiky_rows, take
+from ibp import _progress
 from test_crashes import status_of
 
 NUM_ITEMS, THREADS, ROUNDS = 3000, 4, 8
@@ -92,6 +94,17 @@ def test_threads_save_to_one_path(x, path):
     found = ibp.load(path, verify=True, pin_memory=False)["tensor"]
     assert_same_bits(found.decompress(), x[: len(found)])
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_bars_that_are_not_shown_take_no_lock(x, path):
+    """An interrupt in a thread that shows a bar can leave its lock taken: others go on."""
+
+    def work():
+        ibp.save(path, ibp.compress(x, **ON_CPU))
+        assert_same_bits(ibp.load(path, verify=True, pin_memory=False)["tensor"].decompress(), x)
+
+    with _progress.tqdm(total=1, file=io.StringIO()).get_lock():
+        in_threads(work)
 
 
 # ---- forks ----

@@ -23,7 +23,7 @@ from .._files.sets import index_of, write_index
 from .._files.writer import FileWriter, checked_metadata, header_room, sync_directory
 from .._fingerprint import finished
 from .._group import Group, same_on_all
-from .._progress import tqdm
+from .._progress import Bar, tqdm
 from .._schemes import AnyCodebook, check_clusters, with_clusters
 from .coding import Block, Coded, Coder, blocks_of, coder_for
 from .journal import Journal
@@ -223,7 +223,7 @@ class _Job:
         include, exclude = self.patterns
         return {**fields, "include": None if include is None else list(include), "exclude": list(exclude)}
 
-    def _bar(self, num_bytes: int, rank: int = 0) -> tqdm:
+    def _bar(self, num_bytes: int, rank: int = 0) -> Bar:
         hidden = not self.progress or rank != 0
         return tqdm(total=num_bytes, desc="compress", unit="B", unit_scale=True, disable=hidden)
 
