@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from ibp._cli import main  # noqa: E402
 from ibp._cli.commands import completion  # noqa: E402
+from tools.run_notebook import inside  # noqa: E402
 
 MAN_PAGE = ROOT / "docs" / "ibp.1"
 PAGE = ROOT / "docs" / "cli.md"
@@ -132,17 +133,6 @@ def examples(text):
     with tempfile.TemporaryDirectory() as folder, inside(folder):
         os.symlink(ROOT / "data", "data")
         return re.sub(r"```(python|text)\n((?:(?<=python\n)|\$ ibp ).*?)```", done, text, flags=re.DOTALL)
-
-
-@contextlib.contextmanager
-def inside(folder):
-    """contextlib.chdir, which Python 3.10 lacks."""
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 def session(block):

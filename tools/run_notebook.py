@@ -44,7 +44,8 @@ def _lines(text: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def inside(directory: Path) -> Iterator[None]:
+def inside(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """contextlib.chdir, which Python 3.10 lacks."""
     before = os.getcwd()
     os.chdir(directory)
     try:
