@@ -6,6 +6,7 @@
 // All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
 // taken back if that is not. A row that is corrupt changes nothing, both times.
 #include "../decode/listed.cuh"
+#include "../encode/rows.cuh"
 #include "versions.cuh"
 
 namespace ibp {
@@ -399,17 +400,9 @@ template <typename T> struct Applying {
 
 ibp_status plan_rows(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_rows, Launch *launch)
 {
-    int device = 0, num_sms = 0, blocks_an_sm = 0;
-    ibp_status status = check_cuda(cudaGetDevice(&device));
-    if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    if (status == IBP_OK) status = allow_shared(kernel);
-    if (status == IBP_OK)
-        status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
-                                                                          static_cast<int>(num_threads), shared_bytes));
-    const int64_t warps = num_threads / kWarp, wanted = (num_rows + warps - 1) / warps;
-    *launch = {static_cast<uint32_t>(std::min(wanted, int64_t{num_sms} * std::max(1, blocks_an_sm))), num_threads,
-               shared_bytes, 1};
-    return status;
+    const int64_t warps = num_threads / kWarp;
+    *launch = {0, num_threads, shared_bytes, 1};
+    return plan_blocks(kernel, num_threads, shared_bytes, (num_rows + warps - 1) / warps, 0, &launch->blocks);
 }
 
 } // namespace ibp
