@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 namespace {
 
@@ -87,23 +88,42 @@ DeltaTensors delta_tensors_of(const Tensor &tensors)
             to_u32(tensors.size(0), 0, 1 << 24, "the number of tensors")};
 }
 
+// What measuring rows of differences and coding them have in common. has_measured: lengths and counts are read then,
+// and written otherwise.
+struct DeltaRows {
+    DeltaTensors jobs;
+    ibp_codebook codebook;
+    int64_t num_rows;
+    uint16_t *lengths, *counts;
+    Footprints memory;
+
+    DeltaRows(const Tensor &tensors, const Tensor &words, const std::vector<int64_t> &codec, const Tensor &of_lengths,
+              const Tensor &of_counts, bool has_measured)
+        : jobs(delta_tensors_of(tensors)), codebook(codebook_of(words, codec)), num_rows(of_lengths.numel()),
+          lengths(data_of<uint16_t>(of_lengths, ScalarType::UInt16, 0, "lengths")),
+          counts(data_of<uint16_t>(of_counts, ScalarType::UInt16, total_bytes(num_rows, IBP_DELTA_COUNTS, "rows"),
+                                   "counts"))
+    {
+        memory.reads("tensors", tensors);
+        memory.reads("codebook", words);
+        for (const auto &[name, rows] : {std::pair{"lengths", &of_lengths}, std::pair{"counts", &of_counts}}) {
+            if (has_measured)
+                memory.reads(name, *rows);
+            else
+                memory.writes(name, *rows);
+        }
+    }
+};
+
 void measure_deltas_cuda(Tensor tensors, Tensor codebook, std::vector<int64_t> codec, Tensor lengths, Tensor counts,
                          Tensor sums)
 {
     const auto device = use_cuda(tensors, {&codebook, &lengths, &counts, &sums});
-    const DeltaTensors jobs = delta_tensors_of(tensors);
-    const ibp_codebook cb = codebook_of(codebook, codec);
-    const int64_t num_rows = lengths.numel();
-    Footprints memory;
-    memory.reads("tensors", tensors);
-    memory.reads("codebook", codebook);
-    memory.writes("lengths", lengths);
-    memory.writes("counts", counts);
-    memory.writes("sums", sums);
-    check(ibp_cuda_measure_deltas(
-              &cb, jobs.data, jobs.count, num_rows, data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths"),
-              data_of<uint16_t>(counts, ScalarType::UInt16, total_bytes(num_rows, IBP_DELTA_COUNTS, "rows"), "counts"),
-              unsigned_longs_of(sums, 2 * int64_t{jobs.count}, "sums"), current_stream(tensors)),
+    DeltaRows rows(tensors, codebook, codec, lengths, counts, false);
+    rows.memory.writes("sums", sums);
+    check(ibp_cuda_measure_deltas(&rows.codebook, rows.jobs.data, rows.jobs.count, rows.num_rows, rows.lengths,
+                                  rows.counts, unsigned_longs_of(sums, 2 * int64_t{rows.jobs.count}, "sums"),
+                                  current_stream(tensors)),
           "measure_deltas");
 }
 
@@ -111,21 +131,13 @@ void encode_deltas_cuda(Tensor tensors, Tensor codebook, std::vector<int64_t> co
                         Tensor bases, Tensor overflow)
 {
     const auto device = use_cuda(tensors, {&codebook, &lengths, &counts, &bases, &overflow});
-    const DeltaTensors jobs = delta_tensors_of(tensors);
-    const ibp_codebook cb = codebook_of(codebook, codec);
-    const int64_t num_rows = lengths.numel();
-    Footprints memory;
-    memory.reads("tensors", tensors);
-    memory.reads("codebook", codebook);
-    memory.reads("lengths", lengths);
-    memory.reads("counts", counts);
-    memory.reads("bases", bases);
-    memory.writes("overflow", overflow);
-    check(ibp_cuda_encode_deltas(
-              &cb, jobs.data, jobs.count, num_rows, data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths"),
-              data_of<uint16_t>(counts, ScalarType::UInt16, total_bytes(num_rows, IBP_DELTA_COUNTS, "rows"), "counts"),
-              unsigned_longs_of(bases, divide_up(num_rows, IBP_ROWS_PER_BASE), "bases"),
-              bytes_of(overflow, 0, "overflow"), overflow.numel(), current_stream(tensors)),
+    DeltaRows rows(tensors, codebook, codec, lengths, counts, true);
+    rows.memory.reads("bases", bases);
+    rows.memory.writes("overflow", overflow);
+    check(ibp_cuda_encode_deltas(&rows.codebook, rows.jobs.data, rows.jobs.count, rows.num_rows, rows.lengths,
+                                 rows.counts,
+                                 unsigned_longs_of(bases, divide_up(rows.num_rows, IBP_ROWS_PER_BASE), "bases"),
+                                 bytes_of(overflow, 0, "overflow"), overflow.numel(), current_stream(tensors)),
           "encode_deltas");
 }
 
