@@ -242,13 +242,18 @@ class CompressedTensor(Table):
         memo[id(self)] = copied = self.clone()
         return copied
 
-    def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CompressedTensor:
-        """A table of changed tensors."""
+    def _with(
+        self,
+        change: Callable[[torch.Tensor], torch.Tensor],
+        shape: torch.Size | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> CompressedTensor:
+        """A table of changed tensors. shape, dtype: that its bytes are of; None: the table's own."""
         held = self._tensors()
         moved = {name: change(tensor) for name, tensor in held.items()}
         made = type(self)(
-            shape=self.shape,
-            dtype=self.dtype,
+            shape=self.shape if shape is None else shape,
+            dtype=dtype or self.dtype,
             scheme=self.scheme,
             row_bytes=self.row_bytes,
             slot_bytes=self.slot_bytes,

@@ -59,23 +59,7 @@ def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> Co
         table = compress(differences, codebook=known, layout="packed", device=device, pin_memory=False)
     else:
         table = compress(differences, row_bytes=ROW_BYTES, layout="packed", device=device, pin_memory=False)
-    return retyped(table, like.shape, like.dtype)
-
-
-def retyped(table: CompressedTensor, shape: torch.Size, dtype: torch.dtype) -> CompressedTensor:
-    """A table of the same bytes as a tensor of another shape and dtype, in the same memory."""
-    return CompressedTensor(
-        shape=shape,
-        dtype=dtype,
-        scheme=table.scheme,
-        row_bytes=table.row_bytes,
-        slot_bytes=table.slot_bytes,
-        slots=table.slots,
-        overflow=table.overflow,
-        lengths=table.lengths,
-        bases=table.bases,
-        codebook=table.codebook,
-    )
+    return table._with(lambda tensor: tensor, like.shape, like.dtype)
 
 
 def note_change(tensors: Iterable[torch.Tensor]) -> None:
