@@ -45,7 +45,7 @@ _NAMES = {f"torch.{name}": text for text, name in _DTYPES.items()}
 PLAIN_ITEM_BYTES = {text: getattr(torch, name).itemsize for text, name in _DTYPES.items() if hasattr(torch, name)}
 
 _KEY = re.compile(r"[a-z_]+")
-_NUMBER = re.compile(r"[0-9]{1,20}", re.ASCII)
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,19}", re.ASCII)
 _FLOAT = re.compile(r"-?[0-9]{1,40}(\.[0-9]{1,40})?(e[+-]?[0-9]{1,3})?", re.ASCII)
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}", re.ASCII)
 

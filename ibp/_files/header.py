@@ -163,7 +163,7 @@ def check_version(metadata: Mapping[str, str], name: str) -> None:
     text = metadata.get("ibp.format")
     if text is None:
         return
-    if not text.isascii() or not text.isdigit() or len(text) > 9 or int(text) < 1:
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or text[0] == "0":
         raise FileFormatError(f"{name}: ibp.format is {text[:40]!r}; wanted a number from 1 on")
     if int(text) > _core.FORMAT_VERSION:
         release = metadata.get("ibp.release", "")[:40] or "a later one"

@@ -206,6 +206,8 @@ OF_TABLES = {
         "dtype=BF16 shape=4294967296,4294967296 scheme=raw row_bytes=48 slot_bytes=48",
         r"wanted at most 2\^63 - 1 bytes",
     ),
+    "a leading zero": of_table("dtype=BF16 shape=40,24 scheme=raw row_bytes=048 slot_bytes=48", "row_bytes is '048'"),
+    "a leading zero in a list": of_table("dtype=BF16 shape=040,24 scheme=raw row_bytes=48 slot_bytes=48", "shape is"),
     "rows without bytes": of_table("dtype=BF16 shape=40,24 scheme=raw row_bytes=0 slot_bytes=48", "rows of 0 bytes"),
     "long rows": of_table("dtype=BF16 shape=40,24 scheme=raw row_bytes=65537 slot_bytes=48", "wanted 0 to 65536"),
     "slots of an odd size": of_table(
