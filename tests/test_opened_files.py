@@ -400,7 +400,8 @@ def hold(pipe):
 
 
 def test_processes_share_one_copy(tmp_path, monkeypatch):
-    """Also when the one that made it is killed; a new copy is made when all have gone."""
+    """Also when the one that made it is killed; a new copy is made when all have gone, and the last removes the file
+    where they meet."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     processes = []
 
@@ -427,15 +428,19 @@ def test_processes_share_one_copy(tmp_path, monkeypatch):
         assert same == name
         end(*second)
         end(*third)
+        folder = tmp_path / f"ibp-{os.geteuid()}"
+        assert not list(folder.iterdir())
+        (folder / "of a process that was killed").write_text('["ibp-0", 4096, [[1, 2]]]')
         *fourth, other = start()
         assert other.startswith("ibp-") and other != name
-        (record,) = (tmp_path / f"ibp-{os.geteuid()}").iterdir()
+        (record,) = folder.iterdir()
         assert record.stat().st_size < 500
         record.write_text("half of a rec")
         *fifth, another = start()
         assert another.startswith("ibp-") and another != other
         end(*fourth)
         end(*fifth)
+        assert not list(folder.iterdir())
     finally:
         for process in processes:
             process.kill()

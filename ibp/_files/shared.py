@@ -2,7 +2,8 @@
 puts it into shared memory, and the others open that.
 
 They meet at a small file in a directory of the user's own, which is locked meanwhile and names the processes that have
-the memory. The memory itself has no name: it ends with the last of them, however that ends.
+the memory. The last of them removes it; that of processes that were killed is removed by the next that writes one. The
+memory itself has no name: it ends with the last of them, however that ends.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import os
 import stat
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -50,17 +52,24 @@ def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, 
     Raises:
         RuntimeError: the directory where processes meet is not the user's alone.
     """
-    with _record_of(key) as (record, write):
-        name, num_bytes, holders = record
-        living = [holder for holder in holders if _has(holder, name)]
+    path = _folder() / hashlib.sha256(f"{_core.version()} {key}".encode()).hexdigest()[:32]
+    with _locked(path) as (record, write):
+        living = record.living()
         for process, file in living:
             with contextlib.suppress(RuntimeError):  # it has ended meanwhile
-                segment = Segment.opened(SharedHandle(process, num_bytes, file, name, False, b"", b""))
-                write(_Record(name, num_bytes, [*living, (os.getpid(), segment.file)]))
+                handle = SharedHandle(process, record.num_bytes, file, record.name, False, b"", b"")
+                segment = Segment.opened(handle)
+                own = os.getpid(), segment.file
+                write(_Record(record.name, record.num_bytes, [*living, own]))
+                weakref.finalize(segment, _leave, path, own)
                 return segment, segment.tensors({part: tensor.numel() for part, tensor in tensors.items()})
         segment, copies = Segment.of(tensors, -1)
-        write(_Record(segment.name, segment.num_bytes, [(os.getpid(), segment.file)]))
-        return segment, copies
+        own = os.getpid(), segment.file
+        write(_Record(segment.name, segment.num_bytes, [own]))
+        weakref.finalize(segment, _leave, path, own)
+    for other in path.parent.iterdir():
+        _leave(other)
+    return segment, copies
 
 
 class _Record(NamedTuple):
@@ -79,6 +88,10 @@ class _Record(NamedTuple):
         except (ValueError, TypeError):
             return cls("", 0, [])
 
+    def living(self) -> list[tuple[int, int]]:
+        """The holders that still have the memory."""
+        return [holder for holder in self.holders if _has(holder, self.name)]
+
 
 def _has(holder: tuple[int, int], name: str) -> bool:
     """Whether a process has the memory of that name under that descriptor."""
@@ -89,13 +102,11 @@ def _has(holder: tuple[int, int], name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _record_of(key: str) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
-    """What processes have written down for a key, and a function that writes it anew. Locked until the context is
+def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
+    """What processes have written down in a file, and a function that writes it anew. Locked until the context is
     left."""
-    name = hashlib.sha256(f"{_core.version()} {key}".encode()).hexdigest()[:32]
-    file = os.open(_folder() / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    file = _opened(path)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
 
         def write(new: _Record) -> None:
             os.ftruncate(file, 0)
@@ -104,6 +115,32 @@ def _record_of(key: str) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
         yield _Record.of(os.pread(file, 1 << 20, 0)), write
     finally:
         os.close(file)
+
+
+def _opened(path: Path) -> int:
+    """The locked file, which is made if there is none."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):  # it was removed before it was locked
+                if os.path.samestat(os.fstat(file), os.lstat(path)):
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+
+
+def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
+    """Removes a file that no process needs and none has locked. own: this process and its descriptor, which are not
+    counted."""
+    if own is not None and own[0] != os.getpid():  # a child that was forked: the holder is its parent
+        return
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if all(holder == own for holder in _Record.of(file.read(1 << 20)).living()):
+            path.unlink()
 
 
 def _folder() -> Path:
