@@ -1,0 +1,208 @@
+"""Nets of our own whose activations are measured: AlexNet, VGG16, ResNet-50, and transformer blocks of Llama's shape.
+
+Shapes and layers are those of the papers (Krizhevsky's one-column AlexNet, Simonyan and Zisserman's configuration D, He
+and others' bottlenecks with stride in the 3 x 3 convolution). Weights are random. `width` scales all channels, for
+small nets that run anywhere.
+"""
+
+import contextlib
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+VGG16_CHANNELS = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 512, "pool", 512, 512, 512, "pool")
+RESNET50_STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # channels of the bottleneck, blocks
+EXPANSION = 4  # of a bottleneck's channels
+ROTARY_BASE = 10_000.0
+
+
+class Blocks(nn.Module):
+    """Blocks that run one after the other. recompute: each by `torch.utils.checkpoint`, so that what it saves inside is
+    computed again in the backward pass."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks, self.recompute = nn.ModuleList(blocks), False
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return x
+
+
+def alexnet(classes=1000, width=1.0, image=224):
+    """AlexNet for images [N, 3, image, image], image at least 63."""
+    c1, c2, c3, c4, hidden = (max(4, int(width * c)) for c in (64, 192, 384, 256, 4096))
+    side = _pooled(_pooled(_pooled((image - 7) // 4 + 1)))
+    return Blocks(
+        [
+            nn.Sequential(nn.Conv2d(3, c1, 11, 4, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
+            nn.Sequential(nn.Conv2d(c1, c2, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
+            nn.Sequential(nn.Conv2d(c2, c3, 3, padding=1), nn.ReLU(inplace=True)),
+            nn.Sequential(nn.Conv2d(c3, c4, 3, padding=1), nn.ReLU(inplace=True)),
+            nn.Sequential(nn.Conv2d(c4, c4, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
+            _classifier(c4 * side * side, hidden, classes),
+        ]
+    )
+
+
+def vgg16(classes=1000, width=1.0, image=224):
+    """VGG16 (configuration D) for images [N, 3, image, image], image a multiple of 32."""
+    blocks, layers, channels = [], [], 3
+    for out in VGG16_CHANNELS:
+        if out == "pool":
+            blocks.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
+            layers = []
+            continue
+        out = max(4, int(width * out))
+        layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(inplace=True)]
+        channels = out
+    return Blocks([*blocks, _classifier(channels * (image // 32) ** 2, max(4, int(width * 4096)), classes)])
+
+
+def resnet50(classes=1000, width=1.0):
+    """ResNet-50 for images [N, 3, H, W]."""
+    channels = first = max(4, int(width * 64))
+    blocks = [
+        nn.Sequential(
+            nn.Conv2d(3, first, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(first),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
+        )
+    ]
+    for stage, (inner, count) in enumerate(RESNET50_STAGES):
+        inner = max(4, int(width * inner))
+        for k in range(count):
+            blocks.append(Bottleneck(channels, inner, 2 if stage and k == 0 else 1))
+            channels = EXPANSION * inner
+    return Blocks([*blocks, nn.Sequential(Mean(), nn.Linear(channels, classes))])
+
+
+class Bottleneck(nn.Module):
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1 with batch norms, added to their input."""
+
+    def __init__(self, channels, inner, stride):
+        super().__init__()
+        out = EXPANSION * inner
+        self.inner = nn.Sequential(
+            *_normed(channels, inner, 1),
+            nn.ReLU(inplace=True),
+            *_normed(inner, inner, 3, stride),
+            nn.ReLU(inplace=True),
+            *_normed(inner, out, 1),
+        )
+        self.beside = nn.Identity()
+        if stride != 1 or channels != out:
+            self.beside = nn.Sequential(*_normed(channels, out, 1, stride))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.relu(self.inner(x) + self.beside(x))
+
+
+class Mean(nn.Module):
+    """The mean over height and width."""
+
+    def forward(self, x):
+        return x.mean((2, 3))
+
+
+class LlamaBlock(nn.Module):
+    """Attention with rotary positions and an MLP, each behind an RMSNorm and added to its input, as Llama's.
+
+    Args:
+        hidden, ffn: widths; hidden a multiple of 2 * heads.
+        heads: of the attention.
+        activation: of the MLP: "swiglu" (two projections, one through SiLU, multiplied) or "relu2" (one, through the
+            square of ReLU: So and others, Primer).
+    """
+
+    def __init__(self, hidden, ffn, heads, activation="swiglu"):
+        super().__init__()
+        self.heads, self.activation = heads, activation
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden, eps=1e-5), nn.RMSNorm(hidden, eps=1e-5)
+        self.query, self.key, self.value, self.output = (nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(hidden, ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
+        self.gate = nn.Linear(hidden, ffn, bias=False) if activation == "swiglu" else None
+
+    def forward(self, x):
+        x = x + self._attention(self.attention_norm(x))
+        return x + self._mlp(self.mlp_norm(x))
+
+    def _attention(self, x):
+        query, key, value = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        turns = _turns(x.shape[1], query.shape[-1], x)
+        mixed = F.scaled_dot_product_attention(_rotated(query, *turns), _rotated(key, *turns), value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def _mlp(self, x):
+        if self.gate is None:
+            return self.down(F.relu(self.up(x)).square())
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def llama(layers, hidden, ffn, heads, activation="swiglu"):
+    """Blocks of Llama's shape, for hidden states [N, tokens, hidden]."""
+    return Blocks([LlamaBlock(hidden, ffn, heads, activation) for _ in range(layers)])
+
+
+@contextlib.contextmanager
+def densities(net):
+    """A dict that a forward pass inside fills: name of each ReLU, in their order, to the share of its output's elements
+    that are not zero, as a tensor of one element."""
+    found, hooks = {}, []
+    for name, module in net.named_modules():
+        if isinstance(module, nn.ReLU):
+            hooks.append(module.register_forward_hook(_density_into(found, name)))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _density_into(found, name):
+    def note(module, inputs, output):
+        found[name] = torch.count_nonzero(output.detach()) / output.numel()
+
+    return note
+
+
+def _pooled(side):
+    """Of 3 x 3 windows two apart."""
+    return (side - 3) // 2 + 1
+
+
+def _classifier(features, hidden, classes):
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Dropout(),
+        nn.Linear(features, hidden),
+        nn.ReLU(inplace=True),
+        nn.Dropout(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, classes),
+    )
+
+
+def _normed(channels, out, kernel, stride=1):
+    yield nn.Conv2d(channels, out, kernel, stride, kernel // 2, bias=False)
+    yield nn.BatchNorm2d(out)
+
+
+def _turns(tokens, width, like):
+    """(cosines, sines) [tokens, width] of rotary positions."""
+    rates = ROTARY_BASE ** -(torch.arange(0, width, 2, device=like.device) / width)
+    angles = torch.outer(torch.arange(tokens, device=like.device), rates).repeat(1, 2)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def _rotated(x, cosines, sines):
+    left, right = x.chunk(2, -1)
+    return x * cosines + torch.cat([-right, left], -1) * sines
