@@ -13,6 +13,8 @@ from ._estimation import check_codebook
 from ._schemes import AnyCodebook
 
 _NO_BASE, _MOST_LENGTH = -1, 65535  # of a row without a part; an entry of lengths
+_ALIGNMENT = 64  # bytes, of each part of memory that is given
+_COUNTERS = 8  # int64: used, spilled, lost, a fault of 4
 _INDEX_OUT_OF_RANGE = 2  # ibp_status
 
 
@@ -40,8 +42,11 @@ class Place:
         num_rows: rows of codebook.row_bytes bytes.
         slot_bytes: bytes of a slot: a multiple of 32 below row_bytes, or row_bytes, where no row ever overflows.
         overflow_bytes: room for all overflow parts; needed where slot_bytes is less than row_bytes.
-        device: where rows are coded and the index is.
+        device: where rows are coded and the index is; None: the memory's, else the current CUDA device.
         pinned: slots and overflow are pinned host memory, which the GPU writes and reads over the link.
+        memory: uint8 [at least Place.memory_bytes(...)] on the device, contiguous, which the place lies in, from its
+            first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
+            `Place.over`. None: the place allocates.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
@@ -57,35 +62,78 @@ class Place:
         *,
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
-        device: torch.device | str | int = "cuda",
+        device: torch.device | str | int | None = None,
         pinned: bool = False,
+        memory: torch.Tensor | None = None,
     ) -> None:
+        self._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, device, pinned, memory)
+        self.clear()
+
+    @classmethod
+    def over(
+        cls,
+        memory: torch.Tensor,
+        codebook: AnyCodebook,
+        num_rows: int,
+        *,
+        slot_bytes: int | None = None,
+        overflow_bytes: int | None = None,
+    ) -> Place:
+        """A place over memory that holds the bytes of one with the same codebook and sizes, or will before it is read:
+        nothing is cleared. Of overflow, which is last, only the bytes in use need to be there.
+
+        Args:
+            memory: as of `Place`; the place's device is the memory's.
+            codebook, num_rows, slot_bytes: of the place whose bytes they are.
+            overflow_bytes: of overflow that are there.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described there.
+        """
+        place = cls.__new__(cls)
+        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, False, memory)
+        return place
+
+    @staticmethod
+    def memory_bytes(
+        codebook: AnyCodebook, num_rows: int, *, slot_bytes: int | None = None, overflow_bytes: int | None = None
+    ) -> int:
+        """Bytes of memory that a place of these sizes lies in. Overflow is the last `overflow_bytes` of them.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described in `Place`.
+        """
         check_codebook(codebook)
-        row_bytes = codebook.row_bytes
-        slot_bytes = row_bytes if slot_bytes is None else slot_bytes
-        self.device = _memory.canonical(device)
-        if num_rows < 0 or num_rows * row_bytes > 2**58:
-            raise ValueError(f"num_rows is {num_rows}; wanted 0 or more rows of {row_bytes} bytes, at most 2^58 bytes")
-        if slot_bytes != row_bytes and not (0 <= slot_bytes < row_bytes and slot_bytes % _core.SECTOR_BYTES == 0):
-            raise ValueError(f"slot_bytes is {slot_bytes}; wanted a multiple of 32 below row_bytes, or {row_bytes}")
-        if slot_bytes < row_bytes and overflow_bytes is None:
-            raise ValueError(f"slots of {slot_bytes} bytes hold no whole rows; overflow_bytes is needed")
+        *others, overflow = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
+        return sum(map(_aligned, others)) + overflow
+
+    def _lay_out(
+        self,
+        codebook: AnyCodebook,
+        num_rows: int,
+        slot_bytes: int | None,
+        overflow_bytes: int | None,
+        device: torch.device | str | int | None,
+        pinned: bool,
+        memory: torch.Tensor | None,
+    ) -> None:
+        """Checks what is given, and makes the tensors."""
+        check_codebook(codebook)
+        sizes = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
+        if memory is not None:
+            needed = self.memory_bytes(codebook, num_rows, slot_bytes=slot_bytes, overflow_bytes=overflow_bytes)
+            device = _check_memory(memory, needed, device, pinned)
+        self.device = _memory.canonical("cuda" if device is None else device)
         if pinned and self.device.type != "cuda":
             raise ValueError("pinned places are for a CUDA device to write to")
-        self.codebook, self.num_rows, self.row_bytes, self.slot_bytes = codebook, num_rows, row_bytes, slot_bytes
+        self.codebook, self.num_rows, self.row_bytes = codebook, num_rows, codebook.row_bytes
+        self.slot_bytes = self.row_bytes if slot_bytes is None else slot_bytes
         self.pinned = pinned
-        overflow_bytes = overflow_bytes if slot_bytes < row_bytes and overflow_bytes else 0
-        home = torch.device("cpu") if pinned else self.device
-        self.slots = _memory.empty(num_rows * slot_bytes, home, pinned)
-        self.overflow = _memory.empty(overflow_bytes, home, pinned)
-        has_parts = slot_bytes < row_bytes
-        self.lengths = torch.empty(num_rows, dtype=torch.uint16, device=self.device)
-        self.bases = torch.empty(num_rows if has_parts else 0, dtype=torch.int64, device=self.device)
-        self.rooms = torch.empty(num_rows if has_parts else 0, dtype=torch.uint16, device=self.device)
-        self._used = torch.empty(1, dtype=torch.int64, device=self.device)
-        self._counts = torch.empty(2, dtype=torch.int64, device=self.device)
-        self._fault = torch.empty(4, dtype=torch.int64, device=self.device)
-        self.clear()
+        parts = _allocated(sizes, self.device, pinned) if memory is None else _carved(memory, sizes)
+        counters, rooms, bases, lengths, self.slots, self.overflow = parts
+        self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
+        self.bases = bases.view(torch.int64)
+        self._used, self._counts, self._fault, _ = counters.view(torch.int64).split([1, 2, 4, 1])
         near = [_memory.device_view(t, self.device) if pinned else t for t in (self.slots, self.overflow)]
         self._table_arguments = (
             *near,
@@ -93,10 +141,10 @@ class Place:
             self.bases,
             codebook.words(self.device),
             codebook.codec,
-            slot_bytes,
+            self.slot_bytes,
             0,
             num_rows,
-            row_bytes,
+            self.row_bytes,
         )
         self._arguments = (*self._table_arguments, self.rooms, self._used, self._counts)
 
@@ -180,6 +228,60 @@ class Place:
         table._places[self.device] = self._table_arguments
         table._fault_on(self.device)
         return table
+
+
+def _sizes(codebook: AnyCodebook, num_rows: int, slot_bytes: int | None, overflow_bytes: int | None) -> tuple[int, ...]:
+    """Bytes of counters, rooms, bases, lengths, slots and overflow. ValueError: a size is out of range."""
+    row_bytes = codebook.row_bytes
+    slot_bytes = row_bytes if slot_bytes is None else slot_bytes
+    if num_rows < 0 or num_rows * row_bytes > 2**58:
+        raise ValueError(f"num_rows is {num_rows}; wanted 0 or more rows of {row_bytes} bytes, at most 2^58 bytes")
+    if slot_bytes != row_bytes and not (0 <= slot_bytes < row_bytes and slot_bytes % _core.SECTOR_BYTES == 0):
+        raise ValueError(f"slot_bytes is {slot_bytes}; wanted a multiple of 32 below row_bytes, or {row_bytes}")
+    if slot_bytes < row_bytes and overflow_bytes is None:
+        raise ValueError(f"slots of {slot_bytes} bytes hold no whole rows; overflow_bytes is needed")
+    with_parts = num_rows if slot_bytes < row_bytes else 0
+    overflow_bytes = overflow_bytes if slot_bytes < row_bytes and overflow_bytes else 0
+    return 8 * _COUNTERS, 2 * with_parts, 8 * with_parts, 2 * num_rows, num_rows * slot_bytes, overflow_bytes
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _check_memory(
+    memory: torch.Tensor, needed: int, device: torch.device | str | int | None, pinned: bool
+) -> torch.device:
+    """The device of memory that is given to a place. TypeError, ValueError: it cannot be used."""
+    if not isinstance(memory, torch.Tensor):
+        raise TypeError(f"memory is a {type(memory).__name__}; wanted a tensor")
+    if pinned:
+        raise ValueError("memory is given, which is on the device; pinned places allocate")
+    if memory.dtype != torch.uint8 or not memory.is_contiguous() or memory.numel() < needed:
+        raise ValueError(
+            f"memory is {memory.dtype} {list(memory.shape)}; wanted contiguous torch.uint8 of {needed} bytes or more"
+        )
+    if memory.data_ptr() % _ALIGNMENT:
+        raise ValueError(f"memory begins at an address that is no multiple of {_ALIGNMENT}")
+    if device is not None and _memory.canonical(device) != memory.device:
+        raise ValueError(f"memory is on {memory.device}, device is {device}")
+    return memory.device
+
+
+def _allocated(sizes: Sequence[int], device: torch.device, pinned: bool) -> list[torch.Tensor]:
+    """Tensors of so many bytes; slots and overflow pinned where that is set."""
+    home = torch.device("cpu") if pinned else device
+    index = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes[:-2]]
+    return index + [_memory.empty(size, home, pinned) for size in sizes[-2:]]
+
+
+def _carved(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Tensors of so many bytes in memory, one behind the other."""
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(memory.view(-1)[start : start + size])
+        start += _aligned(size)
+    return parts
 
 
 class Buffers:

@@ -1,0 +1,59 @@
+"""Places in memory that is given: their bytes are moved as one piece, and read from there."""
+
+import pytest
+import torch
+
+import ibp
+from helpers import assert_same_bits, embedding
+
+NUM_ROWS, ROW_BYTES = 500, 256
+SIZES = [{"slot_bytes": 0, "overflow_bytes": 1 << 17}, {"slot_bytes": 96, "overflow_bytes": 1 << 17}, {}]
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def rows(request):
+    device = request.getfixturevalue("cuda") if request.param == "cuda" else "cpu"
+    return embedding(NUM_ROWS, ROW_BYTES // 4).to(device)
+
+
+def given_memory(codebook, device, **sizes):
+    return torch.full((ibp.Place.memory_bytes(codebook, NUM_ROWS, **sizes),), 0xA5, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"slots {sizes.get('slot_bytes')}")
+def test_a_copy_of_the_memory_is_read(rows, sizes):
+    codebook = ibp.analyze(rows, scheme="planes")
+    memory = given_memory(codebook, rows.device, **sizes)
+    place = ibp.Place(codebook, NUM_ROWS, memory=memory, **sizes)
+    assert place.device == rows.device
+    ibp.encode_into(rows, place)
+    other = ibp.Place.over(memory.clone(), codebook, NUM_ROWS, **sizes)
+    memory.fill_(0xA5)
+    assert_same_bits(other.decode(dtype=torch.float32), rows)
+    assert other.counts().lost == 0 and (other.counts().used_bytes > 0) == bool(sizes)
+
+
+def test_only_what_is_used_of_overflow_is_moved(rows):
+    codebook, sizes = ibp.analyze(rows, scheme="planes"), SIZES[0]
+    memory = given_memory(codebook, rows.device, **sizes)
+    place = ibp.Place(codebook, NUM_ROWS, memory=memory, **sizes)
+    ibp.encode_into(rows, place)
+    used = place.counts().used_bytes
+    moved = memory[: memory.numel() - sizes["overflow_bytes"] + used].clone()
+    read = ibp.Place.over(moved, codebook, NUM_ROWS, slot_bytes=0, overflow_bytes=used)
+    assert_same_bits(read.decode(dtype=torch.float32), rows)
+    lacking = ibp.Place.over(moved[:-64], codebook, NUM_ROWS, slot_bytes=0, overflow_bytes=used - 64)
+    with pytest.raises(ValueError, match="lost or is damaged"):
+        lacking.decode()
+
+
+def test_memory_that_cannot_be_used():
+    codebook = ibp.analyze(embedding(NUM_ROWS, ROW_BYTES // 4), scheme="planes")
+    memory = given_memory(codebook, "cpu", **SIZES[1])
+    for wrong in (memory[:-1], memory.view(2, -1).t(), memory.float(), torch.cat([memory, memory])[1:]):
+        with pytest.raises(ValueError, match="memory"):
+            ibp.Place(codebook, NUM_ROWS, memory=wrong, **SIZES[1])
+    with pytest.raises(ValueError, match="pinned"):
+        ibp.Place(codebook, NUM_ROWS, memory=memory, pinned=True, **SIZES[1])
+    with pytest.raises(TypeError, match="memory"):
+        ibp.Place(codebook, NUM_ROWS, memory=bytes(10), **SIZES[1])
