@@ -41,6 +41,11 @@ GATHER_STYLE = {
     CPU_ARM: ("CPU gather, pipelined with the copy", GREEN),
     "cpu index + copy": ("CPU gather, then copy", LIGHT_GREEN),
 }
+COPY_THREADS_STYLE = {
+    PLANES_ARM: ("planes, by SMs", PURPLE),
+    RAW_ARM: ("raw rows, by SMs", GREY),
+    "cpu index + copy": ("CPU gather, then copy, by threads", LIGHT_GREEN),
+}
 PAPER_LABEL = "the paper's code (measured apart, same kind of GPU)"
 DECODE_STYLE = {
     "planes decode": ("planes", PURPLE, "-"),
@@ -97,6 +102,7 @@ GNN_STYLE = {
 WHOLE_COLUMNS = (
     *("rows", "row_bytes", "sms"),
     *("prompt", "host_bytes", "device_bytes", "weight_bytes"),  # weights.csv
+    *("workers", "chunk_bytes"),  # copy_threads.csv, chunks.csv
     *("batch", "batches", "gpus"),  # gnn.csv, gnn_parallel.csv
     *("budget_bytes", "held_rows", "raw_rows", "formula_rows", "cache_percent"),  # row_cache.csv, gnn_cache.csv
     "distinct_rows",  # dlrm_train.csv
@@ -119,6 +125,7 @@ REAL_COLUMNS = (
     *("hit_rate", "predicted", "own_share", "peer_share"),  # row_cache.csv, dlrm.csv, gnn_cache.csv, scale.csv
     *("forward_us", "gather_us", "added"),  # dlrm_train.csv
     *("gain", "share_of_alone"),  # kv_pages.csv
+    "tau",  # chunks.csv
 )
 REFERENCE = Path(__file__).with_name("reference_rates.csv")
 
@@ -1070,6 +1077,53 @@ def draw_ratio_panel(panel, shown, as_times):
     panel.set_axisbelow(True)
 
 
+def draw_chunks(rows, path):
+    """Savings of each set by threshold, a line a chunk size."""
+    if plt is None or not rows:
+        return
+    cases = in_order((row["set"], row["dtype"]) for row in rows)
+    columns = 5
+    figure, panels = plt.subplots(
+        -(-len(cases) // columns), columns, figsize=(16, 2.5 * -(-len(cases) // columns)), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for panel in panels.flat[len(cases) :]:
+        panel.axis("off")
+    for panel, (name, dtype) in zip(panels.flat, cases):
+        own = [row for row in rows if (row["set"], row["dtype"]) == (name, dtype)]
+        for color, chunk_bytes in zip(OTHER_COLORS, in_order(row["chunk_bytes"] for row in own)):
+            points = [(row["tau"], 100 * row["savings"]) for row in own if row["chunk_bytes"] == chunk_bytes]
+            panel.plot(*zip(*points), color=color, marker="o", markersize=3, label=f"chunks of {chunk_bytes} B")
+        panel.set_title(f"{name}, {DTYPE_NAMES.get(dtype, dtype)}", fontsize=8)
+        panel.grid(alpha=0.3)
+        panel.set_ylim(bottom=0)
+    legend_below(figure, panels.flat, len(OTHER_COLORS))
+    save(figure, path, "Percent saved by one threshold of invariance for all chunks, by that threshold")
+
+
+def draw_copy_threads(rows, path):
+    """Rates by threads of the CPU or SMs, a panel a row size."""
+    if plt is None or not rows:
+        return
+    sizes = in_order(row["row_bytes"] for row in rows)
+    figure, panels = plt.subplots(
+        1, len(sizes), figsize=(3.4 * len(sizes), 3.6), squeeze=False, sharey=True, layout="constrained"
+    )
+    for panel, size in zip(panels[0], sizes):
+        for arm in COPY_THREADS_STYLE:
+            own = [row for row in rows if row["row_bytes"] == size and row["arm"] == arm]
+            label, color = COPY_THREADS_STYLE[arm]
+            draw_lines(panel, [(row["workers"], row["gbps"]) for row in own], color, label)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.set_title(f"rows of {size_name(size)}", fontsize=10)
+        panel.set_xlabel("threads or SMs", fontsize=9)
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel(RATE_LABEL)
+    legend_below(figure, panels[0], len(COPY_THREADS_STYLE))
+    save(figure, path, f"Random BF16 rows from pinned host memory ({machine(rows)})")
+
+
 def draw_bars(panel, rows, labels, arm, position, num_arms, label, color):
     points = [
         (labels.index(case_label(row)), row["gbps"]) for row in rows if row["arm"] == arm and case_label(row) in labels
@@ -1134,6 +1188,8 @@ def draw(directory):
     draw_families(read(directory / "families.csv"), directory / "families.png")
     draw_overlap(read(directory / "overlap.csv"), directory / "overlap.png")
     draw_ratio(read(directory / "ratio.csv"), directory / "ratio.png")
+    draw_chunks(read(directory / "chunks.csv"), directory / "chunks.png")
+    draw_copy_threads(read(directory / "copy_threads.csv"), directory / "copy_threads.png")
     weights = read(directory / "weights.csv")
     draw_weights(weights, directory / "weights.png")
     draw_timeline(read(directory / "timeline.csv"), weights, directory / "timeline.png")

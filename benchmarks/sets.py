@@ -1,6 +1,6 @@
 """The sets whose savings are measured: synthetic tables, and the real ones of a data directory in all their dtypes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,11 @@ def _normal(rows, generator, dtype=FP32):
     return torch.randn(rows, COLUMNS, generator=generator, dtype=dtype)
 
 
+def _normal_as(rows, generator, dtype):
+    """Drawn in single precision or better, then rounded."""
+    return _normal(rows, generator, dtype if dtype == FP64 else FP32).to(dtype)
+
+
 def _half_zeros(rows, generator, dtype):
     x = _normal(rows, generator, dtype if dtype == FP64 else FP32)
     return x.masked_fill_(torch.rand(x.shape, generator=generator) < 0.5, 0).to(dtype)
@@ -85,7 +90,7 @@ def _constant_columns(rows, generator, dtype):
 
 SYNTHETIC = (  # name, dtypes, maker(rows, generator, dtype)
     ("normal 0.02", (BF16, FP16), lambda rows, g, dtype: (0.02 * _normal(rows, g)).to(dtype)),
-    ("normal 1", (FP32, FP64), _normal),
+    ("normal 1", (FP16, BF16, FP32, FP64), _normal_as),
     ("half zeros", (FP16, BF16, FP32, FP64), _half_zeros),
     ("clipped normal", (FP32, FP16, BF16), lambda rows, g, dtype: _normal(rows, g).clamp_(min=0).to(dtype)),
     ("ids below 2^20", (torch.int64,), lambda rows, g, dtype: torch.randint(1 << 20, (rows, COLUMNS), generator=g)),
@@ -189,5 +194,10 @@ def real_sets(data_dir: Path) -> Iterator[Set]:
 def all_sets(data_dir: Path, quick: bool) -> Iterator[Set]:
     """All sets; with quick, few rows of each."""
     yield from synthetic_sets(QUICK_ROWS if quick else ROWS)
-    for found in real_sets(data_dir):
-        yield Set(found.name, tuple(x[:QUICK_ROWS] for x in found.tensors)) if quick else found
+    yield from shortened(real_sets(data_dir)) if quick else real_sets(data_dir)
+
+
+def shortened(found: Iterable[Set]) -> Iterator[Set]:
+    """The first rows of each set."""
+    for case in found:
+        yield Set(case.name, tuple(x[:QUICK_ROWS] for x in case.tensors))
