@@ -113,7 +113,12 @@ def shares_of(x):
 def print_table(rows):
     names = COLUMNS[4:-1]
     lines = [
-        [row["set"], row["dtype"], str(row["row_bytes"]), *(row[name] and f"{100 * float(row[name]):.1f}" for name in names)]
+        [
+            row["set"],
+            row["dtype"],
+            str(row["row_bytes"]),
+            *(row[name] and f"{100 * float(row[name]):.1f}" for name in names),
+        ]
         for row in rows
     ]
     ratio.print_lines("Percent", ["set", "dtype", "row bytes", *names], lines, 2)

@@ -1,8 +1,9 @@
 """How much is saved: one table, sets x methods. Bit equality of what is decompressed is checked in every cell.
 
 Sets: synthetic ones and those in --data. Methods: the paper's own choice and bytes, scheme ibp, scheme planes, auto;
-zstd by blocks of 64 KiB where the package `zstandard` is there; nvCOMP's codecs where a GPU and the wheel
-`nvidia-nvcomp-cu13` are there. With --no-times the column `seconds` stays empty.
+zstd by blocks of 64 KiB and row by row where the package `zstandard` is there, LZ4 by blocks where `lz4` is; nvCOMP's
+codecs where a GPU and the wheel `nvidia-nvcomp-cu13` are there. With --no-times the column `seconds` stays empty.
+--methods and --sets, names with semicolons between them, measure these alone: the CSV's other rows stay as they are.
 """
 
 import argparse
@@ -24,6 +25,10 @@ try:
 except ImportError:
     zstandard = None
 try:
+    import lz4.block as lz4_block
+except ImportError:
+    lz4_block = None
+try:
     from nvidia import nvcomp
 except ImportError:
     nvcomp = None
@@ -39,7 +44,7 @@ BLOCK_BYTES = 64 << 10
 BLOCK_INDEX_BYTES = 4  # of a zstd block: without its length it cannot be found
 REPEATS = 3
 OURS = ("paper", "ibp", "planes", "auto")
-ZSTD = "zstd -3"
+ZSTD, ZSTD_ROWS, LZ4 = "zstd -3", "zstd -3, row by row", "lz4"
 RATIO_FROM = 0.8  # savings from which the table shows "5.0x" rather than "80.0"
 
 
@@ -57,10 +62,17 @@ class Sheet:
     """A script's CSV file, written row by row, and what failed."""
 
     def __init__(self, path, columns):
-        self.path, self.columns, self.rows, self.failures, self.started = path, columns, [], [], time.perf_counter()
+        self.path, self.columns, self.failures, self.started = path, columns, [], time.perf_counter()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", newline="") as file:
-            csv.DictWriter(file, columns, lineterminator="\n").writeheader()
+        self.rewrite([])
+
+    def rewrite(self, rows):
+        """The file holds these rows and no others."""
+        self.rows = rows
+        with open(self.path, "w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
 
     def add(self, **row):
         self.rows.append(row)
@@ -105,21 +117,48 @@ def ours(method):
     return measure
 
 
-def _bytes(x):
+def bytes_of(x):
     return x.contiguous().view(torch.uint8).reshape(-1)
 
 
-def zstd_blocks(tensors, device):
-    """Blocks that would not shrink count as they are."""
-    coder, decoder, total = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor(), Cell(0, None, 0)
-    blocks = [[part.numpy().tobytes() for part in _bytes(x.cpu()).split(BLOCK_BYTES)] for x in tensors]
-    for part in (part for parts in blocks for part in parts):
-        coded = coder.compress(part)
-        if decoder.decompress(coded) != part:
-            raise AssertionError("zstd: bits differ")
-        total.stored_bytes += min(len(coded), len(part))
-        total.metadata_bytes += BLOCK_INDEX_BYTES
-    return total, lambda: [coder.compress(part) for parts in blocks for part in parts]
+def block_codec(make, by_row=False):
+    """make(): (compress, decompress) of bytes, on the CPU. Blocks that would not shrink count as they are."""
+
+    def measure(tensors, device):
+        (compress, decompress), total = make(), Cell(0, None, 0)
+        sizes = [x[0].numel() * x.element_size() if by_row else BLOCK_BYTES for x in tensors]
+        blocks = [
+            part.numpy().tobytes() for x, size in zip(tensors, sizes) for part in bytes_of(x.cpu()).split(max(1, size))
+        ]
+        for block in blocks:
+            coded = compress(block)
+            if decompress(coded) != block:
+                raise AssertionError("bits differ")
+            total.stored_bytes += min(len(coded), len(block))
+            total.metadata_bytes += BLOCK_INDEX_BYTES
+        return total, lambda: [compress(block) for block in blocks]
+
+    return measure
+
+
+def zstd_coders():
+    return zstandard.ZstdCompressor(level=3).compress, zstandard.ZstdDecompressor().decompress
+
+
+def lz4_coders():
+    return lz4_block.compress, lz4_block.decompress
+
+
+def nvcomp_array(x, as_words):
+    """What nvCOMP takes for a tensor: words of the elements' size, else bytes."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return nvcomp.as_array(bytes_of(x).view(words[x.element_size() if as_words else 1]))
+
+
+def nvcomp_coder(algorithm, typestr, chunk_bytes):
+    return nvcomp.Codec(
+        algorithm=algorithm, uncomp_chunk_size=chunk_bytes, **({"data_type": typestr} if typestr else {})
+    )
 
 
 def nvcomp_codec(algorithm, typestr, as_words):
@@ -127,56 +166,55 @@ def nvcomp_codec(algorithm, typestr, as_words):
 
     def measure(tensors, device):
         torch.cuda.synchronize(device)
-        codec = nvcomp.Codec(
-            algorithm=algorithm, uncomp_chunk_size=BLOCK_BYTES, **({"data_type": typestr} if typestr else {})
-        )
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
-            tensors[0].element_size() if as_words else 1
-        ]
-        arrays, total = [nvcomp.as_array(_bytes(x).view(words)) for x in tensors], Cell(0)
+        codec = nvcomp_coder(algorithm, typestr, BLOCK_BYTES)
+        arrays, total = [nvcomp_array(x, as_words) for x in tensors], Cell(0)
         for x, array in zip(tensors, arrays):
             coded = codec.encode(array)
             torch.cuda.synchronize(device)
             total.stored_bytes += coded.buffer_size
             back = codec.decode(coded)
             torch.cuda.synchronize(device)
-            harness.check_bits(_bytes(torch.as_tensor(back, device=device)), _bytes(x), f"nvCOMP {algorithm}")
+            harness.check_bits(bytes_of(torch.as_tensor(back, device=device)), bytes_of(x), f"nvCOMP {algorithm}")
         return total, lambda: [codec.encode(array) for array in arrays]
 
     return measure
 
 
-def _nvcomp_methods(dtype):
-    """ANS knows floats of 2 bytes, and of 4 in newer versions, which split off the exponents; of other dtypes it codes
-    the bytes."""
+def nvcomp_options(dtype):
+    """{method: (algorithm, data type or None, as words)}. ANS knows floats of 2 bytes, and of 4 in newer versions: it
+    splits off the exponents; of other dtypes it codes the bytes."""
     size, methods = dtype.itemsize, {}
     if dtype.is_floating_point and size in (2, 4):
-        methods["nvcomp ANS float"] = nvcomp_codec("ANS", f"<f{size}", False)
+        methods["nvcomp ANS float"] = ("ANS", f"<f{size}", False)
     unsigned = f"<u{size}" if size > 1 else "|u1"
-    methods |= {
-        "nvcomp ANS": nvcomp_codec("ANS", "|u1", False),
-        "nvcomp Bitcomp": nvcomp_codec("Bitcomp", unsigned, True),
-    }
-    methods |= {
-        "nvcomp GDeflate": nvcomp_codec("GDeflate", None, False),
-        "nvcomp zstd": nvcomp_codec("Zstd", None, False),
-    }
     return methods | {
-        "nvcomp LZ4": nvcomp_codec("LZ4", "|u1", False),
-        "nvcomp Cascaded": nvcomp_codec("Cascaded", unsigned, True),
+        "nvcomp ANS": ("ANS", "|u1", False),
+        "nvcomp Bitcomp": ("Bitcomp", unsigned, True),
+        "nvcomp GDeflate": ("GDeflate", None, False),
+        "nvcomp Deflate": ("Deflate", None, False),
+        "nvcomp zstd": ("Zstd", None, False),
+        "nvcomp Snappy": ("Snappy", None, False),
+        "nvcomp LZ4": ("LZ4", "|u1", False),
+        "nvcomp Cascaded": ("Cascaded", unsigned, True),
     }
 
 
 def methods_for(dtype, on_gpu):
     methods = {name: ours(name) for name in OURS}
     if zstandard:
-        methods[ZSTD] = zstd_blocks
-    return methods | (_nvcomp_methods(dtype) if nvcomp and on_gpu else {})
+        methods |= {ZSTD: block_codec(zstd_coders), ZSTD_ROWS: block_codec(zstd_coders, by_row=True)}
+    if lz4_block:
+        methods[LZ4] = block_codec(lz4_coders)
+    if nvcomp and on_gpu:
+        methods |= {name: nvcomp_codec(*options) for name, options in nvcomp_options(dtype).items()}
+    return methods
 
 
 def say_what_is_left_out(on_gpu):
     if not zstandard:
         print(f"{ZSTD}: the package zstandard is not installed, left out")
+    if not lz4_block:
+        print(f"{LZ4}: the package lz4 is not installed, left out")
     if not on_gpu:
         print("nvCOMP: needs --device cuda, left out")
     elif not nvcomp:
@@ -281,9 +319,12 @@ def record(sheet, case, method, cell):
     )
 
 
-def run_set(sheet, case, device, with_times):
+def run_set(sheet, case, device, with_times, wanted):
+    """wanted: the names of the methods to measure; None for all."""
     tensors = [x.to(device) for x in case.tensors]
     for method, measure in methods_for(case.dtype, device.type == "cuda").items():
+        if wanted is not None and method not in wanted:
+            continue
         try:
             record(sheet, case, method, measure_cell(measure, tensors, device, with_times))
         except Exception as error:
@@ -351,20 +392,64 @@ def print_table(rows, targets):
     print_lines("Percent saved, or times smaller; in brackets over the link, in sectors", heads, texts, 2)
 
 
-def main(argv=None):
+def rows_to_keep(path, methods, names):
+    """Those of an earlier run's CSV that a run of some methods (None: all) and sets (None: all) does not measure."""
+    if (methods is None and names is None) or not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return [
+            row
+            for row in csv.DictReader(file)
+            if (methods is not None and row["method"] not in methods) or (names is not None and row["set"] not in names)
+        ]
+
+
+def in_usual_order(rows):
+    """By set as sets.py has them, then by method as they first appear."""
+    names = charts.in_order([*(name for name, _, _ in sets.SYNTHETIC), *(name for name, _, _, _ in sets.REAL)])
+    dtypes = {name: list(map(harness.dtype_name, held)) for name, held, _ in sets.SYNTHETIC}
+    dtypes |= {name: list(map(harness.dtype_name, held)) for name, _, held, _ in sets.REAL}
+    methods = charts.in_order(row["method"] for row in rows)
+    return sorted(
+        rows,
+        key=lambda row: (
+            names.index(row["set"]),
+            dtypes[row["set"]].index(row["dtype"]),
+            methods.index(row["method"]),
+        ),
+    )
+
+
+def parsed(argv):
+    def names(text):
+        return [name.strip() for name in text.split(";")]
+
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--no-times", action="store_true")
+    own.add_argument("--methods", type=names)
+    own.add_argument("--sets", type=names)
     options, others = own.parse_known_args(argv)
-    args = harness.parse_args(others, __doc__)
-    device, sheet = torch.device(args.device), Sheet(args.out / "ratio.csv", COLUMNS)
+    return options, harness.parse_args(others, __doc__)
+
+
+def main(argv=None):
+    options, args = parsed(argv)
+    device, path = torch.device(args.device), args.out / "ratio.csv"
+    kept = rows_to_keep(path, options.methods, options.sets)
+    sheet = Sheet(path, COLUMNS)
+    for row in kept:
+        sheet.add(**row)
     say_what_is_left_out(device.type == "cuda")
     if not options.no_times:
         for method in OURS:  # what only a first call does
             _compress(torch.randn(64, 64, device=device), method, "packed", device)
     for case in sets.all_sets(args.data, args.quick):
-        run_set(sheet, case, device, not options.no_times)
-        print(".", end="", flush=True)
+        if options.sets is None or case.name in options.sets:
+            run_set(sheet, case, device, not options.no_times, options.methods)
+            print(".", end="", flush=True)
     print()
+    if kept:
+        sheet.rewrite(in_usual_order(sheet.rows))
     targets = {} if args.quick else TARGET_OF  # which few rows need not reach
     print_table(sheet.rows, targets)
     for line in shortfalls(cells_of(sheet.rows), targets):

@@ -701,7 +701,7 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, cap
     argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
     assert suite.main(["--all", *argv]) == 1
     signal.signal(signal.SIGTERM, before)
-    names = [*suite.SPEED, *suite.CODING, *suite.CACHES, *suite.BYTES]
+    names = [*suite.SPEED, *suite.CODING, *suite.CACHES, *suite.PAPERS, *suite.BYTES]
     assert [words[0] for words in called] == [f"benchmarks.{name}" for name in names] and all(
         words[1:] == argv for words in called
     )
@@ -715,7 +715,9 @@ def test_a_script_is_stopped_when_its_time_is_over(tmp_path, capsys):
 
 
 def test_the_scripts_share_minutes():
-    assert sum(suite.CODING.values()) < 240 and all(sum(own.values()) < 300 for own in (suite.SPEED, suite.CACHES))
+    assert sum(suite.CODING.values()) < 240 and all(
+        sum(own.values()) < 300 for own in (suite.SPEED, suite.CACHES, suite.PAPERS)
+    )
 
 
 # ---- charts and claims ---------------------------------------------------------------------------------------------
@@ -1165,9 +1167,17 @@ def test_a_cell_of_ratio(method):
 def test_zstd_cell_of_ratio():
     pytest.importorskip("zstandard")
     x = torch.zeros(40_000, 1)  # 160,000 bytes, three blocks
-    cell = ratio.measure_cell(ratio.zstd_blocks, [x, torch.tensor([[1.5]])], torch.device("cpu"), with_times=False)
+    tensors = [x, torch.tensor([[1.5]])]
+    cell = ratio.measure_cell(ratio.block_codec(ratio.zstd_coders), tensors, torch.device("cpu"), with_times=False)
     assert cell.metadata_bytes == 4 * ratio.BLOCK_INDEX_BYTES and cell.stored_bytes < 100
     assert cell.link_bytes is None and cell.seconds is None
+    by_row = ratio.block_codec(ratio.zstd_coders, by_row=True)([torch.zeros(7, 100), torch.ones(2, 1)], None)[0]
+    assert by_row.metadata_bytes == 9 * ratio.BLOCK_INDEX_BYTES and 8 < by_row.stored_bytes < 7 * 40 + 8
+
+
+def test_a_block_codec_that_loses_bits_is_seen():
+    with pytest.raises(AssertionError, match="bits differ"):
+        ratio.block_codec(lambda: (bytes, lambda coded: coded[:-1]))([torch.zeros(4, 4)], None)
 
 
 class PlainCodec:
@@ -1194,7 +1204,7 @@ def test_nvcomp_cells_of_ratio(monkeypatch):
             for name, measure in ratio.methods_for(dtype, on_gpu=True).items()
             if name.startswith("nvcomp ")
         }
-        assert len(methods) == 6 + num_floats
+        assert len(methods) == 8 + num_floats
         for measure in methods.values():
             cell = ratio.measure_cell(measure, [torch.ones(3, 5, dtype=dtype)], torch.device("cpu"), with_times=False)
             assert cell.stored_bytes == 15 * dtype.itemsize and cell.metadata_bytes is None
@@ -1233,6 +1243,19 @@ def test_ratio_writes_its_columns_table_and_chart(tmp_path, monkeypatch, capsys)
     assert "Percent saved" in capsys.readouterr().out
     if charts.plt:
         assert (tmp_path / "ratio.png").exists()
+
+
+def test_ratio_measures_some_and_keeps_the_others(tmp_path, monkeypatch):
+    found = [tiny_set(), tiny_set(40, "cora")]
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter(found))
+    argv = ["--device", "cpu", "--quick", "--no-times", "--out", str(tmp_path)]
+    assert ratio.main([*argv, "--methods", "planes"]) == 0 and ratio.main([*argv, "--methods", "ibp; paper"]) == 0
+    lines = [(line[0], line[4]) for line in lines_of(tmp_path / "ratio.csv")[1:]]
+    assert lines == [(name, method) for name in ("normal 1", "cora") for method in ("planes", "paper", "ibp")]
+    found.reverse()
+    before = lines_of(tmp_path / "ratio.csv")
+    assert ratio.main([*argv, "--methods", "planes", "--sets", "cora"]) == 0
+    assert sorted(lines_of(tmp_path / "ratio.csv")) == sorted(before)
 
 
 def test_ratio_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):

@@ -1,0 +1,169 @@
+"""How fast do rows of each kind come to the GPU by each codec, and how long is compressing (the paper's tables 1 to 3)?
+
+    python -m benchmarks.transfers [--data DIR] [--out DIR] [--device cpu] [--quick]
+
+Real sets, their rows over and over, in pinned host memory. ibp: random rows of slots, fetched by one kernel. nvCOMP:
+the whole table's bytes by the copy engine, then decoded; in chunks of 64 KiB, and of one row, which is what access to
+rows takes. `gain`: times the rate of raw rows by the same way. `encode_ms`: compressing the whole table in device
+memory, of ibp with its choice of codebook.
+"""
+
+import sys
+
+import torch
+
+import ibp
+
+from . import gather, harness, ideal, inputs, ratio
+
+COLUMNS = ("gain", "encode_ms", "table_bytes")
+TABLE_BYTES, QUICK_TABLE_BYTES = 32 * inputs.MIB, 512 << 10
+RAW_ROWS, RAW_COPY = "raw rows", "raw copy_"
+BY_ROW = ", row by row"
+LEAST_CHUNK_BYTES = 128  # what nvCOMP is asked to code by itself
+
+
+def half_precision(sets):
+    """The sets, and those of the KV-cache in FP16 too."""
+    for name, x in sets:
+        yield name, x
+        if name in ("LLM keys", "LLM values"):
+            yield name, x.to(torch.float16)
+
+
+class Case:
+    """One table in pinned memory and on the GPU, ids and outputs."""
+
+    def __init__(self, run, name, rows):
+        self.run, self.name = run, name
+        row_bytes = rows.shape[1] * rows.element_size()
+        self.x = inputs.replicated(
+            rows, max(1, (QUICK_TABLE_BYTES if run.quick else TABLE_BYTES) // row_bytes), run.device
+        )
+        self.num_bytes = self.x.numel() * self.x.element_size()
+        self.host = torch.empty(self.x.shape, dtype=self.x.dtype, pin_memory=run.on_gpu).copy_(self.x)
+        self.fetches = gather.Fetches(run, len(self.x), self.x.shape[1], self.x.dtype)
+        self.raw = {}  # GB/s of raw rows by way
+
+    def add(self, arm, *, rows, seconds, num_bytes, savings, ideal_gbps, sms, raw_arm, encode_s):
+        gbps = num_bytes * 1e-9 / seconds
+        self.raw.setdefault(arm, gbps)
+        self.run.add(
+            case=self.name,
+            arm=arm,
+            rows=rows,
+            row_bytes=self.x.shape[1] * self.x.element_size(),
+            dtype=self.x.dtype,
+            savings=savings,
+            gbps=gbps,
+            ideal_gbps=ideal_gbps,
+            sms=sms,
+            gain=f"{gbps / self.raw[raw_arm]:.3f}",
+            encode_ms="" if encode_s is None else harness.four_digits(1e3 * encode_s),
+            table_bytes=self.num_bytes,
+        )
+
+
+def measure_rows(case, arm, **options):
+    """Random rows, by a kernel. options: of ibp.compress, beside the layout."""
+    run, fetches = case.run, case.fetches
+    table = ibp.compress(case.host, layout="slots", **options)
+    harness.poison(fetches.outs[0])
+
+    def call(k):
+        return ibp.index_select(table, fetches.ids[k], out=fetches.outs[k])
+
+    harness.check_bits(call(0), torch.index_select(case.x, 0, fetches.ids[0]), f"{case.name}, {arm}")
+    encode_s = None
+    if arm != RAW_ROWS:
+        encode_s = run.seconds([lambda: ibp.compress(case.x, layout="slots", pin_memory=False, **options)], wall=True)
+    case.add(
+        arm,
+        rows=len(fetches.ids[0]),
+        seconds=run.seconds([lambda k=k: call(k) for k in range(len(fetches.ids))]),
+        num_bytes=fetches.output_bytes,
+        savings=table.savings,
+        ideal_gbps=gather.table_ideal(run, table, fetches),
+        sms=None,
+        raw_arm=RAW_ROWS,
+        encode_s=encode_s,
+    )
+
+
+def measure_copy(case):
+    """The whole table as it is, by the copy engine."""
+    out = torch.empty_like(case.x)
+    case.add(
+        RAW_COPY,
+        rows=len(case.x),
+        seconds=case.run.seconds([lambda: out.copy_(case.host, non_blocking=True)]),
+        num_bytes=case.num_bytes,
+        savings=0.0,
+        ideal_gbps=ideal.LINK_COPY_GBPS,
+        sms=0,
+        raw_arm=RAW_COPY,
+        encode_s=None,
+    )
+
+
+def measure_nvcomp(case, arm, options, chunk_bytes):
+    """The coded bytes by the copy engine, then decoding: two parts of one stream."""
+    run, (algorithm, typestr, as_words) = case.run, options
+    codec = ratio.nvcomp_coder(algorithm, typestr, chunk_bytes)
+    array = ratio.nvcomp_array(case.x, as_words)
+    run.sync()
+    coded = codec.encode(array)
+    run.sync()
+    decoded = torch.as_tensor(codec.decode(coded), device=run.device)
+    run.sync()
+    harness.check_bits(ratio.bytes_of(decoded), ratio.bytes_of(case.x), f"{case.name}, {arm}")
+    sent = torch.empty(coded.buffer_size, dtype=torch.uint8, pin_memory=True)
+    received = torch.empty_like(sent, device=run.device)
+    copy_s = run.seconds([lambda: received.copy_(sent, non_blocking=True)])
+    decode_s = run.seconds([lambda: codec.decode(coded)], wall=True)
+    case.add(
+        arm,
+        rows=len(case.x),
+        seconds=copy_s + decode_s,
+        num_bytes=case.num_bytes,
+        savings=1 - coded.buffer_size / case.num_bytes,
+        ideal_gbps=ideal.tensor_gbps(case.num_bytes, coded.buffer_size),
+        sms=None,
+        raw_arm=RAW_COPY,
+        encode_s=run.seconds([lambda: codec.encode(array)], wall=True),
+    )
+
+
+def measure_nvcomps(case):
+    row_bytes = case.x.shape[1] * case.x.element_size()
+    for arm, options in ratio.nvcomp_options(case.x.dtype).items():
+        for chunk_bytes, suffix in ((ratio.BLOCK_BYTES, ""), (row_bytes, BY_ROW)):
+            if chunk_bytes < LEAST_CHUNK_BYTES:
+                continue
+            try:
+                measure_nvcomp(case, arm + suffix, options, chunk_bytes)
+            except AssertionError:
+                raise
+            except Exception as error:  # versions differ in the dtypes and chunks that they take
+                print(f"{case.name}, {arm}{suffix}: left out: {error}")
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("transfers", args, COLUMNS)
+    ratio.say_what_is_left_out(run.on_gpu)
+    for name, rows in half_precision(inputs.real_sets(args.data)):
+        with run.cell(name):
+            case = Case(run, name, rows)
+            measure_copy(case)
+            for scheme in ("raw", "ibp", "planes", "auto"):
+                with run.cell(f"{name}, {scheme}"):
+                    measure_rows(case, RAW_ROWS if scheme == "raw" else scheme, scheme=scheme)
+            if ratio.nvcomp and run.on_gpu:
+                with run.cell(f"{name}, nvCOMP"):
+                    measure_nvcomps(case)
+    return run.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The benchmarks behind docs/reproduction.md that no other test runs, and the page itself."""
+
+import csv
+import importlib
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import bits, chunks, copy_threads, harness, inputs, sets
+
+# ---- scripts on the CPU --------------------------------------------------------------------------------------------
+
+
+def lines_of(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def run_quickly(name, directory, *others):
+    script = importlib.import_module(f"benchmarks.{name}")
+    assert script.main(["--device", "cpu", "--quick", "--out", str(directory), *others]) == 0
+    return lines_of(directory / f"{name}.csv")
+
+
+@pytest.fixture
+def two_sets(monkeypatch):
+    """A set of each kind in place of all of them."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(200, 32, generator=generator).to(torch.bfloat16)
+    sparse = (torch.rand(200, 64, generator=generator) < 0.02).float()
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: iter(found))
+    monkeypatch.setattr(sets, "real_sets", lambda data: iter(found))
+    monkeypatch.setattr(inputs, "real_sets", lambda data: iter([("LLM keys", dense), ("cora", sparse)]))
+    found = [sets.Set("K-cache", (dense,)), sets.Set("cora", (sparse,)), sets.Set("several", (dense, dense))]
+    return dense, sparse
+
+
+def test_bits_by_set(two_sets, tmp_path):
+    dense, sparse = run_quickly("bits", tmp_path)
+    assert list(dense) == bits.COLUMNS and (dense["set"], sparse["set"]) == ("K-cache", "cora")
+    assert float(sparse["invariant"]) > 0.99 and float(sparse["chunks"]) > 0.9 and float(sparse["removed"]) > 0.8
+    assert 0.3 < float(dense["bound"]) < 0.4 and float(dense["removed"]) < float(dense["bound"])
+
+
+def test_packing_bits():
+    words = np.uint16([[1, 0], [3, 0], [4, 1 << 9]])
+    assert bits.packed_share(words, None) == pytest.approx(1 - 10 / 16)
+    assert bits.packed_share(words, 2) == pytest.approx(1 - (2 * (2 + 0) + 1 * (3 + 10)) / (6 * 16))
+    assert bits.widths(np.uint64([0, 1, 2, 255, 256, 2**64 - 1]), 8).tolist() == [0, 1, 2, 8, 9, 64]
+
+
+def test_invariance_by_hand():
+    """Of four rows three agree in the first chunk; the second chunk has nothing in common."""
+    rows = torch.tensor([[7, 1], [7, 2], [7, 4], [8, 8], [7, 16]], dtype=torch.int32).repeat(20, 1)
+    rows[:, 1] = torch.randint(-(2**31), 2**31, (100,), generator=torch.Generator().manual_seed(0))
+    invariant, chunk_share, packed_rows, removed = bits.invariance(rows)
+    assert invariant == pytest.approx(0.5, abs=0.1) and chunk_share >= 0.4
+    assert 0.8 <= packed_rows <= 1 and 0.25 < removed < 0.5
+
+
+def test_entropy_bound_of_chosen_values():
+    assert bits.entropy_bound(torch.ones(4, 4, dtype=torch.int32)) is None
+    assert bits.entropy_bound(torch.zeros(4, 4)) == 1
+    ones = torch.tensor([[1.0, 2.0], [2.0, 1.0]])  # one bit for two exponents, sign and mantissa
+    assert bits.entropy_bound(ones) == pytest.approx(1 - 25 / 32)
+    half = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float16)
+    assert bits.entropy_bound(half) == pytest.approx(1 - (1 + 0.5 * (1 + 11)) / 16)
+
+
+def test_chunks_by_threshold(two_sets, tmp_path):
+    rows = run_quickly("chunks", tmp_path)
+    assert list(rows[0]) == chunks.COLUMNS and len(rows) == 3 * len(chunks.CHUNK_BYTES) * len(chunks.QUICK_TAUS)
+    saved = {(row["set"], row["chunk_bytes"], row["tau"]): float(row["savings"]) for row in rows}
+    assert saved["K-cache", "2", "0.8"] > 0.2 and saved["K-cache", "2", "1"] == 0
+    assert saved["cora", "4", "0.8"] > 0.9
+    assert not (tmp_path / "chunk_rates.csv").exists()
+
+
+def test_copies_by_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(copy_threads, "QUICK_ROW_BYTES", (256,))
+    before = torch.get_num_threads()
+    rows = run_quickly("copy_threads", tmp_path)
+    assert torch.get_num_threads() == before
+    assert [(row["arm"], row["workers"]) for row in rows] == [
+        ("cpu index + copy", "1"),
+        ("cpu index + copy", "2"),
+        ("raw rows", "1"),
+        ("planes slots", "1"),
+    ]
+    assert list(rows[0]) == [*harness.COLUMNS, *copy_threads.COLUMNS]
+
+
+def test_transfers_by_codec(two_sets, tmp_path):
+    rows = run_quickly("transfers", tmp_path)
+    assert [row["arm"] for row in rows] == 3 * ["raw copy_", "raw rows", "ibp", "planes", "auto"]
+    assert [row["dtype"] for row in rows[::5]] == ["bfloat16", "float16", "float32"]
+    assert all(float(row["gain"]) == 1 for row in rows if row["arm"].startswith("raw"))
+    assert all(float(row["encode_ms"]) > 0 for row in rows if not row["arm"].startswith("raw"))
