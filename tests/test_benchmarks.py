@@ -37,6 +37,7 @@ from benchmarks import (
     overlap,
     ratio,
     sampling,
+    scattered,
     sets,
     small_calls,
     stream,
@@ -635,6 +636,7 @@ def small(monkeypatch):
     "script",
     [
         *(gather, codec, stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas),
+        scattered,
         pytest.param(checkpoints, marks=pytest.mark.slow),
     ],
     ids=lambda script: script.__name__,
@@ -683,6 +685,7 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
         },
         "changes": {"update_", "index_copy_", "append", "refit"},
         "deltas": {"ibp", "ibp, apply", "index and value", "index and value, apply"},
+        "scattered": {"gathered by the CPU", "ibp, raw rows"},
         "checkpoints": {"reading", "writing", "compress, two cores", "decompress", "verify"},
     }
     assert expected[name] <= arms
