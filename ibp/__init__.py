@@ -43,6 +43,8 @@ from ._place import Buffers, Place, PlaceCounts, encode_into
 from ._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from ._segments import SharedHandle
 from ._sharing import open_shared
+from ._spill.placing import place
+from ._spill.profiling import Profile, TensorProfile, profile
 from ._table import CorruptTableError
 
 __version__ = _core.version()
@@ -78,11 +80,13 @@ __all__ = [
     "PlaceCounts",
     "PlanesCodebook",
     "Prefetch",
+    "Profile",
     "RowCache",
     "SharedHandle",
     "SourceFormatError",
     "TensorEstimate",
     "TensorInfo",
+    "TensorProfile",
     "TensorReport",
     "Transfer",
     "analyze",
@@ -112,6 +116,8 @@ __all__ = [
     "open",
     "open_shared",
     "optim",
+    "place",
+    "profile",
     "release_pinned",
     "save",
     "show_config",

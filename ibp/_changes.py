@@ -88,9 +88,13 @@ def reserve(table: Table, num_items: int) -> None:
 def compressed_anew(table: Table, **options: Any) -> Table:
     """The table of the same tensor as `compress` makes it with these options."""
     from ._compression import compress  # which makes tables
+    from ._spill.placing import placed_anew
 
+    x = decompress(table, check=table.device.type == "cuda")
+    if table.spills_to_host:
+        return placed_anew(x, table, **options)
     return compress(
-        decompress(table, check=table.device.type == "cuda"),
+        x,
         layout=table.layout,
         row_bytes=table.row_bytes,
         pin_memory=table._is_pinned,
@@ -222,8 +226,14 @@ class _Row:
 
 
 def _memory_of(table: Table) -> Callable[[int], torch.Tensor]:
-    """What makes memory of so many bytes where a table lives."""
+    """What makes memory of so many bytes for slots, where a table lives."""
     return lambda num_bytes: _memory.empty(num_bytes, table.device, table._is_pinned)
+
+
+def _overflow_memory_of(table: Table) -> Callable[[int], torch.Tensor]:
+    """The same for overflow."""
+    pin = table._is_pinned or table.spills_to_host
+    return lambda num_bytes: _memory.empty(num_bytes, table.overflow.device, pin)
 
 
 def _room_of(table: Table) -> Room:
@@ -239,8 +249,8 @@ def _make_room(table: Table) -> None:
         table._become_plain(bytes_of(decoded_bytes(table, 0, table.original_bytes, table.device)))
     slots, overflow = table.slots, table.overflow
     if table._is_aliased:  # another table has the same memory
-        new = _memory_of(table)
-        slots, overflow = new(slots.numel()).copy_(slots), new(overflow.numel()).copy_(overflow)
+        slots = _memory_of(table)(slots.numel()).copy_(slots)
+        overflow = _overflow_memory_of(table)(overflow.numel()).copy_(overflow)
     table._set_room(room_of(table._geometry, table.slot_bytes, slots, overflow, table.lengths, table.bases))
 
 
@@ -255,12 +265,12 @@ def _encode(
     """Codes rows of a tensor of that geometry: those of the given numbers, which differ, or from first_row on."""
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
     most_bytes = -(-data.numel() // row_bytes) * (-(-(row_bytes - slot_bytes) // _SECTOR) * _SECTOR)
-    room = table._set_room(_room_of(table).with_overflow(most_bytes, _memory_of(table)))
+    room = table._set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
     index = room.begin_change(worker).first(geometry.num_rows)
     table._forget_places(worker)
     room.most_used += most_bytes
     held = room.slots[: _layout.slots_size(geometry, slot_bytes)], room.overflow
-    slots, overflow = held if worker == table.device else (_memory.device_view(part, worker) for part in held)
+    slots, overflow = (_memory.seen_from(worker, part) for part in held)
     codec, words = table._coding(worker)
     fault, counts = (torch.zeros(count, dtype=torch.int64, device=worker) for count in (4, 2))
     torch.ops.ibp.encode_into.default(

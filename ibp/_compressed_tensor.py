@@ -109,6 +109,7 @@ class CompressedTensor(Table):
 
     def __repr__(self) -> str:
         where = str(self.device) if self.device.type == "cuda" else "pinned" if self._is_pinned else "pageable"
+        where += ", overflow in host memory" if self.spills_to_host else ""
         slots = f", slot_bytes={self.slot_bytes}" if self.slot_bytes else ""
         share = f" ({self.nbytes / self.original_bytes:.1%} of the tensor)" if self.original_bytes else ""
         return (
@@ -132,7 +133,8 @@ class CompressedTensor(Table):
         non_blocking: bool = False,
         copy: bool = False,
     ) -> CompressedTensor:
-        """The table on another device: itself if it is there, else a copy of its coded bytes (not pinned).
+        """The table on another device: itself if it is there, else a copy of its coded bytes (not pinned). The overflow
+        of a table that spills to host memory (`ibp.place`) stays there.
 
         Args:
             device: where to; or another tensor or table, whose device is meant; None: where it is.
@@ -156,6 +158,8 @@ class CompressedTensor(Table):
             return self.clone() if copy else self
         if non_blocking and self._is_pinned:
             return self._with(lambda tensor: tensor.to(target, non_blocking=True))
+        if self.spills_to_host:
+            return self._with(lambda tensor: tensor.to(target), change_overflow=torch.clone)
         return self._with(lambda tensor: to_device(tensor, target))
 
     def cpu(self) -> CompressedTensor:
@@ -203,6 +207,11 @@ class CompressedTensor(Table):
             raise RuntimeError(
                 "a table in the memory of a tensor that was compressed in place cannot be shared: clone() it first"
             )
+        if self.spills_to_host:
+            raise RuntimeError(
+                "a table whose overflow is in host memory and whose slots are on a GPU cannot be shared: share its "
+                "cpu(), or send it by pickle"
+            )
         segment, copies = Segment.of(self._tensors(), node)
         segment.pin = self._is_pinned
         self._move(copies, segment)
@@ -210,7 +219,7 @@ class CompressedTensor(Table):
 
     def is_shared(self) -> bool:
         """Whether the rows are in memory that other processes can map."""
-        return self.is_cuda or isinstance(self._segment, Segment)
+        return (self.is_cuda and not self.spills_to_host) or isinstance(self._segment, Segment)
 
     def share(self) -> SharedHandle:
         """A handle by which other processes open the table with `ibp.open_shared`, without a copy.
@@ -247,10 +256,13 @@ class CompressedTensor(Table):
         change: Callable[[torch.Tensor], torch.Tensor],
         shape: torch.Size | None = None,
         dtype: torch.dtype | None = None,
+        change_overflow: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> CompressedTensor:
-        """A table of changed tensors. shape, dtype: that its bytes are of; None: the table's own."""
+        """A table of changed tensors, the overflow by a function of its own, if there is one. shape, dtype: that its
+        bytes are of; None: the table's own."""
         held = self._tensors()
-        moved = {name: change(tensor) for name, tensor in held.items()}
+        moved = {name: change(tensor) for name, tensor in held.items() if name != "overflow"}
+        moved["overflow"] = (change_overflow or change)(held["overflow"])
         made = type(self)(
             shape=self.shape if shape is None else shape,
             dtype=dtype or self.dtype,
@@ -328,7 +340,8 @@ class CompressedTensor(Table):
         """Compresses the table's present rows anew: a codebook that fits them, and no memory that nobody uses. Returns
         self.
 
-        It takes the memory of the whole tensor meanwhile. Rows keep their size, and the layout stays slots or packed.
+        It takes the memory of the whole tensor meanwhile. Rows keep their size, and the layout stays slots or packed. A
+        table that spills to host memory (`ibp.place`) keeps its slots too, unless slot_bytes says otherwise.
         Interrupted, the table is as it was.
 
         Args:

@@ -82,14 +82,14 @@ def compress(
     _rows.check_tensor(x)
     learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
     pin, node = _wants_pinning(x, pin_memory), _numa.node_of(numa)
-    geometry = _geometry(x, row_bytes, codebook)
+    geometry = geometry_of(x, row_bytes, codebook)
     slot_bytes = _layout.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
     worker = _rows.working_device(x, device)
     data = _rows.bytes_of(x)
     coding = learning.coding_of(data, geometry, worker, slot_bytes, progress)
     if coding is None:
         (slots,), is_pinned = _memory.empty_parts([geometry.num_bytes], data.device, pin, node)
-        table = _table(geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
+        table = table_of(geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
         table._is_refused = pin is None and not is_pinned
         return table
     if slot_bytes is None:
@@ -134,15 +134,15 @@ def compress_(
     _rows.check_tensor(x)
     _check_owns_memory(x)
     learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
-    geometry = _geometry(x, row_bytes, codebook)
+    geometry = geometry_of(x, row_bytes, codebook)
     worker, pin = _rows.working_device(x, device), _wants_pinning(x, pin_memory)
     data = _rows.bytes_of(x)
     coding = learning.coding_of(data, geometry, worker, geometry.row_bytes, progress, in_place=True)
     if coding is None:
-        table = _table(geometry, "raw", geometry.row_bytes, data, None, None)
+        table = table_of(geometry, "raw", geometry.row_bytes, data, None, None)
     else:
         coded = torch.zeros_like(coding.lengths, device=data.device)  # all rows raw: what the memory holds
-        table = _table(geometry, coding.codebook.scheme, geometry.row_bytes, data, coding.codebook, coded)
+        table = table_of(geometry, coding.codebook.scheme, geometry.row_bytes, data, coding.codebook, coded)
     table._owner = x
     kept: list[CompressedTensor] = []
 
@@ -165,7 +165,7 @@ def compress_(
 
 
 @dataclass(frozen=True)
-class _Coding:
+class Coding:
     """How a tensor's rows are coded.
 
     Attributes:
@@ -230,11 +230,11 @@ class Learning:
         slot_bytes: int | None,
         progress: bool,
         in_place: bool = False,
-    ) -> _Coding | None:
+    ) -> Coding | None:
         """How the bytes are coded; None where raw rows take no more bytes, or are what is asked for."""
         if not geometry.num_bytes:
             return None
-        coding: _Coding | None
+        coding: Coding | None
         if self.codebook is not None:
             coding = _coding(data, geometry, self.codebook, worker, progress)
         else:
@@ -255,7 +255,24 @@ class Learning:
             return None
         return coding
 
-    def _learned(self, request: Request, in_place: bool) -> _Coding | None:
+    def coding_in_slots(
+        self, data: torch.Tensor, geometry: _rows.Geometry, worker: torch.device, progress: bool
+    ) -> Coding:
+        """How the bytes are coded where slots are smaller than rows: with a codebook in any case, as rows of which
+        every one is raw have parts in overflow too. The tensor is not empty."""
+        codebook = self.codebook
+        if codebook is None:
+            request = Request(
+                data, geometry, worker, self.sample, self.chunk_bytes, self.tau, progress=progress, level=self.level
+            )
+            found = self._learned(request, in_place=False)
+            if found is not None:
+                return found
+            codebook = learn("planes", request)
+            assert codebook is not None, "scheme 'planes' always has a codebook"
+        return _coding(data, geometry, codebook, worker, progress)
+
+    def _learned(self, request: Request, in_place: bool) -> Coding | None:
         """As learned from sampled rows; where many others lack what those have in common, once more without it."""
         codebook = learn(self.scheme, request, in_place)
         if codebook is None:
@@ -273,9 +290,9 @@ class Learning:
 
 def _coding(
     data: torch.Tensor, geometry: _rows.Geometry, codebook: AnyCodebook, worker: torch.device, progress: bool
-) -> _Coding:
+) -> Coding:
     lengths = measure(data, codebook, worker, progress)
-    return _Coding(codebook, lengths, _layout.survey(lengths, geometry))
+    return Coding(codebook, lengths, _layout.survey(lengths, geometry))
 
 
 def _wants_pinning(x: torch.Tensor, pin_memory: bool | None) -> bool | None:
@@ -287,7 +304,7 @@ def _wants_pinning(x: torch.Tensor, pin_memory: bool | None) -> bool | None:
     return bool(pin_memory) and not x.is_cuda
 
 
-def _geometry(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
+def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
     if codebook is None:
         return _rows.Geometry.of(x, row_bytes)
     check_codebook(codebook)
@@ -309,7 +326,7 @@ def _check_owns_memory(x: torch.Tensor) -> None:
         raise ValueError("x requires grad; compress_ would destroy its values: detach it first")
 
 
-def _table(
+def table_of(
     geometry: _rows.Geometry,
     scheme: str,
     slot_bytes: int,
@@ -329,7 +346,7 @@ def _table(
         row_bytes=geometry.row_bytes,
         slot_bytes=slot_bytes,
         slots=slots,
-        overflow=on_home(overflow, torch.uint8),
+        overflow=on_home(None, torch.uint8) if overflow is None else overflow,
         lengths=on_home(lengths, torch.uint16),
         bases=on_home(bases, torch.int64),
         codebook=codebook,
@@ -339,18 +356,42 @@ def _table(
 def _encode(
     data: torch.Tensor,
     geometry: _rows.Geometry,
-    coding: _Coding,
+    coding: Coding,
     slot_bytes: int,
     worker: torch.device,
     pin: bool | None,
     node: int,
     progress: bool,
 ) -> CompressedTensor:
-    codebook, lengths, survey = coding.codebook, coding.lengths, coding.survey
-    overflow_bytes = survey.overflow_bytes(slot_bytes) if slot_bytes < geometry.row_bytes else 0
-    (slots, overflow), is_pinned = _memory.empty_parts(
-        [_layout.slots_size(geometry, slot_bytes), overflow_bytes], data.device, pin, node
+    (slots, overflow), is_pinned = _memory.empty_parts(sizes_of(coding, geometry, slot_bytes), data.device, pin, node)
+    bases = encode_to(data, geometry, coding, slot_bytes, worker, slots, overflow, not is_pinned, progress)
+    table = table_of(
+        geometry, coding.codebook.scheme, slot_bytes, slots, coding.codebook, coding.lengths, overflow, bases
     )
+    table._is_refused = pin is None and not is_pinned
+    return table
+
+
+def sizes_of(coding: Coding, geometry: _rows.Geometry, slot_bytes: int) -> list[int]:
+    """Bytes of the slots and of the overflow of a table."""
+    overflow_bytes = coding.survey.overflow_bytes(slot_bytes) if slot_bytes < geometry.row_bytes else 0
+    return [_layout.slots_size(geometry, slot_bytes), overflow_bytes]
+
+
+def encode_to(
+    data: torch.Tensor,
+    geometry: _rows.Geometry,
+    coding: Coding,
+    slot_bytes: int,
+    worker: torch.device,
+    slots: torch.Tensor,
+    overflow: torch.Tensor,
+    pageable: bool,
+    progress: bool,
+) -> torch.Tensor:
+    """Codes a tensor's bytes into memory of the sizes that `sizes_of` says, both on the worker or both in host memory,
+    pageable or pinned. Returns the table's bases."""
+    codebook, lengths = coding.codebook, coding.lengths
     bases = (
         _layout.index_rows(lengths, geometry, slot_bytes)
         if overflow.numel()
@@ -361,7 +402,7 @@ def _encode(
         [*bases.tolist(), overflow.numel()] if overflow.numel() and not (lies_near and worker.type == "cuda") else None
     )
     with (
-        _staging.outlet(worker, slots.device, pageable=not is_pinned) as outlet,
+        _staging.outlet(worker, slots.device, pageable=pageable) as outlet,
         tqdm(total=geometry.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar,
     ):
         for first, last, block in _rows.blocks(data, geometry.row_bytes, worker):
@@ -375,9 +416,7 @@ def _encode(
                 outlet.put(targets, near)
             bar.update(last - first)
     _check_faults(faults)
-    table = _table(geometry, codebook.scheme, slot_bytes, slots, codebook, lengths, overflow, bases)
-    table._is_refused = pin is None and not is_pinned
-    return table
+    return bases
 
 
 def _encode_block(
@@ -421,7 +460,7 @@ def _check_faults(faults: list[torch.Tensor]) -> None:
 
 
 def _encode_in_place(
-    table: CompressedTensor, data: torch.Tensor, coding: _Coding, worker: torch.device, progress: bool
+    table: CompressedTensor, data: torch.Tensor, coding: Coding, worker: torch.device, progress: bool
 ) -> None:
     """Rewrites the rows of a table that are still raw. Rows and lengths of a block change by one operation of torch,
     before and after which the

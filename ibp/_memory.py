@@ -160,6 +160,11 @@ def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.from_dlpack(capsule).view(host.dtype).view(host.shape)
 
 
+def seen_from(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
+    """Memory as work on a device is given it: itself if it is there, else a view of what is pinned."""
+    return memory if memory.device == device else device_view(memory, device)
+
+
 _usable: set[torch.device] = {torch.device("cpu")}  # devices with their index, as canonical() has found them
 
 

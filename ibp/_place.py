@@ -16,6 +16,7 @@ _NO_BASE, _MOST_LENGTH = -1, 65535  # of a row without a part; an entry of lengt
 _ALIGNMENT = 64  # bytes, of each part of memory that is given
 _COUNTERS = 8  # int64: used, spilled, lost, a fault of 4
 _INDEX_OUT_OF_RANGE = 2  # ibp_status
+_CPU = torch.device("cpu")
 
 
 class PlaceCounts(NamedTuple):
@@ -47,6 +48,8 @@ class Place:
         memory: uint8 [at least Place.memory_bytes(...)] on the device, contiguous, which the place lies in, from its
             first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
             `Place.over`. None: the place allocates.
+        spill: where overflow is: "device", with the slots; or "host", in pinned host memory, so that the place never
+            takes more of the GPU's memory than its slots (see `ibp.place`). On a CPU all is in host memory.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
@@ -65,8 +68,9 @@ class Place:
         device: torch.device | str | int | None = None,
         pinned: bool = False,
         memory: torch.Tensor | None = None,
+        spill: str = "device",
     ) -> None:
-        self._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, device, pinned, memory)
+        self._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, device, pinned, memory, spill)
         self.clear()
 
     @classmethod
@@ -91,7 +95,7 @@ class Place:
             TypeError, ValueError: an argument is not as described there.
         """
         place = cls.__new__(cls)
-        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, False, memory)
+        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, False, memory, "device")
         return place
 
     @staticmethod
@@ -116,6 +120,7 @@ class Place:
         device: torch.device | str | int | None,
         pinned: bool,
         memory: torch.Tensor | None,
+        spill: str,
     ) -> None:
         """Checks what is given, and makes the tensors."""
         check_codebook(codebook)
@@ -126,15 +131,16 @@ class Place:
         self.device = _memory.canonical("cuda" if device is None else device)
         if pinned and self.device.type != "cuda":
             raise ValueError("pinned places are for a CUDA device to write to")
+        check_spill(spill, memory)
         self.codebook, self.num_rows, self.row_bytes = codebook, num_rows, codebook.row_bytes
         self.slot_bytes = self.row_bytes if slot_bytes is None else slot_bytes
-        self.pinned = pinned
-        parts = _allocated(sizes, self.device, pinned) if memory is None else _carved(memory, sizes)
+        self.pinned, self.spill = pinned, spill
+        parts = _allocated(sizes, self.device, pinned, spill) if memory is None else _carved(memory, sizes)
         counters, rooms, bases, lengths, self.slots, self.overflow = parts
         self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
         self.bases = bases.view(torch.int64)
         self._used, self._counts, self._fault, _ = counters.view(torch.int64).split([1, 2, 4, 1])
-        near = [_memory.device_view(t, self.device) if pinned else t for t in (self.slots, self.overflow)]
+        near = [_memory.seen_from(self.device, part) for part in (self.slots, self.overflow)]
         self._table_arguments = (
             *near,
             self.lengths,
@@ -268,11 +274,15 @@ def _check_memory(
     return memory.device
 
 
-def _allocated(sizes: Sequence[int], device: torch.device, pinned: bool) -> list[torch.Tensor]:
-    """Tensors of so many bytes; slots and overflow pinned where that is set."""
-    home = torch.device("cpu") if pinned else device
-    index = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes[:-2]]
-    return index + [_memory.empty(size, home, pinned) for size in sizes[-2:]]
+def _allocated(sizes: Sequence[int], device: torch.device, pinned: bool, spill: str) -> list[torch.Tensor]:
+    """Tensors of so many bytes; slots and overflow pinned where that is set, and overflow where it is in host
+    memory."""
+    spills = pinned or (spill == "host" and device.type == "cuda")
+    *index, slots, overflow = sizes
+    parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in index]
+    for size, is_pinned in ((slots, pinned), (overflow, spills)):
+        parts.append(_memory.empty(size, _CPU if is_pinned else device, is_pinned))
+    return parts
 
 
 def _carved(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -362,6 +372,13 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
         return x
     strides = x.stride()
     return x.permute(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
+
+
+def check_spill(spill: str, memory: torch.Tensor | None = None) -> None:
+    if spill not in ("device", "host"):
+        raise ValueError(f"spill is {spill!r}; wanted 'device' or 'host'")
+    if spill == "host" and memory is not None:
+        raise ValueError("spill is 'host', but memory is given, which overflow lies in too")
 
 
 def as_int16(number: int) -> int:

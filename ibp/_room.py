@@ -123,6 +123,8 @@ class Room:
         if wanted <= self.overflow.numel():
             return self
         self.settle()
+        if self.slots.is_cuda and not self.overflow.is_cuda:
+            torch.cuda.synchronize(self.slots.device)  # which writes to the host memory that is copied here
         larger = empty(max(wanted, int(_GROWTH * self.overflow.numel())))
         larger[: self.most_used].copy_(self.overflow[: self.most_used])
         return replace(self, overflow=larger)

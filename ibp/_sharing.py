@@ -55,6 +55,8 @@ def _reduced(table: CompressedTensor) -> Any:
     receiver is given the memory itself, so that it is there also where the sender no longer has the table."""
     if table._owner is not None:
         return table.__reduce_ex__(2)
+    if table.spills_to_host:
+        return pickle.loads, (pickle.dumps(table),)
     handle = table.share()
     return _received, (handle, DupFd(handle._file) if handle.num_bytes else None)
 

@@ -81,6 +81,8 @@ class Table:
             codebook=codebook,
             **tensors,
         )
+        if self.spills_to_host:
+            vars(self)["overflow"] = _memory.to_pinned(self.overflow)
         self._geometry = geometry
         self._num_items, self._item_bytes, self._item_shape = (
             geometry.num_items,
@@ -129,6 +131,11 @@ class Table:
         return self.slots.device
 
     @property
+    def spills_to_host(self) -> bool:
+        """Whether the slots are on a GPU, and the overflow in pinned host memory, as `ibp.place` makes tables."""
+        return self.slots.device != self.overflow.device
+
+    @property
     def layout(self) -> str:
         """ "slots" or "packed" (FORMAT.md section 3)."""
         return "slots" if self.slot_bytes else "packed"
@@ -171,6 +178,18 @@ class Table:
         if self._room is not None:
             return self._room.nbytes + codebook
         return _nbytes(self.slots) + _nbytes(self.overflow) + self.index_bytes + codebook
+
+    @property
+    def device_bytes(self) -> int:
+        """Of `nbytes`, those in the memory of the table's GPU; 0 of a table in host memory."""
+        return self.nbytes - self.host_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of `nbytes`, those in host memory: all, or the overflow of a table that spills there, or none."""
+        if self.device.type == "cpu":
+            return self.nbytes
+        return self.overflow.numel() if self.spills_to_host else 0
 
     @property
     def has_own_bases(self) -> bool:
@@ -387,8 +406,7 @@ class Table:
         slots, overflow, lengths, bases = self.slots, self.overflow, vars(self)["lengths"], vars(self)["bases"]
         if self._room is not None:
             lengths, bases, _, _ = self._room.index_on(device).first(self.num_rows)
-        if device != self.device:
-            slots, overflow = _memory.device_view(slots, device), _memory.device_view(overflow, device)
+        slots, overflow = (_memory.seen_from(device, part) for part in (slots, overflow))
         codec, words = self._coding(device)
         place = (
             slots,
@@ -558,10 +576,9 @@ def _checked_tensors(
                 "device"
             )
         tensors[name] = tensor.detach()
-        if tensor.device != tensors["slots"].device:
-            raise ValueError(
-                f"the table's {name} is on {tensor.device}, its slots on {tensors['slots'].device}; wanted one device"
-            )
+        home = tensors["slots"].device
+        if tensor.device != home and not (name == "overflow" and tensor.device == _CPU):
+            raise ValueError(f"the table's {name} is on {tensor.device}, its slots on {home}; wanted one device")
     return tensors
 
 

@@ -1,0 +1,298 @@
+"""Tables with slots of a target size (ibp.place), and the profiles that targets come from, against plain tensors."""
+
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ibp
+from helpers import assert_same_bits
+from ibp import _layout
+
+COLUMNS = 96  # of bfloat16: rows of 192 bytes
+TARGETS = [1, 4 / 3, 2, 4, 16, math.inf]
+
+
+def rows(count, kinds="coded"):
+    """Rows that fit slots of half their size, that do not, raw ones, and zeros. kinds: one, or one for each row."""
+    kinds = [kinds] * count if isinstance(kinds, str) else kinds
+    made = torch.randn(count, COLUMNS).to(torch.bfloat16)
+    for row, kind in zip(made, kinds):
+        if kind == "sparse":
+            row[8:] = 0
+        elif kind == "noise":
+            row.view(torch.int16).copy_(torch.randint(-(2**15), 2**15, (COLUMNS,), dtype=torch.int16))
+        elif kind == "zeros":
+            row.zero_()
+    return made
+
+
+def mixed(count=300):
+    return rows(count, [("coded", "coded", "noise", "zeros", "coded")[row % 5] for row in range(count)])
+
+
+def stored(table):
+    """Bytes of every row as stored."""
+    lengths = table.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
+    return _layout.stored_sizes(lengths, table.row_bytes, table.row_bytes)
+
+
+def row_bytes_of(table, row):
+    """The bytes of a row where they lie: in its slot, and in the overflow."""
+    size, slot_bytes = int(stored(table)[row]), table.slot_bytes
+    part = max(0, size - slot_bytes)
+    base = int(table.bases[row]) if part else 0
+    slot = table.slots[row * slot_bytes :][: size - part]
+    return bytes(slot.tolist()), base, bytes(table.overflow[base : base + part].tolist())
+
+
+# ---- place ----
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_targets(target):
+    x = mixed()
+    table = ibp.place(x, target, device="cpu")
+    assert_same_bits(table.decompress(), x)
+    ids = torch.randint(len(x), (50,))
+    assert_same_bits(table.index_select(ids), x[ids])
+    slot = 0 if math.isinf(target) else max(32, int(192 / target) // 32 * 32)
+    assert table.slot_bytes == slot and table.slots.numel() == slot * len(x)
+    parts = (stored(table) - slot).clamp(min=0)
+    assert int((parts > 0).sum()) == (0 if target == 1 else int((stored(table) > slot).sum()))
+    assert (table.device_bytes, table.host_bytes, table.spills_to_host) == (0, table.nbytes, False)
+
+
+def test_the_largest_target_within_a_threshold():
+    x = torch.cat([rows(80, "sparse"), rows(20, "noise")])
+    assert ibp.place(x, device="cpu").slot_bytes < 192
+    assert ibp.place(x, threshold=0.1, device="cpu").slot_bytes == 192
+    zeros = ibp.place(torch.zeros(100, 50), device="cpu")
+    assert zeros.slot_bytes == zeros.slots.numel() == zeros.overflow.numel() == 0
+    assert_same_bits(zeros.decompress(), torch.zeros(100, 50))
+
+
+def test_noise_keeps_its_target():
+    """Rows that save nothing have slots of the target all the same, and the rest of them in overflow."""
+    x = rows(100, "noise")
+    table = ibp.place(x, 2, device="cpu")
+    assert (table.slot_bytes, table.slots.numel(), table.overflow.numel()) == (96, 9600, 9600)
+    assert_same_bits(table.decompress(), x)
+    whole = ibp.place(x, 1, device="cpu")
+    assert whole.scheme == "raw" and whole.slot_bytes == 192
+    assert_same_bits(whole.decompress(), x)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(0, 8),
+        torch.randn(5, 0),
+        torch.tensor(3.0),
+        torch.randn(7),
+        torch.randn(3, 5).T,
+        torch.randn(40, 33),
+        torch.randn(9, 4, 70, dtype=torch.float64),
+        torch.randint(0, 9, (300, 16)),
+        torch.randn(64, 64, requires_grad=True),
+    ],
+    ids=lambda x: f"{list(x.shape)} {x.dtype}",
+)
+def test_tensors_of_any_kind(x):
+    for target in (None, 2, math.inf):
+        table = ibp.place(x, target, device="cpu")
+        assert_same_bits(table.decompress(), x.detach().contiguous())
+
+
+def test_tables_are_placed():
+    """As they are coded; anew where the slots are to be others."""
+    x = mixed()
+    table = ibp.compress(x, scheme="planes", slot_bytes=96, device="cpu")
+    assert ibp.place(table, device="cpu") is table
+    again = ibp.place(table, 4, device="cpu")
+    assert again.codebook is table.codebook and again.slot_bytes == 32
+    assert_same_bits(again.decompress(), x)
+    assert_same_bits(ibp.place(table, slot_bytes=64, device="cpu").decompress(), x)
+
+
+def test_what_place_refuses():
+    x = mixed(50)
+    codebook = ibp.analyze(x, scheme="planes")
+    profile = ibp.profile([{"x": x}])["x"]
+    for error, match, arguments in (
+        (ValueError, "target is 0.5", {"target": 0.5}),
+        (ValueError, "target is nan", {"target": math.nan}),
+        (TypeError, "target", {"target": "2"}),
+        (ValueError, "both given", {"target": 2, "slot_bytes": 32}),
+        (ValueError, "slot_bytes is 33", {"slot_bytes": 33}),
+        (ValueError, "threshold is 1.5", {"threshold": 1.5}),
+        (ValueError, "scheme is 'raw'", {"scheme": "raw"}),
+        (ValueError, "row_bytes is 64", {"codebook": codebook, "row_bytes": 64}),
+        (TypeError, "codebook is a list", {"codebook": [1]}),
+        (ValueError, "target is a profile", {"target": profile, "slot_bytes": 32}),
+    ):
+        with pytest.raises(error, match=match):
+            ibp.place(x, device="cpu", **arguments)
+    with pytest.raises(TypeError, match="x is a list"):
+        ibp.place([1.0], device="cpu")
+
+
+def test_files_and_pickles(tmp_path):
+    x = mixed()
+    table = ibp.place(x, 4, device="cpu").update_([3, 4], rows(2, "noise"))
+    x = table.decompress()
+    ibp.save(tmp_path / "x.safetensors", {"x": table})
+    file = io.BytesIO()
+    torch.save(table, file)
+    file.seek(0)
+    for read in (
+        ibp.load(tmp_path / "x.safetensors")["x"],
+        pickle.loads(pickle.dumps(table)),
+        torch.load(file, weights_only=True),
+        table.clone(),
+    ):
+        assert read.slot_bytes == table.slot_bytes
+        assert_same_bits(read.decompress(), x)
+        assert_same_bits(ibp.place(read, device="cpu").update_([0], x[1:2])[0], x[1])
+
+
+# ---- rows that change ----
+
+CHANGES = st.lists(
+    st.lists(
+        st.tuples(st.integers(0, 39), st.sampled_from(["sparse", "coded", "noise", "zeros"])), min_size=1, max_size=12
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(st.sampled_from([4 / 3, 2, 4, math.inf]), CHANGES)
+def test_changes_move_no_other_row(target, changes):
+    torch.manual_seed(0)
+    x = mixed(40)
+    table = ibp.place(x, target, device="cpu").update_([0], x[:1])  # from here on every row has a base of its own
+    slots_bytes = table.slots.numel()
+    for change in changes:
+        ids = torch.tensor([id for id, _ in change])
+        new = rows(len(ids), [kind for _, kind in change])
+        others = sorted(set(range(40)) - set(ids.tolist()))
+        before = {row: row_bytes_of(table, row) for row in others}
+        table.update_(ids, new)
+        for id, row in zip(ids.tolist(), new):
+            x[id] = row
+        assert {row: row_bytes_of(table, row) for row in others} == before
+        assert table.slots.numel() == slots_bytes
+        assert_same_bits(table.decompress(), x)
+        assert_same_bits(table.index_select(ids), x[ids])
+
+
+def test_rows_that_shrink_return_to_their_slots():
+    x = rows(60, "sparse")
+    table = ibp.place(x, 4 / 3, device="cpu")
+    assert int((stored(table) > table.slot_bytes).sum()) == 0
+    table.update_(range(60), rows(60, "noise"))
+    assert int((stored(table) > table.slot_bytes).sum()) == 60
+    used = int(table._room.index.used)
+    table.update_(range(60), x)
+    assert int((stored(table) > table.slot_bytes).sum()) == 0 and table.stored_bytes < 60 * 192 // 2
+    table.update_(range(60), rows(60, "noise"))
+    assert int(table._room.index.used) == used, "rows take the rooms again that they had"
+    with pytest.raises(IndexError):
+        table.update_([60], x[:1])
+    assert table.refit(device="cpu").num_rows == 60
+
+
+# ---- places ----
+
+
+def test_a_place_that_spills():
+    x = mixed(100)
+    codebook = ibp.analyze(x, scheme="planes")
+    place = ibp.Place(codebook, 100, slot_bytes=32, overflow_bytes=100 * 192, device="cpu", spill="host")
+    ibp.encode_into(x, place)
+    assert place.spill == "host" and place.counts().lost == 0
+    assert_same_bits(place.decode(dtype=torch.bfloat16), x)
+    assert_same_bits(place.table(x.shape, x.dtype)[7], x[7])
+    short = ibp.Place(codebook, 100, slot_bytes=32, overflow_bytes=64, device="cpu", spill="host")
+    ibp.encode_into(x, short)
+    assert short.counts().lost > 0
+    with pytest.raises(ValueError, match="lost"):
+        short.decode()
+    with pytest.raises(ValueError, match="spill is 'disk'"):
+        ibp.Place(codebook, 1, slot_bytes=32, overflow_bytes=64, device="cpu", spill="disk")
+
+
+# ---- profile ----
+
+
+def test_profile_chooses_the_largest_ratio_within_the_threshold():
+    """Against rows that are compressed with the profile's codebook, and counted."""
+    snapshots = [{"x": torch.cat([rows(80 - 4 * k, "sparse"), rows(20 + 4 * k, "noise")])} for k in range(3)]
+    for ratios in (ibp._spill.targets.RATIOS, None):
+        for threshold in (0.1, 0.2, 0.25, 0.29, 1.0):
+            found = ibp.profile(snapshots, threshold, ratios=ratios, device="cpu")["x"]
+            tables = [ibp.compress(of["x"], codebook=found.codebook, layout="packed") for of in snapshots]
+            sizes = range(0, 193, 32) if ratios is None else [0, 32, 32, 96, 128, 192]
+            allowed = [
+                size
+                for size in sizes
+                if size == 192 or all((stored(table) > size).float().mean() <= threshold for table in tables)
+            ]
+            assert found.slot_bytes == min(allowed)
+
+
+def test_a_profile_predicts_what_place_does():
+    snapshots = [{"x": mixed(200), "zeros": torch.zeros(64, 64), "empty": torch.empty(0)} for _ in range(2)]
+    report = ibp.profile(iter(snapshots), device="cpu")
+    assert list(report) == ["x", "zeros"] and report.num_snapshots == 2
+    assert report["zeros"].slot_bytes == 0 and report["zeros"].target == math.inf
+    table = ibp.place(snapshots[0]["x"], report["x"], device="cpu")
+    spill = report["x"].spill(0)
+    assert table.codebook is report["x"].codebook and table.slot_bytes == report["x"].slot_bytes
+    assert table.overflow.numel() == spill.num_bytes
+    assert spill.rows == float((stored(table) > table.slot_bytes).double().mean())
+    assert report.device_bytes == table.slots.numel() + table.index_bytes + 2 * 64 + 8 * 2
+    assert report.host_bytes >= spill.num_bytes and report.ratio == report.original_bytes / report.device_bytes
+    rates = [point.ratio for point in report.sweep]
+    assert rates == sorted(rates) and report.best_ratio > 1
+    assert [point.threshold for point in report.sweep] == [0.1, 0.2, 0.3, 0.4]
+    for tensor in (*report.at(0.1).values(), *report.at(0.4).values()):
+        assert tensor.spill().rows <= 0.4
+    again = pickle.loads(pickle.dumps(report))
+    assert repr(again) == repr(report) and "zeros" in repr(report) and "threshold 40%" in repr(report)
+
+
+def test_a_profile_keeps_tensors_that_change_in_place():
+    x = torch.zeros(500, COLUMNS, dtype=torch.bfloat16)
+
+    def run():
+        for _ in range(3):
+            yield {"x": x}
+            x.copy_(rows(500, "noise"))
+
+    report = ibp.profile(run(), device="cpu", sample_bytes=200 * 192)["x"]
+    assert [sum(sectors) for sectors in report.histograms] == [200] * 3
+    assert report.spill(0).rows == 0 and report.slot_bytes == 192
+
+
+def test_what_profile_refuses():
+    x = mixed(20)
+    for error, match, arguments in (
+        (ValueError, "there are no snapshots", ([],)),
+        (TypeError, "a snapshot is a Tensor", ([x],)),
+        (TypeError, "a is a list", ([{"a": [1]}],)),
+        (ValueError, "it was", ([{"a": x}, {"a": x[:5]}],)),
+        (ValueError, "threshold is 2", ([{"a": x}], 2)),
+    ):
+        with pytest.raises(error, match=match):
+            ibp.profile(*arguments, device="cpu")
+    with pytest.raises(ValueError, match="target is 0"):
+        ibp.profile([{"a": x}], ratios=[0])
+    with pytest.raises(ValueError, match="sample_bytes"):
+        ibp.profile([{"a": x}], sample_bytes=0)
+    assert ibp.profile([{}]).ratio == 0 and "0 tensors" in repr(ibp.profile([{}]))

@@ -1,0 +1,164 @@
+"""Tables whose slots are on a GPU and whose overflow is in pinned host memory: the bits of plain tensors, whatever is
+read and changed."""
+
+import copy
+import math
+import multiprocessing
+import pickle
+
+import pytest
+import torch
+
+import ibp
+from helpers import assert_same_bits
+from test_several_gpus import gpus  # noqa: F401, a fixture
+from test_spill import mixed, rows
+
+TARGETS = [1, 4 / 3, 2, 4, 16, math.inf]
+
+
+@pytest.fixture
+def x(cuda):
+    return mixed(2000).to(cuda)
+
+
+def assert_reads(table, x):
+    assert_same_bits(table.decompress(check=True), x)
+    ids = torch.randint(len(x), (500,), device=x.device)
+    assert_same_bits(table.index_select(ids, check=True), x[ids])
+    assert_same_bits(table.decompress(device="cpu"), x.cpu())
+    assert_same_bits(table[7:50], x[7:50])
+    assert_same_bits(torch.nn.functional.embedding(ids, table), x[ids])
+
+
+def assert_spills(table, slot_bytes):
+    assert table.spills_to_host and table.is_cuda and table.overflow.device.type == "cpu"
+    assert table.overflow.numel() == 0 or table.overflow.is_pinned()
+    assert table.slot_bytes == slot_bytes and table.host_bytes == table.overflow.numel()
+    assert table.device_bytes + table.host_bytes == table.nbytes
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", ["cuda", "cpu"])
+@pytest.mark.parametrize("level", ["default", "fast"])
+def test_targets(x, target, source, level):
+    table = ibp.place(x.to(source), target, device="cuda", level=level)
+    slot_bytes = ibp.place(x.cpu(), target, device="cpu", level=level).slot_bytes
+    assert_spills(table, slot_bytes)
+    assert_reads(table, x)
+    assert "overflow in host memory" in repr(table)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_changes(x, target):
+    table = ibp.place(x, target)
+    device_bytes = None
+    for count, kind in ((100, "noise"), (2000, "noise"), (500, "zeros"), (700, "sparse"), (2000, "coded")):
+        ids = torch.randperm(len(x), device=x.device)[:count]
+        new = rows(count, kind).to(x.device)
+        table.update_(ids, new)
+        x[ids] = new
+        assert_reads(table, x)
+        assert device_bytes in (None, table.device_bytes)
+        device_bytes = table.device_bytes
+    table.update_([3], x[:1].cpu())
+    x[3] = x[0]
+    assert_spills(table, table.slot_bytes)
+    table.append(x[:10])
+    assert_reads(table, torch.cat((x, x[:10])))
+    slot_bytes = table.slot_bytes
+    table.refit()
+    assert_spills(table, slot_bytes)
+    assert_reads(table, torch.cat((x, x[:10])))
+
+
+def test_changes_behind_work_on_the_stream(x):
+    """The overflow grows while the GPU still has changes to make."""
+    table = ibp.place(x, math.inf)
+    for step in range(20):
+        table.update_(torch.arange(step, 2000, 20, device=x.device), rows(100, "noise").to(x.device))
+        table.update_(torch.arange(step, 2000, 20, device=x.device), x[step::20])
+    assert_reads(table, x)
+
+
+def test_copies(x, tmp_path):
+    table = ibp.place(x, 4)
+    for other in (table.clone(), copy.copy(table), copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert_spills(other, 32)
+        other.update_([1, 2], x[[2, 3]])
+        assert_reads(table, x)
+        assert_same_bits(other[1], x[2])
+    assert_same_bits(table.cpu().decompress(device="cpu"), x.cpu())
+    assert table.cpu().host_bytes == table.cpu().nbytes
+    torch.save(table, tmp_path / "x.pt")
+    assert_spills(torch.load(tmp_path / "x.pt", weights_only=True), 32)
+    assert_reads(torch.load(tmp_path / "x.pt", weights_only=True), x)
+    assert torch.load(tmp_path / "x.pt", map_location="cpu", weights_only=True).device.type == "cpu"
+    ibp.save(tmp_path / "x.safetensors", {"x": table})
+    loaded = ibp.load(tmp_path / "x.safetensors")["x"]
+    placed = ibp.place(loaded, device="cuda")
+    assert_spills(placed, 32)
+    assert_reads(placed, x)
+    near = ibp.place(table.cpu().cuda())
+    assert_spills(near, 32)
+    assert_reads(near, x)
+    assert ibp.place(table) is table
+    with pytest.raises(RuntimeError, match="cannot be shared"):
+        table.share()
+
+
+def _read(connection, table):
+    connection.send(table.decompress(device="cpu").view(torch.int16).tolist())
+
+
+def test_another_process_gets_a_copy(x):
+    table = ibp.place(x[:20], 4)
+    context = multiprocessing.get_context("spawn")
+    mine, other = context.Pipe()
+    process = context.Process(target=_read, args=(other, table))
+    process.start()
+    assert mine.poll(120)
+    assert mine.recv() == x[:20].view(torch.int16).tolist()
+    process.join(60)
+    assert_reads(table, x[:20])
+
+
+@pytest.mark.parametrize("slot_bytes", [0, 32, 128])
+def test_places(x, slot_bytes):
+    codebook = ibp.analyze(x, scheme="planes")
+    place = ibp.Place(codebook, len(x), slot_bytes=slot_bytes, overflow_bytes=len(x) * 192, spill="host")
+    assert place.slots.is_cuda and place.overflow.is_pinned()
+    for _ in range(3):
+        ibp.encode_into(x, place)
+        assert_same_bits(place.decode(dtype=x.dtype), x)
+        ids = torch.randint(len(x), (300,), device=x.device)
+        assert_same_bits(place.decode(ids, x.dtype), x[ids])
+        x = x.flip(0).contiguous()
+    table = place.table(x.shape, x.dtype)
+    assert_spills(table, slot_bytes)
+    assert_reads(table, x.flip(0))
+
+
+def test_a_cache_of_rows_over_a_placed_table(x):
+    table = ibp.place(x, 4)
+    cache = ibp.RowCache(table, 1 << 17, torch.rand(len(x)))
+    ids = torch.randint(len(x), (500,), device=x.device)
+    assert_same_bits(cache.index_select(ids), x[ids])
+
+
+def test_profile_on_the_gpu(x):
+    found = ibp.profile([{"x": x}, {"x": x.flip(0)}])["x"]
+    table = ibp.place(x, found)
+    assert_spills(table, found.slot_bytes)
+    assert table.overflow.numel() == found.spill(0).num_bytes
+    assert_reads(table, x)
+
+
+def test_two_gpus(x, gpus):  # noqa: F811
+    table = ibp.place(x, 4)
+    for other in (table.to(gpus[1]), ibp.place(table, device=gpus[1])):
+        assert other.device == gpus[1]
+        assert_spills(other, 32)
+        assert_reads(other, x.to(gpus[1]))
+        other.update_([0], x[1:2])
+    assert_reads(table, x)
