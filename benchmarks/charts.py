@@ -103,6 +103,7 @@ WHOLE_COLUMNS = (
     *("rows", "row_bytes", "sms"),
     *("prompt", "host_bytes", "device_bytes", "weight_bytes"),  # weights.csv
     *("workers", "chunk_bytes"),  # copy_threads.csv, chunks.csv
+    *("step", "elements"),  # densities.csv, activation_ratios.csv
     *("batch", "batches", "gpus"),  # gnn.csv, gnn_parallel.csv
     *("budget_bytes", "held_rows", "raw_rows", "formula_rows", "cache_percent"),  # row_cache.csv, gnn_cache.csv
     "distinct_rows",  # dlrm_train.csv
@@ -126,6 +127,7 @@ REAL_COLUMNS = (
     *("forward_us", "gather_us", "added"),  # dlrm_train.csv
     *("gain", "share_of_alone"),  # kv_pages.csv
     "tau",  # chunks.csv
+    *("progress", "loss", "density", "zvc", "zlib", "ibp"),  # densities.csv, activation_ratios.csv
 )
 REFERENCE = Path(__file__).with_name("reference_rates.csv")
 
@@ -1124,6 +1126,30 @@ def draw_copy_threads(rows, path):
     save(figure, path, f"Random BF16 rows from pinned host memory ({machine(rows)})")
 
 
+def draw_densities(rows, path):
+    """Densities by training steps, a panel a net, a line a layer; pools dashed."""
+    if plt is None or not rows:
+        return
+    names = in_order(row["net"] for row in rows)
+    figure, panels = plt.subplots(
+        1, len(names), figsize=(5.6 * len(names), 4.6), squeeze=False, sharey=True, layout="constrained"
+    )
+    for panel, name in zip(panels[0], names):
+        layers = in_order((row["layer"], row["kind"]) for row in rows if row["net"] == name)
+        for i, (layer, kind) in enumerate(layers):
+            own = [row for row in rows if (row["net"], row["layer"]) == (name, layer)]
+            points = [(row["step"], 100 * row["density"]) for row in own]
+            line = "--" if kind == "pool" else "-"
+            panel.plot(*zip(*points), line, color=plt.cm.viridis(i / len(layers)), linewidth=1.2, label=layer)
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel("steps", fontsize=9)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=6, ncols=3, frameon=False)
+    panels[0][0].set_ylim(0, 100)
+    panels[0][0].set_ylabel("percent of activations that are not zero")
+    save(figure, path, "Outputs of ReLUs and pools while a net is trained on images made for it")
+
+
 def draw_bars(panel, rows, labels, arm, position, num_arms, label, color):
     points = [
         (labels.index(case_label(row)), row["gbps"]) for row in rows if row["arm"] == arm and case_label(row) in labels
@@ -1190,6 +1216,7 @@ def draw(directory):
     draw_ratio(read(directory / "ratio.csv"), directory / "ratio.png")
     draw_chunks(read(directory / "chunks.csv"), directory / "chunks.png")
     draw_copy_threads(read(directory / "copy_threads.csv"), directory / "copy_threads.png")
+    draw_densities(read(directory / "densities.csv"), directory / "densities.png")
     weights = read(directory / "weights.csv")
     draw_weights(weights, directory / "weights.png")
     draw_timeline(read(directory / "timeline.csv"), weights, directory / "timeline.png")

@@ -6,8 +6,10 @@ import importlib
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
 
-from benchmarks import bits, chunks, copy_threads, harness, inputs, sets
+import ibp
+from benchmarks import bits, chunks, clusters, copy_threads, densities, harness, inputs, more_clusters, sets
 
 # ---- scripts on the CPU --------------------------------------------------------------------------------------------
 
@@ -91,9 +93,82 @@ def test_copies_by_threads(tmp_path, monkeypatch):
     assert list(rows[0]) == [*harness.COLUMNS, *copy_threads.COLUMNS]
 
 
+@pytest.mark.slow
 def test_transfers_by_codec(two_sets, tmp_path):
     rows = run_quickly("transfers", tmp_path)
     assert [row["arm"] for row in rows] == 3 * ["raw copy_", "raw rows", "ibp", "planes", "auto"]
     assert [row["dtype"] for row in rows[::5]] == ["bfloat16", "float16", "float32"]
     assert all(float(row["gain"]) == 1 for row in rows if row["arm"].startswith("raw"))
     assert all(float(row["encode_ms"]) > 0 for row in rows if not row["arm"].startswith("raw"))
+
+
+def test_more_clusters_than_the_format_has(tmp_path, monkeypatch):
+    near = torch.randint(2**31, (16, 8), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    x = near.repeat_interleave(64, 0)  # 16 kinds of rows, of which no two are equal
+    x[:, 7] = torch.randint(2**31, (1024,), generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(clusters, "all_sets", lambda data, quick: iter([("kinds", x)]))
+    monkeypatch.setattr(more_clusters, "QUICK_COUNTS", (1, 64, 512))
+    rows = run_quickly("more_clusters", tmp_path)
+    assert [(row["method"], row["clusters"]) for row in rows] == [
+        *(("k-means", str(count)) for count in (1, 64, 512)),
+        *(("ibp.compress", str(count)) for count in (1, 64)),
+    ]
+    one, some, many = (float(row["savings"]) for row in rows[:3])
+    assert some > 0.5 > one and some > many and float(rows[2]["numbers"]) == 2 / 32
+
+
+def test_one_cluster_takes_the_papers_bytes():
+    x = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    least = 1.0
+    for tau in more_clusters.TAUS:
+        codebook = ibp.analyze(x, paper=True, tau=tau, chunk_bytes=4, sample=1.0, device="cpu")
+        least = min(least, (ibp.estimate(x, codebook, device="cpu") - codebook.nbytes) / (4 * x.numel()))
+    savings, codebooks, numbers = more_clusters.estimate(x, 1)
+    assert numbers == 0 and codebooks == 2 * 256 / (4 * x.numel())
+    assert 1 - savings - codebooks == pytest.approx(least, abs=1e-6)
+
+
+# ---- densities -----------------------------------------------------------------------------------------------------
+
+
+def test_ratios_of_chosen_activations():
+    assert densities.zvc_ratio(0.4, torch.float32) == pytest.approx(1 / (0.4 + 1 / 32))  # cDMA: 60 % zero, about 2.5
+    assert densities.zvc_ratio(0.0, torch.bfloat16) == 16
+    zeros = torch.zeros(5000)
+    assert densities.zlib_ratio(zeros) > 50 and densities.ibp_ratio(zeros) > 50
+    noise = torch.randint(256, (70_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert densities.zlib_ratio(noise) == 1 and densities.ibp_ratio(noise) == 1
+    x = torch.arange(2 * 3 * 4 * 5).view(2, 3, 4, 5)
+    assert torch.equal(densities.in_layout(x, "CHWN").view(3, 4, 5, 2)[2, 3, 4], x[:, 2, 3, 4])
+    assert torch.equal(densities.in_layout(x, "NCHW"), x.view(-1))
+
+
+def test_outputs_are_those_before_the_next_layer():
+    net = nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(), nn.ReLU(inplace=True))
+    nn.init.constant_(net[0].weight, 1.0)
+    nn.init.constant_(net[0].bias, 0.0)
+    x = torch.tensor([-1.0, -2.0, 3.0, -4.0]).view(1, 1, 2, 2)
+    found = densities.outputs_of(net, x)
+    assert [(name, kind) for name, kind, _ in found] == [("conv0", "relu"), ("pool0", "pool"), ("fc0", "relu")]
+    assert densities.density(found[0][2]) == 0.25 and densities.density(found[1][2]) == 1
+    assert net.training and not net[1]._forward_hooks
+
+
+@pytest.mark.slow
+def test_densities_by_layer_and_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(densities, "QUICK_PLANS", (densities.Plan("AlexNet", 64, 2, 2, 0.02),))
+    rows, ratios = run_quickly("densities", tmp_path), lines_of(tmp_path / "activation_ratios.csv")
+    assert list(rows[0]) == densities.COLUMNS and list(ratios[0]) == densities.RATIO_COLUMNS
+    assert [row["layer"] for row in rows[:10]] == [
+        *("conv0", "pool0", "conv1", "pool1", "conv2", "conv3", "conv4", "pool2", "fc0", "fc1")
+    ]
+    assert [row["step"] for row in rows[::10]] == ["0", "1", "2"] and rows[0]["loss"] == "" < rows[10]["loss"]
+    assert {row["layout"] for row in ratios if row["progress"] == "1.000"} == set(densities.LAYOUTS)
+    assert all(0 <= float(row["density"]) <= 1 for row in rows) and all(float(row["ibp"]) >= 1 for row in ratios)
+
+
+def test_checkpoints_begin_and_end_training():
+    steps = densities.checkpoints(400)
+    assert steps[0] == 0 and steps[-1] == 400 and steps[1] - steps[0] < steps[-1] - steps[-2]
+    assert densities.learning_rate(0, 100) == densities.LEARNING_RATE
+    assert densities.learning_rate(99, 100) == pytest.approx(densities.LEARNING_RATE / 100)

@@ -1,0 +1,281 @@
+"""How many activations are zero while a net is trained, by layer (cDMA's figures 4 to 7), and how much smaller do they
+become (its figures 11 and 12)?
+
+    python -m benchmarks.densities [--out DIR] [--device cpu] [--quick]
+
+AlexNet and VGG16 of nets.py, trained in single precision by SGD on images made here: waves and spots of ten
+kinds under noise. `densities.csv`: the share of elements that are not zero, by layer and step, over the same images
+every time. `activation_ratios.csv`: how many times smaller the outputs of ReLUs and pools are at some steps, in three
+orders of memory: `zvc` by cDMA's formula, `zlib` in windows of 4 KiB, `ibp`, in FP32 and rounded to BF16.
+"""
+
+import math
+import sys
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import ibp
+
+from . import charts, harness, nets, ratio
+
+COLUMNS = "net,layer,kind,shape,elements,step,progress,loss,density,gpu,commit".split(",")
+RATIO_COLUMNS = "net,layer,kind,elements,progress,layout,dtype,zvc,zlib,ibp,gpu,commit".split(",")
+CLASSES, WAVES, NOISE = 10, 3, 0.3
+MEASURED_IMAGES, QUICK_MEASURED_IMAGES = 50, 2  # cDMA looks at 50
+LAYOUTS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
+WINDOW_BYTES = 4096  # of zlib
+ZLIB_BYTES, IBP_ELEMENTS, ROW_ELEMENTS = 1 << 20, 1 << 21, 1024  # of a layer, at most; of a row
+CHECKPOINTS = 12  # at which densities are taken, besides the start; closer together at first
+RATIO_PROGRESS = (0.0, 0.1, 0.4, 1.0)  # of training, at which sizes are
+MAIN_LAYOUT = "NCHW"  # the only one before the end
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one net is trained."""
+
+    net: str
+    image: int
+    batch: int
+    steps: int
+    width: float = 1.0
+
+    def make(self):
+        return (nets.alexnet if self.net == "AlexNet" else nets.vgg16)(CLASSES, self.width, self.image)
+
+
+PLANS = (Plan("AlexNet", 224, 128, 400), Plan("VGG16", 224, 64, 160))
+QUICK_PLANS = (Plan("AlexNet", 64, 8, 4, 0.05), Plan("VGG16", 32, 8, 3, 0.05))
+LEARNING_RATE, MOMENTUM, REDUCED_AT = 0.01, 0.9, (0.6, 0.85)  # where the rate becomes a tenth
+
+
+# ---- images --------------------------------------------------------------------------------------------------------
+
+
+class Images:
+    """Seeded images [N, 3, side, side] and their classes: each class has waves of its own, of random phase, and spots
+    of its own size; all have noise of large and of small scale."""
+
+    def __init__(self, side, device):
+        generator = torch.Generator().manual_seed(0)
+        self.side, self.device = side, device
+        self.frequencies = (torch.rand(CLASSES, WAVES, 2, generator=generator) - 0.5).to(device) * side / 3
+        self.colours = torch.randn(CLASSES, WAVES, 3, generator=generator).to(device)
+        self.spots = torch.linspace(0.03, 0.15, CLASSES, device=device)
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def draw(self, count):
+        at = torch.linspace(-0.5, 0.5, self.side, device=self.device)
+        labels = torch.randint(CLASSES, (count,), generator=self.generator, device=self.device)
+        phases = 2 * math.pi * self._uniform(count, WAVES, 1, 1)
+        turns = self.frequencies[labels][..., None, None]
+        waves = torch.sin(2 * math.pi * (turns[:, :, 0] * at[:, None] + turns[:, :, 1] * at) + phases)
+        x = torch.einsum("nwhv,nwc->nchv", waves, self.colours[labels])
+        centre, size = self._uniform(count, 2, 1, 1) - 0.5, self.spots[labels][:, None, None]
+        x += 2 * torch.exp(-((at[:, None] - centre[:, 0]) ** 2 + (at - centre[:, 1]) ** 2) / size**2)[:, None]
+        coarse = self._normal(count, 3, 8, 8)
+        x += F.interpolate(coarse, size=(self.side, self.side), mode="bilinear")
+        return x + NOISE * self._normal(*x.shape), labels
+
+    def _uniform(self, *shape):
+        return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def _normal(self, *shape):
+        return torch.randn(shape, generator=self.generator, device=self.device)
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+def started(plan, device):
+    """The net with He's weights, in which signals neither vanish nor explode."""
+    torch.manual_seed(0)
+    net = plan.make()
+    for module in net.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    return net.to(device)
+
+
+def checkpoints(steps):
+    """Steps after which densities are taken, closer together where training begins."""
+    return sorted({round(steps * (k / CHECKPOINTS) ** 2) for k in range(CHECKPOINTS + 1)})
+
+
+def learning_rate(step, steps):
+    return LEARNING_RATE * 0.1 ** sum(step >= share * steps for share in REDUCED_AT)
+
+
+def train(plan, device, look):
+    """look(net, step, loss of the step before or None): called at the checkpoints."""
+    net, images = started(plan, device), Images(plan.image, device)
+    optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE, MOMENTUM)
+    looks, loss = set(checkpoints(plan.steps)), None
+    for step in range(plan.steps + 1):
+        if step in looks:
+            look(net, step, None if loss is None else loss.item())
+        if step == plan.steps:
+            return
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, plan.steps)
+        x, labels = images.draw(plan.batch)
+        loss = F.cross_entropy(net(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 5.0)
+        optimizer.step()
+
+
+# ---- what is measured ----------------------------------------------------------------------------------------------
+
+
+def outputs_of(net, x):
+    """(name, kind, output) of every ReLU and pool of one pass, in their order."""
+    found, hooks = [], []
+
+    def note(name, kind):
+        return lambda module, inputs, output: found.append((name, kind, output.detach().clone()))
+
+    for name, module in net.named_modules():
+        if isinstance(module, (nn.ReLU, nn.MaxPool2d)):
+            kind = "relu" if isinstance(module, nn.ReLU) else "pool"
+            hooks.append(module.register_forward_hook(note(name, kind)))
+    was_training = net.training
+    net.eval()
+    try:
+        with torch.no_grad():
+            net(x)
+    finally:
+        net.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return list(numbered(found))
+
+
+def numbered(found):
+    """Names as cDMA has them: conv0, pool0, conv1, ..., fc0."""
+    counts = {}
+    for _, kind, output in found:
+        name = "pool" if kind == "pool" else "conv" if output.dim() == 4 else "fc"
+        yield f"{name}{counts.setdefault(name, 0)}", kind, output
+        counts[name] += 1
+
+
+def density(x):
+    return torch.count_nonzero(x).item() / x.numel()
+
+
+def zvc_ratio(share, dtype):
+    """cDMA's section V-A: a bit an element and the elements that are not zero."""
+    return 1 / (share + 1 / (8 * dtype.itemsize))
+
+
+def zlib_ratio(flat):
+    """Windows of 4 KiB, each by itself; one that would not shrink counts as it is."""
+    data = flat.view(torch.uint8)[:ZLIB_BYTES].cpu().numpy().tobytes()
+    windows = [data[start : start + WINDOW_BYTES] for start in range(0, len(data), WINDOW_BYTES)]
+    return len(data) / sum(min(len(zlib.compress(window)), len(window)) for window in windows)
+
+
+def ibp_ratio(flat):
+    """Scheme auto, codebook included; rows of ROW_ELEMENTS, without a last one that is not full."""
+    width = min(ROW_ELEMENTS, flat.numel())
+    rows = flat[: min(flat.numel(), IBP_ELEMENTS) // width * width].view(-1, width)
+    codebook = ibp.analyze(rows, scheme="auto", sample=None)
+    if codebook is None:
+        return 1.0
+    return rows.numel() * rows.element_size() / ibp.estimate(rows, codebook)
+
+
+def in_layout(x, layout):
+    """The elements in the order in which memory has them."""
+    return (x.permute(LAYOUTS[layout]) if x.dim() == 4 else x).contiguous().view(-1)
+
+
+class Record:
+    """Both CSVs of a run."""
+
+    def __init__(self, args):
+        self.densities = ratio.Sheet(args.out / "densities.csv", COLUMNS)
+        self.ratios = ratio.Sheet(args.out / "activation_ratios.csv", RATIO_COLUMNS)
+        on_gpu = args.device == "cuda"
+        self.where = {"gpu": torch.cuda.get_device_name() if on_gpu else "none", "commit": harness.commit_id()}
+
+    def look(self, plan, x):
+        """What train calls: densities at every checkpoint, sizes at those nearest to RATIO_PROGRESS."""
+        steps = checkpoints(plan.steps)
+        sized = {min(steps, key=lambda step: abs(step - share * plan.steps)) for share in RATIO_PROGRESS}
+
+        def at_checkpoint(net, step, loss):
+            for name, kind, output in outputs_of(net, x):
+                same = {"net": plan.net, "layer": name, "kind": kind, "progress": f"{step / plan.steps:.3f}"}
+                self._add_density(same, output, step, loss)
+                if step in sized:
+                    self._add_ratios(same, output, LAYOUTS if step == plan.steps else (MAIN_LAYOUT,))
+
+        return at_checkpoint
+
+    def _add_density(self, same, output, step, loss):
+        self.densities.add(
+            **same,
+            shape="x".join(map(str, output.shape[1:])),
+            elements=output[0].numel(),
+            step=step,
+            loss="" if loss is None else f"{loss:.4f}",
+            density=f"{density(output):.4f}",
+            **self.where,
+        )
+
+    def _add_ratios(self, same, output, layouts):
+        share = density(output)
+        for layout in layouts:
+            for dtype in (torch.float32, torch.bfloat16):
+                flat = in_layout(output, layout).to(dtype)
+                self.ratios.add(
+                    **same,
+                    elements=output[0].numel(),
+                    layout=layout,
+                    dtype=harness.dtype_name(dtype),
+                    zvc=f"{zvc_ratio(share, dtype):.4f}",
+                    zlib=f"{zlib_ratio(flat):.4f}",
+                    ibp=f"{ibp_ratio(flat):.4f}",
+                    **self.where,
+                )
+
+
+def print_table(rows):
+    """The last checkpoint's densities beside the first's and the smallest."""
+    lines = {}
+    for row in rows:
+        lines.setdefault((row["net"], row["layer"], row["shape"]), []).append(float(row["density"]))
+    ratio.print_lines(
+        "Percent of activations that are not zero",
+        ["net", "layer", "shape", "at first", "least", "at last"],
+        [[*key, *(f"{100 * x:.1f}" for x in (found[0], min(found), found[-1]))] for key, found in lines.items()],
+        3,
+    )
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    device, record = torch.device(args.device), Record(args)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    for plan in QUICK_PLANS if args.quick else PLANS:
+        x, _ = Images(plan.image, device).draw(QUICK_MEASURED_IMAGES if args.quick else MEASURED_IMAGES)
+        try:
+            train(plan, device, record.look(plan, x))
+        except Exception as error:
+            record.densities.failed(plan.net, error)
+    print_table(record.densities.rows)
+    charts.draw_densities(charts.read(record.densities.path), record.densities.path.with_suffix(".png"))
+    return record.densities.finish() | record.ratios.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
