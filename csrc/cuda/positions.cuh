@@ -21,6 +21,7 @@ __device__ __forceinline__ ibp_position_form position_form_at(uint32_t i, uint32
 // As ibp_choose_position_form, by all lanes of a warp together, with the same arguments: each looks at one form.
 __device__ __forceinline__ ibp_position_form choose_position_form(uint32_t k, uint32_t columns)
 {
+    if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);
     const uint32_t i = ibp_min_u32(lane_id(), kPositionForms - 1u);
     const uint32_t bytes = position_form_at(i, k, columns).num_bytes;
     return position_form_at(__reduce_min_sync(kAllLanes, bytes * kWarp + i) % kWarp, k, columns);

@@ -2,24 +2,22 @@
 // (FORMAT.md section 6).
 //
 // The elements that are listed are put side by side in shared memory, and the bitmap of their columns; then they are
-// coded as a dense row of their own, eight a lane: residuals and digits of plane 0 have whole bytes a lane, the symbols
-// that escape make a list, from which plane 1 is coded, and so on, the list becoming shorter in place.
+// coded as a dense row of their own (values.cuh).
 #ifndef IBP_ENCODE_LISTED_CUH
 #define IBP_ENCODE_LISTED_CUH
 
-#include "planes.cuh"
+#include "values.cuh"
 
 namespace ibp {
 
-template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : PlanesEncoder<T, true, LANES, FIELDS> {
+template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : ValuesEncoder<T, true, LANES, FIELDS> {
     static_assert(sizeof(T) == 2 || sizeof(T) == 4, "the comparisons that there are");
-    using Base = PlanesEncoder<T, true, LANES, FIELDS>;
+    using Base = ValuesEncoder<T, true, LANES, FIELDS>;
     using Book = typename Base::Book;
     using Group = typename Base::Group;
     using G = Group;
-    using Base::codes, Base::columns, Base::planes, Base::row_bytes, Base::symbol_bits;
+    using Base::columns, Base::planes, Base::row_bytes;
     static constexpr uint32_t kBits = Base::kBits, kPerLane = Base::kPerLane, kSteps = 4, kStepBytes = kVector * LANES;
-    static constexpr uint32_t kOctet = 8, kWords = kOctet * sizeof(T) / 4u; // elements that a lane codes; their words
 
     using Base::Base;
     __device__ __forceinline__ explicit ListedEncoder(const Base &base) : Base(base) {}
@@ -28,10 +26,10 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Pl
         return ListedEncoder(Base::of_cluster(cb, k));
     }
 
-    // Shared memory of a group behind its stage: the listed elements, whole octets of them, and the bitmap.
+    // Shared memory of a group behind its stage: the listed elements, whole lanes of them, and the bitmap.
     static __host__ __device__ __forceinline__ uint32_t elements_bytes(uint32_t row_bytes)
     {
-        return (row_bytes + 31u) / 32u * 32u;
+        return (row_bytes + 63u) / 64u * 64u;
     }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
@@ -216,128 +214,17 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Pl
 
     // ---- values ----
 
-    // Bits that go to a stage one after the other, from a whole byte on.
-    struct Writer {
-        const BitStage &stage;
-        uint32_t word, shift, last;
-
-        __device__ __forceinline__ Writer(const BitStage &to, uint32_t position)
-            : stage(to), word(position / 32u), shift(position % 32u), last(0)
-        {
-        }
-        __device__ __forceinline__ void push(uint32_t bits)
-        {
-            stage.or_word(word++, __funnelshift_l(last, bits, shift));
-            last = bits;
-        }
-    };
-
-    // Elements i to i + 7, or zeros past the last one.
-    static __device__ __forceinline__ void load_octet(const T *elements, uint32_t i, uint32_t n,
-                                                      uint32_t (&words)[kWords])
-    {
-        constexpr uint32_t kPerWord = 4u / sizeof(T);
-#pragma unroll
-        for (uint32_t w = 0; w < kWords; w += 4u) {
-            const uint4 four = *reinterpret_cast<const uint4 *>(elements + i + w * kPerWord);
-            words[w] = four.x, words[w + 1] = four.y, words[w + 2] = four.z, words[w + 3] = four.w;
-        }
-        if (n - i >= kOctet) return;
-#pragma unroll
-        for (uint32_t w = 0; w < kWords; w++) {
-            const uint32_t held = ibp_min_u32(n - i, kOctet) * kBits;
-            words[w] = held > 32u * w ? low_bits(words[w], held - 32u * w) : 0u;
-        }
-    }
-
-    // The residuals of an octet, from a whole byte on.
-    __device__ __forceinline__ void put_residuals(const BitStage &stage, uint32_t position,
-                                                  const uint32_t (&words)[kWords]) const
-    {
-        const uint32_t r = planes.residual_bits, step = sizeof(T) == 2 ? 2u * r : r;
-        const uint32_t ones = low_bits(kBits == 16u ? 0xffffu : ~0u, r);
-        Writer writer(stage, position);
-        uint64_t bits = 0;
-        uint32_t filled = 0;
-#pragma unroll
-        for (uint32_t w = 0; w < kWords; w++) {
-            uint32_t more = words[w] & ones;
-            if (sizeof(T) == 2) more |= (words[w] >> 16 & ones) << r;
-            bits |= static_cast<uint64_t>(more) << filled;
-            filled += step;
-            if (filled < 32u) continue;
-            writer.push(static_cast<uint32_t>(bits));
-            bits >>= 32, filled -= 32u;
-        }
-        writer.push(static_cast<uint32_t>(bits));
-        writer.push(0);
-    }
-    __device__ __forceinline__ uint32_t symbol_of(uint32_t element) const
-    {
-        return planes.residual_bits >= kBits ? 0u : element >> planes.residual_bits;
-    }
-
-    // Codes the n listed elements, or symbols, that reach a plane: its digits, which begin with bit `at`. The symbols
-    // of those that escape become the list; all where there is no such plane. Returns how many.
-    template <bool FIRST>
-    __device__ __forceinline__ uint32_t put_plane(const Work &work, uint32_t plane, uint32_t n, uint32_t residuals,
-                                                  uint32_t at) const
-    {
-        const bool exists = plane < planes.num_planes;
-        const uint32_t num_bits = exists ? planes.digit_bits[plane] : 0u;
-        uint32_t num_escaped = 0;
-#pragma unroll 1
-        for (uint32_t base = 0; base < n; base += kOctet * LANES) {
-            const uint32_t i = base + kOctet * G::lane();
-            uint32_t symbols[kOctet], escaped = 0;
-            if (i < n) {
-                uint32_t words[kWords], digits = 0;
-                load_octet(work.elements, i, n, words);
-                if (FIRST) put_residuals(work.stage, residuals + i * planes.residual_bits, words);
-#pragma unroll
-                for (uint32_t e = 0; e < kOctet; e++) {
-                    const uint32_t element =
-                        sizeof(T) == 4 ? words[e % kWords] : words[e / 2u] >> 16u * (e % 2u) & 0xffffu;
-                    symbols[e] = FIRST ? symbol_of(element) : element;
-                    const uint32_t code = exists ? codes[symbols[e]] >> 8u * plane : 1u;
-                    if (i + e >= n) continue;
-                    digits |= (code >> 4 & 15u) << e * num_bits;
-                    escaped |= (code & 1u) << e;
-                }
-                if (exists) work.stage.or_bits(at + i * num_bits, digits);
-            }
-            const uint32_t count[1] = {ibp_popcount(escaped)};
-            uint32_t before[1], total[1];
-            G::scan(count, before, total);
-            G::sync(); // all have read
-            T *to = work.elements + num_escaped + before[0];
-#pragma unroll
-            for (uint32_t e = 0; e < kOctet; e++)
-                if (escaped >> e & 1u) *to++ = static_cast<T>(symbols[e]);
-            num_escaped += total[0];
-        }
-        G::sync(); // the list is there
-        return num_escaped;
-    }
-
     // Codes the values, which begin with a bit, into at most most_bits of the stage. Returns where they end.
-    __device__ __forceinline__ uint32_t put_values(const Work &work, uint32_t start, uint32_t most_bits) const
+    __device__ __forceinline__ uint32_t put_all(const Work &work, uint32_t start, uint32_t most_bits) const
     {
-        uint32_t n = work.num_listed, at = start + to_byte(n * planes.residual_bits);
-        const auto end_of = [&](uint32_t p) {
-            return at + to_byte(n * (p < planes.num_planes ? planes.digit_bits[p] : symbol_bits));
-        };
-        for (uint32_t p = 0; p == 0u || p < planes.num_planes; p++) {
-            const uint32_t end = p < planes.num_planes ? end_of(p) : at;
-            if (end > most_bits) return end;
-            n = p == 0u ? put_plane<true>(work, 0, n, start, at) : put_plane<false>(work, p, n, start, at);
-            at = end;
-        }
-        const uint32_t end = end_of(planes.num_planes);
-        if (end > most_bits) return end;
-        for (uint32_t i = G::lane(); i < n; i += LANES)
-            work.stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(work.elements[i]));
-        return end;
+        return this->put_values(work.stage, work.num_listed, start, most_bits,
+                                reinterpret_cast<uint16_t *>(work.elements),
+                                [&](uint32_t first, uint32_t(&words)[Base::kOctets][Base::kWords]) {
+#pragma unroll
+                                    for (uint32_t i = 0; i < Base::kOctets * Base::kWords; i++)
+                                        words[i / Base::kWords][i % Base::kWords] =
+                                            reinterpret_cast<const uint32_t *>(work.elements + first)[i];
+                                });
     }
 
     // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bytes up to its end;
@@ -356,7 +243,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Pl
         if (values > 8u * most_bytes) return values / 8u;
         if (k != 0u) put_positions(work, form, positions);
         if (Book::signed_default(planes)) put_signs(work, signs);
-        return (has_values ? put_values(work, values, 8u * most_bytes) : values) / 8u;
+        return (has_values ? put_all(work, values, 8u * most_bytes) : values) / 8u;
     }
 };
 

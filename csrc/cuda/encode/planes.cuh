@@ -300,6 +300,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     __device__ __forceinline__ ibp_position_form choose_form(uint32_t k) const
     {
         constexpr uint32_t kLists = IBP_MAX_LOW_BITS + 1u, kForms = 1u + 2u * kLists;
+        if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);
         uint32_t least = ~0u;
         for (uint32_t i = G::lane() % G::kWidth; i < kForms; i += G::kWidth)
             least = ibp_min_u32(least, form_at(k, i).num_bytes * 32u + i);

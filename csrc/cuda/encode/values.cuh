@@ -1,0 +1,314 @@
+// values.cuh - the values of elements of scheme planes side by side (FORMAT.md section 6), for codebooks with
+// a table of all symbols' codes.
+//
+// A symbol's *path* says all that planes 0 and 1 need of it: its digits there, side by side from the highest bit down;
+// whether it reaches plane 1; and whether it goes on to the list, from which the planes behind are coded. Digits are
+// pushed into a lane's words by one funnel shift each, last element first; one prefix sum serves both planes.
+#ifndef IBP_ENCODE_VALUES_CUH
+#define IBP_ENCODE_VALUES_CUH
+
+#include "planes.cuh"
+
+namespace ibp {
+
+template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS>
+struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
+    static_assert(sizeof(T) <= 4, "elements that a word holds");
+    using Base = PlanesEncoder<T, LISTED, LANES, FIELDS>;
+    using Book = typename Base::Book;
+    using Group = typename Base::Group;
+    using G = Group;
+    using Base::codes, Base::kBits, Base::kPerWord, Base::planes, Base::symbol_bits;
+    // A lane takes two octets of elements a step, of four bytes one: words of them are in registers.
+    static constexpr uint32_t kOctet = 8, kOctets = sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
+    static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // of an octet
+    using Symbol = std::conditional_t<sizeof(T) == 1, uint8_t, uint16_t>; // in the list
+
+    // A path: the symbol in the low half, as it goes to the list; then a byte whose bit 0 is set if it reaches plane 1
+    // and bit 5 if it goes on; digits in the highest byte.
+    static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21;
+    const uint32_t *paths; // of all symbols, behind their codes
+
+    // ---- the codebook ----
+
+    static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &cb)
+    {
+        return 2u * Base::table_bytes(cb);
+    }
+    __device__ __forceinline__ ValuesEncoder(const ibp_codebook &cb, uint32_t *table)
+        : Base(cb, table), paths(table + Base::table_bytes(cb) / 4u)
+    {
+        uint32_t *const to = table + Base::table_bytes(cb) / 4u;
+        for (uint32_t i = threadIdx.x; i < codes_of_all(cb); i += blockDim.x)
+            to[i] = path_of(low_bits(i, symbol_bits), table[i]);
+        __syncthreads();
+    }
+    __device__ __forceinline__ ValuesEncoder(const Base &base, const uint32_t *of_symbols)
+        : Base(base), paths(of_symbols)
+    {
+    }
+    __device__ __forceinline__ ValuesEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
+    {
+        return ValuesEncoder(Base::of_cluster(cb, k), paths + (k << symbol_bits));
+    }
+    __device__ __forceinline__ uint32_t path_of(uint32_t symbol, uint32_t code) const
+    {
+        const uint32_t widths[2] = {this->width_of(0), this->width_of(1)};
+        uint32_t digits = 0, escaped = kEscapes; // of absent planes
+        for (uint32_t p = 0; p < 2u && p < planes.num_planes; p++) {
+            digits |= (code >> (8u * p + 4u) & 15u) << (32u - widths[0] - p * widths[1]);
+            escaped &= code >> 8u * p;
+        }
+        const bool reaches = planes.num_planes == 0u || (code & 1u) != 0u, goes_on = (escaped & 1u) != 0u;
+        return digits | (reaches ? kReaches : 0u) | (goes_on && symbol_bits != 0u ? kGoesOn : 0u) | symbol;
+    }
+
+    // ---- the elements of a lane ----
+
+    __device__ __forceinline__ uint32_t symbol_at(const uint32_t (&words)[kWords], uint32_t e) const
+    {
+        const uint32_t word = words[e / kPerWord], at = e % kPerWord * kBits;
+        return kBits < 32u ? (word >> at & (0xffffffffu >> (32u - kBits))) >> planes.residual_bits
+                           : (planes.residual_bits < 32u ? word >> planes.residual_bits : 0u);
+    }
+
+    // Digits of an octet in planes 0 and 1, the first lowest, and its counts as the third byte of paths has them.
+    struct Octet {
+        uint32_t first, second, counts;
+    };
+    template <class PathOf> __device__ __forceinline__ Octet push(uint32_t (&path)[kOctet], const PathOf &path_of) const
+    {
+        const uint32_t width = this->width_of(0), next_width = this->width_of(1);
+        Octet octet{};
+#pragma unroll
+        for (uint32_t e = kOctet; e-- > 0;) {
+            path[e] = path_of(e);
+            octet.first = __funnelshift_l(path[e], octet.first, width);
+            if (path[e] & kReaches) octet.second = __funnelshift_l(path[e] << width, octet.second, next_width);
+            octet.counts = add_third_byte(path[e], octet.counts);
+        }
+        return octet;
+    }
+    static __device__ __forceinline__ uint32_t add_third_byte(uint32_t path, uint32_t sum)
+    {
+#ifdef __CUDACC__
+        return __dp4a(path, 0x00010000u, sum);
+#else
+        return sum + (path >> 16 & 0xffu);
+#endif
+    }
+
+    // ---- residuals ----
+
+    // Puts the residuals of num elements of an octet into a stage, from a whole byte on; zeros behind them.
+    __device__ __forceinline__ void put_residuals(const BitStage &stage, uint32_t position,
+                                                  const uint32_t (&words)[kWords], uint32_t num) const
+    {
+        const uint32_t r = planes.residual_bits;
+        if (r == 0u) return;
+        if (sizeof(T) <= 2 && r <= 8u) {
+            const uint64_t bits = low_bits(pack_fields(words, r), num * r);
+            if (r == 8u && num == kOctet && position % 32u == 0u)
+                put_words(stage, position / 32u, bits);
+            else
+                stage.or_bits(position, bits);
+        } else {
+            put_wide(stage, position, words, num);
+        }
+    }
+    static __device__ __forceinline__ void put_words(const BitStage &stage, uint32_t w, uint64_t bits)
+    {
+        if (w + 1u >= stage.num_words) return;
+        stage.words[w] = static_cast<uint32_t>(bits), stage.words[w + 1u] = static_cast<uint32_t>(bits >> 32);
+    }
+    // The low r bits, at most 8, of each element, side by side.
+    static __device__ __forceinline__ uint64_t pack_fields(const uint32_t (&words)[kWords], uint32_t r)
+    {
+        if (sizeof(T) == 2 && r == 8u) {
+            const uint32_t low = permute_bytes(words[0], words[1 % kWords], 0x6420),
+                           high = permute_bytes(words[2 % kWords], words[3 % kWords], 0x6420);
+            return low | static_cast<uint64_t>(high) << 32;
+        }
+        uint32_t packed[kWords];
+#pragma unroll
+        for (uint32_t w = 0; w < kWords; w++) {
+            packed[w] = words[w] & (low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest);
+            if (sizeof(T) == 1)
+                packed[w] = (packed[w] | packed[w] >> (8u - r)) & low_bits(0xffffu, 2u * r) * 0x00010001u;
+            packed[w] = low_bits(packed[w] | packed[w] >> (16u - r * (2u / sizeof(T))), r * kPerWord);
+        }
+        if (sizeof(T) == 1) return packed[0] | static_cast<uint64_t>(packed[1 % kWords]) << 4u * r;
+        return (packed[0] | packed[1 % kWords] << 2u * r) |
+               static_cast<uint64_t>(packed[2 % kWords] | packed[3 % kWords] << 2u * r) << 4u * r;
+    }
+    __device__ __forceinline__ void put_wide(const BitStage &stage, uint32_t position, const uint32_t (&words)[kWords],
+                                             uint32_t num) const
+    {
+        const uint32_t r = planes.residual_bits, ones = low_bits(0xffffffffu >> (32u - kBits), r);
+        BitWriter writer(stage, position);
+#pragma unroll
+        for (uint32_t e = 0; e < kOctet; e++)
+            if (e < num) writer.push(words[e / kPerWord] >> e % kPerWord * kBits % 32u & ones, r);
+        writer.finish();
+    }
+
+    // ---- planes ----
+
+    // Codes n elements, rotated, into at most most_bits of a stage from bit `start` on, a whole byte. load(first, words)
+    // gives those of a lane, and anything behind the last one. list: room for as many symbols; it may be where the
+    // elements are. Returns where the values end.
+    template <class Load>
+    __device__ __forceinline__ uint32_t put_values(const BitStage &stage, uint32_t n, uint32_t start,
+                                                   uint32_t most_bits, Symbol *list, const Load &load) const
+    {
+        const uint32_t r = planes.residual_bits, width = this->width_of(0), next_width = this->width_of(1),
+                       plane0 = start + to_byte(n * r), plane1 = plane0 + to_byte(n * width);
+        if (plane1 > most_bits) return plane1;
+        uint32_t reached = 0, listed = 0;
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kOfLane * LANES) {
+            const uint32_t first = base + kOfLane * G::lane();
+            uint32_t words[kOctets][kWords], path[kOctets][kOctet];
+            Octet octets[kOctets];
+            if (first < n) load(first, words);
+#pragma unroll
+            for (uint32_t o = 0; o < kOctets; o++) {
+                const uint32_t i = first + o * kOctet, num = i < n ? ibp_min_u32(n - i, kOctet) : 0u;
+                if (num != 0u) put_residuals(stage, start + i * r, words[o], num);
+                octets[o] = push(path[o], [&](uint32_t e) { return e < num ? paths[symbol_at(words[o], e)] : 0u; });
+            }
+            const Octet &last = octets[kOctets - 1u];
+            if (first < n) put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width);
+            const uint32_t sum = octets[0].counts + (kOctets > 1u ? last.counts : 0u);
+            const uint32_t counts[1] = {(sum & 31u) | sum >> 5 << 16};
+            uint32_t before[1], total[1];
+            G::scan(counts, before, total);
+            put_digits(stage, plane1 + (reached + (before[0] & 0xffffu)) * next_width, octets[0].second, last.second,
+                       (octets[0].counts & 31u) * next_width);
+            if (LISTED) G::sync(); // all have read their elements
+            append(list + listed + (before[0] >> 16), path);
+            reached += total[0] & 0xffffu, listed += total[0] >> 16;
+        }
+        G::sync(); // the list is there
+        return put_list(stage, listed, plane1 + to_byte(reached * next_width), most_bits, list);
+    }
+    // The digits of a lane's octets, those of the last one num_bits behind the others.
+    static __device__ __forceinline__ void put_digits(const BitStage &stage, uint32_t position, uint32_t first,
+                                                      uint32_t last, uint32_t num_bits)
+    {
+        if (kOctets == 1u) return stage.or_bits(position, first);
+        const uint64_t bits = first | static_cast<uint64_t>(last) << num_bits;
+        stage.or_bits(position, static_cast<uint32_t>(bits));
+        if (bits >> 32 != 0u) stage.or_bits(position + 32u, static_cast<uint32_t>(bits >> 32));
+    }
+    static __device__ __forceinline__ void append(Symbol *to, const uint32_t (&path)[kOctets][kOctet])
+    {
+#pragma unroll
+        for (uint32_t o = 0; o < kOctets; o++)
+#pragma unroll
+            for (uint32_t e = 0; e < kOctet; e++)
+                if (path[o][e] & kGoesOn) *to++ = static_cast<Symbol>(path[o][e]);
+    }
+
+    // Codes the n symbols of a list in planes 2 and 3, whose digits begin with bit `at`, and those that are left as
+    // they are.
+    __device__ __forceinline__ uint32_t put_list(const BitStage &stage, uint32_t n, uint32_t at, uint32_t most_bits,
+                                                 Symbol *list) const
+    {
+#pragma unroll 1
+        for (uint32_t p = 2; p < planes.num_planes; p++) {
+            const uint32_t width = planes.digit_bits[p], end = at + to_byte(n * width);
+            if (end > most_bits) return end;
+            n = put_plane(stage, p, width, n, at, list);
+            at = end;
+        }
+        const uint32_t end = at + to_byte(n * symbol_bits);
+        if (end > most_bits) return end;
+        for (uint32_t i = G::lane(); i < n; i += LANES)
+            stage.or_bits(at + i * symbol_bits, static_cast<uint32_t>(list[i]));
+        return end;
+    }
+    // One plane of the list, four symbols a lane. Those that escape become the list. Returns how many there are.
+    __device__ __forceinline__ uint32_t put_plane(const BitStage &stage, uint32_t p, uint32_t width, uint32_t n,
+                                                  uint32_t at, Symbol *list) const
+    {
+        constexpr uint32_t kFour = 4;
+        uint32_t left = 0;
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kFour * LANES) {
+            const uint32_t i = base + kFour * G::lane();
+            uint32_t symbols[kFour], digits = 0, escaped = 0;
+#pragma unroll
+            for (uint32_t e = 0; e < kFour; e++) {
+                symbols[e] = i + e < n ? list[i + e] : 0u;
+                const uint32_t code = i + e < n ? codes[symbols[e]] >> 8u * p : 0u;
+                digits |= (code >> 4 & 15u) << e * width;
+                escaped |= (code & 1u) << e;
+            }
+            if (digits != 0u) stage.or_bits(at + i * width, digits);
+            const uint32_t count[1] = {ibp_popcount(escaped)};
+            uint32_t before[1], total[1];
+            G::scan(count, before, total);
+            G::sync(); // all have read
+            Symbol *to = list + left + before[0];
+#pragma unroll
+            for (uint32_t e = 0; e < kFour; e++)
+                if (escaped >> e & 1u) *to++ = static_cast<Symbol>(symbols[e]);
+            left += total[0];
+        }
+        G::sync(); // the list is there
+        return left;
+    }
+};
+
+// Dense rows without constant columns and invariant bits.
+template <typename T, uint32_t LANES> struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive> {
+    using Base = ValuesEncoder<T, false, LANES, kConsecutive>;
+    using Group = typename Base::Group;
+    using G = Group;
+    using Base::columns, Base::kWords, Base::row_bytes;
+    static constexpr uint32_t kPerVector = kVector / sizeof(T);
+    using Symbol = typename Base::Symbol;
+
+    using Base::Base;
+    __device__ __forceinline__ explicit DenseValuesEncoder(const Base &base) : Base(base) {}
+    __device__ __forceinline__ DenseValuesEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
+    {
+        return DenseValuesEncoder(Base::of_cluster(cb, k));
+    }
+    // Shared memory of a group behind its stage: the list.
+    static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
+    {
+        return (cb.row_bytes / static_cast<uint32_t>(sizeof(T) * 16u / sizeof(Symbol)) + 1u) * 16u;
+    }
+
+    __device__ __forceinline__ void load(const PlainRow &row, uint32_t first,
+                                         uint32_t (&words)[Base::kOctets][kWords]) const
+    {
+#pragma unroll
+        for (uint32_t v = 0; v < Base::kOfLane / kPerVector; v++) {
+            const uint32_t byte = first * static_cast<uint32_t>(sizeof(T)) + v * kVector;
+            uint32_t vector[4] = {};
+            if (byte < row_bytes) row.load(byte, vector);
+            this->rotate(vector);
+#pragma unroll
+            for (uint32_t i = 0; i < 4; i++) words[(4u * v + i) / kWords][(4u * v + i) % kWords] = vector[i];
+        }
+    }
+
+    // As PlanesEncoder::encode.
+    __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
+                                               uint32_t most_bytes) const
+    {
+        auto *const list =
+            reinterpret_cast<Symbol *>(reinterpret_cast<uint8_t *>(stage.words) + bit_stage_bytes(row_bytes));
+        const uint32_t end =
+            this->put_values(stage, columns, start_bit, 8u * most_bytes, list,
+                             [&](uint32_t first, uint32_t(&words)[Base::kOctets][kWords]) { load(row, first, words); });
+        return end / 8u;
+    }
+};
+
+} // namespace ibp
+
+#endif
