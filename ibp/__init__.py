@@ -21,6 +21,7 @@ from ._checkpoints.decompressing import decompress_checkpoint
 from ._checkpoints.estimating import CheckpointEstimate, TensorEstimate, estimate_checkpoint
 from ._checkpoints.report import CheckpointReport, TensorReport
 from ._checkpoints.source import SourceFormatError
+from ._codecs.whole import WholeTensor
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
 from ._config import show_config
@@ -89,6 +90,7 @@ __all__ = [
     "TensorProfile",
     "TensorReport",
     "Transfer",
+    "WholeTensor",
     "analyze",
     "calibrate",
     "compress",

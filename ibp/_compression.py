@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
 from . import _core, _layout, _memory, _numa, _ops, _rows, _staging
 from ._arguments import whole_number
 from ._choice import learn
+from ._codecs.whole import compress_whole, is_general
 from ._compressed_tensor import CompressedTensor
 from ._estimation import check_codebook, check_learning
 from ._progress import tqdm
@@ -48,8 +50,12 @@ def compress(
         scheme: "auto", the best for the layout on a sample of rows: for slots the one that fetches the fewest bytes, of
             those that a GPU fetches and decodes faster than raw rows; for packed rows the one of fewest bytes. Or
             "ibp", invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to gather them by
-            the same kernels).
-        chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given.
+            the same kernels). Or a general codec, for tensors that are only wanted whole, by its optional package:
+            "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans",
+            "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and
+            "nvcomp:zstd". The result is then an `ibp.WholeTensor`; the arguments for rows are refused.
+        chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given. Of general codecs
+            chunk_bytes are coded by themselves: 64 KiB with nvCOMP, else 2 MiB.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
         sample: fraction of the rows to learn the codebook from; None: as many as hold 2^19 elements, and of scheme
             "ibp" as fit 64 MiB (16 MiB without a GPU).
@@ -73,13 +79,23 @@ def compress(
             thread's.
         progress: show progress bars.
 
+    Returns:
+        `ibp.CompressedTensor`; for general codecs `ibp.WholeTensor`.
+
     Raises:
         TypeError: x is not a dense tensor of a supported dtype (quantized ones and those of less than a byte are not),
             codebook is none, or an argument is not of its type.
         ValueError: an argument is outside its range or contradicts another.
-        RuntimeError: pin_memory=True, and memory cannot be pinned.
+        ImportError: the package of a general codec is not installed.
+        RuntimeError: pin_memory=True, and memory cannot be pinned; or the codec needs a GPU, and there is none.
     """
     _rows.check_tensor(x)
+    if is_general(scheme):
+        of_rows = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters, "slot_bytes": slot_bytes}
+        _refuse_of_rows(scheme, **of_rows, row_bytes=row_bytes, level=None if level == "default" else level)
+        pin, node = _wants_pinning(x, pin_memory), _numa.node_of(numa)
+        whole = compress_whole(x, scheme, chunk_bytes=chunk_bytes, device=device, pin=pin, node=node, progress=progress)
+        return cast(CompressedTensor, whole)  # a type of its own for the schemes of rows is of more use
     learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
     pin, node = _wants_pinning(x, pin_memory), _numa.node_of(numa)
     geometry = geometry_of(x, row_bytes, codebook)
@@ -302,6 +318,13 @@ def _wants_pinning(x: torch.Tensor, pin_memory: bool | None) -> bool | None:
     if pin_memory is None:
         return None if not x.is_cuda and _ops.cuda_is_available() else False
     return bool(pin_memory) and not x.is_cuda
+
+
+def _refuse_of_rows(scheme: str, **options: object) -> None:
+    """Raises ValueError for options that a general codec has no use for."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ValueError(f"{given[0]} is for schemes that code rows; {scheme!r} codes whole tensors")
 
 
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:

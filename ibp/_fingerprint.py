@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from . import _rows
+from ._codecs.whole import WholeTensor
 from ._compressed_tensor import CompressedTensor
 from ._fetch.streaming import decode_items
 
@@ -15,7 +16,7 @@ _WORD_BYTES = 8
 _MASK = 2**64 - 1
 
 
-def fingerprint(x: torch.Tensor | CompressedTensor) -> int:
+def fingerprint(x: torch.Tensor | CompressedTensor | WholeTensor) -> int:
     """64 bits that say whether two tensors hold the same bytes, as files and deltas keep them (FORMAT.md section 10).
 
     The sum, modulo 2^64, of the mixed 64-bit words of the tensor's bytes, as if it were contiguous; neither shape nor
@@ -23,7 +24,8 @@ def fingerprint(x: torch.Tensor | CompressedTensor) -> int:
     contiguous, block by block.
 
     Args:
-        x: tensor of elements of 1, 2, 4 or 8 bytes on the CPU or a CUDA device, or an `ibp.CompressedTensor`.
+        x: tensor of elements of 1, 2, 4 or 8 bytes on the CPU or a CUDA device, an `ibp.CompressedTensor`, or an
+            `ibp.WholeTensor`, which is decoded as a whole.
 
     Returns:
         int of 0 to 2^64 - 1. Of a tensor on a GPU the call waits for it.
@@ -32,6 +34,8 @@ def fingerprint(x: torch.Tensor | CompressedTensor) -> int:
         TypeError: x is neither.
         CorruptTableError: the table's bytes contradict each other.
     """
+    if isinstance(x, WholeTensor):
+        x = x.decompress()
     check_source(x, "x")
     device = x.device
     total = torch.zeros(1, dtype=torch.int64, device=device)

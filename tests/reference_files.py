@@ -191,7 +191,8 @@ def decode(files: list[File], name: str) -> tuple[str, list[int], bytes]:
 
 def decode_table(files: list[File], file: File, name: str) -> tuple[str, list[int], bytes]:
     fields = file.tables[name]
-    require("codec" not in fields, f"codec {fields.get('codec')}")
+    if "codec" in fields:
+        return decode_whole(files, fields, name)
     known = {"dtype", "shape", "scheme", "row_bytes", "slot_bytes", "codebook", "rows_per_base", "content"}
     require(fields.keys() <= known | {"base", "result"}, "a field is unknown")
     shape = numbers_of(fields["shape"])
@@ -202,6 +203,39 @@ def decode_table(files: list[File], file: File, name: str) -> tuple[str, list[in
     data = b"".join(decode_row(table, codebooks, row) for row in range(table.num_rows))
     require("content" not in fields or reference.fingerprint(data) == int(fields["content"], 16), "another content")
     return fields["dtype"], shape, data
+
+
+def decode_whole(files: list[File], fields: dict[str, str], name: str) -> tuple[str, list[int], bytes]:
+    """A table of an external codec: blocks as they are, or of a codec of the CPU."""
+    codec, block_bytes, shape = fields["codec"], int(fields["block_bytes"]), numbers_of(fields["shape"])
+    require(codec in ("zstd", "lz4"), f"codec {codec}")
+    known = {"dtype", "shape", "codec", "block_bytes", "content"}
+    require(fields.keys() <= known and block_bytes > 0, "a field is unknown, or blocks have no bytes")
+    num_bytes = math.prod(shape) * ITEM_BYTES[fields["dtype"]]
+    count = reference.ceil_div(num_bytes, block_bytes)
+    found = {part: one.tensors.get(f"{name}:{part}") for one in files for part in ("blocks", "offsets")}
+    offsets = array_of(found["offsets"], "U64", count + 1).tolist()
+    require(offsets[0] == 0 and offsets == sorted(offsets), "offsets do not rise")
+    blocks = array_of(found["blocks"], "U8", offsets[-1]).tobytes() if count else b""
+    data = b""
+    for number in range(count):
+        valid = min(block_bytes, num_bytes - number * block_bytes)
+        data += decode_block(codec, blocks[offsets[number] : offsets[number + 1]], valid)
+    require("content" not in fields or reference.fingerprint(data) == int(fields["content"], 16), "another content")
+    return fields["dtype"], shape, data
+
+
+def decode_block(codec: str, block: bytes, valid: int) -> bytes:
+    """The bytes that a block of a codec of the CPU stands for."""
+    if len(block) == valid:
+        return block
+    if codec == "zstd":
+        import zstandard
+
+        return zstandard.ZstdDecompressor().decompress(block, max_output_size=valid)
+    import lz4.block
+
+    return lz4.block.decompress(block, uncompressed_size=valid)
 
 
 def table_of(files: list[File], file: File, name: str, num_bytes: int) -> reference.Table:

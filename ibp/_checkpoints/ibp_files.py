@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from .._changes import decoded_bytes
+from .._codecs.whole import WholeTensor
 from .._compressed_tensor import CompressedTensor
 from .._files.fields import FileFormatError
 from .._files.header import find_files, read_header
@@ -36,6 +37,8 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
         for name, value in file.items():
             if isinstance(value, CompressedTensor):
                 tensors[name] = DecodedTensor(name, value)
+            elif isinstance(value, WholeTensor):
+                tensors[name] = CodedTensor(name, value)
             elif isinstance(value, torch.Tensor):
                 tensors[name] = LoadedTensor(name, value, path)
             else:
@@ -77,6 +80,19 @@ class DecodedTensor(SourceTensor):
         if start_byte == end_byte:
             return np.empty(0, np.uint8)
         return decoded_bytes(self.table, start_byte, end_byte, _CPU).numpy()
+
+
+class CodedTensor(SourceTensor):
+    """A tensor of a general codec, whose blocks are decoded where they are read."""
+
+    def __init__(self, name: str, whole: WholeTensor) -> None:
+        super().__init__(name, whole.dtype, tuple(whole.shape))
+        self._whole = whole
+
+    def read(self, start_byte: int, end_byte: int) -> np.ndarray:
+        if start_byte == end_byte:
+            return np.empty(0, np.uint8)
+        return self._whole._bytes(start_byte, end_byte).numpy()
 
 
 class JoinedTensor(SourceTensor):

@@ -43,7 +43,9 @@ def changes_in(path: str) -> ibp.CheckpointDelta:
         ibp.FileFormatError: it is none.
     """
     with ibp.open(path, verify=True) as file:
-        return ibp.CheckpointDelta(dict(file), file.removed)
+        whole = {name: ibp.decompress(value) for name, value in file.items() if isinstance(value, ibp.WholeTensor)}
+        changes = {name: value for name, value in file.items() if not isinstance(value, ibp.WholeTensor)}
+        return ibp.CheckpointDelta({**changes, **whole}, file.removed)
 
 
 def new_version(base: Source, changes: ibp.CheckpointDelta, device: torch.device) -> Source:

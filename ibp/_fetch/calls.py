@@ -64,7 +64,8 @@ def produce(
 
 def check_table(table: Any) -> None:
     if not isinstance(table, Table):
-        raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
+        why = getattr(table, "_why_no_rows", None)  # of an ibp.WholeTensor
+        raise TypeError(why or f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
 
 
 def check_out(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:

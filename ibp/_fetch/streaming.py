@@ -11,6 +11,7 @@ import torch
 from .. import _calibration, _core
 from .._calibration import FEW_SMS
 from .._choice import coder_rates
+from .._codecs.whole import WholeTensor
 from .._rows import bytes_of
 from .._table import Table
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
@@ -25,7 +26,7 @@ _SPARE_SMS = 1.75  # times those that decode at the rate of the copy engine: chu
 
 
 def decompress(
-    table: Table,
+    table: Table | WholeTensor,
     *,
     device: torch.device | str | int | None = None,
     out: torch.Tensor | None = None,
@@ -42,7 +43,7 @@ def decompress(
     fetched faster by `decompress_many`. Inside torch.compile, after one call outside it, a kernel fetches.
 
     Args:
-        table: a table made from a tensor x.
+        table: a table made from a tensor x, or an `ibp.WholeTensor`: see its `decompress`.
         device: where the result goes; None: out's device, else the table's.
         out: tensor of x's shape and dtype to write to, of any strides.
         check: as in `index_select`.
@@ -61,11 +62,30 @@ def decompress(
         TypeError, ValueError: out does not fit, or `path` cannot be taken.
         CorruptTableError: the table's bytes contradict each other; from a GPU as `index_select` reports faults.
     """
+    if isinstance(table, WholeTensor):
+        return _decode_whole(table, device, out, check, max_sms, path)
     return _decode([_Job.of(table, 0, None, device, out)], check, max_sms, path)[0]
 
 
+def _decode_whole(
+    whole: WholeTensor,
+    device: torch.device | str | int | None,
+    out: torch.Tensor | None,
+    check: bool,
+    max_sms: int | None,
+    path: str | None,
+) -> torch.Tensor:
+    """A tensor of a general codec, which has one way to be decoded."""
+    if max_sms is not None or path is not None:
+        raise ValueError(f"max_sms and path are for tables; a tensor coded by {whole.codec!r} has neither")
+    result = whole.decompress(device=device, out=out)
+    if check and result.is_cuda:
+        torch.cuda.current_stream(result.device).synchronize()
+    return result
+
+
 def decompress_many(
-    tables: Iterable[Table],
+    tables: Iterable[Table | WholeTensor],
     *,
     device: torch.device | str | int | None = None,
     out: Iterable[torch.Tensor | None] | None = None,
@@ -79,7 +99,7 @@ def decompress_many(
     tensor to the last, however small they are. Tables of other places are decompressed as `decompress` does it.
 
     Args:
-        tables: the tables.
+        tables: the tables; also those of `ibp.WholeTensor`, each by itself.
         device: where the results go; None: of each its out's device, else its table's.
         out: a tensor, as `decompress` takes it, or None for each table; None: all new.
         check, max_sms, path: as in `decompress`.
@@ -94,7 +114,13 @@ def decompress_many(
     outs = [None] * len(tables) if out is None else list(out)
     if len(outs) != len(tables):
         raise ValueError(f"out has {len(outs)} tensors; wanted {len(tables)}, one a table")
-    return _decode([_Job.of(table, 0, None, device, to) for table, to in zip(tables, outs)], check, max_sms, path)
+    pairs = list(zip(tables, outs))
+    jobs = [_Job.of(table, 0, None, device, to) for table, to in pairs if not isinstance(table, WholeTensor)]
+    decoded = iter(_decode(jobs, check, max_sms, path))
+    return [
+        _decode_whole(table, device, to, check, max_sms, path) if isinstance(table, WholeTensor) else next(decoded)
+        for table, to in pairs
+    ]
 
 
 def decode_items(

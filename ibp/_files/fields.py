@@ -204,7 +204,11 @@ class TableFields:
         return TABLE_PARTS if self.codec is None else CODEC_PARTS
 
     def text(self) -> str:
-        """The line of a table, but of one of an external codec."""
+        """The line of a table."""
+        if self.codec is not None:
+            coding = {"codec": self.codec, "block_bytes": self.block_bytes, **self.codec_fields}
+            known = {"dtype": self.dtype, "shape": self.shape, "content": fingerprint_text(self.content)}
+            return write_fields({**known, **coding})
         return write_fields(
             {
                 "dtype": self.dtype,

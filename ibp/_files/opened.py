@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import _memory, _ops
+from .._codecs.whole import WholeTensor
 from .._compressed_tensor import CompressedTensor
 from .._delta import Delta
 from .._fingerprint import fingerprint
@@ -25,11 +26,22 @@ from .._staging import to_device
 from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table_fields
 from .header import FileSet, find_files
 from .paths import SUFFIX, PathLike, is_url, path_text, read_here
-from .reader import THREADS, Checks, MappedParts, OpenFile, Place, ReadParts, part_names, read_new, read_table
+from .reader import (
+    THREADS,
+    Checks,
+    MappedParts,
+    OpenFile,
+    Place,
+    ReadParts,
+    part_names,
+    read_new,
+    read_table,
+    read_whole,
+)
 from .sets import INDEX_SUFFIX
 from .shared import can_pin, segment_of
 
-Value = CompressedTensor | torch.Tensor | Delta
+Value = CompressedTensor | WholeTensor | torch.Tensor | Delta
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,8 @@ class File(Mapping[str, Value]):
         if name not in self._owners:
             place = self._places[name]
             return place.file.tensor(name, place.file.mapped)
+        if self.fields(name).codec is not None:
+            return self._whole(name, bool(self._pin_memory))
         parts = MappedParts()
         table, fields = self._table(name, parts)
         table._lie_in_file(FileRows(parts.pages, pin=self._pins))
@@ -155,9 +169,14 @@ class File(Mapping[str, Value]):
         if name not in self._owners:
             file = self._places[name].file
             return file.tensor(name, lambda start, num_bytes: read_new(file, start, num_bytes, bool(pin)))
+        if self.fields(name).codec is not None:
+            return self._whole(name, pin)
         table, fields = self._table(name, ReadParts(pin))
         table._is_refused = pin is None and not table.is_pinned()
         return _with_fields(table, fields)
+
+    def _whole(self, name: str, pin: bool | None) -> WholeTensor:
+        return read_whole(self._owners[name], name, self._places.get, pin)
 
     def _table(self, name: str, parts: MappedParts | ReadParts) -> tuple[CompressedTensor, TableFields]:
         return read_table(self._owners[name], name, self._places.get, parts)
@@ -301,7 +320,7 @@ class File(Mapping[str, Value]):
             return
         wanted = self.fields(name).content
         value = self[name]
-        if isinstance(value, CompressedTensor) and wanted is not None and fingerprint(value) != wanted:
+        if isinstance(value, (CompressedTensor, WholeTensor)) and wanted is not None and fingerprint(value) != wanted:
             raise ChecksumError(f"{self._owners[name].path}: {name!r} decodes to other bytes than were compressed")
 
     # ---- its end ----

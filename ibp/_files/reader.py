@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from .. import _core, _layout, _memory
+from .._codecs.whole import CODECS, WholeTensor
 from .._compressed_tensor import CompressedTensor
 from .._rows import DTYPES, Geometry
 from .._schemes import AnyCodebook
@@ -353,8 +354,6 @@ def read_table(
     """
     fields = table_fields(name, file.tables[name])
     what = f"{file.path}: table {name!r}"
-    if fields.codec is not None:
-        raise FileFormatError(f"{what} is coded by {fields.codec[:40]!r}, which this ibp lacks")
     dtype = dtype_of(fields.dtype)
     geometry = _geometry(fields, dtype, what)
     tensors = {}
@@ -386,8 +385,68 @@ def read_table(
         raise FileFormatError(f"{what}: {error}") from error
 
 
+def read_whole(file: OpenFile, name: str, find: Callable[[str], Place | None], pin: bool | None) -> WholeTensor:
+    """A table of an external codec; its blocks are read, as whole tensors are wanted.
+
+    Args:
+        file, find: as of `read_table`.
+        pin: as of ReadParts.
+
+    Raises:
+        FileFormatError: fields or parts are none of such a table, or the codec is not there.
+        ChecksumError: blocks of a codec that is not safe with any bytes are damaged.
+    """
+    fields = table_fields(name, file.tables[name])
+    what = f"{file.path}: table {name!r}"
+    codec = CODECS.get(fields.codec or "")
+    if codec is None:
+        raise FileFormatError(f"{what} is coded by {str(fields.codec)[:40]!r}, which this ibp lacks")
+    try:
+        codec.require()
+    except ImportError as error:
+        raise FileFormatError(f"{what}: {error}") from error
+    geometry = _geometry(fields, dtype_of(fields.dtype), what)
+    if fields.block_bytes < 1:
+        raise FileFormatError(f"{what} has blocks of {fields.block_bytes} bytes: no table can")
+    parts: dict[str, torch.Tensor] = {}
+    num_bytes = 8 * (-(-geometry.num_bytes // fields.block_bytes) + 1)
+    for part in ("offsets", "blocks"):
+        place = find(f"{name}:{part}")
+        if place is not None and not codec.is_safe:
+            _check_blocks(place, what)
+        owner, entry = (file, None) if place is None else (place.file, place.entry)
+        data = torch.empty(0, dtype=torch.uint8)
+        if num_bytes:
+            start = start_of_part(owner, f"{name}:{part}", entry, CODEC_PARTS[part], num_bytes)
+            data = read_new(owner, start, num_bytes, pin if part == "blocks" else False)
+        parts[part] = data
+        num_bytes = int(parts["offsets"].view(torch.int64)[-1])
+    try:
+        whole = WholeTensor(
+            shape=fields.shape,
+            dtype=geometry.dtype,
+            codec=codec.name,
+            block_bytes=fields.block_bytes,
+            options=fields.codec_fields,
+            blocks=parts["blocks"],
+            offsets=parts["offsets"].view(torch.int64),
+        )
+    except ValueError as error:
+        raise FileFormatError(f"{what}: {error}") from error
+    return whole
+
+
+def _check_blocks(place: Place, what: str) -> None:
+    """Compares the checksums of a part, whose decoder is not safe with any bytes."""
+    checksums = place.file.checks
+    if checksums is None:
+        raise FileFormatError(f"{what} has no checksums, without which its codec decodes nothing")
+    for block in checksums.blocks_of(place.entry):
+        checksums.check(block)
+
+
 def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
-    if dtype not in DTYPES or fields.row_bytes < 1:
+    if dtype not in DTYPES or (fields.codec is None and fields.row_bytes < 1):
         raise FileFormatError(f"{what} has {fields.dtype} in rows of {fields.row_bytes} bytes: no table can")
     if math.prod(max(1, size) for size in fields.shape) * dtype.itemsize > 2**63 - 1:
         raise FileFormatError(f"{what} has shape {list(fields.shape)}: wanted at most 2^63 - 1 bytes")

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from .._arguments import whole_number
+from .._codecs.whole import WholeTensor
 from .._compressed_tensor import CompressedTensor
 from .._delta import CheckpointDelta, Delta
 from .._fingerprint import fingerprint
@@ -18,7 +19,7 @@ from .._schemes import AnyCodebook, with_clusters
 from .opened import Value
 from .paths import PathLike, written_to
 from .sets import names_of_set, write_index
-from .writer import FileWriter, checked_metadata, header_room, write_plain, write_table
+from .writer import FileWriter, checked_metadata, header_room, write_plain, write_table, write_whole_tensor
 
 
 def save(
@@ -71,7 +72,7 @@ def _checked(tensors: Mapping[str, Value] | Value) -> dict[str, Value]:
     for name, value in items.items():
         if not isinstance(name, str):
             raise TypeError(f"tensors has the key {name!r}; wanted names as text")
-        if not isinstance(value, (CompressedTensor, torch.Tensor, Delta)):
+        if not isinstance(value, (CompressedTensor, WholeTensor, torch.Tensor, Delta)):
             got = type(value).__name__
             raise TypeError(
                 f"{name!r} is a {got}; wanted a table (ibp.compress), a torch.Tensor or a delta (ibp.delta)"
@@ -113,6 +114,8 @@ def _write(writer: FileWriter, items: Mapping[str, Value], content: bool) -> Non
             write_plain(writer, name, value)
         elif isinstance(value, Delta):
             write_table(writer, name, value.table, base=value.base, result=value.result)
+        elif isinstance(value, WholeTensor):
+            write_whole_tensor(writer, name, value, fingerprint(value) if content else None)
         else:
             write_table(writer, name, value, content=fingerprint(value) if content else None)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import _core, _staging
+from .._codecs.whole import WholeTensor
 from .._compressed_tensor import CompressedTensor
 from .._rows import bytes_of, check_tensor
 from .._schemes import AnyCodebook
@@ -158,7 +159,6 @@ class FileWriter:
             content, base, result: fingerprints (FORMAT.md sections 9 and 10).
             Others: as `ibp.CompressedTensor` and FORMAT.md section 2 have them.
         """
-        self._check_name(name, self._tables)
         fields = TableFields(
             dtype_name(dtype),
             tuple(shape),
@@ -171,6 +171,38 @@ class FileWriter:
             base,
             result,
         )
+        self._add_table(name, fields)
+
+    def whole(
+        self,
+        name: str,
+        *,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        codec: str,
+        block_bytes: int,
+        options: Mapping[str, str],
+        content: int | None = None,
+    ) -> None:
+        """Declares a table of an external codec, whose parts are `<name>:blocks` and `<name>:offsets`.
+
+        Args:
+            options: the codec's own fields, whose keys begin with "codec_".
+            content: fingerprint (FORMAT.md section 10).
+            Others: as `ibp.WholeTensor` has them.
+        """
+        fields = TableFields(
+            dtype_name(dtype),
+            tuple(shape),
+            content=content,
+            codec=codec,
+            block_bytes=block_bytes,
+            codec_fields=options,
+        )
+        self._add_table(name, fields)
+
+    def _add_table(self, name: str, fields: TableFields) -> None:
+        self._check_name(name, self._tables)
         self._add_line(f"{PREFIX}table.{name}", fields.text())
         self._tables.add(name)
 
@@ -425,6 +457,23 @@ def write_table(writer: FileWriter, name: str, table: CompressedTensor, **fields
     )
     for part, tensor in table._tensors().items():
         with writer.part(f"{name}:{part}", TABLE_PARTS[part]) as sink:
+            for block in _host_blocks(bytes_of(tensor)):
+                sink.write(block)
+
+
+def write_whole_tensor(writer: FileWriter, name: str, whole: WholeTensor, content: int | None = None) -> None:
+    """Writes a tensor of a general codec from any device, block by block. content: its fingerprint."""
+    writer.whole(
+        name,
+        shape=tuple(whole.shape),
+        dtype=whole.dtype,
+        codec=whole.codec,
+        block_bytes=whole.block_bytes,
+        options=whole.options,
+        content=content,
+    )
+    for part, tensor in whole._tensors().items():
+        with writer.part(f"{name}:{part}", CODEC_PARTS[part]) as sink:
             for block in _host_blocks(bytes_of(tensor)):
                 sink.write(block)
 

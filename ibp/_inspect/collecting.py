@@ -12,6 +12,7 @@ import torch
 from .._checkpoints.learning import Codebooks, Learning
 from .._checkpoints.source import Source, SourceTensor
 from .._checkpoints.sources import is_url, local_path, open_source
+from .._codecs.whole import WholeTensor
 from .._compressed_tensor import CompressedTensor
 from .._delta import Delta
 from .._files.fields import ChecksumError, FileFormatError
@@ -20,7 +21,7 @@ from .._files.opened import File
 from .._files.opened import open as open_file
 from .._progress import tqdm
 from .._schemes import AnyCodebook
-from .report import FileReport, TensorReport, reader_of, report_estimate, report_plain, report_table
+from .report import FileReport, TensorReport, reader_of, report_estimate, report_plain, report_table, report_whole
 
 Wanted = Callable[[str], bool]  # whether a tensor of a name is looked into
 
@@ -113,6 +114,8 @@ def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorReport:
         return _of_unknown(file, name, str(error))
     if isinstance(value, torch.Tensor):
         return report_plain(name, tuple(value.shape), value.dtype, reader_of(value))
+    if isinstance(value, WholeTensor):
+        return report_whole(name, value)
     table = value.table if isinstance(value, Delta) else value
     assert isinstance(table, CompressedTensor)
     kind = "delta" if isinstance(value, Delta) else "table"

@@ -13,6 +13,7 @@ import torch
 
 from .. import _layout
 from .._changes import decoded_bytes
+from .._codecs.whole import WholeTensor
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
 from .._core import ROWS_PER_BASE
@@ -196,6 +197,21 @@ def report_table(
         ranked=_rounded(coded_share * ranked),
         lengths=found.histogram,
         entries=_with_powers(split.entries, table) if split else [],
+    )
+
+
+def report_whole(name: str, whole: WholeTensor) -> TensorReport:
+    """The report of a tensor of a general codec: it has no rows, and nothing is decoded."""
+    parts = {"coded blocks": whole.stored_bytes, "index": whole.offsets.nbytes}
+    return TensorReport(
+        name,
+        str(whole.dtype).removeprefix("torch."),
+        tuple(whole.shape),
+        "table",
+        whole.codec,
+        whole.original_bytes,
+        sum(parts.values()),
+        {part: size for part, size in parts.items() if size},
     )
 
 

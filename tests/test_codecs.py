@@ -1,0 +1,347 @@
+"""General codecs: tensors coded as a whole, in memory, in files, and by the command line."""
+
+import copy
+import io
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import ibp
+import reference_files
+from helpers import assert_same_bits, bytes_of
+from ibp._cli.main import main
+from ibp._codecs import nvcomp
+from ibp._files.writer import FileWriter
+
+pytest.importorskip("zstandard")
+pytest.importorskip("lz4.block")
+CPU_SCHEMES = ("zstd", "zstd:9", "zstd:-5", "lz4", "lz4:9")
+NVCOMP_SCHEMES = tuple(f"nvcomp:{kind}" for kind in nvcomp._ALGORITHMS)
+PAGEABLE = {"pin_memory": False}
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    few = torch.randint(0, 9, (40, 500), generator=generator)
+    return {
+        "compressible": few,
+        "transposed": few.t(),
+        "bfloat16": torch.randn(100, 33, generator=generator).bfloat16(),
+        "bool": few > 3,
+        "complex": torch.complex(few[:3].float(), few[3:6].float()).conj(),
+        "random bytes": torch.randint(0, 256, (70001,), dtype=torch.uint8, generator=generator),
+        "scalar": torch.tensor(7.5),
+        "empty": torch.empty(0, 5, dtype=torch.int16),
+    }
+
+
+@pytest.mark.parametrize("scheme", CPU_SCHEMES)
+@pytest.mark.parametrize("name", tensors())
+def test_round_trip(scheme, name):
+    x = tensors()[name]
+    whole = ibp.compress(x, scheme=scheme, chunk_bytes=4096, **PAGEABLE)
+    assert isinstance(whole, ibp.WholeTensor) and whole.codec == whole.scheme == scheme.partition(":")[0]
+    assert (whole.shape, whole.dtype, whole.device) == (x.shape, x.dtype, torch.device("cpu"))
+    assert whole.original_bytes == x.numel() * x.dtype.itemsize and whole.numel() == x.numel()
+    assert whole.stored_bytes <= whole.original_bytes
+    assert_same_bits(ibp.decompress(whole), x.resolve_conj())
+    assert_same_bits(whole.decompress(device="cpu"), x.resolve_conj())
+    assert ibp.fingerprint(whole) == ibp.fingerprint(x)
+
+
+def test_out_and_many():
+    x = tensors()["compressible"]
+    whole, table = ibp.compress(x, scheme="zstd", **PAGEABLE), ibp.compress(x, scheme="planes", **PAGEABLE)
+    for out in (torch.empty_like(x), torch.empty(x.shape[::-1], dtype=x.dtype).t(), torch.empty(4, 10, 500).long()):
+        assert ibp.decompress(whole, out=out) is out
+        assert_same_bits(out.reshape(x.shape), x)
+    outs = [None, torch.empty_like(x), None]
+    found = ibp.decompress_many([whole, table, whole], out=outs)
+    assert found[1] is outs[1] and all(torch.equal(one, x) for one in found)
+    with pytest.raises(TypeError, match="out has dtype torch.int32; wanted torch.int64"):
+        whole.decompress(out=x.int())
+    with pytest.raises(ValueError, match="max_sms and path are for tables; a tensor coded by 'zstd' has neither"):
+        ibp.decompress(whole, path="gpu")
+
+
+def test_what_it_saves():
+    x = torch.arange(1 << 16).view(64, -1)
+    whole = ibp.compress(x, scheme="zstd", **PAGEABLE)
+    assert whole.stored_bytes == whole.blocks.numel() and whole.savings == 1 - whole.stored_bytes / x.nbytes > 0.5
+    assert whole.nbytes == whole.stored_bytes + 8 * len(whole.offsets)
+    assert (whole.size(), whole.size(0), whole.dim(), whole.ndim, len(whole), whole.element_size()) == (
+        (x.shape), 64, 2, 2, 64, 8,
+    )  # fmt: skip
+    assert "codec='zstd'" in repr(whole) and f"{x.nbytes:,} -> {whole.stored_bytes:,}" in repr(whole)
+    smaller = ibp.compress(x, scheme="zstd:19", **PAGEABLE)
+    assert smaller.stored_bytes < ibp.compress(x, scheme="zstd:-50", **PAGEABLE).stored_bytes
+    assert not whole.is_pinned() and whole.cpu() is whole
+
+
+def test_copies():
+    x = tensors()["compressible"]
+    whole = ibp.compress(x, scheme="lz4", chunk_bytes=8192, **PAGEABLE)
+    file = io.BytesIO()
+    torch.save(whole, file)
+    file.seek(0)
+    for other in (pickle.loads(pickle.dumps(whole)), copy.deepcopy(whole), torch.load(file)):
+        assert other is not whole and repr(other) == repr(whole)
+        assert_same_bits(other.decompress(), x)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_refused():
+    x = tensors()["compressible"]
+    whole = ibp.compress(x, scheme="zstd", **PAGEABLE)
+    ids = torch.tensor([1])
+    for call in (
+        lambda: ibp.index_select(whole, ids),
+        lambda: whole.index_select(ids),
+        lambda: whole.update_(ids, x[:1]),
+        lambda: whole.prefetch(ids),
+        lambda: whole[0],
+        lambda: list(whole),
+    ):
+        with pytest.raises(TypeError, match="coded by 'zstd' has no rows that decode alone"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "scheme, options, message",
+    [
+        ("nvcomp:brotli", {}, "wanted one of"),
+        ("zstd:fast", {}, "wanted one of"),
+        ("zstd:99", {}, "the level of 'zstd' is 99; wanted -100 to 22"),
+        ("lz4:0", {}, "the level of 'lz4' is 0; wanted 1 to 12"),
+        ("nvcomp:ans:3", {}, "has no levels"),
+        ("zstd", {"chunk_bytes": 100}, "chunk_bytes is 100; 'zstd' takes a multiple of 8 from 4096"),
+        ("nvcomp:ans", {"chunk_bytes": 100}, "chunk_bytes is 100; 'nvcomp:ans' takes a multiple of 16"),
+        ("zstd", {"tau": 0.8}, "tau is for schemes that code rows; 'zstd' codes whole tensors"),
+        ("zstd", {"level": "fast"}, "level is for schemes that code rows"),
+        ("lz4", {"clusters": 2}, "clusters is for schemes that code rows"),
+    ],
+)
+def test_wrong_arguments(scheme, options, message):
+    with pytest.raises(ValueError, match=message):
+        ibp.compress(torch.arange(10), scheme=scheme, **options)
+
+
+def test_absent_packages(monkeypatch, tmp_path):
+    x = torch.arange(1000)
+    whole = ibp.compress(x, scheme="zstd", **PAGEABLE)
+    ibp.save(tmp_path / "x.safetensors", whole)
+    for name in ("zstandard", "lz4.block", "nvidia.nvcomp"):
+        monkeypatch.setitem(sys.modules, name, None)
+    nvcomp._module.cache_clear()
+    for scheme, package in (("zstd", "zstandard"), ("lz4", "lz4"), ("nvcomp:ans", "nvidia-nvcomp-cu13")):
+        with pytest.raises(ImportError, match=f"the codec {scheme!r} needs the package {package} "):
+            ibp.compress(x, scheme=scheme)
+    with pytest.raises(ImportError, match="needs the package zstandard"):
+        whole.decompress()
+    with pytest.raises(ibp.FileFormatError, match="the codec 'zstd' needs the package zstandard"):
+        ibp.load(tmp_path / "x.safetensors")
+
+
+# ---- damage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["zstd", "lz4"])
+def test_damaged_blocks(scheme):
+    x = torch.arange(20000)
+    whole = ibp.compress(x, scheme=scheme, chunk_bytes=1 << 15, **PAGEABLE)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        blocks = whole.blocks.clone()
+        at = int(torch.randint(len(blocks) - 4, (1,), generator=generator))
+        blocks[at : at + 4] = torch.randint(0, 256, (4,), generator=generator, dtype=torch.uint8)
+        damaged = ibp.WholeTensor(**{**whole.__getstate__(), "blocks": blocks})
+        try:
+            found = damaged.decompress()
+            assert found.shape == x.shape  # bytes of the tensor itself may be others, without checksums
+        except ibp.CorruptTableError as error:
+            assert f"of a tensor coded by {scheme!r} is damaged" in str(error)
+    offsets = whole.offsets.clone()
+    offsets[1] += 1
+    with pytest.raises(ibp.CorruptTableError):
+        ibp.WholeTensor(**{**whole.__getstate__(), "offsets": offsets}).decompress()
+
+
+def test_a_frame_of_another_size_is_refused():
+    """Of zstd the frame itself says how long it is: nothing is allocated for one that lies."""
+    import zstandard
+
+    whole = ibp.compress(torch.arange(1000), scheme="zstd", **PAGEABLE)
+    bomb = torch.frombuffer(bytearray(zstandard.compress(bytes(1 << 24))), dtype=torch.uint8)
+    state = {**whole.__getstate__(), "blocks": bomb, "offsets": torch.tensor([0, len(bomb)])}
+    with pytest.raises(ibp.CorruptTableError, match="it stands for 16777216 bytes; wanted 8000"):
+        ibp.WholeTensor(**state).decompress()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"offsets": torch.tensor([0, 5])}, "offsets do not rise from 0 to"),
+        ({"offsets": torch.tensor([0])}, "offsets is torch.int64 .1.; wanted int64 .2."),
+        ({"block_bytes": 0}, "block_bytes is 0; wanted a multiple of 8"),
+        ({"shape": (1 << 62, 8)}, "no bytes of a tensor"),
+        ({"shape": (-1,)}, "that of no tensor"),
+        ({"codec": "zip"}, "codec is 'zip'; wanted one of"),
+        ({"options": {"codec_key": "1"}}, "has no options"),
+    ],
+)
+def test_wrong_states(change, message):
+    state = ibp.compress(torch.arange(1000), scheme="zstd", **PAGEABLE).__getstate__()
+    with pytest.raises(ValueError, match=message):
+        ibp.WholeTensor(**{**state, **change})
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def saved(tmp_path):
+    items = {name: ibp.compress(x, scheme="zstd", chunk_bytes=4096, **PAGEABLE) for name, x in tensors().items()}
+    items |= {"lz4": ibp.compress(tensors()["transposed"], scheme="lz4:5", **PAGEABLE)}
+    items |= {"table": ibp.compress(tensors()["compressible"], **PAGEABLE), "plain": torch.arange(5)}
+    path = tmp_path / "x.safetensors"
+    ibp.save(path, items, content=True)
+    originals = {**tensors(), "lz4": tensors()["transposed"], "table": tensors()["compressible"]}
+    return path, {name: x.resolve_conj() for name, x in originals.items()}
+
+
+def test_files(tmp_path):
+    path, originals = saved(tmp_path)
+    with ibp.open(path) as file:
+        assert file.verify(content=True) > 0
+        for name, x in originals.items():
+            assert_same_bits(file[name].decompress(), x)
+        info = file.info("compressible")
+        assert (info.codec, info.scheme, info.dtype, info.shape) == ("zstd", None, torch.int64, (40, 500))
+        assert info.num_bytes == originals["compressible"].nbytes
+    loaded = ibp.load(path, verify=True)
+    for name, x in originals.items():
+        assert_same_bits(loaded[name].decompress(), x)
+    ibp.save(path, loaded, shard_bytes=10000)
+    with ibp.open(tmp_path) as file:
+        assert_same_bits(file["lz4"].decompress(), originals["lz4"])
+
+
+def test_files_are_as_the_format_says(tmp_path):
+    path, originals = saved(tmp_path)
+    file = reference_files.File.at(path)
+    for name in ("compressible", "random bytes", "lz4", "empty", "scalar"):
+        dtype, shape, data = reference_files.decode([file], name)
+        x = originals[name]
+        assert shape == list(x.shape) and data == bytes_of(x).numpy().tobytes()
+
+
+def write_file(path, line, blocks, offsets):
+    with FileWriter(path) as writer:
+        writer._add_line("ibp.table.x", line)
+        for part, dtype, array in (("blocks", "U8", blocks), ("offsets", "U64", offsets)):
+            with writer.part(f"x:{part}", dtype) as sink:
+                sink.write(np.asarray(array, {"U8": "u1", "U64": "<u8"}[dtype]))
+
+
+@pytest.mark.parametrize(
+    "line, offsets, message",
+    [
+        ("dtype=U8 shape=64 codec=zstd block_bytes=0", [0, 64], "blocks of 0 bytes"),
+        ("dtype=U8 shape=64 codec=zstd block_bytes=1", [0, 64], "'x:offsets' is U64"),
+        ("dtype=U8 shape=64 codec=zstd block_bytes=64", [0, 1 << 40], "'x:blocks' is U8"),
+        ("dtype=U8 shape=64 codec=zstd block_bytes=64", [0, 1 << 63], "'x:blocks' is U8"),
+        ("dtype=U8 shape=64 codec=zstd block_bytes=32", [0, 65, 64], "offsets do not rise"),
+        ("dtype=U8 shape=64 codec=zstd block_bytes=64 codec_window=5", [0, 64], "has no options"),
+        ("dtype=U8 shape=4611686018427387904,4 codec=zstd block_bytes=64", [0, 64], "at most 2.63 - 1 bytes"),
+        ("dtype=U8 shape=64 codec=brotli block_bytes=64", [0, 64], "coded by 'brotli', which this ibp lacks"),
+    ],
+)
+def test_wrong_files(tmp_path, line, offsets, message):
+    write_file(tmp_path / "x.safetensors", line, [1] * 64, offsets)
+    with pytest.raises(ibp.FileFormatError, match=message):
+        ibp.load(tmp_path / "x.safetensors")
+
+
+def test_the_command_line(tmp_path, capsys):
+    path, originals = saved(tmp_path)
+    assert main(["verify", "--content", str(path)]) == 0
+    assert main(["inspect", str(path)]) == 0
+    assert main(["inspect", "--tensor", "lz4", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "coded blocks" in out and "zstd" in out
+    plain = tmp_path / "plain.safetensors"
+    assert main(["decompress", "-q", str(path), "-o", str(plain)]) == 0
+    for name, x in ibp.load(plain).items():
+        assert_same_bits(x, originals[name] if name in originals else torch.arange(5))
+
+
+# ---- nvCOMP ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", NVCOMP_SCHEMES)
+def test_nvcomp(cuda, scheme, tmp_path):
+    pytest.importorskip("nvidia.nvcomp")
+    for x in tensors().values():
+        near = x.to(cuda)
+        whole = ibp.compress(near, scheme=scheme)
+        assert whole.device == near.device and whole.stored_bytes <= whole.original_bytes
+        assert_same_bits(whole.decompress().cpu(), x.resolve_conj())
+        out = torch.empty(x.shape, dtype=x.dtype, device=cuda)
+        assert ibp.decompress(whole, out=out) is out
+        assert_same_bits(out.cpu(), x.resolve_conj())
+        assert_same_bits(whole.cpu().decompress(), x.resolve_conj())
+    far = ibp.compress(tensors()["compressible"], scheme=scheme)
+    assert far.device.type == "cpu" and far.savings > (0 if scheme != "nvcomp:ans" else -1)
+    ibp.save(tmp_path / "x.safetensors", {"x": far}, content=True)
+    assert_same_bits(ibp.load(tmp_path / "x.safetensors")["x"].decompress(device=cuda).cpu(), tensors()["compressible"])
+    with ibp.open(tmp_path / "x.safetensors") as file:
+        file.verify(content=True)
+
+
+def test_nvcomp_streams(cuda):
+    """The work is that of the current stream, the default one too, and in order with it."""
+    pytest.importorskip("nvidia.nvcomp")
+    x = (torch.randn(1 << 22, device=cuda) * 0.02).bfloat16()
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            late, out = torch.zeros_like(x), torch.zeros_like(x)
+            torch.cuda._sleep(20_000_000)
+            late.copy_(x)
+            whole = ibp.compress(late, scheme="nvcomp:ans")
+            torch.cuda._sleep(20_000_000)
+            whole.decompress(out=out)
+            seen = out.clone()
+        stream.synchronize()
+        assert whole.savings > 0.25 and torch.equal(seen, x)
+
+
+def test_nvcomp_is_in_torchs_memory(cuda):
+    pytest.importorskip("nvidia.nvcomp")
+    x = (torch.randn(1 << 22, device=cuda) * 0.02).bfloat16()
+    out = torch.empty_like(x)
+    whole = ibp.compress(x, scheme="nvcomp:ans")
+    whole.decompress(out=out)
+    torch.cuda.synchronize()
+    free, counted = torch.cuda.mem_get_info()[0], torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(3):
+        whole.decompress(out=out)
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] == free
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == counted
+
+
+def test_nvcomp_decodes_no_unchecked_bytes(cuda, tmp_path):
+    pytest.importorskip("nvidia.nvcomp")
+    path = tmp_path / "x.safetensors"
+    ibp.save(path, ibp.compress(torch.arange(1 << 16, device=cuda), scheme="nvcomp:lz4"))
+    data = bytearray(path.read_bytes())
+    start = reference_files.File.at(path).tensors["tensor:blocks"]
+    at = data.index(start[2][:64]) + 100
+    data[at] ^= 255
+    path.write_bytes(data)
+    with pytest.raises(ibp.ChecksumError):
+        ibp.load(path)
