@@ -13,6 +13,7 @@ beside the installed headers (`ibp.get_include()`). Modules over tables are in `
 from pathlib import Path as _Path
 
 from . import _core, _ops, distributed, nn, optim
+from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._bags import embedding_bag
 from ._cache import CacheStats, RowCache, count_accesses
 from ._calibration import H200, Calibration, CoderRates, calibrate
@@ -51,6 +52,8 @@ from ._table import CorruptTableError
 __version__ = _core.version()
 
 __all__ = [
+    "ActivationOffload",
+    "ActivationStats",
     "AnyCodebook",
     "Buffers",
     "CacheStats",
@@ -115,6 +118,7 @@ __all__ = [
     "load",
     "nn",
     "offload",
+    "offload_activations",
     "open",
     "open_shared",
     "optim",

@@ -1,0 +1,113 @@
+"""Saved bytes, wherever they are: the memory of one or several saved tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import coding, spans
+
+if TYPE_CHECKING:
+    from .lane import Lane
+    from .passes import Pass
+
+
+class Region:
+    """Bytes that were saved once, coded or as they are, on the device or on the host.
+
+    Attributes:
+        num_bytes: before coding.
+        recipe: how they are coded; None: as they are.
+        memory: on the device: coded bytes with room for any, or the saved tensor's own bytes.
+        source: the saved tensor whose bytes memory is; None: memory is the region's own.
+        kept: on the device: coded bytes with the room that they are expected to take.
+        host: likewise, in pinned memory, or all bytes.
+        counters: where the number of coded bytes arrives, in pinned memory; None: they are not coded, or on the CPU.
+        sent: after the copies to host and counters.
+        coming, arrived: a copy of host on its way to the device, and after it.
+        saves, uses: how often tensors of the region were saved, and asked for.
+    """
+
+    def __init__(self, of: Pass, number: int, num_bytes: int, recipe: coding.Recipe | None, lane: Lane | None) -> None:
+        self.of, self.number, self.num_bytes, self.recipe, self.lane = of, number, num_bytes, recipe, lane
+        self.memory: torch.Tensor | None = None
+        self.source: spans.Kept | None = None
+        self.changed: RuntimeError | None = None  # source was, before its copy was known to be done
+        self.kept: torch.Tensor | None = None
+        self.host: torch.Tensor | None = None
+        self.counters: torch.Tensor | None = None
+        self.sent: torch.cuda.Event | None = None
+        self.coming: torch.Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None
+        self.stream = None if lane is None else torch.cuda.current_stream(lane.device)  # whose memory it has
+        self.saves = self.uses = 0
+        self._decoded: torch.Tensor | None = None
+        of.alive += 1
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the bytes are on the host, and not on their way back."""
+        return self.memory is None and self.kept is None and self.host is not None and self.coming is None
+
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes that coded memory is expected to need, from its first one on."""
+        assert self.recipe is not None
+        return coding.index_bytes(self.recipe.codebook, self.num_bytes) + self.recipe.room(self.num_bytes)
+
+    def fits(self, held: torch.Tensor) -> bool:
+        """Whether so many bytes of memory are all that is used. For after `sent`."""
+        if self.recipe is None:
+            return True
+        assert self.counters is not None
+        used = int(self.counters[:8].view(torch.int64))
+        self.recipe.note(self.num_bytes, used)
+        return used <= held.numel() - coding.index_bytes(self.recipe.codebook, self.num_bytes)
+
+    def leave(self) -> None:
+        """Frees memory, which is elsewhere by now."""
+        try:
+            self._check()
+        except RuntimeError as error:
+            self.changed = error
+        self.memory = self.source = None
+
+    def data(self) -> torch.Tensor:
+        """uint8 [num_bytes] on the device, for the current stream. They stay until every save was asked for, so that
+        what two operations need is decoded once."""
+        self._check()
+        self.of.use(self)
+        self.uses += 1
+        data = self._read() if self._decoded is None else self._usable(self._decoded)
+        self._decoded = data if self.uses % self.saves else None
+        return data
+
+    def _check(self) -> None:
+        """Raises RuntimeError where bytes that are not coded were changed while they could be."""
+        if self.changed is not None:
+            raise self.changed
+        if self.source is not None:
+            self.source.get()
+
+    def _read(self) -> torch.Tensor:
+        held = self.memory if self.memory is not None else self.kept
+        if held is None:
+            assert self.lane is not None
+            held = self.lane.receive(self)
+        held = self._usable(held)
+        if self.recipe is None:
+            return held
+        return coding.decode(held, self.recipe.codebook, self.num_bytes)
+
+    def _usable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, whose memory belongs to the region's stream, for the current one."""
+        if self.stream is not None and (current := torch.cuda.current_stream(tensor.device)) != self.stream:
+            current.wait_stream(self.stream)
+            tensor.record_stream(current)
+        return tensor
+
+    def __del__(self) -> None:
+        self.of.alive -= 1
+        if self.lane is not None:
+            self.lane.forget(self)

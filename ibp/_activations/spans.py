@@ -1,0 +1,137 @@
+"""Which bytes of memory a saved tensor has, so that what is saved twice is coded once."""
+
+from __future__ import annotations
+
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .. import _rows
+
+T = TypeVar("T")
+
+_MOST_OF_A_STORAGE = 4  # a tensor with gaps is coded with all of its storage, up to so many times its own bytes
+
+
+class Span(NamedTuple):
+    """Bytes of a storage that are coded together.
+
+    start, num_bytes: in the storage.
+    version: torch's counter of changes in place.
+    """
+
+    storage: int
+    start: int
+    num_bytes: int
+    version: int
+
+
+class View(NamedTuple):
+    """How a tensor lies in its span. offset: in elements."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, data: torch.Tensor) -> torch.Tensor:
+        """The tensor over the bytes of its span, uint8 [num_bytes]."""
+        usable = data.numel() // self.dtype.itemsize * self.dtype.itemsize
+        return data[:usable].view(self.dtype).as_strided(self.shape, self.strides, self.offset)
+
+
+class Kept(NamedTuple):
+    """A saved tensor that is as it was, and its version then."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Kept:
+        return cls(x.detach(), x._version)  # x itself would keep its graph
+
+    def get(self) -> torch.Tensor:
+        """The tensor. RuntimeError: it was changed since, which autograd refuses in these words."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.dtype} {list(self.tensor.shape)} is at version {self.tensor._version}; expected "
+                f"version {self.version} instead"
+            )
+        return self.tensor
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether a tensor is strided memory of elements that tables may hold: no subclass, none of a function transform,
+    no conjugate view."""
+    return (
+        type(x) is torch.Tensor
+        and x.layout == torch.strided
+        and x.dtype in _rows.DTYPES
+        and not x.is_conj()
+        and not x.is_neg()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+def is_of_parameter(x: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter, a view of one, or one cast to another dtype, as autocast does."""
+    base = x if x._base is None else x._base
+    if base.requires_grad and base.is_leaf:
+        return True
+    made_by = base.grad_fn
+    if made_by is None or made_by.name() != "ToCopyBackward0":
+        return False
+    return any(of is not None and of.name().endswith("AccumulateGrad") for of, _ in made_by.next_functions)
+
+
+def span_of(x: torch.Tensor) -> tuple[Span, View] | None:
+    """The span of a plain tensor and where the tensor lies in it: its own bytes where it is dense, else its whole
+    storage. None: its storage is much larger."""
+    storage, size = x.untyped_storage(), x.dtype.itemsize
+    num_bytes = int(x.numel() * size)
+    whole = int(storage.nbytes())
+    start, offset = int(x.storage_offset() * size), 0
+    if not torch.ops.aten.is_non_overlapping_and_dense(x):
+        if whole > _MOST_OF_A_STORAGE * num_bytes:
+            return None
+        start, offset, num_bytes = 0, int(x.storage_offset()), whole
+    return Span(storage._cdata, start, num_bytes, x._version), View(x.dtype, x.shape, x.stride(), offset)
+
+
+def bytes_of(x: torch.Tensor, span: Span) -> torch.Tensor:
+    """The bytes of a span, uint8 [num_bytes], over the memory of a tensor in it."""
+    flat = torch.empty(0, dtype=torch.uint8, device=x.device)
+    return flat.set_(x.untyped_storage(), span.start, (span.num_bytes,), (1,))
+
+
+def element_type(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that codebooks are learned for: complex numbers and bools are other numbers of the same bytes."""
+    if dtype.is_complex:
+        return {2: torch.float16, 4: torch.float32, 8: torch.float64}[dtype.itemsize // 2]
+    return dtype if dtype != torch.bool else torch.uint8
+
+
+class Known(Generic[T]):
+    """What is known of spans that may be saved again. An entry counts while its storage lives: an address that another
+    storage has taken is not mistaken for it."""
+
+    def __init__(self) -> None:
+        self._found: dict[Span, tuple[StorageWeakRef, T]] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def get(self, span: Span) -> T | None:
+        entry = self._found.get(span)
+        return None if entry is None or entry[0].expired() else entry[1]
+
+    def put(self, span: Span, storage: torch.UntypedStorage, what: T) -> None:
+        self._found[span] = StorageWeakRef(storage), what
+
+    def drop_expired(self) -> None:
+        self._found = {span: entry for span, entry in self._found.items() if not entry[0].expired()}
+
+    def clear(self) -> None:
+        self._found.clear()

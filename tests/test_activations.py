@@ -1,0 +1,547 @@
+"""Saved tensors that leave their device (ibp.offload_activations): what autograd gets back has the same bits, nothing
+is kept longer than the graph, and what must stay stays."""
+
+import contextlib
+import copy
+import functools
+import gc
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ibp
+from benchmarks import nets
+from helpers import DTYPES, assert_same_bits, in_threads
+from test_several_gpus import gpus  # noqa: F401, a fixture
+
+LEAST = 1024
+CPU = torch.device("cpu")
+
+
+def offload_on(device, **options):
+    return ibp.offload_activations(**({"least_bytes": LEAST, "device": device} | options))
+
+
+def images(*shape):
+    return torch.randn(shape).to(memory_format=torch.channels_last)
+
+
+def small_nets():
+    yield "alexnet", nets.alexnet(10, 0.1, 95), images(2, 3, 95, 95)
+    yield "vgg16", nets.vgg16(10, 0.1, 32), images(4, 3, 32, 32)
+    yield "resnet50", nets.resnet50(10, 0.1), images(2, 3, 64, 64)
+    yield "swiglu", nets.llama(2, 64, 160, 4), torch.randn(2, 32, 64)
+    yield "relu2", nets.llama(2, 64, 160, 4, "relu2"), torch.randn(2, 32, 64)
+
+
+NETS = {name: (net, x) for name, net, x in small_nets()}
+
+
+def on(device, dtype, name):
+    net, x = NETS[name]
+    net, x = copy.deepcopy(net).to(device, dtype), x.to(device, dtype)
+    return (net.to(memory_format=torch.channels_last), x) if x.dim() == 4 else (net, x)
+
+
+def gradients(net, x, context=None):
+    """Of every parameter, with the same dropout every time."""
+    torch.manual_seed(3)
+    with context or contextlib.nullcontext():
+        loss = net(x).float().square().mean()
+    loss.backward()
+    found = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    return found
+
+
+def assert_same_gradients(got, wanted):
+    assert len(got) == len(wanted)
+    for mine, other in zip(got, wanted):
+        assert_same_bits(mine, other)
+
+
+class Save(torch.autograd.Function):
+    """Saves tensors, and gives what comes back to `seen`."""
+
+    @staticmethod
+    def forward(ctx, x, seen, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.seen.append(ctx.saved_tensors)
+        return gradient, None, *[None] * len(ctx.saved_tensors)
+
+
+def saved(offload, *tensors, between=lambda: None):
+    """What comes back of tensors that are saved by one operation."""
+    seen, x = [], torch.ones((), device=tensors[0].device, requires_grad=True)
+    with offload:
+        y = Save.apply(x, seen, *tensors)
+    between()
+    y.backward()
+    return seen[0]
+
+
+def assert_comes_back(offload, *tensors):
+    wanted = [tensor.clone() for tensor in tensors]
+    for got, tensor, bits in zip(saved(offload, *tensors), tensors, wanted, strict=True):
+        assert got.dtype == tensor.dtype and got.stride() == tensor.stride() and got.device == tensor.device
+        assert_same_bits(got.contiguous(), bits.contiguous())
+
+
+def noise(shape, dtype, device=CPU):
+    """Random bytes: NaNs with all payloads, negative zeros, values out of range."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    data = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
+    return data.view(dtype).view(shape).to(device)
+
+
+def halves(shape, dtype, device=CPU):
+    """Zeros and few other values, which are coded."""
+    data = torch.zeros(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8)
+    data.view(-1, dtype.itemsize)[::2, 0] = 1
+    return data.view(dtype).view(shape).to(device)
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_the_same(name, dtype):
+    net, x = on(CPU, dtype, name)
+    wanted, offload = gradients(net, x), offload_on(CPU)
+    for _ in range(2):
+        offload.reset_stats()
+        assert_same_gradients(gradients(net, x, offload), wanted)
+    stats = offload.stats
+    assert stats.coded_bytes > 0 and stats.shared > 0 and stats.raw_bytes == stats.sent_bytes == 0
+    assert stats.device_bytes < stats.coded_bytes * (0.95 if dtype == torch.float32 else 0.8)
+
+
+def test_autocast():
+    net, x = on(CPU, torch.float32, "swiglu")
+
+    def under_autocast(context):
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(net, x, context)
+
+    offload = offload_on(CPU)
+    assert_same_gradients(under_autocast(offload), under_autocast(None))
+    weights = sum(p.numel() for p in net.parameters() if p.dim() > 1) * 2
+    assert offload.stats.kept_bytes >= weights, "cast weights stay, which autocast keeps for the next forward pass"
+
+
+# ---- bits ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back(dtype):
+    for make in (noise, halves):
+        offload = offload_on(CPU)
+        assert_comes_back(offload, make((3, 2000), dtype), make((1000, 8), dtype).t())
+    assert offload.stats.coded_bytes > 0
+
+
+def test_layouts_come_back():
+    offload, x = offload_on(CPU), torch.randn(8, 6, 10, 12).bfloat16()
+    q, k, v = x.chunk(3, 1)
+    views = (
+        x.permute(2, 0, 3, 1),
+        x[2:6],
+        q,
+        k,
+        v,
+        x.transpose(1, 2),
+        x.view(-1),
+        x[..., ::2],
+        x[:1].expand(9, 6, 10, 12),
+    )
+    assert_comes_back(offload, *views)
+    assert offload.stats.coded_bytes == x.numel() * 2 + x[2:6].numel() * 2
+    assert offload.stats.shared == 7, "q, k, v and other views have the bytes of x"
+
+
+def test_sizes_come_back():
+    offload = offload_on(CPU, least_bytes=0)
+    for count in (0, 1, 2047, 2048, 2049, 4096, 5000):
+        assert_comes_back(offload, halves((count,), torch.bfloat16), noise((count,), torch.uint8))
+    assert_comes_back(offload, torch.randn(()))
+
+
+def test_subclasses_and_sparse_tensors_stay():
+    class Mine(torch.Tensor):
+        pass
+
+    offload = offload_on(CPU)
+    mine, sparse = torch.randn(5000).as_subclass(Mine), torch.eye(100).to_sparse()
+    got = saved(offload, mine, sparse)
+    assert_same_bits(got[0].as_subclass(torch.Tensor), mine.as_subclass(torch.Tensor))
+    assert_same_bits(got[1].to_dense(), sparse.to_dense())
+    assert offload.stats.coded_bytes == 0
+
+
+# ---- what is saved once ----
+
+
+def test_bytes_are_coded_once():
+    offload, x = offload_on(CPU), torch.randn(64, 64)
+    assert_comes_back(offload, x, x, x.t(), x.view(-1), x.view(torch.int32))
+    assert offload.stats.shared == 4 and offload.stats.coded_bytes == x.numel() * 4
+
+
+def test_a_changed_tensor_is_saved_again():
+    """Bits are those of the time of saving; torch itself would refuse the first one."""
+    offload, x, seen = offload_on(CPU), torch.zeros(5000), []
+    one = torch.ones((), requires_grad=True)
+    with offload:
+        y = Save.apply(one, seen, x)
+        x.add_(1)
+        z = Save.apply(y, seen, x)
+    z.backward()
+    assert_same_bits(seen[1][0], torch.zeros(5000))
+    assert_same_bits(seen[0][0], torch.ones(5000))
+
+
+def test_reused_memory_is_not_mistaken():
+    offload, seen, one = offload_on(CPU), [], torch.ones((), requires_grad=True)
+    with offload:
+        for value in range(20):
+            one = Save.apply(one, seen, torch.full((5000,), float(value)))  # freed at once
+    one.backward()
+    for value, (got,) in enumerate(reversed(seen)):
+        assert_same_bits(got, torch.full((5000,), float(value)))
+    assert offload.stats.shared == 0
+
+
+# ---- what stays ----
+
+
+def test_parameters_and_small_tensors_stay():
+    offload, net = offload_on(CPU), torch.nn.Linear(64, 64)
+    with offload:
+        y = net(torch.randn(64, 64)[:2].clone().requires_grad_())
+    y.sum().backward()
+    assert offload.stats.coded_bytes == 0 and offload.stats.kept_bytes > 0
+
+
+def test_what_stays_is_refused_where_it_was_changed():
+    offload, x = offload_on(CPU, least_bytes=1 << 30), torch.randn(2000)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved(offload, x, between=lambda: x.add_(1))
+
+
+def test_without_gradients_nothing_is_saved():
+    net, x = on(CPU, torch.float32, "vgg16")
+    offload = offload_on(CPU)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), offload:
+            net(x)
+    assert offload.stats.tensors == 0
+
+
+# ---- ways to use autograd ----
+
+
+@pytest.mark.parametrize("reentrant", [pytest.param(False, marks=pytest.mark.slow), True])  # imports torch._dynamo
+def test_beside_checkpoint(reentrant):
+    net, x = on(CPU, torch.float32, "swiglu")
+
+    def recomputed(context, inside):
+        hidden = x.clone().requires_grad_()
+        with context or contextlib.nullcontext():
+            for block in net.blocks:
+
+                def run(h, block=block):
+                    with inside or contextlib.nullcontext():
+                        return block(h)
+
+                hidden = checkpoint(run, hidden, use_reentrant=reentrant)
+            loss = hidden.square().mean()
+            loss.backward()
+        found = [parameter.grad for parameter in net.parameters()]
+        net.zero_grad()
+        return found
+
+    wanted = recomputed(None, None)
+    outside = offload_on(CPU)
+    assert_same_gradients(recomputed(outside, None), wanted)
+    assert outside._pass.alive == 0
+    assert outside.stats.coded_bytes <= 3 * x.numel() * 4, "inputs of blocks, not what is saved inside"
+    assert_same_gradients(recomputed(None, offload_on(CPU)), wanted)
+
+
+def test_retained_graphs_are_asked_twice():
+    net, x = on(CPU, torch.float32, "relu2")
+    wanted, offload = gradients(net, x), offload_on(CPU)
+    torch.manual_seed(3)
+    with offload:
+        loss = net(x).square().mean()
+    for _ in range(2):
+        got = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+        assert_same_gradients(got, wanted)
+
+
+def test_double_backward():
+    x = torch.randn(64, 64, dtype=torch.float64)
+
+    def second(context):
+        y = x.clone().requires_grad_()
+        with context:
+            (first,) = torch.autograd.grad((y.sin() * y @ y).sum(), y, create_graph=True)
+            (got,) = torch.autograd.grad(first.square().sum(), y)
+        return got
+
+    assert_same_bits(second(offload_on(CPU)), second(contextlib.nullcontext()))
+
+
+def test_several_forward_passes_before_a_backward_pass():
+    net, x = on(CPU, torch.float32, "swiglu")
+    offload, inputs = offload_on(CPU), [x, x + 1, x - 1]
+
+    def summed(context, order):
+        losses = []
+        for part in inputs:
+            with context:
+                losses.append(net(part).square().mean())
+        for k in order:
+            losses[k].backward()
+        found = [parameter.grad for parameter in net.parameters()]
+        net.zero_grad()
+        return found
+
+    for order in ([0, 1, 2], [2, 0, 1]):
+        assert_same_gradients(summed(offload, order), summed(contextlib.nullcontext(), order))
+    assert offload._pass.alive == 0
+
+
+def test_one_context_around_all_steps():
+    net, x = on(CPU, torch.float32, "swiglu")
+    wanted, offload = gradients(net, x), offload_on(CPU)
+    with offload:
+        for _ in range(3):
+            assert_same_gradients(gradients(net, x), wanted)
+        assert len(offload._recipes) <= offload._pass.numbers
+
+
+def test_nothing_outlives_the_graph():
+    net, x = on(CPU, torch.float32, "vgg16")
+    offload = offload_on(CPU)
+    with offload:
+        y = net(x)
+    assert offload._pass.alive > 0
+    del y  # no backward pass
+    gc.collect()
+    assert offload._pass.alive == 0
+    with pytest.raises(ZeroDivisionError), offload:
+        net(x).sum() / (1 // 0)
+    gc.collect()
+    assert offload._pass.alive == 0
+    assert_same_gradients(gradients(net, x, offload), gradients(net, x))
+
+
+def test_an_offload_that_is_gone_leaves_its_tensors():
+    x = torch.randn(5000)
+    seen, one = [], torch.ones((), requires_grad=True)
+    with offload_on(CPU):
+        y = Save.apply(one, seen, x)
+    gc.collect()
+    y.backward()
+    assert_same_bits(seen[0][0], x)
+
+
+def test_threads_share_an_offload():
+    net, x = on(CPU, torch.float32, "swiglu")
+    offload, wanted = offload_on(CPU), gradients(net, x)
+    copies = [copy.deepcopy(net) for _ in range(4)]
+
+    def work(mine):
+        for _ in range(3):
+            assert_same_gradients(gradients(mine, x, offload), wanted)
+
+    in_threads(*[functools.partial(work, mine) for mine in copies])
+
+
+@pytest.mark.parametrize(
+    "options, error, text",
+    [
+        ({"to": "disk"}, ValueError, "to is 'disk'; wanted one of"),
+        ({"least_bytes": -1}, ValueError, "least_bytes"),
+        ({"window_bytes": "many"}, TypeError, "window_bytes"),
+        ({"device": "tpu"}, ValueError, "device is 'tpu'"),
+    ],
+)
+def test_arguments(options, error, text):
+    with pytest.raises(error, match=text):
+        ibp.offload_activations(**options)
+
+
+# ---- CUDA ----
+
+WAYS = {
+    "host": {},
+    "raw": {"coded": False},
+    "device": {"to": "device"},
+    "narrow": {"window_bytes": 1},
+    "narrow, raw": {"coded": False, "window_bytes": 1},
+}
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["vgg16", "swiglu", "relu2"])
+def test_gradients_on_a_gpu(cuda, deterministic, name, way):
+    net, x = on(cuda, torch.bfloat16, name)
+    x = x.repeat(8, *[1] * (x.dim() - 1))
+    wanted, offload = gradients(net, x), offload_on(cuda, **WAYS[way])
+    for _ in range(3):
+        offload.reset_stats()
+        assert_same_gradients(gradients(net, x, offload), wanted)
+    stats = offload.stats
+    assert (stats.coded_bytes > 0) == ("raw" not in way) and (stats.sent_bytes > 0) == (way != "device")
+    assert offload._pass.alive == 0 and all(lane.coming_bytes == 0 for lane in offload._lanes.values())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_from_a_gpu(cuda, dtype, way):
+    offload = offload_on(cuda, **WAYS[way])
+    for make in (noise, halves):
+        for _ in range(2):
+            assert_comes_back(offload, make((3, 2000), dtype, cuda), make((1000, 8), dtype, cuda).t())
+
+
+@pytest.mark.parametrize("to", ["host", "device"])
+def test_what_outgrows_its_room_is_not_lost(cuda, to):
+    offload = offload_on(cuda, to=to, window_bytes=1)
+    shape = (1 << 18,)
+    inputs = [torch.zeros(shape, device=cuda), *[torch.randn(shape, device=cuda).exp() for _ in range(2)]]
+    for x, expected in zip(inputs, (False, True, False)):
+        before = offload.stats.outgrown_bytes
+        context = pytest.warns(RuntimeWarning, match="less compressible") if expected else contextlib.nullcontext()
+        with context:
+            assert_comes_back(offload, x, torch.zeros(1 << 18, device=cuda))
+        assert (offload.stats.outgrown_bytes > before) == expected
+
+
+def test_a_gpu_keeps_nothing(cuda):
+    net, x = on(cuda, torch.bfloat16, "vgg16")
+    for options in WAYS.values():
+        offload = offload_on(cuda, **options)
+        gradients(net, x, offload)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(3):
+            gradients(net, x, offload)
+            with offload:
+                net(x)  # no backward pass
+        gc.collect()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= before
+
+
+def test_memory_is_freed(cuda):
+    """Saved tensors of a chain take no device memory beyond the windows."""
+    offload = offload_on(cuda, window_bytes=8 << 20)
+    x = torch.zeros(1 << 20, device=cuda, requires_grad=True)
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with offload:
+            y = x
+            for _ in range(32):
+                y = y.sin()
+        held = torch.cuda.memory_allocated() - before
+        y.sum().backward()
+    assert held < 5 * x.numel() * 4
+    assert torch.cuda.max_memory_allocated() - before < 16 * x.numel() * 4
+
+
+def test_streams(cuda):
+    net, x = on(cuda, torch.float32, "swiglu")
+    wanted, offload = gradients(net, x), offload_on(cuda)
+    for _ in range(3):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            got = gradients(net, x, offload)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert_same_gradients(got, wanted)
+
+
+def test_graphs_that_are_captured_keep_what_they_save(cuda):
+    x = torch.randn(1 << 16, device=cuda, requires_grad=True)
+    offload, side = offload_on(cuda), torch.cuda.Stream()
+
+    def step():
+        with offload:
+            y = (x * x).sin()
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    wanted = step()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    offload.reset_stats()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    assert_same_bits(got, wanted)
+    assert offload.stats.coded_bytes == 0
+
+
+def test_an_order_that_changes(cuda):
+    offload, ones = offload_on(cuda, window_bytes=1 << 20), torch.ones((), device=cuda, requires_grad=True)
+    inputs = [torch.randn(1 << 17, device=cuda) for _ in range(12)]
+    for seed in range(4):
+        seen = []
+        with offload:
+            results = [Save.apply(ones, seen, x * 1) for x in inputs]
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(seed)).tolist()
+        for k in order[:-1]:  # the last one is never asked for
+            results[k].backward()
+        for k, (got,) in zip(order, seen):
+            assert_same_bits(got, inputs[k])
+
+
+def test_what_a_gpu_sends_raw_is_refused_where_it_was_changed(cuda):
+    offload, x = offload_on(cuda, coded=False), torch.randn(1 << 16, device=cuda)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved(offload, x, between=lambda: x.add_(1))
+
+
+def test_two_gpus(gpus):  # noqa: F811
+    net, x = on(CPU, torch.float32, "swiglu")
+    first, second = (copy.deepcopy(block).to(gpu) for block, gpu in zip(net.blocks, gpus))
+    both = torch.nn.ModuleList([first, second])
+
+    def split(context):
+        with context:
+            y = second(first(x.to(gpus[0])).to(gpus[1]))
+        y.square().mean().backward()
+        found = [parameter.grad for parameter in both.parameters()]
+        both.zero_grad()
+        return found
+
+    offload = offload_on(None, window_bytes=1)
+    wanted = split(contextlib.nullcontext())
+    for _ in range(3):
+        assert_same_gradients(split(offload), wanted)
+    assert len(offload._lanes) == 2
