@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._changes import put_items
-from ._compressed_tensor import CompressedTensor
-from ._compression import compress
-from .nn._tables import placed_like
-from .nn._training import RowGradient, RowsModule
+from .._changes import put_items
+from .._compressed_tensor import CompressedTensor
+from .._compression import compress
+from ..nn._tables import placed_like
+from ..nn._training import RowGradient, RowsModule
 
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 

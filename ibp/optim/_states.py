@@ -1,0 +1,194 @@
+"""One state of an optimizer for many elements, coded in memory: `CodedState`; and `Watch`, which reads its counters."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import torch
+
+from .. import _core, _layout, _rows
+from .._estimation import analyze
+from .._memory import PinningError
+from .._place import Place, encode_into
+from .._schemes import AnyCodebook, measure
+
+ROW_BYTES = 2048
+_SECTOR = _core.SECTOR_BYTES
+_MOST_SPILLED = 0.01  # of the rows' bytes in overflow, where slots are chosen
+_CROWDED = 0.03  # of the rows' bytes in overflow: a new codebook would pay
+_LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
+_REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
+
+
+class Usage(NamedTuple):
+    """Memory of states.
+
+    original_bytes: of the states as torch keeps them.
+    device_bytes: of the slots and the index, on the parameters' devices.
+    host_bytes: of the room in host memory: what is left for rows that outgrow their slots, and all of them with
+        storage="host".
+    """
+
+    original_bytes: int
+    device_bytes: int
+    host_bytes: int
+
+    @property
+    def savings(self) -> float:
+        """1 - device_bytes / original_bytes."""
+        return 1 - self.device_bytes / self.original_bytes if self.original_bytes else 0.0
+
+    def plus(self, other: Usage) -> Usage:
+        return Usage(*(mine + others for mine, others in zip(self, other)))
+
+
+class CodedState:
+    """A state of the elements of a chunk: zeros before the first `store`, then rows in a `Place`.
+
+    The place is never too small: slots and overflow together hold every row raw, and every row is coded anew by each
+    call, so that all of overflow is free before it. Overflow is pinned host memory.
+
+    Args:
+        num_rows: rows of ROW_BYTES bytes.
+        device: where the state is used.
+        level: of the codebook, see `ibp.compress`.
+        pinned: slots are pinned host memory too.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device, level: str, pinned: bool) -> None:
+        self.num_rows, self.device, self.level, self.pinned = num_rows, device, level, pinned
+        self.place: Place | None = None
+        self.raw: torch.Tensor | None = None  # bytes that are not coded, for they do not shrink
+        self.is_crowded = False  # so many rows have outgrown their slots that a new codebook would pay
+        self._stores = self._fitted_at = 0
+
+    def load(self, out: torch.Tensor) -> None:
+        """Writes the state to a contiguous tensor of num_rows rows, on the current stream."""
+        if self.place is not None:
+            data = out.view(torch.uint8)
+            torch.ops.ibp.decode_bytes.default(
+                *self.place._table_arguments, 0, data.numel(), 0, data, self.place._fault
+            )
+        elif self.raw is not None:
+            out.view(torch.uint8).copy_(self.raw, non_blocking=True)
+        else:
+            out.zero_()
+
+    def store(self, data: torch.Tensor) -> None:
+        """Keeps the state that a contiguous tensor of num_rows rows holds. Waits for the device where a codebook is
+        learned, which is ever more rarely."""
+        self._stores += 1
+        if self._is_due():
+            self._fit(data)
+        if self.place is not None:
+            encode_into(data, self.place)
+        elif self.raw is not None:
+            self.raw.copy_(data.view(torch.uint8), non_blocking=True)
+
+    def usage(self) -> Usage:
+        """The memory that is held."""
+        original = self.num_rows * ROW_BYTES
+        if self.place is None:
+            return Usage(original, 0 if self.raw is None else self.raw.numel(), 0)
+        slots, overflow = self.place.slots.numel(), self.place.overflow.numel()
+        index = sum(part.nbytes for part in (self.place.lengths, self.place.bases, self.place.rooms))
+        if self.pinned:
+            return Usage(original, index, slots + overflow)
+        return Usage(original, slots + index + self.place.codebook.nbytes, overflow)
+
+    def _is_due(self) -> bool:
+        ratio = _CROWDED_RATIO if self.is_crowded else _REFIT_RATIO
+        return self._stores >= ratio * self._fitted_at
+
+    def _fit(self, data: torch.Tensor) -> None:
+        """Learns a codebook, and takes memory for rows coded by it. The state before may be in the old one, which is
+        given back when there is new memory."""
+        self._fitted_at, self.is_crowded = self._stores, False
+        codebook, slot_bytes = _fitting(data.view(self.num_rows, -1), self.level)
+        saves = slot_bytes <= (1 - _LEAST_SAVED) * ROW_BYTES
+        try:
+            self.place = self._new_place(codebook, slot_bytes) if saves else None
+        except PinningError as error:
+            if self.place is not None:
+                return
+            warnings.warn(f"{error}: states of an optimizer are not compressed", RuntimeWarning, stacklevel=2)
+        if self.place is not None:
+            self.raw = None
+        elif self.raw is None:
+            self.raw = torch.empty(self.num_rows * ROW_BYTES, dtype=torch.uint8, device=self.device)
+
+    def _new_place(self, codebook: AnyCodebook, slot_bytes: int) -> Place:
+        return Place(
+            codebook,
+            self.num_rows,
+            slot_bytes=slot_bytes,
+            overflow_bytes=self.num_rows * (ROW_BYTES - slot_bytes),
+            device=self.device,
+            pinned=self.pinned,
+            spill="host",
+        )
+
+
+def free_overflow(states: list[CodedState]) -> None:
+    """Makes all of overflow free: before every row of the states is coded anew."""
+    places = [state.place for state in states if state.place is not None]
+    for parts in ([place.rooms.view(torch.int16) for place in places], [place._used for place in places]):
+        if parts:
+            torch._foreach_zero_(parts)
+
+
+class Watch:
+    """Looks at the counters of places on a device without waiting: what is counted in a step is known steps later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._watched: list[tuple[CodedState, Place]] = []
+        self._found: torch.Tensor | None = None
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def look(self, states: list[CodedState]) -> None:
+        """Judges what was counted before, if that is known by now, and asks for the counters as they are now.
+
+        Raises:
+            RuntimeError: a state is damaged.
+        """
+        if self._found is not None and (self._event is None or self._event.query()):
+            self._judge(self._found.tolist())
+            self._found = None
+        self._watched_now(states)
+
+    def _watched_now(self, states: list[CodedState]) -> None:
+        if self._found is not None:
+            return
+        self._watched = [(state, state.place) for state in states if state.place is not None]
+        if not self._watched:
+            return
+        parts = [part for _, place in self._watched for part in (place._used, place._counts, place._fault[:1])]
+        counted = torch.cat(parts).view(len(self._watched), 4)
+        if self._event is None:
+            self._found = counted
+            return
+        self._found = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)
+        self._found.copy_(counted, non_blocking=True)
+        self._event.record(torch.cuda.current_stream(self.device))
+
+    def _judge(self, found: list[list[int]]) -> None:
+        for (state, place), (used, _, lost, fault) in zip(self._watched, found):
+            if lost or fault:
+                raise RuntimeError("the coded states of an optimizer are damaged: load them from a checkpoint")
+            if state.place is place:
+                state.is_crowded = used > _CROWDED * state.num_rows * ROW_BYTES
+
+
+def _fitting(rows: torch.Tensor, level: str) -> tuple[AnyCodebook, int]:
+    """A codebook for rows, and the bytes of the smallest slots with which little of them is in overflow."""
+    codebook = analyze(rows, scheme="planes", sample=None, level=level)
+    assert codebook is not None, "scheme 'planes' always has a codebook"
+    lengths = measure(_rows.bytes_of(rows), codebook, rows.device)
+    sizes = _layout.stored_sizes(lengths, ROW_BYTES, ROW_BYTES)
+    counts = torch.bincount(sizes.long(), minlength=ROW_BYTES + 1).cpu()
+    slots = torch.arange(0, ROW_BYTES + 1, _SECTOR)
+    parts = (torch.arange(ROW_BYTES + 1) - slots[:, None]).clamp(min=0)
+    spilled = ((parts + _SECTOR - 1) // _SECTOR * _SECTOR * counts).sum(1)
+    return codebook, int(slots[spilled <= _MOST_SPILLED * len(rows) * ROW_BYTES][0])

@@ -1,0 +1,411 @@
+"""Adam and AdamW whose states are coded in memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .._arguments import whole_number
+from .._kv.sizes import check_storage
+from .._schemes.planes.learning import check_level
+from ._chunks import NAMES, Chunk, Work, planned
+from ._states import ROW_BYTES, CodedState, Usage, Watch, free_overflow
+
+CHUNK_BYTES = 64 << 20
+
+
+class _CodedStates(torch.optim.Adam):
+    """What Adam and AdamW share. `self.state` has the steps alone; the other states are in chunks, of which each
+    parameter group has a list."""
+
+    _step_supports_amp_scaling = True  # of a GradScaler, by torch's kernel
+
+    def _set_options(self, level: str, storage: str, chunk_bytes: int) -> None:
+        check_level(level)
+        check_storage(storage)
+        self._level, self._storage = level, storage
+        self._chunk_bytes = whole_number("chunk_bytes", chunk_bytes, 2 * ROW_BYTES)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops all coded states and the memory to work in."""
+        self._chunks: list[list[Chunk]] = [[] for _ in getattr(self, "param_groups", ())]
+        self._works: dict[tuple[torch.device, torch.dtype], Work] = {}
+        self._watches: dict[torch.device, Watch] = {}
+
+    # ---- parameters ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with options of their own, as torch's.
+
+        Raises:
+            TypeError: one is no tensor of torch of 2, 4 or 8 bytes an element, or is a DTensor.
+            ValueError: one overlaps itself or has gaps, or an option is none that is offered.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_group(group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._chunks.append([])
+
+    def memory(self) -> dict[str, Usage]:
+        """What the states take by now: {"exp_avg": usage, "exp_avg_sq": usage}, see `Usage`."""
+        found = dict.fromkeys(NAMES, Usage(0, 0, 0))
+        for chunk in self._all_chunks():
+            for name, state in zip(NAMES, chunk.states):
+                found[name] = found[name].plus(state.usage())
+        return found
+
+    # ---- steps ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Changes the parameters that have gradients.
+
+        Args:
+            closure: computes the loss again, with gradients, and returns it.
+
+        Returns:
+            What closure returned, or None.
+
+        Raises:
+            RuntimeError: a gradient is sparse, a CUDA graph is being captured, or coded states are damaged.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a step with coded states cannot be captured in a CUDA graph: it learns codebooks")
+        free_overflow([state for chunk in self._all_chunks() for state in chunk.states])
+        for group, chunks in zip(self.param_groups, self._chunks):
+            self._step_group(group, chunks)
+        self._watch()
+        return loss
+
+    def _step_group(self, group: dict[str, Any], chunks: list[Chunk]) -> None:
+        grads = {param: _dense_grad(param) for param in group["params"] if param.grad is not None}
+        new = [param for param in grads if not self.state[param]]
+        for param in new:
+            self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        chunks += self._planned(new)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for param in grads:
+            by_device.setdefault(param.device, []).append(self.state[param]["step"])
+        found_inf = getattr(self, "found_inf", None)
+        for steps in by_device.values():
+            torch._foreach_add_(steps, 1)
+        for chunk in chunks:
+            self._step_chunk(group, chunk, grads)
+        if found_inf is not None:
+            for device, steps in by_device.items():
+                torch._foreach_sub_(steps, [found_inf.to(device, non_blocking=True)] * len(steps))
+
+    def _step_chunk(self, group: dict[str, Any], chunk: Chunk, grads: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Decodes a chunk's states, changes them and the parameters by torch's fused kernel, and codes them again."""
+        live = [i for i, piece in enumerate(chunk.pieces) if piece.param in grads]
+        if not live:
+            return
+        work = self._work(chunk)
+        chunk.load(work)
+        pieces, views = [chunk.pieces[i] for i in live], chunk.views(work)
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        fused(
+            [piece.of(piece.param) for piece in pieces],
+            [piece.of(grads[piece.param]) for piece in pieces],
+            [views[i][0] for i in live],
+            [views[i][1] for i in live],
+            [],
+            [self.state[piece.param]["step"] for piece in pieces],
+            lr=_near(lr, chunk.device),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=group["maximize"],
+            grad_scale=_near(getattr(self, "grad_scale", None), chunk.device),
+            found_inf=_near(getattr(self, "found_inf", None), chunk.device),
+        )
+        chunk.store(work)
+
+    def _planned(self, params: list[torch.Tensor]) -> Iterator[Chunk]:
+        return planned(params, self._chunk_bytes, self._level, self._storage == "host")
+
+    def _work(self, chunk: Chunk) -> Work:
+        """Memory for a chunk's states, which all chunks of a device and dtype share."""
+        key, num_elements = (chunk.device, chunk.dtype), chunk.num_elements
+        work = self._works.get(key)
+        if work is None or work.exp_avg.numel() < num_elements:
+            held = [of for of in self._all_chunks() if (of.device, of.dtype) == key]
+            most = max([num_elements, *(of.num_elements for of in held)])
+            both = torch.empty(2 * most, dtype=chunk.dtype, device=chunk.device)
+            work = self._works[key] = Work(both[:most], both[most:])
+        return work
+
+    def _all_chunks(self) -> Iterator[Chunk]:
+        return (chunk for chunks in self._chunks for chunk in chunks)
+
+    def _watch(self) -> None:
+        states: dict[torch.device, list[CodedState]] = {}
+        for chunk in self._all_chunks():
+            states.setdefault(chunk.device, []).extend(chunk.states)
+        for device, of_device in states.items():
+            if device not in self._watches:
+                self._watches[device] = Watch(device)
+            self._watches[device].look(of_device)
+
+    # ---- states as tensors ----
+
+    def state_dict(self, device: torch.device | str | int | None = None) -> dict[str, Any]:
+        """Options and states, as those of torch's optimizer, which loads them.
+
+        Args:
+            device: where exp_avg and exp_avg_sq are put, decoded; None: where the parameters are.
+        """
+        with self._decoded(None if device is None else torch.device(device)):
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes options and states that `state_dict()` gave, or that of torch's optimizer. States are coded one chunk
+        after the other, so that they need not fit the device raw.
+
+        Raises:
+            ValueError: groups or states do not fit; nothing has changed.
+        """
+        state, params = state_dict["state"], [param for group in self.param_groups for param in group["params"]]
+        ids = [number for group in state_dict["param_groups"] for number in group["params"]]
+        given = {param: state[number] for number, param in zip(ids, params) if number in state}
+        for param, values in given.items():
+            _check_state(param, values)
+        for group in state_dict["param_groups"]:
+            _check_options(group)
+        steps = {number: {"step": values["step"]} for number, values in state.items() if number in set(ids)}
+        super().load_state_dict({**state_dict, "state": steps})
+        for param, values in given.items():
+            self.state[param].update({name: values[name] for name in NAMES})
+        self._take_states()
+
+    def __getstate__(self) -> dict[str, Any]:
+        options = {name: getattr(self, name) for name in ("_level", "_storage", "_chunk_bytes")}
+        with self._decoded(None):
+            return {**super().__getstate__(), **options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.update(fused=True, foreach=None, capturable=False, differentiable=False)
+        self._take_states()
+
+    @torch.no_grad()
+    def _take_states(self) -> None:
+        """Codes the states that `self.state` has as tensors, in place of all that were coded before."""
+        self._forget()
+        for group, chunks in zip(self.param_groups, self._chunks):
+            given = [param for param in group["params"] if self.state.get(param)]
+            for param in given:
+                step = torch.as_tensor(self.state[param]["step"], dtype=torch.float32, device=param.device)
+                self.state[param]["step"] = step.clone()
+            with_tensors = [param for param in given if NAMES[0] in self.state[param]]
+            for chunk in self._planned(with_tensors):
+                chunks.append(chunk)
+                work = self._work(chunk)
+                for memory, name in zip(chunk.raw(work), NAMES):
+                    memory.zero_()
+                    for piece in chunk.pieces:
+                        _put(piece.within(memory), self.state[piece.param][name], piece)
+                chunk.store(work)
+            for param in with_tensors:
+                self.state[param] = {"step": self.state[param]["step"]}
+
+    @contextlib.contextmanager
+    def _decoded(self, device: torch.device | None) -> Iterator[None]:
+        """`self.state` has the decoded states as tensors until the context is left."""
+        coded = self.state
+        decoded: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        decoded.update((param, {"step": values["step"].clone()}) for param, values in coded.items() if values)
+        for param, values in decoded.items():
+            values.update({name: torch.empty_like(param, device=device, requires_grad=False) for name in NAMES})
+        for chunk in self._all_chunks():
+            work = self._work(chunk)
+            chunk.load(work)
+            for piece, states in zip(chunk.pieces, chunk.views(work)):
+                for name, values in zip(NAMES, states):
+                    piece.of(decoded[piece.param][name]).copy_(values)
+        self.state = decoded
+        try:
+            yield
+        finally:
+            self.state = coded
+
+
+class AdamW(_CodedStates, torch.optim.AdamW):
+    """AdamW (Loshchilov and Hutter, 2019) with coded states: weights have the bits that
+    `torch.optim.AdamW(fused=True)` gives them.
+
+        optimizer = ibp.optim.AdamW(model.parameters(), lr=1e-3)
+
+    exp_avg and exp_avg_sq are kept coded in slots on the parameters' device, of one size for the rows of a chunk; rows
+    that outgrow them are kept, in part, in pinned host memory, which has room for all that slots do not hold: however
+    badly states shrink, no bit is lost. A step decodes the states of a chunk to memory that all chunks share, calls
+    torch's fused kernel, and codes them again. It waits for the device only where codebooks are learned: in the first
+    step, the fourth, the sixteenth and so on, and where many rows outgrow their slots.
+
+    It takes the place of torch's: learning-rate schedulers, parameter groups, closures, `torch.amp.GradScaler`, hooks
+    and `state_dict()` are the same, and each loads the states of the other. Pickled and copied it holds decoded states.
+
+    Args:
+        params: as of torch: parameters of FP16, BF16, FP32 or FP64, which are dense in memory.
+        lr, betas, eps, weight_decay, maximize: as of torch.
+        amsgrad, capturable, differentiable: not offered.
+        foreach, fused: not used: steps are those of `fused=True`.
+        level: "default", or "fast", which saves less and codes faster: see `ibp.compress`.
+        storage: "device"; or "host": coded states are in pinned host memory, and the device has their index alone.
+        chunk_bytes: of the raw states of a chunk, at least 4,096. The device has as much memory to work in.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        level: str = "default",
+        storage: str = "device",
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._set_options(level, storage, chunk_bytes)
+        torch.optim.AdamW.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=True,
+        )
+
+
+class Adam(_CodedStates):
+    """Adam (Kingma and Ba, 2015) with coded states: weights have the bits that `torch.optim.Adam(fused=True)` gives
+    them. All as `AdamW`, but weight_decay, 0 if not given, is added to the gradient, times the weight."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        level: str = "default",
+        storage: str = "device",
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._set_options(level, storage, chunk_bytes)
+        torch.optim.Adam.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=True,
+        )
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    _check_options(group)
+    for param in group["params"]:
+        if hasattr(param, "to_local"):
+            raise TypeError("a parameter is a DTensor; wanted plain tensors: coded states do not know meshes")
+        if not param.is_floating_point() or param.dtype.itemsize not in (2, 4, 8):
+            raise TypeError(f"a parameter is {param.dtype}; wanted floating-point elements of 2, 4 or 8 bytes")
+        if param.layout is not torch.strided or not torch.ops.aten.is_non_overlapping_and_dense(param):
+            raise ValueError(
+                f"a parameter of shape {list(param.shape)} has strides {param.stride()}; wanted one that is dense"
+            )
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    """ValueError: an option is not offered."""
+    for name in ("amsgrad", "capturable", "differentiable"):
+        if group.get(name):
+            raise ValueError(f"{name} is {group[name]}; coded states are without it")
+
+
+def _check_state(param: torch.Tensor, values: dict[str, Any]) -> None:
+    """ValueError: a saved state is none of this parameter."""
+    for name in ("step", *NAMES):
+        if name not in values:
+            raise ValueError(f"a state has {sorted(values)}; wanted {['step', *NAMES]}")
+    for name in NAMES:
+        value = values[name]
+        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+            shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ValueError(f"a state's {name} is {shape}; wanted a tensor of shape {list(param.shape)}")
+
+
+def _dense_grad(param: torch.Tensor) -> torch.Tensor:
+    """A parameter's gradient, laid out as the parameter. RuntimeError: it is sparse."""
+    grad = param.grad
+    assert grad is not None
+    if grad.layout is not torch.strided:
+        raise RuntimeError("a gradient is sparse; wanted a dense one: use torch.optim.SparseAdam for sparse ones")
+    if grad.stride() == param.stride() or not param.numel():
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def _near(value: Any, device: torch.device) -> Any:
+    """A tensor on a device, if it is one on another device; a number as it is."""
+    if isinstance(value, torch.Tensor) and value.device != device and (value.is_cuda or device.type == "cuda"):
+        return value.to(device, non_blocking=True)
+    return value
+
+
+def _put(target: torch.Tensor, values: torch.Tensor, piece: Any) -> None:
+    """Copies a piece of a state that is saved with any strides."""
+    if piece.is_whole:
+        target.copy_(values)
+    else:
+        like = torch.empty_like(piece.param, device="meta").stride()
+        laid_out = (
+            values
+            if values.stride() == like
+            else torch.empty_strided(values.shape, like, dtype=values.dtype, device=values.device).copy_(values)
+        )
+        target.copy_(piece.of(laid_out))

@@ -1,0 +1,370 @@
+"""Adam and AdamW with coded states: weights have the bits that torch's fused kernel gives them."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import ibp
+from helpers import assert_same_bits
+from ibp.optim import _states
+
+SHAPES = ((300, 70), (70,), (), (0, 5), (3, 33, 5), (1, 8192))
+MODES = {"AdamW": (torch.optim.AdamW, ibp.optim.AdamW), "Adam": (torch.optim.Adam, ibp.optim.Adam)}
+
+
+def parameters(dtype=torch.float32, device="cpu", shapes=SHAPES):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes]
+
+
+def give_gradients(params, number, scale=1.0, copies=()):
+    """Gradients of step `number`, the same for all copies of the parameters; every third step one parameter has
+    none."""
+    generator = torch.Generator().manual_seed(100 + number)
+    for i, group in enumerate(zip(params, *copies)):
+        grad = torch.randn(params[i].shape, generator=generator) * scale * 1.1**number
+        for param in group:
+            is_left_out = number % 3 == 2 and i == 1
+            param.grad = None if is_left_out else grad.to(param.device, param.dtype, copy=True)
+
+
+def check_same(torchs, ours):
+    for wanted, found in zip(torchs, ours):
+        assert_same_bits(found.detach(), wanted.detach())
+
+
+def check_states(torchs, ours):
+    """The same states, as tensors."""
+    wanted, found = torchs.state_dict()["state"], ours.state_dict()["state"]
+    assert wanted.keys() == found.keys()
+    for number in wanted:
+        assert wanted[number].keys() == found[number].keys()
+        for name, value in wanted[number].items():
+            assert_same_bits(found[number][name], value)
+
+
+def train(torchs, ours, optimizers, steps, scale=1.0):
+    for number in steps:
+        give_gradients(torchs, number, scale, [ours])
+        for optimizer in optimizers:
+            optimizer.step()
+        check_same(torchs, ours)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_same_bits(mode, dtype):
+    """Of all dtypes, over chunks that cut parameters anywhere."""
+    torchs, ours = parameters(dtype), parameters(dtype)
+    of_torch, of_ours = MODES[mode]
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    optimizers = of_torch(torchs, **options, fused=True), of_ours(ours, **options, chunk_bytes=40_000)
+    train(torchs, ours, optimizers, range(22))
+    check_states(*optimizers)
+    assert len(optimizers[1]._chunks[0]) > 2
+    assert any(len(chunk.pieces) > 1 for chunk in optimizers[1]._chunks[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"maximize": True},
+        {"lr": torch.tensor(0.02)},
+        {"betas": (torch.tensor(0.8), torch.tensor(0.9))},
+        {"eps": 1e-3, "foreach": True},
+        {"level": "fast"},
+    ],
+    ids=str,
+)
+def test_options(options):
+    torchs, ours = parameters(), parameters()
+    known = {name: value for name, value in options.items() if name not in ("level", "foreach")}
+    optimizers = torch.optim.AdamW(torchs, **known, fused=True), ibp.optim.AdamW(ours, **options)
+    train(torchs, ours, optimizers, range(6))
+    check_states(*optimizers)
+
+
+def test_memory():
+    """States of normal gradients shrink; those of rows without gradients take almost nothing."""
+    (weight,) = ours = parameters(shapes=[(1 << 12, 512)])
+    optimizer = ibp.optim.AdamW(ours)
+    assert optimizer.memory() == dict.fromkeys(("exp_avg", "exp_avg_sq"), ibp.optim.Usage(0, 0, 0))
+    for number in range(3):
+        give_gradients(ours, number)
+        optimizer.step()
+    for usage in optimizer.memory().values():
+        assert usage.original_bytes == 4 * weight.numel() and 0.12 < usage.savings < 0.3
+        assert usage.host_bytes + usage.device_bytes < 1.01 * usage.original_bytes
+    optimizer = ibp.optim.AdamW(ours)
+    for _ in range(2):
+        weight.grad = torch.zeros_like(weight)
+        weight.grad[::1000] = 1.5
+        optimizer.step()
+    for usage in optimizer.memory().values():
+        assert usage.savings > 0.95
+
+
+def test_no_bit_is_lost():
+    """Gradients that change all at once, and states that do not shrink: everything fits, and is judged later."""
+    torchs, ours = (parameters(shapes=[(64, 512), (17,)]) for _ in range(2))
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
+    train(torchs, ours, optimizers, range(2))
+    (chunk,) = optimizers[1]._chunks[0]
+    old = [state.place for state in chunk.states]
+    for param, same in zip(torchs, ours):
+        bits = torch.randint(-(2**31), 2**31, param.shape, dtype=torch.int32)
+        param.grad = torch.where(bits.view(torch.float32).isfinite(), bits, 0).view(torch.float32)
+        same.grad = param.grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    check_states(*optimizers)
+    assert [state.place for state in chunk.states] == old and all(place.counts().lost == 0 for place in old)
+    train(torchs, ours, optimizers, range(3, 9))
+    check_states(*optimizers)
+    assert all(state.place is not place for state, place in zip(chunk.states, old))
+
+
+def test_states_that_do_not_shrink(monkeypatch):
+    monkeypatch.setattr(_states, "_LEAST_SAVED", 1.0)
+    torchs, ours = parameters(), parameters()
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
+    train(torchs, ours, optimizers, range(5))
+    check_states(*optimizers)
+    assert all(usage.savings == 0 for usage in optimizers[1].memory().values())
+
+
+def test_memory_that_cannot_be_pinned(monkeypatch):
+    """States stay raw, or in the memory that they have."""
+
+    def refuse(*_):
+        raise _states.PinningError("no")
+
+    torchs, ours = parameters(), parameters()
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="not compressed"):
+        patch.setattr(_states.CodedState, "_new_place", refuse)
+        train(torchs, ours, optimizers, range(2))
+    train(torchs, ours, optimizers, range(2, 5))
+    with monkeypatch.context() as patch:
+        patch.setattr(_states.CodedState, "_new_place", refuse)
+        train(torchs, ours, optimizers, range(5, 18))
+    check_states(*optimizers)
+    assert all(usage.savings > 0 for usage in optimizers[1].memory().values())
+
+
+def test_groups_schedulers_and_closures():
+    torchs, ours = parameters(), parameters()
+    optimizers = []
+    for params, make in ((torchs, torch.optim.AdamW), (ours, ibp.optim.AdamW)):
+        groups = [{"params": params[:2], "weight_decay": 0.0}, {"params": params[2:4], "lr": 0.1}]
+        optimizers.append(make(groups, lr=0.01, fused=True))
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    train(torchs[:4], ours[:4], optimizers, range(2))
+    for optimizer, params in zip(optimizers, (torchs, ours)):
+        optimizer.add_param_group({"params": params[4:], "betas": (0.5, 0.6)})
+    for number in range(2, 6):
+        train(torchs, ours, optimizers, [number])
+        for scheduler in schedulers:
+            scheduler.step()
+    check_states(*optimizers)
+
+    def closure():
+        optimizers[1].zero_grad()
+        loss = sum((param**2).sum() for param in ours)
+        loss.backward()
+        return loss
+
+    before = sum((param.detach() ** 2).sum() for param in ours)
+    assert torch.equal(optimizers[1].step(closure), before)
+    assert ours[0].grad is not None
+
+
+def test_gradients_of_a_scaler():
+    """grad_scale and found_inf, as torch.amp.GradScaler gives them: a step that is left out changes nothing."""
+    torchs, ours = parameters(), parameters()
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
+    assert optimizers[1]._step_supports_amp_scaling
+    for number, found in enumerate([0.0, 1.0, 0.0]):
+        give_gradients(torchs, number, 1.0, [ours])
+        for optimizer in optimizers:
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(found)
+            optimizer.step()
+        check_same(torchs, ours)
+        check_same([p.grad for p in torchs if p.grad is not None], [p.grad for p in ours if p.grad is not None])
+    check_states(*optimizers)
+
+
+def test_layouts():
+    """channels_last parameters, gradients with other strides, and pieces of transposed ones."""
+    shape = (8, 6, 5, 5)
+    torchs, ours = ([p.to(memory_format=torch.channels_last) for p in parameters(shapes=[shape] * 2)] for _ in "ab")
+    torchs, ours = ([torch.nn.Parameter(p.detach()) for p in params] for params in (torchs, ours))
+    for params in (torchs, ours):
+        params.append(torch.nn.Parameter(torch.arange(6000.0).view(60, 100).t()))
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=9000)
+    for number in range(4):
+        give_gradients(torchs, number, 1.0, [ours])
+        for param, same in zip(torchs, ours):
+            if param.grad is not None:
+                same.grad = param.grad.contiguous()
+                param.grad = torch.empty_like(param).copy_(param.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+        check_same(torchs, ours)
+    check_states(*optimizers)
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_state_dicts(fused):
+    """Each takes up where the other was, through a file as well, and as a copy."""
+    torchs, ours, others = parameters(), parameters(), parameters()
+    optimizers = torch.optim.AdamW(torchs, lr=0.01, fused=True), ibp.optim.AdamW(ours, lr=0.01, chunk_bytes=40_000)
+    train(torchs, ours, optimizers, range(3))
+    with torch.no_grad():
+        for param, value in zip(others, ours):
+            param.copy_(value)
+    kept, loaded = io.BytesIO(), ibp.optim.AdamW(others, lr=3.0)
+    torch.save(optimizers[0].state_dict(), kept)
+    kept.seek(0)
+    saved = torch.load(kept, weights_only=True)
+    for group in saved["param_groups"]:
+        group["fused"] = fused
+    loaded.load_state_dict(saved)
+    assert loaded.param_groups[0]["lr"] == 0.01
+    check_states(optimizers[0], loaded)
+    back = torch.optim.AdamW(torchs, fused=True)
+    back.load_state_dict(optimizers[1].state_dict())
+    train(torchs, ours, [back, optimizers[1]], range(3, 6))
+    for number in range(3, 6):
+        give_gradients(others, number)
+        loaded.step()
+    check_same(ours, others)
+    assert optimizers[1].state_dict("cpu")["state"][0]["exp_avg"].device.type == "cpu"
+
+
+def test_copies():
+    ours = parameters()
+    optimizer = ibp.optim.AdamW(ours, chunk_bytes=40_000)
+    for number in range(3):
+        give_gradients(ours, number)
+        optimizer.step()
+    pickled = pickle.loads(pickle.dumps(optimizer))
+    copied = copy.deepcopy(optimizer)
+    for other in (pickled, copied):
+        check_states(optimizer, other)
+        params = [param for group in other.param_groups for param in group["params"]]
+        assert params[0] is not ours[0]
+        for number in range(3, 5):
+            give_gradients(params, number)
+            other.step()
+    for number in range(3, 5):
+        give_gradients(ours, number)
+        optimizer.step()
+    for other in (pickled, copied):
+        check_same(ours, [param for group in other.param_groups for param in group["params"]])
+        check_states(optimizer, other)
+    assert "AdamW" in repr(optimizer) and "weight_decay: 0.01" in repr(optimizer)
+
+
+def test_refusals():
+    (weight,) = params = parameters(shapes=[(4, 4)])
+    optimizer = ibp.optim.AdamW(params)
+    weight.grad = torch.eye(4).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    weight.grad = torch.ones(4, 4)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(5)
+    lacking = {**saved, "state": {0: {"step": 1.0}}}
+    amsgrad = {**saved, "param_groups": [{**saved["param_groups"][0], "amsgrad": True}], "state": {}}
+    gaps, whole = torch.nn.Parameter(torch.zeros(8)[::2]), torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    for error, message, call in (
+        (ValueError, "amsgrad is True", lambda: ibp.optim.AdamW(params, amsgrad=True)),
+        (ValueError, "capturable is True", lambda: ibp.optim.Adam(params, capturable=True)),
+        (ValueError, "differentiable is True", lambda: ibp.optim.Adam(params, differentiable=True)),
+        (ValueError, "level is 'best'", lambda: ibp.optim.AdamW(params, level="best")),
+        (ValueError, "storage is 'disk'", lambda: ibp.optim.AdamW(params, storage="disk")),
+        (ValueError, "chunk_bytes is 5", lambda: ibp.optim.AdamW(params, chunk_bytes=5)),
+        (ValueError, "strides", lambda: optimizer.add_param_group({"params": [gaps]})),
+        (TypeError, "complex64", lambda: optimizer.add_param_group({"params": [whole]})),
+        (ValueError, "wanted a tensor of shape", lambda: optimizer.load_state_dict(saved)),
+        (ValueError, "a state has", lambda: optimizer.load_state_dict(lacking)),
+        (ValueError, "amsgrad is True", lambda: optimizer.load_state_dict(amsgrad)),
+        (ValueError, "learning rate", lambda: ibp.optim.AdamW(params, lr=-1.0)),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    assert len(optimizer.param_groups) == len(optimizer._chunks) == 1
+    assert int(optimizer.state_dict()["state"][0]["step"]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("storage", ["device", "host"])
+def test_same_bits_on_a_gpu(cuda, monkeypatch, dtype, storage):
+    """Also where no codebook is learned, without waiting for the device."""
+    monkeypatch.setattr(_states, "_CROWDED", 2.0)
+    torchs, ours = parameters(dtype, cuda), parameters(dtype, cuda)
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    optimizers = (
+        torch.optim.AdamW(torchs, **options, fused=True),
+        ibp.optim.AdamW(ours, **options, chunk_bytes=40_000, storage=storage),
+    )
+    train(torchs, ours, optimizers, range(12))
+    check_states(*optimizers)
+    give_gradients(torchs, 12, 1.0, [ours])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for optimizer in optimizers:
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check_same(torchs, ours)
+    check_states(*optimizers)
+
+
+def test_no_bit_is_lost_on_a_gpu(cuda):
+    """Random bits after states that shrink, with rows that lie in pinned memory from then on."""
+    torchs, ours = (parameters(device=cuda, shapes=[(4096, 512)]) for _ in "ab")
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
+    train(torchs, ours, optimizers, range(2))
+    before = optimizers[1].memory()["exp_avg"]
+    assert before.savings > 0.1 and before.host_bytes + before.device_bytes < 1.01 * before.original_bytes
+    bits = torch.randint(0x20000000, 0x5F000000, (4096, 512), dtype=torch.int32, device=cuda).view(torch.float32)
+    torchs[0].grad, ours[0].grad = bits.clone(), bits.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    check_same(torchs, ours)
+    check_states(*optimizers)
+    train(torchs, ours, optimizers, range(3, 9))
+    check_states(*optimizers)
+
+
+def test_scaled_gradients_on_a_gpu(cuda):
+    """torch.amp.GradScaler, with infinite gradients in one step."""
+    torchs, ours = parameters(device=cuda), parameters(device=cuda)
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
+    scalers = [torch.amp.GradScaler("cuda", init_scale=16.0) for _ in optimizers]
+    for number in range(4):
+        give_gradients(torchs, number, 16.0, [ours])
+        if number == 1:
+            torchs[0].grad[0, 0] = ours[0].grad[0, 0] = float("inf")
+        for optimizer, scaler in zip(optimizers, scalers):
+            scaler.scale(torch.ones((), device=cuda))
+            scaler.step(optimizer)
+            scaler.update()
+        check_same(torchs, ours)
+    check_states(*optimizers)
+
+
+def test_capture_is_refused(cuda):
+    ours = parameters(device=cuda)
+    optimizer = ibp.optim.AdamW(ours)
+    give_gradients(ours, 0)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    optimizer.step()
