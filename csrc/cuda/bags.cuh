@@ -36,7 +36,7 @@ struct Sample {
 static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, const Request &request,
                                                      const ibp_bags &bags, uint32_t number, uint32_t last, uint8_t *dst)
 {
-    Sample sample{{nullptr, nullptr, what_of(0, 0, kNothing)}, 1.0f};
+    Sample sample{{nullptr, nullptr, what_of(0, 0, kNothing), kNoRest}, 1.0f};
     if (number >= last) return sample;
     const bool is_padding = bags.padding_id >= 0 && load_ticket(request, number).id == bags.padding_id;
     if (!is_padding) sample.entry = look_up(table, request, number);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
     uint32_t first = share.first, i = 0;
     uint4 vectors[F::kVectors];
     Sample sample = look_up_sample(table, request, bags, first + ahead, share.last, looked_up);
-    F::prefetch(sample.entry, 0, vectors);
+    fetch.prefetch(sample.entry, 0, vectors);
 #pragma unroll 1
     while (first < share.last) {
         const Row row = F::row_of(sample.entry, i + F::in_warp());
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
             sample = look_up_sample(table, request, bags, first + kRows + ahead, share.last, looked_up);
             i = 0;
         }
-        F::prefetch(sample.entry, i, vectors);
+        fetch.prefetch(sample.entry, i, vectors);
         fetch.finish(decoder, number, row, fault);
         named_barrier(team + 1u, kTeamThreads); // the rows are there
         Sums::add(bags, num_ids, rows, out, fault, memory, first, ibp_min_u32(kRows, share.last - first));

@@ -2,8 +2,9 @@
 // bytes are.
 //
 // A group of threads takes a row a job. The lanes of its warp look up the warp's next rows together, one each; then
-// the groups go through them, each decoding a row while the bytes of its next one are on their way to registers.
-// Irregular rows are fetched when their turn comes, by functions of their own.
+// the groups go through them, each decoding a row while the bytes of its next one are on their way to registers: those
+// of its slot, and those that lie in overflow, which may be memory that is far away. Irregular rows are fetched when
+// their turn comes, by functions of their own.
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
@@ -148,13 +149,14 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
 
 // ---- regular rows ----
 
-// A row as a lane has looked it up. what: how many vectors of 16 bytes at `from` hold it, how many bytes before it the
-// first one has and how many behind it the last one, and its kind. No vectors where the row is irregular, or there is
-// none.
+// A row as a lane has looked it up. what: how many vectors of 16 bytes hold it, how many bytes before it the first one
+// has and how many behind it the last one, and its kind. No vectors where the row is irregular, or there is none. They
+// are at `from`; of a row that leaves its slot those behind the slot are at `rest`, counted in overflow, or kNoRest.
+constexpr uint32_t kNoRest = ~0u;
 struct Entry {
     const uint8_t *from;
     uint8_t *dst;
-    uint32_t what;
+    uint32_t what, rest;
 };
 struct Row {
     uint8_t *dst;
@@ -176,10 +178,22 @@ __device__ __forceinline__ uint32_t what_of(uint32_t num_bytes, uint32_t shift, 
 __device__ __forceinline__ uint32_t vectors_in(uint32_t what) { return what & 0xffffu; }
 __device__ __forceinline__ bool is_raw(uint32_t what) { return what >> 24 == kRaw; }
 
+// Which vector of overflow the part of a row begins with that does not fit its slot; kNoRest where there is none, or it
+// does not lie in whole vectors.
+static __device__ __noinline__ uint32_t find_rest(const ibp_table &table, int64_t row, uint32_t length)
+{
+    ibp_row_place place{};
+    if (!find_row(table, row, length, &place) || place.in_overflow == 0u) return kNoRest;
+    const uint64_t start = place.overflow_start, address = reinterpret_cast<uintptr_t>(table.overflow) + start;
+    const bool is_whole = (address | start) % 16u == 0u &&
+                          ibp_part_in_bounds(start, (place.in_overflow + 15u) / 16u * 16u, table.overflow_bytes);
+    return is_whole && start / 16u < kNoRest ? static_cast<uint32_t>(start / 16u) : kNoRest;
+}
+
 __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &request, uint32_t number)
 {
-    if (number >= request.num_jobs) return {nullptr, nullptr, what_of(0, 0, kNothing)};
-    Entry entry{nullptr, nullptr, what_of(0, 0, kIrregular)};
+    if (number >= request.num_jobs) return {nullptr, nullptr, what_of(0, 0, kNothing), kNoRest};
+    Entry entry{nullptr, nullptr, what_of(0, 0, kIrregular), kNoRest};
     const Ticket ticket = load_ticket(request, number);
     if (static_cast<uint64_t>(ticket.id - request.first_regular) >= request.num_regular ||
         ticket.position >= request.out_items)
@@ -204,10 +218,14 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     const uint32_t stored = length ? length : row_bytes;
     if (length == IBP_DEFAULT_LENGTH(row_bytes)) return entry;
     const uint32_t shift = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(rows) + start) % 16u,
-                   num_vectors = (shift + stored + 15u) / 16u;
+                   in_slot = ibp_min_u32(stored, most_stored), num_vectors = (shift + in_slot + 15u) / 16u;
     const int64_t before = static_cast<int64_t>(start) - shift;
-    if (stored > most_stored || before < 0 || before > rows_bytes - 16 * static_cast<int64_t>(num_vectors))
-        return entry;
+    if (before < 0 || before > rows_bytes - 16 * static_cast<int64_t>(num_vectors)) return entry;
+    if (stored > in_slot) { // the slot is full: whole vectors
+        const uint32_t rest = in_slot == table.slot_bytes && shift == 0u ? find_rest(table, row, length) : kNoRest;
+        if (rest == kNoRest) return entry;
+        entry.rest = rest;
+    }
     const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
     entry.from = rows + before;
     const int64_t item_bytes = static_cast<int64_t>(rows_per_item) * row_bytes;
@@ -251,24 +269,34 @@ template <class Decoder> struct Fetch {
     {
         return G::kPerWarp == 1 ? k * G::kThreads + G::rank() : (k * kWarp + lane_id()) % kRowVectors;
     }
-    static __device__ __forceinline__ const uint4 *from_of(const Entry &entry, uint32_t i)
+    // The vectors of a row, in its slot and behind it.
+    struct Pieces {
+        const uint4 *from, *rest;
+        uint32_t in_slot;
+
+        __device__ __forceinline__ uint4 vector(uint32_t k) const { return (k < in_slot ? from : rest)[k]; }
+    };
+    __device__ __forceinline__ Pieces pieces_of(const Entry &entry, uint32_t i) const
     {
-        return reinterpret_cast<const uint4 *>(
+        const auto *const from = reinterpret_cast<const uint4 *>(
             __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.from)), i));
+        const uint32_t in_slot = table.slot_bytes / 16u, rest = __shfl_sync(kAllLanes, entry.rest, i);
+        const auto *const overflow = reinterpret_cast<const uint4 *>(table.overflow);
+        return {from, rest == kNoRest ? from : overflow + (static_cast<int64_t>(rest) - in_slot), in_slot};
     }
 
     // Issues the loads of the rows that the lanes from i on have looked up. By all lanes of a warp together.
-    static __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors])
+    __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
     {
         uint32_t num_vectors = 0;
-        const uint4 *from = nullptr;
+        Pieces pieces{};
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
             if (G::kPerWarp > 1 || k == 0) {
                 num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i + row_in_warp(k)));
-                from = from_of(entry, i + row_in_warp(k));
+                pieces = pieces_of(entry, i + row_in_warp(k));
             }
-            if (vector_of(k) < num_vectors) vectors[k] = from[vector_of(k)];
+            if (vector_of(k) < num_vectors) vectors[k] = pieces.vector(vector_of(k));
         }
     }
 
@@ -300,10 +328,10 @@ template <class Decoder> struct Fetch {
         }
         const uint32_t num_vectors = vectors_in(row.what);
         if (!G::any(num_vectors > kRowVectors)) return;
-        const uint4 *const from = from_of(entry, i + in_warp());
+        const Pieces pieces = pieces_of(entry, i + in_warp());
         uint4 *const to = reinterpret_cast<uint4 *>(is_raw(row.what) ? row.dst : stage.bytes());
 #pragma unroll 8
-        for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads) to[k] = from[k];
+        for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads) to[k] = pieces.vector(k);
     }
     // Which of the warp's rows is the group's.
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }

@@ -20,13 +20,18 @@ __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t
     return rooms;
 }
 
-// Returns false if the row is corrupt. 0 <= row < rows of the table.
-__device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, ibp_row_place *place)
+// Returns false if the row is corrupt. 0 <= row < rows of the table; length: the row's entry of lengths.
+__device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, uint32_t length, ibp_row_place *place)
 {
-    *place = ibp_split_row(&table, row, table.lengths ? __ldg(table.lengths + row) : 0u);
+    *place = ibp_split_row(&table, row, length);
     const bool needs_base = ibp_needs_base(&table, place);
     const uint64_t base = needs_base ? __ldg(table.bases + ibp_base_of_row(&table, row)) : 0u;
     return ibp_place_in_bounds(&table, base, needs_base ? rooms_before(table, row) : 0u, place);
+}
+
+__device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, ibp_row_place *place)
+{
+    return find_row(table, row, table.lengths ? __ldg(table.lengths + row) : 0u, place);
 }
 
 // Writes the bytes [low, high) of a default row to dst.

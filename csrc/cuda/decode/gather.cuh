@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     if (first >= num_jobs) return;
     uint4 vectors[F::kVectors];
     Entry entry = look_up(table, request, first + ahead);
-    F::prefetch(entry, 0, vectors);
+    fetch.prefetch(entry, 0, vectors);
 #pragma unroll 1
     while (first < num_jobs) {
         const Row row = F::row_of(entry, i + F::in_warp());
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
         fetch.receive(row, entry, i, vectors);
         first += round, i += G::kPerWarp;
         if (i == kWarp) entry = look_up(table, request, first + ahead), i = 0;
-        F::prefetch(entry, i, vectors);
+        fetch.prefetch(entry, i, vectors);
         fetch.finish(decoder, number, row, fault);
     }
 }
