@@ -48,8 +48,8 @@ class Place:
         memory: uint8 [at least Place.memory_bytes(...)] on the device, contiguous, which the place lies in, from its
             first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
             `Place.over`. None: the place allocates.
-        spill: where overflow is: "device", with the slots; or "host", in pinned host memory, so that the place never
-            takes more of the GPU's memory than its slots (see `ibp.place`). On a CPU all is in host memory.
+        spill: "host": overflow is in pinned host memory, so that the place takes no more of the GPU's memory than its
+            slots (see `ibp.place`); on a CPU all is in host memory. None: it is where the slots are.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
@@ -68,7 +68,7 @@ class Place:
         device: torch.device | str | int | None = None,
         pinned: bool = False,
         memory: torch.Tensor | None = None,
-        spill: str = "device",
+        spill: str | None = None,
     ) -> None:
         self._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, device, pinned, memory, spill)
         self.clear()
@@ -95,7 +95,7 @@ class Place:
             TypeError, ValueError: an argument is not as described there.
         """
         place = cls.__new__(cls)
-        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, False, memory, "device")
+        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, False, memory, None)
         return place
 
     @staticmethod
@@ -120,7 +120,7 @@ class Place:
         device: torch.device | str | int | None,
         pinned: bool,
         memory: torch.Tensor | None,
-        spill: str,
+        spill: str | None,
     ) -> None:
         """Checks what is given, and makes the tensors."""
         check_codebook(codebook)
@@ -279,7 +279,7 @@ def _check_memory(
     return memory.device
 
 
-def _allocated(sizes: Sequence[int], device: torch.device, pinned: bool, spill: str) -> list[torch.Tensor]:
+def _allocated(sizes: Sequence[int], device: torch.device, pinned: bool, spill: str | None) -> list[torch.Tensor]:
     """Tensors of so many bytes; slots and overflow pinned where that is set, and overflow where it is in host
     memory."""
     spills = pinned or (spill == "host" and device.type == "cuda")
@@ -379,9 +379,9 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
     return x.permute(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
 
 
-def check_spill(spill: str, memory: torch.Tensor | None = None) -> None:
-    if spill not in ("device", "host"):
-        raise ValueError(f"spill is {spill!r}; wanted 'device' or 'host'")
+def check_spill(spill: str | None, memory: torch.Tensor | None = None) -> None:
+    if spill not in (None, "host"):
+        raise ValueError(f"spill is {spill!r}; wanted 'host', or None")
     if spill == "host" and memory is not None:
         raise ValueError("spill is 'host', but memory is given, which overflow lies in too")
 

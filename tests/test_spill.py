@@ -223,8 +223,33 @@ def test_a_place_that_spills():
     assert short.counts().lost > 0
     with pytest.raises(ValueError, match="lost"):
         short.decode()
-    with pytest.raises(ValueError, match="spill is 'disk'"):
+    with pytest.raises(ValueError, match="spill is 'disk'; wanted 'host'"):
         ibp.Place(codebook, 1, slot_bytes=32, overflow_bytes=64, device="cpu", spill="disk")
+
+
+def test_pages_that_outgrow_their_slots():
+    """A pool of small slots: no page is lost where overflow spills, and the pool counts slots alone."""
+    pages = mixed(640).view(64, 10 * COLUMNS)
+    codebook = ibp.analyze(mixed(), scheme="planes")
+    options = {"page_bytes": 10 * 192, "num_pages": 64, "pool_bytes": 640 * 100, "device": "cpu", "storage": "device"}
+    store = ibp.KVStore(codebook, **options, spill="host")
+    assert store.store(range(64), pages).lost() == []
+    assert store.place.slot_bytes == 96 and store.pool_bytes == 640 * 96 and store.gain == 2
+    assert "spills to host memory" in repr(store) and store.stats().spilled_rows > 0
+    out = torch.empty_like(pages)
+    store.load(range(64), out).synchronize()
+    assert_same_bits(out, pages)
+    store.store([5], pages[:1])
+    store.load([4, 5, 6], out, [0, 1, 2]).synchronize()
+    assert_same_bits(out[:3], pages[[4, 0, 6]])
+    store.compact()
+    store.load(range(5), out[:5]).synchronize()
+    assert_same_bits(out[:5], pages[:5])
+    assert ibp.KVStore(codebook, **options).store(range(64), pages).lost() != []
+    more = ibp.KVStore(codebook, **(options | {"num_pages": None}), slot_bytes=32, spill="host")
+    assert len(more) == 640 * 100 // 320
+    with pytest.raises(ValueError, match="spill is 'disk'"):
+        ibp.KVStore(codebook, **options, spill="disk")
 
 
 # ---- profile ----

@@ -162,3 +162,23 @@ def test_two_gpus(x, gpus):  # noqa: F811
         assert_reads(other, x.to(gpus[1]))
         other.update_([0], x[1:2])
     assert_reads(table, x)
+
+
+def test_pages_that_outgrow_their_slots(x):
+    """More pages than a pool holds that has to keep them all: none is lost, and each comes back."""
+    pages = x.view(200, 10 * 96)
+    codebook = ibp.analyze(x, scheme="planes")
+    store = ibp.KVStore(
+        codebook, page_bytes=10 * 192, num_pages=200, pool_bytes=2000 * 100, storage="device", spill="host"
+    )
+    assert store.place.slots.is_cuda and store.place.overflow.is_pinned() and store.pool_bytes == 2000 * 96
+    order = torch.randperm(200)
+    for numbers in (order.tolist(), order.to(x.device)):
+        assert store.store(numbers, pages).lost() == []
+        out = torch.empty_like(pages)
+        store.load(numbers, out).synchronize()
+        assert_same_bits(out, pages)
+    store.compact()
+    store.load(order[:50].tolist(), out[:50]).synchronize()
+    assert_same_bits(out[:50], pages[:50])
+    store.check()

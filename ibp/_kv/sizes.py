@@ -93,17 +93,23 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
     return _rounded(slot_bytes, spilled, row_bytes)
 
 
-def within(pool_bytes: int, num_rows: int, row_bytes: int) -> Sizes:
-    """The largest slots with which so many rows fit a pool, 2 % of it left for overflow."""
+def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:
+    """The largest slots with which so many rows fit a pool, 2 % of it left for overflow unless that is elsewhere."""
     per_row = pool_bytes / max(1, num_rows)
     if per_row >= row_bytes:
         return Sizes(row_bytes, 0.0)
-    slot_bytes = int(per_row / (1 + _LEAST_OVERFLOW)) // _SECTOR * _SECTOR
+    slot_bytes = int(per_row / (1 if spills else 1 + _LEAST_OVERFLOW)) // _SECTOR * _SECTOR
     if slot_bytes < _SECTOR:
         raise ValueError(
             f"pool_bytes is {pool_bytes}: {per_row:.0f} bytes for each of {num_rows} rows; wanted 33 or more"
         )
     return Sizes(slot_bytes, per_row - slot_bytes)
+
+
+def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> Sizes:
+    """The same slots, or those given, and overflow for rows that are all raw."""
+    slot_bytes = found.slot_bytes if slot_bytes is None else slot_bytes
+    return Sizes(slot_bytes, _up(row_bytes - slot_bytes) if slot_bytes < row_bytes else 0)
 
 
 def checked(slot_bytes: int | None, overflow_bytes: int | None, num_rows: int, found: Sizes) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import torch
 from .. import _core, _memory
 from .._arguments import whole_number
 from .._fetch.paths import is_capturing
-from .._place import Buffers, Place
+from .._place import Buffers, Place, check_spill
 from .._schemes import AnyCodebook
 from .._table import CorruptTableError
 from . import sizes
@@ -33,7 +33,7 @@ class KVStoreStats(NamedTuple):
     """What a `KVStore` holds.
 
     stored_pages: pages that can be loaded.
-    pool_bytes: of slots and overflow.
+    pool_bytes: of slots and overflow; of slots alone where overflow spills to host memory.
     used_overflow_bytes: of overflow that have been handed out; `compact` takes back what no row needs any more.
     overflow_bytes: of all overflow.
     spilled_rows, lost_rows: over all calls of `store`: rows with a part in overflow; rows that found no room there.
@@ -132,8 +132,8 @@ class KVStore:
         codebook: how rows are coded; or a sample of blocks, from which a codebook and the sizes are learned.
         page_bytes: of a block of one tensor.
         num_pages: how many pages there are; None: as many as fit pool_bytes.
-        pool_bytes: of slots and overflow together; None: what num_pages need. With num_pages: the largest slots that
-            fit.
+        pool_bytes: of slots and overflow together, of slots alone where overflow spills to host memory; None: what
+            num_pages need. With num_pages: the largest slots that fit.
         num_tensors: how many tensors a page has a block of.
         row_bytes: of a row, which lies in one piece of a block; None: 1 to 2 KiB where page_bytes allow. Not with a
             codebook, which says it.
@@ -142,6 +142,9 @@ class KVStore:
         level: of the codebook that is learned, see `ibp.compress`.
         device: the GPU that codes and decodes, or "cpu".
         storage: "host", pinned memory; or "device".
+        spill: "host": of pages on the device what does not fit slots is in pinned host memory, which has room for all
+            rows as they are unless overflow_bytes says otherwise: slots may be smaller than most rows need, and no page
+            is lost. None: overflow is where the slots are.
 
     Attributes:
         place: what the rows are in (`ibp.Place`).
@@ -166,11 +169,14 @@ class KVStore:
         level: str = "default",
         device: torch.device | str | int = "cuda",
         storage: str = "host",
+        spill: str | None = None,
     ) -> None:
         self.page_bytes = whole_number("page_bytes", page_bytes, 1)
         self.num_tensors = whole_number("num_tensors", num_tensors, 1)
         self.device = _memory.canonical(device)
         sizes.check_storage(storage)
+        check_spill(spill)
+        spills = spill == "host" and storage == "device"
         row_bytes = _row_bytes_of(codebook, row_bytes, self.page_bytes)
         sample = codebook if isinstance(codebook, torch.Tensor) else None
         self.codebook = sizes.learned(codebook, row_bytes, level)
@@ -180,12 +186,14 @@ class KVStore:
         if num_pages is None:
             if pool_bytes is None or found is None:
                 raise ValueError("neither num_pages nor pool_bytes is given; wanted one of them, or both")
-            per_row = (slot_bytes or found.slot_bytes) + found.overflow_per_row
+            per_row = (slot_bytes or found.slot_bytes) + (0 if spills else found.overflow_per_row)
             num_pages = int(whole_number("pool_bytes", pool_bytes, 0) / (per_row * rows_per_page))
         self.num_pages = whole_number("num_pages", num_pages, 0)
         num_rows = self.num_pages * rows_per_page
         if found is None:
-            found = sizes.within(whole_number("pool_bytes", pool_bytes or 0, 0), num_rows, row_bytes)
+            found = sizes.within(whole_number("pool_bytes", pool_bytes or 0, 0), num_rows, row_bytes, spills)
+        if spills:
+            found = sizes.with_room_for_all(found, slot_bytes, row_bytes)
         slot_bytes, overflow_bytes = sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
         self.place = Place(
             self.codebook,
@@ -194,6 +202,7 @@ class KVStore:
             overflow_bytes=overflow_bytes,
             device=self.device,
             pinned=storage == "host" and self.device.type == "cuda",
+            spill=spill if spills else None,
         )
         self._make_state()
 
@@ -216,8 +225,8 @@ class KVStore:
 
     @property
     def pool_bytes(self) -> int:
-        """Of slots and overflow."""
-        return self.place.slots.numel() + self.place.overflow.numel()
+        """Of slots and overflow; of slots alone where overflow spills to host memory."""
+        return self.place.slots.numel() + (0 if self.place.spill == "host" else self.place.overflow.numel())
 
     @property
     def index_bytes(self) -> int:
@@ -237,7 +246,8 @@ class KVStore:
         return (
             f"ibp.KVStore({self.num_pages} pages of {self.num_tensors} x {self.page_bytes} bytes, rows of "
             f"{self.place.row_bytes} in slots of {self.place.slot_bytes}, pool of {self.pool_bytes} bytes, "
-            f"{self.device}, {'host' if self.place.pinned else 'device'} memory)"
+            f"{self.device}, {'host' if self.place.pinned else 'device'} memory"
+            f"{', spills to host memory' if self.place.spill == 'host' else ''})"
         )
 
     def stats(self) -> KVStoreStats:
