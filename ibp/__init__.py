@@ -22,6 +22,8 @@ from ._checkpoints.decompressing import decompress_checkpoint
 from ._checkpoints.estimating import CheckpointEstimate, TensorEstimate, estimate_checkpoint
 from ._checkpoints.report import CheckpointReport, TensorReport
 from ._checkpoints.source import SourceFormatError
+from ._codecs.choice import choose
+from ._codecs.chosen import Choice, CodingCost
 from ._codecs.whole import WholeTensor
 from ._compressed_tensor import CompressedTensor
 from ._compression import compress, compress_
@@ -63,8 +65,10 @@ __all__ = [
     "CheckpointReport",
     "ChecksumError",
     "ClusteredCodebook",
+    "Choice",
     "Codebook",
     "CoderRates",
+    "CodingCost",
     "CompressedTensor",
     "CorruptTableError",
     "Delta",
@@ -96,6 +100,7 @@ __all__ = [
     "WholeTensor",
     "analyze",
     "calibrate",
+    "choose",
     "compress",
     "compress_",
     "compress_checkpoint",

@@ -10,6 +10,7 @@ import torch
 from . import _core, _layout, _memory, _numa, _ops, _rows, _staging
 from ._arguments import whole_number
 from ._choice import learn
+from ._codecs.chosen import Choice, arguments_of
 from ._codecs.whole import compress_whole, is_general
 from ._compressed_tensor import CompressedTensor
 from ._estimation import check_codebook, check_learning
@@ -22,7 +23,7 @@ MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sampl
 def compress(
     x: torch.Tensor,
     *,
-    scheme: str = "auto",
+    scheme: str | Choice = "auto",
     chunk_bytes: int | None = None,
     tau: float | None = None,
     codebook: AnyCodebook | None = None,
@@ -53,7 +54,8 @@ def compress(
             the same kernels). Or a general codec, for tensors that are only wanted whole, by its optional package:
             "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans",
             "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and
-            "nvcomp:zstd". The result is then an `ibp.WholeTensor`; the arguments for rows are refused.
+            "nvcomp:zstd". The result is then an `ibp.WholeTensor`; the arguments for rows are refused. Or an
+            `ibp.Choice` (see `ibp.choose`), which says how x is coded: packed, unless it is for rows.
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given. Of general codecs
             chunk_bytes are coded by themselves: 64 KiB with nvCOMP, else 2 MiB.
         codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
@@ -90,9 +92,14 @@ def compress(
         RuntimeError: pin_memory=True, and memory cannot be pinned; or the codec needs a GPU, and there is none.
     """
     _rows.check_tensor(x)
+    of_rows = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters, "slot_bytes": slot_bytes}
+    of_rows |= {"row_bytes": row_bytes, "level": None if level == "default" else level}
+    if isinstance(scheme, Choice):
+        _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, **of_rows)
+        chosen = arguments_of(scheme.scheme, scheme.codebook, scheme.rows)
+        return compress(x, **chosen, device=device, pin_memory=pin_memory, numa=numa, progress=progress)
     if is_general(scheme):
-        of_rows = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters, "slot_bytes": slot_bytes}
-        _refuse_of_rows(scheme, **of_rows, row_bytes=row_bytes, level=None if level == "default" else level)
+        _refuse(f"{scheme!r} codes whole tensors", **of_rows)
         pin, node = _wants_pinning(x, pin_memory), _numa.node_of(numa)
         whole = compress_whole(x, scheme, chunk_bytes=chunk_bytes, device=device, pin=pin, node=node, progress=progress)
         return cast(CompressedTensor, whole)  # a type of its own for the schemes of rows is of more use
@@ -320,11 +327,11 @@ def _wants_pinning(x: torch.Tensor, pin_memory: bool | None) -> bool | None:
     return bool(pin_memory) and not x.is_cuda
 
 
-def _refuse_of_rows(scheme: str, **options: object) -> None:
-    """Raises ValueError for options that a general codec has no use for."""
+def _refuse(why: str, **options: object) -> None:
+    """Raises ValueError for options of rows that are given, and have no meaning."""
     given = [name for name, value in options.items() if value is not None]
     if given:
-        raise ValueError(f"{given[0]} is for schemes that code rows; {scheme!r} codes whole tensors")
+        raise ValueError(f"{given[0]} is given, but {why}")
 
 
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:

@@ -1,0 +1,234 @@
+"""`ibp.choose`: every candidate codes and decodes a sample of the tensor, by the clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from .. import _calibration, _memory, _staging
+from .._arguments import number
+from .._compressed_tensor import CompressedTensor
+from .._compression import compress
+from .._estimation import analyze
+from .._fetch.streaming import decompress
+from .._rows import check_tensor
+from .._schemes import SCHEMES, AnyCodebook
+from .chosen import Choice, CodingCost, arguments_of, ranked
+from .whole import CODECS, WholeTensor, codec_of, is_general
+
+_GPU_SAMPLE_BYTES = 128 << 20  # more than a GPU's cache holds
+_CPU_SAMPLE_BYTES, _CPU_THREAD_BYTES = 8 << 20, 4 << 20  # at least; for each thread, which codes blocks of 2 MiB
+_PIECE_BYTES = 4 << 20  # of the tensor in one piece: general codecs look back so far
+_SHORT_SHARE = 4  # of the sample: the part that says what a call costs besides its bytes
+_BUDGET_S, _MOST_REPEATS = 4e-3, 9  # of a measurement
+_ROWS = (("planes", "default"), ("planes", "fast"), ("ibp", "default"))  # schemes with codebooks, and levels
+
+
+def choose(
+    x: torch.Tensor,
+    link_gbps: float | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    encode: bool = True,
+    rows: bool = False,
+    schemes: Iterable[str] | None = None,
+) -> Choice:
+    """The coding by which a tensor gets over a link the soonest: coded, moved and decoded, one after the other.
+
+    Every candidate codes and decodes a sample of the tensor on the device, which is the whole of a small one, and is
+    timed; general codecs are candidates where their packages are installed. That takes from a tenth of a second to some
+    seconds. Nothing else should run on the device meanwhile.
+
+    Args:
+        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes.
+        link_gbps: of the link, 10^9 bytes a second; None: that of the host to the GPU, by the calibration in force (see
+            `ibp.calibrate`).
+        device: where tensors like x are coded and decoded; None: where x is.
+        encode: whether coding counts; False: for tensors that are coded once and fetched often.
+        rows: whether rows have to decode alone: general codecs are left out, tables have slots, and what is moved is
+            what fetching every row once reads.
+        schemes: the candidates beside "raw": of "planes", "ibp" and the general codecs, such as "zstd:9"; None: all
+            that can be here, general codecs by their default levels.
+
+    Returns:
+        `ibp.Choice`: the scheme, level and codebook, with times and bytes of every candidate. `choice.compress(x)`, or
+        `ibp.compress(x, scheme=choice)`, codes by it.
+
+    Raises:
+        TypeError: x is not a dense tensor of a supported dtype, or link_gbps is no number.
+        ValueError: link_gbps is not positive, or a scheme is none, is on another device, or has no rows.
+        ImportError: a scheme is named whose package is not installed.
+    """
+    check_tensor(x)
+    where = _memory.canonical(x.device if device is None else device)
+    if link_gbps is None:
+        link_gbps = _calibration.in_force(where).copy_in_gbps
+    link_gbps = number("link_gbps", link_gbps)
+    if not 0 < link_gbps < float("inf"):
+        raise ValueError(f"link_gbps is {link_gbps}; wanted a positive number")
+    candidates = _candidates(schemes, where, rows)
+    num_bytes = x.numel() * x.dtype.itemsize
+    found = [CodingCost("raw", "default", None, num_bytes, 0.0, 0.0, 0.0, 0.0)]
+    if num_bytes:
+        sample = _Sample.of(x, where)
+        measured = (_measured(scheme, level, sample, rows) for scheme, level in candidates)
+        for cost in measured:
+            if cost is not None and all(cost.codebook is None or cost.codebook != known.codebook for known in found):
+                found.append(cost)
+    return Choice(num_bytes, link_gbps, encode, rows, ranked(found, link_gbps, encode))
+
+
+def _candidates(schemes: Iterable[str] | None, device: torch.device, rows: bool) -> list[tuple[str, str]]:
+    """(scheme, level) of what is measured. Those that are named must be there."""
+    if schemes is None:
+        general = [] if rows else [name for name, codec in CODECS.items() if codec.device_type == device.type]
+        return [*_ROWS, *((name, "default") for name in general if _is_there(name))]
+    found: list[tuple[str, str]] = []
+    for scheme in schemes:
+        if is_general(scheme):
+            codec = codec_of(scheme)[0]
+            if rows or codec.device_type != device.type:
+                why = "has no rows that decode alone" if rows else f"codes on a {codec.device_type.upper()} device"
+                raise ValueError(f"schemes has {scheme!r}, which {why}")
+            codec.require()
+            found.append((scheme, "default"))
+        elif scheme not in SCHEMES:
+            raise ValueError(f"schemes has {scheme!r}; wanted some of {[*SCHEMES, *CODECS]}")
+        found += [one for one in _ROWS if one[0] == scheme]
+    return found
+
+
+def _is_there(name: str) -> bool:
+    """Whether the package of a codec is installed."""
+    try:
+        CODECS[name].require()
+    except ImportError:
+        return False
+    return True
+
+
+# ---- the sample ----------------------------------------------------------------------------------------------------
+
+
+class _Sample(NamedTuple):
+    """A sample of a tensor, on the device that codes: pieces spread over it, one behind the other.
+
+    Attributes:
+        sizes: tensors [n, ...]: the sample, and, where that is not all of the tensor, its first part.
+        num_bytes: of the tensor.
+    """
+
+    sizes: tuple[torch.Tensor, ...]
+    num_bytes: int
+
+    @property
+    def whole(self) -> torch.Tensor:
+        return self.sizes[0]
+
+    @classmethod
+    def of(cls, x: torch.Tensor, device: torch.device) -> _Sample:
+        num_bytes = x.numel() * x.dtype.itemsize
+        limit = _GPU_SAMPLE_BYTES
+        if device.type == "cpu":
+            limit = max(_CPU_SAMPLE_BYTES, _CPU_THREAD_BYTES * torch.get_num_threads())
+        x = x.detach()
+        if num_bytes > limit and (x.dim() == 0 or len(x) * limit < 2 * num_bytes):  # few and long items
+            x = x.reshape(-1)
+        parts = _pieces(x, limit) if num_bytes > limit else [x]
+        whole = torch.cat([_near(part, device) for part in parts]) if len(parts) > 1 else _near(parts[0], device)
+        if whole.nbytes == num_bytes:
+            return cls((whole,), num_bytes)
+        return cls((whole, whole[: max(1, len(whole) // _SHORT_SHARE)]), num_bytes)
+
+
+def _pieces(x: torch.Tensor, limit: int) -> list[torch.Tensor]:
+    """Pieces of a tensor, spread evenly over its items, of so many bytes in all."""
+    item_bytes = x.nbytes // len(x)
+    count = max(1, limit // max(_PIECE_BYTES, item_bytes))
+    length = max(1, limit // count // item_bytes)
+    starts = [number * (len(x) - length) // max(1, count - 1) for number in range(count)]
+    return [x[start : start + length] for start in starts]
+
+
+def _near(part: torch.Tensor, device: torch.device) -> torch.Tensor:
+    part = part.contiguous()
+    return part if part.device == device else _staging.to_device(part, device)
+
+
+# ---- measuring -----------------------------------------------------------------------------------------------------
+
+
+def _measured(scheme: str, level: str, sample: _Sample, rows: bool) -> CodingCost | None:
+    """What a candidate takes for the whole tensor; None where it saves nothing."""
+    codebook = None
+    if not is_general(scheme):
+        codebook = analyze(sample.whole, scheme=scheme, level=level, sample=None, device=sample.whole.device)
+        if codebook is None:
+            return None
+    sized = [_Timed.of(x, scheme, codebook, rows) for x in sample.sizes]
+    stored_bytes = round(sized[0].stored_bytes * (sample.num_bytes / sample.whole.nbytes))
+    if stored_bytes >= sample.num_bytes:
+        return None
+    encode_s, decode_s = (
+        _extrapolated([getattr(one, name) for one in sized], sample) for name in ("encode_s", "decode_s")
+    )
+    return CodingCost(scheme, level, codebook, stored_bytes, encode_s, 0.0, decode_s, 0.0)
+
+
+def _extrapolated(seconds: list[float], sample: _Sample) -> float:
+    """Seconds for the whole tensor: what a call takes, and what each byte does, by two sizes."""
+    if len(seconds) == 1:
+        return seconds[0] * (sample.num_bytes / sample.whole.nbytes)
+    size = sample.whole.nbytes
+    a_byte = (seconds[0] - seconds[1]) / (size - sample.sizes[1].nbytes)
+    if a_byte <= 0:  # so little that the clock does not tell
+        a_byte = seconds[0] / size
+    return seconds[0] + a_byte * (sample.num_bytes - size)
+
+
+class _Timed(NamedTuple):
+    """What coding a tensor took."""
+
+    stored_bytes: int
+    encode_s: float
+    decode_s: float
+
+    @classmethod
+    def of(cls, x: torch.Tensor, scheme: str, codebook: AnyCodebook | None, rows: bool) -> _Timed:
+        arguments = arguments_of(scheme, codebook, rows)
+
+        def code() -> CompressedTensor | WholeTensor:
+            return compress(x, **arguments, device=x.device, pin_memory=False)
+
+        table, out = code(), torch.empty_like(x)
+        encode_s = _seconds(code, x.device)
+        decode_s = _seconds(lambda: decompress(table, out=out), x.device)
+        return cls(moved_bytes(table, rows), encode_s, decode_s)
+
+
+def moved_bytes(table: CompressedTensor | WholeTensor, rows: bool) -> int:
+    """Bytes of a coded tensor that go over a link, with what decoding needs besides. rows: every row is fetched."""
+    if isinstance(table, WholeTensor):
+        return table.nbytes
+    return (table.link_bytes if rows else table.stored_bytes) + table.index_bytes
+
+
+def _seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Median of the seconds until a call's work is done; the first calls, which make what is kept, are not counted."""
+    _once(call, device)
+    repeats = max(1, min(_MOST_REPEATS, int(_BUDGET_S / _once(call, device))))
+    return statistics.median(_once(call, device) for _ in range(repeats))
+
+
+def _once(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return max(time.perf_counter() - start, 1e-9)
