@@ -1,26 +1,46 @@
-"""Tables in several processes and on several machines, over torch.distributed.
+"""Tables in several processes and on several machines, and collectives whose tensors travel coded, over
+torch.distributed.
 
 ibp.distributed.share_table        one table in host memory for all processes of a machine
 ibp.distributed.ShardedTable       a table whose rows are spread over machines
 ibp.distributed.broadcast_delta    what changed in weights, from one process to the others
+ibp.distributed.all_gather_into_tensor, all_to_all_single, broadcast
+                                   as in torch.distributed, with tensors coded where that is faster
+ibp.distributed.compress_all_gather
+                                   FSDP2, whose all-gathers do the same
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _group
+from ._collectives import calls, fsdp, planning
+from ._collectives.codec import Codec
+from ._collectives.links import Link
 from ._compressed_tensor import CompressedTensor
 from ._delta import CheckpointDelta, Delta, broadcasting
 from ._sharded import ShardedTable
 from ._sharing import open_shared
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Work
 
-__all__ = ["ShardedTable", "broadcast_delta", "share_table"]
+__all__ = [
+    "Codec",
+    "Link",
+    "ShardedTable",
+    "all_gather_into_tensor",
+    "all_to_all_single",
+    "broadcast",
+    "broadcast_delta",
+    "compress_all_gather",
+    "measure_link",
+    "share_table",
+]
 
 
 def __dir__() -> list[str]:
@@ -107,3 +127,134 @@ def broadcast_delta(
         RuntimeError: torch.distributed is not initialised, or another rank has failed.
     """
     return broadcasting.broadcast_delta(delta, src, group, device=device)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> Work | None:
+    """`torch.distributed.all_gather_into_tensor`, with tensors that travel coded where that is faster.
+
+    The bits of the result are torch's. A tensor is divided into pieces: while one travels, the next is coded and the
+    one before it decoded. A tensor for which a codec has too little room is sent again, raw. A CUDA graph captures
+    torch's own call.
+
+    The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments, measure the link,
+    and learn a codec from samples of their tensors. Some later calls compare whether it still fits.
+
+    Args:
+        output_tensor: contiguous, as many elements as the input tensors of all ranks. The input may be this rank's part
+            of it.
+        input_tensor: contiguous, of any dtype, on the CPU or a GPU; of one shape and dtype on all ranks.
+        group: of torch.distributed; None: the default one.
+        async_op: return work at once, and the result with its `wait()`. On a GPU that waits on the host; ranks wait in
+            the order in which they call.
+        codec: how to code, equal on all ranks; None: learned from the tensors of all ranks.
+        level: "auto": as fast as can be by the measured link, raw where that is fastest; "default", "fast": coded at
+            this level (see `ibp.compress`), unless that saves nothing.
+        name: calls of one name and dtype share a codec: give tensors that differ in their distribution other names.
+
+    Returns:
+        Work where async_op is set, else None.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or ranks differ in it: then on all ranks.
+        RuntimeError: torch.distributed is not initialised, or a rank does not take part.
+    """
+    options: Any = {"codec": codec, "level": level, "name": name}
+    return calls.all_gather_into_tensor(output_tensor, input_tensor, group, async_op, **options)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> Work | None:
+    """`torch.distributed.all_to_all_single`, with tensors that travel coded where that is faster.
+
+    See `all_gather_into_tensor` for how, for the other arguments and what is raised. Parts that the ranks send each
+    other with sizes of their own travel in one piece, and those of less than 1 MiB raw, unless a level or codec is
+    given.
+
+    Args:
+        output, input: contiguous, of one dtype and device.
+        output_split_sizes, input_split_sizes: items of dimension 0 from and to each rank; None: equal parts.
+    """
+    options: Any = {"codec": codec, "level": level, "name": name}
+    return calls.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op, **options)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> Work | None:
+    """`torch.distributed.broadcast`, with a tensor that travels coded where that is faster.
+
+    See `all_gather_into_tensor` for how, for the other arguments and what is raised.
+
+    Args:
+        tensor: contiguous; sent by the source, written by the others.
+        src, group_src: the source's rank among all, or in the group: one of them.
+    """
+    options: Any = {"codec": codec, "level": level, "name": name}
+    return calls.broadcast(tensor, src, group, async_op, group_src, **options)
+
+
+def compress_all_gather(
+    module: torch.nn.Module, *, codec: Codec | None = None, level: str = "auto", recurse: bool = True
+) -> int:
+    """Lets the all-gathers of FSDP2 travel coded, where that is faster. Training gives the same bits.
+
+        for layer in model.layers: fully_shard(layer)
+        fully_shard(model)
+        ibp.distributed.compress_all_gather(model)
+
+    Every module that `fully_shard` was called on has a codec of its own, which is learned at its first all-gather.
+
+    Args:
+        module: sharded by `torch.distributed.fsdp.fully_shard`, itself or parts of it.
+        codec, level: as in `all_gather_into_tensor`.
+        recurse: also the modules inside.
+
+    Returns:
+        How many modules there are.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described, or nothing is sharded.
+        RuntimeError: this torch has no `FSDPModule.set_custom_all_gather`.
+    """
+    return fsdp.compress_all_gather(module, codec=codec, level=level, recurse=recurse)
+
+
+def measure_link(group: ProcessGroup | None = None, *, refresh: bool = False) -> Link:
+    """How fast all-gathers of a group are, which level="auto" reckons with: measured once, by the first call that needs
+    it. A collective call.
+
+    Args:
+        group: of torch.distributed; None: the default one.
+        refresh: measure again.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or a rank does not take part.
+    """
+    return planning.measured_link(group, refresh)

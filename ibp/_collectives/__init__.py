@@ -1,0 +1,1 @@
+"""Collectives whose tensors travel coded: see `ibp.distributed`."""

@@ -1,0 +1,314 @@
+"""The collectives: which messages there are, and what they carry."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from .codec import Codec, as_bytes
+from .exchange import CodedWork, Job, Piece
+from .links import Load, raw_all_gather
+from .messages import FAULT, LOST, Messages, Part, pieces_of
+from .planning import LEAST_BYTES, LEVELS, Call, Kind, Plan, State, state_of
+
+MAX_SMS = 0
+_NOMINAL_BYTES = 64 << 20  # that calls with sizes of their own are expected to move
+_MOST_MESSAGES = 64  # layouts that a plan keeps
+_Group = dist.ProcessGroup | None
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: _Group = None,
+    async_op: bool = False,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> dist.Work | None:
+    """See `ibp.distributed.all_gather_into_tensor`."""
+    check_options(codec, level)
+    state = state_of(group)
+    raw = functools.partial(raw_all_gather, _movable(output_tensor), _movable(input_tensor), group=group)
+    num_bytes, others = input_tensor.nbytes, state.size - 1
+    if travels_raw(state, input_tensor, num_bytes, codec, level):
+        return raw(async_op=async_op)
+
+    def check() -> None:
+        check_tensors(input_tensor, output_tensor)
+        if output_tensor.numel() != state.size * input_tensor.numel():
+            raise ValueError(
+                f"output_tensor has {output_tensor.numel()} elements; wanted {state.size} times the "
+                f"{input_tensor.numel()} of input_tensor"
+            )
+
+    kind = _kind("all_gather_into_tensor", input_tensor, codec, level, name)
+    load = Load(num_bytes, others * num_bytes, others * num_bytes)
+    plan = state.plan(group, kind, Call(input_tensor, load, check, codec))
+    if plan.codec is None:
+        return raw(async_op=async_op)
+    x, out = as_bytes(input_tensor), as_bytes(output_tensor).view(state.size, num_bytes)
+    messages = _messages(plan, [_longest(num_bytes, plan.num_pieces)] * state.size, x.device)
+    size = messages.sizes[0]
+
+    def move(memory: torch.Tensor) -> dist.Work | None:
+        sent = memory[state.rank * size : (state.rank + 1) * size]
+        return raw_all_gather(memory, sent, group=group, async_op=True)
+
+    pieces = [
+        Piece([Part(state.rank, x[span])], [Part(k, out[k, span]) for k in range(state.size) if k != state.rank])
+        for span in pieces_of(num_bytes, plan.num_pieces)
+    ]
+    job = Job(messages, pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x, out), MAX_SMS)
+    return _run(job, state, async_op, lambda: _copy_own(out[state.rank], x))
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: _Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> dist.Work | None:
+    """See `ibp.distributed.broadcast`."""
+    check_options(codec, level)
+    state, root = state_of(group), _root(src, group_src, group)
+    raw = functools.partial(dist.broadcast, _movable(tensor), group=group, group_src=root)
+    num_bytes = tensor.nbytes
+    if travels_raw(state, tensor, num_bytes, codec, level):
+        return raw(async_op=async_op)
+    kind = _kind("broadcast", tensor, codec, level, name, root)
+    load = Load(num_bytes, num_bytes, num_bytes)
+    plan = state.plan(group, kind, Call(tensor, load, lambda: check_tensors(tensor), codec))
+    if plan.codec is None:
+        return raw(async_op=async_op)
+    x, is_root = as_bytes(tensor), state.rank == root
+    messages = _messages(plan, [_longest(num_bytes, plan.num_pieces)], x.device)
+
+    def move(memory: torch.Tensor) -> dist.Work | None:
+        return dist.broadcast(memory, group=group, group_src=root, async_op=True)
+
+    parts = [[Part(0, x[span])] for span in pieces_of(num_bytes, plan.num_pieces)]
+    pieces = [Piece(part, []) if is_root else Piece([], part) for part in parts]
+    job = Job(messages, pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x,), MAX_SMS)
+    return _run(job, state, async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: _Group = None,
+    async_op: bool = False,
+    *,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> dist.Work | None:
+    """See `ibp.distributed.all_to_all_single`."""
+    check_options(codec, level)
+    state = state_of(group)
+    raw = functools.partial(
+        dist.all_to_all_single,
+        _movable(output, items=True),
+        _movable(input, items=True),
+        output_split_sizes,
+        input_split_sizes,
+        group=group,
+        async_op=async_op,
+    )
+    has_splits = bool(output_split_sizes or input_split_sizes)
+    if travels_raw(state, input, LEAST_BYTES if has_splits else input.nbytes, codec, level):
+        return raw()
+
+    def check() -> None:
+        check_tensors(input, output)
+        for what, x, sizes in (("output", output, output_split_sizes), ("input", input, input_split_sizes)):
+            _check_splits(what, x, sizes, state.size)
+
+    kind = _kind("all_to_all_single", input, codec, level, name)
+    moved = _NOMINAL_BYTES if has_splits else input.nbytes * (state.size - 1) // state.size
+    kind = kind._replace(numel=0) if has_splits else kind
+    plan = state.plan(group, kind, Call(input, Load(moved, moved, moved), check, codec))
+    if plan.codec is None:
+        return raw()
+    sent = _parts(input, input_split_sizes, state.size)
+    received = _parts(output, output_split_sizes, state.size)
+    exchange = _Splits(state, plan, group, sent, received)
+    least = LEAST_BYTES if level == "auto" and codec is None else 1
+    return _run(exchange.job(1 if has_splits else plan.num_pieces, least), state, async_op, exchange.copy_own)
+
+
+class _Splits:
+    """What ranks send each other in all_to_all_single: bytes by rank, none of them to themselves. Messages to ranks
+    come first, then those from them."""
+
+    def __init__(
+        self, state: State, plan: Plan, group: _Group, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> None:
+        self.state, self.plan, self.group, self.sent, self.received = state, plan, group, sent, received
+        self.others = [rank for rank in range(state.size) if rank != state.rank]
+
+    def job(self, count: int, least: int) -> Job:
+        size, device = self.state.size, self.sent[0].device
+        payloads = [self._payload(k, data, count) for part in (self.sent, self.received) for k, data in enumerate(part)]
+        messages = _messages(self.plan, payloads, device, least)
+        to, back = messages.sizes[:size], messages.sizes[size:]
+
+        def move(memory: torch.Tensor) -> dist.Work | None:
+            ours, theirs = memory.split([sum(to), sum(back)])
+            return dist.all_to_all_single(theirs, ours, back, to, group=self.group, async_op=True)
+
+        tensors = [*self.sent, *self.received]
+        return Job(messages, self._pieces(count), move, self._repair, self.plan.note_lost, tensors, MAX_SMS)
+
+    def copy_own(self) -> None:
+        rank = self.state.rank
+        _copy_own(self.received[rank], self.sent[rank])
+
+    def _payload(self, rank: int, data: torch.Tensor, count: int) -> int:
+        return 0 if rank == self.state.rank else _longest(data.numel(), count)
+
+    def _pieces(self, count: int) -> list[Piece]:
+        spans = [[pieces_of(part[k].numel(), count) for k in range(self.state.size)] for part in self._both]
+        pieces = []
+        for i in range(max((len(of) for part in spans for of in part), default=0)):
+            parts = [
+                [Part(k + offset, part[k][of[k][i]]) for k in self.others if i < len(of[k])]
+                for offset, part, of in zip((0, self.state.size), self._both, spans)
+            ]
+            pieces.append(Piece(*parts))
+        return pieces
+
+    @property
+    def _both(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        return self.sent, self.received
+
+    def _repair(self, status: list[list[int]]) -> None:
+        """Sends what was lost again: only the two ranks know of it."""
+        size, ops = self.state.size, []
+        for k in self.others:
+            if status[k][LOST]:
+                ops.append(dist.P2POp(dist.isend, self.sent[k], group=self.group, group_peer=k))
+            if status[size + k][FAULT]:
+                ops.append(dist.P2POp(dist.irecv, self.received[k], group=self.group, group_peer=k))
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+
+# ---- what they share -----------------------------------------------------------------------------------------------
+
+
+def travels_raw(state: State, x: torch.Tensor, num_bytes: int, codec: Codec | None, level: str) -> bool:
+    """Whether nothing needs to be agreed on: there is nothing to code, or too little; CUDA graphs are captured."""
+    if state.size == 1 or num_bytes == 0 or (level == "auto" and codec is None and num_bytes < LEAST_BYTES):
+        return True
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def check_options(codec: Codec | None, level: str) -> None:
+    """Raises TypeError, ValueError for wrong ones."""
+    if codec is not None and not isinstance(codec, Codec):
+        raise TypeError(f"codec is a {type(codec).__name__}; wanted an ibp.distributed.Codec")
+    if level not in LEVELS:
+        raise ValueError(f"level is {level!r}; wanted one of {list(LEVELS)}")
+
+
+def check_tensors(*tensors: torch.Tensor) -> None:
+    """Raises ValueError unless they are contiguous, and alike in dtype and device."""
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"a tensor {list(tensor.shape)} of strides {_strides(tensor)} is not contiguous memory")
+        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"tensors are {tensor.dtype} on {tensor.device} and {first.dtype} on {first.device}; wanted one dtype "
+                "and device"
+            )
+
+
+def _movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
+    """x as bytes, where that is the same memory: backends do not move all dtypes. items: [items, bytes of one]."""
+    if x.layout != torch.strided or not x.is_contiguous() or x.is_conj() or x.is_neg() or not x.numel():
+        return x
+    return as_bytes(x).view(x.shape[0] if x.dim() else 1, -1) if items else as_bytes(x)
+
+
+def _strides(tensor: torch.Tensor) -> str:
+    return str(tensor.stride()) if tensor.layout == torch.strided else str(tensor.layout)
+
+
+def _check_splits(what: str, x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> None:
+    items = x.shape[0] if x.dim() else 1
+    if not sizes:
+        if items % count:
+            raise ValueError(f"{what} has {items} items, which are not divided by {count} ranks")
+    elif len(sizes) != count or min(sizes) < 0 or sum(sizes) != items:
+        raise ValueError(f"{what}_split_sizes is {list(sizes)}; wanted {count} numbers that are {items} in sum")
+
+
+def _parts(x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[torch.Tensor]:
+    """The bytes for each rank."""
+    items = max(1, x.shape[0] if x.dim() else 1)
+    data = as_bytes(x)
+    return list(data.split([data.numel() // items * n for n in sizes] if sizes else [data.numel() // count] * count))
+
+
+def _kind(what: str, x: torch.Tensor, codec: Codec | None, level: str, name: str, root: int = -1) -> Kind:
+    fingerprint = None if codec is None else codec.fingerprint
+    return Kind(what, x.numel(), x.dtype, x.device.type, level, name, fingerprint, root)
+
+
+def _messages(plan: Plan, payloads: Sequence[int], device: torch.device, least: int = 1) -> Messages:
+    key = (*payloads, least, device)
+    if key not in plan.messages:
+        if len(plan.messages) >= _MOST_MESSAGES:
+            plan.messages.clear()
+        assert plan.codec is not None
+        plan.messages[key] = Messages(plan.codec, payloads, least, device)
+    return plan.messages[key]
+
+
+def _longest(num_bytes: int, count: int) -> int:
+    """Bytes of the longest of so many pieces."""
+    return max((span.stop - span.start for span in pieces_of(num_bytes, count)), default=0)
+
+
+def _root(src: int | None, group_src: int | None, group: _Group) -> int:
+    """The rank in the group that has the data."""
+    if (src is None) == (group_src is None):
+        raise ValueError("wanted one of src and group_src")
+    if group_src is not None:
+        return group_src
+    assert src is not None
+    return src if group is None else dist.get_group_rank(group, src)
+
+
+def _run(job: Job, state: State, is_async: bool, beside: Callable[[], None] | None = None) -> dist.Work | None:
+    """Starts a job, and does what needs no other rank beside it. Work, or None once it is done."""
+    with torch.no_grad():
+        work = CodedWork(job, state.staging(job.tensors[0].device), is_async)
+        if beside is not None:
+            beside()
+        if is_async:
+            return work
+        work.wait()
+    return None
+
+
+def _copy_own(out: torch.Tensor, x: torch.Tensor) -> None:
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+
+
+def _ignore(work: dist.Work | None) -> None:
+    """Of a call that has waited by itself."""

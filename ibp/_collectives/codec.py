@@ -1,0 +1,133 @@
+"""How tensors are coded into messages of fixed size: `Codec`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .. import _rows
+from .._estimation import check_codebook
+from .._place import Place
+from .._schemes import SCHEMES, AnyCodebook, Request, measure
+
+ROW_BYTES = 4096  # of messages
+_SECTOR = 32  # bytes, of slots and of parts of overflow
+_SLACK = 1 / 128  # of a message's raw bytes: overflow beyond what rows of the sample take
+_LEAST_OVERFLOW = 4096  # bytes
+_NEAR_BEST = 1.01  # of the least bytes: among such slots the largest is taken, from which the fewest rows spill
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_LEAST_SAVINGS = 0.02  # a codec that saves less is none
+
+
+@dataclass(frozen=True, eq=False)
+class Codec:
+    """How tensors of one kind are coded into messages, whose size follows from the tensor's alone.
+
+    A message holds a slot for each row of 4,096 bytes, and overflow for what does not fit, which is bounded. Ranks that
+    exchange tensors need equal ones.
+
+    Attributes:
+        codebook: how rows are coded.
+        slot_bytes: bytes of a row's slot.
+        overflow_bytes: bytes of overflow for each row.
+    """
+
+    codebook: AnyCodebook
+    slot_bytes: int
+    overflow_bytes: float
+
+    def __post_init__(self) -> None:
+        check_codebook(self.codebook)
+
+    __module__ = "ibp.distributed"
+
+    @classmethod
+    def learn(cls, x: torch.Tensor, *, level: str = "default") -> Codec | None:
+        """A codec for tensors like x, learned from some of its rows; None where they would not be 2 % smaller.
+
+        Args:
+            x: a dense tensor of any dtype, on the CPU or a GPU.
+            level: "default" or "fast", see `ibp.compress`.
+        """
+        return learned(sample_of(x), x.dtype, level)
+
+    @functools.cached_property
+    def fingerprint(self) -> int:
+        """A number that differs where codecs do: 63 bits."""
+        numbers = [*self.codebook.codec, self.slot_bytes]
+        content = hashlib.blake2b(repr(numbers).encode(), digest_size=8)
+        content.update(struct.pack("<d", self.overflow_bytes))
+        content.update(self.codebook.words(torch.device("cpu")).contiguous().view(torch.uint8).numpy().tobytes())
+        return int.from_bytes(content.digest(), "little") >> 1
+
+    def sizes(self, num_rows: int) -> dict[str, int]:
+        """Of the `Place` that a message of so many rows is."""
+        slack = int(num_rows * self.overflow_bytes) + _LEAST_OVERFLOW
+        return {"slot_bytes": self.slot_bytes, "overflow_bytes": -(-slack // 64) * 64}
+
+    def message_bytes(self, num_rows: int) -> int:
+        """Of a message of so many rows."""
+        return -(-Place.memory_bytes(self.codebook, num_rows, **self.sizes(num_rows)) // 64) * 64
+
+    @property
+    def savings(self) -> float:
+        """The share of its bytes that a large message saves."""
+        return 1 - self.message_bytes(1 << 16) / (ROW_BYTES << 16)
+
+
+def rows_of(num_bytes: int) -> int:
+    """Rows of so many bytes; the last one can be short."""
+    return -(-num_bytes // ROW_BYTES)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, uint8 [n], in the same memory."""
+    return x.detach().reshape(-1).view(torch.uint8)
+
+
+def sample_of(x: torch.Tensor, num_rows: int = 512) -> torch.Tensor:
+    """At most so many whole rows of x, on the CPU: uint8 [n, 4096], spread over all of them."""
+    data = as_bytes(x.resolve_conj().resolve_neg().contiguous())
+    there_are = data.numel() // ROW_BYTES
+    rows = data[: there_are * ROW_BYTES].view(there_are, ROW_BYTES)
+    step = max(1, there_are // num_rows)
+    return rows[::step][:num_rows].cpu()
+
+
+def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
+    """A codec for rows like these, uint8 [n, 4096] on the CPU; None where they would not be 2 % smaller."""
+    if not len(rows):
+        return None
+    dtype = _PARTS.get(dtype, dtype)
+    dtype = dtype if dtype in _rows.DTYPES else torch.uint8
+    x = rows.contiguous().view(dtype)
+    geometry = _rows.Geometry.of(x, ROW_BYTES)
+    # Rows that come later may have other constant columns and bits than those of the sample: they have a coded form.
+    request = Request(as_bytes(x), geometry, x.device, None, None, None, level=level, codes_invariant=True)
+    codebook = SCHEMES["planes"].learn(request)
+    if codebook is None:
+        return None
+    lengths = measure(as_bytes(x), codebook, x.device).to(torch.int64).numpy()
+    slot_bytes, mean_overflow = _choose_slot(np.choose(_kinds(lengths), [lengths, ROW_BYTES, 0]))
+    codec = Codec(codebook, slot_bytes, 1.25 * mean_overflow + _SLACK * ROW_BYTES)
+    return codec if codec.savings >= _LEAST_SAVINGS else None
+
+
+def _kinds(lengths: np.ndarray) -> np.ndarray:
+    """Of rows by their entries of lengths: 0 coded, 1 raw, 2 a default row, which has no bytes."""
+    return np.where(lengths == 0, 1, np.where(lengths == ROW_BYTES, 2, 0))
+
+
+def _choose_slot(stored: np.ndarray) -> tuple[int, float]:
+    """(bytes of a slot, mean bytes of overflow of a row) for rows of so many bytes."""
+    slots = np.arange(0, ROW_BYTES, _SECTOR)
+    parts = np.maximum(0, stored[None, :] - slots[:, None])
+    overflow = (-(-parts // _SECTOR) * _SECTOR).mean(1)
+    cost = slots + overflow
+    best = int(np.flatnonzero(cost <= cost.min() * _NEAR_BEST).max())
+    return int(slots[best]), float(overflow[best])

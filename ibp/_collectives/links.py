@@ -1,0 +1,134 @@
+"""How fast tensors travel between ranks, and when coding them pays."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .. import _calibration, _choice
+from .._group import Group
+from .codec import Codec
+from .messages import STATUS, Messages, Part
+from .staging import Slot
+
+_MEASURED_BYTES = {"cuda": 32 << 20, "cpu": 4 << 20}  # that each rank sends
+_REPEATS = 4
+_LEAST_GAIN = 1.03  # coding has to be so much faster by the model
+_CALL_S = 60e-6  # what a coded call takes longer to begin and end, about
+_PIECE_S = 25e-6  # what a piece takes longer than its bytes, about
+_MOST_PIECES = 16
+_LEAST_PIECE_BYTES = 4 << 20  # moved
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-gather of a group moves.
+
+    Attributes:
+        gbps: bytes that arrive at a rank, 10^9 a second.
+    """
+
+    __module__ = "ibp.distributed"
+
+    gbps: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of the coder: GB/s of original bytes, with all multiprocessors."""
+
+    encode_gbps: float
+    decode_gbps: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a call is to a rank: original bytes that it codes, that arrive, and that it decodes."""
+
+    coded: int
+    moved: int
+    decoded: int
+
+
+def measure(members: Group) -> Link:
+    """The rate of all-gathers in a group. A collective call; all ranks get the same."""
+    size = _MEASURED_BYTES[members.device.type]
+    sent = torch.zeros(size, dtype=torch.uint8, device=members.device)
+    out = torch.empty(members.size * size, dtype=torch.uint8, device=members.device)
+    seconds = _seconds(members, lambda: raw_all_gather(out, sent, group=members.process_group))
+    slowest = max(members.together("measure_link", lambda: seconds))
+    return Link(max(1, members.size - 1) * size / slowest / 1e9)
+
+
+def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dist.Work | None:
+    """torch's own."""
+    return _ALL_GATHER(out, x, **options)
+
+
+_ALL_GATHER: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _seconds(members: Group, call: Callable[[], object]) -> float:
+    """The shortest of several calls."""
+    times = []
+    for _ in range(_REPEATS):
+        dist.barrier(group=members.process_group)
+        _synchronize(members.device)
+        start = time.perf_counter()
+        call()
+        _synchronize(members.device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
+    """The coder's, from the calibration in force, or on the CPU measured with some rows."""
+    if device.type == "cuda":
+        known = _choice.coder_rates(codec.codebook, _calibration.in_force(device))
+        return Rates(known.encode_gbps, known.decode_gbps)
+    return _measured(codec, rows)
+
+
+def num_pieces(codec: Codec, load: Load) -> int:
+    """In how many pieces a call is divided."""
+    moved = load.moved * (1 - codec.savings)
+    return max(1, min(_MOST_PIECES, int(moved / _LEAST_PIECE_BYTES)))
+
+
+def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
+    """How many times as fast as a raw one a coded call is expected to be. Coding the first piece and decoding the last
+    one are not hidden behind the link; a link faster than the coders waits for them."""
+    count = num_pieces(codec, load)
+    coding_s = load.coded / rates.encode_gbps / 1e9 + load.decoded / rates.decode_gbps / 1e9
+    moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
+    shared_s = max(moving_s, coding_s) + min(moving_s, coding_s) / count
+    return load.moved / link.gbps / 1e9 / (shared_s + _CALL_S + count * _PIECE_S)
+
+
+def pays(expected_gain: float) -> bool:
+    return expected_gain >= _LEAST_GAIN
+
+
+def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
+    """Of the CPU's coder, with rows uint8 [n, 4096]."""
+    messages = Messages(codec, [rows.numel()], 0, rows.device)
+    slot, status = Slot(torch.empty(messages.num_bytes, dtype=torch.uint8)), torch.zeros(2, STATUS, dtype=torch.int64)
+    part, out = Part(0, rows.reshape(-1)), Part(0, torch.empty(rows.numel(), dtype=torch.uint8))
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        messages.code(slot, part, status, status[1, :4], 0)
+        coded = time.perf_counter()
+        messages.decode(slot, out, status, 0)
+        times.append((coded - start, time.perf_counter() - coded))
+    encode_s, decode_s = (min(of) for of in zip(*times))
+    return Rates(rows.numel() / encode_s / 1e9, rows.numel() / decode_s / 1e9)

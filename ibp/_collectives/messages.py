@@ -1,0 +1,125 @@
+"""Messages of fixed sizes, one behind the other in one piece of memory: a `Place` each, or raw bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._place import Place
+from .codec import ROW_BYTES, Codec, rows_of
+from .staging import Slot
+
+_ALIGNMENT = 64  # bytes
+_COUNTERS, _FINGERPRINT = 8, 7  # int64 at the start of a place, and the one of them that places leave alone
+# Of a message's entries of a status: rows spilled and lost where it was coded, a fault where it was decoded, whether it
+# came from another codec.
+STATUS, LOST, FAULT, STRANGE = 8, 1, 2, 6
+
+
+class Part(NamedTuple):
+    """What a message carries. message: its number; data: uint8 [n], where from or where to."""
+
+    message: int
+    data: torch.Tensor
+
+
+class _Bound(NamedTuple):
+    """A message in a slot's memory: its first bytes, the arguments of operations, and where it is raw its bytes."""
+
+    start: torch.Tensor
+    encode: tuple
+    decode: tuple
+
+
+class Messages:
+    """How messages lie in a slot. Their sizes follow from the codec and what they carry at most.
+
+    Args:
+        codec: how they are coded.
+        payloads: bytes that each message carries at most.
+        least: a message that carries fewer bytes is raw.
+        device: of the memory.
+    """
+
+    def __init__(self, codec: Codec, payloads: Sequence[int], least: int, device: torch.device) -> None:
+        self.codec, self.payloads, self.device = codec, tuple(payloads), device
+        self.is_coded = [size >= max(1, least) for size in self.payloads]
+        self.sizes = [self._size(size, coded) for size, coded in zip(self.payloads, self.is_coded)]
+        self.starts = list(itertools.accumulate(self.sizes, initial=0))
+        self.num_bytes = self.starts[-1]
+        coded = [k for k, is_coded in enumerate(self.is_coded) if is_coded]
+        self._empty = {size: self._empty_start(size) for size in {self.payloads[k] for k in coded}}
+        self._coded = torch.tensor(coded, dtype=torch.int64, device=device)
+        heads = [self.starts[k] // 8 + _FINGERPRINT for k in coded]
+        self._heads = torch.tensor(heads, dtype=torch.int64, device=device)
+
+    def _size(self, payload: int, is_coded: bool) -> int:
+        if is_coded:
+            return self.codec.message_bytes(rows_of(payload))
+        return -(-payload // _ALIGNMENT) * _ALIGNMENT
+
+    def of(self, slot: Slot) -> torch.Tensor:
+        """The memory of all messages in a slot."""
+        return slot.memory[: self.num_bytes]
+
+    def code(self, slot: Slot, part: Part, status: torch.Tensor, unused: torch.Tensor, max_sms: int) -> None:
+        """Codes a part of a tensor into its message. unused: int64 [4], where the coder would note wrong ids."""
+        k, data = part
+        start = self.starts[k]
+        if not self.is_coded[k]:
+            slot.memory[start : start + data.numel()].copy_(data)
+            return
+        bound = self._bind(slot, k)
+        bound.start.copy_(self._empty[self.payloads[k]])  # on the coding stream, as all that is done with `_empty`
+        torch.ops.ibp.encode_into.default(*bound.encode, status[k, :2], data, None, None, 0, max_sms, unused)
+
+    def decode(self, slot: Slot, part: Part, status: torch.Tensor, max_sms: int) -> None:
+        """Writes what a message carries to where it belongs."""
+        k, data = part
+        start = self.starts[k]
+        if not self.is_coded[k]:
+            data.copy_(slot.memory[start : start + data.numel()])
+            return
+        fault = status[k, FAULT : FAULT + 4]
+        torch.ops.ibp.decode_bytes.default(*self._bind(slot, k).decode, 0, data.numel(), max_sms, data, fault)
+
+    def note_strange(self, slot: Slot, status: torch.Tensor) -> None:
+        """Notes in the status which messages another codec has coded."""
+        heads = self.of(slot).view(torch.int64)[self._heads]
+        status[:, STRANGE].index_copy_(0, self._coded, heads.ne(self.codec.fingerprint).to(torch.int64))
+
+    def _bind(self, slot: Slot, k: int) -> _Bound:
+        known = slot.bound.setdefault(self, {})
+        if k not in known:
+            mine = slot.memory[self.starts[k] : self.starts[k + 1]]
+            place = self._place(mine, self.payloads[k])
+            *encode, _ = place._arguments
+            known[k] = _Bound(_start_of(place, mine), tuple(encode), place._table_arguments)
+        return known[k]
+
+    def _empty_start(self, payload: int) -> torch.Tensor:
+        """What a message begins with before rows are coded into it."""
+        memory = torch.empty(self._size(payload, True), dtype=torch.uint8, device=self.device)
+        place = self._place(memory, payload)
+        place.clear()
+        memory[: 8 * _COUNTERS].view(torch.int64)[_FINGERPRINT] = self.codec.fingerprint
+        return _start_of(place, memory).clone()
+
+    def _place(self, memory: torch.Tensor, payload: int) -> Place:
+        num_rows = rows_of(payload)
+        return Place.over(memory, self.codec.codebook, num_rows, **self.codec.sizes(num_rows))
+
+
+def _start_of(place: Place, memory: torch.Tensor) -> torch.Tensor:
+    """The counters, rooms and bases of a place."""
+    return memory[: place.lengths.data_ptr() - memory.data_ptr()]
+
+
+def pieces_of(num_bytes: int, count: int) -> list[slice]:
+    """At most `count` pieces of whole rows, all but the last of one size."""
+    rows = rows_of(num_bytes)
+    step = max(1, -(-rows // max(1, count))) * ROW_BYTES
+    return [slice(first, min(first + step, num_bytes)) for first in range(0, num_bytes, step)]

@@ -1,0 +1,215 @@
+"""Which calls travel coded, and how: agreed on by all ranks of a group when they first make a call of a kind."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .. import _group
+from . import links
+from .codec import Codec, learned, sample_of
+from .links import Link, Load
+from .messages import Messages
+from .staging import Staging
+
+LEVELS = ("auto", "default", "fast")
+LEAST_BYTES = 1 << 20  # that a rank codes: less is never worth it
+_SAMPLED_ROWS = 512  # of all ranks together, at least
+_MOST_PLANS = 4096
+_MOST_TIMES = 3  # that a codec is learned anew, before its tensors travel raw
+
+
+class Kind(NamedTuple):
+    """Calls of one kind have one plan. All ranks make the same calls in the same order, and so know the same kinds.
+
+    Attributes:
+        what: the function.
+        numel: of the input; 0 where ranks differ in it.
+        dtype: of the tensors.
+        device: type of their device.
+        level, name: as given.
+        codec: fingerprint of the codec that was given, or None.
+        root: the rank in the group that has the data; -1: all.
+    """
+
+    what: str
+    numel: int
+    dtype: torch.dtype
+    device: str
+    level: str
+    name: str
+    codec: int | None
+    root: int = -1
+
+
+class Call(NamedTuple):
+    """One call.
+
+    Attributes:
+        data: what is sent.
+        load: bytes that are coded, moved and decoded.
+        check: raises what is wrong with the arguments.
+        codec: that was given; None: it is learned.
+    """
+
+    data: torch.Tensor
+    load: Load
+    check: Callable[[], None]
+    codec: Codec | None
+
+
+@dataclass(eq=False)
+class Plan:
+    """How calls of a kind are made.
+
+    Attributes:
+        codec: None: by torch.
+        num_pieces: of a call.
+        is_checked: whether the codec is learned anew where messages have lost rows.
+        messages: of the pieces, by what they carry.
+        num_calls: so far.
+        has_lost: whether messages of this rank, or to it, have lost rows since the codec was learned.
+    """
+
+    codec: Codec | None
+    num_pieces: int = 1
+    is_checked: bool = True
+    messages: dict[Any, Messages] = field(default_factory=dict)
+    num_calls: int = 0
+    has_lost: bool = False
+
+    def note_lost(self) -> None:
+        self.has_lost = True
+
+    def is_due(self) -> bool:
+        """Whether the ranks tell each other now whether rows were lost: seldom, as the host waits for that."""
+        self.num_calls += 1
+        count = self.num_calls - 1
+        return self.is_checked and count > 0 and (count % 64 == 0 or (count < 64 and count & (count - 1) == 0))
+
+
+RAW = Plan(None)
+
+
+class State:
+    """What is known of a process group.
+
+    Attributes:
+        rank, size: of this process in the group, of the group.
+        link: how fast it is; None: not measured yet.
+        plans: of kinds of calls.
+    """
+
+    def __init__(self, members: _group.Group) -> None:
+        self.rank, self.size = members.rank, members.size
+        self.link: Link | None = None
+        self.plans: dict[Kind, Plan] = {}
+        self._learned: dict[tuple, _Learned] = {}
+        self._staging: dict[torch.device, Staging] = {}
+
+    def staging(self, device: torch.device) -> Staging:
+        if device not in self._staging:
+            self._staging[device] = Staging(device)
+        return self._staging[device]
+
+    def measure(self, members: _group.Group, refresh: bool = False) -> Link:
+        """How fast the group is, measured once. A collective call."""
+        if self.link is None or refresh:
+            self.link = links.measure(members)
+        return self.link
+
+    def plan(self, group: dist.ProcessGroup | None, kind: Kind, call: Call) -> Plan:
+        """The plan of a call. Collective where the kind of call is new, or due to be checked."""
+        known = self.plans.get(kind)
+        if known is None:
+            if len(self.plans) >= _MOST_PLANS:  # on all ranks at the same call
+                self.plans.clear()
+            self.plans[kind] = plan = self._agree(_group.Group(group), kind, call)
+            return plan
+        plan = known
+        call.check()
+        if plan.codec is not None and plan.is_due():
+            members = _group.Group(group)
+            if any(members.together(kind.what, lambda: known.has_lost)):
+                self._learned.setdefault(_key_of(kind), _Learned(None)).is_stale = True
+                self.plans[kind] = plan = self._agree(members, kind, call, plan.num_calls)
+        return plan
+
+    def _agree(self, members: _group.Group, kind: Kind, call: Call, num_calls: int = 1) -> Plan:
+        """A plan that all ranks have. Raises on all, if one of them calls otherwise."""
+
+        def offer() -> dict[str, Any]:
+            call.check()
+            return kind._asdict()
+
+        _group.same_on_all(kind.what, members.together(kind.what, offer))
+        link = self.measure(members) if kind.level == "auto" and call.codec is None else None
+        has_data = kind.root in (-1, members.rank)
+        count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
+        samples = members.together(kind.what, lambda: sample_of(call.data, count) if has_data else None)
+        rows = torch.cat([sample for sample in samples if sample is not None])
+        decided = members.together(
+            kind.what, lambda: self._decide(kind, call, link, rows) if not members.rank else None
+        )
+        codec = decided[0]
+        known = self._learned.setdefault(_key_of(kind), _Learned(codec))
+        if known.is_stale:
+            known.codec, known.is_stale, known.times = codec, False, known.times + 1
+        if codec is None:
+            return RAW
+        return Plan(codec, links.num_pieces(codec, call.load), call.codec is None, num_calls=num_calls)
+
+    def _decide(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> Codec | None:
+        """The codec of a kind of call; None where raw tensors come sooner. On one rank, which tells the others."""
+        if call.codec is not None:
+            return call.codec
+        known = self._learned.get(_key_of(kind))
+        if known is not None and known.is_stale and known.times >= _MOST_TIMES:
+            return None
+        if known is not None and not known.is_stale and kind.level != "auto":
+            return known.codec
+        levels = ("default", "fast") if kind.level == "auto" else (kind.level,)
+        codecs = [codec for level in levels if (codec := learned(rows, kind.dtype, level)) is not None]
+        if link is None or not codecs:
+            return codecs[0] if codecs else None
+        gains = [links.gain(codec, links.rates_of(codec, rows, call.data.device), link, call.load) for codec in codecs]
+        best = max(range(len(codecs)), key=gains.__getitem__)
+        return codecs[best] if links.pays(gains[best]) else None
+
+
+@dataclass
+class _Learned:
+    """A codec that was learned. is_stale: it has lost rows; times: how often it was learned anew."""
+
+    codec: Codec | None
+    is_stale: bool = False
+    times: int = 0
+
+
+def _key_of(kind: Kind) -> tuple:
+    """What kinds that share a codec have in common."""
+    return kind.dtype, kind.device, kind.level, kind.name, kind.codec
+
+
+def measured_link(group: dist.ProcessGroup | None, refresh: bool) -> Link:
+    """See `ibp.distributed.measure_link`."""
+    return state_of(group).measure(_group.Group(group), refresh)
+
+
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, State] = weakref.WeakKeyDictionary()
+
+
+def state_of(group: dist.ProcessGroup | None) -> State:
+    """RuntimeError: torch.distributed is not initialised. ValueError: this process is not in the group."""
+    key = dist.group.WORLD if group is None and dist.is_initialized() else group
+    state = _states.get(key) if isinstance(key, dist.ProcessGroup) else None
+    if state is None:
+        state = State(_group.Group(group))
+        assert key is not None  # else there is no group, which was said
+        _states[key] = state
+    return state

@@ -1,0 +1,77 @@
+"""Memory and streams of coded exchanges: what is reused from call to call on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+_DEPTH = 4  # pieces that are coded, on their way or being decoded at a time
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory of the messages of one piece.
+
+    Attributes:
+        memory: uint8; another one where it has grown.
+        free: recorded when the last piece is done with it; None on the CPU, and where there was none.
+        bound: what users of the memory keep about it, while it is the same.
+    """
+
+    memory: torch.Tensor
+    free: torch.cuda.Event | None = None
+    bound: weakref.WeakKeyDictionary[Any, dict[int, Any]] = field(default_factory=weakref.WeakKeyDictionary)
+
+
+class Staging:
+    """Slots in which messages lie, taken in turn, and the two streams that code and decode beside the link.
+
+    On the CPU every piece has memory of its own, which is there until the call has been waited for. On a GPU the order
+    of the streams protects it: at most four pieces are in memory, whatever the calls' sizes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.coding = torch.cuda.Stream(device) if self.on_gpu else None
+        self.decoding = torch.cuda.Stream(device) if self.on_gpu else None
+        self._slots: list[Slot] = []
+        self._taken = 0
+
+    def take(self, num_bytes: int) -> Slot:
+        """The next slot, with at least so many bytes. On a GPU the coding stream waits until it is free."""
+        if self.coding is None:
+            return Slot(torch.empty(num_bytes, dtype=torch.uint8))
+        if len(self._slots) < _DEPTH:
+            self._slots.append(Slot(self._empty(num_bytes)))
+            return self._slots[-1]
+        slot = self._slots[self._taken % _DEPTH]
+        self._taken += 1
+        if slot.memory.numel() < num_bytes:
+            slot.memory, slot.bound = self._empty(num_bytes), weakref.WeakKeyDictionary()
+        if slot.free is not None:
+            self.coding.wait_event(slot.free)
+        return slot
+
+    def leave(self, slot: Slot) -> None:
+        """The slot is free once the decoding stream is done with what it has now."""
+        if self.decoding is not None:
+            slot.free = slot.free or torch.cuda.Event()
+            slot.free.record(self.decoding)
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        """Memory that returns to torch's allocator once the decoding stream, its last user, is done with it."""
+        with torch.cuda.stream(self.coding):
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        assert self.decoding is not None
+        memory.record_stream(self.decoding)
+        return memory
+
+
+def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Work goes to the stream; None: there are none."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

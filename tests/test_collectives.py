@@ -1,0 +1,339 @@
+"""Collectives whose tensors travel coded: torch's bits, whatever the tensors are, and errors on all ranks or on none.
+Processes exchange over gloo.
+"""
+
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers import assert_same_bits
+from ibp._collectives import exchange, planning
+from ibp.distributed import Codec, all_gather_into_tensor, all_to_all_single, broadcast
+from test_distributed import Ranks, raised
+
+LEVELS = ["default", "fast", "auto"]
+DTYPES = [
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+COUNT = 30_001  # elements: no whole rows
+SUBGROUP = [1, 3]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    ranks = Ranks(4, tmp_path_factory.mktemp("four"))
+    yield ranks
+    ranks.end()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
+    yield ranks
+    ranks.end()
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request, two, four):
+    return two if request.param == 2 else four
+
+
+def tensor_of(rank, dtype=torch.bfloat16, count=COUNT, scale=0.02):
+    generator = torch.Generator().manual_seed(rank)
+    if dtype in (torch.int64, torch.uint8, torch.bool):
+        return torch.randint(0, 2 if dtype == torch.bool else 100, (count,), generator=generator).to(dtype)
+    x = torch.randn(count, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+    return (x * scale).to(dtype)
+
+
+def poisoned(count, dtype):
+    return torch.full((count * dtype.itemsize,), 0xA5, dtype=torch.uint8).view(dtype)
+
+
+def gathered(size, dtype, **options):
+    return torch.cat([tensor_of(rank, dtype, **options) for rank in range(size)])
+
+
+# ---- bits ----------------------------------------------------------------------------------------------------------
+
+
+def gather(rank, dtype, level):
+    size, x = dist.get_world_size(), tensor_of(rank, dtype)
+    wanted = gathered(size, dtype)
+    for is_async in (False, True):
+        out = poisoned(size * COUNT, dtype)
+        work = all_gather_into_tensor(out, x, async_op=is_async, level=level)
+        assert (work is not None) == is_async
+        if work is not None:
+            assert work.wait() and work.wait() and work.is_completed()
+        assert_same_bits(out, wanted)
+    whole = poisoned(size * COUNT, dtype).view(size, COUNT)
+    whole[rank] = x
+    all_gather_into_tensor(whole, whole[rank], level=level)  # in place
+    assert_same_bits(whole.view(-1), wanted)
+
+
+def spread(rank, dtype, level):
+    x, wanted = tensor_of(rank, dtype), tensor_of(1, dtype)
+    for arguments in ({"src": 1}, {"group_src": 1, "async_op": True}):
+        y = x.clone()
+        work = broadcast(y, **arguments, level=level)
+        if work is not None:
+            work.wait()
+        assert_same_bits(y, wanted)
+
+
+def parts_of(rank, size):
+    """Items to each rank: none to some."""
+    return [((3 * rank + 5 * other) % 4) * 1013 for other in range(size)]
+
+
+def exchange_all(rank, dtype, level):
+    size = dist.get_world_size()
+    xs = [tensor_of(other, dtype, count=size * 5000) for other in range(size)]
+    out = poisoned(size * 5000, dtype)
+    all_to_all_single(out, xs[rank], level=level)
+    assert_same_bits(out, torch.cat([x.chunk(size)[rank] for x in xs]))
+    xs = [tensor_of(other, dtype, count=3 * sum(parts_of(other, size))).view(-1, 3) for other in range(size)]
+    wanted = torch.cat([x.split(parts_of(other, size))[rank] for other, x in enumerate(xs)])
+    back = [parts_of(other, size)[rank] for other in range(size)]
+    for is_async in (False, True):
+        out = poisoned(wanted.numel(), dtype).view(-1, 3)
+        work = all_to_all_single(out, xs[rank], back, parts_of(rank, size), async_op=is_async, level=level)
+        if work is not None:
+            work.wait()
+        assert_same_bits(out, wanted)
+
+
+@pytest.mark.parametrize("work", [gather, spread, exchange_all], ids=lambda work: work.__name__)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_two_ranks(two, work, dtype):
+    two(work, dtype, "default")
+
+
+@pytest.mark.parametrize("work", [gather, spread, exchange_all], ids=lambda work: work.__name__)
+@pytest.mark.parametrize("level", LEVELS)
+def test_four_ranks(four, work, level):
+    four(work, torch.bfloat16, level)
+
+
+def gather_in_pieces(rank):
+    """Many pieces, the last one short, and of all kinds of rows."""
+    size, count = dist.get_world_size(), 200_001
+    x = tensor_of(rank, count=count)
+    x[5000:90_000] = 0
+    x[100_000:] = torch.nan
+    x.view(torch.int16)[150_000:] += torch.arange(50_001, dtype=torch.int16) % 60  # payloads
+    out = poisoned(size * count, x.dtype)
+    all_gather_into_tensor(out, x, level="default", name="pieces")
+    (plan,) = [plan for kind, plan in planning.state_of(None).plans.items() if kind.name == "pieces"]
+    for count_of in (3, 7, 16):
+        plan.num_pieces = count_of
+        out.view(torch.uint8).fill_(0xA5)
+        all_gather_into_tensor(out, x, level="default", name="pieces")
+        parts = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(parts, x)
+        assert_same_bits(out, torch.cat(parts))
+    return plan.codec.savings
+
+
+def test_pieces(ranks):
+    assert min(ranks(gather_in_pieces)) > 0.2
+
+
+def nothing(rank):
+    size = dist.get_world_size()
+    out = torch.empty(0)
+    all_gather_into_tensor(out, torch.empty(0), level="default")
+    broadcast(out, 0, level="default")
+    all_to_all_single(out, torch.empty(0), level="default")
+    all_to_all_single(torch.empty(0, 3), torch.empty(0, 3), [0] * size, [0] * size, level="default")
+    one = torch.empty(size)
+    all_gather_into_tensor(one, torch.tensor([float(rank)]), level="default")
+    assert one.tolist() == list(range(size))
+    scalar = torch.tensor(float(rank))
+    broadcast(scalar, 1, level="default")
+    assert scalar.item() == 1
+
+
+def test_nothing_and_little(ranks):
+    ranks(nothing)
+
+
+def in_a_subgroup(rank):
+    group = dist.new_group(SUBGROUP)
+    if rank not in SUBGROUP:
+        return raised(lambda: all_gather_into_tensor(torch.empty(2), torch.empty(1), group))
+    x = tensor_of(rank)
+    out = poisoned(2 * COUNT, x.dtype)
+    all_gather_into_tensor(out, x, group, level="default")
+    assert_same_bits(out, torch.cat([tensor_of(other) for other in SUBGROUP]))
+    broadcast(x, SUBGROUP[1], group, level="default")
+    assert_same_bits(x, tensor_of(SUBGROUP[1]))
+    broadcast(x.fill_(rank), group=group, group_src=0, level="default")
+    assert (x == SUBGROUP[0]).all()
+    return None
+
+
+def test_a_subgroup(four):
+    assert [result and result[0] for result in four(in_a_subgroup)] == ["ValueError", None, "ValueError", None]
+
+
+# ---- when tensors travel raw ---------------------------------------------------------------------------------------
+
+
+def gather_random(rank):
+    x = torch.randint(256, (COUNT,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+    out = torch.empty(dist.get_world_size() * COUNT, dtype=torch.uint8)
+    all_gather_into_tensor(out, x, level="default", name="random")
+    assert_same_bits(out.chunk(dist.get_world_size())[rank], x)
+    return [plan.codec is None for kind, plan in planning.state_of(None).plans.items() if kind.name == "random"]
+
+
+def test_random_bytes_travel_raw(two):
+    assert two(gather_random) == [[True]] * 2
+
+
+def lose(rank, what):
+    """A codec with too little room: the bits are right, one warning is given."""
+    exchange._has_warned = False
+    learned = Codec.learn(tensor_of(9))
+    codec, size = Codec(learned.codebook, learned.slot_bytes, 0.0), dist.get_world_size()
+    x = tensor_of(rank, count=400_000 // 4 * 4, scale=1e20 if rank == 0 else 0.02)
+    xs = [tensor_of(other, count=len(x), scale=1e20 if other == 0 else 0.02) for other in range(size)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if what == "all_gather":
+                out = poisoned(size * len(x), x.dtype)
+                all_gather_into_tensor(out, x, codec=codec)
+                assert_same_bits(out, torch.cat(xs))
+            elif what == "broadcast":
+                y = x.clone()
+                broadcast(y, 0, codec=codec)
+                assert_same_bits(y, xs[0])
+            else:
+                out = poisoned(len(x), x.dtype)
+                all_to_all_single(out, x, codec=codec, async_op=True).wait()
+                assert_same_bits(out, torch.cat([of.chunk(size)[rank] for of in xs]))
+    return sum("no room" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("what", ["all_gather", "broadcast", "all_to_all"])
+def test_lost_rows_are_sent_again(ranks, what):
+    warned = ranks(lose, what)
+    assert warned == [1] * len(warned)  # rank 0 sends lost rows to all
+
+
+def drift(rank):
+    """A codec that is learned anew once its tensors have changed, and given up where that does not help."""
+    size, seen = dist.get_world_size(), []
+    for call in range(12):
+        x = tensor_of(rank, scale=0.02 if call < 2 else 1e15)
+        out = poisoned(size * COUNT, x.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            all_gather_into_tensor(out, x, level="default", name="drift")
+        assert_same_bits(out, gathered(size, x.dtype, scale=0.02 if call < 2 else 1e15))
+        (plan,) = [plan for kind, plan in planning.state_of(None).plans.items() if kind.name == "drift"]
+        seen.append(plan.has_lost)
+    return seen
+
+
+def test_a_codec_is_learned_anew(two):
+    for seen in two(drift):
+        assert not any(seen[:2]) and any(seen) and not seen[-1]
+
+
+# ---- errors --------------------------------------------------------------------------------------------------------
+
+
+def differ(rank, how):
+    size, x = dist.get_world_size(), tensor_of(rank)
+    options = {"level": "default", "name": how}
+    if how == "shape":
+        x = x[: COUNT - rank]
+    elif how == "dtype":
+        x = x.half() if rank else x
+    elif how == "level":
+        options["level"] = "fast" if rank else "default"
+    elif how == "name":
+        options["name"] = f"rank {rank}"
+    elif how == "codec":
+        options = {"codec": Codec.learn(tensor_of(0, scale=1 + 99 * rank))}
+    out = torch.empty(size * len(x) - (how == "output" and rank == 0), dtype=x.dtype)
+    if how == "layout" and rank == 0:
+        x = torch.empty(2 * COUNT, dtype=x.dtype)[::2]
+    return raised(lambda: all_gather_into_tensor(out, x, **options))
+
+
+@pytest.mark.parametrize("how", ["shape", "dtype", "level", "name", "codec", "output", "layout"])
+def test_ranks_that_differ_all_raise(ranks, how):
+    results = ranks(differ, how)
+    assert all(results), results
+    assert all(name in ("ValueError", "RuntimeError") for name, _ in results)
+
+
+def mix_up(rank):
+    """Both codecs are known to all ranks, which then use different ones, whose messages have the same size."""
+    size, x = dist.get_world_size(), tensor_of(rank, torch.float32)
+    learned = Codec.learn(x)
+    codecs = [Codec(learned.codebook, learned.slot_bytes, share) for share in (40.0, 40.0 + 1e-9)]
+    dist.broadcast_object_list(codecs, 0)
+    assert codecs[0].fingerprint != codecs[1].fingerprint
+    out = torch.empty(size * COUNT)
+    for codec in codecs:
+        all_gather_into_tensor(out, x, codec=codec)
+    return raised(lambda: all_gather_into_tensor(out, x, codec=codecs[rank % 2]))
+
+
+def test_known_codecs_mixed_up(ranks):
+    for name, message in ranks(mix_up):
+        assert name == "RuntimeError" and "different codecs" in message
+
+
+def refused(rank):
+    x, out = tensor_of(rank), torch.empty(2 * COUNT, dtype=torch.bfloat16)
+    return [
+        raised(lambda: all_gather_into_tensor(out, x, level="best")),
+        raised(lambda: all_gather_into_tensor(out, x, codec="planes")),
+        raised(lambda: broadcast(x)),
+        raised(lambda: all_to_all_single(x, x, [1, 2], [COUNT, 0], level="default", name="refused")),
+    ]
+
+
+def test_arguments_that_are_refused(two):
+    for results in two(refused):
+        assert [name for name, _ in results] == ["ValueError", "TypeError", "ValueError", "ValueError"]
+
+
+def die_or_call(rank):
+    x = tensor_of(rank)
+    out = torch.empty(3 * COUNT, dtype=x.dtype)
+    if rank == 1:
+        all_gather_into_tensor(out, x, level="default")
+        os._exit(1)
+    all_gather_into_tensor(out, x, level="default")
+    return raised(lambda: [all_gather_into_tensor(out, x, level="default") for _ in range(2)])
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends(tmp_path):
+    ranks = Ranks(3, tmp_path, timeout=5)
+    for _, (name, message) in ranks.survivors(die_or_call, 1):
+        assert name == "RuntimeError" and "not all ranks" in message
+
+
+def test_without_torch_distributed():
+    with pytest.raises(RuntimeError, match="not initialised"):
+        all_gather_into_tensor(torch.empty(2), torch.empty(1))
