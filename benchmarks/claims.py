@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import charts, dlrm, gnn, gnn_cache, gnn_parallel, harness, ratio, row_cache, scale
+from . import charts, dlrm, gnn, gnn_cache, gnn_parallel, harness, ratio, reproduction, row_cache, scale
 
 ROWS = (256, 512, 1024, 2048, 4096, 16384, 65536)
 CAPTION_OF_MACHINE = "{gpu}, torch {torch}, CUDA {cuda}, commit {commit:.10}"
@@ -1011,6 +1011,7 @@ PAGES = {
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
     "docs/deltas.md": {"deltas": deltas_table},
     "docs/checkpoints.md": {"checkpoints": checkpoints_table},
+    "docs/reproduction.md": reproduction.BLOCKS,
 }  # relative to the repository
 OPEN_PAGES = (
     "docs/gnn.md",

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,19 @@ import torch
 import torch.nn as nn
 
 import ibp
-from benchmarks import bits, chunks, clusters, copy_threads, densities, harness, inputs, more_clusters, sets
+from benchmarks import (
+    bits,
+    chunks,
+    claims,
+    clusters,
+    copy_threads,
+    densities,
+    harness,
+    inputs,
+    more_clusters,
+    reproduction,
+    sets,
+)
 
 # ---- scripts on the CPU --------------------------------------------------------------------------------------------
 
@@ -172,3 +185,88 @@ def test_checkpoints_begin_and_end_training():
     assert steps[0] == 0 and steps[-1] == 400 and steps[1] - steps[0] < steps[-1] - steps[-2]
     assert densities.learning_rate(0, 100) == densities.LEARNING_RATE
     assert densities.learning_rate(99, 100) == pytest.approx(densities.LEARNING_RATE / 100)
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+PAGE = harness.ROOT / "docs" / "reproduction.md"
+HEADLINES = "Headline"
+PENDING = {"activations.py", "collectives.py", "spill.py", "choose.py", "scattered.py"}
+ITEMS = {  # by the captions of the papers
+    "reproduction of ibp": [*(f"Figure {n}" for n in range(1, 16)), *(f"Table {n}" for n in range(1, 8))],
+    "reproduction of dietgpu": [
+        *(f"Table {n}" for n in range(1, 4)),
+        *(f"Section {n}, chart" for n in ("5.1.1", "5.1.2", "5.2.1", "5.2.2")),
+        *("Section 5.1.5", "Section 5.1.6"),
+    ],
+    "reproduction of cdma": [*(f"Figure {n}" for n in range(1, 14)), "Table I", "Table II"],
+    "reproduction of buddy": [*(f"Figure {n}" for n in range(1, 14)), "Table 1", "Table 2"],
+    "reproduction of nvcomp": [f"Figure {n}" for n in range(1, 7)],
+}
+ROWS = [row for rows in reproduction.PAPERS.values() for row in rows]
+
+
+@pytest.mark.parametrize("paper", ITEMS)
+def test_every_table_and_figure_of_a_paper_stands_there_once(paper):
+    items = [row.item for row in reproduction.PAPERS[paper]]
+    assert sorted(item for item in items if not item.startswith(HEADLINES)) == sorted(ITEMS[paper])
+    assert len(items) == len(set(items))
+    start, end = claims.markers(paper)
+    table = PAGE.read_text().split(start)[1].split(end)[0]
+    assert re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE) == ["item", "---", *items]
+
+
+def test_every_script_is_there_and_described():
+    named = {row.script for row in ROWS if row.script} - PENDING
+    readme = (harness.ROOT / "benchmarks" / "README.md").read_text()
+    described = set(re.findall(r"^\| `(\w+\.py)` \|", readme, re.MULTILINE))
+    assert named - described == set()
+    assert [name for name in named if not (harness.ROOT / "benchmarks" / name).exists()] == []
+
+
+def test_no_figure_of_ours_is_typed(tmp_path):
+    """Without CSVs there is none; reasons have none; and all tables of the page are written from the CSVs."""
+    results = reproduction.Results(tmp_path)
+    for row in ROWS:
+        ours = reproduction.cells(row, results)[-1]
+        assert ours == (row.ours if isinstance(row.ours, str) else reproduction.MISSING), row
+        assert bool(row.script) != isinstance(row.ours, str), row
+        assert not (isinstance(row.ours, str) and re.search(r"\d %|\d[.,]\d|\d times", row.ours)), row
+    text = PAGE.read_text()
+    for name in reproduction.BLOCKS:
+        start, end = claims.markers(name)
+        text = text.split(start)[0] + text.split(end)[1]
+    assert not re.search(r"^\|", text, re.MULTILINE)
+
+
+def test_figures_of_ours_are_those_of_the_csvs(tmp_path):
+    chosen = {
+        "ratio.csv": [
+            "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds",
+            "normal 1,float16,1,1,planes,0.125,,,",
+            "normal 1,float64,1,1,planes,0.0625,,,",
+        ],
+        "bits.csv": [",".join(bits.COLUMNS), "normal 1,float16,1,1,0,0,0,0,0,0,0.25,c"],
+        "densities.csv": [
+            ",".join(densities.COLUMNS),
+            "AlexNet,conv0,relu,1x2x2,4,0,0.0,,0.5,none,c",
+            "AlexNet,pool0,pool,1x1x1,1,0,0.0,,0.75,none,c",
+            "AlexNet,conv0,relu,1x2x2,4,9,1.0,1.5,0.25,none,c",
+            "AlexNet,pool0,pool,1x1x1,1,9,1.0,1.5,0.25,none,c",
+        ],
+        "activation_ratios.csv": [
+            ",".join(densities.RATIO_COLUMNS),
+            "AlexNet,conv0,relu,300,1.0,NCHW,float32,2,4,5,none,c",
+            "AlexNet,pool0,pool,100,1.0,NCHW,float32,1,1,1,none,c",
+        ],
+    }
+    for name, lines in chosen.items():
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    results = reproduction.Results(tmp_path)
+    assert reproduction.output_shares("normal 1")(results) == "FP16 0.875 (entropy 0.750)<br>FP64 0.938"
+    assert reproduction.densities_by_layer("AlexNet")(results) == "conv0 50 %, 25 %, 25 %"
+    assert reproduction.densities_of_pools(results) == "AlexNet: 1 of 1 pools are denser than what they pool"
+    assert reproduction.net_sparsity(results) == "AlexNet: 60.0 % zero on average, 75.0 % in the sparsest layer"
+    assert reproduction.net_ratios("float32")(results) == (
+        "AlexNet, NCHW: zvc 1.60 (most 2.0), zlib 2.29 (most 4.0), ibp 2.50 (most 5.0)"
+    )
