@@ -191,7 +191,7 @@ def test_checkpoints_begin_and_end_training():
 
 PAGE = harness.ROOT / "docs" / "reproduction.md"
 HEADLINES = "Headline"
-PENDING = {"activations.py", "collectives.py", "spill.py", "choose.py", "scattered.py"}
+PENDING = {"activations.py", "collectives.py", "spill.py", "choose.py"}
 ITEMS = {  # by the captions of the papers
     "reproduction of ibp": [*(f"Figure {n}" for n in range(1, 16)), *(f"Table {n}" for n in range(1, 8))],
     "reproduction of dietgpu": [
