@@ -28,7 +28,7 @@ CLASSES, WAVES, NOISE = 10, 3, 0.3
 MEASURED_IMAGES, QUICK_MEASURED_IMAGES = 50, 2  # cDMA looks at 50
 LAYOUTS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
 WINDOW_BYTES = 4096  # of zlib
-ZLIB_BYTES, IBP_ELEMENTS, ROW_ELEMENTS = 1 << 20, 1 << 21, 1024  # of a layer, at most; of a row
+MAX_WINDOWS, ROW_ELEMENTS, MAX_ROWS = 64, 1024, 2048  # of a layer, at most
 CHECKPOINTS = 12  # at which densities are taken, besides the start; closer together at first
 RATIO_PROGRESS = (0.0, 0.1, 0.4, 1.0)  # of training, at which sizes are
 MAIN_LAYOUT = "NCHW"  # the only one before the end
@@ -176,17 +176,22 @@ def zvc_ratio(share, dtype):
     return 1 / (share + 1 / (8 * dtype.itemsize))
 
 
+def spread(flat, width, most):
+    """At most so many full windows of a flat tensor, evenly apart, [n, width]; one of all elements if there are fewer."""
+    width = min(width, flat.numel())
+    windows = flat[: flat.numel() // width * width].view(-1, width)
+    return windows[:: -(-len(windows) // most)].contiguous()
+
+
 def zlib_ratio(flat):
     """Windows of 4 KiB, each by itself; one that would not shrink counts as it is."""
-    data = flat.view(torch.uint8)[:ZLIB_BYTES].cpu().numpy().tobytes()
-    windows = [data[start : start + WINDOW_BYTES] for start in range(0, len(data), WINDOW_BYTES)]
-    return len(data) / sum(min(len(zlib.compress(window)), len(window)) for window in windows)
+    windows = [window.tobytes() for window in spread(flat.view(torch.uint8), WINDOW_BYTES, MAX_WINDOWS).cpu().numpy()]
+    return sum(map(len, windows)) / sum(min(len(zlib.compress(window)), len(window)) for window in windows)
 
 
 def ibp_ratio(flat):
-    """Scheme auto, codebook included; rows of ROW_ELEMENTS, without a last one that is not full."""
-    width = min(ROW_ELEMENTS, flat.numel())
-    rows = flat[: min(flat.numel(), IBP_ELEMENTS) // width * width].view(-1, width)
+    """Scheme auto, codebook included; rows of ROW_ELEMENTS."""
+    rows = spread(flat, ROW_ELEMENTS, MAX_ROWS)
     codebook = ibp.analyze(rows, scheme="auto", sample=None)
     if codebook is None:
         return 1.0
