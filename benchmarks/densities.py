@@ -177,7 +177,7 @@ def zvc_ratio(share, dtype):
 
 
 def spread(flat, width, most):
-    """At most so many full windows of a flat tensor, evenly apart, [n, width]; one of all elements if there are fewer."""
+    """At most so many full windows of a flat tensor, evenly apart, [n, width]; of few elements one of all."""
     width = min(width, flat.numel())
     windows = flat[: flat.numel() // width * width].view(-1, width)
     return windows[:: -(-len(windows) // most)].contiguous()
