@@ -17,6 +17,7 @@ import torch
 import ibp
 from benchmarks import __main__ as suite
 from benchmarks import (
+    adamw,
     changes,
     charts,
     checkpoints,
@@ -628,6 +629,7 @@ def small(monkeypatch):
     monkeypatch.setattr(compress, "SETS", compress.SETS[:1])
     monkeypatch.setattr(encode_into, "CASES", encode_into.CASES[:2])
     monkeypatch.setattr(compress, "SMALL_ELEMENTS", (64, 1000))
+    monkeypatch.setattr(adamw, "MODELS", {name: adamw.MODELS[name] for name in ("one tensor", "embedding, 1 % alive")})
     yield
     torch.set_num_threads(threads)
 
@@ -637,6 +639,7 @@ def small(monkeypatch):
     [
         *(gather, codec, stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas),
         scattered,
+        adamw,
         pytest.param(checkpoints, marks=pytest.mark.slow),
     ],
     ids=lambda script: script.__name__,
@@ -686,6 +689,7 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
         "changes": {"update_", "index_copy_", "append", "refit"},
         "deltas": {"ibp", "ibp, apply", "index and value", "index and value, apply"},
         "scattered": {"gathered by the CPU", "ibp, raw rows"},
+        "adamw": set(adamw.ARMS),
         "checkpoints": {"reading", "writing", "compress, two cores", "decompress", "verify"},
     }
     assert expected[name] <= arms

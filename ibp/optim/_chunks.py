@@ -51,6 +51,7 @@ class Chunk:
         self.pieces, self.num_elements = pieces, num_elements
         self.dtype, self.device = first.dtype, first.device
         num_rows = num_elements * self.dtype.itemsize // ROW_BYTES
+        pinned = pinned and self.device.type == "cuda"
         self.states = tuple(CodedState(num_rows, self.device, level, pinned) for _ in NAMES)
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
 
@@ -64,13 +65,15 @@ class Chunk:
             self._views = work, [tuple(piece.within(memory) for memory in work) for piece in self.pieces]
         return self._views[1]
 
-    def load(self, work: Work) -> None:
-        for state, memory in zip(self.states, self.raw(work)):
-            state.load(memory)
+    def load(self, work: Work, near: torch.Tensor | None = None) -> None:
+        """Decodes the states to work memory. near: copies of their slots, as bytes of the device."""
+        for i, (state, memory) in enumerate(zip(self.states, self.raw(work))):
+            state.load(memory, None if near is None else near[i])
 
-    def store(self, work: Work) -> None:
-        for state, memory in zip(self.states, self.raw(work)):
-            state.store(memory)
+    def store(self, work: Work, near: torch.Tensor | None = None) -> None:
+        """Codes the states in work memory. near: bytes of the device that slots are coded to in place of their own."""
+        for i, (state, memory) in enumerate(zip(self.states, self.raw(work))):
+            state.store(memory, None if near is None else near[i])
 
 
 def planned(params: Iterable[torch.Tensor], chunk_bytes: int, level: str, pinned: bool) -> Iterator[Chunk]:

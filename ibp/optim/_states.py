@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from .. import _core, _layout, _rows
 from .._estimation import analyze
 from .._memory import PinningError
-from .._place import Place, encode_into
+from .._place import Place
 from .._schemes import AnyCodebook, measure
 
 ROW_BYTES = 2048
@@ -63,28 +63,35 @@ class CodedState:
         self.is_crowded = False  # so many rows have outgrown their slots that a new codebook would pay
         self._stores = self._fitted_at = 0
 
-    def load(self, out: torch.Tensor) -> None:
-        """Writes the state to a contiguous tensor of num_rows rows, on the current stream."""
+    def load(self, out: torch.Tensor, near: torch.Tensor | None = None) -> None:
+        """Writes the state to a contiguous tensor of num_rows rows, on the current stream. near: a copy of the slots,
+        at least as long."""
         if self.place is not None:
-            data = out.view(torch.uint8)
-            torch.ops.ibp.decode_bytes.default(
-                *self.place._table_arguments, 0, data.numel(), 0, data, self.place._fault
-            )
+            data, (_, *others) = out.view(torch.uint8), self.place._table_arguments
+            slots = self._slots(self.place, near)
+            torch.ops.ibp.decode_bytes.default(slots, *others, 0, data.numel(), 0, data, self.place._fault)
         elif self.raw is not None:
             out.view(torch.uint8).copy_(self.raw, non_blocking=True)
         else:
             out.zero_()
 
-    def store(self, data: torch.Tensor) -> None:
+    def store(self, data: torch.Tensor, near: torch.Tensor | None = None) -> None:
         """Keeps the state that a contiguous tensor of num_rows rows holds. Waits for the device where a codebook is
-        learned, which is ever more rarely."""
+        learned, which is ever more rarely. near: memory of num_rows rows that slots are written to, in place of their
+        own."""
         self._stores += 1
         if self._is_due():
             self._fit(data)
         if self.place is not None:
-            encode_into(data, self.place)
+            slots, (_, *others) = self._slots(self.place, near), self.place._arguments
+            torch.ops.ibp.encode_into.default(slots, *others, data, None, None, 0, 0, self.place._fault)
         elif self.raw is not None:
             self.raw.copy_(data.view(torch.uint8), non_blocking=True)
+
+    @staticmethod
+    def _slots(place: Place, near: torch.Tensor | None) -> torch.Tensor:
+        slots = cast(torch.Tensor, place._table_arguments[0])
+        return slots if near is None else near[: slots.numel()]
 
     def usage(self) -> Usage:
         """The memory that is held."""

@@ -13,9 +13,18 @@ from .._arguments import whole_number
 from .._kv.sizes import check_storage
 from .._schemes.planes.learning import check_level
 from ._chunks import NAMES, Chunk, Work, planned
+from ._lane import Lane
 from ._states import ROW_BYTES, CodedState, Usage, Watch, free_overflow
 
 CHUNK_BYTES = 64 << 20
+
+
+class _Job:
+    """What a step has to do for a chunk. live: which of its pieces have gradients."""
+
+    def __init__(self, group: dict[str, Any], chunk: Chunk, grads: dict[torch.Tensor, torch.Tensor]) -> None:
+        self.group, self.chunk, self.grads = group, chunk, grads
+        self.live = [i for i, piece in enumerate(chunk.pieces) if piece.param in grads]
 
 
 class _CodedStates(torch.optim.Adam):
@@ -35,6 +44,7 @@ class _CodedStates(torch.optim.Adam):
         """Drops all coded states and the memory to work in."""
         self._chunks: list[list[Chunk]] = [[] for _ in getattr(self, "param_groups", ())]
         self._works: dict[tuple[torch.device, torch.dtype], Work] = {}
+        self._lanes: dict[torch.device, Lane] = {}
         self._watches: dict[torch.device, Watch] = {}
 
     # ---- parameters ----
@@ -85,57 +95,83 @@ class _CodedStates(torch.optim.Adam):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step with coded states cannot be captured in a CUDA graph: it learns codebooks")
         free_overflow([state for chunk in self._all_chunks() for state in chunk.states])
-        for group, chunks in zip(self.param_groups, self._chunks):
-            self._step_group(group, chunks)
+        grads = [self._gradients(group, chunks) for group, chunks in zip(self.param_groups, self._chunks)]
+        steps: dict[torch.device, list[torch.Tensor]] = {}
+        for param in (param for of_group in grads for param in of_group):
+            steps.setdefault(param.device, []).append(self.state[param]["step"])
+        of_groups = zip(self.param_groups, self._chunks, grads)
+        jobs = [_Job(group, chunk, of_group) for group, chunks, of_group in of_groups for chunk in chunks]
+        for device, of_device in steps.items():
+            torch._foreach_add_(of_device, 1)
+            self._run(device, [job for job in jobs if job.live and job.chunk.device == device])
+            found_inf = _near(getattr(self, "found_inf", None), device)
+            if found_inf is not None:  # a step that infinite gradients left out is not counted
+                torch._foreach_sub_(of_device, [found_inf] * len(of_device))
         self._watch()
         return loss
 
-    def _step_group(self, group: dict[str, Any], chunks: list[Chunk]) -> None:
+    def _gradients(self, group: dict[str, Any], chunks: list[Chunk]) -> dict[torch.Tensor, torch.Tensor]:
+        """Those of a group. Parameters that have one for the first time get a step and chunks."""
         grads = {param: _dense_grad(param) for param in group["params"] if param.grad is not None}
         new = [param for param in grads if not self.state[param]]
         for param in new:
             self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         chunks += self._planned(new)
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for param in grads:
-            by_device.setdefault(param.device, []).append(self.state[param]["step"])
-        found_inf = getattr(self, "found_inf", None)
-        for steps in by_device.values():
-            torch._foreach_add_(steps, 1)
-        for chunk in chunks:
-            self._step_chunk(group, chunk, grads)
-        if found_inf is not None:
-            for device, steps in by_device.items():
-                torch._foreach_sub_(steps, [found_inf.to(device, non_blocking=True)] * len(steps))
+        return grads
 
-    def _step_chunk(self, group: dict[str, Any], chunk: Chunk, grads: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Decodes a chunk's states, changes them and the parameters by torch's fused kernel, and codes them again."""
-        live = [i for i, piece in enumerate(chunk.pieces) if piece.param in grads]
-        if not live:
+    def _run(self, device: torch.device, jobs: list[_Job]) -> None:
+        """Decodes the states of one chunk after the other, changes them and the parameters, and codes them again."""
+        if not jobs:
             return
-        work = self._work(chunk)
-        chunk.load(work)
-        pieces, views = [chunk.pieces[i] for i in live], chunk.views(work)
-        lr, (beta1, beta2) = group["lr"], group["betas"]
+        lane = self._lane(device, jobs) if self._storage == "host" and device.type == "cuda" else None
+        if lane is not None:
+            lane.begin(torch.cuda.current_stream(device))
+            lane.fetch(jobs[0].chunk)
+        for job, following in zip(jobs, [*jobs[1:], None]):
+            work = self._work(job.chunk)
+            if lane is None:
+                job.chunk.load(work)
+                self._change(job, work)
+                job.chunk.store(work)
+                continue
+            if following is not None:
+                lane.fetch(following.chunk)
+            lane.load(job.chunk, work)
+            self._change(job, work)
+            lane.store(job.chunk, work)
+        if lane is not None:
+            lane.end()
+
+    def _change(self, job: _Job, work: Work) -> None:
+        """torch's fused kernel on a chunk whose states are in work memory."""
+        group, device = job.group, job.chunk.device
+        pieces, views = [job.chunk.pieces[i] for i in job.live], job.chunk.views(work)
+        beta1, beta2 = group["betas"]
         fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         fused(
             [piece.of(piece.param) for piece in pieces],
-            [piece.of(grads[piece.param]) for piece in pieces],
-            [views[i][0] for i in live],
-            [views[i][1] for i in live],
+            [piece.of(job.grads[piece.param]) for piece in pieces],
+            [views[i][0] for i in job.live],
+            [views[i][1] for i in job.live],
             [],
             [self.state[piece.param]["step"] for piece in pieces],
-            lr=_near(lr, chunk.device),
+            lr=_near(group["lr"], device),
             beta1=float(beta1),
             beta2=float(beta2),
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             amsgrad=False,
             maximize=group["maximize"],
-            grad_scale=_near(getattr(self, "grad_scale", None), chunk.device),
-            found_inf=_near(getattr(self, "found_inf", None), chunk.device),
+            grad_scale=_near(getattr(self, "grad_scale", None), device),
+            found_inf=_near(getattr(self, "found_inf", None), device),
         )
-        chunk.store(work)
+
+    def _lane(self, device: torch.device, jobs: list[_Job]) -> Lane:
+        """What moves slots, with room for all chunks."""
+        most = max(job.chunk.num_elements * job.chunk.dtype.itemsize for job in jobs)
+        if device not in self._lanes or self._lanes[device].num_bytes < most:
+            self._lanes[device] = Lane(device, most)
+        return self._lanes[device]
 
     def _planned(self, params: list[torch.Tensor]) -> Iterator[Chunk]:
         return planned(params, self._chunk_bytes, self._level, self._storage == "host")

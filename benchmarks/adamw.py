@@ -1,0 +1,271 @@
+"""What does a step of AdamW cost whose states are coded, and how small are they?
+
+    python -m benchmarks.adamw [--out DIR] [--device cpu] [--quick]
+
+Arms: `torch`, `torch.optim.AdamW(fused=True)`; `torch, states in pinned memory`, the same kernel with raw states that
+the copy engine brings and takes, a chunk ahead; `ibp` and `ibp, fast`, `ibp.optim.AdamW` at both levels; `ibp, pinned`,
+with `storage="host"`. All arms take the same gradients in the same steps, and their weights are compared bit for bit.
+
+Models: one tensor of 1 GiB; blocks of Llama's shape, trained; the same in BF16; an embedding table of which 1 % of the
+rows have gradients. `gbps` counts the 28 bytes an FP32 parameter (14 of BF16) that torch's kernel moves, `ideal_gbps`
+is what `copy_` moves. `ms` is the median of the steps' times, `mean_ms` their mean from the second on, with the
+codebooks that are learned; `ratio` is to `torch`.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+
+import ibp
+
+from . import harness, nets
+
+COLUMNS = (
+    "ms",
+    "mean_ms",
+    "ratio",
+    "m_savings",
+    "v_savings",
+    "device_bytes",
+    "host_bytes",
+    "steps",
+    "target_ratio",
+    "met",
+)
+TORCH, RAW, IBP, FAST, PINNED = "torch", "torch, states in pinned memory", "ibp", "ibp, fast", "ibp, pinned"
+ARMS = {  # how many steps each takes at most, and the options of ibp.optim.AdamW
+    TORCH: (1 << 30, None),
+    RAW: (8, None),
+    IBP: (1 << 30, {}),
+    FAST: (1 << 30, {"level": "fast"}),
+    PINNED: (8, {"storage": "host"}),
+}
+MOST_RATIO = 4.0  # of a step to torch's, states on the device
+RATE, MOVED_VALUES = 1e-3, 7  # read: weight, gradient, both states; written: weight, both states
+CHUNK_BYTES = 64 << 20
+
+
+class RawOffload:
+    """Steps of torch's fused kernel over raw states in pinned memory: two chunks at a time are on the device, one of
+    which is used while the other is copied."""
+
+    def __init__(self, params, lr):
+        self.params, self.options = list(params), {"lr": lr, "beta1": 0.9, "beta2": 0.999}
+        self.count = torch.zeros((), device=self.params[0].device)
+        most = CHUNK_BYTES // (2 * self.params[0].element_size())
+        self.pieces = [(p, k, min(k + most, p.numel())) for p in self.params for k in range(0, p.numel(), most)]
+        on_gpu, like = self.count.is_cuda, self.params[0]
+        self.kept = [
+            [torch.zeros(end - start, dtype=p.dtype, pin_memory=on_gpu) for _ in "mv"] for p, start, end in self.pieces
+        ]
+        self.near = [[torch.empty(most, dtype=like.dtype, device=like.device) for _ in "mv"] for _ in "01"]
+        self.streams = [torch.cuda.Stream() for _ in range(2)] if on_gpu else None
+
+    @torch.no_grad()
+    def step(self):
+        self.count += 1
+        if self.streams is None:
+            for i, kept in enumerate(self.kept):
+                self._update(i, kept)
+            return
+        main, (into, out) = torch.cuda.current_stream(), self.streams
+        into.wait_stream(main)
+        for i, kept in enumerate(self.kept):
+            near = [memory[: len(raw)] for memory, raw in zip(self.near[i % 2], kept)]
+            into.wait_stream(out)  # until the chunk before the last is back
+            with torch.cuda.stream(into):
+                for memory, raw in zip(near, kept):
+                    memory.copy_(raw, non_blocking=True)
+            main.wait_stream(into)
+            self._update(i, near)
+            done = main.record_event()
+            if i:  # the chunk before goes back while this one is used
+                self._take(i - 1, self.done, out)
+            self.done = done
+        self._take(len(self.kept) - 1, self.done, out)
+        main.wait_stream(out)
+
+    def _take(self, i, done, out):
+        out.wait_event(done)
+        with torch.cuda.stream(out):
+            for raw, memory in zip(self.kept[i], self.near[i % 2]):
+                raw.copy_(memory[: len(raw)], non_blocking=True)
+
+    def _update(self, i, states):
+        param, start, end = self.pieces[i]
+        weights, grads = (tensor.detach().view(-1)[start:end] for tensor in (param, param.grad))
+        lists = [[x] for x in (weights, grads, *states)]
+        torch._fused_adamw_(
+            *lists, [], [self.count], **self.options, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False
+        )
+
+
+class Model:
+    """Parameters, and a function that gives them the gradients of a step."""
+
+    def __init__(self, params, give, steps):
+        self.params, self.give, self.steps = params, give, steps
+
+
+def one_tensor(run):
+    rows = 256 if run.quick else 1 << 18
+    return Model([normal((rows, 1024), run.device)], given_normal, 4 if run.quick else 100)
+
+
+def embedding(run):
+    rows = 1000 if run.quick else 1 << 20
+    alive = (torch.rand(rows, device=run.device) < 0.01).nonzero()[:, 0]
+
+    def give(params):
+        (table,) = params
+        table.grad = torch.zeros_like(table)
+        table.grad[alive] = torch.randn(len(alive), table.shape[1], device=run.device) * 1e-3
+
+    return Model([normal((rows, 128), run.device)], give, 4 if run.quick else 100)
+
+
+def llama(run, dtype=torch.float32):
+    """Blocks that learn to double what they are given."""
+    hidden, layers, tokens = (64, 1, 32) if run.quick else (2048, 6, 512)
+    net = nets.llama(layers, hidden, hidden * 11 // 4, hidden // 64).to(run.device, dtype)
+    noise = torch.Generator(run.device).manual_seed(0)
+
+    def give(params):
+        x = torch.randn(2, tokens, hidden, generator=noise, device=run.device).to(dtype)
+        net.zero_grad()
+        (net(x) - 2 * x).float().square().mean().backward()
+
+    return Model([param for param in net.parameters() if param.requires_grad], give, 4 if run.quick else 20)
+
+
+MODELS = {
+    "one tensor": one_tensor,
+    "Llama's shape": llama,
+    "Llama's shape, BF16": lambda run: llama(run, torch.bfloat16),
+    "embedding, 1 % alive": embedding,
+}
+
+
+def normal(shape, device):
+    return torch.nn.Parameter(torch.randn(shape, device=device) * 0.02)
+
+
+def given_normal(params):
+    for param in params:
+        param.grad = torch.randn_like(param) * 1e-3
+
+
+class Arm:
+    """An optimizer of parameters of its own, and the seconds of its steps."""
+
+    def __init__(self, run, name, params):
+        self.run, self.name, self.seconds, (self.most_steps, options) = run, name, [], ARMS[name]
+        self.params = params if name == TORCH else [torch.nn.Parameter(param.detach().clone()) for param in params]
+        if name == RAW:
+            self.optimizer = RawOffload(self.params, RATE)
+        elif name == TORCH:
+            self.optimizer = torch.optim.AdamW(self.params, RATE, fused=True)
+        else:
+            self.optimizer = ibp.optim.AdamW(self.params, RATE, **options)
+
+    def step(self, grads):
+        for param, grad in zip(self.params, grads):
+            param.grad = grad
+        self.run.sync()
+        if self.run.on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            self.optimizer.step()
+            end.record()
+            self.run.sync()
+            self.seconds.append(start.elapsed_time(end) * 1e-3)
+        else:
+            started = time.perf_counter()
+            self.optimizer.step()
+            self.seconds.append(time.perf_counter() - started)
+        if self.params is not grads and self.name != TORCH:
+            for param in self.params:
+                param.grad = None
+
+    def savings(self):
+        """(exp_avg, exp_avg_sq, bytes on the device, bytes of host memory)."""
+        raw = 2 * sum(param.numel() * param.element_size() for param in self.params)
+        if self.name in (TORCH, RAW):
+            return 0.0, 0.0, *((raw, 0) if self.name == TORCH else (2 * CHUNK_BYTES, raw))
+        usages = self.optimizer.memory().values()
+        return (
+            *(usage.savings for usage in usages),
+            sum(u.device_bytes for u in usages),
+            sum(u.host_bytes for u in usages),
+        )
+
+
+def measure(run, name, copy_gbps):
+    model = MODELS[name](run)
+    arms = [Arm(run, arm, model.params) for arm in ARMS]
+    for number in range(model.steps):
+        model.give(model.params)
+        grads = [param.grad for param in model.params]
+        for arm in arms:
+            if number < arm.most_steps:
+                arm.step(grads)
+        for arm in arms[1:]:
+            if number == min(model.steps, arm.most_steps) - 1:
+                for param, wanted in zip(arm.params, model.params):
+                    harness.check_bits(param.detach(), wanted.detach(), f"{name}, {arm.name}")
+    of_torch = statistics.median(arms[0].seconds)
+    for arm in arms:
+        record(run, name, model, arm, of_torch, copy_gbps)
+
+
+def record(run, name, model, arm, of_torch, copy_gbps):
+    seconds, num_params = statistics.median(arm.seconds), sum(param.numel() for param in arm.params)
+    m_savings, v_savings, device_bytes, host_bytes = arm.savings()
+    first = model.params[0]
+    wanted = MOST_RATIO if arm.name in (IBP, FAST) else None
+    run.add(
+        case=name,
+        arm=arm.name,
+        rows=num_params * first.element_size() // 2048,
+        row_bytes=2048,
+        dtype=first.dtype,
+        savings=(m_savings + v_savings) / 2,
+        gbps=MOVED_VALUES * num_params * first.element_size() * 1e-9 / seconds,
+        ideal_gbps=2 * copy_gbps,
+        sms=None,
+        ms=harness.four_digits(1e3 * seconds),
+        mean_ms=harness.four_digits(1e3 * statistics.mean(arm.seconds[1:])),
+        ratio=harness.four_digits(seconds / of_torch),
+        m_savings=f"{m_savings:.4f}",
+        v_savings=f"{v_savings:.4f}",
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        steps=len(arm.seconds),
+        **({"target_ratio": wanted, "met": "yes" if seconds <= wanted * of_torch else "no"} if wanted else {}),
+    )
+
+
+def missed(rows):
+    return [
+        f"{row['case']}, {row['arm']}: {row['ratio']} times torch's step, wanted {row['target_ratio']}"
+        for row in rows
+        if row.get("met") == "no"
+    ]
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("adamw", args, COLUMNS)
+    torch.manual_seed(0)
+    source, target = run.scratch.chunk(2)
+    copy_gbps = source.numel() * 1e-9 / run.seconds([lambda: target.copy_(source)])
+    for name in MODELS:
+        with run.cell(name):
+            measure(run, name, copy_gbps)
+    return run.finish(missed(run.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
