@@ -1,0 +1,308 @@
+"""What do slots on the GPU with overflow in pinned host memory (ibp.place) cost to read and change?
+
+    python -m benchmarks.spill [--out DIR] [--device cpu] [--quick]
+
+Tables of 256 MiB in device memory, of which a share of the rows is noise, which leaves its slot: `decode` of the whole
+table and `index_select` of half of its rows in random order, `device only`, with overflow on the GPU too, and
+`spilled`, with overflow in host memory; `update_` of every 16th row. Slots are those that the other rows fit, or of a
+target ratio, which real sets have too. `pages`: loads from an `ibp.KVStore` of keys, with slots for 99.9 % of the rows,
+and with smaller ones that spill. `profile`: ten snapshots of a net in training, and at each threshold of the sweep what
+the last one spills when it is placed, beside what was predicted: by the paper's ratios, and by slots of any size.
+`ideal_gbps` of a spilled arm is the device's rate, or that at which the link brings what spilled where it is slower.
+All results are compared bit for bit.
+"""
+
+import dataclasses
+import math
+import sys
+
+import torch
+
+import ibp
+from ibp._spill import targets
+
+from . import families, harness, ideal, inputs
+
+COLUMNS = (
+    *("target", "slot_bytes", "spilled", "predicted_spilled", "spilled_bytes", "device_bytes", "host_bytes"),
+    *harness.TARGET_COLUMNS,
+)
+TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, inputs.MIB
+DEVICE, SPILLED = "device only", "spilled"
+DECODE, SELECT, UPDATE = "decode", "index_select", "update_"
+SHARES, FEW_SHARES = (0.0, 0.05, 0.1, 0.2, 0.3), (0.0, 0.2)
+RATIOS = (4 / 3, 2.0, 4.0)
+BF16, FP32 = torch.bfloat16, torch.float32
+NUM_SNAPSHOTS, PAGE_BYTES = 10, 1 << 16
+REAL = {"LLM keys": RATIOS, "citeseer": (4.0, 16.0, 64.0, math.inf)}
+
+# Of the device's rate where nothing spills; of the ideal where at most this share of the rows does.
+DEVICE_SHARE, IDEAL_SHARE, MOST_SPILLED = 0.9, 1 / 1.15, 0.31
+
+
+def ids_in_runs(rows, columns, device):
+    """Sorted numbers below 2^20, as edges of a graph have them."""
+    return torch.randint(1 << 20, (rows, columns), device=device).sort(1).values
+
+
+CASES = (  # name, level, dtype, columns, maker, shares of noise, target ratios
+    ("normal 0.02", "default", BF16, 1024, families.weights, SHARES, RATIOS),
+    ("normal 0.02, fast", "fast", BF16, 1024, families.weights, SHARES, ()),
+    ("normal 1", "default", FP32, 512, families.normal, FEW_SHARES, (4 / 3,)),
+    ("half zeros", "default", BF16, 1024, families.masked, FEW_SHARES, (2.0,)),
+    ("half zeros", "default", FP32, 512, families.masked, FEW_SHARES, (2.0,)),
+    ("normal 1", "default", torch.float8_e4m3fn, 2048, families.normal, FEW_SHARES, ()),
+    ("sorted ids", "default", torch.int64, 256, ids_in_runs, FEW_SHARES, (2.0, 4.0)),
+)
+
+
+def with_noise(x, share):
+    """x with this share of its rows, at random, of random bits."""
+    is_noise = torch.rand(len(x), device=x.device) < share
+    x = x.clone()
+    words = torch.randint(-(2**31), 2**31 - 1, (int(is_noise.sum()), x[0].nbytes // 4), device=x.device)
+    x[is_noise] = words.to(torch.int32).view(x.dtype)
+    return x
+
+
+class Case:
+    """Rows of a kind with a codebook."""
+
+    def __init__(self, run, name, x, level):
+        self.run, self.name, self.x = run, name, x
+        self.codebook = ibp.analyze(x, scheme="planes", sample=families.SAMPLE, level=level)
+        self.ids = torch.randperm(len(x), device=run.device)[: len(x) // 2]
+
+    def measure(self, x, slot_bytes, target=None):
+        """Reads and changes a table of these slots, with overflow in both places."""
+        layout = {"slot_bytes": slot_bytes} if slot_bytes else {"layout": "packed"}
+        tables = {
+            DEVICE: ibp.compress(x, codebook=self.codebook, **layout),
+            SPILLED: ibp.place(x, slot_bytes=slot_bytes, codebook=self.codebook),
+        }
+        found = {"target": target, "x": x, "seconds": {}}
+        for where, table in tables.items():
+            self.read(table, where, DECODE, found, lambda table, out: ibp.decompress(table, out=out), x)
+            selected = x[self.ids]
+            self.read(
+                table, where, SELECT, found, lambda table, out: ibp.index_select(table, self.ids, out=out), selected
+            )
+        for where, table in tables.items():
+            self.change(table, where, found)
+
+    def read(self, table, where, what, found, read, want):
+        outs = [torch.empty_like(want) for _ in range(self.run.rotation(want.nbytes))]
+        harness.poison(outs[0])
+        read(table, outs[0])
+        table.check()
+        harness.check_bits(outs[0], want, f"{self.name}, {where}, {what}")
+        seconds = self.run.seconds([lambda out=out: read(table, out) for out in outs])
+        self.record(table, where, what, found, seconds, want.nbytes)
+
+    def change(self, table, where, found):
+        """Every 16th row becomes the one before it, and so on: noise moves."""
+        ids = torch.arange(0, len(found["x"]), 16, device=self.run.device)
+        rows = [found["x"][ids - shift] for shift in (1, 2)]
+        table.update_(ids, rows[1])
+        want = found["x"].clone()
+        want[ids] = rows[1]
+        harness.check_bits(ibp.decompress(table), want, f"{self.name}, {where}, {UPDATE}")
+        seconds = self.run.seconds([lambda new=new: table.update_(ids, new) for new in rows], wall=True)
+        self.record(table, where, UPDATE, found, seconds, rows[0].nbytes)
+
+    def record(self, table, where, what, found, seconds, num_bytes):
+        spilled, spilled_bytes = spill_of(table)
+        if where == DEVICE:
+            found["seconds"][what] = seconds
+        least = max(found["seconds"][what], link_seconds(spilled_bytes * num_bytes / found["x"].nbytes))
+        gbps, ideal_gbps = num_bytes * 1e-9 / seconds, num_bytes * 1e-9 / least
+        share = DEVICE_SHARE if spilled == 0 else IDEAL_SHARE
+        is_judged = where == SPILLED and what != UPDATE and spilled <= MOST_SPILLED
+        self.run.add(
+            case=self.name,
+            arm=f"{what}, {where}",
+            rows=len(found["x"]),
+            row_bytes=table.row_bytes,
+            dtype=found["x"].dtype,
+            savings=table.savings,
+            gbps=gbps,
+            ideal_gbps=ideal_gbps,
+            sms=None,
+            target="" if found["target"] is None else f"{found['target']:.3g}",
+            slot_bytes=table.slot_bytes,
+            spilled=f"{spilled:.4f}",
+            spilled_bytes=spilled_bytes,
+            device_bytes=table.nbytes if where == DEVICE else table.nbytes - table.overflow.numel(),
+            host_bytes=0 if where == DEVICE else table.overflow.numel(),
+            **harness.judged(gbps, share * ideal_gbps if is_judged else None),
+        )
+
+
+def spill_of(table):
+    """(share of a table's rows that leave their slots, bytes of these parts in whole sectors)."""
+    parts = (ideal.stored_row_bytes(table) - table.slot_bytes).clamp(min=0)
+    sectors = (parts + ideal.SECTOR_BYTES - 1) // ideal.SECTOR_BYTES
+    return float((parts > 0).double().mean()), int(sectors.sum()) * ideal.SECTOR_BYTES
+
+
+def link_seconds(num_bytes):
+    return num_bytes * 1e-9 / ideal.LINK_KERNEL_GBPS
+
+
+def measure_kinds(run, cases):
+    num_bytes = QUICK_TABLE_BYTES if run.quick else TABLE_BYTES
+    for name, level, dtype, columns, make, shares, ratios in cases:
+        with run.cell(f"{name} {harness.dtype_name(dtype)}"):
+            case = Case(run, name, make(num_bytes // (columns * dtype.itemsize), columns, run.device).to(dtype), level)
+            slot_bytes = fitting(case)
+            for share in shares:
+                case.measure(with_noise(case.x, share), slot_bytes)
+            for ratio in ratios:
+                case.measure(case.x, targets.slot_bytes_of(ratio, case.codebook.row_bytes), ratio)
+
+
+def fitting(case):
+    """Slots that all rows of a case fit."""
+    stored = ideal.stored_row_bytes(ibp.compress(case.x, codebook=case.codebook, layout="packed"))
+    return min(case.codebook.row_bytes, -(-int(stored.max()) // 32) * 32)
+
+
+def measure_real(run, data):
+    num_bytes = QUICK_TABLE_BYTES if run.quick else TABLE_BYTES
+    for name, rows in inputs.real_sets(data):
+        if name not in REAL:
+            continue
+        with run.cell(name):
+            x = inputs.replicated(rows, max(1, num_bytes // rows[0].nbytes), run.device)
+            case = Case(run, name, x, "default")
+            for ratio in REAL[name]:
+                case.measure(x, targets.slot_bytes_of(ratio, case.codebook.row_bytes), ratio)
+
+
+# ---- pages of a KV-cache -------------------------------------------------------------------------------------------
+
+
+def measure_pages(run, data):
+    """Keys in pages: slots for nearly all rows, and ones that more and more rows leave."""
+    found = dict(inputs.real_sets(data))
+    if "LLM keys" not in found:
+        return
+    num_pages = 4 if run.quick else 4096
+    rows, num_bytes = found["LLM keys"], num_pages * PAGE_BYTES
+    x = inputs.replicated(rows, num_bytes // rows[0].nbytes + 1, run.device)
+    x = x.view(-1)[: num_bytes // x.itemsize].view(num_pages, -1)
+    usual = ibp.KVStore(x, page_bytes=PAGE_BYTES, num_pages=num_pages, device=run.device, storage="device")
+    seconds = {}
+    for slots in range(0, 5):
+        slot_bytes = usual.place.slot_bytes - 32 * slots
+        spill = "host" if slots else None
+        with run.cell(f"pages, slots of {slot_bytes}"):
+            store = ibp.KVStore(
+                usual.codebook, page_bytes=PAGE_BYTES, num_pages=num_pages, slot_bytes=slot_bytes,
+                overflow_bytes=None if slots else usual.place.overflow.numel(),
+                device=run.device, storage="device", spill=spill,
+            )  # fmt: skip
+            if store.store(range(num_pages), x).lost():
+                raise AssertionError("pages were lost")
+            out, numbers = torch.empty_like(x), torch.arange(num_pages, device=run.device)
+            store.load(numbers, out).synchronize()
+            harness.check_bits(out, x, f"pages, slots of {slot_bytes}")
+            store.check()
+            seconds[slots] = run.seconds([lambda: store.load(numbers, out, max_sms=0).wait()])
+            spilled, spilled_bytes = spill_of(store.place.table())
+            least = max(seconds[0], link_seconds(spilled_bytes if slots else 0))
+            run.add(
+                case="pages of LLM keys", arm=f"load, {SPILLED if slots else DEVICE}", rows=store.place.num_rows,
+                row_bytes=store.place.row_bytes, dtype=x.dtype, savings=1 - 1 / store.gain,
+                gbps=x.nbytes * 1e-9 / seconds[slots], ideal_gbps=x.nbytes * 1e-9 / least, sms=None,
+                target=f"{store.gain:.3g}", slot_bytes=slot_bytes, spilled=f"{spilled:.4f}",
+                spilled_bytes=spilled_bytes, device_bytes=store.pool_bytes + store.index_bytes,
+                host_bytes=store.place.overflow.numel() if slots else 0,
+            )  # fmt: skip
+
+
+# ---- a net in training ---------------------------------------------------------------------------------------------
+
+
+def snapshots(run):
+    """A net of an embedding and layers with ReLU, at ten moments of its training: weights, states of AdamW, what the
+    layers give."""
+    rows, width = (256, 64) if run.quick else (50_000, 1024)
+    kind = {"device": run.device, "dtype": BF16}
+    table = torch.nn.Embedding(rows, width // 4, **kind)
+    layers = [torch.nn.Linear(a, width, **kind) for a in (width // 4, width, width)]
+    net = torch.nn.ModuleList([table, *layers])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    for _ in range(NUM_SNAPSHOTS):
+        for _ in range(3):
+            ids = (rows * torch.rand(4096, device=run.device) ** 6).long()  # few rows often, most of them never
+            hidden, kept = table(ids), {}
+            for k, layer in enumerate(layers):
+                hidden = layer(hidden).relu()
+                kept[f"activation {k}"] = hidden.detach()
+            optimizer.zero_grad()
+            (hidden.float().mean(1) - ids / rows).square().mean().backward()
+            optimizer.step()
+        states = {
+            f"{kind} of {name}": optimizer.state[parameter][key]
+            for name, parameter in net.named_parameters()
+            for kind, key in (("m", "exp_avg"), ("v", "exp_avg_sq"))
+        }
+        weights = {name: parameter.detach() for name, parameter in net.named_parameters()}
+        yield {name: x for name, x in {**weights, **states, **kept}.items() if x.dim() == 2}
+
+
+def measure_profile(run):
+    last = {}
+
+    def seen():
+        for snapshot in snapshots(run):
+            last.update(snapshot)
+            yield snapshot
+
+    report = ibp.profile(seen())
+    print(report)
+    finer = {name: dataclasses.replace(tensor, ratios=None) for name, tensor in report.items()}
+    finer = ibp.Profile(finer, report.threshold, report.num_snapshots)
+    for kind, found in (("the paper's ratios", report), ("slots of any size", finer)):
+        for threshold in (0.1, 0.2, 0.3, 0.4):
+            with run.cell(f"profile at {threshold}, {kind}"):
+                record_profile(run, kind, found.at(threshold), last)
+
+
+def record_profile(run, kind, report, last):
+    """Places the last snapshot as a profile says, and decodes it."""
+    tables = {name: ibp.place(x, report[name], device=run.device) for name, x in last.items()}
+    for name, table in tables.items():
+        harness.check_bits(ibp.decompress(table), last[name], name)
+    seconds = run.seconds([lambda: [ibp.decompress(table, out=last[name]) for name, table in tables.items()]])
+    spills = [spill_of(table) for table in tables.values()]
+    num_rows = sum(table.num_rows for table in tables.values())
+    spilled = sum(share * table.num_rows for (share, _), table in zip(spills, tables.values())) / num_rows
+    spilled_bytes, num_bytes = sum(size for _, size in spills), report.original_bytes
+    moved = num_bytes + sum(table.stored_bytes for table in tables.values())
+    least = max(moved * 1e-9 / (2 * run.memset_gbps), link_seconds(spilled_bytes))
+    run.add(
+        case=f"training, {kind}", arm=f"profile, {report.threshold:.0%}", rows=num_rows, row_bytes=0, dtype=BF16,
+        savings=1 - 1 / report.best_ratio, gbps=num_bytes * 1e-9 / seconds, ideal_gbps=num_bytes * 1e-9 / least,
+        sms=None, target=f"{report.ratio:.3g}", slot_bytes="", spilled=f"{spilled:.4f}",
+        predicted_spilled=f"{report.point.rows:.4f}", spilled_bytes=spilled_bytes,
+        device_bytes=sum(table.nbytes - table.overflow.numel() for table in tables.values()),
+        host_bytes=sum(table.overflow.numel() for table in tables.values()),
+    )  # fmt: skip
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("spill", args, COLUMNS)
+    torch.manual_seed(0)
+    measure_kinds(run, CASES)
+    measure_pages(run, args.data)
+    measure_real(run, args.data)
+    with run.cell("profile"):
+        measure_profile(run)
+    return run.finish(harness.missed(run.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
