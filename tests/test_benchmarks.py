@@ -41,6 +41,7 @@ from benchmarks import (
     scattered,
     sets,
     small_calls,
+    spill,
     stream,
 )
 from benchmarks.cpu_gather import PipelinedGather
@@ -628,6 +629,7 @@ def small(monkeypatch):
     monkeypatch.setattr(families, "QUICK_CASES", (0, 11))
     monkeypatch.setattr(compress, "SETS", compress.SETS[:1])
     monkeypatch.setattr(encode_into, "CASES", encode_into.CASES[:2])
+    monkeypatch.setattr(spill, "CASES", spill.CASES[2:3])
     monkeypatch.setattr(compress, "SMALL_ELEMENTS", (64, 1000))
     monkeypatch.setattr(adamw, "MODELS", {name: adamw.MODELS[name] for name in ("one tensor", "embedding, 1 % alive")})
     yield
@@ -638,8 +640,7 @@ def small(monkeypatch):
     "script",
     [
         *(gather, codec, stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas),
-        scattered,
-        adamw,
+        *(scattered, adamw, spill),
         pytest.param(checkpoints, marks=pytest.mark.slow),
     ],
     ids=lambda script: script.__name__,
@@ -690,6 +691,14 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
         "deltas": {"ibp", "ibp, apply", "index and value", "index and value, apply"},
         "scattered": {"gathered by the CPU", "ibp, raw rows"},
         "adamw": set(adamw.ARMS),
+        "spill": {
+            *(
+                f"{what}, {where}"
+                for what in ("decode", "index_select", "update_")
+                for where in ("device only", "spilled")
+            ),
+            *("profile, 10%", "profile, 40%"),
+        },
         "checkpoints": {"reading", "writing", "compress, two cores", "decompress", "verify"},
     }
     assert expected[name] <= arms

@@ -55,7 +55,9 @@ def blocks(*kinds):
 
 @pytest.mark.parametrize("page", PAGES, **names_of_pages)
 def test_fences_say_what_they_hold(page):
-    kinds = {" ".join(word for word in kind.split() if word not in MODULES | PACKAGES) for _, kind, _ in blocks_of(page)}
+    kinds = {
+        " ".join(word for word in kind.split() if word not in MODULES | PACKAGES) for _, kind, _ in blocks_of(page)
+    }
     assert kinds <= LANGUAGES
 
 
