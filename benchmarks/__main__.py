@@ -3,10 +3,10 @@
 
 Those of speed, in under 5 minutes on one H200; --coding: those of kinds of rows and of coding instead, in under 4;
 --caches: those of caches, embedding tables and KV-caches, in under 5; --papers: those that only tables and figures of
-papers ask for, in under 2; --all: all of these, and those that count bytes as well, which are the same on every
-machine. Each runs in a process of its own, so that none is stopped by another's failure or has to live with the memory
-that it holds. On a GPU a script that measures speed is stopped when its time is over, and what it measured until then
-stays; --unlimited lets it finish.
+papers ask for, and the choice between codecs, in under 4; --all: all of these, and those that count bytes as well,
+which are the same on every machine. Each runs in a process of its own, so that none is stopped by another's failure or
+has to live with the memory that it holds. On a GPU a script that measures speed is stopped when its time is over, and
+what it measured until then stays; --unlimited lets it finish.
 """
 
 import argparse
@@ -36,7 +36,7 @@ CACHES = {
     "kv_pages": 30,
     "kv_rows": 30,
 }  # likewise
-PAPERS = {"transfers": 40, "copy_threads": 15, "densities": 30, "spill": 45}  # likewise
+PAPERS = {"transfers": 40, "copy_threads": 15, "densities": 30, "spill": 45, "choose": 60}  # likewise
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters")
 GRACE_S = 5  # to print what was measured
 

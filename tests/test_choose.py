@@ -1,5 +1,6 @@
 """`ibp.choose`: what it measures, what it takes for which link, and what it refuses."""
 
+import csv
 import importlib.util
 import pickle
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 
 import ibp
+from benchmarks import choose as benchmark
+from benchmarks import harness, sets
 from helpers import assert_same_bits
 from ibp._codecs import choice, chosen
 
@@ -24,11 +27,12 @@ def measured(monkeypatch):
     """Candidates are not timed: (bytes of the tensor for one coded, seconds a byte to encode, to decode) by scheme."""
     rates = {"planes": (2 / 3, 1e-9, 1e-9), "zstd": (0.5, 1e-7, 1e-8), "lz4": (0.9, 1e-10, 1e-10)}
 
-    def measure(scheme, level, sample, rows):
-        if scheme not in rates or level != "default":
-            return None
-        share, encode_s, decode_s = rates[scheme]
-        return cost(scheme, round(share * sample.num_bytes), encode_s * sample.num_bytes, decode_s * sample.num_bytes)
+    def measure(candidates, sample, rows):
+        n = sample.num_bytes
+        found = [(scheme, *rates[scheme]) for scheme, level in candidates if scheme in rates and level == "default"]
+        return [
+            cost(scheme, round(share * n), encode_s * n, decode_s * n) for scheme, share, encode_s, decode_s in found
+        ]
 
     monkeypatch.setattr(choice, "_measured", measure)
     monkeypatch.setattr(choice, "_is_there", lambda name: True)
@@ -118,20 +122,52 @@ def test_samples(monkeypatch):
     cpu = torch.device("cpu")
     x = torch.arange(1 << 14, dtype=torch.int32).view(-1, 16)
     sample = choice._Sample.of(x, cpu)
-    whole, short = sample.sizes
+    short, whole = sample.sizes
     assert whole.shape == (64, 16) and short.shape == (16, 16) and sample.num_bytes == x.nbytes
     assert whole[0, 0] == 0 and whole[-1, -1] == x[-1, -1] and len(whole.unique()) == whole.numel()
     assert torch.equal(short, whole[:16])
-    assert choice._Sample.of(x.view(2, -1), cpu).whole.shape == (1024,)
-    assert choice._Sample.of(x[:64], cpu).sizes[0] is not None and len(choice._Sample.of(x[:64], cpu).sizes) == 1
+    assert choice._Sample.of(x.view(2, -1), cpu).sizes[-1].shape == (1024,)
+    assert len(choice._Sample.of(x[:64], cpu).sizes) == 1
 
 
 def test_extrapolation():
-    """A call of 1 ms and 1 us a byte, seen at 400 and at 100 bytes, of 10,000."""
-    sample = choice._Sample((torch.empty(400, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8)), 10000)
-    assert choice._extrapolated([1e-3 + 400e-6, 1e-3 + 100e-6], sample) == pytest.approx(1e-3 + 10000e-6)
-    assert choice._extrapolated([1e-3, 2e-3], sample) == pytest.approx(10000 / 400 * 1e-3)
-    assert choice._extrapolated([3.0], sample._replace(sizes=sample.sizes[:1], num_bytes=400)) == 3.0
+    """A call of 1 ms and 1 us a byte, seen at 100 and at 400 bytes."""
+    assert choice._extrapolated([(100, 1.1e-3), (400, 1.4e-3)], 10000) == pytest.approx(11e-3)
+    assert choice._extrapolated([(100, 2e-3), (400, 1e-3)], 10000) == pytest.approx(25e-3)
+    assert choice._extrapolated([(400, 3.0)], 400) == 3.0
+
+
+def test_what_is_beaten():
+    """Only what is worse over every link is left out."""
+
+    def candidate(stored_bytes, encode_s, decode_s):
+        return choice._Candidate("zstd", "default", None, [choice._Timed(100, stored_bytes, encode_s, decode_s)])
+
+    one = candidate(50, 1.0, 1.0)
+    assert candidate(50, 2.0, 2.0).is_beaten_by(one) and candidate(60, 1.3, 1.3).is_beaten_by(one)
+    assert not any(candidate(*worse).is_beaten_by(one) for worse in ((49, 2.0, 2.0), (60, 0.9, 2.0), (60, 1.2, 2.0)))
+    assert not one.is_beaten_by(one)
+
+
+def test_a_part_of_a_tensor_is_measured(monkeypatch):
+    """Of what is beaten on the first part no more is seen; all costs are those of the whole tensor."""
+    monkeypatch.setattr(choice, "_CPU_SAMPLE_BYTES", 1 << 18)
+    monkeypatch.setattr(choice, "_CPU_THREAD_BYTES", 1)
+    sizes, of = [], choice._Timed.of
+
+    def counted(x, scheme, codebook, rows):
+        sizes.append((scheme, x.nbytes))
+        slow = 1.0 if scheme == "ibp" else 0.0
+        found = of(x, scheme, codebook, rows)
+        return found._replace(stored_bytes=found.stored_bytes, encode_s=slow + 1e-3, decode_s=slow + 1e-3)
+
+    monkeypatch.setattr(choice._Timed, "of", counted)
+    x = weights(8000)
+    found = ibp.choose(x, 1e-3, device="cpu", schemes=["planes", "ibp"])
+    assert sizes.count(("ibp", 1 << 16)) == 1 and ("ibp", 1 << 18) not in sizes
+    assert ("planes", 1 << 16) in sizes and ("planes", 1 << 18) in sizes
+    assert {one.name for one in found.table} == {"planes", "planes, fast", "ibp", "raw"}
+    assert found.scheme == "planes" and 0.6 < found.stored_bytes / x.nbytes < 0.7
 
 
 def test_ranking_keeps_the_order_of_equals():
@@ -165,3 +201,31 @@ def test_on_a_gpu(cuda):
     assert ibp.choose(x, 1e6).scheme == "raw"
     general = {one.scheme for one in found.table if one.scheme.startswith("nvcomp:")}
     assert bool(general) == choice._is_there("nvcomp:ans")
+
+
+# ---- the benchmark -------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark(tmp_path, monkeypatch, capsys):
+    """Rows of candidates with what was predicted beside what was measured, and a row for each link."""
+    monkeypatch.setattr(harness, "MAX_REPEATS", 1)
+    monkeypatch.setattr(harness, "MIN_REPEATS", 1)
+    monkeypatch.setattr(benchmark, "QUICK_ITEMS", 1 << 12)
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: [sets.Set("weights", (weights(200),))])
+    assert benchmark.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    with open(tmp_path / "choose.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["case"] for row in rows} == {"weights", *(name for name, _ in benchmark.TYPED)}
+    choices = [row for row in rows if row["loss"]]
+    assert len(choices) == 4 * 2 * len(benchmark.LINKS_GBPS)
+    assert all(row["chosen"] and row["best"] and float(row["gbps"]) <= float(row["ideal_gbps"]) for row in choices)
+    candidates = [row for row in rows if not row["loss"]]
+    assert {"planes", "planes, fast", "ibp"} <= {row["arm"] for row in candidates}
+    assert all(row["stored_bytes"] == row["predicted_bytes"] for row in candidates)  # the sample is all of a small set
+    assert "choices lose at most 3 %" in capsys.readouterr().out
+
+
+def test_where_the_choice_loses():
+    row = {"case": "x", "dtype": "int8", "arm": "choice at 6 GB/s", "chosen": "ibp", "best": "planes"}
+    rows = [{**row, "loss": loss} for loss in ("0.0000", "0.0299", "0.0510", "")]
+    assert benchmark.shortfalls(rows) == ["x int8, choice at 6 GB/s: ibp takes 5.1 % longer than planes, wanted 3 %"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ _GPU_SAMPLE_BYTES = 128 << 20  # more than a GPU's cache holds
 _CPU_SAMPLE_BYTES, _CPU_THREAD_BYTES = 8 << 20, 4 << 20  # at least; for each thread, which codes blocks of 2 MiB
 _PIECE_BYTES = 4 << 20  # of the tensor in one piece: general codecs look back so far
 _SHORT_SHARE = 4  # of the sample: the part that says what a call costs besides its bytes
+_BEATEN = 1.25  # times the seconds of another one
 _BUDGET_S, _MOST_REPEATS = 4e-3, 9  # of a measurement
 _ROWS = (("planes", "default"), ("planes", "fast"), ("ibp", "default"))  # schemes with codebooks, and levels
 
@@ -74,11 +76,7 @@ def choose(
     num_bytes = x.numel() * x.dtype.itemsize
     found = [CodingCost("raw", "default", None, num_bytes, 0.0, 0.0, 0.0, 0.0)]
     if num_bytes:
-        sample = _Sample.of(x, where)
-        measured = (_measured(scheme, level, sample, rows) for scheme, level in candidates)
-        for cost in measured:
-            if cost is not None and all(cost.codebook is None or cost.codebook != known.codebook for known in found):
-                found.append(cost)
+        found += _measured(candidates, _Sample.of(x, where), rows)
     return Choice(num_bytes, link_gbps, encode, rows, ranked(found, link_gbps, encode))
 
 
@@ -118,16 +116,12 @@ class _Sample(NamedTuple):
     """A sample of a tensor, on the device that codes: pieces spread over it, one behind the other.
 
     Attributes:
-        sizes: tensors [n, ...]: the sample, and, where that is not all of the tensor, its first part.
+        sizes: tensors [n, ...]: the sample; where that is not all of the tensor, its first part before it.
         num_bytes: of the tensor.
     """
 
     sizes: tuple[torch.Tensor, ...]
     num_bytes: int
-
-    @property
-    def whole(self) -> torch.Tensor:
-        return self.sizes[0]
 
     @classmethod
     def of(cls, x: torch.Tensor, device: torch.device) -> _Sample:
@@ -142,7 +136,7 @@ class _Sample(NamedTuple):
         whole = torch.cat([_near(part, device) for part in parts]) if len(parts) > 1 else _near(parts[0], device)
         if whole.nbytes == num_bytes:
             return cls((whole,), num_bytes)
-        return cls((whole, whole[: max(1, len(whole) // _SHORT_SHARE)]), num_bytes)
+        return cls((whole[: max(1, len(whole) // _SHORT_SHARE)], whole), num_bytes)
 
 
 def _pieces(x: torch.Tensor, limit: int) -> list[torch.Tensor]:
@@ -162,37 +156,82 @@ def _near(part: torch.Tensor, device: torch.device) -> torch.Tensor:
 # ---- measuring -----------------------------------------------------------------------------------------------------
 
 
-def _measured(scheme: str, level: str, sample: _Sample, rows: bool) -> CodingCost | None:
-    """What a candidate takes for the whole tensor; None where it saves nothing."""
+@dataclass
+class _Candidate:
+    """One that is measured.
+
+    Attributes:
+        scheme, level, codebook: of it.
+        timed: on sizes of the sample, the longest last.
+    """
+
+    scheme: str
+    level: str
+    codebook: AnyCodebook | None
+    timed: list[_Timed]
+
+    def is_beaten_by(self, other: _Candidate) -> bool:
+        """Whether another one is better over every link, beyond what the clock leaves open."""
+        mine, its = self.timed[-1], other.timed[-1]
+        return (
+            its.stored_bytes <= mine.stored_bytes
+            and its.encode_s * _BEATEN <= mine.encode_s
+            and its.decode_s * _BEATEN <= mine.decode_s
+        )
+
+    def cost(self, num_bytes: int) -> CodingCost:
+        """Of a tensor of so many bytes."""
+        last = self.timed[-1]
+        stored_bytes = round(last.stored_bytes * (num_bytes / last.num_bytes))
+        encode_s, decode_s = (
+            _extrapolated([(one.num_bytes, seconds) for one, seconds in zip(self.timed, times)], num_bytes)
+            for times in zip(*((one.encode_s, one.decode_s) for one in self.timed))
+        )
+        return CodingCost(self.scheme, self.level, self.codebook, stored_bytes, encode_s, 0.0, decode_s, 0.0)
+
+
+def _measured(candidates: list[tuple[str, str]], sample: _Sample, rows: bool) -> list[CodingCost]:
+    """What each candidate takes for the whole tensor; those that save nothing are left out. Where the sample is a part
+    of the tensor, what is beaten on a part of it is not looked at further."""
+    found: list[_Candidate] = []
+    for scheme, level in candidates:
+        one = _on_first(scheme, level, sample, rows)
+        if one is not None and all(one.codebook is None or one.codebook != known.codebook for known in found):
+            found.append(one)
+    for size in sample.sizes[1:]:
+        for one in [one for one in found if not any(one.is_beaten_by(other) for other in found)]:
+            one.timed.append(_Timed.of(size, one.scheme, one.codebook, rows))
+    costs = [one.cost(sample.num_bytes) for one in found]
+    return [cost for cost in costs if cost.stored_bytes < sample.num_bytes]
+
+
+def _on_first(scheme: str, level: str, sample: _Sample, rows: bool) -> _Candidate | None:
+    """A candidate on the first size; None where there is no codebook."""
     codebook = None
     if not is_general(scheme):
-        codebook = analyze(sample.whole, scheme=scheme, level=level, sample=None, device=sample.whole.device)
+        whole = sample.sizes[-1]
+        codebook = analyze(whole, scheme=scheme, level=level, sample=None, device=whole.device)
         if codebook is None:
             return None
-    sized = [_Timed.of(x, scheme, codebook, rows) for x in sample.sizes]
-    stored_bytes = round(sized[0].stored_bytes * (sample.num_bytes / sample.whole.nbytes))
-    if stored_bytes >= sample.num_bytes:
-        return None
-    encode_s, decode_s = (
-        _extrapolated([getattr(one, name) for one in sized], sample) for name in ("encode_s", "decode_s")
-    )
-    return CodingCost(scheme, level, codebook, stored_bytes, encode_s, 0.0, decode_s, 0.0)
+    return _Candidate(scheme, level, codebook, [_Timed.of(sample.sizes[0], scheme, codebook, rows)])
 
 
-def _extrapolated(seconds: list[float], sample: _Sample) -> float:
-    """Seconds for the whole tensor: what a call takes, and what each byte does, by two sizes."""
-    if len(seconds) == 1:
-        return seconds[0] * (sample.num_bytes / sample.whole.nbytes)
-    size = sample.whole.nbytes
-    a_byte = (seconds[0] - seconds[1]) / (size - sample.sizes[1].nbytes)
-    if a_byte <= 0:  # so little that the clock does not tell
-        a_byte = seconds[0] / size
-    return seconds[0] + a_byte * (sample.num_bytes - size)
+def _extrapolated(timed: list[tuple[int, float]], num_bytes: int) -> float:
+    """Seconds for so many bytes by (bytes, seconds) of one size, or of two: what a call takes, and what each byte
+    does."""
+    size, seconds = timed[-1]
+    a_byte = seconds / size
+    if len(timed) > 1:
+        short, less = timed[0]
+        if seconds > less:  # else so little that the clock does not tell
+            a_byte = (seconds - less) / (size - short)
+    return seconds + a_byte * (num_bytes - size)
 
 
 class _Timed(NamedTuple):
-    """What coding a tensor took."""
+    """What coding so many bytes took."""
 
+    num_bytes: int
     stored_bytes: int
     encode_s: float
     decode_s: float
@@ -207,7 +246,7 @@ class _Timed(NamedTuple):
         table, out = code(), torch.empty_like(x)
         encode_s = _seconds(code, x.device)
         decode_s = _seconds(lambda: decompress(table, out=out), x.device)
-        return cls(moved_bytes(table, rows), encode_s, decode_s)
+        return cls(x.nbytes, moved_bytes(table, rows), encode_s, decode_s)
 
 
 def moved_bytes(table: CompressedTensor | WholeTensor, rows: bool) -> int:

@@ -86,7 +86,7 @@ class NvComp(Codec):
     ) -> list[torch.Tensor]:
         pieces = []
         with torch.cuda.device(worker):
-            coder = self._coder(worker, options)
+            coder = self.coder(worker, options)
             for part in data.split(block_bytes):
                 near = aligned(_staging.to_device(part, worker))
                 coded = coder.encode(near)
@@ -103,7 +103,7 @@ class NvComp(Codec):
         out: torch.Tensor,
     ) -> None:
         with torch.cuda.device(out.device):
-            coder = self._coder(out.device, options)
+            coder = self.coder(out.device, options)
             for number, target in enumerate(out.split(block_bytes)):
                 coded = blocks[offsets[number] : offsets[number + 1]]
                 if coded.numel() == target.numel():
@@ -111,7 +111,7 @@ class NvComp(Codec):
                 else:
                     coder.decode(aligned(coded), target)
 
-    def _coder(self, device: torch.device, options: Mapping[str, str]) -> Coder:
+    def coder(self, device: torch.device, options: Mapping[str, str]) -> Coder:
         """The coder for the current stream of a device."""
         stream = torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM
         key = (self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream)
