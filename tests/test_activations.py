@@ -5,6 +5,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import warnings
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import ibp
 from benchmarks import nets
 from helpers import DTYPES, assert_same_bits, in_threads
+from ibp._activations import planning
 from test_several_gpus import gpus  # noqa: F401, a fixture
 
 LEAST = 1024
@@ -326,7 +328,7 @@ def test_one_context_around_all_steps():
     with offload:
         for _ in range(3):
             assert_same_gradients(gradients(net, x), wanted)
-        assert len(offload._recipes) <= offload._pass.numbers
+        assert len(offload._chooser._recipes) <= offload._pass.numbers
 
 
 def test_nothing_outlives_the_graph():
@@ -374,11 +376,119 @@ def test_threads_share_an_offload():
         ({"least_bytes": -1}, ValueError, "least_bytes"),
         ({"window_bytes": "many"}, TypeError, "window_bytes"),
         ({"device": "tpu"}, ValueError, "device is 'tpu'"),
+        ({"slowdown": -0.1}, ValueError, "slowdown is -0.1"),
+        ({"slowdown": float("nan")}, ValueError, "slowdown is nan"),
+        ({"slowdown": 0.1, "device_bytes": 1}, ValueError, "wanted one budget"),
+        ({"device_bytes": 0.5}, TypeError, "device_bytes"),
     ],
 )
 def test_arguments(options, error, text):
     with pytest.raises(error, match=text):
         ibp.offload_activations(**options)
+
+
+# ---- budgets ----
+
+MB = 1 << 20
+LINK = planning.Link(out_gbps=50.0, back_gbps=50.0, window_bytes=64 * MB)
+
+
+def timeline_of(*sizes, computing=1.0, coded=0.5, coder=0.1):
+    """Items of so many MiB, each with so many ms of computing each way, a share as coded and ms of coding each way."""
+    items = [
+        planning.Item(size * MB, coded and int(size * MB * coded), computing, computing, coder, coder) for size in sizes
+    ]
+    return planning.Timeline(items, list(reversed(range(len(items)))))
+
+
+def freed(timeline, modes):
+    return sum(item.freed(mode) for item, mode in zip(timeline.items, modes))
+
+
+def test_a_step_is_predicted():
+    line = timeline_of(100, 100)
+    sent = 100 * MB / 50 * 1e-6
+    assert line.step(["keep", "keep"], LINK) == pytest.approx(4)
+    assert line.step(["device", "keep"], LINK) == pytest.approx(4.2)
+    # The second waits until the first has left; the first comes back while the second is used.
+    assert line.step(["raw", "raw"], LINK) == pytest.approx(2 + max(0, sent - 1) + 2 + max(0, sent - 1))
+    narrow = LINK._replace(window_bytes=0)
+    assert line.step(["coded", "coded"], narrow) == pytest.approx(4.4 + max(0, sent / 2 - 1) + max(0, sent / 2 - 1))
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.05, 0.5, 10.0])
+@pytest.mark.parametrize("computing", [0.2, 5.0])
+@pytest.mark.parametrize("coded", [None, 0.3, 0.9])
+def test_plans_keep_to_a_slowdown(slowdown, computing, coded):
+    line = timeline_of(*[50, 100, 20] * 5, computing=computing, coded=coded)
+    modes = planning.plan(line, LINK, slowdown=slowdown)
+    assert line.step(modes, LINK) <= line.computing * (1 + slowdown + 1e-6)
+    assert slowdown < 10 or freed(line, modes) == sum(item.num_bytes for item in line.items)
+    if computing == 5.0:  # the link has time for all
+        assert freed(line, modes) > 0.7 * sum(item.num_bytes for item in line.items)
+        assert slowdown > 0 or "coded" not in modes, "coding takes time, sending does not"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("link", [None, LINK])
+def test_plans_keep_to_device_bytes(share, link):
+    line = timeline_of(*[50, 100, 20] * 5)
+    total = sum(item.num_bytes for item in line.items)
+    modes = planning.plan(line, link, device_bytes=int(share * total))
+    least = total / 2 if link is None else 0
+    assert total - freed(line, modes) <= max(least, share * total)
+    assert share < 1 or modes == ["keep"] * 15
+
+
+def test_plans_compare_with_all_there_are():
+    line = planning.Timeline(
+        [
+            planning.Item(100 * MB, 30 * MB, 0.5, 1.0, 0.2, 0.1),
+            planning.Item(10 * MB, None, 0.5, 1.0),
+            planning.Item(200 * MB, 180 * MB, 0.5, 1.0, 0.4, 0.2),
+            planning.Item(50 * MB, 5 * MB, 0.5, 1.0, 0.1, 0.1),
+        ],
+        [3, 2, 0, 1],
+    )
+    for slowdown in (0.05, 0.2, 1.0):
+        limit = line.computing * (1 + 0.8 * slowdown + 1e-9)
+        plans = itertools.product(("keep", "device", "raw", "coded"), repeat=4)
+        best = max(freed(line, modes) for modes in plans if line.step(modes, LINK) <= limit)
+        assert freed(line, planning.plan(line, LINK, slowdown=slowdown)) >= 0.6 * best
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_a_budget_of_bytes(share):
+    net, x = on(CPU, torch.bfloat16, "vgg16")
+    wanted, offload = gradients(net, x), offload_on(CPU)
+    assert_same_gradients(gradients(net, x, offload), wanted)
+    everything = offload._pass.num_bytes
+    offload = offload_on(CPU, device_bytes=int(share * everything))
+    for _ in range(4):
+        offload.reset_stats()
+        assert_same_gradients(gradients(net, x, offload), wanted)
+    stays = everything - offload.stats.coded_bytes + offload.stats.device_bytes
+    assert stays <= max(share, 0.5) * everything and (offload.stats.coded_bytes == 0) == (share == 1)
+
+
+def test_a_budget_of_time():
+    net, x = on(CPU, torch.bfloat16, "vgg16")
+    wanted = gradients(net, x)
+    for slowdown, is_coded in ((0, False), (1e9, True)):
+        offload = offload_on(CPU, slowdown=slowdown)
+        for _ in range(4):
+            offload.reset_stats()
+            assert_same_gradients(gradients(net, x, offload), wanted)
+        assert (offload.stats.coded_bytes > 0) == is_coded
+
+
+def test_a_plan_is_made_anew_for_other_sizes():
+    net, x = on(CPU, torch.bfloat16, "swiglu")
+    offload = offload_on(CPU, slowdown=1e9)
+    for size in (32, 32, 32, 16, 16, 16, 16, 16, 16, 16, 16, 16):
+        part = x[:, :size]
+        assert_same_gradients(gradients(net, part, offload), gradients(net, part))
+    assert offload._chooser._planned_bytes == offload._pass.num_bytes
 
 
 # ---- CUDA ----

@@ -55,25 +55,24 @@ class Lane:
         self.device, self.window_bytes = device, window_bytes
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.buffers = HostBuffers()
-        self.coming_bytes = self.sent_bytes = 0
+        self.coming_bytes = 0
         self._leaving: deque[weakref.ref[Region]] = deque()
 
     # ---- from the device ----
 
-    def send(self, region: Region) -> None:
-        """Starts copying a region's memory, which the current stream has just written, to the host."""
+    def send(self, region: Region) -> int:
+        """Starts copying a region's memory, which the current stream has just written, to the host. @return its
+        bytes."""
         assert region.memory is not None
         source = region.memory if region.recipe is None else region.memory[: region.expected_bytes]
-        self._make_room(region.memory.numel())
         region.host = self.buffers.take(source.numel(), self.out)
         region.counters = None if region.recipe is None else region.host[: coding.COUNTERS_BYTES]
-        self.sent_bytes += source.numel()
         self._copy_out(region, region.host, source)
+        return source.numel()
 
     def keep(self, region: Region) -> None:
         """Keeps a coded region's memory on the device, without the room that it is not expected to need."""
         assert region.memory is not None
-        self._make_room(region.memory.numel())
         region.kept = region.memory[: region.expected_bytes].clone()
         region.counters = self.buffers.take(coding.COUNTERS_BYTES, self.out)
         self._copy_out(region, region.counters, region.memory[: coding.COUNTERS_BYTES])
@@ -85,7 +84,7 @@ class Lane:
         region.sent = self.out.record_event()
         self._leaving.append(weakref.ref(region))
 
-    def _make_room(self, num_bytes: int) -> None:
+    def make_room(self, num_bytes: int) -> None:
         """Waits until so many more bytes fit the window, and frees the memory of what has left."""
         alive = deque(region for of in self._leaving if (region := of()) is not None and region.memory is not None)
         held = sum(region.memory.numel() for region in alive if region.memory is not None)

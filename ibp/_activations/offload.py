@@ -12,22 +12,30 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _calibration, _memory
-from .._arguments import whole_number
-from . import coding, spans
+from .. import _memory
+from .._arguments import number, whole_number
+from . import coding, planning, spans
+from .choosing import Budget, Chooser
 from .lane import Lane
 from .passes import Order, Pass
+from .planning import DEVICE, KEEP
 from .region import Region
 
 LEAST_BYTES = 64 << 10
 WINDOW_BYTES = 1 << 30
-_LEAST_SAVED = 0.05  # of the bytes; less is not worth coding
 TO = ("host", "device")
 
 
 class _Saved(NamedTuple):
     region: Region
     view: spans.View
+
+
+class _Entry(NamedTuple):
+    """The region of a span, None where the span stays as it is, and the number of the pass that said so."""
+
+    region: weakref.ref[Region] | None
+    passes: int
 
 
 @dataclass
@@ -65,22 +73,15 @@ class ActivationOffload:
 
     __module__ = "ibp"
 
-    def __init__(self, to: str, coded: bool, least_bytes: int, window_bytes: int, device: torch.device | None) -> None:
-        self.to, self.coded, self.least_bytes, self.window_bytes, self.device = (
-            to,
-            coded,
-            least_bytes,
-            window_bytes,
-            device,
-        )
+    def __init__(self, budget: Budget, least_bytes: int, device: torch.device | None) -> None:
+        self.least_bytes, self.device = least_bytes, device
         self.stats = ActivationStats()
         self._lock = threading.RLock()
         self._lanes: dict[torch.device, Lane] = {}
-        self._recipes: dict[tuple[int, torch.dtype, torch.device], tuple[coding.Recipe | None, int]] = {}
-        self._passes = 0
-        self._known: spans.Known[weakref.ref[Region]] = spans.Known()
+        self._budget, self._chooser = budget, Chooser(budget)
+        self._known: spans.Known[_Entry] = spans.Known()
         self._order = Order()
-        self._pass = Pass(self)
+        self._pass, self._passes = Pass(self, False), 0
         self._contexts: list[contextlib.AbstractContextManager[None]] = []
         self._has_warned = False
 
@@ -138,101 +139,97 @@ class ActivationOffload:
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def _save(self, x: torch.Tensor) -> _Saved | None:
+        """None: the tensor stays as it is."""
         found = spans.span_of(x)
         if found is None:
             return None
         span, view = found
-        known = self._known.get(span)
-        if known is not None:
-            region = known()
-            if region is not None:
-                self.stats.shared += 1
-                region.saves += 1
-                return _Saved(region, view)
         if self._pass.alive == 0 and self._pass.uses:
             self._begin_pass()
-        region = self._take(x, span)
+        region = self._shared(span) or self._new(x, span)
         if region is None:
             return None
-        region.saves = 1
-        self._known.put(span, x.untyped_storage(), weakref.ref(region))
+        region.saves += 1
         return _Saved(region, view)
 
-    # ---- regions ----
+    def _shared(self, span: spans.Span) -> Region | None:
+        """The region that has a span already. One that an earlier pass saved takes a number of this one too, so that
+        numbers are the same in every pass."""
+        entry = self._known.get(span)
+        region = entry.region() if entry is not None and entry.region is not None else None
+        if entry is None or region is None:
+            return None
+        self.stats.shared += 1
+        if entry.passes != self._passes:
+            self._pass.take_number()
+            self._known.replace(span, _Entry(entry.region, self._passes))
+        return region
+
+    def _new(self, x: torch.Tensor, span: spans.Span) -> Region | None:
+        """A region of a span that was not saved before; None where it stays as it is."""
+        entry = self._known.get(span)
+        if entry is not None and entry.region is None and entry.passes == self._passes:
+            return None
+        number, data = self._pass.take_number(), spans.bytes_of(x, span)
+        self._pass.num_bytes += span.num_bytes
+        mode, recipe = self._chooser.choose(number, data, spans.element_type(x.dtype), self._passes)
+        region = None
+        if mode != KEEP:
+            region = Region(self._pass, number, span.num_bytes, recipe, self._lane_of(x.device))
+            self._pass.add(region)
+            self._fill(region, mode, x, data)
+        entry = _Entry(None if region is None else weakref.ref(region), self._passes)
+        self._known.put(span, x.untyped_storage(), entry)
+        return region
+
+    def _fill(self, region: Region, mode: str, x: torch.Tensor, data: torch.Tensor) -> None:
+        """Codes a region, and sends it where it belongs."""
+        lane, notes = region.lane, self._pass.recorder(x.device)
+        watch = None if notes is None else planning.Stopwatch(x.device)
+        if lane is not None:
+            lane.make_room(region.num_bytes)
+        if watch is not None:
+            watch.mark()
+        if region.recipe is None:
+            self.stats.raw_bytes += region.num_bytes
+            region.memory, region.source = data, spans.Kept.of(x)
+        else:
+            self.stats.coded_bytes += region.num_bytes
+            region.memory = coding.memory_for(region.recipe.codebook, data)
+            coding.encode(data, region.recipe.codebook, region.memory)
+        self._move(region, mode)
+        if watch is not None and notes is not None:
+            watch.mark()
+            coded_bytes = None if region.recipe is None else region.expected_bytes
+            notes.saves.append(planning.Save(region.number, region.num_bytes, coded_bytes, watch.marks))
+
+    def _move(self, region: Region, mode: str) -> None:
+        lane = region.lane
+        if lane is None:
+            self.stats.device_bytes += region.trim()
+        elif mode == DEVICE:
+            lane.keep(region)
+            self.stats.device_bytes += region.expected_bytes
+        else:
+            try:
+                self.stats.sent_bytes += lane.send(region)
+            except _memory.PinningError as error:  # it stays
+                _memory.warn_of_pageable(error)
 
     def _begin_pass(self) -> None:
         if self._pass.uses:
             self._order.learn(self._pass.uses)
+            if self._pass.alive == 0:
+                self._chooser.note_pass(self._pass.num_bytes, self._pass.recorders, self._passes)
         self._known.drop_expired()
-        self._pass = Pass(self)
+        self._pass = Pass(self, self._chooser.is_measuring)
         self._passes += 1
-
-    def _take(self, x: torch.Tensor, span: spans.Span) -> Region | None:
-        """A region of a span that was not saved before; None where it stays as it is."""
-        number, data = self._pass.take_number(), spans.bytes_of(x, span)
-        recipe = self._recipe_of(number, data, x.dtype) if self.coded else None
-        if recipe is None and (self.to == "device" or not x.is_cuda):
-            return None
-        region = Region(self._pass, number, span.num_bytes, recipe, self._lane_of(x.device))
-        self._pass.add(region)
-        if recipe is None:
-            self.stats.raw_bytes += span.num_bytes
-            region.memory, region.source = data, spans.Kept.of(x)
-        else:
-            self.stats.coded_bytes += span.num_bytes
-            region.memory = coding.memory_for(recipe.codebook, data)
-            coding.encode(data, recipe.codebook, region.memory)
-        self._move(region)
-        return region
-
-    def _move(self, region: Region) -> None:
-        """Sends a region where it belongs."""
-        lane = region.lane
-        if lane is None:
-            assert region.memory is not None and region.recipe is not None
-            used = int(region.memory[:8].view(torch.int64))
-            end = coding.index_bytes(region.recipe.codebook, region.num_bytes) + used
-            region.memory = region.memory[:end].clone()
-            self.stats.device_bytes += end
-            return
-        if self.to == "device":
-            lane.keep(region)
-            self.stats.device_bytes += region.expected_bytes
-            return
-        try:
-            lane.send(region)
-        except _memory.PinningError as error:
-            _memory.warn_of_pageable(error)
-            return
-        assert region.host is not None
-        self.stats.sent_bytes += region.host.numel()
-
-    def _recipe_of(self, number: int, data: torch.Tensor, dtype: torch.dtype) -> coding.Recipe | None:
-        """The recipe of what is saved at this place of a pass, learned when it first is, and again, at
-        growing distances, where it does not serve."""
-        key = number, dtype, data.device
-        recipe, next_pass = self._recipes.get(key, (None, 0))
-        if (recipe is None or recipe.is_outdated) and self._passes >= next_pass:
-            recipe = coding.learn(data, spans.element_type(dtype))
-            if recipe is not None and not self._pays(recipe, data.device):
-                recipe = None
-            self._recipes[key] = recipe, 2 * self._passes + 1
-        return recipe
-
-    def _pays(self, recipe: coding.Recipe, device: torch.device) -> bool:
-        """Whether coding takes less time than the link takes for the bytes that it saves."""
-        saved = 1 - recipe.needed_share
-        if self.to == "device" or device.type == "cpu":
-            return saved > _LEAST_SAVED
-        machine = _calibration.in_force(device)
-        link_ns = 1 / machine.copy_out_gbps + 1 / machine.copy_in_gbps
-        return saved * link_ns > coding.coder_ns(recipe.codebook, machine)
 
     def _lane_of(self, device: torch.device) -> Lane | None:
         if device.type != "cuda":
             return None
         if device not in self._lanes:
-            self._lanes[device] = Lane(device, self.window_bytes)
+            self._lanes[device] = Lane(device, self._budget.window_bytes)
         return self._lanes[device]
 
     def _note_outgrown(self, num_bytes: int) -> None:
@@ -250,6 +247,8 @@ class ActivationOffload:
 def offload_activations(
     *,
     to: str = "host",
+    device_bytes: int | None = None,
+    slowdown: float | None = None,
     coded: bool = True,
     least_bytes: int = LEAST_BYTES,
     window_bytes: int = WINDOW_BYTES,
@@ -265,10 +264,14 @@ def offload_activations(
             loss.backward()
             ...
 
-    Bytes that several operations save leave once. Parameters, views of them and small tensors stay.
+    Bytes that several operations save leave once. Parameters, views of them and small tensors stay. With a budget all
+    others leave in the first two passes, in which sizes and times are measured; then a plan says which ones do.
 
     Args:
         to: "host": pinned host memory; "device": coded tensors stay on the device.
+        device_bytes: of saved tensors of a pass that may stay on each device, at the least predicted time.
+        slowdown: share of the time of computing that a step may take longer, 0.05 for 5 %, as predicted; the most bytes
+            leave.
         coded: False: they go as they are.
         least_bytes: smaller tensors stay as they are.
         window_bytes: of device memory that may be on its way to the host, and as much on its way back.
@@ -280,10 +283,18 @@ def offload_activations(
     """
     if to not in TO:
         raise ValueError(f"to is {to!r}; wanted one of {list(TO)}")
+    if device_bytes is not None and slowdown is not None:
+        raise ValueError("device_bytes and slowdown are both given; wanted one budget")
     least_bytes = whole_number("least_bytes", least_bytes, 0, 2**62)
     window_bytes = whole_number("window_bytes", window_bytes, 0, 2**62)
+    if device_bytes is not None:
+        device_bytes = whole_number("device_bytes", device_bytes, 0, 2**62)
+    if slowdown is not None:
+        slowdown = number("slowdown", slowdown)
+        if not 0 <= slowdown < float("inf"):
+            raise ValueError(f"slowdown is {slowdown}; wanted a share of the time, 0 or more")
     if device is None:
         of = None if torch.cuda.is_available() else torch.device("cpu")
     else:
         of = _memory.canonical(device)
-    return ActivationOffload(to, bool(coded), least_bytes, window_bytes, of)
+    return ActivationOffload(Budget(to, bool(coded), device_bytes, slowdown, window_bytes), least_bytes, of)

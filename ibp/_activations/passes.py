@@ -5,6 +5,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
+
+from .planning import Recorder
 from .region import Region
 
 if TYPE_CHECKING:
@@ -35,13 +38,16 @@ class Pass:
 
     Attributes:
         alive: regions that something may ask for.
-        numbers: how many regions there were, those that stay as they are counted.
+        numbers, num_bytes: how many regions there were and their bytes, those that stay as they are counted.
+        recorders: what is measured, by device.
         uses: numbers of regions in the order of their first use.
     """
 
-    def __init__(self, offload: ActivationOffload) -> None:
+    def __init__(self, offload: ActivationOffload, is_measured: bool) -> None:
         self.offload = offload
-        self.alive = self.numbers = 0
+        self.alive = self.numbers = self.num_bytes = 0
+        self.recorders: dict[torch.device, Recorder] = {}
+        self._is_measured = is_measured
         self.uses: list[int] = []
         self._regions: dict[int, weakref.ref[Region]] = {}
 
@@ -52,18 +58,24 @@ class Pass:
     def add(self, region: Region) -> None:
         self._regions[region.number] = weakref.ref(region)
 
+    def recorder(self, device: torch.device) -> Recorder | None:
+        """Where marks of a device go; None: nothing is measured."""
+        return self.recorders.setdefault(device, Recorder()) if self._is_measured else None
+
     def use(self, region: Region) -> None:
-        """Notes that a region is asked for, and starts bringing those that come next."""
+        """Notes that a region is asked for."""
         if region.uses == 0:
             self.uses.append(region.number)
-        if region.lane is None:
+
+    def prefetch(self, region: Region) -> None:
+        """Starts bringing what comes after a region."""
+        lane = region.lane
+        if lane is None:
             return
-        if region.is_away:
-            region.lane.fetch(region)
         for number in self.offload._order.after(region.number):
             following = self._regions[number]() if number in self._regions else None
-            if following is None or following.lane is not region.lane or not following.is_away:
+            if following is None or following.lane is not lane or not following.is_away:
                 continue
-            if not region.lane.has_room_for(following):
+            if not lane.has_room_for(following):
                 break
-            region.lane.fetch(following)
+            lane.fetch(following)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import coding, spans
+from . import coding, planning, spans
 
 if TYPE_CHECKING:
     from .lane import Lane
@@ -65,6 +65,14 @@ class Region:
         self.recipe.note(self.num_bytes, used)
         return used <= held.numel() - coding.index_bytes(self.recipe.codebook, self.num_bytes)
 
+    def trim(self) -> int:
+        """Gives back what coded memory on the CPU does not need. @return the bytes that it needs."""
+        assert self.memory is not None and self.recipe is not None
+        used = int(self.memory[:8].view(torch.int64))
+        self.recipe.note(self.num_bytes, used)
+        self.memory = self.memory[: coding.index_bytes(self.recipe.codebook, self.num_bytes) + used].clone()
+        return self.memory.numel()
+
     def leave(self) -> None:
         """Frees memory, which is elsewhere by now."""
         try:
@@ -81,6 +89,7 @@ class Region:
         self.uses += 1
         data = self._read() if self._decoded is None else self._usable(self._decoded)
         self._decoded = data if self.uses % self.saves else None
+        self.of.prefetch(self)
         return data
 
     def _check(self) -> None:
@@ -91,14 +100,21 @@ class Region:
             self.source.get()
 
     def _read(self) -> torch.Tensor:
+        device = torch.device("cpu") if self.lane is None else self.lane.device
+        notes = self.of.recorder(device)
+        watch = None if notes is None else planning.Stopwatch(device)
         held = self.memory if self.memory is not None else self.kept
         if held is None:
             assert self.lane is not None
             held = self.lane.receive(self)
         held = self._usable(held)
-        if self.recipe is None:
-            return held
-        return coding.decode(held, self.recipe.codebook, self.num_bytes)
+        if watch is not None:
+            watch.mark()
+        data = held if self.recipe is None else coding.decode(held, self.recipe.codebook, self.num_bytes)
+        if watch is not None and notes is not None:
+            watch.mark()
+            notes.uses.append((self.number, watch.marks))
+        return data
 
     def _usable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, whose memory belongs to the region's stream, for the current one."""

@@ -130,6 +130,10 @@ class Known(Generic[T]):
     def put(self, span: Span, storage: torch.UntypedStorage, what: T) -> None:
         self._found[span] = StorageWeakRef(storage), what
 
+    def replace(self, span: Span, what: T) -> None:
+        """Another thing that is known of a span that is there."""
+        self._found[span] = self._found[span][0], what
+
     def drop_expired(self) -> None:
         self._found = {span: entry for span, entry in self._found.items() if not entry[0].expired()}
 
