@@ -262,6 +262,8 @@ def test_figures_of_ours_are_those_of_the_csvs(tmp_path):
     }
     for name, lines in chosen.items():
         (tmp_path / name).write_text("\n".join(lines) + "\n")
+    assert "![Densities" in reproduction.BLOCKS["reproduction of cdma"](tmp_path)
+    assert "![" not in reproduction.BLOCKS["reproduction of ibp"](tmp_path)
     results = reproduction.Results(tmp_path)
     assert reproduction.output_shares("normal 1")(results) == "FP16 0.875 (entropy 0.750)<br>FP64 0.938"
     assert reproduction.densities_by_layer("AlexNet")(results) == "conv0 50 %, 25 %, 25 %"
@@ -269,4 +271,35 @@ def test_figures_of_ours_are_those_of_the_csvs(tmp_path):
     assert reproduction.net_sparsity(results) == "AlexNet: 60.0 % zero on average, 75.0 % in the sparsest layer"
     assert reproduction.net_ratios("float32")(results) == (
         "AlexNet, NCHW: zvc 1.60 (most 2.0), zlib 2.29 (most 4.0), ibp 2.50 (most 5.0)"
+    )
+
+
+def test_figures_of_slots_and_codecs_are_those_of_the_csvs(tmp_path):
+    def write(name, columns, *lines):
+        (tmp_path / f"{name}.csv").write_text("\n".join([columns, *lines]) + "\n")
+
+    write(
+        "spill",
+        "case,arm,savings,gbps,ideal_gbps,target,spilled,predicted_spilled",
+        'normal 0.02,"decode, device only",0.3,1000,2000,,0.0,',
+        'normal 0.02,"decode, spilled",0.3,900,1000,,0.0,',
+        '"training, the paper\'s ratios","profile, 10%",0.5,100,200,1.25,0.01,0.02',
+        '"training, the paper\'s ratios","profile, 30%",0.5,100,200,1.5,0.04,0.05',
+    )
+    write("choose", "case,arm,savings,gbps", "dates,nvcomp:lz4,0.5,20", "dates,planes,0.75,40")
+    results = reproduction.Results(tmp_path)
+    assert reproduction.best_ratios(results) == "the paper's ratios: 2.00 times smaller"
+    assert reproduction.chosen_ratios(results) == (
+        "the paper's ratios: 1.50 times smaller with 4.0 % of the rows spilled"
+    )
+    assert "5.0 % of the rows foretold, 4.0 % in the last snapshot" in reproduction.foretold_spill(results)
+    assert reproduction.thresholds(results).startswith(
+        "10 %: 1.25 times smaller with 1.0 % of the rows spilled<br>30 %"
+    )
+    assert reproduction.spilled_reads(results) == (
+        "decode, 0.0 % of the rows spilled: 900 GB/s, 90 % of the rate without spill, 90 % of what the link allows"
+    )
+    assert reproduction.headline_of_spill(results).endswith("0.90 times the rate of the same table on the GPU")
+    assert reproduction.typed_columns(results) == (
+        "dates: LZ4 2.0 times smaller, 20.0 GB/s, planes 4.0 times smaller, 40.0 GB/s"
     )
