@@ -4,7 +4,7 @@ torch.distributed.
 ibp.distributed.share_table        one table in host memory for all processes of a machine
 ibp.distributed.ShardedTable       a table whose rows are spread over machines
 ibp.distributed.broadcast_delta    what changed in weights, from one process to the others
-ibp.distributed.all_gather_into_tensor, all_to_all_single, broadcast
+ibp.distributed.all_gather_into_tensor, all_to_all_single, broadcast, send, recv
                                    as in torch.distributed, with tensors coded where that is faster
 ibp.distributed.compress_all_gather
                                    FSDP2, whose all-gathers do the same
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _group
-from ._collectives import calls, fsdp, planning
+from ._collectives import calls, fsdp, pairs, planning
 from ._collectives.codec import Codec
 from ._collectives.links import Link
 from ._compressed_tensor import CompressedTensor
@@ -39,6 +39,8 @@ __all__ = [
     "broadcast_delta",
     "compress_all_gather",
     "measure_link",
+    "recv",
+    "send",
     "share_table",
 ]
 
@@ -218,6 +220,65 @@ def broadcast(
     """
     options: Any = {"codec": codec, "level": level, "name": name}
     return calls.broadcast(tensor, src, group, async_op, group_src, **options)
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    async_op: bool = False,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> Work | None:
+    """`torch.distributed.send`, with a tensor that travels coded where that is faster. Its twin is `recv` of this
+    module, with the same arguments.
+
+    The first tensor of a kind is raw, and behind it travels how the next ones are coded, unless a codec is given. A
+    tensor to the same rank before that is waited for first. See `all_gather_into_tensor` for the other arguments.
+
+    Args:
+        tensor: contiguous.
+        dst, group_dst: the receiver's rank among all, or in the group: one of them.
+        tag: as in torch.
+        async_op: return work, as `torch.distributed.isend` does.
+        level: "auto": raw unless the group's link was measured before (`measure_link`).
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+        RuntimeError: torch.distributed is not initialised, or the other rank does not take part.
+    """
+    way = pairs.Way(group, True, calls.root_of(dst, group_dst, group, "dst"), tag)
+    return pairs.transfer(tensor, way, pairs.Options(async_op, codec, level, name))
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    async_op: bool = False,
+    codec: Codec | None = None,
+    level: str = "auto",
+    name: str = "",
+) -> Work | None:
+    """`torch.distributed.recv` from a rank that calls `send` of this module with the same arguments.
+
+    Args:
+        tensor: contiguous, which is written.
+        src, group_src: the sender's rank among all, or in the group: one of them.
+        tag, async_op, codec, level, name: as in `send`.
+
+    Raises:
+        ValueError: besides, the sender's tensor is of another kind.
+    """
+    way = pairs.Way(group, False, calls.root_of(src, group_src, group), tag)
+    return pairs.transfer(tensor, way, pairs.Options(async_op, codec, level, name))
 
 
 def compress_all_gather(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from helpers import assert_same_bits
 from ibp._collectives import exchange, planning
-from ibp.distributed import Codec, all_gather_into_tensor, all_to_all_single, broadcast
+from ibp.distributed import Codec, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
 from test_distributed import Ranks, raised
 
 LEVELS = ["default", "fast", "auto"]
@@ -187,6 +187,91 @@ def in_a_subgroup(rank):
 
 def test_a_subgroup(four):
     assert [result and result[0] for result in four(in_a_subgroup)] == ["ValueError", None, "ValueError", None]
+
+
+def relay(rank, dtype, level, codec):
+    """From the first rank to the next and so on, around the ring; then all at once."""
+    size = dist.get_world_size()
+    before, behind = (rank - 1) % size, (rank + 1) % size
+    options = {"level": level, "name": "relay", "codec": Codec.learn(tensor_of(0, dtype)) if codec else None}
+    for call in range(5):
+        x = tensor_of(call, dtype)
+        if rank == 0:
+            send(x, behind, **options)
+        out = poisoned(COUNT, dtype)
+        recv(out, before, **options)
+        assert_same_bits(out, x)
+        if rank:
+            send(out, behind, **options)
+        outs = [poisoned(COUNT, dtype) for _ in range(2)]
+        works = [send(tensor_of(rank, dtype), group_dst=behind, async_op=True, **options)]
+        works += [recv(outs[0], group_src=before, async_op=True, **options)]
+        works += [send(x, behind, async_op=True, **options), recv(outs[1], before, async_op=True, **options)]
+        for work in works:
+            assert work.wait() and work.is_completed()
+        assert_same_bits(outs[0], tensor_of(before, dtype))
+        assert_same_bits(outs[1], x)
+    pair = planning.state_of(None).pairs[True, behind, 0]
+    return [plan.codec is not None for kind, plan in pair.plans.items() if (kind.dtype, kind.level) == (dtype, level)]
+
+
+@pytest.mark.parametrize("codec", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool], ids=str)
+def test_from_rank_to_rank(ranks, dtype, codec):
+    assert all(all(coded) and coded for coded in ranks(relay, dtype, "fast", codec))
+
+
+def relay_by_the_link(rank):
+    link = measure_link()
+    assert link.gbps > 0 and measure_link() is link
+    x, out = tensor_of(0, count=1 << 20), torch.empty(1 << 20, dtype=torch.bfloat16)
+    for _ in range(3):
+        if rank == 0:
+            send(x, 1)
+        else:
+            recv(out, 0)
+            assert_same_bits(out, x)
+    return link.gbps
+
+
+def test_from_rank_to_rank_by_the_link(two):
+    first, second = two(relay_by_the_link)
+    assert first == second
+
+
+def relay_lost(rank):
+    """Lost rows on their way, while others follow."""
+    learned = Codec.learn(tensor_of(9))
+    codec, xs = (
+        Codec(learned.codebook, learned.slot_bytes, 0.0),
+        [tensor_of(k, scale=10.0 ** (9 * k)) for k in range(3)],
+    )
+    exchange._has_warned = True
+    if rank == 0:
+        works = [send(x, 1, codec=codec, async_op=True) for x in xs]
+    else:
+        outs = [torch.empty_like(x) for x in xs]
+        works = [recv(out, 0, codec=codec, async_op=True) for out in outs]
+    for work in works:
+        work.wait()
+    if rank:
+        for out, x in zip(outs, xs, strict=True):
+            assert_same_bits(out, x)
+
+
+def test_lost_rows_from_rank_to_rank(two):
+    two(relay_lost)
+
+
+def relay_wrong(rank):
+    if rank == 0:
+        return raised(lambda: send(tensor_of(0), 1, level="default", name="other"))
+    return raised(lambda: recv(torch.empty(COUNT, dtype=torch.float16), 0, level="default", name="other"))
+
+
+def test_a_sender_of_another_kind(two):
+    sent, received = two(relay_wrong)
+    assert sent is None and received[0] == "ValueError" and "float16" in received[1]
 
 
 # ---- when tensors travel raw ---------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ def all_gather_into_tensor(
     """See `ibp.distributed.all_gather_into_tensor`."""
     check_options(codec, level)
     state = state_of(group)
-    raw = functools.partial(raw_all_gather, _movable(output_tensor), _movable(input_tensor), group=group)
+    raw = functools.partial(raw_all_gather, movable(output_tensor), movable(input_tensor), group=group)
     num_bytes, others = input_tensor.nbytes, state.size - 1
     if travels_raw(state, input_tensor, num_bytes, codec, level):
         return raw(async_op=async_op)
@@ -46,13 +46,13 @@ def all_gather_into_tensor(
                 f"{input_tensor.numel()} of input_tensor"
             )
 
-    kind = _kind("all_gather_into_tensor", input_tensor, codec, level, name)
+    kind = kind_of("all_gather_into_tensor", input_tensor, codec, level, name)
     load = Load(num_bytes, others * num_bytes, others * num_bytes)
     plan = state.plan(group, kind, Call(input_tensor, load, check, codec))
     if plan.codec is None:
         return raw(async_op=async_op)
     x, out = as_bytes(input_tensor), as_bytes(output_tensor).view(state.size, num_bytes)
-    messages = _messages(plan, [_longest(num_bytes, plan.num_pieces)] * state.size, x.device)
+    messages = messages_of(plan, [longest(num_bytes, plan.num_pieces)] * state.size, x.device)
     size = messages.sizes[0]
 
     def move(memory: torch.Tensor) -> dist.Work | None:
@@ -64,7 +64,9 @@ def all_gather_into_tensor(
         for span in pieces_of(num_bytes, plan.num_pieces)
     ]
     job = Job(messages, pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x, out), MAX_SMS)
-    return _run(job, state, async_op, lambda: _copy_own(out[state.rank], x))
+    work = run(job, state, async_op)
+    _copy_own(out[state.rank], x)
+    return _finished(work, async_op)
 
 
 def broadcast(
@@ -80,18 +82,18 @@ def broadcast(
 ) -> dist.Work | None:
     """See `ibp.distributed.broadcast`."""
     check_options(codec, level)
-    state, root = state_of(group), _root(src, group_src, group)
-    raw = functools.partial(dist.broadcast, _movable(tensor), group=group, group_src=root)
+    state, root = state_of(group), root_of(src, group_src, group)
+    raw = functools.partial(dist.broadcast, movable(tensor), group=group, group_src=root)
     num_bytes = tensor.nbytes
     if travels_raw(state, tensor, num_bytes, codec, level):
         return raw(async_op=async_op)
-    kind = _kind("broadcast", tensor, codec, level, name, root)
+    kind = kind_of("broadcast", tensor, codec, level, name, root)
     load = Load(num_bytes, num_bytes, num_bytes)
     plan = state.plan(group, kind, Call(tensor, load, lambda: check_tensors(tensor), codec))
     if plan.codec is None:
         return raw(async_op=async_op)
     x, is_root = as_bytes(tensor), state.rank == root
-    messages = _messages(plan, [_longest(num_bytes, plan.num_pieces)], x.device)
+    messages = messages_of(plan, [longest(num_bytes, plan.num_pieces)], x.device)
 
     def move(memory: torch.Tensor) -> dist.Work | None:
         return dist.broadcast(memory, group=group, group_src=root, async_op=True)
@@ -99,7 +101,7 @@ def broadcast(
     parts = [[Part(0, x[span])] for span in pieces_of(num_bytes, plan.num_pieces)]
     pieces = [Piece(part, []) if is_root else Piece([], part) for part in parts]
     job = Job(messages, pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x,), MAX_SMS)
-    return _run(job, state, async_op)
+    return _finished(run(job, state, async_op), async_op)
 
 
 def all_to_all_single(
@@ -119,8 +121,8 @@ def all_to_all_single(
     state = state_of(group)
     raw = functools.partial(
         dist.all_to_all_single,
-        _movable(output, items=True),
-        _movable(input, items=True),
+        movable(output, items=True),
+        movable(input, items=True),
         output_split_sizes,
         input_split_sizes,
         group=group,
@@ -135,7 +137,7 @@ def all_to_all_single(
         for what, x, sizes in (("output", output, output_split_sizes), ("input", input, input_split_sizes)):
             _check_splits(what, x, sizes, state.size)
 
-    kind = _kind("all_to_all_single", input, codec, level, name)
+    kind = kind_of("all_to_all_single", input, codec, level, name)
     moved = _NOMINAL_BYTES if has_splits else input.nbytes * (state.size - 1) // state.size
     kind = kind._replace(numel=0) if has_splits else kind
     plan = state.plan(group, kind, Call(input, Load(moved, moved, moved), check, codec))
@@ -145,7 +147,9 @@ def all_to_all_single(
     received = _parts(output, output_split_sizes, state.size)
     exchange = _Splits(state, plan, group, sent, received)
     least = LEAST_BYTES if level == "auto" and codec is None else 1
-    return _run(exchange.job(1 if has_splits else plan.num_pieces, least), state, async_op, exchange.copy_own)
+    work = run(exchange.job(1 if has_splits else plan.num_pieces, least), state, async_op)
+    exchange.copy_own()
+    return _finished(work, async_op)
 
 
 class _Splits:
@@ -161,7 +165,7 @@ class _Splits:
     def job(self, count: int, least: int) -> Job:
         size, device = self.state.size, self.sent[0].device
         payloads = [self._payload(k, data, count) for part in (self.sent, self.received) for k, data in enumerate(part)]
-        messages = _messages(self.plan, payloads, device, least)
+        messages = messages_of(self.plan, payloads, device, least)
         to, back = messages.sizes[:size], messages.sizes[size:]
 
         def move(memory: torch.Tensor) -> dist.Work | None:
@@ -176,7 +180,7 @@ class _Splits:
         _copy_own(self.received[rank], self.sent[rank])
 
     def _payload(self, rank: int, data: torch.Tensor, count: int) -> int:
-        return 0 if rank == self.state.rank else _longest(data.numel(), count)
+        return 0 if rank == self.state.rank else longest(data.numel(), count)
 
     def _pieces(self, count: int) -> list[Piece]:
         spans = [[pieces_of(part[k].numel(), count) for k in range(self.state.size)] for part in self._both]
@@ -236,7 +240,7 @@ def check_tensors(*tensors: torch.Tensor) -> None:
             )
 
 
-def _movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
+def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
     """x as bytes, where that is the same memory: backends do not move all dtypes. items: [items, bytes of one]."""
     if x.layout != torch.strided or not x.is_contiguous() or x.is_conj() or x.is_neg() or not x.numel():
         return x
@@ -263,12 +267,12 @@ def _parts(x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[tor
     return list(data.split([data.numel() // items * n for n in sizes] if sizes else [data.numel() // count] * count))
 
 
-def _kind(what: str, x: torch.Tensor, codec: Codec | None, level: str, name: str, root: int = -1) -> Kind:
+def kind_of(what: str, x: torch.Tensor, codec: Codec | None, level: str, name: str, root: int = -1) -> Kind:
     fingerprint = None if codec is None else codec.fingerprint
     return Kind(what, x.numel(), x.dtype, x.device.type, level, name, fingerprint, root)
 
 
-def _messages(plan: Plan, payloads: Sequence[int], device: torch.device, least: int = 1) -> Messages:
+def messages_of(plan: Plan, payloads: Sequence[int], device: torch.device, least: int = 1) -> Messages:
     key = (*payloads, least, device)
     if key not in plan.messages:
         if len(plan.messages) >= _MOST_MESSAGES:
@@ -278,30 +282,31 @@ def _messages(plan: Plan, payloads: Sequence[int], device: torch.device, least: 
     return plan.messages[key]
 
 
-def _longest(num_bytes: int, count: int) -> int:
+def longest(num_bytes: int, count: int) -> int:
     """Bytes of the longest of so many pieces."""
     return max((span.stop - span.start for span in pieces_of(num_bytes, count)), default=0)
 
 
-def _root(src: int | None, group_src: int | None, group: _Group) -> int:
-    """The rank in the group that has the data."""
+def root_of(src: int | None, group_src: int | None, group: _Group, what: str = "src") -> int:
+    """The rank in the group that is named among all, or in the group. what: the arguments' name."""
     if (src is None) == (group_src is None):
-        raise ValueError("wanted one of src and group_src")
+        raise ValueError(f"wanted one of {what} and group_{what}")
     if group_src is not None:
         return group_src
     assert src is not None
     return src if group is None else dist.get_group_rank(group, src)
 
 
-def _run(job: Job, state: State, is_async: bool, beside: Callable[[], None] | None = None) -> dist.Work | None:
-    """Starts a job, and does what needs no other rank beside it. Work, or None once it is done."""
+def run(job: Job, state: State, is_async: bool = True) -> CodedWork:
+    """Starts a job. is_async: on the CPU, what has to be waited for is left to the work's `wait()`."""
     with torch.no_grad():
-        work = CodedWork(job, state.staging(job.tensors[0].device), is_async)
-        if beside is not None:
-            beside()
-        if is_async:
-            return work
-        work.wait()
+        return CodedWork(job, state.staging(job.tensors[0].device), is_async)
+
+
+def _finished(work: CodedWork, is_async: bool) -> dist.Work | None:
+    if is_async:
+        return work
+    work.wait()
     return None
 
 

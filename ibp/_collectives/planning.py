@@ -21,7 +21,7 @@ LEVELS = ("auto", "default", "fast")
 LEAST_BYTES = 1 << 20  # that a rank codes: less is never worth it
 _SAMPLED_ROWS = 512  # of all ranks together, at least
 _MOST_PLANS = 4096
-_MOST_TIMES = 3  # that a codec is learned anew, before its tensors travel raw
+MOST_TIMES = 3  # that a codec is learned anew, before its tensors travel raw
 
 
 class Kind(NamedTuple):
@@ -74,6 +74,7 @@ class Plan:
         messages: of the pieces, by what they carry.
         num_calls: so far.
         has_lost: whether messages of this rank, or to it, have lost rows since the codec was learned.
+        times: that it was learned anew.
     """
 
     codec: Codec | None
@@ -82,6 +83,7 @@ class Plan:
     messages: dict[Any, Messages] = field(default_factory=dict)
     num_calls: int = 0
     has_lost: bool = False
+    times: int = 0
 
     def note_lost(self) -> None:
         self.has_lost = True
@@ -96,6 +98,19 @@ class Plan:
 RAW = Plan(None)
 
 
+@dataclass(eq=False)
+class Pair:
+    """What is known of tensors from one rank to another.
+
+    Attributes:
+        plans: of kinds of tensors.
+        last: of a call that is to be finished before the next one.
+    """
+
+    plans: dict[Kind, Plan] = field(default_factory=dict)
+    last: dist.Work | None = None
+
+
 class State:
     """What is known of a process group.
 
@@ -103,12 +118,14 @@ class State:
         rank, size: of this process in the group, of the group.
         link: how fast it is; None: not measured yet.
         plans: of kinds of calls.
+        pairs: of ways from and to other ranks.
     """
 
     def __init__(self, members: _group.Group) -> None:
         self.rank, self.size = members.rank, members.size
         self.link: Link | None = None
         self.plans: dict[Kind, Plan] = {}
+        self.pairs: dict[tuple[bool, int, int], Pair] = {}
         self._learned: dict[tuple, _Learned] = {}
         self._staging: dict[torch.device, Staging] = {}
 
@@ -169,17 +186,23 @@ class State:
         if call.codec is not None:
             return call.codec
         known = self._learned.get(_key_of(kind))
-        if known is not None and known.is_stale and known.times >= _MOST_TIMES:
+        if known is not None and known.is_stale and known.times >= MOST_TIMES:
             return None
         if known is not None and not known.is_stale and kind.level != "auto":
             return known.codec
-        levels = ("default", "fast") if kind.level == "auto" else (kind.level,)
-        codecs = [codec for level in levels if (codec := learned(rows, kind.dtype, level)) is not None]
-        if link is None or not codecs:
-            return codecs[0] if codecs else None
-        gains = [links.gain(codec, links.rates_of(codec, rows, call.data.device), link, call.load) for codec in codecs]
-        best = max(range(len(codecs)), key=gains.__getitem__)
-        return codecs[best] if links.pays(gains[best]) else None
+        return choose(kind, rows, call.data.device, call.load, link)
+
+
+def choose(kind: Kind, rows: torch.Tensor, device: torch.device, load: Load, link: Link | None) -> Codec | None:
+    """A codec for tensors with such rows, uint8 [n, 4096] on the CPU; None where raw ones come sooner. link: None:
+    whether coding pays is not asked."""
+    levels = ("default", "fast") if kind.level == "auto" else (kind.level,)
+    codecs = [codec for level in levels if (codec := learned(rows, kind.dtype, level)) is not None]
+    if link is None or not codecs:
+        return codecs[0] if codecs else None
+    gains = [links.gain(codec, links.rates_of(codec, rows, device), link, load) for codec in codecs]
+    best = max(range(len(codecs)), key=gains.__getitem__)
+    return codecs[best] if links.pays(gains[best]) else None
 
 
 @dataclass
