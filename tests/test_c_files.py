@@ -14,7 +14,10 @@ from native import PLAIN as PLAIN_FLAGS
 
 FILES = TESTS.parent / "golden" / "files"
 CONTENTS = json.loads((FILES / "contents.json").read_text())
-CODEC = {"codec.safetensors": "coded"}  # a table of a codec that nobody has
+CODECS = {  # tables of codecs that the C reader lacks
+    "codec.safetensors": {"coded"},
+    "general.safetensors": {"zstd", "lz4", "empty"},
+}
 
 
 def contents_of(name):
@@ -27,14 +30,16 @@ def test_golden_files(name):
     """Names, shapes and bytes of everything in a file, or a set of files, are those that were written."""
     opened, wanted = OpenFile(*contents_of(name)), CONTENTS[name]
     plain = {each: value for each, value in opened.plain().items() if not each.startswith("ibp.padding.")}
-    refused = CODEC.get(name)
-    assert {*plain, *opened.tables()} - {refused} == wanted.keys()
+    refused = CODECS.get(name, set())
+    assert {*plain, *opened.tables()} - refused == wanted.keys() - refused
     for each, about in wanted.items():
+        if each in refused:
+            continue
         _, shape, data = plain[each] if each in plain else opened.table(each)
         assert shape == about["shape"] and hashlib.sha256(data).hexdigest() == about["sha256"], each
-    if refused:
+    for each in refused:
         with pytest.raises(Failed) as caught:
-            opened.table(refused)
+            opened.table(each)
         assert caught.value.status == UNSUPPORTED_TABLE
 
 
@@ -85,7 +90,8 @@ def damaged(content, rng):
 def test_damaged_files(rounds, tmp_path):
     """Both readers accept the same tables of damaged files, and decode them to the same bytes."""
     rng, path, accepted, differing = random.Random(5), tmp_path / "damaged.safetensors", 0, 0
-    sources = [content for name in CONTENTS if not name.endswith(".json") for content in contents_of(name)]
+    names = [name for name in CONTENTS if not name.endswith(".json") and name != "general.safetensors"]
+    sources = [content for name in names for content in contents_of(name)]
     for _ in range(rounds):
         content = damaged(rng.choice(sources), rng)
         path.write_bytes(content)

@@ -15,6 +15,16 @@ CONTENTS = json.loads((FILES / "contents.json").read_text())
 IN_SETS = "set-0000{}-of-00002.safetensors"
 
 
+GENERAL = "general.safetensors"  # whose tables are coded by optional packages
+
+
+def needs_packages(name):
+    """Skips what reads tables whose codecs are not installed."""
+    if name == GENERAL:
+        pytest.importorskip("zstandard")
+        pytest.importorskip("lz4.block")
+
+
 def files_of(name):
     if name == "set.safetensors.index.json":
         return [FILES / IN_SETS.format(number) for number in (1, 2)]
@@ -28,7 +38,7 @@ def described(x):
 
 def tensor_of(value):
     table = value.table if isinstance(value, ibp.Delta) else value
-    return table.decompress() if isinstance(table, ibp.CompressedTensor) else table
+    return table if isinstance(table, torch.Tensor) else table.decompress()
 
 
 def test_every_file_has_contents():
@@ -38,6 +48,7 @@ def test_every_file_has_contents():
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_the_library_reads(name):
+    needs_packages(name)
     opened = ibp.open(FILES / name, verify=True)
     assert {each for each in opened if each != "coded"} == CONTENTS[name].keys()
     for each, wanted in CONTENTS[name].items():
@@ -49,6 +60,7 @@ def test_the_library_reads(name):
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_the_reference_reads(name):
+    needs_packages(name)
     files = [reference_files.File.at(path) for path in files_of(name)]
     names = {each for file in files for each in (*file.tables, *file.plain) if each != "coded"}
     assert names == CONTENTS[name].keys()

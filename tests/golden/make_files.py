@@ -160,6 +160,19 @@ def write_codec():
     return {"before": x[:10], "after": x.view(10, 100)}
 
 
+def general_tables():
+    """Tables of zstd and of LZ4: several blocks, of which one is as it is and the last one short; one without bytes."""
+    random = torch.randint(-(2**31), 2**31, (1024,), generator=torch.Generator().manual_seed(0)).int()
+    ids = torch.cat([torch.arange(2500, dtype=torch.int32) // 3, random, torch.arange(1000, dtype=torch.int32)])
+    options = {"chunk_bytes": 4096, "pin_memory": False}
+    return {
+        "zstd": ibp.compress(ids, scheme="zstd", **options),
+        "lz4": ibp.compress(ids[:4000].view(40, 100), scheme="lz4", **options),
+        "empty": ibp.compress(ids[:0], scheme="zstd", **options),
+        "plain": ids[:7],
+    }
+
+
 def write_set():
     """Two files; of one table the overflow is in the other file."""
     split = ibp.compress(spiky_rows(70, 40), scheme="planes", slot_bytes=32, **PAGEABLE)
@@ -202,7 +215,7 @@ def described(items):
     found = {}
     for name, value in items.items():
         table = value.table if isinstance(value, ibp.Delta) else value
-        x = table.decompress() if isinstance(table, ibp.CompressedTensor) else table
+        x = table if isinstance(table, torch.Tensor) else table.decompress()
         sha256 = hashlib.sha256(bytes_of(x).numpy().tobytes()).hexdigest()
         found[name] = {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape), "sha256": sha256}
     return found
@@ -219,6 +232,7 @@ def main():
         "changed": changed_tables(),
         "mixed": mixed(),
         "delta": delta(),
+        "general": general_tables(),
     }
     contents = {}
     for name, items in made.items():
