@@ -107,6 +107,7 @@ WHOLE_COLUMNS = (
     *("batch", "batches", "gpus"),  # gnn.csv, gnn_parallel.csv
     *("budget_bytes", "held_rows", "raw_rows", "formula_rows", "cache_percent"),  # row_cache.csv, gnn_cache.csv
     "distinct_rows",  # dlrm_train.csv
+    *("slot_bytes", "spilled_bytes"),  # spill.csv
 )
 REAL_COLUMNS = (
     "savings",
@@ -127,6 +128,7 @@ REAL_COLUMNS = (
     *("forward_us", "gather_us", "added"),  # dlrm_train.csv
     *("gain", "share_of_alone"),  # kv_pages.csv
     "tau",  # chunks.csv
+    *("spilled", "predicted_spilled"),  # spill.csv
     *("progress", "loss", "density", "zvc", "zlib", "ibp"),  # densities.csv, activation_ratios.csv
 )
 REFERENCE = Path(__file__).with_name("reference_rates.csv")

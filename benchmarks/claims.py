@@ -348,6 +348,71 @@ def deltas_block(directory):
     return text and f"## Deltas of versions\n\n{text}"
 
 
+def spill_table(directory):
+    """Reads and changes of rows that leave their slots, pages, and profiles of a net."""
+    rows = charts.read(directory / "spill.csv")
+    kinds = [row for row in rows if row["arm"].partition(", ")[0] in SPILL_CALLS]
+    if not kinds:
+        return None
+    lines = []
+    keys = ("case", "dtype", "row_bytes", "slot_bytes", "spilled")
+    for key in charts.in_order(tuple(row[name] for name in keys) for row in kinds if row["arm"].startswith("decode")):
+        own = rates(kinds, **dict(zip(keys, key)))
+        case, dtype, row_bytes, slot_bytes, spilled = key
+        texts = (
+            judged_rate(rates(own, arm=f"{call}, {where}"))
+            for call in SPILL_CALLS
+            for where in ("device only", "spilled")
+        )
+        lines.append([f"{case}, {dtype}", f"{slot_bytes:,} of {row_bytes:,}", f"{100 * spilled:.1f} %", *texts])
+    heads = ["rows", "slot", "leave it", *(f"`{call}`, {where}" for call in SPILL_CALLS for where in ("GPU", "host"))]
+    text = (
+        f"Tables in device memory (`spill.csv`: {caption(rows)}): slots, the share of the rows that leave them, and "
+        "GB/s of original bytes with overflow on the GPU and in host memory, in brackets what is wanted where that is "
+        f"missed:\n\n{markdown(heads, lines)}"
+    )
+    return "\n\n".join([text, *spilled_pages(rows), *spilled_profiles(rows)])
+
+
+SPILL_CALLS = ("decode", "index_select", "update_")
+
+
+def spilled_pages(rows):
+    lines = [
+        [
+            f"{row['slot_bytes']:,}",
+            f"{float(row['target']):.2f}",
+            f"{100 * row['spilled']:.1f} %",
+            with_ideal([row]),
+        ]
+        for row in rows
+        if row["arm"].startswith("load, ")
+    ]
+    heads = ["slot", "pages for each raw one", "rows that leave their slot", "loaded, GB/s (of what is possible)"]
+    if lines:
+        yield "Pages of a KV-cache of keys on the GPU, the first line with overflow there:\n\n" + markdown(heads, lines)
+
+
+def spilled_profiles(rows):
+    lines = [
+        [
+            row["case"].removeprefix("training, "),
+            row["arm"].removeprefix("profile, "),
+            f"{float(row['target']):.2f}",
+            *(f"{100 * row[name]:.1f} %" for name in ("predicted_spilled", "spilled")),
+            f"{row['host_bytes'] / 2**20:.1f}",
+        ]
+        for row in rows
+        if row["arm"].startswith("profile, ")
+    ]
+    heads = ["slots", "threshold", "times less memory", "rows to leave them", "that left them", "overflow, MiB"]
+    if lines:
+        yield (
+            "A net in training, ten snapshots: what its profile says at each threshold, and what the last snapshot "
+            "does when it is placed:\n\n" + markdown(heads, lines)
+        )
+
+
 def checkpoints_table(directory):
     """Rates of whole checkpoints, and of the parts of their way."""
     rows = [row for row in charts.read(directory / "checkpoints.csv") if row["case"] != "device"]
@@ -1010,6 +1075,7 @@ PAGES = {
     "docs/llm.md": {"offload": offload_block, "flexgen": flexgen_block},
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
     "docs/deltas.md": {"deltas": deltas_table},
+    "docs/spill.md": {"spill": spill_table},
     "docs/checkpoints.md": {"checkpoints": checkpoints_table},
     "docs/reproduction.md": reproduction.BLOCKS,
 }  # relative to the repository

@@ -80,7 +80,7 @@ class Case:
             DEVICE: ibp.compress(x, codebook=self.codebook, **layout),
             SPILLED: ibp.place(x, slot_bytes=slot_bytes, codebook=self.codebook),
         }
-        found = {"target": target, "x": x, "seconds": {}}
+        found = {"target": target, "x": x, "seconds": {}, "spill": spill_of(tables[DEVICE])}
         for where, table in tables.items():
             self.read(table, where, DECODE, found, lambda table, out: ibp.decompress(table, out=out), x)
             selected = x[self.ids]
@@ -111,7 +111,7 @@ class Case:
         self.record(table, where, UPDATE, found, seconds, rows[0].nbytes)
 
     def record(self, table, where, what, found, seconds, num_bytes):
-        spilled, spilled_bytes = spill_of(table)
+        spilled, spilled_bytes = found["spill"]
         if where == DEVICE:
             found["seconds"][what] = seconds
         least = max(found["seconds"][what], link_seconds(spilled_bytes * num_bytes / found["x"].nbytes))

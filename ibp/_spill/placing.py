@@ -36,7 +36,7 @@ def place(
     decodes (Buddy Compression, ISCA 2020).
 
     Every row has a slot on the device. A row that takes more, as stored, has the rest of its bytes in host memory; so
-    has a row that grows when it is changed: `update_` moves no other row, and the memory on the GPU never grows. A
+    has a row that grows when it is changed: `update_` moves no other row, and the slots never grow. A
     default row, of zeros or of what the codebook says, has no bytes anywhere, and reading one reads no slot. With a
     target of infinity there are no slots: what is not default is in host memory.
 
