@@ -149,25 +149,18 @@ def lz4_coders():
     return lz4_block.compress, lz4_block.decompress
 
 
-def nvcomp_array(x, as_words):
-    """What nvCOMP takes for a tensor: words of the elements' size, else bytes."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return nvcomp.as_array(bytes_of(x).view(words[x.element_size() if as_words else 1]))
-
-
-def nvcomp_coder(algorithm, typestr, chunk_bytes):
-    return nvcomp.Codec(
-        algorithm=algorithm, uncomp_chunk_size=chunk_bytes, **({"data_type": typestr} if typestr else {})
-    )
-
-
 def nvcomp_codec(algorithm, typestr, as_words):
     """as_words: the codec is given words of the elements' size, else bytes. nvCOMP's own index is in its bytes."""
 
     def measure(tensors, device):
         torch.cuda.synchronize(device)
-        codec = nvcomp_coder(algorithm, typestr, BLOCK_BYTES)
-        arrays, total = [nvcomp_array(x, as_words) for x in tensors], Cell(0)
+        codec = nvcomp.Codec(
+            algorithm=algorithm, uncomp_chunk_size=BLOCK_BYTES, **({"data_type": typestr} if typestr else {})
+        )
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+            tensors[0].element_size() if as_words else 1
+        ]
+        arrays, total = [nvcomp.as_array(bytes_of(x).view(words)) for x in tensors], Cell(0)
         for x, array in zip(tensors, arrays):
             coded = codec.encode(array)
             torch.cuda.synchronize(device)
