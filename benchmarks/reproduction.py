@@ -243,7 +243,7 @@ def by_set(results, text_of, arms=("planes",)):
 
 
 def transfer_gains(results):
-    return by_set(results, lambda row: f"{float(row['gain']):.2f}", ("ibp", "planes"))
+    return by_set(results, lambda row: f"{float(row['gain']):.2f}", ("ibp", "planes", "auto"))
 
 
 def encode_times(results):
