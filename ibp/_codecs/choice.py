@@ -18,6 +18,7 @@ from .._estimation import analyze
 from .._fetch.streaming import decompress
 from .._rows import check_tensor
 from .._schemes import SCHEMES, AnyCodebook
+from . import nvcomp
 from .chosen import Choice, CodingCost, arguments_of, ranked
 from .whole import CODECS, WholeTensor, codec_of, is_general
 
@@ -77,6 +78,7 @@ def choose(
     found = [CodingCost("raw", "default", None, num_bytes, 0.0, 0.0, 0.0, 0.0)]
     if num_bytes:
         found += _measured(candidates, _Sample.of(x, where), rows)
+        nvcomp.forget_coders()
     return Choice(num_bytes, link_gbps, encode, rows, ranked(found, link_gbps, encode))
 
 

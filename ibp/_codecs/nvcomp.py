@@ -27,10 +27,12 @@ _ALGORITHMS = {  # by the names of schemes
     "zstd": "Zstd",
 }
 _TYPED = ("bitcomp", "cascaded")  # work on whole elements
+_HUNGRY = ("deflate", "gdeflate", "zstd")  # coding needs several times a block's bytes of memory besides
+_BLOCK_BYTES, _LESS_BLOCK_BYTES = 256 << 20, 32 << 20
 CHUNK_BYTES, _LEAST_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 16, 1 << 10, 1 << 24
 _ALIGNMENT = 16  # bytes, of a coded block: nvCOMP wants no more of any codec
 _LEGACY_STREAM = 1  # of CUDA: the default stream, whose own number, 0, a codec takes for none given
-_MOST_CODERS = 32  # that are kept: each has some memory on its GPU
+_MOST_CODERS = 4  # that are kept: each has memory on its GPU
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _coders: OrderedDict[tuple[Any, ...], Coder] = OrderedDict()
@@ -43,12 +45,12 @@ class NvComp(Codec):
 
     device_type = "cuda"
     package = "nvidia-nvcomp-cu13"
-    block_bytes = 256 << 20
     is_safe = False
     option_names = (_CHUNK, _TYPE)
 
     def __init__(self, kind: str) -> None:
         self.kind, self.name = kind, f"nvcomp:{kind}"
+        self.block_bytes = _LESS_BLOCK_BYTES if kind in _HUNGRY else _BLOCK_BYTES
 
     def require(self) -> ModuleType:
         return _module(self.name)
@@ -146,18 +148,13 @@ class Coder:
         coding = self._codec.compression_config(num_bytes)
         return coding, self._codec.decompression_config(coding)
 
-    def room(self, data: torch.Tensor) -> torch.Tensor:
-        """Memory for whatever bytes become, coded."""
-        most = self._codec.get_max_comp_buffer_size(self._array(data.view(self._words)))
-        return torch.empty(most, dtype=torch.uint8, device=data.device)
-
-    def encode(self, data: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-        """Bytes coded, in the room's memory if there is one. Waits for the size."""
-        room = self.room(data) if room is None else room
+    def encode(self, data: torch.Tensor) -> torch.Tensor:
+        """Bytes coded, at the beginning of memory that has room for the worst. Waits for the size."""
         with self._lock:
             coding, _ = self._configuration(data.numel())
-            coded = self._codec.encode(self._array(data.view(self._words)), out=room, compression_config=coding)
-            return room[: coded.buffer_size]
+            coded = self._codec.encode(self._array(data.view(self._words)), compression_config=coding)
+            size = coded.buffer_size
+        return torch.as_tensor(coded, device=data.device).view(torch.uint8).reshape(-1)[:size]
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> None:
         """Fills out from what the same codec has coded. Waits for nothing."""
@@ -179,6 +176,12 @@ def _padded(coded: torch.Tensor) -> torch.Tensor:
     padded = torch.zeros(-(-coded.numel() // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=coded.device)
     padded[: coded.numel()] = coded
     return padded
+
+
+def forget_coders() -> None:
+    """Gives the memory that coders have kept back to torch's allocator."""
+    with _lock:
+        _coders.clear()
 
 
 # ---- the package ----
