@@ -1,12 +1,12 @@
-"""All benchmarks, then the charts: `python -m benchmarks [--coding] [--caches] [--papers] [--all] [--unlimited]
-[--out DIR] [--device cpu] [--quick]`.
+"""All benchmarks, then the charts: `python -m benchmarks [--coding] [--caches] [--training] [--papers] [--all]
+[--unlimited] [--out DIR] [--device cpu] [--quick]`.
 
 Those of speed, in under 5 minutes on one H200; --coding: those of kinds of rows and of coding instead, in under 4;
---caches: those of caches, embedding tables and KV-caches, in under 5; --papers: those that only tables and figures of
-papers ask for, and the choice between codecs, in under 4; --all: all of these, and those that count bytes as well,
-which are the same on every machine. Each runs in a process of its own, so that none is stopped by another's failure or
-has to live with the memory that it holds. On a GPU a script that measures speed is stopped when its time is over, and
-what it measured until then stays; --unlimited lets it finish.
+--caches: those of caches, embedding tables and KV-caches, in under 5; --training: those of nets that train, in under
+5; --papers: those that only tables and figures of papers ask for, and the choice between codecs, in under 4; --all: all
+of these, and those that count bytes as well, which are the same on every machine. Each runs in a process of its own, so
+that none is stopped by another's failure or has to live with the memory that it holds. On a GPU a script that measures
+speed is stopped when its time is over, and what it measured until then stays; --unlimited lets it finish.
 """
 
 import argparse
@@ -36,6 +36,7 @@ CACHES = {
     "kv_pages": 30,
     "kv_rows": 30,
 }  # likewise
+TRAINING = {"adamw": 40}  # likewise
 PAPERS = {"transfers": 40, "copy_threads": 15, "densities": 30, "spill": 45, "choose": 60}  # likewise
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters")
 GRACE_S = 5  # to print what was measured
@@ -73,15 +74,16 @@ def main(argv=None):
     own.add_argument("--all", action="store_true")
     own.add_argument("--coding", action="store_true")
     own.add_argument("--caches", action="store_true")
+    own.add_argument("--training", action="store_true")
     own.add_argument("--papers", action="store_true")
     own.add_argument("--unlimited", action="store_true")
     options, others = own.parse_known_args(argv)
     args, started = harness.parse_args(others, __doc__), time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # past run_script, which ends its script
-    limits = {} if options.unlimited or args.device == "cpu" else SPEED | CODING | CACHES | PAPERS
-    named = ((CODING, options.coding), (CACHES, options.caches), (PAPERS, options.papers))
-    chosen = [group for group, is_named in named if is_named] or [SPEED]
-    names = [name for group in ((SPEED, CODING, CACHES, PAPERS, BYTES) if options.all else chosen) for name in group]
+    limits = {} if options.unlimited or args.device == "cpu" else SPEED | CODING | CACHES | TRAINING | PAPERS
+    named = {"coding": CODING, "caches": CACHES, "training": TRAINING, "papers": PAPERS}
+    chosen = [group for option, group in named.items() if getattr(options, option)] or [SPEED]
+    names = [name for group in ((SPEED, *named.values(), BYTES) if options.all else chosen) for name in group]
     failed = [name for name in names if run_script(name, others, limits.get(name))]
     charts.draw(args.out)
     print(f"all in {time.perf_counter() - started:.0f} s" + (f", FAILED: {', '.join(failed)}" if failed else ""))

@@ -722,7 +722,7 @@ def test_a_script_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, cap
     argv = ["--device", "cpu", "--quick", "--out", str(tmp_path)]
     assert suite.main(["--all", *argv]) == 1
     signal.signal(signal.SIGTERM, before)
-    names = [*suite.SPEED, *suite.CODING, *suite.CACHES, *suite.PAPERS, *suite.BYTES]
+    names = [*suite.SPEED, *suite.CODING, *suite.CACHES, *suite.TRAINING, *suite.PAPERS, *suite.BYTES]
     assert [words[0] for words in called] == [f"benchmarks.{name}" for name in names] and all(
         words[1:] == argv for words in called
     )
@@ -737,7 +737,7 @@ def test_a_script_is_stopped_when_its_time_is_over(tmp_path, capsys):
 
 def test_the_scripts_share_minutes():
     assert sum(suite.CODING.values()) < 240 and all(
-        sum(own.values()) < 300 for own in (suite.SPEED, suite.CACHES, suite.PAPERS)
+        sum(own.values()) < 300 for own in (suite.SPEED, suite.CACHES, suite.TRAINING, suite.PAPERS)
     )
 
 
