@@ -129,6 +129,7 @@ REAL_COLUMNS = (
     *("gain", "share_of_alone"),  # kv_pages.csv
     "tau",  # chunks.csv
     *("spilled", "predicted_spilled"),  # spill.csv
+    *("mean_ms", "ratio", "m_savings", "v_savings", "target_ratio"),  # adamw.csv
     *("progress", "loss", "density", "zvc", "zlib", "ibp"),  # densities.csv, activation_ratios.csv
 )
 REFERENCE = Path(__file__).with_name("reference_rates.csv")

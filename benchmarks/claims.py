@@ -1046,6 +1046,41 @@ def graphs_line(directory):
     )
 
 
+def adamw_table(directory):
+    """Steps of AdamW and the memory of its states, a line for each model and arm."""
+    rows = charts.read(directory / "adamw.csv")
+    if not rows:
+        return None
+    lines = []
+    for row in rows:
+        wanted = f" ({charts.number(row['target_ratio'])})" if row["met"] == "no" else ""
+        is_coded = row["savings"] > 0
+        lines.append(
+            [
+                row["case"],
+                row["arm"],
+                charts.fine_number(row["ms"]),
+                f"{row['ratio']:.2f}{wanted}",
+                *(percent(row[name]) if is_coded else "" for name in ("m_savings", "v_savings")),
+                *(f"{int(row[name]) / 2**20:,.0f}" for name in ("device_bytes", "host_bytes")),
+            ]
+        )
+    heads = [
+        "model",
+        "arm",
+        "ms a step",
+        "times torch's",
+        "exp_avg saves",
+        "exp_avg_sq saves",
+        "GPU, MiB",
+        "pinned, MiB",
+    ]
+    return (
+        f"A step (`adamw.csv`: {caption(rows)}): the median time, in brackets what is wanted where that is missed; "
+        f"what the states save of the GPU's memory, and take of it and of pinned memory:\n\n{markdown(heads, lines)}"
+    )
+
+
 BLOCKS = {
     "rows": rows_block,
     "large tables": cases_block("large_table", "Random rows of large tables in host memory"),
@@ -1078,6 +1113,7 @@ PAGES = {
     "docs/spill.md": {"spill": spill_table},
     "docs/checkpoints.md": {"checkpoints": checkpoints_table},
     "docs/reproduction.md": reproduction.BLOCKS,
+    "docs/training.md": {"optimizer states": adamw_table},
 }  # relative to the repository
 OPEN_PAGES = (
     "docs/gnn.md",

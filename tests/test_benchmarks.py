@@ -755,6 +755,7 @@ def write_measurements(directory):
     runs["changes"] = run_on_cpu(directory, "changes", changes.COLUMNS)
     runs["deltas"] = run_on_cpu(directory, "deltas", deltas.COLUMNS)
     runs["compress"] = run_on_cpu(directory, "compress", compress.COLUMNS)
+    runs["adamw"] = run_on_cpu(directory, "adamw", adamw.COLUMNS)
     runs["checkpoints"] = run_on_cpu(directory, "checkpoints", checkpoints.COLUMNS)
 
     def add(name, case, arm, gbps=50.0, row_bytes=2048, dtype=torch.bfloat16, sms=132, **extra):
@@ -806,6 +807,9 @@ def write_measurements(directory):
     for arm, gbps, peak_mib in (("writing", 4.0, 0), ("compress, GPU", 3.0, 400)):
         numbers = {"seconds": "1.5", "fsync_seconds": "0.1", "peak_mib": peak_mib}
         add("checkpoints", "4.00 GiB of weights", arm, gbps, sms=0, **numbers, **harness.judged(gbps, 3.2))
+    sizes = {"m_savings": "0.1560", "v_savings": "0.2000", "device_bytes": 1 << 20, "host_bytes": 1 << 18, "steps": 10}
+    missed = {"target_ratio": 4.0, "met": "no"}
+    add("adamw", "one tensor", "ibp", ms="12.5", mean_ms="13", ratio="4.25", **sizes, **missed)
     add("small_calls", "ibp, host memory", "until it returns", 10 * 2048 / 12.5e3)
     add(
         "overlap",
@@ -1038,6 +1042,12 @@ def test_bars_of_graphs(tmp_path):
     assert all(0.5 < bar.get_x() and bar.get_x() + bar.get_width() < 1.5 for bar in bars)
     assert [text.get_text() for text in panel.texts] == ["0.25", "8.00"]
     charts.plt.close(figure)
+
+
+def test_claims_of_optimizer_states(tmp_path):
+    assert claims.adamw_table(tmp_path) is None
+    write_measurements(tmp_path)
+    assert_says(claims.adamw_table(tmp_path), "| one tensor | ibp | 12.5 | 4.25 (4.0) | 15.6 % | 20.0 % | 1 | 0 |")
 
 
 def test_claims_of_weights(tmp_path):
