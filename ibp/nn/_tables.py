@@ -11,6 +11,7 @@ import torch
 from .. import _memory
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
+from .._linear import linear, slot_bytes_for
 from .._torch_functions import linear_of
 
 
@@ -110,6 +111,8 @@ class Linear(TableModule):
         table: [out_features, in_features].
         bias: [out_features], an ordinary parameter; None: none.
         stays: as in `Embedding`.
+        fused: whether few vectors are multiplied as `ibp.linear` does it, by weights that are decoded in registers: in
+            other bits than torch has. Without it the bits are torch's.
 
     Raises:
         TypeError: table is no `ibp.CompressedTensor`.
@@ -118,8 +121,16 @@ class Linear(TableModule):
 
     bias: torch.nn.Parameter | None
 
-    def __init__(self, table: CompressedTensor, bias: torch.Tensor | None = None, *, stays: bool = False) -> None:
+    def __init__(
+        self,
+        table: CompressedTensor,
+        bias: torch.Tensor | None = None,
+        *,
+        stays: bool = False,
+        fused: bool = False,
+    ) -> None:
         super().__init__(table, stays)
+        self.fused = fused
         self.out_features, self.in_features = table.shape
         if bias is not None and bias.shape != table.shape[:1]:
             raise ValueError(f"bias has shape {list(bias.shape)}; wanted [{self.out_features}]")
@@ -127,9 +138,32 @@ class Linear(TableModule):
             bias = torch.nn.Parameter(bias)
         self.register_parameter("bias", bias)
 
+    @classmethod
+    def from_linear(cls, module: torch.nn.Linear, *, fused: bool = True, **options: Any) -> Linear:
+        """The module with compressed weights, on the device where they are, and with its own bias.
+
+        Args:
+            module: its weights are compressed at level "fast" unless options say otherwise.
+            fused: as in the constructor. The bits are torch's where it is False.
+            options: as `ibp.compress` takes them.
+
+        Raises:
+            TypeError: module is no torch.nn.Linear.
+            TypeError, ValueError: as `ibp.compress`.
+        """
+        if not isinstance(module, torch.nn.Linear):
+            raise TypeError(f"module is a {type(module).__name__}; wanted a torch.nn.Linear")
+        if not options:
+            slot_bytes = slot_bytes_for(module.in_features) if module.weight.dtype == torch.bfloat16 else None
+            options = {"level": "fast", "slot_bytes": slot_bytes}
+        return cls(compress(module.weight.detach(), **options), module.bias, fused=fused)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] times the weights: [..., out_features]."""
-        return linear_of(x, self.weight, self.bias)
+        return (linear if self.fused else linear_of)(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}{', fused=True' if self.fused else ''}"
 
 
 def dense_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:
