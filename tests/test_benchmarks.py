@@ -35,6 +35,7 @@ from benchmarks import (
     ideal,
     inputs,
     large_table,
+    linear,
     overlap,
     ratio,
     sampling,
@@ -645,7 +646,7 @@ def small(monkeypatch):
     "script",
     [
         *(gather, codec, stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas),
-        *(scattered, adamw, spill),
+        *(linear, scattered, adamw, spill),
         pytest.param(checkpoints, marks=pytest.mark.slow),
     ],
     ids=lambda script: script.__name__,
@@ -694,6 +695,7 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
         },
         "changes": {"update_", "index_copy_", "append", "refit"},
         "deltas": {"ibp", "ibp, apply", "index and value", "index and value, apply"},
+        "linear": {"cuBLAS", "decode, then cuBLAS", "ibp.linear"},
         "scattered": {"gathered by the CPU", "ibp, raw rows"},
         "adamw": set(adamw.ARMS),
         "spill": {
