@@ -64,7 +64,7 @@ KERNELS = {  # name: body, threads of an element that has so many words
     ),
     VECTORS: (
         """
-    const int vectors = words / 4 + 1;
+    const int vectors = (words + 6) / 4;
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x, element = i / vectors;
     if (element >= num_elements) return;
     const unsigned *from = table + ids[element] * words;
@@ -75,7 +75,7 @@ KERNELS = {  # name: body, threads of an element that has so many words
     for (int k = 0; k < 4; k++)
         if (first + k >= 0 && first + k < words) out[element * words + first + k] = loaded[k];
 """,
-        lambda words: words // 4 + 1,
+        lambda words: (words + 6) // 4,
     ),
 }
 
