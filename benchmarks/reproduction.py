@@ -59,7 +59,7 @@ class Results:
 
 
 def percent(share, digits=1):
-    return f"{100 * share:.{digits}f} %"
+    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # no "-0.0"
 
 
 def span(values, unit="", digits=2):
@@ -194,7 +194,9 @@ def chunk_savings(results):
                 f"{span([row['tau'] for row in best.values()])}; at a threshold of 1 at most "
                 f"{percent(max(row['savings'] for row in rows if row['tau'] == 1))}"
             )
-    return listed(parts)
+    rates = results.rows("chunk_rates", case="ncf mlp_user")
+    texts = [f"{row['chunk_bytes']} B {charts.number(row['gbps'])}" for row in rates]
+    return listed([*parts, texts and f"decoding ncf mlp_user in device memory, GB/s: {', '.join(texts)}"])
 
 
 def workers(results):
@@ -215,15 +217,16 @@ def workers(results):
 
 
 def cluster_savings(results):
-    """The best number of clusters by k-means, and what the library gets."""
+    """One cluster, the best number and the most by k-means, and the best that the library gets."""
     parts = []
     for name in charts.in_order(row["set"] for row in results.rows("more_clusters")):
         rows = results.rows("more_clusters", set=name, method="k-means")
         own = results.rows("more_clusters", set=name, method="ibp.compress")
         best, most = (max(found, key=lambda row: row["savings"]) for found in (rows, own))
         parts.append(
-            f"{name}: {percent(rows[0]['savings'])} with one, {percent(best['savings'])} with {best['clusters']} "
-            f"(`ibp.compress`: {percent(most['savings'])} with {most['clusters']})"
+            f"{name}: {percent(rows[0]['savings'])} with one, {percent(best['savings'])} with {best['clusters']}, "
+            f"{percent(rows[-1]['savings'])} with {rows[-1]['clusters']} (`ibp.compress`: {percent(most['savings'])} "
+            f"with {most['clusters']})"
         )
     return listed(parts)
 
