@@ -7,6 +7,8 @@
 
 namespace ibp {
 
+static bool is_aligned(const void *vectors) { return reinterpret_cast<uintptr_t>(vectors) % 16u == 0u; }
+
 constexpr uint32_t kLinearWarps = 8, kLinearStages = 4, kLinearBlocks = 2;
 using Strip = LinearStrip<kLinearWarps, kLinearStages>;
 
@@ -24,7 +26,7 @@ static bool is_matrix(const ibp_table &table)
     return has_linear_rows(table.codebook) && table.item_bytes == row_bytes && row_bytes % 64u == 0u &&
            table.num_items >= Strip::kRows && table.num_items <= INT32_MAX && table.lengths != nullptr &&
            table.slots_start == 0u && table.slot_bytes >= row_bytes / 4u * 3u && table.slot_bytes % 16u == 0u &&
-           table.slots_bytes / table.slot_bytes >= table.num_items && aligned(table.slots, 16u);
+           table.slots_bytes / table.slot_bytes >= table.num_items && is_aligned(table.slots);
 }
 
 } // namespace ibp
@@ -36,7 +38,7 @@ extern "C" ibp_status ibp_cuda_linear(const ibp_table *table, const uint16_t *x,
     if (!is_table(table) || fault == nullptr || num_vectors < 0 || num_vectors > kMostVectors || !is_matrix(*table))
         return IBP_INVALID_ARGUMENT;
     if (num_vectors == 0) return IBP_OK;
-    if (x == nullptr || y == nullptr || !aligned(x, 16u)) return IBP_INVALID_ARGUMENT;
+    if (x == nullptr || y == nullptr || !is_aligned(x)) return IBP_INVALID_ARGUMENT;
     const LinearJob job{*table,
                         x,
                         bias,
