@@ -132,6 +132,7 @@ REAL_COLUMNS = (
     "tau",  # chunks.csv
     *("spilled", "predicted_spilled"),  # spill.csv
     *("mean_ms", "ratio", "m_savings", "v_savings", "target_ratio"),  # adamw.csv
+    *("encode_us", "decode_us", "predicted_encode_us", "predicted_decode_us"),  # choose.csv
     *("progress", "loss", "density", "zvc", "zlib", "ibp"),  # densities.csv, activation_ratios.csv
 )
 REFERENCE = Path(__file__).with_name("reference_rates.csv")

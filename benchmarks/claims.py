@@ -9,6 +9,7 @@ empty, where it never was there. So headings and pictures that belong to a CSV a
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 from . import charts, dlrm, gnn, gnn_cache, gnn_parallel, harness, ratio, reproduction, row_cache, scale
@@ -370,6 +371,53 @@ def linear_block(directory):
 def deltas_block(directory):
     text = deltas_table(directory)
     return text and f"## Deltas of versions\n\n{text}"
+
+
+CODED_CASES = ("normal 0.02", "normal 1", "citeseer", "sorted ids with runs", "dates", "strings")
+
+
+def choose_table(directory):
+    """Which coding wins over which link, what `ibp.choose` loses, and what every candidate takes on a few sets."""
+    rows = charts.read(directory / "choose.csv")
+    choices = [row for row in rows if row["chosen"]]
+    if not choices:
+        return None
+    lines = []
+    for arm in charts.in_order(row["arm"] for row in choices):
+        own = rates(choices, arm=arm)
+        wins = Counter(row["best"] for row in own).most_common()
+        missed = [row for row in own if row["loss"] > float(row["wanted_loss"])]
+        worst = max(row["loss"] for row in own)
+        texts = ", ".join(f"{name} {count}" for name, count in wins)
+        lines.append([arm.removeprefix("choice at "), texts, f"{len(own) - len(missed)} of {len(own)}", percent(worst)])
+    wanted = 100 * float(choices[0]["wanted_loss"])
+    heads = ["link", "sets on which each is the soonest", f"choices within {wanted:g} % of it", "the most lost"]
+    text = (
+        f"Every set of `ratio.csv` and typed columns, 256 MiB of each (`choose.csv`: {caption(rows)}): the candidate "
+        "that is coded, moved and decoded the soonest as measured, and what the choice of `ibp.choose`, by its own "
+        f"sample, takes longer. `fetched often` leaves coding out.\n\n{markdown(heads, lines)}"
+    )
+    return f"{text}\n\n{_coded_cases([row for row in rows if not row['chosen']])}"
+
+
+def _coded_cases(rows):
+    """Bytes and rates of every candidate on a few sets."""
+    arms, lines = charts.in_order(row["arm"] for row in rows), []
+    for case, dtype in charts.in_order((row["case"], row["dtype"]) for row in rows if row["case"] in CODED_CASES):
+        own = {row["arm"]: row for row in rates(rows, case=case, dtype=dtype)}
+        lines.append([f"{case}, {dtype}", *(_coded(own.get(arm)) for arm in arms)])
+    return (
+        "Saved, and in brackets GB/s of coding and of decoding, whole calls, where a candidate saves anything:\n\n"
+        + markdown(["set", *(f"`{arm}`" for arm in arms)], lines)
+    )
+
+
+def _coded(row):
+    if row is None:
+        return ""
+    num_bytes = row["rows"] * row["row_bytes"]
+    coding, decoding = (charts.number(num_bytes / row[name] * 1e-3) for name in ("encode_us", "decode_us"))
+    return f"{percent(row['savings'])} ({coding}, {decoding})"
 
 
 def spill_table(directory):
@@ -1135,6 +1183,7 @@ PAGES = {
     "benchmarks/RESULTS.md": BLOCKS,
     "docs/llm.md": {"offload": offload_block, "linear": linear_table, "flexgen": flexgen_block},
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
+    "docs/codecs.md": {"choices": choose_table},
     "docs/deltas.md": {"deltas": deltas_table},
     "docs/spill.md": {"spill": spill_table},
     "docs/checkpoints.md": {"checkpoints": checkpoints_table},

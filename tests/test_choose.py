@@ -9,7 +9,7 @@ import torch
 
 import ibp
 from benchmarks import choose as benchmark
-from benchmarks import harness, sets
+from benchmarks import claims, harness, sets
 from helpers import assert_same_bits
 from ibp._codecs import choice, chosen
 
@@ -223,6 +223,8 @@ def test_the_benchmark(tmp_path, monkeypatch, capsys):
     assert {"planes", "planes, fast", "ibp"} <= {row["arm"] for row in candidates}
     assert all(row["stored_bytes"] == row["predicted_bytes"] for row in candidates)  # the sample is all of a small set
     assert "choices lose at most 3 %" in capsys.readouterr().out
+    text = claims.choose_table(tmp_path)
+    assert "| 6 GB/s | " in text and "| 360 GB/s, fetched often | raw 4 | " in text and "| dates, int32 | " in text
 
 
 def test_where_the_choice_loses():
