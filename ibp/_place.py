@@ -206,11 +206,6 @@ class Place:
             raise ValueError(f"row {row} of the place was lost or is damaged")
         return out.view(count, self.row_bytes).view(dtype)
 
-    def _read_into(self, out: torch.Tensor, max_sms: int = 0) -> None:
-        """All rows, the first out.numel() bytes of them, to out, uint8, without waiting: a row that was lost or is
-        damaged is noted in the place's fault."""
-        torch.ops.ibp.decode_bytes.default(*self._table_arguments, 0, out.numel(), max_sms, out, self._fault)
-
     def table(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> CompressedTensor:
         """The place as a table of a shape and dtype, whose bytes are those of all rows: [num_rows, row_bytes] of uint8
         unless given. It reads the place's own memory: rows that are coded later are read as they are then. Of a pinned

@@ -1,5 +1,6 @@
-"""The bytes of activations, coded into one piece of memory and back: a `Place` without slots, so that what rows take
-lies together, behind its index, and a copy of the first bytes is all of it."""
+"""The bytes of activations, coded into one piece of memory and back. It holds counters and an index of the rows, then
+all that rows take, in one overflow area without slots: a copy of the first bytes is all of it. Rows are those of a
+`Place`, laid out and called with as few operations as can be, as a step has hundreds of them."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ import torch
 
 from .. import _choice, _layout, _rows
 from .._calibration import Calibration
-from .._place import Place, encode_into
 from .._schemes import AnyCodebook, Request, measure
 
 ROW_BYTES = 4096
-COUNTERS_BYTES = 64  # at the start of a place's memory; the first 8 say how many bytes of overflow are used
+COUNTERS_BYTES = 64  # bytes of overflow in use; rows spilled and lost; 4 of a fault; 1 more: int64
+_ALIGNMENT = 64  # of overflow
 _SAMPLE_BYTES = 1 << 20
-_MARGIN = 1 / 64  # of room, over what was needed
-_LEAST_OF_ROOM = 0.85  # that is needed; below, room is made smaller, so that sizes seldom change
+_FIRST_MARGIN, _MARGIN = 1 / 32, 1 / 64  # of room, over what a sample took, and over what was needed
+_LEAST_OF_ROOM = 0.96  # that is needed; below, room is made smaller
 _SPARE_BYTES = 4096
 _OUTDATED, _SPARE_SHARE = 1.1, 0.02
 
@@ -29,7 +30,8 @@ class Recipe:
 
     def __init__(self, codebook: AnyCodebook, share: float) -> None:
         self.codebook, self.learned_share, self.needed_share = codebook, share, share
-        self._room_share = share * (1 + 2 * _MARGIN)
+        self.codec = codebook.codec
+        self._room_share = share * (1 + _FIRST_MARGIN)
 
     def room(self, num_bytes: int) -> int:
         """Bytes of overflow that activations of so many bytes are expected to fit."""
@@ -56,30 +58,54 @@ def most_overflow(num_bytes: int) -> int:
     return num_rows(num_bytes) * ROW_BYTES
 
 
-def index_bytes(codebook: AnyCodebook, num_bytes: int) -> int:
-    """Bytes before overflow."""
-    return Place.memory_bytes(codebook, num_rows(num_bytes), slot_bytes=0, overflow_bytes=0)
+def index_bytes(num_bytes: int) -> int:
+    """Bytes before overflow: counters, a base and a length for each row."""
+    return -(-(COUNTERS_BYTES + 10 * num_rows(num_bytes)) // _ALIGNMENT) * _ALIGNMENT
 
 
-def memory_for(codebook: AnyCodebook, data: torch.Tensor) -> torch.Tensor:
+def used_bytes(counters: torch.Tensor) -> int:
+    """Bytes of overflow in use, by counters in host memory."""
+    return int(counters[:8].view(torch.int64))
+
+
+def memory_for(data: torch.Tensor) -> torch.Tensor:
     """Memory on the device of data, uint8 [num_bytes], that it fits, however it is coded."""
-    size = index_bytes(codebook, data.numel()) + most_overflow(data.numel())
+    size = index_bytes(data.numel()) + most_overflow(data.numel())
     return torch.empty(size, dtype=torch.uint8, device=data.device)
 
 
-def encode(data: torch.Tensor, codebook: AnyCodebook, memory: torch.Tensor) -> None:
+def _parts(memory: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, ...]:
+    """(counters, bases, lengths, overflow), of which the last may be shorter than it was."""
+    rows = num_rows(num_bytes)
+    bases_end = COUNTERS_BYTES + 8 * rows
+    counters, bases = memory[:bases_end].view(torch.int64).split((COUNTERS_BYTES // 8, rows))
+    lengths = memory[bases_end : bases_end + 2 * rows].view(torch.uint16)
+    return counters, bases, lengths, memory[index_bytes(num_bytes) :]
+
+
+def encode(data: torch.Tensor, recipe: Recipe, memory: torch.Tensor) -> None:
     """Codes data, uint8 [num_bytes], on the current stream."""
-    room = most_overflow(data.numel())
-    encode_into(data, Place(codebook, num_rows(data.numel()), slot_bytes=0, overflow_bytes=room, memory=memory))
+    counters, bases, lengths, overflow = _parts(memory, data.numel())
+    counters.zero_()
+    bases.fill_(-1)
+    used, counts, fault, _ = counters.split((1, 2, 4, 1))
+    words, none = recipe.codebook.words(data.device), memory[:0]
+    torch.ops.ibp.encode_into.default(
+        *(none, overflow, lengths, bases, words, recipe.codec, 0, 0, lengths.numel(), ROW_BYTES),
+        *(lengths[:0], used, counts, data, None, None, 0, 0, fault),
+    )
 
 
-def decode(memory: torch.Tensor, codebook: AnyCodebook, num_bytes: int) -> torch.Tensor:
+def decode(memory: torch.Tensor, recipe: Recipe, num_bytes: int, fault: torch.Tensor) -> torch.Tensor:
     """uint8 [num_bytes], decoded on the current stream from the first bytes of memory that was coded into: as many as
-    are used."""
-    room = memory.numel() - index_bytes(codebook, num_bytes)
-    place = Place.over(memory, codebook, num_rows(num_bytes), slot_bytes=0, overflow_bytes=room)
+    are used. fault: int64 [4] on the device, where damage is noted."""
+    _, bases, lengths, overflow = _parts(memory, num_bytes)
     out = torch.empty(num_bytes, dtype=torch.uint8, device=memory.device)
-    place._read_into(out)
+    words, none = recipe.codebook.words(memory.device), memory[:0]
+    torch.ops.ibp.decode_bytes.default(
+        *(none, overflow, lengths, bases, words, recipe.codec, 0, 0, lengths.numel(), ROW_BYTES),
+        *(0, num_bytes, 0, out, fault),
+    )
     return out
 
 

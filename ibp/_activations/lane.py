@@ -14,18 +14,21 @@ from .region import Region
 
 
 class HostBuffers:
-    """Pinned memory by size, kept for the next step."""
+    """Pinned memory in few sizes, kept for the next step."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[tuple[torch.Tensor, torch.cuda.Event | None]]] = defaultdict(list)
         self.held_bytes = 0
 
     def take(self, num_bytes: int, writer: torch.cuda.Stream) -> torch.Tensor:
-        """Memory that a stream may write to behind what it has been given so far."""
-        free = self._free.get(num_bytes)
+        """Memory of so many bytes or somewhat more, which a stream may write to behind what it has been given so
+        far."""
+        size = _size_class(num_bytes)
+        free = self._free.get(size)
         if not free:
-            self.held_bytes += num_bytes
-            return _memory.empty(num_bytes, torch.device("cpu"), pin=True)
+            buffer = _memory.empty(size, torch.device("cpu"), pin=True)
+            self.held_bytes += size
+            return buffer
         buffer, read = free.pop()
         if read is not None:
             writer.wait_event(read)
@@ -36,10 +39,19 @@ class HostBuffers:
         self._free[buffer.numel()].append((buffer, read))
 
     def release(self) -> None:
-        """Lets go of what is free."""
-        for num_bytes, free in self._free.items():
-            self.held_bytes -= num_bytes * len(free)
+        """Lets go of what is free, once no copy reads it."""
+        for size, free in self._free.items():
+            self.held_bytes -= size * len(free)
+            for _, read in free:
+                if read is not None:
+                    read.synchronize()
         self._free.clear()
+
+
+def _size_class(num_bytes: int) -> int:
+    """The next number that has few digits: at most a 16th more."""
+    step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
+    return -(-num_bytes // step) * step
 
 
 class Lane:
@@ -65,7 +77,8 @@ class Lane:
         bytes."""
         assert region.memory is not None
         source = region.memory if region.recipe is None else region.memory[: region.expected_bytes]
-        region.host = self.buffers.take(source.numel(), self.out)
+        region.buffer = self.buffers.take(source.numel(), self.out)
+        region.host = region.buffer[: source.numel()]
         region.counters = None if region.recipe is None else region.host[: coding.COUNTERS_BYTES]
         self._copy_out(region, region.host, source)
         return source.numel()
@@ -74,7 +87,8 @@ class Lane:
         """Keeps a coded region's memory on the device, without the room that it is not expected to need."""
         assert region.memory is not None
         region.kept = region.memory[: region.expected_bytes].clone()
-        region.counters = self.buffers.take(coding.COUNTERS_BYTES, self.out)
+        region.buffer = self.buffers.take(coding.COUNTERS_BYTES, self.out)
+        region.counters = region.buffer[: coding.COUNTERS_BYTES]
         self._copy_out(region, region.counters, region.memory[: coding.COUNTERS_BYTES])
 
     def _copy_out(self, region: Region, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -101,13 +115,13 @@ class Lane:
         held = region.host if region.kept is None else region.kept
         assert region.sent is not None and held is not None
         region.sent.synchronize()
-        if region.fits(held):
+        if region.counters is None or region.note_used() <= held.numel():
             region.leave()
             return
         region.of.offload._note_outgrown(region.num_bytes)
-        if region.host is not None:
-            self.buffers.give(region.host, None)
-        region.host = region.counters = region.kept = None
+        assert region.buffer is not None
+        self.buffers.give(region.buffer, None)
+        region.buffer = region.host = region.counters = region.kept = region.sent = None
 
     # ---- back ----
 
@@ -143,11 +157,9 @@ class Lane:
             region.coming.record_stream(self.back)
             self.coming_bytes -= region.coming.numel()
         if region.memory is not None and region.sent is not None:
-            if region.sent.query():
-                region.fits(region.memory)  # for what is learned
-            else:
+            if not region.sent.query():
                 region.memory.record_stream(self.out)
-        if region.host is not None:
-            self.buffers.give(region.host, region.arrived)
-        elif region.counters is not None:
-            self.buffers.give(region.counters, None)
+            elif region.counters is not None:
+                region.note_used()
+        if region.buffer is not None:
+            self.buffers.give(region.buffer, region.arrived)

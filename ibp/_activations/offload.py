@@ -16,6 +16,7 @@ from .. import _memory
 from .._arguments import number, whole_number
 from . import coding, planning, spans
 from .choosing import Budget, Chooser
+from .faults import Faults
 from .lane import Lane
 from .passes import Order, Pass
 from .planning import DEVICE, KEEP
@@ -80,7 +81,7 @@ class ActivationOffload:
         self._lanes: dict[torch.device, Lane] = {}
         self._budget, self._chooser = budget, Chooser(budget)
         self._known: spans.Known[_Entry] = spans.Known()
-        self._order = Order()
+        self._order, self._faults = Order(), Faults()
         self._pass, self._passes = Pass(self, False), 0
         self._contexts: list[contextlib.AbstractContextManager[None]] = []
         self._has_warned = False
@@ -195,8 +196,8 @@ class ActivationOffload:
             region.memory, region.source = data, spans.Kept.of(x)
         else:
             self.stats.coded_bytes += region.num_bytes
-            region.memory = coding.memory_for(region.recipe.codebook, data)
-            coding.encode(data, region.recipe.codebook, region.memory)
+            region.memory = coding.memory_for(data)
+            coding.encode(data, region.recipe, region.memory)
         self._move(region, mode)
         if watch is not None and notes is not None:
             watch.mark()
@@ -217,6 +218,7 @@ class ActivationOffload:
                 _memory.warn_of_pageable(error)
 
     def _begin_pass(self) -> None:
+        self._faults.check()
         if self._pass.uses:
             self._order.learn(self._pass.uses)
             if self._pass.alive == 0:

@@ -23,7 +23,8 @@ class Region:
         source: the saved tensor whose bytes memory is; None: memory is the region's own.
         kept: on the device: coded bytes with the room that they are expected to take.
         host: likewise, in pinned memory, or all bytes.
-        counters: where the number of coded bytes arrives, in pinned memory; None: they are not coded, or on the CPU.
+        buffer: the pinned memory that host or counters are in.
+        counters: of coded memory, in host memory; None: it is not known how many bytes are used, or all are.
         sent: after the copies to host and counters.
         coming, arrived: a copy of host on its way to the device, and after it.
         saves, uses: how often tensors of the region were saved, and asked for.
@@ -35,6 +36,7 @@ class Region:
         self.source: spans.Kept | None = None
         self.changed: RuntimeError | None = None  # source was, before its copy was known to be done
         self.kept: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
         self.host: torch.Tensor | None = None
         self.counters: torch.Tensor | None = None
         self.sent: torch.cuda.Event | None = None
@@ -54,23 +56,20 @@ class Region:
     def expected_bytes(self) -> int:
         """Bytes that coded memory is expected to need, from its first one on."""
         assert self.recipe is not None
-        return coding.index_bytes(self.recipe.codebook, self.num_bytes) + self.recipe.room(self.num_bytes)
+        return coding.index_bytes(self.num_bytes) + self.recipe.room(self.num_bytes)
 
-    def fits(self, held: torch.Tensor) -> bool:
-        """Whether so many bytes of memory are all that is used. For after `sent`."""
-        if self.recipe is None:
-            return True
-        assert self.counters is not None
-        used = int(self.counters[:8].view(torch.int64))
+    def note_used(self) -> int:
+        """Bytes that coded memory uses, from its first one on: for after `sent`."""
+        assert self.recipe is not None and self.counters is not None
+        used = coding.used_bytes(self.counters)
         self.recipe.note(self.num_bytes, used)
-        return used <= held.numel() - coding.index_bytes(self.recipe.codebook, self.num_bytes)
+        return coding.index_bytes(self.num_bytes) + used
 
     def trim(self) -> int:
         """Gives back what coded memory on the CPU does not need. @return the bytes that it needs."""
         assert self.memory is not None and self.recipe is not None
-        used = int(self.memory[:8].view(torch.int64))
-        self.recipe.note(self.num_bytes, used)
-        self.memory = self.memory[: coding.index_bytes(self.recipe.codebook, self.num_bytes) + used].clone()
+        self.counters = self.memory[: coding.COUNTERS_BYTES]
+        self.memory = self.memory[: self.note_used()].clone()
         return self.memory.numel()
 
     def leave(self) -> None:
@@ -110,11 +109,14 @@ class Region:
         held = self._usable(held)
         if watch is not None:
             watch.mark()
-        data = held if self.recipe is None else coding.decode(held, self.recipe.codebook, self.num_bytes)
+        data = held if self.recipe is None else coding.decode(held, self.recipe, self.num_bytes, self._fault(device))
         if watch is not None and notes is not None:
             watch.mark()
             notes.uses.append((self.number, watch.marks))
         return data
+
+    def _fault(self, device: torch.device) -> torch.Tensor:
+        return self.of.offload._faults.of(device)
 
     def _usable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, whose memory belongs to the region's stream, for the current one."""
