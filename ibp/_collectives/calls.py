@@ -11,12 +11,13 @@ import torch.distributed as dist
 from .codec import Codec, as_bytes
 from .exchange import CodedWork, Job, Piece
 from .links import Load, raw_all_gather
-from .messages import FAULT, LOST, Messages, Part, pieces_of
-from .planning import LEAST_BYTES, LEVELS, Call, Kind, Plan, State, state_of
+from .messages import Messages, Part, Status, pieces_of
+from .planning import LEAST_BYTES, LEVELS, RAW, Call, Kind, Plan, State, state_of
 
 MAX_SMS = 0
 _NOMINAL_BYTES = 64 << 20  # that calls with sizes of their own are expected to move
 _MOST_MESSAGES = 64  # layouts that a plan keeps
+_PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 _Group = dist.ProcessGroup | None
 
 
@@ -32,8 +33,10 @@ def all_gather_into_tensor(
 ) -> dist.Work | None:
     """See `ibp.distributed.all_gather_into_tensor`."""
     check_options(codec, level)
-    state = state_of(group)
+    state, kind = state_of(group), kind_of("all_gather_into_tensor", input_tensor, codec, level, name)
     raw = functools.partial(raw_all_gather, movable(output_tensor), movable(input_tensor), group=group)
+    if state.plans.get(kind) is RAW:
+        return raw(async_op=async_op)
     num_bytes, others = input_tensor.nbytes, state.size - 1
     if travels_raw(state, input_tensor, num_bytes, codec, level):
         return raw(async_op=async_op)
@@ -46,7 +49,6 @@ def all_gather_into_tensor(
                 f"{input_tensor.numel()} of input_tensor"
             )
 
-    kind = kind_of("all_gather_into_tensor", input_tensor, codec, level, name)
     load = Load(num_bytes, others * num_bytes, others * num_bytes)
     plan = state.plan(group, kind, Call(input_tensor, load, check, codec))
     if plan.codec is None:
@@ -83,11 +85,13 @@ def broadcast(
     """See `ibp.distributed.broadcast`."""
     check_options(codec, level)
     state, root = state_of(group), root_of(src, group_src, group)
+    kind = kind_of("broadcast", tensor, codec, level, name, root)
     raw = functools.partial(dist.broadcast, movable(tensor), group=group, group_src=root)
+    if state.plans.get(kind) is RAW:
+        return raw(async_op=async_op)
     num_bytes = tensor.nbytes
     if travels_raw(state, tensor, num_bytes, codec, level):
         return raw(async_op=async_op)
-    kind = kind_of("broadcast", tensor, codec, level, name, root)
     load = Load(num_bytes, num_bytes, num_bytes)
     plan = state.plan(group, kind, Call(tensor, load, lambda: check_tensors(tensor), codec))
     if plan.codec is None:
@@ -118,7 +122,9 @@ def all_to_all_single(
 ) -> dist.Work | None:
     """See `ibp.distributed.all_to_all_single`."""
     check_options(codec, level)
-    state = state_of(group)
+    state, kind = state_of(group), kind_of("all_to_all_single", input, codec, level, name)
+    has_splits = bool(output_split_sizes or input_split_sizes)
+    kind = kind._replace(numel=0) if has_splits else kind
     raw = functools.partial(
         dist.all_to_all_single,
         movable(output, items=True),
@@ -128,7 +134,8 @@ def all_to_all_single(
         group=group,
         async_op=async_op,
     )
-    has_splits = bool(output_split_sizes or input_split_sizes)
+    if state.plans.get(kind) is RAW:
+        return raw()
     if travels_raw(state, input, LEAST_BYTES if has_splits else input.nbytes, codec, level):
         return raw()
 
@@ -137,9 +144,7 @@ def all_to_all_single(
         for what, x, sizes in (("output", output, output_split_sizes), ("input", input, input_split_sizes)):
             _check_splits(what, x, sizes, state.size)
 
-    kind = kind_of("all_to_all_single", input, codec, level, name)
     moved = _NOMINAL_BYTES if has_splits else input.nbytes * (state.size - 1) // state.size
-    kind = kind._replace(numel=0) if has_splits else kind
     plan = state.plan(group, kind, Call(input, Load(moved, moved, moved), check, codec))
     if plan.codec is None:
         return raw()
@@ -197,13 +202,13 @@ class _Splits:
     def _both(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         return self.sent, self.received
 
-    def _repair(self, status: list[list[int]]) -> None:
+    def _repair(self, status: Status) -> None:
         """Sends what was lost again: only the two ranks know of it."""
         size, ops = self.state.size, []
         for k in self.others:
-            if status[k][LOST]:
+            if status.is_lost(k):
                 ops.append(dist.P2POp(dist.isend, self.sent[k], group=self.group, group_peer=k))
-            if status[size + k][FAULT]:
+            if status.is_missing(size + k):
                 ops.append(dist.P2POp(dist.irecv, self.received[k], group=self.group, group_peer=k))
         for work in dist.batch_isend_irecv(ops):
             work.wait()
@@ -242,6 +247,8 @@ def check_tensors(*tensors: torch.Tensor) -> None:
 
 def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
     """x as bytes, where that is the same memory: backends do not move all dtypes. items: [items, bytes of one]."""
+    if x.is_cuda and x.dtype in _PLAIN:
+        return x
     if x.layout != torch.strided or not x.is_contiguous() or x.is_conj() or x.is_neg() or not x.numel():
         return x
     return as_bytes(x).view(x.shape[0] if x.dim() else 1, -1) if items else as_bytes(x)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .._group import all_taking_part
-from .messages import FAULT, LOST, STATUS, STRANGE, Messages, Part
+from .messages import Messages, Part, Status
 from .staging import Slot, Staging, on
 
 _LAG = 1  # pieces that are coded before the first one is waited for
@@ -43,7 +43,7 @@ class Job:
         pieces: in order.
         move: sends and receives the messages of a piece, in the memory that is given; returns work to wait for, or
             None.
-        repair: does the call raw, if this rank or one that it exchanges with has lost rows; is given the status.
+        repair: does the call raw, where rows were lost; is given the status.
         note_lost: is told that there were lost rows.
         tensors: that the call reads and writes.
         max_sms: of the GPU, for coding and decoding; 0: all.
@@ -52,7 +52,7 @@ class Job:
     messages: Messages
     pieces: Sequence[Piece]
     move: Callable[[torch.Tensor], dist.Work | None]
-    repair: Callable[[list[list[int]]], None]
+    repair: Callable[[Status], None]
     note_lost: Callable[[], None]
     tensors: Sequence[torch.Tensor]
     max_sms: int = 0
@@ -71,59 +71,50 @@ class CodedWork(dist.Work):
         self._job: Job | None = None
         self._staging, self._pending = staging, deque[tuple[Piece, Slot, dist.Work | None]]()
         self._error: Exception | None = None
-        self._make_status(job)
+        self._status = job.messages.status()
         if staging.coding is not None and staging.decoding is not None:
             staging.coding.wait_stream(torch.cuda.current_stream(staging.device))
-            staging.decoding.wait_stream(staging.coding)
         self._job = job
-        for piece in job.pieces:
-            self._start(job, piece)
-            if len(self._pending) > _LAG and (staging.on_gpu or not is_async):
-                self._finish_piece(job)
-        if staging.on_gpu:
-            self._finish_on_gpu(job)
-
-    def _make_status(self, job: Job) -> None:
-        device = self._staging.device
-        self._status = torch.zeros(len(job.messages.payloads) + 1, STATUS, dtype=torch.int64, device=device)
-        self._unused = self._status[-1, :4]
-        self._seen = self._status
-        self._done: torch.cuda.Event | None = None
+        with on(staging.coding):
+            self._status.data.zero_()
+            for piece in job.pieces:
+                self._start(job, piece)
+                if len(self._pending) > _LAG and (staging.on_gpu or not is_async):
+                    self._finish_piece(job)
+            if staging.on_gpu:
+                self._finish_pieces(job)
 
     def _start(self, job: Job, piece: Piece) -> None:
-        """Codes a piece and sends it off."""
+        """Codes a piece and sends it off, on the coding stream."""
         slot = self._staging.take(job.messages.num_bytes)
-        with on(self._staging.coding), all_taking_part():
-            for part in piece.sent:
-                job.messages.code(slot, part, self._status, self._unused, job.max_sms)
+        for part in piece.sent:
+            job.messages.code(slot, part, self._status, job.max_sms)
+        with all_taking_part():
             self._pending.append((piece, slot, job.move(job.messages.of(slot))))
 
     def _finish_piece(self, job: Job) -> None:
-        """Decodes the oldest piece once it has arrived."""
+        """Decodes the oldest piece once it has arrived, on the decoding stream."""
         piece, slot, work = self._pending.popleft()
-        with on(self._staging.decoding), all_taking_part():
+        with on(self._staging.decoding):
             if work is not None:
-                work.wait()
+                with all_taking_part():
+                    work.wait()
             if piece is job.pieces[0]:
-                job.messages.note_strange(slot, self._status)
+                job.messages.note_heads(slot, self._status)
             for part in piece.received:
                 job.messages.decode(slot, part, self._status, job.max_sms)
-        self._staging.leave(slot)
+            if piece is job.pieces[-1]:
+                self._status.record()
+            self._staging.leave(slot)
 
-    def _finish_on_gpu(self, job: Job) -> None:
-        """Puts what is left on the streams, and the status behind it."""
+    def _finish_pieces(self, job: Job) -> None:
         while self._pending:
             self._finish_piece(job)
-        with on(self._staging.decoding):
-            self._seen = torch.empty(self._status.shape, dtype=torch.int64, pin_memory=True)
-            self._seen.copy_(self._status, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
 
     def is_completed(self) -> bool:
         """Whether `wait()` waits for no other rank, unless rows are to be sent again."""
-        if self._done is not None:
-            return self._done.query()
+        if self._status.done is not None:
+            return self._job is None or self._status.done.query()
         return all(work is None or work.is_completed() for _, _, work in self._pending)
 
     def is_success(self) -> bool:
@@ -146,25 +137,26 @@ class CodedWork(dist.Work):
         return True
 
     def _arrive(self, job: Job, seconds: float) -> None:
-        while self._pending:
-            self._finish_piece(job)
-        if self._done is not None:
-            _synchronize(self._done, seconds)
-            torch.cuda.current_stream(self._staging.device).wait_event(self._done)
-        status = self._seen[:-1].tolist()
-        strange = [k for k, of in enumerate(status) if of[STRANGE]]
-        if strange:
-            raise RuntimeError(f"the ranks use different codecs: messages {strange} were coded with another one")
-        if any(of[LOST] or of[FAULT] for of in status):
+        self._finish_pieces(job)
+        status, messages = self._status, job.messages
+        if status.done is not None:
+            _synchronize(status.done, seconds)
+            torch.cuda.current_stream(self._staging.device).wait_event(status.done)
+        status.read()
+        is_strange, is_lost = status.strange(messages.codec.fingerprint), status.any_lost()
+        if is_strange:
+            raise RuntimeError("ranks use different codecs: a message was coded with another one than is decoded with")
+        if is_lost:
             _warn()
             job.note_lost()
             job.repair(status)
+        messages.give_back(status)
 
     def __del__(self) -> None:
         """Of a call that nobody has waited for, tensors stay until the GPU is done with them."""
         job, stream = getattr(self, "_job", None), self._staging.decoding
         if job is not None and stream is not None:
-            for tensor in (*job.tensors, self._status):
+            for tensor in (*job.tensors, self._status.data):
                 tensor.record_stream(stream)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,16 +13,15 @@ import torch.distributed as dist
 from .. import _calibration, _choice
 from .._group import Group
 from .codec import Codec
-from .messages import STATUS, Messages, Part
+from .messages import Messages, Part
 from .staging import Slot
 
 _MEASURED_BYTES = {"cuda": 32 << 20, "cpu": 4 << 20}  # that each rank sends
 _REPEATS = 4
 _LEAST_GAIN = 1.03  # coding has to be so much faster by the model
-_CALL_S = 60e-6  # what a coded call takes longer to begin and end, about
-_PIECE_S = 25e-6  # what a piece takes longer than its bytes, about
+_CALL_S = 150e-6  # what a coded call takes longer to begin and end, about
+_PIECE_S = 80e-6  # what a piece takes longer than its bytes, about
 _MOST_PIECES = 16
-_LEAST_PIECE_BYTES = 4 << 20  # moved
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,23 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
     return _measured(codec, rows)
 
 
-def num_pieces(codec: Codec, load: Load) -> int:
-    """In how many pieces a call is divided."""
-    moved = load.moved * (1 - codec.savings)
-    return max(1, min(_MOST_PIECES, int(moved / _LEAST_PIECE_BYTES)))
+def num_pieces(rates: Rates, load: Load) -> int:
+    """In how many pieces a call is divided: so many that coding the first one and decoding the last one, which are not
+    hidden behind the link, take as long as all pieces take to begin and end."""
+    return max(1, min(_MOST_PIECES, round(math.sqrt(_coding_s(rates, load) / _PIECE_S))))
 
 
 def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
-    """How many times as fast as a raw one a coded call is expected to be. Coding the first piece and decoding the last
-    one are not hidden behind the link; a link faster than the coders waits for them."""
-    count = num_pieces(codec, load)
-    coding_s = load.coded / rates.encode_gbps / 1e9 + load.decoded / rates.decode_gbps / 1e9
+    """How many times as fast as a raw one a coded call is expected to be. A link faster than the coders waits for
+    them."""
+    count, coding_s = num_pieces(rates, load), _coding_s(rates, load)
     moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
     shared_s = max(moving_s, coding_s) + min(moving_s, coding_s) / count
     return load.moved / link.gbps / 1e9 / (shared_s + _CALL_S + count * _PIECE_S)
+
+
+def _coding_s(rates: Rates, load: Load) -> float:
+    return load.coded / rates.encode_gbps / 1e9 + load.decoded / rates.decode_gbps / 1e9
 
 
 def pays(expected_gain: float) -> bool:
@@ -119,14 +122,16 @@ def pays(expected_gain: float) -> bool:
 
 
 def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
-    """Of the CPU's coder, with rows uint8 [n, 4096]."""
+    """Of the CPU's coder, with rows uint8 [n, 4096]; slow ones where there are no rows."""
+    if not len(rows):
+        return Rates(1.0, 1.0)
     messages = Messages(codec, [rows.numel()], 0, rows.device)
-    slot, status = Slot(torch.empty(messages.num_bytes, dtype=torch.uint8)), torch.zeros(2, STATUS, dtype=torch.int64)
+    slot, status = Slot(torch.empty(messages.num_bytes, dtype=torch.uint8)), messages.status()
     part, out = Part(0, rows.reshape(-1)), Part(0, torch.empty(rows.numel(), dtype=torch.uint8))
     times = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        messages.code(slot, part, status, status[1, :4], 0)
+        messages.code(slot, part, status, 0)
         coded = time.perf_counter()
         messages.decode(slot, out, status, 0)
         times.append((coded - start, time.perf_counter() - coded))

@@ -14,9 +14,7 @@ from .staging import Slot
 
 _ALIGNMENT = 64  # bytes
 _COUNTERS, _FINGERPRINT = 8, 7  # int64 at the start of a place, and the one of them that places leave alone
-# Of a message's entries of a status: rows spilled and lost where it was coded, a fault where it was decoded, whether it
-# came from another codec.
-STATUS, LOST, FAULT, STRANGE = 8, 1, 2, 6
+_ENTRIES, _LOST, _FAULT = 8, 1, 2  # of a message in a status: rows spilled and lost, and a fault of 4
 
 
 class Part(NamedTuple):
@@ -32,6 +30,53 @@ class _Bound(NamedTuple):
     start: torch.Tensor
     encode: tuple
     decode: tuple
+
+
+class Status:
+    """What the host looks at after a call: what has become of each message.
+
+    Args:
+        count: of messages.
+        num_coded: of them.
+        device: that writes it.
+    """
+
+    def __init__(self, count: int, num_coded: int, device: torch.device) -> None:
+        self._count = count
+        self.data = torch.empty(_ENTRIES * (count + 1) + num_coded, dtype=torch.int64, device=device)
+        of_messages = self.data[: _ENTRIES * count].view(count, _ENTRIES)
+        self.counts = [row[:_FAULT] for row in of_messages]
+        self.faults = [row[_FAULT : _FAULT + 4] for row in of_messages]
+        self.unused = self.data[_ENTRIES * count : _ENTRIES * count + 4]  # where the coder would note wrong ids
+        self.heads = self.data[_ENTRIES * (count + 1) :]  # fingerprints of the codecs of coded messages
+        self._seen = torch.empty(len(self.data), dtype=torch.int64, pin_memory=True) if self.data.is_cuda else self.data
+        self.done = torch.cuda.Event() if self.data.is_cuda else None
+        self._values: list[int] = []
+
+    def record(self) -> None:
+        """Brings it to the host, on the current stream."""
+        if self.done is not None:
+            self._seen.copy_(self.data, non_blocking=True)
+            self.done.record()
+
+    def read(self) -> None:
+        """What is on the host is looked at, from now on."""
+        self._values = self._seen.tolist()
+
+    def is_lost(self, message: int) -> bool:
+        """Whether the message, where it was coded here, had no room for all rows."""
+        return self._values[_ENTRIES * message + _LOST] != 0
+
+    def is_missing(self, message: int) -> bool:
+        """Whether the message, where it was decoded here, lacks rows."""
+        return self._values[_ENTRIES * message + _FAULT] != 0
+
+    def any_lost(self) -> bool:
+        return any(self.is_lost(k) or self.is_missing(k) for k in range(self._count))
+
+    def strange(self, fingerprint: int) -> bool:
+        """Whether a message came from another codec."""
+        return any(head != fingerprint for head in self._values[_ENTRIES * (self._count + 1) :])
 
 
 class Messages:
@@ -52,9 +97,9 @@ class Messages:
         self.num_bytes = self.starts[-1]
         coded = [k for k, is_coded in enumerate(self.is_coded) if is_coded]
         self._empty = {size: self._empty_start(size) for size in {self.payloads[k] for k in coded}}
-        self._coded = torch.tensor(coded, dtype=torch.int64, device=device)
         heads = [self.starts[k] // 8 + _FINGERPRINT for k in coded]
         self._heads = torch.tensor(heads, dtype=torch.int64, device=device)
+        self._statuses: list[Status] = []  # that no call uses
 
     def _size(self, payload: int, is_coded: bool) -> int:
         if is_coded:
@@ -65,8 +110,15 @@ class Messages:
         """The memory of all messages in a slot."""
         return slot.memory[: self.num_bytes]
 
-    def code(self, slot: Slot, part: Part, status: torch.Tensor, unused: torch.Tensor, max_sms: int) -> None:
-        """Codes a part of a tensor into its message. unused: int64 [4], where the coder would note wrong ids."""
+    def status(self) -> Status:
+        """One that no other call has."""
+        return self._statuses.pop() if self._statuses else Status(len(self.payloads), len(self._heads), self.device)
+
+    def give_back(self, status: Status) -> None:
+        self._statuses.append(status)
+
+    def code(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
+        """Codes a part of a tensor into its message."""
         k, data = part
         start = self.starts[k]
         if not self.is_coded[k]:
@@ -74,22 +126,21 @@ class Messages:
             return
         bound = self._bind(slot, k)
         bound.start.copy_(self._empty[self.payloads[k]])  # on the coding stream, as all that is done with `_empty`
-        torch.ops.ibp.encode_into.default(*bound.encode, status[k, :2], data, None, None, 0, max_sms, unused)
+        torch.ops.ibp.encode_into.default(*bound.encode, status.counts[k], data, None, None, 0, max_sms, status.unused)
 
-    def decode(self, slot: Slot, part: Part, status: torch.Tensor, max_sms: int) -> None:
+    def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
         """Writes what a message carries to where it belongs."""
         k, data = part
         start = self.starts[k]
         if not self.is_coded[k]:
             data.copy_(slot.memory[start : start + data.numel()])
             return
-        fault = status[k, FAULT : FAULT + 4]
-        torch.ops.ibp.decode_bytes.default(*self._bind(slot, k).decode, 0, data.numel(), max_sms, data, fault)
+        bound = self._bind(slot, k)
+        torch.ops.ibp.decode_bytes.default(*bound.decode, 0, data.numel(), max_sms, data, status.faults[k])
 
-    def note_strange(self, slot: Slot, status: torch.Tensor) -> None:
-        """Notes in the status which messages another codec has coded."""
-        heads = self.of(slot).view(torch.int64)[self._heads]
-        status[:, STRANGE].index_copy_(0, self._coded, heads.ne(self.codec.fingerprint).to(torch.int64))
+    def note_heads(self, slot: Slot, status: Status) -> None:
+        """Notes in the status which codecs have coded the messages."""
+        torch.index_select(self.of(slot).view(torch.int64), 0, self._heads, out=status.heads)
 
     def _bind(self, slot: Slot, k: int) -> _Bound:
         known = slot.bound.setdefault(self, {})

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from . import links, planning
+from . import planning
 from .calls import MAX_SMS, check_options, check_tensors, kind_of, longest, messages_of, movable, run, travels_raw
 from .codec import Codec, as_bytes, sample_of
 from .exchange import CodedWork, Job, Piece
@@ -24,6 +24,7 @@ from .planning import RAW, Kind, Pair, Plan, State
 
 _NOTE_BYTES = 1 << 14  # of a note: a longer one says that tensors are raw
 _LENGTH_BYTES = 8
+_PIECE_BYTES, _MOST_PIECES = 64 << 20, 8  # of a tensor
 
 
 class Way(NamedTuple):
@@ -93,7 +94,7 @@ def transfer(tensor: torch.Tensor, way: Way, options: Options) -> dist.Work | No
     kind = kind_of("send", tensor, options.codec, options.level, options.name)
     plan = pair.plans.get(kind)
     if plan is None and options.codec is not None:
-        plan = pair.plans[kind] = Plan(options.codec, _num_pieces(options.codec, tensor), is_checked=False)
+        plan = pair.plans[kind] = Plan(options.codec, _num_pieces(tensor), is_checked=False)
     if plan is None or (plan.codec is not None and plan.is_due()):
         pair.last = _with_note(tensor, way, state, pair, kind)
     elif plan.codec is not None:
@@ -142,15 +143,16 @@ def _plan(codec: Codec | None, tensor: torch.Tensor, old: Plan | None) -> Plan:
     if codec is None:
         return RAW
     calls, times = (1, 0) if old is None else (old.num_calls, old.times + old.has_lost)
-    return Plan(codec, _num_pieces(codec, tensor), num_calls=calls, times=times)
+    return Plan(codec, _num_pieces(tensor), num_calls=calls, times=times)
 
 
 def _load(tensor: torch.Tensor) -> Load:
     return Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
 
 
-def _num_pieces(codec: Codec, tensor: torch.Tensor) -> int:
-    return links.num_pieces(codec, _load(tensor))
+def _num_pieces(tensor: torch.Tensor) -> int:
+    """The same on both ranks."""
+    return max(1, min(_MOST_PIECES, tensor.nbytes // _PIECE_BYTES))
 
 
 def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:

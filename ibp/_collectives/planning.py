@@ -173,16 +173,23 @@ class State:
         decided = members.together(
             kind.what, lambda: self._decide(kind, call, link, rows) if not members.rank else None
         )
-        codec = decided[0]
+        codec, num_pieces = decided[0]
         known = self._learned.setdefault(_key_of(kind), _Learned(codec))
         if known.is_stale:
             known.codec, known.is_stale, known.times = codec, False, known.times + 1
         if codec is None:
             return RAW
-        return Plan(codec, links.num_pieces(codec, call.load), call.codec is None, num_calls=num_calls)
+        return Plan(codec, num_pieces, call.codec is None, num_calls=num_calls)
 
-    def _decide(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> Codec | None:
-        """The codec of a kind of call; None where raw tensors come sooner. On one rank, which tells the others."""
+    def _decide(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> tuple[Codec | None, int]:
+        """(codec of a kind of call, number of pieces); None where raw tensors come sooner. On one rank, which tells the
+        others."""
+        codec = self._codec_for(kind, call, link, rows)
+        if codec is None:
+            return None, 0
+        return codec, links.num_pieces(links.rates_of(codec, rows, call.data.device), call.load)
+
+    def _codec_for(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> Codec | None:
         if call.codec is not None:
             return call.codec
         known = self._learned.get(_key_of(kind))

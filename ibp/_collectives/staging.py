@@ -19,11 +19,13 @@ class Slot:
 
     Attributes:
         memory: uint8; another one where it has grown.
+        is_taken: by a piece that is not finished.
         free: recorded when the last piece is done with it; None on the CPU, and where there was none.
         bound: what users of the memory keep about it, while it is the same.
     """
 
     memory: torch.Tensor
+    is_taken: bool = False
     free: torch.cuda.Event | None = None
     bound: weakref.WeakKeyDictionary[Any, dict[int, Any]] = field(default_factory=weakref.WeakKeyDictionary)
 
@@ -39,18 +41,14 @@ class Staging:
         self.device, self.on_gpu = device, device.type == "cuda"
         self.coding = torch.cuda.Stream(device) if self.on_gpu else None
         self.decoding = torch.cuda.Stream(device) if self.on_gpu else None
-        self._slots: list[Slot] = []
-        self._taken = 0
+        self._slots: list[Slot] = []  # the one that was used last is last
 
     def take(self, num_bytes: int) -> Slot:
-        """The next slot, with at least so many bytes. On a GPU the coding stream waits until it is free."""
+        """A slot with at least so many bytes. On a GPU the coding stream waits until it is free."""
         if self.coding is None:
             return Slot(torch.empty(num_bytes, dtype=torch.uint8))
-        if len(self._slots) < _DEPTH:
-            self._slots.append(Slot(self._empty(num_bytes)))
-            return self._slots[-1]
-        slot = self._slots[self._taken % _DEPTH]
-        self._taken += 1
+        slot = self._free_slot()
+        slot.is_taken = True
         if slot.memory.numel() < num_bytes:
             slot.memory, slot.bound = self._empty(num_bytes), weakref.WeakKeyDictionary()
         if slot.free is not None:
@@ -59,9 +57,23 @@ class Staging:
 
     def leave(self, slot: Slot) -> None:
         """The slot is free once the decoding stream is done with what it has now."""
+        slot.is_taken = False
         if self.decoding is not None:
             slot.free = slot.free or torch.cuda.Event()
             slot.free.record(self.decoding)
+
+    def _free_slot(self) -> Slot:
+        """One that no piece has any more, else one that was used the longest ago, or a new one."""
+        slots = [slot for slot in self._slots if not slot.is_taken]
+        found = next((slot for slot in slots if slot.free is None or slot.free.query()), None)
+        if found is not None:
+            return found
+        if len(self._slots) < _DEPTH or not slots:
+            self._slots.append(Slot(torch.empty(0, dtype=torch.uint8, device=self.device)))
+            return self._slots[-1]
+        self._slots.remove(slots[0])
+        self._slots.append(slots[0])
+        return slots[0]
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         """Memory that returns to torch's allocator once the decoding stream, its last user, is done with it."""
