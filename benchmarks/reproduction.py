@@ -723,19 +723,35 @@ def net_ratios(dtype, layouts=None):
     return ours
 
 
-def offload_steps(results):
-    """Steps of training by arm, beside computing alone."""
-    rows = results.rows("activations")
-    cells = {}
-    for row in rows:
-        cells.setdefault(row["case"], {})[row["arm"]] = row.get("ms")
-    parts = []
-    for case, arms in cells.items():
-        plain = as_number(arms.get("plain"))
-        slower = {arm: as_number(ms) / plain for arm, ms in arms.items() if plain and as_number(ms) and arm != "plain"}
-        if slower:
-            parts.append(f"{case}, times the plain step: " + ", ".join(f"{arm} {x:.2f}" for arm, x in slower.items()))
-    return listed(parts)
+def steps(results):
+    """{net: {arm: milliseconds of a step}}."""
+    found = {}
+    for row in results.rows("activations"):
+        found.setdefault(row["case"], {})[row["arm"]] = as_number(row["step_ms"])
+    return {net: arms for net, arms in found.items() if {"plain", "raw", "ibp"} <= arms.keys()}
+
+
+def offload_costs(results):
+    """Steps with all activations sent as they are, over steps without."""
+    return listed(
+        f"{net}: {arms['raw'] / arms['plain']:.2f} times the step without offload"
+        + (f", by torch's `save_on_cpu` {arms['save_on_cpu'] / arms['plain']:.2f}" if arms.get("save_on_cpu") else "")
+        for net, arms in steps(results).items()
+    )
+
+
+def offload_gains(results):
+    """The same with coding."""
+    return listed(
+        f"{net}: {arms['ibp'] / arms['plain']:.2f} times the step without offload, {arms['raw'] / arms['ibp']:.2f} "
+        "times as fast as the same hooks without coding"
+        for net, arms in steps(results).items()
+    )
+
+
+def offload_mean(results):
+    gains = [arms["raw"] / arms["ibp"] - 1 for arms in steps(results).values()]
+    return gains and f"{percent(mean(gains), 0)} faster on average, {percent(max(gains), 0)} at most"
 
 
 def as_number(value):
@@ -756,7 +772,7 @@ CDMA = (
         "activations.py",
         "one GPU; the same hooks without coding stand for vDNN",
         "steps 51 % slower on average, at most 63 %",
-        offload_steps,
+        offload_costs,
     ),
     Row("Table I", "rates of four generations of GPUs", "", "", "", "data sheets; nothing to measure"),
     Row(
@@ -817,7 +833,7 @@ CDMA = (
         "activations.py",
         "AlexNet, VGG16, ResNet-50 and blocks of transformers with random values",
         "53 % faster than vDNN on average, at most 79 %",
-        offload_steps,
+        offload_gains,
     ),
     Row(
         "Headline: sparsity",
@@ -826,6 +842,14 @@ CDMA = (
         CDMA_DATA,
         "AlexNet 49.4 %; six nets 62 %, at most 93 %",
         net_sparsity,
+    ),
+    Row(
+        "Headline: steps",
+        "training with offload 53 % faster on average than without coding",
+        "activations.py",
+        "as figure 13",
+        "53 %, at most 79 %",
+        offload_mean,
     ),
     Row(
         "Headline: ratio",

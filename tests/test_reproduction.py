@@ -286,6 +286,11 @@ def test_figures_of_slots_and_codecs_are_those_of_the_csvs(tmp_path):
         '"training, the paper\'s ratios","profile, 10%",0.5,100,200,1.25,0.01,0.02',
         '"training, the paper\'s ratios","profile, 30%",0.5,100,200,1.5,0.04,0.05',
     )
+    write(
+        "activations",
+        "case,arm,step_ms",
+        *("VGG16,plain,10", "VGG16,raw,30", "VGG16,ibp,12", "VGG16,save_on_cpu,60", "other,plain,1"),
+    )
     write("choose", "case,arm,savings,gbps", "dates,nvcomp:lz4,0.5,20", "dates,planes,0.75,40")
     results = reproduction.Results(tmp_path)
     assert reproduction.best_ratios(results) == "the paper's ratios: 2.00 times smaller"
@@ -303,3 +308,10 @@ def test_figures_of_slots_and_codecs_are_those_of_the_csvs(tmp_path):
     assert reproduction.typed_columns(results) == (
         "dates: LZ4 2.0 times smaller, 20.0 GB/s, planes 4.0 times smaller, 40.0 GB/s"
     )
+    assert reproduction.offload_costs(results) == (
+        "VGG16: 3.00 times the step without offload, by torch's `save_on_cpu` 6.00"
+    )
+    assert reproduction.offload_gains(results) == (
+        "VGG16: 1.20 times the step without offload, 2.50 times as fast as the same hooks without coding"
+    )
+    assert reproduction.offload_mean(results) == "150 % faster on average, 150 % at most"
