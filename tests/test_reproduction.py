@@ -141,6 +141,19 @@ def test_one_cluster_takes_the_papers_bytes():
     assert 1 - savings - codebooks == pytest.approx(least, abs=1e-6)
 
 
+@pytest.mark.slow
+def test_scripts_on_a_gpu(cuda, two_sets, tmp_path, monkeypatch):
+    monkeypatch.setattr(copy_threads, "QUICK_ROW_BYTES", (256,))
+    monkeypatch.setattr(densities, "QUICK_PLANS", (densities.Plan("AlexNet", 64, 4, 2, 0.05),))
+    for name in ("copy_threads", "transfers", "chunks", "densities"):
+        script = importlib.import_module(f"benchmarks.{name}")
+        assert script.main(["--device", "cuda", "--quick", "--out", str(tmp_path)]) == 0
+    workers = {row["workers"] for row in lines_of(tmp_path / "copy_threads.csv") if row["arm"] == "planes slots"}
+    assert set(map(str, copy_threads.SMS)) < workers
+    rates = lines_of(tmp_path / "chunk_rates.csv")
+    assert [row["chunk_bytes"] for row in rates] == 2 * list(map(str, chunks.CHUNK_BYTES))
+
+
 # ---- densities -----------------------------------------------------------------------------------------------------
 
 
