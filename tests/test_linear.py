@@ -170,8 +170,8 @@ def test_irregular_rows(cuda, fused):
     weight = matrix(96, 2048, cuda)
     weight[3] = 0
     weight[5] *= 2.0**-20
-    weight[20] = torch.randint(-(2**15), 2**15, (2048,), dtype=torch.int16).to(cuda).view(torch.bfloat16)
-    weight[20][~weight[20].isfinite()] = 1
+    below_two = torch.randint(-(2**15), 2**15, (2048,), dtype=torch.int16) & ~(1 << 14)
+    weight[20] = below_two.to(cuda).view(torch.bfloat16)
     weight[40:50, ::50] *= 2.0**-20  # 41 escapes
     weight[60:70, ::100] *= 2.0**30  # 21
     x, codebook = vectors(8, 2048, cuda), coded(matrix(96, 2048, cuda)).codebook
@@ -236,7 +236,7 @@ def test_autocast_and_gradients(cuda):
         check_products(x, weight, None, ibp.linear(x, table))
     x.requires_grad_()
     ibp.linear(x, table).sum().backward()
-    assert torch.equal(x.grad, F.linear(torch.ones(2, 64, dtype=x.dtype, device=cuda), weight.t()))
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 96))
 
 
 def test_module_on_a_gpu(cuda, fused):

@@ -171,8 +171,8 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
  * Where x is infinite and the weight an escape, y is NaN. A corrupt row counts as zeros and is noted with its number.
  * fault: device-accessible, not NULL.
  * @return IBP_INVALID_ARGUMENT for other tables. */
-IBP_API ibp_status ibp_cuda_linear(const ibp_table *table, const uint16_t *x, int64_t num_vectors,
-                                   const uint16_t *bias, uint16_t *y, ibp_fault *fault, ibp_stream stream);
+IBP_API ibp_status ibp_cuda_linear(const ibp_table *table, const uint16_t *x, int64_t num_vectors, const uint16_t *bias,
+                                   uint16_t *y, ibp_fault *fault, ibp_stream stream);
 
 /* ---- items with the CPU's help ----------------------------------------------------------------------------------- */
 
