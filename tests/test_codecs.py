@@ -182,6 +182,10 @@ def test_a_frame_of_another_size_is_refused():
         ibp.WholeTensor(**state).decompress()
 
 
+def nvcomp_options(chunk_bytes, data_type):
+    return {"codec_chunk_bytes": chunk_bytes, "codec_data_type": data_type}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -191,7 +195,10 @@ def test_a_frame_of_another_size_is_refused():
         ({"shape": (1 << 62, 8)}, "no bytes of a tensor"),
         ({"shape": (-1,)}, "that of no tensor"),
         ({"codec": "zip"}, "codec is 'zip'; wanted one of"),
-        ({"options": {"codec_key": "1"}}, "has no options"),
+        ({"options": {"codec_key": "1"}}, "'zstd' has the options .'codec_key'.; wanted .."),
+        ({"codec": "nvcomp:ans"}, "'nvcomp:ans' has the options ..; wanted .'codec_chunk_bytes', 'codec_data_type'."),
+        ({"codec": "nvcomp:ans", "options": nvcomp_options("1e9", "|u1")}, "chunk_bytes is 1e9"),
+        ({"codec": "nvcomp:ans", "options": nvcomp_options("65536", "<f16")}, "the type is '<f16'"),
     ],
 )
 def test_wrong_states(change, message):
@@ -255,7 +262,7 @@ def write_file(path, line, blocks, offsets):
         ("dtype=U8 shape=64 codec=zstd block_bytes=64", [0, 1 << 40], "'x:blocks' is U8"),
         ("dtype=U8 shape=64 codec=zstd block_bytes=64", [0, 1 << 63], "'x:blocks' is U8"),
         ("dtype=U8 shape=64 codec=zstd block_bytes=32", [0, 65, 64], "offsets do not rise"),
-        ("dtype=U8 shape=64 codec=zstd block_bytes=64 codec_window=5", [0, 64], "has no options"),
+        ("dtype=U8 shape=64 codec=zstd block_bytes=64 codec_window=5", [0, 64], "has the options"),
         ("dtype=U8 shape=4611686018427387904,4 codec=zstd block_bytes=64", [0, 64], "at most 2.63 - 1 bytes"),
         ("dtype=U8 shape=64 codec=brotli block_bytes=64", [0, 64], "coded by 'brotli', which this ibp lacks"),
     ],

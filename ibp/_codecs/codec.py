@@ -42,6 +42,11 @@ class Codec(ABC):
     def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
         """What decoding needs, as text. ValueError for a level or chunk_bytes that the codec does not have."""
 
+    def check_options(self, options: Mapping[str, str]) -> None:
+        """ValueError for options that are not those of `options`."""
+        if set(options) != set(self.option_names):
+            raise ValueError(f"{self.name!r} has the options {sorted(options)}; wanted {sorted(self.option_names)}")
+
     @abstractmethod
     def blocks_of(self, options: Mapping[str, str], chunk_bytes: int | None) -> int:
         """Bytes of a block when chunk_bytes are asked for."""

@@ -33,6 +33,7 @@ CHUNK_BYTES, _LEAST_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 16, 1 << 10, 1 << 24
 _ALIGNMENT = 16  # bytes, of a coded block: nvCOMP wants no more of any codec
 _LEGACY_STREAM = 1  # of CUDA: the default stream, whose own number, 0, a codec takes for none given
 _MOST_CODERS = 4  # that are kept: each has memory on its GPU
+_TYPES = ("|u1", "<u2", "<u4", "<u8", "<f2", "<f4")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _coders: OrderedDict[tuple[Any, ...], Coder] = OrderedDict()
@@ -58,13 +59,21 @@ class NvComp(Codec):
     def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
         if level is not None:
             raise ValueError(f"the scheme is '{self.name}:{level}', but {self.name!r} has no levels")
-        chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+        options = {_CHUNK: str(CHUNK_BYTES if chunk_bytes is None else chunk_bytes), _TYPE: self.data_type(dtype)}
+        self.check_options(options)
+        return options
+
+    def check_options(self, options: Mapping[str, str]) -> None:
+        super().check_options(options)
+        text = options[_CHUNK]
+        chunk_bytes = int(text) if text.isdecimal() and len(text) < 20 else 0
         if chunk_bytes % 16 or not _LEAST_CHUNK_BYTES <= chunk_bytes <= _MAX_CHUNK_BYTES:
             raise ValueError(
-                f"chunk_bytes is {chunk_bytes}; {self.name!r} takes a multiple of 16 from {_LEAST_CHUNK_BYTES} to "
+                f"chunk_bytes is {text}; {self.name!r} takes a multiple of 16 from {_LEAST_CHUNK_BYTES} to "
                 f"{_MAX_CHUNK_BYTES}"
             )
-        return {_CHUNK: str(chunk_bytes), _TYPE: self.data_type(dtype)}
+        if options[_TYPE] not in _TYPES:
+            raise ValueError(f"the type is {options[_TYPE]!r}; {self.name!r} takes one of {list(_TYPES)}")
 
     def data_type(self, dtype: torch.dtype) -> str:
         """The array-protocol type of what the codec is told that the elements are. ANS splits off the exponents of

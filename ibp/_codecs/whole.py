@@ -60,8 +60,7 @@ class WholeTensor:
         self.blocks, self.offsets = blocks, offsets
         self._codec = CODECS[codec]
         self._starts = self._checked_offsets()
-        if unknown := set(self.options) - set(self._codec.option_names):
-            raise ValueError(f"the codec {codec!r} has no options {sorted(unknown)}")
+        self._codec.check_options(self.options)
 
     def _checked_offsets(self) -> list[int]:
         """The offsets as a list. ValueError unless they are those of the tensor's blocks."""
