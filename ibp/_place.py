@@ -50,6 +50,8 @@ class Place:
             `Place.over`. None: the place allocates.
         spill: "host": overflow is in pinned host memory, so that the place takes no more of the GPU's memory than its
             slots (see `ibp.place`); on a CPU all is in host memory. None: it is where the slots are.
+        host_memory: pinned uint8 memory, 1-D, that slots and overflow lie in, one behind the other, those of them that
+            are pinned. None: the place allocates.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
@@ -69,8 +71,9 @@ class Place:
         pinned: bool = False,
         memory: torch.Tensor | None = None,
         spill: str | None = None,
+        host_memory: torch.Tensor | None = None,
     ) -> None:
-        self._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, device, pinned, memory, spill)
+        self._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, device, pinned, memory, spill, host_memory)
         self.clear()
 
     @classmethod
@@ -95,7 +98,7 @@ class Place:
             TypeError, ValueError: an argument is not as described there.
         """
         place = cls.__new__(cls)
-        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, False, memory, None)
+        place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, False, memory, None, None)
         return place
 
     @staticmethod
@@ -121,6 +124,7 @@ class Place:
         pinned: bool,
         memory: torch.Tensor | None,
         spill: str | None,
+        host_memory: torch.Tensor | None,
     ) -> None:
         """Checks what is given, and makes the tensors."""
         check_codebook(codebook)
@@ -135,11 +139,15 @@ class Place:
         self.codebook, self.num_rows, self.row_bytes = codebook, num_rows, codebook.row_bytes
         self.slot_bytes = self.row_bytes if slot_bytes is None else slot_bytes
         self.pinned, self.spill = pinned, spill
-        parts = _allocated(sizes, self.device, pinned, spill) if memory is None else _carved(memory, sizes)
+        spills = pinned or (spill == "host" and self.device.type == "cuda")
+        parts = (
+            _allocated(sizes, self.device, pinned, spills, host_memory) if memory is None else _carved(memory, sizes)
+        )
         counters, rooms, bases, lengths, self.slots, self.overflow = parts
         self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
         self.bases = bases.view(torch.int64)
-        self._used, self._counts, self._fault, _ = counters.view(torch.int64).split([1, 2, 4, 1])
+        self._counters = counters.view(torch.int64)
+        self._used, self._counts, self._fault, _ = self._counters.split([1, 2, 4, 1])
         near = [_memory.seen_from(self.device, part) for part in (self.slots, self.overflow)]
         self._table_arguments = (
             *near,
@@ -274,14 +282,23 @@ def _check_memory(
     return memory.device
 
 
-def _allocated(sizes: Sequence[int], device: torch.device, pinned: bool, spill: str | None) -> list[torch.Tensor]:
-    """Tensors of so many bytes; slots and overflow pinned where that is set, and overflow where it is in host
-    memory."""
-    spills = pinned or (spill == "host" and device.type == "cuda")
+def _allocated(
+    sizes: Sequence[int], device: torch.device, pinned: bool, spills: bool, host_memory: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Tensors of so many bytes; slots pinned where `pinned` is set, overflow where `spills` is, in host_memory if there
+    is one."""
     *index, slots, overflow = sizes
     parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in index]
+    wanted = (slots if pinned else 0) + (overflow if spills else 0)
+    if host_memory is not None and (host_memory.dtype != torch.uint8 or host_memory.numel() < wanted):
+        raise ValueError(f"host_memory has {host_memory.numel()} {host_memory.dtype}; wanted {wanted} bytes of uint8")
+    start = 0
     for size, is_pinned in ((slots, pinned), (overflow, spills)):
-        parts.append(_memory.empty(size, _CPU if is_pinned else device, is_pinned))
+        if is_pinned and host_memory is not None:
+            parts.append(host_memory[start : start + size])
+            start += size
+        else:
+            parts.append(_memory.empty(size, _CPU if is_pinned else device, is_pinned))
     return parts
 
 

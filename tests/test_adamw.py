@@ -9,7 +9,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp.optim import _states
+from ibp.optim import _reserve, _states
 
 SHAPES = ((300, 70), (70,), (), (0, 5), (3, 33, 5), (1, 8192))
 MODES = {"AdamW": (torch.optim.AdamW, ibp.optim.AdamW), "Adam": (torch.optim.Adam, ibp.optim.Adam)}
@@ -153,6 +153,30 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
         train(torchs, ours, optimizers, range(5, 18))
     check_states(*optimizers)
     assert all(usage.savings > 0 for usage in optimizers[1].memory().values())
+
+
+def test_the_reserve_of_pinned_memory(monkeypatch):
+    """Blocks for all that is expected; parts that do not overlap, and are handed out again."""
+    taken = []
+
+    def empty(num_bytes, device, pin):
+        assert device.type == "cpu" and pin
+        taken.append(torch.empty(num_bytes, dtype=torch.uint8))
+        return taken[-1]
+
+    monkeypatch.setattr(_reserve._memory, "empty", empty)
+    reserve = _reserve.Reserve()
+    for _ in range(3):
+        reserve.expect(10)
+    parts = [reserve.take_first(10, 256) for _ in range(3)]
+    assert len(taken) == 1 and taken[0].numel() == 3 * 2560
+    starts = {part.data_ptr() for part in parts}
+    assert starts == {taken[0].data_ptr() + 2560 * i for i in range(3)} and all(p.numel() == 2560 for p in parts)
+    larger = reserve.take(5000)
+    assert len(taken) == 2 and larger.numel() == 5120 and larger.data_ptr() == taken[1].data_ptr()
+    reserve.give(parts[1])
+    again = reserve.take(100)
+    assert len(taken) == 2 and again.numel() == 256 and again.data_ptr() == parts[1].data_ptr()
 
 
 def test_groups_schedulers_and_closures():

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .._place import _in_memory_order
+from ._reserve import Reserve
 from ._states import ROW_BYTES, CodedState
 
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -21,16 +22,14 @@ class Work(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Elements start to stop of a parameter, in the order of its memory; in the chunk they begin at `offset`."""
+    """Elements start to stop of a parameter, in the order of its memory, or all of it; in the chunk they begin at
+    `offset`."""
 
     param: torch.Tensor
     start: int
     stop: int
     offset: int
-
-    @property
-    def is_whole(self) -> bool:
-        return self.stop - self.start == self.param.numel()
+    is_whole: bool
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The piece of a tensor in the parameter's layout: all of it, or a 1-D view."""
@@ -46,13 +45,14 @@ class Piece(NamedTuple):
 class Chunk:
     """Pieces of parameters of one dtype and device, and their states."""
 
-    def __init__(self, pieces: list[Piece], num_elements: int, level: str, pinned: bool) -> None:
+    def __init__(
+        self, pieces: list[Piece], num_elements: int, level: str, reserve: Reserve | None, pinned: bool
+    ) -> None:
         first = pieces[0].param
         self.pieces, self.num_elements = pieces, num_elements
         self.dtype, self.device = first.dtype, first.device
         num_rows = num_elements * self.dtype.itemsize // ROW_BYTES
-        pinned = pinned and self.device.type == "cuda"
-        self.states = tuple(CodedState(num_rows, self.device, level, pinned) for _ in NAMES)
+        self.states = tuple(CodedState(num_rows, self.device, level, reserve, pinned) for _ in NAMES)
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
 
     def raw(self, work: Work) -> list[torch.Tensor]:
@@ -76,13 +76,18 @@ class Chunk:
             state.store(memory, None if near is None else near[i])
 
 
-def planned(params: Iterable[torch.Tensor], chunk_bytes: int, level: str, pinned: bool) -> Iterator[Chunk]:
+def planned(
+    params: Iterable[torch.Tensor], chunk_bytes: int, level: str, reserves: dict[torch.device, Reserve], pinned: bool
+) -> Iterator[Chunk]:
     """Chunks with the elements of all parameters, each of one dtype and device. Both states of one have at most
-    chunk_bytes bytes. Pieces begin with a row of the coder."""
+    chunk_bytes bytes. Pieces begin with a row of the coder. reserves: of GPUs. pinned: slots are in pinned memory where
+    the parameters are on a GPU."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for param in params:
         kinds.setdefault((param.device, param.dtype), []).append(param)
-    for (_, dtype), alike in kinds.items():
+    for (device, dtype), alike in kinds.items():
+        reserve = reserves.setdefault(device, Reserve()) if device.type == "cuda" else None
+        options = level, reserve, pinned and reserve is not None
         row_elements = ROW_BYTES // dtype.itemsize
         most = max(1, chunk_bytes // (2 * ROW_BYTES)) * row_elements
         pieces: list[Piece] = []
@@ -91,14 +96,14 @@ def planned(params: Iterable[torch.Tensor], chunk_bytes: int, level: str, pinned
             start = 0
             while start < param.numel():
                 if end == most:
-                    yield Chunk(pieces, end, level, pinned)
+                    yield Chunk(pieces, end, *options)
                     pieces, end = [], 0
                 stop = min(param.numel(), start + most - end)
-                pieces.append(Piece(param, start, stop, end))
+                pieces.append(Piece(param, start, stop, end, stop - start == param.numel()))
                 end += -(-(stop - start) // row_elements) * row_elements
                 start = stop
         if pieces:
-            yield Chunk(pieces, end, level, pinned)
+            yield Chunk(pieces, end, *options)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

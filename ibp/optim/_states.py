@@ -12,11 +12,15 @@ from .._estimation import analyze
 from .._memory import PinningError
 from .._place import Place
 from .._schemes import AnyCodebook, measure
+from ._reserve import Reserve
 
 ROW_BYTES = 2048
 _SECTOR = _core.SECTOR_BYTES
-_MOST_SPILLED = 0.01  # of the rows' bytes in overflow, where slots are chosen
-_CROWDED = 0.03  # of the rows' bytes in overflow: a new codebook would pay
+_SPILLED_COST = 8  # bytes of slots that a byte in overflow is worth, which two kernels move over the link
+_MOST_SPILLED = 0.02  # of the rows' bytes in overflow, where slots are chosen
+_CROWDED = 0.025  # of the rows' bytes in overflow: a new codebook would pay
+_MARGIN = 64  # bytes by which the slots of a later codebook may be smaller without new pinned memory
+_WATCHED_STEPS = 16  # the first ones, and of the others every so manieth
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
@@ -53,12 +57,17 @@ class CodedState:
         num_rows: rows of ROW_BYTES bytes.
         device: where the state is used.
         level: of the codebook, see `ibp.compress`.
+        reserve: of pinned memory on a GPU; None on the CPU.
         pinned: slots are pinned host memory too.
     """
 
-    def __init__(self, num_rows: int, device: torch.device, level: str, pinned: bool) -> None:
+    def __init__(self, num_rows: int, device: torch.device, level: str, reserve: Reserve | None, pinned: bool) -> None:
         self.num_rows, self.device, self.level, self.pinned = num_rows, device, level, pinned
         self.place: Place | None = None
+        self._reserve = reserve
+        self._host_memory: torch.Tensor | None = None
+        if reserve is not None:
+            reserve.expect(num_rows)
         self.raw: torch.Tensor | None = None  # bytes that are not coded, for they do not shrink
         self.is_crowded = False  # so many rows have outgrown their slots that a new codebook would pay
         self._stores = self._fitted_at = 0
@@ -98,11 +107,10 @@ class CodedState:
         original = self.num_rows * ROW_BYTES
         if self.place is None:
             return Usage(original, 0 if self.raw is None else self.raw.numel(), 0)
-        slots, overflow = self.place.slots.numel(), self.place.overflow.numel()
         index = sum(part.nbytes for part in (self.place.lengths, self.place.bases, self.place.rooms))
-        if self.pinned:
-            return Usage(original, index, slots + overflow)
-        return Usage(original, slots + index + self.place.codebook.nbytes, overflow)
+        device_bytes = index + self.place.codebook.nbytes + (0 if self.pinned else self.place.slots.numel())
+        host_memory = self.place.overflow if self._host_memory is None else self._host_memory
+        return Usage(original, device_bytes, host_memory.numel())
 
     def _is_due(self) -> bool:
         ratio = _CROWDED_RATIO if self.is_crowded else _REFIT_RATIO
@@ -122,11 +130,19 @@ class CodedState:
             warnings.warn(f"{error}: states of an optimizer are not compressed", RuntimeWarning, stacklevel=2)
         if self.place is not None:
             self.raw = None
-        elif self.raw is None:
+            return
+        self._give_back()
+        if self.raw is None:
             self.raw = torch.empty(self.num_rows * ROW_BYTES, dtype=torch.uint8, device=self.device)
 
     def _new_place(self, codebook: AnyCodebook, slot_bytes: int) -> Place:
-        return Place(
+        """An empty place, and host memory for it."""
+        bytes_per_row, memory = ROW_BYTES - (0 if self.pinned else slot_bytes), self._host_memory
+        if self._reserve is not None and memory is None:
+            memory = self._reserve.take_first(self.num_rows, min(ROW_BYTES, bytes_per_row + _MARGIN))
+        elif self._reserve is not None and memory is not None and memory.numel() < self.num_rows * bytes_per_row:
+            memory = self._reserve.take(self.num_rows * bytes_per_row)
+        place = Place(
             codebook,
             self.num_rows,
             slot_bytes=slot_bytes,
@@ -134,15 +150,25 @@ class CodedState:
             device=self.device,
             pinned=self.pinned,
             spill="host",
+            host_memory=memory,
         )
+        if memory is not self._host_memory:
+            self._give_back()
+        self._host_memory = memory
+        return place
+
+    def _give_back(self) -> None:
+        if self._reserve is not None and self._host_memory is not None:
+            self._reserve.give(self._host_memory)
+        self._host_memory = None
 
 
 def free_overflow(states: list[CodedState]) -> None:
     """Makes all of overflow free: before every row of the states is coded anew."""
     places = [state.place for state in states if state.place is not None]
-    for parts in ([place.rooms.view(torch.int16) for place in places], [place._used for place in places]):
-        if parts:
-            torch._foreach_zero_(parts)
+    if places:
+        torch._foreach_zero_([place.rooms.view(torch.int16) for place in places])
+        torch._foreach_zero_([place._used for place in places])
 
 
 class Watch:
@@ -153,6 +179,7 @@ class Watch:
         self._watched: list[tuple[CodedState, Place]] = []
         self._found: torch.Tensor | None = None
         self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._steps = 0
 
     def look(self, states: list[CodedState]) -> None:
         """Judges what was counted before, if that is known by now, and asks for the counters as they are now.
@@ -160,6 +187,9 @@ class Watch:
         Raises:
             RuntimeError: a state is damaged.
         """
+        self._steps += 1
+        if self._steps > _WATCHED_STEPS and self._steps % _WATCHED_STEPS:
+            return
         if self._found is not None and (self._event is None or self._event.query()):
             self._judge(self._found.tolist())
             self._found = None
@@ -171,8 +201,7 @@ class Watch:
         self._watched = [(state, state.place) for state in states if state.place is not None]
         if not self._watched:
             return
-        parts = [part for _, place in self._watched for part in (place._used, place._counts, place._fault[:1])]
-        counted = torch.cat(parts).view(len(self._watched), 4)
+        counted = torch.stack([place._counters for _, place in self._watched])
         if self._event is None:
             self._found = counted
             return
@@ -181,7 +210,7 @@ class Watch:
         self._event.record(torch.cuda.current_stream(self.device))
 
     def _judge(self, found: list[list[int]]) -> None:
-        for (state, place), (used, _, lost, fault) in zip(self._watched, found):
+        for (state, place), (used, _, lost, fault, *_) in zip(self._watched, found):
             if lost or fault:
                 raise RuntimeError("the coded states of an optimizer are damaged: load them from a checkpoint")
             if state.place is place:
@@ -189,7 +218,7 @@ class Watch:
 
 
 def _fitting(rows: torch.Tensor, level: str) -> tuple[AnyCodebook, int]:
-    """A codebook for rows, and the bytes of the smallest slots with which little of them is in overflow."""
+    """A codebook for rows, and the bytes of the slots that cost the least together with what they leave to overflow."""
     codebook = analyze(rows, scheme="planes", sample=None, level=level)
     assert codebook is not None, "scheme 'planes' always has a codebook"
     lengths = measure(_rows.bytes_of(rows), codebook, rows.device)
@@ -197,5 +226,6 @@ def _fitting(rows: torch.Tensor, level: str) -> tuple[AnyCodebook, int]:
     counts = torch.bincount(sizes.long(), minlength=ROW_BYTES + 1).cpu()
     slots = torch.arange(0, ROW_BYTES + 1, _SECTOR)
     parts = (torch.arange(ROW_BYTES + 1) - slots[:, None]).clamp(min=0)
-    spilled = ((parts + _SECTOR - 1) // _SECTOR * _SECTOR * counts).sum(1)
-    return codebook, int(slots[spilled <= _MOST_SPILLED * len(rows) * ROW_BYTES][0])
+    spilled = ((parts + _SECTOR - 1) // _SECTOR * _SECTOR * counts).sum(1) / len(rows)
+    cost = torch.where(spilled <= _MOST_SPILLED * ROW_BYTES, slots + _SPILLED_COST * spilled, torch.inf)
+    return codebook, int(slots[cost.argmin()])

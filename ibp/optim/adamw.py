@@ -14,6 +14,7 @@ from .._kv.sizes import check_storage
 from .._schemes.planes.learning import check_level
 from ._chunks import NAMES, Chunk, Work, planned
 from ._lane import Lane
+from ._reserve import Reserve
 from ._states import ROW_BYTES, CodedState, Usage, Watch, free_overflow
 
 CHUNK_BYTES = 64 << 20
@@ -22,9 +23,9 @@ CHUNK_BYTES = 64 << 20
 class _Job:
     """What a step has to do for a chunk. live: which of its pieces have gradients."""
 
-    def __init__(self, group: dict[str, Any], chunk: Chunk, grads: dict[torch.Tensor, torch.Tensor]) -> None:
-        self.group, self.chunk, self.grads = group, chunk, grads
-        self.live = [i for i, piece in enumerate(chunk.pieces) if piece.param in grads]
+    def __init__(self, group: dict[str, Any], chunk: Chunk) -> None:
+        self.group, self.chunk = group, chunk
+        self.live = [i for i, piece in enumerate(chunk.pieces) if piece.param.grad is not None]
 
 
 class _CodedStates(torch.optim.Adam):
@@ -45,6 +46,7 @@ class _CodedStates(torch.optim.Adam):
         self._chunks: list[list[Chunk]] = [[] for _ in getattr(self, "param_groups", ())]
         self._works: dict[tuple[torch.device, torch.dtype], Work] = {}
         self._lanes: dict[torch.device, Lane] = {}
+        self._reserves: dict[torch.device, Reserve] = {}
         self._watches: dict[torch.device, Watch] = {}
 
     # ---- parameters ----
@@ -95,12 +97,11 @@ class _CodedStates(torch.optim.Adam):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step with coded states cannot be captured in a CUDA graph: it learns codebooks")
         free_overflow([state for chunk in self._all_chunks() for state in chunk.states])
-        grads = [self._gradients(group, chunks) for group, chunks in zip(self.param_groups, self._chunks)]
         steps: dict[torch.device, list[torch.Tensor]] = {}
-        for param in (param for of_group in grads for param in of_group):
-            steps.setdefault(param.device, []).append(self.state[param]["step"])
-        of_groups = zip(self.param_groups, self._chunks, grads)
-        jobs = [_Job(group, chunk, of_group) for group, chunks, of_group in of_groups for chunk in chunks]
+        for group, chunks in zip(self.param_groups, self._chunks):
+            for param in self._trained(group, chunks):
+                steps.setdefault(param.device, []).append(self.state[param]["step"])
+        jobs = [_Job(group, chunk) for group, chunks in zip(self.param_groups, self._chunks) for chunk in chunks]
         for device, of_device in steps.items():
             torch._foreach_add_(of_device, 1)
             self._run(device, [job for job in jobs if job.live and job.chunk.device == device])
@@ -110,14 +111,16 @@ class _CodedStates(torch.optim.Adam):
         self._watch()
         return loss
 
-    def _gradients(self, group: dict[str, Any], chunks: list[Chunk]) -> dict[torch.Tensor, torch.Tensor]:
-        """Those of a group. Parameters that have one for the first time get a step and chunks."""
-        grads = {param: _dense_grad(param) for param in group["params"] if param.grad is not None}
-        new = [param for param in grads if not self.state[param]]
+    def _trained(self, group: dict[str, Any], chunks: list[Chunk]) -> list[torch.Tensor]:
+        """Parameters of a group that have gradients. Those that have one for the first time get a step and chunks."""
+        trained = [param for param in group["params"] if param.grad is not None]
+        if any(param.grad.layout is not torch.strided for param in trained):
+            raise RuntimeError("a gradient is sparse; wanted a dense one: use torch.optim.SparseAdam for sparse ones")
+        new = [param for param in trained if not self.state[param]]
         for param in new:
             self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         chunks += self._planned(new)
-        return grads
+        return trained
 
     def _run(self, device: torch.device, jobs: list[_Job]) -> None:
         """Decodes the states of one chunk after the other, changes them and the parameters, and codes them again."""
@@ -150,7 +153,7 @@ class _CodedStates(torch.optim.Adam):
         fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         fused(
             [piece.of(piece.param) for piece in pieces],
-            [piece.of(job.grads[piece.param]) for piece in pieces],
+            [piece.of(_dense_grad(piece.param)) for piece in pieces],
             [views[i][0] for i in job.live],
             [views[i][1] for i in job.live],
             [],
@@ -173,8 +176,9 @@ class _CodedStates(torch.optim.Adam):
             self._lanes[device] = Lane(device, most)
         return self._lanes[device]
 
-    def _planned(self, params: list[torch.Tensor]) -> Iterator[Chunk]:
-        return planned(params, self._chunk_bytes, self._level, self._storage == "host")
+    def _planned(self, params: list[torch.Tensor]) -> list[Chunk]:
+        """Chunks of parameters, all of them made before the first is used, for the reserves to know of."""
+        return list(planned(params, self._chunk_bytes, self._level, self._reserves, self._storage == "host"))
 
     def _work(self, chunk: Chunk) -> Work:
         """Memory for a chunk's states, which all chunks of a device and dtype share."""
@@ -416,14 +420,10 @@ def _check_state(param: torch.Tensor, values: dict[str, Any]) -> None:
 
 
 def _dense_grad(param: torch.Tensor) -> torch.Tensor:
-    """A parameter's gradient, laid out as the parameter. RuntimeError: it is sparse."""
+    """A parameter's gradient, laid out as the parameter."""
     grad = param.grad
     assert grad is not None
-    if grad.layout is not torch.strided:
-        raise RuntimeError("a gradient is sparse; wanted a dense one: use torch.optim.SparseAdam for sparse ones")
-    if grad.stride() == param.stride() or not param.numel():
-        return grad
-    return torch.empty_like(param).copy_(grad)
+    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
 
 def _near(value: Any, device: torch.device) -> Any:
