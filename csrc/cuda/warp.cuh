@@ -38,16 +38,17 @@ __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t num_threads)
 }
 #endif
 
-// v and that of the lane `step` below, of the same group of LANES.
-template <uint32_t LANES> __device__ __forceinline__ uint32_t add_from_below(uint32_t v, uint32_t step)
+// v and that of the lane `step` below, of the same group of LANES. mask: the lanes that call it together.
+template <uint32_t LANES>
+__device__ __forceinline__ uint32_t add_from_below(uint32_t v, uint32_t step, uint32_t mask = kAllLanes)
 {
 #ifdef __CUDACC__ // the shuffle itself says whether there is such a lane
-    asm volatile("{.reg .u32 t; .reg .pred p; shfl.sync.up.b32 t|p, %0, %1, %2, 0xffffffff; @p add.u32 %0, %0, t;}"
+    asm volatile("{.reg .u32 t; .reg .pred p; shfl.sync.up.b32 t|p, %0, %1, %2, %3; @p add.u32 %0, %0, t;}"
                  : "+r"(v)
-                 : "r"(step), "n"((kWarp - LANES) << 8));
+                 : "r"(step), "n"((kWarp - LANES) << 8), "r"(mask));
     return v;
 #else
-    const uint32_t below = __shfl_up_sync(kAllLanes, v, step, LANES);
+    const uint32_t below = __shfl_up_sync(mask, v, step, LANES);
     return lane_id() % LANES >= step ? v + below : v;
 #endif
 }

@@ -115,10 +115,7 @@ template <uint32_t LANES> struct EncodeGroup {
         for (int i = 0; i < N; i++) {
             uint32_t sum = v[i];
 #pragma unroll
-            for (uint32_t step = 1; step < kWidth; step *= 2) {
-                const uint32_t below = __shfl_up_sync(mask(), sum, step, kWidth);
-                if (lane() % kWidth >= step) sum += below;
-            }
+            for (uint32_t step = 1; step < kWidth; step *= 2) sum = add_from_below<kWidth>(sum, step, mask());
             whole[i] = __shfl_sync(mask(), sum, kWidth - 1, kWidth);
             before[i] = sum - v[i];
             total[i] = whole[i];
@@ -296,15 +293,15 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
-// A row being coded: bits are ORed into words that are zero. What would lie past the end is dropped: only a row that
-// has changed since it was measured asks for that.
+// A row being coded: bits are ORed into words that are zero. What would lie past the end goes to one word behind it,
+// which nobody reads: only a row that has changed since it was measured, or that has no coded form, asks for that.
 struct BitStage {
     uint32_t *words;
-    uint32_t num_words;
+    uint32_t num_words; // besides the one behind them
 
     __device__ __forceinline__ void or_word(uint32_t w, uint32_t bits) const
     {
-        if (bits != 0u && w < num_words) atomicOr(&words[w], bits);
+        if (bits != 0u) atomicOr(&words[ibp_min_u32(w, num_words)], bits);
     }
     __device__ __forceinline__ void or_bits(uint32_t position, uint32_t bits) const
     {

@@ -76,13 +76,18 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     struct Octet {
         uint32_t first, second, counts;
     };
-    template <class PathOf> __device__ __forceinline__ Octet push(uint32_t (&path)[kOctet], const PathOf &path_of) const
+    // path: those of the first num elements, zeros behind them.
+    __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t num, uint32_t (&path)[kOctet]) const
     {
+#pragma unroll
+        for (uint32_t e = 0; e < kOctet; e++) path[e] = paths[symbol_at(words, e)];
+        if (num < kOctet)
+#pragma unroll
+            for (uint32_t e = 0; e < kOctet; e++) path[e] = e < num ? path[e] : 0u;
         const uint32_t width = this->width_of(0), next_width = this->width_of(1);
         Octet octet{};
 #pragma unroll
         for (uint32_t e = kOctet; e-- > 0;) {
-            path[e] = path_of(e);
             octet.first = __funnelshift_l(path[e], octet.first, width);
             if (path[e] & kReaches) octet.second = __funnelshift_l(path[e] << width, octet.second, next_width);
             octet.counts = add_third_byte(path[e], octet.counts);
@@ -107,7 +112,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         const uint32_t r = planes.residual_bits;
         if (r == 0u) return;
         if (sizeof(T) <= 2 && r <= 8u) {
-            const uint64_t bits = low_bits(pack_fields(words, r), num * r);
+            uint64_t bits = pack_fields(words, r);
+            if (num < kOctet) bits = low_bits(bits, num * r);
             if (r == 8u && num == kOctet && position % 32u == 0u)
                 put_words(stage, position / 32u, bits);
             else
@@ -129,13 +135,13 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                            high = permute_bytes(words[2 % kWords], words[3 % kWords], 0x6420);
             return low | static_cast<uint64_t>(high) << 32;
         }
+        const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
         uint32_t packed[kWords];
 #pragma unroll
         for (uint32_t w = 0; w < kWords; w++) {
-            packed[w] = words[w] & (low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest);
-            if (sizeof(T) == 1)
-                packed[w] = (packed[w] | packed[w] >> (8u - r)) & low_bits(0xffffu, 2u * r) * 0x00010001u;
-            packed[w] = low_bits(packed[w] | packed[w] >> (16u - r * (2u / sizeof(T))), r * kPerWord);
+            packed[w] = words[w] & ones;
+            if (sizeof(T) == 1) packed[w] = (packed[w] & 0x00ff00ffu) | (packed[w] >> 8 & 0x00ff00ffu) << r;
+            packed[w] = (packed[w] & 0xffffu) | packed[w] >> 16 << r * (2u / sizeof(T));
         }
         if (sizeof(T) == 1) return packed[0] | static_cast<uint64_t>(packed[1 % kWords]) << 4u * r;
         return (packed[0] | packed[1 % kWords] << 2u * r) |
@@ -168,14 +174,14 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kOfLane * LANES) {
             const uint32_t first = base + kOfLane * G::lane();
-            uint32_t words[kOctets][kWords], path[kOctets][kOctet];
+            uint32_t words[kOctets][kWords] = {}, path[kOctets][kOctet];
             Octet octets[kOctets];
             if (first < n) load(first, words);
 #pragma unroll
             for (uint32_t o = 0; o < kOctets; o++) {
                 const uint32_t i = first + o * kOctet, num = i < n ? ibp_min_u32(n - i, kOctet) : 0u;
                 if (num != 0u) put_residuals(stage, start + i * r, words[o], num);
-                octets[o] = push(path[o], [&](uint32_t e) { return e < num ? paths[symbol_at(words[o], e)] : 0u; });
+                octets[o] = push(words[o], num, path[o]);
             }
             const Octet &last = octets[kOctets - 1u];
             if (first < n) put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width);
@@ -206,8 +212,11 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 #pragma unroll
         for (uint32_t o = 0; o < kOctets; o++)
 #pragma unroll
-            for (uint32_t e = 0; e < kOctet; e++)
-                if (path[o][e] & kGoesOn) *to++ = static_cast<Symbol>(path[o][e]);
+            for (uint32_t e = 0; e < kOctet; e++) {
+                const uint32_t goes_on = path[o][e] & kGoesOn;
+                if (goes_on != 0u) *to = static_cast<Symbol>(path[o][e]);
+                to += goes_on / kGoesOn;
+            }
     }
 
     // Codes the n symbols of a list in planes 2 and 3, whose digits begin with bit `at`, and those that are left as
@@ -282,14 +291,14 @@ template <typename T, uint32_t LANES> struct DenseValuesEncoder : ValuesEncoder<
         return (cb.row_bytes / static_cast<uint32_t>(sizeof(T) * 16u / sizeof(Symbol)) + 1u) * 16u;
     }
 
-    __device__ __forceinline__ void load(const PlainRow &row, uint32_t first,
+    __device__ __forceinline__ void load(const PlainRow &row, uint32_t first, bool is_whole,
                                          uint32_t (&words)[Base::kOctets][kWords]) const
     {
 #pragma unroll
         for (uint32_t v = 0; v < Base::kOfLane / kPerVector; v++) {
             const uint32_t byte = first * static_cast<uint32_t>(sizeof(T)) + v * kVector;
             uint32_t vector[4] = {};
-            if (byte < row_bytes) row.load(byte, vector);
+            if (byte < row_bytes) row.load(byte, is_whole, vector);
             this->rotate(vector);
 #pragma unroll
             for (uint32_t i = 0; i < 4; i++) words[(4u * v + i) / kWords][(4u * v + i) % kWords] = vector[i];
@@ -302,9 +311,10 @@ template <typename T, uint32_t LANES> struct DenseValuesEncoder : ValuesEncoder<
     {
         auto *const list =
             reinterpret_cast<Symbol *>(reinterpret_cast<uint8_t *>(stage.words) + bit_stage_bytes(row_bytes));
-        const uint32_t end =
-            this->put_values(stage, columns, start_bit, 8u * most_bytes, list,
-                             [&](uint32_t first, uint32_t(&words)[Base::kOctets][kWords]) { load(row, first, words); });
+        const bool is_whole = row.valid >= row_bytes && row_bytes % kVector == 0u && aligned(row.bytes, kVector);
+        const uint32_t end = this->put_values(
+            stage, columns, start_bit, 8u * most_bytes, list,
+            [&](uint32_t first, uint32_t(&words)[Base::kOctets][kWords]) { load(row, first, is_whole, words); });
         return end / 8u;
     }
 };
