@@ -77,7 +77,10 @@ def check_scheme(scheme: str, **options: object) -> None:
     """Raises ValueError for a scheme that is none, for wrong options, and for those of other schemes; "auto" takes the
     options of any one scheme."""
     if scheme not in ("auto", *SCHEMES):
-        raise ValueError(f"scheme is {scheme!r}; wanted one of {['auto', *SCHEMES]}")
+        raise ValueError(
+            f"scheme is {scheme!r}; wanted one of {['auto', *SCHEMES]} (general codecs, such as 'zstd' and "
+            "'nvcomp:ans', are for ibp.compress alone)"
+        )
     for name, value in _given(options).items():
         owner = _owner(name)
         if scheme not in ("auto", owner.name):
