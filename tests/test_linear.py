@@ -113,6 +113,10 @@ def test_module():
         for made in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
             assert_same_bits(made(x), wanted)
             assert made.fused == module.fused and ("fused=True" in repr(made)) == module.fused
+    other, module = torch.nn.Linear(96, 40).bfloat16(), ibp.nn.Linear.from_linear(plain)
+    module.load_state_dict(other.state_dict())
+    assert_same_bits(module(x), other(x))
+    assert _linear._takes(module.weight)
     assert ibp.nn.Linear.from_linear(torch.nn.Linear(100, 40, bias=False))(torch.ones(100)).shape == (40,)
     with pytest.raises(TypeError, match="module is a ReLU; wanted a torch.nn.Linear"):
         ibp.nn.Linear.from_linear(torch.nn.ReLU())

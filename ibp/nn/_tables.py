@@ -12,6 +12,7 @@ from .. import _memory
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
 from .._linear import linear, slot_bytes_for
+from .._schemes import PlanesCodebook
 from .._torch_functions import linear_of
 
 
@@ -89,11 +90,13 @@ class TableModule(torch.nn.Module):
 
 
 def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
-    """A table of the weights where another one is, pinned if that is. A plain tensor is compressed in its layout; of a
-    table, it shares the memory at most until one of the two changes."""
+    """A table of the weights where another one is, pinned if that is. A plain tensor is compressed in its layout and
+    at its level; of a table, it shares the memory at most until one of the two changes."""
     if isinstance(weight, torch.Tensor):
-        table = compress(weight.detach(), layout=held.layout, row_bytes=held.row_bytes, pin_memory=False)
-        table = table.to(held.device)
+        options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
+        if isinstance(held.codebook, PlanesCodebook) and held.codebook.first_symbol is not None:
+            options |= {"level": "fast", "slot_bytes": held.slot_bytes or None}
+        table = compress(weight.detach(), **options, pin_memory=False).to(held.device)
     else:
         table = weight.to(held.device)
         table = copy.copy(table) if table is weight else table
