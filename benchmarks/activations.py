@@ -2,21 +2,23 @@
 
     python -m benchmarks.activations [--out DIR] [--device cpu] [--quick]
 
-Steps (forward and backward pass, no optimizer) of the nets of nets.py in BF16: `plain`; `save_on_cpu`, torch's own hooks
-with pinned memory; `raw`, `ibp.offload_activations(coded=False)`; `recomputed`, each block by torch.utils.checkpoint;
-`ibp`; `on the device`, coded but not sent; `5 %`, with `slowdown=0.05`, and `5 % raw`, the same without coding. The first
-steps of each arm, in which it learns and pins memory, do not count. `saved_gb` are the bytes that leave or are coded,
-`sent_gb` those over the link each way, `peak_gb` what a step takes of the GPU's memory at most beyond weights and input.
-`bound_ms` is the larger of the plain step and the time of sent_gb over the link and back.
+Steps (forward and backward pass, no optimizer) of the nets of nets.py in BF16: `plain`; `save_on_cpu`, torch's own
+hooks with pinned memory; `raw`, `ibp.offload_activations(coded=False)`; `recomputed`, each block by
+torch.utils.checkpoint; `ibp`; `on the device`, coded but not sent; `5 %`, with `slowdown=0.05`, and `5 % raw`, the same
+without coding. The first steps of each arm, in which it learns and pins memory, do not count. `saved_gb` are the bytes
+that leave or are coded, `sent_gb` those over the link each way, `peak_gb` what a step takes of the GPU's memory at most
+beyond weights and input. `bound_ms` is the larger of the plain step and the time of sent_gb over the link and back.
 
-Before it is timed, each arm's gradients are compared with plain's bit for bit, where plain's own are the same twice
-with torch's deterministic algorithms (`checked` is `gradients`); else what comes back of every saved tensor is
-(`saved tensors`). Weights are random.
+Before it is timed, an arm's gradients are compared with plain's bit for bit, where plain's own are the same twice with
+torch's deterministic algorithms (`checked` is `gradients`); else every saved tensor that comes back is (`saved
+tensors`). Weights are random.
 """
 
 import contextlib
 import gc
+import statistics
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 
@@ -28,14 +30,20 @@ import ibp
 from . import harness, ideal, nets
 
 COLUMNS = (
-    *("step_ms", "bound_ms", "peak_gb", "freed_gb", "saved_gb", "sent_gb", "outgrown_gb", "first_s", "checked"),
+    *("step_ms", "bound_ms", "peak_gb", "freed_gb", "saved_gb", "sent_gb", "outgrown_gb", "learning_s", "checked"),
     *("target_ms", "times_raw", "wanted_times_raw", "times_save_on_cpu", "wanted_times_save_on_cpu", "met"),
 )
 PLAIN, SAVE_ON_CPU, RAW, RECOMPUTED, IBP = "plain", "save_on_cpu", "raw", "recomputed", "ibp"
 ON_DEVICE, BUDGET, RAW_BUDGET = "on the device", "5 %", "5 % raw"
 LEARNING_STEPS, TIMED_STEPS = 3, 3
+OFFLOADS = (IBP, RAW, ON_DEVICE, BUDGET, RAW_BUDGET)
 STEP_SHARE, TIMES_SAVE_ON_CPU, SLOWDOWN = 1.1, 3.0, 0.05  # wanted of a step, over bound_ms; over save_on_cpu
 GB = 1e9
+
+
+def dtype_on(device):
+    """BF16, or FP32 on a CPU, many of which take long for BF16."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,9 @@ class Case:
 
     def build(self, device):
         torch.manual_seed(0)
-        net = self.make().to(device, torch.bfloat16)
-        x = torch.randn(self.shape, dtype=torch.bfloat16, device=device)
+        dtype = dtype_on(device)
+        net = self.make().to(device, dtype)
+        x = torch.randn(self.shape, dtype=dtype, device=device)
         if x.dim() == 4:
             net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
         return net, x
@@ -65,9 +74,8 @@ CASES = (
     Case("ReLU squared 4096", lambda: nets.llama(2, 4096, 14336, 32, "relu2"), (2, 4096, 4096), 1.35),
 )
 QUICK_CASES = (
-    Case("AlexNet", lambda: nets.alexnet(10, 0.25, 95), (4, 3, 95, 95)),
-    Case("ResNet-50", lambda: nets.resnet50(10, 0.25), (2, 3, 64, 64), 1.7),
-    Case("SwiGLU 128", lambda: nets.llama(2, 128, 344, 4), (2, 128, 128), 1.35),
+    Case("AlexNet", lambda: nets.alexnet(10, 0.1, 63), (4, 3, 63, 63)),
+    Case("SwiGLU 64", lambda: nets.llama(1, 64, 176, 4), (2, 64, 64), 1.35),
 )
 
 
@@ -112,7 +120,10 @@ def gradients(net, x, context):
 
 
 def same_bits(one, other):
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+    return all(
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -121,21 +132,20 @@ def compared(offload):
     with offload:
         pack, unpack = offload._pack, offload._unpack
 
-    def check(saved):
-        got, tensor = unpack(saved[0]), saved[1]
-        if not torch.equal(got.contiguous().view(torch.uint8), tensor.contiguous().view(torch.uint8)):
-            raise AssertionError(f"bits differ of a saved tensor {tensor.dtype} {list(tensor.shape)}")
-        return got
+        def check(saved):
+            got = unpack(saved[0])
+            if not same_bits([got], [saved[1]]):
+                raise AssertionError(f"bits differ of a saved tensor {got.dtype} {list(got.shape)}")
+            return got
 
-    with saved_tensors_hooks(lambda x: (pack(x), x.detach().clone()), check):
-        yield
+        with saved_tensors_hooks(lambda x: (pack(x), x.detach().clone()), check):
+            yield
 
 
-def check(net, x, make, plain):
-    """What was compared. AssertionError: bits differ. plain: gradients of the plain step; None: it has other ones every
-    time."""
-    context = make()
-    for _ in range(2):  # while it learns, and afterwards
+def learn(net, x, context, plain):
+    """First steps of an offload, and what of them was compared. AssertionError: bits differ. plain: gradients of the
+    plain step; None: it has other ones every time."""
+    for _ in range(LEARNING_STEPS):
         if plain is None:
             gradients(net, x, compared(context))
         elif not same_bits(gradients(net, x, context), plain):
@@ -153,29 +163,35 @@ def step(net, x, context):
 
 
 class Measured:
-    """An arm's steps: ms, peak bytes, and what it says of itself."""
+    """An arm's steps: ms, peak bytes, and what it says of itself. plain: see `learn`."""
 
-    def __init__(self, run, net, x, make):
-        context = make()
-
-        def one():
-            step(net, x, context)
-            net.zero_grad()
-
-        self.first_s = run._wall_seconds(one)
-        for _ in range(LEARNING_STEPS - 1):
-            one()
-        if hasattr(context, "reset_stats"):
-            context.reset_stats()
-        _, self.peak_bytes = run.peak_bytes(one, out=x)
-        self.step_ms = 1e3 * run.seconds([one], wall=True)
-        self.saved = self.sent = self.outgrown = 0
-        if isinstance(context, ibp.ActivationOffload):
-            context.reset_stats()
-            one()
+    def __init__(self, run, net, x, arm, context, plain):
+        self.checked, self.saved, self.sent, self.outgrown, self.peak_bytes = "", 0, 0, 0, 0
+        started = time.perf_counter()
+        if arm in OFFLOADS:
+            with deterministic():
+                self.checked = learn(net, x, context, plain)
+        step(net, x, context)
+        run.sync()
+        self.learning_s = time.perf_counter() - started
+        net.zero_grad()
+        if run.on_gpu:
+            before = torch.cuda.memory_allocated(run.device)
+            torch.cuda.reset_peak_memory_stats(run.device)
+        self.step_ms = 1e3 * statistics.median(self._seconds(run, net, x, context) for _ in range(TIMED_STEPS))
+        if run.on_gpu:
+            self.peak_bytes = torch.cuda.max_memory_allocated(run.device) - before
+        if arm in OFFLOADS:
             stats = context.stats
             self.saved, self.sent = stats.coded_bytes + stats.raw_bytes, stats.sent_bytes
             self.outgrown = stats.outgrown_bytes
+
+    def _seconds(self, run, net, x, context):
+        if isinstance(context, ibp.ActivationOffload):
+            context.reset_stats()
+        seconds = run._wall_seconds(lambda: step(net, x, context))
+        net.zero_grad()
+        return seconds
 
 
 def link_ms(num_bytes):
@@ -195,24 +211,20 @@ def measure(run, case):
     net, x = case.build(run.device)
     with deterministic():
         plain, again = (gradients(net, x, contextlib.nullcontext()) for _ in range(2))
-        plain = plain if same_bits(plain, again) else None
-        del again
+    plain = plain if same_bits(plain, again) else None
+    del again
     found = {}
     for arm, make in arms(run).items():
         with run.cell(f"{case.name}, {arm}"):
             net.recompute = arm == RECOMPUTED
-            checked = ""
-            if arm in (IBP, ON_DEVICE):
-                with deterministic():
-                    checked = check(net, x, make, plain)
-                clean(run)
-            found[arm] = Measured(run, net, x, make), checked
-            clean(run)
-    for arm, (measured, checked) in found.items():
-        record(run, case, arm, measured, {name: of for name, (of, _) in found.items()}, checked)
+            found[arm] = Measured(run, net, x, arm, make(), plain)
+        net.zero_grad()
+        clean(run)
+    for arm, of in found.items():
+        record(run, case, arm, of, found)
 
 
-def record(run, case, arm, of, found, checked):
+def record(run, case, arm, of, found):
     plain, bound = found[PLAIN], max(found[PLAIN].step_ms, link_ms(of.sent))
     judged = {}
     if arm == IBP and {RAW, SAVE_ON_CPU} <= found.keys():
@@ -228,29 +240,28 @@ def record(run, case, arm, of, found, checked):
             "wanted_times_save_on_cpu": TIMES_SAVE_ON_CPU,
             "met": "yes" if all(good) else "no",
         }
-    peak = of.peak_bytes or 0
     shown = {
         "step_ms": of.step_ms,
         "bound_ms": bound,
-        "peak_gb": peak / GB,
-        "freed_gb": ((plain.peak_bytes or 0) - peak) / GB,
+        "peak_gb": of.peak_bytes / GB,
+        "freed_gb": (plain.peak_bytes - of.peak_bytes) / GB,
         "saved_gb": of.saved / GB,
         "sent_gb": of.sent / GB,
         "outgrown_gb": of.outgrown / GB,
-        "first_s": of.first_s,
+        "learning_s": of.learning_s,
     }
     run.add(
         case=case.name,
         arm=arm,
         rows=case.shape[0],
-        row_bytes=2 * torch.Size(case.shape[1:]).numel(),
-        dtype=torch.bfloat16,
+        row_bytes=dtype_on(run.device).itemsize * torch.Size(case.shape[1:]).numel(),
+        dtype=dtype_on(run.device),
         savings=1 - of.sent / of.saved if of.sent else 0.0,
         gbps=max(of.saved, 1) * 1e-6 / of.step_ms,
         ideal_gbps=max(of.saved, 1) * 1e-6 / bound,
         sms=None,
         **{name: harness.four_digits(value) for name, value in shown.items()},
-        checked=checked,
+        checked=of.checked,
         **judged,
     )
 
