@@ -111,6 +111,8 @@ WHOLE_COLUMNS = (
     "vectors",  # linear.csv
 )
 REAL_COLUMNS = (
+    *("step_ms", "peak_gb", "freed_gb", "saved_gb", "sent_gb", "outgrown_gb", "learning_s"),  # activations.csv
+    *("target_ms", "times_raw", "wanted_times_raw", "times_save_on_cpu", "wanted_times_save_on_cpu"),  # likewise
     "savings",
     "link_savings",
     "gbps",

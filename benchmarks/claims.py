@@ -1154,6 +1154,45 @@ def adamw_table(directory):
     )
 
 
+def activations_table(directory):
+    """Steps of nets by what becomes of their activations."""
+    rows = charts.read(directory / "activations.csv")
+    if not rows:
+        return None
+    lines = []
+    for row in rows:
+        wanted = (
+            [f"{charts.number(row['target_ms'])}"] if row["target_ms"] and row["step_ms"] > row["target_ms"] else []
+        )
+        sent = row["sent_gb"]
+        lines.append(
+            [
+                row["case"],
+                row["arm"],
+                charts.fine_number(row["step_ms"]) + (f" ({wanted[0]})" if wanted else ""),
+                *(f"{row[name]:.2f}" for name in ("peak_gb", "freed_gb")),
+                *(f"{row[name]:.2f}" if row[name] else "" for name in ("saved_gb", "sent_gb")),
+                f"{row['saved_gb'] / sent:.2f}" if sent and row["savings"] > 0 else "",
+                *(_with_wanted(row, name) for name in ("times_raw", "times_save_on_cpu")),
+            ]
+        )
+    heads = ["net", "arm", "ms a step", "peak, GB", "freed, GB", "saved, GB", "sent, GB", "times smaller"]
+    return (
+        f"A forward and a backward pass in BF16 (`activations.csv`: {caption(rows)}): the median time; the most memory "
+        "that it takes beyond weights and input, and how much less that is than plain; bytes that were saved, and went "
+        "to the host; how many times as fast as the same hooks with raw bytes, and as torch's `save_on_cpu`. In "
+        f"brackets what is wanted where that is missed:\n\n{markdown([*heads, 'times raw', 'times save_on_cpu'], lines)}"
+    )
+
+
+def _with_wanted(row, name):
+    """A number, and in brackets what is wanted of it where that is more."""
+    value, wanted = row[name], row[f"wanted_{name}"]
+    if not value:
+        return ""
+    return f"{value:.2f}" + (f" ({wanted:g})" if wanted and value < wanted else "")
+
+
 BLOCKS = {
     "rows": rows_block,
     "large tables": cases_block("large_table", "Random rows of large tables in host memory"),
@@ -1188,7 +1227,7 @@ PAGES = {
     "docs/spill.md": {"spill": spill_table},
     "docs/checkpoints.md": {"checkpoints": checkpoints_table},
     "docs/reproduction.md": reproduction.BLOCKS,
-    "docs/training.md": {"optimizer states": adamw_table},
+    "docs/training.md": {"activations": activations_table, "optimizer states": adamw_table},
 }  # relative to the repository
 OPEN_PAGES = (
     "docs/gnn.md",

@@ -17,6 +17,7 @@ import torch
 import ibp
 from benchmarks import __main__ as suite
 from benchmarks import (
+    activations,
     adamw,
     changes,
     charts,
@@ -635,6 +636,7 @@ def small(monkeypatch):
     monkeypatch.setattr(families, "QUICK_CASES", (0, 11))
     monkeypatch.setattr(compress, "SETS", compress.SETS[:1])
     monkeypatch.setattr(encode_into, "CASES", encode_into.CASES[:2])
+    monkeypatch.setattr(activations, "QUICK_CASES", activations.QUICK_CASES[1:])
     monkeypatch.setattr(spill, "CASES", spill.CASES[2:3])
     monkeypatch.setattr(compress, "SMALL_ELEMENTS", (64, 1000))
     monkeypatch.setattr(adamw, "MODELS", {name: adamw.MODELS[name] for name in ("one tensor", "embedding, 1 % alive")})
@@ -647,6 +649,7 @@ def small(monkeypatch):
     [
         *(gather, codec, stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas),
         *(linear, scattered, adamw, spill),
+        pytest.param(activations, marks=pytest.mark.slow),
         pytest.param(checkpoints, marks=pytest.mark.slow),
     ],
     ids=lambda script: script.__name__,
@@ -698,6 +701,7 @@ def test_a_script_runs_on_the_cpu(script, small, tmp_path, capsys):
         "linear": {"cuBLAS", "decode, then cuBLAS", "ibp.linear"},
         "scattered": {"gathered by the CPU", "ibp, raw rows"},
         "adamw": set(adamw.ARMS),
+        "activations": {"plain", "recomputed", "ibp", "raw", "5 %", "save_on_cpu"},
         "spill": {
             *(
                 f"{what}, {where}"
@@ -758,6 +762,7 @@ def write_measurements(directory):
     runs["deltas"] = run_on_cpu(directory, "deltas", deltas.COLUMNS)
     runs["compress"] = run_on_cpu(directory, "compress", compress.COLUMNS)
     runs["adamw"] = run_on_cpu(directory, "adamw", adamw.COLUMNS)
+    runs["activations"] = run_on_cpu(directory, "activations", activations.COLUMNS)
     runs["checkpoints"] = run_on_cpu(directory, "checkpoints", checkpoints.COLUMNS)
 
     def add(name, case, arm, gbps=50.0, row_bytes=2048, dtype=torch.bfloat16, sms=132, **extra):
@@ -812,6 +817,14 @@ def write_measurements(directory):
     sizes = {"m_savings": "0.1560", "v_savings": "0.2000", "device_bytes": 1 << 20, "host_bytes": 1 << 18, "steps": 10}
     missed = {"target_ratio": 4.0, "met": "no"}
     add("adamw", "one tensor", "ibp", ms="12.5", mean_ms="13", ratio="4.25", **sizes, **missed)
+    numbers = {"peak_gb": "2.5", "freed_gb": "7.5", "saved_gb": "9", "sent_gb": "4.5", "target_ms": "100", "met": "no"}
+    wanted = {
+        "times_raw": "1.6",
+        "wanted_times_raw": "1.7",
+        "times_save_on_cpu": "3.5",
+        "wanted_times_save_on_cpu": 3.0,
+    }
+    add("activations", "ResNet-50", "ibp", 90.0, step_ms="125", **numbers, **wanted)
     add("small_calls", "ibp, host memory", "until it returns", 10 * 2048 / 12.5e3)
     add(
         "overlap",
@@ -1050,6 +1063,13 @@ def test_claims_of_optimizer_states(tmp_path):
     assert claims.adamw_table(tmp_path) is None
     write_measurements(tmp_path)
     assert_says(claims.adamw_table(tmp_path), "| one tensor | ibp | 12.5 | 4.25 (4.0) | 15.6 % | 20.0 % | 1 | 0 |")
+
+
+def test_claims_of_activations(tmp_path):
+    assert claims.activations_table(tmp_path) is None
+    write_measurements(tmp_path)
+    line = "| ResNet-50 | ibp | 125 (100) | 2.50 | 7.50 | 9.00 | 4.50 | 2.00 | 1.60 (1.7) | 3.50 |"
+    assert_says(claims.activations_table(tmp_path), line)
 
 
 def test_claims_of_weights(tmp_path):
