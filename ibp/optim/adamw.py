@@ -226,9 +226,9 @@ class _CodedStates(torch.optim.Adam):
         given = {param: state[number] for number, param in zip(ids, params) if number in state}
         for param, values in given.items():
             _check_state(param, values)
-        for group in state_dict["param_groups"]:
-            _check_options(group)
-        steps = {number: {"step": values["step"]} for number, values in state.items() if number in set(ids)}
+        if any(group.get("amsgrad") for group in state_dict["param_groups"]):
+            raise ValueError("the state is one with amsgrad; coded states are without it")
+        steps = {number: {"step": state[number]["step"]} for number in ids if number in state}
         super().load_state_dict({**state_dict, "state": steps})
         for param, values in given.items():
             self.state[param].update({name: values[name] for name in NAMES})
