@@ -155,6 +155,20 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
     assert all(usage.savings > 0 for usage in optimizers[1].memory().values())
 
 
+def test_damaged_states_are_seen():
+    """By the steps that follow, and by what asks for the states."""
+    ours = parameters(shapes=[(64, 512)])
+    optimizer = ibp.optim.AdamW(ours)
+    give_gradients(ours, 0)
+    optimizer.step()
+    optimizer._chunks[0][0].states[1].place.lengths.view(torch.int16)[3] = 5
+    with pytest.raises(RuntimeError, match="damaged"):
+        for _ in range(3):
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="damaged"):
+        optimizer.state_dict()
+
+
 def test_the_reserve_of_pinned_memory(monkeypatch):
     """Blocks for all that is expected; parts that do not overlap, and are handed out again."""
     taken = []

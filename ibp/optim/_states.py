@@ -102,6 +102,11 @@ class CodedState:
         slots = cast(torch.Tensor, place._table_arguments[0])
         return slots if near is None else near[: slots.numel()]
 
+    def check(self) -> None:
+        """RuntimeError: bytes of the state are damaged. Waits for the device."""
+        if self.place is not None:
+            _check_counters(self.place._counters.tolist())
+
     def usage(self) -> Usage:
         """The memory that is held."""
         original = self.num_rows * ROW_BYTES
@@ -210,11 +215,17 @@ class Watch:
         self._event.record(torch.cuda.current_stream(self.device))
 
     def _judge(self, found: list[list[int]]) -> None:
-        for (state, place), (used, _, lost, fault, *_) in zip(self._watched, found):
-            if lost or fault:
-                raise RuntimeError("the coded states of an optimizer are damaged: load them from a checkpoint")
+        for (state, place), counters in zip(self._watched, found):
+            _check_counters(counters)
             if state.place is place:
-                state.is_crowded = used > _CROWDED * state.num_rows * ROW_BYTES
+                state.is_crowded = counters[0] > _CROWDED * state.num_rows * ROW_BYTES
+
+
+def _check_counters(counters: list[int]) -> None:
+    """RuntimeError: rows of a place are lost or damaged."""
+    _, _, lost, fault, *_ = counters
+    if lost or fault:
+        raise RuntimeError("the coded states of an optimizer are damaged: load them from a checkpoint")
 
 
 def _fitting(rows: torch.Tensor, level: str) -> tuple[AnyCodebook, int]:

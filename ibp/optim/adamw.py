@@ -210,6 +210,9 @@ class _CodedStates(torch.optim.Adam):
 
         Args:
             device: where exp_avg and exp_avg_sq are put, decoded; None: where the parameters are.
+
+        Raises:
+            RuntimeError: coded states are damaged.
         """
         with self._decoded(None if device is None else torch.device(device)):
             return super().state_dict()
@@ -280,6 +283,8 @@ class _CodedStates(torch.optim.Adam):
             for piece, states in zip(chunk.pieces, chunk.views(work)):
                 for name, values in zip(NAMES, states):
                     piece.of(decoded[piece.param][name]).copy_(values)
+            for state in chunk.states:
+                state.check()
         self.state = decoded
         try:
             yield
