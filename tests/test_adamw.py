@@ -370,7 +370,7 @@ def test_no_bit_is_lost_on_a_gpu(cuda):
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
     train(torchs, ours, optimizers, range(2))
     before = optimizers[1].memory()["exp_avg"]
-    assert before.savings > 0.1 and before.host_bytes + before.device_bytes < 1.01 * before.original_bytes
+    assert before.savings > 0.1 and before.host_bytes + before.device_bytes < 1.05 * before.original_bytes
     bits = torch.randint(0x20000000, 0x5F000000, (4096, 512), dtype=torch.int32, device=cuda).view(torch.float32)
     torchs[0].grad, ours[0].grad = bits.clone(), bits.clone()
     for optimizer in optimizers:
