@@ -1,0 +1,329 @@
+"""When do collectives of torch.distributed come sooner with tensors that travel coded?
+
+    python -m benchmarks.collectives [--out DIR] [--device cpu] [--quick]
+
+Two processes, a GPU each, with NCCL over three links: as NCCL finds it (`direct`); `no peer access`
+(NCCL_P2P_DISABLE=1: through host memory); `sockets` (NCCL_SHM_DISABLE=1 too), which stand in for a network. On the CPU
+gloo. Arms: `torch`: torch.distributed; `default`, `fast`: tensors coded at that level; `auto`: what
+`ibp.distributed` does by itself. All-gathers of BF16 weights N(0, 0.02) in three sizes, and of other kinds in one:
+FP32 gradients, FP8, half zeros, small integers, random bytes. Broadcasts, all-to-alls and sends of BF16 weights.
+`FSDP2`: steps of a small net whose all-gathers do the same, with equal losses.
+
+Calls in a row by the clock, the slower rank's. GB/s of original bytes that arrive at a rank; the ideal is torch's rate
+over the share of the bytes that messages have. `mib`: of the output. Every arm's result has torch's bits.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import ibp.distributed as coded
+from ibp._collectives import planning
+
+from . import families, harness, inputs
+
+COLUMNS = ("link", "call", "mib", "ms", "over_torch", *harness.TARGET_COLUMNS)
+WORLD = 2
+DIRECT, NO_PEERS, SOCKETS, GLOO = "direct", "no peer access", "sockets", "gloo"
+LINKS = {  # name: what NCCL is told
+    DIRECT: {},
+    NO_PEERS: {"NCCL_P2P_DISABLE": "1"},
+    SOCKETS: {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
+}
+WANTED = {DIRECT: 0.98, NO_PEERS: 1.35, SOCKETS: 1.4}  # of `auto`, times torch's rate, with BF16 weights
+SIZES_MIB, QUICK_SIZES_MIB = (64, 256, 1024), (2,)  # of outputs
+ONE_MIB = 256
+TORCH, DEFAULT, FAST, AUTO = "torch", "default", "fast", "auto"
+ARMS = (TORCH, DEFAULT, FAST, AUTO)
+GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = "all_gather_into_tensor", "broadcast", "all_to_all_single", "send", "FSDP2"
+WARM, TIMED, LINK_S = 3, 4, 14.0  # calls; seconds of a link
+WEIGHTS = "weights"
+FSDP_LAYERS, FSDP_WIDTH, FSDP_STEPS = 6, 4096, 4
+
+
+def random_bytes(rows, columns, device):
+    return torch.randint(0, 256, (rows, columns), dtype=torch.uint8, device=device)
+
+
+def small_integers(rows, columns, device):
+    return torch.randint(0, 1000, (rows, columns), device=device)
+
+
+KINDS = (  # name, dtype, maker
+    (WEIGHTS, torch.bfloat16, families.weights),
+    ("gradients", torch.float32, lambda *shape: 1e-4 * families.normal(*shape)),
+    ("normal 1", torch.float8_e4m3fn, families.normal),
+    ("half zeros", torch.bfloat16, families.masked),
+    ("integers", torch.int64, small_integers),
+    ("random bytes", torch.uint8, random_bytes),
+)
+
+
+class Rank:
+    """One process of a link."""
+
+    def __init__(self, rank, device, link, small):
+        self.rank, self.device, self.link, self.small = rank, device, link, small
+        self.began, self.found = time.perf_counter(), []
+
+    def has_time(self):
+        """Whether rank 0 has some left, on all ranks."""
+        flag = torch.tensor([time.perf_counter() - self.began < LINK_S], device=self.device)
+        dist.broadcast(flag, 0)
+        return bool(flag)
+
+    def sync(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, call):
+        """Of a call in a row of them, on the slower rank."""
+        for _ in range(WARM):
+            call()
+        self.sync()
+        dist.barrier()
+        self.sync()
+        began = time.perf_counter()
+        for _ in range(TIMED):
+            call()
+        self.sync()
+        slowest = torch.tensor([(time.perf_counter() - began) / TIMED], device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return float(slowest)
+
+    def measure(self, name, kind, dtype, calls, moved, check, mib):
+        """All arms of one case. calls: by arm; check(arm) raises unless the result is right."""
+        torch_s = None
+        for arm, call in calls.items():
+            if not self.has_time():
+                return
+            seconds = self.seconds(call)
+            check(arm)
+            torch_s = seconds if arm == TORCH else torch_s
+            self.found.append(
+                {
+                    "call": name,
+                    "kind": kind,
+                    "dtype": harness.dtype_name(dtype),
+                    "arm": arm,
+                    "mib": mib,
+                    "moved": moved,
+                    "savings": 0.0 if arm == TORCH else savings_of(name, dtype, arm, kind),
+                    "seconds": seconds,
+                    "torch_s": torch_s,
+                }
+            )
+
+
+def savings_of(call, dtype, level, name):
+    """Of the messages that calls of a kind have sent, the last ones; 0 where they were raw."""
+    state = planning.state_of(None)
+    if call == FSDP:  # whose modules' names are those of the codecs
+        found = [plan for kind, plan in state.plans.items() if kind.name.isdigit() and kind.level == level]
+    else:
+        plans = [*state.plans.items(), *(item for pair in state.pairs.values() for item in pair.plans.items())]
+        wanted = call, dtype, level, name
+        found = [plan for kind, plan in plans if (kind.what, kind.dtype, kind.level, kind.name) == wanted]
+    return found[-1].codec.savings if found and found[-1].codec is not None else 0.0
+
+
+def work(rank, kind, link, small, store, found):
+    """found: a file for what rank 0 measured, as JSON."""
+    with harness.process_group(kind, store, rank, WORLD) as device:
+        process = Rank(rank, device, link, small)
+        torch.manual_seed(rank)
+        sizes = QUICK_SIZES_MIB if small else SIZES_MIB
+        for mib in sizes:
+            measure_gather(process, *KINDS[0], mib)
+        one = sizes[0] if small else ONE_MIB
+        measure_others(process, one)
+        measure_fsdp(process)
+        for name, dtype, make in KINDS[1:]:
+            measure_gather(process, name, dtype, make, one, (TORCH, DEFAULT, AUTO))
+        if rank == 0:
+            Path(found).write_text(json.dumps(process.found))
+        dist.barrier()
+
+
+def tensor_of(process, make, dtype, num_bytes):
+    columns = 2048 // dtype.itemsize
+    return make(num_bytes // 2048, columns, process.device).to(dtype).view(-1)
+
+
+def checker(out, wanted, what):
+    """Compares an arm's result, and spoils it for the next arm."""
+
+    def check(arm):
+        harness.check_bits(out, wanted, f"{what}, {arm}")
+        harness.poison(out)
+
+    return check
+
+
+def measure_gather(process, name, dtype, make, mib, arms=ARMS):
+    x = tensor_of(process, make, dtype, mib * inputs.MIB // WORLD)
+    wanted = torch.empty(WORLD * len(x), dtype=dtype, device=process.device)
+    dist.all_gather(list(wanted.view(torch.uint8).chunk(WORLD)), x.view(torch.uint8))
+    out = torch.empty_like(wanted)
+    raw = functools.partial(_torch_gather, out.view(torch.uint8), x.view(torch.uint8))
+    calls = {arm: functools.partial(coded.all_gather_into_tensor, out, x, level=arm, name=name) for arm in arms[1:]}
+    moved = x.nbytes * (WORLD - 1)
+    check = checker(out, wanted, f"{process.link}, {GATHER}, {name}")
+    process.measure(GATHER, name, dtype, {TORCH: raw, **calls}, moved, check, mib)
+
+
+def _torch_gather(out, x):
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, x)
+
+
+def measure_others(process, mib):
+    """Broadcast, all_to_all_single, send."""
+    name, dtype, make = KINDS[0]
+    x, rank = tensor_of(process, make, dtype, mib * inputs.MIB), process.rank
+    sent = x.clone()
+    dist.broadcast(sent, 0)
+    out = torch.empty_like(x)
+
+    def arms(plain, other):
+        return {TORCH: plain, **{arm: functools.partial(other, level=arm, name=name) for arm in ARMS[1:]}}
+
+    tensor = sent if rank == 0 else out
+    check = checker(out, sent, f"{process.link}, {BROADCAST}") if rank else lambda arm: None
+    calls = arms(lambda: dist.broadcast(tensor, 0), functools.partial(coded.broadcast, tensor, 0))
+    process.measure(BROADCAST, name, dtype, calls, x.nbytes, check, mib)
+
+    plain, other = (dist.send, coded.send) if rank == 0 else (dist.recv, coded.recv)
+    peer = 1 - rank
+    calls = arms(lambda: plain(tensor, peer), functools.partial(other, tensor, peer))
+    check = checker(out, sent, f"{process.link}, {SEND}") if rank else lambda arm: None
+    process.measure(SEND, name, dtype, calls, x.nbytes, check, mib)
+
+    wanted = torch.empty_like(x)
+    dist.all_to_all_single(wanted, x)
+    calls = arms(lambda: dist.all_to_all_single(out, x), functools.partial(coded.all_to_all_single, out, x))
+    check = checker(out, wanted, f"{process.link}, {ALL_TO_ALL}")
+    process.measure(ALL_TO_ALL, name, dtype, calls, x.nbytes // WORLD, check, mib)
+
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------------------------
+
+
+def measure_fsdp(process):
+    """Steps of a net of linear layers, one after the other."""
+    losses = {}
+    nets = {arm: make_net(process, arm) for arm in (TORCH, AUTO)}
+    calls = {arm: functools.partial(step, process, net, losses.setdefault(arm, [])) for arm, net in nets.items()}
+    weights = sum(weight.numel() for weight in nets[TORCH][0].parameters())
+
+    def check(arm):
+        if losses[arm] != losses[TORCH]:
+            raise AssertionError(f"{process.link}, {FSDP}, {arm}: losses {losses[arm]}, wanted {losses[TORCH]}")
+
+    moved = 2 * weights * torch.bfloat16.itemsize * (WORLD - 1) // WORLD  # gathered for both passes
+    process.measure(FSDP, WEIGHTS, torch.bfloat16, calls, moved, check, weights * 2 >> 20)
+
+
+def make_net(process, arm):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    width = 64 if process.small else FSDP_WIDTH
+    layers = [torch.nn.Linear(width, 4 * width, bias=False) for _ in range(FSDP_LAYERS)]
+    back = [torch.nn.Linear(4 * width, width, bias=False) for _ in range(FSDP_LAYERS)]
+    net = torch.nn.Sequential(*[torch.nn.Sequential(a, torch.nn.GELU(), b) for a, b in zip(layers, back)])
+    net = net.to(process.device)
+    mesh = init_device_mesh(process.device.type, (WORLD,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for layer in net:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+    if arm != TORCH:
+        coded.compress_all_gather(net, level=arm)
+    return net, torch.optim.SGD(net.parameters(), lr=1e-3)
+
+
+def step(process, net_and_optimizer, losses):
+    net, optimizer = net_and_optimizer
+    generator = torch.Generator(process.device).manual_seed(len(losses))
+    width = net[0][0].in_features
+    x = torch.randn(64, width, generator=generator, device=process.device)
+    loss = net(x).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(float(loss.detach()))
+
+
+# ---- a run ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def environment(values):
+    """Variables that processes inherit."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def measure_link(run, link, told):
+    """Processes of one link, and what they found as rows of the CSV."""
+    with tempfile.TemporaryDirectory() as directory, environment(told):
+        found, store = Path(directory) / "found.json", str(Path(directory) / "store")
+        mp.spawn(work, (run.device.type, link, run.quick or not run.on_gpu, store, str(found)), nprocs=WORLD)
+        rows = json.loads(found.read_text())
+    for row in rows:
+        add(run, link, row)
+
+
+def add(run, link, row):
+    gbps, torch_gbps = (row["moved"] * 1e-9 / row[name] for name in ("seconds", "torch_s"))
+    is_wanted = run.is_judged and row["arm"] == AUTO and row["kind"] == WEIGHTS and row["call"] != FSDP
+    run.add(
+        case=f"{link}, {row['call']}, {row['kind']}",
+        arm=row["arm"],
+        rows=row["moved"] // 2048,
+        row_bytes=2048,
+        dtype=row["dtype"],
+        savings=row["savings"],
+        gbps=gbps,
+        ideal_gbps=torch_gbps / (1 - row["savings"]),
+        sms=None,
+        link=link,
+        call=row["call"],
+        mib=row["mib"],
+        ms=harness.four_digits(1e3 * row["seconds"]),
+        over_torch=harness.four_digits(row["torch_s"] / row["seconds"]),
+        **harness.judged(gbps, WANTED[link] * torch_gbps if is_wanted else None),
+    )
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("collectives", args, COLUMNS)
+    if run.on_gpu and torch.cuda.device_count() < WORLD:
+        run.failures.append(f"needs {WORLD} GPUs, torch sees {torch.cuda.device_count()}")
+        return run.finish()
+    run.scratch = None  # of this process, which measures nothing
+    for link, told in (LINKS if run.on_gpu else {GLOO: {"GLOO_SOCKET_IFNAME": "lo"}}).items():
+        with run.cell(link):
+            measure_link(run, link, told)
+    return run.finish(harness.missed(run.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
