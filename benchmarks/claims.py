@@ -373,6 +373,36 @@ def deltas_block(directory):
     return text and f"## Deltas of versions\n\n{text}"
 
 
+def collectives_table(directory):
+    """Collectives by link, call and tensor: torch's time, and how many times as fast the others are."""
+    rows = [row for row in charts.read(directory / "collectives.csv") if row["case"] != "device"]
+    if not rows:
+        return None
+    lines, arms = [], charts.in_order(row["arm"] for row in rows)
+    for case, dtype, mib in charts.in_order((row["case"], row["dtype"], row["mib"]) for row in rows):
+        own = {row["arm"]: row for row in rates(rows, case=case, dtype=dtype, mib=mib)}
+        link, call, kind = case.split(", ")
+        saved = max(row["savings"] for row in own.values())
+        texts = (_over_torch(own.get(arm)) for arm in arms[1:])
+        lines.append(
+            [link, f"`{call}`", f"{kind}, {dtype}", mib, percent(saved), charts.number(own[arms[0]]["ms"]), *texts]
+        )
+    heads = ["link", "call", "tensor", "MiB", "saved", f"{arms[0]}, ms", *(f"`{arm}`" for arm in arms[1:])]
+    return (
+        f"Two GPUs (`collectives.csv`: {caption(rows)}), calls in a row: torch's time, and how many times as fast "
+        "calls of ibp are, in brackets what is wanted where that is missed. `saved`: by messages, index and overflow "
+        "counted.\n\n" + markdown(heads, lines)
+    )
+
+
+def _over_torch(row):
+    if row is None:
+        return ""
+    times = float(row["over_torch"])
+    wanted = times * row["target_gbps"] / row["gbps"] if row["met"] == "no" else None
+    return f"{times:.2f}" + (f" ({wanted:.2f})" if wanted else "")
+
+
 CODED_CASES = ("normal 0.02", "normal 1", "citeseer", "sorted ids with runs", "dates", "strings")
 
 
@@ -1224,6 +1254,7 @@ PAGES = {
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
     "docs/codecs.md": {"choices": choose_table},
     "docs/deltas.md": {"deltas": deltas_table},
+    "docs/distributed.md": {"collectives": collectives_table},
     "docs/spill.md": {"spill": spill_table},
     "docs/checkpoints.md": {"checkpoints": checkpoints_table},
     "docs/reproduction.md": reproduction.BLOCKS,

@@ -13,6 +13,7 @@ from helpers import assert_same_bits
 from ibp._collectives import exchange, planning
 from ibp.distributed import Codec, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
 from test_distributed import Ranks, raised
+from test_several_gpus import gpus  # noqa: F401, a fixture
 
 LEVELS = ["default", "fast", "auto"]
 DTYPES = [
@@ -422,3 +423,117 @@ def test_a_rank_that_ends(tmp_path):
 def test_without_torch_distributed():
     with pytest.raises(RuntimeError, match="not initialised"):
         all_gather_into_tensor(torch.empty(2), torch.empty(1))
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------------------------
+
+NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
+
+
+@pytest.fixture(scope="module", params=["direct", "no peer access"])
+def nccl(request, gpus, tmp_path_factory):  # noqa: F811
+    """Two processes with a GPU each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in NO_PEERS.items() if request.param != "direct" else ():
+            patch.setenv(name, value)
+        ranks = Ranks(2, tmp_path_factory.mktemp("nccl"), backend="nccl")
+        yield ranks
+        ranks.end()
+
+
+def equal_to_torchs(rank, dtype, level, count):
+    """All calls, in order and with `wait()` later, from this stream and another."""
+    size, device = dist.get_world_size(), torch.device("cuda", rank)
+    xs = [tensor_of(other, dtype, count=count).to(device) for other in range(size)]
+    x, wanted = xs[rank], torch.cat(xs)
+    count -= count % size
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for is_async in (False, True):
+                out, told = poisoned(len(wanted), dtype).to(device), xs[rank].clone()
+                back = poisoned(count, dtype).to(device)
+                works = [
+                    all_gather_into_tensor(out, x, async_op=is_async, level=level),
+                    broadcast(told, 1, async_op=is_async, level=level),
+                    all_to_all_single(back, x[:count], async_op=is_async, level=level),
+                ]
+                for work in works if is_async else ():
+                    assert work.wait() and work.is_completed()
+                assert_same_bits(out.cpu(), wanted.cpu())
+                assert_same_bits(told.cpu(), xs[1].cpu())
+                assert_same_bits(back.cpu(), torch.cat([of[:count].chunk(size)[rank] for of in xs]).cpu())
+    whole = torch.zeros(size, len(x), dtype=dtype, device=device)
+    whole[rank] = x
+    all_gather_into_tensor(whole, whole[rank], level=level)
+    assert_same_bits(whole.view(-1).cpu(), wanted.cpu())
+    return [plan.codec is not None for kind, plan in planning.state_of(None).plans.items() if kind.level == level]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.bool], ids=str
+)
+def test_nccl(nccl, dtype):
+    for coded in nccl(equal_to_torchs, dtype, "default", 3_000_001):
+        assert any(coded)
+    nccl(equal_to_torchs, dtype, "auto", 3_000_001)
+
+
+def splits_on_gpus(rank):
+    size, device = dist.get_world_size(), torch.device("cuda", rank)
+    xs = [tensor_of(other, count=1000 * sum(parts_of(other, size))).view(-1, 1000).to(device) for other in range(size)]
+    wanted = torch.cat([x.split(parts_of(other, size))[rank] for other, x in enumerate(xs)])
+    out = torch.zeros_like(wanted)
+    all_to_all_single(
+        out, xs[rank], [parts_of(other, size)[rank] for other in range(size)], parts_of(rank, size), level="fast"
+    )
+    assert_same_bits(out.cpu(), wanted.cpu())
+    for _ in range(3):
+        if rank == 0:
+            send(xs[0], 1, level="default")
+        else:
+            got = torch.zeros_like(xs[0])
+            recv(got, 0, level="default")
+            assert_same_bits(got.cpu(), xs[0].cpu())
+
+
+def test_nccl_with_splits_and_from_rank_to_rank(nccl):
+    nccl(splits_on_gpus)
+
+
+def lose_on_gpus(rank):
+    exchange._has_warned = True
+    device, learned = torch.device("cuda", rank), Codec.learn(tensor_of(9))
+    codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
+    xs = [tensor_of(other, count=1_000_000, scale=1e20 if other == 0 else 0.02).to(device) for other in range(2)]
+    out, told, back = (
+        torch.zeros(2_000_000, dtype=torch.bfloat16, device=device),
+        xs[rank].clone(),
+        torch.zeros_like(xs[0]),
+    )
+    all_gather_into_tensor(out, xs[rank], codec=codec)
+    broadcast(told, 0, codec=codec)
+    all_to_all_single(back, xs[rank], codec=codec)
+    assert_same_bits(out.cpu(), torch.cat(xs).cpu())
+    assert_same_bits(told.cpu(), xs[0].cpu())
+    assert_same_bits(back.cpu(), torch.cat([x.chunk(2)[rank] for x in xs]).cpu())
+
+
+def test_nccl_sends_lost_rows_again(nccl):
+    nccl(lose_on_gpus)
+
+
+def capture(rank):
+    device, x = torch.device("cuda", rank), tensor_of(rank, count=1_000_000)
+    x, out = x.to(device), torch.zeros(2_000_000, dtype=x.dtype, device=device)
+    all_gather_into_tensor(out, x, level="default")  # makes the communicator
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_gather_into_tensor(out, x, level="default")
+    out.zero_()
+    graph.replay()
+    assert_same_bits(out.cpu(), torch.cat([tensor_of(other, count=1_000_000) for other in range(2)]))
+
+
+def test_a_graph_captures_torchs_own_call(nccl):
+    nccl(capture)

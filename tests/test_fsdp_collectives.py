@@ -1,14 +1,22 @@
 """FSDP2 whose all-gathers travel coded: the losses and weights are those of torch's own, bit for bit."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # here: the processes that are forked need not import it
 
+import ibp
 from helpers import assert_same_bits
 from ibp._collectives import planning
 from ibp.distributed import compress_all_gather
+from native import ROOT
+from test_collectives import nccl  # noqa: F401, a fixture
 from test_distributed import Ranks, raised
+from test_several_gpus import gpus  # noqa: F401, a fixture
 
 STEPS, WIDTH = 3, 96
 
@@ -79,3 +87,23 @@ def test_what_is_refused(ranks):
     for results in ranks(wrong):
         assert [name for name, _ in results] == ["ValueError", "ValueError"]
         assert "fully_shard" in results[0][1]
+
+
+@pytest.mark.slow
+def test_the_example():
+    """examples/fsdp_compressed.py, with gloo where there are not two GPUs."""
+    world = min(2, torch.cuda.device_count()) if ibp.cuda_is_available() else 2
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    command = [*launcher, str(ROOT / "examples" / "fsdp_compressed.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "the same bits: True" in done.stdout
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_losses_are_equal_with_nccl(nccl, dtype):  # noqa: F811
+    assert min(nccl(compare, "cuda", dtype)) > 0
