@@ -17,7 +17,7 @@ from ._lane import Lane
 from ._reserve import Reserve
 from ._states import ROW_BYTES, CodedState, Usage, Watch, free_overflow
 
-CHUNK_BYTES = 64 << 20
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 16 << 20, 128 << 20, 8  # if chunk_bytes is not given
 
 
 class _Job:
@@ -34,11 +34,12 @@ class _CodedStates(torch.optim.Adam):
 
     _step_supports_amp_scaling = True  # of a GradScaler, by torch's kernel
 
-    def _set_options(self, level: str, storage: str, chunk_bytes: int) -> None:
+    def _set_options(self, level: str, storage: str, chunk_bytes: int | None) -> None:
         check_level(level)
         check_storage(storage)
         self._level, self._storage = level, storage
-        self._chunk_bytes = whole_number("chunk_bytes", chunk_bytes, 2 * ROW_BYTES)
+        least = 2 * ROW_BYTES
+        self._chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes, least)
         self._forget()
 
     def _forget(self) -> None:
@@ -178,7 +179,11 @@ class _CodedStates(torch.optim.Adam):
 
     def _planned(self, params: list[torch.Tensor]) -> list[Chunk]:
         """Chunks of parameters, all of them made before the first is used, for the reserves to know of."""
-        return list(planned(params, self._chunk_bytes, self._level, self._reserves, self._storage == "host"))
+        chunk_bytes = self._chunk_bytes
+        if chunk_bytes is None:
+            held = sum(2 * param.nbytes for group in self.param_groups for param in group["params"])
+            chunk_bytes = max(_LEAST_CHUNK_BYTES, min(_MOST_CHUNK_BYTES, held // _CHUNKS))
+        return list(planned(params, chunk_bytes, self._level, self._reserves, self._storage == "host"))
 
     def _work(self, chunk: Chunk) -> Work:
         """Memory for a chunk's states, which all chunks of a device and dtype share."""
@@ -314,7 +319,8 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         foreach, fused: not used: steps are those of `fused=True`.
         level: "default", or "fast", which saves less and codes faster: see `ibp.compress`.
         storage: "device"; or "host": coded states are in pinned host memory, and the device has their index alone.
-        chunk_bytes: of the raw states of a chunk, at least 4,096. The device has as much memory to work in.
+        chunk_bytes: of the raw states of a chunk, at least 4,096; None: an eighth of the states', 16 to 128 MiB. As
+            much of each device's memory is taken to work in, and with storage="host" four times as much besides.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -336,7 +342,7 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         fused: bool | None = None,
         level: str = "default",
         storage: str = "device",
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
         self._set_options(level, storage, chunk_bytes)
         torch.optim.AdamW.__init__(
@@ -374,7 +380,7 @@ class Adam(_CodedStates):
         fused: bool | None = None,
         level: str = "default",
         storage: str = "device",
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int | None = None,
     ) -> None:
         self._set_options(level, storage, chunk_bytes)
         torch.optim.Adam.__init__(
