@@ -28,10 +28,10 @@ CLASSES, WAVES, NOISE = 10, 3, 0.3
 MEASURED_IMAGES, QUICK_MEASURED_IMAGES = 50, 2  # cDMA looks at 50
 LAYOUTS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
 WINDOW_BYTES = 4096  # of zlib
-MAX_WINDOWS, ROW_ELEMENTS, MAX_ROWS = 64, 1024, 2048  # of a layer, at most
+MAX_WINDOWS, ROW_ELEMENTS, MAX_ROWS = 32, 1024, 2048  # of a layer, at most
 CHECKPOINTS = 12  # at which densities are taken, besides the start; closer together at first
-RATIO_PROGRESS = (0.0, 0.1, 0.4, 1.0)  # of training, at which sizes are
-MAIN_LAYOUT = "NCHW"  # the only one before the end
+RATIO_PROGRESS = (0.0, 1.0)  # of training, at which sizes are
+MAIN_LAYOUT = "NCHW"  # the only one before the end, and in BF16
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Plan:
         return (nets.alexnet if self.net == "AlexNet" else nets.vgg16)(CLASSES, self.width, self.image)
 
 
-PLANS = (Plan("AlexNet", 224, 128, 400), Plan("VGG16", 224, 64, 160))
+PLANS = (Plan("AlexNet", 224, 128, 400), Plan("VGG16", 224, 64, 110))
 QUICK_PLANS = (Plan("AlexNet", 64, 8, 4, 0.05), Plan("VGG16", 32, 8, 3, 0.05))
 LEARNING_RATE, MOMENTUM, REDUCED_AT = 0.01, 0.9, (0.6, 0.85)  # where the rate becomes a tenth
 
@@ -240,7 +240,7 @@ class Record:
     def _add_ratios(self, same, output, layouts):
         share = density(output)
         for layout in layouts:
-            for dtype in (torch.float32, torch.bfloat16):
+            for dtype in (torch.float32, torch.bfloat16) if layout == MAIN_LAYOUT else (torch.float32,):
                 flat = in_layout(output, layout).to(dtype)
                 self.ratios.add(
                     **same,
