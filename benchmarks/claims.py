@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from . import charts, dlrm, gnn, gnn_cache, gnn_parallel, harness, ratio, reproduction, row_cache, scale
+from . import charts, choose, dlrm, gnn, gnn_cache, gnn_parallel, harness, ratio, reproduction, row_cache, scale
 
 ROWS = (256, 512, 1024, 2048, 4096, 16384, 65536)
 CAPTION_OF_MACHINE = "{gpu}, torch {torch}, CUDA {cuda}, commit {commit:.10}"
@@ -403,9 +403,6 @@ def _over_torch(row):
     return f"{times:.2f}" + (f" ({wanted:.2f})" if wanted else "")
 
 
-CODED_CASES = ("normal 0.02", "normal 1", "citeseer", "sorted ids with runs", "dates", "strings")
-
-
 def choose_table(directory):
     """Which coding wins over which link, what `ibp.choose` loses, and what every candidate takes on a few sets."""
     rows = charts.read(directory / "choose.csv")
@@ -433,7 +430,7 @@ def choose_table(directory):
 def _coded_cases(rows):
     """Bytes and rates of every candidate on a few sets."""
     arms, lines = charts.in_order(row["arm"] for row in rows), []
-    for case, dtype in charts.in_order((row["case"], row["dtype"]) for row in rows if row["case"] in CODED_CASES):
+    for case, dtype in charts.in_order((row["case"], row["dtype"]) for row in rows if row["case"] in choose.SHOWN):
         own = {row["arm"]: row for row in rates(rows, case=case, dtype=dtype)}
         lines.append([f"{case}, {dtype}", *(_coded(own.get(arm)) for arm in arms)])
     return (

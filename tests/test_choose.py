@@ -144,8 +144,8 @@ def test_what_is_beaten():
         return choice._Candidate("zstd", "default", None, [choice._Timed(100, stored_bytes, encode_s, decode_s)])
 
     one = candidate(50, 1.0, 1.0)
-    assert candidate(50, 2.0, 2.0).is_beaten_by(one) and candidate(60, 1.3, 1.3).is_beaten_by(one)
-    assert not any(candidate(*worse).is_beaten_by(one) for worse in ((49, 2.0, 2.0), (60, 0.9, 2.0), (60, 1.2, 2.0)))
+    assert candidate(50, 4.0, 4.0).is_beaten_by(one) and candidate(60, 5.0, 5.0).is_beaten_by(one)
+    assert not any(candidate(*worse).is_beaten_by(one) for worse in ((49, 9.0, 9.0), (60, 3.0, 9.0), (60, 9.0, 3.0)))
     assert not one.is_beaten_by(one)
 
 

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -26,8 +26,10 @@ _GPU_SAMPLE_BYTES = 128 << 20  # more than a GPU's cache holds
 _CPU_SAMPLE_BYTES, _CPU_THREAD_BYTES = 8 << 20, 4 << 20  # at least; for each thread, which codes blocks of 2 MiB
 _PIECE_BYTES = 4 << 20  # of the tensor in one piece: general codecs look back so far
 _SHORT_SHARE = 4  # of the sample: the part that says what a call costs besides its bytes
-_BEATEN = 1.25  # times the seconds of another one
+_BEATEN = 4.0  # times the seconds of another one: short parts count what a call costs more than the whole does
 _BUDGET_S, _MOST_REPEATS = 4e-3, 9  # of a measurement
+_LONG_S = 1.0  # of a call that is timed once
+_Result = TypeVar("_Result")
 _ROWS = (("planes", "default"), ("planes", "fast"), ("ibp", "default"))  # schemes with codebooks, and levels
 
 
@@ -173,7 +175,7 @@ class _Candidate:
     timed: list[_Timed]
 
     def is_beaten_by(self, other: _Candidate) -> bool:
-        """Whether another one is better over every link, beyond what the clock leaves open."""
+        """Whether another one is far better over every link."""
         mine, its = self.timed[-1], other.timed[-1]
         return (
             its.stored_bytes <= mine.stored_bytes
@@ -245,9 +247,9 @@ class _Timed(NamedTuple):
         def code() -> CompressedTensor | WholeTensor:
             return compress(x, **arguments, device=x.device, pin_memory=False)
 
-        table, out = code(), torch.empty_like(x)
-        encode_s = _seconds(code, x.device)
-        decode_s = _seconds(lambda: decompress(table, out=out), x.device)
+        table, encode_s = _timed(code, x.device)
+        out = torch.empty_like(x)
+        _, decode_s = _timed(lambda: decompress(table, out=out), x.device)
         return cls(x.nbytes, moved_bytes(table, rows), encode_s, decode_s)
 
 
@@ -258,18 +260,22 @@ def moved_bytes(table: CompressedTensor | WholeTensor, rows: bool) -> int:
     return (table.link_bytes if rows else table.stored_bytes) + table.index_bytes
 
 
-def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Median of the seconds until a call's work is done; the first calls, which make what is kept, are not counted."""
-    _once(call, device)
-    repeats = max(1, min(_MOST_REPEATS, int(_BUDGET_S / _once(call, device))))
-    return statistics.median(_once(call, device) for _ in range(repeats))
+def _timed(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
+    """(what a call returns, median of the seconds until its work is done). The first one, which makes what is kept for
+    later ones, counts only where it is long."""
+    result, first = _once(call, device)
+    if first > _LONG_S:
+        return result, first
+    _, second = _once(call, device)
+    repeats = min(_MOST_REPEATS, int(_BUDGET_S / second)) - 1
+    return result, statistics.median([second, *(_once(call, device)[1] for _ in range(repeats))])
 
 
-def _once(call: Callable[[], object], device: torch.device) -> float:
+def _once(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
-    call()
+    result = call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return max(time.perf_counter() - start, 1e-9)
+    return result, max(time.perf_counter() - start, 1e-9)

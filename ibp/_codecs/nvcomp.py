@@ -100,7 +100,7 @@ class NvComp(Codec):
             coder = self.coder(worker, options)
             for part in data.split(block_bytes):
                 near = aligned(_staging.to_device(part, worker))
-                coded = coder.encode(near)
+                coded = coder.encode(near, coder.room(near))
                 pieces.append(_padded(coded) if coded.numel() + _ALIGNMENT < near.numel() else near.clone())
                 on_bytes(part.numel())
         return pieces
@@ -157,13 +157,18 @@ class Coder:
         coding = self._codec.compression_config(num_bytes)
         return coding, self._codec.decompression_config(coding)
 
-    def encode(self, data: torch.Tensor) -> torch.Tensor:
-        """Bytes coded, at the beginning of memory that has room for the worst. Waits for the size."""
+    def room(self, data: torch.Tensor) -> torch.Tensor:
+        """Memory for whatever bytes become, coded."""
+        most = self._codec.get_max_comp_buffer_size(self._array(data.view(self._words)))
+        return torch.empty(most, dtype=torch.uint8, device=data.device)
+
+    def encode(self, data: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """Bytes coded, at the beginning of the room. Waits for their size."""
         with self._lock:
             coding, _ = self._configuration(data.numel())
-            coded = self._codec.encode(self._array(data.view(self._words)), compression_config=coding)
-            size = coded.buffer_size
-        return torch.as_tensor(coded, device=data.device).view(torch.uint8).reshape(-1)[:size]
+            out = self._array(room)  # of which nvCOMP notes the size; of a tensor it does not
+            self._codec.encode(self._array(data.view(self._words)), out=out, compression_config=coding)
+            return room[: out.buffer_size]
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> None:
         """Fills out from what the same codec has coded. Waits for nothing."""
@@ -182,8 +187,10 @@ def aligned(data: torch.Tensor) -> torch.Tensor:
 
 def _padded(coded: torch.Tensor) -> torch.Tensor:
     """The coded bytes in memory of their size, with zeros up to a multiple of the alignment."""
-    padded = torch.zeros(-(-coded.numel() // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=coded.device)
-    padded[: coded.numel()] = coded
+    size = coded.numel()
+    padded = torch.empty(-(-size // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=coded.device)
+    padded[:size] = coded
+    padded[size:] = 0
     return padded
 
 
