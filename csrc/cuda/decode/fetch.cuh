@@ -269,20 +269,28 @@ template <class Decoder> struct Fetch {
     {
         return G::kPerWarp == 1 ? k * G::kThreads + G::rank() : (k * kWarp + lane_id()) % kRowVectors;
     }
-    // The vectors of a row, in its slot and behind it.
+    // The vectors of a row, in its slot and behind it, in the order in which they are fetched: that of the row; or, where
+    // not all of them can be on their way, those in overflow first, which may have to come from far away.
     struct Pieces {
-        const uint4 *from, *rest;
-        uint32_t in_slot;
+        const uint4 *first, *then;
+        uint32_t num_first, skipped; // skipped: vectors of the row that come before the first ones
 
-        __device__ __forceinline__ uint4 vector(uint32_t k) const { return (k < in_slot ? from : rest)[k]; }
+        __device__ __forceinline__ uint4 vector(uint32_t k) const { return (k < num_first ? first : then)[k]; }
+        __device__ __forceinline__ uint32_t place(uint32_t k) const
+        {
+            return skipped == 0u ? k : k < num_first ? k + skipped : k - num_first;
+        }
     };
-    __device__ __forceinline__ Pieces pieces_of(const Entry &entry, uint32_t i) const
+    __device__ __forceinline__ Pieces pieces_of(const Entry &entry, uint32_t i, uint32_t num_vectors) const
     {
         const auto *const from = reinterpret_cast<const uint4 *>(
             __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(entry.from)), i));
         const uint32_t in_slot = table.slot_bytes / 16u, rest = __shfl_sync(kAllLanes, entry.rest, i);
-        const auto *const overflow = reinterpret_cast<const uint4 *>(table.overflow);
-        return {from, rest == kNoRest ? from : overflow + (static_cast<int64_t>(rest) - in_slot), in_slot};
+        if (rest == kNoRest) return {from, from, 0, 0};
+        const auto *const overflow = reinterpret_cast<const uint4 *>(table.overflow) + rest;
+        if (G::kPerWarp > 1 || num_vectors <= kRowVectors) return {from, overflow - in_slot, in_slot, 0};
+        const uint32_t behind = num_vectors - in_slot;
+        return {overflow, from - behind, behind, in_slot};
     }
 
     // Issues the loads of the rows that the lanes from i on have looked up. By all lanes of a warp together.
@@ -294,7 +302,7 @@ template <class Decoder> struct Fetch {
         for (uint32_t k = 0; k < kVectors; k++) {
             if (G::kPerWarp > 1 || k == 0) {
                 num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i + row_in_warp(k)));
-                pieces = pieces_of(entry, i + row_in_warp(k));
+                pieces = pieces_of(entry, i + row_in_warp(k), num_vectors);
             }
             if (vector_of(k) < num_vectors) vectors[k] = pieces.vector(vector_of(k));
         }
@@ -305,6 +313,7 @@ template <class Decoder> struct Fetch {
     __device__ __forceinline__ void receive(const Row &row, const Entry &entry, uint32_t i,
                                             const uint4 (&vectors)[kVectors]) const
     {
+        if (G::kPerWarp == 1 && vectors_in(row.what) > kRowVectors) return receive_long(row, entry, i, vectors);
         const uint32_t first_group = G::in_block() / G::kPerWarp * G::kPerWarp;
         const auto what_of_row = [&](uint32_t k) {
             return G::kPerWarp == 1 ? row.what : __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
@@ -326,12 +335,28 @@ template <class Decoder> struct Fetch {
                     reinterpret_cast<uint4 *>(is_raw(what) ? dst : staged(k))[vector_of(k)] = vectors[k];
             }
         }
+        if (G::kPerWarp > 1) receive_rest(row, entry, i);
+    }
+    // Fetches the vectors of rows for which there was no room.
+    __device__ __forceinline__ void receive_rest(const Row &row, const Entry &entry, uint32_t i) const
+    {
         const uint32_t num_vectors = vectors_in(row.what);
         if (!G::any(num_vectors > kRowVectors)) return;
-        const Pieces pieces = pieces_of(entry, i + in_warp());
+        const Pieces pieces = pieces_of(entry, i + in_warp(), num_vectors);
         uint4 *const to = reinterpret_cast<uint4 *>(is_raw(row.what) ? row.dst : stage.bytes());
 #pragma unroll 8
-        for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads) to[k] = pieces.vector(k);
+        for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads)
+            to[pieces.place(k)] = pieces.vector(k);
+    }
+    // Likewise all of a row for which there is not enough room, of a whole warp or several.
+    __device__ __forceinline__ void receive_long(const Row &row, const Entry &entry, uint32_t i,
+                                                 const uint4 (&vectors)[kVectors]) const
+    {
+        const Pieces pieces = pieces_of(entry, i, vectors_in(row.what));
+        uint4 *const to = reinterpret_cast<uint4 *>(is_raw(row.what) ? row.dst : stage.bytes());
+#pragma unroll
+        for (uint32_t k = 0; k < kVectors; k++) to[pieces.place(vector_of(k))] = vectors[k];
+        receive_rest(row, entry, i);
     }
     // Which of the warp's rows is the group's.
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
