@@ -2,7 +2,7 @@
 
     python -m benchmarks.spill [--out DIR] [--device cpu] [--quick]
 
-Tables of 256 MiB in device memory, of which a share of the rows is noise, which leaves its slot: `decode` of the whole
+Tables of 1 GiB in device memory, of which a share of the rows is noise, which leaves its slot: `decode` of the whole
 table and `index_select` of half of its rows in random order, `device only`, with overflow on the GPU too, and
 `spilled`, with overflow in host memory; `update_` of every 16th row. Slots are those that the other rows fit, or of a
 target ratio, which real sets have too. `pages`: loads from an `ibp.KVStore` of keys, with slots for 99.9 % of the rows,
@@ -27,7 +27,7 @@ COLUMNS = (
     *("target", "slot_bytes", "spilled", "predicted_spilled", "spilled_bytes", "device_bytes", "host_bytes"),
     *harness.TARGET_COLUMNS,
 )
-TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, inputs.MIB
+TABLE_BYTES, SMALL_TABLE_BYTES, QUICK_TABLE_BYTES = 1024 * inputs.MIB, 256 * inputs.MIB, inputs.MIB
 DEVICE, SPILLED = "device only", "spilled"
 DECODE, SELECT, UPDATE = "decode", "index_select", "update_"
 SHARES, FEW_SHARES = (0.0, 0.05, 0.1, 0.2, 0.3), (0.0, 0.2)
@@ -45,8 +45,10 @@ def ids_in_runs(rows, columns, device):
     return torch.randint(1 << 20, (rows, columns), device=device).sort(1).values
 
 
+SMALL = ", 256 MiB"  # at the end of a case's name
 CASES = (  # name, level, dtype, columns, maker, shares of noise, target ratios
     ("normal 0.02", "default", BF16, 1024, families.weights, SHARES, RATIOS),
+    ("normal 0.02" + SMALL, "default", BF16, 1024, families.weights, SHARES, ()),
     ("normal 0.02, fast", "fast", BF16, 1024, families.weights, SHARES, ()),
     ("normal 1", "default", FP32, 512, families.normal, FEW_SHARES, (4 / 3,)),
     ("half zeros", "default", BF16, 1024, families.masked, FEW_SHARES, (2.0,)),
@@ -150,8 +152,9 @@ def link_seconds(num_bytes):
 
 
 def measure_kinds(run, cases):
-    num_bytes = QUICK_TABLE_BYTES if run.quick else TABLE_BYTES
     for name, level, dtype, columns, make, shares, ratios in cases:
+        num_bytes = SMALL_TABLE_BYTES if name.endswith(SMALL) else TABLE_BYTES
+        num_bytes = QUICK_TABLE_BYTES if run.quick else num_bytes
         with run.cell(f"{name} {harness.dtype_name(dtype)}"):
             case = Case(run, name, make(num_bytes // (columns * dtype.itemsize), columns, run.device).to(dtype), level)
             slot_bytes = fitting(case)
@@ -168,7 +171,7 @@ def fitting(case):
 
 
 def measure_real(run, data):
-    num_bytes = QUICK_TABLE_BYTES if run.quick else TABLE_BYTES
+    num_bytes = QUICK_TABLE_BYTES if run.quick else SMALL_TABLE_BYTES
     for name, rows in inputs.real_sets(data):
         if name not in REAL:
             continue

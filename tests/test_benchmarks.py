@@ -638,7 +638,7 @@ def small(monkeypatch):
     monkeypatch.setattr(compress, "SETS", compress.SETS[:1])
     monkeypatch.setattr(encode_into, "CASES", encode_into.CASES[:2])
     monkeypatch.setattr(activations, "QUICK_CASES", activations.QUICK_CASES[1:])
-    monkeypatch.setattr(spill, "CASES", spill.CASES[2:3])
+    monkeypatch.setattr(spill, "CASES", spill.CASES[3:4])
     monkeypatch.setattr(compress, "SMALL_ELEMENTS", (64, 1000))
     monkeypatch.setattr(adamw, "MODELS", {name: adamw.MODELS[name] for name in ("one tensor", "embedding, 1 % alive")})
     yield
