@@ -188,6 +188,12 @@ def test_subclasses_and_sparse_tensors_stay():
     assert offload.stats.coded_bytes == 0
 
 
+def test_repr_says_what_was_saved():
+    offload = offload_on(CPU)
+    assert_comes_back(offload, halves((5000,), torch.float32), torch.ones(3))
+    assert "2 tensors saved, 0 of them again; bytes kept 12, coded 20,000, raw 0" in repr(offload)
+
+
 # ---- what is saved once ----
 
 

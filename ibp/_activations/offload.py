@@ -99,7 +99,16 @@ class ActivationOffload:
     ) -> None:
         self._contexts.pop().__exit__(kind, error, trace)
 
+    def __repr__(self) -> str:
+        stats = self.stats
+        return (
+            f"ibp.ActivationOffload: {stats.tensors:,} tensors saved, {stats.shared:,} of them again; bytes kept "
+            f"{stats.kept_bytes:,}, coded {stats.coded_bytes:,}, raw {stats.raw_bytes:,}; sent {stats.sent_bytes:,}, "
+            f"coded on the device {stats.device_bytes:,}"
+        )
+
     def reset_stats(self) -> None:
+        """Counts from zero again."""
         self.stats = ActivationStats()
 
     def release(self) -> None:
