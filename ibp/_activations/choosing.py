@@ -8,11 +8,12 @@ import torch
 
 from .. import _calibration
 from . import coding, planning
-from .planning import CODED, DEVICE, KEEP, RAW, Link, Recorder
+from .planning import CODED, DEVICE, HOLD, KEEP, RAW, Link, Recorder
 
 _LEAST_SAVED = 0.05  # of the bytes; less is not worth coding
 _CHANGED = 0.1  # of the bytes that a pass saves: then the plan is made anew
-_LEARNING, _MEASURING, _PLANNED = range(3)
+_HELD = 1.1  # bytes of free device memory for each saved byte, with which a pass is measured that sends nothing
+_LEARNING, _SETTLING, _MEASURING, _PLANNED = range(4)
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,15 @@ class Budget:
 
 
 class Chooser:
-    """Learns in the first pass, measures in the second where there is a budget, and then follows its plan."""
+    """Learns in the first pass. Where there is a budget it measures the third, when the allocator has what the second
+    needed, and then follows its plan."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._recipes: dict[tuple[int, torch.dtype, torch.device], tuple[coding.Recipe | None, int]] = {}
         self._plans: dict[tuple[int, torch.device], str] = {}
         self._phase, self._planned_bytes, self._next_plan = _LEARNING, 0, 0
+        self._holds = False
 
     @property
     def is_measuring(self) -> bool:
@@ -48,6 +51,8 @@ class Chooser:
     ) -> tuple[str, coding.Recipe | None]:
         """(mode, recipe) of a region that is the number-th of its pass, uint8 [num_bytes] of elements of dtype."""
         recipe = self._recipe(number, data, dtype, passes) if self._budget.coded else None
+        if self._holds and data.is_cuda:
+            return HOLD, recipe
         mode = self._plans.get((number, data.device)) if self._phase == _PLANNED else None
         if mode is None or (recipe is None and mode in (CODED, DEVICE)):
             mode = self._unbounded(recipe, data.device)
@@ -79,6 +84,8 @@ class Chooser:
         if not self._budget.is_bounded:
             return
         if self._phase == _LEARNING:
+            self._settle(num_bytes)
+        elif self._phase == _SETTLING:
             self._phase = _MEASURING
         elif self._phase == _MEASURING and any(recorder.uses for recorder in recorders.values()):
             self._plans = {}
@@ -86,9 +93,16 @@ class Chooser:
                 if recorder.uses:
                     self._plan(device, recorder)
             self._phase, self._planned_bytes, self._next_plan = _PLANNED, num_bytes, 2 * passes
+            self._holds = False
         elif self._phase == _PLANNED and passes >= self._next_plan:
             if abs(num_bytes - self._planned_bytes) > _CHANGED * self._planned_bytes:
-                self._phase = _MEASURING
+                self._settle(num_bytes)
+
+    def _settle(self, num_bytes: int) -> None:
+        """Before a pass is measured: without copies, which the host would wait for, if there is memory for that."""
+        self._phase = _SETTLING
+        free = [_free_bytes(index) for index in range(torch.cuda.device_count()) if torch.cuda.is_initialized()]
+        self._holds = bool(free) and min(free) > _HELD * num_bytes
 
     def _plan(self, device: torch.device, recorder: Recorder) -> None:
         timeline, numbers = recorder.timeline()
@@ -102,3 +116,11 @@ class Chooser:
             return None
         machine = _calibration.in_force(device)
         return Link(machine.copy_out_gbps, machine.copy_in_gbps, self._budget.window_bytes)
+
+
+def _free_bytes(index: int) -> int:
+    """Of a CUDA device's memory, what nobody has and what torch's allocator has to give."""
+    if not torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
+        return 2**63 - 1
+    free, _ = torch.cuda.mem_get_info(index)
+    return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)

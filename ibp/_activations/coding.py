@@ -14,6 +14,7 @@ ROW_BYTES = 4096
 COUNTERS_BYTES = 64  # bytes of overflow in use; rows spilled and lost; 4 of a fault; 1 more: int64
 _ALIGNMENT = 64  # of overflow
 _SAMPLE_BYTES = 1 << 20
+_GOLDEN = 0.6180339887498949  # multiples of it are spread evenly over [0, 1) whatever their number
 _FIRST_MARGIN, _MARGIN = 1 / 32, 1 / 64  # of room, over what a sample took, and over what was needed
 _LEAST_OF_ROOM = 0.96  # that is needed; below, room is made smaller
 _SPARE_BYTES = 4096
@@ -78,7 +79,7 @@ def _parts(memory: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, ...]:
     """(counters, bases, lengths, overflow), of which the last may be shorter than it was."""
     rows = num_rows(num_bytes)
     bases_end = COUNTERS_BYTES + 8 * rows
-    counters, bases = memory[:bases_end].view(torch.int64).split((COUNTERS_BYTES // 8, rows))
+    counters, bases = torch.split_with_sizes(memory[:bases_end].view(torch.int64), (COUNTERS_BYTES // 8, rows))
     lengths = memory[bases_end : bases_end + 2 * rows].view(torch.uint16)
     return counters, bases, lengths, memory[index_bytes(num_bytes) :]
 
@@ -88,7 +89,7 @@ def encode(data: torch.Tensor, recipe: Recipe, memory: torch.Tensor) -> None:
     counters, bases, lengths, overflow = _parts(memory, data.numel())
     counters.zero_()
     bases.fill_(-1)
-    used, counts, fault, _ = counters.split((1, 2, 4, 1))
+    used, counts, fault, _ = torch.split_with_sizes(counters, (1, 2, 4, 1))
     words, none = recipe.codebook.words(data.device), memory[:0]
     torch.ops.ibp.encode_into.default(
         *(none, overflow, lengths, bases, words, recipe.codec, 0, 0, lengths.numel(), ROW_BYTES),
@@ -115,9 +116,8 @@ def learn(data: torch.Tensor, dtype: torch.dtype) -> Recipe | None:
     total = data.numel() // ROW_BYTES
     if total == 0:
         return None
-    count = min(total, _SAMPLE_BYTES // ROW_BYTES)
-    places = torch.arange(count, device=data.device) * total // count
-    rows = data[: total * ROW_BYTES].view(total, ROW_BYTES)[places]
+    rows = data[: total * ROW_BYTES].view(total, ROW_BYTES)[_places(total, data.device)]
+    count = len(rows)
     geometry = _rows.Geometry(torch.Size((count, ROW_BYTES // dtype.itemsize)), dtype, ROW_BYTES)
     request = Request(rows.view(-1), geometry, data.device, slot_bytes=0, codes_invariant=True)
     codebook = _choice.learn("planes", request)
@@ -125,6 +125,14 @@ def learn(data: torch.Tensor, dtype: torch.dtype) -> Recipe | None:
         return None
     share = stored_share(rows.view(-1), codebook)
     return Recipe(codebook, share) if share < 1 else None
+
+
+def _places(total: int, device: torch.device) -> torch.Tensor:
+    """Rows for a sample of so many: one of each of equal parts, at places that differ from part to part. At equal
+    distances they could all be the same part of an image."""
+    count = min(total, _SAMPLE_BYTES // ROW_BYTES)
+    parts = torch.arange(count, dtype=torch.float64)
+    return ((parts + parts * _GOLDEN % 1) * (total / count)).long().clamp_(max=total - 1).to(device)
 
 
 def stored_share(rows: torch.Tensor, codebook: AnyCodebook) -> float:

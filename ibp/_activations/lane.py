@@ -68,7 +68,8 @@ class Lane:
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.buffers = HostBuffers()
         self.coming_bytes = 0
-        self._leaving: deque[weakref.ref[Region]] = deque()
+        self._leaving: deque[tuple[weakref.ref[Region], int]] = deque()
+        self._leaving_bytes = 0
 
     # ---- from the device ----
 
@@ -92,22 +93,22 @@ class Lane:
         self._copy_out(region, region.counters, region.memory[: coding.COUNTERS_BYTES])
 
     def _copy_out(self, region: Region, to: torch.Tensor, source: torch.Tensor) -> None:
-        self.out.wait_stream(torch.cuda.current_stream(self.device))
+        assert region.memory is not None and region.stream is not None
+        self.out.wait_stream(region.stream)
         with torch.cuda.stream(self.out):
             to.copy_(source, non_blocking=True)
         region.sent = self.out.record_event()
-        self._leaving.append(weakref.ref(region))
+        self._leaving.append((weakref.ref(region), region.memory.numel()))
+        self._leaving_bytes += region.memory.numel()
 
     def make_room(self, num_bytes: int) -> None:
         """Waits until so many more bytes fit the window, and frees the memory of what has left."""
-        alive = deque(region for of in self._leaving if (region := of()) is not None and region.memory is not None)
-        held = sum(region.memory.numel() for region in alive if region.memory is not None)
-        while alive and held + num_bytes > self.window_bytes:
-            region = alive.popleft()
-            assert region.memory is not None
-            held -= region.memory.numel()
-            self._settle(region)
-        self._leaving = deque(map(weakref.ref, alive))
+        while self._leaving and self._leaving_bytes + num_bytes > self.window_bytes:
+            of, held = self._leaving.popleft()
+            self._leaving_bytes -= held
+            region = of()
+            if region is not None:
+                self._settle(region)
 
     def _settle(self, region: Region) -> None:
         """Frees the memory of a region that is elsewhere by now; where that has no room for all of it, the memory

@@ -19,7 +19,7 @@ from .choosing import Budget, Chooser
 from .faults import Faults
 from .lane import Lane
 from .passes import Order, Pass
-from .planning import DEVICE, KEEP
+from .planning import DEVICE, HOLD, KEEP
 from .region import Region
 
 LEAST_BYTES = 64 << 10
@@ -124,13 +124,15 @@ class ActivationOffload:
     # ---- hooks ----
 
     def _pack(self, x: torch.Tensor) -> spans.Kept | _Saved:
-        with self._lock, torch.no_grad():
+        with self._lock:
             self.stats.tensors += 1
-            found = self._save(x) if self._is_offloaded(x) else None
-            if found is None:
-                self.stats.kept_bytes += x.numel() * x.element_size()
-                return spans.Kept.of(x)
-            return found
+            if self._is_offloaded(x):
+                with torch.no_grad():
+                    found = self._save(x)
+                if found is not None:
+                    return found
+            self.stats.kept_bytes += x.numel() * x.element_size()
+            return spans.Kept.of(x)
 
     def _unpack(self, saved: spans.Kept | _Saved) -> torch.Tensor:
         if isinstance(saved, spans.Kept):
@@ -196,7 +198,7 @@ class ActivationOffload:
         """Codes a region, and sends it where it belongs."""
         lane, notes = region.lane, self._pass.recorder(x.device)
         watch = None if notes is None else planning.Stopwatch(x.device)
-        if lane is not None:
+        if lane is not None and mode != HOLD:
             lane.make_room(region.num_bytes)
         if watch is not None:
             watch.mark()
@@ -215,6 +217,8 @@ class ActivationOffload:
 
     def _move(self, region: Region, mode: str) -> None:
         lane = region.lane
+        if mode == HOLD:
+            return
         if lane is None:
             self.stats.device_bytes += region.trim()
         elif mode == DEVICE:
@@ -275,8 +279,8 @@ def offload_activations(
             loss.backward()
             ...
 
-    Bytes that several operations save leave once. Parameters, views of them and small tensors stay. With a budget all
-    others leave in the first two passes, in which sizes and times are measured; then a plan says which ones do.
+    Bytes that several operations save leave once. Parameters, views of them and small tensors stay. With a budget the
+    first three passes measure sizes and times; then a plan says which tensors leave.
 
     Args:
         to: "host": pinned host memory; "device": coded tensors stay on the device.

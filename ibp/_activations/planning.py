@@ -1,4 +1,5 @@
-"""Which activations leave under a budget: decided by a timeline of one step, measured while all of them leave.
+"""Which activations leave under a budget: decided by a timeline of one step, measured while all of
+them are coded and stay, or, where there is no memory for that, leave.
 
 The step is predicted for a plan as it would run: the device computes, codes and decodes in turn, each way of the link
 copies in turn, and both windows are bounded. Candidates go by what freeing a byte costs, with the link's time weighted
@@ -16,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"  # as it is, coded on the device; on the host
+HOLD = "hold"  # coded on the device, all of its memory: for a step that is measured
 _PRICES = (0.0, 0.3, 1.0, 3.0, 10.0)  # of the link's time, in the device's
 _ROUNDING = 1e-9  # of sums, as a share
 _MOST_PARTS = 128  # of a step, that are tried one by one
