@@ -54,8 +54,10 @@ def train(torchs, ours, optimizers, steps, scale=1.0):
         check_same(torchs, ours)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("mode, dtype", [*(("AdamW", dtype) for dtype in DTYPES), ("Adam", torch.float32)], ids=str)
 def test_same_bits(mode, dtype):
     """Of all dtypes, over chunks that cut parameters anywhere."""
     torchs, ours = parameters(dtype), parameters(dtype)
@@ -153,6 +155,49 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
         train(torchs, ours, optimizers, range(5, 18))
     check_states(*optimizers)
     assert all(usage.savings > 0 for usage in optimizers[1].memory().values())
+
+
+@pytest.fixture
+def mesh():
+    """One process that is a mesh by itself."""
+    tensors = pytest.importorskip("torch.distributed.tensor")
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("torch has no gloo")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield tensors, torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_sharded_parameters(mesh):
+    """DTensors, as FSDP2 makes them: the same bits, states that torch loads and that come back."""
+    tensors, cpu = mesh
+    plain = parameters(shapes=[(300, 70), (70,)])
+    torchs, ours, others = (
+        [torch.nn.Parameter(tensors.distribute_tensor(p.detach().clone(), cpu, [tensors.Shard(0)])) for p in plain]
+        for _ in "abc"
+    )
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=40_000)
+    for number in range(4):
+        give_gradients(plain, number)
+        for params in (torchs, ours):
+            for param, of in zip(params, plain):
+                param.grad = None if of.grad is None else tensors.distribute_tensor(of.grad, cpu, [tensors.Shard(0)])
+        for optimizer in optimizers:
+            optimizer.step()
+        check_same([p.to_local() for p in torchs], [p.to_local() for p in ours])
+    loaded = ibp.optim.AdamW(others)
+    loaded.load_state_dict(optimizers[0].state_dict())
+    for optimizer in (optimizers[1], loaded):
+        for number, wanted in optimizers[0].state_dict()["state"].items():
+            found = optimizer.state_dict()["state"][number]
+            assert isinstance(found["exp_avg"], tensors.DTensor)
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert_same_bits(found[name].to_local(), wanted[name].to_local())
+    plain_state = ibp.optim.AdamW(plain)
+    with pytest.raises(ValueError, match="spread as the parameter"):
+        plain_state.load_state_dict(optimizers[1].state_dict())
 
 
 def test_damaged_states_are_seen():

@@ -23,7 +23,7 @@ class Work(NamedTuple):
 
 class Piece(NamedTuple):
     """Elements start to stop of a parameter, in the order of its memory, or all of it; in the chunk they begin at
-    `offset`."""
+    `offset`. Of a DTensor this process's part is meant."""
 
     param: torch.Tensor
     start: int
@@ -33,12 +33,14 @@ class Piece(NamedTuple):
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The piece of a tensor in the parameter's layout: all of it, or a 1-D view."""
-        return tensor if self.is_whole else flat(tensor)[self.start : self.stop]
+        own = local(tensor)
+        return own if self.is_whole else flat(own)[self.start : self.stop]
 
     def within(self, states: torch.Tensor) -> torch.Tensor:
         """The piece of a chunk's states, laid out as `of` lays out the parameter."""
         if self.is_whole:
-            return states.as_strided(self.param.shape, self.param.stride(), states.storage_offset() + self.offset)
+            like = local(self.param)
+            return states.as_strided(like.shape, like.stride(), states.storage_offset() + self.offset)
         return states[self.offset : self.offset + self.stop - self.start]
 
 
@@ -48,7 +50,7 @@ class Chunk:
     def __init__(
         self, pieces: list[Piece], num_elements: int, level: str, reserve: Reserve | None, pinned: bool
     ) -> None:
-        first = pieces[0].param
+        first = local(pieces[0].param)
         self.pieces, self.num_elements = pieces, num_elements
         self.dtype, self.device = first.dtype, first.device
         num_rows = num_elements * self.dtype.itemsize // ROW_BYTES
@@ -84,7 +86,7 @@ def planned(
     the parameters are on a GPU."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for param in params:
-        kinds.setdefault((param.device, param.dtype), []).append(param)
+        kinds.setdefault((local(param).device, param.dtype), []).append(param)
     for (device, dtype), alike in kinds.items():
         reserve = reserves.setdefault(device, Reserve()) if device.type == "cuda" else None
         options = level, reserve, pinned and reserve is not None
@@ -93,17 +95,22 @@ def planned(
         pieces: list[Piece] = []
         end = 0
         for param in alike:
-            start = 0
-            while start < param.numel():
+            start, length = 0, local(param).numel()
+            while start < length:
                 if end == most:
                     yield Chunk(pieces, end, *options)
                     pieces, end = [], 0
-                stop = min(param.numel(), start + most - end)
-                pieces.append(Piece(param, start, stop, end, stop - start == param.numel()))
+                stop = min(length, start + most - end)
+                pieces.append(Piece(param, start, stop, end, stop - start == length))
                 end += -(-(stop - start) // row_elements) * row_elements
                 start = stop
         if pieces:
             yield Chunk(pieces, end, *options)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or this process's part of a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from .._arguments import whole_number
 from .._kv.sizes import check_storage
 from .._schemes.planes.learning import check_level
-from ._chunks import NAMES, Chunk, Work, planned
+from ._chunks import NAMES, Chunk, Piece, Work, local, planned
 from ._lane import Lane
 from ._reserve import Reserve
 from ._states import ROW_BYTES, CodedState, Usage, Watch, free_overflow
@@ -56,7 +56,7 @@ class _CodedStates(torch.optim.Adam):
         """Adds parameters with options of their own, as torch's.
 
         Raises:
-            TypeError: one is no tensor of torch of 2, 4 or 8 bytes an element, or is a DTensor.
+            TypeError: one is not of floating-point elements of 2, 4 or 8 bytes.
             ValueError: one overlaps itself or has gaps, or an option is none that is offered.
         """
         super().add_param_group(param_group)
@@ -181,7 +181,7 @@ class _CodedStates(torch.optim.Adam):
         """Chunks of parameters, all of them made before the first is used, for the reserves to know of."""
         chunk_bytes = self._chunk_bytes
         if chunk_bytes is None:
-            held = sum(2 * param.nbytes for group in self.param_groups for param in group["params"])
+            held = sum(2 * local(param).nbytes for group in self.param_groups for param in group["params"])
             chunk_bytes = max(_LEAST_CHUNK_BYTES, min(_MOST_CHUNK_BYTES, held // _CHUNKS))
         return list(planned(params, chunk_bytes, self._level, self._reserves, self._storage == "host"))
 
@@ -269,7 +269,7 @@ class _CodedStates(torch.optim.Adam):
                 for memory, name in zip(chunk.raw(work), NAMES):
                     memory.zero_()
                     for piece in chunk.pieces:
-                        _put(piece.within(memory), self.state[piece.param][name], piece)
+                        _put(piece, memory, local(self.state[piece.param][name]))
                 chunk.store(work)
             for param in with_tensors:
                 self.state[param] = {"step": self.state[param]["step"]}
@@ -401,13 +401,12 @@ class Adam(_CodedStates):
 def _check_group(group: dict[str, Any]) -> None:
     _check_options(group)
     for param in group["params"]:
-        if hasattr(param, "to_local"):
-            raise TypeError("a parameter is a DTensor; wanted plain tensors: coded states do not know meshes")
         if not param.is_floating_point() or param.dtype.itemsize not in (2, 4, 8):
             raise TypeError(f"a parameter is {param.dtype}; wanted floating-point elements of 2, 4 or 8 bytes")
-        if param.layout is not torch.strided or not torch.ops.aten.is_non_overlapping_and_dense(param):
+        own = local(param)
+        if own.layout is not torch.strided or not torch.ops.aten.is_non_overlapping_and_dense(own):
             raise ValueError(
-                f"a parameter of shape {list(param.shape)} has strides {param.stride()}; wanted one that is dense"
+                f"a parameter of shape {list(own.shape)} has strides {own.stride()}; wanted one that is dense"
             )
 
 
@@ -425,6 +424,10 @@ def _check_state(param: torch.Tensor, values: dict[str, Any]) -> None:
             raise ValueError(f"a state has {sorted(values)}; wanted {['step', *NAMES]}")
     for name in NAMES:
         value = values[name]
+        if isinstance(value, torch.Tensor) and hasattr(value, "to_local") != hasattr(param, "to_local"):
+            raise ValueError(
+                f"a state's {name} is a {type(value).__name__}; wanted one that is spread as the parameter"
+            )
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"a state's {name} is {shape}; wanted a tensor of shape {list(param.shape)}")
@@ -432,9 +435,9 @@ def _check_state(param: torch.Tensor, values: dict[str, Any]) -> None:
 
 def _dense_grad(param: torch.Tensor) -> torch.Tensor:
     """A parameter's gradient, laid out as the parameter."""
-    grad = param.grad
-    assert grad is not None
-    return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
+    assert param.grad is not None
+    own, grad = local(param), local(param.grad)
+    return grad if grad.stride() == own.stride() else torch.empty_like(own).copy_(grad)
 
 
 def _near(value: Any, device: torch.device) -> Any:
@@ -444,15 +447,9 @@ def _near(value: Any, device: torch.device) -> Any:
     return value
 
 
-def _put(target: torch.Tensor, values: torch.Tensor, piece: Any) -> None:
-    """Copies a piece of a state that is saved with any strides."""
-    if piece.is_whole:
-        target.copy_(values)
-    else:
-        like = torch.empty_like(piece.param, device="meta").stride()
-        laid_out = (
-            values
-            if values.stride() == like
-            else torch.empty_strided(values.shape, like, dtype=values.dtype, device=values.device).copy_(values)
-        )
-        target.copy_(piece.of(laid_out))
+def _put(piece: Piece, memory: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies a parameter's piece of a state, saved with any strides, into a chunk's memory."""
+    like = local(piece.param)
+    if not piece.is_whole and values.stride() != like.stride():
+        values = torch.empty_like(like, dtype=values.dtype, device=values.device).copy_(values)
+    piece.within(memory).copy_(piece.of(values))
