@@ -4,9 +4,10 @@
 
 Every set of ratio.csv and typed columns, repeated to 256 MiB on a GPU: what each candidate takes to code and to decode
 the whole of it, beside what `choose` has predicted from its sample, by the wall clock; its bits are checked. Candidates
-that are predicted to take three times the time of the best over every link are measured on a few sets only. `choice at G GB/s`: the measured total of what was chosen for that link, the transfer being its bytes over the
-link's rate; ideal is the best measured candidate. `fetched often`: without coding. Where the choice loses more than
-3 % it is printed last, as BELOW.
+that are predicted to take three times the time of the best over every link are measured on a few sets only. `choice at
+G GB/s`: the measured total of what was chosen for that link, the transfer being its bytes over the link's rate; ideal
+is the best measured candidate. `fetched often`: without coding. Where the choice loses more than 3 % it is printed
+last, as BELOW.
 """
 
 import sys
