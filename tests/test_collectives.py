@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from helpers import assert_same_bits
 from ibp._collectives import exchange, planning
+from ibp._collectives.codec import ROW_BYTES
+from ibp._collectives.messages import spans_of
 from ibp.distributed import Codec, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
 from test_distributed import Ranks, raised
 from test_several_gpus import gpus  # noqa: F401, a fixture
@@ -169,6 +171,35 @@ def nothing(rank):
 
 def test_nothing_and_little(ranks):
     ranks(nothing)
+
+
+def exchange_with_an_idle_rank(rank):
+    """Rank 1 sends nothing and receives nothing."""
+    size = dist.get_world_size()
+    sizes = [0 if 1 in (rank, other) else 5000 for other in range(size)]
+    x = tensor_of(rank, count=sum(sizes))
+    for level in LEVELS:
+        out = poisoned(sum(sizes), x.dtype)
+        all_to_all_single(out, x, sizes, sizes, level=level)
+        xs = [tensor_of(other, count=sum(sizes)) for other in range(size) if other != 1]
+        assert_same_bits(out, torch.cat([of.split(5000)[rank - (rank > 1)] for of in xs]) if rank != 1 else x)
+
+
+def test_a_rank_without_parts(ranks):
+    ranks(exchange_with_an_idle_rank)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, 4097, 40_000, 1_000_001, 1 << 24])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16])
+def test_spans(num_bytes, count):
+    """They are all bytes, in whole rows, and need as much room on all ranks."""
+    spans = spans_of(num_bytes, count)
+    assert 1 <= len(spans) <= count and spans[0].bytes.start == 0 and spans[-1].bytes.stop == num_bytes
+    for span, following in zip(spans, spans[1:]):
+        assert span.bytes.stop == following.bytes.start and span.bytes.stop % ROW_BYTES == 0
+    assert all(0 < span.bytes.stop - span.bytes.start <= span.payload for span in spans)
+    if count > 2 and num_bytes >= 1 << 24:
+        assert len(spans) == count and spans[0].payload == spans[-1].payload < spans[1].payload / 7
 
 
 def in_a_subgroup(rank):

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from .codec import Codec, as_bytes
 from .exchange import CodedWork, Job, Piece
 from .links import Load, raw_all_gather
-from .messages import Messages, Part, Status, pieces_of
+from .messages import Messages, Part, Span, Status, spans_of
 from .planning import LEAST_BYTES, LEVELS, RAW, Call, Kind, Plan, State, state_of
 
-MAX_SMS = 0
 _NOMINAL_BYTES = 64 << 20  # that calls with sizes of their own are expected to move
 _MOST_MESSAGES = 64  # layouts that a plan keeps
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
@@ -37,7 +36,7 @@ def all_gather_into_tensor(
     raw = functools.partial(raw_all_gather, movable(output_tensor), movable(input_tensor), group=group)
     if state.plans.get(kind) is RAW:
         return raw(async_op=async_op)
-    num_bytes, others = input_tensor.nbytes, state.size - 1
+    num_bytes = input_tensor.nbytes
     if travels_raw(state, input_tensor, num_bytes, codec, level):
         return raw(async_op=async_op)
 
@@ -49,23 +48,26 @@ def all_gather_into_tensor(
                 f"{input_tensor.numel()} of input_tensor"
             )
 
-    load = Load(num_bytes, others * num_bytes, others * num_bytes)
+    load = Load(num_bytes, (state.size - 1) * num_bytes, (state.size - 1) * num_bytes)
     plan = state.plan(group, kind, Call(input_tensor, load, check, codec))
     if plan.codec is None:
         return raw(async_op=async_op)
     x, out = as_bytes(input_tensor), as_bytes(output_tensor).view(state.size, num_bytes)
-    messages = messages_of(plan, [longest(num_bytes, plan.num_pieces)] * state.size, x.device)
-    size = messages.sizes[0]
+    others = [rank for rank in range(state.size) if rank != state.rank]
 
-    def move(memory: torch.Tensor) -> dist.Work | None:
-        sent = memory[state.rank * size : (state.rank + 1) * size]
-        return raw_all_gather(memory, sent, group=group, async_op=True)
+    def move(messages: Messages, memory: torch.Tensor) -> dist.Work | None:
+        mine = memory[messages.starts[state.rank] : messages.starts[state.rank + 1]]
+        return raw_all_gather(memory, mine, group=group, async_op=True)
 
     pieces = [
-        Piece([Part(state.rank, x[span])], [Part(k, out[k, span]) for k in range(state.size) if k != state.rank])
-        for span in pieces_of(num_bytes, plan.num_pieces)
+        Piece(
+            messages_of(plan, [span.payload] * state.size, x.device),
+            [Part(state.rank, x[span.bytes])],
+            [Part(rank, out[rank, span.bytes]) for rank in others],
+        )
+        for span in spans_of(num_bytes, plan.num_pieces)
     ]
-    job = Job(messages, pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x, out), MAX_SMS)
+    job = Job(pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x, out))
     work = run(job, state, async_op)
     _copy_own(out[state.rank], x)
     return _finished(work, async_op)
@@ -97,14 +99,12 @@ def broadcast(
     if plan.codec is None:
         return raw(async_op=async_op)
     x, is_root = as_bytes(tensor), state.rank == root
-    messages = messages_of(plan, [longest(num_bytes, plan.num_pieces)], x.device)
 
-    def move(memory: torch.Tensor) -> dist.Work | None:
+    def move(messages: Messages, memory: torch.Tensor) -> dist.Work | None:
         return dist.broadcast(memory, group=group, group_src=root, async_op=True)
 
-    parts = [[Part(0, x[span])] for span in pieces_of(num_bytes, plan.num_pieces)]
-    pieces = [Piece(part, []) if is_root else Piece([], part) for part in parts]
-    job = Job(messages, pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x,), MAX_SMS)
+    pieces = pieces_of_one(plan, x, is_root)
+    job = Job(pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x,))
     return _finished(run(job, state, async_op), async_op)
 
 
@@ -151,9 +151,13 @@ def all_to_all_single(
     sent = _parts(input, input_split_sizes, state.size)
     received = _parts(output, output_split_sizes, state.size)
     exchange = _Splits(state, plan, group, sent, received)
-    least = LEAST_BYTES if level == "auto" and codec is None else 1
-    work = run(exchange.job(1 if has_splits else plan.num_pieces, least), state, async_op)
-    exchange.copy_own()
+    if has_splits:
+        pieces = [exchange.whole(LEAST_BYTES if level == "auto" and codec is None else 1)]
+    else:
+        pieces = [exchange.piece(span) for span in spans_of(sent[0].numel(), plan.num_pieces)]
+    job = Job(pieces, exchange.move, exchange.repair, plan.note_lost, (*sent, *received))
+    work = run(job, state, async_op)
+    _copy_own(received[state.rank], sent[state.rank])
     return _finished(work, async_op)
 
 
@@ -167,42 +171,34 @@ class _Splits:
         self.state, self.plan, self.group, self.sent, self.received = state, plan, group, sent, received
         self.others = [rank for rank in range(state.size) if rank != state.rank]
 
-    def job(self, count: int, least: int) -> Job:
-        size, device = self.state.size, self.sent[0].device
-        payloads = [self._payload(k, data, count) for part in (self.sent, self.received) for k, data in enumerate(part)]
-        messages = messages_of(self.plan, payloads, device, least)
-        to, back = messages.sizes[:size], messages.sizes[size:]
+    def piece(self, span: Span) -> Piece:
+        """The same piece to and from every rank."""
+        payloads = [0 if rank == self.state.rank else span.payload for rank in range(self.state.size)]
+        return self._piece(payloads * 2, 1, span.bytes)
 
-        def move(memory: torch.Tensor) -> dist.Work | None:
-            ours, theirs = memory.split([sum(to), sum(back)])
-            return dist.all_to_all_single(theirs, ours, back, to, group=self.group, async_op=True)
+    def whole(self, least: int) -> Piece:
+        """All that there is; what is less than so many bytes raw."""
+        parts = [[0 if k == self.state.rank else data.numel() for k, data in enumerate(of)] for of in self._both]
+        return self._piece([*parts[0], *parts[1]], least, slice(None))
 
-        tensors = [*self.sent, *self.received]
-        return Job(messages, self._pieces(count), move, self._repair, self.plan.note_lost, tensors, MAX_SMS)
+    def _piece(self, payloads: Sequence[int], least: int, span: slice) -> Piece:
+        messages = messages_of(self.plan, payloads, self.sent[0].device, least)
+        sent, received = (
+            [Part(first + k, of[k][span]) for k in self.others if payloads[first + k]]
+            for first, of in zip((0, self.state.size), self._both)
+        )
+        return Piece(messages, sent, received)
 
-    def copy_own(self) -> None:
-        rank = self.state.rank
-        _copy_own(self.received[rank], self.sent[rank])
-
-    def _payload(self, rank: int, data: torch.Tensor, count: int) -> int:
-        return 0 if rank == self.state.rank else longest(data.numel(), count)
-
-    def _pieces(self, count: int) -> list[Piece]:
-        spans = [[pieces_of(part[k].numel(), count) for k in range(self.state.size)] for part in self._both]
-        pieces = []
-        for i in range(max((len(of) for part in spans for of in part), default=0)):
-            parts = [
-                [Part(k + offset, part[k][of[k][i]]) for k in self.others if i < len(of[k])]
-                for offset, part, of in zip((0, self.state.size), self._both, spans)
-            ]
-            pieces.append(Piece(*parts))
-        return pieces
+    def move(self, messages: Messages, memory: torch.Tensor) -> dist.Work | None:
+        to, back = messages.sizes[: self.state.size], messages.sizes[self.state.size :]
+        ours, theirs = memory.split([sum(to), sum(back)])
+        return dist.all_to_all_single(theirs, ours, back, to, group=self.group, async_op=True)
 
     @property
     def _both(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         return self.sent, self.received
 
-    def _repair(self, status: Status) -> None:
+    def repair(self, status: Status) -> None:
         """Sends what was lost again: only the two ranks know of it."""
         size, ops = self.state.size, []
         for k in self.others:
@@ -289,9 +285,14 @@ def messages_of(plan: Plan, payloads: Sequence[int], device: torch.device, least
     return plan.messages[key]
 
 
-def longest(num_bytes: int, count: int) -> int:
-    """Bytes of the longest of so many pieces."""
-    return max((span.stop - span.start for span in pieces_of(num_bytes, count)), default=0)
+def pieces_of_one(plan: Plan, x: torch.Tensor, is_sent: bool) -> list[Piece]:
+    """Of a tensor that is sent, or received, in one message a piece."""
+    pieces = []
+    for span in spans_of(x.numel(), plan.num_pieces):
+        parts = [Part(0, x[span.bytes])]
+        messages = messages_of(plan, [span.payload], x.device)
+        pieces.append(Piece(messages, parts, []) if is_sent else Piece(messages, [], parts))
+    return pieces
 
 
 def root_of(src: int | None, group_src: int | None, group: _Group, what: str = "src") -> int:

@@ -28,8 +28,9 @@ _has_warned = False
 
 @dataclass(frozen=True)
 class Piece:
-    """What a piece carries: parts that are coded here, and parts that arrive here."""
+    """What a piece carries, in which messages: parts that are coded here, and parts that arrive here."""
 
+    messages: Messages
     sent: Sequence[Part]
     received: Sequence[Part]
 
@@ -39,23 +40,19 @@ class Job:
     """A call.
 
     Attributes:
-        messages: of each piece.
-        pieces: in order.
+        pieces: in order, at least one, with as many messages each.
         move: sends and receives the messages of a piece, in the memory that is given; returns work to wait for, or
             None.
         repair: does the call raw, where rows were lost; is given the status.
         note_lost: is told that there were lost rows.
         tensors: that the call reads and writes.
-        max_sms: of the GPU, for coding and decoding; 0: all.
     """
 
-    messages: Messages
     pieces: Sequence[Piece]
-    move: Callable[[torch.Tensor], dist.Work | None]
+    move: Callable[[Messages, torch.Tensor], dist.Work | None]
     repair: Callable[[Status], None]
     note_lost: Callable[[], None]
     tensors: Sequence[torch.Tensor]
-    max_sms: int = 0
 
 
 class CodedWork(dist.Work):
@@ -71,7 +68,7 @@ class CodedWork(dist.Work):
         self._job: Job | None = None
         self._staging, self._pending = staging, deque[tuple[Piece, Slot, dist.Work | None]]()
         self._error: Exception | None = None
-        self._status = job.messages.status()
+        self._status = job.pieces[0].messages.status()
         if staging.coding is not None and staging.decoding is not None:
             staging.coding.wait_stream(torch.cuda.current_stream(staging.device))
         self._job = job
@@ -86,23 +83,27 @@ class CodedWork(dist.Work):
 
     def _start(self, job: Job, piece: Piece) -> None:
         """Codes a piece and sends it off, on the coding stream."""
-        slot = self._staging.take(job.messages.num_bytes)
+        messages = piece.messages
+        slot = self._staging.take(messages.num_bytes)
+        # The first piece is waited for by the link, which others leave some multiprocessors to.
+        max_sms = 0 if piece is job.pieces[0] else self._staging.few_sms
         for part in piece.sent:
-            job.messages.code(slot, part, self._status, job.max_sms)
+            messages.code(slot, part, self._status, max_sms)
         with all_taking_part():
-            self._pending.append((piece, slot, job.move(job.messages.of(slot))))
+            self._pending.append((piece, slot, job.move(messages, messages.of(slot))))
 
     def _finish_piece(self, job: Job) -> None:
         """Decodes the oldest piece once it has arrived, on the decoding stream."""
         piece, slot, work = self._pending.popleft()
+        max_sms = 0 if piece is job.pieces[-1] else self._staging.few_sms
         with on(self._staging.decoding):
             if work is not None:
                 with all_taking_part():
                     work.wait()
             if piece is job.pieces[0]:
-                job.messages.note_heads(slot, self._status)
+                piece.messages.note_heads(slot, self._status)
             for part in piece.received:
-                job.messages.decode(slot, part, self._status, job.max_sms)
+                piece.messages.decode(slot, part, self._status, max_sms)
             if piece is job.pieces[-1]:
                 self._status.record()
             self._staging.leave(slot)
@@ -138,7 +139,7 @@ class CodedWork(dist.Work):
 
     def _arrive(self, job: Job, seconds: float) -> None:
         self._finish_pieces(job)
-        status, messages = self._status, job.messages
+        status, messages = self._status, job.pieces[0].messages
         if status.done is not None:
             _synchronize(status.done, seconds)
             torch.cuda.current_stream(self._staging.device).wait_event(status.done)

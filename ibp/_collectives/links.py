@@ -22,6 +22,8 @@ _LEAST_GAIN = 1.03  # coding has to be so much faster by the model
 _CALL_S = 150e-6  # what a coded call takes longer to begin and end, about
 _PIECE_S = 80e-6  # what a piece takes longer than its bytes, about
 _MOST_PIECES = 16
+_LEAST_CODING_S = 1e-4  # from which on a call is divided
+_FIRST_SHARE = 1 / 8  # of a piece, that the first and the last one have
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,9 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
 
 
 def num_pieces(rates: Rates, load: Load) -> int:
-    """In how many pieces a call is divided: so many that coding the first one and decoding the last one, which are not
-    hidden behind the link, take as long as all pieces take to begin and end."""
-    return max(1, min(_MOST_PIECES, round(math.sqrt(_coding_s(rates, load) / _PIECE_S))))
+    """In how many pieces a call is divided: the more coding there is to hide behind the link, the more."""
+    coding_s = _coding_s(rates, load)
+    return 1 if coding_s < _LEAST_CODING_S else max(3, min(_MOST_PIECES, 1 + round(math.sqrt(coding_s / _PIECE_S))))
 
 
 def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
@@ -109,7 +111,8 @@ def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
     them."""
     count, coding_s = num_pieces(rates, load), _coding_s(rates, load)
     moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
-    shared_s = max(moving_s, coding_s) + min(moving_s, coding_s) / count
+    exposed = _FIRST_SHARE / (count - 2 + 2 * _FIRST_SHARE) if count > 2 else 1 / count
+    shared_s = max(moving_s, coding_s) + min(moving_s, coding_s) * exposed
     return load.moved / link.gbps / 1e9 / (shared_s + _CALL_S + count * _PIECE_S)
 
 

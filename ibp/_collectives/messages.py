@@ -13,6 +13,7 @@ from .codec import ROW_BYTES, Codec, rows_of
 from .staging import Slot
 
 _ALIGNMENT = 64  # bytes
+_EDGE = 8  # times smaller than others are the first and the last piece
 _COUNTERS, _FINGERPRINT = 8, 7  # int64 at the start of a place, and the one of them that places leave alone
 _ENTRIES, _LOST, _FAULT = 8, 1, 2  # of a message in a status: rows spilled and lost, and a fault of 4
 
@@ -169,8 +170,23 @@ def _start_of(place: Place, memory: torch.Tensor) -> torch.Tensor:
     return memory[: place.lengths.data_ptr() - memory.data_ptr()]
 
 
-def pieces_of(num_bytes: int, count: int) -> list[slice]:
-    """At most `count` pieces of whole rows, all but the last of one size."""
-    rows = rows_of(num_bytes)
-    step = max(1, -(-rows // max(1, count))) * ROW_BYTES
-    return [slice(first, min(first + step, num_bytes)) for first in range(0, num_bytes, step)]
+class Span(NamedTuple):
+    """A piece of a tensor. payload: what its message has room for: as many bytes, or more at the end."""
+
+    bytes: slice
+    payload: int
+
+
+def spans_of(num_bytes: int, count: int) -> list[Span]:
+    """At most `count` pieces of whole rows. The first and the last of three or more have an eighth of the others' size:
+    coding the one and decoding the other are not hidden behind the link."""
+    rows, inner = rows_of(num_bytes), max(1, count - 2)
+    step = max(1, -(-rows * _EDGE // (inner * _EDGE + 2))) if count > 2 else max(1, -(-rows // max(1, count)))
+    edge = -(-step // _EDGE) if count > 2 else step
+    spans, first = [], 0
+    for k in range(count):
+        payload = (edge if k in (0, count - 1) else step) * ROW_BYTES
+        if first < num_bytes:
+            spans.append(Span(slice(first, min(first + payload, num_bytes)), payload))
+        first += payload
+    return spans

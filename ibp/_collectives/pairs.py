@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from . import planning
-from .calls import MAX_SMS, check_options, check_tensors, kind_of, longest, messages_of, movable, run, travels_raw
+from .calls import check_options, check_tensors, kind_of, movable, pieces_of_one, run, travels_raw
 from .codec import Codec, as_bytes, sample_of
-from .exchange import CodedWork, Job, Piece
+from .exchange import CodedWork, Job
 from .links import Load
-from .messages import Part, pieces_of
+from .messages import Messages
 from .planning import RAW, Kind, Pair, Plan, State
 
 _NOTE_BYTES = 1 << 14  # of a note: a longer one says that tensors are raw
@@ -46,6 +46,9 @@ class Way(NamedTuple):
         if self.is_out:
             return dist.isend(data, group=self.group, tag=self.tag, group_dst=self.peer)
         return dist.irecv(data, group=self.group, tag=self.tag, group_src=self.peer)
+
+    def move_message(self, messages: Messages, memory: torch.Tensor) -> dist.Work | None:
+        return self.move(memory)
 
     def move_now(self, data: torch.Tensor) -> None:
         _wait(self.move(data))
@@ -106,10 +109,8 @@ def transfer(tensor: torch.Tensor, way: Way, options: Options) -> dist.Work | No
 
 def _coded(tensor: torch.Tensor, way: Way, state: State, plan: Plan) -> CodedWork:
     x = as_bytes(tensor)
-    messages = messages_of(plan, [longest(x.numel(), plan.num_pieces)], x.device)
-    parts = [[Part(0, x[span])] for span in pieces_of(x.numel(), plan.num_pieces)]
-    pieces = [Piece(part, []) if way.is_out else Piece([], part) for part in parts]
-    job = Job(messages, pieces, way.move, lambda status: way.move_now(x), plan.note_lost, (x,), MAX_SMS)
+    pieces = pieces_of_one(plan, x, way.is_out)
+    job = Job(pieces, way.move_message, lambda status: way.move_now(x), plan.note_lost, (x,))
     return run(job, state)
 
 

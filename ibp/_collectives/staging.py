@@ -31,23 +31,30 @@ class Slot:
 
 
 class Staging:
-    """Slots in which messages lie, taken in turn, and the two streams that code and decode beside the link.
+    """Slots in which messages lie, and the two streams that code and decode beside the link.
 
     On the CPU every piece has memory of its own, which is there until the call has been waited for. On a GPU the order
     of the streams protects it: at most four pieces are in memory, whatever the calls' sizes.
+
+    Attributes:
+        coding, decoding: the streams; None on the CPU.
+        few_sms: multiprocessors for coding that the link does not wait for.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
         self.coding = torch.cuda.Stream(device) if self.on_gpu else None
         self.decoding = torch.cuda.Stream(device) if self.on_gpu else None
+        self.few_sms = torch.cuda.get_device_properties(device).multi_processor_count // 2 if self.on_gpu else 0
         self._slots: list[Slot] = []  # the one that was used last is last
 
     def take(self, num_bytes: int) -> Slot:
         """A slot with at least so many bytes. On a GPU the coding stream waits until it is free."""
         if self.coding is None:
             return Slot(torch.empty(num_bytes, dtype=torch.uint8))
-        slot = self._free_slot()
+        slot = self._free_slot(num_bytes)
+        self._slots.remove(slot)
+        self._slots.append(slot)
         slot.is_taken = True
         if slot.memory.numel() < num_bytes:
             slot.memory, slot.bound = self._empty(num_bytes), weakref.WeakKeyDictionary()
@@ -62,18 +69,18 @@ class Staging:
             slot.free = slot.free or torch.cuda.Event()
             slot.free.record(self.decoding)
 
-    def _free_slot(self) -> Slot:
-        """One that no piece has any more, else one that was used the longest ago, or a new one."""
+    def _free_slot(self, num_bytes: int) -> Slot:
+        """The smallest that is large enough, of those that no piece has any more; else a new one, or the one that was
+        used the longest ago."""
         slots = [slot for slot in self._slots if not slot.is_taken]
-        found = next((slot for slot in slots if slot.free is None or slot.free.query()), None)
-        if found is not None:
-            return found
+        free = [slot for slot in slots if slot.free is None or slot.free.query()]
+        fitting = [slot for slot in free if slot.memory.numel() >= num_bytes]
+        if fitting:
+            return min(fitting, key=lambda slot: slot.memory.numel())
         if len(self._slots) < _DEPTH or not slots:
             self._slots.append(Slot(torch.empty(0, dtype=torch.uint8, device=self.device)))
             return self._slots[-1]
-        self._slots.remove(slots[0])
-        self._slots.append(slots[0])
-        return slots[0]
+        return next((slot for slot in slots if slot.memory.numel() >= num_bytes), slots[0])
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
         """Memory that returns to torch's allocator once the decoding stream, its last user, is done with it."""
