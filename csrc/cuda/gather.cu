@@ -9,6 +9,8 @@
 
 namespace ibp {
 
+constexpr int64_t kUnevenShare = 100; // of slots, in overflow: some rows, or single sectors of many
+
 // Rows that an item can touch.
 static int64_t rows_an_item(int64_t item_bytes, int64_t row_bytes)
 {
@@ -43,6 +45,7 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
         request->dst = out + (request->first_row * row_bytes - request->start);
     }
     if (request->packed && !table.bases) request->num_regular = 0;
+    request->uneven = !request->packed && table.overflow_bytes > table.slots_bytes / kUnevenShare;
     request->copies_vectors = reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && is_even && row_bytes % 16 == 0;
 }
 

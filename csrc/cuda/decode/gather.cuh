@@ -8,10 +8,85 @@
 
 namespace ibp {
 
+// Which jobs a warp, or a group of several, takes: turns of G::kPerWarp jobs, block after block, so that few jobs spread
+// over all of them; its lanes look up those of as many turns as there are lanes for. Of every round of turns each takes
+// one.
+template <class G> struct EvenTurns {
+    uint32_t round, first, i = 0; // i: which of the jobs that have been looked up is `first`
+
+    static __device__ __forceinline__ void begin() {}
+    __device__ __forceinline__ EvenTurns(uint32_t)
+    {
+        const uint32_t team = threadIdx.x / (G::kThreads * G::kPerWarp);
+        round = blockDim.x / (G::kThreads * G::kPerWarp) * gridDim.x * G::kPerWarp;
+        first = (blockIdx.x + gridDim.x * team) * G::kPerWarp;
+    }
+    // The job that a lane looks up.
+    __device__ __forceinline__ uint32_t of_lane() const
+    {
+        return first + lane_id() / G::kPerWarp * round + lane_id() % G::kPerWarp;
+    }
+    // Goes on to the next turn. Returns whether its jobs, and those behind them, are still to be looked up.
+    __device__ __forceinline__ bool step()
+    {
+        first += round, i += G::kPerWarp;
+        if (i < kWarp) return false;
+        i = 0;
+        return true;
+    }
+};
+
+// Of rows that take their time, as those that the link brings do, warps of a block take what they get done: turns that
+// follow each other, about half of an equal share of those that are left, so that all of them end together.
+template <class G> struct ClaimedTurns {
+    static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
+    uint32_t num_turns, num_claimed, first, i; // num_turns: of the block
+
+    static __device__ __forceinline__ uint32_t *taken()
+    {
+        __shared__ uint32_t turns;
+        return &turns;
+    }
+    // Before a barrier of the block.
+    static __device__ __forceinline__ void begin()
+    {
+        if (threadIdx.x == 0u) *taken() = 0;
+    }
+    __device__ __forceinline__ ClaimedTurns(uint32_t num_jobs)
+    {
+        const uint32_t turns = (num_jobs + G::kPerWarp - 1u) / G::kPerWarp;
+        num_turns = turns > blockIdx.x ? (turns - blockIdx.x + gridDim.x - 1u) / gridDim.x : 0u;
+        claim();
+    }
+    __device__ __forceinline__ void claim()
+    {
+        uint32_t turn = 0;
+        if (lane_id() == 0u) {
+            const uint32_t left = num_turns - ibp_min_u32(num_turns, atomicAdd(taken(), 0u));
+            num_claimed = ibp_min_u32(max(left / (2u * (blockDim.x / kWarp)), kLeast), kMost);
+            turn = atomicAdd(taken(), num_claimed);
+        }
+        num_claimed = __shfl_sync(kAllLanes, num_claimed, 0), turn = __shfl_sync(kAllLanes, turn, 0);
+        first = (blockIdx.x + gridDim.x * ibp_min_u32(turn, num_turns)) * G::kPerWarp, i = 0;
+    }
+    __device__ __forceinline__ uint32_t of_lane() const
+    {
+        const uint32_t turn = lane_id() / G::kPerWarp;
+        return turn < num_claimed ? first + turn * gridDim.x * G::kPerWarp + lane_id() % G::kPerWarp : ~0u;
+    }
+    __device__ __forceinline__ bool step()
+    {
+        first += gridDim.x * G::kPerWarp, i += G::kPerWarp;
+        if (i < num_claimed * G::kPerWarp) return false;
+        claim();
+        return true;
+    }
+};
+
 // Bound by the link from pinned memory, by instruction issue on few SMs, by device memory or instruction issue
 // otherwise; by address translation where the rows that are fetched at the same time lie far apart. So consecutive
 // jobs are done at the same time, by different warps.
-template <class Decoder>
+template <class Decoder, template <class> class Turns>
 __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     gather_items(const __grid_constant__ ibp_table table, const __grid_constant__ Request request,
                  const uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
@@ -21,36 +96,31 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     const uint32_t first_stage = Decoder::block_bytes(table.codebook), mine = first_stage + G::in_block() * group_bytes;
     const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), first_stage, group_bytes};
     const Decoder decoder(table.codebook, mine + row_stage_bytes(table.codebook.row_bytes));
+    Turns<G>::begin();
     __syncthreads();
 
-    // A warp, or a group of several, takes G::kPerWarp jobs a round, blocks in turn, so that few jobs spread over all
-    // of them; its lanes look up those of as many rounds as there are lanes for.
-    const uint32_t teams = blockDim.x / (G::kThreads * G::kPerWarp), team = threadIdx.x / (G::kThreads * G::kPerWarp);
-    const uint32_t num_jobs = request.num_jobs, round = gridDim.x * teams * G::kPerWarp;
-    const uint32_t ahead = lane_id() / G::kPerWarp * round + lane_id() % G::kPerWarp;
-    uint32_t first = (blockIdx.x + gridDim.x * team) * G::kPerWarp, i = 0;
-    if (first >= num_jobs) return;
+    Turns<G> turns(request.num_jobs);
+    if (turns.first >= request.num_jobs) return;
     uint4 vectors[F::kVectors];
-    Entry entry = look_up(table, request, first + ahead);
+    Entry entry = look_up(table, request, turns.of_lane());
     fetch.prefetch(entry, 0, vectors);
 #pragma unroll 1
-    while (first < num_jobs) {
-        const Row row = F::row_of(entry, i + F::in_warp());
-        const uint32_t number = first + F::in_warp();
-        fetch.receive(row, entry, i, vectors);
-        first += round, i += G::kPerWarp;
-        if (i == kWarp) entry = look_up(table, request, first + ahead), i = 0;
-        fetch.prefetch(entry, i, vectors);
+    while (turns.first < request.num_jobs) {
+        const Row row = F::row_of(entry, turns.i + F::in_warp());
+        const uint32_t number = turns.first + F::in_warp();
+        fetch.receive(row, entry, turns.i, vectors);
+        if (turns.step()) entry = look_up(table, request, turns.of_lane());
+        fetch.prefetch(entry, turns.i, vectors);
         fetch.finish(decoder, number, row, fault);
     }
 }
 
-template <class Decoder> ibp_status launch_gather(const Gather &gather)
+template <class Decoder, template <class> class Turns> ibp_status launch_turns(const Gather &gather)
 {
     static_assert(is_decoder<Decoder>(), "the contract of decoder.cuh");
     using G = typename Decoder::Group;
     const ibp_codebook &cb = gather.table.codebook;
-    const auto kernel = gather_items<Decoder>;
+    const auto kernel = gather_items<Decoder, Turns>;
     const uint32_t group_bytes = (row_stage_bytes(cb.row_bytes) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
     Launch launch;
     const ibp_status status =
@@ -59,6 +129,13 @@ template <class Decoder> ibp_status launch_gather(const Gather &gather)
     if (status != IBP_OK) return status;
     return launch_kernel(kernel, launch, gather.stream, gather.table, gather.request, group_bytes, gather.out,
                          gather.fault);
+}
+
+template <class Decoder> ibp_status launch_gather(const Gather &gather)
+{
+    if constexpr (Decoder::Group::kWarps == 1)
+        if (gather.request.uneven) return launch_turns<Decoder, ClaimedTurns>(gather);
+    return launch_turns<Decoder, EvenTurns>(gather);
 }
 
 // The group that a row gets depends on its length: a part of a warp or a warp,
