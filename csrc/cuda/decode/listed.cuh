@@ -1,8 +1,9 @@
 // listed.cuh - listed rows of scheme planes (FORMAT.md section 6).
 //
-// A warp decodes the listed elements first, as if they were a row of their own, a batch of them at a time, 16 a lane:
-// the digits of planes 0 and 1 lie in registers, and name an entry each, which is joined with its residual. The few
-// elements that come further are numbered, and then put over what stands there, one a lane.
+// A warp decodes the listed elements first, as if they were a row of their own, a batch of them at a time:
+//   ranks     each plane's digits say which entry an element has, a byte each: 16 digits a lane of plane 0, one a lane
+//             of the others, whose elements are listed
+//   elements  entries, raw symbols and residuals joined, an element a lane
 // Then it goes through the columns, 16 bytes a lane: a lane's bits of the bitmap of listed positions and a prefix sum
 // of their counts say which elements it takes; a list of positions is made a bitmap first. Where few are listed, the
 // default is written everywhere instead, and each element over it.
@@ -24,7 +25,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kBatch = 1024;                       // elements, and columns: a word of the bitmap a lane
     static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256; // bytes from which on a row's stage leaves less room
-    static constexpr uint32_t kOctet = 8, kPerLane = 2u * kOctet;  // elements that a lane joins at a time
+    static constexpr uint32_t kPerLane = 16;                       // digits of plane 0 at a time
+    static constexpr uint32_t kOctet = 8;                          // elements that a lane joins
     static constexpr uint32_t kSparse = 8; // columns for each listed element from which on these are stored one by one
     static constexpr uint64_t kSign = uint64_t{1} << (8u * sizeof(T) - 1u);
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of 16 bytes
@@ -34,8 +36,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     const ibp_codebook &cb;
     const uint32_t scratch; // shared byte
 
-    // Shared memory of a warp: the entries, shifted to their places; a batch of elements; the numbers of those that are
-    // open, 16 bits each; a bitmap of all positions.
+    // Shared memory of a warp: the entries, shifted to their places; the ranks of a batch; its elements, which make
+    // room for lists of 16-bit numbers; a bitmap of all positions.
     static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
     {
         const uint32_t columns = codebook.row_bytes / static_cast<uint32_t>(sizeof(T));
@@ -51,28 +53,25 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         const uint32_t bytes = 4u * bitmap_words(columns), of_few = (2u * (columns / kSparse) + 15u) / 16u * 16u;
         return bytes > of_few ? bytes : of_few;
     }
-    static constexpr uint32_t kEntriesBytes = kEntries * static_cast<uint32_t>(sizeof(T));
-    static __host__ __device__ __forceinline__ uint32_t batch_bytes(const ibp_codebook &codebook)
+    static __host__ __device__ __forceinline__ uint32_t element_bytes_of(const ibp_codebook &codebook)
     {
-        return batch_of(codebook) * static_cast<uint32_t>(sizeof(T) + sizeof(uint16_t));
+        return batch_of(codebook) * (sizeof(T) == 1 ? 2u : static_cast<uint32_t>(sizeof(T)));
     }
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &codebook)
     {
-        return kEntriesBytes + batch_bytes(codebook) +
+        return kEntries * static_cast<uint32_t>(sizeof(T)) + batch_of(codebook) + element_bytes_of(codebook) +
                positions_bytes(codebook.row_bytes / static_cast<uint32_t>(sizeof(T)));
     }
+    __device__ __forceinline__ uint8_t *ranks() const
+    {
+        return shared_bytes() + scratch + kEntries * static_cast<uint32_t>(sizeof(T));
+    }
     __device__ __forceinline__ T *entries() const { return reinterpret_cast<T *>(shared_bytes() + scratch); }
-    __device__ __forceinline__ T *elements() const
-    {
-        return reinterpret_cast<T *>(shared_bytes() + scratch + kEntriesBytes);
-    }
-    __device__ __forceinline__ uint16_t *numbers() const
-    {
-        return reinterpret_cast<uint16_t *>(elements() + batch_of(cb));
-    }
+    __device__ __forceinline__ T *elements() const { return reinterpret_cast<T *>(ranks() + batch_of(cb)); }
+    __device__ __forceinline__ uint16_t *numbers() const { return reinterpret_cast<uint16_t *>(elements()); }
     __device__ __forceinline__ uint32_t bitmap() const // shared word
     {
-        return (scratch + kEntriesBytes + batch_bytes(cb)) / 4u;
+        return (scratch + kEntries * static_cast<uint32_t>(sizeof(T)) + batch_of(cb) + element_bytes_of(cb)) / 4u;
     }
 
     __device__ __forceinline__ ListedDecoder(const ibp_codebook &codebook, uint32_t shared)
@@ -87,101 +86,130 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             entries()[i] = i < cb.planes.num_entries && r < kBits ? static_cast<T>(book.entry(i) << r) : T{0};
     }
 
-    // ---- elements ----
+    // ---- ranks ----
 
-    // Digits of eight elements in a plane, and bit 0 of those that escape it: a nibble each.
-    struct Octet {
-        uint32_t digits, escaped;
-
-        __device__ __forceinline__ uint32_t count() const { return ibp_popcount(escaped); }
-    };
-    // n digits, at most eight, from one on. start: bit of the plane's first. All escape an absent plane.
-    __device__ __forceinline__ Octet load_octet(uint32_t p, uint32_t start, uint32_t first, uint32_t n) const
+    // Ranks of the elements of plane 0 whose digits are given; those that escape are listed. plane: bit of the plane's
+    // first digit. Returns how many there are.
+    __device__ __forceinline__ uint32_t name_first(uint32_t plane, DigitRange range, uint32_t num_bits) const
     {
-        if (p >= cb.planes.num_planes) return {0, low_bits(0x11111111u, 4u * n)};
-        const uint32_t num_bits = cb.planes.digit_bits[p],
-                       digits = low_bits(spread_digits(shared_bits(start + first * num_bits), num_bits), 4u * n);
-        return {digits, escaped_nibbles(digits, num_bits)};
-    }
-
-    // Puts n elements together, from one of the row on. next: how many elements before them reach planes 1, 2, 3 and
-    // the raw symbols. By all lanes together.
-    __device__ __forceinline__ void join_batch(const Book &book, const ValueParts &parts, uint32_t first, uint32_t n,
-                                               uint32_t (&next)[IBP_MAX_PLANES]) const
-    {
-        uint32_t num_open = 0;
+        const uint32_t n = range.to - range.from;
+        uint32_t num_escaped = 0;
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kPerLane * kWarp) {
-            const uint32_t i = base + kPerLane * lane_id(), from[2] = {ibp_min_u32(i, n), ibp_min_u32(i + kOctet, n)};
-            Octet octets[2], further[2];
+            const uint32_t i = base + kPerLane * lane_id();
+            uint32_t escaped[2];
 #pragma unroll
-            for (uint32_t o = 0; o < 2u; o++)
-                octets[o] = load_octet(0, parts.digits[0], first + from[o], ibp_min_u32(n - from[o], kOctet));
-            const uint32_t count = octets[0].count() + octets[1].count(), sums = G::inclusive_scan(count);
-            const uint32_t at = next[0] + sums - count;
-            further[0] = load_octet(1, parts.digits[1], at, octets[0].count());
-            further[1] = load_octet(1, parts.digits[1], at + octets[0].count(), octets[1].count());
-            const uint32_t open = further[0].count() + further[1].count(), opened = G::inclusive_scan(open);
-            uint16_t *to = numbers() + (num_open + opened - open);
-#pragma unroll 1
-            for (uint32_t j = i; j < ibp_min_u32(i + kPerLane, n); j += kOctet)
-                join_octet(book, parts, first, j, n, j == i ? octets[0] : octets[1], j == i ? further[0] : further[1],
-                           to);
-            next[0] += G::last_lane(sums), num_open += G::last_lane(opened);
+            for (uint32_t q = 0; q < 2u; q++) {
+                const uint32_t j = ibp_min_u32(i + 8u * q, n);
+                const uint32_t digits =
+                    low_bits(spread_digits(shared_bits(plane + (range.from + j) * num_bits), num_bits),
+                             4u * ibp_min_u32(n - j, 8u));
+                escaped[q] = escaped_nibbles(digits, num_bits);
+                const uint32_t even = digits & 0x0f0f0f0fu, odd = digits >> 4 & 0x0f0f0f0fu;
+                if (j < n)
+                    *reinterpret_cast<uint2 *>(ranks() + i + 8u * q) =
+                        make_uint2(permute_bytes(even, odd, 0x5140), permute_bytes(even, odd, 0x7362));
+            }
+            const uint32_t count = ibp_popcount(escaped[0]) + ibp_popcount(escaped[1]);
+            const uint32_t sums = G::inclusive_scan(count);
+            uint16_t *to = numbers() + (num_escaped + sums - count);
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++)
+                if (escaped[e / 8u] >> 4u * (e % 8u) & 1u) *to++ = static_cast<uint16_t>(i + e);
+            num_escaped += G::last_lane(sums);
         }
-        __syncwarp(); // the numbers and the elements are there
+        return num_escaped;
+    }
+    // Likewise of the listed elements, by the digits of a further plane. first: rank of the plane's first entry.
+    __device__ __forceinline__ uint32_t name_next(uint32_t plane, DigitRange range, uint32_t num_bits,
+                                                  uint32_t first) const
+    {
+        const uint32_t n = range.to - range.from, escape = (1u << num_bits) - 1u;
+        uint32_t num_escaped = 0;
+        __syncwarp(); // the list is there
 #pragma unroll 1
-        for (uint32_t base = 0; base < num_open; base += kWarp) {
+        for (uint32_t base = 0; base < n; base += kWarp) {
             const uint32_t i = base + lane_id();
-            const bool active = i < num_open;
+            const bool active = i < n;
+            const uint32_t digit = shared_bits(plane + (range.from + ibp_min_u32(i, n)) * num_bits) & escape;
             const uint32_t j = active ? numbers()[i] : 0u;
-            const T element = element_at<2>(book, parts, first + j, next[1] + i, active, next);
-            if (active) elements()[j] = element;
+            if (active) ranks()[j] = static_cast<uint8_t>(first + digit);
+            const bool open = active && digit == escape;
+            const uint32_t escaped = G::ballot(open);
+            __syncwarp(); // all have read the list
+            if (open) numbers()[num_escaped + ibp_popcount(escaped & G::lanes_below())] = static_cast<uint16_t>(j);
+            num_escaped += ibp_popcount(escaped);
         }
-        next[1] += num_open;
+        return num_escaped;
+    }
+    __device__ __forceinline__ uint32_t name(const Book &book, uint32_t p, uint32_t plane, DigitRange range,
+                                             uint32_t num_bits) const
+    {
+        return p == 0u ? name_first(plane, range, num_bits) : name_next(plane, range, num_bits, book.first_of(p));
+    }
+
+    // ---- elements ----
+
+    // Puts the n elements of a batch together, eight a lane. mine: the batch's digits of each plane. By all lanes
+    // together.
+    __device__ __forceinline__ void join_batch(const Book &book, const ValueParts &parts, uint32_t n) const
+    {
+        const DigitRange raws = parts.mine[IBP_MAX_PLANES];
+        uint32_t raw = raws.from;
+        __syncwarp(); // the ranks are there, the list is free
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
+            const uint32_t j = base + kOctet * lane_id();
+            uint2 octet = make_uint2(cb.planes.num_entries * 0x01010101u, cb.planes.num_entries * 0x01010101u);
+            if (cb.planes.num_planes != 0u && j < n) octet = *reinterpret_cast<const uint2 *>(ranks() + j);
+            uint32_t next_raw = 0;
+            if (raws.from != raws.to) {
+                uint32_t count = 0;
+#pragma unroll
+                for (uint32_t e = 0; e < kOctet; e++) count += j + e < n && rank_of(octet, e) == cb.planes.num_entries;
+                const uint32_t sums = G::inclusive_scan(count);
+                next_raw = parts.digits[IBP_MAX_PLANES] + (raw + sums - count) * book.symbol_bits;
+                raw += G::last_lane(sums);
+            }
+            if (j < n) join_octet(book, parts, octet, next_raw, j, n);
+        }
         __syncwarp(); // the elements are there
     }
-    // Elements j to j + 7 of a batch of n. to: where the numbers go of those that escape plane 1.
-    __device__ __forceinline__ void join_octet(const Book &book, const ValueParts &parts, uint32_t first, uint32_t j,
-                                               uint32_t n, Octet octet, Octet further, uint16_t *&to) const
+    static __device__ __forceinline__ uint32_t rank_of(uint2 octet, uint32_t e)
     {
-        const uint32_t r = cb.planes.residual_bits, residuals = parts.residuals + (first + j) * r;
-        if (sizeof(T) <= 2 && r <= 8u)
-            join_by<4u>(book, residuals, (n - j) * r, j, octet, further, to);
-        else
-            join_by<sizeof(T) <= 2 ? 2u : 1u>(book, residuals, (n - j) * r, j, octet, further, to);
+        return permute_bytes(octet.x, octet.y, 0x8880u + e) & 0xffu;
     }
-    // PER_WINDOW: of so many elements a word holds the residuals. left: bits of all that there are.
-    template <uint32_t PER_WINDOW>
-    __device__ __forceinline__ void join_by(const Book &book, uint32_t residuals, uint32_t left, uint32_t j,
-                                            Octet octet, Octet further, uint16_t *&to) const
+    // Elements j to j + 7 of a batch of n. next_raw: bit of their first raw symbol; 0: the batch has none.
+    __device__ __forceinline__ void join_octet(const Book &book, const ValueParts &parts, uint2 octet,
+                                               uint32_t next_raw, uint32_t j, uint32_t n) const
     {
-        constexpr uint32_t kPerWord = sizeof(T) == 8 ? 1u : 4u / static_cast<uint32_t>(sizeof(T)),
+        constexpr uint32_t kPerWindow = sizeof(T) == 8 ? 1u : 4u / static_cast<uint32_t>(sizeof(T)),
                            kWords = kOctet * static_cast<uint32_t>(sizeof(T)) / 4u;
-        const uint32_t r = cb.planes.residual_bits, first_of_next = book.first_of(1);
+        const uint32_t r = cb.planes.residual_bits, left = (n - j) * r;
+        const uint32_t residuals = parts.residuals + (parts.mine[0].from + j) * r;
         uint32_t words[kWords] = {};
-        Word window = 0;
 #pragma unroll
         for (uint32_t e = 0; e < kOctet; e++) {
-            if (e % PER_WINDOW == 0u) window = field(residuals + ibp_min_u32(e * r, left));
-            uint32_t rank = octet.digits >> 4u * e & 15u;
-            if (octet.escaped >> 4u * e & 1u) {
-                rank = first_of_next + (further.digits & 15u);
-                if (further.escaped & 1u) *to++ = static_cast<uint16_t>(j + e);
-                further.digits >>= 4, further.escaped >>= 4;
+            static_assert(kOctet % kPerWindow == 0, "windows of whole words");
+            Word window = field(residuals + ibp_min_u32(e / kPerWindow * kPerWindow * r, left)) >> (e % kPerWindow * r);
+            const uint32_t rank = rank_of(octet, e);
+            Word symbol = entries()[rank];
+            if (next_raw != 0u && rank == cb.planes.num_entries && j + e < n) {
+                if (r < kBits) symbol = low_bits(field(next_raw), book.symbol_bits) << r;
+                next_raw += book.symbol_bits;
             }
-            const T element = element_of(entries()[rank] | low_bits(window >> (e % PER_WINDOW * r), r));
+            const T element = element_of(symbol | low_bits(window, r));
             if constexpr (sizeof(T) == 8) {
                 words[2u * e] = static_cast<uint32_t>(element);
                 words[2u * e + 1u] = static_cast<uint32_t>(static_cast<uint64_t>(element) >> 32);
             } else {
-                words[e / kPerWord] |= static_cast<uint32_t>(element) << (e % kPerWord * kBits);
+                words[e / kPerWindow] |= static_cast<uint32_t>(element) << (e % kPerWindow * kBits);
             }
         }
-        uint32_t *const at = reinterpret_cast<uint32_t *>(elements() + j);
+        uint32_t *const to = reinterpret_cast<uint32_t *>(elements() + j);
 #pragma unroll
         for (uint32_t i = 0; i < kWords; i += 2u)
-            *reinterpret_cast<uint2 *>(at + i) = make_uint2(words[i], words[i + 1]);
+            *reinterpret_cast<uint2 *>(to + i) = make_uint2(words[i], words[i + 1]);
     }
     // The bits from one on that an element is computed in.
     static __device__ __forceinline__ Word field(uint32_t position)
@@ -395,22 +423,19 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t base = 0; base < n; base += kWarp) {
             const uint32_t j = base + lane_id();
             T element = static_cast<T>(cb.planes.closed_value);
-            if (!row.closed) element = element_at<0>(book, parts, ibp_min_u32(j, n - 1u), j, j < n, next);
+            if (!row.closed) element = element_at(book, parts, ibp_min_u32(j, n - 1u), j < n, next);
             if (j < n) store_element(cb.planes, window, columns[j], element);
         }
     }
-    // Element j of the row, one a lane; those of the lanes are consecutive ones that reach plane FROM, where this one
-    // is number `at`. next: how many elements reached planes 1, 2, 3 and the raw symbols so far; counts those of the
-    // planes behind FROM. By all lanes together.
-    template <uint32_t FROM>
-    __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, uint32_t at,
-                                            bool active, uint32_t (&next)[IBP_MAX_PLANES]) const
+    // Element j, one a lane, of consecutive ones. next: how many elements reached planes 1, 2, 3 and the raw symbols so
+    // far. By all lanes together.
+    __device__ __forceinline__ T element_at(const Book &book, const ValueParts &parts, uint32_t j, bool active,
+                                            uint32_t (&next)[IBP_MAX_PLANES]) const
     {
-        uint32_t rank = book.first_of(FROM);
+        uint32_t at = j, rank = 0;
         bool open = active;
-        if (!active) at = 0;
 #pragma unroll
-        for (uint32_t p = FROM; p < IBP_MAX_PLANES; p++) {
+        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
             if (p >= cb.planes.num_planes) continue;
             const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u;
             const uint32_t digit = shared_bits(parts.digits[p] + at * num_bits) & escape;
@@ -429,7 +454,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     }
 
     // Stores all columns. parts: of the values, where there are any.
-    __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, const ValueParts &parts, Stage stage,
+    __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, ValueParts &parts, Stage stage,
                                               const Window &window) const
     {
         Bitmap map{};
@@ -443,14 +468,15 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             __syncwarp();
         }
         const uint32_t most = batch_of(cb);
-        uint32_t found = 0, next[IBP_MAX_PLANES] = {};
+        uint32_t found = 0;
 #pragma unroll 1
         for (uint32_t tile = 0; tile < row.columns; tile += most) {
             const uint32_t listed = 32u * lane_id() < most ? map.word(tile + 32u * lane_id()) : 0u,
                            count = ibp_popcount(listed), sums = G::inclusive_scan(count), n = G::last_lane(sums);
             if (found + n > row.num_listed) return false;
+            if (!row.is_batch) name_batch(book, row, found, n, parts);
             const uint32_t batch = row.is_batch ? row.num_listed : n;
-            if (!row.closed && (tile == 0u || !row.is_batch)) join_batch(book, parts, found, batch, next);
+            if (!row.closed && (tile == 0u || !row.is_batch)) join_batch(book, parts, batch);
             if (row.closed && (tile == 0u || !row.is_batch)) {
                 for (uint32_t j = lane_id(); j < batch; j += kWarp)
                     elements()[j] = static_cast<T>(cb.planes.closed_value);
@@ -464,6 +490,21 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
         return found == row.num_listed;
     }
+    // Ranks of the n elements from `first` on. parts.mine: the digits of the batch before, then of this one.
+    __device__ __forceinline__ void name_batch(const Book &book, const Listed &row, uint32_t first, uint32_t n,
+                                               ValueParts &parts) const
+    {
+        if (row.closed) return;
+        DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
+        mine[0] = {first, first + n};
+#pragma unroll
+        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
+            const uint32_t from = first == 0u ? 0u : mine[p + 1].to, num_bits = book.width_of(p);
+            mine[p + 1] = {from, from + (num_bits == 0u ? mine[p].to - mine[p].from
+                                                        : name(book, p, parts.digits[p], mine[p], num_bits))};
+        }
+    }
+
     // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
     // coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
@@ -497,8 +538,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         row.closed = row.closed || k == 0u; // no values
         if (!row.closed)
             parts = book.template find_parts<G, false>(
-                values, end, k, {0, k}, 0, [&](uint32_t, uint32_t from, DigitRange range, uint32_t num_bits) {
-                    return Book::template count_escapes<G>(from, range, num_bits);
+                values, end, k, {0, k}, 0, [&](uint32_t p, uint32_t from, DigitRange range, uint32_t num_bits) {
+                    return row.is_batch && !row.is_sparse ? name(book, p, from, range, num_bits)
+                                                          : Book::template count_escapes<G>(from, range, num_bits);
                 });
         if ((row.closed ? values : parts.end) != end) return false;
         return store_row(book, row, parts, stage, window);

@@ -5,6 +5,7 @@
 //
 //     template <uint32_t LANES> struct SomeEncoder {
 //         using Group = EncodeGroup<LANES>;                     the threads that encode one row together
+//         static constexpr uint32_t kBlocks;                    of kMostEncodeThreads, for which an SM has registers
 //         static constexpr bool kFillsStage;                    it writes every byte of a coded row, and reads none
 //         static uint32_t table_bytes(const ibp_codebook &);     shared memory of a block, from byte 0 on; a multiple
 // of 16
@@ -380,16 +381,21 @@ __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, ui
     const uint8_t *const bytes = reinterpret_cast<const uint8_t *>(words);
     if (aligned(dst, 16)) {
         const uint32_t vectors = num_bytes / 16u;
+#pragma unroll 1
         for (uint32_t i = G::lane(); i < vectors; i += G::kLanes)
             reinterpret_cast<uint4 *>(dst)[i] = reinterpret_cast<const uint4 *>(words)[i];
+#pragma unroll 1
         for (uint32_t i = 16u * vectors + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
         return;
     }
     const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 4u), num_bytes);
     const uint32_t whole = (num_bytes - head) / 4u, tail = head + 4u * whole;
+#pragma unroll 1
     for (uint32_t i = G::lane(); i < head; i += G::kLanes) dst[i] = bytes[i];
+#pragma unroll 1
     for (uint32_t i = G::lane(); i < whole; i += G::kLanes)
         reinterpret_cast<uint32_t *>(dst + head)[i] = __funnelshift_r(words[i], words[i + 1], 8u * head);
+#pragma unroll 1
     for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
 }
 

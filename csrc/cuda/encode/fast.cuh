@@ -18,6 +18,7 @@ template <typename T, uint32_t LANES> struct FastEncoder : ByteSymbols<T> {
     using G = Group;
     using Symbols::columns, Symbols::kPerLane, Symbols::kWords, Symbols::residual_bits, Symbols::row_bytes,
         Symbols::symbol_bits;
+    static constexpr uint32_t kBlocks = 1;
     static constexpr bool kFillsStage = false;
     static constexpr uint32_t kSteps = 2, kStepBytes = kVector * LANES, kEscape = 15, kDigitBits = 4;
     static constexpr uint32_t kHigh = 0x80808080u, kBytes = 0x01010101u;

@@ -18,6 +18,7 @@ template <uint32_t FIELDS> struct ListedEncoders {
     template <uint32_t LANES> using Any4 = PlanesEncoder<uint32_t, true, LANES, FIELDS>;
     // Rare elements: one set of encoders serves all their codebooks.
     template <uint32_t LANES> using Any8 = PlanesEncoder<uint64_t, true, LANES, kAllFields>;
+    template <uint32_t LANES> using Listed1 = ListedEncoder<uint8_t, LANES, FIELDS & kGatheredFields>;
     template <uint32_t LANES> using Listed2 = ListedEncoder<uint16_t, LANES, FIELDS & kGatheredFields>;
     template <uint32_t LANES> using Listed4 = ListedEncoder<uint32_t, LANES, FIELDS & kGatheredFields>;
 
@@ -47,6 +48,7 @@ template <uint32_t FIELDS> struct ListedEncoders {
     {
         const ibp_codebook &cb = encode.place.table.codebook;
         if (has_code_table(cb) && cb.row_bytes <= kLongestOfWarp && knows_fields(cb, kGatheredFields)) {
+            if (cb.planes.element_bytes == 1) return launch_gathered<Listed1>(encode);
             if (cb.planes.element_bytes == 2) return launch_gathered<Listed2>(encode);
             if (cb.planes.element_bytes == 4) return launch_gathered<Listed4>(encode);
         }

@@ -25,6 +25,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Book = PlanesBook<T, FIELDS>;
     using Group = EncodeGroup<LANES>;
     using G = Group;
+    static constexpr uint32_t kBlocks = 1;
     static constexpr bool kFillsStage = false;
     using Book::columns, Book::entries, Book::planes, Book::symbol_bits;
     static constexpr uint32_t kBits = 8u * sizeof(T), kPerLane = kVector / sizeof(T),

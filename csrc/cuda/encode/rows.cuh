@@ -171,7 +171,7 @@ __device__ __forceinline__ int64_t row_of(const RowsJob &job, int64_t i, int64_t
 
 // IS_MEASURED: the table's index says how long rows are and where they go.
 template <class Encoder, bool IS_MEASURED>
-__global__ void __launch_bounds__(kMostEncodeThreads) encode_rows(const __grid_constant__ RowsJob job)
+__global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_rows(const __grid_constant__ RowsJob job)
 {
     using G = typename Encoder::Group;
     extern __shared__ uint4 shared[];

@@ -19,6 +19,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     using Group = typename Base::Group;
     using G = Group;
     using Base::codes, Base::kBits, Base::kPerWord, Base::planes, Base::symbol_bits;
+    static constexpr uint32_t kBlocks = 2;
     // A lane takes two octets of elements a step, of four bytes one: words of them are in registers.
     static constexpr uint32_t kOctet = 8, kOctets = sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
     static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // of an octet
@@ -111,7 +112,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     {
         const uint32_t r = planes.residual_bits;
         if (r == 0u) return;
-        if (sizeof(T) <= 2 && r <= 8u) {
+        if (sizeof(T) == 1 || (sizeof(T) == 2 && r <= 8u)) {
             uint64_t bits = pack_fields(words, r);
             if (num < kOctet) bits = low_bits(bits, num * r);
             if (r == 8u && num == kOctet && position % 32u == 0u)
@@ -119,7 +120,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             else
                 stage.or_bits(position, bits);
         } else {
-            put_wide(stage, position, words, num);
+            put_wide(stage, position, make_uint4(words[0], words[1], words[2 % kWords], words[3 % kWords]),
+                     make_uint4(words[4 % kWords], words[5 % kWords], words[6 % kWords], words[7 % kWords]), num, r);
         }
     }
     static __device__ __forceinline__ void put_words(const BitStage &stage, uint32_t w, uint64_t bits)
@@ -147,10 +149,12 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         return (packed[0] | packed[1 % kWords] << 2u * r) |
                static_cast<uint64_t>(packed[2 % kWords] | packed[3 % kWords] << 2u * r) << 4u * r;
     }
-    __device__ __forceinline__ void put_wide(const BitStage &stage, uint32_t position, const uint32_t (&words)[kWords],
-                                             uint32_t num) const
+    // Not inlined: most residuals are narrow, and what is short stays in the cache of instructions.
+    static __device__ __noinline__ void put_wide(BitStage stage, uint32_t position, uint4 low, uint4 high, uint32_t num,
+                                                 uint32_t r)
     {
-        const uint32_t r = planes.residual_bits, ones = low_bits(0xffffffffu >> (32u - kBits), r);
+        const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r);
         BitWriter writer(stage, position);
 #pragma unroll
         for (uint32_t e = 0; e < kOctet; e++)
