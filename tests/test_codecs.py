@@ -309,6 +309,21 @@ def test_nvcomp(cuda, scheme, tmp_path):
         file.verify(content=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn])
+def test_nvcomp_keeps_every_bit_of_floats(cuda, dtype):
+    """Among normal values NaNs with payloads, infinities, zeros of both signs and subnormal numbers; a short last
+    chunk."""
+    pytest.importorskip("nvidia.nvcomp")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(150_001, generator=generator).to(dtype)
+    bits = torch.randint(0, 256, (3000 * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+    x[:3000], x[3000:3004] = bits, torch.tensor([0.0, -0.0, float("nan"), 1e-40]).to(dtype)
+    for scheme in NVCOMP_SCHEMES:
+        whole = ibp.compress(x.to(cuda), scheme=scheme)
+        assert_same_bits(whole.decompress().cpu(), x)
+        assert scheme != "nvcomp:ans" or dtype == torch.float64 or whole.savings > 0.05
+
+
 def test_nvcomp_streams(cuda):
     """The work is that of the current stream, the default one too, and in order with it."""
     pytest.importorskip("nvidia.nvcomp")
