@@ -12,7 +12,7 @@ from ._table import Table
 MOST_VECTORS = 8  # IBP_MOST_VECTORS
 _PLANES = 2  # the scheme's number in a codec
 _LEAST_ROWS, _COLUMNS = 16, 32  # of a matrix that the kernel takes: so many at least, a multiple of so many
-_LARGEST_FIRST_SYMBOL = 240
+_LARGEST_FIRST_SYMBOL = 239
 # What a slot has behind residuals and digits: raw symbols. The kernel multiplies rows with up to 32 of them at its full
 # rate; one that leaves its slot takes as long as dozens of others.
 _LEAST_SYMBOL_BYTES, _MOST_SYMBOL_BYTES = 16, 32

@@ -9,15 +9,15 @@ namespace ibp {
 
 static bool is_aligned(const void *vectors) { return reinterpret_cast<uintptr_t>(vectors) % 16u == 0u; }
 
-constexpr uint32_t kLinearWarps = 8, kLinearStages = 4, kLinearBlocks = 2;
-using Strip = LinearStrip<kLinearWarps, kLinearStages>;
+constexpr uint32_t kLinearWarps = 8, kLinearStages = 3, kLinearTiles = 1, kLinearBlocks = 2;
+using Strip = LinearStrip<kLinearWarps, kLinearStages, kLinearTiles>;
 
-// Whether rows are residuals of a byte and digits of four bits, whose exponents a sum of bytes gives.
+// Whether rows are residuals of a byte and digits of four bits, whose exponents a sum of bytes gives, all finite.
 static bool has_linear_rows(const ibp_codebook &cb)
 {
     return cb.scheme == IBP_SCHEME_PLANES && is_fast(cb) && knows_fields(cb, kConsecutive) && !ibp_has_clusters(&cb) &&
            cb.planes.element_bytes == 2u && cb.planes.residual_bits == 8u && cb.planes.rotate == 1u &&
-           cb.planes.first_symbol <= 0xffu - 15u;
+           cb.planes.first_symbol < 0xffu - 15u;
 }
 
 static bool is_matrix(const ibp_table &table)
@@ -47,7 +47,7 @@ extern "C" ibp_status ibp_cuda_linear(const ibp_table *table, const uint16_t *x,
                         table->codebook.row_bytes / 2u,
                         static_cast<uint32_t>(table->num_items),
                         fault};
-    const auto kernel = linear_kernel<kLinearWarps, kLinearStages, kLinearBlocks>;
+    const auto kernel = linear_kernel<kLinearWarps, kLinearStages, kLinearTiles, kLinearBlocks>;
     const ibp_status status = allow_shared(reinterpret_cast<const void *>(kernel));
     if (status != IBP_OK) return status;
     const uint32_t blocks = (job.rows + Strip::kRows - 1u) / Strip::kRows;

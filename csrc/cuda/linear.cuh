@@ -1,12 +1,13 @@
-// linear.cuh - products of up to 8 vectors with a coded matrix of BF16: a row is decoded in registers, as the operand of
+// linear.cuh - products of up to 8 vectors with a coded matrix of BF16: rows are decoded in registers, as operands of
 // tensor cores, and never written.
 //
 // A block takes 16 rows, a strip, and its warps take steps of 128 columns in turn. Bytes of the coming steps are copied
 // to shared memory while one is multiplied. A lane holds 32 elements each of rows g and g + 8, for g = lane / 4: of them
 // tensor cores take 4 and 4 at a time, in an order of columns that the digits make cheap, and the vectors come in the
 // same order. The warps' sums are added in the end.
-// Escapes are zeros in these products. They are noted, each with its column and residual, and added in the end too,
-// when the warps have met all of a row: only then the order of its raw symbols is known.
+// Escapes are multiplied like other digits, as if their symbols followed those of the digits. They are
+// noted; these products are taken away in the end and the right ones added, when the warps have met all escapes of a
+// row: only then the order of its raw symbols is known.
 // Rows that are raw, default or corrupt, leave their slot, or have more escapes than are noted are irregular: they are
 // multiplied one after the other by the whole block.
 // Bound by device memory.
@@ -112,12 +113,6 @@ struct Digits {
     // Bit 4 of every byte that is an escape, and other bits.
     __device__ __forceinline__ uint32_t escapes() const { return (even + 0x01010101u) | (odd + 0x01010101u); }
 };
-// Ones in every byte whose digit is no escape.
-__device__ __forceinline__ uint32_t present(uint32_t digits)
-{
-    return ~((digits + 0x01010101u & 0x10101010u) / 16u * 0xffu);
-}
-
 __device__ __forceinline__ uint32_t any_escape(const Elements &elements)
 {
     uint32_t found = 0;
@@ -127,10 +122,10 @@ __device__ __forceinline__ uint32_t any_escape(const Elements &elements)
 }
 
 // Adds the products of a lane's elements of two rows with x, 32 elements of a vector. Of four elements in a row of
-// columns, 0 and 2 make a word and 1 and 3: exponents of them are neighbours. firsts: first_symbol in every byte.
-template <bool HAS_ESCAPES>
-__device__ __forceinline__ void multiply_elements(float (&sums)[4], const Elements (&rows)[2], const uint32_t (&x)[16],
-                                                  uint32_t firsts)
+// columns, 0 and 2 make a word and 1 and 3: exponents of them are neighbours. There are two sums, so that products wait
+// for each other less. firsts: first_symbol in every byte.
+__device__ __forceinline__ void multiply_elements(float (&sums)[2][4], const Elements (&rows)[2],
+                                                  const uint32_t (&x)[16], uint32_t firsts)
 {
 #pragma unroll
     for (uint32_t i = 0; i < 4u; i++) {
@@ -138,40 +133,44 @@ __device__ __forceinline__ void multiply_elements(float (&sums)[4], const Elemen
 #pragma unroll
         for (uint32_t half = 0; half < 2u; half++) {
             const uint32_t j = 2u * i + half, even_order = half ? 0x7260u : 0x5240u,
-                           odd_order = half ? 0x7361u : 0x5341u, mask_order = half ? 0x3322u : 0x1100u;
+                           odd_order = half ? 0x7361u : 0x5341u;
             uint32_t a[4];
 #pragma unroll
             for (uint32_t r = 0; r < 2u; r++) {
                 a[r] = turned(permute_bytes(rows[r].residuals[j], digits[r].even + firsts, even_order));
                 a[2u + r] = turned(permute_bytes(rows[r].residuals[j], digits[r].odd + firsts, odd_order));
-                if (HAS_ESCAPES) {
-                    a[r] &= permute_bytes(present(digits[r].even), 0, mask_order);
-                    a[2u + r] &= permute_bytes(present(digits[r].odd), 0, mask_order);
-                }
             }
             const uint32_t b[2] = {permute_bytes(x[2u * j], x[2u * j + 1u], 0x5410u),
                                    permute_bytes(x[2u * j], x[2u * j + 1u], 0x7632u)};
-            multiply_tile(sums, a, b);
+            multiply_tile(sums[half], a, b);
         }
     }
 }
 
 // ---- a strip ----
 
-template <uint32_t WARPS, uint32_t STAGES> struct LinearStrip {
-    static constexpr uint32_t kRows = 16, kColumns = 128; // of a warp's step
+// TILES: of 16 rows.
+template <uint32_t WARPS, uint32_t STAGES, uint32_t TILES> struct LinearStrip {
+    static constexpr uint32_t kRows = 16 * TILES, kColumns = 128; // of a warp's step
     static constexpr uint32_t kThreads = WARPS * kWarp, kStages = STAGES;
     static constexpr uint32_t kDigitsStart = kRows * kColumns, kStageBytes = kRows * kColumns * 3u / 2u;
     static constexpr uint32_t kMostEscapes = 32; // of a row
     static constexpr uint32_t kIrregular = ~0u;
 
+    static constexpr uint32_t kMostMet = kRows * kMostEscapes;
+
+    struct Escape {
+        uint32_t row, at; // column and residual
+    };
+
     // Behind the stages in shared memory.
     struct Notes {
         uint4 symbols[kRows][kMostEscapes / 16u]; // the raw ones of a row
         uint32_t wanted[kRows], found[kRows];     // escapes: by the row's length, or kIrregular; met
-        uint32_t at[kRows][kMostEscapes];         // column and residual, in the order met
-        uint32_t columns[kRows][kMostEscapes];    // in the order of columns
-        float weights[kRows][kMostEscapes];
+        uint32_t num_met;
+        Escape met[kMostMet];                                           // in the order met
+        uint32_t columns[kRows][kMostEscapes];                          // in the order of columns
+        float weights[kRows][kMostEscapes], taken[kRows][kMostEscapes]; // what they are, and were multiplied as
     };
     static constexpr uint32_t kNotesStart = WARPS * STAGES * kStageBytes;
     static constexpr uint32_t kSharedBytes = kNotesStart + sizeof(Notes);
@@ -251,6 +250,7 @@ template <uint32_t WARPS, uint32_t STAGES> struct LinearStrip {
             const bool regular = length - coded_bytes() <= most && length != IBP_DEFAULT_LENGTH(2u * job.columns);
             notes().wanted[threadIdx.x] = regular ? length - coded_bytes() : kIrregular;
             notes().found[threadIdx.x] = 0;
+            if (threadIdx.x == 0u) notes().num_met = 0;
         }
         if (threadIdx.x < kRows * kMostEscapes / 16u) {
             const uint32_t row = threadIdx.x / (kMostEscapes / 16u), i = threadIdx.x % (kMostEscapes / 16u);
@@ -260,30 +260,43 @@ template <uint32_t WARPS, uint32_t STAGES> struct LinearStrip {
         }
         __syncthreads();
     }
-    // Not inlined: few steps have any.
-    static __device__ __noinline__ void note_escapes(const Elements &elements, uint32_t row, uint32_t column)
+    // Of a lane's elements in a row, the first of which is in the given column.
+    static __device__ __forceinline__ void note_escapes(const Elements &elements, uint32_t row, uint32_t column)
     {
-        if (notes().wanted[row] == kIrregular) return;
-        for (uint32_t k = 0; k < 32u; k++) {
-            if ((elements.digits[k / 8u] >> 4u * (k % 8u) & 15u) != 15u) continue;
-            const uint32_t place = atomicAdd(&notes().found[row], 1u),
-                           residual = elements.residuals[k / 4u] >> 8u * (k % 4u) & 0xffu;
-            if (place < kMostEscapes) notes().at[row][place] = (column + k) << 8 | residual;
-        }
+        if (!any_escape(elements) || notes().wanted[row] == kIrregular) return;
+#pragma unroll
+        for (uint32_t i = 0; i < 4u; i++)
+            for (uint32_t left = escaped(elements.digits[i]); left != 0u; left &= left - 1u) {
+                const uint32_t k = ibp_popcount((left & -left) - 1u) / 4u,
+                               residuals = k < 4u ? elements.residuals[2u * i] : elements.residuals[2u * i + 1u],
+                               place = atomicAdd(&notes().num_met, 1u);
+                if (place < kMostMet)
+                    notes().met[place] = {row, (column + 8u * i + k) << 8 | (residuals >> 8u * (k % 4u) & 0xffu)};
+            }
     }
-    // Puts a row's escapes in order: the rank of each among them is that of its symbol. A thread takes one.
+    // Bit 0 of every nibble that is an escape.
+    static __device__ __forceinline__ uint32_t escaped(uint32_t digits)
+    {
+        digits &= digits >> 1;
+        return digits & digits >> 2 & 0x11111111u;
+    }
+    // Puts the escapes of all rows in order: the rank of each among those of its row is that of its symbol.
     __device__ __forceinline__ void place_escapes() const
     {
-        for (uint32_t i = threadIdx.x; i < kRows * kMostEscapes; i += kThreads) {
-            const uint32_t row = i / kMostEscapes, count = ibp_min_u32(notes().found[row], kMostEscapes);
-            if (i % kMostEscapes >= count) continue;
-            const uint32_t at = notes().at[row][i % kMostEscapes];
+        const uint32_t num_met = notes().num_met;
+        for (uint32_t i = threadIdx.x; i < num_met; i += kThreads) {
+            const Escape met = notes().met[i];
             uint32_t rank = 0;
-            for (uint32_t j = 0; j < count; j++) rank += notes().at[row][j] < at;
-            const uint32_t symbol = reinterpret_cast<const uint8_t *>(notes().symbols[row])[rank];
-            notes().columns[row][rank] = at >> 8;
-            notes().weights[row][rank] = float_of_bits(element_of(at & 0xffu, symbol) << 16);
+            for (uint32_t j = 0; j < num_met; j++) rank += notes().met[j].row == met.row && notes().met[j].at < met.at;
+            atomicAdd(&notes().found[met.row], 1u);
+            if (rank >= kMostEscapes) continue;
+            const uint32_t symbol = reinterpret_cast<const uint8_t *>(notes().symbols[met.row])[rank],
+                           taken = static_cast<uint32_t>(job.table.codebook.planes.first_symbol) + 15u;
+            notes().columns[met.row][rank] = met.at >> 8;
+            notes().weights[met.row][rank] = float_of_bits(element_of(met.at & 0xffu, symbol) << 16);
+            notes().taken[met.row][rank] = float_of_bits(element_of(met.at & 0xffu, taken) << 16);
         }
+        __syncthreads();
     }
 
     // ---- sums ----
@@ -301,7 +314,7 @@ template <uint32_t WARPS, uint32_t STAGES> struct LinearStrip {
     {
         return reinterpret_cast<float *>(shared_bytes() + number * STAGES * kStageBytes);
     }
-    __device__ __forceinline__ void multiply(float (&sums)[4]) const
+    __device__ __forceinline__ void multiply(float (&sums)[TILES][2][4]) const
     {
         const uint32_t firsts = static_cast<uint32_t>(job.table.codebook.planes.first_symbol) * 0x01010101u;
         uint32_t stage = 0;
@@ -310,34 +323,41 @@ template <uint32_t WARPS, uint32_t STAGES> struct LinearStrip {
             load_x(step, x);
             await_copies<STAGES - 2>();
             begin_copies(step + (STAGES - 1u) * WARPS, stage == 0u ? STAGES - 1u : stage - 1u);
-            const uint32_t g = lane / 4u, column = step * kColumns + 32u * (lane % 4u);
-            const Elements rows[2] = {elements_of(stage, g), elements_of(stage, g + 8u)};
-            const uint32_t escapes[2] = {any_escape(rows[0]), any_escape(rows[1])};
-            if (__any_sync(kAllLanes, (escapes[0] | escapes[1]) != 0u)) {
-                if (escapes[0]) note_escapes(rows[0], g, column);
-                if (escapes[1]) note_escapes(rows[1], g + 8u, column);
-                __syncwarp();
-                multiply_elements<true>(sums, rows, x, firsts);
-            } else {
-                multiply_elements<false>(sums, rows, x, firsts);
+#pragma unroll
+            for (uint32_t tile = 0; tile < TILES; tile++) {
+                const uint32_t row = 16u * tile + lane / 4u, column = step * kColumns + 32u * (lane % 4u);
+                const Elements rows[2] = {elements_of(stage, row), elements_of(stage, row + 8u)};
+                note_escapes(rows[0], row, column);
+                note_escapes(rows[1], row + 8u, column);
+                multiply_elements(sums[tile], rows, x, firsts);
             }
             stage = stage + 1u == STAGES ? 0u : stage + 1u;
         }
     }
     // Adds up what the warps have, and stores it.
-    __device__ __forceinline__ void finish(const float (&sums)[4]) const
+    __device__ __forceinline__ void finish(const float (&sums)[TILES][2][4]) const
     {
         const uint32_t g = lane / 4u, t = lane % 4u;
         __syncthreads(); // all stages have been read, all escapes noted
-        for (uint32_t i = 0; i < 4u; i++)
-            sums_of_warp(warp)[(g + 8u * (i / 2u)) * kMostVectors + 2u * t + i % 2u] = sums[i];
+#pragma unroll
+        for (uint32_t tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (uint32_t i = 0; i < 4u; i++)
+                sums_of_warp(warp)[(16u * tile + g + 8u * (i / 2u)) * kMostVectors + 2u * t + i % 2u] =
+                    sums[tile][0][i] + sums[tile][1][i];
+        if (notes().num_met > kMostMet) { // by corrupt rows alone: all are looked at one by one
+            if (threadIdx.x < kRows) notes().wanted[threadIdx.x] = kIrregular;
+            __syncthreads();
+            return;
+        }
         place_escapes();
-        __syncthreads();
         const uint32_t row = threadIdx.x % kRows, vector = threadIdx.x / kRows, wanted = notes().wanted[row];
         if (vector >= job.num_vectors || wanted == kIrregular) return;
         float sum = 0;
         if (notes().found[row] == wanted) {
             for (uint32_t w = 0; w < WARPS; w++) sum += sums_of_warp(w)[row * kMostVectors + vector];
+            for (uint32_t j = 0; j < wanted; j++)
+                sum = fmaf(-notes().taken[row][j], x_at(vector, notes().columns[row][j]), sum);
             for (uint32_t j = 0; j < wanted; j++)
                 sum = fmaf(notes().weights[row][j], x_at(vector, notes().columns[row][j]), sum);
         } else if (vector == 0u) {
@@ -420,16 +440,16 @@ static __device__ __noinline__ void multiply_irregular(const Strip &strip, uint3
     strip.store(threadIdx.x, row, sum);
 }
 
-template <uint32_t WARPS, uint32_t STAGES, uint32_t BLOCKS>
+template <uint32_t WARPS, uint32_t STAGES, uint32_t TILES, uint32_t BLOCKS>
 __global__ void __launch_bounds__(WARPS *kWarp, BLOCKS) linear_kernel(const __grid_constant__ LinearJob job)
 {
-    using Strip = LinearStrip<WARPS, STAGES>;
+    using Strip = LinearStrip<WARPS, STAGES, TILES>;
     // The last strip shares rows with the one before where the rows are no multiple of a strip's.
     const Strip strip(job, ibp_min_u32(blockIdx.x * Strip::kRows, job.rows - Strip::kRows));
 #pragma unroll
     for (uint32_t i = 0; i < STAGES - 1u; i++) strip.begin_copies(strip.warp + i * WARPS, i);
     strip.begin_notes();
-    float sums[4] = {};
+    float sums[TILES][2][4] = {};
     strip.multiply(sums);
     strip.finish(sums);
     for (uint32_t row = 0; row < Strip::kRows; row++) {

@@ -165,7 +165,7 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
  * y [num_vectors, N], all BF16. Rows are decoded in registers, W is read once and never written. Products are added in
  * float, in an order that depends on K alone, and rounded once.
  * table: in device memory, with slots, N at least 16, K a multiple of 32; of scheme planes with one plane of four-bit
- * digits, consecutive entries from 240 at most, rotated elements and residuals of 8 bits (level fast), no constant
+ * digits, consecutive entries from 239 at most, rotated elements and residuals of 8 bits (level fast), no constant
  * columns and no clusters; slot_bytes a multiple of 16 that holds the residuals and digits of a row, 3 K / 2 bytes;
  * slots aligned to 16 bytes. num_vectors: up to IBP_MOST_VECTORS. x: aligned to 16 bytes.
  * Where x is infinite and the weight an escape, y is NaN. A corrupt row counts as zeros and is noted with its number.

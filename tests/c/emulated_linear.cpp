@@ -43,7 +43,7 @@ struct Matrix {
 
     Matrix()
         : rows(16 + static_cast<uint32_t>(below(30))), columns(32 * (1 + static_cast<uint32_t>(below(44)))),
-          first_symbol(pick({0u, 100u, 112u, 240u})), weights(size_t{2} * rows * columns)
+          first_symbol(pick({0u, 100u, 112u, 239u})), weights(size_t{2} * rows * columns)
     {
         ibp_planes p = {};
         p.element_bytes = 2, p.rotate = 1, p.residual_bits = 8, p.num_planes = 1, p.digit_bits[0] = 4;
@@ -183,7 +183,7 @@ void check_refusals()
     refuses(coded.table, 9, "9 vectors");
     refuses(coded.table, -1, "-1 vectors");
     ibp_table t = coded.table;
-    t.codebook.planes.first_symbol = 241, refuses(t, 1, "symbols past a byte");
+    t.codebook.planes.first_symbol = 240, refuses(t, 1, "symbols past a byte");
     t = coded.table, t.codebook.planes.rotate = 0, refuses(t, 1, "elements that are not rotated");
     t = coded.table, t.num_items = 15, refuses(t, 1, "15 rows");
     t = coded.table, t.slots_bytes -= 1, refuses(t, 1, "a slot that ends early");
