@@ -44,12 +44,12 @@ ARMS = {  # how many steps each takes at most, and the options of ibp.optim.Adam
 }
 MOST_RATIO = 4.0  # of a step to torch's, states on the device
 RATE, MOVED_VALUES = 1e-3, 7  # read: weight, gradient, both states; written: weight, both states
-CHUNK_BYTES = 64 << 20
+CHUNK_BYTES, NUM_NEAR = 64 << 20, 3  # of raw states in pinned memory, and how many are on the device
 
 
 class RawOffload:
-    """Steps of torch's fused kernel over raw states in pinned memory: two chunks at a time are on the device, one of
-    which is used while the other is copied."""
+    """Steps of torch's fused kernel over raw states in pinned memory: three chunks at a time are on the device, one of
+    which is used while others come and go."""
 
     def __init__(self, params, lr):
         self.params, self.options = list(params), {"lr": lr, "beta1": 0.9, "beta2": 0.999}
@@ -60,38 +60,35 @@ class RawOffload:
         self.kept = [
             [torch.zeros(end - start, dtype=p.dtype, pin_memory=on_gpu) for _ in "mv"] for p, start, end in self.pieces
         ]
-        self.near = [[torch.empty(most, dtype=like.dtype, device=like.device) for _ in "mv"] for _ in "01"]
-        self.streams = [torch.cuda.Stream() for _ in range(2)] if on_gpu else None
+        self.near = [[torch.empty(most, dtype=like.dtype, device=like.device) for _ in "mv"] for _ in range(NUM_NEAR)]
+        if on_gpu:
+            self.into, self.out = torch.cuda.Stream(), torch.cuda.Stream()
+            self.taken = [torch.cuda.Event() for _ in self.near]
 
     @torch.no_grad()
     def step(self):
         self.count += 1
-        if self.streams is None:
+        if not self.count.is_cuda:
             for i, kept in enumerate(self.kept):
                 self._update(i, kept)
             return
-        main, (into, out) = torch.cuda.current_stream(), self.streams
-        into.wait_stream(main)
+        main = torch.cuda.current_stream()
+        self.into.wait_stream(main)
         for i, kept in enumerate(self.kept):
-            near = [memory[: len(raw)] for memory, raw in zip(self.near[i % 2], kept)]
-            into.wait_stream(out)  # until the chunk before the last is back
-            with torch.cuda.stream(into):
+            turn = i % NUM_NEAR
+            near = [memory[: len(raw)] for memory, raw in zip(self.near[turn], kept)]
+            self.into.wait_event(self.taken[turn])
+            with torch.cuda.stream(self.into):
                 for memory, raw in zip(near, kept):
                     memory.copy_(raw, non_blocking=True)
-            main.wait_stream(into)
+            main.wait_stream(self.into)
             self._update(i, near)
-            done = main.record_event()
-            if i:  # the chunk before goes back while this one is used
-                self._take(i - 1, self.done, out)
-            self.done = done
-        self._take(len(self.kept) - 1, self.done, out)
-        main.wait_stream(out)
-
-    def _take(self, i, done, out):
-        out.wait_event(done)
-        with torch.cuda.stream(out):
-            for raw, memory in zip(self.kept[i], self.near[i % 2]):
-                raw.copy_(memory[: len(raw)], non_blocking=True)
+            self.out.wait_stream(main)
+            with torch.cuda.stream(self.out):
+                for raw, memory in zip(kept, near):
+                    raw.copy_(memory, non_blocking=True)
+            self.taken[turn].record(self.out)
+        main.wait_stream(self.out)
 
     def _update(self, i, states):
         param, start, end = self.pieces[i]
@@ -193,7 +190,7 @@ class Arm:
         """(exp_avg, exp_avg_sq, bytes on the device, bytes of host memory)."""
         raw = 2 * sum(param.numel() * param.element_size() for param in self.params)
         if self.name in (TORCH, RAW):
-            return 0.0, 0.0, *((raw, 0) if self.name == TORCH else (2 * CHUNK_BYTES, raw))
+            return 0.0, 0.0, *((raw, 0) if self.name == TORCH else (NUM_NEAR * CHUNK_BYTES, raw))
         usages = self.optimizer.memory().values()
         return (
             *(usage.savings for usage in usages),

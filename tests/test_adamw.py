@@ -138,6 +138,20 @@ def test_states_that_do_not_shrink(monkeypatch):
     assert all(usage.savings == 0 for usage in optimizers[1].memory().values())
 
 
+def test_slots_that_hold_whole_rows(monkeypatch):
+    """As pinned memory has of random bits."""
+    monkeypatch.setattr(_states, "_LEAST_SAVED", -1.0)
+    state = _states.CodedState(8, torch.device("cpu"), "default", None, False)
+    for number in range(5):
+        data = torch.randint(0, 256, (8 * 2048,), dtype=torch.uint8)
+        _states.free_overflow([state])
+        state.store(data.view(torch.float32))
+        out = torch.empty_like(data).view(torch.float32)
+        state.load(out)
+        assert_same_bits(out, data.view(torch.float32))
+        assert state.place.slot_bytes == 2048 and not state.place.overflow.numel(), number
+
+
 def test_memory_that_cannot_be_pinned(monkeypatch):
     """States stay raw, or in the memory that they have."""
 
@@ -146,7 +160,7 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
 
     torchs, ours = parameters(), parameters()
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
-    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="not compressed"):
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="stay raw on cpu"):
         patch.setattr(_states.CodedState, "_new_place", refuse)
         train(torchs, ours, optimizers, range(2))
     train(torchs, ours, optimizers, range(2, 5))

@@ -20,7 +20,7 @@ _SPILLED_COST = 8  # bytes of slots that a byte in overflow is worth, which two 
 _MOST_SPILLED = 0.02  # of the rows' bytes in overflow, where slots are chosen
 _CROWDED = 0.025  # of the rows' bytes in overflow: a new codebook would pay
 _MARGIN = 64  # bytes by which the slots of a later codebook may be smaller without new pinned memory
-_WATCHED_STEPS = 16  # the first ones, and of the others every so manieth
+_WATCHED_STEPS = 16  # the first ones; of the others one in so many
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
@@ -126,13 +126,13 @@ class CodedState:
         given back when there is new memory."""
         self._fitted_at, self.is_crowded = self._stores, False
         codebook, slot_bytes = _fitting(data.view(self.num_rows, -1), self.level)
-        saves = slot_bytes <= (1 - _LEAST_SAVED) * ROW_BYTES
+        saves = self.pinned or slot_bytes <= (1 - _LEAST_SAVED) * ROW_BYTES
         try:
             self.place = self._new_place(codebook, slot_bytes) if saves else None
         except PinningError as error:
             if self.place is not None:
                 return
-            warnings.warn(f"{error}: states of an optimizer are not compressed", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{error}: states of an optimizer stay raw on {self.device}", RuntimeWarning, stacklevel=2)
         if self.place is not None:
             self.raw = None
             return

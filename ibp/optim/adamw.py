@@ -101,7 +101,8 @@ class _CodedStates(torch.optim.Adam):
         steps: dict[torch.device, list[torch.Tensor]] = {}
         for group, chunks in zip(self.param_groups, self._chunks):
             for param in self._trained(group, chunks):
-                steps.setdefault(param.device, []).append(self.state[param]["step"])
+                step = self.state[param]["step"]
+                steps.setdefault(step.device, []).append(step)
         jobs = [_Job(group, chunk) for group, chunks in zip(self.param_groups, self._chunks) for chunk in chunks]
         for device, of_device in steps.items():
             torch._foreach_add_(of_device, 1)
@@ -119,7 +120,7 @@ class _CodedStates(torch.optim.Adam):
             raise RuntimeError("a gradient is sparse; wanted a dense one: use torch.optim.SparseAdam for sparse ones")
         new = [param for param in trained if not self.state[param]]
         for param in new:
-            self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+            self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=local(param).device)
         chunks += self._planned(new)
         return trained
 
@@ -260,7 +261,8 @@ class _CodedStates(torch.optim.Adam):
         for group, chunks in zip(self.param_groups, self._chunks):
             given = [param for param in group["params"] if self.state.get(param)]
             for param in given:
-                step = torch.as_tensor(self.state[param]["step"], dtype=torch.float32, device=param.device)
+                device = local(param).device
+                step = torch.as_tensor(self.state[param]["step"], dtype=torch.float32, device=device)
                 self.state[param]["step"] = step.clone()
             with_tensors = [param for param in given if NAMES[0] in self.state[param]]
             for chunk in self._planned(with_tensors):
