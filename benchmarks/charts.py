@@ -1158,6 +1158,36 @@ def draw_densities(rows, path):
     save(figure, path, "Outputs of ReLUs and pools while a net is trained on images made for it")
 
 
+def draw_activations(rows, path):
+    """The time of a step and the memory that it takes, a panel a net, a point an arm."""
+    if plt is None or not rows:
+        return
+    names, arms = in_order(row["case"] for row in rows), in_order(row["arm"] for row in rows)
+    columns = min(3, len(names))
+    figure, panels = plt.subplots(
+        -(-len(names) // columns), columns, figsize=(5 * columns, 3.4 * -(-len(names) // columns)), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for panel in panels.flat[len(names) :]:
+        panel.axis("off")
+    for panel, name in zip(panels.flat, names):
+        for i, arm in enumerate(arms):
+            own = [row for row in rows if (row["case"], row["arm"]) == (name, arm)]
+            points = [row["step_ms"] for row in own], [row["peak_gb"] for row in own]
+            panel.plot(*points, "o", color=plt.cm.tab10(i), label=arm)
+        panel.set_title(name, fontsize=10)
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.minorticks_off()
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel("ms a step", fontsize=9)
+        panel.set_ylabel("peak GB", fontsize=9)
+        panel.grid(alpha=0.3)
+    legend_below(figure, panels.flat, len(arms))
+    save(figure, path, f"Activations off the GPU: a step's time and memory ({machine(rows)})")
+
+
 def draw_bars(panel, rows, labels, arm, position, num_arms, label, color):
     points = [
         (labels.index(case_label(row)), row["gbps"]) for row in rows if row["arm"] == arm and case_label(row) in labels
@@ -1224,6 +1254,7 @@ def draw(directory):
     draw_ratio(read(directory / "ratio.csv"), directory / "ratio.png")
     draw_chunks(read(directory / "chunks.csv"), directory / "chunks.png")
     draw_copy_threads(read(directory / "copy_threads.csv"), directory / "copy_threads.png")
+    draw_activations(read(directory / "activations.csv"), directory / "activations.png")
     draw_densities(read(directory / "densities.csv"), directory / "densities.png")
     weights = read(directory / "weights.csv")
     draw_weights(weights, directory / "weights.png")

@@ -1209,6 +1209,7 @@ def activations_table(directory):
         "that it takes beyond weights and input, and how much less that is than plain; bytes that were saved, and went "
         "to the host; how many times as fast as the same hooks with raw bytes, and as torch's `save_on_cpu`. In "
         f"brackets what is wanted where it is missed:\n\n{markdown([*heads, 'times raw', 'times save_on_cpu'], lines)}"
+        "\n\n![Time and memory of a step](../benchmarks/results/activations.png)"
     )
 
 

@@ -876,6 +876,7 @@ def test_charts_from_csv(tmp_path):
         "families",
         "compress",
         "encode_into",
+        "activations",
     }
     assert {path.stem for path in tmp_path.glob("*.png")} == drawn
 
