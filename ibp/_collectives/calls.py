@@ -31,6 +31,21 @@ def all_gather_into_tensor(
     name: str = "",
 ) -> dist.Work | None:
     """See `ibp.distributed.all_gather_into_tensor`."""
+    return gather(output_tensor, input_tensor, group, async_op, async_op, codec=codec, level=level, name=name)
+
+
+def gather(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: _Group,
+    async_op: bool,
+    is_coded_async: bool,
+    *,
+    codec: Codec | None,
+    level: str,
+    name: str,
+) -> dist.Work | None:
+    """The same. async_op: of torch's call; is_coded_async: of a coded one."""
     check_options(codec, level)
     state, kind = state_of(group), kind_of("all_gather_into_tensor", input_tensor, codec, level, name)
     raw = functools.partial(raw_all_gather, movable(output_tensor), movable(input_tensor), group=group)
@@ -68,9 +83,9 @@ def all_gather_into_tensor(
         for span in spans_of(num_bytes, plan.num_pieces)
     ]
     job = Job(pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x, out))
-    work = run(job, state, async_op)
+    work = run(job, state, is_coded_async)
     _copy_own(out[state.rank], x)
-    return _finished(work, async_op)
+    return _finished(work, is_coded_async)
 
 
 def broadcast(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .calls import all_gather_into_tensor, check_options
+from .calls import check_options, gather
 from .codec import Codec
 
 
@@ -53,8 +53,8 @@ def _comm_class() -> Any:
             group: dist.ProcessGroup,
             async_op: bool = False,
         ) -> dist.Work | None:
-            # Always work, which FSDP waits for when it needs the parameters: the host waits there, not here.
+            # Of a coded call always work: FSDP waits for it when it needs the parameters, and so does the host.
             options: dict[str, Any] = {"codec": self.codec, "level": self.level, "name": self.name}
-            return all_gather_into_tensor(output_tensor, input_tensor, group, True, **options)
+            return gather(output_tensor, input_tensor, group, async_op, True, **options)
 
     return CodedAllGather

@@ -16,8 +16,8 @@ from .codec import Codec
 from .messages import Messages, Part
 from .staging import Slot
 
-_MEASURED_BYTES = {"cuda": 32 << 20, "cpu": 4 << 20}  # that each rank sends
-_REPEATS = 4
+_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # that each rank sends
+_REPEATS, _IN_A_ROW = 3, 4
 _LEAST_GAIN = 1.03  # coding has to be so much faster by the model
 _CALL_S = 150e-6  # what a coded call takes longer to begin and end, about
 _PIECE_S = 80e-6  # what a piece takes longer than its bytes, about
@@ -75,15 +75,16 @@ _ALL_GATHER: Callable = getattr(dist, "all_gather_single", None) or dist.all_gat
 
 
 def _seconds(members: Group, call: Callable[[], object]) -> float:
-    """The shortest of several calls."""
+    """Of a call among several in a row, the shortest."""
     times = []
     for _ in range(_REPEATS):
         dist.barrier(group=members.process_group)
         _synchronize(members.device)
         start = time.perf_counter()
-        call()
+        for _ in range(_IN_A_ROW):
+            call()
         _synchronize(members.device)
-        times.append(time.perf_counter() - start)
+        times.append((time.perf_counter() - start) / _IN_A_ROW)
     return min(times)
 
 
@@ -107,13 +108,14 @@ def num_pieces(rates: Rates, load: Load) -> int:
 
 
 def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
-    """How many times as fast as a raw one a coded call is expected to be. A link faster than the coders waits for
-    them."""
+    """How many times as fast as a raw one a coded call is expected to be; 0 where the link is so fast that coding hides
+    behind it in part only: then the coders and the link take multiprocessors and memory from each other."""
+    if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
+        return 0.0
     count, coding_s = num_pieces(rates, load), _coding_s(rates, load)
     moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
     exposed = _FIRST_SHARE / (count - 2 + 2 * _FIRST_SHARE) if count > 2 else 1 / count
-    shared_s = max(moving_s, coding_s) + min(moving_s, coding_s) * exposed
-    return load.moved / link.gbps / 1e9 / (shared_s + _CALL_S + count * _PIECE_S)
+    return load.moved / link.gbps / 1e9 / (moving_s + coding_s * exposed + _CALL_S + count * _PIECE_S)
 
 
 def _coding_s(rates: Rates, load: Load) -> float:
