@@ -182,3 +182,28 @@ def test_pages_that_outgrow_their_slots(x):
     store.load(order[:50].tolist(), out[:50]).synchronize()
     assert_same_bits(out[:50], pages[:50])
     store.check()
+
+
+@pytest.mark.parametrize("row_bytes", [64, 256, 512, 1024, 2048, 4096, 16384])
+@pytest.mark.parametrize("level", ["default", "fast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_of_many_sizes(cuda, row_bytes, level, dtype):
+    """Every group of threads that decodes rows, with rows in their slots, beyond them, raw and default."""
+    count = max(300, (4 << 20) // row_bytes)
+    x = torch.randn(count, row_bytes // dtype.itemsize, device=cuda).to(dtype)
+    kinds = torch.arange(count, device=cuda) % 7
+    x[kinds == 3] = 0
+    noise = torch.randint(-(2**31), 2**31 - 1, (count, row_bytes // 4), dtype=torch.int32, device=cuda)
+    x[kinds > 4] = noise.view(dtype)[kinds > 4]
+    ids = torch.randint(count, (count // 2,), device=cuda)
+    for target in (4 / 3, 2):
+        table = ibp.place(x, target, level=level)
+        assert table.overflow.numel() > table.slots.numel() // 100
+        for max_sms in (None, 5):
+            assert_same_bits(table.decompress(max_sms=max_sms, check=True), x)
+            assert_same_bits(table.index_select(ids, max_sms=max_sms, check=True), x[ids])
+        table.update_(ids[:50].unique(), x[: len(ids[:50].unique())])
+        changed = x.clone()
+        changed[ids[:50].unique()] = x[: len(ids[:50].unique())]
+        assert_same_bits(table.decompress(check=True), changed)
+        assert_same_bits(table.index_select(ids, check=True), changed[ids])
