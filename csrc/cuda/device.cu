@@ -20,6 +20,12 @@ ibp_status check_cuda(cudaError_t error)
     return IBP_CUDA_ERROR;
 }
 
+bool is_host_memory(const void *memory)
+{
+    cudaPointerAttributes found{};
+    return check_cuda(cudaPointerGetAttributes(&found, memory)) == IBP_OK && found.type == cudaMemoryTypeHost;
+}
+
 // What a block may have, and how many blocks. leaves_sms: not all that there are.
 struct Limits {
     int device, sms, shared_bytes;

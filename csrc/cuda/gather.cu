@@ -4,12 +4,11 @@
 #include "checks.h"
 #include "decode/request.h"
 #include "kinds.h"
+#include "launch.cuh"
 
 #include <algorithm>
 
 namespace ibp {
-
-constexpr int64_t kUnevenShare = 100; // of slots, in overflow: some rows, or single sectors of many
 
 // Rows that an item can touch.
 static int64_t rows_an_item(int64_t item_bytes, int64_t row_bytes)
@@ -45,8 +44,15 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
         request->dst = out + (request->first_row * row_bytes - request->start);
     }
     if (request->packed && !table.bases) request->num_regular = 0;
-    request->uneven = !request->packed && table.overflow_bytes > table.slots_bytes / kUnevenShare;
     request->copies_vectors = reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && is_even && row_bytes % 16 == 0;
+}
+
+// Whether the GPU has a table's slots, and the host enough of its rows' bytes that warps wait for them.
+static bool spills_far(const ibp_table &table)
+{
+    constexpr int64_t kShare = 100; // of the slots' bytes
+    return table.slot_bytes != 0u && table.overflow_bytes > table.slots_bytes / kShare &&
+           is_host_memory(table.overflow) && !is_host_memory(table.slots);
 }
 
 // ---- the decoders ----
@@ -75,6 +81,7 @@ static ibp_status gather(const ibp_table *table, Request request, uint8_t *out, 
                          ibp_stream stream)
 {
     describe_rows(*table, out, &request);
+    request.uneven = spills_far(*table);
     for (const auto &decoder : kDecoders)
         if (decoder.scheme == table->codebook.scheme && decoder.takes(table->codebook) &&
             knows_fields(table->codebook, decoder.known))

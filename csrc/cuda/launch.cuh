@@ -14,6 +14,9 @@ struct Launch {
 // Records the current CUDA error, if any, for ibp_cuda_last_error.
 ibp_status check_cuda(cudaError_t error);
 
+// Whether memory is the host's, pinned, which a GPU reads over the link.
+bool is_host_memory(const void *memory);
+
 // Lets a kernel have all the dynamic shared memory that a block can have.
 ibp_status allow_shared(const void *kernel);
 

@@ -28,7 +28,7 @@ struct Request {
     int64_t first_position; // of a larger request, for faults
     bool staged;
     bool packed, copies_vectors; // copies_vectors: raw rows at multiples of 16 bytes can be
-    bool uneven;                 // a part of the rows leaves its slot, and may have to come from far away
+    bool uneven;                 // rows leave their slots, which the GPU has, for memory that it has not
     ibp_cache cache;             // where there are entries, one a job: rows that are present come from their slabs
 };
 
