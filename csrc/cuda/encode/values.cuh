@@ -112,22 +112,48 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     {
         const uint32_t r = planes.residual_bits;
         if (r == 0u) return;
-        if (sizeof(T) == 1 || (sizeof(T) == 2 && r <= 8u)) {
-            uint64_t bits = pack_fields(words, r);
-            if (num < kOctet) bits = low_bits(bits, num * r);
-            if (r == 8u && num == kOctet && position % 32u == 0u)
-                put_words(stage, position / 32u, bits);
-            else
-                stage.or_bits(position, bits);
+        if (sizeof(T) == 4 && r == 24u && num == kOctet) {
+            const uint32_t run[6] = {permute_bytes(words[0], words[1], 0x4210),
+                                     permute_bytes(words[1], words[2 % kWords], 0x5421),
+                                     permute_bytes(words[2 % kWords], words[3 % kWords], 0x6542),
+                                     permute_bytes(words[4 % kWords], words[5 % kWords], 0x4210),
+                                     permute_bytes(words[5 % kWords], words[6 % kWords], 0x5421),
+                                     permute_bytes(words[6 % kWords], words[7 % kWords], 0x6542)};
+            put_run(stage, position, run);
+        } else if (sizeof(T) == 1 || (sizeof(T) == 2 && r <= 8u)) {
+            put_narrow(stage, position, pack_fields(words, r), num, r);
         } else {
             put_wide(stage, position, make_uint4(words[0], words[1], words[2 % kWords], words[3 % kWords]),
                      make_uint4(words[4 % kWords], words[5 % kWords], words[6 % kWords], words[7 % kWords]), num, r);
         }
     }
-    static __device__ __forceinline__ void put_words(const BitStage &stage, uint32_t w, uint64_t bits)
+    static __device__ __forceinline__ void put_narrow(const BitStage &stage, uint32_t position, uint64_t bits,
+                                                      uint32_t num, uint32_t r)
     {
-        if (w + 1u >= stage.num_words) return;
-        stage.words[w] = static_cast<uint32_t>(bits), stage.words[w + 1u] = static_cast<uint32_t>(bits >> 32);
+        const uint32_t run[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}, half[1] = {run[0]};
+        if (num == kOctet && r == 8u)
+            put_run(stage, position, run);
+        else if (num == kOctet && r == 4u)
+            put_run(stage, position, half);
+        else
+            stage.or_bits(position, low_bits(bits, num * r));
+    }
+    // Puts N words into a stage, from any bit on: those in the middle are no other lane's.
+    template <int N>
+    static __device__ __forceinline__ void put_run(const BitStage &stage, uint32_t position, const uint32_t (&run)[N])
+    {
+        const uint32_t w = position / 32u, shift = position % 32u;
+        if (w + N >= stage.num_words) return; // of a row that has no coded form
+        uint32_t *const to = stage.words + w;
+        if (shift == 0u) {
+#pragma unroll
+            for (int i = 0; i < N; i++) to[i] = run[i];
+            return;
+        }
+        atomicOr(to, run[0] << shift);
+#pragma unroll
+        for (int i = 1; i < N; i++) to[i] = __funnelshift_l(run[i - 1], run[i], shift);
+        atomicOr(to + N, run[N - 1] >> (32u - shift));
     }
     // The low r bits, at most 8, of each element, side by side.
     static __device__ __forceinline__ uint64_t pack_fields(const uint32_t (&words)[kWords], uint32_t r)
@@ -188,13 +214,15 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                 octets[o] = push(words[o], num, path[o]);
             }
             const Octet &last = octets[kOctets - 1u];
-            if (first < n) put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width);
+            if (first < n)
+                put_digits(stage, plane0 + first * width, octets[0].first, last.first, kOctet * width,
+                           kOfLane * width == 32u && first + kOfLane <= n);
             const uint32_t sum = octets[0].counts + (kOctets > 1u ? last.counts : 0u);
             const uint32_t counts[1] = {(sum & 31u) | sum >> 5 << 16};
             uint32_t before[1], total[1];
             G::scan(counts, before, total);
             put_digits(stage, plane1 + (reached + (before[0] & 0xffffu)) * next_width, octets[0].second, last.second,
-                       (octets[0].counts & 31u) * next_width);
+                       (octets[0].counts & 31u) * next_width, false);
             if (LISTED) G::sync(); // all have read their elements
             append(list + listed + (before[0] >> 16), path);
             reached += total[0] & 0xffffu, listed += total[0] >> 16;
@@ -202,13 +230,15 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         G::sync(); // the list is there
         return put_list(stage, listed, plane1 + to_byte(reached * next_width), most_bits, list);
     }
-    // The digits of a lane's octets, those of the last one num_bits behind the others.
+    // The digits of a lane's octets, those of the last one num_bits behind the others. whole: they are a word.
     static __device__ __forceinline__ void put_digits(const BitStage &stage, uint32_t position, uint32_t first,
-                                                      uint32_t last, uint32_t num_bits)
+                                                      uint32_t last, uint32_t num_bits, bool whole)
     {
         if (kOctets == 1u) return stage.or_bits(position, first);
         const uint64_t bits = first | static_cast<uint64_t>(last) << num_bits;
-        stage.or_bits(position, static_cast<uint32_t>(bits));
+        const uint32_t word[1] = {static_cast<uint32_t>(bits)};
+        if (whole) return put_run(stage, position, word);
+        stage.or_bits(position, word[0]);
         if (bits >> 32 != 0u) stage.or_bits(position + 32u, static_cast<uint32_t>(bits >> 32));
     }
     static __device__ __forceinline__ void append(Symbol *to, const uint32_t (&path)[kOctets][kOctet])
