@@ -15,8 +15,8 @@ COUNTERS_BYTES = 64  # bytes of overflow in use; rows spilled and lost; 4 of a f
 _ALIGNMENT = 64  # of overflow
 _SAMPLE_BYTES = 1 << 20
 _GOLDEN = 0.6180339887498949  # multiples of it are spread evenly over [0, 1) whatever their number
-_FIRST_MARGIN, _MARGIN = 1 / 32, 1 / 64  # of room, over what a sample took, and over what was needed
-_LEAST_OF_ROOM = 0.96  # that is needed; below, room is made smaller
+_FIRST_MARGIN, _MARGIN = 1 / 32, 1 / 128  # of room, over what a sample took, and over what was needed
+_LEAST_OF_ROOM = 0.98  # that is needed; below, room is made smaller
 _SPARE_BYTES = 4096
 _OUTDATED, _SPARE_SHARE = 1.1, 0.02
 
