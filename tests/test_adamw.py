@@ -9,7 +9,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp.optim import _reserve, _states
+from ibp.optim import _chunks, _reserve, _states
 
 SHAPES = ((300, 70), (70,), (), (0, 5), (3, 33, 5), (1, 8192))
 MODES = {"AdamW": (torch.optim.AdamW, ibp.optim.AdamW), "Adam": (torch.optim.Adam, ibp.optim.Adam)}
@@ -212,6 +212,29 @@ def test_sharded_parameters(mesh):
     plain_state = ibp.optim.AdamW(plain)
     with pytest.raises(ValueError, match="spread as the parameter"):
         plain_state.load_state_dict(optimizers[1].state_dict())
+
+
+def test_large_parameters_have_codebooks_of_their_own(monkeypatch):
+    """Of parameters whose gradients differ in scale both save; small ones share a run, behind the large ones."""
+    monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
+    shapes = [(100,), (40, 1024), (7,), (30, 1024), (20, 1024), (100, 100)]
+    torchs, ours = parameters(shapes=shapes), parameters(shapes=shapes)
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=450_000)
+    for number in range(5):
+        give_gradients(torchs, number, 1.0, [ours])
+        for i in (3, 4):
+            torchs[i].grad *= 10.0**i
+            ours[i].grad *= 10.0**i
+        for optimizer in optimizers:
+            optimizer.step()
+        check_same(torchs, ours)
+    check_states(*optimizers)
+    chunks = optimizers[1]._chunks[0]
+    found = [[piece.param.shape for piece in chunk.pieces] for chunk in chunks]
+    assert found == [[(40, 1024), (30, 1024)], [(30, 1024), (20, 1024), (100,), (7,), (100, 100)]]
+    assert [len(chunk.runs) for chunk in chunks] == [2, 3]
+    slots = [state.place.slot_bytes for chunk in chunks for run in chunk.runs[:2] for state in run.states]
+    assert max(slots) <= 1760
 
 
 def test_damaged_states_are_seen():

@@ -12,6 +12,7 @@ from ._reserve import Reserve
 from ._states import ROW_BYTES, CodedState
 
 NAMES = ("exp_avg", "exp_avg_sq")
+_LARGE_BYTES = 4 << 20  # of a parameter with codebooks of its own: values of others have another scale
 
 
 class Work(NamedTuple):
@@ -44,6 +45,15 @@ class Piece(NamedTuple):
         return states[self.offset : self.offset + self.stop - self.start]
 
 
+class Run(NamedTuple):
+    """Elements start to stop of a chunk, whose states have codebooks of their own: a large parameter, or several small
+    ones."""
+
+    start: int
+    stop: int
+    states: tuple[CodedState, ...]
+
+
 class Chunk:
     """Pieces of parameters of one dtype and device, and their states."""
 
@@ -53,8 +63,13 @@ class Chunk:
         first = local(pieces[0].param)
         self.pieces, self.num_elements = pieces, num_elements
         self.dtype, self.device = first.dtype, first.device
-        num_rows = num_elements * self.dtype.itemsize // ROW_BYTES
-        self.states = tuple(CodedState(num_rows, self.device, level, reserve, pinned) for _ in NAMES)
+        self.runs = []
+        starts = _starts_of_runs(pieces)
+        for start, stop in zip(starts, [*starts[1:], num_elements]):
+            num_rows = (stop - start) * self.dtype.itemsize // ROW_BYTES
+            states = tuple(CodedState(num_rows, self.device, level, reserve, pinned) for _ in NAMES)
+            self.runs.append(Run(start, stop, states))
+        self.states = [state for run in self.runs for state in run.states]
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
 
     def raw(self, work: Work) -> list[torch.Tensor]:
@@ -68,24 +83,48 @@ class Chunk:
         return self._views[1]
 
     def load(self, work: Work, near: torch.Tensor | None = None) -> None:
-        """Decodes the states to work memory. near: copies of their slots, as bytes of the device."""
-        for i, (state, memory) in enumerate(zip(self.states, self.raw(work))):
-            state.load(memory, None if near is None else near[i])
+        """Decodes the states to work memory. near: copies of their slots, as `slots_near` has them."""
+        for run in self.runs:
+            for i, (state, memory) in enumerate(zip(run.states, work)):
+                state.load(memory[run.start : run.stop], self._near(run, i, near))
 
     def store(self, work: Work, near: torch.Tensor | None = None) -> None:
-        """Codes the states in work memory. near: bytes of the device that slots are coded to in place of their own."""
-        for i, (state, memory) in enumerate(zip(self.states, self.raw(work))):
-            state.store(memory, None if near is None else near[i])
+        """Codes the states in work memory. near: memory of the device that slots are coded to in place of their own."""
+        for run in self.runs:
+            for i, (state, memory) in enumerate(zip(run.states, work)):
+                state.store(memory[run.start : run.stop], self._near(run, i, near))
+
+    def slots_near(self, near: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(slots of a place, their part of near). near: uint8 [states, bytes of the chunk's elements, at least]."""
+        for run in self.runs:
+            for i, state in enumerate(run.states):
+                if state.place is not None:
+                    slots = state.place.slots
+                    yield slots, near[i, run.start * self.dtype.itemsize :][: slots.numel()]
+
+    def _near(self, run: Run, i: int, near: torch.Tensor | None) -> torch.Tensor | None:
+        size = self.dtype.itemsize
+        return None if near is None else near[i, run.start * size : run.stop * size]
+
+
+def _starts_of_runs(pieces: list[Piece]) -> list[int]:
+    """Where runs begin in a chunk: large parameters are alone."""
+    are_large = [_is_large(piece.param) for piece in pieces]
+    return [piece.offset for i, piece in enumerate(pieces) if i == 0 or are_large[i] or are_large[i - 1]]
+
+
+def _is_large(param: torch.Tensor) -> bool:
+    return local(param).nbytes >= _LARGE_BYTES
 
 
 def planned(
     params: Iterable[torch.Tensor], chunk_bytes: int, level: str, reserves: dict[torch.device, Reserve], pinned: bool
 ) -> Iterator[Chunk]:
     """Chunks with the elements of all parameters, each of one dtype and device. Both states of one have at most
-    chunk_bytes bytes. Pieces begin with a row of the coder. reserves: of GPUs. pinned: slots are in pinned memory where
-    the parameters are on a GPU."""
+    chunk_bytes bytes. Pieces begin with a row of the coder; large parameters come first. reserves: of GPUs. pinned:
+    slots are in pinned memory where the parameters are on a GPU."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for param in params:
+    for param in sorted(params, key=_is_large, reverse=True):
         kinds.setdefault((local(param).device, param.dtype), []).append(param)
     for (device, dtype), alike in kinds.items():
         reserve = reserves.setdefault(device, Reserve()) if device.type == "cuda" else None

@@ -37,9 +37,8 @@ class Lane:
         turn, self._fetched = self._fetched % 2, self._fetched + 1
         self._into.wait_event(self._used[turn])
         with torch.cuda.stream(self._into):
-            for state, memory in zip(chunk.states, self._inward[turn]):
-                if state.place is not None:
-                    memory[: state.place.slots.numel()].copy_(state.place.slots, non_blocking=True)
+            for slots, near in chunk.slots_near(self._inward[turn]):
+                near.copy_(slots, non_blocking=True)
             self._ready[turn].record()
 
     def load(self, chunk: Chunk, work: Work) -> None:
@@ -57,9 +56,8 @@ class Lane:
         self._coded[turn].record(self._current)
         self._out.wait_event(self._coded[turn])
         with torch.cuda.stream(self._out):
-            for state, memory in zip(chunk.states, self._outward[turn]):
-                if state.place is not None:
-                    state.place.slots.copy_(memory[: state.place.slots.numel()], non_blocking=True)
+            for slots, near in chunk.slots_near(self._outward[turn]):
+                slots.copy_(near, non_blocking=True)
             self._taken[turn].record()
 
     def end(self) -> None:

@@ -71,8 +71,8 @@ class _CodedStates(torch.optim.Adam):
     def memory(self) -> dict[str, Usage]:
         """What the states take by now: {"exp_avg": usage, "exp_avg_sq": usage}, see `Usage`."""
         found = dict.fromkeys(NAMES, Usage(0, 0, 0))
-        for chunk in self._all_chunks():
-            for name, state in zip(NAMES, chunk.states):
+        for run in (run for chunk in self._all_chunks() for run in chunk.runs):
+            for name, state in zip(NAMES, run.states):
                 found[name] = found[name].plus(state.usage())
         return found
 
@@ -305,7 +305,7 @@ class AdamW(_CodedStates, torch.optim.AdamW):
 
         optimizer = ibp.optim.AdamW(model.parameters(), lr=1e-3)
 
-    exp_avg and exp_avg_sq are kept coded in slots on the parameters' device, of one size for the rows of a chunk; rows
+    exp_avg and exp_avg_sq are kept coded in slots on the parameters' device, of one size for a large parameter; rows
     that outgrow them are kept, in part, in pinned host memory, which has room for all that slots do not hold: however
     badly states shrink, no bit is lost. A step decodes the states of a chunk to memory that all chunks share, calls
     torch's fused kernel, and codes them again. It waits for the device only where codebooks are learned: in the first
