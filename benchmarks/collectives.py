@@ -45,9 +45,9 @@ ONE_MIB = 256
 TORCH, DEFAULT, FAST, AUTO = "torch", "default", "fast", "auto"
 ARMS = (TORCH, DEFAULT, FAST, AUTO)
 GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = "all_gather_into_tensor", "broadcast", "all_to_all_single", "send", "FSDP2"
-WARM, TIMED, LINK_S = 3, 4, 14.0  # calls; seconds of a link
+WARM, TIMED, LINK_S = 2, 3, 12.0  # calls; seconds of a link
 WEIGHTS = "weights"
-FSDP_LAYERS, FSDP_WIDTH, FSDP_STEPS = 6, 4096, 4
+FSDP_LAYERS, FSDP_WIDTH = 6, 2048
 
 
 def random_bytes(rows, columns, device):

@@ -21,6 +21,7 @@ LEVELS = ("auto", "default", "fast")
 LEAST_BYTES = 1 << 20  # that a rank codes: less is never worth it
 _SAMPLED_ROWS = 512  # of all ranks together, at least
 _MOST_PLANS = 4096
+_EARLY_CHECKS, _CALLS_A_CHECK = (8, 32), 64  # calls after which, and in which distance, ranks compare what was lost
 MOST_TIMES = 3  # that a codec is learned anew, before its tensors travel raw
 
 
@@ -92,7 +93,7 @@ class Plan:
         """Whether the ranks tell each other now whether rows were lost: seldom, as the host waits for that."""
         self.num_calls += 1
         count = self.num_calls - 1
-        return self.is_checked and count > 0 and (count % 64 == 0 or (count < 64 and count & (count - 1) == 0))
+        return self.is_checked and count > 0 and (count in _EARLY_CHECKS or count % _CALLS_A_CHECK == 0)
 
 
 RAW = Plan(None)
