@@ -237,3 +237,21 @@ def test_opcheck(rows, codebook):
     place = place_of(codebook)
     arguments = (*place._arguments, rows, None, None, 0, 0, place._fault)
     torch.library.opcheck(torch.ops.ibp.encode_into.default, arguments)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_host_memory_that_is_given(cuda, pinned):
+    """Slots, where they are pinned, and overflow lie in it; what is too small is refused."""
+    x = torch.randn(300, 512, device=cuda)
+    codebook = ibp.analyze(x, scheme="planes")
+    sizes = {"slot_bytes": 1024, "overflow_bytes": 300 * 1024, "device": cuda, "spill": "host", "pinned": pinned}
+    wanted = 300 * (2048 if pinned else 1024)
+    memory = ibp._memory.empty(wanted + 64, torch.device("cpu"), True)
+    place = ibp.Place(codebook, 300, **sizes, host_memory=memory)
+    ibp.encode_into(x, place)
+    assert torch.equal(place.decode(dtype=torch.float32), x) and place.counts().spilled == 300
+    first = place.slots if pinned else place.overflow
+    assert first.data_ptr() == memory.data_ptr()
+    assert place.overflow.data_ptr() + place.overflow.numel() == memory.data_ptr() + wanted
+    with pytest.raises(ValueError, match="host_memory has 100"):
+        ibp.Place(codebook, 300, **sizes, host_memory=memory[:100])
