@@ -420,14 +420,13 @@ def freed(timeline, modes):
 
 
 def test_a_step_is_predicted():
-    line = timeline_of(100, 100)
+    line = timeline_of(100, 100, 100)
     sent = 100 * MB / 50 * 1e-6
-    assert line.step(["keep", "keep"], LINK) == pytest.approx(4)
-    assert line.step(["device", "keep"], LINK) == pytest.approx(4.2)
-    # The second waits until the first has left; the first comes back while the second is used.
-    assert line.step(["raw", "raw"], LINK) == pytest.approx(2 + max(0, sent - 1) + 2 + max(0, sent - 1))
-    narrow = LINK._replace(window_bytes=0)
-    assert line.step(["coded", "coded"], narrow) == pytest.approx(4.4 + max(0, sent / 2 - 1) + max(0, sent / 2 - 1))
+    assert line.step(["keep"] * 3, LINK) == pytest.approx(6)
+    assert line.step(["device", "keep", "keep"], LINK) == pytest.approx(6.2)
+    # The third waits until the first has left; that one is fetched when the third has been used.
+    assert line.step(["raw"] * 3, LINK) == pytest.approx(1 + sent + 1 + sent)
+    assert line.step(["coded"] * 3, LINK) == pytest.approx(6.6), "the link is faster than computing"
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.05, 0.5, 10.0])
@@ -559,7 +558,7 @@ def test_what_outgrows_its_room_is_not_lost(cuda, to):
         before = offload.stats.outgrown_bytes
         context = pytest.warns(RuntimeWarning, match="less compressible") if expected else contextlib.nullcontext()
         with context:
-            assert_comes_back(offload, x, torch.zeros(1 << 18, device=cuda))
+            assert_comes_back(offload, x, *torch.zeros(2, 1 << 18, device=cuda).unbind())
         assert (offload.stats.outgrown_bytes > before) == expected
 
 

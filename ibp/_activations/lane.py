@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 import torch
 
 from .. import _memory
-from . import coding
+from . import coding, planning
 from .region import Region
 
 
@@ -59,8 +59,8 @@ class Lane:
 
     Args:
         device: the device.
-        window_bytes: of device memory that may be on its way out, and as much on its way in. One activation may be
-            larger.
+        window_bytes: of device memory that may be on its way out, and as much on its way in; more where activations
+            are larger (see `planning.window_for`).
     """
 
     def __init__(self, device: torch.device, window_bytes: int) -> None:
@@ -102,8 +102,10 @@ class Lane:
         self._leaving_bytes += region.memory.numel()
 
     def make_room(self, num_bytes: int) -> None:
-        """Waits until so many more bytes fit the window, and frees the memory of what has left."""
-        while self._leaving and self._leaving_bytes + num_bytes > self.window_bytes:
+        """Waits until so many more bytes fit the window, or twice as many would, and frees the memory of what has
+        left."""
+        limit = planning.window_for(num_bytes, self.window_bytes)
+        while self._leaving and self._leaving_bytes + num_bytes > limit:
             of, held = self._leaving.popleft()
             self._leaving_bytes -= held
             region = of()

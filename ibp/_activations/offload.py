@@ -289,7 +289,8 @@ def offload_activations(
             leave.
         coded: False: they go as they are.
         least_bytes: smaller tensors stay as they are.
-        window_bytes: of device memory that may be on its way to the host, and as much on its way back.
+        window_bytes: of device memory that may be on its way to the host, and as much on its way back. Two tensors may
+            take more.
         device: of the tensors that leave. None: all CUDA devices; where torch sees none, the CPU, whose saved tensors
             are kept coded.
 

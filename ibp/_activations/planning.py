@@ -33,6 +33,11 @@ class Link(NamedTuple):
     window_bytes: int
 
 
+def window_for(num_bytes: int, window_bytes: int) -> int:
+    """The window out, in which two activations of so many bytes have room at least: one is coded while one is sent."""
+    return max(window_bytes, 2 * num_bytes)
+
+
 @dataclass
 class Item:
     """A region of a step. Times in ms.
@@ -85,7 +90,8 @@ class Timeline:
         for k, (item, mode) in enumerate(zip(self.items, modes)):
             now += item.saved_after
             if mode != KEEP:
-                while leaving and held + item.num_bytes > link.window_bytes:
+                limit = window_for(item.num_bytes, link.window_bytes)
+                while leaving and held + item.num_bytes > limit:
                     _, size, end = leaving.popleft()
                     held, now = held - size, max(now, end)
             if mode in (DEVICE, CODED):
