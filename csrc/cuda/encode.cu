@@ -10,9 +10,13 @@ static bool is_any(const ibp_codebook &) { return true; }
 static bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
 static bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && has_pairs(cb.planes) && has_code_table(cb); }
+// Whether a row's list fits shared memory beside its stage, and no other encoder is faster.
 static bool has_values(const ibp_codebook &cb)
 {
-    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb);
+    constexpr uint32_t kLongest = 16384;
+    const bool is_narrow = cb.planes.element_bytes <= 2u && cb.planes.residual_bits <= 8u;
+    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongest &&
+           (is_narrow || !has_pairs(cb.planes));
 }
 
 // A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme raw are stored
@@ -29,8 +33,8 @@ static const Encoder kEncoders[] = {
     {IBP_SCHEME_IBP, is_any, 0, measure_masks, encode_masks},
     {IBP_SCHEME_PLANES, is_listed, kListedFields, measure_listed, encode_listed},
     {IBP_SCHEME_PLANES, encodes_fast, kInvariantBits | kConsecutive, measure_fast, encode_fast},
-    {IBP_SCHEME_PLANES, is_of_pairs, kConsecutive, measure_dense, encode_pairs},
     {IBP_SCHEME_PLANES, has_values, kConsecutive, measure_dense, encode_values},
+    {IBP_SCHEME_PLANES, is_of_pairs, kConsecutive, measure_dense, encode_pairs},
     {IBP_SCHEME_PLANES, is_dense, kDenseFields, measure_dense, encode_dense},
 };
 

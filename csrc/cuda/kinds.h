@@ -51,11 +51,11 @@ IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
            : planes.element_bytes == 2 ? planes.invariant_bits == 0u
                                        : true;
 }
-// and encoded by encode/pairs.cuh: elements of two bytes with residuals of more than one, or of a byte besides three.
+// and encoded by encode/pairs.cuh, if encode/values.cuh does not: elements of two bytes, or of a byte besides three.
 IBP_INLINE bool has_pairs(const ibp_planes &planes)
 {
-    return are_pairs(planes) && ((planes.element_bytes == 2 && planes.residual_bits > 8) ||
-                                 (planes.element_bytes == 4 && planes.residual_bits == 24));
+    return are_pairs(planes) &&
+           (planes.element_bytes == 2 || (planes.element_bytes == 4 && planes.residual_bits == 24));
 }
 
 // Whether there is one plane of digits of four bits over consecutive symbols of up to a byte: what level="fast" makes.
