@@ -431,6 +431,42 @@ def draw_stream(rows, path):
     )
 
 
+SPILL_STYLE = {
+    "device only": ("overflow on the GPU", GREY, "-"),
+    "spilled": ("overflow in host memory", BLUE, "-"),
+    "ideal": ("the slower of the GPU and the link", ORANGE, "--"),
+}
+
+
+def draw_spill(rows, path):
+    """A panel for each kind of rows and call: GB/s by the share of the rows that leave their slots."""
+    rows = [row for row in rows if row.get("target") == "" and row["arm"].startswith(("decode, ", "index_select, "))]
+    kinds = in_order((row["case"], row["dtype"]) for row in rows)
+    kinds = [kind for kind in kinds if len({row["spilled"] for row in rows if (row["case"], row["dtype"]) == kind}) > 2]
+    if not kinds:
+        return
+    size = {"figsize": (4 * len(kinds), 6.4), "layout": "constrained", "sharey": True, "squeeze": False}
+    figure, panels = plt.subplots(2, len(kinds), **size)
+    for line, call in zip(panels, ("decode", "index_select")):
+        for panel, (case, dtype) in zip(line, kinds):
+            own = [row for row in rows if (row["case"], row["dtype"]) == (case, dtype)]
+            for where, (label, color, style) in SPILL_STYLE.items():
+                arm = f"{call}, {'spilled' if where == 'ideal' else where}"
+                points = sorted(
+                    (100 * row["spilled"], row["ideal_gbps" if where == "ideal" else "gbps"])
+                    for row in own
+                    if row["arm"] == arm
+                )
+                panel.plot(*zip(*points), style, color=color, marker="o", markersize=3, label=label)
+            panel.set_title(f"{call}, {case} {dtype}", fontsize=10)
+            panel.set_xlabel("rows that leave their slots, %", fontsize=9)
+            panel.grid(alpha=0.3)
+        line[0].set_ylabel(RATE_LABEL, fontsize=9)
+    panels[0][0].set_ylim(bottom=0)
+    legend_below(figure, list(panels.flat), 3)
+    save(figure, path, f"Slots on the GPU, overflow there and in host memory ({machine(rows)})")
+
+
 # ---- scripts whose cases are few: a panel a case -------------------------------------------------------------------
 
 PANELS_A_ROW = 3
@@ -1249,6 +1285,7 @@ def draw(directory):
     for name, title in CACHE_CHARTS.items():
         found = [row for row in read(directory / f"{name}.csv") if row["case"] != "device"]
         draw_cases(found, directory / f"{name}.png", title)
+    draw_spill(read(directory / "spill.csv"), directory / "spill.png")
     draw_families(read(directory / "families.csv"), directory / "families.png")
     draw_overlap(read(directory / "overlap.csv"), directory / "overlap.png")
     draw_ratio(read(directory / "ratio.csv"), directory / "ratio.png")

@@ -470,7 +470,8 @@ def spill_table(directory):
         "GB/s of original bytes with overflow on the GPU and in host memory, in brackets what is wanted where that is "
         f"missed:\n\n{markdown(heads, lines)}"
     )
-    return "\n\n".join([text, *spilled_pages(rows), *spilled_profiles(rows)])
+    picture = "![Slots and overflow](../benchmarks/results/spill.png)"
+    return "\n\n".join([text, picture, *spilled_pages(rows), *spilled_profiles(rows)])
 
 
 SPILL_CALLS = ("decode", "index_select", "update_")
