@@ -3,12 +3,14 @@ Processes exchange over gloo.
 """
 
 import os
+import pickle
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import ibp
 from helpers import assert_same_bits
 from ibp._collectives import exchange, planning
 from ibp._collectives.codec import ROW_BYTES
@@ -432,6 +434,24 @@ def refused(rank):
 def test_arguments_that_are_refused(two):
     for results in two(refused):
         assert [name for name, _ in results] == ["ValueError", "TypeError", "ValueError", "ValueError"]
+
+
+def test_codecs():
+    x = tensor_of(0)
+    codec = Codec.learn(x)
+    assert 0.25 < codec.savings < 0.4 and pickle.loads(pickle.dumps(codec)).fingerprint == codec.fingerprint
+    assert Codec.learn(x, level="fast").fingerprint != codec.fingerprint
+    assert Codec.learn(x.view(-1, 1).expand(-1, 3)) is not None and Codec.learn(x[:9]) is None
+    assert Codec.learn(torch.randint(0, 256, (1 << 16,), dtype=torch.uint8)) is None
+    for wrong in ((33, 0.0), (4096, 0.0), (-32, 0.0), (64, -1.0), (64, 1e9)):
+        with pytest.raises(ValueError, match="wanted"):
+            Codec(codec.codebook, *wrong)
+    with pytest.raises(ValueError, match="rows of 2048 bytes"):
+        Codec(ibp.analyze(x[:20480].view(20, 1024), scheme="planes"), 64, 0.0)
+    with pytest.raises(ValueError, match="level"):
+        Codec.learn(x, level="auto")
+    with pytest.raises(TypeError, match="tensor"):
+        Codec.learn([1.0])
 
 
 def die_or_call(rank):

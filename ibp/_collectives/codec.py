@@ -16,6 +16,7 @@ from .._place import Place
 from .._schemes import SCHEMES, AnyCodebook, Request, measure
 
 ROW_BYTES = 4096  # of messages
+LEVELS = ("default", "fast")
 _SECTOR = 32  # bytes, of slots and of parts of overflow
 _SLACK = 1 / 128  # of a message's raw bytes: overflow beyond what rows of the sample take
 _LEAST_OVERFLOW = 4096  # bytes
@@ -35,6 +36,9 @@ class Codec:
         codebook: how rows are coded.
         slot_bytes: bytes of a row's slot.
         overflow_bytes: bytes of overflow for each row.
+
+    Raises:
+        TypeError, ValueError: an attribute is out of range, or the codebook is for other rows.
     """
 
     codebook: AnyCodebook
@@ -43,6 +47,12 @@ class Codec:
 
     def __post_init__(self) -> None:
         check_codebook(self.codebook)
+        if self.codebook.row_bytes != ROW_BYTES:
+            raise ValueError(f"the codebook is for rows of {self.codebook.row_bytes} bytes; wanted {ROW_BYTES}")
+        if not (0 <= self.slot_bytes < ROW_BYTES and self.slot_bytes % _SECTOR == 0):
+            raise ValueError(f"slot_bytes is {self.slot_bytes}; wanted a multiple of 32 below {ROW_BYTES}")
+        if not 0 <= self.overflow_bytes <= ROW_BYTES:
+            raise ValueError(f"overflow_bytes is {self.overflow_bytes}; wanted 0 to {ROW_BYTES}")
 
     __module__ = "ibp.distributed"
 
@@ -53,7 +63,14 @@ class Codec:
         Args:
             x: a dense tensor of any dtype, on the CPU or a GPU.
             level: "default" or "fast", see `ibp.compress`.
+
+        Raises:
+            TypeError, ValueError: an argument is not as described.
         """
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x is a {type(x).__name__}; wanted a tensor")
+        if level not in LEVELS:
+            raise ValueError(f"level is {level!r}; wanted one of {list(LEVELS)}")
         return learned(sample_of(x), x.dtype, level)
 
     @functools.cached_property

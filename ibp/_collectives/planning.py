@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from .. import _group
 from . import links
+from .codec import LEVELS as CODED_LEVELS
 from .codec import Codec, learned, sample_of
 from .links import Link, Load
 from .messages import Messages
 from .staging import Staging
 
-LEVELS = ("auto", "default", "fast")
+LEVELS = ("auto", *CODED_LEVELS)
 LEAST_BYTES = 1 << 20  # that a rank codes: less is never worth it
 _SAMPLED_ROWS = 512  # of all ranks together, at least
 _MOST_PLANS = 4096
@@ -204,7 +205,7 @@ class State:
 def choose(kind: Kind, rows: torch.Tensor, device: torch.device, load: Load, link: Link | None) -> Codec | None:
     """A codec for tensors with such rows, uint8 [n, 4096] on the CPU; None where raw ones come sooner. link: None:
     whether coding pays is not asked."""
-    levels = ("default", "fast") if kind.level == "auto" else (kind.level,)
+    levels = CODED_LEVELS if kind.level == "auto" else (kind.level,)
     codecs = [codec for level in levels if (codec := learned(rows, kind.dtype, level)) is not None]
     if link is None or not codecs:
         return codecs[0] if codecs else None
