@@ -467,6 +467,34 @@ def draw_spill(rows, path):
     save(figure, path, f"Slots on the GPU, overflow there and in host memory ({machine(rows)})")
 
 
+COLLECTIVES_COLORS = {"default": BLUE, "fast": ORANGE, "auto": GREEN}
+
+
+def draw_collectives(rows, path):
+    """A panel for each link: how many times as fast as torch's all-gathers of BF16 weights are, by their size."""
+    rows = [row for row in rows if row["case"].endswith(", all_gather_into_tensor, weights")]
+    links = in_order(row["link"] for row in rows)
+    if not links:
+        return
+    figure, panels = plt.subplots(
+        1, len(links), figsize=(3.6 * len(links), 3.4), layout="constrained", sharey=True, squeeze=False
+    )
+    for panel, link in zip(panels[0], links):
+        for arm, color in COLLECTIVES_COLORS.items():
+            own = [row for row in rows if (row["link"], row["arm"]) == (link, arm)]
+            points = sorted((int(row["mib"]), float(row["over_torch"])) for row in own)
+            panel.plot(*zip(*points), color=color, marker="o", markersize=3, label=arm)
+        panel.axhline(1, color=GREY, linewidth=1)
+        panel.set_title(link, fontsize=10)
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("MiB of the output", fontsize=9)
+        panel.grid(alpha=0.3)
+    panels[0][0].set_ylabel("times as fast as torch", fontsize=9)
+    panels[0][0].set_ylim(bottom=0)
+    legend_below(figure, list(panels.flat), 3)
+    save(figure, path, f"All-gathers whose tensors travel coded ({machine(rows)})")
+
+
 # ---- scripts whose cases are few: a panel a case -------------------------------------------------------------------
 
 PANELS_A_ROW = 3
@@ -1286,6 +1314,7 @@ def draw(directory):
         found = [row for row in read(directory / f"{name}.csv") if row["case"] != "device"]
         draw_cases(found, directory / f"{name}.png", title)
     draw_spill(read(directory / "spill.csv"), directory / "spill.png")
+    draw_collectives(read(directory / "collectives.csv"), directory / "collectives.png")
     draw_families(read(directory / "families.csv"), directory / "families.png")
     draw_overlap(read(directory / "overlap.csv"), directory / "overlap.png")
     draw_ratio(read(directory / "ratio.csv"), directory / "ratio.png")

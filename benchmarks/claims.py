@@ -391,7 +391,7 @@ def collectives_table(directory):
     return (
         f"Two GPUs (`collectives.csv`: {caption(rows)}), calls in a row: torch's time, and how many times as fast "
         "calls of ibp are, in brackets what is wanted where that is missed. `saved`: by messages, index and overflow "
-        "counted.\n\n" + markdown(heads, lines)
+        "counted.\n\n" + markdown(heads, lines) + "\n\n![Collectives](../benchmarks/results/collectives.png)"
     )
 
 
