@@ -17,13 +17,12 @@ from .planning import LEAST_BYTES, LEVELS, RAW, Call, Kind, Plan, State, state_o
 _NOMINAL_BYTES = 64 << 20  # that calls with sizes of their own are expected to move
 _MOST_MESSAGES = 64  # layouts that a plan keeps
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
-_Group = dist.ProcessGroup | None
 
 
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
-    group: _Group = None,
+    group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
     codec: Codec | None = None,
@@ -37,7 +36,7 @@ def all_gather_into_tensor(
 def gather(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
-    group: _Group,
+    group: dist.ProcessGroup | None,
     async_op: bool,
     is_coded_async: bool,
     *,
@@ -91,7 +90,7 @@ def gather(
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
-    group: _Group = None,
+    group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     group_src: int | None = None,
     *,
@@ -128,7 +127,7 @@ def all_to_all_single(
     input: torch.Tensor,
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
-    group: _Group = None,
+    group: dist.ProcessGroup | None = None,
     async_op: bool = False,
     *,
     codec: Codec | None = None,
@@ -181,7 +180,12 @@ class _Splits:
     come first, then those from them."""
 
     def __init__(
-        self, state: State, plan: Plan, group: _Group, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+        self,
+        state: State,
+        plan: Plan,
+        group: dist.ProcessGroup | None,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
     ) -> None:
         self.state, self.plan, self.group, self.sent, self.received = state, plan, group, sent, received
         self.others = [rank for rank in range(state.size) if rank != state.rank]
@@ -310,7 +314,7 @@ def pieces_of_one(plan: Plan, x: torch.Tensor, is_sent: bool) -> list[Piece]:
     return pieces
 
 
-def root_of(src: int | None, group_src: int | None, group: _Group, what: str = "src") -> int:
+def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | None, what: str = "src") -> int:
     """The rank in the group that is named among all, or in the group. what: the arguments' name."""
     if (src is None) == (group_src is None):
         raise ValueError(f"wanted one of {what} and group_{what}")

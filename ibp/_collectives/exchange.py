@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,11 @@ import torch.distributed as dist
 from .._group import all_taking_part
 from .messages import Messages, Part, Status
 from .staging import Slot, Staging, on
+
+if TYPE_CHECKING:
+    from torch.distributed import Work
+else:
+    Work = getattr(dist, "Work", object)  # torch can be built without torch.distributed
 
 _LAG = 1  # pieces that are coded before the first one is waited for
 _NO_TIMEOUT = timedelta(0)
@@ -55,7 +61,7 @@ class Job:
     tensors: Sequence[torch.Tensor]
 
 
-class CodedWork(dist.Work):
+class CodedWork(Work):
     """A coded call that is under way.
 
     The result is there after `wait()`: on a GPU it waits on the host, unlike torch's own, as only there it is known

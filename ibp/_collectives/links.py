@@ -68,10 +68,8 @@ def measure(members: Group) -> Link:
 
 def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dist.Work | None:
     """torch's own."""
-    return _ALL_GATHER(out, x, **options)
-
-
-_ALL_GATHER: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, x, **options)
 
 
 def _seconds(members: Group, call: Callable[[], object]) -> float:

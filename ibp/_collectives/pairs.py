@@ -17,7 +17,7 @@ import torch.distributed as dist
 from . import planning
 from .calls import check_options, check_tensors, kind_of, movable, pieces_of_one, run, travels_raw
 from .codec import Codec, as_bytes, sample_of
-from .exchange import CodedWork, Job
+from .exchange import CodedWork, Job, Work
 from .links import Load
 from .messages import Messages
 from .planning import RAW, Kind, Pair, Plan, State
@@ -63,7 +63,7 @@ class Options(NamedTuple):
     name: str
 
 
-class NotedWork(dist.Work):
+class NotedWork(Work):
     """A raw tensor and the note behind it."""
 
     def __init__(self, works: list[dist.Work | None], read: Callable[[], None] | None) -> None:
