@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import ibp
 from helpers import assert_same_bits
-from ibp._collectives import exchange, planning
+from ibp._collectives import exchange, links, planning
 from ibp._collectives.codec import ROW_BYTES
 from ibp._collectives.messages import spans_of
-from ibp.distributed import Codec, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
+from ibp.distributed import Codec, Link, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
 from test_distributed import Ranks, raised
 from test_several_gpus import gpus  # noqa: F401, a fixture
 
@@ -321,6 +321,36 @@ def gather_random(rank):
 
 def test_random_bytes_travel_raw(two):
     assert two(gather_random) == [[True]] * 2
+
+
+def by_the_link(rank, gbps):
+    """Whether calls of several sizes were coded over a link of this rate."""
+    state, size = planning.state_of(None), dist.get_world_size()
+    state.link, coded = Link(gbps), []
+    for count in (1000, 1 << 20):
+        x = tensor_of(rank, count=count)
+        out = poisoned(size * count, x.dtype)
+        all_gather_into_tensor(out, x, name=f"{gbps}")
+        assert_same_bits(out, gathered(size, x.dtype, count=count))
+        plans = [plan for kind, plan in state.plans.items() if (kind.name, kind.numel) == (f"{gbps}", count)]
+        coded.append(any(plan.codec is not None for plan in plans))
+    state.link = None
+    return coded
+
+
+def test_the_link_decides(two):
+    assert two(by_the_link, 1e-4) == [[False, True]] * 2
+    assert two(by_the_link, 1e5) == [[False, False]] * 2
+
+
+def test_when_coding_pays():
+    codec, rates = Codec.learn(tensor_of(0)), links.Rates(700.0, 1900.0)
+    small, large = (links.Load(size, size, size) for size in (1 << 20, 1 << 29))
+    assert 1.4 < links.gain(codec, rates, Link(3.0), large) < 1 / (1 - codec.savings)
+    assert links.pays(links.gain(codec, rates, Link(25.0), large))
+    assert not links.pays(links.gain(codec, rates, Link(25.0), small))
+    assert not links.pays(links.gain(codec, rates, Link(250.0), large))  # the coders are not so fast
+    assert links.num_pieces(rates, small) == 1 and 3 <= links.num_pieces(rates, large) <= 16
 
 
 def lose(rank, what):
