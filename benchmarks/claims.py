@@ -776,6 +776,7 @@ JUDGED = (
     "deltas",
     "checkpoints",
     "linear",
+    "spill",
 )
 
 
