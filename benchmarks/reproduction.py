@@ -702,14 +702,15 @@ def losses(results):
 
 
 def net_ratios(dtype, layouts=None):
-    """Times smaller at the end of training, weighted by size, and of the layer that shrinks most."""
+    """Times smaller where sizes were last taken, weighted by size, and of the layer that shrinks most."""
 
     def ours(results):
         parts = []
-        rows = results.rows("activation_ratios", dtype=dtype, progress=1.0)
+        rows = results.rows("activation_ratios", dtype=dtype)
+        last = {net: max(row["progress"] for row in rows if row["net"] == net) for net in {row["net"] for row in rows}}
         for net, layout in charts.in_order((row["net"], row["layout"]) for row in rows):
-            own = [row for row in rows if (row["net"], row["layout"]) == (net, layout)]
-            if layouts and layout not in layouts:
+            own = [row for row in rows if (row["net"], row["layout"], row["progress"]) == (net, layout, last[net])]
+            if not own or (layouts and layout not in layouts):
                 continue
             elements = sum(row["elements"] for row in own)
             texts = [
@@ -717,7 +718,8 @@ def net_ratios(dtype, layouts=None):
                 f"(most {max(row[column] for row in own):.1f})"
                 for column in ("zvc", "zlib", "ibp")
             ]
-            parts.append(f"{net}, {layout}: {', '.join(texts)}")
+            when = "" if last[net] == 1 else f", after {percent(last[net], 0)} of the steps"
+            parts.append(f"{net}, {layout}{when}: {', '.join(texts)}")
         return listed(parts)
 
     return ours
@@ -916,12 +918,13 @@ def reads(results, **wanted):
 
 
 def spilled_reads(results):
-    """Rates of normal BF16 rows by the share that spills."""
+    """Rates of normal BF16 rows by the share that spills, in slots that all others fit."""
     return listed(
         f"{what}, {percent(as_number(row['spilled']))} of the rows spilled: {charts.number(row['gbps'])} GB/s, "
         f"{percent(row['gbps'] / alone['gbps'], 0)} of the rate without spill, "
         f"{percent(row['gbps'] / row['ideal_gbps'], 0)} of what the link allows"
         for what, row, alone in reads(results, case="normal 0.02")
+        if not row["target"]
     )
 
 
