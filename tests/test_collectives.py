@@ -540,7 +540,8 @@ def equal_to_torchs(rank, dtype, level, count):
                     all_to_all_single(back, x[:count], async_op=is_async, level=level),
                 ]
                 for work in works if is_async else ():
-                    assert work.wait() and work.is_completed()
+                    assert work.wait()  # torch's own does not wait on the host
+                    assert not isinstance(work, exchange.CodedWork) or work.is_completed()
                 assert_same_bits(out.cpu(), wanted.cpu())
                 assert_same_bits(told.cpu(), xs[1].cpu())
                 assert_same_bits(back.cpu(), torch.cat([of[:count].chunk(size)[rank] for of in xs]).cpu())
