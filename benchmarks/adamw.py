@@ -37,10 +37,10 @@ COLUMNS = (
 TORCH, RAW, IBP, FAST, PINNED = "torch", "torch, states in pinned memory", "ibp", "ibp, fast", "ibp, pinned"
 ARMS = {  # how many steps each takes at most, and the options of ibp.optim.AdamW
     TORCH: (1 << 30, None),
-    RAW: (8, None),
+    RAW: (6, None),
     IBP: (1 << 30, {}),
     FAST: (1 << 30, {"level": "fast"}),
-    PINNED: (8, {"storage": "host"}),
+    PINNED: (6, {"storage": "host"}),
 }
 MOST_RATIO = 4.0  # of a step to torch's, states on the device
 RATE, MOVED_VALUES = 1e-3, 7  # read: weight, gradient, both states; written: weight, both states
@@ -108,7 +108,7 @@ class Model:
 
 def one_tensor(run):
     rows = 256 if run.quick else 1 << 18
-    return Model([normal((rows, 1024), run.device)], given_normal, 4 if run.quick else 100)
+    return Model([normal((rows, 1024), run.device)], given_normal, 4 if run.quick else 40)
 
 
 def embedding(run):
@@ -120,12 +120,12 @@ def embedding(run):
         table.grad = torch.zeros_like(table)
         table.grad[alive] = torch.randn(len(alive), table.shape[1], device=run.device) * 1e-3
 
-    return Model([normal((rows, 128), run.device)], give, 4 if run.quick else 100)
+    return Model([normal((rows, 128), run.device)], give, 4 if run.quick else 24)
 
 
 def llama(run, dtype=torch.float32):
     """Blocks that learn to double what they are given."""
-    hidden, layers, tokens = (64, 1, 32) if run.quick else (2048, 6, 512)
+    hidden, layers, tokens = (64, 1, 32) if run.quick else (2048, 5, 512)
     net = nets.llama(layers, hidden, hidden * 11 // 4, hidden // 64).to(run.device, dtype)
     noise = torch.Generator(run.device).manual_seed(0)
 
@@ -134,7 +134,7 @@ def llama(run, dtype=torch.float32):
         net.zero_grad()
         (net(x) - 2 * x).float().square().mean().backward()
 
-    return Model([param for param in net.parameters() if param.requires_grad], give, 4 if run.quick else 20)
+    return Model([param for param in net.parameters() if param.requires_grad], give, 4 if run.quick else 12)
 
 
 MODELS = {

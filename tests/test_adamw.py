@@ -141,7 +141,8 @@ def test_states_that_do_not_shrink(monkeypatch):
 def test_slots_that_hold_whole_rows(monkeypatch):
     """As pinned memory has of random bits."""
     monkeypatch.setattr(_states, "_LEAST_SAVED", -1.0)
-    state = _states.CodedState(8, torch.device("cpu"), "default", None, False)
+    coding = _states.Coding("default", None, False, {})
+    state = _states.CodedState(8, torch.device("cpu"), coding, "kind")
     for number in range(5):
         data = torch.randint(0, 256, (8 * 2048,), dtype=torch.uint8)
         _states.free_overflow([state])
@@ -235,6 +236,8 @@ def test_large_parameters_have_codebooks_of_their_own(monkeypatch):
     assert [len(chunk.runs) for chunk in chunks] == [2, 3]
     slots = [state.place.slot_bytes for chunk in chunks for run in chunk.runs[:2] for state in run.states]
     assert max(slots) <= 1760
+    parts = [chunks[0].runs[1], chunks[1].runs[0]]  # of one parameter
+    assert parts[0].states[0].place.codebook is parts[1].states[0].place.codebook
 
 
 def test_damaged_states_are_seen():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from .._place import _in_memory_order
-from ._reserve import Reserve
-from ._states import ROW_BYTES, CodedState
+from ._states import ROW_BYTES, CodedState, Coding
 
 NAMES = ("exp_avg", "exp_avg_sq")
 _LARGE_BYTES = 4 << 20  # of a parameter with codebooks of its own: values of others have another scale
@@ -57,17 +56,17 @@ class Run(NamedTuple):
 class Chunk:
     """Pieces of parameters of one dtype and device, and their states."""
 
-    def __init__(
-        self, pieces: list[Piece], num_elements: int, level: str, reserve: Reserve | None, pinned: bool
-    ) -> None:
+    def __init__(self, pieces: list[Piece], num_elements: int, coding: Coding) -> None:
         first = local(pieces[0].param)
         self.pieces, self.num_elements = pieces, num_elements
         self.dtype, self.device = first.dtype, first.device
         self.runs = []
-        starts = _starts_of_runs(pieces)
-        for start, stop in zip(starts, [*starts[1:], num_elements]):
+        firsts = _firsts_of_runs(pieces)
+        starts = [piece.offset for piece in firsts]
+        for piece, start, stop in zip(firsts, starts, [*starts[1:], num_elements]):
             num_rows = (stop - start) * self.dtype.itemsize // ROW_BYTES
-            states = tuple(CodedState(num_rows, self.device, level, reserve, pinned) for _ in NAMES)
+            kind = id(piece.param) if _is_large(piece.param) else object()
+            states = tuple(CodedState(num_rows, self.device, coding, (kind, name)) for name in NAMES)
             self.runs.append(Run(start, stop, states))
         self.states = [state for run in self.runs for state in run.states]
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
@@ -107,10 +106,10 @@ class Chunk:
         return None if near is None else near[i, run.start * size : run.stop * size]
 
 
-def _starts_of_runs(pieces: list[Piece]) -> list[int]:
-    """Where runs begin in a chunk: large parameters are alone."""
+def _firsts_of_runs(pieces: list[Piece]) -> list[Piece]:
+    """The pieces that runs begin with: large parameters are alone."""
     are_large = [_is_large(piece.param) for piece in pieces]
-    return [piece.offset for i, piece in enumerate(pieces) if i == 0 or are_large[i] or are_large[i - 1]]
+    return [piece for i, piece in enumerate(pieces) if i == 0 or are_large[i] or are_large[i - 1]]
 
 
 def _is_large(param: torch.Tensor) -> bool:
@@ -118,17 +117,14 @@ def _is_large(param: torch.Tensor) -> bool:
 
 
 def planned(
-    params: Iterable[torch.Tensor], chunk_bytes: int, level: str, reserves: dict[torch.device, Reserve], pinned: bool
+    params: Iterable[torch.Tensor], chunk_bytes: int, coding: Callable[[torch.device], Coding]
 ) -> Iterator[Chunk]:
     """Chunks with the elements of all parameters, each of one dtype and device. Both states of one have at most
-    chunk_bytes bytes. Pieces begin with a row of the coder; large parameters come first. reserves: of GPUs. pinned:
-    slots are in pinned memory where the parameters are on a GPU."""
+    chunk_bytes bytes. Pieces begin with a row of the coder; large parameters come first. coding: of a device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for param in sorted(params, key=_is_large, reverse=True):
         kinds.setdefault((local(param).device, param.dtype), []).append(param)
     for (device, dtype), alike in kinds.items():
-        reserve = reserves.setdefault(device, Reserve()) if device.type == "cuda" else None
-        options = level, reserve, pinned and reserve is not None
         row_elements = ROW_BYTES // dtype.itemsize
         most = max(1, chunk_bytes // (2 * ROW_BYTES)) * row_elements
         pieces: list[Piece] = []
@@ -137,14 +133,14 @@ def planned(
             start, length = 0, local(param).numel()
             while start < length:
                 if end == most:
-                    yield Chunk(pieces, end, *options)
+                    yield Chunk(pieces, end, coding(device))
                     pieces, end = [], 0
                 stop = min(length, start + most - end)
                 pieces.append(Piece(param, start, stop, end, stop - start == length))
                 end += -(-(stop - start) // row_elements) * row_elements
                 start = stop
         if pieces:
-            yield Chunk(pieces, end, *options)
+            yield Chunk(pieces, end, coding(device))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

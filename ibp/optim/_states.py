@@ -22,6 +22,7 @@ _CROWDED = 0.025  # of the rows' bytes in overflow: a new codebook would pay
 _MARGIN = 64  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _WATCHED_STEPS = 16  # the first ones; of the others one in so many
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
+_AS_GOOD = 1.005  # of the bytes by a codebook of states alike
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
 
@@ -47,6 +48,21 @@ class Usage(NamedTuple):
         return Usage(*(mine + others for mine, others in zip(self, other)))
 
 
+class Coding(NamedTuple):
+    """How states are coded.
+
+    level: of codebooks, see `ibp.compress`.
+    reserve: of pinned memory on a GPU; None on the CPU.
+    pinned: slots are pinned host memory too.
+    learned: codebooks that were learned in this step, and the mean bytes of a row by them: by what they are of.
+    """
+
+    level: str
+    reserve: Reserve | None
+    pinned: bool
+    learned: dict[object, tuple[AnyCodebook, float]]
+
+
 class CodedState:
     """A state of the elements of a chunk: zeros before the first `store`, then rows in a `Place`.
 
@@ -56,18 +72,17 @@ class CodedState:
     Args:
         num_rows: rows of ROW_BYTES bytes.
         device: where the state is used.
-        level: of the codebook, see `ibp.compress`.
-        reserve: of pinned memory on a GPU; None on the CPU.
-        pinned: slots are pinned host memory too.
+        coding: how it is coded.
+        kind: the same for states that are alike, whose codebooks are tried first.
     """
 
-    def __init__(self, num_rows: int, device: torch.device, level: str, reserve: Reserve | None, pinned: bool) -> None:
-        self.num_rows, self.device, self.level, self.pinned = num_rows, device, level, pinned
+    def __init__(self, num_rows: int, device: torch.device, coding: Coding, kind: object) -> None:
+        self.num_rows, self.device, self.pinned = num_rows, device, coding.pinned
         self.place: Place | None = None
-        self._reserve = reserve
+        self._coding, self._kind, self._reserve = coding, kind, coding.reserve
         self._host_memory: torch.Tensor | None = None
-        if reserve is not None:
-            reserve.expect(num_rows)
+        if self._reserve is not None:
+            self._reserve.expect(num_rows)
         self.raw: torch.Tensor | None = None  # bytes that are not coded, for they do not shrink
         self.is_crowded = False  # so many rows have outgrown their slots that a new codebook would pay
         self._stores = self._fitted_at = 0
@@ -125,7 +140,7 @@ class CodedState:
         """Learns a codebook, and takes memory for rows coded by it. The state before may be in the old one, which is
         given back when there is new memory."""
         self._fitted_at, self.is_crowded = self._stores, False
-        codebook, slot_bytes = _fitting(data.view(self.num_rows, -1), self.level)
+        codebook, slot_bytes = self._fitting(data.view(self.num_rows, -1))
         saves = self.pinned or slot_bytes <= (1 - _LEAST_SAVED) * ROW_BYTES
         try:
             self.place = self._new_place(codebook, slot_bytes) if saves else None
@@ -139,6 +154,19 @@ class CodedState:
         self._give_back()
         if self.raw is None:
             self.raw = torch.empty(self.num_rows * ROW_BYTES, dtype=torch.uint8, device=self.device)
+
+    def _fitting(self, rows: torch.Tensor) -> tuple[AnyCodebook, int]:
+        """A codebook for rows, and bytes of their slots. That of states alike is taken if it serves as well here."""
+        known = self._coding.learned.get(self._kind)
+        if known is not None:
+            counts = _count_sizes(rows, known[0])
+            if _mean_size(counts) <= _AS_GOOD * known[1]:
+                return known[0], _slot_bytes(counts)
+        codebook = analyze(rows, scheme="planes", sample=None, level=self._coding.level)
+        assert codebook is not None, "scheme 'planes' always has a codebook"
+        counts = _count_sizes(rows, codebook)
+        self._coding.learned[self._kind] = codebook, _mean_size(counts)
+        return codebook, _slot_bytes(counts)
 
     def _new_place(self, codebook: AnyCodebook, slot_bytes: int) -> Place:
         """An empty place, and host memory for it."""
@@ -228,15 +256,21 @@ def _check_counters(counters: list[int]) -> None:
         raise RuntimeError("the coded states of an optimizer are damaged: load them from a checkpoint")
 
 
-def _fitting(rows: torch.Tensor, level: str) -> tuple[AnyCodebook, int]:
-    """A codebook for rows, and the bytes of the slots that cost the least together with what they leave to overflow."""
-    codebook = analyze(rows, scheme="planes", sample=None, level=level)
-    assert codebook is not None, "scheme 'planes' always has a codebook"
+def _count_sizes(rows: torch.Tensor, codebook: AnyCodebook) -> torch.Tensor:
+    """How many rows a codebook codes in 0, 1, ... ROW_BYTES bytes; on the CPU."""
     lengths = measure(_rows.bytes_of(rows), codebook, rows.device)
     sizes = _layout.stored_sizes(lengths, ROW_BYTES, ROW_BYTES)
-    counts = torch.bincount(sizes.long(), minlength=ROW_BYTES + 1).cpu()
+    return torch.bincount(sizes.long(), minlength=ROW_BYTES + 1).cpu()
+
+
+def _mean_size(counts: torch.Tensor) -> float:
+    return float((counts * torch.arange(len(counts))).sum() / counts.sum())
+
+
+def _slot_bytes(counts: torch.Tensor) -> int:
+    """Bytes of the slots that cost the least together with what they leave to overflow. counts: of rows by size."""
     slots = torch.arange(0, ROW_BYTES + 1, _SECTOR)
     parts = (torch.arange(ROW_BYTES + 1) - slots[:, None]).clamp(min=0)
-    spilled = ((parts + _SECTOR - 1) // _SECTOR * _SECTOR * counts).sum(1) / len(rows)
+    spilled = ((parts + _SECTOR - 1) // _SECTOR * _SECTOR * counts).sum(1) / counts.sum()
     cost = torch.where(spilled <= _MOST_SPILLED * ROW_BYTES, slots + _SPILLED_COST * spilled, torch.inf)
-    return codebook, int(slots[cost.argmin()])
+    return int(slots[cost.argmin()])

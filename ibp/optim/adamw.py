@@ -15,7 +15,7 @@ from .._schemes.planes.learning import check_level
 from ._chunks import NAMES, Chunk, Piece, Work, local, planned
 from ._lane import Lane
 from ._reserve import Reserve
-from ._states import ROW_BYTES, CodedState, Usage, Watch, free_overflow
+from ._states import ROW_BYTES, CodedState, Coding, Usage, Watch, free_overflow
 
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 16 << 20, 128 << 20, 8  # if chunk_bytes is not given
 
@@ -47,7 +47,7 @@ class _CodedStates(torch.optim.Adam):
         self._chunks: list[list[Chunk]] = [[] for _ in getattr(self, "param_groups", ())]
         self._works: dict[tuple[torch.device, torch.dtype], Work] = {}
         self._lanes: dict[torch.device, Lane] = {}
-        self._reserves: dict[torch.device, Reserve] = {}
+        self._codings: dict[torch.device, Coding] = {}
         self._watches: dict[torch.device, Watch] = {}
 
     # ---- parameters ----
@@ -98,6 +98,8 @@ class _CodedStates(torch.optim.Adam):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step with coded states cannot be captured in a CUDA graph: it learns codebooks")
         free_overflow([state for chunk in self._all_chunks() for state in chunk.states])
+        for coding in self._codings.values():
+            coding.learned.clear()
         steps: dict[torch.device, list[torch.Tensor]] = {}
         for group, chunks in zip(self.param_groups, self._chunks):
             for param in self._trained(group, chunks):
@@ -184,7 +186,15 @@ class _CodedStates(torch.optim.Adam):
         if chunk_bytes is None:
             held = sum(2 * local(param).nbytes for group in self.param_groups for param in group["params"])
             chunk_bytes = max(_LEAST_CHUNK_BYTES, min(_MOST_CHUNK_BYTES, held // _CHUNKS))
-        return list(planned(params, chunk_bytes, self._level, self._reserves, self._storage == "host"))
+        return list(planned(params, chunk_bytes, self._coding))
+
+    def _coding(self, device: torch.device) -> Coding:
+        """How the states of chunks on a device are coded."""
+        if device not in self._codings:
+            reserve = Reserve() if device.type == "cuda" else None
+            pinned = self._storage == "host" and reserve is not None
+            self._codings[device] = Coding(self._level, reserve, pinned, {})
+        return self._codings[device]
 
     def _work(self, chunk: Chunk) -> Work:
         """Memory for a chunk's states, which all chunks of a device and dtype share."""
