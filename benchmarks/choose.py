@@ -11,7 +11,6 @@ last, as BELOW.
 """
 
 import sys
-import time
 
 import torch
 
@@ -28,7 +27,7 @@ LINKS_GBPS = (6.0, 55.0, 360.0)  # a network or NVMe, PCIe 5 x16, NVLink
 DATA_BYTES = 256 * inputs.MIB  # of a set on a GPU
 TYPED_ITEMS, QUICK_ITEMS = 1 << 21, 1 << 14
 WANTED_LOSS = 0.03
-BUDGET_S, LONG_S = 10e-3, 20e-3  # of a measurement; of a call that is measured once
+BUDGET_S = 25e-3  # of a measurement
 HOPELESS = 3.0  # times the predicted time of the best, over every link
 OFTEN = ", fetched often"
 
@@ -80,23 +79,6 @@ def on_device(run, x):
 # ---- measuring -----------------------------------------------------------------------------------------------------
 
 
-def timed(run, call):
-    """(what a call returns, median seconds of it); slow ones are called once."""
-
-    def once():
-        start = time.perf_counter()
-        result = call()
-        run.sync()
-        return result, time.perf_counter() - start
-
-    run.sync()
-    result, first = once()
-    if first > LONG_S:
-        return result, first
-    times = [once()[1] for _ in range(max(1, min(9, int(BUDGET_S / first))))]
-    return result, sorted(times)[len(times) // 2]
-
-
 def is_hopeless(found, cost):
     """Whether a candidate is predicted to be far from the best over every link."""
     choices = (found.at(link_gbps, counts) for link_gbps in LINKS_GBPS for counts in (True, False))
@@ -112,10 +94,10 @@ def measured(run, found, cost, x, what):
     def encode():
         return alone.compress(x, device=x.device, pin_memory=False)
 
-    coded, encode_s = timed(run, encode)
+    coded, encode_s = choosing.timed(encode, x.device, BUDGET_S)
     out = torch.empty_like(x)
     harness.poison(out)
-    _, decode_s = timed(run, lambda: ibp.decompress(coded, out=out))
+    _, decode_s = choosing.timed(lambda: ibp.decompress(coded, out=out), x.device, BUDGET_S)
     harness.check_bits(out, x, f"{what}, {cost.name}")
     stored_bytes = choosing.moved_bytes(coded, found.rows)
     return ibp.CodingCost(cost.scheme, cost.level, None, stored_bytes, encode_s, 0.0, decode_s, 0.0)

@@ -117,7 +117,6 @@ def test_small_tensors(x):
 def test_samples(monkeypatch):
     """Pieces from the first item to the last; few long items are sampled as a flat tensor."""
     monkeypatch.setattr(choice, "_CPU_SAMPLE_BYTES", 1 << 12)
-    monkeypatch.setattr(choice, "_CPU_THREAD_BYTES", 1)
     monkeypatch.setattr(choice, "_PIECE_BYTES", 1 << 10)
     cpu = torch.device("cpu")
     x = torch.arange(1 << 14, dtype=torch.int32).view(-1, 16)
@@ -127,7 +126,7 @@ def test_samples(monkeypatch):
     assert whole[0, 0] == 0 and whole[-1, -1] == x[-1, -1] and len(whole.unique()) == whole.numel()
     assert torch.equal(short, whole[:16])
     assert choice._Sample.of(x.view(2, -1), cpu).sizes[-1].shape == (1024,)
-    assert len(choice._Sample.of(x[:64], cpu).sizes) == 1
+    assert len(choice._Sample.of(x[:60], cpu).sizes) == 1 and len(choice._Sample.of(x[:64], cpu).sizes) == 2
 
 
 def test_extrapolation():
@@ -152,7 +151,6 @@ def test_what_is_beaten():
 def test_a_part_of_a_tensor_is_measured(monkeypatch):
     """Of what is beaten on the first part no more is seen; all costs are those of the whole tensor."""
     monkeypatch.setattr(choice, "_CPU_SAMPLE_BYTES", 1 << 18)
-    monkeypatch.setattr(choice, "_CPU_THREAD_BYTES", 1)
     sizes, of = [], choice._Timed.of
 
     def counted(x, scheme, codebook, rows):

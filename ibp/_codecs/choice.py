@@ -22,12 +22,13 @@ from . import nvcomp
 from .chosen import Choice, CodingCost, arguments_of, ranked
 from .whole import CODECS, WholeTensor, codec_of, is_general
 
-_GPU_SAMPLE_BYTES = 128 << 20  # more than a GPU's cache holds
-_CPU_SAMPLE_BYTES, _CPU_THREAD_BYTES = 8 << 20, 4 << 20  # at least; for each thread, which codes blocks of 2 MiB
+_GPU_SAMPLE_BYTES = 256 << 20  # several times a GPU's cache; enough chunks to fill it
+_CPU_SAMPLE_BYTES = 16 << 20  # for each thread, which codes blocks of 2 MiB
+_LEAST_PARTED_BYTES = 4 << 20  # of a sample of which a part is looked at first
 _PIECE_BYTES = 4 << 20  # of the tensor in one piece: general codecs look back so far
 _SHORT_SHARE = 4  # of the sample: the part that says what a call costs besides its bytes
 _BEATEN = 4.0  # times the seconds of another one: short parts count what a call costs more than the whole does
-_BUDGET_S, _MOST_REPEATS = 4e-3, 9  # of a measurement
+_BUDGET_S, _MOST_REPEATS = 8e-3, 25  # of a measurement
 _LONG_S = 1.0  # of a call that is timed once
 _Result = TypeVar("_Result")
 _ROWS = (("planes", "default"), ("planes", "fast"), ("ibp", "default"))  # schemes with codebooks, and levels
@@ -120,7 +121,7 @@ class _Sample(NamedTuple):
     """A sample of a tensor, on the device that codes: pieces spread over it, one behind the other.
 
     Attributes:
-        sizes: tensors [n, ...]: the sample; where that is not all of the tensor, its first part before it.
+        sizes: tensors [n, ...]: the sample; before it its first part, unless it is small.
         num_bytes: of the tensor.
     """
 
@@ -130,15 +131,13 @@ class _Sample(NamedTuple):
     @classmethod
     def of(cls, x: torch.Tensor, device: torch.device) -> _Sample:
         num_bytes = x.numel() * x.dtype.itemsize
-        limit = _GPU_SAMPLE_BYTES
-        if device.type == "cpu":
-            limit = max(_CPU_SAMPLE_BYTES, _CPU_THREAD_BYTES * torch.get_num_threads())
+        limit = _GPU_SAMPLE_BYTES if device.type == "cuda" else _CPU_SAMPLE_BYTES * torch.get_num_threads()
         x = x.detach()
         if num_bytes > limit and (x.dim() == 0 or len(x) * limit < 2 * num_bytes):  # few and long items
             x = x.reshape(-1)
         parts = _pieces(x, limit) if num_bytes > limit else [x]
         whole = torch.cat([_near(part, device) for part in parts]) if len(parts) > 1 else _near(parts[0], device)
-        if whole.nbytes == num_bytes:
+        if whole.dim() == 0 or whole.nbytes < min(limit, _LEAST_PARTED_BYTES):
             return cls((whole,), num_bytes)
         return cls((whole[: max(1, len(whole) // _SHORT_SHARE)], whole), num_bytes)
 
@@ -195,8 +194,8 @@ class _Candidate:
 
 
 def _measured(candidates: list[tuple[str, str]], sample: _Sample, rows: bool) -> list[CodingCost]:
-    """What each candidate takes for the whole tensor; those that save nothing are left out. Where the sample is a part
-    of the tensor, what is beaten on a part of it is not looked at further."""
+    """What each candidate takes for the whole tensor; those that save nothing are left out. What is beaten on the first
+    part of the sample is not looked at further."""
     found: list[_Candidate] = []
     for scheme, level in candidates:
         one = _on_first(scheme, level, sample, rows)
@@ -247,9 +246,9 @@ class _Timed(NamedTuple):
         def code() -> CompressedTensor | WholeTensor:
             return compress(x, **arguments, device=x.device, pin_memory=False)
 
-        table, encode_s = _timed(code, x.device)
+        table, encode_s = timed(code, x.device)
         out = torch.empty_like(x)
-        _, decode_s = _timed(lambda: decompress(table, out=out), x.device)
+        _, decode_s = timed(lambda: decompress(table, out=out), x.device)
         return cls(x.nbytes, moved_bytes(table, rows), encode_s, decode_s)
 
 
@@ -260,15 +259,20 @@ def moved_bytes(table: CompressedTensor | WholeTensor, rows: bool) -> int:
     return (table.link_bytes if rows else table.stored_bytes) + table.index_bytes
 
 
-def _timed(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
-    """(what a call returns, median of the seconds until its work is done). The first one, which makes what is kept for
-    later ones, counts only where it is long."""
+def timed(call: Callable[[], _Result], device: torch.device, budget_s: float = _BUDGET_S) -> tuple[_Result, float]:
+    """(what a call returns, median of the seconds until its work is done, in about budget_s). The first calls, which
+    make what is kept for later ones, count only where they are long."""
     result, first = _once(call, device)
     if first > _LONG_S:
         return result, first
-    _, second = _once(call, device)
-    repeats = min(_MOST_REPEATS, int(_BUDGET_S / second)) - 1
-    return result, statistics.median([second, *(_once(call, device)[1] for _ in range(repeats))])
+    del result  # its memory is the next one's
+    result, second = _once(call, device)
+    times: list[float] = []
+    for _ in range(min(_MOST_REPEATS, int(budget_s / second))):
+        del result
+        result, again = _once(call, device)
+        times.append(again)
+    return result, statistics.median(times or [second])
 
 
 def _once(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
