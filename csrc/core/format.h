@@ -193,8 +193,8 @@ IBP_INLINE ibp_position_form ibp_list_form(uint32_t k, uint32_t columns, uint32_
     const ibp_position_form form = {1, complement, l, m, upper, (upper + 7u) / 8u + (m * l + 7u) / 8u};
     return form;
 }
-/* Whether so many are listed, and so many not, that a bitmap is the shortest form: each list of m positions has at least
- * m * (l + 1) + (columns - 1) / 2^l bits, which is more than columns. */
+/* Whether so many are listed, and so many not, that a bitmap is the shortest form: each list of m positions has at
+ * least m * (l + 1) + (columns - 1) / 2^l bits, which is more than columns. */
 IBP_INLINE bool ibp_is_bitmap_shortest(uint32_t k, uint32_t columns)
 {
     return 4u * ibp_min_u32(k, columns - k) >= columns + 4u;

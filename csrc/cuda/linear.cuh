@@ -2,9 +2,9 @@
 // tensor cores, and never written.
 //
 // A block takes 16 rows, a strip, and its warps take steps of 128 columns in turn. Bytes of the coming steps are copied
-// to shared memory while one is multiplied. A lane holds 32 elements each of rows g and g + 8, for g = lane / 4: of them
-// tensor cores take 4 and 4 at a time, in an order of columns that the digits make cheap, and the vectors come in the
-// same order. The warps' sums are added in the end.
+// to shared memory while one is multiplied. A lane holds 32 elements each of rows g and g + 8, for g = lane / 4: of
+// them tensor cores take 4 and 4 at a time, in an order of columns that the digits make cheap, and the vectors come in
+// the same order. The warps' sums are added in the end.
 // Escapes are multiplied like other digits, as if their symbols followed those of the digits. They are
 // noted; these products are taken away in the end and the right ones added, when the warps have met all escapes of a
 // row: only then the order of its raw symbols is known.
@@ -192,8 +192,8 @@ template <uint32_t WARPS, uint32_t STAGES, uint32_t TILES> struct LinearStrip {
     }
     __device__ __forceinline__ uint32_t coded_bytes() const { return job.columns / 2u * 3u; } // without escapes
 
-    // Begins to copy a step's bytes to a stage. Vector v of the residuals of row r is at v ^ (r % 2), so that lanes that
-    // read together read from different banks.
+    // Begins to copy a step's bytes to a stage. Vector v of the residuals of row r is at v ^ (r % 2), so that lanes
+    // that read together read from different banks.
     __device__ __forceinline__ void begin_copies(uint32_t step, uint32_t stage) const
     {
         const uint32_t column = step * kColumns, to = stages + stage * kStageBytes;

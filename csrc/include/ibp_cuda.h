@@ -157,7 +157,7 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
                                      const ibp_bags *bags, uint8_t *out, ibp_fault *fault, int max_sms,
                                      ibp_stream stream);
 
-/* ---- products with a matrix --------------------------------------------------------------------------------------- */
+/* ---- products with a matrix -------------------------------------------------------------------------------------- */
 
 #define IBP_MOST_VECTORS 8
 

@@ -269,8 +269,8 @@ template <class Decoder> struct Fetch {
     {
         return G::kPerWarp == 1 ? k * G::kThreads + G::rank() : (k * kWarp + lane_id()) % kRowVectors;
     }
-    // The vectors of a row, in its slot and behind it, in the order in which they are fetched: that of the row; or, where
-    // not all of them can be on their way, those in overflow first, which may have to come from far away.
+    // The vectors of a row, in its slot and behind it, in the order in which they are fetched: that of the row; or,
+    // where not all of them can be on their way, those in overflow first, which may have to come from far away.
     struct Pieces {
         const uint4 *first, *then;
         uint32_t num_first, skipped; // skipped: vectors of the row that come before the first ones

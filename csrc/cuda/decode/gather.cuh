@@ -8,9 +8,9 @@
 
 namespace ibp {
 
-// Which jobs a warp, or a group of several, takes: turns of G::kPerWarp jobs, block after block, so that few jobs spread
-// over all of them; its lanes look up those of as many turns as there are lanes for. Of every round of turns each takes
-// one.
+// Which jobs a warp, or a group of several, takes: turns of G::kPerWarp jobs, block after block, so that few jobs
+// spread over all of them; its lanes look up those of as many turns as there are lanes for. Of every round of turns
+// each takes one.
 template <class G> struct EvenTurns {
     uint32_t round, first, i = 0; // i: which of the jobs that have been looked up is `first`
 

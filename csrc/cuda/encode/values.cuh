@@ -190,9 +190,9 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- planes ----
 
-    // Codes n elements, rotated, into at most most_bits of a stage from bit `start` on, a whole byte. load(first, words)
-    // gives those of a lane, and anything behind the last one. list: room for as many symbols; it may be where the
-    // elements are. Returns where the values end.
+    // Codes n elements, rotated, into at most most_bits of a stage from bit `start` on, a whole byte. load(first,
+    // words) gives those of a lane, and anything behind the last one. list: room for as many symbols; it may be where
+    // the elements are. Returns where the values end.
     template <class Load>
     __device__ __forceinline__ uint32_t put_values(const BitStage &stage, uint32_t n, uint32_t start,
                                                    uint32_t most_bits, Symbol *list, const Load &load) const
