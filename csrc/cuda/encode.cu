@@ -14,9 +14,8 @@ static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && has_pai
 static bool has_values(const ibp_codebook &cb)
 {
     constexpr uint32_t kLongest = 16384;
-    const bool is_narrow = cb.planes.element_bytes <= 2u && cb.planes.residual_bits <= 8u;
-    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongest &&
-           (is_narrow || !has_pairs(cb.planes));
+    const bool of_pairs = cb.planes.element_bytes == 2u && cb.planes.residual_bits > 8u && has_pairs(cb.planes);
+    return is_dense(cb) && cb.planes.element_bytes <= 4u && has_code_table(cb) && cb.row_bytes <= kLongest && !of_pairs;
 }
 
 // A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme raw are stored

@@ -127,7 +127,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
                 listed =
                     low_bits(different_from(static_cast<T>(planes.default_value), !Book::signed_default(planes), word),
                              ibp_min_u32(columns - column, kPerLane));
-                if ((listed & different_from(static_cast<T>(planes.closed_value), true, word)) != 0u) sums[1] = 1;
+                if (sums[1] == 0u)
+                    sums[1] = (listed & different_from(static_cast<T>(planes.closed_value), true, word)) != 0u;
             }
             keep_bits(work.bitmap, column, listed);
             if (Book::signed_default(planes)) keep_bits(work.signs, column, signs_of(word));

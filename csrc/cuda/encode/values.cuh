@@ -113,13 +113,9 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         const uint32_t r = planes.residual_bits;
         if (r == 0u) return;
         if (sizeof(T) == 4 && r == 24u && num == kOctet) {
-            const uint32_t run[6] = {permute_bytes(words[0], words[1], 0x4210),
-                                     permute_bytes(words[1], words[2 % kWords], 0x5421),
-                                     permute_bytes(words[2 % kWords], words[3 % kWords], 0x6542),
-                                     permute_bytes(words[4 % kWords], words[5 % kWords], 0x4210),
-                                     permute_bytes(words[5 % kWords], words[6 % kWords], 0x5421),
-                                     permute_bytes(words[6 % kWords], words[7 % kWords], 0x6542)};
-            put_run(stage, position, run);
+            put_fields<24>(stage, position, words);
+        } else if (sizeof(T) == 4 && r == 23u && num == kOctet) {
+            put_fields<23>(stage, position, words);
         } else if (sizeof(T) == 1 || (sizeof(T) == 2 && r <= 8u)) {
             put_narrow(stage, position, pack_fields(words, r), num, r);
         } else {
@@ -138,8 +134,23 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         else
             stage.or_bits(position, low_bits(bits, num * r));
     }
-    // Puts N words into a stage, from any bit on: those in the middle are no other lane's.
-    template <int N>
+    // The low R bits of each of eight words, side by side: six words, of which the last one may be filled in part.
+    template <uint32_t R>
+    static __device__ __forceinline__ void put_fields(const BitStage &stage, uint32_t position,
+                                                      const uint32_t (&words)[kWords])
+    {
+        uint32_t run[6] = {};
+#pragma unroll
+        for (uint32_t e = 0; e < kOctet; e++) {
+            const uint32_t field = words[e % kWords] & ((1u << R) - 1u), at = e * R;
+            run[at / 32u] |= field << at % 32u;
+            if (at % 32u + R > 32u) run[(at / 32u + 1u) % 6u] |= field >> (32u - at % 32u) % 32u;
+        }
+        put_run<6, R * kOctet / 32u>(stage, position, run);
+    }
+    // Puts N words into a stage, from any bit on. The first WHOLE ones are full: those in the middle are no other
+    // lane's.
+    template <uint32_t N, uint32_t WHOLE = N>
     static __device__ __forceinline__ void put_run(const BitStage &stage, uint32_t position, const uint32_t (&run)[N])
     {
         const uint32_t w = position / 32u, shift = position % 32u;
@@ -147,13 +158,20 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         uint32_t *const to = stage.words + w;
         if (shift == 0u) {
 #pragma unroll
-            for (int i = 0; i < N; i++) to[i] = run[i];
+            for (uint32_t i = 0; i < WHOLE; i++) to[i] = run[i];
+            if (WHOLE < N) atomicOr(to + N - 1u, run[N - 1u]);
             return;
         }
         atomicOr(to, run[0] << shift);
 #pragma unroll
-        for (int i = 1; i < N; i++) to[i] = __funnelshift_l(run[i - 1], run[i], shift);
-        atomicOr(to + N, run[N - 1] >> (32u - shift));
+        for (uint32_t i = 1; i < N; i++) {
+            const uint32_t word = __funnelshift_l(run[i - 1u], run[i], shift);
+            if (i < WHOLE)
+                to[i] = word;
+            else
+                atomicOr(to + i, word);
+        }
+        atomicOr(to + N, run[N - 1u] >> (32u - shift));
     }
     // The low r bits, at most 8, of each element, side by side.
     static __device__ __forceinline__ uint64_t pack_fields(const uint32_t (&words)[kWords], uint32_t r)
