@@ -420,13 +420,15 @@ def freed(timeline, modes):
 
 
 def test_a_step_is_predicted():
-    line = timeline_of(100, 100, 100)
+    line = timeline_of(100, 100, 100, 100)
     sent = 100 * MB / 50 * 1e-6
-    assert line.step(["keep"] * 3, LINK) == pytest.approx(6)
-    assert line.step(["device", "keep", "keep"], LINK) == pytest.approx(6.2)
-    # The third waits until the first has left; that one is fetched when the third has been used.
-    assert line.step(["raw"] * 3, LINK) == pytest.approx(1 + sent + 1 + sent)
-    assert line.step(["coded"] * 3, LINK) == pytest.approx(6.6), "the link is faster than computing"
+    assert line.step(["keep"] * 4, LINK) == pytest.approx(8)
+    assert line.step(["device", "keep", "keep", "keep"], LINK) == pytest.approx(8.2)
+    # The fourth waits until the first has left; that one is fetched when the fourth has been used, and comes in time.
+    assert line.step(["raw"] * 4, LINK) == pytest.approx(4 + 4)
+    narrow = LINK._replace(out_gbps=10.0, back_gbps=10.0)
+    assert line.step(["raw"] * 4, narrow) == pytest.approx(1 + 5 * sent + 1 + 5 * sent)
+    assert line.step(["coded"] * 4, LINK) == pytest.approx(8.8), "the link is faster than computing"
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.05, 0.5, 10.0])
@@ -558,7 +560,7 @@ def test_what_outgrows_its_room_is_not_lost(cuda, to):
         before = offload.stats.outgrown_bytes
         context = pytest.warns(RuntimeWarning, match="less compressible") if expected else contextlib.nullcontext()
         with context:
-            assert_comes_back(offload, x, *torch.zeros(2, 1 << 18, device=cuda).unbind())
+            assert_comes_back(offload, x, *torch.zeros(3, 1 << 18, device=cuda).unbind())
         assert (offload.stats.outgrown_bytes > before) == expected
 
 

@@ -9,7 +9,8 @@ from collections import defaultdict, deque
 import torch
 
 from .. import _memory
-from . import coding, planning
+from . import coding
+from .planning import LEAST_LEAVING
 from .region import Region
 
 
@@ -60,7 +61,7 @@ class Lane:
     Args:
         device: the device.
         window_bytes: of device memory that may be on its way out, and as much on its way in; more where activations
-            are larger (see `planning.window_for`).
+            are larger (see `planning.LEAST_LEAVING`).
     """
 
     def __init__(self, device: torch.device, window_bytes: int) -> None:
@@ -102,15 +103,25 @@ class Lane:
         self._leaving_bytes += region.memory.numel()
 
     def make_room(self, num_bytes: int) -> None:
-        """Waits until so many more bytes fit the window, or twice as many would, and frees the memory of what has
-        left."""
-        limit = planning.window_for(num_bytes, self.window_bytes)
-        while self._leaving and self._leaving_bytes + num_bytes > limit:
-            of, held = self._leaving.popleft()
-            self._leaving_bytes -= held
-            region = of()
-            if region is not None:
-                self._settle(region)
+        """Waits until so many more bytes fit the window, or few regions are on their way, and frees the memory of what
+        has left."""
+        while len(self._leaving) > LEAST_LEAVING and self._leaving_bytes + num_bytes > self.window_bytes:
+            self._pop()
+
+    def free(self) -> None:
+        """Frees the memory of what has left, without waiting."""
+        while self._leaving:
+            region = self._leaving[0][0]()
+            if region is not None and region.sent is not None and not region.sent.query():
+                return
+            self._pop()
+
+    def _pop(self) -> None:
+        of, held = self._leaving.popleft()
+        self._leaving_bytes -= held
+        region = of()
+        if region is not None:
+            self._settle(region)
 
     def _settle(self, region: Region) -> None:
         """Frees the memory of a region that is elsewhere by now; where that has no room for all of it, the memory

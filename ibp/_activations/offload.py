@@ -190,6 +190,8 @@ class ActivationOffload:
             region = Region(self._pass, number, span.num_bytes, recipe, self._lane_of(x.device))
             self._pass.add(region)
             self._fill(region, mode, x, data)
+        elif (lane := self._lane_of(x.device)) is not None:
+            lane.free()
         entry = _Entry(None if region is None else weakref.ref(region), self._passes)
         self._known.put(span, x.untyped_storage(), entry)
         return region
@@ -289,8 +291,8 @@ def offload_activations(
             leave.
         coded: False: they go as they are.
         least_bytes: smaller tensors stay as they are.
-        window_bytes: of device memory that may be on its way to the host, and as much on its way back. Two tensors may
-            take more.
+        window_bytes: of device memory that may be on its way to the host, and as much on its way back. Three tensors
+            may take more.
         device: of the tensors that leave. None: all CUDA devices; where torch sees none, the CPU, whose saved tensors
             are kept coded.
 

@@ -21,7 +21,8 @@ HOLD = "hold"  # coded on the device, all of its memory: for a step that is meas
 _PRICES = (0.0, 0.3, 1.0, 3.0, 10.0)  # of the link's time, in the device's
 _ROUNDING = 1e-9  # of sums, as a share
 _MOST_PARTS = 128  # of a step, that are tried one by one
-_MARGIN = 0.8  # of a slowdown: what is predicted, for a step that varies
+LEAST_LEAVING = 2  # regions that may be on their way out, however large: one is sent and one is next
+_MARGIN = 0.5  # of a slowdown: what is predicted, for a step that varies
 Mark: TypeAlias = torch.cuda.Event | float
 
 
@@ -31,11 +32,6 @@ class Link(NamedTuple):
     out_gbps: float
     back_gbps: float
     window_bytes: int
-
-
-def window_for(num_bytes: int, window_bytes: int) -> int:
-    """The window out, in which two activations of so many bytes have room at least: one is coded while one is sent."""
-    return max(window_bytes, 2 * num_bytes)
 
 
 @dataclass
@@ -90,10 +86,11 @@ class Timeline:
         for k, (item, mode) in enumerate(zip(self.items, modes)):
             now += item.saved_after
             if mode != KEEP:
-                limit = window_for(item.num_bytes, link.window_bytes)
-                while leaving and held + item.num_bytes > limit:
+                while len(leaving) > LEAST_LEAVING and held + item.num_bytes > link.window_bytes:
                     _, size, end = leaving.popleft()
                     held, now = held - size, max(now, end)
+            while mode == KEEP and leaving and leaving[0][2] <= now:
+                held -= leaving.popleft()[1]
             if mode in (DEVICE, CODED):
                 now += item.encode
             if mode in (RAW, CODED):
