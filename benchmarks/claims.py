@@ -344,30 +344,6 @@ def deltas_table(directory):
     )
 
 
-def linear_table(directory):
-    """Products with coded matrices, by matrix and number of vectors: the arms side by side."""
-    rows = [row for row in charts.read(directory / "linear.csv") if row["case"] != "device"]
-    if not rows:
-        return None
-    arms, lines = charts.in_order(row["arm"] for row in rows), []
-    for case in charts.in_order(row["case"] for row in rows):
-        own = {row["arm"]: row for row in rates(rows, case=case)}
-        texts = (
-            f"{charts.fine_number(own[arm]['us'])} ({own[arm]['times']:.2f})" if arm in own else "" for arm in arms
-        )
-        lines.append([case, *texts])
-    return (
-        f"Products of BF16 (`linear.csv`: {caption(rows)}) of matrices, outputs x inputs, and the number of vectors: "
-        f"microseconds of a product, in brackets the times of cuBLAS's rate:\n\n"
-        f"{markdown(['matrix, vectors', *arms], lines)}"
-    )
-
-
-def linear_block(directory):
-    text = linear_table(directory)
-    return text and f"## Products with coded matrices\n\n{text}"
-
-
 def deltas_block(directory):
     text = deltas_table(directory)
     return text and f"## Deltas of versions\n\n{text}"
@@ -775,7 +751,6 @@ JUDGED = (
     "kv_rows",
     "deltas",
     "checkpoints",
-    "linear",
     "spill",
 )
 
@@ -1234,7 +1209,6 @@ BLOCKS = {
     "places": places_block,
     "changes": changes_block,
     "deltas": deltas_block,
-    "linear": linear_block,
     "checkpoints": checkpoints_block,
     "missed": missed_block,
     "small calls": calls_block,
@@ -1250,7 +1224,7 @@ BLOCKS = {
 PAGES = {
     "README.md": {"headline": headline_block},
     "benchmarks/RESULTS.md": BLOCKS,
-    "docs/llm.md": {"offload": offload_block, "linear": linear_table, "flexgen": flexgen_block},
+    "docs/llm.md": {"offload": offload_block, "flexgen": flexgen_block},
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
     "docs/codecs.md": {"choices": choose_table},
     "docs/deltas.md": {"deltas": deltas_table},

@@ -157,23 +157,6 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
                                      const ibp_bags *bags, uint8_t *out, ibp_fault *fault, int max_sms,
                                      ibp_stream stream);
 
-/* ---- products with a matrix -------------------------------------------------------------------------------------- */
-
-#define IBP_MOST_VECTORS 8
-
-/* y = x W^T + bias: W [N, K], a table of BF16 whose items are rows of K elements; x [num_vectors, K], bias [N] or NULL,
- * y [num_vectors, N], all BF16. Rows are decoded in registers, W is read once and never written. Products are added in
- * float, in an order that depends on K alone, and rounded once.
- * table: in device memory, with slots, N at least 16, K a multiple of 32; of scheme planes with one plane of four-bit
- * digits, consecutive entries from 239 at most, rotated elements and residuals of 8 bits (level fast), no constant
- * columns and no clusters; slot_bytes a multiple of 16 that holds the residuals and digits of a row, 3 K / 2 bytes;
- * slots aligned to 16 bytes. num_vectors: up to IBP_MOST_VECTORS. x: aligned to 16 bytes.
- * Where x is infinite and the weight an escape, y is NaN. A corrupt row counts as zeros and is noted with its number.
- * fault: device-accessible, not NULL.
- * @return IBP_INVALID_ARGUMENT for other tables. */
-IBP_API ibp_status ibp_cuda_linear(const ibp_table *table, const uint16_t *x, int64_t num_vectors, const uint16_t *bias,
-                                   uint16_t *y, ibp_fault *fault, ibp_stream stream);
-
 /* ---- items with the CPU's help ----------------------------------------------------------------------------------- */
 
 /* Brings items at ids in host memory to the GPU, of tables in pinned host memory so large that a GPU which fetches rows
