@@ -9,8 +9,8 @@ gloo. Arms: `torch`: torch.distributed; `default`, `fast`: tensors coded at that
 FP32 gradients, FP8, half zeros, small integers, random bytes. Broadcasts, all-to-alls and sends of BF16 weights.
 `FSDP2`: steps of a small net whose all-gathers do the same, with equal losses.
 
-Three calls in a row by the clock, the slower rank's, the median of three such rows. GB/s of original bytes that arrive at
-a rank; the ideal is torch's rate over the share of the bytes that messages have. `mib`: of the output. Every arm's
+Three calls in a row by the clock, the slower rank's, the median of three such rows. GB/s of original bytes that arrive
+at a rank; the ideal is torch's rate over the share of the bytes that messages have. `mib`: of the output. Every arm's
 result has torch's bits.
 """
 

@@ -41,10 +41,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of the coder: GB/s of original bytes, with all multiprocessors."""
+    """Of the coder: GB/s of original bytes, with all multiprocessors. hides: whether it works beside the link; a CPU
+    moves bytes by the same cores."""
 
     encode_gbps: float
     decode_gbps: float
+    hides: bool = True
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
         return 0.0
     count, coding_s = num_pieces(rates, load), _coding_s(rates, load)
     moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
-    exposed = _FIRST_SHARE / (count - 2 + 2 * _FIRST_SHARE) if count > 2 else 1 / count
+    exposed = _FIRST_SHARE / (count - 2 + 2 * _FIRST_SHARE) if count > 2 and rates.hides else 1.0
     return load.moved / link.gbps / 1e9 / (moving_s + coding_s * exposed + _CALL_S + count * _PIECE_S)
 
 
@@ -139,4 +141,4 @@ def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
         messages.decode(slot, out, status, 0)
         times.append((coded - start, time.perf_counter() - coded))
     encode_s, decode_s = (min(of) for of in zip(*times))
-    return Rates(rows.numel() / encode_s / 1e9, rows.numel() / decode_s / 1e9)
+    return Rates(rows.numel() / encode_s / 1e9, rows.numel() / decode_s / 1e9, hides=False)
