@@ -10,7 +10,7 @@ import torch
 
 from .. import _memory
 from . import coding
-from .planning import LEAST_LEAVING
+from .planning import LEAST_MOVING
 from .region import Region
 
 
@@ -61,14 +61,14 @@ class Lane:
     Args:
         device: the device.
         window_bytes: of device memory that may be on its way out, and as much on its way in; more where activations
-            are larger (see `planning.LEAST_LEAVING`).
+            are larger (see `planning.LEAST_MOVING`).
     """
 
     def __init__(self, device: torch.device, window_bytes: int) -> None:
         self.device, self.window_bytes = device, window_bytes
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.buffers = HostBuffers()
-        self.coming_bytes = 0
+        self.coming = self.coming_bytes = 0
         self._leaving: deque[tuple[weakref.ref[Region], int]] = deque()
         self._leaving_bytes = 0
 
@@ -105,7 +105,7 @@ class Lane:
     def make_room(self, num_bytes: int) -> None:
         """Waits until so many more bytes fit the window, or few regions are on their way, and frees the memory of what
         has left."""
-        while len(self._leaving) > LEAST_LEAVING and self._leaving_bytes + num_bytes > self.window_bytes:
+        while len(self._leaving) > LEAST_MOVING and self._leaving_bytes + num_bytes > self.window_bytes:
             self._pop()
 
     def free(self) -> None:
@@ -141,7 +141,7 @@ class Lane:
 
     def has_room_for(self, region: Region) -> bool:
         assert region.host is not None
-        return self.coming_bytes == 0 or self.coming_bytes + region.host.numel() <= self.window_bytes
+        return self.coming < LEAST_MOVING or self.coming_bytes + region.host.numel() <= self.window_bytes
 
     def fetch(self, region: Region) -> None:
         """Starts copying a region back, to memory of the current stream."""
@@ -153,6 +153,7 @@ class Lane:
         with torch.cuda.stream(self.back):
             region.coming.copy_(region.host, non_blocking=True)
         region.arrived = self.back.record_event()
+        self.coming += 1
         self.coming_bytes += region.coming.numel()
 
     def receive(self, region: Region) -> torch.Tensor:
@@ -162,6 +163,7 @@ class Lane:
         assert region.coming is not None and region.arrived is not None
         torch.cuda.current_stream(self.device).wait_event(region.arrived)
         buffer, region.coming = region.coming, None
+        self.coming -= 1
         self.coming_bytes -= buffer.numel()
         return buffer
 
@@ -169,6 +171,7 @@ class Lane:
         """Takes back what a region that nobody can ask for any more has of the lane."""
         if region.coming is not None:
             region.coming.record_stream(self.back)
+            self.coming -= 1
             self.coming_bytes -= region.coming.numel()
         if region.memory is not None and region.sent is not None:
             if not region.sent.query():

@@ -23,7 +23,7 @@ from .planning import DEVICE, HOLD, KEEP
 from .region import Region
 
 LEAST_BYTES = 64 << 10
-WINDOW_BYTES = 1 << 30
+WINDOW_BYTES = 256 << 20  # some milliseconds of the link
 TO = ("host", "device")
 
 

@@ -21,7 +21,7 @@ HOLD = "hold"  # coded on the device, all of its memory: for a step that is meas
 _PRICES = (0.0, 0.3, 1.0, 3.0, 10.0)  # of the link's time, in the device's
 _ROUNDING = 1e-9  # of sums, as a share
 _MOST_PARTS = 128  # of a step, that are tried one by one
-LEAST_LEAVING = 2  # regions that may be on their way out, however large: one is sent and one is next
+LEAST_MOVING = 2  # regions that may be on their way, each way, however large: one is copied and one is next
 _MARGIN = 0.5  # of a slowdown: what is predicted, for a step that varies
 Mark: TypeAlias = torch.cuda.Event | float
 
@@ -86,7 +86,7 @@ class Timeline:
         for k, (item, mode) in enumerate(zip(self.items, modes)):
             now += item.saved_after
             if mode != KEEP:
-                while len(leaving) > LEAST_LEAVING and held + item.num_bytes > link.window_bytes:
+                while len(leaving) > LEAST_MOVING and held + item.num_bytes > link.window_bytes:
                     _, size, end = leaving.popleft()
                     held, now = held - size, max(now, end)
             while mode == KEEP and leaving and leaving[0][2] <= now:
@@ -102,24 +102,24 @@ class Timeline:
     def _backward(self, modes: Sequence[str], link: Link, now: float, on_device: set[int]) -> float:
         wanted = deque(k for k in self.uses if modes[k] in (RAW, CODED) and k not in on_device)
         arrived: dict[int, float] = {}
-        free, coming = 0.0, 0
+        free, coming, count = 0.0, 0, 0
         for k in self.uses:
             item = self.items[k]
             now += item.used_after
             if wanted and wanted[0] == k:  # not fetched yet
                 wanted.popleft()
                 free = arrived[k] = max(free, now) + item.sent(modes[k]) / link.back_gbps * 1e-6
-                coming += item.sent(modes[k])
+                coming, count = coming + item.sent(modes[k]), count + 1
             if k in arrived:
-                now, coming = max(now, arrived[k]), coming - item.sent(modes[k])
+                now, coming, count = max(now, arrived[k]), coming - item.sent(modes[k]), count - 1
             if modes[k] in (DEVICE, CODED):
                 now += item.decode
             while wanted:
                 size = self.items[wanted[0]].sent(modes[wanted[0]])
-                if coming and coming + size > link.window_bytes:
+                if count >= LEAST_MOVING and coming + size > link.window_bytes:
                     break
                 free = arrived[wanted.popleft()] = max(free, now) + size / link.back_gbps * 1e-6
-                coming += size
+                coming, count = coming + size, count + 1
         return now
 
 
