@@ -1168,17 +1168,20 @@ def activations_table(directory):
                 row["case"],
                 row["arm"],
                 charts.fine_number(row["step_ms"]) + (f" ({wanted[0]})" if wanted else ""),
-                *(f"{row[name]:.2f}" for name in ("peak_gb", "freed_gb")),
+                *(f"{round(row[name], 2) + 0.0:.2f}" for name in ("peak_gb", "freed_gb")),  # no -0.00
                 *(f"{row[name]:.2f}" if row[name] else "" for name in ("saved_gb", "sent_gb")),
                 f"{row['saved_gb'] / sent:.2f}" if sent and row["savings"] > 0 else "",
                 *(_with_wanted(row, name) for name in ("times_raw", "times_save_on_cpu")),
             ]
         )
+    others = [row for row in rows if row["commit"] != rows[0]["commit"]]
+    cases = charts.in_order((row["case"], row["commit"]) for row in others)
+    earlier = "".join(f"; {case} on commit {commit:.10}" for case, commit in cases)
     heads = ["net", "arm", "ms a step", "peak, GB", "freed, GB", "saved, GB", "sent, GB", "times smaller"]
     return (
-        f"A forward and a backward pass in BF16 (`activations.csv`: {caption(rows)}): the median time; the most memory "
-        "that it takes beyond weights and input, and how much less that is than plain; bytes that were saved, and went "
-        "to the host; how many times as fast as the same hooks with raw bytes, and as torch's `save_on_cpu`. In "
+        f"A forward and a backward pass in BF16 (`activations.csv`: {caption(rows)}{earlier}): the median time; the "
+        "most memory that it takes beyond weights and input, and how much less that is than plain; bytes that were "
+        "saved, and went to the host; how many times as fast as the same hooks with raw bytes, and as torch's `save_on_cpu`. In "
         f"brackets what is wanted where it is missed:\n\n{markdown([*heads, 'times raw', 'times save_on_cpu'], lines)}"
         "\n\n![Time and memory of a step](../benchmarks/results/activations.png)"
     )
