@@ -1181,8 +1181,8 @@ def activations_table(directory):
     return (
         f"A forward and a backward pass in BF16 (`activations.csv`: {caption(rows)}{earlier}): the median time; the "
         "most memory that it takes beyond weights and input, and how much less that is than plain; bytes that were "
-        "saved, and went to the host; how many times as fast as the same hooks with raw bytes, and as torch's `save_on_cpu`. In "
-        f"brackets what is wanted where it is missed:\n\n{markdown([*heads, 'times raw', 'times save_on_cpu'], lines)}"
+        "saved, and went to the host; how many times as fast as the same hooks with raw bytes, and as torch's "
+        f"`save_on_cpu`. In brackets what is wanted where it is missed:\n\n{markdown([*heads, 'times raw', 'times save_on_cpu'], lines)}"
         "\n\n![Time and memory of a step](../benchmarks/results/activations.png)"
     )
 
