@@ -1178,11 +1178,12 @@ def activations_table(directory):
     cases = charts.in_order((row["case"], row["commit"]) for row in others)
     earlier = "".join(f"; {case} on commit {commit:.10}" for case, commit in cases)
     heads = ["net", "arm", "ms a step", "peak, GB", "freed, GB", "saved, GB", "sent, GB", "times smaller"]
+    heads += ["times raw", "times save_on_cpu"]
     return (
         f"A forward and a backward pass in BF16 (`activations.csv`: {caption(rows)}{earlier}): the median time; the "
         "most memory that it takes beyond weights and input, and how much less that is than plain; bytes that were "
         "saved, and went to the host; how many times as fast as the same hooks with raw bytes, and as torch's "
-        f"`save_on_cpu`. In brackets what is wanted where it is missed:\n\n{markdown([*heads, 'times raw', 'times save_on_cpu'], lines)}"
+        f"`save_on_cpu`. In brackets what is wanted where it is missed:\n\n{markdown(heads, lines)}"
         "\n\n![Time and memory of a step](../benchmarks/results/activations.png)"
     )
 
