@@ -433,24 +433,35 @@ def test_ranks_that_differ_all_raise(ranks, how):
     assert all(name in ("ValueError", "RuntimeError") for name, _ in results)
 
 
-def mix_up(rank):
-    """Both codecs are known to all ranks, which then use different ones, whose messages have the same size."""
+def mix_up(rank, how):
+    """Ranks make calls that all have made before, but not the same ones: their messages may have other sizes."""
     size, x = dist.get_world_size(), tensor_of(rank, torch.float32)
-    learned = Codec.learn(x)
-    codecs = [Codec(learned.codebook, learned.slot_bytes, share) for share in (40.0, 40.0 + 1e-9)]
+    learned, out = Codec.learn(x), torch.empty(size * COUNT)
+    codecs = [Codec(learned.codebook, learned.slot_bytes, share) for share in (40.0, 40.0 + 1e-9, 900.0)]
     dist.broadcast_object_list(codecs, 0)
-    assert codecs[0].fingerprint != codecs[1].fingerprint
-    out = torch.empty(size * COUNT)
-    for codec in codecs:
-        all_gather_into_tensor(out, x, codec=codec)
-    for plan in planning.state_of(None).plans.values():
-        plan.num_pieces = 1  # by how fast they code, the codecs may have other numbers of pieces
-    return raised(lambda: all_gather_into_tensor(out, x, codec=codecs[rank % 2]))
+    assert len({codec.fingerprint for codec in codecs}) == 3
+    noise = torch.randint(0, 256, (4 * COUNT,), dtype=torch.uint8).view(torch.float32)
+    calls = {
+        "codec": lambda k: all_gather_into_tensor(out, x, codec=codecs[k]),
+        "size": lambda k: all_gather_into_tensor(out, x, codec=codecs[2 * k]),
+        "raw": lambda k: all_gather_into_tensor(out, noise if k else x, level="default", name=f"mixed {k}"),
+        "function": lambda k: (
+            broadcast(x, 0, codec=codecs[0]) if k else all_gather_into_tensor(out, x, codec=codecs[0])
+        ),
+        "shape": lambda k: all_gather_into_tensor(out[: size * (5000 + k)], x[: 5000 + k], codec=codecs[0]),
+        "new": lambda k: all_gather_into_tensor(out, x, codec=codecs[0], name="new" if k == 2 else "old"),
+    }
+    call = calls[how]
+    for k in range(2):
+        call(k)
+    return raised(lambda: call(2 * (rank % 2) if how == "new" else rank % 2))
 
 
-def test_known_codecs_mixed_up(ranks):
-    for name, message in ranks(mix_up):
-        assert name == "RuntimeError" and "different codecs" in message
+@pytest.mark.parametrize("how", ["codec", "size", "raw", "function", "shape", "new"])
+def test_known_calls_mixed_up(ranks, how):
+    for name, message in ranks(mix_up, how):
+        assert name in ("ValueError", "RuntimeError") and "rank" in message
+    ranks(gather, torch.bfloat16, "default")  # the next call is as ever
 
 
 def refused(rank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -143,7 +144,9 @@ class State:
         return self.link
 
     def plan(self, group: dist.ProcessGroup | None, kind: Kind, call: Call) -> Plan:
-        """The plan of a call. Collective where the kind of call is new, or due to be checked."""
+        """The plan of a call. Collective where the kind of call is new, or due to be checked, and on the CPU."""
+        if kind.device == "cpu":
+            self._compare(_group.Group(group), kind, call)
         known = self.plans.get(kind)
         if known is None:
             if len(self.plans) >= _MOST_PLANS:  # on all ranks at the same call
@@ -159,14 +162,34 @@ class State:
                 self.plans[kind] = plan = self._agree(members, kind, call, plan.num_calls)
         return plan
 
-    def _agree(self, members: _group.Group, kind: Kind, call: Call, num_calls: int = 1) -> Plan:
-        """A plan that all ranks have. Raises on all, if one of them calls otherwise."""
+    def _compare(self, members: _group.Group, kind: Kind, call: Call) -> None:
+        """Raises on all ranks unless they make the same call by the same plan: gloo ends a process that is sent more
+        bytes than it expects."""
+        try:
+            call.check()
+            mine = _number_of(kind, self.plans.get(kind))
+        except (TypeError, ValueError):
+            mine = 0
+        numbers = torch.empty(self.size, dtype=torch.int64)
+        with _group.all_taking_part():
+            links.raw_all_gather(numbers, torch.tensor([mine]), group=members.process_group)
+        if mine and bool((numbers == mine).all()):
+            return
+        self._same_call(members, kind, call)
+        raise RuntimeError(f"{kind.what}: the ranks have not made the same calls before this one")
+
+    def _same_call(self, members: _group.Group, kind: Kind, call: Call) -> None:
+        """Raises on all ranks unless they make the same call."""
 
         def offer() -> dict[str, Any]:
             call.check()
             return kind._asdict()
 
         _group.same_on_all(kind.what, members.together(kind.what, offer))
+
+    def _agree(self, members: _group.Group, kind: Kind, call: Call, num_calls: int = 1) -> Plan:
+        """A plan that all ranks have. Raises on all, if one of them calls otherwise."""
+        self._same_call(members, kind, call)
         link = self.measure(members) if kind.level == "auto" and call.codec is None else None
         has_data = kind.root in (-1, members.rank)
         count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
@@ -180,7 +203,7 @@ class State:
         if known.is_stale:
             known.codec, known.is_stale, known.times = codec, False, known.times + 1
         if codec is None:
-            return RAW
+            return RAW if kind.device != "cpu" else Plan(None)  # on the CPU the next call is compared too
         return Plan(codec, num_pieces, call.codec is None, num_calls=num_calls)
 
     def _decide(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> tuple[Codec | None, int]:
@@ -212,6 +235,13 @@ def choose(kind: Kind, rows: torch.Tensor, device: torch.device, load: Load, lin
     gains = [links.gain(codec, links.rates_of(codec, rows, device), link, load) for codec in codecs]
     best = max(range(len(codecs)), key=gains.__getitem__)
     return codecs[best] if links.pays(gains[best]) else None
+
+
+def _number_of(kind: Kind, plan: Plan | None) -> int:
+    """What differs where calls or their plans do: 1 to 2^63 - 1."""
+    how = None if plan is None else (plan.codec and plan.codec.fingerprint, plan.num_pieces, plan.num_calls)
+    digest = hashlib.blake2b(repr((kind, how)).encode(), digest_size=8).digest()
+    return max(1, int.from_bytes(digest, "little") >> 1)
 
 
 @dataclass
