@@ -361,16 +361,17 @@ def collectives_table(directory):
         saved = max(row["savings"] for row in own.values())
         texts = (_over_torch(own.get(arm)) for arm in arms[1:])
         lines.append(
-            [link, f"`{call}`", f"{kind}, {dtype}", mib, percent(saved), charts.number(own[arms[0]]["ms"]), *texts]
+            [link, f"`{call}`", f"{kind}, {dtype}", mib, percent(saved), charts.fine_number(own[arms[0]]["ms"]), *texts]
         )
     heads = ["link", "call", "tensor", "MiB", "saved", f"{arms[0]}, ms", *(f"`{arm}`" for arm in arms[1:])]
     others = [link for link in charts.in_order(row["link"] for row in rows) if _commit(rows, link) != rows[0]["commit"]]
     earlier = "".join(f"; {link}: commit {_commit(rows, link):.10}" for link in others)
-    return (
-        f"Two GPUs (`collectives.csv`: {caption(rows)}{earlier}), calls in a row: torch's time, and how many times as fast "
-        "calls of ibp are, in brackets what is wanted where that is missed. `saved`: by messages, index and overflow "
-        "counted.\n\n" + markdown(heads, lines) + "\n\n![Collectives](../benchmarks/results/collectives.png)"
+    text = (
+        f"Two GPUs (`collectives.csv`: {caption(rows)}{earlier}), calls in a row: torch's time, and how many times as "
+        "fast calls of ibp are, in brackets what is wanted where that is missed. `saved`: by messages, index and "
+        "overflow counted."
     )
+    return f"{text}\n\n{markdown(heads, lines)}\n\n![Collectives](../benchmarks/results/collectives.png)"
 
 
 def _commit(rows, link):
