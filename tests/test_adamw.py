@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -238,6 +239,25 @@ def test_large_parameters_have_codebooks_of_their_own(monkeypatch):
     assert max(slots) <= 1760
     parts = [chunks[0].runs[1], chunks[1].runs[0]]  # of one parameter
     assert parts[0].states[0].place.codebook is parts[1].states[0].place.codebook
+
+
+def test_old_slots_go_while_codebooks_are_learned(monkeypatch):
+    """Nothing keeps those of one codebook when there are those of the next."""
+    ours = parameters(shapes=[(64, 512)])
+    optimizer = ibp.optim.AdamW(ours)
+    old, are_alive, look = [], [], _states.Watch.look
+
+    def look_when_all_is_coded(watch, states):
+        are_alive.append([place() is not None for place in old])
+        look(watch, states)
+
+    monkeypatch.setattr(_states.Watch, "look", look_when_all_is_coded)
+    for number in range(4):
+        give_gradients(ours, number)
+        optimizer.step()
+        old = [weakref.ref(state.place) for state in optimizer._chunks[0][0].states]
+    assert all(state._stores == state.fitted_at == 4 for state in optimizer._chunks[0][0].states)
+    assert are_alive[-1] == [False, False]
 
 
 def test_damaged_states_are_seen():

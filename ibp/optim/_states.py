@@ -85,7 +85,8 @@ class CodedState:
             self._reserve.expect(num_rows)
         self.raw: torch.Tensor | None = None  # bytes that are not coded, for they do not shrink
         self.is_crowded = False  # so many rows have outgrown their slots that a new codebook would pay
-        self._stores = self._fitted_at = 0
+        self._stores = 0
+        self.fitted_at = 0  # the number of the store that its codebook was learned in
 
     def load(self, out: torch.Tensor, near: torch.Tensor | None = None) -> None:
         """Writes the state to a contiguous tensor of num_rows rows, on the current stream. near: a copy of the slots,
@@ -134,12 +135,12 @@ class CodedState:
 
     def _is_due(self) -> bool:
         ratio = _CROWDED_RATIO if self.is_crowded else _REFIT_RATIO
-        return self._stores >= ratio * self._fitted_at
+        return self._stores >= ratio * self.fitted_at
 
     def _fit(self, data: torch.Tensor) -> None:
         """Learns a codebook, and takes memory for rows coded by it. The state before may be in the old one, which is
         given back when there is new memory."""
-        self._fitted_at, self.is_crowded = self._stores, False
+        self.fitted_at, self.is_crowded = self._stores, False
         codebook, slot_bytes = self._fitting(data.view(self.num_rows, -1))
         saves = self.pinned or slot_bytes <= (1 - _LEAST_SAVED) * ROW_BYTES
         try:
@@ -209,7 +210,7 @@ class Watch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._watched: list[tuple[CodedState, Place]] = []
+        self._watched: list[tuple[CodedState, int]] = []  # and when its codebook was learned: no place is kept alive
         self._found: torch.Tensor | None = None
         self._event = torch.cuda.Event() if device.type == "cuda" else None
         self._steps = 0
@@ -231,10 +232,11 @@ class Watch:
     def _watched_now(self, states: list[CodedState]) -> None:
         if self._found is not None:
             return
-        self._watched = [(state, state.place) for state in states if state.place is not None]
-        if not self._watched:
+        places = [state.place for state in states if state.place is not None]
+        self._watched = [(state, state.fitted_at) for state in states if state.place is not None]
+        if not places:
             return
-        counted = torch.stack([place._counters for _, place in self._watched])
+        counted = torch.stack([place._counters for place in places])
         if self._event is None:
             self._found = counted
             return
@@ -243,9 +245,9 @@ class Watch:
         self._event.record(torch.cuda.current_stream(self.device))
 
     def _judge(self, found: list[list[int]]) -> None:
-        for (state, place), counters in zip(self._watched, found):
+        for (state, fitted_at), counters in zip(self._watched, found):
             _check_counters(counters)
-            if state.place is place:
+            if state.fitted_at == fitted_at:
                 state.is_crowded = counters[0] > _CROWDED * state.num_rows * ROW_BYTES
 
 
