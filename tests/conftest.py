@@ -79,6 +79,12 @@ def no_kept_calibration():
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_calibration_left(monkeypatch):
+    """A calibration that a test measures is in force until its end: other processes use the GPU meanwhile."""
+    monkeypatch.setattr(_calibration, "_in_force", {})
+
+
 @pytest.fixture
 def set_threads():
     """torch.set_num_threads, until the end of the test."""

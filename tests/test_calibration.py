@@ -50,6 +50,13 @@ def forget():
     _calibration._in_force.clear()
 
 
+@pytest.mark.parametrize("test", ["one", "the next"])
+def test_it_ends_with_a_test(test):
+    """No test reckons with what another one has measured."""
+    assert CPU not in _calibration._in_force
+    _calibration._in_force[CPU] = SLOW_LINK
+
+
 def test_it_is_measured_once(machine, tmp_path):
     assert _calibration.in_force(GPU) is ibp.H200 and not _calibration.is_measured(GPU)
     assert ibp.calibrate() == SLOW_LINK == ibp.calibrate(device=0) and machine.calls == 1

@@ -1,6 +1,7 @@
 """Tables, files and caches that many use at once: threads, processes that are forked, streams of a GPU, and a GPU whose
 memory is full."""
 
+import contextlib
 import gc
 import io
 import os
@@ -222,16 +223,27 @@ def test_a_result_is_the_streams_that_asked(cuda, x):
 
 @pytest.fixture
 def little_memory(cuda):
-    """little_memory(): from then on the GPU has no memory for anything large."""
+    """little_memory(): from then on the GPU has no memory for anything large, nor has torch's pool."""
+    taken = []
+
+    def limit(num_bytes):
+        total = torch.cuda.get_device_properties(cuda).total_memory
+        torch.cuda.set_per_process_memory_fraction(num_bytes / total, cuda)
 
     def take_it():
         gc.collect()
         torch.cuda.empty_cache()
-        held = torch.cuda.memory_reserved(cuda) + (8 << 20)
-        torch.cuda.set_per_process_memory_fraction(held / torch.cuda.get_device_properties(cuda).total_memory, cuda)
+        held = torch.cuda.memory_reserved(cuda)
+        limit(held)
+        for power in range(30, 20, -1):  # what is free beside tensors; those of up to 1 MiB have segments of their own
+            with contextlib.suppress(torch.OutOfMemoryError):
+                while True:
+                    taken.append(torch.empty(1 << power, dtype=torch.uint8, device=cuda))
+        limit(held + (8 << 20))
 
     yield take_it
     torch.cuda.set_per_process_memory_fraction(1.0, cuda)
+    taken.clear()
 
 
 def gpu_calls(x, table, ids):
