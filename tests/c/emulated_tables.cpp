@@ -194,8 +194,9 @@ void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, boo
     p.invariant_bits = chance(75) ? 0 : pick({3u, width / 2, static_cast<uint32_t>(below(width))});
     p.invariant_value = low(generator(), p.invariant_bits);
     const uint32_t bits = width - p.invariant_bits;
-    p.residual_bits = chance(40)  ? std::max(bits, 8u) - 8
-                      : chance(5) ? bits
+    p.residual_bits = element_bytes == 1 && chance(40) ? 5 + static_cast<uint32_t>(below(3))
+                      : chance(40)                     ? std::max(bits, 8u) - 8
+                      : chance(5)                      ? bits
                                   : pick({0u, 8u, 11u, 24u, bits - 1, static_cast<uint32_t>(below(bits + 1))});
     if (p.residual_bits > bits) p.residual_bits = static_cast<uint32_t>(below(bits + 1));
     const uint32_t symbol_bits = bits - p.residual_bits;
@@ -1060,10 +1061,10 @@ ibp_status allow_shared(const void *kernel)
     return IBP_OK;
 }
 
-/* As in device.cu, of a GPU so small that groups take several jobs one after the other. */
-// Either way rows are gathered right.
+/* Rows are gathered right either way. */
 bool is_host_memory(const void *) { return chance(50); }
 
+/* As in device.cu, of a GPU so small that groups take several jobs one after the other. */
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch)
 {
