@@ -192,7 +192,12 @@ def nvcomp_options(chunk_bytes, data_type):
         ({"offsets": torch.tensor([0, 5])}, "offsets do not rise from 0 to"),
         ({"offsets": torch.tensor([0])}, "offsets is torch.int64 .1.; wanted int64 .2."),
         ({"block_bytes": 0}, "block_bytes is 0; wanted a multiple of 8"),
-        ({"shape": (1 << 62, 8)}, "no bytes of a tensor"),
+        ({"shape": (1 << 62, 8)}, "too many bytes; wanted at most 2.63 - 1"),
+        ({"blocks": torch.zeros(8000)}, "blocks is torch.float32 .8000.*; wanted contiguous torch.uint8"),
+        (
+            {"blocks": torch.zeros(1, dtype=torch.uint8).expand(8000), "offsets": torch.tensor([0, 8000])},
+            "blocks is torch.uint8 .8000. with strides .0,.; wanted contiguous",
+        ),
         ({"shape": (-1,)}, "that of no tensor"),
         ({"codec": "zip"}, "codec is 'zip'; wanted one of"),
         ({"options": {"codec_key": "1"}}, "'zstd' has the options .'codec_key'.; wanted .."),

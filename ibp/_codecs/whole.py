@@ -66,8 +66,11 @@ class WholeTensor:
         """The offsets as a list. ValueError unless they are those of the tensor's blocks."""
         if not 8 <= self.block_bytes <= MAX_BLOCK_BYTES or self.block_bytes % 8:
             raise ValueError(f"block_bytes is {self.block_bytes}; wanted a multiple of 8 up to {MAX_BLOCK_BYTES}")
-        if self.original_bytes > 2**63 - 1 or self.blocks.dtype != torch.uint8 or self.blocks.dim() != 1:
-            raise ValueError("the blocks are no bytes of a tensor of at most 2^63 - 1 bytes")
+        if self.original_bytes > 2**63 - 1:
+            raise ValueError(f"shape {list(self.shape)} of {self.dtype} has too many bytes; wanted at most 2^63 - 1")
+        if self.blocks.dtype != torch.uint8 or self.blocks.dim() != 1 or not self.blocks.is_contiguous():
+            what = f"{self.blocks.dtype} {list(self.blocks.shape)} with strides {self.blocks.stride()}"
+            raise ValueError(f"blocks is {what}; wanted contiguous torch.uint8 of one dimension")
         count = -(-self.original_bytes // self.block_bytes)
         if self.offsets.dtype != torch.int64 or self.offsets.shape != (count + 1,) or self.offsets.is_cuda:
             raise ValueError(f"offsets is {self.offsets.dtype} {list(self.offsets.shape)}; wanted int64 [{count + 1}]")
