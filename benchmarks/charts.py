@@ -465,6 +465,42 @@ def draw_spill(rows, path):
     save(figure, path, f"Slots on the GPU, overflow there and in host memory ({machine(rows)})")
 
 
+CHOICE_STYLE = {
+    "link_gbps": ("raw bytes", GREY, "."),
+    "gbps": ("what ibp.choose takes", BLUE, "o"),
+    "ideal_gbps": ("the best that was measured", ORANGE, "|"),
+}
+
+
+def draw_choices(rows, path):
+    """A panel for each link: GB/s of the coding chosen for each set, beside the best and raw bytes; coding counts."""
+    rows = [row for row in rows if row["chosen"] and "," not in row["arm"]]
+    arms, sets = in_order(row["arm"] for row in rows), in_order((row["case"], row["dtype"]) for row in rows)
+    if not arms:
+        return
+    figure, panels = plt.subplots(
+        1, len(arms), figsize=(4 * len(arms) + 2, 0.2 * len(sets) + 1.6), layout="constrained", sharey=True,
+        squeeze=False,
+    )  # fmt: skip
+    for panel, arm in zip(panels[0], arms):
+        own = {(row["case"], row["dtype"]): row for row in rows if row["arm"] == arm}
+        for column, (label, color, marker) in CHOICE_STYLE.items():
+            rates = [float(own[key][column]) if key in own else None for key in sets]
+            panel.plot(rates, range(len(sets)), marker, color=color, markersize=9 if marker == "|" else 5, label=label)
+        panel.set_title(arm.removeprefix("choice at "), fontsize=10)
+        panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        panel.minorticks_off()
+        panel.set_xlabel(RATE_LABEL, fontsize=9)
+        panel.grid(alpha=0.3)
+    names = [f"{case}, {DTYPE_NAMES.get(dtype, dtype)}" for case, dtype in sets]
+    panels[0][0].set_yticks(range(len(sets)), names, fontsize=7)
+    panels[0][0].invert_yaxis()
+    legend_below(figure, panels[0], 3)
+    save(figure, path, f"Tensors coded, moved and decoded, one after the other ({machine(rows)})")
+
+
 COLLECTIVES_COLORS = {"default": BLUE, "fast": ORANGE, "auto": GREEN}
 
 
@@ -1312,6 +1348,7 @@ def draw(directory):
         found = [row for row in read(directory / f"{name}.csv") if row["case"] != "device"]
         draw_cases(found, directory / f"{name}.png", title)
     draw_spill(read(directory / "spill.csv"), directory / "spill.png")
+    draw_choices(read(directory / "choose.csv"), directory / "choose.png")
     draw_collectives(read(directory / "collectives.csv"), directory / "collectives.png")
     draw_families(read(directory / "families.csv"), directory / "families.png")
     draw_overlap(read(directory / "overlap.csv"), directory / "overlap.png")

@@ -407,7 +407,8 @@ def choose_table(directory):
         "that is coded, moved and decoded the soonest as measured, and what the choice of `ibp.choose`, by its own "
         f"sample, takes longer. `fetched often` leaves coding out.\n\n{markdown(heads, lines)}"
     )
-    return f"{text}\n\n{_coded_cases([row for row in rows if not row['chosen']])}"
+    picture = "![What is chosen, set by set](../benchmarks/results/choose.png)"
+    return "\n\n".join([text, picture, _coded_cases([row for row in rows if not row["chosen"]])])
 
 
 def _coded_cases(rows):

@@ -106,7 +106,7 @@ def main(argv=None):
     args = harness.parse_args(argv, __doc__)
     sheet, commit = ratio.Sheet(args.out / "more_clusters.csv", COLUMNS), harness.commit_id()
     for name, x in all_sets(args):
-        same = {"set": name, "dtype": harness.dtype_name(x.dtype), "rows": len(x), "row_bytes": x[0].numel() * 4}
+        same = {"set": name, "dtype": harness.dtype_name(x.dtype), "rows": len(x), "row_bytes": x[0].nbytes}
         for method, function, most in (("k-means", estimate, len(x) // 2), ("ibp.compress", measure, MAX_CLUSTERS)):
             for count in (count for count in (QUICK_COUNTS if args.quick else COUNTS) if count <= most):
                 try:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ibp
+from benchmarks import charts, claims, harness, sets
 from benchmarks import choose as benchmark
-from benchmarks import claims, harness, sets
 from helpers import assert_same_bits
 from ibp._codecs import choice, chosen
 
@@ -223,6 +223,19 @@ def test_the_benchmark(tmp_path, monkeypatch, capsys):
     assert "choices lose at most 3 %" in capsys.readouterr().out
     text = claims.choose_table(tmp_path)
     assert "| 6 GB/s | " in text and "| 360 GB/s, fetched often | raw 4 | " in text and "| dates, int32 | " in text
+    if charts.plt is not None:
+        charts.draw(tmp_path)
+        assert (tmp_path / "choose.png").exists()
+
+
+def test_the_order_of_sets(monkeypatch):
+    """One of every name first."""
+    names = ("a", "a", "b", "several", "a", "c", "b")
+    found = [sets.Set(name, (weights(1),) * (2 if name == "several" else 1)) for name in names]
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: found)
+    args = harness.parse_args(["--device", "cpu", "--quick"])
+    typed = len(benchmark.TYPED)
+    assert [name for name, _ in benchmark.tensors(args)][typed:] == ["a", "b", "c", "a", "a", "b"]
 
 
 def test_where_the_choice_loses():
