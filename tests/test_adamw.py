@@ -10,7 +10,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp.optim import _chunks, _reserve, _states
+from ibp.optim import _chunks, _reserve, _states, adamw
 
 SHAPES = ((300, 70), (70,), (), (0, 5), (3, 33, 5), (1, 8192))
 MODES = {"AdamW": (torch.optim.AdamW, ibp.optim.AdamW), "Adam": (torch.optim.Adam, ibp.optim.Adam)}
@@ -323,6 +323,21 @@ def test_groups_schedulers_and_closures():
     before = sum((param.detach() ** 2).sum() for param in ours)
     assert torch.equal(optimizers[1].step(closure), before)
     assert ours[0].grad is not None
+
+
+@pytest.mark.parametrize("place, other, is_async", [("cuda", "cpu", False), ("cpu", "cuda", True)])
+def test_the_host_does_not_read_too_early(place, other, is_async):
+    """torch copies from a GPU to pinned memory without waiting, if it is asked to."""
+
+    class Value(torch.Tensor):
+        device, is_cuda = torch.device(place), place == "cuda"
+
+        def to(self, device, non_blocking):
+            return device, non_blocking
+
+    value = torch.zeros(()).as_subclass(Value)
+    assert adamw._near(value, torch.device(other)) == (torch.device(other), is_async)
+    assert adamw._near(value, torch.device(place)) is value
 
 
 def test_gradients_of_a_scaler():

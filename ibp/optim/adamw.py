@@ -455,7 +455,7 @@ def _dense_grad(param: torch.Tensor) -> torch.Tensor:
 def _near(value: Any, device: torch.device) -> Any:
     """A tensor on a device, if it is one on another device; a number as it is."""
     if isinstance(value, torch.Tensor) and value.device != device and (value.is_cuda or device.type == "cuda"):
-        return value.to(device, non_blocking=True)
+        return value.to(device, non_blocking=device.type == "cuda")  # the host reads what comes to a CPU at once
     return value
 
 
