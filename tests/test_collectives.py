@@ -297,6 +297,26 @@ def test_lost_rows_from_rank_to_rank(two):
     two(relay_lost)
 
 
+def relay_mixed_up(rank):
+    """After a tensor that was coded by another codec, the next one comes."""
+    x, out = tensor_of(0, torch.float32), torch.empty(COUNT)
+    learned = Codec.learn(x)
+    codecs = [Codec(learned.codebook, learned.slot_bytes, share) for share in (40.0, 40.0 + 1e-9)]
+    if rank == 0:
+        for _ in range(2):
+            send(x, 1, codec=codecs[0], name="mixed up")
+        return None
+    wrong = raised(lambda: recv(out, 0, codec=codecs[1], name="mixed up"))
+    recv(out, 0, codec=codecs[0], name="mixed up")
+    assert_same_bits(out, x)
+    return wrong
+
+
+def test_an_error_from_rank_to_rank_is_told_once(two):
+    sent, (name, message) = two(relay_mixed_up)
+    assert sent is None and name == "RuntimeError" and "different codecs" in message
+
+
 def relay_wrong(rank):
     if rank == 0:
         return raised(lambda: send(tensor_of(0), 1, level="default", name="other"))

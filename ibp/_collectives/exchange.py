@@ -138,6 +138,7 @@ class CodedWork(Work):
                 self._arrive(self._job, timeout.total_seconds())
             except Exception as error:
                 self._error = error
+                self._abandon(self._job)
             self._job = None
         if self._error is not None:
             raise self._error
@@ -160,9 +161,14 @@ class CodedWork(Work):
         messages.give_back(status)
 
     def __del__(self) -> None:
-        """Of a call that nobody has waited for, tensors stay until the GPU is done with them."""
-        job, stream = getattr(self, "_job", None), self._staging.decoding
-        if job is not None and stream is not None:
+        job = getattr(self, "_job", None)
+        if job is not None:  # nobody has waited for it
+            self._abandon(job)
+
+    def _abandon(self, job: Job) -> None:
+        """Of a call that may not have ended, tensors stay until the GPU is done with them."""
+        stream = self._staging.decoding
+        if stream is not None:
             for tensor in (*job.tensors, self._status.data):
                 tensor.record_stream(stream)
 

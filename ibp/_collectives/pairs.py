@@ -92,19 +92,20 @@ def transfer(tensor: torch.Tensor, way: Way, options: Options) -> dist.Work | No
         return _finish(way.move(movable(tensor)), options.is_async)
     check_tensors(tensor)
     pair = state.pairs.setdefault((way.is_out, way.peer, way.tag), Pair())
-    _wait(pair.last)
-    pair.last = None
+    last, pair.last = pair.last, None  # if it fails, it is not in the way of the call after this one
+    _wait(last)
     kind = kind_of("send", tensor, options.codec, options.level, options.name)
     plan = pair.plans.get(kind)
     if plan is None and options.codec is not None:
         plan = pair.plans[kind] = Plan(options.codec, _num_pieces(tensor), is_checked=False)
     if plan is None or (plan.codec is not None and plan.is_due()):
-        pair.last = _with_note(tensor, way, state, pair, kind)
+        work: dist.Work | None = _with_note(tensor, way, state, pair, kind)
     elif plan.codec is not None:
-        pair.last = _coded(tensor, way, state, plan)
+        work = _coded(tensor, way, state, plan)
     else:
         return _finish(way.move(movable(tensor)), options.is_async)
-    return _finish(pair.last, options.is_async)
+    pair.last = work if options.is_async else None
+    return _finish(work, options.is_async)
 
 
 def _coded(tensor: torch.Tensor, way: Way, state: State, plan: Plan) -> CodedWork:
