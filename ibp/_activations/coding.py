@@ -137,8 +137,7 @@ def _places(total: int, device: torch.device) -> torch.Tensor:
 
 def stored_share(rows: torch.Tensor, codebook: AnyCodebook) -> float:
     """The share of their bytes that whole rows take of overflow, where each begins at a sector."""
-    lengths = measure(rows, codebook, rows.device).to(torch.int32)
-    stored = torch.where(lengths == 0, ROW_BYTES, torch.where(lengths == ROW_BYTES, 0, lengths))
+    stored = _layout.stored_sizes(measure(rows, codebook, rows.device), ROW_BYTES, ROW_BYTES)
     sectors = (stored + _layout.SECTOR_BYTES - 1) // _layout.SECTOR_BYTES
     return float(sectors.sum()) * _layout.SECTOR_BYTES / rows.numel()
 

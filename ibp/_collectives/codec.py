@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .. import _rows
+from .. import _layout, _rows
 from .._estimation import check_codebook
 from .._place import Place
 from .._schemes import SCHEMES, AnyCodebook, Request, measure
@@ -129,15 +129,10 @@ def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
     codebook = SCHEMES["planes"].learn(request)
     if codebook is None:
         return None
-    lengths = measure(as_bytes(x), codebook, x.device).to(torch.int64).numpy()
-    slot_bytes, mean_overflow = _choose_slot(np.choose(_kinds(lengths), [lengths, ROW_BYTES, 0]))
+    stored = _layout.stored_sizes(measure(as_bytes(x), codebook, x.device), ROW_BYTES, ROW_BYTES)
+    slot_bytes, mean_overflow = _choose_slot(stored.numpy())
     codec = Codec(codebook, slot_bytes, 1.25 * mean_overflow + _SLACK * ROW_BYTES)
     return codec if codec.savings >= _LEAST_SAVINGS else None
-
-
-def _kinds(lengths: np.ndarray) -> np.ndarray:
-    """Of rows by their entries of lengths: 0 coded, 1 raw, 2 a default row, which has no bytes."""
-    return np.where(lengths == 0, 1, np.where(lengths == ROW_BYTES, 2, 0))
 
 
 def _choose_slot(stored: np.ndarray) -> tuple[int, float]:
