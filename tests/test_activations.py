@@ -16,6 +16,7 @@ import ibp
 from benchmarks import nets
 from helpers import DTYPES, assert_same_bits, in_threads
 from ibp._activations import coding, planning
+from ibp._activations.region import Region
 from test_several_gpus import gpus  # noqa: F401, a fixture
 
 LEAST = 1024
@@ -233,6 +234,60 @@ def test_reused_memory_is_not_mistaken():
     for value, (got,) in enumerate(reversed(seen)):
         assert_same_bits(got, torch.full((5000,), float(value)))
     assert offload.stats.shared == 0
+
+
+class Change(Save):
+    """Saves one tensor, and changes what comes back."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (tensor,) = ctx.saved_tensors
+        ctx.seen.append([tensor.add_(1)])
+        return gradient, None, None
+
+
+def test_an_operation_may_change_what_comes_back():
+    """Another one that has saved the same bytes gets those of the time of saving."""
+    offload, x, seen = offload_on(CPU), halves((5000,), torch.float32), []
+    with offload:
+        y = Change.apply(Save.apply(torch.ones((), requires_grad=True), seen, x), seen, x)
+    y.backward()
+    assert offload.stats.shared == 1 and offload.stats.coded_bytes == 20_000
+    assert_same_bits(seen[0][0], x + 1)
+    assert_same_bits(seen[1][0], x)
+
+
+class Stream:
+    """Notes which streams it has waited for."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
+class Recorded:
+    """Memory that notes the streams it is used on."""
+
+    device = CPU
+
+    def __init__(self):
+        self.streams = []
+
+    def record_stream(self, stream):
+        self.streams.append(stream)
+
+
+def test_what_is_decoded_on_a_stream_is_waited_for_by_others(monkeypatch):
+    offload, first, second = offload_on(CPU), Stream(), Stream()
+    region, held, decoded = Region(offload._pass, 0, 5000, None, None), Recorded(), Recorded()
+    region.stream = first
+    for stream, memory in ((first, held), (second, held), (second, decoded), (first, decoded)):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        assert region._usable(memory) is memory
+    assert second.waited == [first] and held.streams == [second]
+    assert first.waited == [second] and decoded.streams == [first]
 
 
 # ---- what stays ----

@@ -282,9 +282,9 @@ class Recorder:
 
     def timeline(self) -> tuple[Timeline, list[int]]:
         """(timeline, numbers of its items). Waits for the marks."""
-        last = self.uses[-1][1][-1]
-        if isinstance(last, torch.cuda.Event):
-            last.synchronize()
+        for _, marks in self.uses:  # streams can differ
+            if isinstance(marks[-1], torch.cuda.Event):
+                marks[-1].synchronize()
         items: list[Item] = []
         position, end = {}, self.saves[0].marks[0]
         for save in self.saves:

@@ -42,9 +42,9 @@ class Region:
         self.sent: torch.cuda.Event | None = None
         self.coming: torch.Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
-        self.stream = None if lane is None else torch.cuda.current_stream(lane.device)  # whose memory it has
+        self.stream = None if lane is None else torch.cuda.current_stream(lane.device)  # that has its bytes
         self.saves = self.uses = 0
-        self._decoded: torch.Tensor | None = None
+        self._decoded: spans.Kept | None = None
         of.alive += 1
 
     @property
@@ -86,10 +86,18 @@ class Region:
         self._check()
         self.of.use(self)
         self.uses += 1
-        data = self._read() if self._decoded is None else self._usable(self._decoded)
-        self._decoded = data if self.uses % self.saves else None
+        decoded, self._decoded = self._decoded, None
+        data = self._read() if decoded is None else self._again(decoded)
+        if self.uses % self.saves:
+            self._decoded = spans.Kept(data, data._version)
         self.of.prefetch(self)
         return data
+
+    def _again(self, decoded: spans.Kept) -> torch.Tensor:
+        """What an operation was given, for another one; read anew where the first one has changed it."""
+        if decoded.is_changed and (self.recipe is not None or self.memory is None):
+            return self._read()
+        return self._usable(decoded.get())
 
     def _check(self) -> None:
         """Raises RuntimeError where bytes that are not coded were changed while they could be."""
@@ -119,10 +127,12 @@ class Region:
         return self.of.offload._faults.of(device)
 
     def _usable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, whose memory belongs to the region's stream, for the current one."""
+        """The tensor, which is there for the region's stream, for the current one, which the region has from then
+        on."""
         if self.stream is not None and (current := torch.cuda.current_stream(tensor.device)) != self.stream:
             current.wait_stream(self.stream)
             tensor.record_stream(current)
+            self.stream = current  # where what is decoded from it belongs
         return tensor
 
     def __del__(self) -> None:

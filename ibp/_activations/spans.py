@@ -51,9 +51,13 @@ class Kept(NamedTuple):
     def of(cls, x: torch.Tensor) -> Kept:
         return cls(x.detach(), x._version)  # x itself would keep its graph
 
+    @property
+    def is_changed(self) -> bool:
+        return self.tensor._version != self.version
+
     def get(self) -> torch.Tensor:
         """The tensor. RuntimeError: it was changed since, which autograd refuses in these words."""
-        if self.tensor._version != self.version:
+        if self.is_changed:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self.tensor.dtype} {list(self.tensor.shape)} is at version {self.tensor._version}; expected "
