@@ -9,8 +9,8 @@ without coding. The first steps of each arm, in which it learns and pins memory,
 that leave or are coded, `sent_gb` those over the link each way, `peak_gb` what a step takes of the GPU's memory at most
 beyond weights and input. `bound_ms` is the larger of the plain step and the time of sent_gb over the link and back.
 
-Before it is timed, an arm's gradients are compared with plain's bit for bit, where plain's own are the same twice with
-torch's deterministic algorithms (`checked` is `gradients`); else every saved tensor that comes back is (`saved
+Before it is timed, an arm's gradients are compared with plain's bit for bit, where plain's own are the same every time
+with torch's deterministic algorithms (`checked` is `gradients`); else every saved tensor that comes back is (`saved
 tensors`). Weights are random.
 """
 
@@ -39,6 +39,7 @@ COLUMNS = (
 PLAIN, SAVE_ON_CPU, RAW, RECOMPUTED, IBP = "plain", "save_on_cpu", "raw", "recomputed", "ibp"
 ON_DEVICE, BUDGET, RAW_BUDGET = "on the device", "5 %", "5 % raw"
 LEARNING_STEPS, TIMED_STEPS = 4, 3
+REPEATS = 5  # of a plain step, whose gradients may be other ones every time
 OFFLOADS = (IBP, RAW, ON_DEVICE, BUDGET, RAW_BUDGET)
 STEP_SHARE, TIMES_SAVE_ON_CPU, SLOWDOWN = 1.1, 3.0, 0.05  # wanted of a step, over bound_ms; over save_on_cpu
 GB = 1e9
@@ -151,11 +152,17 @@ def check(net, x, context, plain):
     """What was compared of a step of an offload. AssertionError: bits differ. plain: gradients of the plain step; None:
     it has other ones every time."""
     with deterministic(x):
-        if plain is None:
-            gradients(net, x, compared(context))
-        elif not same_bits(gradients(net, x, context), plain):
-            raise AssertionError("gradients differ from those of the plain step")
-    return "gradients" if plain is not None else "saved tensors"
+        if plain is not None and same_bits(gradients(net, x, context), plain):
+            return "gradients"
+        gradients(net, x, compared(context))
+        if plain is not None and repeats(net, x, plain):
+            raise AssertionError("gradients differ from those of the plain step, whose saved tensors are the same")
+    return "saved tensors"
+
+
+def repeats(net, x, plain):
+    """Whether plain steps have the gradients of an earlier one again and again: two can be equal by chance."""
+    return all(same_bits(gradients(net, x, contextlib.nullcontext()), plain) for _ in range(REPEATS))
 
 
 # ---- what is timed -------------------------------------------------------------------------------------------------
