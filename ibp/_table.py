@@ -286,6 +286,8 @@ class Table:
         tensors = {name: getattr(self, name) for name in _TENSORS}
         if self._room is not None:
             tensors["overflow"] = self.overflow[: int(self._room.index.used)]
+        if self.spills_to_host:  # the CPU copies what the GPU writes there
+            torch.cuda.current_stream(self.device).synchronize()
         return tensors
 
     def _set_room(self, room: Room, geometry: Geometry | None = None) -> Room:

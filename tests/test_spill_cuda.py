@@ -139,6 +139,20 @@ def test_places(x, slot_bytes):
     assert_reads(table, x.flip(0))
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table)), lambda table: table.cpu()],
+    ids=["clone", "pickle", "cpu"],
+)  # fmt: skip
+def test_copies_wait_for_rows_that_are_being_coded(x, copied):
+    codebook = ibp.analyze(x, scheme="planes")
+    place = ibp.Place(codebook, len(x), slot_bytes=0, overflow_bytes=len(x) * 192, spill="host")
+    place.overflow.zero_()
+    torch.cuda._sleep(50_000_000)
+    ibp.encode_into(x, place)
+    table = copied(place.table(x.shape, x.dtype))
+    assert_same_bits(table.decompress(device="cpu"), x.cpu())
+
+
 def test_a_cache_of_rows_over_a_placed_table(x):
     table = ibp.place(x, 4)
     cache = ibp.RowCache(table, 1 << 17, torch.rand(len(x)))

@@ -209,7 +209,7 @@ class WholeTensor:
 
         Raises:
             TypeError, ValueError: out does not fit, or device is none.
-            CorruptTableError: the coded bytes are damaged.
+            CorruptTableError: the coded bytes are damaged. Those of nvCOMP's codecs are not looked at.
             ImportError: the codec's package is not installed.
             RuntimeError: the codec needs a GPU, and there is none.
         """
