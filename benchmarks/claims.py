@@ -110,7 +110,7 @@ def rows_block(directory):
 
 def device_block(directory):
     """Decoding in device memory beside a copy and nvCOMP."""
-    rows = charts.read(directory / "codec.csv")
+    rows = charts.read_codec(directory)
     device = {row["arm"]: row["gbps"] for row in rows if row["case"] == "device"}
     own = [
         row for row in rows if row["row_bytes"] == charts.OVERVIEW_ROW_BYTES and row["case"].startswith(charts.NORMAL)
@@ -144,8 +144,9 @@ def device_block(directory):
     ]
     return (
         f"Decoding in device memory, rows of {charts.size_name(charts.OVERVIEW_ROW_BYTES)} (`codec.csv`: "
-        f"{caption(rows)}); GB/s of original bytes, where `copy_` does "
-        f"{charts.number(device['copy_'])} and a memset {charts.number(device['memset'])}:\n\n" + markdown(heads, lines)
+        f"{caption(rows)}; nvCOMP's by `choose.csv` where they are higher there); GB/s of original bytes, where "
+        f"`copy_` does {charts.number(device['copy_'])} and a memset {charts.number(device['memset'])}:\n\n"
+        + markdown(heads, lines)
     )
 
 
@@ -851,7 +852,8 @@ def savings_text(savings):
 
 def headline_block(directory):
     """The few figures that the README shows, beside what people do without ibp."""
-    gather, stream, codec = (charts.read(directory / f"{name}.csv") for name in ("gather", "stream", "codec"))
+    gather, stream = (charts.read(directory / f"{name}.csv") for name in ("gather", "stream"))
+    codec = charts.read_codec(directory)
     saved = ratio.cells_of(charts.read(directory / "ratio.csv"))
     rows = rates(gather, case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES)
     device = {row["arm"]: row["gbps"] for row in codec if row["case"] == "device"}
