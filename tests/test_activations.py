@@ -541,6 +541,17 @@ def test_a_budget_of_bytes(share):
     assert stays <= max(share, 0.5) * everything and (offload.stats.coded_bytes == 0) == (share == 1)
 
 
+def test_what_does_not_shrink_counts_in_a_budget_of_bytes():
+    tensors = [noise((400_000,), torch.uint8), *[torch.randn(200_000).bfloat16() for _ in range(4)]]
+    offload = offload_on(CPU, device_bytes=1_700_000)
+    for _ in range(5):
+        offload.reset_stats()
+        assert_comes_back(offload, *tensors)
+    stats = offload.stats
+    assert stats.kept_bytes >= 400_000 and stats.coded_bytes > 0
+    assert stats.kept_bytes + stats.device_bytes <= 1_700_000
+
+
 def test_a_budget_of_time():
     net, x = on(CPU, torch.bfloat16, "vgg16")
     wanted = gradients(net, x)

@@ -106,9 +106,10 @@ class Chooser:
 
     def _plan(self, device: torch.device, recorder: Recorder) -> None:
         timeline, numbers = recorder.timeline()
-        modes = planning.plan(
-            timeline, self._link(device), device_bytes=self._budget.device_bytes, slowdown=self._budget.slowdown
-        )
+        device_bytes = self._budget.device_bytes
+        if device_bytes is not None:
+            device_bytes = max(0, device_bytes - recorder.kept_bytes)
+        modes = planning.plan(timeline, self._link(device), device_bytes=device_bytes, slowdown=self._budget.slowdown)
         self._plans.update({(number, device): mode for number, mode in zip(numbers, modes)})
 
     def _link(self, device: torch.device) -> Link | None:

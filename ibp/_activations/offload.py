@@ -190,11 +190,18 @@ class ActivationOffload:
             region = Region(self._pass, number, span.num_bytes, recipe, self._lane_of(x.device))
             self._pass.add(region)
             self._fill(region, mode, x, data)
-        elif (lane := self._lane_of(x.device)) is not None:
-            lane.free()
+        else:
+            self._keep(x.device, span.num_bytes)
         entry = _Entry(None if region is None else weakref.ref(region), self._passes)
         self._known.put(span, x.untyped_storage(), entry)
         return region
+
+    def _keep(self, device: torch.device, num_bytes: int) -> None:
+        """Notes bytes that stay as they are, and frees what has left beside them."""
+        if (notes := self._pass.recorder(device)) is not None:
+            notes.kept_bytes += num_bytes
+        if (lane := self._lane_of(device)) is not None:
+            lane.free()
 
     def _fill(self, region: Region, mode: str, x: torch.Tensor, data: torch.Tensor) -> None:
         """Codes a region, and sends it where it belongs."""

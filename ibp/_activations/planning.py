@@ -275,10 +275,12 @@ class Recorder:
     Attributes:
         saves: in order.
         uses: (number, marks) in order; those of regions that were not saved in the step do not count.
+        kept_bytes: that stay as they are, whatever the plan.
     """
 
     saves: list[Save] = field(default_factory=list)
     uses: list[tuple[int, list[Mark]]] = field(default_factory=list)
+    kept_bytes: int = 0
 
     def timeline(self) -> tuple[Timeline, list[int]]:
         """(timeline, numbers of its items). Waits for the marks."""
