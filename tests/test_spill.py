@@ -252,6 +252,26 @@ def test_pages_that_outgrow_their_slots():
         ibp.KVStore(codebook, **options, spill="disk")
 
 
+@pytest.mark.parametrize("slot_bytes", [0, 32, 96, 160, 192])
+def test_pages_that_grow_again_and_again(slot_bytes):
+    """Rows keep their parts of overflow: none is lost, whatever was there before."""
+    codebook = ibp.analyze(mixed(), scheme="planes")
+    store = ibp.KVStore(
+        codebook, page_bytes=10 * 192, num_pages=64, slot_bytes=slot_bytes, device="cpu", storage="device", spill="host"
+    )
+    out = torch.empty(64, 10 * COLUMNS, dtype=torch.bfloat16)
+    for call, kind in enumerate(("sparse", "coded", "zeros", "noise", "coded", "noise")):
+        pages = rows(640, kind).view(64, -1)
+        assert store.store(range(64), pages).lost() == []
+        store.load(range(64), out).synchronize()
+        assert_same_bits(out, pages)
+        if call == 1:
+            assert store.compact() == 0
+        if call == 4:
+            store.clear()
+    assert store.stats().lost_rows == 0
+
+
 # ---- profile ----
 
 

@@ -192,6 +192,7 @@ class KVStore:
         num_rows = self.num_pages * rows_per_page
         if found is None:
             found = sizes.within(whole_number("pool_bytes", pool_bytes or 0, 0), num_rows, row_bytes, spills)
+        self._rows_own_parts = spills and overflow_bytes is None
         if spills:
             found = sizes.with_room_for_all(found, slot_bytes, row_bytes)
         slot_bytes, overflow_bytes = sizes.checked(slot_bytes, overflow_bytes, num_rows, found)
@@ -204,7 +205,19 @@ class KVStore:
             pinned=storage == "host" and self.device.type == "cuda",
             spill=spill if spills else None,
         )
+        self._give_parts()
         self._make_state()
+
+    def _give_parts(self) -> None:
+        """Where overflow has room for all rows as they are, each has its part from the beginning: none looks for a
+        larger one, and is lost."""
+        place = self.place
+        if not self._rows_own_parts or not place.bases.numel():
+            return
+        part_bytes = place.overflow.numel() // place.num_rows
+        place.bases.copy_(part_bytes * torch.arange(place.num_rows, device=self.device))
+        place.rooms.view(torch.int16).fill_(part_bytes // _core.SECTOR_BYTES)
+        place._used.fill_(place.overflow.numel())
 
     def _make_state(self) -> None:
         """What is known of pages and transfers. Flags have a page more, which bad page numbers stand for."""
@@ -345,15 +358,19 @@ class KVStore:
         """Forgets all pages; all of overflow is free. Waits for the transfers so far."""
         self.synchronize()
         self.place.clear()
+        self._give_parts()
         self._stored.zero_(), self._seen.zero_(), self._fault.zero_()
 
     def compact(self) -> int:
         """Takes back what rows own of overflow and do not need for what they hold now. Waits for the transfers so far.
+        Overflow in host memory that has room for all rows is divided among them, and stays so.
 
         Returns:
             Bytes of overflow that are free now.
         """
         self.synchronize()
+        if self._rows_own_parts:
+            return 0
         _compact(self.place, self._stored[:-1].bool().repeat_interleave(self._rows_per_tensor, 1).view(-1))
         return self.place.overflow.numel() - self.place.counts().used_bytes
 
