@@ -254,6 +254,8 @@ def _sizes(codebook: AnyCodebook, num_rows: int, slot_bytes: int | None, overflo
         raise ValueError(f"slot_bytes is {slot_bytes}; wanted a multiple of 32 below row_bytes, or {row_bytes}")
     if slot_bytes < row_bytes and overflow_bytes is None:
         raise ValueError(f"slots of {slot_bytes} bytes hold no whole rows; overflow_bytes is needed")
+    if overflow_bytes is not None and overflow_bytes < 0:
+        raise ValueError(f"overflow_bytes is {overflow_bytes}; wanted 0 or more")
     with_parts = num_rows if slot_bytes < row_bytes else 0
     overflow_bytes = overflow_bytes if slot_bytes < row_bytes and overflow_bytes else 0
     return 8 * _COUNTERS, 2 * with_parts, 8 * with_parts, 2 * num_rows, num_rows * slot_bytes, overflow_bytes

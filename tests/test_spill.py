@@ -223,6 +223,8 @@ def test_a_place_that_spills():
     assert short.counts().lost > 0
     with pytest.raises(ValueError, match="lost"):
         short.decode()
+    with pytest.raises(ValueError, match="overflow_bytes is -64; wanted 0 or more"):
+        ibp.Place(codebook, 1, slot_bytes=32, overflow_bytes=-64, device="cpu")
     with pytest.raises(ValueError, match="spill is 'disk'; wanted 'host'"):
         ibp.Place(codebook, 1, slot_bytes=32, overflow_bytes=64, device="cpu", spill="disk")
 
