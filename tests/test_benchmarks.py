@@ -1355,3 +1355,20 @@ def test_cpu_writes_its_cases_and_puts_back_what_it_changes(tmp_path, monkeypatc
     of_all_threads = len(one_thread) - 2 * len(avx2) * len(cpu.SCHEMES) if before[0] > 1 else 0
     assert len(lines) == 1 + len(one_thread) + of_all_threads
     assert ("lz4 compress" in capsys.readouterr().out) == (cpu.lz4_block is not None)
+
+
+def test_what_is_compared_of_activations(monkeypatch):
+    """Gradients; or saved tensors, where plain steps turn out to have other gradients every time."""
+    net, x = activations.QUICK_CASES[1].build(torch.device("cpu"))
+    offload = ibp.offload_activations(device="cpu", least_bytes=4096)
+    plain = activations.gradients(net, x, contextlib.nullcontext())
+    others = [2 * gradient for gradient in plain]
+    assert activations.check(net, x, offload, plain) == "gradients"
+    assert activations.check(net, x, offload, None) == activations.check(net, x, offload, others) == "saved tensors"
+    monkeypatch.setattr(activations, "repeats", lambda net, x, plain: True)
+    with pytest.raises(AssertionError, match="gradients differ"):
+        activations.check(net, x, offload, others)
+    unpack = offload._unpack
+    monkeypatch.setattr(offload, "_unpack", lambda saved: unpack(saved) + 1)
+    with pytest.raises(AssertionError, match="bits differ of a saved tensor"):
+        activations.check(net, x, offload, plain)
