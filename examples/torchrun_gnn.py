@@ -8,6 +8,7 @@ memory once; each process keeps rows with many neighbours on its GPU, and reads 
 """
 
 import os
+import time
 from pathlib import Path
 
 import numpy as np
@@ -75,4 +76,5 @@ plain, cached = train(lambda ids: x[ids.cpu()].to(device)), train(cache.index_se
 assert on_gpu or torch.equal(plain, cached)
 print(f"rank {rank}: losses {plain[0]:.4f} to {cached[-1]:.4f}, the same bits: {torch.equal(plain, cached)}; {cache}")
 cache.refill([])  # nobody ends while others read its rows
+time.sleep(0.3)  # gloo's threads let go of the last tensors, for which they need Python
 dist.destroy_process_group()
