@@ -136,7 +136,7 @@ class Place:
         if pinned and self.device.type != "cuda":
             raise ValueError("pinned places are for a CUDA device to write to")
         check_spill(spill, memory)
-        self.codebook, self.num_rows, self.row_bytes = codebook, num_rows, codebook.row_bytes
+        self.num_rows, self.row_bytes = num_rows, codebook.row_bytes
         self.slot_bytes = self.row_bytes if slot_bytes is None else slot_bytes
         self.pinned, self.spill = pinned, spill
         spills = pinned or (spill == "host" and self.device.type == "cuda")
@@ -148,6 +148,11 @@ class Place:
         self.bases = bases.view(torch.int64)
         self._counters = counters.view(torch.int64)
         self._used, self._counts, self._fault, _ = self._counters.split([1, 2, 4, 1])
+        self._take_codebook(codebook)
+
+    def _take_codebook(self, codebook: AnyCodebook) -> None:
+        """Codes by a codebook for rows of the place's size from now on. Rows that are coded are not read any more."""
+        self.codebook = codebook
         near = [_memory.seen_from(self.device, part) for part in (self.slots, self.overflow)]
         self._table_arguments = (
             *near,
@@ -157,7 +162,7 @@ class Place:
             codebook.codec,
             self.slot_bytes,
             0,
-            num_rows,
+            self.num_rows,
             self.row_bytes,
         )
         self._arguments = (*self._table_arguments, self.rooms, self._used, self._counts)

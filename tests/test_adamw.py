@@ -1,6 +1,7 @@
 """Adam and AdamW with coded states: weights have the bits that torch's fused kernel gives them."""
 
 import copy
+import dataclasses
 import io
 import pickle
 import weakref
@@ -10,7 +11,8 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from ibp.optim import _chunks, _reserve, _states, adamw
+from ibp import _calibration
+from ibp.optim import _chunks, _learning, _reserve, _states, adamw
 
 SHAPES = ((300, 70), (70,), (), (0, 5), (3, 33, 5), (1, 8192))
 MODES = {"AdamW": (torch.optim.AdamW, ibp.optim.AdamW), "Adam": (torch.optim.Adam, ibp.optim.Adam)}
@@ -241,8 +243,8 @@ def test_large_parameters_have_codebooks_of_their_own(monkeypatch):
     assert parts[0].states[0].place.codebook is parts[1].states[0].place.codebook
 
 
-def test_old_slots_go_while_codebooks_are_learned(monkeypatch):
-    """Nothing keeps those of one codebook when there are those of the next."""
+def check_old_slots(monkeypatch, are_kept):
+    """Trains over two codebooks, and says whether nothing keeps the first places when all is coded by the second."""
     ours = parameters(shapes=[(64, 512)])
     optimizer = ibp.optim.AdamW(ours)
     old, are_alive, look = [], [], _states.Watch.look
@@ -255,9 +257,123 @@ def test_old_slots_go_while_codebooks_are_learned(monkeypatch):
     for number in range(4):
         give_gradients(ours, number)
         optimizer.step()
-        old = [weakref.ref(state.place) for state in optimizer._chunks[0][0].states]
-    assert all(state._stores == state.fitted_at == 4 for state in optimizer._chunks[0][0].states)
-    assert are_alive[-1] == [False, False]
+        states = optimizer._chunks[0][0].states
+        old = [weakref.ref(state.place) for state in states]
+        slots = [state.place.slots.data_ptr() for state in states]
+        codebooks = [state.place.codebook for state in states]
+        if number == 2:
+            before = slots, codebooks
+    assert all(state._stores == state.fitted_at == 4 for state in states)
+    assert are_alive[-1] == [are_kept, are_kept] and all(new is not one for new, one in zip(codebooks, before[1]))
+    assert not are_kept or slots == before[0]
+
+
+def test_slots_are_kept_while_codebooks_are_learned(monkeypatch):
+    """Where their size suits the new codebook."""
+    monkeypatch.setattr(_states, "_SPARE", 2048)
+    monkeypatch.setattr(_states, "_slot_bytes", lambda counts: 1760)
+    check_old_slots(monkeypatch, True)
+
+
+def test_old_slots_go_while_codebooks_are_learned(monkeypatch):
+    """Nothing keeps those of one codebook when there are others for the next."""
+    monkeypatch.setattr(_states, "_SPARE", -1)
+    check_old_slots(monkeypatch, False)
+
+
+def test_few_codebooks_are_learned_in_a_step(monkeypatch):
+    """One for all chunks of a parameter, in the first step one a parameter and state, later those of a few; whatever is
+    postponed comes in one of the next steps."""
+    monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
+    calls, learn = [], _states.learn
+
+    def counted(rows, level):
+        calls.append(len(rows))
+        return learn(rows, level)
+
+    monkeypatch.setattr(_states, "learn", counted)
+    shapes = [(60, 1024)] * 10
+    torchs, ours = parameters(shapes=shapes), parameters(shapes=shapes)
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=200_000)
+    counts = []
+    for number in range(16):
+        calls.clear()
+        give_gradients(torchs, number, 1.0, [ours])
+        for optimizer in optimizers:
+            optimizer.step()
+        counts.append(len(calls))
+        states = [state for chunk in optimizers[1]._chunks[0] for state in chunk.states]
+        if number == 0:
+            codebooks = {(state.kind, id(state.place.codebook)) for state in states}
+    check_same(torchs, ours)
+    check_states(*optimizers)
+    assert len(states) > 20 == len(codebooks) == counts[0] and max(counts[1:]) == 2
+    assert min(state.fitted_at for state in states) > 1
+
+
+def test_who_learns_in_a_step():
+    """The kinds that want it the most, an eighth of all, with all states of theirs that want it."""
+    coding = _states.Coding("default", None, False, {})
+    states = [_states.CodedState(8, torch.device("cpu"), coding, number // 2) for number in range(48)]
+    for state in states:
+        state._stores, state.fitted_at = 5, 5
+    for number, fitted_at in ((4, 1), (5, 1), (10, 1), (20, 1), (21, 5), (46, 1)):
+        states[number].fitted_at = fitted_at
+    states[30].is_crowded = True  # and 6 is no more than 5 * 1.25
+    states[40].is_crowded, states[40]._stores = True, 20
+    _states.choose_learners(states)
+    assert [number for number, state in enumerate(states) if state.may_refit] == [4, 5, 10, 40]
+
+
+def test_slots_that_pinned_memory_has_room_for():
+    """Slots shrink by less than is gained only as far as pinned memory has room for what they leave."""
+    coding = _states.Coding("default", None, False, {})
+    state = _states.CodedState(10, torch.device("cpu"), coding, "kind")
+    assert state._with_host_memory(1600) == 1600
+    state._host_memory = torch.empty(10 * 352 + 90, dtype=torch.uint8)
+    wanted = {1760: 1760, 1696: 1696, 1664: 1696, 1600: 1696, 1568: 1568, 0: 0, 2048: 2048}
+    assert {slot_bytes: state._with_host_memory(slot_bytes) for slot_bytes in wanted} == wanted
+
+
+def states_of_a_step(dtype, num_steps=16):
+    """(exp_avg, exp_avg_sq) of normal gradients, as rows."""
+    weight, states = torch.zeros(1 << 18, dtype=dtype), torch.zeros(2, 1 << 18, dtype=dtype)
+    count, generator = torch.zeros(()), torch.Generator().manual_seed(0)
+    for _ in range(num_steps):
+        count += 1
+        grad = torch.randn(len(weight), generator=generator).to(dtype)
+        torch._fused_adamw_(
+            *([x] for x in (weight, grad, *states)),
+            [],
+            [count],
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.0,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
+    return states.view(2, -1, 2048 // dtype.itemsize)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codebooks_are_chosen_by_bytes_and_rates(monkeypatch, dtype):
+    """Longer symbols save more of exp_avg_sq, but take longer than that is worth, unless coders are as fast."""
+    m, v = states_of_a_step(dtype)
+    by_bytes = ibp.analyze(v, scheme="planes", sample=None)
+    for rows in (m, v):
+        codebook = _learning.learn(rows, "default")
+        assert codebook.digit_bits == (2, 2, 2, 2) and codebook.symbol_bits == 8 and not codebook.listed
+        share = _states._mean_size(_states._count_sizes(rows, codebook)) / 2048
+        assert 0.12 < (1 - share) * dtype.itemsize / 4 < 0.1875
+    sparse = torch.where(torch.arange(v.numel()).view(v.shape) % 50 == 0, v, 0)
+    assert _learning.learn(sparse, "default").listed
+    assert _learning.learn(v, "fast").digit_bits == (4,)
+    assert by_bytes.symbol_bits > 8
+    rates = _calibration.H200
+    monkeypatch.setattr(_calibration, "H200", dataclasses.replace(rates, dense=rates.pairs))
+    assert _learning.learn(v, "default").symbol_bits == by_bytes.symbol_bits
 
 
 def test_damaged_states_are_seen():

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from .._place import _in_memory_order
-from ._states import ROW_BYTES, CodedState, Coding
+from ._learning import ROW_BYTES
+from ._states import CodedState, Coding
 
 NAMES = ("exp_avg", "exp_avg_sq")
 _LARGE_BYTES = 4 << 20  # of a parameter with codebooks of its own: values of others have another scale

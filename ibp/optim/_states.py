@@ -8,21 +8,23 @@ from typing import NamedTuple, cast
 import torch
 
 from .. import _core, _layout, _rows
-from .._estimation import analyze
 from .._memory import PinningError
 from .._place import Place
 from .._schemes import AnyCodebook, measure
+from ._learning import ROW_BYTES, learn
 from ._reserve import Reserve
 
-ROW_BYTES = 2048
 _SECTOR = _core.SECTOR_BYTES
 _SPILLED_COST = 8  # bytes of slots that a byte in overflow is worth, which two kernels move over the link
 _MOST_SPILLED = 0.02  # of the rows' bytes in overflow, where slots are chosen
 _CROWDED = 0.025  # of the rows' bytes in overflow: a new codebook would pay
 _MARGIN = 64  # bytes by which the slots of a later codebook may be smaller without new pinned memory
+_LEAST_GAIN = 128  # bytes by which they must be smaller for new pinned memory to be taken
+_SPARE = _SECTOR  # bytes by which slots that are there may be larger than wanted
+_LEARNED_SHARE, _LEAST_LEARNED = 8, 2  # of the kinds of states one in so many learns anew in a step, at least so many
 _WATCHED_STEPS = 16  # the first ones; of the others one in so many
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
-_AS_GOOD = 1.005  # of the bytes by a codebook of states alike
+_AS_GOOD = 20  # bytes that a row may take more by a codebook of states alike
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
 
@@ -48,19 +50,31 @@ class Usage(NamedTuple):
         return Usage(*(mine + others for mine, others in zip(self, other)))
 
 
+class Learned(NamedTuple):
+    """A codebook that was learned in this step.
+
+    mean_bytes: of the rows that it was learned from.
+    keeps_slots: whether their slots stayed as they were.
+    """
+
+    codebook: AnyCodebook
+    mean_bytes: float
+    keeps_slots: bool
+
+
 class Coding(NamedTuple):
     """How states are coded.
 
     level: of codebooks, see `ibp.compress`.
     reserve: of pinned memory on a GPU; None on the CPU.
     pinned: slots are pinned host memory too.
-    learned: codebooks that were learned in this step, and the mean bytes of a row by them: by what they are of.
+    learned: codebooks that were learned in this step, by the kind of states.
     """
 
     level: str
     reserve: Reserve | None
     pinned: bool
-    learned: dict[object, tuple[AnyCodebook, float]]
+    learned: dict[object, Learned]
 
 
 class CodedState:
@@ -73,13 +87,13 @@ class CodedState:
         num_rows: rows of ROW_BYTES bytes.
         device: where the state is used.
         coding: how it is coded.
-        kind: the same for states that are alike, whose codebooks are tried first.
+        kind: the same for states that are alike, which share codebooks.
     """
 
     def __init__(self, num_rows: int, device: torch.device, coding: Coding, kind: object) -> None:
         self.num_rows, self.device, self.pinned = num_rows, device, coding.pinned
         self.place: Place | None = None
-        self._coding, self._kind, self._reserve = coding, kind, coding.reserve
+        self.kind, self._coding, self._reserve = kind, coding, coding.reserve
         self._host_memory: torch.Tensor | None = None
         if self._reserve is not None:
             self._reserve.expect(num_rows)
@@ -87,6 +101,7 @@ class CodedState:
         self.is_crowded = False  # so many rows have outgrown their slots that a new codebook would pay
         self._stores = 0
         self.fitted_at = 0  # the number of the store that its codebook was learned in
+        self.may_refit = False  # at the next store
 
     def load(self, out: torch.Tensor, near: torch.Tensor | None = None) -> None:
         """Writes the state to a contiguous tensor of num_rows rows, on the current stream. near: a copy of the slots,
@@ -102,11 +117,12 @@ class CodedState:
 
     def store(self, data: torch.Tensor, near: torch.Tensor | None = None) -> None:
         """Keeps the state that a contiguous tensor of num_rows rows holds. Waits for the device where a codebook is
-        learned, which is ever more rarely. near: memory of num_rows rows that slots are written to, in place of their
-        own."""
+        learned: at the first call, and where `may_refit` is set. near: memory of num_rows rows that slots are written
+        to, in place of their own."""
         self._stores += 1
-        if self._is_due():
+        if self.fitted_at == 0 or self.may_refit:
             self._fit(data)
+            self.may_refit = False
         if self.place is not None:
             slots, (_, *others) = self._slots(self.place, near), self.place._arguments
             torch.ops.ibp.encode_into.default(slots, *others, data, None, None, 0, 0, self.place._fault)
@@ -133,15 +149,57 @@ class CodedState:
         host_memory = self.place.overflow if self._host_memory is None else self._host_memory
         return Usage(original, device_bytes, host_memory.numel())
 
-    def _is_due(self) -> bool:
+    @property
+    def overdue(self) -> float:
+        """The next store's number, to the one from which on a new codebook is wanted; 1 or more: it is wanted."""
         ratio = _CROWDED_RATIO if self.is_crowded else _REFIT_RATIO
-        return self._stores >= ratio * self.fitted_at
+        return (self._stores + 1) / (ratio * self.fitted_at) if self.fitted_at else 0.0
 
     def _fit(self, data: torch.Tensor) -> None:
-        """Learns a codebook, and takes memory for rows coded by it. The state before may be in the old one, which is
-        given back when there is new memory."""
+        """Takes a codebook, learned here or of states alike, and memory for rows coded by it: that of the place before,
+        whose rows are not needed any more, if its slots suit. Other memory is given back when there is new memory."""
         self.fitted_at, self.is_crowded = self._stores, False
-        codebook, slot_bytes = self._fitting(data.view(self.num_rows, -1))
+        known = self._coding.learned.get(self.kind)
+        if known is not None and known.keeps_slots and self.place is not None:
+            self.place._take_codebook(known.codebook)
+            return
+        codebook, counts = self._fitting(data.view(self.num_rows, -1), known)
+        slot_bytes = self._with_host_memory(_slot_bytes(counts))
+        keeps_slots = self.place is not None and 0 <= self.place.slot_bytes - slot_bytes <= _SPARE
+        if known is None or known.codebook is not codebook:
+            self._coding.learned[self.kind] = Learned(codebook, _mean_size(counts), keeps_slots)
+        if self.place is not None and keeps_slots:
+            self.place._take_codebook(codebook)
+        else:
+            self._move(codebook, slot_bytes)
+
+    def _fitting(self, rows: torch.Tensor, known: Learned | None) -> tuple[AnyCodebook, torch.Tensor]:
+        """A codebook for rows, and how many of them it codes in 0, 1, ... ROW_BYTES bytes. That of states alike is
+        taken if it serves as well here; where another serves better, the state is none of that kind."""
+        counts = None
+        if known is not None:
+            counts = _count_sizes(rows, known.codebook)
+            if _mean_size(counts) <= known.mean_bytes + _AS_GOOD:
+                return known.codebook, counts
+        codebook = learn(rows, self._coding.level)
+        own_counts = _count_sizes(rows, codebook)
+        if known is not None and counts is not None:
+            if _mean_size(counts) <= _mean_size(own_counts) + _AS_GOOD:
+                return known.codebook, counts
+            self.kind = object()
+        return codebook, own_counts
+
+    def _with_host_memory(self, slot_bytes: int) -> int:
+        """Bytes of slots: larger ones than wanted where host memory has no room for what the wanted ones leave, and
+        they gain too little for more of it to be pinned."""
+        if self._host_memory is None or self.pinned:
+            return slot_bytes
+        room = self._host_memory.numel() // self.num_rows // _SECTOR * _SECTOR
+        least = max(0, ROW_BYTES - room)
+        return least if slot_bytes < least < slot_bytes + _LEAST_GAIN else slot_bytes
+
+    def _move(self, codebook: AnyCodebook, slot_bytes: int) -> None:
+        """Takes memory for rows coded by a codebook, or for raw ones."""
         saves = self.pinned or slot_bytes <= (1 - _LEAST_SAVED) * ROW_BYTES
         try:
             self.place = self._new_place(codebook, slot_bytes) if saves else None
@@ -155,19 +213,6 @@ class CodedState:
         self._give_back()
         if self.raw is None:
             self.raw = torch.empty(self.num_rows * ROW_BYTES, dtype=torch.uint8, device=self.device)
-
-    def _fitting(self, rows: torch.Tensor) -> tuple[AnyCodebook, int]:
-        """A codebook for rows, and bytes of their slots. That of states alike is taken if it serves as well here."""
-        known = self._coding.learned.get(self._kind)
-        if known is not None:
-            counts = _count_sizes(rows, known[0])
-            if _mean_size(counts) <= _AS_GOOD * known[1]:
-                return known[0], _slot_bytes(counts)
-        codebook = analyze(rows, scheme="planes", sample=None, level=self._coding.level)
-        assert codebook is not None, "scheme 'planes' always has a codebook"
-        counts = _count_sizes(rows, codebook)
-        self._coding.learned[self._kind] = codebook, _mean_size(counts)
-        return codebook, _slot_bytes(counts)
 
     def _new_place(self, codebook: AnyCodebook, slot_bytes: int) -> Place:
         """An empty place, and host memory for it."""
@@ -203,6 +248,19 @@ def free_overflow(states: list[CodedState]) -> None:
     if places:
         torch._foreach_zero_([place.rooms.view(torch.int16) for place in places])
         torch._foreach_zero_([place._used for place in places])
+
+
+def choose_learners(states: list[CodedState]) -> None:
+    """Lets states learn codebooks in the step that follows: of those that want new ones a few kinds, which want them
+    the most, so that no step takes many times as long as another."""
+    kinds: dict[object, list[CodedState]] = {}
+    for state in states:
+        kinds.setdefault(state.kind, []).append(state)
+    most = max(_LEAST_LEARNED, len(kinds) // _LEARNED_SHARE)
+    overdue = {kind: max(state.overdue for state in alike) for kind, alike in kinds.items()}
+    for kind in sorted((kind for kind in kinds if overdue[kind] >= 1), key=lambda kind: -overdue[kind])[:most]:
+        for state in kinds[kind]:
+            state.may_refit = state.overdue >= 1
 
 
 class Watch:

@@ -14,8 +14,9 @@ from .._kv.sizes import check_storage
 from .._schemes.planes.learning import check_level
 from ._chunks import NAMES, Chunk, Piece, Work, local, planned
 from ._lane import Lane
+from ._learning import ROW_BYTES
 from ._reserve import Reserve
-from ._states import ROW_BYTES, CodedState, Coding, Usage, Watch, free_overflow
+from ._states import CodedState, Coding, Usage, Watch, choose_learners, free_overflow
 
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 16 << 20, 128 << 20, 8  # if chunk_bytes is not given
 
@@ -130,6 +131,7 @@ class _CodedStates(torch.optim.Adam):
         """Decodes the states of one chunk after the other, changes them and the parameters, and codes them again."""
         if not jobs:
             return
+        choose_learners([state for job in jobs for state in job.chunk.states])
         lane = self._lane(device, jobs) if self._storage == "host" and device.type == "cuda" else None
         if lane is not None:
             lane.begin(torch.cuda.current_stream(device))
