@@ -1138,7 +1138,8 @@ def adamw_table(directory):
     rows = charts.read(directory / "adamw.csv")
     if not rows:
         return None
-    lines = []
+    times, lines = {"mean_ms": "mean ms", "slowest_ms": "slowest ms", "first_ms": "first ms"}, []
+    times = {name: head for name, head in times.items() if all(row.get(name) for row in rows)}
     for row in rows:
         wanted = f" ({charts.number(row['target_ratio'])})" if row["met"] == "no" else ""
         is_coded = row["savings"] > 0
@@ -1147,18 +1148,21 @@ def adamw_table(directory):
                 row["case"],
                 row["arm"],
                 charts.fine_number(row["ms"]),
-                charts.fine_number(row["mean_ms"]),
+                *(charts.fine_number(row[name]) for name in times),
                 f"{row['ratio']:.2f}{wanted}",
                 *(percent(row[name]) if is_coded else "" for name in ("m_savings", "v_savings")),
                 *(f"{int(row[name]) / 2**20:,.0f}" for name in ("device_bytes", "host_bytes")),
             ]
         )
-    heads = ["model", "arm", "ms a step", "mean ms", "times torch's", "m saves", "v saves", "GPU, MiB", "pinned, MiB"]
+    heads = ["model", "arm", "ms a step", *times.values(), "times torch's", "m saves", "v saves"]
+    heads += ["GPU, MiB", "pinned, MiB"]
+    others = ", from the second on, the slowest of these, and the first" if "first_ms" in times else ""
     return (
         f"A step (`adamw.csv`: {caption(rows)}): the median time, and the mean with the steps in which codebooks are "
-        "learned; the median in times of torch's fused step with all states on the GPU, in brackets what is wanted "
-        "where that is missed; what exp_avg (m) and exp_avg_sq (v) save of the GPU's memory, and what both take of it "
-        f"and of pinned memory:\n\n{markdown(heads, lines)}"
+        f"learned{others}; the median in times of torch's fused step with all states on the GPU, in brackets what is "
+        "wanted where that is missed; what exp_avg (m) and exp_avg_sq (v) save of the GPU's memory, and what both take "
+        "of it and of pinned memory:\n\n"
+        f"{markdown(heads, lines)}"
     )
 
 

@@ -30,26 +30,35 @@ def learn(rows: torch.Tensor, level: str) -> AnyCodebook:
     request = Request(_rows.bytes_of(rows), _rows.Geometry.of(rows, ROW_BYTES), rows.device, level=level)
     best = _choice.learn("planes", request)
     assert best is not None, "scheme 'planes' always has a codebook"
-    if level != "default" or rows.dtype.itemsize not in _PAIRED_BYTES:
+    element_bytes, sample = rows.dtype.itemsize, request.host_rows.view(-1, ROW_BYTES)
+    sample = sample[(sample != 0).any(1)]  # zeros take no bytes
+    if level != "default" or element_bytes not in _PAIRED_BYTES or _is_paired(best) or not len(sample):
         return best
     machine = _calibration.in_force(rows.device)
-    return max([best, *_pairs(request)], key=lambda codebook: _worth(request.host_rows, codebook, machine))
+    return max([best, *_pairs(sample, element_bytes)], key=lambda codebook: _worth(sample, codebook, machine))
 
 
-def _pairs(request: Request) -> Iterator[PlanesCodebook]:
+def _is_paired(codebook: AnyCodebook) -> bool:
+    """Whether a codebook is one of those that `_pairs` makes, or as fast."""
+    if not isinstance(codebook, PlanesCodebook):
+        return False
+    return codebook.is_fast and codebook.residual_bits == 8 * (codebook.element_bytes - 1)
+
+
+def _pairs(sample: torch.Tensor, element_bytes: int) -> Iterator[PlanesCodebook]:
     """Codebooks whose symbols are the highest byte of an element, with its sign and without."""
-    element_bytes = request.geometry.dtype.itemsize
     blank = torch.zeros(1, num_entries(_PAIRS), dtype=torch.int64)
     for rotate in (0, 1):
         codebook = PlanesCodebook(
             ROW_BYTES, element_bytes, rotate, 8 * (element_bytes - 1), _PAIRS, False, False, 0, 0, blank
         )
-        yield relearn(codebook, request.host_rows, [request.host_rows.numel() // ROW_BYTES])[0]
+        yield relearn(codebook, sample.view(-1), [len(sample)])[0]
 
 
 def _worth(sample: torch.Tensor, codebook: AnyCodebook, machine: Calibration) -> float:
-    """Bytes that a codebook saves of a row for each nanosecond that a byte takes. sample: bytes of rows on the CPU."""
-    sizes = _layout.stored_sizes(measure(sample, codebook, _CPU), ROW_BYTES, ROW_BYTES)
+    """Bytes that a codebook saves of a row for each nanosecond that a byte takes. sample: uint8 [n, ROW_BYTES] on the
+    CPU."""
+    sizes = _layout.stored_sizes(measure(sample.view(-1), codebook, _CPU), ROW_BYTES, ROW_BYTES)
     return (ROW_BYTES - float(sizes.float().mean())) / ns_of(codebook, machine)
 
 

@@ -18,7 +18,7 @@ from ._learning import ROW_BYTES
 from ._reserve import Reserve
 from ._states import CodedState, Coding, Usage, Watch, choose_learners, free_overflow
 
-_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 16 << 20, 128 << 20, 8  # if chunk_bytes is not given
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 16 << 20, 256 << 20, 8  # if chunk_bytes is not given
 
 
 class _Job:
@@ -320,8 +320,9 @@ class AdamW(_CodedStates, torch.optim.AdamW):
     exp_avg and exp_avg_sq are kept coded in slots on the parameters' device, of one size for a large parameter; rows
     that outgrow them are kept, in part, in pinned host memory, which has room for all that slots do not hold: however
     badly states shrink, no bit is lost. A step decodes the states of a chunk to memory that all chunks share, calls
-    torch's fused kernel, and codes them again. It waits for the device only where codebooks are learned: in the first
-    step, the fourth, the sixteenth and so on, and where many rows outgrow their slots.
+    torch's fused kernel, and codes them again. It waits for the device only where codebooks are learned: all of them in
+    the first step, and those of a few parameters in a later one, each ever more rarely, or where many rows have
+    outgrown their slots.
 
     It takes the place of torch's: learning-rate schedulers, parameter groups, closures, `torch.amp.GradScaler`, hooks
     and `state_dict()` are the same, and each loads the states of the other. Pickled and copied it holds decoded states.
@@ -331,9 +332,10 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         lr, betas, eps, weight_decay, maximize: as of torch.
         amsgrad, capturable, differentiable: not offered.
         foreach, fused: not used: steps are those of `fused=True`.
-        level: "default", or "fast", which saves less and codes faster: see `ibp.compress`.
+        level: "default", the codebooks that save the most for the time that coding takes; or "fast", which saves less
+            and codes faster: see `ibp.compress`.
         storage: "device"; or "host": coded states are in pinned host memory, and the device has their index alone.
-        chunk_bytes: of the raw states of a chunk, at least 4,096; None: an eighth of the states', 16 to 128 MiB. As
+        chunk_bytes: of the raw states of a chunk, at least 4,096; None: an eighth of the states', 16 to 256 MiB. As
             much of each device's memory is taken to work in, and with storage="host" four times as much besides.
 
     Raises:
