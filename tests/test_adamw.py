@@ -311,6 +311,43 @@ def test_few_codebooks_are_learned_in_a_step(monkeypatch):
     assert min(state.fitted_at for state in states) > 1
 
 
+def train_in_parts(monkeypatch, device, storage="device"):
+    """Trains with parameters cut into chunks; how many blocks of pinned memory each step took."""
+    monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
+    taken, empty = [], _reserve._memory.empty
+    is_cuda = torch.device(device).type == "cuda"
+
+    def counted(num_bytes, where, pin):
+        taken.append(num_bytes)
+        return empty(num_bytes, where, pin and is_cuda)
+
+    monkeypatch.setattr(_reserve._memory, "empty", lambda *args: counted(*args) if args[2] else empty(*args))
+    shapes = [(200, 512)] * 4 + [(100, 30)] * 3
+    torchs, ours = (parameters(device=device, shapes=shapes) for _ in "ab")
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=300_000, storage=storage)
+    coding = _states.Coding("default", _reserve.Reserve(), storage == "host" and is_cuda, {})
+    monkeypatch.setattr(optimizers[1], "_coding", lambda _: coding)
+    counts = []
+    for number in range(24):
+        for i, (param, same) in enumerate(zip(torchs, ours)):
+            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * number + i))
+            param.grad, same.grad = grad.to(device), grad.to(device)
+        for optimizer in optimizers:
+            optimizer.step()
+        check_same(torchs, ours)
+        counts.append(len(taken))
+        taken.clear()
+    check_states(*optimizers)
+    states = [state for chunk in optimizers[1]._chunks[0] for state in chunk.states]
+    assert all(state.fitted_at > 1 and state.place is not None for state in states)
+    return counts
+
+
+def test_later_steps_pin_no_memory(monkeypatch):
+    first, *others = train_in_parts(monkeypatch, "cpu")
+    assert first <= 2 and not any(others)
+
+
 def test_who_learns_in_a_step():
     """The kinds that want it the most, an eighth of all, with all states of theirs that want it."""
     coding = _states.Coding("default", None, False, {})
@@ -598,6 +635,12 @@ def test_same_bits_on_a_gpu(cuda, monkeypatch, dtype, storage):
         torch.cuda.set_sync_debug_mode("default")
     check_same(torchs, ours)
     check_states(*optimizers)
+
+
+@pytest.mark.parametrize("storage", ["device", "host"])
+def test_later_steps_pin_no_memory_on_a_gpu(cuda, monkeypatch, storage):
+    first, *others = train_in_parts(monkeypatch, cuda, storage)
+    assert first <= 2 and not any(others)
 
 
 def test_no_bit_is_lost_on_a_gpu(cuda):
