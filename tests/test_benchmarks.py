@@ -644,6 +644,17 @@ def small(monkeypatch):
     torch.set_num_threads(threads)
 
 
+def test_models_that_take_long_get_fewer_steps(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(adamw, "MODELS", {"embedding, 1 % alive": adamw.embedding})
+    monkeypatch.setattr(adamw, "ARMS", {arm: adamw.ARMS[arm] for arm in (adamw.TORCH, adamw.FAST)})
+    monkeypatch.setattr(adamw, "MODEL_SECONDS", 0.0)
+    monkeypatch.setattr(adamw, "LEAST_STEPS", 2)
+    assert adamw.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    with open(tmp_path / "adamw.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["arm"] for row in rows] == list(adamw.ARMS) and {row["steps"] for row in rows} == {"2"}
+
+
 @pytest.mark.parametrize(
     "script",
     [
