@@ -348,6 +348,26 @@ def test_later_steps_pin_no_memory(monkeypatch):
     assert first <= 2 and not any(others)
 
 
+@pytest.mark.parametrize("slot_bytes", [1760, 1600])
+def test_chunks_alike_are_not_measured_again(monkeypatch, slot_bytes):
+    """Those of one parameter take the codebook and the slots that one of them learned."""
+    monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
+    monkeypatch.setattr(_states, "_CROWDED", 2.0)
+    monkeypatch.setattr(_states, "_slot_bytes", lambda counts: 1760)
+    torchs, ours = parameters(shapes=[(400, 512)]), parameters(shapes=[(400, 512)])
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=400_000)
+    train(torchs, ours, optimizers, range(3))
+    states = [state for chunk in optimizers[1]._chunks[0] for state in chunk.states]
+    assert len(states) == 10 and all(state.fitted_at == 1 for state in states)
+    measured, count_sizes = [], _states._count_sizes
+    monkeypatch.setattr(_states, "_count_sizes", lambda *args: measured.append(args) or count_sizes(*args))
+    monkeypatch.setattr(_states, "_slot_bytes", lambda counts: slot_bytes)
+    train(torchs, ours, optimizers, [3])
+    check_states(*optimizers)
+    assert len(measured) == 2 and {state.place.slot_bytes for state in states} == {slot_bytes}
+    assert all(state.fitted_at == 4 for state in states) and len({id(state.place.codebook) for state in states}) == 2
+
+
 def test_who_learns_in_a_step():
     """The kinds that want it the most, an eighth of all, with all states of theirs that want it."""
     coding = _states.Coding("default", None, False, {})

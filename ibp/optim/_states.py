@@ -53,13 +53,14 @@ class Usage(NamedTuple):
 class Learned(NamedTuple):
     """A codebook that was learned in this step.
 
-    mean_bytes: of the rows that it was learned from.
-    keeps_slots: whether their slots stayed as they were.
+    mean_bytes: of the rows that it was learned from, by it.
+    held, wanted: bytes of their slots before, None if there were none, and of those that suit it.
     """
 
     codebook: AnyCodebook
     mean_bytes: float
-    keeps_slots: bool
+    held: int | None
+    wanted: int
 
 
 class Coding(NamedTuple):
@@ -159,16 +160,16 @@ class CodedState:
         """Takes a codebook, learned here or of states alike, and memory for rows coded by it: that of the place before,
         whose rows are not needed any more, if its slots suit. Other memory is given back when there is new memory."""
         self.fitted_at, self.is_crowded = self._stores, False
-        known = self._coding.learned.get(self.kind)
-        if known is not None and known.keeps_slots and self.place is not None:
-            self.place._take_codebook(known.codebook)
-            return
-        codebook, counts = self._fitting(data.view(self.num_rows, -1), known)
-        slot_bytes = self._with_host_memory(_slot_bytes(counts))
-        keeps_slots = self.place is not None and 0 <= self.place.slot_bytes - slot_bytes <= _SPARE
-        if known is None or known.codebook is not codebook:
-            self._coding.learned[self.kind] = Learned(codebook, _mean_size(counts), keeps_slots)
-        if self.place is not None and keeps_slots:
+        known, held = self._coding.learned.get(self.kind), None if self.place is None else self.place.slot_bytes
+        if known is not None and held is not None and held == known.held:
+            codebook, wanted = known.codebook, known.wanted
+        else:
+            codebook, counts = self._fitting(data.view(self.num_rows, -1), known)
+            wanted = _slot_bytes(counts)
+            if known is None or known.codebook is not codebook:
+                self._coding.learned[self.kind] = Learned(codebook, _mean_size(counts), held, wanted)
+        slot_bytes = self._with_host_memory(wanted)
+        if self.place is not None and 0 <= self.place.slot_bytes - slot_bytes <= _SPARE:
             self.place._take_codebook(codebook)
         else:
             self._move(codebook, slot_bytes)
