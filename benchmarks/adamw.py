@@ -48,7 +48,7 @@ ARMS = {  # how many steps each takes at most, and the options of ibp.optim.Adam
 }
 MOST_RATIO = 4.0  # of a step to torch's, states on the device
 RATE, MOVED_VALUES = 1e-3, 7  # read: weight, gradient, both states; written: weight, both states
-MODEL_SECONDS, LEAST_STEPS = 13, 6  # of a model, from which on it gets no more steps than these
+MODEL_SECONDS, LEAST_STEPS = 12, 6  # of a model, from which on it gets no more steps than these
 CHUNK_BYTES, NUM_NEAR = 64 << 20, 3  # of raw states in pinned memory, and how many are on the device
 
 
