@@ -8,12 +8,14 @@ import torch
 
 from .. import _calibration
 from . import coding, planning
-from .planning import CODED, DEVICE, HOLD, KEEP, RAW, Link, Recorder
+from .planning import CODED, DEVICE, HOLD, KEEP, RAW, Clock, Link, Recorder
 
 _LEAST_SAVED = 0.05  # of the bytes; less is not worth coding
 _CHANGED = 0.1  # of the bytes that a pass saves: then the plan is made anew
 _HELD = 1.1  # bytes of free device memory for each saved byte, with which a pass is measured that sends nothing
-_LEARNING, _SETTLING, _MEASURING, _PLANNED = range(4)
+_LEARNING, _SETTLING, _MEASURING, _COMPARING, _TRYING, _PLANNED = range(6)
+_TIMED_PASSES = 2  # of a plan; the one before them, in which memory is taken, does not count
+_MOST_CORRECTIONS, _LEAST_RISE, _LEAST_DRAG = 4, 1.5, 0.02
 
 
 @dataclass(frozen=True)
@@ -31,29 +33,94 @@ class Budget:
         return self.device_bytes is not None or self.slowdown is not None
 
 
+class _Plan:
+    """What becomes of the regions of a device. numbers: of the timeline's items."""
+
+    def __init__(self, recorder: Recorder, link: Link | None, budget: Budget) -> None:
+        self.timeline, self.numbers = recorder.timeline()
+        self._link, self._slowdown, self._device_bytes = link, budget.slowdown, budget.device_bytes
+        if self._device_bytes is not None:
+            self._device_bytes = max(0, self._device_bytes - recorder.kept_bytes)
+        self.modes: list[str] = []
+        self.make()
+
+    def make(self) -> None:
+        self.modes = planning.plan(self.timeline, self._link, device_bytes=self._device_bytes, slowdown=self._slowdown)
+
+    def correct(self, excess_ms: float) -> None:
+        """Makes it anew, where steps took so much longer than without it."""
+        link = self._link or planning.NO_LINK
+        busy, drag = self.timeline.busy(self.modes, link), self.timeline.drag
+        if busy == 0:
+            return
+        self.timeline.drag = 0.0
+        unexplained = excess_ms - (self.timeline.step(self.modes, link) - self.timeline.computing)
+        self.timeline.drag = max(unexplained / busy, _LEAST_RISE * drag, _LEAST_DRAG)
+        self.make()
+
+    @property
+    def is_empty(self) -> bool:
+        return all(mode == KEEP for mode in self.modes)
+
+    def drop(self) -> None:
+        self.modes = [KEEP] * len(self.modes)
+
+
+class _Trial:
+    """Times of a few passes."""
+
+    def __init__(self) -> None:
+        self._clocks: list[Clock] = []
+
+    @property
+    def is_running(self) -> bool:
+        return len(self._clocks) <= _TIMED_PASSES
+
+    def add(self, clock: Clock) -> None:
+        self._clocks.append(clock)
+
+    def ms(self) -> float | None:
+        """The shortest; None: it is not known yet."""
+        found = [clock.ms() for clock in self._clocks[1:]]
+        return None if self.is_running or None in found else min(ms for ms in found if ms is not None)
+
+
 class Chooser:
     """Learns in the first pass. Where there is a budget it measures the third, when the allocator has what the second
-    needed, and then follows its plan."""
+    needed, and then follows its plan. That of a budget of time is compared with passes in which nothing leaves, and
+    corrected where it takes longer than allowed; where that does not help, nothing leaves."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
         self._recipes: dict[tuple[int, torch.dtype, torch.device], tuple[coding.Recipe | None, int]] = {}
-        self._plans: dict[tuple[int, torch.device], str] = {}
+        self._plans: dict[torch.device, _Plan] = {}
+        self._modes: dict[tuple[int, torch.device], str] = {}
         self._phase, self._planned_bytes, self._next_plan = _LEARNING, 0, 0
         self._holds = False
+        self._trial, self._plain_ms, self._corrections = _Trial(), 0.0, 0
 
     @property
     def is_measuring(self) -> bool:
         return self._phase == _MEASURING
+
+    @property
+    def is_settled(self) -> bool:
+        return self._phase == _PLANNED if self._budget.is_bounded else self._phase != _LEARNING
+
+    def clock(self) -> Clock | None:
+        """Of the pass that begins; None: it is not timed."""
+        return Clock() if self._phase in (_COMPARING, _TRYING) and self._trial.is_running else None
 
     def choose(
         self, number: int, data: torch.Tensor, dtype: torch.dtype, passes: int
     ) -> tuple[str, coding.Recipe | None]:
         """(mode, recipe) of a region that is the number-th of its pass, uint8 [num_bytes] of elements of dtype."""
         recipe = self._recipe(number, data, dtype, passes) if self._budget.coded else None
+        if self._phase == _COMPARING:
+            return KEEP, None
         if self._holds and data.is_cuda:
             return HOLD, recipe
-        mode = self._plans.get((number, data.device)) if self._phase == _PLANNED else None
+        mode = self._modes.get((number, data.device)) if self._phase in (_TRYING, _PLANNED) else None
         if mode is None or (recipe is None and mode in (CODED, DEVICE)):
             mode = self._unbounded(recipe, data.device)
         return mode, recipe if mode in (CODED, DEVICE) else None
@@ -79,38 +146,81 @@ class Chooser:
 
     # ---- budgets ----
 
-    def note_pass(self, num_bytes: int, recorders: dict[torch.device, Recorder], passes: int) -> None:
+    def note_pass(
+        self, num_bytes: int, recorders: dict[torch.device, Recorder], clock: Clock | None, passes: int
+    ) -> None:
         """Says that all of a pass was used: its saved bytes, and what was measured."""
         if not self._budget.is_bounded:
-            return
-        if self._phase == _LEARNING:
+            self._phase = _SETTLING
+        elif self._phase == _LEARNING:
             self._settle(num_bytes)
         elif self._phase == _SETTLING:
             self._phase = _MEASURING
-        elif self._phase == _MEASURING and any(recorder.uses for recorder in recorders.values()):
-            self._plans = {}
-            for device, recorder in recorders.items():
-                if recorder.uses:
-                    self._plan(device, recorder)
-            self._phase, self._planned_bytes, self._next_plan = _PLANNED, num_bytes, 2 * passes
-            self._holds = False
-        elif self._phase == _PLANNED and passes >= self._next_plan:
-            if abs(num_bytes - self._planned_bytes) > _CHANGED * self._planned_bytes:
-                self._settle(num_bytes)
+        elif self._phase == _MEASURING:
+            if any(recorder.uses for recorder in recorders.values()):
+                self._plan(recorders)
+                self._planned_bytes, self._next_plan = num_bytes, 2 * passes
+        elif passes >= self._next_plan and abs(num_bytes - self._planned_bytes) > _CHANGED * self._planned_bytes:
+            self._settle(num_bytes)
+        elif self._phase != _PLANNED:
+            self._note_time(clock)
 
     def _settle(self, num_bytes: int) -> None:
         """Before a pass is measured: without copies, which the host would wait for, if there is memory for that."""
-        self._phase = _SETTLING
+        self._phase, self._corrections = _SETTLING, 0
         free = [_free_bytes(index) for index in range(torch.cuda.device_count()) if torch.cuda.is_initialized()]
         self._holds = bool(free) and min(free) > _HELD * num_bytes
 
-    def _plan(self, device: torch.device, recorder: Recorder) -> None:
-        timeline, numbers = recorder.timeline()
-        device_bytes = self._budget.device_bytes
-        if device_bytes is not None:
-            device_bytes = max(0, device_bytes - recorder.kept_bytes)
-        modes = planning.plan(timeline, self._link(device), device_bytes=device_bytes, slowdown=self._budget.slowdown)
-        self._plans.update({(number, device): mode for number, mode in zip(numbers, modes)})
+    def _plan(self, recorders: dict[torch.device, Recorder]) -> None:
+        self._plans = {
+            device: _Plan(recorder, self._link(device), self._budget)
+            for device, recorder in recorders.items()
+            if recorder.uses
+        }
+        self._plain_ms = max(plan.timeline.computing for plan in self._plans.values())
+        if self._budget.slowdown is None:
+            self._follow(_PLANNED)
+        else:
+            compared = self._holds or all(device.type == "cpu" for device in self._plans)
+            self._follow(_COMPARING if compared else _TRYING)
+        self._holds = False
+
+    def _follow(self, phase: int) -> None:
+        """Takes plans as they are by now."""
+        self._modes = {
+            (number, device): mode
+            for device, plan in self._plans.items()
+            for number, mode in zip(plan.numbers, plan.modes)
+        }
+        self._phase, self._trial = phase, _Trial()
+
+    def _note_time(self, clock: Clock | None) -> None:
+        """Goes on once the passes of a trial were timed."""
+        if clock is not None:
+            self._trial.add(clock)
+        ms = self._trial.ms()
+        if ms is None:
+            return
+        if self._phase == _COMPARING:
+            self._plain_ms = ms
+            self._follow(_TRYING)
+        else:
+            self._correct(ms)
+
+    def _correct(self, ms: float) -> None:
+        """Makes plans anew whose passes take longer than allowed; after some times nothing leaves."""
+        assert self._budget.slowdown is not None
+        plans = self._plans.values()
+        if ms <= self._plain_ms * (1 + self._budget.slowdown) or all(plan.is_empty for plan in plans):
+            self._phase = _PLANNED
+            return
+        self._corrections += 1
+        for plan in plans:
+            if self._corrections > _MOST_CORRECTIONS:
+                plan.drop()
+            else:
+                plan.correct(ms - self._plain_ms)
+        self._follow(_PLANNED if all(plan.is_empty for plan in plans) else _TRYING)
 
     def _link(self, device: torch.device) -> Link | None:
         if device.type == "cpu" or self._budget.to == "device":

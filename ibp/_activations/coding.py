@@ -11,11 +11,12 @@ from .._calibration import Calibration
 from .._schemes import AnyCodebook, Request, measure
 
 ROW_BYTES = 4096
+PIECE_BYTES = 32 << 20  # 0.6 ms of the link: the first is on its way while the next is coded
 COUNTERS_BYTES = 64  # bytes of overflow in use; rows spilled and lost; 4 of a fault; 1 more: int64
 _ALIGNMENT = 64  # of overflow
 _SAMPLE_BYTES = 1 << 20
 _GOLDEN = 0.6180339887498949  # multiples of it are spread evenly over [0, 1) whatever their number
-_FIRST_MARGIN, _MARGIN = 1 / 32, 1 / 128  # of room, over what a sample took, and over what was needed
+_FIRST_MARGIN, _MARGIN = 1 / 32, 1 / 64  # of room, over what a sample took, and over what was needed
 _LEAST_OF_ROOM = 0.98  # that is needed; below, room is made smaller
 _SPARE_BYTES = 4096
 _OUTDATED, _SPARE_SHARE = 1.1, 0.02
@@ -32,22 +33,35 @@ class Recipe:
     def __init__(self, codebook: AnyCodebook, share: float) -> None:
         self.codebook, self.learned_share, self.needed_share = codebook, share, share
         self.codec = codebook.codec
-        self._room_share = share * (1 + _FIRST_MARGIN)
+        self._room_share, self._noted_share = share * (1 + _FIRST_MARGIN), 0.0
 
     def room(self, num_bytes: int) -> int:
         """Bytes of overflow that activations of so many bytes are expected to fit."""
         return min(most_overflow(num_bytes), int(self._room_share * num_bytes) + _SPARE_BYTES)
 
+    def begin(self) -> None:
+        """Says that activations are about to be coded: room for them follows what the largest piece needed that was
+        noted since the last time."""
+        needed, self._noted_share = self._noted_share, 0.0
+        if needed == 0:
+            return
+        self.needed_share = needed
+        if not _LEAST_OF_ROOM * self._room_share <= needed <= self._room_share:
+            self._room_share = needed * (1 + _MARGIN)
+
     def note(self, num_bytes: int, used_bytes: int) -> None:
-        """What activations took of overflow."""
-        self.needed_share = used_bytes / num_bytes
-        if not _LEAST_OF_ROOM * self._room_share <= self.needed_share <= self._room_share:
-            self._room_share = self.needed_share * (1 + _MARGIN)
+        """What a piece took of overflow."""
+        self._noted_share = max(self._noted_share, used_bytes / num_bytes)
 
     @property
     def is_outdated(self) -> bool:
         """Whether activations take clearly more than when the recipe was learned."""
         return self.needed_share > _OUTDATED * self.learned_share + _SPARE_SHARE
+
+
+def pieces(num_bytes: int) -> list[tuple[int, int]]:
+    """Where pieces of so many bytes start and end: whole rows, but for the last one."""
+    return [(start, min(start + PIECE_BYTES, num_bytes)) for start in range(0, num_bytes, PIECE_BYTES)]
 
 
 def num_rows(num_bytes: int) -> int:
@@ -97,17 +111,15 @@ def encode(data: torch.Tensor, recipe: Recipe, memory: torch.Tensor) -> None:
     )
 
 
-def decode(memory: torch.Tensor, recipe: Recipe, num_bytes: int, fault: torch.Tensor) -> torch.Tensor:
-    """uint8 [num_bytes], decoded on the current stream from the first bytes of memory that was coded into: as many as
-    are used. fault: int64 [4] on the device, where damage is noted."""
-    _, bases, lengths, overflow = _parts(memory, num_bytes)
-    out = torch.empty(num_bytes, dtype=torch.uint8, device=memory.device)
+def decode(memory: torch.Tensor, recipe: Recipe, out: torch.Tensor, fault: torch.Tensor) -> None:
+    """Decodes into out, uint8 [num_bytes], on the current stream, from the first bytes of memory that was coded into:
+    as many as are used. fault: int64 [4] on the device, where damage is noted."""
+    _, bases, lengths, overflow = _parts(memory, out.numel())
     words, none = recipe.codebook.words(memory.device), memory[:0]
     torch.ops.ibp.decode_bytes.default(
         *(none, overflow, lengths, bases, words, recipe.codec, 0, 0, lengths.numel(), ROW_BYTES),
-        *(0, num_bytes, 0, out, fault),
+        *(0, out.numel(), 0, out, fault),
     )
-    return out
 
 
 def learn(data: torch.Tensor, dtype: torch.dtype) -> Recipe | None:

@@ -11,7 +11,7 @@ import torch
 from .. import _memory
 from . import coding
 from .planning import LEAST_MOVING
-from .region import Region
+from .region import Piece, Region
 
 
 class HostBuffers:
@@ -60,8 +60,8 @@ class Lane:
 
     Args:
         device: the device.
-        window_bytes: of device memory that may be on its way out, and as much on its way in; more where activations
-            are larger (see `planning.LEAST_MOVING`).
+        window_bytes: of device memory that may be on its way out, and as much on its way in; `planning.LEAST_MOVING`
+            pieces may be in any case.
     """
 
     def __init__(self, device: torch.device, window_bytes: int) -> None:
@@ -69,41 +69,44 @@ class Lane:
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.buffers = HostBuffers()
         self.coming = self.coming_bytes = 0
-        self._leaving: deque[tuple[weakref.ref[Region], int]] = deque()
+        self._leaving: deque[tuple[weakref.ref[Region], weakref.ref[Piece], int]] = deque()
         self._leaving_bytes = 0
 
     # ---- from the device ----
 
-    def send(self, region: Region) -> int:
-        """Starts copying a region's memory, which the current stream has just written, to the host. @return its
-        bytes."""
-        assert region.memory is not None
-        source = region.memory if region.recipe is None else region.memory[: region.expected_bytes]
-        region.buffer = self.buffers.take(source.numel(), self.out)
-        region.host = region.buffer[: source.numel()]
-        region.counters = None if region.recipe is None else region.host[: coding.COUNTERS_BYTES]
-        self._copy_out(region, region.host, source)
+    def send(self, region: Region, piece: Piece) -> int:
+        """Starts copying a piece, which the current stream has just written, to the host. @return its bytes."""
+        source = region.to_send(piece)
+        piece.buffer = self.buffers.take(source.numel(), self.out)
+        piece.host = piece.buffer[: source.numel()]
+        piece.counters = None if region.recipe is None else piece.host[: coding.COUNTERS_BYTES]
+        held = source if piece.memory is None else piece.memory
+        self._copy_out(region, piece, piece.host, source, held.numel())
         return source.numel()
 
-    def keep(self, region: Region) -> None:
-        """Keeps a coded region's memory on the device, without the room that it is not expected to need."""
-        assert region.memory is not None
-        region.kept = region.memory[: region.expected_bytes].clone()
-        region.buffer = self.buffers.take(coding.COUNTERS_BYTES, self.out)
-        region.counters = region.buffer[: coding.COUNTERS_BYTES]
-        self._copy_out(region, region.counters, region.memory[: coding.COUNTERS_BYTES])
+    def keep(self, region: Region, piece: Piece) -> int:
+        """Keeps a coded piece on the device, without the room that it is not expected to need. @return its bytes."""
+        assert piece.memory is not None
+        piece.kept = region.to_send(piece).clone()
+        piece.buffer = self.buffers.take(coding.COUNTERS_BYTES, self.out)
+        piece.counters = piece.buffer[: coding.COUNTERS_BYTES]
+        source = piece.memory[: coding.COUNTERS_BYTES]
+        self._copy_out(region, piece, piece.counters, source, piece.memory.numel())
+        return piece.kept.numel()
 
-    def _copy_out(self, region: Region, to: torch.Tensor, source: torch.Tensor) -> None:
-        assert region.memory is not None and region.stream is not None
-        self.out.wait_stream(region.stream)
+    def _copy_out(
+        self, region: Region, piece: Piece, to: torch.Tensor, source: torch.Tensor, window_bytes: int
+    ) -> None:
+        assert piece.stream is not None
+        self.out.wait_stream(piece.stream)
         with torch.cuda.stream(self.out):
             to.copy_(source, non_blocking=True)
-        region.sent = self.out.record_event()
-        self._leaving.append((weakref.ref(region), region.memory.numel()))
-        self._leaving_bytes += region.memory.numel()
+        piece.sent = self.out.record_event()
+        self._leaving.append((weakref.ref(region), weakref.ref(piece), window_bytes))
+        self._leaving_bytes += window_bytes
 
     def make_room(self, num_bytes: int) -> None:
-        """Waits until so many more bytes fit the window, or few regions are on their way, and frees the memory of what
+        """Waits until so many more bytes fit the window, or few pieces are on their way, and frees the memory of what
         has left."""
         while len(self._leaving) > LEAST_MOVING and self._leaving_bytes + num_bytes > self.window_bytes:
             self._pop()
@@ -111,72 +114,88 @@ class Lane:
     def free(self) -> None:
         """Frees the memory of what has left, without waiting."""
         while self._leaving:
-            region = self._leaving[0][0]()
-            if region is not None and region.sent is not None and not region.sent.query():
+            piece = self._leaving[0][1]()
+            if piece is not None and piece.sent is not None and not piece.sent.query():
                 return
             self._pop()
 
     def _pop(self) -> None:
-        of, held = self._leaving.popleft()
-        self._leaving_bytes -= held
-        region = of()
-        if region is not None:
-            self._settle(region)
+        of, part, num_bytes = self._leaving.popleft()
+        self._leaving_bytes -= num_bytes
+        region, piece = of(), part()
+        if region is not None and piece is not None:
+            self._settle(region, piece)
 
-    def _settle(self, region: Region) -> None:
-        """Frees the memory of a region that is elsewhere by now; where that has no room for all of it, the memory
+    def _settle(self, region: Region, piece: Piece) -> None:
+        """Frees the memory of a piece that is elsewhere by now; where that has no room for all of it, the memory
         stays."""
-        held = region.host if region.kept is None else region.kept
-        assert region.sent is not None and held is not None
-        region.sent.synchronize()
-        if region.counters is None or region.note_used() <= held.numel():
-            region.leave()
+        held = piece.host if piece.kept is None else piece.kept
+        assert piece.sent is not None and held is not None
+        piece.sent.synchronize()
+        if region.recipe is None or piece.note_used(region.recipe) <= held.numel():
+            region.leave(piece)
             return
-        region.of.offload._note_outgrown(region.num_bytes)
-        assert region.buffer is not None
-        self.buffers.give(region.buffer, None)
-        region.buffer = region.host = region.counters = region.kept = region.sent = None
+        region.of.offload._note_outgrown(piece.num_bytes)
+        assert piece.buffer is not None
+        self.buffers.give(piece.buffer, None)
+        piece.buffer = piece.host = piece.counters = piece.kept = piece.sent = None
 
     # ---- back ----
 
-    def has_room_for(self, region: Region) -> bool:
-        assert region.host is not None
-        return self.coming < LEAST_MOVING or self.coming_bytes + region.host.numel() <= self.window_bytes
+    def has_room_for(self, piece: Piece) -> bool:
+        assert piece.host is not None
+        return self.coming < LEAST_MOVING or self.coming_bytes + piece.host.numel() <= self.window_bytes
 
-    def fetch(self, region: Region) -> None:
-        """Starts copying a region back, to memory of the current stream."""
-        assert region.host is not None
+    def fetch(self, region: Region, piece: Piece) -> None:
+        """Starts copying a piece back, to memory of the current stream; what is not coded, to its place among the
+        region's bytes."""
+        assert piece.host is not None
         current = torch.cuda.current_stream(self.device)
-        region.coming = torch.empty(region.host.numel(), dtype=torch.uint8, device=self.device)
-        region.stream = current
+        if region.recipe is not None:
+            piece.coming = torch.empty(piece.host.numel(), dtype=torch.uint8, device=self.device)
+            piece.stream = current
+        else:
+            if region.coming is None:
+                region.coming = torch.empty(region.num_bytes, dtype=torch.uint8, device=self.device)
+                region.stream = current
+            piece.coming = region.coming[piece.start : piece.end]
         self.back.wait_stream(current)
         with torch.cuda.stream(self.back):
-            region.coming.copy_(region.host, non_blocking=True)
-        region.arrived = self.back.record_event()
+            piece.coming.copy_(piece.host, non_blocking=True)
+        piece.arrived = self.back.record_event()
         self.coming += 1
-        self.coming_bytes += region.coming.numel()
+        self.coming_bytes += piece.coming.numel()
 
-    def receive(self, region: Region) -> torch.Tensor:
-        """A region's bytes on the device, for the current stream."""
-        if region.coming is None:
-            self.fetch(region)
-        assert region.coming is not None and region.arrived is not None
-        torch.cuda.current_stream(self.device).wait_event(region.arrived)
-        buffer, region.coming = region.coming, None
+    def receive(self, region: Region, piece: Piece) -> torch.Tensor:
+        """The bytes of a piece on the device, for the current stream."""
+        if piece.coming is None:
+            self.fetch(region, piece)
+        assert piece.coming is not None and piece.arrived is not None
+        torch.cuda.current_stream(self.device).wait_event(piece.arrived)
+        return self._taken(piece)
+
+    def _taken(self, piece: Piece) -> torch.Tensor:
+        """The memory that a piece comes back to, which leaves the window."""
+        assert piece.coming is not None
+        memory, piece.coming = piece.coming, None
         self.coming -= 1
-        self.coming_bytes -= buffer.numel()
-        return buffer
+        self.coming_bytes -= memory.numel()
+        return memory
 
     def forget(self, region: Region) -> None:
         """Takes back what a region that nobody can ask for any more has of the lane."""
+        last = region.pieces[-1].sent if region.pieces else None
+        if region.memory is not None and last is not None and not last.query():
+            region.memory.record_stream(self.out)
         if region.coming is not None:
             region.coming.record_stream(self.back)
-            self.coming -= 1
-            self.coming_bytes -= region.coming.numel()
-        if region.memory is not None and region.sent is not None:
-            if not region.sent.query():
-                region.memory.record_stream(self.out)
-            elif region.counters is not None:
-                region.note_used()
-        if region.buffer is not None:
-            self.buffers.give(region.buffer, region.arrived)
+        for piece in region.pieces:
+            if piece.coming is not None:
+                self._taken(piece).record_stream(self.back)
+            if piece.memory is not None and piece.sent is not None:
+                if not piece.sent.query():
+                    piece.memory.record_stream(self.out)
+                elif region.recipe is not None:
+                    piece.note_used(region.recipe)
+            if piece.buffer is not None:
+                self.buffers.give(piece.buffer, piece.arrived)

@@ -20,10 +20,10 @@ from .faults import Faults
 from .lane import Lane
 from .passes import Order, Pass
 from .planning import DEVICE, HOLD, KEEP
-from .region import Region
+from .region import Piece, Region
 
-LEAST_BYTES = 64 << 10
-WINDOW_BYTES = 256 << 20  # some milliseconds of the link
+LEAST_BYTES = 1 << 20  # of a smaller one the link's time is less than the host's, about 0.1 ms
+WINDOW_BYTES = 512 << 20  # some milliseconds of the link also where it is coded
 TO = ("host", "device")
 
 
@@ -117,6 +117,12 @@ class ActivationOffload:
             lane.buffers.release()
 
     @property
+    def is_settled(self) -> bool:
+        """Whether steps go on as they are now, unless what they save changes: codebooks are learned, and a budget's
+        plan is made."""
+        return self._chooser.is_settled
+
+    @property
     def pinned_bytes(self) -> int:
         """Pinned memory that it has."""
         return sum(lane.buffers.held_bytes for lane in self._lanes.values())
@@ -126,6 +132,7 @@ class ActivationOffload:
     def _pack(self, x: torch.Tensor) -> spans.Kept | _Saved:
         with self._lock:
             self.stats.tensors += 1
+            self._pass.mark(x.device)
             if self._is_offloaded(x):
                 with torch.no_grad():
                     found = self._save(x)
@@ -135,10 +142,14 @@ class ActivationOffload:
             return spans.Kept.of(x)
 
     def _unpack(self, saved: spans.Kept | _Saved) -> torch.Tensor:
-        if isinstance(saved, spans.Kept):
+        if isinstance(saved, spans.Kept) and self._pass.is_used and self._pass.clock is None:
             return saved.get()
         with self._lock, torch.no_grad():
-            return saved.view.of(saved.region.data())
+            if not self._pass.is_used:
+                self._pass.start()
+            found = saved.get() if isinstance(saved, spans.Kept) else saved.view.of(saved.region.data())
+            self._pass.mark(found.device)
+            return found
 
     def _is_offloaded(self, x: torch.Tensor) -> bool:
         """Whether a tensor may leave."""
@@ -156,7 +167,7 @@ class ActivationOffload:
         if found is None:
             return None
         span, view = found
-        if self._pass.alive == 0 and self._pass.uses:
+        if self._pass.alive == 0 and self._pass.is_used:
             self._begin_pass()
         region = self._shared(span) or self._new(x, span)
         if region is None:
@@ -204,49 +215,55 @@ class ActivationOffload:
             lane.free()
 
     def _fill(self, region: Region, mode: str, x: torch.Tensor, data: torch.Tensor) -> None:
-        """Codes a region, and sends it where it belongs."""
-        lane, notes = region.lane, self._pass.recorder(x.device)
+        """Codes a region, and sends it where it belongs, piece by piece."""
+        notes = self._pass.recorder(x.device)
         watch = None if notes is None else planning.Stopwatch(x.device)
-        if lane is not None and mode != HOLD:
-            lane.make_room(region.num_bytes)
-        if watch is not None:
-            watch.mark()
         if region.recipe is None:
+            if region.lane is not None and mode != HOLD:
+                region.lane.make_room(region.num_bytes)  # all of them stay until the last piece has left
             self.stats.raw_bytes += region.num_bytes
             region.memory, region.source = data, spans.Kept.of(x)
         else:
             self.stats.coded_bytes += region.num_bytes
-            region.memory = coding.memory_for(data)
-            coding.encode(data, region.recipe, region.memory)
-        self._move(region, mode)
+            region.recipe.begin()
+        for piece in region.pieces:
+            if region.recipe is not None and region.lane is not None and mode != HOLD:
+                region.lane.make_room(piece.num_bytes)
+            if watch is not None:
+                watch.mark()
+            if region.recipe is not None:
+                part = data[piece.start : piece.end]
+                piece.memory = coding.memory_for(part)
+                coding.encode(part, region.recipe, piece.memory)
+            if watch is not None:
+                watch.mark()
+            if mode != HOLD:
+                self._move(region, piece, mode)
         if watch is not None and notes is not None:
-            watch.mark()
             coded_bytes = None if region.recipe is None else region.expected_bytes
             notes.saves.append(planning.Save(region.number, region.num_bytes, coded_bytes, watch.marks))
 
-    def _move(self, region: Region, mode: str) -> None:
+    def _move(self, region: Region, piece: Piece, mode: str) -> None:
         lane = region.lane
-        if mode == HOLD:
-            return
         if lane is None:
-            self.stats.device_bytes += region.trim()
+            self.stats.device_bytes += region.trim(piece)
         elif mode == DEVICE:
-            lane.keep(region)
-            self.stats.device_bytes += region.expected_bytes
+            self.stats.device_bytes += lane.keep(region, piece)
         else:
             try:
-                self.stats.sent_bytes += lane.send(region)
+                self.stats.sent_bytes += lane.send(region, piece)
             except _memory.PinningError as error:  # it stays
                 _memory.warn_of_pageable(error)
 
     def _begin_pass(self) -> None:
         self._faults.check()
-        if self._pass.uses:
-            self._order.learn(self._pass.uses)
-            if self._pass.alive == 0:
-                self._chooser.note_pass(self._pass.num_bytes, self._pass.recorders, self._passes)
+        ended = self._pass
+        if ended.uses:
+            self._order.learn(ended.uses)
+        if ended.is_used and ended.alive == 0:
+            self._chooser.note_pass(ended.num_bytes, ended.recorders, ended.clock, self._passes)
         self._known.drop_expired()
-        self._pass = Pass(self, self._chooser.is_measuring)
+        self._pass = Pass(self, self._chooser.is_measuring, self._chooser.clock())
         self._passes += 1
 
     def _lane_of(self, device: torch.device) -> Lane | None:
@@ -298,8 +315,8 @@ def offload_activations(
             leave.
         coded: False: they go as they are.
         least_bytes: smaller tensors stay as they are.
-        window_bytes: of device memory that may be on its way to the host, and as much on its way back. Three tensors
-            may take more.
+        window_bytes: of device memory that may be on its way to the host, and as much on its way back. Two pieces of
+            32 MiB may be in any case.
         device: of the tensors that leave. None: all CUDA devices; where torch sees none, the CPU, whose saved tensors
             are kept coded.
 

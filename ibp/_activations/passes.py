@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from .planning import Recorder
+from .planning import Clock, Recorder
 from .region import Region
 
 if TYPE_CHECKING:
+    from .lane import Lane
     from .offload import ActivationOffload
 
 
@@ -24,6 +26,10 @@ class Order:
     def learn(self, numbers: list[int]) -> None:
         self._numbers = numbers
         self._positions = {number: position for position, number in enumerate(numbers)}
+
+    def all(self, count: int) -> range | list[int]:
+        """Numbers of a pass of so many."""
+        return self._numbers or range(count - 1, -1, -1)
 
     def after(self, number: int) -> range | list[int]:
         """Numbers of what comes next."""
@@ -40,11 +46,13 @@ class Pass:
         alive: regions that something may ask for.
         numbers, num_bytes: how many regions there were and their bytes, those that stay as they are counted.
         recorders: what is measured, by device.
+        clock: of the pass; None: it is not timed.
+        is_used: whether anything was asked for since it began.
         uses: numbers of regions in the order of their first use.
     """
 
-    def __init__(self, offload: ActivationOffload, is_measured: bool) -> None:
-        self.offload = offload
+    def __init__(self, offload: ActivationOffload, is_measured: bool, clock: Clock | None = None) -> None:
+        self.offload, self.clock, self.is_used = offload, clock, False
         self.alive = self.numbers = self.num_bytes = 0
         self.recorders: dict[torch.device, Recorder] = {}
         self._is_measured = is_measured
@@ -62,20 +70,42 @@ class Pass:
         """Where marks of a device go; None: nothing is measured."""
         return self.recorders.setdefault(device, Recorder()) if self._is_measured else None
 
+    def mark(self, device: torch.device) -> None:
+        """Notes that a tensor of a device is saved or asked for now; not while a graph is captured."""
+        if self.clock is not None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self.clock.mark(device)
+
     def use(self, region: Region) -> None:
         """Notes that a region is asked for."""
         if region.uses == 0:
             self.uses.append(region.number)
 
-    def prefetch(self, region: Region) -> None:
-        """Starts bringing what comes after a region."""
-        lane = region.lane
-        if lane is None:
-            return
-        for number in self.offload._order.after(region.number):
-            following = self._regions[number]() if number in self._regions else None
-            if following is None or following.lane is not lane or not following.is_away:
+    def prefetch(self, region: Region, first: int) -> None:
+        """Starts bringing pieces of a region, from the first-th on, and what comes after the region."""
+        if region.lane is not None and self._fetch(region, first):
+            self._fetch_all(self.offload._order.after(region.number), region.lane)
+
+    def start(self) -> None:
+        """Notes that something is asked for; what is asked for first starts to come."""
+        self.is_used = True
+        for lane in self.offload._lanes.values():
+            self._fetch_all(self.offload._order.all(self.numbers), lane)
+
+    def _fetch_all(self, numbers: Iterable[int], lane: Lane) -> None:
+        """Starts bringing regions of a lane, as far as there is room."""
+        for number in numbers:
+            region = self._regions[number]() if number in self._regions else None
+            if region is not None and region.lane is lane and not self._fetch(region, 0):
+                return
+
+    def _fetch(self, region: Region, first: int) -> bool:
+        """Whether there is room for all pieces of a region from the first-th on that are away; they are on their way
+        then."""
+        for piece in region.pieces[first:]:
+            if not region.is_away(piece):
                 continue
-            if not lane.has_room_for(following):
-                break
-            lane.fetch(following)
+            assert region.lane is not None
+            if not region.lane.has_room_for(piece):
+                return False
+            region.lane.fetch(region, piece)
+        return True

@@ -3,7 +3,8 @@ them are coded and stay, or, where there is no memory for that, leave.
 
 The step is predicted for a plan as it would run: the device computes, codes and decodes in turn, each way of the link
 copies in turn, and both windows are bounded. Candidates go by what freeing a byte costs, with the link's time weighted
-by a price; the best plan over a few prices is taken.
+by a price; the best plan over a few prices is taken. What a prediction leaves out, such as the host's time and copies
+that slow computing down, is the drag: a share of the coders' and the link's time, found by a comparison of steps.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from .coding import PIECE_BYTES
+
 KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"  # as it is, coded on the device; on the host
 HOLD = "hold"  # coded on the device, all of its memory: for a step that is measured
-_PRICES = (0.0, 0.3, 1.0, 3.0, 10.0)  # of the link's time, in the device's
+_PRICES = (0.0, 0.5, 3.0)  # of the link's time, in the device's
 _ROUNDING = 1e-9  # of sums, as a share
-_MOST_PARTS = 128  # of a step, that are tried one by one
-LEAST_MOVING = 2  # regions that may be on their way, each way, however large: one is copied and one is next
+_MOST_PARTS = 32  # of a step, that are tried one by one
+LEAST_MOVING = 2  # pieces that may be on their way, each way, however large: one is copied and one is next
 _MARGIN = 0.5  # of a slowdown: what is predicted, for a step that varies
 Mark: TypeAlias = torch.cuda.Event | float
 
@@ -62,13 +65,26 @@ class Item:
     def sent(self, mode: str) -> int:
         return {RAW: self.num_bytes, CODED: self.coded_bytes or 0}.get(mode, 0)
 
+    def busy(self, mode: str, link: Link) -> tuple[float, float]:
+        """ms of the coder and the link, on the way out and back."""
+        sent, is_coded = 1e-6 * self.sent(mode), mode in (DEVICE, CODED)
+        return sent / link.out_gbps + self.encode * is_coded, sent / link.back_gbps + self.decode * is_coded
+
+
+class Predicted(NamedTuple):
+    """ms of a step, and the most bytes of saved tensors that are on the device in it."""
+
+    ms: float
+    peak_bytes: int
+
 
 @dataclass
 class Timeline:
-    """Items in the order of saving, and the order of use."""
+    """Items in the order of saving, and the order of use. drag: see above."""
 
     items: list[Item]
     uses: list[int]
+    drag: float = 0.0
 
     @property
     def computing(self) -> float:
@@ -76,51 +92,93 @@ class Timeline:
 
     def step(self, modes: Sequence[str], link: Link) -> float:
         """Predicted ms of the step."""
-        now, on_device = self._forward(modes, link)
-        return self._backward(modes, link, now, on_device)
+        return self.predict(modes, link).ms
 
-    def _forward(self, modes: Sequence[str], link: Link) -> tuple[float, set[int]]:
-        """(end of the forward pass, which items that leave have not done so by then)."""
-        now, free, held = 0.0, 0.0, 0
-        leaving: deque[tuple[int, int, float]] = deque()
-        for k, (item, mode) in enumerate(zip(self.items, modes)):
-            now += item.saved_after
-            if mode != KEEP:
-                while len(leaving) > LEAST_MOVING and held + item.num_bytes > link.window_bytes:
-                    _, size, end = leaving.popleft()
-                    held, now = held - size, max(now, end)
-            while mode == KEEP and leaving and leaving[0][2] <= now:
-                held -= leaving.popleft()[1]
+    def predict(self, modes: Sequence[str], link: Link) -> Predicted:
+        run = _Run(self, modes, link)
+        run.forward()
+        run.backward()
+        return Predicted(run.now, run.peak)
+
+    def busy(self, modes: Sequence[str], link: Link) -> float:
+        """ms of the coders and the link."""
+        return sum(sum(item.busy(mode, link)) for item, mode in zip(self.items, modes))
+
+
+class _Run:
+    """A step as it is predicted.
+
+    Attributes:
+        now: ms since its start.
+        held, peak: bytes on the device, and the most there were.
+    """
+
+    def __init__(self, timeline: Timeline, modes: Sequence[str], link: Link) -> None:
+        self.timeline, self.modes, self.link = timeline, modes, link
+        self.now, self.held, self.peak = 0.0, 0, 0
+        self._leaving: deque[tuple[int, float]] = deque()  # items, and when they will have left
+
+    def forward(self) -> None:
+        free = 0.0  # when the link has sent all
+        for k, (item, mode) in enumerate(zip(self.timeline.items, self.modes)):
+            self._advance(item.saved_after + self.timeline.drag * item.busy(mode, self.link)[0])
+            self._hold(item.num_bytes)
+            start = self.now
             if mode in (DEVICE, CODED):
-                now += item.encode
-            if mode in (RAW, CODED):
-                free = max(free, now) + item.sent(mode) / link.out_gbps * 1e-6
-                held += item.num_bytes
-                leaving.append((k, item.num_bytes, free))
-        return now, {k for k, _, _ in leaving}
+                self._advance(item.encode)
+            if mode == DEVICE:
+                self.held -= item.freed(mode)
+            if mode == RAW:
+                self._wait(free, self.link.window_bytes - item.num_bytes, item, mode)
+            if sent := item.sent(mode):
+                free = max(self.now, max(free, start) + self._ms(sent, self.link.out_gbps))
+                self._leaving.append((k, free))
+            if mode == CODED:
+                self._wait(free, self.link.window_bytes, item, mode)
 
-    def _backward(self, modes: Sequence[str], link: Link, now: float, on_device: set[int]) -> float:
-        wanted = deque(k for k in self.uses if modes[k] in (RAW, CODED) and k not in on_device)
-        arrived: dict[int, float] = {}
-        free, coming, count = 0.0, 0, 0
-        for k in self.uses:
-            item = self.items[k]
-            now += item.used_after
-            if wanted and wanted[0] == k:  # not fetched yet
-                wanted.popleft()
-                free = arrived[k] = max(free, now) + item.sent(modes[k]) / link.back_gbps * 1e-6
-                coming, count = coming + item.sent(modes[k]), count + 1
-            if k in arrived:
-                now, coming, count = max(now, arrived[k]), coming - item.sent(modes[k]), count - 1
-            if modes[k] in (DEVICE, CODED):
-                now += item.decode
-            while wanted:
-                size = self.items[wanted[0]].sent(modes[wanted[0]])
-                if count >= LEAST_MOVING and coming + size > link.window_bytes:
-                    break
-                free = arrived[wanted.popleft()] = max(free, now) + size / link.back_gbps * 1e-6
-                coming, count = coming + size, count + 1
-        return now
+    def _wait(self, free: float, room: int, item: Item, mode: str) -> None:
+        """Waits until so many bytes of the device's memory are on their way. free: when none are."""
+        room = max(room, LEAST_MOVING * min(PIECE_BYTES, item.num_bytes))
+        sent = int(room * item.sent(mode) / max(1, item.num_bytes))
+        self._advance(max(0.0, free - self._ms(sent, self.link.out_gbps) - self.now))
+
+    def backward(self) -> None:
+        items, modes, back = self.timeline.items, self.modes, self.link.back_gbps
+        stay = {k for k, _ in self._leaving}
+        away = [k for k in self.timeline.uses if items[k].sent(modes[k]) and k not in stay]
+        total = sum(items[k].sent(modes[k]) for k in away)
+        behind = set(away)
+        free, fetched, used = 0.0, 0, 0  # when the link has brought all that was asked for; bytes: those, and decoded
+        for k in self.timeline.uses:
+            item, mode = items[k], modes[k]
+            self.now += item.used_after + self.timeline.drag * item.busy(mode, self.link)[1]
+            if k in behind:
+                used += item.sent(mode)
+                if fetched < used:
+                    free, fetched = max(free, self.now) + self._ms(used - fetched, back), used
+                self.now = max(self.now, free - self._ms(fetched - used, back))
+            own = 0 if mode == KEEP or (mode == RAW and k in stay) else item.num_bytes  # beside what is held
+            coming = fetched - used
+            self.peak = max(self.peak, self.held + coming + own)
+            if k not in behind:
+                self.held -= item.coded_bytes or 0 if mode == DEVICE else item.num_bytes
+            self.now += item.decode if mode in (DEVICE, CODED) else 0.0
+            if fetched < (most := min(total, used + self.link.window_bytes)):
+                free, fetched = max(free, self.now) + self._ms(most - fetched, back), most
+
+    def _advance(self, ms: float) -> None:
+        """Lets time pass, in which copies come to their end."""
+        self.now += ms
+        while self._leaving and self._leaving[0][1] <= self.now:
+            self.held -= self.timeline.items[self._leaving.popleft()[0]].num_bytes
+
+    def _hold(self, num_bytes: int) -> None:
+        self.held += num_bytes
+        self.peak = max(self.peak, self.held)
+
+    @staticmethod
+    def _ms(num_bytes: int, gbps: float) -> float:
+        return 1e-6 * num_bytes / gbps
 
 
 def plan(
@@ -131,7 +189,8 @@ def plan(
     Args:
         link: None: there is no host to send to.
         device_bytes: that may stay on the device, at the least predicted time.
-        slowdown: share of the time of computing that the step may take longer, for the most bytes freed.
+        slowdown: share of the time of computing that the step may take longer, for the lowest peak: what frees
+            nothing when most is on the device stays.
     """
     found = []
     for price in _PRICES if link is not None else (0.0,):
@@ -140,15 +199,15 @@ def plan(
             found += search.within_bytes(device_bytes)
         if slowdown is not None:
             found.append(search.within_time(timeline.computing * (1 + _MARGIN * slowdown + _ROUNDING)))
+    reckoned = link or NO_LINK
     if slowdown is not None:
-        return max(found, key=lambda modes: _freed(timeline, modes))
-    reckoned = link or _NO_LINK
+        return min(found, key=lambda modes: timeline.predict(modes, reckoned)[::-1])
     total = sum(item.num_bytes for item in timeline.items)
     fitting = [modes for modes in found if total - _freed(timeline, modes) <= (device_bytes or 0)]
     return min(fitting or found, key=lambda modes: timeline.step(modes, reckoned))
 
 
-_NO_LINK = Link(1.0, 1.0, 0)
+NO_LINK = Link(1.0, 1.0, 0)
 
 
 def _freed(timeline: Timeline, modes: Sequence[str]) -> int:
@@ -173,7 +232,7 @@ class _Search:
         return min((RAW, CODED), key=lambda mode: self._price_of(item, mode))
 
     def _price_of(self, item: Item, mode: str) -> float:
-        link = self.link or _NO_LINK
+        link = self.link or NO_LINK
         return item.coder(mode) + self.price * item.sent(mode) * (1 / link.out_gbps + 1 / link.back_gbps) * 1e-6
 
     def _cost(self, k: int) -> float:
@@ -192,18 +251,42 @@ class _Search:
         return DEVICE if self.timeline.items[k].coded_bytes is not None else KEEP
 
     def within_time(self, limit: float) -> list[str]:
-        """Items in their order, those left out with which the step would take too long."""
-        modes = [KEEP] * len(self.order)
-        self._add(modes, self.order, lambda k: self.away[k], limit)
-        self._add(modes, [k for k in self.order if modes[k] == KEEP], self._on_device, limit)
+        """Items in their order, those left out with which the step would take too long, and those that free nothing;
+        in the time of these a second round may fit others."""
+        modes, useless = [KEEP] * len(self.order), set[int]()
+        for _ in range(2):
+            for mode_of in (lambda k: self.away[k], self._on_device):
+                self._add(modes, [k for k in self.order if modes[k] == KEEP and k not in useless], mode_of, limit)
+            useless.update(self._prune(modes, limit))
         return modes
+
+    def _prune(self, modes: list[str], limit: float) -> list[int]:
+        """Keeps what does not lower the peak, the last saved first. @return these items."""
+        link, found = self.link or NO_LINK, list[int]()
+        peak = self.timeline.predict(modes, link).peak_bytes
+        leaving = [k for k in range(len(modes)) if modes[k] != KEEP]
+        size = max(1, len(leaving) // _MOST_PARTS)
+        for end in range(len(leaving), 0, -size):
+            group = leaving[max(0, end - size) : end]
+            before = [modes[k] for k in group]
+            for k in group:
+                modes[k] = KEEP
+            without = self.timeline.predict(modes, link)
+            if without.peak_bytes <= peak and without.ms <= limit:
+                found, peak = found + group, without.peak_bytes
+                continue
+            for k, mode in zip(group, before):
+                modes[k] = mode
+        return found
 
     def _add(self, modes: list[str], group: Sequence[int], mode_of: Callable[[int], str], limit: float) -> None:
         """Changes the modes of all of a group, or, where that takes too long, of what is possible of each half."""
+        if not group:
+            return
         before = [modes[k] for k in group]
         for k in group:
             modes[k] = mode_of(k)
-        if self.timeline.step(modes, self.link or _NO_LINK) <= limit:
+        if self.timeline.step(modes, self.link or NO_LINK) <= limit:
             return
         for k, mode in zip(group, before):
             modes[k] = mode
@@ -237,7 +320,8 @@ def _largest(count: int, holds: Callable[[int], bool]) -> int:
 
 
 class Stopwatch:
-    """Marks of the work on a device's current stream: when computing ended, when coding began, when it ended."""
+    """Marks of the work on a device's current stream: when computing ended, and when coding of each piece began and
+    ended."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -245,18 +329,48 @@ class Stopwatch:
         self.mark()
 
     def mark(self) -> None:
-        if self._device.type != "cuda":
-            self.marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self.marks.append(event)
+        self.marks.append(_mark(self._device))
+
+
+class Clock:
+    """The time of a pass, from the first tensor that is saved to the last that comes back."""
+
+    def __init__(self) -> None:
+        self._marks: dict[torch.device, tuple[Mark, Mark]] = {}
+
+    def mark(self, device: torch.device) -> None:
+        """Notes that a tensor of a device is saved or asked for now."""
+        if device in self._marks:
+            first, last = self._marks[device]
+            self._marks[device] = first, _mark(device, last)
+        else:
+            self._marks[device] = _mark(device), _mark(device)
+
+    def ms(self) -> float | None:
+        """None: the devices are not done. It does not wait."""
+        if not all(isinstance(last, float) or last.query() for _, last in self._marks.values()):
+            return None
+        return max((_ms(first, last) for first, last in self._marks.values()), default=0.0)
+
+
+def _mark(device: torch.device, again: Mark | None = None) -> Mark:
+    """Now on a device's current stream. again: an event that is free."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = again if isinstance(again, torch.cuda.Event) else torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _ms(start: Mark, end: Mark) -> float:
     if isinstance(start, float) or isinstance(end, float):
         return 1e3 * (float(end) - float(start))  # type: ignore[arg-type]
     return start.elapsed_time(end)
+
+
+def _coding_ms(marks: list[Mark]) -> float:
+    """Time of the coders in the marks of a `Stopwatch`."""
+    return sum(_ms(start, end) for start, end in zip(marks[1::2], marks[2::2]))
 
 
 class Save(NamedTuple):
@@ -290,12 +404,12 @@ class Recorder:
         items: list[Item] = []
         position, end = {}, self.saves[0].marks[0]
         for save in self.saves:
-            computed, start, coded = save.marks
             position[save.number] = len(items)
-            items.append(Item(save.num_bytes, save.coded_bytes, _ms(end, computed), encode=_ms(start, coded)))
-            end = coded
+            computing, encode = _ms(end, save.marks[0]), _coding_ms(save.marks)
+            items.append(Item(save.num_bytes, save.coded_bytes, computing, encode=encode))
+            end = save.marks[-1]
         uses = [(position[number], marks) for number, marks in self.uses if number in position]
-        for k, (computed, start, decoded) in uses:
-            items[k].used_after, items[k].decode = _ms(end, computed), _ms(start, decoded)
-            end = decoded
+        for k, marks in uses:
+            items[k].used_after, items[k].decode = _ms(end, marks[0]), _coding_ms(marks)
+            end = marks[-1]
         return Timeline(items, [k for k, _ in uses]), [save.number for save in self.saves]
