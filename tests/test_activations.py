@@ -475,7 +475,8 @@ def freed(timeline, modes):
     return sum(item.freed(mode) for item, mode in zip(timeline.items, modes))
 
 
-def test_a_step_is_predicted():
+def test_a_step_is_predicted(monkeypatch):
+    monkeypatch.setattr(planning, "PIECE_BYTES", 32 * MB)
     line = timeline_of(100, 100, 100, 100)
     assert line.step(["keep"] * 4, LINK) == pytest.approx(8)
     assert line.step(["device", "keep", "keep", "keep"], LINK) == pytest.approx(8.2)

@@ -11,7 +11,7 @@ from .._calibration import Calibration
 from .._schemes import AnyCodebook, Request, measure
 
 ROW_BYTES = 4096
-PIECE_BYTES = 32 << 20  # 0.6 ms of the link: the first is on its way while the next is coded
+PIECE_BYTES = 64 << 20  # about a millisecond of the link: the first is on its way while the next is coded
 COUNTERS_BYTES = 64  # bytes of overflow in use; rows spilled and lost; 4 of a fault; 1 more: int64
 _ALIGNMENT = 64  # of overflow
 _SAMPLE_BYTES = 1 << 20
@@ -98,11 +98,27 @@ def _parts(memory: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, ...]:
     return counters, bases, lengths, memory[index_bytes(num_bytes) :]
 
 
+_fresh_of: dict[torch.device, torch.Tensor] = {}
+
+
+def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [at least num_bytes] on a device: counters and bases before anything is coded."""
+    found = _fresh_of.get(device)
+    if found is None or found.numel() < num_bytes:
+        counters = torch.zeros(COUNTERS_BYTES // 8, dtype=torch.int64, device=device)
+        bases = torch.full((max(num_bytes // 8, num_rows(PIECE_BYTES)),), -1, dtype=torch.int64, device=device)
+        found = torch.cat([counters, bases]).view(torch.uint8)
+        if found.is_cuda:
+            torch.cuda.current_stream(device).synchronize()  # other streams read it
+        _fresh_of[device] = found
+    return found
+
+
 def encode(data: torch.Tensor, recipe: Recipe, memory: torch.Tensor) -> None:
     """Codes data, uint8 [num_bytes], on the current stream."""
     counters, bases, lengths, overflow = _parts(memory, data.numel())
-    counters.zero_()
-    bases.fill_(-1)
+    end = COUNTERS_BYTES + 8 * lengths.numel()
+    memory[:end].copy_(_fresh(end, memory.device)[:end])
     used, counts, fault, _ = torch.split_with_sizes(counters, (1, 2, 4, 1))
     words, none = recipe.codebook.words(data.device), memory[:0]
     torch.ops.ibp.encode_into.default(

@@ -22,7 +22,7 @@ from .passes import Order, Pass
 from .planning import DEVICE, HOLD, KEEP
 from .region import Piece, Region
 
-LEAST_BYTES = 1 << 20  # of a smaller one the link's time is less than the host's, about 0.1 ms
+LEAST_BYTES = 1 << 20  # sending a smaller one takes the host longer than the link
 WINDOW_BYTES = 512 << 20  # some milliseconds of the link also where it is coded
 TO = ("host", "device")
 
@@ -306,17 +306,19 @@ def offload_activations(
             ...
 
     Bytes that several operations save leave once. Parameters, views of them and small tensors stay. With a budget the
-    first three passes measure sizes and times; then a plan says which tensors leave.
+    first three passes measure sizes and times; then a plan says which tensors leave; `is_settled` says when it is
+    final.
 
     Args:
         to: "host": pinned host memory; "device": coded tensors stay on the device.
         device_bytes: of saved tensors of a pass that may stay on each device, at the least predicted time.
-        slowdown: share of the time of computing that a step may take longer, 0.05 for 5 %, as predicted; the most bytes
-            leave.
+        slowdown: share of the time that a step may take longer, 0.05 for 5 %, for the lowest peak of memory. Steps that
+            follow the plan are timed and compared with some in which nothing leaves, where there is memory for these;
+            where they take longer than allowed the plan is corrected, and given up after a few times.
         coded: False: they go as they are.
         least_bytes: smaller tensors stay as they are.
         window_bytes: of device memory that may be on its way to the host, and as much on its way back. Two pieces of
-            32 MiB may be in any case.
+            64 MiB may be in any case.
         device: of the tensors that leave. None: all CUDA devices; where torch sees none, the CPU, whose saved tensors
             are kept coded.
 
