@@ -44,7 +44,7 @@ COLUMNS = (
 )
 PLAIN, SAVE_ON_CPU, RAW, RECOMPUTED, IBP = "plain", "save_on_cpu", "raw", "recomputed", "ibp"
 ON_DEVICE, BUDGET, RECOMPUTED_IBP = "on the device", "5 %", "recomputed + ibp"
-LEARNING_STEPS, MOST_LEARNING_STEPS, TIMED_STEPS = 3, 30, 3
+LEARNING_STEPS, MOST_LEARNING_STEPS, TIMED_STEPS = 3, 40, 3
 REPEATS = 5  # of a plain step, whose gradients may be other ones every time
 OFFLOADS = (IBP, BUDGET, RAW, RECOMPUTED_IBP, ON_DEVICE)
 STEP_SHARE, TIMES_SAVE_ON_CPU, SLOWDOWN = 1.1, 3.0, 0.05  # wanted of a step, over bound_ms; over save_on_cpu

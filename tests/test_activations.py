@@ -633,6 +633,22 @@ def test_a_plan_is_corrected_by_what_was_measured():
     assert plan.is_empty
 
 
+def test_times_of_passes_are_not_waited_for():
+    class Pending(Event):
+        def query(self):
+            return False
+
+    clock, gpu = planning.Clock(), torch.device("cuda", 0)
+    assert clock.ms() == 0
+    clock.mark(CPU)
+    clock.mark(CPU)
+    assert 0 <= clock.ms() < 1e4
+    clock._marks[gpu] = Event(), Pending()
+    assert clock.ms() is None
+    clock._marks[gpu] = Event(), Event()
+    assert clock.ms() == 1.0, "of the GPU"
+
+
 def test_a_plan_that_leaves_all_is_numbered_anew_in_each_step():
     net, x = on(CPU, torch.bfloat16, "swiglu")
     offload = offload_on(CPU, device_bytes=1 << 40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ _LEAST_SAVED = 0.05  # of the bytes; less is not worth coding
 _CHANGED = 0.1  # of the bytes that a pass saves: then the plan is made anew
 _HELD = 1.1  # bytes of free device memory for each saved byte, with which a pass is measured that sends nothing
 _LEARNING, _SETTLING, _MEASURING, _COMPARING, _TRYING, _PLANNED = range(6)
-_TIMED_PASSES = 2  # of a plan; the one before them, in which memory is taken, does not count
+_TIMED_PASSES = 3  # of a plan; the one before them, in which memory is taken, does not count
+_VARIATION = 0.9  # of a slowdown that passes may show, as later steps vary
 _MOST_CORRECTIONS, _LEAST_RISE, _LEAST_DRAG = 4, 1.5, 0.02
 
 
@@ -80,9 +82,9 @@ class _Trial:
         self._clocks.append(clock)
 
     def ms(self) -> float | None:
-        """The shortest; None: it is not known yet."""
+        """The median; None: it is not known yet."""
         found = [clock.ms() for clock in self._clocks[1:]]
-        return None if self.is_running or None in found else min(ms for ms in found if ms is not None)
+        return None if self.is_running or None in found else statistics.median(ms for ms in found if ms is not None)
 
 
 class Chooser:
@@ -211,7 +213,8 @@ class Chooser:
         """Makes plans anew whose passes take longer than allowed; after some times nothing leaves."""
         assert self._budget.slowdown is not None
         plans = self._plans.values()
-        if ms <= self._plain_ms * (1 + self._budget.slowdown) or all(plan.is_empty for plan in plans):
+        limit = self._plain_ms * (1 + _VARIATION * self._budget.slowdown)
+        if ms <= limit or all(plan.is_empty for plan in plans):
             self._phase = _PLANNED
             return
         self._corrections += 1

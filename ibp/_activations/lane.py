@@ -184,8 +184,7 @@ class Lane:
 
     def forget(self, region: Region) -> None:
         """Takes back what a region that nobody can ask for any more has of the lane."""
-        last = region.pieces[-1].sent if region.pieces else None
-        if region.memory is not None and last is not None and not last.query():
+        if region.memory is not None and any(piece.sent and not piece.sent.query() for piece in region.pieces):
             region.memory.record_stream(self.out)
         if region.coming is not None:
             region.coming.record_stream(self.back)

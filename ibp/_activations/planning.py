@@ -347,10 +347,13 @@ class Clock:
             self._marks[device] = _mark(device), _mark(device)
 
     def ms(self) -> float | None:
-        """None: the devices are not done. It does not wait."""
-        if not all(isinstance(last, float) or last.query() for _, last in self._marks.values()):
+        """None: the devices are not done. It does not wait. Saved tensors of the CPU do not count beside those of
+        GPUs."""
+        gpus = [marks for device, marks in self._marks.items() if device.type == "cuda"]
+        marked = gpus or list(self._marks.values())
+        if not all(isinstance(last, float) or last.query() for _, last in marked):
             return None
-        return max((_ms(first, last) for first, last in self._marks.values()), default=0.0)
+        return max((_ms(first, last) for first, last in marked), default=0.0)
 
 
 def _mark(device: torch.device, again: Mark | None = None) -> Mark:
@@ -412,4 +415,5 @@ class Recorder:
         for k, marks in uses:
             items[k].used_after, items[k].decode = _ms(end, marks[0]), _coding_ms(marks)
             end = marks[-1]
-        return Timeline(items, [k for k, _ in uses]), [save.number for save in self.saves]
+        order = list(dict.fromkeys(k for k, _ in uses))  # graphs that are retained ask twice
+        return Timeline(items, order), [save.number for save in self.saves]
