@@ -719,16 +719,16 @@ def linked(monkeypatch, small_pieces):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: None)
     monkeypatch.setattr(lane._memory, "empty", lambda size, *_, **__: torch.empty(size, dtype=torch.uint8))
 
-    def make(coded=True, to="host", window_bytes=1 << 16):
+    def make(coded=True, to="host", window_bytes=1 << 16, mode=None):
         offload = offload_on(CPU, coded=coded, to=to, window_bytes=window_bytes)
         offload._lanes[CPU] = lane.Lane(CPU, window_bytes)
-        mode = {"device": planning.DEVICE}.get(to, planning.CODED if coded else planning.RAW)
+        mode = mode or {"device": planning.DEVICE}.get(to, planning.CODED if coded else planning.RAW)
         monkeypatch.setattr(offload, "_lane_of", offload._lanes.get)
         chosen = offload._chooser._recipe
 
         def choose(number, data, dtype, passes):
             recipe = chosen(number, data, dtype, passes) if coded else None
-            return (mode if recipe is not None else planning.RAW), recipe
+            return (mode if recipe is not None or mode == planning.HOLD else planning.RAW), recipe
 
         monkeypatch.setattr(offload._chooser, "choose", choose)
         return offload
@@ -764,6 +764,21 @@ def test_pieces_go_over_a_link(linked, name, options):
     assert offload.pinned_bytes == held, "pinned memory is used again"
     offload.release()
     assert offload.pinned_bytes == 0
+
+
+def test_what_is_measured_is_held(linked):
+    net, x = on(CPU, torch.bfloat16, "vgg16")
+    wanted, offload = gradients(net, x), linked(mode=planning.HOLD)
+    offload._chooser._phase = choosing._MEASURING
+    assert_same_gradients(gradients(net, x, offload), wanted)
+    line, numbers = offload._pass.recorders[CPU].timeline()
+    assert offload.stats.sent_bytes == offload.stats.device_bytes == 0
+    assert sum(item.num_bytes for item in line.items) == offload._pass.num_bytes and len(numbers) == len(line.items)
+    assert sorted(line.uses) == list(range(len(numbers)))
+    for item in line.items:
+        assert item.saved_after >= 0 and item.used_after > 0
+        if item.coded_bytes is not None and item.num_bytes > coding.PIECE_BYTES:
+            assert item.encode > 0 and item.decode > 0 and item.coded_bytes < item.num_bytes
 
 
 @pytest.mark.parametrize("coded", [False, True])

@@ -17,7 +17,8 @@ _HELD = 1.1  # bytes of free device memory for each saved byte, with which a pas
 _LEARNING, _SETTLING, _MEASURING, _COMPARING, _TRYING, _PLANNED = range(6)
 _TIMED_PASSES = 3  # of a plan; the one before them, in which memory is taken, does not count
 _VARIATION = 0.9  # of a slowdown that passes may show, as later steps vary
-_MOST_CORRECTIONS, _LEAST_RISE, _LEAST_DRAG = 4, 1.5, 0.02
+_MOST_CORRECTIONS = 4
+_LEAST_RISE, _LEAST_DRAG = 1.5, 0.02  # of the drag, from one correction to the next
 
 
 @dataclass(frozen=True)
