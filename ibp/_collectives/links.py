@@ -18,8 +18,8 @@ from .staging import Slot
 
 _MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # that each rank sends
 _REPEATS, _IN_A_ROW = 3, 4
-_LEAST_GAIN = 1.03  # coding has to be so much faster by the model
-_CALL_S = 150e-6  # what a coded call takes longer to begin and end, about
+_LEAST_GAIN = 1.1  # coding has to be so much faster by the model
+_CALL_S = 450e-6  # what a coded call takes longer to begin and end, about, the host's wait for it included
 _PIECE_S = 80e-6  # what a piece takes longer than its bytes, about
 _MOST_PIECES = 16
 _CODING_AT_ONCE = 2  # ranks on a machine's CPU, where one alone was measured
