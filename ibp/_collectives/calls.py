@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,10 @@ def gather(
     codec: Codec | None,
     level: str,
     name: str,
+    is_known_to_fit: bool = False,
 ) -> dist.Work | None:
-    """The same. async_op: of torch's call; is_coded_async: of a coded one."""
+    """The same. async_op: of torch's call; is_coded_async: of a coded one; is_known_to_fit: later calls are, so that
+    the host does not wait for them."""
     check_options(codec, level)
     state, kind = state_of(group), kind_of("all_gather_into_tensor", input_tensor, codec, level, name)
     raw = functools.partial(raw_all_gather, movable(output_tensor), movable(input_tensor), group=group)
@@ -62,29 +64,48 @@ def gather(
                 f"{input_tensor.numel()} of input_tensor"
             )
 
-    load = Load(num_bytes, (state.size - 1) * num_bytes, (state.size - 1) * num_bytes)
+    moved = (state.size - 1) * num_bytes
+    load = Load(num_bytes, moved, moved, is_known_to_fit)
     plan = state.plan(group, kind, Call(input_tensor, load, check, codec))
     if plan.codec is None:
         return raw(async_op=async_op)
-    x, out = as_bytes(input_tensor), as_bytes(output_tensor).view(state.size, num_bytes)
-    others = [rank for rank in range(state.size) if rank != state.rank]
+    job = gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()))
+    work = run(job, state, is_coded_async)
+    copy_own(output_tensor, input_tensor, state)
+    return finished(work, is_coded_async)
+
+
+def gathering(
+    plan: Plan,
+    state: State,
+    group: dist.ProcessGroup | None,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    repair: Callable[[Status], None],
+    status: Status | None = None,
+) -> Job:
+    """An all-gather. repair, status: of the job."""
+    x, out, rank, size = as_bytes(input_tensor), as_bytes(output_tensor), state.rank, state.size
 
     def move(messages: Messages, memory: torch.Tensor) -> dist.Work | None:
-        mine = memory[messages.starts[state.rank] : messages.starts[state.rank + 1]]
+        mine = memory[messages.starts[rank] : messages.starts[rank + 1]]
         return raw_all_gather(memory, mine, group=group, async_op=True)
 
-    pieces = [
-        Piece(
-            messages_of(plan, [span.payload] * state.size, x.device),
-            [Part(state.rank, x[span.bytes])],
-            [Part(rank, out[rank, span.bytes]) for rank in others],
-        )
-        for span in spans_of(num_bytes, plan.num_pieces)
-    ]
-    job = Job(pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x, out))
-    work = run(job, state, is_coded_async)
-    _copy_own(out[state.rank], x)
-    return _finished(work, is_coded_async)
+    pieces = []
+    spans = spans_of(x.numel(), plan.num_pieces)
+    lengths = [span.bytes.stop - span.bytes.start for span in spans]
+    sent, received = x.split(lengths), out.split(lengths * size)
+    for k, span in enumerate(spans):
+        arriving = [Part(other, received[other * len(spans) + k]) for other in range(size) if other != rank]
+        messages = messages_of(plan, [span.payload] * size, x.device)
+        pieces.append(Piece(messages, [Part(rank, sent[k])], arriving))
+    return Job(pieces, move, repair, plan.note_lost, (x, out), status)
+
+
+def copy_own(output_tensor: torch.Tensor, input_tensor: torch.Tensor, state: State) -> None:
+    """What a rank gathers from itself."""
+    x = as_bytes(input_tensor)
+    _copy_own(as_bytes(output_tensor).narrow(0, state.rank * x.numel(), x.numel()), x)
 
 
 def broadcast(
@@ -119,7 +140,7 @@ def broadcast(
 
     pieces = pieces_of_one(plan, x, is_root)
     job = Job(pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x,))
-    return _finished(run(job, state, async_op), async_op)
+    return finished(run(job, state, async_op), async_op)
 
 
 def all_to_all_single(
@@ -172,7 +193,7 @@ def all_to_all_single(
     job = Job(pieces, exchange.move, exchange.repair, plan.note_lost, (*sent, *received))
     work = run(job, state, async_op)
     _copy_own(received[state.rank], sent[state.rank])
-    return _finished(work, async_op)
+    return finished(work, async_op)
 
 
 class _Splits:
@@ -330,7 +351,7 @@ def run(job: Job, state: State, is_async: bool = True) -> CodedWork:
         return CodedWork(job, state.staging(job.tensors[0].device), is_async)
 
 
-def _finished(work: CodedWork, is_async: bool) -> dist.Work | None:
+def finished(work: CodedWork, is_async: bool) -> dist.Work | None:
     if is_async:
         return work
     work.wait()

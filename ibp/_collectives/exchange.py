@@ -52,6 +52,8 @@ class Job:
         repair: does the call raw, where rows were lost; is given the status.
         note_lost: is told that there were lost rows.
         tensors: that the call reads and writes.
+        status: given where all rows are known to have room: then the host waits for nothing, and what is lost all the
+            same is noted there. None: the call has one of its own, and looks at it.
     """
 
     pieces: Sequence[Piece]
@@ -59,13 +61,15 @@ class Job:
     repair: Callable[[Status], None]
     note_lost: Callable[[], None]
     tensors: Sequence[torch.Tensor]
+    status: Status | None = None
 
 
 class CodedWork(Work):
     """A coded call that is under way.
 
     The result is there after `wait()`: on a GPU it waits on the host, unlike torch's own, as only there it is known
-    whether all rows had room. If not, they are sent again then: so ranks wait in the same order as they call.
+    whether all rows had room. If not, they are sent again then: so ranks wait in the same order as they call. Where
+    all rows are known to have room, the current stream waits, as for torch's own.
     """
 
     def __init__(self, job: Job, staging: Staging, is_async: bool) -> None:
@@ -74,12 +78,14 @@ class CodedWork(Work):
         self._job: Job | None = None
         self._staging, self._pending = staging, deque[tuple[Piece, Slot, dist.Work | None]]()
         self._error: Exception | None = None
-        self._status = job.pieces[0].messages.status()
+        self._is_known, self._status = job.status is not None, job.status or job.pieces[0].messages.status()
+        self._done = torch.cuda.Event() if staging.on_gpu and self._is_known else self._status.done
         if staging.coding is not None and staging.decoding is not None:
             staging.coding.wait_stream(torch.cuda.current_stream(staging.device))
         self._job = job
         with on(staging.coding):
-            self._status.data.zero_()
+            if not self._is_known:
+                self._status.data.zero_()
             for piece in job.pieces:
                 self._start(job, piece)
                 if len(self._pending) > _LAG and (staging.on_gpu or not is_async):
@@ -106,13 +112,19 @@ class CodedWork(Work):
             if work is not None:
                 with all_taking_part():
                     work.wait()
-            if piece is job.pieces[0]:
+            if piece is job.pieces[0] and not self._is_known:
                 piece.messages.note_heads(slot, self._status)
             for part in piece.received:
                 piece.messages.decode(slot, part, self._status, max_sms)
             if piece is job.pieces[-1]:
-                self._status.record()
+                self._record()
             self._staging.leave(slot)
+
+    def _record(self) -> None:
+        if not self._is_known:
+            self._status.record()
+        elif self._done is not None:
+            self._done.record()
 
     def _finish_pieces(self, job: Job) -> None:
         while self._pending:
@@ -120,8 +132,8 @@ class CodedWork(Work):
 
     def is_completed(self) -> bool:
         """Whether `wait()` waits for no other rank, unless rows are to be sent again."""
-        if self._status.done is not None:
-            return self._job is None or self._status.done.query()
+        if self._done is not None:
+            return self._job is None or self._done.query()
         return all(work is None or work.is_completed() for _, _, work in self._pending)
 
     def is_success(self) -> bool:
@@ -147,9 +159,12 @@ class CodedWork(Work):
     def _arrive(self, job: Job, seconds: float) -> None:
         self._finish_pieces(job)
         status, messages = self._status, job.pieces[0].messages
-        if status.done is not None:
-            _synchronize(status.done, seconds)
-            torch.cuda.current_stream(self._staging.device).wait_event(status.done)
+        if self._done is not None:
+            if not self._is_known:
+                _synchronize(self._done, seconds)
+            torch.cuda.current_stream(self._staging.device).wait_event(self._done)
+        if self._is_known:
+            return
         status.read()
         is_strange, is_lost = status.strange(messages.codec.fingerprint), status.any_lost()
         if is_strange:

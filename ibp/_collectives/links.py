@@ -52,11 +52,13 @@ class Rates:
 
 @dataclass(frozen=True)
 class Load:
-    """What a call is to a rank: original bytes that it codes, that arrive, and that it decodes."""
+    """What a call is to a rank: original bytes that it codes, that arrive, and that it decodes. is_known_to_fit: the
+    host does not wait for the call."""
 
     coded: int
     moved: int
     decoded: int
+    is_known_to_fit: bool = False
 
 
 def measure(members: Group) -> Link:

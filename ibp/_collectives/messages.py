@@ -40,18 +40,21 @@ class Status:
         count: of messages.
         num_coded: of them.
         device: that writes it.
+        data: int64 [status_entries(count, num_coded)], that it lies in; None: it has its own.
     """
 
-    def __init__(self, count: int, num_coded: int, device: torch.device) -> None:
+    def __init__(self, count: int, num_coded: int, device: torch.device, data: torch.Tensor | None = None) -> None:
         self._count = count
-        self.data = torch.empty(_ENTRIES * (count + 1) + num_coded, dtype=torch.int64, device=device)
+        entries = status_entries(count, num_coded)
+        self.data = torch.empty(entries, dtype=torch.int64, device=device) if data is None else data
         of_messages = self.data[: _ENTRIES * count].view(count, _ENTRIES)
         self.counts = [row[:_FAULT] for row in of_messages]
         self.faults = [row[_FAULT : _FAULT + 4] for row in of_messages]
         self.unused = self.data[_ENTRIES * count : _ENTRIES * count + 4]  # where the coder would note wrong ids
         self.heads = self.data[_ENTRIES * (count + 1) :]  # fingerprints of the codecs of coded messages
-        self._seen = torch.empty(len(self.data), dtype=torch.int64, pin_memory=True) if self.data.is_cuda else self.data
-        self.done = torch.cuda.Event() if self.data.is_cuda else None
+        is_pinned = self.data.is_cuda and data is None
+        self._seen = torch.empty(entries, dtype=torch.int64, pin_memory=True) if is_pinned else self.data
+        self.done = torch.cuda.Event() if is_pinned else None
         self._values: list[int] = []
 
     def record(self) -> None:
@@ -78,6 +81,17 @@ class Status:
     def strange(self, fingerprint: int) -> bool:
         """Whether a message came from another codec."""
         return any(head != fingerprint for head in self._values[_ENTRIES * (self._count + 1) :])
+
+
+def status_entries(count: int, num_coded: int) -> int:
+    return _ENTRIES * (count + 1) + num_coded
+
+
+def lost_and_missing(statuses: torch.Tensor) -> torch.Tensor:
+    """Of each of the statuses, int64 [n, status_entries(count, 0)]: whether rows that were coded here had no room, and
+    whether ones that came lack: int64 [2, n] of 0 and 1."""
+    entries = statuses.view(len(statuses), -1, _ENTRIES)[:, :-1]
+    return torch.stack([entries[:, :, _LOST].ne(0).any(1), entries[:, :, _FAULT].ne(0).any(1)]).to(torch.int64)
 
 
 class Messages:

@@ -158,9 +158,14 @@ class State:
         if plan.codec is not None and plan.is_due():
             members = _group.Group(group)
             if any(members.together(kind.what, lambda: known.has_lost)):
-                self._learned.setdefault(_key_of(kind), _Learned(None)).is_stale = True
+                self.forget(kind)
                 self.plans[kind] = plan = self._agree(members, kind, call, plan.num_calls)
         return plan
+
+    def forget(self, kind: Kind) -> None:
+        """The codec of calls of a kind is learned anew. On all ranks at the same time."""
+        self._learned.setdefault(_key_of(kind), _Learned(None)).is_stale = True
+        self.plans.pop(kind, None)
 
     def _compare(self, members: _group.Group, kind: Kind, call: Call) -> None:
         """Raises on all ranks unless they make the same call by the same plan: gloo ends a process that is sent more
