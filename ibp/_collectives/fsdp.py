@@ -246,7 +246,7 @@ def _all_gather_inputs(params: Sequence[Any]) -> list[torch.Tensor]:
     """What torch copies into an all-gather's input, one behind the other."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_param_all_gather_inputs
 
-    return [x for inputs in _get_param_all_gather_inputs(params) for x in inputs]
+    return [x for inputs in _get_param_all_gather_inputs(list(params)) for x in inputs]
 
 
 def _no_repair(status: Status) -> None:
