@@ -11,7 +11,7 @@ import torch.distributed as dist
 from .codec import Codec, as_bytes
 from .exchange import CodedWork, Job, Piece
 from .links import Load, raw_all_gather
-from .messages import Messages, Part, Span, Status, spans_of
+from .messages import Memory, Messages, Part, Span, Status, spans_of
 from .planning import LEAST_BYTES, LEVELS, RAW, Call, Kind, Plan, State, state_of
 
 _NOMINAL_BYTES = 64 << 20  # that calls with sizes of their own are expected to move
@@ -87,9 +87,8 @@ def gathering(
     """An all-gather. repair, status: of the job."""
     x, out, rank, size = as_bytes(input_tensor), as_bytes(output_tensor), state.rank, state.size
 
-    def move(messages: Messages, memory: torch.Tensor) -> dist.Work | None:
-        mine = memory[messages.starts[rank] : messages.starts[rank + 1]]
-        return raw_all_gather(memory, mine, group=group, async_op=True)
+    def move(messages: Messages, memory: Memory) -> dist.Work | None:
+        return raw_all_gather(memory.whole, memory.each[rank], group=group, async_op=True)
 
     pieces = []
     spans = spans_of(x.numel(), plan.num_pieces)
@@ -135,8 +134,8 @@ def broadcast(
         return raw(async_op=async_op)
     x, is_root = as_bytes(tensor), state.rank == root
 
-    def move(messages: Messages, memory: torch.Tensor) -> dist.Work | None:
-        return dist.broadcast(memory, group=group, group_src=root, async_op=True)
+    def move(messages: Messages, memory: Memory) -> dist.Work | None:
+        return dist.broadcast(memory.whole, group=group, group_src=root, async_op=True)
 
     pieces = pieces_of_one(plan, x, is_root)
     job = Job(pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x,))
@@ -229,9 +228,9 @@ class _Splits:
         )
         return Piece(messages, sent, received)
 
-    def move(self, messages: Messages, memory: torch.Tensor) -> dist.Work | None:
+    def move(self, messages: Messages, memory: Memory) -> dist.Work | None:
         to, back = messages.sizes[: self.state.size], messages.sizes[self.state.size :]
-        ours, theirs = memory.split([sum(to), sum(back)])
+        ours, theirs = memory.whole.split([sum(to), sum(back)])
         return dist.all_to_all_single(theirs, ours, back, to, group=self.group, async_op=True)
 
     @property

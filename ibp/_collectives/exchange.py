@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .._group import all_taking_part
-from .messages import Messages, Part, Status
+from .messages import Memory, Messages, Part, Status
 from .staging import Slot, Staging, on
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Job:
     """
 
     pieces: Sequence[Piece]
-    move: Callable[[Messages, torch.Tensor], dist.Work | None]
+    move: Callable[[Messages, Memory], dist.Work | None]
     repair: Callable[[Status], None]
     note_lost: Callable[[], None]
     tensors: Sequence[torch.Tensor]

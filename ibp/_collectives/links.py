@@ -12,19 +12,19 @@ import torch.distributed as dist
 
 from .. import _calibration, _choice
 from .._group import Group
-from .codec import Codec
-from .messages import Messages, Part
-from .staging import Slot
+from .codec import ROW_BYTES, Codec, as_bytes, learned
+from .exchange import CodedWork, Job, Piece
+from .messages import Memory, Messages, Part, shares_of
+from .staging import Slot, Staging
 
 _MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # that each rank sends
 _REPEATS, _IN_A_ROW = 3, 4
 _LEAST_GAIN = 1.1  # coding has to be so much faster by the model
-_CALL_S = 450e-6  # what a coded call takes longer to begin and end, about, the host's wait for it included
-_PIECE_S = 80e-6  # what a piece takes longer than its bytes, about
+_CALL_S, _PIECE_S = 450e-6, 80e-6  # see `Link`, where they were not measured: about what two H200s take
+_LEAST_S = 20e-6  # a shorter time was measured wrongly
+_SMALL_BYTES, _SMALL_CALLS, _SMALL_PIECES = 256 << 10, 10, 3  # of a piece, in a row, of a call, to measure these times
 _MOST_PIECES = 16
 _CODING_AT_ONCE = 2  # ranks on a machine's CPU, where one alone was measured
-_LEAST_CODING_S = 1e-4  # from which on a call is divided
-_FIRST_SHARE = 1 / 8  # of a piece, that the first and the last one have
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,15 @@ class Link:
 
     Attributes:
         gbps: bytes that arrive at a rank, 10^9 a second.
+        call_s: seconds that a coded call takes longer to begin and end than torch's, with the host's wait for it.
+        piece_s: seconds that each piece of a call takes longer than its bytes.
     """
 
     __module__ = "ibp.distributed"
 
     gbps: float
+    call_s: float = _CALL_S
+    piece_s: float = _PIECE_S
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,38 @@ class Load:
     is_known_to_fit: bool = False
 
 
-def measure(members: Group) -> Link:
-    """The rate of all-gathers in a group. A collective call; all ranks get the same."""
+def measure(members: Group, staging: Staging) -> Link:
+    """What all-gathers of a group take. A collective call; all ranks get the same."""
     size = _MEASURED_BYTES[members.device.type]
     sent = torch.zeros(size, dtype=torch.uint8, device=members.device)
     out = torch.empty(members.size * size, dtype=torch.uint8, device=members.device)
     seconds = _seconds(members, lambda: raw_all_gather(out, sent, group=members.process_group))
-    slowest = max(members.together("measure_link", lambda: seconds))
-    return Link(max(1, members.size - 1) * size / slowest / 1e9)
+    times = seconds, *_times_of_coded(members, staging)
+    slowest, call_s, piece_s = (max(of) for of in zip(*members.together("measure_link", lambda: times)))
+    return Link(max(1, members.size - 1) * size / slowest / 1e9, call_s, piece_s)
+
+
+def _times_of_coded(members: Group, staging: Staging) -> tuple[float, float]:
+    """`Link.call_s` and `piece_s`, by small calls."""
+    x = torch.randn(_SMALL_BYTES // 2, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codec = learned(as_bytes(x).view(-1, ROW_BYTES), x.dtype, "default")
+    assert codec is not None  # of such numbers
+    data, group = as_bytes(x).to(members.device), members.process_group
+    out = data.new_empty(members.size, len(data))
+    messages = Messages(codec, [len(data)] * members.size, 1, data.device)
+    arriving = [Part(rank, out[rank]) for rank in range(members.size) if rank != members.rank]
+
+    def move(messages: Messages, memory: Memory) -> dist.Work | None:
+        return raw_all_gather(memory.whole, memory.each[members.rank], group=group, async_op=True)
+
+    def call(count: int) -> None:
+        pieces = [Piece(messages, [Part(members.rank, data)], arriving) for _ in range(count)]
+        CodedWork(Job(pieces, move, lambda status: None, lambda: None, (data, out)), staging, False).wait()
+
+    raw_s = _seconds(members, lambda: raw_all_gather(out.view(-1), data, group=group), _SMALL_CALLS)
+    one_s, more_s = (_seconds(members, lambda: call(count), _SMALL_CALLS) for count in (1, _SMALL_PIECES))
+    piece_s = max(_LEAST_S, (more_s - one_s) / (_SMALL_PIECES - 1))
+    return max(_LEAST_S, one_s - raw_s - piece_s), piece_s
 
 
 def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dist.Work | None:
@@ -77,17 +105,18 @@ def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dis
     return gather(out, x, **options)
 
 
-def _seconds(members: Group, call: Callable[[], object]) -> float:
+def _seconds(members: Group, call: Callable[[], object], in_a_row: int = _IN_A_ROW) -> float:
     """Of a call among several in a row, the shortest."""
     times = []
+    call()
     for _ in range(_REPEATS):
         dist.barrier(group=members.process_group)
         _synchronize(members.device)
         start = time.perf_counter()
-        for _ in range(_IN_A_ROW):
+        for _ in range(in_a_row):
             call()
         _synchronize(members.device)
-        times.append((time.perf_counter() - start) / _IN_A_ROW)
+        times.append((time.perf_counter() - start) / in_a_row)
     return min(times)
 
 
@@ -104,10 +133,19 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
     return _measured(codec, rows)
 
 
-def num_pieces(rates: Rates, load: Load) -> int:
+def num_pieces(rates: Rates, load: Load, link: Link | None = None) -> int:
     """In how many pieces a call is divided: the more coding there is to hide behind the link, the more."""
-    coding_s = _coding_s(rates, load)
-    return 1 if coding_s < _LEAST_CODING_S else max(3, min(_MOST_PIECES, 1 + round(math.sqrt(coding_s / _PIECE_S))))
+    piece_s = _PIECE_S if link is None else link.piece_s
+    many = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / piece_s))))
+    return min((1, 2, many), key=lambda count: _exposed_s(rates, load, count) + count * piece_s)
+
+
+def _exposed_s(rates: Rates, load: Load, count: int) -> float:
+    """Seconds of coding and decoding that so many pieces do not hide: of the first and of the last one."""
+    if count == 1 or not rates.hides:
+        return _coding_s(rates, load)
+    shares = shares_of(count)
+    return load.coded * shares[0] / rates.encode_gbps / 1e9 + load.decoded * shares[-1] / rates.decode_gbps / 1e9
 
 
 def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
@@ -115,10 +153,10 @@ def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
     behind it in part only: then the coders and the link take multiprocessors and memory from each other."""
     if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
         return 0.0
-    count, coding_s = num_pieces(rates, load), _coding_s(rates, load)
+    count = num_pieces(rates, load, link)
     moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
-    exposed = _FIRST_SHARE / (count - 2 + 2 * _FIRST_SHARE) if count > 2 and rates.hides else 1.0
-    return load.moved / link.gbps / 1e9 / (moving_s + coding_s * exposed + _CALL_S + count * _PIECE_S)
+    other_s = _exposed_s(rates, load, count) + count * link.piece_s + (0 if load.is_known_to_fit else link.call_s)
+    return load.moved / link.gbps / 1e9 / (moving_s + other_s)
 
 
 def _coding_s(rates: Rates, load: Load) -> float:

@@ -13,8 +13,10 @@ from .codec import ROW_BYTES, Codec, rows_of
 from .staging import Slot
 
 _ALIGNMENT = 64  # bytes
-_EDGE = 8  # times smaller than others are the first and the last piece
+_EDGE = 8  # times smaller than others are the first and the last of many pieces
+_FIRST_OF_TWO = 4  # pieces that are as large as the first one: coding it takes longer than decoding the second one
 _COUNTERS, _FINGERPRINT = 8, 7  # int64 at the start of a place, and the one of them that places leave alone
+_WHOLE = -1  # instead of a message's number
 _ENTRIES, _LOST, _FAULT = 8, 1, 2  # of a message in a status: rows spilled and lost, and a fault of 4
 
 
@@ -23,6 +25,13 @@ class Part(NamedTuple):
 
     message: int
     data: torch.Tensor
+
+
+class Memory(NamedTuple):
+    """Of messages in a slot: of all of them, and of each."""
+
+    whole: torch.Tensor
+    each: Sequence[torch.Tensor]
 
 
 class _Bound(NamedTuple):
@@ -121,9 +130,13 @@ class Messages:
             return self.codec.message_bytes(rows_of(payload))
         return -(-payload // _ALIGNMENT) * _ALIGNMENT
 
-    def of(self, slot: Slot) -> torch.Tensor:
-        """The memory of all messages in a slot."""
-        return slot.memory[: self.num_bytes]
+    def of(self, slot: Slot) -> Memory:
+        """The memory of the messages in a slot."""
+        known = slot.bound.setdefault(self, {})
+        if _WHOLE not in known:
+            whole = slot.memory[: self.num_bytes]
+            known[_WHOLE] = Memory(whole, whole.split(self.sizes))
+        return known[_WHOLE]
 
     def status(self) -> Status:
         """One that no other call has."""
@@ -135,9 +148,8 @@ class Messages:
     def code(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
         """Codes a part of a tensor into its message."""
         k, data = part
-        start = self.starts[k]
         if not self.is_coded[k]:
-            slot.memory[start : start + data.numel()].copy_(data)
+            self.of(slot).each[k][: data.numel()].copy_(data)
             return
         bound = self._bind(slot, k)
         bound.start.copy_(self._empty[self.payloads[k]])  # on the coding stream, as all that is done with `_empty`
@@ -146,21 +158,20 @@ class Messages:
     def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
         """Writes what a message carries to where it belongs."""
         k, data = part
-        start = self.starts[k]
         if not self.is_coded[k]:
-            data.copy_(slot.memory[start : start + data.numel()])
+            data.copy_(self.of(slot).each[k][: data.numel()])
             return
         bound = self._bind(slot, k)
         torch.ops.ibp.decode_bytes.default(*bound.decode, 0, data.numel(), max_sms, data, status.faults[k])
 
     def note_heads(self, slot: Slot, status: Status) -> None:
         """Notes in the status which codecs have coded the messages."""
-        torch.index_select(self.of(slot).view(torch.int64), 0, self._heads, out=status.heads)
+        torch.index_select(self.of(slot).whole.view(torch.int64), 0, self._heads, out=status.heads)
 
     def _bind(self, slot: Slot, k: int) -> _Bound:
         known = slot.bound.setdefault(self, {})
         if k not in known:
-            mine = slot.memory[self.starts[k] : self.starts[k + 1]]
+            mine = self.of(slot).each[k]
             place = self._place(mine, self.payloads[k])
             *encode, _ = place._arguments
             known[k] = _Bound(_start_of(place, mine), tuple(encode), place._table_arguments)
@@ -192,15 +203,30 @@ class Span(NamedTuple):
 
 
 def spans_of(num_bytes: int, count: int) -> list[Span]:
-    """At most `count` pieces of whole rows. The first and the last of three or more have an eighth of the others' size:
-    coding the one and decoding the other are not hidden behind the link."""
+    """At most `count` pieces of whole rows. The first and the last of three or more have an eighth of the others' size,
+    the first of two a quarter of the tensor: coding the first one and decoding the last one are not hidden behind the
+    link."""
     rows, inner = rows_of(num_bytes), max(1, count - 2)
-    step = max(1, -(-rows * _EDGE // (inner * _EDGE + 2))) if count > 2 else max(1, -(-rows // max(1, count)))
-    edge = -(-step // _EDGE) if count > 2 else step
+    if count > 2:
+        step = max(1, -(-rows * _EDGE // (inner * _EDGE + 2)))
+        edge = -(-step // _EDGE)
+        payloads = [edge, *[step] * inner, edge]
+    elif count == 2:
+        first = max(1, rows // _FIRST_OF_TWO)
+        payloads = [first, max(1, rows - first)]
+    else:
+        payloads = [max(1, rows)]
     spans, first = [], 0
-    for k in range(count):
-        payload = (edge if k in (0, count - 1) else step) * ROW_BYTES
+    for payload in payloads:
         if first < num_bytes:
-            spans.append(Span(slice(first, min(first + payload, num_bytes)), payload))
-        first += payload
+            stop = min(first + payload * ROW_BYTES, num_bytes)
+            spans.append(Span(slice(first, stop), payload * ROW_BYTES))
+        first += payload * ROW_BYTES
     return spans
+
+
+def shares_of(count: int) -> tuple[float, float]:
+    """Of a large tensor's bytes: what the first and the last of two or more pieces have."""
+    if count == 2:
+        return 1 / _FIRST_OF_TWO, 1 - 1 / _FIRST_OF_TWO
+    return (1 / ((count - 2) * _EDGE + 2),) * 2

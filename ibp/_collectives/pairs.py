@@ -19,7 +19,7 @@ from .calls import check_options, check_tensors, kind_of, movable, pieces_of_one
 from .codec import Codec, as_bytes, sample_of
 from .exchange import CodedWork, Job, Work
 from .links import Load
-from .messages import Messages
+from .messages import Memory, Messages
 from .planning import RAW, Kind, Pair, Plan, State
 
 _NOTE_BYTES = 1 << 14  # of a note: a longer one says that tensors are raw
@@ -47,8 +47,8 @@ class Way(NamedTuple):
             return dist.isend(data, group=self.group, tag=self.tag, group_dst=self.peer)
         return dist.irecv(data, group=self.group, tag=self.tag, group_src=self.peer)
 
-    def move_message(self, messages: Messages, memory: torch.Tensor) -> dist.Work | None:
-        return self.move(memory)
+    def move_message(self, messages: Messages, memory: Memory) -> dist.Work | None:
+        return self.move(memory.whole)
 
     def move_now(self, data: torch.Tensor) -> None:
         _wait(self.move(data))

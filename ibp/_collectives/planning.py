@@ -140,7 +140,7 @@ class State:
     def measure(self, members: _group.Group, refresh: bool = False) -> Link:
         """How fast the group is, measured once. A collective call."""
         if self.link is None or refresh:
-            self.link = links.measure(members)
+            self.link = links.measure(members, self.staging(members.device))
         return self.link
 
     def plan(self, group: dist.ProcessGroup | None, kind: Kind, call: Call) -> Plan:
@@ -217,7 +217,7 @@ class State:
         codec = self._codec_for(kind, call, link, rows)
         if codec is None:
             return None, 0
-        return codec, links.num_pieces(links.rates_of(codec, rows, call.data.device), call.load)
+        return codec, links.num_pieces(links.rates_of(codec, rows, call.data.device), call.load, link)
 
     def _codec_for(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> Codec | None:
         if call.codec is not None:
