@@ -7,11 +7,11 @@ Two processes, a GPU each, with NCCL over three links: as NCCL finds it (`direct
 gloo. Arms: `torch`: torch.distributed; `default`, `fast`: tensors coded at that level; `auto`: what
 `ibp.distributed` does by itself. All-gathers of BF16 weights N(0, 0.02) in three sizes, and of other kinds in one:
 FP32 gradients, FP8, half zeros, small integers, random bytes. Broadcasts, all-to-alls and sends of BF16 weights.
-`FSDP2`: steps of a small net whose all-gathers do the same, with equal losses.
+`FSDP2`: steps of nets whose all-gathers do the same, with equal losses.
 
-Three calls in a row by the clock, the slower rank's, the median of three such rows. GB/s of original bytes that arrive
-at a rank; the ideal is torch's rate over the share of the bytes that messages have. `mib`: of the output. Every arm's
-result has torch's bits.
+Three calls in a row by the clock, the slower rank's. The arms take turns; the median of up to eleven such rows counts,
+the fewer the longer they take. GB/s of original bytes that arrive at a rank; the ideal is torch's rate over the share
+of the bytes that messages have. `mib`: of the output, of FSDP2 that of one module. Every arm's result has torch's bits.
 """
 
 import contextlib
@@ -47,10 +47,10 @@ ONE_MIB = 256
 TORCH, DEFAULT, FAST, AUTO = "torch", "default", "fast", "auto"
 ARMS = (TORCH, DEFAULT, FAST, AUTO)
 GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = "all_gather_into_tensor", "broadcast", "all_to_all_single", "send", "FSDP2"
-WARM, TIMED, ROWS = 2, 3, 3  # calls, calls in a row, rows of them, of which the median counts
-LONG_S, LINK_S = 0.01, 12.0  # a call from which on one row is enough; what a link may take
+WARM, TIMED, ROWS = 2, 3, 11  # calls, calls in a row, rows of them at most, of which the median counts
+CASE_S, QUICK_CASE_S, LINK_S = 0.4, 0.02, 18.0  # what rows of a case take after the first ones; what a link may take
 WEIGHTS = "weights"
-FSDP_LAYERS, FSDP_WIDTH = 6, 2048
+FSDP_NETS, QUICK_FSDP_NETS = ((6, 2048), (3, 4096)), ((2, 64),)  # modules, width: of 64 and 256 MiB in BF16
 
 
 def random_bytes(rows, columns, device):
@@ -88,14 +88,15 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def seconds(self, call):
-        """Of a call in a row of them, on the slower rank."""
-        for _ in range(WARM):
-            call()
-        first = self._row_s(call)
-        if first > LONG_S:  # which is the same on both ranks
-            return first
-        return statistics.median([first, *(self._row_s(call) for _ in range(ROWS - 1))])
+    def seconds(self, calls):
+        """Of a call in a row of them, on the slower rank, by arm. The arms take turns."""
+        rows = [{arm: self._row_s(call) for arm, call in calls.items()}]
+        left = int(
+            (QUICK_CASE_S if self.small else CASE_S) / (TIMED * sum(rows[0].values()))
+        )  # the same on both ranks, as the times are
+        for _ in range(min(left, ROWS - 1)):
+            rows.append({arm: self._row_s(call) for arm, call in calls.items()})
+        return {arm: statistics.median(row[arm] for row in rows) for arm in calls}
 
     def _row_s(self, call):
         self.sync()
@@ -111,13 +112,15 @@ class Rank:
 
     def measure(self, name, kind, dtype, calls, moved, check, mib):
         """All arms of one case. calls: by arm; check(arm) raises unless the result is right."""
-        torch_s = None
+        if not self.has_time():
+            return
         for arm, call in calls.items():
-            if not self.has_time():
-                return
-            seconds = self.seconds(call)
+            for _ in range(WARM):
+                call()
             check(arm)
-            torch_s = seconds if arm == TORCH else torch_s
+        seconds = self.seconds(calls)
+        check(arm)
+        for arm in calls:
             self.found.append(
                 {
                     "call": name,
@@ -127,8 +130,8 @@ class Rank:
                     "mib": mib,
                     "moved": moved,
                     "savings": 0.0 if arm == TORCH else savings_of(name, dtype, arm, kind),
-                    "seconds": seconds,
-                    "torch_s": torch_s,
+                    "seconds": seconds[arm],
+                    "torch_s": seconds[TORCH],
                 }
             )
 
@@ -155,7 +158,8 @@ def work(rank, kind, link, small, store, found):
             measure_gather(process, *KINDS[0], mib)
         one = sizes[0] if small else ONE_MIB
         measure_others(process, one)
-        measure_fsdp(process)
+        for layers, width in QUICK_FSDP_NETS if small else FSDP_NETS:
+            measure_fsdp(process, layers, width)
         for name, dtype, make in KINDS[1:]:
             measure_gather(process, name, dtype, make, one, (TORCH, DEFAULT, AUTO))
         if rank == 0:
@@ -227,10 +231,10 @@ def measure_others(process, mib):
 # ---- FSDP2 ---------------------------------------------------------------------------------------------------------
 
 
-def measure_fsdp(process):
+def measure_fsdp(process, layers, width):
     """Steps of a net of linear layers, one after the other."""
     losses = {}
-    nets = {arm: make_net(process, arm) for arm in (TORCH, AUTO)}
+    nets = {arm: make_net(process, arm, layers, width) for arm in (TORCH, AUTO)}
     calls = {arm: functools.partial(step, process, net, losses.setdefault(arm, [])) for arm, net in nets.items()}
     weights = sum(weight.numel() for weight in nets[TORCH][0].parameters())
 
@@ -239,18 +243,18 @@ def measure_fsdp(process):
             raise AssertionError(f"{process.link}, {FSDP}, {arm}: losses {losses[arm]}, wanted {losses[TORCH]}")
 
     moved = 2 * weights * torch.bfloat16.itemsize * (WORLD - 1) // WORLD  # gathered for both passes
-    process.measure(FSDP, WEIGHTS, torch.bfloat16, calls, moved, check, weights * 2 >> 20)
+    module_mib = weights // layers * torch.bfloat16.itemsize // inputs.MIB
+    process.measure(FSDP, WEIGHTS, torch.bfloat16, calls, moved, check, module_mib)
 
 
-def make_net(process, arm):
+def make_net(process, arm, count, width):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.manual_seed(0)
-    width = 64 if process.small else FSDP_WIDTH
     with process.device:
-        layers = [torch.nn.Linear(width, 4 * width, bias=False) for _ in range(FSDP_LAYERS)]
-        back = [torch.nn.Linear(4 * width, width, bias=False) for _ in range(FSDP_LAYERS)]
+        layers = [torch.nn.Linear(width, 4 * width, bias=False) for _ in range(count)]
+        back = [torch.nn.Linear(4 * width, width, bias=False) for _ in range(count)]
     net = torch.nn.Sequential(*[torch.nn.Sequential(a, torch.nn.GELU(), b) for a, b in zip(layers, back)])
     mesh = init_device_mesh(process.device.type, (WORLD,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
