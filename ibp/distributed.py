@@ -291,6 +291,8 @@ def compress_all_gather(
         ibp.distributed.compress_all_gather(model)
 
     Every module that `fully_shard` was called on has a codec of its own, which is learned at its first all-gather.
+    Before later forward passes of `module`, ranks see together which modules' parameters fit into their messages, so
+    that the host waits for no all-gather by itself.
 
     Args:
         module: sharded by `torch.distributed.fsdp.fully_shard`, itself or parts of it.

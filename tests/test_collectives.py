@@ -14,7 +14,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp._collectives import exchange, links, planning
 from ibp._collectives.codec import ROW_BYTES
-from ibp._collectives.messages import spans_of
+from ibp._collectives.messages import shares_of, spans_of
 from ibp.distributed import Codec, Link, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
 from test_distributed import Ranks, raised
 from test_several_gpus import gpus  # noqa: F401, a fixture
@@ -258,6 +258,7 @@ def test_from_rank_to_rank(ranks, dtype, codec):
 def relay_by_the_link(rank):
     link = measure_link()
     assert link.gbps > 0 and measure_link() is link
+    assert link.call_s > 0 and link.piece_s > 0 and planning.state_of(None).link is link
     x, out = tensor_of(0, count=1 << 20), torch.empty(1 << 20, dtype=torch.bfloat16)
     for _ in range(3):
         if rank == 0:
@@ -371,6 +372,23 @@ def test_when_coding_pays():
     assert not links.pays(links.gain(codec, rates, Link(25.0), small))
     assert not links.pays(links.gain(codec, rates, Link(250.0), large))  # the coders are not so fast
     assert links.num_pieces(rates, small) == 1 and 3 <= links.num_pieces(rates, large) <= 16
+    assert links.num_pieces(rates, large, Link(25.0, piece_s=0.01)) == 1  # the host takes longer than coding
+    middle = links.Load(1 << 25, 1 << 25, 1 << 25)
+    slow, quick = Link(25.0, call_s=1e-3), Link(25.0, call_s=2e-5)
+    assert not links.pays(links.gain(codec, rates, slow, middle)) and links.pays(
+        links.gain(codec, rates, quick, middle)
+    )
+    assert links.pays(
+        links.gain(codec, rates, slow, links.Load(1 << 25, 1 << 25, 1 << 25, True))
+    )  # nothing waits for it
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 16])
+def test_shares_are_those_of_spans(count):
+    num_bytes = 1 << 28
+    spans = spans_of(num_bytes, count)
+    first, last = ((span.bytes.stop - span.bytes.start) / num_bytes for span in (spans[0], spans[-1]))
+    assert shares_of(count) == pytest.approx((first, last), rel=0.1)
 
 
 def lose(rank, what):

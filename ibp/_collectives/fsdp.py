@@ -19,7 +19,7 @@ from .calls import check_options, copy_own, finished, gather, gathering, kind_of
 from .codec import Codec, as_bytes
 from .links import raw_all_gather
 from .messages import Part, Status, lost_and_missing, spans_of, status_entries
-from .planning import Kind, Plan, State, state_of
+from .planning import RAW, Kind, Plan, State, state_of
 from .staging import Staging, on
 
 
@@ -51,7 +51,8 @@ _HOOK = "_ibp_before_forward"
 
 
 def _before_forward(rooms: Rooms, module: torch.nn.Module, args: Any) -> None:
-    rooms.check()
+    if not torch.compiler.is_compiling():  # in a compiled net the host waits for each all-gather
+        rooms.check()
 
 
 class Shards:
@@ -80,11 +81,12 @@ class Shards:
     ) -> dist.Work | None:
         """The all-gather."""
         if self._is_same(input_tensor, group):
-            if self.is_raw:
+            assert self.state is not None and self.kind is not None
+            if self.is_raw or self.state.plans.get(self.kind) is RAW:
                 raw = movable(output_tensor), movable(input_tensor)
                 return raw_all_gather(*raw, group=group, async_op=async_op)
             if self.versions is not None and self.versions == self._versions():
-                assert self.state is not None and self.plan is not None
+                assert self.plan is not None
                 job = gathering(self.plan, self.state, group, output_tensor, input_tensor, _no_repair, self.status)
                 work = run(job, self.state, async_op)
                 copy_own(output_tensor, input_tensor, self.state)
