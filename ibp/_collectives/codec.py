@@ -104,7 +104,8 @@ def rows_of(num_bytes: int) -> int:
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, uint8 [n], in the same memory."""
-    return x.detach().reshape(-1).view(torch.uint8)
+    x = x.detach() if x.requires_grad else x
+    return (x if x.dim() == 1 else x.reshape(-1)).view(torch.uint8)
 
 
 def sample_of(x: torch.Tensor, num_rows: int = 512) -> torch.Tensor:

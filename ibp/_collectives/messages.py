@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -132,7 +133,7 @@ class Messages:
 
     def of(self, slot: Slot) -> Memory:
         """The memory of the messages in a slot."""
-        known = slot.bound.setdefault(self, {})
+        known = self._known(slot)
         if _WHOLE not in known:
             whole = slot.memory[: self.num_bytes]
             known[_WHOLE] = Memory(whole, whole.split(self.sizes))
@@ -168,8 +169,15 @@ class Messages:
         """Notes in the status which codecs have coded the messages."""
         torch.index_select(self.of(slot).whole.view(torch.int64), 0, self._heads, out=status.heads)
 
+    def _known(self, slot: Slot) -> dict[int, Any]:
+        """What is kept about a slot's memory."""
+        known = slot.bound.get(self)
+        if known is None:
+            known = slot.bound[self] = {}
+        return known
+
     def _bind(self, slot: Slot, k: int) -> _Bound:
-        known = slot.bound.setdefault(self, {})
+        known = self._known(slot)
         if k not in known:
             mine = self.of(slot).each[k]
             place = self._place(mine, self.payloads[k])
@@ -202,7 +210,8 @@ class Span(NamedTuple):
     payload: int
 
 
-def spans_of(num_bytes: int, count: int) -> list[Span]:
+@functools.lru_cache(maxsize=256)
+def spans_of(num_bytes: int, count: int) -> tuple[Span, ...]:
     """At most `count` pieces of whole rows. The first and the last of three or more have an eighth of the others' size,
     the first of two a quarter of the tensor: coding the first one and decoding the last one are not hidden behind the
     link."""
@@ -222,7 +231,7 @@ def spans_of(num_bytes: int, count: int) -> list[Span]:
             stop = min(first + payload * ROW_BYTES, num_bytes)
             spans.append(Span(slice(first, stop), payload * ROW_BYTES))
         first += payload * ROW_BYTES
-    return spans
+    return tuple(spans)
 
 
 def shares_of(count: int) -> tuple[float, float]:
