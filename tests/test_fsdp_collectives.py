@@ -89,6 +89,12 @@ def test_losses_are_equal(ranks, dtype):
         assert (STEPS - 2) * 2 * 3 <= count <= (STEPS - 1) * 2 * 4
 
 
+def ask_for_work(when, step, net):
+    """All-gathers are asked for with async_op."""
+    if (when, step) == ("before", 0):
+        net._set_unshard_async_op(True)
+
+
 def grow(when, step, net):
     """Weights that are unlike those that codecs were learned from."""
     if (when, step) == ("before", 2):
@@ -124,7 +130,7 @@ def no_room(rank):
 
 @pytest.mark.slow
 def test_weights_that_change(ranks):
-    for change in (grow, freeze, write_between):
+    for change in (ask_for_work, grow, freeze, write_between):
         counts = ranks(compare, "cpu", None, change)
         assert counts[0] == counts[1] > 0
     first, second = ranks(no_room)
@@ -179,3 +185,13 @@ def test_the_example():
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_losses_are_equal_with_nccl(nccl, dtype):  # noqa: F811
     assert min(nccl(compare, "cuda", dtype)) > 0
+
+
+def compare_fast(rank, device, change):
+    return compare(rank, device, None, change, level="fast")
+
+
+@pytest.mark.parametrize("change", [ask_for_work, grow, write_between], ids=lambda change: change.__name__)
+def test_weights_that_change_with_nccl(nccl, change):  # noqa: F811
+    first, second = nccl(compare_fast, "cuda", change)
+    assert first == second > 0
