@@ -22,7 +22,7 @@ def measured(rank):
     for kind in collectives.KINDS:
         collectives.measure_gather(process, *kind, 1)
     collectives.measure_others(process, 2)
-    collectives.measure_fsdp(process)
+    collectives.measure_fsdp(process, *collectives.QUICK_FSDP_NETS[0])
     return process.found
 
 
