@@ -372,8 +372,8 @@ def test_when_coding_pays():
     assert not links.pays(links.gain(codec, rates, Link(25.0), small))
     assert not links.pays(links.gain(codec, rates, Link(250.0), large))  # the coders are not so fast
     assert links.num_pieces(rates, small) == 1 and 3 <= links.num_pieces(rates, large) <= 16
-    assert links.num_pieces(rates, large, Link(25.0, piece_s=0.01)) == 1  # the host takes longer than coding
     middle = links.Load(1 << 25, 1 << 25, 1 << 25)
+    assert links.num_pieces(rates, links.Load(1 << 27, 1 << 27, 1 << 27)) == 2
     slow, quick = Link(25.0, call_s=1e-3), Link(25.0, call_s=2e-5)
     assert not links.pays(links.gain(codec, rates, slow, middle)) and links.pays(
         links.gain(codec, rates, quick, middle)

@@ -20,7 +20,8 @@ from .staging import Slot, Staging
 _MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # that each rank sends
 _REPEATS, _IN_A_ROW = 3, 4
 _LEAST_GAIN = 1.1  # coding has to be so much faster by the model
-_CALL_S, _PIECE_S = 450e-6, 80e-6  # see `Link`, where they were not measured: about what two H200s take
+_CALL_S, _PIECE_S = 450e-6, 80e-6  # see `Link`, where they were not measured
+_GAP_S = 80e-6  # what the link loses, about, at each piece after the first, which the host queues while others move
 _LEAST_S = 20e-6  # a shorter time was measured wrongly
 _SMALL_BYTES, _SMALL_CALLS, _SMALL_PIECES = 256 << 10, 10, 3  # of a piece, in a row, of a call, to measure these times
 _MOST_PIECES = 16
@@ -34,7 +35,7 @@ class Link:
     Attributes:
         gbps: bytes that arrive at a rank, 10^9 a second.
         call_s: seconds that a coded call takes longer to begin and end than torch's, with the host's wait for it.
-        piece_s: seconds that each piece of a call takes longer than its bytes.
+        piece_s: seconds that the host takes to queue each piece of a call.
     """
 
     __module__ = "ibp.distributed"
@@ -134,11 +135,10 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
     return _measured(codec, rows)
 
 
-def num_pieces(rates: Rates, load: Load, link: Link | None = None) -> int:
+def num_pieces(rates: Rates, load: Load) -> int:
     """In how many pieces a call is divided: the more coding there is to hide behind the link, the more."""
-    piece_s = _PIECE_S if link is None else link.piece_s
-    many = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / piece_s))))
-    return min((1, 2, many), key=lambda count: _exposed_s(rates, load, count) + count * piece_s)
+    many = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
+    return min((1, 2, many), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
 
 
 def _exposed_s(rates: Rates, load: Load, count: int) -> float:
@@ -154,10 +154,12 @@ def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
     behind it in part only: then the coders and the link take multiprocessors and memory from each other."""
     if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
         return 0.0
-    count = num_pieces(rates, load, link)
+    count = num_pieces(rates, load)
     moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
-    other_s = _exposed_s(rates, load, count) + count * link.piece_s + (0 if load.is_known_to_fit else link.call_s)
-    return load.moved / link.gbps / 1e9 / (moving_s + other_s)
+    # The host can be late with the pieces of calls that it does not wait for: all their time counts.
+    waiting_s = link.call_s + link.piece_s + (count - 1) * _GAP_S
+    host_s = count * link.piece_s if load.is_known_to_fit else waiting_s
+    return load.moved / link.gbps / 1e9 / (moving_s + _exposed_s(rates, load, count) + host_s)
 
 
 def _coding_s(rates: Rates, load: Load) -> float:

@@ -217,7 +217,7 @@ class State:
         codec = self._codec_for(kind, call, link, rows)
         if codec is None:
             return None, 0
-        return codec, links.num_pieces(links.rates_of(codec, rows, call.data.device), call.load, link)
+        return codec, links.num_pieces(links.rates_of(codec, rows, call.data.device), call.load)
 
     def _codec_for(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> Codec | None:
         if call.codec is not None:
