@@ -7,8 +7,8 @@ the copy engine brings and takes, a chunk ahead; `ibp` and `ibp, fast`, `ibp.opt
 with `storage="host"`. All arms take the same gradients in the same steps, and their weights are compared bit for bit
 after the last one.
 
-Models: one tensor of 512 MiB; blocks of Llama's shape, trained; the same in BF16; an embedding table of which 1 % of
-the rows have gradients. A model that takes longer than its share of a minute gets fewer steps. `gbps` counts the 28
+Models: one tensor of 1 GiB; 320 small ones; blocks of Llama's shape, trained; the same in BF16; an embedding table of
+which 1 % of the rows have gradients. A model that takes longer than its share of a minute gets fewer steps. `gbps` counts the 28
 bytes an FP32 parameter (14 of BF16) that torch's kernel moves, `ideal_gbps` is what `copy_` moves. Of the steps' times
 `ms` is the median; `first_ms` is the first one, which learns all codebooks and takes all memory; `mean_ms` and
 `slowest_ms` are the mean and the most of the others, with the codebooks that they learn. `ratio` is to `torch`.
@@ -48,7 +48,7 @@ ARMS = {  # how many steps each takes at most, and the options of ibp.optim.Adam
 }
 MOST_RATIO = 4.0  # of a step to torch's, states on the device
 RATE, MOVED_VALUES = 1e-3, 7  # read: weight, gradient, both states; written: weight, both states
-MODEL_SECONDS, LEAST_STEPS = 12, 6  # of a model, from which on it gets no more steps than these
+MODEL_SECONDS, LEAST_STEPS = 10, 6  # of a model, from which on it gets no more steps than these
 CHUNK_BYTES, NUM_NEAR = 64 << 20, 3  # of raw states in pinned memory, and how many are on the device
 
 
@@ -112,8 +112,15 @@ class Model:
 
 
 def one_tensor(run):
-    rows = 256 if run.quick else 1 << 17
+    rows = 256 if run.quick else 1 << 18
     return Model([normal((rows, 1024), run.device)], given_normal, 4 if run.quick else 32)
+
+
+def small_tensors(run):
+    """Weights of 4 KiB to 2.25 MiB, as many as a ResNet-101 has, and a vector for each."""
+    widths = [32 * (1 + i % 24) for i in range(8 if run.quick else 160)]
+    shapes = [shape for width in widths for shape in ((width, width), (width,))]
+    return Model([normal(shape, run.device) for shape in shapes], given_normal, 4 if run.quick else 32)
 
 
 def embedding(run):
@@ -144,6 +151,7 @@ def llama(run, dtype=torch.float32):
 
 MODELS = {
     "one tensor": one_tensor,
+    "small tensors": small_tensors,
     "Llama's shape": llama,
     "Llama's shape, BF16": lambda run: llama(run, torch.bfloat16),
     "embedding, 1 % alive": embedding,
