@@ -175,9 +175,10 @@ def metadata_bytes(table, device):
 class Run:
     """One script's run: times calls, collects rows, writes them to <out>/<benchmark>.csv as they come, what they took
     of the GPU's memory to <out>/memory.csv. SIGTERM ends the script with what was measured until then. extra_columns:
-    of this script's CSV, after the common ones."""
+    of this script's CSV, after the common ones. keep: which rows of the CSV before stay, if
+    they are of the same machine, versions and commit."""
 
-    def __init__(self, benchmark, args, extra_columns=()):
+    def __init__(self, benchmark, args, extra_columns=(), keep=lambda row: False):
         self.benchmark, self.quick, self.device = benchmark, args.quick, torch.device(args.device)
         self.on_gpu = args.device == "cuda"
         self.columns, self.rows, self.memory, self.failures = [*COLUMNS, *extra_columns], [], [], []
@@ -202,7 +203,8 @@ class Run:
         self.path = args.out / f"{benchmark}.csv"
         args.out.mkdir(parents=True, exist_ok=True)
         self.memory_path = args.out / "memory.csv"
-        start_file(self.path, self.columns)
+        is_same = self.same.items()
+        start_file(self.path, self.columns, lambda row: is_same <= row.items() and keep(row))
         start_file(self.memory_path, MEMORY_COLUMNS, keep=lambda row: row["benchmark"] != benchmark)
         signal.signal(signal.SIGTERM, self._stop)
         self.head_start = 1

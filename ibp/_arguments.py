@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import operator
+from collections.abc import Iterable
 from typing import SupportsFloat, SupportsIndex
 
 
@@ -34,6 +36,12 @@ def number(name: str, value: SupportsFloat) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {_shown(value)}; wanted a float")
     return float(value)
+
+
+def near(value: object, known: Iterable[str]) -> str:
+    """What a sentence about a name that is none of the known ones goes on with: those that are spelt nearly so."""
+    found = difflib.get_close_matches(str(value).lower(), known)
+    return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 
 
 def _shown(value: object) -> str:

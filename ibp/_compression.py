@@ -8,14 +8,14 @@ from typing import cast
 import torch
 
 from . import _core, _layout, _memory, _numa, _ops, _rows, _staging
-from ._arguments import whole_number
+from ._arguments import near, whole_number
 from ._choice import learn
 from ._codecs.chosen import Choice, arguments_of
-from ._codecs.whole import compress_whole, is_general
+from ._codecs.whole import CODECS, compress_whole, is_general
 from ._compressed_tensor import CompressedTensor
 from ._estimation import check_codebook, check_learning
 from ._progress import tqdm
-from ._schemes import AnyCodebook, Request, check_clusters, measure
+from ._schemes import SCHEMES, AnyCodebook, Request, check_clusters, measure
 
 MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
 
@@ -94,6 +94,7 @@ def compress(
     _rows.check_tensor(x)
     of_rows = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters, "slot_bytes": slot_bytes}
     of_rows |= {"row_bytes": row_bytes, "level": None if level == "default" else level}
+    of_rows["layout"] = None if layout == "slots" else layout
     if isinstance(scheme, Choice):
         _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, **of_rows)
         chosen = arguments_of(scheme.scheme, scheme.codebook, scheme.rows)
@@ -103,6 +104,9 @@ def compress(
         pin, node = _wants_pinning(x, pin_memory), _numa.node_of(numa)
         whole = compress_whole(x, scheme, chunk_bytes=chunk_bytes, device=device, pin=pin, node=node, progress=progress)
         return cast(CompressedTensor, whole)  # a type of its own for the schemes of rows is of more use
+    if isinstance(scheme, str) and scheme not in (known := ["auto", *SCHEMES]):
+        hint = near(scheme, [*known, *CODECS])
+        raise ValueError(f"scheme is {scheme!r}{hint}; wanted one of {known}, or a general codec of {sorted(CODECS)}")
     learning = Learning.of(scheme, chunk_bytes, tau, sample, clusters, level, codebook)
     pin, node = _wants_pinning(x, pin_memory), _numa.node_of(numa)
     geometry = geometry_of(x, row_bytes, codebook)

@@ -75,8 +75,9 @@ def test_compress():
     assert_same_bits(found.compress(other, device="cpu").decompress(), other)
     raw = found.at(1e9)
     assert raw.scheme == "raw" and raw.savings == 0 and raw.compress(x, device="cpu").scheme == "raw"
-    with pytest.raises(ValueError, match="tau is given, but a choice says how x is coded"):
-        ibp.compress(x, scheme=found, tau=0.8)
+    for option in ({"tau": 0.8}, {"layout": "packed"}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} is given, but a choice says how x is coded"):
+            ibp.compress(x, scheme=found, **option)
     assert pickle.loads(pickle.dumps(found)).table == found.table
 
 
@@ -180,6 +181,7 @@ def test_ranking_keeps_the_order_of_equals():
         ({"link_gbps": float("inf")}, ValueError, "link_gbps is inf"),
         ({"link_gbps": "fast"}, TypeError, "link_gbps is 'fast'"),
         ({"schemes": ["brotli"]}, ValueError, "schemes has 'brotli'; wanted some of"),
+        ({"schemes": ["plane"]}, ValueError, r"schemes has 'plane' \(did you mean 'planes'\?\); wanted some of"),
         ({"schemes": ["zstd"], "rows": True}, ValueError, "'zstd', which has no rows that decode alone"),
         ({"schemes": ["nvcomp:ans"]}, ValueError, "'nvcomp:ans', which codes on a CUDA device"),
         ({"x": [1.0]}, TypeError, "x is a list; wanted a torch.Tensor"),
@@ -242,6 +244,35 @@ def test_where_the_choice_loses():
     row = {"case": "x", "dtype": "int8", "arm": "choice at 6 GB/s", "chosen": "ibp", "best": "planes"}
     rows = [{**row, "loss": loss} for loss in ("0.0000", "0.0299", "0.0510", "")]
     assert benchmark.shortfalls(rows) == ["x int8, choice at 6 GB/s: ibp takes 5.1 % longer than planes, wanted 3 %"]
+    costs = {
+        "stored_bytes": 9,
+        "encode_us": "5",
+        "decode_us": "7",
+        "predicted_encode_us": "4",
+        "predicted_decode_us": "8",
+    }
+    (line,) = benchmark.shortfalls([*rows, {**row, "arm": "ibp", **costs}])
+    assert "ibp (9 bytes, 5 + 7 us, predicted 4 + 8) takes 5.1 % longer than planes, wanted 3 %" in line
+
+
+def test_parts(tmp_path, monkeypatch):
+    """Each part measures its own sets and keeps the rows of the others; without parts none are kept."""
+    monkeypatch.setattr(harness, "MAX_REPEATS", 1)
+    monkeypatch.setattr(harness, "MIN_REPEATS", 1)
+    monkeypatch.setattr(benchmark, "TYPED", ())
+    monkeypatch.setattr(sets, "all_sets", lambda data, quick: [sets.Set(name, (weights(50),)) for name in "abc"])
+
+    def cases(*options):
+        assert benchmark.main(["--device", "cpu", "--quick", "--out", str(tmp_path), *options]) == 0
+        with open(tmp_path / "choose.csv", newline="") as file:
+            return {row["case"] for row in csv.DictReader(file)}
+
+    assert cases("--part", "2/2") == {"b"}
+    assert cases("--part", "1/2") == cases("--part", "2/2") == {"a", "b", "c"}
+    assert cases("--part", "3/3") == {"c"} and cases() == {"a", "b", "c"}
+    for wrong in ("0/2", "3/2", "1", "a/b"):
+        with pytest.raises(SystemExit):
+            benchmark.parted(["--part", wrong])
 
 
 def test_tables_take_the_higher_rates_of_ans(tmp_path):

@@ -124,6 +124,10 @@ def test_rows_are_refused():
         ("zstd", {"tau": 0.8}, "tau is given, but 'zstd' codes whole tensors"),
         ("zstd", {"level": "fast"}, "level is given, but"),
         ("lz4", {"clusters": 2}, "clusters is given, but"),
+        ("nvcomp:ans", {"layout": "packed"}, "layout is given, but 'nvcomp:ans' codes whole tensors"),
+        ("nvcomp:anz", {}, r"scheme is 'nvcomp:anz' \(did you mean 'nvcomp:ans'"),
+        ("ZST", {}, r"scheme is 'ZST' \(did you mean 'zstd'\?\); wanted one of \['auto'"),
+        ("plane", {}, r"scheme is 'plane' \(did you mean 'planes'\?\); wanted one of \['auto'"),
     ],
 )
 def test_wrong_arguments(scheme, options, message):

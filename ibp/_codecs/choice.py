@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from .. import _calibration, _memory, _staging
-from .._arguments import number
+from .._arguments import near, number
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
 from .._estimation import analyze
@@ -28,8 +27,10 @@ _LEAST_PARTED_BYTES = 4 << 20  # of a sample of which a part is looked at first
 _PIECE_BYTES = 4 << 20  # of the tensor in one piece: general codecs look back so far
 _SHORT_SHARE = 4  # of the sample: the part that says what a call costs besides its bytes
 _BEATEN = 4.0  # times the seconds of another one: short parts count what a call costs more than the whole does
-_BUDGET_S, _MOST_REPEATS = 8e-3, 25  # of a measurement
+_BUDGET_S, _MOST_REPEATS = 4e-3, 12  # of a measurement
+_ROUNDS = 3  # in which candidates are timed in turn: what else the machine does then slows all of them
 _LONG_S = 1.0  # of a call that is timed once
+_STEADY_S = 20e-3  # of calls that are not timed again: little beside them is the machine's doing
 _Result = TypeVar("_Result")
 _ROWS = (("planes", "default"), ("planes", "fast"), ("ibp", "default"))  # schemes with codebooks, and levels
 
@@ -100,7 +101,8 @@ def _candidates(schemes: Iterable[str] | None, device: torch.device, rows: bool)
             codec.require()
             found.append((scheme, "default"))
         elif scheme not in SCHEMES:
-            raise ValueError(f"schemes has {scheme!r}; wanted some of {[*SCHEMES, *CODECS]}")
+            known = [*SCHEMES, *CODECS]
+            raise ValueError(f"schemes has {scheme!r}{near(scheme, known)}; wanted some of {known}")
         found += [one for one in _ROWS if one[0] == scheme]
     return found
 
@@ -171,16 +173,27 @@ class _Candidate:
     scheme: str
     level: str
     codebook: AnyCodebook | None
-    timed: list[_Timed]
+    timed: list[_Timed] = field(default_factory=list)
 
     def is_beaten_by(self, other: _Candidate) -> bool:
         """Whether another one is far better over every link."""
+        if not self.timed:
+            return False
         mine, its = self.timed[-1], other.timed[-1]
         return (
             its.stored_bytes <= mine.stored_bytes
             and its.encode_s * _BEATEN <= mine.encode_s
             and its.decode_s * _BEATEN <= mine.decode_s
         )
+
+    def time(self, x: torch.Tensor, rows: bool) -> None:
+        """Times it on a size of the sample; where that was done before, the smaller times stay."""
+        found = _Timed.of(x, self.scheme, self.codebook, rows)
+        if self.timed and self.timed[-1].num_bytes == found.num_bytes:
+            before = self.timed.pop()
+            least_s = {name: min(getattr(before, name), getattr(found, name)) for name in ("encode_s", "decode_s")}
+            found = found._replace(**least_s)
+        self.timed.append(found)
 
     def cost(self, num_bytes: int) -> CodingCost:
         """Of a tensor of so many bytes."""
@@ -198,25 +211,24 @@ def _measured(candidates: list[tuple[str, str]], sample: _Sample, rows: bool) ->
     part of the sample is not looked at further."""
     found: list[_Candidate] = []
     for scheme, level in candidates:
-        one = _on_first(scheme, level, sample, rows)
-        if one is not None and all(one.codebook is None or one.codebook != known.codebook for known in found):
-            found.append(one)
-    for size in sample.sizes[1:]:
-        for one in [one for one in found if not any(one.is_beaten_by(other) for other in found)]:
-            one.timed.append(_Timed.of(size, one.scheme, one.codebook, rows))
+        codebook = None if is_general(scheme) else _learned(scheme, level, sample)
+        if is_general(scheme) or (codebook is not None and all(codebook != known.codebook for known in found)):
+            found.append(_Candidate(scheme, level, codebook))
+    left = found
+    for size in sample.sizes:
+        left = [one for one in left if not any(one.is_beaten_by(other) for other in left)]
+        for turn in range(_ROUNDS if size is sample.sizes[-1] else 1):
+            for one in left:
+                if not turn or one.timed[-1].is_short:
+                    one.time(size, rows)
     costs = [one.cost(sample.num_bytes) for one in found]
     return [cost for cost in costs if cost.stored_bytes < sample.num_bytes]
 
 
-def _on_first(scheme: str, level: str, sample: _Sample, rows: bool) -> _Candidate | None:
-    """A candidate on the first size; None where there is no codebook."""
-    codebook = None
-    if not is_general(scheme):
-        whole = sample.sizes[-1]
-        codebook = analyze(whole, scheme=scheme, level=level, sample=None, device=whole.device)
-        if codebook is None:
-            return None
-    return _Candidate(scheme, level, codebook, [_Timed.of(sample.sizes[0], scheme, codebook, rows)])
+def _learned(scheme: str, level: str, sample: _Sample) -> AnyCodebook | None:
+    """The codebook of a scheme of rows; None where there is none."""
+    whole = sample.sizes[-1]
+    return analyze(whole, scheme=scheme, level=level, sample=None, device=whole.device)
 
 
 def _extrapolated(timed: list[tuple[int, float]], num_bytes: int) -> float:
@@ -251,6 +263,11 @@ class _Timed(NamedTuple):
         _, decode_s = timed(lambda: decompress(table, out=out), x.device)
         return cls(x.nbytes, moved_bytes(table, rows), encode_s, decode_s)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether what else the machine does counts beside it."""
+        return self.encode_s + self.decode_s < _STEADY_S
+
 
 def moved_bytes(table: CompressedTensor | WholeTensor, rows: bool) -> int:
     """Bytes of a coded tensor that go over a link, with what decoding needs besides. rows: every row is fetched."""
@@ -260,19 +277,18 @@ def moved_bytes(table: CompressedTensor | WholeTensor, rows: bool) -> int:
 
 
 def timed(call: Callable[[], _Result], device: torch.device, budget_s: float = _BUDGET_S) -> tuple[_Result, float]:
-    """(what a call returns, median of the seconds until its work is done, in about budget_s). The first calls, which
-    make what is kept for later ones, count only where they are long."""
+    """(what a call returns, the least seconds until its work is done, of calls that take about budget_s). Whatever else
+    runs only adds to them. The first call makes what is kept for later ones and counts only where it is long."""
     result, first = _once(call, device)
     if first > _LONG_S:
         return result, first
     del result  # its memory is the next one's
-    result, second = _once(call, device)
-    times: list[float] = []
-    for _ in range(min(_MOST_REPEATS, int(budget_s / second))):
+    result, least = _once(call, device)
+    for _ in range(min(_MOST_REPEATS, int(budget_s / least))):
         del result
         result, again = _once(call, device)
-        times.append(again)
-    return result, statistics.median(times or [second])
+        least = min(least, again)
+    return result, least
 
 
 def _once(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:

@@ -159,7 +159,8 @@ class Coder:
 
     def room(self, data: torch.Tensor) -> torch.Tensor:
         """Memory for whatever bytes become, coded."""
-        most = self._codec.get_max_comp_buffer_size(self._array(data.view(self._words)))
+        with self._lock:
+            most = self._codec.get_max_comp_buffer_size(self._array(data.view(self._words)))
         return torch.empty(most, dtype=torch.uint8, device=data.device)
 
     def encode(self, data: torch.Tensor, room: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _memory, _staging
-from .._arguments import whole_number
+from .._arguments import near, whole_number
 from .._fetch.calls import check_out, target_of
 from .._progress import tqdm
 from .._rows import DTYPES, bytes_of, check_tensor
@@ -272,7 +272,10 @@ def codec_of(scheme: str) -> tuple[Codec, int | None]:
     if scheme not in CODECS:
         name, _, text = scheme.rpartition(":")
         if name not in CODECS or not text.removeprefix("-").isdecimal():
-            raise ValueError(f"scheme is {scheme!r}; wanted one of {sorted(CODECS)}, or with a level, such as 'zstd:9'")
+            raise ValueError(
+                f"scheme is {scheme!r}{near(scheme, CODECS)}; wanted one of {sorted(CODECS)}, or with a level, such as "
+                "'zstd:9'"
+            )
         level = int(text)
     return CODECS[name], level
 
