@@ -13,7 +13,7 @@ import sys
 import torch
 
 import ibp
-from ibp._codecs.nvcomp import CODECS, Coder
+from ibp._codecs.nvcomp import CODECS, Coder, stream_number
 
 from . import charts, gather, harness, ideal, inputs, ratio
 
@@ -21,7 +21,6 @@ COLUMNS = ("gain", "encode_ms", "table_bytes")
 TABLE_BYTES, QUICK_TABLE_BYTES = 32 * inputs.MIB, 512 << 10
 RAW_ROWS, RAW_COPY = "raw rows", "raw copy_"
 BY_ROW = ", row by row"
-LEGACY_STREAM = 1  # of CUDA: the default stream, as nvCOMP knows it
 
 
 def half_precision(sets):
@@ -110,8 +109,8 @@ def measure_copy(case):
 def measure_nvcomp(case, arm, codec, chunk_bytes):
     """The coded bytes by the copy engine, then decoding, in one stream; by codecs that are made once."""
     run, data = case.run, case.x.view(torch.uint8).view(-1)
-    stream = torch.cuda.current_stream().cuda_stream or LEGACY_STREAM
-    coder = Coder(codec.require(), codec.kind, codec.data_type(case.x.dtype), chunk_bytes, 0, stream)
+    kind, device = (codec.kind, codec.data_type(case.x.dtype)), case.x.device
+    coder = Coder(codec.require(), *kind, chunk_bytes, device.index, stream_number(device))
     room, out = coder.room(data), torch.empty_like(data)
     coded = coder.encode(data, room)
     sent = torch.empty(coded.numel(), dtype=torch.uint8, pin_memory=True).copy_(coded)

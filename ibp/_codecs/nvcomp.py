@@ -124,8 +124,7 @@ class NvComp(Codec):
 
     def coder(self, device: torch.device, options: Mapping[str, str]) -> Coder:
         """The coder for the current stream of a device."""
-        stream = torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM
-        key = (self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream)
+        key = (self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream_number(device))
         with _lock:
             coder = _coders.pop(key, None) or Coder(self.require(), *key)
             _coders[key] = coder
@@ -202,6 +201,11 @@ def forget_coders() -> None:
 
 
 # ---- the package ----
+
+
+def stream_number(device: torch.device) -> int:
+    """The current stream of a device, as a Coder takes it."""
+    return torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM
 
 
 @functools.cache
