@@ -908,13 +908,23 @@ def thresholds(results):
     return listed(f"{row['arm'].removeprefix('profile, ').replace('%', ' %')}: {placed(row)}" for row in rows)
 
 
+SPILL_TABLE = (
+    "case",
+    "dtype",
+    "row_bytes",
+    "target",
+    "spilled",
+)  # names a table of spill.csv
+
+
 def reads(results, **wanted):
-    """(spilled row, that of the same table on the device alone) of each table."""
+    """(what was read, its row, that of the same table on the device alone) of each table that has both."""
     for what in ("decode", "index_select"):
         spilled, alone = (
-            results.rows("spill", arm=f"{what}, {where}", **wanted) for where in ("spilled", "device only")
+            {tuple(row[key] for key in SPILL_TABLE): row for row in results.rows("spill", arm=arm, **wanted)}
+            for arm in (f"{what}, spilled", f"{what}, device only")
         )
-        yield from ((what, *pair) for pair in zip(spilled, alone))
+        yield from ((what, row, alone[table]) for table, row in spilled.items() if table in alone)
 
 
 def spilled_reads(results):

@@ -292,11 +292,14 @@ def test_figures_of_slots_and_codecs_are_those_of_the_csvs(tmp_path):
 
     write(
         "spill",
-        "case,arm,savings,gbps,ideal_gbps,target,spilled,predicted_spilled",
-        'normal 0.02,"decode, device only",0.3,1000,2000,,0.0,',
-        'normal 0.02,"decode, spilled",0.3,900,1000,,0.0,',
-        '"training, the paper\'s ratios","profile, 10%",0.5,100,200,1.25,0.01,0.02',
-        '"training, the paper\'s ratios","profile, 30%",0.5,100,200,1.5,0.04,0.05',
+        "case,arm,row_bytes,dtype,savings,gbps,ideal_gbps,target,spilled,predicted_spilled",
+        'normal 0.02,"decode, device only",2048,bfloat16,0.3,500,2000,,0.1,',
+        'normal 0.02,"decode, device only",2048,bfloat16,0.3,1000,2000,,0.0,',
+        'normal 0.02,"decode, spilled",2048,bfloat16,0.3,900,1000,,0.0,',
+        'normal 0.02,"decode, spilled",2048,bfloat16,0.3,400,1000,,0.1,',
+        'normal 0.02,"decode, spilled",2048,bfloat16,0.3,300,1000,,0.2,',  # whose other arm was not measured
+        '"training, the paper\'s ratios","profile, 10%",64,float32,0.5,100,200,1.25,0.01,0.02',
+        '"training, the paper\'s ratios","profile, 30%",64,float32,0.5,100,200,1.5,0.04,0.05',
     )
     write(
         "activations",
@@ -320,7 +323,8 @@ def test_figures_of_slots_and_codecs_are_those_of_the_csvs(tmp_path):
         "10 %: 1.25 times smaller with 1.0 % of the rows spilled<br>30 %"
     )
     assert reproduction.spilled_reads(results) == (
-        "decode, 0.0 % of the rows spilled: 900 GB/s, 90 % of the rate without spill, 90 % of what the link allows"
+        "decode, 0.0 % of the rows spilled: 900 GB/s, 90 % of the rate without spill, 90 % of what the link allows<br>"
+        "decode, 10.0 % of the rows spilled: 400 GB/s, 80 % of the rate without spill, 40 % of what the link allows"
     )
     assert reproduction.headline_of_spill(results).endswith("0.90 times the rate of the same table on the GPU")
     assert reproduction.typed_columns(results) == (
