@@ -875,6 +875,57 @@ def test_every_dtype_comes_back_from_a_gpu(cuda, dtype, way):
 
 
 @pytest.mark.parametrize("to", ["host", "device"])
+def test_an_operation_may_change_what_comes_back_from_a_gpu(cuda, to):
+    """Another one that has saved the same bytes gets those of the time of saving."""
+    offload, x = offload_on(cuda, to=to), halves((1 << 20,), torch.float32, cuda)
+    for _ in range(3):
+        seen = []
+        offload.reset_stats()
+        with offload:
+            y = Change.apply(Save.apply(torch.ones((), device=cuda, requires_grad=True), seen, x), seen, x)
+        y.backward()
+        assert offload.stats.shared == 1 and offload.stats.coded_bytes == x.numel() * 4
+        assert_same_bits(seen[0][0], x + 1)
+        assert_same_bits(seen[1][0], x)
+
+
+class LateSave(Save):
+    """Asks for what it has saved long after the host has come to that, and copies it at once."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.cuda._sleep(20_000_000)
+        ctx.seen.append([tensor.clone() for tensor in ctx.saved_tensors])
+        return gradient, None, *[None] * len(ctx.saved_tensors)
+
+
+class PromptSave(LateSave):
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.seen.append([tensor.clone() for tensor in ctx.saved_tensors])
+        return gradient, None, *[None] * len(ctx.saved_tensors)
+
+
+@pytest.mark.parametrize("options", [{}, {"coded": False}, {"to": "device"}], ids=str)
+def test_streams_that_share_what_they_save(cuda, options):
+    """Of two operations on different streams one has the bytes decoded, late; the other one waits for them."""
+    offload, main, side = offload_on(cuda, **options), torch.cuda.current_stream(), torch.cuda.Stream()
+    for first, second in ((PromptSave, LateSave), (LateSave, PromptSave)) * 3:
+        x, late, prompt = (torch.rand(1 << 20, device=cuda) * 3).round(), [], []
+        seen = {LateSave: late, PromptSave: prompt}
+        ones = [torch.ones((), device=cuda, requires_grad=True) for _ in "ab"]
+        with offload:
+            y = first.apply(ones[0], seen[first], x)
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                z = second.apply(ones[1], seen[second], x)
+        torch.autograd.backward((y, z))
+        torch.cuda.synchronize()
+        for found in (late, prompt):
+            assert_same_bits(found[0][0], x)
+
+
+@pytest.mark.parametrize("to", ["host", "device"])
 def test_what_outgrows_its_room_is_not_lost(cuda, to):
     offload = offload_on(cuda, to=to, window_bytes=1)
     shape = (1 << 18,)
@@ -1010,3 +1061,16 @@ def test_two_gpus(gpus):  # noqa: F811
     for _ in range(3):
         assert_same_gradients(split(offload), wanted)
     assert len(offload._lanes) == 2
+
+
+def test_what_does_not_shrink_counts_in_a_budget_on_a_gpu(cuda):
+    floats = [torch.randn(1 << 20, device=cuda).bfloat16() for _ in range(4)]
+    tensors = [noise((4 << 20,), torch.uint8, cuda), *floats]
+    offload = offload_on(cuda, to="device", device_bytes=11 << 20)
+    for _ in range(12):
+        offload.reset_stats()
+        assert_comes_back(offload, *tensors)
+        torch.cuda.synchronize()
+    stats = offload.stats
+    assert offload.is_settled and stats.kept_bytes >= 4 << 20 and stats.coded_bytes > 0
+    assert stats.kept_bytes + stats.device_bytes <= 11 << 20

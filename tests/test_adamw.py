@@ -697,6 +697,20 @@ def test_scaled_gradients_on_a_gpu(cuda):
     check_states(*optimizers)
 
 
+@pytest.mark.parametrize("of_parameters, of_rate", [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cuda")])
+def test_rates_on_either_side(cuda, of_parameters, of_rate):
+    """A learning rate that is a tensor, which a GPU changes late in each step: the value of that step counts."""
+    torchs, ours = parameters(device=of_parameters), parameters(device=of_parameters)
+    rates = torch.tensor(0.02), torch.tensor(0.02, device=of_rate)
+    optimizers = torch.optim.AdamW(torchs, lr=rates[0], fused=True), ibp.optim.AdamW(ours, lr=rates[1])
+    for number in range(5):
+        torch.cuda._sleep(20_000_000)
+        for rate in rates:
+            rate.mul_(0.5)
+        train(torchs, ours, optimizers, [number])
+    check_states(*optimizers)
+
+
 def test_capture_is_refused(cuda):
     ours = parameters(device=cuda)
     optimizer = ibp.optim.AdamW(ours)

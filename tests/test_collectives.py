@@ -298,10 +298,11 @@ def test_lost_rows_from_rank_to_rank(two):
     two(relay_lost)
 
 
-def relay_mixed_up(rank):
+def relay_mixed_up(rank, device_type="cpu"):
     """After a tensor that was coded by another codec, the next one comes."""
-    x, out = tensor_of(0, torch.float32), torch.empty(COUNT)
+    x, device = tensor_of(0, torch.float32), torch.device(device_type, rank if device_type == "cuda" else None)
     learned = Codec.learn(x)
+    x, out = x.to(device), torch.empty(COUNT, device=device)
     codecs = [Codec(learned.codebook, learned.slot_bytes, share) for share in (40.0, 40.0 + 1e-9)]
     if rank == 0:
         for _ in range(2):
@@ -632,6 +633,11 @@ def splits_on_gpus(rank):
 
 def test_nccl_with_splits_and_from_rank_to_rank(nccl):
     nccl(splits_on_gpus)
+
+
+def test_an_error_from_gpu_to_gpu_is_told_once(nccl):
+    sent, (name, message) = nccl(relay_mixed_up, "cuda")
+    assert sent is None and name == "RuntimeError" and "different codecs" in message
 
 
 def lose_on_gpus(rank):

@@ -198,6 +198,27 @@ def test_pages_that_outgrow_their_slots(x):
     store.check()
 
 
+@pytest.mark.parametrize("slot_bytes", [0, 32, 96, 160, 192])
+def test_pages_that_grow_again_and_again(x, slot_bytes):
+    """Rows keep their parts of overflow, also after `clear`: none is lost, whatever was there before."""
+    codebook = ibp.analyze(x, scheme="planes")
+    store = ibp.KVStore(
+        codebook, page_bytes=10 * 192, num_pages=64, slot_bytes=slot_bytes, storage="device", spill="host"
+    )
+    out = torch.empty(64, 10 * 96, dtype=x.dtype, device=x.device)
+    for call, kind in enumerate(("sparse", "coded", "zeros", "noise", "coded", "noise")):
+        pages = rows(640, kind).view(64, -1).to(x.device)
+        assert store.store(range(64), pages).lost() == []
+        store.load(range(64), out).synchronize()
+        assert_same_bits(out, pages)
+        if call == 1:
+            assert store.compact() == 0
+        if call == 4:
+            store.clear()
+    store.check()
+    assert store.stats().lost_rows == 0
+
+
 @pytest.mark.parametrize("row_bytes", [64, 256, 512, 1024, 2048, 4096, 16384])
 @pytest.mark.parametrize("level", ["default", "fast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
