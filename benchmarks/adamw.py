@@ -8,10 +8,10 @@ with `storage="host"`. All arms take the same gradients in the same steps, and t
 after the last one.
 
 Models: one tensor of 1 GiB; 320 small ones; blocks of Llama's shape, trained; the same in BF16; an embedding table of
-which 1 % of the rows have gradients. A model that takes longer than its share of a minute gets fewer steps. `gbps` counts the 28
-bytes an FP32 parameter (14 of BF16) that torch's kernel moves, `ideal_gbps` is what `copy_` moves. Of the steps' times
-`ms` is the median; `first_ms` is the first one, which learns all codebooks and takes all memory; `mean_ms` and
-`slowest_ms` are the mean and the most of the others, with the codebooks that they learn. `ratio` is to `torch`.
+which 1 % of the rows have gradients. A model that takes longer than its share of a minute gets fewer steps. `gbps`
+counts the 28 bytes an FP32 parameter (14 of BF16) that torch's kernel moves, `ideal_gbps` is what `copy_` moves. Of the
+steps' times `ms` is the median; `first_ms` is the first one, which learns all codebooks and takes all memory; `mean_ms`
+and `slowest_ms` are the mean and the most of the others, with the codebooks that they learn. `ratio` is to `torch`.
 """
 
 import statistics
