@@ -85,19 +85,24 @@ def reserve(table: Table, num_items: int) -> None:
     table._set_room(_room_of(table).with_rows(geometry.num_rows, table.slot_bytes, _memory_of(table)))
 
 
-def compressed_anew(table: Table, **options: Any) -> Table:
-    """The table of the same tensor as `compress` makes it with these options."""
+def compressed_anew(table: Table, *, level: str | None, **options: Any) -> Table:
+    """The table of the same tensor as `compress` makes it with these options. level: None: that of the table's
+    codebook, where the options let a codebook of that form be learned."""
     from ._compression import compress  # which makes tables
     from ._spill.placing import placed_anew
 
+    if level is None:
+        is_free = options["scheme"] in ("auto", "planes") and options["codebook"] is options["clusters"] is None
+        level = table.codebook.level if is_free and table.codebook is not None else "default"
     x = decompress(table, check=table.device.type == "cuda")
     if table.spills_to_host:
-        return placed_anew(x, table, **options)
+        return placed_anew(x, table, level=level, **options)
     return compress(
         x,
         layout=table.layout,
         row_bytes=table.row_bytes,
         pin_memory=table._is_pinned,
+        level=level,
         **options,
     )
 

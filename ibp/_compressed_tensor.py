@@ -334,6 +334,7 @@ class CompressedTensor(Table):
         codebook: AnyCodebook | None = None,
         sample: builtins.float | None = None,
         clusters: int | str | None = None,
+        level: str | None = None,
         slot_bytes: int | None = None,
         device: torch.device | str | int | None = None,
     ) -> CompressedTensor:
@@ -345,7 +346,9 @@ class CompressedTensor(Table):
         Interrupted, the table is as it was.
 
         Args:
-            all: as in `ibp.compress`.
+            level: as in `ibp.compress`; None: that of the codebook which the table has, unless scheme, codebook or
+                clusters say otherwise.
+            all others: as in `ibp.compress`.
 
         Raises:
             TypeError, ValueError: as `ibp.compress`.
@@ -359,6 +362,7 @@ class CompressedTensor(Table):
                 codebook=codebook,
                 sample=sample,
                 clusters=clusters,
+                level=level,
                 slot_bytes=slot_bytes,
                 device=device,
             )

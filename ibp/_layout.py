@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -60,14 +61,42 @@ def survey(lengths: torch.Tensor, geometry: Geometry) -> Survey:
 def choose_slot_bytes(found: Survey, geometry: Geometry) -> int:
     """The slot size, a multiple of 32 below row_bytes or row_bytes itself, at which slots and overflow take the fewest
     bytes, each row's second fetch priced in; of equal ones the largest."""
-    rows = found.sectors.to(torch.float64)
-    slots = torch.arange(len(rows), dtype=torch.float64)
-    rows_above = rows.flip(0).cumsum(0).flip(0) - rows  # rows that overflow a slot of k sectors
-    sectors_above = (rows * slots).flip(0).cumsum(0).flip(0) - rows * slots - rows_above * slots
-    costs = geometry.num_rows * slots * SECTOR_BYTES + sectors_above * SECTOR_BYTES + rows_above * _SECOND_FETCH_BYTES
-    costs[-1] = geometry.num_rows * geometry.row_bytes
-    best = 1 + int((costs[1:] == costs[1:].min()).nonzero()[-1]) if len(costs) > 1 else 1
-    return min(best * SECTOR_BYTES, geometry.row_bytes)
+    if len(found.sectors) < 2:
+        return geometry.row_bytes
+    return cheapest_slots(found.sectors, geometry.row_bytes, least=SECTOR_BYTES, part_cost=_SECOND_FETCH_BYTES)[0]
+
+
+def cheapest_slots(
+    sectors: torch.Tensor,
+    row_bytes: int,
+    *,
+    least: int = 0,
+    overflow_cost: float = 1.0,
+    part_cost: float = 0.0,
+    most_overflow: float = math.inf,
+    near: float = 1.0,
+) -> tuple[int, float]:
+    """(bytes of a slot, bytes of overflow of a mean row) where slots and overflow cost the least together. Slots are a
+    multiple of 32 bytes below row_bytes, or row_bytes.
+
+    Args:
+        sectors: how many rows take k sectors as stored, as in `Survey`; at least one row.
+        least: bytes of a slot, at least.
+        overflow_cost: of a byte in overflow, in bytes of slots.
+        part_cost: of a row that has a part in overflow, besides its bytes.
+        most_overflow: bytes of overflow of a mean row, at most.
+        near: the largest slots are taken of those that cost at most so many times the least.
+    """
+    rows = sectors.to(torch.float64)
+    slots = torch.arange(len(rows), dtype=torch.float64) * SECTOR_BYTES
+    rows_above = rows.flip(0).cumsum(0).flip(0) - rows  # rows that leave a slot of k sectors
+    overflow = (rows * slots).flip(0).cumsum(0).flip(0) - rows * slots - rows_above * slots
+    slots[-1] = row_bytes  # whose last sector may be a part of one
+    costs = float(rows.sum()) * slots + overflow_cost * overflow + part_cost * rows_above
+    costs[overflow > most_overflow * rows.sum()] = math.inf
+    first = least // SECTOR_BYTES
+    best = first + int((costs[first:] <= near * costs[first:].min()).nonzero()[-1])
+    return int(slots[best]), float(overflow[best] / rows.sum())
 
 
 def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:

@@ -50,8 +50,8 @@ class Place:
             `Place.over`. None: the place allocates.
         spill: "host": overflow is in pinned host memory, so that the place takes no more of the GPU's memory than its
             slots (see `ibp.place`); on a CPU all is in host memory. None: it is where the slots are.
-        host_memory: pinned uint8 memory, 1-D, that slots and overflow lie in, one behind the other, those of them that
-            are pinned. None: the place allocates.
+        host_memory: uint8 memory of the host, 1-D and contiguous, which slots lie in where `pinned` is set, and
+            overflow behind them: pinned, unless the place is on a CPU. None: the place allocates.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
@@ -136,13 +136,14 @@ class Place:
         if pinned and self.device.type != "cuda":
             raise ValueError("pinned places are for a CUDA device to write to")
         check_spill(spill, memory)
+        in_host = [pinned, pinned or spill == "host"]  # slots, overflow
+        if host_memory is not None:
+            needed = sum(size for size, is_there in zip(sizes[-2:], in_host) if is_there)
+            _check_host_memory(host_memory, needed, any(in_host), self.device)
         self.num_rows, self.row_bytes = num_rows, codebook.row_bytes
         self.slot_bytes = self.row_bytes if slot_bytes is None else slot_bytes
         self.pinned, self.spill = pinned, spill
-        spills = pinned or (spill == "host" and self.device.type == "cuda")
-        parts = (
-            _allocated(sizes, self.device, pinned, spills, host_memory) if memory is None else _carved(memory, sizes)
-        )
+        parts = _allocated(sizes, self.device, in_host, host_memory) if memory is None else _carved(memory, sizes)
         counters, rooms, bases, lengths, self.slots, self.overflow = parts
         self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
         self.bases = bases.view(torch.int64)
@@ -289,23 +290,39 @@ def _check_memory(
     return memory.device
 
 
+def _check_host_memory(host_memory: torch.Tensor, needed: int, is_used: bool, device: torch.device) -> None:
+    """TypeError, ValueError: host memory that is given to a place on a device cannot be used."""
+    if not isinstance(host_memory, torch.Tensor):
+        raise TypeError(f"host_memory is a {type(host_memory).__name__}; wanted a tensor")
+    if not is_used:
+        raise ValueError("host_memory is given, but pinned is not set and spill is not 'host'")
+    if host_memory.dtype != torch.uint8 or host_memory.dim() != 1 or not host_memory.is_contiguous():
+        raise ValueError(
+            f"host_memory is {host_memory.dtype} {list(host_memory.shape)} with strides {list(host_memory.stride())}; "
+            "wanted contiguous torch.uint8 of one dimension"
+        )
+    if host_memory.numel() < needed:
+        raise ValueError(f"host_memory has {host_memory.numel()} bytes; wanted {needed} or more")
+    if host_memory.device.type != "cpu":
+        raise ValueError(f"host_memory is on {host_memory.device}; wanted memory of the host")
+    if device.type == "cuda" and needed and not host_memory.is_pinned():
+        raise ValueError(f"host_memory is pageable; wanted pinned memory, which {device} reads")
+
+
 def _allocated(
-    sizes: Sequence[int], device: torch.device, pinned: bool, spills: bool, host_memory: torch.Tensor | None
+    sizes: Sequence[int], device: torch.device, in_host: Sequence[bool], host_memory: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Tensors of so many bytes; slots pinned where `pinned` is set, overflow where `spills` is, in host_memory if there
-    is one."""
+    """Tensors of so many bytes. in_host: whether slots and overflow are host memory, pinned for a GPU: host_memory, if
+    there is one."""
     *index, slots, overflow = sizes
     parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in index]
-    wanted = (slots if pinned else 0) + (overflow if spills else 0)
-    if host_memory is not None and (host_memory.dtype != torch.uint8 or host_memory.numel() < wanted):
-        raise ValueError(f"host_memory has {host_memory.numel()} {host_memory.dtype}; wanted {wanted} bytes of uint8")
     start = 0
-    for size, is_pinned in ((slots, pinned), (overflow, spills)):
-        if is_pinned and host_memory is not None:
+    for size, is_there in zip((slots, overflow), in_host):
+        if is_there and host_memory is not None:
             parts.append(host_memory[start : start + size])
             start += size
         else:
-            parts.append(_memory.empty(size, _CPU if is_pinned else device, is_pinned))
+            parts.append(_memory.empty(size, _CPU if is_there else device, is_there and device.type == "cuda"))
     return parts
 
 

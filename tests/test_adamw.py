@@ -271,7 +271,7 @@ def check_old_slots(monkeypatch, are_kept):
 def test_slots_are_kept_while_codebooks_are_learned(monkeypatch):
     """Where their size suits the new codebook."""
     monkeypatch.setattr(_states, "_SPARE", 2048)
-    monkeypatch.setattr(_states, "_slot_bytes", lambda counts: 1760)
+    monkeypatch.setattr(_states, "_slot_bytes", lambda survey: 1760)
     check_old_slots(monkeypatch, True)
 
 
@@ -353,15 +353,15 @@ def test_chunks_alike_are_not_measured_again(monkeypatch, slot_bytes):
     """Those of one parameter take the codebook and the slots that one of them learned."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
     monkeypatch.setattr(_states, "_CROWDED", 2.0)
-    monkeypatch.setattr(_states, "_slot_bytes", lambda counts: 1760)
+    monkeypatch.setattr(_states, "_slot_bytes", lambda survey: 1760)
     torchs, ours = parameters(shapes=[(400, 512)]), parameters(shapes=[(400, 512)])
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=400_000)
     train(torchs, ours, optimizers, range(3))
     states = [state for chunk in optimizers[1]._chunks[0] for state in chunk.states]
     assert len(states) == 10 and all(state.fitted_at == 1 for state in states)
-    measured, count_sizes = [], _states._count_sizes
-    monkeypatch.setattr(_states, "_count_sizes", lambda *args: measured.append(args) or count_sizes(*args))
-    monkeypatch.setattr(_states, "_slot_bytes", lambda counts: slot_bytes)
+    measured, surveyed = [], _states._surveyed
+    monkeypatch.setattr(_states, "_surveyed", lambda *args: measured.append(args) or surveyed(*args))
+    monkeypatch.setattr(_states, "_slot_bytes", lambda survey: slot_bytes)
     train(torchs, ours, optimizers, [3])
     check_states(*optimizers)
     assert len(measured) == 2 and {state.place.slot_bytes for state in states} == {slot_bytes}
@@ -422,7 +422,7 @@ def test_codebooks_are_chosen_by_bytes_and_rates(monkeypatch, dtype):
     for rows in (m, v):
         codebook = _learning.learn(rows, "default")
         assert codebook.digit_bits == (2, 2, 2, 2) and codebook.symbol_bits == 8 and not codebook.listed
-        share = _states._mean_size(_states._count_sizes(rows, codebook)) / 2048
+        share = _states._surveyed(rows, codebook).stored / rows.nbytes
         assert 0.12 < (1 - share) * dtype.itemsize / 4 < 0.1875
     sparse = torch.where(torch.arange(v.numel()).view(v.shape) % 50 == 0, v, 0)
     assert _learning.learn(sparse, "default").listed

@@ -57,3 +57,35 @@ def test_memory_that_cannot_be_used():
         ibp.Place(codebook, NUM_ROWS, memory=memory, pinned=True, **SIZES[1])
     with pytest.raises(TypeError, match="memory"):
         ibp.Place(codebook, NUM_ROWS, memory=bytes(10), **SIZES[1])
+
+
+def test_host_memory(rows):
+    """What spills lies in it, from its first byte on."""
+    codebook = ibp.analyze(rows, scheme="planes")
+    options = {"device": rows.device, "spill": "host", **SIZES[0]}
+    memory = ibp._memory.empty(SIZES[0]["overflow_bytes"] + 64, torch.device("cpu"), rows.is_cuda)
+    place = ibp.Place(codebook, NUM_ROWS, **options, host_memory=memory)
+    ibp.encode_into(rows, place)
+    assert_same_bits(place.decode(dtype=torch.float32), rows)
+    assert place.overflow.data_ptr() == memory.data_ptr() and place.overflow.numel() == SIZES[0]["overflow_bytes"]
+
+
+def test_host_memory_that_cannot_be_used(rows):
+    codebook = ibp.analyze(rows, scheme="planes")
+    size = SIZES[0]["overflow_bytes"]
+    memory = ibp._memory.empty(2 * size, torch.device("cpu"), rows.is_cuda)
+    wrong = {
+        "has 100 bytes; wanted": memory[:100],
+        r"torch.uint8 \[2, ": memory.view(2, -1),
+        "strides": memory[::2],
+        "torch.int8": memory.view(torch.int8),
+    }
+    if rows.is_cuda:
+        wrong |= {"is on cuda": memory.cuda(), "is pageable": memory.clone()}
+    for message, given in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            ibp.Place(codebook, NUM_ROWS, device=rows.device, spill="host", **SIZES[0], host_memory=given)
+    with pytest.raises(TypeError, match="host_memory is a list"):
+        ibp.Place(codebook, NUM_ROWS, device=rows.device, spill="host", **SIZES[0], host_memory=[0])
+    with pytest.raises(ValueError, match="host_memory is given"):
+        ibp.Place(codebook, NUM_ROWS, device=rows.device, **SIZES[0], host_memory=memory)

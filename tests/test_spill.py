@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import ibp
 from helpers import assert_same_bits
 from ibp import _layout
+from ibp._spill.placing import placed_anew
 
 COLUMNS = 96  # of bfloat16: rows of 192 bytes
 TARGETS = [1, 4 / 3, 2, 4, 16, math.inf]
@@ -205,6 +206,50 @@ def test_rows_that_shrink_return_to_their_slots():
     with pytest.raises(IndexError):
         table.update_([60], x[:1])
     assert table.refit(device="cpu").num_rows == 60
+
+
+@pytest.mark.parametrize("level", ["default", "fast"])
+def test_placed_anew(level):
+    """What `refit` makes of a table that spills to host memory."""
+    x = torch.randn(400, 512)
+    table = ibp.place(x, 4 / 3, level=level, device="cpu")
+    anew = placed_anew(
+        100 * x,
+        table,
+        scheme="auto",
+        codebook=None,
+        sample=None,
+        clusters=None,
+        level=level,
+        slot_bytes=None,
+        device=None,
+    )
+    assert_same_bits(anew.decompress(), 100 * x)
+    assert anew.slot_bytes == 1536 and anew.codebook.level == level and anew.codebook is not table.codebook
+
+
+@pytest.mark.parametrize("row_bytes", [160, 150, 32])
+@pytest.mark.parametrize(
+    "options", [{}, {"overflow_cost": 8.0, "most_overflow": 20.0}, {"part_cost": 40.0}, {"near": 1.2}]
+)
+@given(data=st.data())
+def test_the_cheapest_slots(row_bytes, options, data):
+    """Against every size, row by row."""
+    most = -(-row_bytes // 32)
+    taken = data.draw(st.lists(st.integers(0, most), min_size=1, max_size=30))
+    least = data.draw(st.sampled_from([0, 32]))
+    sizes = [*range(least, row_bytes, 32), row_bytes]
+    overflows = {size: [max(0, 32 * sectors - size) * (size < row_bytes) for sectors in taken] for size in sizes}
+    costs = {}
+    for size, parts in overflows.items():
+        if sum(parts) <= options.get("most_overflow", math.inf) * len(taken):
+            costs[size] = size * len(taken) + options.get("overflow_cost", 1) * sum(parts)
+            costs[size] += options.get("part_cost", 0) * sum(part > 0 for part in parts)
+    wanted = max(size for size, cost in costs.items() if cost <= options.get("near", 1) * min(costs.values()))
+    found = _layout.cheapest_slots(
+        torch.tensor([taken.count(k) for k in range(most + 1)]), row_bytes, least=least, **options
+    )
+    assert found == (wanted, pytest.approx(sum(overflows[wanted]) / len(taken)))
 
 
 # ---- places ----

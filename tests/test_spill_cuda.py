@@ -72,6 +72,16 @@ def test_changes(x, target):
     assert_reads(table, torch.cat((x, x[:10])))
 
 
+@pytest.mark.parametrize("level", ["default", "fast"])
+def test_refit_keeps_the_level(cuda, level):
+    x = torch.randn(3000, 512, device=cuda)
+    table = ibp.place(x, 4 / 3, level=level)
+    table.update_(torch.arange(3000, device=cuda), 100 * x)
+    table.refit()
+    assert_reads(table, 100 * x)
+    assert table.spills_to_host and table.slot_bytes == 1536 and table.codebook.level == level
+
+
 def test_changes_behind_work_on_the_stream(x):
     """The overflow grows while the GPU still has changes to make."""
     table = ibp.place(x, math.inf)

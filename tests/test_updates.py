@@ -221,6 +221,16 @@ def test_arguments_that_do_not_fit():
     assert_reads(table, x)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"scheme": "planes"}, {"scheme": "ibp"}, {"level": "default"}, {"clusters": 2}]
+)
+def test_refit_keeps_the_level(options):
+    """Unless it is told otherwise."""
+    table = ibp.compress(torch.randn(300, 64), level="fast", device="cpu")
+    codebook = table.refit(device="cpu", **options).codebook
+    assert codebook.level == ("fast" if options in ({}, {"scheme": "planes"}) else "default")
+
+
 def test_small_and_empty_tables():
     for shape in ((0, 5), (1, 5), (3, 0), (0,), (1,)):
         x = torch.randn(shape)

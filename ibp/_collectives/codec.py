@@ -7,7 +7,6 @@ import hashlib
 import struct
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from .. import _layout, _rows
@@ -130,17 +129,9 @@ def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
     codebook = SCHEMES["planes"].learn(request)
     if codebook is None:
         return None
-    stored = _layout.stored_sizes(measure(as_bytes(x), codebook, x.device), ROW_BYTES, ROW_BYTES)
-    slot_bytes, mean_overflow = _choose_slot(stored.numpy())
+    survey = _layout.survey(measure(as_bytes(x), codebook, x.device), geometry)
+    slot_bytes, mean_overflow = _layout.cheapest_slots(survey.sectors, ROW_BYTES, near=_NEAR_BEST)
+    if slot_bytes == ROW_BYTES:
+        return None
     codec = Codec(codebook, slot_bytes, 1.25 * mean_overflow + _SLACK * ROW_BYTES)
     return codec if codec.savings >= _LEAST_SAVINGS else None
-
-
-def _choose_slot(stored: np.ndarray) -> tuple[int, float]:
-    """(bytes of a slot, mean bytes of overflow of a row) for rows of so many bytes."""
-    slots = np.arange(0, ROW_BYTES, _SECTOR)
-    parts = np.maximum(0, stored[None, :] - slots[:, None])
-    overflow = (-(-parts // _SECTOR) * _SECTOR).mean(1)
-    cost = slots + overflow
-    best = int(np.flatnonzero(cost <= cost.min() * _NEAR_BEST).max())
-    return int(slots[best]), float(overflow[best])

@@ -72,6 +72,11 @@ class AnyCodebook(ABC):
         """Whether a GPU decodes rows faster than any link brings them, with few multiprocessors."""
 
     @property
+    def level(self) -> str:
+        """The level at which codebooks of this form are learned, see `ibp.compress`."""
+        return "default"
+
+    @property
     @abstractmethod
     def is_fast_in_clusters(self) -> bool:
         """The same of a table with several codebooks of this form."""

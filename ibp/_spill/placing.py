@@ -98,11 +98,12 @@ def placed_anew(
     codebook: AnyCodebook | None,
     sample: float | None,
     clusters: int | str | None,
+    level: str,
     slot_bytes: int | None,
     device: torch.device | str | int | None,
 ) -> CompressedTensor:
     """What `refit` makes of the tensor of a table that spills to host memory: placed as it was."""
-    learning = Learning.of("planes" if scheme == "auto" else scheme, None, None, sample, clusters, "default", codebook)
+    learning = Learning.of("planes" if scheme == "auto" else scheme, None, None, sample, clusters, level, codebook)
     geometry = geometry_of(x, table.row_bytes, codebook)
     slot_bytes = _layout.checked_slot_bytes(table.layout, slot_bytes, table.row_bytes)
     slot_bytes = table.slot_bytes if slot_bytes is None else slot_bytes

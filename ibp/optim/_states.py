@@ -164,31 +164,30 @@ class CodedState:
         if known is not None and held is not None and held == known.held:
             codebook, wanted = known.codebook, known.wanted
         else:
-            codebook, counts = self._fitting(data.view(self.num_rows, -1), known)
-            wanted = _slot_bytes(counts)
+            codebook, survey = self._fitting(data.view(self.num_rows, -1), known)
+            wanted = _slot_bytes(survey)
             if known is None or known.codebook is not codebook:
-                self._coding.learned[self.kind] = Learned(codebook, _mean_size(counts), held, wanted)
+                self._coding.learned[self.kind] = Learned(codebook, survey.stored / self.num_rows, held, wanted)
         slot_bytes = self._with_host_memory(wanted)
         if self.place is not None and 0 <= self.place.slot_bytes - slot_bytes <= _SPARE:
             self.place._take_codebook(codebook)
         else:
             self._move(codebook, slot_bytes)
 
-    def _fitting(self, rows: torch.Tensor, known: Learned | None) -> tuple[AnyCodebook, torch.Tensor]:
-        """A codebook for rows, and how many of them it codes in 0, 1, ... ROW_BYTES bytes. That of states alike is
-        taken if it serves as well here; where another serves better, the state is none of that kind."""
-        counts = None
-        if known is not None:
-            counts = _count_sizes(rows, known.codebook)
-            if _mean_size(counts) <= known.mean_bytes + _AS_GOOD:
-                return known.codebook, counts
+    def _fitting(self, rows: torch.Tensor, known: Learned | None) -> tuple[AnyCodebook, _layout.Survey]:
+        """A codebook for rows, and what they take by it. That of states alike is taken if it serves as well here; where
+        another serves better, the state is none of that kind."""
+        spare = _AS_GOOD * self.num_rows
+        survey = None if known is None else _surveyed(rows, known.codebook)
+        if known is not None and survey is not None and survey.stored <= known.mean_bytes * self.num_rows + spare:
+            return known.codebook, survey
         codebook = learn(rows, self._coding.level)
-        own_counts = _count_sizes(rows, codebook)
-        if known is not None and counts is not None:
-            if _mean_size(counts) <= _mean_size(own_counts) + _AS_GOOD:
-                return known.codebook, counts
+        own_survey = _surveyed(rows, codebook)
+        if known is not None and survey is not None:
+            if survey.stored <= own_survey.stored + spare:
+                return known.codebook, survey
             self.kind = object()
-        return codebook, own_counts
+        return codebook, own_survey
 
     def _with_host_memory(self, slot_bytes: int) -> int:
         """Bytes of slots: larger ones than wanted where host memory has no room for what the wanted ones leave, and
@@ -317,21 +316,14 @@ def _check_counters(counters: list[int]) -> None:
         raise RuntimeError("the coded states of an optimizer are damaged: load them from a checkpoint")
 
 
-def _count_sizes(rows: torch.Tensor, codebook: AnyCodebook) -> torch.Tensor:
-    """How many rows a codebook codes in 0, 1, ... ROW_BYTES bytes; on the CPU."""
+def _surveyed(rows: torch.Tensor, codebook: AnyCodebook) -> _layout.Survey:
+    """What rows take that a codebook codes. Waits for the device."""
     lengths = measure(_rows.bytes_of(rows), codebook, rows.device)
-    sizes = _layout.stored_sizes(lengths, ROW_BYTES, ROW_BYTES)
-    return torch.bincount(sizes.long(), minlength=ROW_BYTES + 1).cpu()
+    return _layout.survey(lengths, _rows.Geometry.of(rows, ROW_BYTES))
 
 
-def _mean_size(counts: torch.Tensor) -> float:
-    return float((counts * torch.arange(len(counts))).sum() / counts.sum())
-
-
-def _slot_bytes(counts: torch.Tensor) -> int:
-    """Bytes of the slots that cost the least together with what they leave to overflow. counts: of rows by size."""
-    slots = torch.arange(0, ROW_BYTES + 1, _SECTOR)
-    parts = (torch.arange(ROW_BYTES + 1) - slots[:, None]).clamp(min=0)
-    spilled = ((parts + _SECTOR - 1) // _SECTOR * _SECTOR * counts).sum(1) / counts.sum()
-    cost = torch.where(spilled <= _MOST_SPILLED * ROW_BYTES, slots + _SPILLED_COST * spilled, torch.inf)
-    return int(slots[cost.argmin()])
+def _slot_bytes(survey: _layout.Survey) -> int:
+    """Bytes of the slots that cost the least together with what they leave to overflow."""
+    return _layout.cheapest_slots(
+        survey.sectors, ROW_BYTES, overflow_cost=_SPILLED_COST, most_overflow=_MOST_SPILLED * ROW_BYTES
+    )[0]

@@ -256,6 +256,10 @@ class PlanesCodebook(AnyCodebook):
         """Dense rows, of digits of two bits and symbols of at most a byte."""
         return not self.listed and is_fast(self.symbol_bits, self.digit_bits)
 
+    @property
+    def level(self) -> str:
+        return "default" if self.first_symbol is None else "fast"
+
     is_fast_in_clusters = False
 
     @property
