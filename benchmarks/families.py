@@ -5,8 +5,8 @@
 100,000 random rows (fewer where rows are long) of a pinned table of 256 MiB, in the order of the ids, with all SMs and
 with at most 16 and 8: raw, coded by scheme planes, and as `auto` leaves them, by the same kernel. The whole table is
 decoded and encoded in device memory too, beside a copy and a memset. Kinds: BF16 in short and long rows, rows with
-entries a column, elements of one byte, rows with zeros of every share and of both signs. `target_gbps` is what an arm
-should reach, `met` whether it does.
+entries a column, elements of one byte, rows with zeros of every share and of both signs, FP64. `target_gbps` is what an
+arm should reach, `met` whether it does.
 """
 
 import sys
@@ -21,8 +21,10 @@ TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, inputs.MIB
 MANY_SMS, FEW_SMS = 16, 8
 SMS = (None, MANY_SMS, FEW_SMS)
 SAMPLE = 0.1  # of the rows, to learn a codebook from
+NO_TARGET = ""  # in place of a kind
 RAW, CODED, AUTO, DECODE, ENCODE = "raw rows", "planes slots", "auto", "planes decode", "planes encode"
-FP32, BF16, E4M3, E5M2 = torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 # ---- what is measured ----------------------------------------------------------------------------------------------
@@ -66,7 +68,7 @@ def multiplied(rows, columns, device):
     return x * (torch.rand_like(x) < 0.5)
 
 
-CASES = (  # name, kind (see `targets`), dtype, columns, maker of float rows
+CASES = (  # name, kind (see `target`), dtype, columns, maker of float rows
     *(("normal 0.02", "short", BF16, columns, weights) for columns in (64, 128, 256)),
     ("normal 0.02", "long", BF16, 32768, weights),
     ("normal, a scale a column", "columns", FP32, 128, scaled_columns),
@@ -79,6 +81,8 @@ CASES = (  # name, kind (see `targets`), dtype, columns, maker of float rows
         for share in (0.3, 0.5, 0.7, 0.9)
     ),
     *(("zeros of both signs", "zeros", dtype, 1024, multiplied) for dtype in (BF16, FP32)),
+    ("normal 1", NO_TARGET, FP64, 512, normal),
+    ("half zeros", NO_TARGET, FP64, 512, masked),
 )
 REAL = {"LLM keys": "columns", "pubmed": "zeros"}  # sets of inputs.REAL_SETS, and their kinds
 QUICK_CASES = (0, 5, 11)  # of CASES
@@ -119,7 +123,7 @@ class Run(harness.Run):
 
     def __init__(self, args):
         super().__init__("families", args, harness.TARGET_COLUMNS)
-        self.kind, self.raw_gbps = "", {}
+        self.kind, self.raw_gbps = NO_TARGET, {}
         self.rates = codec.DeviceRates(self)
 
     def add(self, *, arm, row_bytes, gbps, ideal_gbps, sms, **others):
