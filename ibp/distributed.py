@@ -292,7 +292,9 @@ def compress_all_gather(
 
     Every module that `fully_shard` was called on has a codec of its own, which is learned at its first all-gather.
     Before later forward passes of `module`, ranks see together which modules' parameters fit into their messages, so
-    that the host waits for no all-gather by itself.
+    that the host waits for no all-gather by itself: it looks at the end of the forward pass and of the backward pass
+    whether all of them did fit. Parameters that are written in between to values that do not fit make that pass raise
+    RuntimeError on all ranks.
 
     Args:
         module: sharded by `torch.distributed.fsdp.fully_shard`, itself or parts of it.

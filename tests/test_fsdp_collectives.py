@@ -11,7 +11,7 @@ import torch.distributed.fsdp  # here: the processes that are forked need not im
 
 import ibp
 from helpers import assert_same_bits
-from ibp._collectives import calls, fsdp
+from ibp._collectives import calls, fsdp, planning
 from ibp.distributed import Codec, compress_all_gather
 from native import ROOT
 from test_collectives import nccl  # noqa: F401, a fixture
@@ -38,9 +38,8 @@ def nothing(when, step, net):
     """Leaves a net as it is."""
 
 
-def trained(rank, device, dtype, change=nothing, **options):
-    """(losses, weights) of some steps. change: is called before and after forward passes; options: of
-    compress_all_gather, where there are any."""
+def sharded(device, dtype, **options):
+    """A net. options: of compress_all_gather, where there are any."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -51,6 +50,12 @@ def trained(rank, device, dtype, change=nothing, **options):
     fully_shard(net, mesh=mesh, mp_policy=policy)
     if options:
         assert compress_all_gather(net, **options) == len(net) + 1
+    return net
+
+
+def trained(rank, device, dtype, change=nothing, **options):
+    """(losses, weights) of some steps of a net. change: is called before and after forward passes."""
+    net = sharded(device, dtype, **options)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     generator, losses = torch.Generator().manual_seed(rank), []
     for step in range(STEPS):
@@ -96,11 +101,12 @@ def ask_for_work(when, step, net):
 
 
 def grow(when, step, net):
-    """Weights that are unlike those that codecs were learned from."""
+    """Weights that are unlike those that codecs were learned from, written by torch's operations and behind them."""
     if (when, step) == ("before", 2):
+        for layer in net[:3]:
+            layer[0].weight.data.to_local().mul_(1e-20)
         with torch.no_grad():
-            for weight in net.parameters():
-                weight.mul_(1e-20)
+            net[3].weight.mul_(1e-20)
 
 
 def freeze(when, step, net):
@@ -113,12 +119,20 @@ def freeze(when, step, net):
                 net[1][0].weight.to_local().mul_(2)
 
 
-def write_between(when, step, net):
-    """What backward gathers is not what forward has gathered, and does not fit."""
-    if (when, step) == ("after", 1):
+def write_on_one_rank(when, step, net):
+    """After the first pass has seen what has room, in ways that torch counts and not: what changes has room."""
+    if (when, step, dist.get_rank()) == ("after", 2, 1):
         with torch.no_grad():
-            for layer in net[:3]:
-                layer[0].weight.mul_(1e-20)
+            net[0][0].weight.to_local().mul_(1.01)
+            net[1][0].weight.data.to_local().mul_(1.01)
+
+
+def gather_outside(when, step, net):
+    """All-gathers outside of passes are waited for: what they find is unlike what was learned."""
+    if (when, step) == ("before", 2):
+        net[1][0].weight.data.to_local().mul_(1e-20)
+        net[1].unshard()
+        net[1].reshard()
 
 
 def no_room(rank):
@@ -130,27 +144,81 @@ def no_room(rank):
 
 @pytest.mark.slow
 def test_weights_that_change(ranks):
-    for change in (ask_for_work, grow, freeze, write_between):
+    for change in (ask_for_work, grow, freeze, write_on_one_rank, gather_outside):
         counts = ranks(compare, "cpu", None, change)
         assert counts[0] == counts[1] > 0
     first, second = ranks(no_room)
     assert first == second < (STEPS - 1) * 2 * 4
 
 
-def write_past_counters(when, step, net):
-    if (when, step) == ("after", 1):
-        for layer in net[:3]:
-            layer[0].weight.data._local_tensor.data.normal_().mul_(1e30)
+def write_between(net):
+    """After the forward pass has seen what has room: what backward gathers has none."""
+    with torch.no_grad():
+        net[0][0].weight.mul_(1e-20)  # counted by torch
+    net[1][0].weight.data._local_tensor.data.normal_().mul_(1e30)
 
 
-def lose(rank):
-    return raised(lambda: trained(rank, "cpu", None, write_past_counters, level="fast"))
+def write_within(net):
+    """The same between the begin of the forward pass and the all-gather."""
+    net[1].register_forward_pre_hook(lambda *_: write_between(net), prepend=True)
+
+
+def lose(rank, device, where):
+    """What each step of a net raises, whose weights are written in the wrong place in the third one; and whether later
+    steps give the loss of a net that was never compressed."""
+    device = f"cuda:{rank}" if device == "cuda" else device
+    planning._states.clear()  # codecs of other tests
+    net, plain = (sharded(device, None, **options) for options in ({"level": "fast"}, {}))
+    x, found = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank)).to(device), []
+
+    def step(net, k):
+        if (k, where) == (2, "forward"):
+            write_within(net)
+        with torch.set_grad_enabled(where != "no grad"):
+            if (k, where) == (2, "no grad"):
+                write_within(net)
+            loss = net(x).float().square().mean()
+        if (k, where) == (2, "backward"):
+            write_between(net)
+        if where != "no grad":
+            loss.backward()
+        return float(loss.detach())
+
+    for k in range(3):
+        found.append(raised(lambda: step(net, k)))
+    for hook in list(net[1]._forward_pre_hooks)[:1] if where != "backward" else ():
+        del net[1]._forward_pre_hooks[hook]
+    for weight, other in zip(plain.parameters(), net.parameters(), strict=True):
+        weight.data._local_tensor.copy_(other.data._local_tensor)
+    with torch.no_grad():
+        assert_same_bits(net(x).cpu(), plain(x).cpu())
+    return found
 
 
 @pytest.mark.slow
-def test_rows_that_are_lost_raise_on_all_ranks(ranks):
-    for name, message in ranks(lose):
-        assert name == "RuntimeError" and "version counters" in message
+@pytest.mark.parametrize("where", ["forward", "backward", "no grad"])
+def test_rows_that_are_lost_raise_on_all_ranks(ranks, where):
+    for first, second, (name, message) in ranks(lose, "cpu", where):
+        assert first is None and second is None
+        assert name == "RuntimeError" and "write them before the forward pass" in message and "'1'" in message
+
+
+def no_backward():
+    return -1
+
+
+def compare_with_another_torch(rank, name, value):
+    """Where torch does not have something that is looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, name, value)
+        return compare(rank, "cpu", None)
+
+
+@pytest.mark.slow
+def test_a_torch_with_other_names(ranks):
+    for name in ("_OF_GROUPS", "_OF_PARAMETERS"):
+        assert ranks(compare_with_another_torch, name, ("no_such_name",)) == [0, 0]
+    assert 0 < min(ranks(compare_with_another_torch, "_current_backward", no_backward)) <= (STEPS - 1) * 4
 
 
 def wrong(rank):
@@ -191,7 +259,14 @@ def compare_fast(rank, device, change):
     return compare(rank, device, None, change, level="fast")
 
 
-@pytest.mark.parametrize("change", [ask_for_work, grow, write_between], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [ask_for_work, grow, write_on_one_rank], ids=lambda change: change.__name__)
 def test_weights_that_change_with_nccl(nccl, change):  # noqa: F811
     first, second = nccl(compare_fast, "cuda", change)
     assert first == second > 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "no grad"])
+def test_rows_that_are_lost_raise_with_nccl(nccl, where):  # noqa: F811
+    for first, second, (name, message) in nccl(lose, "cuda", where):
+        assert first is None and second is None
+        assert name == "RuntimeError" and "write them before the forward pass" in message

@@ -1,7 +1,9 @@
 """All-gathers of torch's FSDP2 that travel coded.
 
 The host waits for the first ones only. Before a later forward pass every rank codes what it will send, only to see
-whether all rows have room, and the ranks tell each other in one small exchange. What has no room travels raw.
+whether all rows have room, and the ranks tell each other in one small exchange. What has no room travels raw. All
+messages of the pass say again whether they have lost rows; the host looks at that at the end of the forward pass and of
+the backward pass, before anybody can use what was computed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from .._group import all_taking_part
 from .calls import check_options, copy_own, finished, gather, gathering, kind_of, messages_of, movable, run
 from .codec import Codec, as_bytes
 from .links import raw_all_gather
-from .messages import Part, Status, lost_and_missing, spans_of, status_entries
+from .messages import Part, Status, has_lost, spans_of, status_entries
 from .planning import RAW, Kind, Plan, State, state_of
 from .staging import Staging, on
 
@@ -36,23 +38,21 @@ def compress_all_gather(
     sharded = [(name, one) for name, one in modules if isinstance(one, FSDPModule)]
     if not sharded:
         raise ValueError(f"{type(module).__name__} has no module that torch.distributed.fsdp.fully_shard was called on")
-    shards = [Shards(one, codec, level, name) for name, one in sharded]
-    for (_, one), mine in zip(sharded, shards):
-        one.set_custom_all_gather(_comm_class()(mine))
-    before = getattr(module, _HOOK, None)
-    if before is not None:
+    for before in getattr(module, _HOOKS, ()):
         before.remove()
-    hook = module.register_forward_pre_hook(functools.partial(_before_forward, Rooms(shards)), prepend=True)
-    setattr(module, _HOOK, hook)
+    rooms = Rooms([Shards(one, codec, level, name) for name, one in sharded])
+    for (_, one), mine in zip(sharded, rooms.shards):
+        one.set_custom_all_gather(_comm_class()(rooms, mine))
+    hooks = (
+        module.register_forward_pre_hook(rooms.begin_forward, prepend=True),
+        module.register_forward_hook(rooms.leave_forward, always_call=True),
+        module.register_forward_hook(rooms.end_forward),
+    )
+    setattr(module, _HOOKS, hooks)
     return len(sharded)
 
 
-_HOOK = "_ibp_before_forward"
-
-
-def _before_forward(rooms: Rooms, module: torch.nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling():  # in a compiled net the host waits for each all-gather
-        rooms.check()
+_HOOKS = "_ibp_hooks"
 
 
 class Shards:
@@ -62,8 +62,8 @@ class Shards:
     Attributes:
         kind, state, plan: of the last all-gather that was agreed on; None: there was none.
         status: where all-gathers that are not waited for note what is lost.
-        versions: of the parameters when their rows were seen to have room, on all ranks; None: they were not.
-        is_raw: rows had no room before this forward pass, on some rank.
+        is_seen: the rows were seen to have room before this pass, on all ranks.
+        is_raw: they were not, and the codec is not learned anew.
     """
 
     def __init__(self, module: Any, codec: Codec | None, level: str, name: str) -> None:
@@ -73,19 +73,23 @@ class Shards:
         self.state: State | None = None
         self.plan: Plan | None = None
         self.status: Status | None = None
-        self.versions: tuple[int, ...] | None = None
-        self.is_raw = False
+        self.is_seen = self.is_raw = False
 
     def gather(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+        self,
+        is_watched: bool,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
     ) -> dist.Work | None:
-        """The all-gather."""
+        """The all-gather. is_watched: whether the status is looked at before what was computed can be used."""
         if self._is_same(input_tensor, group):
             assert self.state is not None and self.kind is not None
             if self.is_raw or self.state.plans.get(self.kind) is RAW:
                 raw = movable(output_tensor), movable(input_tensor)
                 return raw_all_gather(*raw, group=group, async_op=async_op)
-            if self.versions is not None and self.versions == self._versions():
+            if self.is_seen and is_watched:
                 assert self.plan is not None
                 job = gathering(self.plan, self.state, group, output_tensor, input_tensor, _no_repair, self.status)
                 work = run(job, self.state, async_op)
@@ -112,70 +116,64 @@ class Shards:
         """Notes how the call is agreed on, where it is one that torch does of parameters as the optimizer has them."""
         torchs = self.torchs()
         if torchs is not None and torchs.is_sharded:
-            self.versions, self.plan, self.is_raw = None, None, False
+            self.plan, self.is_seen, self.is_raw = None, False, False
             self._group, self.state = weakref.ref(group), state_of(group)
             self.kind = kind_of("all_gather_into_tensor", x, self.codec, self.level, self.name)
 
     def torchs(self) -> Any:
-        """torch's group of the module's parameters; None: there are none or several, they are made by extensions, or
-        are on another device than they are gathered on."""
-        state = self.module._get_fsdp_state()
+        """torch's group of the module's parameters; None: there are none or several, they are made by extensions or are
+        on another device than they are gathered on, or this torch does not have what is looked at here."""
+        state = getattr(self.module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None)
-        groups = [state._fsdp_param_group] if groups is None else groups
-        if len(groups) != 1 or groups[0] is None or not hasattr(groups[0], "fsdp_params"):
+        groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+        if len(groups) != 1 or _inputs_function() is None or not _has_all(groups[0], _OF_GROUPS):
             return None
         for param in groups[0].fsdp_params:
-            if param.offload_to_cpu or hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+            if not _has_all(param, _OF_PARAMETERS) or param.offload_to_cpu:
+                return None
+            if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
                 return None
         return groups[0]
 
     def is_known(self) -> bool:
         """Whether an all-gather of the module was agreed on, and the next one is such a one. The same on all ranks."""
-        self.plan, self.is_raw = None, False
+        self.plan, self.is_seen, self.is_raw = None, False, False
         if self.kind is None or self.state is None:
             return False
         plan, torchs = self.state.plans.get(self.kind), self.torchs()
         if plan is None or plan.codec is None or torchs is None or not torchs.is_sharded:
-            self.versions = None
             return False
         self.plan = plan
         return True
 
-    def code(self, staging: Staging, status: Status) -> tuple[int, ...] | None:
-        """Codes what the next all-gather sends, for the status. Not again where parameters that are not trained have
-        not changed. Returns their versions; None: they are other tensors than before."""
+    def code(self, staging: Staging, status: Status) -> None:
+        """Codes what the next all-gather sends, for the status."""
         assert self.plan is not None and self.kind is not None and self.state is not None
-        self.status, versions = status, self._versions()
-        params = self.torchs().fsdp_params
-        if versions == self.versions and not any(param.sharded_param.requires_grad for param in params):
-            return versions
-        inputs = _all_gather_inputs(params)
+        self.status, inputs = status, _inputs_of(self.torchs())
         if sum(x.numel() for x in inputs) != self.kind.numel or any(x.dtype != self.kind.dtype for x in inputs):
-            return None
+            return  # a call of another kind, then, which is agreed on
         x = as_bytes(torch.cat(inputs) if len(inputs) > 1 else inputs[0])
         for span in spans_of(x.numel(), self.plan.num_pieces):
             messages = messages_of(self.plan, [span.payload] * self.state.size, x.device)
             slot = staging.take(messages.num_bytes)
             messages.code(slot, Part(self.state.rank, x[span.bytes]), status, 0)
             staging.leave(slot)
-        return versions
 
-    def decide(self, versions: tuple[int, ...] | None, is_lost: bool) -> None:
+    def decide(self, is_lost: bool) -> None:
         """How all-gathers travel until the next forward pass. is_lost: rows had no room, on some rank."""
         assert self.plan is not None and self.kind is not None and self.state is not None
-        self.versions = None if is_lost else versions
+        self.is_seen = not is_lost
         if is_lost and self.plan.is_checked:
             self.state.forget(self.kind)
         self.is_raw = is_lost and not self.plan.is_checked  # with a codec that was given
 
-    def _versions(self) -> tuple[int, ...]:
-        """Numbers that grow as torch's operations write parameters, by the distributed tensors or by those in them."""
-        params = [param.sharded_param for param in self.torchs().fsdp_params]
-        return tuple(number for param in params for number in (param._version, param._local_tensor._version))
-
 
 class Rooms:
-    """Sees before each forward pass which modules' parameters have room in their messages, on all ranks.
+    """Sees before each forward pass which modules' parameters have room in their messages, on all ranks, and at the
+    end of the pass whether all had, in fact.
+
+    Whether the host waits for an all-gather is decided by what is the same on all ranks: what was seen before the pass,
+    and whether a pass is under way.
 
     Args:
         shards: of the modules.
@@ -184,50 +182,91 @@ class Rooms:
     def __init__(self, shards: Sequence[Shards]) -> None:
         self.shards = shards
         self._statuses: dict[State, tuple[torch.Tensor, list[Status]]] = {}  # of all modules, by process group
+        self._depth = 0  # forward passes that are under way, one in the other
+        self._backward = _NO_BACKWARD  # the last backward pass at whose end the host looks
 
-    def check(self) -> None:
-        """A collective call, where all-gathers travel coded. The host waits for it.
+    def gather(self, shards: Shards, *args: Any) -> dist.Work | None:
+        return shards.gather(self._is_watched(), *args)
 
-        Raises:
-            RuntimeError: rows were lost since the last one: parameters were written behind torch's back.
-        """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    def _is_watched(self) -> bool:
+        """Whether the host looks at what was lost at the end of this pass; a backward pass is told to."""
+        if self._depth:
+            return True
+        backward = _current_backward()
+        if backward not in (_NO_BACKWARD, self._backward):
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
+            self._backward = backward
+        return backward != _NO_BACKWARD
+
+    def begin_forward(self, module: torch.nn.Module, args: Any) -> None:
+        """A collective call, where all-gathers travel coded. The host waits for it."""
+        if torch.compiler.is_compiling():  # in a compiled net the host waits for each all-gather
             return
+        self._depth += 1
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self._see()
+
+    def leave_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Of a pass that has failed, too."""
+        if not torch.compiler.is_compiling():
+            self._depth = max(0, self._depth - 1)
+
+    def end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not (torch.compiler.is_compiling() or self._depth):
+            self._look()
+
+    def end_pass(self) -> None:
+        """Of a backward pass: what was seen before does not hold for parameters that the optimizer writes."""
+        for shard in self.shards:
+            shard.is_seen = False
+        self._look()
+
+    @torch.no_grad()
+    def _see(self) -> None:
+        """What has room, in all groups."""
         groups: dict[State, list[int]] = {}
         for k, shard in enumerate(self.shards):
             if shard.is_known():
                 assert shard.state is not None
                 groups.setdefault(shard.state, []).append(k)
         for state, numbers in groups.items():
-            self._check(state, numbers)
+            self._see_in(state, numbers)
 
-    @torch.no_grad()
-    def _check(self, state: State, numbers: Sequence[int]) -> None:
+    def _see_in(self, state: State, numbers: Sequence[int]) -> None:
         device = self.shards[numbers[0]].torchs().device
         staging, (table, statuses) = state.staging(device), self._statuses_of(state, device)
         if staging.coding is not None and staging.decoding is not None:
             staging.coding.wait_stream(torch.cuda.current_stream(device))
             staging.coding.wait_stream(staging.decoding)
             self._wait_for_optimizer(staging.coding)
-        versions = {}
         with on(staging.coding):
-            missing = lost_and_missing(table)[1]
             table.zero_()
             for k in numbers:
-                versions[k] = self.shards[k].code(staging, statuses[k])
-            flags = torch.stack([lost_and_missing(table)[0], missing])
+                self.shards[k].code(staging, statuses[k])
+            flags = has_lost(table).to(torch.int64)
             with all_taking_part():
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.shards[numbers[0]].group())
-            is_lost, is_missing = flags.tolist()
+            is_lost = flags.tolist()
             table.zero_()
-        if any(is_missing):
-            names = [self.shards[k].name for k, lacks in enumerate(is_missing) if lacks]
-            raise RuntimeError(
-                f"parameters of modules {names} were written between a forward pass and an all-gather, past torch's "
-                "version counters, and rows of them were lost: write them before the forward pass"
-            )
         for k in numbers:
-            self.shards[k].decide(versions[k], bool(is_lost[k]))
+            self.shards[k].decide(bool(is_lost[k]))
+
+    def _look(self) -> None:
+        """The host waits for the all-gathers of the pass. Every rank has every message, and so sees the same.
+
+        Raises:
+            RuntimeError: rows were lost: parameters were written after they were seen to have room.
+        """
+        names = []
+        for state, (table, _) in self._statuses.items():
+            with on(state.staging(table.device).decoding):
+                flags = has_lost(table).tolist()
+            names += [shard.name for shard, is_lost in zip(self.shards, flags) if is_lost]
+        if names:
+            raise RuntimeError(
+                f"parameters of modules {names} were written between the begin of a forward pass and an all-gather, "
+                "and rows of them were lost, so what the pass has computed is wrong: write them before the forward pass"
+            )
 
     def _statuses_of(self, state: State, device: torch.device) -> tuple[torch.Tensor, list[Status]]:
         if state not in self._statuses:
@@ -244,11 +283,33 @@ class Rooms:
             stream.wait_event(event)
 
 
-def _all_gather_inputs(params: Sequence[Any]) -> list[torch.Tensor]:
-    """What torch copies into an all-gather's input, one behind the other."""
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_param_all_gather_inputs
+# ---- what is torch's own -------------------------------------------------------------------------------------------
 
-    return [x for inputs in _get_param_all_gather_inputs(list(params)) for x in inputs]
+_NO_BACKWARD = -1
+_OF_GROUPS = ("fsdp_params", "is_sharded", "device")  # what is looked at
+_OF_PARAMETERS = ("offload_to_cpu", "_sharded_local_tensor")
+
+
+def _has_all(what: Any, names: Sequence[str]) -> bool:
+    return all(hasattr(what, name) for name in names)
+
+
+def _current_backward() -> int:
+    """A number of the backward pass that runs on this thread; _NO_BACKWARD: none, or this torch does not say."""
+    return getattr(torch._C, "_current_graph_task_id", lambda: _NO_BACKWARD)()
+
+
+@functools.cache
+def _inputs_function() -> Any:
+    """What gives the tensors that torch copies into an all-gather's input; None: this torch has another one."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    return getattr(_fsdp_collectives, "_get_param_all_gather_inputs", None)
+
+
+def _inputs_of(group: Any) -> list[torch.Tensor]:
+    """What torch copies into the input of a group's all-gather, one behind the other."""
+    return [x for inputs in _inputs_function()(list(group.fsdp_params)) for x in inputs]
 
 
 def _no_repair(status: Status) -> None:
@@ -262,9 +323,9 @@ def _comm_class() -> Any:
     class CodedAllGather(AllGather):
         """What FSDP2 calls for the parameters of one module."""
 
-        def __init__(self, shards: Shards) -> None:
+        def __init__(self, rooms: Rooms, shards: Shards) -> None:
             super().__init__()
-            self.shards = shards
+            self.rooms, self.shards = rooms, shards
 
         def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
@@ -276,6 +337,6 @@ def _comm_class() -> Any:
             group: dist.ProcessGroup,
             async_op: bool = False,
         ) -> dist.Work | None:
-            return self.shards.gather(output_tensor, input_tensor, group, async_op)
+            return self.rooms.gather(self.shards, output_tensor, input_tensor, group, async_op)
 
     return CodedAllGather

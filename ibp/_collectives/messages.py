@@ -97,11 +97,11 @@ def status_entries(count: int, num_coded: int) -> int:
     return _ENTRIES * (count + 1) + num_coded
 
 
-def lost_and_missing(statuses: torch.Tensor) -> torch.Tensor:
-    """Of each of the statuses, int64 [n, status_entries(count, 0)]: whether rows that were coded here had no room, and
-    whether ones that came lack: int64 [2, n] of 0 and 1."""
+def has_lost(statuses: torch.Tensor) -> torch.Tensor:
+    """Of each of the statuses, int64 [n, status_entries(count, 0)]: whether rows that were coded here had no room, or
+    ones that came lack: bool [n]."""
     entries = statuses.view(len(statuses), -1, _ENTRIES)[:, :-1]
-    return torch.stack([entries[:, :, _LOST].ne(0).any(1), entries[:, :, _FAULT].ne(0).any(1)]).to(torch.int64)
+    return entries[:, :, (_LOST, _FAULT)].ne(0).flatten(1).any(1)
 
 
 class Messages:
