@@ -409,7 +409,42 @@ def choose_table(directory):
         f"sample, takes longer. `fetched often` leaves coding out.\n\n{markdown(heads, lines)}"
     )
     picture = "![What is chosen, set by set](../benchmarks/results/choose.png)"
-    return "\n\n".join([text, picture, _coded_cases([row for row in rows if not row["chosen"]])])
+    candidates = [row for row in rows if not row["chosen"]]
+    return "\n\n".join([text, picture, *_won_by_general(choices, candidates), _coded_cases(candidates)])
+
+
+def _won_by_general(choices, candidates):
+    """Where a general codec is the soonest, and how many times as fast as raw bytes and all schemes of rows."""
+    arms = charts.in_order(row["arm"] for row in choices)
+    lines = []
+    for case, dtype in charts.in_order((row["case"], row["dtype"]) for row in choices if _is_general(row["best"])):
+        others = [row for row in rates(candidates, case=case, dtype=dtype) if not _is_general(row["arm"])]
+        own = {row["arm"]: row for row in rates(choices, case=case, dtype=dtype)}
+        lines.append([f"{case}, {dtype}", *(_gain(own.get(arm), others) for arm in arms)])
+    if not lines:
+        return
+    yield (
+        "Sets on which a general codec is the soonest over some link, and how many times as fast it is there as the "
+        "best of raw bytes and the schemes of rows:\n\n"
+        + markdown(["set", *(arm.removeprefix("choice at ") for arm in arms)], lines)
+    )
+
+
+def _is_general(name):
+    return name not in ("raw", "ibp") and not name.startswith("planes")
+
+
+def _gain(choice, others):
+    """The best of a choice beside the soonest of other candidates and of raw bytes."""
+    if choice is None or not _is_general(choice["best"]):
+        return ""
+    num_bytes, link_gbps = choice["rows"] * choice["row_bytes"], float(choice["link_gbps"])
+    counts = not choice["arm"].endswith(choose.OFTEN)
+    seconds = [num_bytes / link_gbps * 1e-9]
+    for row in others:
+        coding_us = (row["encode_us"] if counts else 0) + row["decode_us"]
+        seconds.append(int(row["stored_bytes"]) / link_gbps * 1e-9 + coding_us * 1e-6)
+    return f"`{choice['best']}` {min(seconds) * choice['ideal_gbps'] * 1e9 / num_bytes:.2f}"
 
 
 def _coded_cases(rows):

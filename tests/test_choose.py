@@ -275,6 +275,24 @@ def test_parts(tmp_path, monkeypatch):
             benchmark.parted(["--part", wrong])
 
 
+def test_where_general_codecs_win():
+    """10,000 bytes: raw takes 10 us at 1 GB/s, planes 2 + 5 + 1 us, lz4 1 + 4 + 1 us; without coding 6 and 5 us."""
+    same = {"case": "x", "dtype": "int8", "rows": 100, "row_bytes": 100}
+    candidates = [
+        {**same, "arm": "planes", "stored_bytes": "5000", "encode_us": 2.0, "decode_us": 1.0},
+        {**same, "arm": "lz4", "stored_bytes": "4000", "encode_us": 1.0, "decode_us": 1.0},
+    ]
+    often = "choice at 1 GB/s" + benchmark.OFTEN
+    choices = [
+        {**same, "arm": "choice at 1 GB/s", "link_gbps": "1", "best": "lz4", "ideal_gbps": 10 / 6},
+        {**same, "arm": often, "link_gbps": "1", "best": "lz4", "ideal_gbps": 10 / 5},
+        {**same, "arm": "choice at 9 GB/s", "link_gbps": "9", "best": "raw", "ideal_gbps": 9.0},
+    ]
+    (table,) = claims._won_by_general(choices, candidates)
+    assert table.endswith("| x, int8 | `lz4` 1.33 | `lz4` 1.20 |  |")
+    assert not list(claims._won_by_general(choices[2:], candidates))
+
+
 def test_tables_take_the_higher_rates_of_ans(tmp_path):
     same = "normal 1,{arm},10,{row_bytes},float32"
     codec = ["case,arm,rows,row_bytes,dtype,gbps"] + [
