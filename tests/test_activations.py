@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import ibp
 from benchmarks import nets
 from helpers import DTYPES, assert_same_bits, in_threads
-from ibp._activations import choosing, coding, lane, planning
+from ibp._activations import choosing, coding, lane, planning, spans
+from ibp._activations.origin import Origin
 from ibp._activations.region import Region
 from test_several_gpus import gpus  # noqa: F401, a fixture
 
@@ -199,8 +200,61 @@ def test_samples_are_not_of_one_part_of_every_image():
     """Every 16th row has small numbers only: a sample of rows at equal distances could have none else."""
     rows = torch.randint(0, 1 << 20, (256 * 16, coding.ROW_BYTES // 8))
     rows[::16] %= 4
-    recipe = coding.learn(rows.view(-1).view(torch.uint8), torch.int64)
+    recipe = coding.learn(rows.view(-1).view(torch.uint8), view_of(rows))
     assert recipe.needed_share == pytest.approx(22 / 64, abs=0.05)
+
+
+def view_of(x):
+    return spans.View(x.dtype, x.shape, x.stride(), 0)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(coding, "PIECE_BYTES", 2 * coding.ROW_BYTES)
+    monkeypatch.setattr(coding, "_SPARE_BYTES", 256)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("kernel, stride, least", [(2, 2, 16), (3, 2, 12), (3, 1, 12)])
+def test_indices_of_pooling_take_few_bits(small_pieces, layout, kernel, stride, least):
+    offload, shape = offload_on(CPU), (6, 24, 37, 29)
+    for _ in range(2):
+        x = torch.randn(shape).relu().to(memory_format=layout)
+        _, indices = torch.nn.functional.max_pool2d(x, kernel, stride, return_indices=True)
+        offload.reset_stats()
+        assert_comes_back(offload, indices)
+    stats = offload.stats
+    assert stats.coded_bytes == 8 * indices.numel() and stats.device_bytes * least < stats.coded_bytes
+    for other in (noise(indices.shape, torch.int64), indices.flip(0), torch.zeros_like(indices)):
+        assert_comes_back(offload, torch.empty_like(indices).copy_(other))
+
+
+def test_differences_add_up_wherever_a_piece_begins():
+    x = noise((5, 7, 3, 11), torch.int64).to(memory_format=torch.channels_last)
+    data = x.permute(0, 2, 3, 1).contiguous().view(-1).view(torch.uint8)
+    origin, period = Origin.of(data, view_of(x)), 7 * 3 * 11
+    places = x.amin((0, 1), keepdim=True).expand(x.shape).permute(0, 2, 3, 1).reshape(-1)
+    wanted = data.view(torch.int64) - places
+    for start, count in ((0, 5 * period), (0, period), (3, period), (3, 3 * period), (period, 17), (period - 1, 2)):
+        part = data[8 * start : 8 * (start + count)]
+        found = origin.differences(part, 8 * start)
+        assert_same_bits(found.view(torch.int64), wanted[start : start + count])
+        origin.add_to(found, 8 * start)
+        assert_same_bits(found, part)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(64, 64, dtype=torch.int64),
+        torch.zeros(4, 8, 4, 4, dtype=torch.int32),
+        torch.zeros(1, 2, 64, 64, dtype=torch.int64),
+        torch.zeros(8, 4, 4, 4, dtype=torch.int64).transpose(0, 1),
+    ],
+    ids=lambda x: str(x.shape),
+)
+def test_what_else_has_no_origin(x):
+    assert Origin.of(torch.zeros(x.numel() * x.itemsize, dtype=torch.uint8), view_of(x)) is None
 
 
 # ---- what is saved once ----
@@ -671,12 +725,6 @@ def test_a_plan_is_made_anew_for_other_sizes():
 # ---- pieces, and the ways of a link ----
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    monkeypatch.setattr(coding, "PIECE_BYTES", 2 * coding.ROW_BYTES)
-    monkeypatch.setattr(coding, "_SPARE_BYTES", 256)
-
-
 class Instant:
     """In place of a CUDA stream: all work is done at once."""
 
@@ -726,8 +774,8 @@ def linked(monkeypatch, small_pieces):
         monkeypatch.setattr(offload, "_lane_of", offload._lanes.get)
         chosen = offload._chooser._recipe
 
-        def choose(number, data, dtype, passes):
-            recipe = chosen(number, data, dtype, passes) if coded else None
+        def choose(number, data, view, passes):
+            recipe = chosen(number, data, view, passes) if coded else None
             return (mode if recipe is not None or mode == planning.HOLD else planning.RAW), recipe
 
         monkeypatch.setattr(offload._chooser, "choose", choose)

@@ -10,6 +10,7 @@ import torch
 from .. import _calibration
 from . import coding, planning
 from .planning import CODED, DEVICE, HOLD, KEEP, RAW, Clock, Link, Recorder
+from .spans import View
 
 _LEAST_SAVED = 0.05  # of the bytes; less is not worth coding
 _CHANGED = 0.1  # of the bytes that a pass saves: then the plan is made anew
@@ -114,11 +115,9 @@ class Chooser:
         """Of the pass that begins; None: it is not timed."""
         return Clock() if self._phase in (_COMPARING, _TRYING) and self._trial.is_running else None
 
-    def choose(
-        self, number: int, data: torch.Tensor, dtype: torch.dtype, passes: int
-    ) -> tuple[str, coding.Recipe | None]:
-        """(mode, recipe) of a region that is the number-th of its pass, uint8 [num_bytes] of elements of dtype."""
-        recipe = self._recipe(number, data, dtype, passes) if self._budget.coded else None
+    def choose(self, number: int, data: torch.Tensor, view: View, passes: int) -> tuple[str, coding.Recipe | None]:
+        """(mode, recipe) of a region that is the number-th of its pass, uint8 [num_bytes]. view: of a tensor in it."""
+        recipe = self._recipe(number, data, view, passes) if self._budget.coded else None
         if self._phase == _COMPARING:
             return KEEP, None
         if self._holds and data.is_cuda:
@@ -128,12 +127,12 @@ class Chooser:
             mode = self._unbounded(recipe, data.device)
         return mode, recipe if mode in (CODED, DEVICE) else None
 
-    def _recipe(self, number: int, data: torch.Tensor, dtype: torch.dtype, passes: int) -> coding.Recipe | None:
+    def _recipe(self, number: int, data: torch.Tensor, view: View, passes: int) -> coding.Recipe | None:
         """Learned when a region is first saved there, and again, at growing distances, where it does not serve."""
-        key = number, dtype, data.device
+        key = number, view.dtype, data.device
         recipe, next_pass = self._recipes.get(key, (None, 0))
         if (recipe is None or recipe.is_outdated) and passes >= next_pass:
-            recipe = coding.learn(data, dtype)
+            recipe = coding.learn(data, view)
             self._recipes[key] = recipe, 2 * passes + 1
         return recipe
 

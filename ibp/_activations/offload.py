@@ -169,7 +169,7 @@ class ActivationOffload:
         span, view = found
         if self._pass.alive == 0 and self._pass.is_used:
             self._begin_pass()
-        region = self._shared(span) or self._new(x, span)
+        region = self._shared(span) or self._new(x, span, view)
         if region is None:
             return None
         region.saves += 1
@@ -188,14 +188,14 @@ class ActivationOffload:
             self._known.replace(span, _Entry(entry.region, self._passes))
         return region
 
-    def _new(self, x: torch.Tensor, span: spans.Span) -> Region | None:
+    def _new(self, x: torch.Tensor, span: spans.Span, view: spans.View) -> Region | None:
         """A region of a span that was not saved before; None where it stays as it is."""
         entry = self._known.get(span)
         if entry is not None and entry.region is None and entry.passes == self._passes:
             return None
         number, data = self._pass.take_number(), spans.bytes_of(x, span)
         self._pass.num_bytes += span.num_bytes
-        mode, recipe = self._chooser.choose(number, data, spans.element_type(x.dtype), self._passes)
+        mode, recipe = self._chooser.choose(number, data, view, self._passes)
         region = None
         if mode != KEEP:
             region = Region(self._pass, number, span.num_bytes, recipe, self._lane_of(x.device))
@@ -234,7 +234,7 @@ class ActivationOffload:
             if region.recipe is not None:
                 part = data[piece.start : piece.end]
                 piece.memory = coding.memory_for(part)
-                coding.encode(part, region.recipe, piece.memory)
+                coding.encode(part, region.recipe, piece.memory, piece.start)
             if watch is not None:
                 watch.mark()
             if mode != HOLD:

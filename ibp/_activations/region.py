@@ -189,7 +189,7 @@ class Region:
             _hand_over(held, piece.stream)
             if watch is not None:
                 watch.mark()
-            coding.decode(held, recipe, out[piece.start : piece.end], fault)
+            coding.decode(held, recipe, out[piece.start : piece.end], fault, piece.start)
             if watch is not None:
                 watch.mark()
         if self.lane is not None:
