@@ -9,6 +9,7 @@ entries a column, elements of one byte, rows with zeros of every share and of bo
 arm should reach, `met` whether it does.
 """
 
+import functools
 import sys
 
 import torch
@@ -34,6 +35,11 @@ def normal(rows, columns, device):
     return torch.randn(rows, columns, device=device)
 
 
+def doubles(rows, columns, device):
+    """With random bits in all of the mantissa."""
+    return torch.randn(rows, columns, dtype=FP64, device=device)
+
+
 def weights(rows, columns, device):
     return 0.02 * normal(rows, columns, device)
 
@@ -56,9 +62,9 @@ def clipped(share):
     return lambda rows, columns, device: (normal(rows, columns, device) - threshold).clamp_(min=0)
 
 
-def masked(rows, columns, device):
+def masked(rows, columns, device, make=normal):
     """Half of the values are +0."""
-    x = normal(rows, columns, device)
+    x = make(rows, columns, device)
     return x.masked_fill_(torch.rand_like(x) < 0.5, 0)
 
 
@@ -81,8 +87,8 @@ CASES = (  # name, kind (see `target`), dtype, columns, maker of float rows
         for share in (0.3, 0.5, 0.7, 0.9)
     ),
     *(("zeros of both signs", "zeros", dtype, 1024, multiplied) for dtype in (BF16, FP32)),
-    ("normal 1", NO_TARGET, FP64, 512, normal),
-    ("half zeros", NO_TARGET, FP64, 512, masked),
+    ("normal 1", NO_TARGET, FP64, 512, doubles),
+    ("half zeros", NO_TARGET, FP64, 512, functools.partial(masked, make=doubles)),
 )
 REAL = {"LLM keys": "columns", "pubmed": "zeros"}  # sets of inputs.REAL_SETS, and their kinds
 QUICK_CASES = (0, 5, 11)  # of CASES
