@@ -536,7 +536,9 @@ def draw_collectives(rows, path):
             panel.plot(*zip(*points), color=color, marker="o", markersize=3, label=arm)
         panel.axhline(1, color=GREY, linewidth=1)
         panel.set_title(link, fontsize=10)
+        sizes = sorted({int(row["mib"]) for row in rows})
         panel.set_xscale("log", base=2)
+        panel.set_xticks(sizes, sizes)
         panel.set_xlabel("MiB of the output", fontsize=9)
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("times as fast as torch", fontsize=9)
@@ -601,7 +603,7 @@ def draw_cases(rows, path, title):
 
 # ---- kinds of rows -------------------------------------------------------------------------------------------------
 
-# (title, least GB/s drawn): {(arm, which SMs): (label, colour)}; "few" are the fewest, "all" the most
+# (title, least GB/s drawn where no bar is shorter): {(arm, which SMs): (label, colour)}; "few" are the fewest, "all" the most
 FAMILIES_PANELS = {
     ("From pinned host memory", 10): {
         (RAW_ARM, "few"): ("raw rows, {few} SMs", "#bdbdbd"),
@@ -636,7 +638,7 @@ def draw_families(rows, path):
         panel.set_title(f"{title} (ticks: the ideal)", fontsize=10, loc="left")
         panel.set_ylabel(RATE_LABEL)
         set_rate_axis(panel)
-        panel.set_ylim(bottom=least)
+        panel.set_ylim(bottom=min([least, *(0.9 * bar.get_height() for bar in panel.patches)]))
         panel.grid(axis="y", alpha=0.3)
         panel.set_axisbelow(True)
         panel.legend(fontsize=8, ncols=len(style), loc="lower right", bbox_to_anchor=(1, 1))
@@ -1358,7 +1360,8 @@ def draw(directory):
     for name, title in CASE_CHARTS.items():
         draw_cases(read(directory / f"{name}.csv"), directory / f"{name}.png", title)
     for name, title in CODING_CHARTS.items():
-        found = [row for row in read(directory / f"{name}.csv") if row["rows"] * row["row_bytes"] >= CODING_LEAST_BYTES]
+        found = [row for row in read(directory / f"{name}.csv") if row["case"] != "device"]
+        found = [row for row in found if row["rows"] * row["row_bytes"] >= CODING_LEAST_BYTES]
         draw_cases(found, directory / f"{name}.png", title)
     for name, title in CACHE_CHARTS.items():
         found = [row for row in read(directory / f"{name}.csv") if row["case"] != "device"]
