@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ibp
 from benchmarks import nets
+from benchmarks.activations import deterministic
 from helpers import DTYPES, assert_same_bits, in_threads
 from ibp._activations import choosing, coding, lane, planning, spans
 from ibp._activations.origin import Origin
@@ -801,6 +801,7 @@ def test_pieces_go_over_a_link(linked, name, options):
         offload.reset_stats()
         assert_same_gradients(gradients(net, x, offload), wanted)
     (way,) = offload._lanes.values()
+    way.take_back()
     assert offload._pass.alive == way.coming == way.coming_bytes == 0
     stats, everything = offload.stats, offload._pass.num_bytes
     if options.get("to") == "device":
@@ -849,6 +850,7 @@ def test_windows_bound_what_is_on_its_way(linked, monkeypatch, coded):
     y.backward()
     for (got,), x in zip(reversed(seen), tensors, strict=True):
         assert_same_bits(got, x)
+    way.take_back()
     assert one.grad is not None and 0 < max(coming) <= window + coding.PIECE_BYTES and way.coming == 0
 
 
@@ -874,7 +876,51 @@ def test_a_graph_is_asked_twice_over_a_link(linked):
         assert [torch.equal(got, x) for (got,) in seen] == [True, True]
         del y, seen
         gc.collect()
-        assert offload._pass.alive == 0 and offload._lanes[CPU].coming == 0
+        way = offload._lanes[CPU]
+        way.take_back()
+        assert offload._pass.alive == way.coming == way.coming_bytes == 0
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
+    offload = linked(coded)
+    (way,), taken = offload._lanes.values(), []
+    take, recorded = way.buffers.take, []
+
+    def three(*of):
+        taken.append(of)
+        if len(taken) > 3:
+            raise lane._memory.PinningError("no memory is pinned")
+        return take(*of)
+
+    monkeypatch.setattr(way.buffers, "take", three)
+    monkeypatch.setattr(lane._memory, "_has_warned", False)
+    monkeypatch.setattr(Event, "query", lambda self: False)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, of: recorded.append(of))
+    with pytest.warns(RuntimeWarning, match="no memory is pinned"):
+        assert_comes_back(offload, halves((40000,), torch.bfloat16))
+    assert len(taken) > 4 and way.out in recorded, "copies of the first pieces may still read them"
+
+
+def test_regions_end_in_other_threads(linked):
+    """What ended is counted by calls that hold the lock, and by none twice."""
+    offload = linked()
+    (way,), graphs = offload._lanes.values(), []
+    for _ in range(8):
+        with offload:
+            y = torch.ones((), requires_grad=True)
+            for _ in range(4):
+                y = Save.apply(y, [], halves((20000,), torch.bfloat16))
+        graphs.append(y)
+    most = offload.pinned_bytes
+    del y
+    graphs[-1].backward(retain_graph=True)  # some are on their way back
+    in_threads(*(functools.partial(graphs.__setitem__, k, None) for k in range(len(graphs))))
+    gc.collect()
+    assert offload._pass.alive == 0 and way._ended
+    way.take_back()
+    assert way.coming == way.coming_bytes == 0 and not way._ended
+    assert sum(size * len(free) for size, free in way.buffers._free.items()) == way.buffers.held_bytes == most
 
 
 # ---- CUDA ----
@@ -888,29 +934,22 @@ WAYS = {
 }
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic = True
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["vgg16", "swiglu", "relu2"])
-def test_gradients_on_a_gpu(cuda, deterministic, name, way):
+def test_gradients_on_a_gpu(cuda, name, way):
     net, x = on(cuda, torch.bfloat16, name)
     x = x.repeat(8, *[1] * (x.dim() - 1))
-    wanted, offload = gradients(net, x), offload_on(cuda, **WAYS[way])
-    for _ in range(3):
-        offload.reset_stats()
-        assert_same_gradients(gradients(net, x, offload), wanted)
+    with deterministic(x):
+        wanted, offload = gradients(net, x), offload_on(cuda, **WAYS[way])
+        for _ in range(3):
+            offload.reset_stats()
+            assert_same_gradients(gradients(net, x, offload), wanted)
     stats = offload.stats
     assert (stats.coded_bytes > 0) == ("raw" not in way) and (stats.sent_bytes > 0) == (way != "device")
-    assert offload._pass.alive == 0 and all(lane.coming_bytes == 0 for lane in offload._lanes.values())
+    assert offload._pass.alive == 0
+    for way in offload._lanes.values():
+        way.take_back()
+        assert way.coming == way.coming_bytes == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -1055,13 +1094,14 @@ def test_graphs_that_are_captured_keep_what_they_save(cuda):
 
 
 @pytest.mark.parametrize("budget", [{"slowdown": 0.0}, {"slowdown": 0.5}, {"slowdown": 1e9}, {"device_bytes": 1 << 20}])
-def test_budgets_on_a_gpu(cuda, deterministic, budget):
+def test_budgets_on_a_gpu(cuda, budget):
     net, x = on(cuda, torch.bfloat16, "vgg16")
     x = x.repeat(16, 1, 1, 1)
-    wanted, offload = gradients(net, x), settled(offload_on(cuda, **budget), net, x)
-    for _ in range(2):
-        offload.reset_stats()
-        assert_same_gradients(gradients(net, x, offload), wanted)
+    with deterministic(x):
+        wanted, offload = gradients(net, x), settled(offload_on(cuda, **budget), net, x)
+        for _ in range(2):
+            offload.reset_stats()
+            assert_same_gradients(gradients(net, x, offload), wanted)
     stats, everything = offload.stats, offload._pass.num_bytes
     left = stats.coded_bytes + stats.raw_bytes
     if budget.get("slowdown") == 1e9:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
+from typing import NamedTuple
 
 import torch
 
@@ -55,6 +56,15 @@ def _size_class(num_bytes: int) -> int:
     return -(-num_bytes // step) * step
 
 
+class _Ended(NamedTuple):
+    """A piece of a region that has ended. recipe: of coded bytes whose size was not noted yet; coming_bytes: that were
+    on their way back."""
+
+    piece: Piece
+    recipe: coding.Recipe | None
+    coming_bytes: int | None
+
+
 class Lane:
     """Copies between a CUDA device and the host.
 
@@ -69,6 +79,7 @@ class Lane:
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.buffers = HostBuffers()
         self.coming = self.coming_bytes = 0
+        self._ended: deque[_Ended] = deque()
         self._leaving: deque[tuple[weakref.ref[Region], weakref.ref[Piece], int]] = deque()
         self._leaving_bytes = 0
 
@@ -76,6 +87,7 @@ class Lane:
 
     def send(self, region: Region, piece: Piece) -> int:
         """Starts copying a piece, which the current stream has just written, to the host. @return its bytes."""
+        self.take_back()
         source = region.to_send(piece)
         piece.buffer = self.buffers.take(source.numel(), self.out)
         piece.host = piece.buffer[: source.numel()]
@@ -87,6 +99,7 @@ class Lane:
     def keep(self, region: Region, piece: Piece) -> int:
         """Keeps a coded piece on the device, without the room that it is not expected to need. @return its bytes."""
         assert piece.memory is not None
+        self.take_back()
         piece.kept = region.to_send(piece).clone()
         piece.buffer = self.buffers.take(coding.COUNTERS_BYTES, self.out)
         piece.counters = piece.buffer[: coding.COUNTERS_BYTES]
@@ -144,6 +157,7 @@ class Lane:
 
     def has_room_for(self, piece: Piece) -> bool:
         assert piece.host is not None
+        self.take_back()
         return self.coming < LEAST_MOVING or self.coming_bytes + piece.host.numel() <= self.window_bytes
 
     def fetch(self, region: Region, piece: Piece) -> None:
@@ -182,19 +196,35 @@ class Lane:
         self.coming_bytes -= memory.numel()
         return memory
 
+    # ---- regions that end ----
+
     def forget(self, region: Region) -> None:
-        """Takes back what a region that nobody can ask for any more has of the lane."""
+        """Notes what a region has of the lane that nobody can ask for any more. Regions end at any time and in any
+        thread: memory of the device is freed here, the rest is taken back by the lane's next call."""
         if region.memory is not None and any(piece.sent and not piece.sent.query() for piece in region.pieces):
             region.memory.record_stream(self.out)
         if region.coming is not None:
             region.coming.record_stream(self.back)
         for piece in region.pieces:
+            coming_bytes, recipe = None, None
             if piece.coming is not None:
-                self._taken(piece).record_stream(self.back)
+                coming_bytes = piece.coming.numel()
+                piece.coming.record_stream(self.back)
             if piece.memory is not None and piece.sent is not None:
+                recipe = region.recipe
                 if not piece.sent.query():
                     piece.memory.record_stream(self.out)
-                elif region.recipe is not None:
-                    piece.note_used(region.recipe)
+            piece.memory = piece.kept = piece.coming = None
+            self._ended.append(_Ended(piece, recipe, coming_bytes))
+
+    def take_back(self) -> None:
+        """Takes back what regions had that have ended: pinned memory, and room in the window."""
+        while self._ended:
+            piece, recipe, coming_bytes = self._ended.popleft()
+            if coming_bytes is not None:
+                self.coming -= 1
+                self.coming_bytes -= coming_bytes
+            if recipe is not None and piece.sent is not None and piece.sent.query():
+                piece.note_used(recipe)
             if piece.buffer is not None:
                 self.buffers.give(piece.buffer, piece.arrived)

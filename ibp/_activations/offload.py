@@ -113,8 +113,10 @@ class ActivationOffload:
 
     def release(self) -> None:
         """Gives back pinned memory that no saved tensor has at the moment. It is taken again by the next step."""
-        for lane in self._lanes.values():
-            lane.buffers.release()
+        with self._lock:
+            for lane in self._lanes.values():
+                lane.take_back()
+                lane.buffers.release()
 
     @property
     def is_settled(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ class Pass:
     """One forward pass and what it saved.
 
     Attributes:
-        alive: regions that something may ask for.
+        ended: an entry for each region that nobody can ask for any more. Regions end at any time and in any thread.
         numbers, num_bytes: how many regions there were and their bytes, those that stay as they are counted.
         recorders: what is measured, by device.
         clock: of the pass; None: it is not timed.
@@ -53,11 +54,17 @@ class Pass:
 
     def __init__(self, offload: ActivationOffload, is_measured: bool, clock: Clock | None = None) -> None:
         self.offload, self.clock, self.is_used = offload, clock, False
-        self.alive = self.numbers = self.num_bytes = 0
+        self.numbers = self.num_bytes = 0
+        self.ended: deque[int] = deque()
         self.recorders: dict[torch.device, Recorder] = {}
         self._is_measured = is_measured
         self.uses: list[int] = []
         self._regions: dict[int, weakref.ref[Region]] = {}
+
+    @property
+    def alive(self) -> int:
+        """Regions that something may ask for."""
+        return len(self._regions) - len(self.ended)
 
     def take_number(self) -> int:
         self.numbers += 1

@@ -79,7 +79,6 @@ class Region:
         self.coming: torch.Tensor | None = None
         self.saves = self.uses = 0
         self._decoded: spans.Kept | None = None
-        of.alive += 1
 
     def is_away(self, piece: Piece) -> bool:
         """Whether the bytes of a piece are on the host, and not on their way back."""
@@ -197,7 +196,7 @@ class Region:
         return out
 
     def __del__(self) -> None:
-        self.of.alive -= 1
+        self.of.ended.append(self.number)
         if self.lane is not None:
             self.lane.forget(self)
 
