@@ -603,7 +603,8 @@ def draw_cases(rows, path, title):
 
 # ---- kinds of rows -------------------------------------------------------------------------------------------------
 
-# (title, least GB/s drawn where no bar is shorter): {(arm, which SMs): (label, colour)}; "few" are the fewest, "all" the most
+# (title, least GB/s drawn where no bar is shorter): {(arm, which SMs): (label, colour)}; "few" are the fewest SMs,
+# "all" the most
 FAMILIES_PANELS = {
     ("From pinned host memory", 10): {
         (RAW_ARM, "few"): ("raw rows, {few} SMs", "#bdbdbd"),
