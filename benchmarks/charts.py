@@ -649,6 +649,7 @@ def draw_families(rows, path):
 def arm_color(arm, i):
     """Peers look the same in all charts; other arms differ from each other."""
     for words, color in (
+        (("torch",), ORANGE),
         (("nvcomp",), GREEN),
         (("planes",), PURPLE),
         (("ibp",), BLUE),
