@@ -153,13 +153,14 @@ class Place:
 
     def _take_codebook(self, codebook: AnyCodebook) -> None:
         """Codes by a codebook for rows of the place's size from now on. Rows that are coded are not read any more."""
+        words = codebook.words(self.device)  # for which there may be no memory: nothing has changed yet
         self.codebook = codebook
         near = [_memory.seen_from(self.device, part) for part in (self.slots, self.overflow)]
         self._table_arguments = (
             *near,
             self.lengths,
             self.bases,
-            codebook.words(self.device),
+            words,
             codebook.codec,
             self.slot_bytes,
             0,

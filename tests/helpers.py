@@ -6,6 +6,8 @@ import threading
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ibp
 import reference
@@ -82,6 +84,28 @@ def in_threads(*works, seconds=60):
         raise error
     assert not any(thread.is_alive() for thread in threads), f"a thread takes longer than {seconds} seconds"
     return results
+
+
+class NoMemory(TorchDispatchMode):
+    """Operations whose results are new memory fail: the one of a number, or all from there on."""
+
+    def __init__(self, number, stays):
+        super().__init__()
+        self.number, self.stays, self.count = number, stays, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        held = {_storage_of(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        if all(_storage_of(tensor) in held for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)):
+            return result
+        self.count += 1
+        if self.count == self.number or (self.stays and self.count > self.number):
+            raise torch.OutOfMemoryError("there is no memory: made up by the test")
+        return result
+
+
+def _storage_of(tensor):
+    return tensor.untyped_storage()._cdata
 
 
 def bytes_of(x):

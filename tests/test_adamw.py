@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits
+from helpers import NoMemory, assert_same_bits
 from ibp import _calibration
 from ibp.optim import _chunks, _learning, _reserve, _states, adamw
 
@@ -148,6 +148,9 @@ def test_slots_that_hold_whole_rows(monkeypatch):
     state = _states.CodedState(8, torch.device("cpu"), coding, "kind")
     for number in range(5):
         data = torch.randint(0, 256, (8 * 2048,), dtype=torch.uint8)
+        state.may_refit = True
+        if state.is_new or number == 3:
+            state.fit(data.view(torch.float32))
         _states.free_overflow([state])
         state.store(data.view(torch.float32))
         out = torch.empty_like(data).view(torch.float32)
@@ -173,6 +176,73 @@ def test_memory_that_cannot_be_pinned(monkeypatch):
         train(torchs, ours, optimizers, range(5, 18))
     check_states(*optimizers)
     assert all(usage.savings > 0 for usage in optimizers[1].memory().values())
+
+
+def step_without_memory(optimizer, params, number, stays):
+    """Makes a step in which an allocation fails; if it raises, nothing has changed. How many allocations there were,
+    and whether it raised."""
+    weights = [param.detach().clone() for param in params]
+    states = copy.deepcopy(optimizer.state_dict()["state"])
+    mode = NoMemory(number, stays)
+    try:
+        with mode:
+            optimizer.step()
+        return mode.count, False
+    except torch.OutOfMemoryError:
+        pass
+    for param, weight in zip(params, weights):
+        assert_same_bits(param.detach(), weight)
+    found = optimizer.state_dict()["state"]
+    assert found.keys() == states.keys()
+    for key, values in states.items():
+        for name, value in values.items():
+            assert_same_bits(found[key][name], value)
+    return mode.count, True
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_the_first_step_has_no_memory(request, place, stays):
+    """Nothing has changed, wherever it fails, and the same optimizer goes on."""
+    device = request.getfixturevalue("cuda") if place == "cuda" else place
+    shapes = [(30, 512), (5,), (0,)]
+    torchs, ours = parameters(device=device, shapes=shapes), parameters(device=device, shapes=shapes)
+    ours[0].data = ours[0].detach().t().contiguous().t()  # whose gradient is laid out otherwise
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=90_000)
+    give_gradients(torchs, 0, copies=[ours])
+    number, has_failed = 0, True
+    while has_failed:
+        number += 1 + number // 20
+        _, has_failed = step_without_memory(optimizers[1], ours, number, stays)
+    assert number > 20
+    optimizers[0].step()
+    check_same(torchs, ours)
+    train(torchs, ours, optimizers, range(1, 6))
+    check_states(*optimizers)
+
+
+@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "from then on"])
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_later_steps_have_no_memory(request, monkeypatch, place, stays):
+    """Nothing has changed, wherever it fails; codebooks for which there is no memory are learned later."""
+    device = request.getfixturevalue("cuda") if place == "cuda" else place
+    monkeypatch.setattr(_states, "_REFIT_RATIO", 1.0)
+    monkeypatch.setattr(_states, "_SPARE", -1)
+    torchs, ours = (parameters(device=device, shapes=[(30, 512), (5,)]) for _ in "ab")
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=90_000)
+    train(torchs, ours, optimizers, range(2))
+    failed, count, number = [], 0, 0
+    while count >= number:
+        number += 1 + number // 10
+        give_gradients(torchs, 2 + number, 1.1**-number, copies=[ours])
+        optimizers[0].step()
+        count, has_failed = step_without_memory(optimizers[1], ours, number, stays)
+        if has_failed:
+            optimizers[1].step()
+        failed.append(has_failed)
+        check_same(torchs, ours)
+    check_states(*optimizers)
+    assert any(failed) and not all(failed[:-1])
 
 
 @pytest.fixture
@@ -247,13 +317,13 @@ def check_old_slots(monkeypatch, are_kept):
     """Trains over two codebooks, and says whether nothing keeps the first places when all is coded by the second."""
     ours = parameters(shapes=[(64, 512)])
     optimizer = ibp.optim.AdamW(ours)
-    old, are_alive, look = [], [], _states.Watch.look
+    old, are_alive = [], []
 
-    def look_when_all_is_coded(watch, states):
+    def when_all_have_codebooks(states):
         are_alive.append([place() is not None for place in old])
-        look(watch, states)
+        _states.free_overflow(states)
 
-    monkeypatch.setattr(_states.Watch, "look", look_when_all_is_coded)
+    monkeypatch.setattr(adamw, "free_overflow", when_all_have_codebooks)
     for number in range(4):
         give_gradients(ours, number)
         optimizer.step()

@@ -6,11 +6,9 @@ import shutil
 import sys
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fault_cases import CASES
+from helpers import NoMemory
 from native import ROOT, TESTS, WARNINGS, cxx_compiler, made, run
 
 # ---- memory of the library's own ----
@@ -36,28 +34,6 @@ def test_each_allocation_fails(shim):
 
 
 # ---- memory of torch's tensors ----
-
-
-class NoMemory(TorchDispatchMode):
-    """Operations whose results are new memory fail: the one of a number, or all from there on."""
-
-    def __init__(self, number, stays):
-        super().__init__()
-        self.number, self.stays, self.count = number, stays, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        held = {storage_of(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
-        if all(storage_of(tensor) in held for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)):
-            return result
-        self.count += 1
-        if self.count == self.number or (self.stays and self.count > self.number):
-            raise torch.OutOfMemoryError("there is no memory: made up by the test")
-        return result
-
-
-def storage_of(tensor):
-    return tensor.untyped_storage()._cdata
 
 
 # Those that change what is there; the others are left as they are by anything.

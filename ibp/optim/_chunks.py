@@ -82,6 +82,11 @@ class Chunk:
             self._views = work, [tuple(piece.within(memory) for memory in work) for piece in self.pieces]
         return self._views[1]
 
+    def unfit(self, work: Work) -> list[tuple[CodedState, torch.Tensor]]:
+        """The states that want a codebook, each with its part of work memory."""
+        parts = ((state, memory[run.start : run.stop]) for run in self.runs for state, memory in zip(run.states, work))
+        return [(state, memory) for state, memory in parts if state.wants_fit]
+
     def load(self, work: Work, near: torch.Tensor | None = None) -> None:
         """Decodes the states to work memory. near: copies of their slots, as `slots_near` has them."""
         for run in self.runs:

@@ -81,7 +81,8 @@ class Coding(NamedTuple):
 class CodedState:
     """A state of the elements of a chunk: zeros before the first `store`, then rows in a `Place`.
 
-    The place is never too small: slots and overflow together hold every row raw, and every row is coded anew by each
+    `fit` chooses a codebook and takes memory; all other calls only queue work, and cannot fail for lack of memory. The
+    place is never too small: slots and overflow together hold every row raw, and every row is coded anew by each
     call, so that all of overflow is free before it. Overflow is pinned host memory.
 
     Args:
@@ -101,33 +102,33 @@ class CodedState:
         self.raw: torch.Tensor | None = None  # bytes that are not coded, for they do not shrink
         self.is_crowded = False  # so many rows have outgrown their slots that a new codebook would pay
         self._stores = 0
-        self.fitted_at = 0  # the number of the store that its codebook was learned in
-        self.may_refit = False  # at the next store
+        self.fitted_at = 0  # the number of the store that its codebook was learned for
+        self.may_refit = False  # before the next store
 
     def load(self, out: torch.Tensor, near: torch.Tensor | None = None) -> None:
         """Writes the state to a contiguous tensor of num_rows rows, on the current stream. near: a copy of the slots,
         at least as long."""
-        if self.place is not None:
+        if self._stores == 0:
+            out.zero_()
+        elif self.place is not None:
             data, (_, *others) = out.view(torch.uint8), self.place._table_arguments
             slots = self._slots(self.place, near)
             torch.ops.ibp.decode_bytes.default(slots, *others, 0, data.numel(), 0, data, self.place._fault)
         elif self.raw is not None:
             out.view(torch.uint8).copy_(self.raw, non_blocking=True)
-        else:
-            out.zero_()
 
     def store(self, data: torch.Tensor, near: torch.Tensor | None = None) -> None:
-        """Keeps the state that a contiguous tensor of num_rows rows holds. Waits for the device where a codebook is
-        learned: at the first call, and where `may_refit` is set. near: memory of num_rows rows that slots are written
-        to, in place of their own."""
+        """Keeps the state that a contiguous tensor of num_rows rows holds, for which there was a `fit`. All of overflow
+        is free. near: memory of num_rows rows that slots are written to, in place of their own."""
         self._stores += 1
-        if self.fitted_at == 0 or self.may_refit:
-            self._fit(data)
-            self.may_refit = False
+        self._write(data, near)
+
+    def _write(self, data: torch.Tensor, near: torch.Tensor | None = None) -> None:
         if self.place is not None:
             slots, (_, *others) = self._slots(self.place, near), self.place._arguments
             torch.ops.ibp.encode_into.default(slots, *others, data, None, None, 0, 0, self.place._fault)
-        elif self.raw is not None:
+        else:
+            assert self.raw is not None, "fit comes first"
             self.raw.copy_(data.view(torch.uint8), non_blocking=True)
 
     @staticmethod
@@ -156,10 +157,36 @@ class CodedState:
         ratio = _CROWDED_RATIO if self.is_crowded else _REFIT_RATIO
         return (self._stores + 1) / (ratio * self.fitted_at) if self.fitted_at else 0.0
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was stored yet."""
+        return self._stores == 0
+
+    @property
+    def wants_fit(self) -> bool:
+        """Whether it has no codebook, or may take another one before the next store."""
+        return self.fitted_at == 0 or self.may_refit
+
+    def fit(self, data: torch.Tensor) -> None:
+        """Takes a codebook, and memory for rows coded by it. A later codebook for which there is no memory is left out.
+        Waits for the device.
+
+        Args:
+            data: contiguous, num_rows rows: the state itself; before the first store what it is about to be.
+
+        Raises:
+            torch.OutOfMemoryError, MemoryError: there is no memory for the first codebook; nothing has changed.
+        """
+        try:
+            self._fit(data)
+        except (torch.OutOfMemoryError, MemoryError):
+            if self.fitted_at == 0:
+                raise
+        self.fitted_at, self.is_crowded, self.may_refit = self._stores + 1, False, False
+
     def _fit(self, data: torch.Tensor) -> None:
-        """Takes a codebook, learned here or of states alike, and memory for rows coded by it: that of the place before,
-        whose rows are not needed any more, if its slots suit. Other memory is given back when there is new memory."""
-        self.fitted_at, self.is_crowded = self._stores, False
+        """Takes a codebook, learned here or of states alike, and memory for rows coded by it: that of the place before
+        if its slots suit. Other memory is given back when there is new memory."""
         known, held = self._coding.learned.get(self.kind), None if self.place is None else self.place.slot_bytes
         if known is not None and held is not None and held == known.held:
             codebook, wanted = known.codebook, known.wanted
@@ -171,8 +198,11 @@ class CodedState:
         slot_bytes = self._with_host_memory(wanted)
         if self.place is not None and 0 <= self.place.slot_bytes - slot_bytes <= _SPARE:
             self.place._take_codebook(codebook)
-        else:
-            self._move(codebook, slot_bytes)
+            free_overflow([self])
+        elif not self._move(codebook, slot_bytes):
+            return
+        if not self.is_new:
+            self._write(data)
 
     def _fitting(self, rows: torch.Tensor, known: Learned | None) -> tuple[AnyCodebook, _layout.Survey]:
         """A codebook for rows, and what they take by it. That of states alike is taken if it serves as well here; where
@@ -198,48 +228,57 @@ class CodedState:
         least = max(0, ROW_BYTES - room)
         return least if slot_bytes < least < slot_bytes + _LEAST_GAIN else slot_bytes
 
-    def _move(self, codebook: AnyCodebook, slot_bytes: int) -> None:
-        """Takes memory for rows coded by a codebook, or for raw ones."""
-        saves = self.pinned or slot_bytes <= (1 - _LEAST_SAVED) * ROW_BYTES
-        try:
-            self.place = self._new_place(codebook, slot_bytes) if saves else None
-        except PinningError as error:
-            if self.place is not None:
-                return
-            warnings.warn(f"{error}: states of an optimizer stay raw on {self.device}", RuntimeWarning, stacklevel=2)
-        if self.place is not None:
-            self.raw = None
-            return
-        self._give_back()
-        if self.raw is None:
+    def _move(self, codebook: AnyCodebook, slot_bytes: int) -> bool:
+        """Takes memory for rows coded by a codebook, or for raw ones; False where that before has to do."""
+        place, memory = None, self._host_memory
+        if self.pinned or slot_bytes <= (1 - _LEAST_SAVED) * ROW_BYTES:
+            try:
+                memory = self._host_memory_for(slot_bytes)
+                place = self._new_place(codebook, slot_bytes, memory)
+            except PinningError as error:
+                if self.place is not None:
+                    return False
+                message = f"{error}: states of an optimizer stay raw on {self.device}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        if place is None and self.raw is None:
             self.raw = torch.empty(self.num_rows * ROW_BYTES, dtype=torch.uint8, device=self.device)
+        if place is None or memory is not self._host_memory:
+            self._give_back(self._host_memory)
+        self.place, self._host_memory = place, None if place is None else memory
+        if place is not None:
+            self.raw = None
+        return True
 
-    def _new_place(self, codebook: AnyCodebook, slot_bytes: int) -> Place:
-        """An empty place, and host memory for it."""
+    def _host_memory_for(self, slot_bytes: int) -> torch.Tensor | None:
+        """Pinned memory for a place: what there is, where it suffices."""
         bytes_per_row, memory = ROW_BYTES - (0 if self.pinned else slot_bytes), self._host_memory
         if self._reserve is not None and memory is None:
-            memory = self._reserve.take_first(self.num_rows, min(ROW_BYTES, bytes_per_row + _MARGIN))
-        elif self._reserve is not None and memory is not None and memory.numel() < self.num_rows * bytes_per_row:
-            memory = self._reserve.take(self.num_rows * bytes_per_row)
-        place = Place(
-            codebook,
-            self.num_rows,
-            slot_bytes=slot_bytes,
-            overflow_bytes=self.num_rows * (ROW_BYTES - slot_bytes),
-            device=self.device,
-            pinned=self.pinned,
-            spill="host",
-            host_memory=memory,
-        )
-        if memory is not self._host_memory:
-            self._give_back()
-        self._host_memory = memory
-        return place
+            return self._reserve.take_first(self.num_rows, min(ROW_BYTES, bytes_per_row + _MARGIN))
+        if self._reserve is not None and memory is not None and memory.numel() < self.num_rows * bytes_per_row:
+            return self._reserve.take(self.num_rows * bytes_per_row)
+        return memory
 
-    def _give_back(self) -> None:
-        if self._reserve is not None and self._host_memory is not None:
-            self._reserve.give(self._host_memory)
-        self._host_memory = None
+    def _new_place(self, codebook: AnyCodebook, slot_bytes: int, memory: torch.Tensor | None) -> Place:
+        """An empty place. memory: for what it has in host memory, given back where there is none for the rest."""
+        try:
+            return Place(
+                codebook,
+                self.num_rows,
+                slot_bytes=slot_bytes,
+                overflow_bytes=self.num_rows * (ROW_BYTES - slot_bytes),
+                device=self.device,
+                pinned=self.pinned,
+                spill="host",
+                host_memory=memory,
+            )
+        except BaseException:
+            if memory is not self._host_memory:
+                self._give_back(memory)
+            raise
+
+    def _give_back(self, memory: torch.Tensor | None) -> None:
+        if self._reserve is not None and memory is not None:
+            self._reserve.give(memory)
 
 
 def free_overflow(states: list[CodedState]) -> None:

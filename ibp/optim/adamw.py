@@ -22,11 +22,61 @@ _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 16 << 20, 256 << 20, 8  # if ch
 
 
 class _Job:
-    """What a step has to do for a chunk. live: which of its pieces have gradients."""
+    """What a step does to a chunk: the pieces that have gradients, and their states in work memory.
 
-    def __init__(self, group: dict[str, Any], chunk: Chunk) -> None:
-        self.group, self.chunk = group, chunk
-        self.live = [i for i, piece in enumerate(chunk.pieces) if piece.param.grad is not None]
+    Args:
+        is_decoupled: whether weight decay is AdamW's.
+        options: of torch's fused kernel.
+        grads: of the parameters that have some, each laid out as its parameter.
+        steps: of the same ones.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        work: Work,
+        is_decoupled: bool,
+        options: dict[str, Any],
+        grads: dict[torch.Tensor, torch.Tensor],
+        steps: dict[torch.Tensor, torch.Tensor],
+    ) -> None:
+        self.chunk, self.work, self.is_decoupled, self.options = chunk, work, is_decoupled, options
+        live = [(piece, states) for piece, states in zip(chunk.pieces, chunk.views(work)) if piece.param in grads]
+        self.params = [piece.of(piece.param) for piece, _ in live]
+        self.grads = [piece.of(grads[piece.param]) for piece, _ in live]
+        self.states = [[states[i] for _, states in live] for i in range(len(NAMES))]
+        self.steps = [steps[piece.param] for piece, _ in live]
+
+    def change(self) -> None:
+        """Calls torch's fused kernel for the states in work memory."""
+        fused: Callable[..., None] = torch._fused_adamw_ if self.is_decoupled else torch._fused_adam_
+        fused(self.params, self.grads, *self.states, [], self.steps, amsgrad=False, **self.options)
+
+    def foresee(self) -> None:
+        """Puts to work memory about what the states become by the first step."""
+        exp_avgs, exp_avg_sqs = self.states
+        scale, decay = self.options["grad_scale"], self.options["weight_decay"]
+        for memory in self.chunk.raw(self.work):
+            memory.zero_()
+        torch._foreach_copy_(exp_avgs, self.grads)
+        if scale is not None:
+            torch._foreach_div_(exp_avgs, scale)
+        if decay and not self.is_decoupled:
+            torch._foreach_add_(exp_avgs, self.params, alpha=decay)
+        torch._foreach_copy_(exp_avg_sqs, exp_avgs)
+        torch._foreach_mul_(exp_avg_sqs, (1 - self.options["beta2"]) ** 0.5)
+        torch._foreach_mul_(exp_avg_sqs, exp_avg_sqs)
+        torch._foreach_mul_(exp_avgs, 1 - self.options["beta1"])
+
+
+class _Plan:
+    """What a step does on a device. found_inf: of a GradScaler."""
+
+    def __init__(self, device: torch.device, found_inf: torch.Tensor | None) -> None:
+        self.device, self.found_inf = device, found_inf
+        self.jobs: list[_Job] = []
+        self.steps: dict[torch.Tensor, torch.Tensor] = {}  # of each parameter with a gradient
+        self.lane: Lane | None = None
 
 
 class _CodedStates(torch.optim.Adam):
@@ -46,6 +96,7 @@ class _CodedStates(torch.optim.Adam):
     def _forget(self) -> None:
         """Drops all coded states and the memory to work in."""
         self._chunks: list[list[Chunk]] = [[] for _ in getattr(self, "param_groups", ())]
+        self._in_chunks: set[torch.Tensor] = set()
         self._works: dict[tuple[torch.device, torch.dtype], Work] = {}
         self._lanes: dict[torch.device, Lane] = {}
         self._codings: dict[torch.device, Coding] = {}
@@ -90,7 +141,9 @@ class _CodedStates(torch.optim.Adam):
             What closure returned, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse, a CUDA graph is being captured, or coded states are damaged.
+            RuntimeError: a gradient is sparse, or of another dtype or device than its parameter; a CUDA graph is being
+                captured; coded states are damaged; there is no memory (torch.OutOfMemoryError). No weight and no state
+                has changed.
         """
         loss = None
         if closure is not None:
@@ -98,82 +151,91 @@ class _CodedStates(torch.optim.Adam):
                 loss = closure()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step with coded states cannot be captured in a CUDA graph: it learns codebooks")
-        free_overflow([state for chunk in self._all_chunks() for state in chunk.states])
-        for coding in self._codings.values():
-            coding.learned.clear()
-        steps: dict[torch.device, list[torch.Tensor]] = {}
-        for group, chunks in zip(self.param_groups, self._chunks):
-            for param in self._trained(group, chunks):
-                step = self.state[param]["step"]
-                steps.setdefault(step.device, []).append(step)
-        jobs = [_Job(group, chunk) for group, chunks in zip(self.param_groups, self._chunks) for chunk in chunks]
-        for device, of_device in steps.items():
-            torch._foreach_add_(of_device, 1)
-            self._run(device, [job for job in jobs if job.live and job.chunk.device == device])
-            found_inf = _near(getattr(self, "found_inf", None), device)
-            if found_inf is not None:  # a step that infinite gradients left out is not counted
-                torch._foreach_sub_(of_device, [found_inf] * len(of_device))
         self._watch()
+        plans = self._plans()
+        free_overflow([state for chunk in self._all_chunks() for state in chunk.states])
+        for plan in plans:
+            for param, step in plan.steps.items():
+                self.state[param]["step"] = step
+            self._run(plan)
         return loss
 
-    def _trained(self, group: dict[str, Any], chunks: list[Chunk]) -> list[torch.Tensor]:
-        """Parameters of a group that have gradients. Those that have one for the first time get a step and chunks."""
-        trained = [param for param in group["params"] if param.grad is not None]
-        if any(param.grad.layout is not torch.strided for param in trained):
-            raise RuntimeError("a gradient is sparse; wanted a dense one: use torch.optim.SparseAdam for sparse ones")
-        new = [param for param in trained if not self.state[param]]
-        for param in new:
-            self.state[param]["step"] = torch.zeros((), dtype=torch.float32, device=local(param).device)
-        chunks += self._planned(new)
-        return trained
+    def _plans(self) -> list[_Plan]:
+        """A step's work on each device. All that can fail is done here: no weight and no state has changed."""
+        for coding in self._codings.values():
+            coding.learned.clear()
+        plans: dict[torch.device, _Plan] = {}
+        for group, chunks in zip(self.param_groups, self._chunks):
+            grads = {param: _dense_grad(param) for param in group["params"] if param.grad is not None}
+            self._add_chunks([param for param in grads if param not in self._in_chunks], chunks)
+            for device in {local(param).device for param in grads}:
+                if device not in plans:
+                    plans[device] = _Plan(device, _near(getattr(self, "found_inf", None), device))
+                self._plan(plans[device], group, chunks, grads)
+        for plan in plans.values():
+            self._fit(plan.jobs)
+            if self._storage == "host" and plan.device.type == "cuda" and plan.jobs:
+                plan.lane = self._lane(plan.device, plan.jobs)
+        return list(plans.values())
 
-    def _run(self, device: torch.device, jobs: list[_Job]) -> None:
-        """Decodes the states of one chunk after the other, changes them and the parameters, and codes them again."""
-        if not jobs:
-            return
+    def _plan(
+        self, plan: _Plan, group: dict[str, Any], chunks: list[Chunk], grads: dict[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Adds what is to be done for the parameters of a group to a device's plan."""
+        device = plan.device
+        for param in grads:
+            if local(param).device == device:
+                step = self.state[param].get("step") if param in self.state else None
+                plan.steps[param] = torch.zeros((), device=device) if step is None else step
+        options = {
+            "lr": _near(group["lr"], device),
+            "beta1": float(group["betas"][0]),
+            "beta2": float(group["betas"][1]),
+            "weight_decay": group["weight_decay"],
+            "eps": group["eps"],
+            "maximize": group["maximize"],
+            "grad_scale": _near(getattr(self, "grad_scale", None), device),
+            "found_inf": plan.found_inf,
+        }
+        for chunk in chunks:
+            if chunk.device == device and any(piece.param in grads for piece in chunk.pieces):
+                work, is_decoupled = self._work(chunk), group["decoupled_weight_decay"]
+                plan.jobs.append(_Job(chunk, work, is_decoupled, options, grads, plan.steps))
+
+    def _fit(self, jobs: list[_Job]) -> None:
+        """Gives codebooks to states that want some. Coded states become others that stand for the same bits."""
         choose_learners([state for job in jobs for state in job.chunk.states])
-        lane = self._lane(device, jobs) if self._storage == "host" and device.type == "cuda" else None
+        for job in jobs:
+            unfit = job.chunk.unfit(job.work)
+            if any(state.is_new for state, _ in unfit):
+                job.foresee()
+            for state, memory in unfit:
+                if not state.is_new:
+                    state.load(memory)
+                state.fit(memory)
+
+    def _run(self, plan: _Plan) -> None:
+        """Decodes the states of one chunk after the other, changes them and the parameters, and codes them again."""
+        steps, lane, jobs = list(plan.steps.values()), plan.lane, plan.jobs
+        torch._foreach_add_(steps, 1)
         if lane is not None:
-            lane.begin(torch.cuda.current_stream(device))
+            lane.begin(torch.cuda.current_stream(plan.device))
             lane.fetch(jobs[0].chunk)
         for job, following in zip(jobs, [*jobs[1:], None]):
-            work = self._work(job.chunk)
             if lane is None:
-                job.chunk.load(work)
-                self._change(job, work)
-                job.chunk.store(work)
+                job.chunk.load(job.work)
+                job.change()
+                job.chunk.store(job.work)
                 continue
             if following is not None:
                 lane.fetch(following.chunk)
-            lane.load(job.chunk, work)
-            self._change(job, work)
-            lane.store(job.chunk, work)
+            lane.load(job.chunk, job.work)
+            job.change()
+            lane.store(job.chunk, job.work)
         if lane is not None:
             lane.end()
-
-    def _change(self, job: _Job, work: Work) -> None:
-        """torch's fused kernel on a chunk whose states are in work memory."""
-        group, device = job.group, job.chunk.device
-        pieces, views = [job.chunk.pieces[i] for i in job.live], job.chunk.views(work)
-        beta1, beta2 = group["betas"]
-        fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-        fused(
-            [piece.of(piece.param) for piece in pieces],
-            [piece.of(_dense_grad(piece.param)) for piece in pieces],
-            [views[i][0] for i in job.live],
-            [views[i][1] for i in job.live],
-            [],
-            [self.state[piece.param]["step"] for piece in pieces],
-            lr=_near(group["lr"], device),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=group["maximize"],
-            grad_scale=_near(getattr(self, "grad_scale", None), device),
-            found_inf=_near(getattr(self, "found_inf", None), device),
-        )
+        if plan.found_inf is not None:  # a step that infinite gradients left out is not counted
+            torch._foreach_sub_(steps, [plan.found_inf] * len(steps))
 
     def _lane(self, device: torch.device, jobs: list[_Job]) -> Lane:
         """What moves slots, with room for all chunks."""
@@ -182,13 +244,15 @@ class _CodedStates(torch.optim.Adam):
             self._lanes[device] = Lane(device, most)
         return self._lanes[device]
 
-    def _planned(self, params: list[torch.Tensor]) -> list[Chunk]:
-        """Chunks of parameters, all of them made before the first is used, for the reserves to know of."""
+    def _add_chunks(self, params: list[torch.Tensor], chunks: list[Chunk]) -> None:
+        """Adds the chunks of parameters that are in none, all of them before the first is used, for the reserves to
+        know of."""
         chunk_bytes = self._chunk_bytes
         if chunk_bytes is None:
             held = sum(2 * local(param).nbytes for group in self.param_groups for param in group["params"])
             chunk_bytes = max(_LEAST_CHUNK_BYTES, min(_MOST_CHUNK_BYTES, held // _CHUNKS))
-        return list(planned(params, chunk_bytes, self._coding))
+        chunks += list(planned(params, chunk_bytes, self._coding))
+        self._in_chunks.update(params)
 
     def _coding(self, device: torch.device) -> Coding:
         """How the states of chunks on a device are coded."""
@@ -277,13 +341,15 @@ class _CodedStates(torch.optim.Adam):
                 step = torch.as_tensor(self.state[param]["step"], dtype=torch.float32, device=device)
                 self.state[param]["step"] = step.clone()
             with_tensors = [param for param in given if NAMES[0] in self.state[param]]
-            for chunk in self._planned(with_tensors):
-                chunks.append(chunk)
+            self._add_chunks(with_tensors, chunks)
+            for chunk in chunks:
                 work = self._work(chunk)
                 for memory, name in zip(chunk.raw(work), NAMES):
                     memory.zero_()
                     for piece in chunk.pieces:
                         _put(piece, memory, local(self.state[piece.param][name]))
+                for state, memory in chunk.unfit(work):
+                    state.fit(memory)
                 chunk.store(work)
             for param in with_tensors:
                 self.state[param] = {"step": self.state[param]["step"]}
@@ -299,7 +365,8 @@ class _CodedStates(torch.optim.Adam):
         for chunk in self._all_chunks():
             work = self._work(chunk)
             chunk.load(work)
-            for piece, states in zip(chunk.pieces, chunk.views(work)):
+            begun = [both for both in zip(chunk.pieces, chunk.views(work)) if both[0].param in decoded]
+            for piece, states in begun:
                 for name, values in zip(NAMES, states):
                     piece.of(decoded[piece.param][name]).copy_(values)
             for state in chunk.states:
@@ -450,8 +517,19 @@ def _check_state(param: torch.Tensor, values: dict[str, Any]) -> None:
 
 
 def _dense_grad(param: torch.Tensor) -> torch.Tensor:
-    """A parameter's gradient, laid out as the parameter."""
+    """A parameter's gradient, laid out as the parameter.
+
+    Raises:
+        RuntimeError: it is sparse, or of another dtype or device.
+    """
     assert param.grad is not None
+    if param.grad.layout is not torch.strided:
+        raise RuntimeError("a gradient is sparse; wanted a dense one: use torch.optim.SparseAdam for sparse ones")
+    if (param.grad.dtype, param.grad.device) != (param.dtype, param.device):
+        raise RuntimeError(
+            f"a gradient is {param.grad.dtype} on {param.grad.device}; wanted {param.dtype} on {param.device}, as its "
+            "parameter"
+        )
     own, grad = local(param), local(param.grad)
     return grad if grad.stride() == own.stride() else torch.empty_like(own).copy_(grad)
 
