@@ -187,9 +187,8 @@ def all_to_all_single(
 ) -> Work | None:
     """`torch.distributed.all_to_all_single`, with tensors that travel coded where that is faster.
 
-    See `all_gather_into_tensor` for how, for the other arguments and what is raised. Parts that the ranks send each
-    other with sizes of their own travel in one piece, and those of less than 1 MiB raw, unless a level or codec is
-    given.
+    See `all_gather_into_tensor` for how, for the other arguments and what is raised. Parts travel in one
+    piece; unless a level or codec is given, raw where they are so small that coding them does not pay.
 
     Args:
         output, input: contiguous, of one dtype and device.

@@ -4,7 +4,9 @@ Processes exchange over gloo.
 
 import os
 import pickle
+import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 import ibp
 from helpers import assert_same_bits
-from ibp._collectives import exchange, links, planning
+from ibp._collectives import calls, exchange, links, planning
 from ibp._collectives.codec import ROW_BYTES
 from ibp._collectives.messages import shares_of, spans_of
 from ibp.distributed import Codec, Link, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
@@ -189,6 +191,40 @@ def exchange_with_an_idle_rank(rank):
 
 def test_a_rank_without_parts(ranks):
     ranks(exchange_with_an_idle_rank)
+
+
+def exchange_with_sizes_or_without(rank, device):
+    """Equal parts, which some ranks give as sizes and others leave out."""
+    size = dist.get_world_size()
+    for level in ("default", "auto"):
+        xs = [tensor_of(other, count=size * 500_000) for other in range(size)]
+        wanted = torch.cat([x.chunk(size)[rank] for x in xs])
+        for call in range(3):
+            sizes = [500_000] * size if (rank + call) % 2 else None
+            out = poisoned(len(wanted), wanted.dtype).to(device)
+            all_to_all_single(out, xs[rank].to(device), sizes, sizes, level=level, name="sizes or not")
+            assert_same_bits(out.cpu(), wanted)
+            plans = planning.state_of(None).plans.items()
+            for plan in [plan for kind, plan in plans if kind.name == "sizes or not" and plan.codec is not None]:
+                plan.least = 1 if call == 0 else 1 << 20  # more than a part has: all of them travel raw
+
+
+def test_sizes_that_some_ranks_leave_out(ranks):
+    ranks(exchange_with_sizes_or_without, "cpu")
+
+
+def in_inference_mode(rank):
+    """What is kept from a call in inference mode is of use outside, and the other way round."""
+    x, size = tensor_of(rank, count=77_000), dist.get_world_size()
+    for is_inference in (True, False, True):
+        with torch.inference_mode(is_inference):
+            out = poisoned(size * len(x), x.dtype)
+            all_gather_into_tensor(out, x, level="default", name="inference")
+            assert_same_bits(out, gathered(size, x.dtype, count=len(x)))
+
+
+def test_inference_mode(two):
+    two(in_inference_mode)
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, 4097, 40_000, 1_000_001, 1 << 24])
@@ -553,6 +589,31 @@ def test_a_rank_that_ends(tmp_path):
         assert name == "RuntimeError" and "not all ranks" in message
 
 
+def wait_for_a_slow_rank(rank):
+    """Rank 1 sends later than rank 0 waits."""
+    x = tensor_of(rank)
+    out = poisoned(2 * COUNT, x.dtype)
+    all_gather_into_tensor(out, x, level="default")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(calls, "run", lambda *args: time.sleep(1) or exchange.CodedWork(args[0], *late(*args[1:])))
+        work = all_gather_into_tensor(out, x, level="default", async_op=True)
+    result = raised(lambda: work.wait(timedelta(seconds=0.1 if rank == 0 else 20)))
+    dist.barrier()
+    return result
+
+
+def late(state, is_async):
+    return state.staging(torch.device("cpu")), is_async
+
+
+@pytest.mark.slow
+def test_a_timeout(two):
+    first, second = two(wait_for_a_slow_rank)
+    assert second is None and first is not None and first[0] == "RuntimeError"
+    two(gather, torch.bfloat16, "default")  # the next call is as ever
+
+
 def test_without_torch_distributed():
     with pytest.raises(RuntimeError, match="not initialised"):
         all_gather_into_tensor(torch.empty(2), torch.empty(1))
@@ -638,6 +699,33 @@ def test_nccl_with_splits_and_from_rank_to_rank(nccl):
 def test_an_error_from_gpu_to_gpu_is_told_once(nccl):
     sent, (name, message) = nccl(relay_mixed_up, "cuda")
     assert sent is None and name == "RuntimeError" and "different codecs" in message
+
+
+def sizes_or_not_on_gpus(rank):
+    exchange_with_sizes_or_without(rank, torch.device("cuda", rank))
+
+
+def test_nccl_with_sizes_that_one_rank_leaves_out(nccl):
+    nccl(sizes_or_not_on_gpus)
+
+
+def mix_up_on_gpus(rank):
+    """Codecs that both ranks know, and one that the other does not: their messages have other sizes."""
+    device, x = torch.device("cuda", rank), tensor_of(0, torch.float32)
+    learned, x = Codec.learn(x), x.to(device)
+    codecs = [Codec(learned.codebook, learned.slot_bytes, share) for share in (40.0, 900.0, 300.0)]
+    out, found = torch.empty(2 * COUNT, device=device), []
+    for call in (lambda k: all_gather_into_tensor(out, x, codec=codecs[k]), lambda k: broadcast(x, 0, codec=codecs[k])):
+        call(0)
+        call(1)
+        found += [raised(lambda: call(rank)), raised(lambda: call(2 * rank))]
+    return found
+
+
+def test_nccl_with_codecs_mixed_up(nccl):
+    for found in nccl(mix_up_on_gpus):
+        for name, message in found:
+            assert name in ("ValueError", "RuntimeError") and "rank" in message
 
 
 def lose_on_gpus(rank):

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from .codec import Codec, as_bytes
 from .exchange import CodedWork, Job, Piece
 from .links import Load, raw_all_gather
-from .messages import Memory, Messages, Part, Span, Status, spans_of
+from .messages import Memory, Messages, Part, Status, spans_of
 from .planning import LEAST_BYTES, LEVELS, RAW, Call, Kind, Plan, State, state_of
 
-_NOMINAL_BYTES = 64 << 20  # that calls with sizes of their own are expected to move
+_NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)  # of calls whose ranks send each other what they like
 _MOST_MESSAGES = 64  # layouts that a plan keeps
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 
@@ -157,9 +157,8 @@ def all_to_all_single(
 ) -> dist.Work | None:
     """See `ibp.distributed.all_to_all_single`."""
     check_options(codec, level)
-    state, kind = state_of(group), kind_of("all_to_all_single", input, codec, level, name)
-    has_splits = bool(output_split_sizes or input_split_sizes)
-    kind = kind._replace(numel=0) if has_splits else kind
+    # Ranks that send and receive little can be part of a large call: nothing depends on a rank's own sizes.
+    state, kind = state_of(group), kind_of("all_to_all_single", input, codec, level, name)._replace(numel=0)
     raw = functools.partial(
         dist.all_to_all_single,
         movable(output, items=True),
@@ -171,7 +170,7 @@ def all_to_all_single(
     )
     if state.plans.get(kind) is RAW:
         return raw()
-    if travels_raw(state, input, LEAST_BYTES if has_splits else input.nbytes, codec, level):
+    if travels_raw(state, input, LEAST_BYTES, codec, level):
         return raw()
 
     def check() -> None:
@@ -179,18 +178,15 @@ def all_to_all_single(
         for what, x, sizes in (("output", output, output_split_sizes), ("input", input, input_split_sizes)):
             _check_splits(what, x, sizes, state.size)
 
-    moved = _NOMINAL_BYTES if has_splits else input.nbytes * (state.size - 1) // state.size
-    plan = state.plan(group, kind, Call(input, Load(moved, moved, moved), check, codec))
+    plan = state.plan(group, kind, Call(input, _NOMINAL, check, codec))
     if plan.codec is None:
         return raw()
     sent = _parts(input, input_split_sizes, state.size)
     received = _parts(output, output_split_sizes, state.size)
     exchange = _Splits(state, plan, group, sent, received)
-    if has_splits:
-        pieces = [exchange.whole(LEAST_BYTES if level == "auto" and codec is None else 1)]
-    else:
-        pieces = [exchange.piece(span) for span in spans_of(sent[0].numel(), plan.num_pieces)]
-    job = Job(pieces, exchange.move, exchange.repair, plan.note_lost, (*sent, *received))
+    if input.is_cuda and not any(exchange.messages.is_coded):
+        return exchange.move_raw(output, input, async_op)
+    job = Job([exchange.piece()], exchange.move, exchange.repair, plan.note_lost, (*sent, *received))
     work = run(job, state, async_op)
     _copy_own(received[state.rank], sent[state.rank])
     return finished(work, async_op)
@@ -198,7 +194,11 @@ def all_to_all_single(
 
 class _Splits:
     """What ranks send each other in all_to_all_single: bytes by rank, none of them to themselves. Messages to ranks
-    come first, then those from them."""
+    come first, then those from them. Both ranks of a message know its size, and so whether it is coded.
+
+    Attributes:
+        messages: to and from each rank.
+    """
 
     def __init__(
         self,
@@ -208,35 +208,39 @@ class _Splits:
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
     ) -> None:
-        self.state, self.plan, self.group, self.sent, self.received = state, plan, group, sent, received
+        self.state, self.group, self.sent, self.received = state, group, sent, received
         self.others = [rank for rank in range(state.size) if rank != state.rank]
+        payloads = [0 if k == state.rank else data.numel() for of in (sent, received) for k, data in enumerate(of)]
+        self.messages = messages_of(plan, payloads, sent[0].device, plan.least)
 
-    def piece(self, span: Span) -> Piece:
-        """The same piece to and from every rank."""
-        payloads = [0 if rank == self.state.rank else span.payload for rank in range(self.state.size)]
-        return self._piece(payloads * 2, 1, span.bytes)
+    def piece(self) -> Piece:
+        """All that there is."""
+        parts = [
+            [Part(first + k, of[k]) for k in self.others if self._is_in_message(first + k)]
+            for first, of in ((0, self.sent), (self.state.size, self.received))
+        ]
+        return Piece(self.messages, *parts)
 
-    def whole(self, least: int) -> Piece:
-        """All that there is; what is less than so many bytes raw."""
-        parts = [[0 if k == self.state.rank else data.numel() for k, data in enumerate(of)] for of in self._both]
-        return self._piece([*parts[0], *parts[1]], least, slice(None))
-
-    def _piece(self, payloads: Sequence[int], least: int, span: slice) -> Piece:
-        messages = messages_of(self.plan, payloads, self.sent[0].device, least)
-        sent, received = (
-            [Part(first + k, of[k][span]) for k in self.others if payloads[first + k]]
-            for first, of in zip((0, self.state.size), self._both)
-        )
-        return Piece(messages, sent, received)
+    def _is_in_message(self, k: int) -> bool:
+        """Whether a slot holds the message. A raw one is moved as it is where the backend takes it from anywhere."""
+        return self.messages.is_coded[k] or (self.messages.payloads[k] > 0 and not self.sent[0].is_cuda)
 
     def move(self, messages: Messages, memory: Memory) -> dist.Work | None:
-        to, back = messages.sizes[: self.state.size], messages.sizes[self.state.size :]
+        size = self.state.size
+        if self.sent[0].is_cuda:
+            parts = [
+                memory.each[k] if messages.is_coded[k] else data[: messages.payloads[k]]
+                for k, data in enumerate((*self.sent, *self.received))
+            ]
+            return dist.all_to_all(parts[size:], parts[:size], group=self.group, async_op=True)
+        to, back = messages.sizes[:size], messages.sizes[size:]
         ours, theirs = memory.whole.split([sum(to), sum(back)])
         return dist.all_to_all_single(theirs, ours, back, to, group=self.group, async_op=True)
 
-    @property
-    def _both(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        return self.sent, self.received
+    def move_raw(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> dist.Work | None:
+        """Where this rank has no coded message: others may have some, to each other. The bytes to itself go too."""
+        to, back = ([data.numel() for data in of] for of in (self.sent, self.received))
+        return dist.all_to_all_single(as_bytes(output), as_bytes(input), back, to, group=self.group, async_op=async_op)
 
     def repair(self, status: Status) -> None:
         """Sends what was lost again: only the two ranks know of it."""

@@ -104,14 +104,14 @@ class CodedWork(Work):
         with all_taking_part():
             self._pending.append((piece, slot, job.move(messages, messages.of(slot))))
 
-    def _finish_piece(self, job: Job) -> None:
-        """Decodes the oldest piece once it has arrived, on the decoding stream."""
+    def _finish_piece(self, job: Job, until: float | None = None) -> None:
+        """Decodes the oldest piece once it has arrived, on the decoding stream. until: by the clock, at most."""
         piece, slot, work = self._pending.popleft()
         max_sms = 0 if piece is job.pieces[-1] else self._staging.few_sms
         with on(self._staging.decoding):
             if work is not None:
                 with all_taking_part():
-                    work.wait()
+                    work.wait() if until is None else work.wait(_left(until))
             if piece is job.pieces[0] and not self._is_known:
                 piece.messages.note_heads(slot, self._status)
             for part in piece.received:
@@ -126,9 +126,9 @@ class CodedWork(Work):
         elif self._done is not None:
             self._done.record()
 
-    def _finish_pieces(self, job: Job) -> None:
+    def _finish_pieces(self, job: Job, until: float | None = None) -> None:
         while self._pending:
-            self._finish_piece(job)
+            self._finish_piece(job, until)
 
     def is_completed(self) -> bool:
         """Whether `wait()` waits for no other rank, unless rows are to be sent again."""
@@ -157,11 +157,12 @@ class CodedWork(Work):
         return True
 
     def _arrive(self, job: Job, seconds: float) -> None:
-        self._finish_pieces(job)
+        until = time.monotonic() + seconds if seconds else None
+        self._finish_pieces(job, until)
         status, messages = self._status, job.pieces[0].messages
         if self._done is not None:
             if not self._is_known:
-                _synchronize(self._done, seconds)
+                _synchronize(self._done, until)
             torch.cuda.current_stream(self._staging.device).wait_event(self._done)
         if self._is_known:
             return
@@ -188,16 +189,20 @@ class CodedWork(Work):
                 tensor.record_stream(stream)
 
 
-def _synchronize(event: torch.cuda.Event, seconds: float) -> None:
-    """Waits for the event on the host, so long at most; 0: without a limit."""
-    if not seconds:
+def _synchronize(event: torch.cuda.Event, until: float | None) -> None:
+    """Waits for the event on the host. until: by the clock, at most."""
+    if until is None:
         event.synchronize()
         return
-    until = time.monotonic() + seconds
     while not event.query():
         if time.monotonic() > until:
-            raise RuntimeError(f"the call was not done within {seconds} s")
+            raise RuntimeError("the call was not done within the timeout that was given")
         time.sleep(1e-4)
+
+
+def _left(until: float) -> timedelta:
+    """What backends take for a timeout: 0 would be none."""
+    return timedelta(seconds=max(1e-3, until - time.monotonic()))
 
 
 def _warn() -> None:

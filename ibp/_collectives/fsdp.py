@@ -268,6 +268,7 @@ class Rooms:
                 "and rows of them were lost, so what the pass has computed is wrong: write them before the forward pass"
             )
 
+    @torch.inference_mode(False)  # later passes write to them
     def _statuses_of(self, state: State, device: torch.device) -> tuple[torch.Tensor, list[Status]]:
         if state not in self._statuses:
             shape = len(self.shards), status_entries(state.size, 0)

@@ -25,6 +25,7 @@ _GAP_S = 80e-6  # what the link loses, about, at each piece after the first, whi
 _LEAST_S = 20e-6  # a shorter time was measured wrongly
 _SMALL_BYTES, _SMALL_CALLS, _SMALL_PIECES = 256 << 10, 10, 3  # of a piece, in a row, of a call, to measure these times
 _MOST_PIECES = 16
+_MOST_LEAST_BYTES = 1 << 30
 _CODING_AT_ONCE = 2  # ranks on a machine's CPU, where one alone was measured
 
 
@@ -160,6 +161,17 @@ def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
     waiting_s = link.call_s + link.piece_s + (count - 1) * _GAP_S
     host_s = count * link.piece_s if load.is_known_to_fit else waiting_s
     return load.moved / link.gbps / 1e9 / (moving_s + _exposed_s(rates, load, count) + host_s)
+
+
+def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
+    """Of so many messages to other ranks, and from them, the least size where coding them all pays: `start`, or a power
+    of two times that."""
+    size = start
+    while size < _MOST_LEAST_BYTES and not pays(
+        gain(codec, rates, link, Load(size * count, size * count, size * count))
+    ):
+        size *= 2
+    return size
 
 
 def _coding_s(rates: Rates, load: Load) -> float:

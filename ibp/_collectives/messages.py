@@ -53,6 +53,7 @@ class Status:
         data: int64 [status_entries(count, num_coded)], that it lies in; None: it has its own.
     """
 
+    @torch.inference_mode(False)  # as all that later calls write to
     def __init__(self, count: int, num_coded: int, device: torch.device, data: torch.Tensor | None = None) -> None:
         self._count = count
         entries = status_entries(count, num_coded)
@@ -114,6 +115,7 @@ class Messages:
         device: of the memory.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, codec: Codec, payloads: Sequence[int], least: int, device: torch.device) -> None:
         self.codec, self.payloads, self.device = codec, tuple(payloads), device
         self.is_coded = [size >= max(1, least) for size in self.payloads]
@@ -135,9 +137,13 @@ class Messages:
         """The memory of the messages in a slot."""
         known = self._known(slot)
         if _WHOLE not in known:
-            whole = slot.memory[: self.num_bytes]
-            known[_WHOLE] = Memory(whole, whole.split(self.sizes))
+            known[_WHOLE] = self._memory(slot)
         return known[_WHOLE]
+
+    @torch.inference_mode(False)
+    def _memory(self, slot: Slot) -> Memory:
+        whole = slot.memory[: self.num_bytes]
+        return Memory(whole, whole.split(self.sizes))
 
     def status(self) -> Status:
         """One that no other call has."""
@@ -179,11 +185,14 @@ class Messages:
     def _bind(self, slot: Slot, k: int) -> _Bound:
         known = self._known(slot)
         if k not in known:
-            mine = self.of(slot).each[k]
-            place = self._place(mine, self.payloads[k])
-            *encode, _ = place._arguments
-            known[k] = _Bound(_start_of(place, mine), tuple(encode), place._table_arguments)
+            known[k] = self._bound(self.of(slot).each[k], k)
         return known[k]
+
+    @torch.inference_mode(False)
+    def _bound(self, memory: torch.Tensor, k: int) -> _Bound:
+        place = self._place(memory, self.payloads[k])
+        *encode, _ = place._arguments
+        return _Bound(_start_of(place, memory), tuple(encode), place._table_arguments)
 
     def _empty_start(self, payload: int) -> torch.Tensor:
         """What a message begins with before rows are coded into it."""

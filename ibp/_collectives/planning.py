@@ -73,6 +73,7 @@ class Plan:
     Attributes:
         codec: None: by torch.
         num_pieces: of a call.
+        least: bytes of a message that is coded, where ranks send each other as much as they like: less is raw.
         is_checked: whether the codec is learned anew where messages have lost rows.
         messages: of the pieces, by what they carry.
         num_calls: so far.
@@ -82,6 +83,7 @@ class Plan:
 
     codec: Codec | None
     num_pieces: int = 1
+    least: int = 1
     is_checked: bool = True
     messages: dict[Any, Messages] = field(default_factory=dict)
     num_calls: int = 0
@@ -144,8 +146,9 @@ class State:
         return self.link
 
     def plan(self, group: dist.ProcessGroup | None, kind: Kind, call: Call) -> Plan:
-        """The plan of a call. Collective where the kind of call is new, or due to be checked, and on the CPU."""
-        if kind.device == "cpu":
+        """The plan of a call. Collective where the kind of call is new, or due to be checked, on the CPU, and where a
+        codec is given, which ranks could mix up."""
+        if kind.device == "cpu" or kind.codec is not None or dist.get_debug_level() == dist.DebugLevel.DETAIL:
             self._compare(_group.Group(group), kind, call)
         known = self.plans.get(kind)
         if known is None:
@@ -169,16 +172,17 @@ class State:
 
     def _compare(self, members: _group.Group, kind: Kind, call: Call) -> None:
         """Raises on all ranks unless they make the same call by the same plan: gloo ends a process that is sent more
-        bytes than it expects."""
+        bytes than it expects, NCCL waits for those that are missing."""
         try:
             call.check()
             mine = _number_of(kind, self.plans.get(kind))
         except (TypeError, ValueError):
             mine = 0
-        numbers = torch.empty(self.size, dtype=torch.int64)
+        numbers = torch.empty(self.size, dtype=torch.int64, device=members.device)
         with _group.all_taking_part():
-            links.raw_all_gather(numbers, torch.tensor([mine]), group=members.process_group)
-        if mine and bool((numbers == mine).all()):
+            sent = torch.tensor([mine], device=members.device)
+            links.raw_all_gather(numbers, sent, group=members.process_group)
+        if mine and numbers.tolist() == [mine] * self.size:
             return
         self._same_call(members, kind, call)
         raise RuntimeError(f"{kind.what}: the ranks have not made the same calls before this one")
@@ -203,21 +207,23 @@ class State:
         decided = members.together(
             kind.what, lambda: self._decide(kind, call, link, rows) if not members.rank else None
         )
-        codec, num_pieces = decided[0]
+        codec, num_pieces, least = decided[0]
         known = self._learned.setdefault(_key_of(kind), _Learned(codec))
         if known.is_stale:
             known.codec, known.is_stale, known.times = codec, False, known.times + 1
         if codec is None:
             return RAW if kind.device != "cpu" else Plan(None)  # on the CPU the next call is compared too
-        return Plan(codec, num_pieces, call.codec is None, num_calls=num_calls)
+        return Plan(codec, num_pieces, least, call.codec is None, num_calls=num_calls)
 
-    def _decide(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> tuple[Codec | None, int]:
-        """(codec of a kind of call, number of pieces); None where raw tensors come sooner. On one rank, which tells the
-        others."""
+    def _decide(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> tuple[Codec | None, int, int]:
+        """(codec of a kind of call, number of pieces, bytes that a message has at least); None where raw tensors come
+        sooner. On one rank, which tells the others."""
         codec = self._codec_for(kind, call, link, rows)
         if codec is None:
-            return None, 0
-        return codec, links.num_pieces(links.rates_of(codec, rows, call.data.device), call.load)
+            return None, 0, 0
+        rates = links.rates_of(codec, rows, call.data.device)
+        least = 1 if link is None else links.least_bytes(codec, rates, link, LEAST_BYTES, self.size - 1)
+        return codec, links.num_pieces(rates, call.load), least
 
     def _codec_for(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> Codec | None:
         if call.codec is not None:

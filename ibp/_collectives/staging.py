@@ -51,7 +51,7 @@ class Staging:
     def take(self, num_bytes: int) -> Slot:
         """A slot with at least so many bytes. On a GPU the coding stream waits until it is free."""
         if self.coding is None:
-            return Slot(torch.empty(num_bytes, dtype=torch.uint8))
+            return Slot(self._empty(num_bytes))
         slot = self._free_slot(num_bytes)
         self._slots.remove(slot)
         self._slots.append(slot)
@@ -78,16 +78,17 @@ class Staging:
         if fitting:
             return min(fitting, key=lambda slot: slot.memory.numel())
         if len(self._slots) < _DEPTH or not slots:
-            self._slots.append(Slot(torch.empty(0, dtype=torch.uint8, device=self.device)))
+            self._slots.append(Slot(self._empty(0)))
             return self._slots[-1]
         return next((slot for slot in slots if slot.memory.numel() >= num_bytes), slots[0])
 
+    @torch.inference_mode(False)  # later calls write to it
     def _empty(self, num_bytes: int) -> torch.Tensor:
         """Memory that returns to torch's allocator once the decoding stream, its last user, is done with it."""
-        with torch.cuda.stream(self.coding):
+        with on(self.coding):
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        assert self.decoding is not None
-        memory.record_stream(self.decoding)
+        if self.decoding is not None:
+            memory.record_stream(self.decoding)
         return memory
 
 
