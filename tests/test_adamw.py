@@ -138,14 +138,31 @@ def test_states_that_do_not_shrink(monkeypatch):
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
     train(torchs, ours, optimizers, range(5))
     check_states(*optimizers)
-    assert all(usage.savings == 0 for usage in optimizers[1].memory().values())
+    raw = sum(param.nbytes for param in ours)
+    for usage in optimizers[1].memory().values():
+        assert usage.original_bytes == raw and usage.device_bytes == -(-usage.device_bytes // 2048) * 2048
+        assert 0 <= usage.device_bytes - raw < 2048 + 64 * len(SHAPES)
+
+
+def test_many_small_parameters_share_rows():
+    """Also where chunks cut them."""
+    shapes = [(size,) for size in (1, 15, 16, 17, 600, 3, 511, 512, 513, 2, 1300)]
+    for chunk_bytes in (None, 4096, 9000):
+        torchs, ours = parameters(shapes=shapes), parameters(shapes=shapes)
+        optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=chunk_bytes)
+        train(torchs, ours, optimizers, range(4))
+        check_states(*optimizers)
+        chunks = optimizers[1]._chunks[0]
+        held = sum(piece.stop - piece.start for chunk in chunks for piece in chunk.pieces)
+        assert held == sum(param.numel() for param in ours)
+    assert [(chunk.num_elements, len(chunk.pieces)) for chunk in optimizers[1]._chunks[0]][0] == (1024, 6)
 
 
 def test_slots_that_hold_whole_rows(monkeypatch):
     """As pinned memory has of random bits."""
     monkeypatch.setattr(_states, "_LEAST_SAVED", -1.0)
     coding = _states.Coding("default", None, False, {})
-    state = _states.CodedState(8, torch.device("cpu"), coding, "kind")
+    state = _states.CodedState(8, 8 * 2048, torch.device("cpu"), coding, "kind")
     for number in range(5):
         data = torch.randint(0, 256, (8 * 2048,), dtype=torch.uint8)
         state.may_refit = True
@@ -441,7 +458,7 @@ def test_chunks_alike_are_not_measured_again(monkeypatch, slot_bytes):
 def test_who_learns_in_a_step():
     """The kinds that want it the most, an eighth of all, with all states of theirs that want it."""
     coding = _states.Coding("default", None, False, {})
-    states = [_states.CodedState(8, torch.device("cpu"), coding, number // 2) for number in range(48)]
+    states = [_states.CodedState(8, 8 * 2048, torch.device("cpu"), coding, number // 2) for number in range(48)]
     for state in states:
         state._stores, state.fitted_at = 5, 5
     for number, fitted_at in ((4, 1), (5, 1), (10, 1), (20, 1), (21, 5), (46, 1)):
@@ -455,7 +472,7 @@ def test_who_learns_in_a_step():
 def test_slots_that_pinned_memory_has_room_for():
     """Slots shrink by less than is gained only as far as pinned memory has room for what they leave."""
     coding = _states.Coding("default", None, False, {})
-    state = _states.CodedState(10, torch.device("cpu"), coding, "kind")
+    state = _states.CodedState(10, 10 * 2048, torch.device("cpu"), coding, "kind")
     assert state._with_host_memory(1600) == 1600
     state._host_memory = torch.empty(10 * 352 + 90, dtype=torch.uint8)
     wanted = {1760: 1760, 1696: 1696, 1664: 1696, 1600: 1696, 1568: 1568, 0: 0, 2048: 2048}

@@ -12,6 +12,7 @@ from ._learning import ROW_BYTES
 from ._states import CodedState, Coding
 
 NAMES = ("exp_avg", "exp_avg_sq")
+_ALIGNMENT = 64  # bytes, of small parameters behind others
 _LARGE_BYTES = 4 << 20  # of a parameter with codebooks of its own: values of others have another scale
 
 
@@ -31,6 +32,10 @@ class Piece(NamedTuple):
     stop: int
     offset: int
     is_whole: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return (self.stop - self.start) * self.param.dtype.itemsize
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The piece of a tensor in the parameter's layout: all of it, or a 1-D view."""
@@ -66,8 +71,9 @@ class Chunk:
         starts = [piece.offset for piece in firsts]
         for piece, start, stop in zip(firsts, starts, [*starts[1:], num_elements]):
             num_rows = (stop - start) * self.dtype.itemsize // ROW_BYTES
+            num_bytes = sum(of.num_bytes for of in pieces if start <= of.offset < stop)
             kind = id(piece.param) if _is_large(piece.param) else object()
-            states = tuple(CodedState(num_rows, self.device, coding, (kind, name)) for name in NAMES)
+            states = tuple(CodedState(num_rows, num_bytes, self.device, coding, (kind, name)) for name in NAMES)
             self.runs.append(Run(start, stop, states))
         self.states = [state for run in self.runs for state in run.states]
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
@@ -126,7 +132,8 @@ def planned(
     params: Iterable[torch.Tensor], chunk_bytes: int, coding: Callable[[torch.device], Coding]
 ) -> Iterator[Chunk]:
     """Chunks with the elements of all parameters, each of one dtype and device. Both states of one have at most
-    chunk_bytes bytes. Pieces begin with a row of the coder; large parameters come first. coding: of a device."""
+    chunk_bytes bytes. Large parameters come first. Pieces begin with a row of the coder, but small whole ones behind
+    others. coding: of a device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for param in sorted(params, key=_is_large, reverse=True):
         kinds.setdefault((local(param).device, param.dtype), []).append(param)
@@ -137,16 +144,23 @@ def planned(
         end = 0
         for param in alike:
             start, length = 0, local(param).numel()
+            is_first = not pieces or _is_large(pieces[-1].param) or _is_large(param)
+            packed = _rounded_up(end, _ALIGNMENT // dtype.itemsize)
+            end = _rounded_up(end, row_elements) if is_first or packed + length > most else packed
             while start < length:
                 if end == most:
                     yield Chunk(pieces, end, coding(device))
                     pieces, end = [], 0
                 stop = min(length, start + most - end)
                 pieces.append(Piece(param, start, stop, end, stop - start == length))
-                end += -(-(stop - start) // row_elements) * row_elements
+                end += stop - start
                 start = stop
         if pieces:
-            yield Chunk(pieces, end, coding(device))
+            yield Chunk(pieces, _rounded_up(end, row_elements), coding(device))
+
+
+def _rounded_up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -87,13 +87,14 @@ class CodedState:
 
     Args:
         num_rows: rows of ROW_BYTES bytes.
+        num_bytes: of the elements in these rows.
         device: where the state is used.
         coding: how it is coded.
         kind: the same for states that are alike, which share codebooks.
     """
 
-    def __init__(self, num_rows: int, device: torch.device, coding: Coding, kind: object) -> None:
-        self.num_rows, self.device, self.pinned = num_rows, device, coding.pinned
+    def __init__(self, num_rows: int, num_bytes: int, device: torch.device, coding: Coding, kind: object) -> None:
+        self.num_rows, self.num_bytes, self.device, self.pinned = num_rows, num_bytes, device, coding.pinned
         self.place: Place | None = None
         self.kind, self._coding, self._reserve = kind, coding, coding.reserve
         self._host_memory: torch.Tensor | None = None
@@ -143,13 +144,12 @@ class CodedState:
 
     def usage(self) -> Usage:
         """The memory that is held."""
-        original = self.num_rows * ROW_BYTES
         if self.place is None:
-            return Usage(original, 0 if self.raw is None else self.raw.numel(), 0)
+            return Usage(self.num_bytes, 0 if self.raw is None else self.raw.numel(), 0)
         index = sum(part.nbytes for part in (self.place.lengths, self.place.bases, self.place.rooms))
         device_bytes = index + self.place.codebook.nbytes + (0 if self.pinned else self.place.slots.numel())
         host_memory = self.place.overflow if self._host_memory is None else self._host_memory
-        return Usage(original, device_bytes, host_memory.numel())
+        return Usage(self.num_bytes, device_bytes, host_memory.numel())
 
     @property
     def overdue(self) -> float:
