@@ -21,6 +21,7 @@ import time
 import torch
 
 import ibp
+from ibp.optim._learning import ROW_BYTES
 
 from . import harness, nets
 
@@ -246,8 +247,8 @@ def record(run, name, model, arm, of_torch, copy_gbps):
     run.add(
         case=name,
         arm=arm.name,
-        rows=num_params * first.element_size() // 2048,
-        row_bytes=2048,
+        rows=num_params * first.element_size() // ROW_BYTES,
+        row_bytes=ROW_BYTES,
         dtype=first.dtype,
         savings=(m_savings + v_savings) / 2,
         gbps=MOVED_VALUES * num_params * first.element_size() * 1e-9 / seconds,

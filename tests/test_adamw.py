@@ -13,6 +13,7 @@ import ibp
 from helpers import NoMemory, assert_same_bits
 from ibp import _calibration
 from ibp.optim import _chunks, _learning, _reserve, _states, adamw
+from ibp.optim._learning import ROW_BYTES
 
 SHAPES = ((300, 70), (70,), (), (0, 5), (3, 33, 5), (1, 8192))
 MODES = {"AdamW": (torch.optim.AdamW, ibp.optim.AdamW), "Adam": (torch.optim.Adam, ibp.optim.Adam)}
@@ -140,14 +141,14 @@ def test_states_that_do_not_shrink(monkeypatch):
     check_states(*optimizers)
     raw = sum(param.nbytes for param in ours)
     for usage in optimizers[1].memory().values():
-        assert usage.original_bytes == raw and usage.device_bytes == -(-usage.device_bytes // 2048) * 2048
-        assert 0 <= usage.device_bytes - raw < 2048 + 64 * len(SHAPES)
+        assert usage.original_bytes == raw and usage.device_bytes % ROW_BYTES == 0
+        assert 0 <= usage.device_bytes - raw < ROW_BYTES + 64 * len(SHAPES)
 
 
 def test_many_small_parameters_share_rows():
     """Also where chunks cut them."""
-    shapes = [(size,) for size in (1, 15, 16, 17, 600, 3, 511, 512, 513, 2, 1300)]
-    for chunk_bytes in (None, 4096, 9000):
+    shapes = [(size,) for size in (1, 15, 16, 17, 600, 3, 511, 512, 513, 2, 2600)]
+    for chunk_bytes in (None, 8192, 18_000):
         torchs, ours = parameters(shapes=shapes), parameters(shapes=shapes)
         optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=chunk_bytes)
         train(torchs, ours, optimizers, range(4))
@@ -155,16 +156,16 @@ def test_many_small_parameters_share_rows():
         chunks = optimizers[1]._chunks[0]
         held = sum(piece.stop - piece.start for chunk in chunks for piece in chunk.pieces)
         assert held == sum(param.numel() for param in ours)
-    assert [(chunk.num_elements, len(chunk.pieces)) for chunk in optimizers[1]._chunks[0]][0] == (1024, 6)
+    assert [(chunk.num_elements, len(chunk.pieces)) for chunk in optimizers[1]._chunks[0]][0] == (2048, 8)
 
 
 def test_slots_that_hold_whole_rows(monkeypatch):
     """As pinned memory has of random bits."""
     monkeypatch.setattr(_states, "_LEAST_SAVED", -1.0)
     coding = _states.Coding("default", None, False, {})
-    state = _states.CodedState(8, 8 * 2048, torch.device("cpu"), coding, "kind")
+    state = _states.CodedState(8, 8 * ROW_BYTES, torch.device("cpu"), coding, "kind")
     for number in range(5):
-        data = torch.randint(0, 256, (8 * 2048,), dtype=torch.uint8)
+        data = torch.randint(0, 256, (8 * ROW_BYTES,), dtype=torch.uint8)
         state.may_refit = True
         if state.is_new or number == 3:
             state.fit(data.view(torch.float32))
@@ -173,7 +174,7 @@ def test_slots_that_hold_whole_rows(monkeypatch):
         out = torch.empty_like(data).view(torch.float32)
         state.load(out)
         assert_same_bits(out, data.view(torch.float32))
-        assert state.place.slot_bytes == 2048 and not state.place.overflow.numel(), number
+        assert state.place.slot_bytes == ROW_BYTES and not state.place.overflow.numel(), number
 
 
 def test_memory_that_cannot_be_pinned(monkeypatch):
@@ -325,7 +326,7 @@ def test_large_parameters_have_codebooks_of_their_own(monkeypatch):
     assert found == [[(40, 1024), (30, 1024)], [(30, 1024), (20, 1024), (100,), (7,), (100, 100)]]
     assert [len(chunk.runs) for chunk in chunks] == [2, 3]
     slots = [state.place.slot_bytes for chunk in chunks for run in chunk.runs[:2] for state in run.states]
-    assert max(slots) <= 1760
+    assert max(slots) <= 3456
     parts = [chunks[0].runs[1], chunks[1].runs[0]]  # of one parameter
     assert parts[0].states[0].place.codebook is parts[1].states[0].place.codebook
 
@@ -357,8 +358,8 @@ def check_old_slots(monkeypatch, are_kept):
 
 def test_slots_are_kept_while_codebooks_are_learned(monkeypatch):
     """Where their size suits the new codebook."""
-    monkeypatch.setattr(_states, "_SPARE", 2048)
-    monkeypatch.setattr(_states, "_slot_bytes", lambda survey: 1760)
+    monkeypatch.setattr(_states, "_SPARE", ROW_BYTES)
+    monkeypatch.setattr(_states, "_slot_bytes", lambda survey: 3456)
     check_old_slots(monkeypatch, True)
 
 
@@ -435,12 +436,12 @@ def test_later_steps_pin_no_memory(monkeypatch):
     assert first <= 2 and not any(others)
 
 
-@pytest.mark.parametrize("slot_bytes", [1760, 1600])
+@pytest.mark.parametrize("slot_bytes", [3456, 3200])
 def test_chunks_alike_are_not_measured_again(monkeypatch, slot_bytes):
     """Those of one parameter take the codebook and the slots that one of them learned."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
     monkeypatch.setattr(_states, "_CROWDED", 2.0)
-    monkeypatch.setattr(_states, "_slot_bytes", lambda survey: 1760)
+    monkeypatch.setattr(_states, "_slot_bytes", lambda survey: 3456)
     torchs, ours = parameters(shapes=[(400, 512)]), parameters(shapes=[(400, 512)])
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=400_000)
     train(torchs, ours, optimizers, range(3))
@@ -458,7 +459,7 @@ def test_chunks_alike_are_not_measured_again(monkeypatch, slot_bytes):
 def test_who_learns_in_a_step():
     """The kinds that want it the most, an eighth of all, with all states of theirs that want it."""
     coding = _states.Coding("default", None, False, {})
-    states = [_states.CodedState(8, 8 * 2048, torch.device("cpu"), coding, number // 2) for number in range(48)]
+    states = [_states.CodedState(8, 8 * ROW_BYTES, torch.device("cpu"), coding, number // 2) for number in range(48)]
     for state in states:
         state._stores, state.fitted_at = 5, 5
     for number, fitted_at in ((4, 1), (5, 1), (10, 1), (20, 1), (21, 5), (46, 1)):
@@ -472,10 +473,10 @@ def test_who_learns_in_a_step():
 def test_slots_that_pinned_memory_has_room_for():
     """Slots shrink by less than is gained only as far as pinned memory has room for what they leave."""
     coding = _states.Coding("default", None, False, {})
-    state = _states.CodedState(10, 10 * 2048, torch.device("cpu"), coding, "kind")
-    assert state._with_host_memory(1600) == 1600
+    state = _states.CodedState(10, 10 * ROW_BYTES, torch.device("cpu"), coding, "kind")
+    assert state._with_host_memory(3600) == 3600
     state._host_memory = torch.empty(10 * 352 + 90, dtype=torch.uint8)
-    wanted = {1760: 1760, 1696: 1696, 1664: 1696, 1600: 1696, 1568: 1568, 0: 0, 2048: 2048}
+    wanted = {3808: 3808, 3744: 3744, 3712: 3744, 3520: 3744, 3488: 3488, 0: 0, 4096: 4096}
     assert {slot_bytes: state._with_host_memory(slot_bytes) for slot_bytes in wanted} == wanted
 
 
@@ -498,7 +499,7 @@ def states_of_a_step(dtype, num_steps=16):
             amsgrad=False,
             maximize=False,
         )
-    return states.view(2, -1, 2048 // dtype.itemsize)
+    return states.view(2, -1, ROW_BYTES // dtype.itemsize)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

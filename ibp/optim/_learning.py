@@ -12,7 +12,7 @@ from .._schemes import AnyCodebook, PlanesCodebook, Request, measure
 from .._schemes.planes.codebook import num_entries
 from .._schemes.planes.learning import relearn
 
-ROW_BYTES = 2048
+ROW_BYTES = 4096
 _PAIRS = (2, 2, 2, 2)  # digits of the rows that are decoded the fastest, with symbols of a byte
 _PAIRED_BYTES = (2, 4)  # of elements that have such rows
 _CPU = torch.device("cpu")

@@ -18,13 +18,13 @@ _SECTOR = _core.SECTOR_BYTES
 _SPILLED_COST = 8  # bytes of slots that a byte in overflow is worth, which two kernels move over the link
 _MOST_SPILLED = 0.02  # of the rows' bytes in overflow, where slots are chosen
 _CROWDED = 0.025  # of the rows' bytes in overflow: a new codebook would pay
-_MARGIN = 64  # bytes by which the slots of a later codebook may be smaller without new pinned memory
-_LEAST_GAIN = 128  # bytes by which they must be smaller for new pinned memory to be taken
+_MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
+_LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
 _SPARE = _SECTOR  # bytes by which slots that are there may be larger than wanted
 _LEARNED_SHARE, _LEAST_LEARNED = 8, 2  # of the kinds of states one in so many learns anew in a step, at least so many
 _WATCHED_STEPS = 16  # the first ones; of the others one in so many
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
-_AS_GOOD = 20  # bytes that a row may take more by a codebook of states alike
+_AS_GOOD = 40  # bytes that a row may take more by a codebook of states alike
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
 

@@ -402,7 +402,7 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         level: "default", the codebooks that save the most for the time that coding takes; or "fast", which saves less
             and codes faster: see `ibp.compress`.
         storage: "device"; or "host": coded states are in pinned host memory, and the device has their index alone.
-        chunk_bytes: of the raw states of a chunk, at least 4,096; None: an eighth of the states', 16 to 256 MiB. As
+        chunk_bytes: of the raw states of a chunk, at least 8,192; None: an eighth of the states', 16 to 256 MiB. As
             much of each device's memory is taken to work in, and with storage="host" four times as much besides.
 
     Raises:
