@@ -122,10 +122,10 @@ def test_samples(monkeypatch):
     cpu = torch.device("cpu")
     x = torch.arange(1 << 14, dtype=torch.int32).view(-1, 16)
     sample = choice._Sample.of(x, cpu)
-    short, whole = sample.sizes
-    assert whole.shape == (64, 16) and short.shape == (16, 16) and sample.num_bytes == x.nbytes
+    first, short, whole = sample.sizes
+    assert whole.shape == (64, 16) and short.shape == (32, 16) and sample.num_bytes == x.nbytes
     assert whole[0, 0] == 0 and whole[-1, -1] == x[-1, -1] and len(whole.unique()) == whole.numel()
-    assert torch.equal(short, whole[:16])
+    assert torch.equal(first, whole[:16]) and torch.equal(short, whole[:32])
     assert choice._Sample.of(x.view(2, -1), cpu).sizes[-1].shape == (1024,)
     assert len(choice._Sample.of(x[:60], cpu).sizes) == 1 and len(choice._Sample.of(x[:64], cpu).sizes) == 2
 
@@ -134,6 +134,7 @@ def test_extrapolation():
     """A call of 1 ms and 1 us a byte, seen at 100 and at 400 bytes."""
     assert choice._extrapolated([(100, 1.1e-3), (400, 1.4e-3)], 10000) == pytest.approx(11e-3)
     assert choice._extrapolated([(100, 2e-3), (400, 1e-3)], 10000) == pytest.approx(25e-3)
+    assert choice._extrapolated([(10, 9.0), (100, 1.1e-3), (400, 1.4e-3)], 10000) == pytest.approx(11e-3)
     assert choice._extrapolated([(400, 3.0)], 400) == 3.0
 
 

@@ -25,7 +25,8 @@ _GPU_SAMPLE_BYTES = 256 << 20  # several times a GPU's cache; enough chunks to f
 _CPU_SAMPLE_BYTES = 16 << 20  # for each thread, which codes blocks of 2 MiB
 _LEAST_PARTED_BYTES = 4 << 20  # of a sample of which a part is looked at first
 _PIECE_BYTES = 4 << 20  # of the tensor in one piece: general codecs look back so far
-_SHORT_SHARE = 4  # of the sample: the part that says what a call costs besides its bytes
+_FIRST_SHARE = 4  # of the sample: the part that is looked at first
+_SHORT_SHARE = 2  # of the sample: the part that says what a call costs besides its bytes, itself beyond a GPU's cache
 _BEATEN = 4.0  # times the seconds of another one: short parts count what a call costs more than the whole does
 _BUDGET_S, _MOST_REPEATS = 4e-3, 12  # of a measurement
 _ROUNDS = 3  # in which candidates are timed in turn: what else the machine does then slows all of them
@@ -123,7 +124,8 @@ class _Sample(NamedTuple):
     """A sample of a tensor, on the device that codes: pieces spread over it, one behind the other.
 
     Attributes:
-        sizes: tensors [n, ...]: the sample; before it its first part, unless it is small.
+        sizes: tensors [n, ...]: the sample; before it, unless it is small, its first part and, of a larger tensor, half
+            of it.
         num_bytes: of the tensor.
     """
 
@@ -141,7 +143,8 @@ class _Sample(NamedTuple):
         whole = torch.cat([_near(part, device) for part in parts]) if len(parts) > 1 else _near(parts[0], device)
         if whole.dim() == 0 or whole.nbytes < min(limit, _LEAST_PARTED_BYTES):
             return cls((whole,), num_bytes)
-        return cls((whole[: max(1, len(whole) // _SHORT_SHARE)], whole), num_bytes)
+        shares = (_FIRST_SHARE, _SHORT_SHARE) if num_bytes > whole.nbytes else (_FIRST_SHARE,)
+        return cls((*(whole[: max(1, len(whole) // share)] for share in shares), whole), num_bytes)
 
 
 def _pieces(x: torch.Tensor, limit: int) -> list[torch.Tensor]:
@@ -217,7 +220,8 @@ def _measured(candidates: list[tuple[str, str]], sample: _Sample, rows: bool) ->
     left = found
     for size in sample.sizes:
         left = [one for one in left if not any(one.is_beaten_by(other) for other in left)]
-        for turn in range(_ROUNDS if size is sample.sizes[-1] else 1):
+        is_a_look = size is sample.sizes[0] and size is not sample.sizes[-1]
+        for turn in range(1 if is_a_look else _ROUNDS):
             for one in left:
                 if not turn or one.timed[-1].is_short:
                     one.time(size, rows)
@@ -232,12 +236,12 @@ def _learned(scheme: str, level: str, sample: _Sample) -> AnyCodebook | None:
 
 
 def _extrapolated(timed: list[tuple[int, float]], num_bytes: int) -> float:
-    """Seconds for so many bytes by (bytes, seconds) of one size, or of two: what a call takes, and what each byte
-    does."""
+    """Seconds for so many bytes by (bytes, seconds) of one size, or of the last two: what a call takes, and what each
+    byte does."""
     size, seconds = timed[-1]
     a_byte = seconds / size
     if len(timed) > 1:
-        short, less = timed[0]
+        short, less = timed[-2]
         if seconds > less:  # else so little that the clock does not tell
             a_byte = (seconds - less) / (size - short)
     return seconds + a_byte * (num_bytes - size)
