@@ -5,6 +5,7 @@ A row without a script names the reason. Ours is a function of the CSVs, so that
 writes the tables. Theirs is what the papers' text says; of figures only what the text or the axes name is known here.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -1019,6 +1020,7 @@ BUDDY = (
 
 
 GATHER = "all_gather_into_tensor"
+GATHERED = ("weights", "integers")
 
 
 def gathers(*links):
@@ -1026,15 +1028,16 @@ def gathers(*links):
 
     def ours(results):
         parts = []
-        for link in links or charts.in_order(row["link"] for row in results.rows("collectives")):
-            rows = results.rows("collectives", case=f"{link}, {GATHER}, weights")
+        names = links or charts.in_order(row["link"] for row in results.rows("collectives"))
+        for link, what in itertools.product(names, GATHERED):
+            rows = results.rows("collectives", case=f"{link}, {GATHER}, {what}")
             most = max((as_number(row["mib"]) for row in rows), default=0)
             found = {row["arm"]: row for row in rows if as_number(row["mib"]) == most}
             coded = [as_number(found[arm]["over_torch"]) for arm in ("default", "fast") if arm in found]
             if coded and {"torch", "auto"} <= found.keys():
                 parts.append(
-                    f"{link}, {most:,.0f} MiB: NCCL {charts.number(found['torch']['gbps'])} GB/s, ibp by itself "
-                    f"{as_number(found['auto']['over_torch']):.2f} times as fast, always coded {max(coded):.2f}"
+                    f"{link}, {most:,.0f} MiB of {what}: NCCL {charts.number(found['torch']['gbps'])} GB/s, ibp by "
+                    f"itself {as_number(found['auto']['over_torch']):.2f} times as fast, always coded {max(coded):.2f}"
                 )
         return listed(parts)
 
@@ -1065,7 +1068,8 @@ NVCOMP_POST = (
         "Figure 3",
         "all-gathers of columns of the mortgage set over four T4s",
         "collectives.py",
-        "BF16 weights over two H200s, by three links; the mortgage set is not here",
+        "weights in BF16, and integers below 1,000 in int64, over two H200s by three links; the mortgage set is not "
+        "here",
         "to 150 GB/s, 12 times as fast, on the sorted column; slower on floats",
         gathers(),
     ),
@@ -1083,7 +1087,7 @@ NVCOMP_POST = (
         "Headline: DGX-1",
         "all-gathers between GPUs that NVLink joins, 2 to 4 times as fast on some columns",
         "collectives.py",
-        "BF16 weights over NVLink of two H200s",
+        "as figure 3, over NVLink",
         "2 to 4",
         gathers("direct"),
     ),

@@ -338,6 +338,6 @@ def test_figures_of_slots_and_codecs_are_those_of_the_csvs(tmp_path):
     )
     assert reproduction.offload_mean(results) == "150 % faster on average, 150 % at most"
     assert reproduction.gathers()(results) == (
-        "sockets, 1,024 MiB: NCCL 4.0 GB/s, ibp by itself 1.38 times as fast, always coded 1.50"
+        "sockets, 1,024 MiB of weights: NCCL 4.0 GB/s, ibp by itself 1.38 times as fast, always coded 1.50"
     )
     assert reproduction.gathers("direct")(results) is None
