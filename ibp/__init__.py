@@ -41,6 +41,7 @@ from ._fingerprint import fingerprint
 from ._kv.paged import PagedTensors
 from ._kv.rows import KVRows, KVRowsStats
 from ._kv.store import KVStore, KVStoreStats, Transfer
+from ._linear import linear
 from ._memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload
 from ._place import Buffers, Place, PlaceCounts, encode_into
@@ -120,6 +121,7 @@ __all__ = [
     "get_library_dir",
     "index_select",
     "index_select_many",
+    "linear",
     "load",
     "nn",
     "offload",

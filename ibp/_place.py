@@ -230,7 +230,7 @@ class Place:
             ValueError: shape and dtype have other bytes.
         """
         home = self.slots.device
-        return CompressedTensor(
+        table = CompressedTensor(
             shape=tuple(shape) if shape is not None else (self.num_rows, self.row_bytes // dtype.itemsize),
             dtype=dtype,
             scheme=self.codebook.scheme,
@@ -242,6 +242,8 @@ class Place:
             bases=self.bases.to(home),
             codebook=self.codebook,
         )
+        table._is_live = True
+        return table
 
     def _live_table(self) -> CompressedTensor:
         """The place as a table that the place's device reads as it is at that time, a pinned one too."""

@@ -46,7 +46,9 @@ class Table:
     overflow: torch.Tensor
     codebook: AnyCodebook | None
     _room: Room | None = None  # of a table whose rows have changed
+    _escapes: tuple | None = None  # what ibp.linear has listed (see _linear/escapes.py), and of which state of the rows
     _version = 0  # how often rows have changed in place, which what holds copies of them must know
+    _is_live: bool = False  # rows may be coded into its memory at any time, as `Place.table` says
     _is_aliased: bool = False  # another table may have the same memory
     _is_refused: bool = False  # the system does not pin it, which nobody has said it must
     _stored_bytes: int | None
@@ -173,11 +175,13 @@ class Table:
     @property
     def nbytes(self) -> int:
         """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working
-        form."""
-        codebook = self.codebook.nbytes + _nbytes(self.codebook.words(_CPU)) if self.codebook else 0
+        form, and the escapes that `ibp.linear` lists."""
+        beside = self.codebook.nbytes + _nbytes(self.codebook.words(_CPU)) if self.codebook else 0
+        if self._escapes is not None and self._escapes[1] is not None:
+            beside += self._escapes[1].nbytes
         if self._room is not None:
-            return self._room.nbytes + codebook
-        return _nbytes(self.slots) + _nbytes(self.overflow) + self.index_bytes + codebook
+            return self._room.nbytes + beside
+        return _nbytes(self.slots) + _nbytes(self.overflow) + self.index_bytes + beside
 
     @property
     def device_bytes(self) -> int:

@@ -159,11 +159,11 @@ def test_opcheck(number):
 
 
 def test_every_operation_is_checked():
-    """The others need a GPU: tests/test_streaming.py, test_large_tables.py, test_places_cuda.py, test_bags.py and
-    test_delta.py check them."""
+    """The others need a GPU: tests/test_streaming.py, test_large_tables.py, test_places_cuda.py, test_bags.py,
+    test_linear.py and test_delta.py check them."""
     names = [schema.name for schema in torch._C._jit_get_all_schemas()]
     defined = {name.removeprefix("ibp::") for name in names if name.startswith("ibp::")}
-    assert defined == NAMES | {"stream_bytes", "stage_items", "encode_into", "sum_bags", *DELTAS}
+    assert defined == NAMES | {"stream_bytes", "stage_items", "encode_into", "sum_bags", "linear", *DELTAS}
     assert {name for name, _ in SAMPLES} == NAMES
 
 

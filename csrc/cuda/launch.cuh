@@ -6,9 +6,11 @@
 
 namespace ibp {
 
-// How a kernel is launched. cluster: blocks that go to one cluster.
+// How a kernel is launched. cluster: blocks that go to one cluster. overlaps: it may begin before the kernel before it
+// in the stream is done, and waits for that itself (programmatic dependent launch; from compute capability 9.0 on).
 struct Launch {
     uint32_t blocks, threads, shared_bytes, cluster;
+    bool overlaps = false;
 };
 
 // Records the current CUDA error, if any, for ibp_cuda_last_error.
@@ -33,13 +35,22 @@ ibp_status launch_kernel(void (*kernel)(Parameters...), const Launch &launch, ib
                          const Arguments &...arguments)
 {
 #ifdef __CUDACC__
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = launch.cluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchAttribute attributes[2]{};
+    unsigned num_attributes = 0;
+    if (launch.cluster > 1u) {
+        cudaLaunchAttribute &cluster = attributes[num_attributes++];
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim.x = launch.cluster, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    }
+    if (launch.overlaps) {
+        cudaLaunchAttribute &overlap = attributes[num_attributes++];
+        overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        overlap.val.programmaticStreamSerializationAllowed = 1;
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = launch.blocks, config.blockDim = launch.threads, config.dynamicSmemBytes = launch.shared_bytes;
     config.stream = stream;
-    config.attrs = &cluster, config.numAttrs = launch.cluster > 1u;
+    config.attrs = attributes, config.numAttrs = num_attributes;
     return check_cuda(cudaLaunchKernelEx(&config, kernel, arguments...));
 #else
     emulate(kernel, launch.blocks, launch.threads, launch.shared_bytes, stream, arguments...);

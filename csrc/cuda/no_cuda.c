@@ -75,6 +75,13 @@ ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const i
     return IBP_NO_CUDA;
 }
 
+ibp_status ibp_cuda_linear(const ibp_table *table, const ibp_escapes *escapes, const uint16_t *x, int64_t num_vectors,
+                           const uint16_t *bias, uint16_t *y, ibp_stream stream)
+{
+    (void)table, (void)escapes, (void)x, (void)num_vectors, (void)bias, (void)y, (void)stream;
+    return IBP_NO_CUDA;
+}
+
 ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, ibp_fault *fault,
                                  int max_sms, ibp_stream stream)
 {

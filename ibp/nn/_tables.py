@@ -11,6 +11,8 @@ import torch
 from .. import _memory
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
+from .._linear import linear, slot_bytes_for
+from .._schemes import PlanesCodebook
 from .._torch_functions import linear_of
 
 
@@ -88,11 +90,13 @@ class TableModule(torch.nn.Module):
 
 
 def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
-    """A table of the weights where another one is, pinned if that is. A plain tensor is compressed in its layout; of a
-    table, it shares the memory at most until one of the two changes."""
+    """A table of the weights where another one is, pinned if that is. A plain tensor is compressed in its layout and
+    at its level; of a table, it shares the memory at most until one of the two changes."""
     if isinstance(weight, torch.Tensor):
-        table = compress(weight.detach(), layout=held.layout, row_bytes=held.row_bytes, pin_memory=False)
-        table = table.to(held.device)
+        options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
+        if isinstance(held.codebook, PlanesCodebook) and held.codebook.first_symbol is not None:
+            options |= {"level": "fast", "slot_bytes": held.slot_bytes or None}
+        table = compress(weight.detach(), **options, pin_memory=False).to(held.device)
     else:
         table = weight.to(held.device)
         table = copy.copy(table) if table is weight else table
@@ -110,6 +114,8 @@ class Linear(TableModule):
         table: [out_features, in_features].
         bias: [out_features], an ordinary parameter; None: none.
         stays: as in `Embedding`.
+        fused: whether few vectors are multiplied as `ibp.linear` does it, by weights that are decoded in registers: in
+            other bits than torch has. Without it the bits are torch's.
 
     Raises:
         TypeError: table is no `ibp.CompressedTensor`.
@@ -118,8 +124,16 @@ class Linear(TableModule):
 
     bias: torch.nn.Parameter | None
 
-    def __init__(self, table: CompressedTensor, bias: torch.Tensor | None = None, *, stays: bool = False) -> None:
+    def __init__(
+        self,
+        table: CompressedTensor,
+        bias: torch.Tensor | None = None,
+        *,
+        stays: bool = False,
+        fused: bool = False,
+    ) -> None:
         super().__init__(table, stays)
+        self.fused = fused
         self.out_features, self.in_features = table.shape
         if bias is not None and bias.shape != table.shape[:1]:
             raise ValueError(f"bias has shape {list(bias.shape)}; wanted [{self.out_features}]")
@@ -127,9 +141,32 @@ class Linear(TableModule):
             bias = torch.nn.Parameter(bias)
         self.register_parameter("bias", bias)
 
+    @classmethod
+    def from_linear(cls, module: torch.nn.Linear, *, fused: bool = True, **options: Any) -> Linear:
+        """The module with compressed weights, on the device where they are, and with its own bias.
+
+        Args:
+            module: its weights are compressed at level "fast" unless options say otherwise.
+            fused: as in the constructor. The bits are torch's where it is False.
+            options: as `ibp.compress` takes them.
+
+        Raises:
+            TypeError: module is no torch.nn.Linear.
+            TypeError, ValueError: as `ibp.compress`.
+        """
+        if not isinstance(module, torch.nn.Linear):
+            raise TypeError(f"module is a {type(module).__name__}; wanted a torch.nn.Linear")
+        if not options:
+            slot_bytes = slot_bytes_for(module.in_features) if module.weight.dtype == torch.bfloat16 else None
+            options = {"level": "fast", "slot_bytes": slot_bytes}
+        return cls(compress(module.weight.detach(), **options), module.bias, fused=fused)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] times the weights: [..., out_features]."""
-        return linear_of(x, self.weight, self.bias)
+        return (linear if self.fused else linear_of)(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}{', fused=True' if self.fused else ''}"
 
 
 def dense_state_dict(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -116,10 +116,11 @@ constexpr uint64_t kMostSteps =
 
 enum class State { ready, waits, at_barrier, returned };
 
-static const char *const kNames[] = {"__syncwarp",        "barrier",           "__shfl_sync",       "__shfl_up_sync",
-                                     "__shfl_down_sync",  "__shfl_xor_sync",   "__ballot_sync",     "__any_sync",
-                                     "__all_sync",        "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync",
-                                     "__reduce_and_sync", "__reduce_or_sync",  "__reduce_xor_sync", "__match_any_sync"};
+static const char *const kNames[] = {"__syncwarp",        "barrier",           "arrival",           "__shfl_sync",
+                                     "__shfl_up_sync",    "__shfl_down_sync",  "__shfl_xor_sync",   "__ballot_sync",
+                                     "__any_sync",        "__all_sync",        "__reduce_add_sync", "__reduce_min_sync",
+                                     "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync",  "__reduce_xor_sync",
+                                     "__match_any_sync"};
 
 struct Fiber {
     uint8_t *stack;
@@ -349,7 +350,8 @@ static void arrive(uint32_t first)
         give_up("a barrier of different numbers of threads", 0, blockDim.x);
     barrier.expected = warp->width;
     barrier.arrived += kWarp;
-    for (uint32_t lane = 0; lane < kWarp; lane++) warp[lane].state = State::at_barrier;
+    const State then = warp->kind == Kind::barrier ? State::at_barrier : State::ready;
+    for (uint32_t lane = 0; lane < kWarp; lane++) warp[lane].state = then;
     if (barrier.arrived < barrier.expected) return;
     std::vector<uint32_t> warps;
     for (uint32_t t = 0; t < blockDim.x; t++) {
@@ -360,6 +362,8 @@ static void arrive(uint32_t first)
     order_warps(warps);
     barrier.arrived = 0;
 }
+
+static bool is_barrier(const Fiber &fiber) { return fiber.kind == Kind::barrier || fiber.kind == Kind::arrival; }
 
 /* Completes the collectives of a warp whose lanes are all there. All its lanes wait or have returned. */
 static void complete(uint32_t first)
@@ -376,12 +380,12 @@ static void complete(uint32_t first)
             if (!(mine.mask >> i & 1u)) continue;
             whole = whole && other.state == State::waits && other.kind == mine.kind && other.mask == mine.mask &&
                     other.line == mine.line && strcmp(other.file, mine.file) == 0 && other.place == mine.place;
-            if (whole && mine.kind == Kind::barrier && (other.argument != mine.argument || other.width != mine.width))
+            if (whole && is_barrier(mine) && (other.argument != mine.argument || other.width != mine.width))
                 whole = false;
         }
         if (!whole) continue;
         progresses = true;
-        if (mine.kind == Kind::barrier) return arrive(first);
+        if (is_barrier(mine)) return arrive(first);
         const uint32_t mask = mine.mask;
         if (mine.kind == Kind::sync) order_warps({first / kWarp});
         for (uint32_t i = 0; i < kWarp; i++) {

@@ -78,6 +78,7 @@ namespace simt {
 enum class Kind {
     sync,
     barrier,
+    arrival,
     shfl,
     shfl_up,
     shfl_down,
@@ -94,7 +95,8 @@ enum class Kind {
     match_any
 };
 
-/* Waits until all lanes of mask are here, and returns what the collective gives this lane. value: its contribution.
+/* Waits until all lanes of mask are here, and returns what the collective gives this lane. Of an arrival at a barrier
+ * these are the warp's alone. value: its contribution.
  * argument: lane, distance or barrier. width: of a part of the warp, or threads of a barrier. */
 uint64_t collective(Kind kind, uint32_t mask, uint64_t value, uint32_t argument, uint32_t width, const char *file,
                     int line);
@@ -349,7 +351,7 @@ inline cudaError_t cudaGetDevice(int *device)
     return cudaSuccess;
 }
 /* A device so small that its blocks take several jobs one after the other. */
-enum { cudaDevAttrMultiProcessorCount };
+enum { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
 inline cudaError_t cudaDeviceGetAttribute(int *value, int, int)
 {
     *value = 2;
@@ -379,6 +381,11 @@ extern uint4 shared[kSharedBytes / sizeof(uint4)];
 inline void named_barrier(uint32_t id, uint32_t num_threads, SIMT_SITE)
 {
     simt::collective(simt::Kind::barrier, 0xffffffffu, 0, id, num_threads, file, line);
+}
+/* bar.arrive: the same, of a warp that does not wait. */
+inline void named_arrival(uint32_t id, uint32_t num_threads, SIMT_SITE)
+{
+    simt::collective(simt::Kind::arrival, 0xffffffffu, 0, id, num_threads, file, line);
 }
 
 } // namespace ibp

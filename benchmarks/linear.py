@@ -1,0 +1,153 @@
+"""How fast are few vectors multiplied with a matrix in device memory that is kept coded?
+
+    python -m benchmarks.linear [--out DIR] [--device cpu] [--quick]
+
+BF16 weights N(0, 0.02) at level "fast", 1, 2, 4 and 8 vectors, matrices of the shapes of models: those of one shape lie
+several times in memory, more than the L2 cache holds, and a graph multiplies with one after the other. Arms: `cuBLAS`:
+torch.nn.functional.linear with the plain weights; `decode, then cuBLAS`: the same with the weights decoded before;
+`ibp.linear`: decoded in registers by the kernel that multiplies. `stack` are the matrices of 32 layers of Llama-7B's
+shape, one after the other: what a token takes at least. GB/s count the original bytes of the weights; `us`: of a
+product; `times`: of cuBLAS's rate, and 1 is wanted; `vectors`: of a product. Results are compared with products in
+double, and one-hot vectors with the weights themselves.
+"""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+
+import ibp
+
+from . import codec, families, harness, ideal
+
+COLUMNS = ("us", "vectors", "times", *harness.TARGET_COLUMNS)
+SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192), (28672, 8192))
+QUICK_SHAPES = ((64, 256), (96, 128))
+COUNTS, QUICK_COUNTS = (1, 2, 4, 8), (1, 8)
+STACK_COUNTS = (1, 8)
+LAYERS, QUICK_LAYERS = 32, 2
+LAYER = {0: 4, 1: 2, 2: 1}  # matrices of a layer: how many of each of SHAPES
+ROTATED_BYTES = 256 << 20  # of one shape: several times the L2 cache
+LEAST_CALLS = 8  # in a graph
+CUBLAS, DECODED, FUSED = "cuBLAS", "decode, then cuBLAS", "ibp.linear"
+
+
+def make(shape, device):
+    """(weights, table)."""
+    weight = families.weights(*shape, device).bfloat16()
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    module.out_features, module.in_features = shape
+    return weight, ibp.nn.Linear.from_linear(module).weight
+
+
+class Case:
+    """Matrices that are multiplied one after the other with vectors of their width, and where rates go."""
+
+    def __init__(self, run, rates, name, matrices):
+        self.run, self.rates, self.name, self.matrices = run, rates, name, matrices
+        self.num_bytes = sum(weight.nbytes for weight, _ in matrices)
+        self.stored = sum(table.stored_bytes for _, table in matrices)
+        columns = sorted({weight.shape[1] for weight, _ in matrices})
+        self.x = {count: {k: torch.randn(count, k, device=run.device).bfloat16() for k in columns} for count in COUNTS}
+
+    def products(self, arm, count):
+        x = self.x[count]
+        for weight, table in self.matrices:
+            if arm == CUBLAS:
+                F.linear(x[weight.shape[1]], weight)
+            elif arm == DECODED:
+                F.linear(x[weight.shape[1]], table)
+            else:
+                ibp.linear(x[weight.shape[1]], table)
+
+    def seconds(self, arm, count):
+        """Of all products."""
+        call = lambda: self.products(arm, count)  # noqa: E731
+        if not self.run.on_gpu:
+            return self.run.seconds([call])
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return self.run.seconds([graph.replay])
+
+    def ideal_gbps(self, arm):
+        moved = self.num_bytes if arm == CUBLAS else self.stored
+        moved += 2 * self.num_bytes if arm == DECODED else 0  # written, and read again
+        return ideal.device_gbps(self.num_bytes, moved, self.rates.copy_gbps)
+
+    def record(self, arm, count, seconds, cublas_s):
+        gbps = self.num_bytes * 1e-9 / seconds
+        wanted = self.num_bytes * 1e-9 / cublas_s if arm == FUSED else None
+        rows, columns = self.matrices[0][0].shape
+        self.run.add(
+            case=f"{self.name}, {count}",
+            arm=arm,
+            rows=rows,
+            row_bytes=2 * columns,
+            dtype=torch.bfloat16,
+            savings=0.0 if arm == CUBLAS else 1 - self.stored / self.num_bytes,
+            gbps=gbps,
+            ideal_gbps=self.ideal_gbps(arm),
+            sms=None,
+            us=harness.four_digits(1e6 * seconds / len(self.matrices)),
+            vectors=count,
+            times=f"{cublas_s / seconds:.3f}",
+            **harness.judged(gbps, wanted),
+        )
+
+    def measure(self, counts):
+        for count in counts:
+            with self.run.cell(f"{self.name}, {count} vectors"):
+                cublas_s = self.seconds(CUBLAS, count)
+                self.record(CUBLAS, count, cublas_s, cublas_s)
+                for arm in (DECODED, FUSED):
+                    self.record(arm, count, self.seconds(arm, count), cublas_s)
+
+
+def check(weight, table, x):
+    """That a product is right, and that one-hot vectors give weights."""
+    wanted = F.linear(x.double(), weight.double())
+    scale = F.linear(x.double().abs(), weight.double().abs())
+    error = (ibp.linear(x, table, check=True).double() - wanted).abs()
+    if not (error <= wanted.abs() / 256 + scale * 1e-5).all():
+        raise AssertionError(f"a product of {list(weight.shape)} is off by {error.max().item():.3g}")
+    columns = torch.randperm(weight.shape[1], device=x.device)[: len(x)]
+    one_hot = F.one_hot(columns, weight.shape[1]).to(x.dtype)
+    if not torch.equal(ibp.linear(one_hot, table).t(), weight[:, columns]):
+        raise AssertionError(f"weights of {list(weight.shape)} are not decoded as they were")
+
+
+def measure_shape(run, rates, shape, matrix):
+    weight, table = matrix
+    check(weight, table, torch.randn(8, shape[1], device=run.device).bfloat16())
+    count = max(LEAST_CALLS, -(-ROTATED_BYTES // table.stored_bytes)) if run.on_gpu else 2
+    matrices = [matrix] + [(weight.clone(), table.clone()) for _ in range(count - 1)]
+    Case(run, rates, f"{shape[0]} x {shape[1]}", matrices).measure(QUICK_COUNTS if run.quick else COUNTS)
+
+
+def measure_stack(run, rates, made):
+    layers = QUICK_LAYERS if run.quick else LAYERS
+    kinds = [made[number % len(made)] for number, count in LAYER.items() for _ in range(count)]
+    matrices = [(weight.clone(), table.clone()) for _ in range(layers) for weight, table in kinds]
+    Case(run, rates, f"stack of {layers} layers", matrices).measure(STACK_COUNTS)
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("linear", args, COLUMNS)
+    torch.manual_seed(0)
+    rates = codec.DeviceRates(run)
+    made = []
+    for shape in QUICK_SHAPES if run.quick else SHAPES:
+        made.append(make(shape, run.device))
+        with run.cell(f"{shape[0]} x {shape[1]}"):
+            measure_shape(run, rates, shape, made[-1])
+    with run.cell("stack"):
+        measure_stack(run, rates, made)
+    return run.finish(harness.missed(run.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

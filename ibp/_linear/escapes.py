@@ -1,0 +1,93 @@
+"""The weights of a matrix that digits do not give: listed once, for the kernel that multiplies without looking for
+them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .._fetch.streaming import decode_items
+from .._table import Table
+
+NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
+MOST_OF_A_ROW = 64  # escapes; the kernel takes about as long for so many as for the row
+_LEAST_REGULAR = 31 / 32  # of the rows: else the matrix is decoded
+_CHUNK_ELEMENTS = 1 << 24  # that are looked at together
+
+
+class Escapes(NamedTuple):
+    """What is known of a table besides its digits.
+
+    starts: int32 [N + 1], where a row's entries begin.
+    entries: int32 [escapes, 2], by rows and columns: the column; the weight's bits, and in the high half those of what
+        digit 15 is multiplied as.
+    rows, weights: int64 [rows] and bfloat16 [rows, K]: irregular rows, which torch multiplies: stored raw or as
+        default rows, or with more than `MOST_OF_A_ROW` escapes.
+    """
+
+    starts: torch.Tensor
+    entries: torch.Tensor
+    rows: torch.Tensor
+    weights: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self)
+
+
+def escapes_of(table: Table, first_symbol: int) -> Escapes | None:
+    """The escapes of a table on a GPU that the kernel takes. None: it has too many irregular rows; or none have been
+    listed yet, and cannot be now, as a graph is being captured or code compiled."""
+    held: tuple[Any, Escapes | None] | None = table._escapes
+    if torch.compiler.is_compiling():
+        return held[1] if held is not None and held[0][0] == table._version else None
+    state = _state(table)
+    if held is not None and held[0] == state:
+        return held[1]
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    with torch.no_grad():
+        escapes = list_escapes(table, first_symbol)
+    torch.cuda.current_stream(table.device).synchronize()  # other streams may use them next
+    table._escapes = state, escapes
+    return escapes
+
+
+def _state(table: Table) -> tuple:
+    """What changes when the table's bytes do."""
+    slots = table.slots
+    return table._version, slots.data_ptr(), None if slots.is_inference() else slots._version
+
+
+def list_escapes(table: Table, first_symbol: int) -> Escapes | None:
+    """The escapes of a table of BF16 with one digit of four bits an element. None: too many rows are irregular.
+
+    Raises:
+        CorruptTableError: the table's bytes contradict each other.
+    """
+    num_rows, columns = table.shape
+    step = max(1, _CHUNK_ELEMENTS // columns)
+    parts = [_list_rows(table, start, min(start + step, num_rows), first_symbol) for start in range(0, num_rows, step)]
+    counts, entries, rows, weights = (torch.cat(of_chunks) for of_chunks in zip(*parts))
+    if len(rows) > num_rows * (1 - _LEAST_REGULAR):
+        return None
+    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
+    return Escapes(starts, entries, rows, weights)
+
+
+def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[torch.Tensor, ...]:
+    """(escapes of each row, entries, irregular rows, their weights) of rows start to end - 1."""
+    weights = decode_items(table, start, end, check=True)
+    bits = weights.view(torch.int16).int()
+    escaped = ((bits >> 7) - first_symbol & 0xFF) >= NUM_SYMBOLS
+    counts = escaped.sum(1)
+    # A row's digits and residuals are what its length says: a byte and a half an element, and a byte an escape.
+    lengths = table.lengths[start:end].view(torch.int16).int() & 0xFFFF
+    regular = (lengths == table.shape[1] // 2 * 3 + counts) & (lengths < table.row_bytes) & (counts <= MOST_OF_A_ROW)
+    rows, columns = (escaped & regular[:, None]).nonzero(as_tuple=True)
+    weight = bits[rows, columns] & 0xFFFF
+    taken = weight & 0x807F | first_symbol + NUM_SYMBOLS << 7
+    entries = torch.stack((columns.int(), weight | taken << 16), dim=1)
+    irregular = (~regular).nonzero().view(-1)
+    return counts * regular, entries, irregular + start, weights[irregular]

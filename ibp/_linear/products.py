@@ -1,0 +1,156 @@
+"""Products with a compressed matrix: `linear`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .._fetch.calls import check_out, check_table, produce
+from .._fetch.streaming import decompress
+from .._table import Table
+from .escapes import NUM_SYMBOLS, Escapes, escapes_of
+
+MOST_VECTORS = 8  # IBP_MOST_VECTORS
+_PLANES = 2  # the scheme's number in a codec
+_LEAST_ROWS, _COLUMNS = 16, 32  # of a matrix that the kernel takes: so many at least, a multiple of so many
+_LARGEST_FIRST_SYMBOL = 254 - NUM_SYMBOLS  # what an escape is multiplied as is finite
+_SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow
+
+
+def linear(
+    x: torch.Tensor,
+    table: Table,
+    bias: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    check: bool = False,
+) -> torch.Tensor:
+    """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
+
+    Up to 8 vectors on a GPU are multiplied by a kernel that decodes W in registers, reading its coded bytes alone:
+    where W is BF16 at level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least
+    3 K / 2, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. Products are added in float, in
+    an order of its own that depends on K alone, so that bits differ from those of torch's function, whose bits differ
+    by shape and GPU, too. All else is torch's function on W, decoded on x's device for the time of the call.
+
+    The first call with a table decodes it once, to list the few weights that its digits do not give, and synchronises;
+    the list counts in the table's `nbytes`, and is made anew after the table has changed. What is captured in a CUDA
+    graph or compiled before that call decodes W every time. Rows that are stored raw, or have more than 64 such
+    weights, are kept decoded beside the list, and multiplied by torch; where they are more than one in 32, all of W is
+    decoded for every call.
+
+    Args:
+        x: tensor [..., K].
+        table: of a matrix [N, K], of x's dtype.
+        bias: [N], of x's dtype and on its device.
+        out: tensor [..., N] of the table's dtype, on x's device, to write to.
+        check: wait for the result and raise here what went wrong, as in `index_select`.
+
+    Returns:
+        Tensor [..., N] on x's device; out if it was given.
+
+    Raises:
+        TypeError: an argument is no tensor or table, or has another dtype.
+        ValueError: a shape or device does not fit.
+        CorruptTableError: the table's bytes contradict each other; where W is decoded for the call, a GPU reports it as
+            `index_select` does.
+    """
+    check_table(table)
+    _check_arguments(x, table, bias)
+    shape = (*x.shape[:-1], table.shape[0])
+    if out is not None:
+        check_out(out, shape, table.dtype)
+        if out.device != x.device:
+            raise ValueError(f"out is on {out.device}; wanted x's device, {x.device}")
+    escapes = escapes_of(table, _first_symbol(table)) if _is_fused(x, table, bias) else None
+    if escapes is not None:
+        return _multiply(x, table, escapes, bias, shape, out, check)
+    result = F.linear(x, decompress(table, device=x.device, check=check), bias)
+    return result if out is None else out.copy_(result)
+
+
+def slot_bytes_for(columns: int) -> int | None:
+    """`slot_bytes` of a table of BF16 at level "fast" in which rows of so many columns have room for 32 escapes. None:
+    the kernel takes no such rows."""
+    if columns == 0 or columns % _COLUMNS:
+        return None
+    least = columns // 2 * 3 + _SYMBOL_BYTES
+    return min(2 * columns, -(-least // 32) * 32)
+
+
+def _check_arguments(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> None:
+    for name, tensor in (("x", x), ("bias", bias)):
+        if not isinstance(tensor, torch.Tensor) and (tensor is not None or name == "x"):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; wanted a torch.Tensor")
+    if len(table.shape) != 2:
+        raise ValueError(f"the table has shape {list(table.shape)}; wanted two dimensions")
+    if x.dim() == 0 or x.shape[-1] != table.shape[1]:
+        raise ValueError(f"x has shape {list(x.shape)}; wanted [..., {table.shape[1]}]")
+    if bias is not None and tuple(bias.shape) != (table.shape[0],):
+        raise ValueError(f"bias has shape {list(bias.shape)}; wanted [{table.shape[0]}]")
+
+
+# ---- by the kernel ----
+
+
+def _is_fused(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
+    if not x.is_cuda or table.device != x.device or x.numel() == 0 or x.numel() > MOST_VECTORS * x.shape[-1]:
+        return False
+    given = (x,) if bias is None else (x, bias)
+    if any(tensor.dtype != torch.bfloat16 or tensor.device != x.device for tensor in given):
+        return False
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        return False
+    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.bfloat16:
+        return False
+    return _takes(table)
+
+
+def _takes(table: Table) -> bool:
+    """Whether the kernel multiplies a table's rows (ibp_cuda_linear in ibp_cuda.h)."""
+    if table._is_live or table.dtype != torch.bfloat16 or table.codebook is None:
+        return False
+    if table._item_bytes != table.row_bytes:
+        return False
+    num_rows, columns = table.shape
+    if num_rows < _LEAST_ROWS or columns % _COLUMNS or table.slot_bytes < columns // 2 * 3:
+        return False
+    codec = table.codebook.codec
+    if codec[0] != _PLANES or (not torch.compiler.is_compiling() and table.slots.data_ptr() % 16):
+        return False
+    element_bytes, rotate, residual_bits, per_column, listed = codec[2:7]
+    invariant_bits, _, consecutive, first_symbol, _, num_constant, *digit_bits = codec[9:]
+    is_fast = (element_bytes, rotate, residual_bits, digit_bits) == (2, 1, 8, [4]) and consecutive
+    has_more = per_column or listed or invariant_bits or num_constant
+    return bool(is_fast and not has_more and first_symbol <= _LARGEST_FIRST_SYMBOL)
+
+
+def _first_symbol(table: Table) -> int:
+    """The exponent of digit 0."""
+    assert table.codebook is not None
+    return table.codebook.codec[12]
+
+
+def _multiply(
+    x: torch.Tensor,
+    table: Table,
+    escapes: Escapes,
+    bias: torch.Tensor | None,
+    shape: tuple[int, ...],
+    out: torch.Tensor | None,
+    check: bool,
+) -> torch.Tensor:
+    vectors = x.detach().reshape(-1, x.shape[-1]).contiguous()
+    if not torch.compiler.is_compiling() and vectors.data_ptr() % 16:
+        vectors = vectors.clone()
+    bias = None if bias is None else bias.detach().contiguous()
+
+    def run(result: torch.Tensor, _: torch.Tensor) -> None:
+        torch.ops.ibp.linear.default(
+            *table._arguments(x.device), escapes.starts, escapes.entries, vectors, bias, result
+        )
+        if len(escapes.rows):
+            irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
+            result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
+
+    return produce(table, shape, x.device, x.device, out, check, run)

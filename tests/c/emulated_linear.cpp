@@ -1,0 +1,255 @@
+/* emulated_linear.cpp - products of vectors with coded matrices by the kernel of csrc/cuda/linear.cu, lane by lane,
+ * against products of the matrix that was coded; and with lists of escapes that are damaged, which must do no harm. */
+#include "ibp_cuda.h"
+
+#include "cuda/floats.cuh"
+#include "cuda/launch.cuh"
+
+#include <cstdio>
+#include <random>
+
+namespace {
+
+std::mt19937_64 generator;
+long num_wrong = 0;
+
+uint64_t below(uint64_t bound) { return generator() % bound; }
+bool chance(uint32_t percent) { return below(100) < percent; }
+template <class T> T pick(std::initializer_list<T> from) { return from.begin()[below(from.size())]; }
+float to_float(uint16_t bits) { return ibp::float_of_bits(static_cast<uint32_t>(bits) << 16); }
+
+/* 16-byte aligned bytes whose ends the address sanitizer knows. */
+struct Bytes {
+    uint8_t *data;
+    size_t size;
+
+    explicit Bytes(size_t count) : data(nullptr), size(count)
+    {
+        if (posix_memalign(reinterpret_cast<void **>(&data), 16, count ? count : 1) != 0) abort();
+        memset(data, 0xA5, count);
+    }
+    Bytes(const Bytes &) = delete;
+    ~Bytes() { free(data); }
+    uint16_t *halves() { return reinterpret_cast<uint16_t *>(data); }
+};
+
+/* What the rows of a matrix are like. Those with many escapes and default rows are irregular. */
+enum Kind { kNone, kFew, kSome, kMany, kDefault };
+
+struct Matrix {
+    uint32_t rows, columns, first_symbol;
+    Bytes weights;
+    ibp_codebook codebook = {};
+
+    Matrix()
+        : rows(16 + static_cast<uint32_t>(below(pick({30u, 30u, 300u})))),
+          columns(32 * (1 + static_cast<uint32_t>(below(rows < 64 ? 44 : 12)))),
+          first_symbol(pick({0u, 100u, 112u, 239u})), weights(size_t{2} * rows * columns)
+    {
+        ibp_planes p = {};
+        p.element_bytes = 2, p.rotate = 1, p.residual_bits = 8, p.num_planes = 1, p.digit_bits[0] = 4;
+        p.consecutive = true, p.first_symbol = first_symbol, p.default_value = chance(50) ? 0 : 0x3f80;
+        if (ibp_build_planes_codebook(&p, 2 * columns, 0, &codebook) != IBP_OK) abort();
+        for (uint32_t r = 0; r < rows; r++) fill(weights.halves() + size_t{r} * columns);
+    }
+    /* Without infinity and NaN, of which 0 times would be no zero. */
+    void fill(uint16_t *row)
+    {
+        static const uint32_t percent_escaped[] = {0, 0, 2, 50};
+        const Kind kind = pick({kNone, kFew, kFew, kSome, kSome, kMany, kDefault});
+        for (uint32_t k = 0; k < columns; k++) {
+            row[k] = static_cast<uint16_t>(codebook.planes.default_value);
+            if (kind == kDefault) continue;
+            const bool escaped = chance(percent_escaped[kind]) || (kind == kFew && below(columns) == 0);
+            const uint64_t exponent = escaped ? below(255) : std::min<uint64_t>(first_symbol + below(15), 254);
+            row[k] = static_cast<uint16_t>((generator() & 0x807f) | exponent << 7);
+        }
+    }
+};
+
+struct Coded {
+    Bytes lengths, bases, slots, overflow;
+    ibp_table table = {};
+
+    static uint32_t slots_for(const Matrix &m)
+    {
+        const uint32_t least = m.columns / 2 * 3;
+        return std::min(2 * m.columns, pick({(least + 31) / 32 * 32, (least + 31) / 32 * 32 + 32, 2 * m.columns}));
+    }
+    static int64_t measured(const Matrix &m, uint32_t slot_bytes, Bytes *lengths, Bytes *bases)
+    {
+        std::vector<uint8_t> scratch(ibp_scratch_bytes(2 * m.columns));
+        int64_t overflow_bytes = 0;
+        const auto num_bytes = static_cast<int64_t>(m.weights.size);
+        if (ibp_measure_rows(&m.codebook, m.weights.data, num_bytes, lengths->halves(), scratch.data(),
+                             scratch.size()) != IBP_OK ||
+            ibp_index_rows(lengths->halves(), num_bytes, 2 * m.columns, slot_bytes,
+                           reinterpret_cast<uint64_t *>(bases->data), &overflow_bytes) != IBP_OK)
+            abort();
+        return overflow_bytes;
+    }
+    explicit Coded(const Matrix &m) : Coded(m, slots_for(m)) {}
+    Coded(const Matrix &m, uint32_t slot_bytes)
+        : lengths(size_t{2} * m.rows), bases(size_t{8} * ((m.rows + 31) / 32)), slots(size_t{slot_bytes} * m.rows),
+          overflow(static_cast<size_t>(measured(m, slot_bytes, &lengths, &bases)))
+    {
+        table.num_items = m.rows, table.item_bytes = 2 * m.columns, table.codebook = m.codebook;
+        table.slots = slots.data, table.slots_bytes = static_cast<int64_t>(slots.size), table.slot_bytes = slot_bytes;
+        table.overflow = overflow.data, table.overflow_bytes = static_cast<int64_t>(overflow.size);
+        table.lengths = lengths.halves(), table.bases = reinterpret_cast<uint64_t *>(bases.data);
+        std::vector<uint8_t> scratch(ibp_scratch_bytes(2 * m.columns));
+        ibp_fault fault = {};
+        if (ibp_encode_rows(&table, m.weights.data, 0, m.rows, slots.data, overflow.data, scratch.data(),
+                            scratch.size(), &fault) != IBP_OK)
+            abort();
+    }
+};
+
+/* The escapes of the regular rows of a matrix. */
+struct Listed {
+    std::vector<uint32_t> starts = {0};
+    std::vector<ibp_escape> entries;
+    std::vector<bool> regular;
+
+    explicit Listed(const Matrix &m, const Coded &coded)
+    {
+        for (uint32_t r = 0; r < m.rows; r++) {
+            const uint32_t length = coded.table.lengths[r];
+            regular.push_back(length >= m.columns / 2 * 3 && length < 2 * m.columns);
+            const auto *const row = reinterpret_cast<const uint16_t *>(m.weights.data) + size_t{r} * m.columns;
+            for (uint32_t k = 0; regular[r] && k < m.columns; k++)
+                if ((row[k] >> 7 & 0xffu) - m.first_symbol >= 15u)
+                    entries.push_back(
+                        {k, row[k], static_cast<uint16_t>((row[k] & 0x807f) | (m.first_symbol + 15) << 7)});
+            starts.push_back(static_cast<uint32_t>(entries.size()));
+        }
+    }
+    ibp_escapes list() const { return {starts.data(), entries.data(), static_cast<uint32_t>(entries.size())}; }
+    void damage()
+    {
+        for (uint64_t i = 1 + below(3); i != 0; i--) {
+            starts[below(starts.size())] = static_cast<uint32_t>(pick({below(1ull << 32), below(entries.size() + 1)}));
+            if (!entries.empty()) entries[below(entries.size())].column = static_cast<uint32_t>(generator());
+        }
+    }
+};
+
+void expect(bool right, const char *what, uint64_t number)
+{
+    if (right) return;
+    num_wrong++;
+    printf("case %llu: %s\n", static_cast<unsigned long long>(number), what);
+}
+
+/* y of one vector and row; in *scale the sum of the finite products' magnitudes, as they are and as escapes are
+ * multiplied at first, which bounds the error. */
+double product(const Matrix &m, uint32_t row, const uint16_t *x, double *scale)
+{
+    double sum = *scale = 0;
+    const auto *const weights = reinterpret_cast<const uint16_t *>(m.weights.data) + size_t{row} * m.columns;
+    for (uint32_t k = 0; k < m.columns; k++) {
+        const double weight = to_float(weights[k]), factor = to_float(x[k]);
+        const auto taken = static_cast<uint16_t>((weights[k] & 0x7fu) | (m.first_symbol + 15) << 7);
+        const bool escaped = (weights[k] >> 7 & 0xffu) - m.first_symbol >= 15u;
+        sum += weight * factor;
+        if (std::isfinite(factor)) *scale += std::fabs(factor) * (std::fabs(weight) + (escaped ? to_float(taken) : 0));
+    }
+    return sum;
+}
+
+/* What vectors are like: of ordinary numbers; with a single one; with infinity or NaN among them. */
+enum Vectors { kOrdinary, kOneHot, kNotFinite };
+
+void fill_vectors(Vectors kind, uint32_t count, uint32_t columns, Bytes *x)
+{
+    for (size_t i = 0; i < x->size / 2; i++)
+        x->halves()[i] = kind == kOneHot ? 0 : static_cast<uint16_t>((generator() & 0x80ff) | 0x3f00);
+    for (uint32_t v = 0; v < count && kind == kOneHot; v++) x->halves()[v * columns + below(columns)] = 0x3f80;
+    for (uint32_t i = 0; i < 4 * count && kind == kNotFinite; i++)
+        x->halves()[below(x->size / 2)] = pick<uint16_t>({0x7f80, 0xff80, 0x7fc0, 0, 0});
+}
+
+bool is_right(double got, double wanted, double bound)
+{
+    if (std::isnan(wanted)) return std::isnan(got);
+    if (std::isinf(wanted)) return got == wanted;
+    return std::fabs(got - wanted) <= bound;
+}
+
+void check(const Matrix &m, const Coded &coded, Listed &listed, uint64_t number)
+{
+    const auto vectors = static_cast<uint32_t>(below(9));
+    const Vectors kind = pick({kOrdinary, kOneHot, kNotFinite});
+    const bool has_bias = chance(30), is_damaged = chance(20);
+    Bytes x(size_t{2} * vectors * m.columns), bias(size_t{2} * m.rows), y(size_t{2} * vectors * m.rows);
+    fill_vectors(kind, vectors, m.columns, &x);
+    for (uint32_t r = 0; r < m.rows; r++) bias.halves()[r] = chance(50) ? 0x3f80 : 0xbf80;
+    if (is_damaged) listed.damage();
+    const ibp_escapes escapes = listed.list();
+    const ibp_status status = ibp_cuda_linear(&coded.table, &escapes, x.halves(), vectors,
+                                              has_bias ? bias.halves() : nullptr, y.halves(), nullptr);
+    expect(status == IBP_OK, "refused", number);
+    for (uint32_t v = 0; v < vectors && status == IBP_OK && !is_damaged; v++)
+        for (uint32_t r = 0; r < m.rows; r++) {
+            if (!listed.regular[r]) continue;
+            double scale, wanted = product(m, r, x.halves() + size_t{v} * m.columns, &scale);
+            if (has_bias) wanted += to_float(bias.halves()[r]);
+            if (scale > 1e30) continue; /* sums of float may overflow */
+            const double got = to_float(y.halves()[size_t{v} * m.rows + r]),
+                         bound = kind == kOneHot && !has_bias ? 0 : std::fabs(wanted) / 256 + scale * 1e-5 + 1e-30;
+            expect(is_right(got, wanted, bound), "a wrong product", number);
+        }
+}
+
+void run_case(uint64_t number)
+{
+    const Matrix matrix;
+    const Coded coded(matrix);
+    Listed listed(matrix, coded);
+    check(matrix, coded, listed, number);
+}
+
+void check_refusals()
+{
+    const Matrix m;
+    const Coded coded(m);
+    const Listed listed(m, coded);
+    Bytes x(size_t{2} * 9 * m.columns), y(size_t{2} * 9 * m.rows);
+    const auto refuses = [&](const ibp_table &t, const ibp_escapes &list, int64_t vectors, const char *what) {
+        expect(ibp_cuda_linear(&t, &list, x.halves(), vectors, nullptr, y.halves(), nullptr) == IBP_INVALID_ARGUMENT,
+               what, 0);
+    };
+    const ibp_escapes list = listed.list();
+    refuses(coded.table, list, 9, "9 vectors");
+    refuses(coded.table, list, -1, "-1 vectors");
+    refuses(coded.table, {nullptr, list.entries, list.num_entries}, 1, "no starts");
+    refuses(coded.table, {list.starts, nullptr, 1}, 1, "no entries");
+    ibp_table t = coded.table;
+    t.codebook.planes.first_symbol = 240, refuses(t, list, 1, "symbols past a byte");
+    t = coded.table, t.codebook.planes.rotate = 0, refuses(t, list, 1, "elements that are not rotated");
+    t = coded.table, t.num_items = 15, refuses(t, list, 1, "15 rows");
+    t = coded.table, t.slots_bytes -= 1, refuses(t, list, 1, "a slot that ends early");
+    t = coded.table, t.lengths = nullptr, refuses(t, list, 1, "no lengths");
+}
+
+} // namespace
+
+namespace ibp {
+ibp_status check_cuda(cudaError_t error) { return error == cudaSuccess ? IBP_OK : IBP_CUDA_ERROR; }
+ibp_status allow_shared(const void *) { return IBP_OK; }
+} // namespace ibp
+
+int main(int count, char **arguments)
+{
+    const uint64_t seed = count > 1 ? strtoull(arguments[1], nullptr, 10) : 1,
+                   cases = count > 2 ? strtoull(arguments[2], nullptr, 10) : 100;
+    generator.seed(seed);
+    check_refusals();
+    for (uint64_t i = 0; i < cases; i++) {
+        generator.seed(seed * 1000003 + i);
+        simt::seed(generator());
+        run_case(i);
+    }
+    printf("%llu cases, %ld wrong\n", static_cast<unsigned long long>(cases), num_wrong);
+    return num_wrong != 0;
+}

@@ -1,0 +1,404 @@
+"""ibp.linear and ibp.nn.Linear: by torch's function on decoded weights, and by the kernel that decodes them itself."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ibp
+from helpers import assert_same_bits
+from ibp._linear import escapes, products
+
+SHAPES = [(4096, 1024), (48, 32), (100, 4128), (16, 96), (1000, 2048)]
+
+
+def matrix(rows, columns, device="cpu", dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(rows + columns)
+    return (torch.randn(rows, columns, generator=generator) * 0.02).to(dtype).to(device)
+
+
+def vectors(count, columns, device="cpu", dtype=torch.bfloat16):
+    return torch.randn(count, columns, generator=torch.Generator().manual_seed(count)).to(dtype).to(device)
+
+
+def coded(weight, **options):
+    options.setdefault("slot_bytes", products.slot_bytes_for(weight.shape[1]))
+    return ibp.compress(weight, level="fast", device=weight.device, pin_memory=False, **options)
+
+
+# ---- by torch's function ----
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 5), (0,), (9, 1, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_same_bits_as_torch(shape, dtype):
+    weight, bias = matrix(40, 96, dtype=dtype), torch.randn(40).to(dtype)
+    x = torch.randn(*shape, 96).to(dtype)
+    table = ibp.compress(weight, device="cpu", pin_memory=False)
+    for given in (None, bias):
+        wanted = F.linear(x, weight, given)
+        assert_same_bits(ibp.linear(x, table, given), wanted)
+        out = torch.empty(wanted.shape, dtype=dtype)
+        assert ibp.linear(x, table, given, out=out) is out
+        assert_same_bits(out, wanted)
+    strided = torch.randn(96, *shape).to(dtype).movedim(0, -1)
+    assert_same_bits(ibp.linear(strided, table), F.linear(strided, weight))
+
+
+def test_gradients():
+    weight, bias = matrix(40, 96), torch.randn(40).bfloat16().requires_grad_()
+    x = vectors(3, 96).requires_grad_()
+    ibp.linear(x, ibp.compress(weight, device="cpu", pin_memory=False), bias).sum().backward()
+    got = x.grad, bias.grad
+    x.grad = bias.grad = None
+    F.linear(x, weight, bias).sum().backward()
+    assert_same_bits(got[0], x.grad)
+    assert_same_bits(got[1], bias.grad)
+
+
+def test_refusals():
+    table, x = ibp.compress(matrix(40, 96), device="cpu", pin_memory=False), vectors(3, 96)
+    for arguments, error, message in (
+        ((x, x), TypeError, "table is a Tensor; wanted an ibp.CompressedTensor"),
+        ((None, table), TypeError, "x is a NoneType; wanted a torch.Tensor"),
+        ((x, table, 3), TypeError, "bias is a int; wanted a torch.Tensor"),
+        ((x[:, :95], table), ValueError, r"x has shape \[3, 95\]; wanted \[..., 96\]"),
+        ((x[0, 0], table), ValueError, r"x has shape \[\]; wanted \[..., 96\]"),
+        ((x, table, x[0]), ValueError, r"bias has shape \[96\]; wanted \[40\]"),
+        ((x, ibp.compress(x[0], device="cpu", pin_memory=False)), ValueError, r"the table has shape \[96\]"),
+    ):
+        with pytest.raises(error, match=message):
+            ibp.linear(*arguments)
+    with pytest.raises(ValueError, match=r"out has shape \[2, 40\]; wanted \[3, 40\]"):
+        ibp.linear(x, table, out=torch.empty(2, 40, dtype=x.dtype))
+    with pytest.raises(TypeError, match="out has dtype torch.float32"):
+        ibp.linear(x, table, out=torch.empty(3, 40))
+
+
+def test_which_tables_the_kernel_takes():
+    weight = matrix(64, 2048)
+    assert products._takes(coded(weight))
+    place = ibp.Place(coded(weight).codebook, 64, slot_bytes=3136, overflow_bytes=4096, device="cpu")
+    for table in (
+        place.table(weight.shape, weight.dtype),  # whose rows may be coded anew at any time
+        ibp.compress(weight, device="cpu", pin_memory=False),
+        coded(weight, slot_bytes=3040),
+        coded(weight[:15].contiguous()),
+        coded(weight[:, :2040].contiguous(), slot_bytes=None),
+        ibp.compress(weight, level="fast", layout="packed", device="cpu", pin_memory=False),
+        ibp.compress(weight.half(), level="fast", device="cpu", pin_memory=False),
+        ibp.compress(weight, scheme="raw", device="cpu", pin_memory=False),
+        ibp.compress(weight, level="fast", row_bytes=1024, slot_bytes=800, device="cpu", pin_memory=False),
+    ):
+        assert not products._takes(table)
+
+
+@pytest.mark.parametrize("columns", [32, 64, 96, 1024, 4096, 11008, 32736])
+def test_slots_hold_escapes(columns):
+    slot_bytes = products.slot_bytes_for(columns)
+    assert slot_bytes % 32 == 0 and columns * 3 // 2 + 16 <= slot_bytes <= 2 * columns
+    assert products.slot_bytes_for(columns + 8) is None and products.slot_bytes_for(0) is None
+
+
+def test_module():
+    plain = torch.nn.Linear(96, 40).bfloat16()
+    x = vectors(3, 96)
+    wanted = plain(x)
+    for module in (
+        ibp.nn.Linear.from_linear(plain),
+        ibp.nn.Linear.from_linear(plain, fused=False),
+        ibp.nn.Linear.from_linear(plain, layout="packed"),
+    ):
+        assert module.bias is plain.bias
+        for made in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert_same_bits(made(x), wanted)
+            assert made.fused == module.fused and ("fused=True" in repr(made)) == module.fused
+    other, module = torch.nn.Linear(96, 40).bfloat16(), ibp.nn.Linear.from_linear(plain)
+    module.load_state_dict(other.state_dict())
+    assert_same_bits(module(x), other(x))
+    assert products._takes(module.weight)
+    assert ibp.nn.Linear.from_linear(torch.nn.Linear(100, 40, bias=False))(torch.ones(100)).shape == (40,)
+    with pytest.raises(TypeError, match="module is a ReLU; wanted a torch.nn.Linear"):
+        ibp.nn.Linear.from_linear(torch.nn.ReLU())
+
+
+# ---- escapes ----
+
+
+def first_symbol(table):
+    return products._first_symbol(table)
+
+
+def uneven(rows=96, columns=2048, device="cpu"):
+    """Weights with rows that are zeros, raw, and have many escapes, and the codebook of weights without."""
+    weight = matrix(rows, columns, device)
+    weight[3] = 0
+    weight[5] *= 2.0**-20
+    bits = torch.randint(-(2**15), 2**15, (columns,), dtype=torch.int16) & ~(1 << 14)
+    weight[20] = bits.to(device).view(torch.bfloat16)
+    weight[40:50, ::50] *= 2.0**-20  # 41 escapes
+    weight[60:70, ::100] *= 2.0**30  # 21
+    return weight, coded(matrix(rows, columns, device)).codebook
+
+
+def multiplied(table, listed):
+    """The matrix as the kernel multiplies it: digits, with escapes in place of what they are taken for."""
+    rows, columns = table.shape
+    slots = table.slots.view(rows, table.slot_bytes).int()
+    residuals, digits = slots[:, :columns], slots[:, columns : columns // 2 * 3]
+    digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
+    bits = (residuals & 1) << 15 | digits + first_symbol(table) << 7 | residuals >> 1
+    counts = listed.starts.diff()
+    assert listed.starts[0] == 0 and len(counts) == rows
+    at = torch.repeat_interleave(torch.arange(rows), counts), listed.entries[:, 0].long()
+    assert torch.equal(bits[at], listed.entries[:, 1] >> 16 & 0xFFFF)
+    bits[at] = listed.entries[:, 1] & 0xFFFF
+    weight = bits.to(torch.int16).view(torch.bfloat16)
+    weight[listed.rows] = listed.weights
+    return weight
+
+
+@pytest.mark.parametrize("slot_bytes", [3072, 3072 + 64, 4096])
+def test_escapes_complete_the_digits(slot_bytes):
+    weight, codebook = uneven()
+    weight[41, 7], weight[42, 9], weight[43, 11] = float("inf"), float("nan"), 0.0
+    table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, device="cpu", pin_memory=False)
+    listed = escapes.list_escapes(table, first_symbol(table))
+    assert listed.rows.tolist() == [3, 5, 20] and len(listed.entries) >= 620
+    assert listed.nbytes == 4 * 97 + 8 * len(listed.entries) + 3 * (8 + 4096)
+    assert_same_bits(multiplied(table, listed), weight)
+
+
+def test_escapes_are_listed_by_chunks(monkeypatch):
+    weight = matrix(100, 96)
+    weight[::9, 5] = 0
+    table = coded(weight)
+    whole = escapes.list_escapes(table, first_symbol(table))
+    monkeypatch.setattr(escapes, "_CHUNK_ELEMENTS", 96 * 7)
+    for one, other in zip(escapes.list_escapes(table, first_symbol(table)), whole):
+        assert torch.equal(one, other)
+    assert_same_bits(multiplied(table, whole), weight)
+
+
+def test_many_irregular_rows_are_not_listed():
+    weight, codebook = uneven()
+    weight[80] = 0
+    table = ibp.compress(weight, codebook=codebook, slot_bytes=3136, device="cpu", pin_memory=False)
+    assert escapes.list_escapes(table, first_symbol(table)) is None
+
+
+def test_escapes_of_damaged_rows():
+    table = coded(matrix(64, 2048))
+    table.lengths.view(torch.int16)[7] += 1
+    with pytest.raises(ibp.CorruptTableError, match="7"):
+        escapes.list_escapes(table, first_symbol(table))
+
+
+# ---- by the kernel ----
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Calls of `ibp.linear` fail that are not fused."""
+
+    def fail(*arguments, **options):
+        raise AssertionError("the weights are decoded")
+
+    monkeypatch.setattr(products, "decompress", fail)
+
+
+def check_products(x, weight, bias, got):
+    """Up to the rounding of the result and what is lost in sums of float."""
+    wanted = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    scale = F.linear(x.double().abs(), weight.double().abs())
+    assert got.shape == wanted.shape and got.dtype == torch.bfloat16
+    assert ((got.double() - wanted).abs() <= wanted.abs() / 256 + scale * 1e-5 + 1e-30).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_weight(cuda, fused, shape):
+    """Products with one element are weights, or zeros of either sign."""
+    weight = matrix(*shape, cuda)
+    table = coded(weight)
+    one_hot = torch.eye(shape[1], dtype=torch.bfloat16, device=cuda)
+    for first in range(0, shape[1], 8 * 16):
+        part = one_hot[first : first + 8]
+        assert torch.equal(ibp.linear(part, table).t(), weight[:, first : first + 8])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products(cuda, fused, shape, count):
+    weight, bias = matrix(*shape, cuda), vectors(1, shape[0], cuda)[0]
+    table, x = coded(weight), vectors(count, shape[1], cuda)
+    for given in (None, bias):
+        got = ibp.linear(x, table, given, check=True)
+        check_products(x, weight, given, got)
+        assert_same_bits(ibp.linear(x[None], table, given)[0], got)
+        assert_same_bits(ibp.linear(x[-1], table, given), got[-1])
+        out = torch.empty(shape[0], count, dtype=torch.bfloat16, device=cuda).t()
+        assert ibp.linear(x, table, given, out=out) is out
+        assert_same_bits(out, got)
+
+
+def test_irregular_rows(cuda, fused):
+    """Raw and default rows, many escapes, rows that leave their slots."""
+    weight, codebook = uneven(device=cuda)
+    x, bias = vectors(8, 2048, cuda), vectors(1, 96, cuda)[0]
+    for slot_bytes in (3072, 3072 + 64, 4096):
+        table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, pin_memory=False)
+        check_products(x, weight, bias, ibp.linear(x, table, bias))
+        for column in (0, 50, 100, 2047):
+            one = torch.zeros(1, 2048, dtype=torch.bfloat16, device=cuda)
+            one[0, column] = 1
+            assert torch.equal(ibp.linear(one, table)[0], weight[:, column])
+
+
+def test_many_irregular_rows_are_decoded(cuda):
+    weight, codebook = uneven(device=cuda)
+    weight[80] = 0
+    table = ibp.compress(weight, codebook=codebook, slot_bytes=3136, pin_memory=False)
+    x = vectors(8, 2048, cuda)
+    assert_same_bits(ibp.linear(x, table), F.linear(x, weight))
+
+
+def test_what_is_not_finite(cuda, fused):
+    """Infinity and NaN come out where torch's function has them."""
+    weight = matrix(256, 4000, cuda)
+    rows, columns = (torch.randint(size, (60,), device=cuda) for size in weight.shape)
+    weight[rows[:20], columns[:20]] = 0.0
+    weight[rows[20:30], columns[20:30]] = 5e4
+    for special in ((), (float("inf"), -float("inf"), float("nan"))):
+        for i, value in enumerate(special):
+            weight[rows[30 + 5 * i : 35 + 5 * i], columns[30 + 5 * i : 35 + 5 * i]] = value
+        x = vectors(8, 4000, cuda)
+        x[1, columns[3]], x[2, columns[25]], x[3, 17] = float("inf"), float("nan"), -float("inf")
+        x[4, columns], x[5, columns[::2]] = 0.0, float("inf")
+        got, wanted = ibp.linear(x, coded(weight)), F.linear(x, weight)
+        for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+            assert torch.equal(kind(got), kind(wanted))
+
+
+def test_same_bits_every_time(cuda, fused):
+    """Whatever else runs, and however many vectors there are."""
+    weight, x = matrix(4096, 1024, cuda), vectors(8, 1024, cuda)
+    table = coded(weight)
+    first = ibp.linear(x, table)
+    for count in (8, 1, 2, 5, 8):
+        assert_same_bits(ibp.linear(x[:count], table), first[:count])
+
+
+def test_corrupt_rows(cuda, fused):
+    weight, x = matrix(64, 2048, cuda), vectors(2, 2048, cuda)
+    table = coded(weight)
+    table.lengths.view(torch.int16)[7] += 1
+    with pytest.raises(ibp.CorruptTableError, match="7"):
+        ibp.linear(x, table)
+
+
+def test_rows_that_change(cuda, fused):
+    weight, x = matrix(256, 2048, cuda), vectors(2, 2048, cuda)
+    table = coded(weight)
+    size = table.nbytes
+    check_products(x, weight, None, ibp.linear(x, table))
+    assert table.nbytes == size + table._escapes[1].nbytes > size
+    changed = weight.clone()
+    changed[5, ::100] = 0
+    changed[7] = weight[8]
+    table.update_(torch.tensor([5, 7], device=cuda), changed[[5, 7]])
+    check_products(x, changed, None, ibp.linear(x, table))
+    table = coded(weight)
+    ibp.linear(x, table)
+    other = ibp.compress(changed, codebook=table.codebook, slot_bytes=table.slot_bytes, pin_memory=False)
+    table.slots.copy_(other.slots)
+    table.lengths.view(torch.int16).copy_(other.lengths.view(torch.int16))
+    check_products(x, changed, None, ibp.linear(x, table))
+
+
+def test_a_graph_before_the_first_call(cuda):
+    """Escapes cannot be listed there: the weights are decoded."""
+    weight, x = matrix(512, 1024, cuda), vectors(4, 1024, cuda)
+    table = coded(weight)
+    table.decompress()
+    out = torch.zeros(4, 512, dtype=torch.bfloat16, device=cuda)
+    F.linear(x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ibp.linear(x, table, out=out)
+    graph.replay()
+    check_products(x, weight, None, out)
+
+
+def test_graph_and_streams(cuda, fused):
+    weight, x = matrix(512, 1024, cuda), vectors(4, 1024, cuda)
+    table = coded(weight)
+    out = torch.empty(4, 512, dtype=torch.bfloat16, device=cuda)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ibp.linear(x, table, out=out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            ibp.linear(x, table, out=out)
+        x.copy_(x.flip(0))
+        out.zero_()
+        graph.replay()
+    stream.synchronize()
+    check_products(x, weight, None, out)
+
+
+def test_compiled(cuda, fused):
+    weight, x = matrix(64, 96, cuda), vectors(2, 96, cuda)
+    table = coded(weight)
+    wanted = ibp.linear(x, table)
+    compiled = torch.compile(lambda x: ibp.linear(x, table) + 0, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(x), wanted)
+
+
+def test_views_that_are_not_aligned(cuda, fused):
+    weight, table = matrix(64, 96, cuda), coded(matrix(64, 96, cuda))
+    flat = vectors(3, 97, cuda).view(-1)
+    for x in (flat[1:97], flat[3 : 3 + 2 * 96].view(2, 96), vectors(96, 3, cuda).t()):
+        check_products(x, weight, None, ibp.linear(x, table))
+
+
+def test_autocast_and_gradients(cuda):
+    weight, x = matrix(64, 96, cuda), vectors(2, 96, cuda)
+    table = coded(weight)
+    with torch.autocast("cuda", dtype=torch.float16):
+        assert ibp.linear(x, table).dtype == torch.float16
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert ibp.linear(x.float(), table).dtype == torch.bfloat16
+        check_products(x, weight, None, ibp.linear(x, table))
+    x.requires_grad_()
+    ibp.linear(x, table).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 96))
+
+
+def test_module_on_a_gpu(cuda, fused):
+    plain = torch.nn.Linear(1024, 256, dtype=torch.bfloat16, device=cuda)
+    module, x = ibp.nn.Linear.from_linear(plain), vectors(3, 1024, cuda)
+    with torch.no_grad():
+        check_products(x, plain.weight, plain.bias, module(x))
+    with pytest.raises(AssertionError, match="decoded"):
+        module(vectors(9, 1024, cuda))
+
+
+def test_operation(cuda):
+    table, x = coded(matrix(64, 96, cuda)), vectors(2, 96, cuda)
+    out, escaped = torch.empty(2, 64, dtype=x.dtype, device=cuda), escapes.list_escapes(table, first_symbol(table))
+    given = (*table._arguments(cuda), escaped.starts)
+    for bias in (None, vectors(1, 64, cuda)[0]):
+        torch.library.opcheck(torch.ops.ibp.linear.default, (*given, escaped.entries, x, bias, out))
+    for arguments, message in (
+        ((escaped.entries, x[:, :64].contiguous(), None, out), "x has rows of 64 elements, 96 are needed"),
+        ((escaped.entries, x, x[0], out), "bias has 96 elements, 64 are needed"),
+        ((escaped.entries, x.float(), None, out), "x has the wrong dtype"),
+        ((escaped.entries, x, None, out[0]), "out has 64 elements, 128 are needed"),
+        ((escaped.starts, x, None, out), "entries has the wrong shape"),
+        ((escaped.entries, vectors(9, 96, cuda), None, vectors(9, 64, cuda)), "linear"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.ibp.linear(*given, *arguments)
