@@ -54,8 +54,8 @@ begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, whi
 have as many ids. Rows that have `entries` come from `slabs`, as in gather_cached. `reduction` and `kind` are numbers of
 ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 is none.
 
-`linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h: starts and entries, the table's escapes, are int32 [rows + 1]
-and [escapes, 2], x, bias and out bfloat16 [vectors, columns], [rows] and [vectors, rows].
+`linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h: starts and entries, the table's escapes, are int32
+[rows + 1] and [escapes, 2], x, bias and out bfloat16 [vectors, columns], [rows] and [vectors, rows].
 
 `add_rows`, on the CPU, adds a table of differences to `base`, the memory of its tensor, as ibp_add_rows of ibp.h does;
 change is int64 [1], added to. `measure_deltas`, `encode_deltas` and `apply_deltas`, for CUDA alone, are
