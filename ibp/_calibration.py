@@ -146,7 +146,6 @@ CODER_FAMILIES = ("pairs", "dense", "one_byte", "fast", "listed", "masks")
 # ns; dense rows of 128 B; 0.90 to 0.99 of the link where no decoder binds), where ids are put in order by
 # large_table.csv, streams by stream.csv, `pairs` and `masks` in device memory by codec.csv, and the work of decoders by
 # what is slowest there: FP32 rows of 128 B, LLM keys and values, a BF16 ReLU set, rows of scheme ibp of 64 KiB.
-# Encoding with few multiprocessors was measured of pairs and fast; of the others it is the share that pairs has.
 H200 = Calibration(
     gpu="NVIDIA H200",
     copy_in_gbps=55.4,
@@ -164,12 +163,12 @@ H200 = Calibration(
     device_copy_gbps=2063.0,
     memset_gbps=3270.0,
     gather_gbps=3.7,
-    pairs=CoderRates(1952.0, 149.0, 707.0, 42.0, 2.6, 170.0),
-    dense=CoderRates(745.0, 48.8, 349.0, 21.0, 2.6, 110.0),
-    one_byte=CoderRates(1059.0, 86.4, 170.0, 14.3, 2.6, 110.0),
-    fast=CoderRates(1331.0, 121.0, 1761.0, 115.0, 2.6, 110.0),
-    listed=CoderRates(547.0, 43.5, 410.0, 29.4, 1.9, 40.0),
-    masks=CoderRates(1740.0, 119.0, 509.5, 30.0, 1.45, 419.0),
+    pairs=CoderRates(1952.0, 149.0, 835.0, 45.1, 2.6, 170.0),
+    dense=CoderRates(745.0, 48.8, 956.0, 54.2, 2.6, 110.0),
+    one_byte=CoderRates(1321.0, 90.6, 551.0, 32.0, 2.6, 110.0),
+    fast=CoderRates(1765.0, 153.0, 1761.0, 116.0, 2.6, 110.0),
+    listed=CoderRates(717.0, 49.2, 499.0, 28.2, 1.9, 40.0),
+    masks=CoderRates(1740.0, 119.0, 679.0, 35.8, 1.45, 419.0),
 )
 
 _in_force: dict[torch.device, Calibration] = {}
