@@ -294,7 +294,7 @@ def test_from_rank_to_rank(ranks, dtype, codec):
 def relay_by_the_link(rank):
     link = measure_link()
     assert link.gbps > 0 and measure_link() is link
-    assert link.call_s > 0 and link.piece_s > 0 and planning.state_of(None).link is link
+    assert planning.state_of(None).link is link
     x, out = tensor_of(0, count=1 << 20), torch.empty(1 << 20, dtype=torch.bfloat16)
     for _ in range(3):
         if rank == 0:
@@ -381,24 +381,40 @@ def test_random_bytes_travel_raw(two):
     assert two(gather_random) == [[True]] * 2
 
 
-def by_the_link(rank, gbps):
-    """Whether calls of several sizes were coded over a link of this rate."""
-    state, size = planning.state_of(None), dist.get_world_size()
-    state.link, coded = Link(gbps), []
-    for count in (1000, 1 << 20):
-        x = tensor_of(rank, count=count)
-        out = poisoned(size * count, x.dtype)
-        all_gather_into_tensor(out, x, name=f"{gbps}")
-        assert_same_bits(out, gathered(size, x.dtype, count=count))
-        plans = [plan for kind, plan in state.plans.items() if (kind.name, kind.numel) == (f"{gbps}", count)]
-        coded.append(any(plan.codec is not None for plan in plans))
-    state.link = None
-    return coded
+def by_the_link(rank, gbps, times):
+    """How calls are coded over a link of this rate: (elements, name, pieces or None). times: that calls are said to
+    take when they are tried out, of torch's first."""
+    state, size, left = planning.state_of(None), dist.get_world_size(), list(times)
+
+    def seconds(members, call, *counts):
+        call()
+        return left.pop(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "seconds", seconds)
+        patch.setattr(state, "link", Link(gbps))
+        patch.setattr(state, "_tried", {})
+        for name, count in ((f"{gbps}", 1000), (f"{gbps}", 1 << 20), (f"{gbps} too", 1 << 20)):
+            x, out = tensor_of(rank, count=count), poisoned(size * count, torch.bfloat16)
+            all_gather_into_tensor(out, x, name=name)
+            assert_same_bits(out, gathered(size, x.dtype, count=count))
+    plans = [(kind, plan) for kind, plan in state.plans.items() if kind.name.startswith(f"{gbps}")]
+    return left, [(kind.numel, plan.codec and plan.num_pieces) for kind, plan in plans]
 
 
 def test_the_link_decides(two):
-    assert two(by_the_link, 1e-4) == [[False, True]] * 2
-    assert two(by_the_link, 1e5) == [[False, False]] * 2
+    assert two(by_the_link, 1e5, []) == [([], [(1 << 20, None)] * 2)] * 2  # not tried: nothing is that fast
+
+
+def test_what_was_fastest_is_done(two):
+    """Torch's call and three ways to code it are tried out once, for both names."""
+    assert two(by_the_link, 1e-4, [1.0, 0.97, 0.96, 2.0]) == [([], [(1 << 20, None)] * 2)] * 2
+    (left, plans), other = two(by_the_link, 2e-4, [1.0, 0.5, 0.4, 0.6])
+    assert (left, plans) == other and not left
+    tried = plans[0][1]
+    assert plans == [(1 << 20, tried)] * 2
+    (_, plans), _ = two(by_the_link, 3e-4, [1.0, 0.4, 0.5, 0.6])
+    assert plans[0][1] not in (None, tried)
 
 
 def test_when_coding_pays():
@@ -409,15 +425,12 @@ def test_when_coding_pays():
     assert not links.pays(links.gain(codec, rates, Link(25.0), small))
     assert not links.pays(links.gain(codec, rates, Link(250.0), large))  # the coders are not so fast
     assert links.num_pieces(rates, small) == 1 and 3 <= links.num_pieces(rates, large) <= 16
-    middle = links.Load(1 << 25, 1 << 25, 1 << 25)
     assert links.num_pieces(rates, links.Load(1 << 27, 1 << 27, 1 << 27)) == 2
-    slow, quick = Link(25.0, call_s=1e-3), Link(25.0, call_s=2e-5)
-    assert not links.pays(links.gain(codec, rates, slow, middle)) and links.pays(
-        links.gain(codec, rates, quick, middle)
+    assert links.gain(codec, rates, Link(25.0), large, 16) < links.gain(codec, rates, Link(25.0), large)
+    known = links.Load(1 << 24, 1 << 24, 1 << 24, True)  # nothing waits for it
+    assert links.gain(codec, rates, Link(25.0), known) > links.gain(
+        codec, rates, Link(25.0), links.Load(1 << 24, 1 << 24, 1 << 24)
     )
-    assert links.pays(
-        links.gain(codec, rates, slow, links.Load(1 << 25, 1 << 25, 1 << 25, True))
-    )  # nothing waits for it
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 16])

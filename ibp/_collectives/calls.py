@@ -49,9 +49,9 @@ def gather(
     the host does not wait for them."""
     check_options(codec, level)
     state, kind = state_of(group), kind_of("all_gather_into_tensor", input_tensor, codec, level, name)
-    raw = functools.partial(raw_all_gather, movable(output_tensor), movable(input_tensor), group=group)
     if state.plans.get(kind) is RAW:
-        return raw(async_op=async_op)
+        return raw_all_gather(movable(output_tensor), movable(input_tensor), group=group, async_op=async_op)
+    raw = functools.partial(raw_all_gather, movable(output_tensor), movable(input_tensor), group=group)
     num_bytes = input_tensor.nbytes
     if travels_raw(state, input_tensor, num_bytes, codec, level):
         return raw(async_op=async_op)
@@ -64,9 +64,17 @@ def gather(
                 f"{input_tensor.numel()} of input_tensor"
             )
 
+    def attempt(plan: Plan) -> None:
+        if plan.codec is None:
+            _ignore(raw())
+            return
+        status = Status(state.size, 0, input_tensor.device) if is_known_to_fit else None
+        job = gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()), status)
+        run(job, state, False).wait()
+
     moved = (state.size - 1) * num_bytes
     load = Load(num_bytes, moved, moved, is_known_to_fit)
-    plan = state.plan(group, kind, Call(input_tensor, load, check, codec))
+    plan = state.plan(group, kind, Call(input_tensor, load, check, codec, attempt))
     if plan.codec is None:
         return raw(async_op=async_op)
     job = gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()))
@@ -123,24 +131,27 @@ def broadcast(
     check_options(codec, level)
     state, root = state_of(group), root_of(src, group_src, group)
     kind = kind_of("broadcast", tensor, codec, level, name, root)
-    raw = functools.partial(dist.broadcast, movable(tensor), group=group, group_src=root)
     if state.plans.get(kind) is RAW:
-        return raw(async_op=async_op)
+        return dist.broadcast(movable(tensor), group=group, group_src=root, async_op=async_op)
+    raw = functools.partial(dist.broadcast, movable(tensor), group=group, group_src=root)
     num_bytes = tensor.nbytes
     if travels_raw(state, tensor, num_bytes, codec, level):
         return raw(async_op=async_op)
-    load = Load(num_bytes, num_bytes, num_bytes)
-    plan = state.plan(group, kind, Call(tensor, load, lambda: check_tensors(tensor), codec))
-    if plan.codec is None:
-        return raw(async_op=async_op)
-    x, is_root = as_bytes(tensor), state.rank == root
 
     def move(messages: Messages, memory: Memory) -> dist.Work | None:
         return dist.broadcast(memory.whole, group=group, group_src=root, async_op=True)
 
-    pieces = pieces_of_one(plan, x, is_root)
-    job = Job(pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x,))
-    return finished(run(job, state, async_op), async_op)
+    def coded(plan: Plan, is_async: bool) -> CodedWork:
+        x = as_bytes(tensor)
+        pieces = pieces_of_one(plan, x, state.rank == root)
+        return run(Job(pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x,)), state, is_async)
+
+    def attempt(plan: Plan) -> None:
+        _ignore(raw()) if plan.codec is None else coded(plan, False).wait()
+
+    load = Load(num_bytes, num_bytes, num_bytes)
+    plan = state.plan(group, kind, Call(tensor, load, lambda: check_tensors(tensor), codec, attempt))
+    return raw(async_op=async_op) if plan.codec is None else finished(coded(plan, async_op), async_op)
 
 
 def all_to_all_single(

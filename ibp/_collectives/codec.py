@@ -17,7 +17,7 @@ from .._schemes import SCHEMES, AnyCodebook, Request, measure
 ROW_BYTES = 4096  # of messages
 LEVELS = ("default", "fast")
 _SECTOR = _layout.SECTOR_BYTES  # of slots and of parts of overflow
-_SLACK = 1 / 128  # of a message's raw bytes: overflow beyond what rows of the sample take
+_SLACK = 1 / 256  # of a message's raw bytes: overflow beyond what rows of the sample take
 _LEAST_OVERFLOW = 4096  # bytes
 _NEAR_BEST = 1.01  # of the least bytes: among such slots the largest is taken, from which the fewest rows spill
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}

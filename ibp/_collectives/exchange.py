@@ -73,52 +73,58 @@ class CodedWork(Work):
     """
 
     def __init__(self, job: Job, staging: Staging, is_async: bool) -> None:
-        """Starts the call. is_async: on the CPU, all that has to be waited for is left to `wait()`."""
+        """Starts the call. is_async: it is waited for later: the current stream has other work meanwhile, and on the
+        CPU all that has to be waited for is left to `wait()`."""
         super().__init__()
         self._job: Job | None = None
         self._staging, self._pending = staging, deque[tuple[Piece, Slot, dist.Work | None]]()
         self._error: Exception | None = None
+        self._stream = staging.side if is_async else None
         self._is_known, self._status = job.status is not None, job.status or job.pieces[0].messages.status()
-        self._done = torch.cuda.Event() if staging.on_gpu and self._is_known else self._status.done
-        if staging.coding is not None and staging.decoding is not None:
-            staging.coding.wait_stream(torch.cuda.current_stream(staging.device))
+        self._done = torch.cuda.Event() if self._is_known and self._stream is not None else self._status.done
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(staging.device))
         self._job = job
-        with on(staging.coding):
-            if not self._is_known:
-                self._status.data.zero_()
-            for piece in job.pieces:
-                self._start(job, piece)
-                if len(self._pending) > _LAG and (staging.on_gpu or not is_async):
-                    self._finish_piece(job)
-            if staging.on_gpu:
-                self._finish_pieces(job)
+        with on(self._stream):
+            self._queue(job, staging.on_gpu or not is_async)
+
+    def _queue(self, job: Job, waits: bool) -> None:
+        """All that the call does, or on the CPU what it need not wait for."""
+        self._staging.begin()
+        if not self._is_known:
+            self._status.data.zero_()
+        for piece in job.pieces:
+            self._start(job, piece)
+            if len(self._pending) > _LAG and waits:
+                self._finish_piece(job)
+        if self._staging.on_gpu:
+            self._finish_pieces(job)
+        self._staging.end()
 
     def _start(self, job: Job, piece: Piece) -> None:
-        """Codes a piece and sends it off, on the coding stream."""
+        """Codes a piece and sends it off."""
         messages = piece.messages
         slot = self._staging.take(messages.num_bytes)
-        # The first piece is waited for by the link, which others leave some multiprocessors to.
-        max_sms = 0 if piece is job.pieces[0] else self._staging.few_sms
         for part in piece.sent:
-            messages.code(slot, part, self._status, max_sms)
+            messages.code(slot, part, self._status, 0)
         with all_taking_part():
             self._pending.append((piece, slot, job.move(messages, messages.of(slot))))
 
     def _finish_piece(self, job: Job, until: float | None = None) -> None:
-        """Decodes the oldest piece once it has arrived, on the decoding stream. until: by the clock, at most."""
+        """Decodes the oldest piece once it has arrived. until: by the clock, at most."""
         piece, slot, work = self._pending.popleft()
+        # The link begins with the next piece meanwhile, and needs some multiprocessors for that.
         max_sms = 0 if piece is job.pieces[-1] else self._staging.few_sms
-        with on(self._staging.decoding):
-            if work is not None:
-                with all_taking_part():
-                    work.wait() if until is None else work.wait(_left(until))
-            if piece is job.pieces[0] and not self._is_known:
-                piece.messages.note_heads(slot, self._status)
-            for part in piece.received:
-                piece.messages.decode(slot, part, self._status, max_sms)
-            if piece is job.pieces[-1]:
-                self._record()
-            self._staging.leave(slot)
+        if work is not None:
+            with all_taking_part():
+                work.wait() if until is None else work.wait(_left(until))
+        if piece is job.pieces[0] and not self._is_known:
+            piece.messages.note_heads(slot, self._status)
+        for part in piece.received:
+            piece.messages.decode(slot, part, self._status, max_sms)
+        if piece is job.pieces[-1]:
+            self._record()
+        self._staging.leave(slot)
 
     def _record(self) -> None:
         if not self._is_known:
@@ -160,12 +166,12 @@ class CodedWork(Work):
         until = time.monotonic() + seconds if seconds else None
         self._finish_pieces(job, until)
         status, messages = self._status, job.pieces[0].messages
-        if self._done is not None:
-            if not self._is_known:
-                _synchronize(self._done, until)
-            torch.cuda.current_stream(self._staging.device).wait_event(self._done)
         if self._is_known:
+            if self._stream is not None and self._done is not None:
+                torch.cuda.current_stream(self._staging.device).wait_event(self._done)
             return
+        if self._done is not None:
+            _synchronize(self._done, until)
         status.read()
         is_strange, is_lost = status.strange(messages.codec.fingerprint), status.any_lost()
         if is_strange:
@@ -183,7 +189,7 @@ class CodedWork(Work):
 
     def _abandon(self, job: Job) -> None:
         """Of a call that may not have ended, tensors stay until the GPU is done with them."""
-        stream = self._staging.decoding
+        stream = self._stream
         if stream is not None:
             for tensor in (*job.tensors, self._status.data):
                 tensor.record_stream(stream)

@@ -235,19 +235,17 @@ class Rooms:
     def _see_in(self, state: State, numbers: Sequence[int]) -> None:
         device = self.shards[numbers[0]].torchs().device
         staging, (table, statuses) = state.staging(device), self._statuses_of(state, device)
-        if staging.coding is not None and staging.decoding is not None:
-            staging.coding.wait_stream(torch.cuda.current_stream(device))
-            staging.coding.wait_stream(staging.decoding)
-            self._wait_for_optimizer(staging.coding)
-        with on(staging.coding):
-            table.zero_()
-            for k in numbers:
-                self.shards[k].code(staging, statuses[k])
-            flags = has_lost(table).to(torch.int64)
-            with all_taking_part():
-                dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.shards[numbers[0]].group())
-            is_lost = flags.tolist()
-            table.zero_()
+        self._wait_for_optimizer(device)
+        staging.begin()
+        table.zero_()
+        for k in numbers:
+            self.shards[k].code(staging, statuses[k])
+        flags = has_lost(table).to(torch.int64)
+        with all_taking_part():
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.shards[numbers[0]].group())
+        is_lost = flags.tolist()
+        table.zero_()
+        staging.end()
         for k in numbers:
             self.shards[k].decide(bool(is_lost[k]))
 
@@ -259,7 +257,9 @@ class Rooms:
         """
         names = []
         for state, (table, _) in self._statuses.items():
-            with on(state.staging(table.device).decoding):
+            staging = state.staging(table.device)
+            with on(staging.side):  # the current stream has other work to do, which the host does not wait for
+                staging.begin()
                 flags = has_lost(table).tolist()
             names += [shard.name for shard, is_lost in zip(self.shards, flags) if is_lost]
         if names:
@@ -276,12 +276,12 @@ class Rooms:
             self._statuses[state] = table, [Status(state.size, 0, device, row) for row in table]
         return self._statuses[state]
 
-    def _wait_for_optimizer(self, stream: torch.cuda.Stream) -> None:
+    def _wait_for_optimizer(self, device: torch.device) -> None:
         """Where the user has given FSDP an event instead of the current stream."""
         context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
         event = getattr(context, "post_optim_event", None)
         if event is not None:
-            stream.wait_event(event)
+            torch.cuda.current_stream(device).wait_event(event)
 
 
 # ---- what is torch's own -------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -12,18 +13,16 @@ import torch.distributed as dist
 
 from .. import _calibration, _choice
 from .._group import Group
-from .codec import ROW_BYTES, Codec, as_bytes, learned
-from .exchange import CodedWork, Job, Piece
-from .messages import Memory, Messages, Part, shares_of
-from .staging import Slot, Staging
+from .codec import Codec
+from .messages import Messages, Part, shares_of
+from .staging import Slot
 
 _MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # that each rank sends
 _REPEATS, _IN_A_ROW = 3, 4
+_ROW_S = 5e-3  # of calls that are tried out, about
 _LEAST_GAIN = 1.1  # coding has to be so much faster by the model
-_CALL_S, _PIECE_S = 450e-6, 80e-6  # see `Link`, where they were not measured
+_CALL_S = 200e-6  # that a coded call takes longer to begin and end than torch's, about, with the host's wait for it
 _GAP_S = 80e-6  # what the link loses, about, at each piece after the first, which the host queues while others move
-_LEAST_S = 20e-6  # a shorter time was measured wrongly
-_SMALL_BYTES, _SMALL_CALLS, _SMALL_PIECES = 256 << 10, 10, 3  # of a piece, in a row, of a call, to measure these times
 _MOST_PIECES = 16
 _MOST_LEAST_BYTES = 1 << 30
 _CODING_AT_ONCE = 2  # ranks on a machine's CPU, where one alone was measured
@@ -35,15 +34,11 @@ class Link:
 
     Attributes:
         gbps: bytes that arrive at a rank, 10^9 a second.
-        call_s: seconds that a coded call takes longer to begin and end than torch's, with the host's wait for it.
-        piece_s: seconds that the host takes to queue each piece of a call.
     """
 
     __module__ = "ibp.distributed"
 
     gbps: float
-    call_s: float = _CALL_S
-    piece_s: float = _PIECE_S
 
 
 @dataclass(frozen=True)
@@ -67,52 +62,31 @@ class Load:
     is_known_to_fit: bool = False
 
 
-def measure(members: Group, staging: Staging) -> Link:
+def measure(members: Group) -> Link:
     """What all-gathers of a group take. A collective call; all ranks get the same."""
     size = _MEASURED_BYTES[members.device.type]
     sent = torch.zeros(size, dtype=torch.uint8, device=members.device)
     out = torch.empty(members.size * size, dtype=torch.uint8, device=members.device)
-    seconds = _seconds(members, lambda: raw_all_gather(out, sent, group=members.process_group))
-    times = seconds, *_times_of_coded(members, staging)
-    slowest, call_s, piece_s = (max(of) for of in zip(*members.together("measure_link", lambda: times)))
-    return Link(max(1, members.size - 1) * size / slowest / 1e9, call_s, piece_s)
-
-
-def _times_of_coded(members: Group, staging: Staging) -> tuple[float, float]:
-    """`Link.call_s` and `piece_s`, by small calls."""
-    x = torch.randn(_SMALL_BYTES // 2, generator=torch.Generator().manual_seed(0)).bfloat16()
-    # Processors of other kinds can draw other numbers: one rank's codec is used.
-    codec = members.together("measure_link", lambda: learned(as_bytes(x).view(-1, ROW_BYTES), x.dtype, "default"))[0]
-    assert codec is not None  # of such numbers
-    data, group = as_bytes(x).to(members.device), members.process_group
-    out = data.new_empty(members.size, len(data))
-    messages = Messages(codec, [len(data)] * members.size, 1, data.device)
-    arriving = [Part(rank, out[rank]) for rank in range(members.size) if rank != members.rank]
-
-    def move(messages: Messages, memory: Memory) -> dist.Work | None:
-        return raw_all_gather(memory.whole, memory.each[members.rank], group=group, async_op=True)
-
-    def call(count: int) -> None:
-        pieces = [Piece(messages, [Part(members.rank, data)], arriving) for _ in range(count)]
-        CodedWork(Job(pieces, move, lambda status: None, lambda: None, (data, out)), staging, False).wait()
-
-    raw_s = _seconds(members, lambda: raw_all_gather(out.view(-1), data, group=group), _SMALL_CALLS)
-    one_s, more_s = (_seconds(members, lambda: call(count), _SMALL_CALLS) for count in (1, _SMALL_PIECES))
-    piece_s = max(_LEAST_S, (more_s - one_s) / (_SMALL_PIECES - 1))
-    return max(_LEAST_S, one_s - raw_s - piece_s), piece_s
+    mine = seconds(members, lambda: raw_all_gather(out, sent, group=members.process_group), _IN_A_ROW)
+    slowest = max(members.together("measure_link", lambda: mine))
+    return Link(max(1, members.size - 1) * size / slowest / 1e9)
 
 
 def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dist.Work | None:
     """torch's own."""
-    gather: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(out, x, **options)
+    return _torchs_all_gather()(out, x, **options)
 
 
-def _seconds(members: Group, call: Callable[[], object], in_a_row: int = _IN_A_ROW) -> float:
+@functools.cache
+def _torchs_all_gather() -> Callable:
+    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def seconds(members: Group, call: Callable[[], object], in_a_row: int, repeats: int = _REPEATS) -> float:
     """Of a call among several in a row, the shortest."""
     times = []
     call()
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         dist.barrier(group=members.process_group)
         _synchronize(members.device)
         start = time.perf_counter()
@@ -138,8 +112,12 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
 
 def num_pieces(rates: Rates, load: Load) -> int:
     """In how many pieces a call is divided: the more coding there is to hide behind the link, the more."""
-    many = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
-    return min((1, 2, many), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
+    return min(piece_counts(rates, load), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
+
+
+def piece_counts(rates: Rates, load: Load) -> tuple[int, ...]:
+    """In how many pieces a call can be divided with advantage."""
+    return 1, 2, max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
 
 
 def _exposed_s(rates: Rates, load: Load, count: int) -> float:
@@ -150,16 +128,15 @@ def _exposed_s(rates: Rates, load: Load, count: int) -> float:
     return load.coded * shares[0] / rates.encode_gbps / 1e9 + load.decoded * shares[-1] / rates.decode_gbps / 1e9
 
 
-def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
-    """How many times as fast as a raw one a coded call is expected to be; 0 where the link is so fast that coding hides
-    behind it in part only: then the coders and the link take multiprocessors and memory from each other."""
+def gain(codec: Codec, rates: Rates, link: Link, load: Load, count: int | None = None) -> float:
+    """How many times as fast as a raw one a coded call is expected to be, of so many pieces, or of `num_pieces`; 0
+    where the link is so fast that coding hides behind it in part only: then the coders and the link take
+    multiprocessors and memory from each other."""
     if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
         return 0.0
-    count = num_pieces(rates, load)
+    count = num_pieces(rates, load) if count is None else count
     moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
-    # The host can be late with the pieces of calls that it does not wait for: all their time counts.
-    waiting_s = link.call_s + link.piece_s + (count - 1) * _GAP_S
-    host_s = count * link.piece_s if load.is_known_to_fit else waiting_s
+    host_s = (0.0 if load.is_known_to_fit else _CALL_S) + count * _GAP_S
     return load.moved / link.gbps / 1e9 / (moving_s + _exposed_s(rates, load, count) + host_s)
 
 
@@ -180,6 +157,12 @@ def _coding_s(rates: Rates, load: Load) -> float:
 
 def pays(expected_gain: float) -> bool:
     return expected_gain >= _LEAST_GAIN
+
+
+def calls_to_try(link: Link, load: Load) -> tuple[int, int]:
+    """(in a row, rows) of calls that tell how fast they are, so many that it takes no long time."""
+    raw_s = load.moved / link.gbps / 1e9
+    return max(1, min(_IN_A_ROW, int(_ROW_S / raw_s))), _REPEATS if raw_s < 4 * _ROW_S else _REPEATS - 1
 
 
 def _measured(codec: Codec, rows: torch.Tensor) -> Rates:

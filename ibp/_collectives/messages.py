@@ -29,9 +29,10 @@ class Part(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Of messages in a slot: of all of them, and of each."""
+    """Of messages in a slot: of all of them, as bytes and as int64, and of each."""
 
     whole: torch.Tensor
+    words: torch.Tensor
     each: Sequence[torch.Tensor]
 
 
@@ -143,7 +144,7 @@ class Messages:
     @torch.inference_mode(False)
     def _memory(self, slot: Slot) -> Memory:
         whole = slot.memory[: self.num_bytes]
-        return Memory(whole, whole.split(self.sizes))
+        return Memory(whole, whole.view(torch.int64), whole.split(self.sizes))
 
     def status(self) -> Status:
         """One that no other call has."""
@@ -159,7 +160,7 @@ class Messages:
             self.of(slot).each[k][: data.numel()].copy_(data)
             return
         bound = self._bind(slot, k)
-        bound.start.copy_(self._empty[self.payloads[k]])  # on the coding stream, as all that is done with `_empty`
+        bound.start.copy_(self._empty[self.payloads[k]])
         torch.ops.ibp.encode_into.default(*bound.encode, status.counts[k], data, None, None, 0, max_sms, status.unused)
 
     def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
@@ -173,7 +174,7 @@ class Messages:
 
     def note_heads(self, slot: Slot, status: Status) -> None:
         """Notes in the status which codecs have coded the messages."""
-        torch.index_select(self.of(slot).whole.view(torch.int64), 0, self._heads, out=status.heads)
+        torch.index_select(self.of(slot).words, 0, self._heads, out=status.heads)
 
     def _known(self, slot: Slot) -> dict[int, Any]:
         """What is kept about a slot's memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,8 @@ LEAST_BYTES = 1 << 20  # that a rank codes: less is never worth it
 _SAMPLED_ROWS = 512  # of all ranks together, at least
 _MOST_PLANS = 4096
 _EARLY_CHECKS, _CALLS_A_CHECK = (8, 32), 64  # calls after which, and in which distance, ranks compare what was lost
+_WORTH_TRYING, _MOST_TRIED = 0.9, 3  # the least gain by the model, and the most ways to code, that are tried out
+_LEAST_TRIED_GAIN = 1.05  # that was measured: calls scatter by some percent
 MOST_TIMES = 3  # that a codec is learned anew, before its tensors travel raw
 
 
@@ -58,12 +61,14 @@ class Call(NamedTuple):
         load: bytes that are coded, moved and decoded.
         check: raises what is wrong with the arguments.
         codec: that was given; None: it is learned.
+        attempt: does the call by a plan, as often as that is asked for; None: it cannot be tried out.
     """
 
     data: torch.Tensor
     load: Load
     check: Callable[[], None]
     codec: Codec | None
+    attempt: Callable[[Plan], None] | None = None
 
 
 @dataclass(eq=False)
@@ -133,6 +138,7 @@ class State:
         self.pairs: dict[tuple[bool, int, int], Pair] = {}
         self._learned: dict[tuple, _Learned] = {}
         self._staging: dict[torch.device, Staging] = {}
+        self._tried: dict[tuple, int] = {}
 
     def staging(self, device: torch.device) -> Staging:
         if device not in self._staging:
@@ -142,7 +148,7 @@ class State:
     def measure(self, members: _group.Group, refresh: bool = False) -> Link:
         """How fast the group is, measured once. A collective call."""
         if self.link is None or refresh:
-            self.link = links.measure(members, self.staging(members.device))
+            self.link = links.measure(members)
         return self.link
 
     def plan(self, group: dist.ProcessGroup | None, kind: Kind, call: Call) -> Plan:
@@ -204,43 +210,85 @@ class State:
         count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
         samples = members.together(kind.what, lambda: sample_of(call.data, count) if has_data else None)
         rows = torch.cat([sample for sample in samples if sample is not None])
-        decided = members.together(
-            kind.what, lambda: self._decide(kind, call, link, rows) if not members.rank else None
-        )
-        codec, num_pieces, least = decided[0]
+        offers = members.together(kind.what, lambda: self._offers(kind, call, link, rows) if not members.rank else [])[
+            0
+        ]
+        is_checked = call.codec is None
+        plans = [Plan(codec, count, least, is_checked, num_calls=num_calls) for codec, count, least in offers]
+        if link is not None and plans and call.attempt is not None:
+            plans = self._fastest(members, kind, call, link, plans)
+        codec = plans[0].codec if plans else None
         known = self._learned.setdefault(_key_of(kind), _Learned(codec))
         if known.is_stale:
             known.codec, known.is_stale, known.times = codec, False, known.times + 1
         if codec is None:
             return RAW if kind.device != "cpu" else Plan(None)  # on the CPU the next call is compared too
-        return Plan(codec, num_pieces, least, call.codec is None, num_calls=num_calls)
+        return plans[0]
 
-    def _decide(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> tuple[Codec | None, int, int]:
-        """(codec of a kind of call, number of pieces, bytes that a message has at least); None where raw tensors come
-        sooner. On one rank, which tells the others."""
-        codec = self._codec_for(kind, call, link, rows)
-        if codec is None:
-            return None, 0, 0
-        rates = links.rates_of(codec, rows, call.data.device)
-        least = 1 if link is None else links.least_bytes(codec, rates, link, LEAST_BYTES, self.size - 1)
-        return codec, links.num_pieces(rates, call.load), least
+    def _offers(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> list[tuple[Codec, int, int]]:
+        """(codec, number of pieces, bytes that a message has at least) of ways to make a call of a kind; none where raw
+        tensors come sooner. On one rank, which tells the others."""
+        device, load = call.data.device, call.load
+        if link is None or call.attempt is None:
+            codec = self._codec_for(kind, call, link, rows)
+            if codec is None:
+                return []
+            rates = links.rates_of(codec, rows, device)
+            least = 1 if link is None else links.least_bytes(codec, rates, link, LEAST_BYTES, self.size - 1)
+            return [(codec, links.num_pieces(rates, load), least)]
+        if self._is_hopeless(kind):
+            return []
+        found = []
+        for codec in codecs_for(kind, rows):
+            rates = links.rates_of(codec, rows, device)
+            for count in links.piece_counts(rates, load):
+                found.append((links.gain(codec, rates, link, load, count), (codec, count, 1)))
+        found = sorted((item for item in found if item[0] >= _WORTH_TRYING), key=lambda item: -item[0])
+        return [offer for _, offer in found[:_MOST_TRIED]]
+
+    def _fastest(self, members: _group.Group, kind: Kind, call: Call, link: Link, plans: list[Plan]) -> list[Plan]:
+        """The fastest of the plans, found by making the call; none where torch's own is about as fast. Calls that are
+        alike are tried out once. A collective call."""
+        codec, attempt = plans[0].codec, call.attempt
+        assert codec is not None and attempt is not None
+        key = *kind._replace(name=""), call.load.is_known_to_fit, round(100 * codec.savings)
+        if key not in self._tried:
+            times = [
+                links.seconds(members, functools.partial(attempt, plan), *links.calls_to_try(link, call.load))
+                for plan in (RAW, *plans)
+            ]
+            raw_s, *coded_s = (max(of) for of in zip(*members.together(kind.what, lambda: times)))
+            best = min(range(len(plans)), key=coded_s.__getitem__)
+            self._tried[key] = best if coded_s[best] * _LEAST_TRIED_GAIN < raw_s else -1
+        best = self._tried[key]
+        return [plans[min(best, len(plans) - 1)]] if best >= 0 else []
 
     def _codec_for(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> Codec | None:
         if call.codec is not None:
             return call.codec
-        known = self._learned.get(_key_of(kind))
-        if known is not None and known.is_stale and known.times >= MOST_TIMES:
+        if self._is_hopeless(kind):
             return None
+        known = self._learned.get(_key_of(kind))
         if known is not None and not known.is_stale and kind.level != "auto":
             return known.codec
         return choose(kind, rows, call.data.device, call.load, link)
+
+    def _is_hopeless(self, kind: Kind) -> bool:
+        """Whether a codec was learned anew again and again, and has lost rows all the same."""
+        known = self._learned.get(_key_of(kind))
+        return known is not None and known.is_stale and known.times >= MOST_TIMES
+
+
+def codecs_for(kind: Kind, rows: torch.Tensor) -> list[Codec]:
+    """Of each level that may be used, for tensors with such rows, uint8 [n, 4096] on the CPU."""
+    levels = CODED_LEVELS if kind.level == "auto" else (kind.level,)
+    return [codec for level in levels if (codec := learned(rows, kind.dtype, level)) is not None]
 
 
 def choose(kind: Kind, rows: torch.Tensor, device: torch.device, load: Load, link: Link | None) -> Codec | None:
     """A codec for tensors with such rows, uint8 [n, 4096] on the CPU; None where raw ones come sooner. link: None:
     whether coding pays is not asked."""
-    levels = CODED_LEVELS if kind.level == "auto" else (kind.level,)
-    codecs = [codec for level in levels if (codec := learned(rows, kind.dtype, level)) is not None]
+    codecs = codecs_for(kind, rows)
     if link is None or not codecs:
         return codecs[0] if codecs else None
     gains = [links.gain(codec, links.rates_of(codec, rows, device), link, load) for codec in codecs]

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-_DEPTH = 4  # pieces that are coded, on their way or being decoded at a time
-
 
 @dataclass(eq=False)
 class Slot:
@@ -20,78 +18,80 @@ class Slot:
     Attributes:
         memory: uint8; another one where it has grown.
         is_taken: by a piece that is not finished.
-        free: recorded when the last piece is done with it; None on the CPU, and where there was none.
         bound: what users of the memory keep about it, while it is the same.
     """
 
     memory: torch.Tensor
     is_taken: bool = False
-    free: torch.cuda.Event | None = None
     bound: weakref.WeakKeyDictionary[Any, dict[int, Any]] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 class Staging:
-    """Slots in which messages lie, and the two streams that code and decode beside the link.
+    """Slots in which messages lie, and the stream of calls that the current one does not wait for.
 
     On the CPU every piece has memory of its own, which is there until the call has been waited for. On a GPU the order
-    of the streams protects it: at most four pieces are in memory, whatever the calls' sizes.
+    of the streams protects it: each call begins when the one before it has ended.
 
     Attributes:
-        coding, decoding: the streams; None on the CPU.
-        few_sms: multiprocessors for coding that the link does not wait for.
+        side: the stream of calls that are waited for later; None on the CPU.
+        few_sms: multiprocessors for decoding while the link needs some.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
-        self.coding = torch.cuda.Stream(device) if self.on_gpu else None
-        self.decoding = torch.cuda.Stream(device) if self.on_gpu else None
+        self.side = torch.cuda.Stream(device) if self.on_gpu else None
         self.few_sms = torch.cuda.get_device_properties(device).multi_processor_count // 2 if self.on_gpu else 0
-        self._slots: list[Slot] = []  # the one that was used last is last
+        self._slots: list[Slot] = []
+        self._ended = torch.cuda.Event() if self.on_gpu else None
+        self._last: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        """The current stream waits for the call before this one."""
+        if self._ended is not None:
+            stream = torch.cuda.current_stream(self.device)
+            if stream != self._last:
+                stream.wait_event(self._ended)
+
+    def end(self) -> None:
+        """The call's work is queued on the current stream."""
+        if self._ended is not None:
+            self._last = torch.cuda.current_stream(self.device)
+            self._ended.record(self._last)
 
     def take(self, num_bytes: int) -> Slot:
-        """A slot with at least so many bytes. On a GPU the coding stream waits until it is free."""
-        if self.coding is None:
+        """A slot with at least so many bytes."""
+        if not self.on_gpu:
             return Slot(self._empty(num_bytes))
-        slot = self._free_slot(num_bytes)
-        self._slots.remove(slot)
-        self._slots.append(slot)
+        free = [slot for slot in self._slots if not slot.is_taken]
+        slot = min((slot for slot in free if slot.memory.numel() >= num_bytes), key=_size_of, default=None)
+        if slot is None:
+            slot = self._larger(max(free, key=_size_of, default=None), num_bytes)
         slot.is_taken = True
-        if slot.memory.numel() < num_bytes:
-            slot.memory, slot.bound = self._empty(num_bytes), weakref.WeakKeyDictionary()
-        if slot.free is not None:
-            self.coding.wait_event(slot.free)
         return slot
 
     def leave(self, slot: Slot) -> None:
-        """The slot is free once the decoding stream is done with what it has now."""
+        """The slot is free for what is queued from now on."""
         slot.is_taken = False
-        if self.decoding is not None:
-            slot.free = slot.free or torch.cuda.Event()
-            slot.free.record(self.decoding)
 
-    def _free_slot(self, num_bytes: int) -> Slot:
-        """The smallest that is large enough, of those that no piece has any more; else a new one, or the one that was
-        used the longest ago."""
-        slots = [slot for slot in self._slots if not slot.is_taken]
-        free = [slot for slot in slots if slot.free is None or slot.free.query()]
-        fitting = [slot for slot in free if slot.memory.numel() >= num_bytes]
-        if fitting:
-            return min(fitting, key=lambda slot: slot.memory.numel())
-        if len(self._slots) < _DEPTH or not slots:
-            self._slots.append(Slot(self._empty(0)))
-            return self._slots[-1]
-        return next((slot for slot in slots if slot.memory.numel() >= num_bytes), slots[0])
+    def _larger(self, slot: Slot | None, num_bytes: int) -> Slot:
+        """A slot that has grown, or a new one."""
+        if slot is None:
+            slot = Slot(self._empty(num_bytes))
+            self._slots.append(slot)
+            return slot
+        slot.memory.record_stream(torch.cuda.current_stream(self.device))  # which has waited for all its users
+        slot.memory, slot.bound = self._empty(num_bytes), weakref.WeakKeyDictionary()
+        return slot
 
     @torch.inference_mode(False)  # later calls write to it
     def _empty(self, num_bytes: int) -> torch.Tensor:
-        """Memory that returns to torch's allocator once the decoding stream, its last user, is done with it."""
-        with on(self.coding):
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        if self.decoding is not None:
-            memory.record_stream(self.decoding)
-        return memory
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+def _size_of(slot: Slot) -> int:
+    return slot.memory.numel()
 
 
 def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-    """Work goes to the stream; None: there are none."""
+    """Work goes to the stream; None: to the current one."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
