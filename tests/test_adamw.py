@@ -245,6 +245,7 @@ def test_later_steps_have_no_memory(request, monkeypatch, place, stays):
     """Nothing has changed, wherever it fails; codebooks for which there is no memory are learned later."""
     device = request.getfixturevalue("cuda") if place == "cuda" else place
     monkeypatch.setattr(_states, "_REFIT_RATIO", 1.0)
+    monkeypatch.setattr(_states, "_LEARNING_STEPS", 1)
     monkeypatch.setattr(_states, "_SPARE", -1)
     torchs, ours = (parameters(device=device, shapes=[(30, 512), (5,)]) for _ in "ab")
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=90_000)
@@ -359,7 +360,7 @@ def check_old_slots(monkeypatch, are_kept):
 def test_slots_are_kept_while_codebooks_are_learned(monkeypatch):
     """Where their size suits the new codebook."""
     monkeypatch.setattr(_states, "_SPARE", ROW_BYTES)
-    monkeypatch.setattr(_states, "_slot_bytes", lambda survey: 3456)
+    monkeypatch.setattr(_states, "_slots_for", lambda survey: (3456, 0.0))
     check_old_slots(monkeypatch, True)
 
 
@@ -373,11 +374,12 @@ def test_few_codebooks_are_learned_in_a_step(monkeypatch):
     """One for all chunks of a parameter, in the first step one a parameter and state, later those of a few; whatever is
     postponed comes in one of the next steps."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
+    monkeypatch.setattr(_states, "_LEARNING_STEPS", 1)
     calls, learn = [], _states.learn
 
-    def counted(rows, level):
+    def counted(rows, *others):
         calls.append(len(rows))
-        return learn(rows, level)
+        return learn(rows, *others)
 
     monkeypatch.setattr(_states, "learn", counted)
     shapes = [(60, 1024)] * 10
@@ -440,8 +442,7 @@ def test_later_steps_pin_no_memory(monkeypatch):
 def test_chunks_alike_are_not_measured_again(monkeypatch, slot_bytes):
     """Those of one parameter take the codebook and the slots that one of them learned."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
-    monkeypatch.setattr(_states, "_CROWDED", 2.0)
-    monkeypatch.setattr(_states, "_slot_bytes", lambda survey: 3456)
+    monkeypatch.setattr(_states, "_slots_for", lambda survey: (3456, 0.0))
     torchs, ours = parameters(shapes=[(400, 512)]), parameters(shapes=[(400, 512)])
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=400_000)
     train(torchs, ours, optimizers, range(3))
@@ -449,7 +450,7 @@ def test_chunks_alike_are_not_measured_again(monkeypatch, slot_bytes):
     assert len(states) == 10 and all(state.fitted_at == 1 for state in states)
     measured, surveyed = [], _states._surveyed
     monkeypatch.setattr(_states, "_surveyed", lambda *args: measured.append(args) or surveyed(*args))
-    monkeypatch.setattr(_states, "_slot_bytes", lambda survey: slot_bytes)
+    monkeypatch.setattr(_states, "_slots_for", lambda survey: (slot_bytes, 0.0))
     train(torchs, ours, optimizers, [3])
     check_states(*optimizers)
     assert len(measured) == 2 and {state.place.slot_bytes for state in states} == {slot_bytes}
@@ -457,17 +458,22 @@ def test_chunks_alike_are_not_measured_again(monkeypatch, slot_bytes):
 
 
 def test_who_learns_in_a_step():
-    """The kinds that want it the most, an eighth of all, with all states of theirs that want it."""
+    """The kinds that want it the most, an eighth of all, with all states of theirs that want it; in every fourth
+    step."""
     coding = _states.Coding("default", None, False, {})
     states = [_states.CodedState(8, 8 * ROW_BYTES, torch.device("cpu"), coding, number // 2) for number in range(48)]
     for state in states:
-        state._stores, state.fitted_at = 5, 5
-    for number, fitted_at in ((4, 1), (5, 1), (10, 1), (20, 1), (21, 5), (46, 1)):
+        state._stores, state.fitted_at = 7, 5
+    for number, fitted_at in ((4, 1), (5, 1), (10, 1), (20, 1), (21, 5), (30, 7), (40, 2), (46, 1)):
         states[number].fitted_at = fitted_at
-    states[30].is_crowded = True  # and 6 is no more than 5 * 1.25
-    states[40].is_crowded, states[40]._stores = True, 20
+    for number in (30, 40):  # and 8 is no more than 7 * 1.25
+        states[number].note_overflow(20 << 20, 10)
     _states.choose_learners(states)
     assert [number for number, state in enumerate(states) if state.may_refit] == [4, 5, 10, 40]
+    for state in states:
+        state._stores, state.may_refit = 8, False
+    _states.choose_learners(states)
+    assert not any(state.may_refit for state in states)
 
 
 def test_slots_that_pinned_memory_has_room_for():
@@ -505,6 +511,8 @@ def states_of_a_step(dtype, num_steps=16):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_codebooks_are_chosen_by_bytes_and_rates(monkeypatch, dtype):
     """Longer symbols save more of exp_avg_sq, but take longer than that is worth, unless coders are as fast."""
+    rates = _calibration.H200
+    monkeypatch.setattr(_calibration, "in_force", lambda device: rates)
     m, v = states_of_a_step(dtype)
     by_bytes = ibp.analyze(v, scheme="planes", sample=None)
     for rows in (m, v):
@@ -516,9 +524,13 @@ def test_codebooks_are_chosen_by_bytes_and_rates(monkeypatch, dtype):
     assert _learning.learn(sparse, "default").listed
     assert _learning.learn(v, "fast").digit_bits == (4,)
     assert by_bytes.symbol_bits > 8
-    rates = _calibration.H200
-    monkeypatch.setattr(_calibration, "H200", dataclasses.replace(rates, dense=rates.pairs))
+    paired = _learning.learn(v, "default")
+    assert _learning.learn(v, "default", paired) == _learning.learn(v, "default", by_bytes) == paired
+    assert _learning.learn(sparse, "default", paired).listed
+    fast_coders = dataclasses.replace(rates, dense=rates.pairs)
+    monkeypatch.setattr(_calibration, "in_force", lambda device: fast_coders)
     assert _learning.learn(v, "default").symbol_bits == by_bytes.symbol_bits
+    assert _learning.learn(v, "default", paired) == paired
 
 
 def test_damaged_states_are_seen():
@@ -725,7 +737,6 @@ def test_refusals():
 @pytest.mark.parametrize("storage", ["device", "host"])
 def test_same_bits_on_a_gpu(cuda, monkeypatch, dtype, storage):
     """Also where no codebook is learned, without waiting for the device."""
-    monkeypatch.setattr(_states, "_CROWDED", 2.0)
     torchs, ours = parameters(dtype, cuda), parameters(dtype, cuda)
     options = {"lr": 0.01, "weight_decay": 0.1}
     optimizers = (

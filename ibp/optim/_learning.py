@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .. import _calibration, _choice, _layout, _rows
+from .. import _calibration, _choice, _layout, _rows, _staging
 from .._calibration import Calibration
 from .._schemes import AnyCodebook, PlanesCodebook, Request, measure
 from .._schemes.planes.codebook import num_entries
@@ -15,10 +15,11 @@ from .._schemes.planes.learning import relearn
 ROW_BYTES = 4096
 _PAIRS = (2, 2, 2, 2)  # digits of the rows that are decoded the fastest, with symbols of a byte
 _PAIRED_BYTES = (2, 4)  # of elements that have such rows
-_CPU = torch.device("cpu")
+_SAMPLED_ROWS = 128  # that such codebooks are learned from
+_FEW_ZEROS = 0.25  # of the elements: with fewer, no codebook is taken to save twice as much as these
 
 
-def learn(rows: torch.Tensor, level: str) -> AnyCodebook:
+def learn(rows: torch.Tensor, level: str, before: AnyCodebook | None = None) -> AnyCodebook:
     """The codebook that saves the most for each nanosecond that rows take to be decoded and coded, by the calibration
     in force: the best one that `analyze` finds for the level, or at level "default" one of symbols of a byte and digits
     of two bits.
@@ -26,40 +27,56 @@ def learn(rows: torch.Tensor, level: str) -> AnyCodebook:
     Args:
         rows: [n, ROW_BYTES / itemsize], contiguous.
         level: see `ibp.compress`.
+        before: the codebook so far. Where it has such symbols, only codebooks that do are looked at, unless many
+            elements are zeros: that takes a small part of the time.
     """
-    request = Request(_rows.bytes_of(rows), _rows.Geometry.of(rows, ROW_BYTES), rows.device, level=level)
-    best = _choice.learn("planes", request)
-    assert best is not None, "scheme 'planes' always has a codebook"
-    element_bytes, sample = rows.dtype.itemsize, request.host_rows.view(-1, ROW_BYTES)
-    sample = sample[(sample != 0).any(1)]  # zeros take no bytes
-    if level != "default" or element_bytes not in _PAIRED_BYTES or _is_paired(best) or not len(sample):
-        return best
-    machine = _calibration.in_force(rows.device)
-    return max([best, *_pairs(sample, element_bytes)], key=lambda codebook: _worth(sample, codebook, machine))
+    machine, element_bytes = _calibration.in_force(rows.device), rows.dtype.itemsize
+    can_be_paired = level == "default" and element_bytes in _PAIRED_BYTES
+    sample = _sample_of(rows) if can_be_paired else rows[:0]
+    pairs: list[AnyCodebook] = list(_pairs(sample, element_bytes)) if len(sample) else []
+    if pairs and before is not None and _is_paired(before) and float((sample == 0).float().mean()) < _FEW_ZEROS:
+        candidates = pairs
+    else:
+        request = Request(_rows.bytes_of(rows), _rows.Geometry.of(rows, ROW_BYTES), rows.device, level=level)
+        best = _choice.learn("planes", request)
+        assert best is not None, "scheme 'planes' always has a codebook"
+        candidates = pairs if pairs and _has_digits_of_pairs(best) else [best, *pairs]
+    return max(candidates, key=lambda codebook: _worth(sample, codebook, machine)) if pairs else candidates[0]
+
+
+def _sample_of(rows: torch.Tensor) -> torch.Tensor:
+    """Some of the rows, but none of zeros, which take no bytes."""
+    some = _rows.sample(_rows.bytes_of(rows), ROW_BYTES, _SAMPLED_ROWS).view(rows.dtype).view(-1, rows.shape[1])
+    return some[(some != 0).any(1)]
 
 
 def _is_paired(codebook: AnyCodebook) -> bool:
-    """Whether a codebook is one of those that `_pairs` makes, or as fast."""
-    if not isinstance(codebook, PlanesCodebook):
-        return False
-    return codebook.is_fast and codebook.residual_bits == 8 * (codebook.element_bytes - 1)
+    """Whether a codebook is one of those that `_pairs` makes."""
+    return isinstance(codebook, PlanesCodebook) and _has_digits_of_pairs(codebook) and codebook.symbol_bits == 8
+
+
+def _has_digits_of_pairs(codebook: AnyCodebook) -> bool:
+    """Whether it is like those, but that symbols may have fewer bits: residuals are then no whole bytes, which only
+    some of the coders are made for, and little is saved by it."""
+    return isinstance(codebook, PlanesCodebook) and codebook.is_fast
 
 
 def _pairs(sample: torch.Tensor, element_bytes: int) -> Iterator[PlanesCodebook]:
     """Codebooks whose symbols are the highest byte of an element, with its sign and without."""
     blank = torch.zeros(1, num_entries(_PAIRS), dtype=torch.int64)
+    data = _staging.to_host(_rows.bytes_of(sample))
     for rotate in (0, 1):
         codebook = PlanesCodebook(
             ROW_BYTES, element_bytes, rotate, 8 * (element_bytes - 1), _PAIRS, False, False, 0, 0, blank
         )
-        yield relearn(codebook, sample.view(-1), [len(sample)])[0]
+        yield relearn(codebook, data, [len(sample)])[0]
 
 
 def _worth(sample: torch.Tensor, codebook: AnyCodebook, machine: Calibration) -> float:
-    """Bytes that a codebook saves of a row for each nanosecond that a byte takes. sample: uint8 [n, ROW_BYTES] on the
-    CPU."""
-    sizes = _layout.stored_sizes(measure(sample.view(-1), codebook, _CPU), ROW_BYTES, ROW_BYTES)
-    return (ROW_BYTES - float(sizes.float().mean())) / ns_of(codebook, machine)
+    """Bytes that a codebook saves of a row for each nanosecond that a byte takes."""
+    lengths = measure(_rows.bytes_of(sample), codebook, sample.device)
+    stored = _layout.survey(lengths, _rows.Geometry.of(sample, ROW_BYTES)).stored
+    return (ROW_BYTES - stored / len(sample)) / ns_of(codebook, machine)
 
 
 def ns_of(codebook: AnyCodebook, machine: Calibration) -> float:

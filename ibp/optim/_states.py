@@ -17,11 +17,12 @@ from ._reserve import Reserve
 _SECTOR = _core.SECTOR_BYTES
 _SPILLED_COST = 8  # bytes of slots that a byte in overflow is worth, which two kernels move over the link
 _MOST_SPILLED = 0.02  # of the rows' bytes in overflow, where slots are chosen
-_CROWDED = 0.025  # of the rows' bytes in overflow: a new codebook would pay
+_CROWDED_BYTES = 128 << 20  # in overflow, over all steps, that the link moves both ways while a codebook is learned
 _MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
 _SPARE = _SECTOR  # bytes by which slots that are there may be larger than wanted
-_LEARNED_SHARE, _LEAST_LEARNED = 8, 2  # of the kinds of states one in so many learns anew in a step, at least so many
+_LEARNING_STEPS = 4  # one step in so many learns codebooks, of those that are not the first
+_LEARNED_SHARE, _LEAST_LEARNED = 8, 2  # in it one of so many kinds of states does, at least so many
 _WATCHED_STEPS = 16  # the first ones; of the others one in so many
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
 _AS_GOOD = 40  # bytes that a row may take more by a codebook of states alike
@@ -55,12 +56,14 @@ class Learned(NamedTuple):
 
     mean_bytes: of the rows that it was learned from, by it.
     held, wanted: bytes of their slots before, None if there were none, and of those that suit it.
+    overflow: bytes in overflow of a mean row in such slots.
     """
 
     codebook: AnyCodebook
     mean_bytes: float
     held: int | None
     wanted: int
+    overflow: float
 
 
 class Coding(NamedTuple):
@@ -101,7 +104,8 @@ class CodedState:
         if self._reserve is not None:
             self._reserve.expect(num_rows)
         self.raw: torch.Tensor | None = None  # bytes that are not coded, for they do not shrink
-        self.is_crowded = False  # so many rows have outgrown their slots that a new codebook would pay
+        self._expected_bytes = 0.0  # in overflow, by what the codebook was learned from
+        self._crowded_bytes = 0.0  # in overflow beyond that, over all steps since then
         self._stores = 0
         self.fitted_at = 0  # the number of the store that its codebook was learned for
         self.may_refit = False  # before the next store
@@ -154,7 +158,7 @@ class CodedState:
     @property
     def overdue(self) -> float:
         """The next store's number, to the one from which on a new codebook is wanted; 1 or more: it is wanted."""
-        ratio = _CROWDED_RATIO if self.is_crowded else _REFIT_RATIO
+        ratio = _CROWDED_RATIO if self._crowded_bytes > _CROWDED_BYTES else _REFIT_RATIO
         return (self._stores + 1) / (ratio * self.fitted_at) if self.fitted_at else 0.0
 
     @property
@@ -182,25 +186,31 @@ class CodedState:
         except (torch.OutOfMemoryError, MemoryError):
             if self.fitted_at == 0:
                 raise
-        self.fitted_at, self.is_crowded, self.may_refit = self._stores + 1, False, False
+        self.fitted_at, self._crowded_bytes, self.may_refit = self._stores + 1, 0.0, False
+
+    def note_overflow(self, num_bytes: int, steps: int) -> None:
+        """Notes that so many bytes of overflow are in use, in each of so many steps."""
+        self._crowded_bytes += max(0.0, num_bytes - self._expected_bytes) * steps
 
     def _fit(self, data: torch.Tensor) -> None:
         """Takes a codebook, learned here or of states alike, and memory for rows coded by it: that of the place before
         if its slots suit. Other memory is given back when there is new memory."""
         known, held = self._coding.learned.get(self.kind), None if self.place is None else self.place.slot_bytes
         if known is not None and held is not None and held == known.held:
-            codebook, wanted = known.codebook, known.wanted
+            codebook, wanted, overflow = known.codebook, known.wanted, known.overflow
         else:
             codebook, survey = self._fitting(data.view(self.num_rows, -1), known)
-            wanted = _slot_bytes(survey)
+            wanted, overflow = _slots_for(survey)
             if known is None or known.codebook is not codebook:
-                self._coding.learned[self.kind] = Learned(codebook, survey.stored / self.num_rows, held, wanted)
+                mean_bytes = survey.stored / self.num_rows
+                self._coding.learned[self.kind] = Learned(codebook, mean_bytes, held, wanted, overflow)
         slot_bytes = self._with_host_memory(wanted)
         if self.place is not None and 0 <= self.place.slot_bytes - slot_bytes <= _SPARE:
             self.place._take_codebook(codebook)
             free_overflow([self])
         elif not self._move(codebook, slot_bytes):
             return
+        self._expected_bytes = overflow * self.num_rows
         if not self.is_new:
             self._write(data)
 
@@ -211,7 +221,7 @@ class CodedState:
         survey = None if known is None else _surveyed(rows, known.codebook)
         if known is not None and survey is not None and survey.stored <= known.mean_bytes * self.num_rows + spare:
             return known.codebook, survey
-        codebook = learn(rows, self._coding.level)
+        codebook = learn(rows, self._coding.level, None if self.place is None else self.place.codebook)
         own_survey = _surveyed(rows, codebook)
         if known is not None and survey is not None:
             if survey.stored <= own_survey.stored + spare:
@@ -290,8 +300,10 @@ def free_overflow(states: list[CodedState]) -> None:
 
 
 def choose_learners(states: list[CodedState]) -> None:
-    """Lets states learn codebooks in the step that follows: of those that want new ones a few kinds, which want them
-    the most, so that no step takes many times as long as another."""
+    """Lets states learn codebooks in the step that follows, if it is one of those that do: of the kinds that want new
+    ones a few, which want them the most, so that no step takes many times as long as another."""
+    if (max(state._stores for state in states) + 1) % _LEARNING_STEPS:
+        return
     kinds: dict[object, list[CodedState]] = {}
     for state in states:
         kinds.setdefault(state.kind, []).append(state)
@@ -310,7 +322,7 @@ class Watch:
         self._watched: list[tuple[CodedState, int]] = []  # and when its codebook was learned: no place is kept alive
         self._found: torch.Tensor | None = None
         self._event = torch.cuda.Event() if device.type == "cuda" else None
-        self._steps = 0
+        self._steps = self._looked_at = 0
 
     def look(self, states: list[CodedState]) -> None:
         """Judges what was counted before, if that is known by now, and asks for the counters as they are now.
@@ -322,8 +334,8 @@ class Watch:
         if self._steps > _WATCHED_STEPS and self._steps % _WATCHED_STEPS:
             return
         if self._found is not None and (self._event is None or self._event.query()):
-            self._judge(self._found.tolist())
-            self._found = None
+            self._judge(self._found.tolist(), self._steps - self._looked_at)
+            self._found, self._looked_at = None, self._steps
         self._watched_now(states)
 
     def _watched_now(self, states: list[CodedState]) -> None:
@@ -341,11 +353,11 @@ class Watch:
         self._found.copy_(counted, non_blocking=True)
         self._event.record(torch.cuda.current_stream(self.device))
 
-    def _judge(self, found: list[list[int]]) -> None:
+    def _judge(self, found: list[list[int]], steps: int) -> None:
         for (state, fitted_at), counters in zip(self._watched, found):
             _check_counters(counters)
             if state.fitted_at == fitted_at:
-                state.is_crowded = counters[0] > _CROWDED * state.num_rows * ROW_BYTES
+                state.note_overflow(counters[0], steps)
 
 
 def _check_counters(counters: list[int]) -> None:
@@ -361,8 +373,8 @@ def _surveyed(rows: torch.Tensor, codebook: AnyCodebook) -> _layout.Survey:
     return _layout.survey(lengths, _rows.Geometry.of(rows, ROW_BYTES))
 
 
-def _slot_bytes(survey: _layout.Survey) -> int:
-    """Bytes of the slots that cost the least together with what they leave to overflow."""
+def _slots_for(survey: _layout.Survey) -> tuple[int, float]:
+    """(bytes of the slots that cost the least together with what they leave to overflow, bytes of a mean row there)."""
     return _layout.cheapest_slots(
         survey.sectors, ROW_BYTES, overflow_cost=_SPILLED_COST, most_overflow=_MOST_SPILLED * ROW_BYTES
-    )[0]
+    )
