@@ -9,9 +9,11 @@ gloo. Arms: `torch`: torch.distributed; `default`, `fast`: tensors coded at that
 FP32 gradients, FP8, half zeros, small integers, random bytes. Broadcasts, all-to-alls and sends of BF16 weights.
 `FSDP2`: steps of nets whose all-gathers do the same, with equal losses.
 
-Three calls in a row by the clock, the slower rank's. The arms take turns; the median of up to eleven such rows counts,
-the fewer the longer they take. GB/s of original bytes that arrive at a rank; the ideal is torch's rate over the share
-of the bytes that messages have. `mib`: of the output, of FSDP2 that of one module. Every arm's result has torch's bits.
+Some calls in a row by the clock, the slower rank's. The arms take turns, forth and back; `over_torch` is the median of
+how many times as fast an arm's row was as torch's of the same turn, and the arm's time follows from torch's median. On
+the direct link `torch again` is torch's own call once more: what differs there is scatter. GB/s of original bytes that
+arrive at a rank; the ideal is torch's rate over the share of the bytes that messages have. `mib`: of the output, of
+FSDP2 that of one module. Every arm's result has torch's bits.
 """
 
 import contextlib
@@ -44,11 +46,12 @@ LINKS = {  # name: what NCCL is told
 WANTED = {DIRECT: 0.98, NO_PEERS: 1.35, SOCKETS: 1.4}  # of `auto`, times torch's rate, with BF16 weights
 SIZES_MIB, QUICK_SIZES_MIB = (64, 256, 1024), (2,)  # of outputs
 ONE_MIB = 256
-TORCH, DEFAULT, FAST, AUTO = "torch", "default", "fast", "auto"
+TORCH, AGAIN, DEFAULT, FAST, AUTO = "torch", "torch again", "default", "fast", "auto"
 ARMS = (TORCH, DEFAULT, FAST, AUTO)
 GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = "all_gather_into_tensor", "broadcast", "all_to_all_single", "send", "FSDP2"
-WARM, TIMED, ROWS = 2, 3, 11  # calls, calls in a row, rows of them at most, of which the median counts
-CASE_S, QUICK_CASE_S, LINK_S = 0.4, 0.02, 18.0  # what rows of a case take after the first ones; what a link may take
+WARM, TIMED, LONG_S, ROWS = 2, 10, 0.05, 31  # calls; calls in a row; but one of so many seconds; turns at most
+ROW_S = 0.006  # of torch's calls in a row, about
+CASE_S, QUICK_CASE_S, LINK_S = 0.8, 0.02, 18.0  # what the turns of a case take, about; what a link may take
 WEIGHTS = "weights"
 FSDP_NETS, QUICK_FSDP_NETS = ((6, 2048), (3, 4096)), ((2, 64),)  # modules, width: of 64 and 256 MiB in BF16
 
@@ -89,24 +92,28 @@ class Rank:
             torch.cuda.synchronize()
 
     def seconds(self, calls):
-        """Of a call in a row of them, on the slower rank, by arm. The arms take turns."""
-        rows = [{arm: self._row_s(call) for arm, call in calls.items()}]
-        left = int(
-            (QUICK_CASE_S if self.small else CASE_S) / (TIMED * sum(rows[0].values()))
-        )  # the same on both ranks, as the times are
-        for _ in range(min(left, ROWS - 1)):
-            rows.append({arm: self._row_s(call) for arm, call in calls.items()})
-        return {arm: statistics.median(row[arm] for row in rows) for arm in calls}
+        """Of a call in a row of them, by arm: torch's median, for others over the median of how many times as fast they
+        are. The arms take turns. All that is decided here is the same on both ranks, as the times are."""
+        once = {arm: self._row_s(call, 1) for arm, call in calls.items()}
+        count = 1 if once[TORCH] > LONG_S else max(2, min(TIMED, int(ROW_S / once[TORCH])))
+        turns = int((QUICK_CASE_S if self.small else CASE_S) / (count * sum(once.values())))
+        rows = []
+        for turn in range(max(2, min(turns, ROWS))):
+            order = list(calls) if turn % 2 else reversed(calls)
+            rows.append({arm: self._row_s(calls[arm], count) for arm in order})
+        torch_s = statistics.median(row[TORCH] for row in rows)
+        return {arm: torch_s / statistics.median(row[TORCH] / row[arm] for row in rows) for arm in calls}
 
-    def _row_s(self, call):
+    def _row_s(self, call, count):
+        """Of a call among so many in a row, on the slower rank."""
         self.sync()
         dist.barrier()
         self.sync()
         began = time.perf_counter()
-        for _ in range(TIMED):
+        for _ in range(count):
             call()
         self.sync()
-        slowest = torch.tensor([(time.perf_counter() - began) / TIMED], device=self.device)
+        slowest = torch.tensor([(time.perf_counter() - began) / count], device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         return float(slowest)
 
@@ -114,6 +121,8 @@ class Rank:
         """All arms of one case. calls: by arm; check(arm) raises unless the result is right."""
         if not self.has_time():
             return
+        if self.link == DIRECT and name != FSDP:  # whose steps differ
+            calls = {**calls, AGAIN: calls[TORCH]}
         for arm, call in calls.items():
             for _ in range(WARM):
                 call()
@@ -129,7 +138,7 @@ class Rank:
                     "arm": arm,
                     "mib": mib,
                     "moved": moved,
-                    "savings": 0.0 if arm == TORCH else savings_of(name, dtype, arm, kind),
+                    "savings": 0.0 if arm in (TORCH, AGAIN) else savings_of(name, dtype, arm, kind),
                     "seconds": seconds[arm],
                     "torch_s": seconds[TORCH],
                 }

@@ -18,7 +18,7 @@ def two(tmp_path_factory):
 
 
 def measured(rank):
-    process = collectives.Rank(rank, torch.device("cpu"), collectives.NO_PEERS, small=True)
+    process = collectives.Rank(rank, torch.device("cpu"), collectives.DIRECT, small=True)
     for kind in collectives.KINDS:
         collectives.measure_gather(process, *kind, 1)
     collectives.measure_others(process, 2)
@@ -31,9 +31,10 @@ def test_every_arm_is_measured_and_shown(two, tmp_path):
     found, _ = two(measured)
     kinds = [name for name, _, _ in collectives.KINDS]
     calls = [collectives.BROADCAST, collectives.SEND, collectives.ALL_TO_ALL]
+    arms = (*collectives.ARMS, collectives.AGAIN)
     assert {(row["call"], row["kind"], row["arm"]) for row in found} == {
-        *((collectives.GATHER, kind, arm) for kind in kinds for arm in collectives.ARMS),
-        *((call, collectives.WEIGHTS, arm) for call in calls for arm in collectives.ARMS),
+        *((collectives.GATHER, kind, arm) for kind in kinds for arm in arms),
+        *((call, collectives.WEIGHTS, arm) for call in calls for arm in arms),
         *((collectives.FSDP, collectives.WEIGHTS, arm) for arm in (collectives.TORCH, collectives.AUTO)),
     }
     saved = {(row["call"], row["kind"]): row["savings"] for row in found if row["arm"] == collectives.DEFAULT}
@@ -43,11 +44,11 @@ def test_every_arm_is_measured_and_shown(two, tmp_path):
     arguments = harness.parse_args(["--device", "cpu", "--quick", "--out", str(tmp_path)])
     run = harness.Run("collectives", arguments, collectives.COLUMNS)
     for row in found:
-        collectives.add(run, collectives.NO_PEERS, row)
+        collectives.add(run, collectives.DIRECT, row)
     with open(tmp_path / "collectives.csv") as file:
         assert len(list(csv.DictReader(file))) == len(found)
     table = claims.collectives_table(tmp_path)
-    assert f"| no peer access | `{collectives.GATHER}` | weights, bfloat16 | 1 |" in table
+    assert f"| direct | `{collectives.GATHER}` | weights, bfloat16 | 1 |" in table
 
 
 def test_processes_inherit_what_nccl_is_told(monkeypatch):
