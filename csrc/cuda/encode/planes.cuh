@@ -33,37 +33,92 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     static constexpr uint32_t kAll = (1u << kPerLane) - 1u;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
     const uint32_t row_bytes, live_bytes;                                  // those of the live columns
-    const uint32_t *codes; // of all symbols, or of all ranks: then entries are read
-    bool has_all;
+    const uint32_t
+        *codes;          // of all symbols, of all columns if entries are a column's; or of those of a hash table; or of
+                         // all ranks: then entries are read
+    const T *keys;       // of the hash table
+    const uint32_t free; // code of symbols without an entry
+    bool has_all, is_hashed;
 
     // ---- the codebook ----
 
+    // Where there are too many symbols for a table of all, entries are in a hash table with open addresses.
+    static constexpr uint32_t kSlotBits = 8, kSlots = 1u << kSlotBits;
+    static __host__ __device__ __forceinline__ bool has_column_codes(const ibp_codebook &cb)
+    {
+        const uint32_t num_bits = bits_of_symbol(cb.planes);
+        return cb.planes.per_column && !ibp_has_clusters(&cb) && num_bits <= kMostCodeBits &&
+               Book::live_columns(cb) <= kMostCodes >> num_bits;
+    }
+    static __host__ __device__ __forceinline__ bool has_all_codes(const ibp_codebook &cb)
+    {
+        return has_code_table(cb) || has_column_codes(cb);
+    }
+    static __host__ __device__ __forceinline__ bool has_hash_table(const ibp_codebook &cb)
+    {
+        return !has_code_table(cb) && !cb.planes.per_column && !ibp_has_clusters(&cb);
+    }
+    static __device__ __forceinline__ uint32_t slot_of(T symbol)
+    {
+        if (sizeof(T) == 8) return static_cast<uint32_t>(symbol * 0x9E3779B97F4A7C15u >> (64u - kSlotBits));
+        return static_cast<uint32_t>(symbol) * 0x9E3779B1u >> (32u - kSlotBits);
+    }
+    static __host__ __device__ __forceinline__ uint32_t keys_bytes(const ibp_codebook &cb)
+    {
+        return has_hash_table(cb) ? kSlots * static_cast<uint32_t>(sizeof(T)) : 0u;
+    }
+    static __host__ __device__ __forceinline__ uint32_t num_codes(const ibp_codebook &cb)
+    {
+        if (has_column_codes(cb)) return Book::live_columns(cb) << bits_of_symbol(cb.planes);
+        return has_code_table(cb) ? codes_of_all(cb) : has_hash_table(cb) ? kSlots : cb.planes.num_entries + 1u;
+    }
     static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &cb)
     {
-        const uint32_t count = has_code_table(cb) ? codes_of_all(cb) : cb.planes.num_entries + 1u;
-        return (4u * count + 15u) / 16u * 16u;
+        return keys_bytes(cb) + (4u * num_codes(cb) + 15u) / 16u * 16u;
     }
 
     // By the whole block: table has table_bytes of shared memory.
     __device__ __forceinline__ PlanesEncoder(const ibp_codebook &cb, uint32_t *table)
-        : Book(cb, 0), row_bytes(cb.row_bytes), live_bytes(columns * static_cast<uint32_t>(sizeof(T))), codes(table),
-          has_all(has_code_table(cb))
+        : Book(cb, 0), row_bytes(cb.row_bytes), live_bytes(columns * static_cast<uint32_t>(sizeof(T))),
+          codes(table + keys_bytes(cb) / 4u), keys(reinterpret_cast<const T *>(table)),
+          free(code_of_rank(planes.num_entries)), has_all(has_all_codes(cb)), is_hashed(has_hash_table(cb))
     {
-        const uint32_t count = has_all ? codes_of_all(cb) : planes.num_entries + 1u;
-        for (uint32_t i = threadIdx.x; i < count; i += blockDim.x)
-            table[i] = code_of_rank(has_all ? planes.num_entries : i);
+        uint32_t *const all = table + keys_bytes(cb) / 4u;
+        for (uint32_t i = threadIdx.x; i < num_codes(cb); i += blockDim.x)
+            all[i] = has_all || is_hashed ? free : code_of_rank(i);
         __syncthreads();
-        for (uint32_t i = threadIdx.x; has_all && i < clusters_of(cb) * planes.num_entries; i += blockDim.x) {
-            const PlanesEncoder one = of_cluster(cb, i / planes.num_entries);
-            const uint32_t rank = i % planes.num_entries;
+        const uint32_t tables = planes.per_column ? columns : clusters_of(cb),
+                       count = has_all || is_hashed ? tables * planes.num_entries : 0u;
+        for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
+            const uint32_t number = i / planes.num_entries, rank = i % planes.num_entries,
+                           first = planes.per_column ? i - rank : 0u;
+            const PlanesEncoder one = of_cluster(cb, planes.per_column ? 0u : number);
             bool is_first = true;
-            const T symbol = one.entry(rank);
-            for (uint32_t q = 0; q < rank; q++) is_first = is_first && one.entry(q) != symbol;
+            const T symbol = one.entry(first + rank);
+            for (uint32_t q = 0; q < rank; q++) is_first = is_first && one.entry(first + q) != symbol;
+            if (!is_first) continue;
+            if (is_hashed) enter(reinterpret_cast<T *>(table), all, symbol, code_of_rank(rank));
             // An entry with more bits than a symbol, of a codebook that is not what it says, is no row's.
-            if (is_first && static_cast<uint64_t>(symbol) >> symbol_bits == 0u)
-                table[(one.codes - table) + static_cast<uint32_t>(symbol)] = code_of_rank(rank);
+            else if (static_cast<uint64_t>(symbol) >> symbol_bits == 0u)
+                all[(number << symbol_bits) + static_cast<uint32_t>(symbol)] = code_of_rank(rank);
         }
         __syncthreads();
+    }
+    // Enters a symbol that no other thread enters. A slot is free that has the code of symbols that escape all planes.
+    __device__ __forceinline__ void enter(T *to, uint32_t *all, T symbol, uint32_t code) const
+    {
+        uint32_t slot = slot_of(symbol);
+        while (atomicCAS(&all[slot], free, code) != free) slot = (slot + 1u) % kSlots;
+        to[slot] = symbol;
+    }
+    __device__ __forceinline__ uint32_t hashed_code(T symbol) const
+    {
+        uint32_t slot = slot_of(symbol), code = codes[slot];
+        while (code != free && keys[slot] != symbol) {
+            slot = (slot + 1u) % kSlots;
+            code = codes[slot];
+        }
+        return code;
     }
     __device__ __forceinline__ PlanesEncoder of_cluster(const ibp_codebook &cb, uint32_t k) const
     {
@@ -234,9 +289,15 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     __device__ __forceinline__ uint32_t find_codes(const Lane &lane, uint32_t (&code)[kPerLane]) const
     {
         if (has_all) {
+            const uint32_t step = planes.per_column ? 1u << symbol_bits : 0u;
+            const uint32_t *const first = codes + lane.column * step;
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++)
-                code[e] = (lane.present >> e & 1u) ? codes[static_cast<uint32_t>(symbol(lane, e))] : 0u;
+                code[e] = (lane.present >> e & 1u) ? first[e * step + static_cast<uint32_t>(symbol(lane, e))] : 0u;
+        } else if (is_hashed) {
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++)
+                code[e] = (lane.present >> e & 1u) ? hashed_code(symbol(lane, e)) : 0u;
         } else {
             compare_entries(lane, code);
         }
