@@ -193,6 +193,23 @@ def test_a_rank_without_parts(ranks):
     ranks(exchange_with_an_idle_rank)
 
 
+def exchange_one_way(rank, dtype):
+    """Rank 0 sends nothing and receives from all others, which receive nothing."""
+    size = dist.get_world_size()
+    sent = [5000 if rank and not other else 0 for other in range(size)]
+    received = [5000 if other and not rank else 0 for other in range(size)]
+    xs = [tensor_of(other, dtype, sum(sent) if other == rank else 5000) for other in range(size)]
+    for level in LEVELS:
+        out = poisoned(sum(received), dtype)
+        all_to_all_single(out, xs[rank], received, sent, level=level, name="one way")
+        assert_same_bits(out, torch.cat(xs[1:]) if rank == 0 else out[:0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_ranks_that_send_or_receive_nothing(ranks, dtype):
+    ranks(exchange_one_way, dtype)
+
+
 def exchange_with_sizes_or_without(rank, device):
     """Equal parts, which some ranks give as sizes and others leave out."""
     size = dist.get_world_size()

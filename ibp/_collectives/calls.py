@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -300,9 +301,11 @@ def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
     """x as bytes, where that is the same memory: backends do not move all dtypes. items: [items, bytes of one]."""
     if x.is_cuda and x.dtype in _PLAIN:
         return x
-    if x.layout != torch.strided or not x.is_contiguous() or x.is_conj() or x.is_neg() or not x.numel():
+    if x.layout != torch.strided or not x.is_contiguous() or x.is_conj() or x.is_neg():
         return x
-    return as_bytes(x).view(x.shape[0] if x.dim() else 1, -1) if items else as_bytes(x)
+    if not items:
+        return as_bytes(x)
+    return as_bytes(x).view(x.shape[0] if x.dim() else 1, math.prod(x.shape[1:]) * x.element_size())
 
 
 def _strides(tensor: torch.Tensor) -> str:
