@@ -264,6 +264,34 @@ def test_later_steps_have_no_memory(request, monkeypatch, place, stays):
     assert any(failed) and not all(failed[:-1])
 
 
+@pytest.mark.parametrize("stays", [False, True], ids=["once", "from then on"])
+def test_states_are_loaded_without_memory(stays):
+    """They are there all the same, and coded later."""
+    torchs = parameters(shapes=[(30, 512), (5,)])
+    of_torch = torch.optim.AdamW(torchs, fused=True)
+    train(torchs, torchs, [of_torch], range(3))
+    saved, number, has_failed = of_torch.state_dict(), 0, True
+    while has_failed:
+        number += 1 + number // 8
+        ours = [torch.nn.Parameter(param.detach().clone()) for param in torchs]
+        optimizer = ibp.optim.AdamW([{"params": ours[:1]}, {"params": ours[1:]}], chunk_bytes=90_000)
+        given = {**saved, "param_groups": [{**saved["param_groups"][0], "params": [i]} for i in range(2)]}
+        try:
+            with NoMemory(number, stays):
+                optimizer.load_state_dict(given)
+            has_failed = False
+        except torch.OutOfMemoryError:
+            has_failed = True
+        if number % 2:
+            give_gradients(ours, 3)
+            optimizer.step()
+            steps = [int(values["step"]) for values in optimizer.state_dict()["state"].values()]
+            assert steps == [4, 3] or (has_failed and steps == [1, 1])
+        elif optimizer.state_dict()["state"] or not has_failed:
+            check_states(of_torch, optimizer)
+    assert number > 20
+
+
 @pytest.fixture
 def mesh():
     """One process that is a mesh by itself."""

@@ -91,6 +91,8 @@ class _CodedStates(torch.optim.Adam):
         self._level, self._storage = level, storage
         least = 2 * ROW_BYTES
         self._chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes, least)
+        self._given: dict[torch.Tensor, dict[str, Any]] = {}  # states that are being loaded
+        self._are_given = False  # whether `self.state` has states as tensors that are not coded yet
         self._forget()
 
     def _forget(self) -> None:
@@ -151,6 +153,8 @@ class _CodedStates(torch.optim.Adam):
                 loss = closure()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a step with coded states cannot be captured in a CUDA graph: it learns codebooks")
+        if self._are_given:
+            self._take_states()
         self._watch()
         plans = self._plans()
         free_overflow([state for chunk in self._all_chunks() for state in chunk.states])
@@ -305,6 +309,8 @@ class _CodedStates(torch.optim.Adam):
 
         Raises:
             ValueError: groups or states do not fit; nothing has changed.
+            torch.OutOfMemoryError: there is no memory for them; they are kept as they are given, and coded by the next
+                step.
         """
         state, params = state_dict["state"], [param for group in self.param_groups for param in group["params"]]
         ids = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -314,10 +320,11 @@ class _CodedStates(torch.optim.Adam):
         if any(group.get("amsgrad") for group in state_dict["param_groups"]):
             raise ValueError("the state is one with amsgrad; coded states are without it")
         steps = {number: {"step": state[number]["step"]} for number in ids if number in state}
-        super().load_state_dict({**state_dict, "state": steps})
-        for param, values in given.items():
-            self.state[param].update({name: values[name] for name in NAMES})
-        self._take_states()
+        self._given = given
+        try:
+            super().load_state_dict({**state_dict, "state": steps})  # which calls __setstate__
+        finally:
+            self._given = {}
 
     def __getstate__(self) -> dict[str, Any]:
         options = {name: getattr(self, name) for name in ("_level", "_storage", "_chunk_bytes")}
@@ -328,11 +335,26 @@ class _CodedStates(torch.optim.Adam):
         super().__setstate__(state)
         for group in self.param_groups:
             group.update(fused=True, foreach=None, capturable=False, differentiable=False)
+        for param, values in getattr(self, "_given", {}).items():
+            self.state[param].update({name: values[name] for name in NAMES})
+        self._given = {}
         self._take_states()
 
     @torch.no_grad()
     def _take_states(self) -> None:
-        """Codes the states that `self.state` has as tensors, in place of all that were coded before."""
+        """Codes the states that `self.state` has as tensors, in place of all that were coded before. Where that fails
+        they stay tensors, for a later call."""
+        self._are_given = True
+        try:
+            self._code_states()
+        except BaseException:
+            self._forget()
+            raise
+        for param, values in self.state.items():
+            self.state[param] = {"step": values["step"]} if values else {}
+        self._are_given = False
+
+    def _code_states(self) -> None:
         self._forget()
         for group, chunks in zip(self.param_groups, self._chunks):
             given = [param for param in group["params"] if self.state.get(param)]
@@ -351,12 +373,12 @@ class _CodedStates(torch.optim.Adam):
                 for state, memory in chunk.unfit(work):
                     state.fit(memory)
                 chunk.store(work)
-            for param in with_tensors:
-                self.state[param] = {"step": self.state[param]["step"]}
 
     @contextlib.contextmanager
     def _decoded(self, device: torch.device | None) -> Iterator[None]:
         """`self.state` has the decoded states as tensors until the context is left."""
+        if self._are_given:
+            self._take_states()
         coded = self.state
         decoded: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         decoded.update((param, {"step": values["step"].clone()}) for param, values in coded.items() if values)
