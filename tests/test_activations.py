@@ -241,6 +241,10 @@ def test_differences_add_up_wherever_a_piece_begins():
         assert_same_bits(found.view(torch.int64), wanted[start : start + count])
         origin.add_to(found, 8 * start)
         assert_same_bits(found, part)
+    odd = origin.differences(data[: 8 * period + 5], 0)
+    assert_same_bits(odd[-5:], data[8 * period : 8 * period + 5])
+    origin.add_to(odd, 0)
+    assert_same_bits(odd, data[: 8 * period + 5])
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,15 @@ class Origin:
         return cls(places.as_strided((places.numel(),), (1,)))
 
     def differences(self, data: torch.Tensor, start: int) -> torch.Tensor:
-        """Elements, counted from here, uint8 [num_bytes].
+        """Elements, counted from here, uint8 [num_bytes]; bytes behind the last whole one as they are.
 
         Args:
-            data: uint8 [num_bytes] of whole elements.
-            start: bytes of the tensor before them.
+            data: uint8 [num_bytes].
+            start: bytes of the tensor before them, whole elements.
         """
         out = torch.empty_like(data)
+        if rest := data.numel() % _ITEM:
+            out[-rest:] = data[-rest:]
         for part, places in self._parts(data, start):
             torch.sub(_elements(data, part, places), places, out=_elements(out, part, places))
         return out
