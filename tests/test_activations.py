@@ -691,20 +691,55 @@ def test_a_plan_is_corrected_by_what_was_measured():
     assert plan.is_empty
 
 
-def test_times_of_passes_are_not_waited_for():
+def test_times_of_passes_are_not_waited_for(monkeypatch):
     class Pending(Event):
         def query(self):
             return False
 
-    clock, gpu = planning.Clock(), torch.device("cuda", 0)
-    assert clock.ms() == 0
-    clock.mark(CPU)
-    clock.mark(CPU)
+    clock = planning.Clock([CPU])
+    clock.stop()
     assert 0 <= clock.ms() < 1e4
-    clock._marks[gpu] = Event(), Pending()
+    monkeypatch.setattr(planning, "_mark", lambda device: 0.0 if device == CPU else Event())
+    clock = planning.Clock([torch.device("cuda", 0), CPU])
+    clock._last = [Pending()]
     assert clock.ms() is None
-    clock._marks[gpu] = Event(), Event()
-    assert clock.ms() == 1.0, "of the GPU"
+    clock.stop()
+    assert clock.ms() == 1.0, "of the GPU alone"
+
+
+@pytest.mark.parametrize("budget", [{"slowdown": 0.0}, {"device_bytes": 1 << 40}])
+def test_where_nothing_leaves_steps_run_without_hooks(budget):
+    """But for one after four times as many, which sees whether sizes have changed."""
+    net, x = on(CPU, torch.bfloat16, "swiglu")
+    few = x[:, :16]
+    offload, wanted = settled(offload_on(CPU, **budget), net, few), gradients(net, few)
+
+    def hooked(part, count):
+        found = []
+        for _ in range(count):
+            offload.reset_stats()
+            assert_same_gradients(gradients(net, part, offload), wanted if part is few else everything)
+            found += [offload._passes] if offload.stats.tensors else []
+        return found
+
+    with torch.no_grad(), offload:
+        net(few)
+    assert len(hooked(few, 24 - offload._passes)) <= 1
+    everything, bytes_before = gradients(net, x), offload._chooser._planned_bytes
+    assert hooked(x, 64)[0] >= 48
+    assert offload._chooser._planned_bytes == pytest.approx(2 * bytes_before, rel=0.1) and offload.is_settled
+
+
+def test_a_loop_in_one_context_has_hooks_in_all_steps():
+    net, x = on(CPU, torch.bfloat16, "swiglu")
+    offload, wanted = offload_on(CPU, slowdown=0.0), gradients(net, x)
+    for _ in range(2):
+        with offload:
+            for _ in range(12):
+                offload.reset_stats()
+                assert_same_gradients(gradients(net, x), wanted)
+                assert offload.stats.tensors > 0
+    assert offload.is_settled
 
 
 def test_a_plan_that_leaves_all_is_numbered_anew_in_each_step():
@@ -719,11 +754,12 @@ def test_a_plan_that_leaves_all_is_numbered_anew_in_each_step():
 
 def test_a_plan_is_made_anew_for_other_sizes():
     net, x = on(CPU, torch.bfloat16, "swiglu")
-    offload = offload_on(CPU, slowdown=1e9)
-    for size in (32, 32, 32, 32, *[16] * 14):
+    offload, planned = offload_on(CPU, slowdown=1e9), []
+    for size in (32, 32, 32, 32, *[16] * 18):
         part = x[:, :size]
         assert_same_gradients(gradients(net, part, offload), gradients(net, part))
-    assert offload._chooser._planned_bytes == offload._pass.num_bytes
+        planned.append(offload._chooser._planned_bytes)
+    assert planned[-1] == pytest.approx(planned[3] / 2, rel=0.1) and planned[3] > 0
 
 
 # ---- pieces, and the ways of a link ----

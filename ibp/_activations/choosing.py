@@ -19,6 +19,7 @@ _LEARNING, _SETTLING, _MEASURING, _COMPARING, _TRYING, _PLANNED = range(6)
 _TIMED_PASSES = 3  # of a plan; the one before them, in which memory is taken, does not count
 _VARIATION = 0.9  # of a slowdown that passes may show, as later steps vary
 _MOST_CORRECTIONS = 4
+_LOOK = 4  # times as many passes, after which one has hooks again to see what it saves
 _LEAST_RISE, _LEAST_DRAG = 1.5, 0.02  # of the drag, from one correction to the next
 
 
@@ -102,6 +103,8 @@ class Chooser:
         self._phase, self._planned_bytes, self._next_plan = _LEARNING, 0, 0
         self._holds = False
         self._trial, self._plain_ms, self._corrections = _Trial(), 0.0, 0
+        self._clock: Clock | None = None
+        self._shares_context = False
 
     @property
     def is_measuring(self) -> bool:
@@ -111,9 +114,29 @@ class Chooser:
     def is_settled(self) -> bool:
         return self._phase == _PLANNED if self._budget.is_bounded else self._phase != _LEARNING
 
-    def clock(self) -> Clock | None:
-        """Of the pass that begins; None: it is not timed."""
-        return Clock() if self._phase in (_COMPARING, _TRYING) and self._trial.is_running else None
+    def note_shared_context(self) -> None:
+        """Says that several passes run in one context, which has hooks in all of them or in none."""
+        self._shares_context = True
+
+    def is_bare(self, passes: int) -> bool:
+        """Whether the pass that begins runs without hooks: others are compared with it, or nothing leaves."""
+        if self._shares_context:
+            return False
+        is_empty = self._phase == _PLANNED and all(plan.is_empty for plan in self._plans.values())
+        return self._phase == _COMPARING or (is_empty and self._budget.is_bounded and passes < self._next_plan)
+
+    def start_clock(self) -> None:
+        """Times the pass that begins, where that is of use: until the next one begins."""
+        is_timed = self._phase in (_COMPARING, _TRYING) and self._trial.is_running
+        self._clock = Clock(self._plans) if is_timed and not _is_capturing() else None
+
+    def take_clock(self) -> Clock | None:
+        """Of the pass that has ended; None: it was not timed."""
+        clock, self._clock = self._clock, None
+        if clock is None or _is_capturing():
+            return None
+        clock.stop()
+        return clock
 
     def choose(self, number: int, data: torch.Tensor, view: View, passes: int) -> tuple[str, coding.Recipe | None]:
         """(mode, recipe) of a region that is the number-th of its pass, uint8 [num_bytes]. view: of a tensor in it."""
@@ -149,21 +172,23 @@ class Chooser:
     # ---- budgets ----
 
     def note_pass(
-        self, num_bytes: int, recorders: dict[torch.device, Recorder], clock: Clock | None, passes: int
+        self, num_bytes: int | None, recorders: dict[torch.device, Recorder], clock: Clock | None, passes: int
     ) -> None:
-        """Says that all of a pass was used: its saved bytes, and what was measured."""
+        """Says that all of a pass was used: its saved bytes, None without hooks, and what was measured."""
         if not self._budget.is_bounded:
             self._phase = _SETTLING
         elif self._phase == _LEARNING:
-            self._settle(num_bytes)
+            self._settle(num_bytes or 0)
         elif self._phase == _SETTLING:
             self._phase = _MEASURING
         elif self._phase == _MEASURING:
             if any(recorder.uses for recorder in recorders.values()):
+                self._planned_bytes, self._next_plan = num_bytes or 0, _LOOK * passes
                 self._plan(recorders)
-                self._planned_bytes, self._next_plan = num_bytes, 2 * passes
-        elif passes >= self._next_plan and abs(num_bytes - self._planned_bytes) > _CHANGED * self._planned_bytes:
-            self._settle(num_bytes)
+        elif num_bytes is not None and passes >= self._next_plan:
+            self._next_plan = _LOOK * passes
+            if abs(num_bytes - self._planned_bytes) > _CHANGED * self._planned_bytes:
+                self._settle(num_bytes)
         elif self._phase != _PLANNED:
             self._note_time(clock)
 
@@ -188,7 +213,7 @@ class Chooser:
         self._holds = False
 
     def _follow(self, phase: int) -> None:
-        """Takes plans as they are by now."""
+        """Takes plans as they are by now. phase: what follows."""
         self._modes = {
             (number, device): mode
             for device, plan in self._plans.items()
@@ -230,6 +255,10 @@ class Chooser:
             return None
         machine = _calibration.in_force(device)
         return Link(machine.copy_out_gbps, machine.copy_in_gbps, self._budget.window_bytes)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _free_bytes(index: int) -> int:

@@ -89,7 +89,9 @@ class ActivationOffload:
     def __enter__(self) -> ActivationOffload:
         if not self._contexts:
             self._begin_pass()
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        hooks: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if not self._pass.is_bare:
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._contexts.append(hooks)
         return self
@@ -134,7 +136,6 @@ class ActivationOffload:
     def _pack(self, x: torch.Tensor) -> spans.Kept | _Saved:
         with self._lock:
             self.stats.tensors += 1
-            self._pass.mark(x.device)
             if self._is_offloaded(x):
                 with torch.no_grad():
                     found = self._save(x)
@@ -144,14 +145,12 @@ class ActivationOffload:
             return spans.Kept.of(x)
 
     def _unpack(self, saved: spans.Kept | _Saved) -> torch.Tensor:
-        if isinstance(saved, spans.Kept) and self._pass.is_used and self._pass.clock is None:
+        if isinstance(saved, spans.Kept) and self._pass.is_used:
             return saved.get()
         with self._lock, torch.no_grad():
             if not self._pass.is_used:
                 self._pass.start()
-            found = saved.get() if isinstance(saved, spans.Kept) else saved.view.of(saved.region.data())
-            self._pass.mark(found.device)
-            return found
+            return saved.get() if isinstance(saved, spans.Kept) else saved.view.of(saved.region.data())
 
     def _is_offloaded(self, x: torch.Tensor) -> bool:
         """Whether a tensor may leave."""
@@ -170,6 +169,7 @@ class ActivationOffload:
             return None
         span, view = found
         if self._pass.alive == 0 and self._pass.is_used:
+            self._chooser.note_shared_context()
             self._begin_pass()
         region = self._shared(span) or self._new(x, span, view)
         if region is None:
@@ -259,14 +259,18 @@ class ActivationOffload:
 
     def _begin_pass(self) -> None:
         self._faults.check()
-        ended = self._pass
+        ended, chooser = self._pass, self._chooser
+        clock = chooser.take_clock()
         if ended.uses:
             self._order.learn(ended.uses)
-        if ended.is_used and ended.alive == 0:
-            self._chooser.note_pass(ended.num_bytes, ended.recorders, ended.clock, self._passes)
+        if ended.is_bare and torch.is_grad_enabled():
+            chooser.note_pass(None, {}, clock, self._passes)
+        elif ended.is_used and ended.alive == 0:
+            chooser.note_pass(ended.num_bytes, ended.recorders, clock, self._passes)
         self._known.drop_expired()
-        self._pass = Pass(self, self._chooser.is_measuring, self._chooser.clock())
         self._passes += 1
+        self._pass = Pass(self, chooser.is_measuring, chooser.is_bare(self._passes))
+        chooser.start_clock()
 
     def _lane_of(self, device: torch.device) -> Lane | None:
         if device.type != "cuda":

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
-from .planning import Clock, Recorder
+from .planning import Recorder
 from .region import Region
 
 if TYPE_CHECKING:
@@ -32,12 +31,9 @@ class Order:
         """Numbers of a pass of so many."""
         return self._numbers or range(count - 1, -1, -1)
 
-    def after(self, number: int) -> range | list[int]:
-        """Numbers of what comes next."""
-        if not self._numbers:
-            return range(number - 1, -1, -1)
-        position = self._positions.get(number)
-        return [] if position is None else self._numbers[position + 1 :]
+    def position(self, number: int, count: int) -> int | None:
+        """Where a number is among all; None: it was not asked for."""
+        return self._positions.get(number) if self._numbers else count - 1 - number
 
 
 class Pass:
@@ -47,19 +43,20 @@ class Pass:
         ended: an entry for each region that nobody can ask for any more. Regions end at any time and in any thread.
         numbers, num_bytes: how many regions there were and their bytes, those that stay as they are counted.
         recorders: what is measured, by device.
-        clock: of the pass; None: it is not timed.
+        is_bare: whether it runs without hooks.
         is_used: whether anything was asked for since it began.
         uses: numbers of regions in the order of their first use.
     """
 
-    def __init__(self, offload: ActivationOffload, is_measured: bool, clock: Clock | None = None) -> None:
-        self.offload, self.clock, self.is_used = offload, clock, False
+    def __init__(self, offload: ActivationOffload, is_measured: bool, is_bare: bool = False) -> None:
+        self.offload, self.is_bare, self.is_used = offload, is_bare, False
         self.numbers = self.num_bytes = 0
         self.ended: deque[int] = deque()
         self.recorders: dict[torch.device, Recorder] = {}
         self._is_measured = is_measured
         self.uses: list[int] = []
         self._regions: dict[int, weakref.ref[Region]] = {}
+        self._next: dict[Lane, int] = {}  # where what is to be fetched goes on, in the order of use
 
     @property
     def alive(self) -> int:
@@ -77,11 +74,6 @@ class Pass:
         """Where marks of a device go; None: nothing is measured."""
         return self.recorders.setdefault(device, Recorder()) if self._is_measured else None
 
-    def mark(self, device: torch.device) -> None:
-        """Notes that a tensor of a device is saved or asked for now; not while a graph is captured."""
-        if self.clock is not None and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            self.clock.mark(device)
-
     def use(self, region: Region) -> None:
         """Notes that a region is asked for."""
         if region.uses == 0:
@@ -89,21 +81,30 @@ class Pass:
 
     def prefetch(self, region: Region, first: int) -> None:
         """Starts bringing pieces of a region, from the first-th on, and what comes after the region."""
-        if region.lane is not None and self._fetch(region, first):
-            self._fetch_all(self.offload._order.after(region.number), region.lane)
+        lane = region.lane
+        if lane is None or not self._fetch(region, first):
+            return
+        position = self.offload._order.position(region.number, self.numbers)
+        if position is not None and (position >= self._next.get(lane, 0) or region.uses > region.saves):
+            self._next[lane] = position + 1
+        self._fetch_on(lane)
 
     def start(self) -> None:
         """Notes that something is asked for; what is asked for first starts to come."""
         self.is_used = True
         for lane in self.offload._lanes.values():
-            self._fetch_all(self.offload._order.all(self.numbers), lane)
+            self._fetch_on(lane)
 
-    def _fetch_all(self, numbers: Iterable[int], lane: Lane) -> None:
+    def _fetch_on(self, lane: Lane) -> None:
         """Starts bringing regions of a lane, as far as there is room."""
-        for number in numbers:
-            region = self._regions[number]() if number in self._regions else None
+        numbers, position = self.offload._order.all(self.numbers), self._next.get(lane, 0)
+        while position < len(numbers):
+            found = self._regions.get(numbers[position])
+            region = None if found is None else found()
             if region is not None and region.lane is lane and not self._fetch(region, 0):
-                return
+                break
+            position += 1
+        self._next[lane] = position
 
     def _fetch(self, region: Region, first: int) -> bool:
         """Whether there is room for all pieces of a region from the first-th on that are away; they are on their way

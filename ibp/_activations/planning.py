@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -333,34 +333,28 @@ class Stopwatch:
 
 
 class Clock:
-    """The time of a pass, from the first tensor that is saved to the last that comes back."""
+    """The time from one moment to another: on GPUs, as far as their work is concerned, else the host's."""
 
-    def __init__(self) -> None:
-        self._marks: dict[torch.device, tuple[Mark, Mark]] = {}
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [device for device in devices if device.type == "cuda"] or [torch.device("cpu")]
+        self._first = [_mark(device) for device in self._devices]
+        self._last: list[Mark] = []
 
-    def mark(self, device: torch.device) -> None:
-        """Notes that a tensor of a device is saved or asked for now."""
-        if device in self._marks:
-            first, last = self._marks[device]
-            self._marks[device] = first, _mark(device, last)
-        else:
-            self._marks[device] = _mark(device), _mark(device)
+    def stop(self) -> None:
+        self._last = [_mark(device) for device in self._devices]
 
     def ms(self) -> float | None:
-        """None: the devices are not done. It does not wait. Saved tensors of the CPU do not count beside those of
-        GPUs."""
-        gpus = [marks for device, marks in self._marks.items() if device.type == "cuda"]
-        marked = gpus or list(self._marks.values())
-        if not all(isinstance(last, float) or last.query() for _, last in marked):
+        """None: the devices are not done. It does not wait."""
+        if not all(isinstance(last, float) or last.query() for last in self._last):
             return None
-        return max((_ms(first, last) for first, last in marked), default=0.0)
+        return max(_ms(first, last) for first, last in zip(self._first, self._last))
 
 
-def _mark(device: torch.device, again: Mark | None = None) -> Mark:
-    """Now on a device's current stream. again: an event that is free."""
+def _mark(device: torch.device) -> Mark:
+    """Now on a device's current stream."""
     if device.type != "cuda":
         return time.perf_counter()
-    event = again if isinstance(again, torch.cuda.Event) else torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
     return event
 
