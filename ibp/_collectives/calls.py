@@ -79,9 +79,7 @@ def gather(
     if plan.codec is None:
         return raw(async_op=async_op)
     job = gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()))
-    work = run(job, state, is_coded_async)
-    copy_own(output_tensor, input_tensor, state)
-    return finished(work, is_coded_async)
+    return finished(run(job, state, is_coded_async), is_coded_async)
 
 
 def gathering(
@@ -102,19 +100,13 @@ def gathering(
     pieces = []
     spans = spans_of(x.numel(), plan.num_pieces)
     lengths = [span.bytes.stop - span.bytes.start for span in spans]
-    sent, received = x.split(lengths), out.split(lengths * size)
+    sent, received = x.split_with_sizes(lengths), out.split_with_sizes(lengths * size)
     for k, span in enumerate(spans):
         arriving = [Part(other, received[other * len(spans) + k]) for other in range(size) if other != rank]
         messages = messages_of(plan, [span.payload] * size, x.device)
         pieces.append(Piece(messages, [Part(rank, sent[k])], arriving))
-    return Job(pieces, move, repair, plan.note_lost, (x, out), status)
-
-
-def copy_own(output_tensor: torch.Tensor, input_tensor: torch.Tensor, state: State) -> None:
-    """What a rank gathers from itself."""
-    if output_tensor.data_ptr() + state.rank * input_tensor.nbytes != input_tensor.data_ptr():
-        x = as_bytes(input_tensor)
-        as_bytes(output_tensor).narrow(0, state.rank * len(x), len(x)).copy_(x)
+    own = functools.partial(_copy_own, out[rank * len(x) : (rank + 1) * len(x)], x)
+    return Job(pieces, move, repair, plan.note_lost, (x, out), own, status)
 
 
 def broadcast(
@@ -198,10 +190,9 @@ def all_to_all_single(
     exchange = _Splits(state, plan, group, sent, received)
     if input.is_cuda and not any(exchange.messages.is_coded):
         return exchange.move_raw(output, input, async_op)
-    job = Job([exchange.piece()], exchange.move, exchange.repair, plan.note_lost, (*sent, *received))
-    work = run(job, state, async_op)
-    _copy_own(received[state.rank], sent[state.rank])
-    return finished(work, async_op)
+    own = functools.partial(_copy_own, received[state.rank], sent[state.rank])
+    job = Job([exchange.piece()], exchange.move, exchange.repair, plan.note_lost, (*sent, *received), own)
+    return finished(run(job, state, async_op), async_op)
 
 
 class _Splits:
@@ -377,6 +368,7 @@ def finished(work: CodedWork, is_async: bool) -> dist.Work | None:
 
 
 def _copy_own(out: torch.Tensor, x: torch.Tensor) -> None:
+    """What a rank sends to itself."""
     if out.data_ptr() != x.data_ptr():
         out.copy_(x)
 

@@ -52,6 +52,7 @@ class Job:
         repair: does the call raw, where rows were lost; is given the status.
         note_lost: is told that there were lost rows.
         tensors: that the call reads and writes.
+        meanwhile: is done while messages are on their way.
         status: given where all rows are known to have room: then the host waits for nothing, and what is lost all the
             same is noted there. None: the call has one of its own, and looks at it.
     """
@@ -61,6 +62,7 @@ class Job:
     repair: Callable[[Status], None]
     note_lost: Callable[[], None]
     tensors: Sequence[torch.Tensor]
+    meanwhile: Callable[[], None] | None = None
     status: Status | None = None
 
 
@@ -97,6 +99,8 @@ class CodedWork(Work):
             self._start(job, piece)
             if len(self._pending) > _LAG and waits:
                 self._finish_piece(job)
+        if job.meanwhile is not None:
+            job.meanwhile()
         if self._staging.on_gpu:
             self._finish_pieces(job)
         self._staging.end()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from .._group import all_taking_part
-from .calls import check_options, copy_own, finished, gather, gathering, kind_of, messages_of, movable, run
+from .calls import check_options, finished, gather, gathering, kind_of, messages_of, movable, run
 from .codec import Codec, as_bytes
 from .links import raw_all_gather
 from .messages import Part, Status, has_lost, spans_of, status_entries
@@ -92,9 +92,7 @@ class Shards:
             if self.is_seen and is_watched:
                 assert self.plan is not None
                 job = gathering(self.plan, self.state, group, output_tensor, input_tensor, _no_repair, self.status)
-                work = run(job, self.state, async_op)
-                copy_own(output_tensor, input_tensor, self.state)
-                return finished(work, async_op)
+                return finished(run(job, self.state, async_op), async_op)
         self._note(input_tensor, group)
         # Of a call that may have to be repeated always work: FSDP waits for it when it needs the parameters, and so
         # does the host.
