@@ -74,7 +74,8 @@ class Case:
     def build(self, device):
         torch.manual_seed(0)
         dtype = dtype_on(device)
-        net = self.make().to(device, dtype)
+        with torch.device(device):
+            net = self.make().to(dtype)
         x = torch.randn(self.shape, dtype=dtype, device=device)
         if x.dim() == 4:
             net, x = net.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
