@@ -79,7 +79,7 @@ def test_refusals():
 
 def test_which_tables_the_kernel_takes():
     weight = matrix(64, 2048)
-    assert products._takes(coded(weight))
+    assert escapes.takes(coded(weight))
     place = ibp.Place(coded(weight).codebook, 64, slot_bytes=3136, overflow_bytes=4096, device="cpu")
     for table in (
         place.table(weight.shape, weight.dtype),  # whose rows may be coded anew at any time
@@ -92,7 +92,7 @@ def test_which_tables_the_kernel_takes():
         ibp.compress(weight, scheme="raw", device="cpu", pin_memory=False),
         ibp.compress(weight, level="fast", row_bytes=1024, slot_bytes=800, device="cpu", pin_memory=False),
     ):
-        assert not products._takes(table)
+        assert not escapes.takes(table)
 
 
 @pytest.mark.parametrize("columns", [32, 64, 96, 1024, 4096, 11008, 32736])
@@ -118,7 +118,7 @@ def test_module():
     other, module = torch.nn.Linear(96, 40).bfloat16(), ibp.nn.Linear.from_linear(plain)
     module.load_state_dict(other.state_dict())
     assert_same_bits(module(x), other(x))
-    assert products._takes(module.weight)
+    assert escapes.takes(module.weight)
     assert ibp.nn.Linear.from_linear(torch.nn.Linear(100, 40, bias=False))(torch.ones(100)).shape == (40,)
     with pytest.raises(TypeError, match="module is a ReLU; wanted a torch.nn.Linear"):
         ibp.nn.Linear.from_linear(torch.nn.ReLU())
@@ -128,7 +128,7 @@ def test_module():
 
 
 def first_symbol(table):
-    return products._first_symbol(table)
+    return table.codebook.first_symbol
 
 
 def uneven(rows=96, columns=2048, device="cpu"):
@@ -165,7 +165,7 @@ def test_escapes_complete_the_digits(slot_bytes):
     weight, codebook = uneven()
     weight[41, 7], weight[42, 9], weight[43, 11] = float("inf"), float("nan"), 0.0
     table = ibp.compress(weight, codebook=codebook, slot_bytes=slot_bytes, device="cpu", pin_memory=False)
-    listed = escapes.list_escapes(table, first_symbol(table))
+    listed = escapes.list_escapes(table)
     assert listed.rows.tolist() == [3, 5, 20] and len(listed.entries) >= 620
     assert listed.nbytes == 4 * 97 + 8 * len(listed.entries) + 3 * (8 + 4096)
     assert_same_bits(multiplied(table, listed), weight)
@@ -175,9 +175,9 @@ def test_escapes_are_listed_by_chunks(monkeypatch):
     weight = matrix(100, 96)
     weight[::9, 5] = 0
     table = coded(weight)
-    whole = escapes.list_escapes(table, first_symbol(table))
+    whole = escapes.list_escapes(table)
     monkeypatch.setattr(escapes, "_CHUNK_ELEMENTS", 96 * 7)
-    for one, other in zip(escapes.list_escapes(table, first_symbol(table)), whole):
+    for one, other in zip(escapes.list_escapes(table), whole):
         assert torch.equal(one, other)
     assert_same_bits(multiplied(table, whole), weight)
 
@@ -186,14 +186,14 @@ def test_many_irregular_rows_are_not_listed():
     weight, codebook = uneven()
     weight[80] = 0
     table = ibp.compress(weight, codebook=codebook, slot_bytes=3136, device="cpu", pin_memory=False)
-    assert escapes.list_escapes(table, first_symbol(table)) is None
+    assert escapes.list_escapes(table) is None
 
 
 def test_escapes_of_damaged_rows():
     table = coded(matrix(64, 2048))
     table.lengths.view(torch.int16)[7] += 1
     with pytest.raises(ibp.CorruptTableError, match="7"):
-        escapes.list_escapes(table, first_symbol(table))
+        escapes.list_escapes(table)
 
 
 # ---- by the kernel ----
@@ -388,7 +388,7 @@ def test_module_on_a_gpu(cuda, fused):
 
 def test_operation(cuda):
     table, x = coded(matrix(64, 96, cuda)), vectors(2, 96, cuda)
-    out, escaped = torch.empty(2, 64, dtype=x.dtype, device=cuda), escapes.list_escapes(table, first_symbol(table))
+    out, escaped = torch.empty(2, 64, dtype=x.dtype, device=cuda), escapes.list_escapes(table)
     given = (*table._arguments(cuda), escaped.starts)
     for bias in (None, vectors(1, 64, cuda)[0]):
         torch.library.opcheck(torch.ops.ibp.linear.default, (*given, escaped.entries, x, bias, out))

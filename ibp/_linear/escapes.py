@@ -8,10 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .._fetch.streaming import decode_items
+from .._schemes import PlanesCodebook
 from .._table import Table
 
-NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
+COLUMNS = 32  # of which the kernel takes a multiple
 MOST_OF_A_ROW = 64  # escapes; the kernel takes about as long for so many as for the row
+_LEAST_ROWS = 16
+_NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
+_LARGEST_FIRST_SYMBOL = 254 - _NUM_SYMBOLS  # what an escape is multiplied as is finite
 _LEAST_REGULAR = 31 / 32  # of the rows: else the matrix is decoded
 _CHUNK_ELEMENTS = 1 << 24  # that are looked at together
 
@@ -36,9 +40,9 @@ class Escapes(NamedTuple):
         return sum(tensor.nbytes for tensor in self)
 
 
-def escapes_of(table: Table, first_symbol: int) -> Escapes | None:
-    """The escapes of a table on a GPU that the kernel takes. None: it has too many irregular rows; or none have been
-    listed yet, and cannot be now, as a graph is being captured or code compiled."""
+def escapes_of(table: Table) -> Escapes | None:
+    """The escapes of a table on a GPU. None: the kernel does not take it; or none have been listed yet, and cannot be
+    now, as a graph is being captured or code compiled."""
     held: tuple[Any, Escapes | None] | None = table._escapes
     if torch.compiler.is_compiling():
         return held[1] if held is not None and held[0][0] == table._version else None
@@ -47,9 +51,11 @@ def escapes_of(table: Table, first_symbol: int) -> Escapes | None:
         return held[1]
     if torch.cuda.is_current_stream_capturing():
         return None
-    with torch.no_grad():
-        escapes = list_escapes(table, first_symbol)
-    torch.cuda.current_stream(table.device).synchronize()  # other streams may use them next
+    escapes = None
+    if takes(table):
+        with torch.no_grad():
+            escapes = list_escapes(table)
+        torch.cuda.current_stream(table.device).synchronize()  # other streams may use them next
     table._escapes = state, escapes
     return escapes
 
@@ -60,12 +66,35 @@ def _state(table: Table) -> tuple:
     return table._version, slots.data_ptr(), None if slots.is_inference() else slots._version
 
 
-def list_escapes(table: Table, first_symbol: int) -> Escapes | None:
-    """The escapes of a table of BF16 with one digit of four bits an element. None: too many rows are irregular.
+def takes(table: Table) -> bool:
+    """Whether the kernel multiplies a table's rows (ibp_cuda_linear in ibp_cuda.h)."""
+    if table._is_live or table.dtype != torch.bfloat16 or table._item_bytes != table.row_bytes:
+        return False
+    num_rows, columns = table.shape
+    if num_rows < _LEAST_ROWS or columns % COLUMNS or table.slot_bytes < columns // 2 * 3:
+        return False
+    if table.slots.data_ptr() % 16:
+        return False
+    return isinstance(table.codebook, PlanesCodebook) and _gives_digits(table.codebook)
+
+
+def _gives_digits(codebook: PlanesCodebook) -> bool:
+    """Whether an element is a digit of four bits and a byte of sign and mantissa, as level "fast" codes BF16."""
+    split = codebook.element_bytes, codebook.rotate, codebook.residual_bits, codebook.digit_bits
+    has_more = codebook.per_column or codebook.listed or codebook.invariant_bits or codebook.num_constant
+    first = codebook.first_symbol
+    return split == (2, 1, 8, (4,)) and not has_more and first is not None and first <= _LARGEST_FIRST_SYMBOL
+
+
+def list_escapes(table: Table) -> Escapes | None:
+    """The escapes of a table that the kernel takes. None: too many rows are irregular.
 
     Raises:
         CorruptTableError: the table's bytes contradict each other.
     """
+    assert isinstance(table.codebook, PlanesCodebook)
+    first_symbol = table.codebook.first_symbol
+    assert first_symbol is not None
     num_rows, columns = table.shape
     step = max(1, _CHUNK_ELEMENTS // columns)
     parts = [_list_rows(table, start, min(start + step, num_rows), first_symbol) for start in range(0, num_rows, step)]
@@ -80,14 +109,14 @@ def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[t
     """(escapes of each row, entries, irregular rows, their weights) of rows start to end - 1."""
     weights = decode_items(table, start, end, check=True)
     bits = weights.view(torch.int16).int()
-    escaped = ((bits >> 7) - first_symbol & 0xFF) >= NUM_SYMBOLS
+    escaped = ((bits >> 7) - first_symbol & 0xFF) >= _NUM_SYMBOLS
     counts = escaped.sum(1)
     # A row's digits and residuals are what its length says: a byte and a half an element, and a byte an escape.
     lengths = table.lengths[start:end].view(torch.int16).int() & 0xFFFF
     regular = (lengths == table.shape[1] // 2 * 3 + counts) & (lengths < table.row_bytes) & (counts <= MOST_OF_A_ROW)
     rows, columns = (escaped & regular[:, None]).nonzero(as_tuple=True)
     weight = bits[rows, columns] & 0xFFFF
-    taken = weight & 0x807F | first_symbol + NUM_SYMBOLS << 7
+    taken = weight & 0x807F | first_symbol + _NUM_SYMBOLS << 7
     entries = torch.stack((columns.int(), weight | taken << 16), dim=1)
     irregular = (~regular).nonzero().view(-1)
     return counts * regular, entries, irregular + start, weights[irregular]

@@ -8,12 +8,9 @@ import torch.nn.functional as F
 from .._fetch.calls import check_out, check_table, produce
 from .._fetch.streaming import decompress
 from .._table import Table
-from .escapes import NUM_SYMBOLS, Escapes, escapes_of
+from .escapes import COLUMNS, Escapes, escapes_of
 
 MOST_VECTORS = 8  # IBP_MOST_VECTORS
-_PLANES = 2  # the scheme's number in a codec
-_LEAST_ROWS, _COLUMNS = 16, 32  # of a matrix that the kernel takes: so many at least, a multiple of so many
-_LARGEST_FIRST_SYMBOL = 254 - NUM_SYMBOLS  # what an escape is multiplied as is finite
 _SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow
 
 
@@ -62,7 +59,7 @@ def linear(
         check_out(out, shape, table.dtype)
         if out.device != x.device:
             raise ValueError(f"out is on {out.device}; wanted x's device, {x.device}")
-    escapes = escapes_of(table, _first_symbol(table)) if _is_fused(x, table, bias) else None
+    escapes = escapes_of(table) if _may_fuse(x, table, bias) else None
     if escapes is not None:
         return _multiply(x, table, escapes, bias, shape, out, check)
     result = F.linear(x, decompress(table, device=x.device, check=check), bias)
@@ -72,7 +69,7 @@ def linear(
 def slot_bytes_for(columns: int) -> int | None:
     """`slot_bytes` of a table of BF16 at level "fast" in which rows of so many columns have room for 32 escapes. None:
     the kernel takes no such rows."""
-    if columns == 0 or columns % _COLUMNS:
+    if columns == 0 or columns % COLUMNS:
         return None
     least = columns // 2 * 3 + _SYMBOL_BYTES
     return min(2 * columns, -(-least // 32) * 32)
@@ -93,7 +90,8 @@ def _check_arguments(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -
 # ---- by the kernel ----
 
 
-def _is_fused(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
+def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
+    """Whether the kernel takes the vectors; whether it takes the table, `escapes_of` says."""
     if not x.is_cuda or table.device != x.device or x.numel() == 0 or x.numel() > MOST_VECTORS * x.shape[-1]:
         return False
     given = (x,) if bias is None else (x, bias)
@@ -103,32 +101,7 @@ def _is_fused(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
         return False
     if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.bfloat16:
         return False
-    return _takes(table)
-
-
-def _takes(table: Table) -> bool:
-    """Whether the kernel multiplies a table's rows (ibp_cuda_linear in ibp_cuda.h)."""
-    if table._is_live or table.dtype != torch.bfloat16 or table.codebook is None:
-        return False
-    if table._item_bytes != table.row_bytes:
-        return False
-    num_rows, columns = table.shape
-    if num_rows < _LEAST_ROWS or columns % _COLUMNS or table.slot_bytes < columns // 2 * 3:
-        return False
-    codec = table.codebook.codec
-    if codec[0] != _PLANES or (not torch.compiler.is_compiling() and table.slots.data_ptr() % 16):
-        return False
-    element_bytes, rotate, residual_bits, per_column, listed = codec[2:7]
-    invariant_bits, _, consecutive, first_symbol, _, num_constant, *digit_bits = codec[9:]
-    is_fast = (element_bytes, rotate, residual_bits, digit_bits) == (2, 1, 8, [4]) and consecutive
-    has_more = per_column or listed or invariant_bits or num_constant
-    return bool(is_fast and not has_more and first_symbol <= _LARGEST_FIRST_SYMBOL)
-
-
-def _first_symbol(table: Table) -> int:
-    """The exponent of digit 0."""
-    assert table.codebook is not None
-    return table.codebook.codec[12]
+    return True
 
 
 def _multiply(
