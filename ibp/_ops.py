@@ -54,7 +54,7 @@ begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, whi
 have as many ids. Rows that have `entries` come from `slabs`, as in gather_cached. `reduction` and `kind` are numbers of
 ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 is none.
 
-`linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h: starts and entries, the table's escapes, are int32
+`linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h: starts and entries, the escapes of the table, are int32
 [rows + 1] and [escapes, 2], x, bias and out bfloat16 [vectors, columns], [rows] and [vectors, rows].
 
 `add_rows`, on the CPU, adds a table of differences to `base`, the memory of its tensor, as ibp_add_rows of ibp.h does;
@@ -124,7 +124,10 @@ _lib.define(
     f"sum_bags({_READ}, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, int reduction, "
     "int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
 )
-_lib.define(f"linear({_READ}, Tensor starts, Tensor entries, Tensor x, Tensor? bias, Tensor(a!) out) -> ()")
+_lib.define(
+    "linear(Tensor slots, int slot_bytes, int first_symbol, Tensor starts, Tensor entries, Tensor x, Tensor? bias, "
+    "Tensor(a!) out) -> ()"
+)
 _TRANSFER = (
     "Tensor pages, Tensor blocks, int num_pages, int num_blocks, int num_tensors, int first_tensor, Tensor starts, "
     "Tensor? block_starts, int block_stride, int scratch, int pieces"

@@ -1,5 +1,5 @@
 // torch_linear_ops.cpp - torch.ops.ibp.linear: tensors to pointers, as torch_ops.cpp.
-#include "torch_tables.h"
+#include "torch_tensors.h"
 
 #include <optional>
 
@@ -13,36 +13,43 @@ uint16_t *bfloat16s_of(const Tensor &tensor, int64_t count, const char *name)
     return data_of<uint16_t>(tensor, ScalarType::BFloat16, count, name);
 }
 
-ibp_escapes escapes_of(const Tensor &starts, const Tensor &entries, int64_t num_rows)
+ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, int64_t first_symbol, const Tensor &starts,
+                           const Tensor &entries, int64_t num_columns)
 {
-    require(starts.numel() == num_rows + 1, "starts has ", starts.numel(), " numbers, ", num_rows + 1, " are needed");
+    const int64_t num_rows = starts.numel() - 1;
     require(entries.dim() == 2 && entries.size(1) == 2 && entries.size(0) <= INT32_MAX,
             "entries has the wrong shape: [escapes, 2] is needed");
     const void *const begins = data_of<int32_t>(starts, ScalarType::Int, num_rows + 1, "starts"),
                       *const list = data_of<int32_t>(entries, ScalarType::Int, entries.numel(), "entries");
-    return {static_cast<const uint32_t *>(begins), static_cast<const ibp_escape *>(list),
-            static_cast<uint32_t>(entries.size(0))};
+    ibp_digit_matrix matrix = {};
+    matrix.slots = data_of<uint8_t>(slots, ScalarType::Byte, slots.numel(), "slots");
+    matrix.slots_bytes = slots.numel();
+    matrix.slot_bytes = to_u32(slot_bytes, 16, UINT32_MAX, "slot_bytes");
+    matrix.first_symbol = to_u32(first_symbol, 0, UINT8_MAX, "first_symbol");
+    matrix.num_rows = num_rows, matrix.num_columns = to_u32(num_columns, 1, INT32_MAX, "the columns");
+    matrix.starts = static_cast<const uint32_t *>(begins);
+    matrix.escapes = static_cast<const ibp_escape *>(list), matrix.num_escapes = static_cast<uint32_t>(entries.size(0));
+    return matrix;
 }
 
-void linear_cuda(IBP_TABLE_PARAMETERS, Tensor starts, Tensor entries, Tensor x, std::optional<Tensor> bias, Tensor out)
+void linear_cuda(Tensor slots, int64_t slot_bytes, int64_t first_symbol, Tensor starts, Tensor entries, Tensor x,
+                 std::optional<Tensor> bias, Tensor out)
 {
-    const auto device = use_cuda(x, {IBP_TABLE_TENSORS, &starts, &entries, &out, bias ? &*bias : &x});
-    const TableArgs args = IBP_TABLE_ARGUMENTS;
-    const ibp_table table = args.table();
+    const auto device = use_cuda(x, {&slots, &starts, &entries, &out, bias ? &*bias : &x});
     require(x.dim() == 2, "x has ", x.dim(), " dimensions, 2 are needed");
     const int64_t num_vectors = x.size(0);
-    require(x.size(1) == item_bytes / 2, "x has rows of ", x.size(1), " elements, ", item_bytes / 2, " are needed");
+    const ibp_digit_matrix matrix = matrix_of(slots, slot_bytes, first_symbol, starts, entries, x.size(1));
     const uint16_t *const vectors = bfloat16s_of(x, x.numel(), "x");
-    uint16_t *const to = bfloat16s_of(out, total_bytes(num_vectors, num_items, "out"), "out");
-    const ibp_escapes escapes = escapes_of(starts, entries, num_items);
-    Footprints memory = args.footprints(table);
+    uint16_t *const to = bfloat16s_of(out, total_bytes(num_vectors, matrix.num_rows, "out"), "out");
+    Footprints memory;
+    memory.reads("slots", slots);
     memory.reads("starts", starts);
     memory.reads("entries", entries);
     memory.reads("x", x);
     if (bias) memory.reads("bias", *bias);
     memory.writes("out", out);
-    check(ibp_cuda_linear(&table, &escapes, vectors, num_vectors,
-                          bias ? bfloat16s_of(*bias, num_items, "bias") : nullptr, to, current_stream(x)),
+    check(ibp_cuda_linear(&matrix, vectors, num_vectors, bias ? bfloat16s_of(*bias, matrix.num_rows, "bias") : nullptr,
+                          to, current_stream(x)),
           "linear");
 }
 

@@ -24,12 +24,13 @@ namespace ibp {
 constexpr uint32_t kMostVectors = IBP_MOST_VECTORS;
 
 struct LinearJob {
-    const uint8_t *slots;
-    uint64_t slot_bytes;
-    ibp_escapes escapes;
+    ibp_digit_matrix matrix;
     const uint16_t *x, *bias; // [num_vectors, columns]; [rows] or NULL
     uint16_t *y;              // [num_vectors, rows]
-    uint32_t num_vectors, columns, rows, first_symbol;
+    uint32_t num_vectors;
+
+    __host__ __device__ __forceinline__ uint32_t rows() const { return static_cast<uint32_t>(matrix.num_rows); }
+    __host__ __device__ __forceinline__ uint32_t columns() const { return matrix.num_columns; }
 };
 
 // ---- what the hardware does ----
@@ -208,14 +209,14 @@ template <uint32_t WARPS, uint32_t STAGES> struct LinearBlock {
     };
 };
 
-__device__ __forceinline__ uint32_t num_strips(const LinearJob &job)
+__host__ __device__ __forceinline__ uint32_t num_strips(const LinearJob &job)
 {
-    return (job.rows + kStripRows - 1u) / kStripRows;
+    return (job.rows() + kStripRows - 1u) / kStripRows;
 }
 // The last strip shares rows with the one before where they are no multiple of 16.
 __device__ __forceinline__ uint32_t first_row(const LinearJob &job, uint32_t strip)
 {
-    return ibp_min_u32(strip * kStripRows, job.rows - kStripRows);
+    return ibp_min_u32(strip * kStripRows, job.rows() - kStripRows);
 }
 
 // ---- warps that multiply ----
@@ -230,7 +231,7 @@ template <class Block> struct Multiplier {
           copied_strip(blockIdx.x), copied_step(warp), copied_stage(0)
     {
     }
-    __device__ __forceinline__ bool has_step(uint32_t step) const { return step * kStepColumns < job.columns; }
+    __device__ __forceinline__ bool has_step(uint32_t step) const { return step * kStepColumns < job.columns(); }
 
     // Begins to copy the bytes of the step that is next. Vector v of the residuals of row r is at v ^ (r % 2), so that
     // lanes that read together read from different banks.
@@ -239,19 +240,20 @@ template <class Block> struct Multiplier {
         const uint32_t column = copied_step * kStepColumns, to = stages + copied_stage * Block::kStageBytes;
         const uint32_t row = lane / 8u, vector = lane % 8u, g = lane / 4u, t = lane % 4u;
         if (copied_strip < num_strips(job) && has_step(copied_step)) {
-            const uint64_t pitch = job.slot_bytes;
-            const uint8_t *const slots = job.slots + first_row(job, copied_strip) * pitch,
+            const uint64_t pitch = job.matrix.slot_bytes;
+            const uint8_t *const slots = job.matrix.slots + first_row(job, copied_strip) * pitch,
                                  *const residuals = slots + row * pitch + column + 16u * vector,
-                                 *const digits = slots + g * pitch + job.columns + column / 2u + 16u * t;
+                                 *const digits = slots + g * pitch + job.columns() + column / 2u + 16u * t;
             const uint32_t residuals_to = to + row * kStepColumns + 16u * (vector ^ row % 2u),
                            digits_to = to + Block::kDigitsStart + g * kStepColumns / 2u + 16u * t;
 #pragma unroll
             for (uint32_t i = 0; i < kStripRows / 4u; i++)
                 copy_vector(residuals_to + 4u * i * kStepColumns, residuals + 4u * i * pitch,
-                            column + 16u * vector < job.columns);
+                            column + 16u * vector < job.columns());
 #pragma unroll
             for (uint32_t i = 0; i < kStripRows / 8u; i++)
-                copy_vector(digits_to + 4u * i * kStepColumns, digits + 8u * i * pitch, column + 32u * t < job.columns);
+                copy_vector(digits_to + 4u * i * kStepColumns, digits + 8u * i * pitch,
+                            column + 32u * t < job.columns());
         }
         end_copies();
         copied_stage = copied_stage + 1u == Block::kStages ? 0u : copied_stage + 1u;
@@ -271,8 +273,8 @@ template <class Block> struct Multiplier {
     __device__ __forceinline__ void load_x(uint32_t step, uint32_t (&x)[16]) const
     {
         const uint32_t g = lane / 4u, column = step * kStepColumns + 32u * (lane % 4u);
-        const bool wanted = g < job.num_vectors && column < job.columns;
-        const uint4 *const from = reinterpret_cast<const uint4 *>(job.x + uint64_t{g} * job.columns + column);
+        const bool wanted = g < job.num_vectors && column < job.columns();
+        const uint4 *const from = reinterpret_cast<const uint4 *>(job.x + uint64_t{g} * job.columns() + column);
 #pragma unroll
         for (uint32_t i = 0; i < 4u; i++) {
             const uint4 words = wanted ? from[i] : make_uint4(0, 0, 0, 0);
@@ -289,7 +291,7 @@ template <class Block> struct Multiplier {
             await_copies<Block::kStages - 2>();
             begin_copies();
             const Elements rows[2] = {elements_of(stage, g), elements_of(stage, g + 8u)};
-            multiply_elements(sums, rows, x, job.first_symbol * 0x01010101u);
+            multiply_elements(sums, rows, x, job.matrix.first_symbol * 0x01010101u);
             stage = stage + 1u == Block::kStages ? 0u : stage + 1u;
         }
     }
@@ -328,7 +330,7 @@ template <class Block> struct Finisher {
     }
     __device__ __forceinline__ float x_at(uint32_t vector, uint32_t column) const
     {
-        return float_of_bits(static_cast<uint32_t>(job.x[uint64_t{vector} * job.columns + column]) << 16);
+        return float_of_bits(static_cast<uint32_t>(job.x[uint64_t{vector} * job.columns() + column]) << 16);
     }
     // Products of entries from first on with a vector, what they were multiplied as and what they are. The first are
     // none where x is infinite or NaN: the weights have the same sign, so that what the strip's sum has then is what is
@@ -349,8 +351,8 @@ template <class Block> struct Finisher {
     }
     __device__ __forceinline__ void add_escapes(uint32_t of_row, float (&taken)[kVectors], float (&right)[kVectors])
     {
-        const uint32_t end = ibp_min_u32(__ldg(job.escapes.starts + of_row + 1u), job.escapes.num_entries);
-        for (uint32_t first = __ldg(job.escapes.starts + of_row); first < end; first += kTogether) {
+        const uint32_t end = ibp_min_u32(__ldg(job.matrix.starts + of_row + 1u), job.matrix.num_escapes);
+        for (uint32_t first = __ldg(job.matrix.starts + of_row); first < end; first += kTogether) {
             ibp_escape entries[kTogether] = {};
             const uint32_t num_entries = ibp_min_u32(end - first, kTogether);
 #pragma unroll
@@ -364,14 +366,14 @@ template <class Block> struct Finisher {
     }
     __device__ __forceinline__ ibp_escape entry_at(uint32_t i) const
     {
-        const uint2 words = __ldg(reinterpret_cast<const uint2 *>(job.escapes.entries + i));
-        return {ibp_min_u32(words.x, job.columns - 1u), static_cast<uint16_t>(words.y),
+        const uint2 words = __ldg(reinterpret_cast<const uint2 *>(job.matrix.escapes + i));
+        return {ibp_min_u32(words.x, job.columns() - 1u), static_cast<uint16_t>(words.y),
                 static_cast<uint16_t>(words.y >> 16)};
     }
     __device__ __forceinline__ void store(uint32_t vector, uint32_t to_row, float sum) const
     {
         if (job.bias != nullptr) sum += float_of_bits(static_cast<uint32_t>(job.bias[to_row]) << 16);
-        job.y[uint64_t{vector} * job.rows + to_row] = static_cast<uint16_t>(bfloat16s_of_floats(sum, sum));
+        job.y[uint64_t{vector} * job.rows() + to_row] = static_cast<uint16_t>(bfloat16s_of_floats(sum, sum));
     }
     __device__ __forceinline__ void run()
     {

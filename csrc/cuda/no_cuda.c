@@ -75,10 +75,10 @@ ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const i
     return IBP_NO_CUDA;
 }
 
-ibp_status ibp_cuda_linear(const ibp_table *table, const ibp_escapes *escapes, const uint16_t *x, int64_t num_vectors,
-                           const uint16_t *bias, uint16_t *y, ibp_stream stream)
+ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors, const uint16_t *bias,
+                           uint16_t *y, ibp_stream stream)
 {
-    (void)table, (void)escapes, (void)x, (void)num_vectors, (void)bias, (void)y, (void)stream;
+    (void)matrix, (void)x, (void)num_vectors, (void)bias, (void)y, (void)stream;
     return IBP_NO_CUDA;
 }
 

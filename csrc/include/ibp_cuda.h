@@ -168,29 +168,31 @@ typedef struct {
     uint16_t taken;  /* those with the exponent first_symbol + 15: what it is multiplied as like other digits */
 } ibp_escape;
 
-/* The escapes of a matrix, by rows and columns, in device memory: those of row r are entries starts[r] to
- * starts[r + 1] - 1; entries is aligned to 8 bytes. */
+/* A matrix [N, K] of BF16 whose rows are the items of a table of scheme planes with one plane of four-bit digits,
+ * consecutive entries, rotated elements, residuals of 8 bits, no constant columns and no clusters (level fast). Of a
+ * slot only residuals and digits are read, its first 3 K / 2 bytes. All is in device memory. */
 typedef struct {
-    const uint32_t *starts; /* [N + 1] */
-    const ibp_escape *entries;
-    uint32_t num_entries;
-} ibp_escapes;
+    const uint8_t *slots; /* aligned to 16 bytes */
+    int64_t slots_bytes;
+    uint32_t slot_bytes;   /* a multiple of 16 */
+    uint32_t first_symbol; /* of the codebook, at most 239 */
+    int64_t num_rows;      /* N, at least 16 */
+    uint32_t num_columns;  /* K, a multiple of 32 */
+    uint32_t num_escapes;
+    const uint32_t *starts;    /* [N + 1]: the escapes of row r are escapes[starts[r]] to escapes[starts[r + 1] - 1] */
+    const ibp_escape *escapes; /* by rows and columns; aligned to 8 bytes */
+} ibp_digit_matrix;
 
-/* y = x W^T + bias: W [N, K], a table of BF16 whose items are rows of K elements; x [num_vectors, K], bias [N] or NULL,
- * y [num_vectors, N], all BF16. Rows are decoded in registers, W is read once and never written. Products are added in
- * float, in an order that depends on K alone, and rounded once.
- * table: in device memory, with slots, N at least 16, K a multiple of 32; of scheme planes with one plane of four-bit
- * digits, consecutive entries from 239 at most, rotated elements and residuals of 8 bits (level fast), no constant
- * columns and no clusters; slot_bytes a multiple of 16 that holds the residuals and digits of a row, 3 K / 2 bytes;
- * slots aligned to 16 bytes. Only these bytes are read: rows that are stored raw or as default rows give any numbers,
- * which are finite for finite x.
- * escapes: of all other rows. The list is not compared with the table; columns and starts out of range do no harm.
+/* y = x W^T + bias: W, the matrix; x [num_vectors, K], bias [N] or NULL, y [num_vectors, N], all BF16. Rows are decoded
+ * in registers, W is read once and never written. Products are added in float, in an order that depends on K alone, and
+ * rounded once.
+ * Rows that are stored raw or as default rows give any numbers, which are finite for finite x. The list of escapes is
+ * not compared with the rows; columns and starts out of range do no harm.
  * num_vectors: up to IBP_MOST_VECTORS. x: aligned to 16 bytes.
- * The matrix and the list may be read before work that the stream has before the call is done: nothing of that writes
- * them. x and bias may be what it writes.
- * @return IBP_INVALID_ARGUMENT for other tables. */
-IBP_API ibp_status ibp_cuda_linear(const ibp_table *table, const ibp_escapes *escapes, const uint16_t *x,
-                                   int64_t num_vectors, const uint16_t *bias, uint16_t *y, ibp_stream stream);
+ * The matrix may be read before work that the stream has before the call is done: nothing of that writes it. x and bias
+ * may be what it writes. */
+IBP_API ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint16_t *x, int64_t num_vectors,
+                                   const uint16_t *bias, uint16_t *y, ibp_stream stream);
 
 /* ---- items with the CPU's help ----------------------------------------------------------------------------------- */
 

@@ -23,6 +23,7 @@ _CHUNK_ELEMENTS = 1 << 24  # that are looked at together
 class Escapes(NamedTuple):
     """What is known of a table besides its digits.
 
+    first_symbol: the exponent of digit 0.
     starts: int32 [N + 1], where a row's entries begin.
     entries: int32 [escapes, 2], by rows and columns: the column; the weight's bits, and in the high half those of what
         digit 15 is multiplied as.
@@ -30,6 +31,7 @@ class Escapes(NamedTuple):
         default rows, or with more than `MOST_OF_A_ROW` escapes.
     """
 
+    first_symbol: int
     starts: torch.Tensor
     entries: torch.Tensor
     rows: torch.Tensor
@@ -37,7 +39,7 @@ class Escapes(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self)
+        return sum(tensor.nbytes for tensor in self[1:])
 
 
 def escapes_of(table: Table) -> Escapes | None:
@@ -102,7 +104,7 @@ def list_escapes(table: Table) -> Escapes | None:
     if len(rows) > num_rows * (1 - _LEAST_REGULAR):
         return None
     starts = torch.cat((counts.new_zeros(1), counts.cumsum(0))).int()
-    return Escapes(starts, entries, rows, weights)
+    return Escapes(first_symbol, starts, entries, rows, weights)
 
 
 def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .._fetch.calls import check_out, check_table, produce
+from .._fetch.calls import check_out, check_table
 from .._fetch.streaming import decompress
 from .._table import Table
 from .escapes import COLUMNS, Escapes, escapes_of
@@ -61,7 +61,10 @@ def linear(
             raise ValueError(f"out is on {out.device}; wanted x's device, {x.device}")
     escapes = escapes_of(table) if _may_fuse(x, table, bias) else None
     if escapes is not None:
-        return _multiply(x, table, escapes, bias, shape, out, check)
+        result = _multiply(x, table, escapes, bias, shape, out)
+        if check:
+            torch.cuda.current_stream(x.device).synchronize()
+        return result
     result = F.linear(x, decompress(table, device=x.device, check=check), bias)
     return result if out is None else out.copy_(result)
 
@@ -111,19 +114,16 @@ def _multiply(
     bias: torch.Tensor | None,
     shape: tuple[int, ...],
     out: torch.Tensor | None,
-    check: bool,
 ) -> torch.Tensor:
     vectors = x.detach().reshape(-1, x.shape[-1]).contiguous()
     if not torch.compiler.is_compiling() and vectors.data_ptr() % 16:
         vectors = vectors.clone()
     bias = None if bias is None else bias.detach().contiguous()
-
-    def run(result: torch.Tensor, _: torch.Tensor) -> None:
-        torch.ops.ibp.linear.default(
-            *table._arguments(x.device), escapes.starts, escapes.entries, vectors, bias, result
-        )
-        if len(escapes.rows):
-            irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
-            result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
-
-    return produce(table, shape, x.device, x.device, out, check, run)
+    result = out if out is not None and out.is_contiguous() else x.new_empty(shape)
+    torch.ops.ibp.linear.default(
+        table.slots, table.slot_bytes, escapes.first_symbol, escapes.starts, escapes.entries, vectors, bias, result
+    )
+    if len(escapes.rows):
+        irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
+        result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
+    return result if out is None or out is result else out.copy_(result)

@@ -124,7 +124,19 @@ struct Listed {
             starts.push_back(static_cast<uint32_t>(entries.size()));
         }
     }
-    ibp_escapes list() const { return {starts.data(), entries.data(), static_cast<uint32_t>(entries.size())}; }
+    ibp_digit_matrix of(const Matrix &m, const Coded &coded) const
+    {
+        const ibp_table &t = coded.table;
+        return {t.slots,
+                t.slots_bytes,
+                t.slot_bytes,
+                m.first_symbol,
+                m.rows,
+                m.columns,
+                static_cast<uint32_t>(entries.size()),
+                starts.data(),
+                entries.data()};
+    }
     void damage()
     {
         for (uint64_t i = 1 + below(3); i != 0; i--) {
@@ -185,9 +197,9 @@ void check(const Matrix &m, const Coded &coded, Listed &listed, uint64_t number)
     fill_vectors(kind, vectors, m.columns, &x);
     for (uint32_t r = 0; r < m.rows; r++) bias.halves()[r] = chance(50) ? 0x3f80 : 0xbf80;
     if (is_damaged) listed.damage();
-    const ibp_escapes escapes = listed.list();
-    const ibp_status status = ibp_cuda_linear(&coded.table, &escapes, x.halves(), vectors,
-                                              has_bias ? bias.halves() : nullptr, y.halves(), nullptr);
+    const ibp_digit_matrix matrix = listed.of(m, coded);
+    const ibp_status status =
+        ibp_cuda_linear(&matrix, x.halves(), vectors, has_bias ? bias.halves() : nullptr, y.halves(), nullptr);
     expect(status == IBP_OK, "refused", number);
     for (uint32_t v = 0; v < vectors && status == IBP_OK && !is_damaged; v++)
         for (uint32_t r = 0; r < m.rows; r++) {
@@ -215,21 +227,23 @@ void check_refusals()
     const Coded coded(m);
     const Listed listed(m, coded);
     Bytes x(size_t{2} * 9 * m.columns), y(size_t{2} * 9 * m.rows);
-    const auto refuses = [&](const ibp_table &t, const ibp_escapes &list, int64_t vectors, const char *what) {
-        expect(ibp_cuda_linear(&t, &list, x.halves(), vectors, nullptr, y.halves(), nullptr) == IBP_INVALID_ARGUMENT,
+    const auto refuses = [&](const ibp_digit_matrix &matrix, int64_t vectors, const char *what) {
+        expect(ibp_cuda_linear(&matrix, x.halves(), vectors, nullptr, y.halves(), nullptr) == IBP_INVALID_ARGUMENT,
                what, 0);
     };
-    const ibp_escapes list = listed.list();
-    refuses(coded.table, list, 9, "9 vectors");
-    refuses(coded.table, list, -1, "-1 vectors");
-    refuses(coded.table, {nullptr, list.entries, list.num_entries}, 1, "no starts");
-    refuses(coded.table, {list.starts, nullptr, 1}, 1, "no entries");
-    ibp_table t = coded.table;
-    t.codebook.planes.first_symbol = 240, refuses(t, list, 1, "symbols past a byte");
-    t = coded.table, t.codebook.planes.rotate = 0, refuses(t, list, 1, "elements that are not rotated");
-    t = coded.table, t.num_items = 15, refuses(t, list, 1, "15 rows");
-    t = coded.table, t.slots_bytes -= 1, refuses(t, list, 1, "a slot that ends early");
-    t = coded.table, t.lengths = nullptr, refuses(t, list, 1, "no lengths");
+    const ibp_digit_matrix good = listed.of(m, coded);
+    refuses(good, 9, "9 vectors");
+    refuses(good, -1, "-1 vectors");
+    ibp_digit_matrix bad = good;
+    bad.starts = nullptr, refuses(bad, 1, "no starts");
+    bad = good, bad.escapes = nullptr, bad.num_escapes = 1, refuses(bad, 1, "no escapes");
+    bad = good, bad.first_symbol = 240, refuses(bad, 1, "symbols past a byte");
+    bad = good, bad.num_rows = 15, refuses(bad, 1, "15 rows");
+    bad = good, bad.slots_bytes -= 1, refuses(bad, 1, "a slot that ends early");
+    bad = good, bad.num_columns += 16, refuses(bad, 1, "columns that are no multiple of 32");
+    bad = good, bad.num_columns = 0xffffffe0u, refuses(bad, 1, "columns whose bytes 32 bits do not count");
+    bad = good, bad.slots += 1, refuses(bad, 1, "slots that are not aligned");
+    bad = good, bad.slots = nullptr, refuses(bad, 1, "no slots");
 }
 
 } // namespace
