@@ -108,6 +108,7 @@ WHOLE_COLUMNS = (
     *("budget_bytes", "held_rows", "raw_rows", "formula_rows", "cache_percent"),  # row_cache.csv, gnn_cache.csv
     "distinct_rows",  # dlrm_train.csv
     *("slot_bytes", "spilled_bytes"),  # spill.csv
+    "vectors",  # linear.csv
 )
 REAL_COLUMNS = (
     *("step_ms", "peak_gb", "freed_gb", "pinned_gb", "saved_gb", "sent_gb", "outgrown_gb"),  # activations.csv
@@ -131,6 +132,7 @@ REAL_COLUMNS = (
     *("hit_rate", "predicted", "own_share", "peer_share"),  # row_cache.csv, dlrm.csv, gnn_cache.csv, scale.csv
     *("forward_us", "gather_us", "added"),  # dlrm_train.csv
     *("gain", "share_of_alone"),  # kv_pages.csv
+    *("times", "tokens_per_s", "host_us"),  # linear.csv
     "tau",  # chunks.csv
     *("spilled", "predicted_spilled"),  # spill.csv
     *("mean_ms", "first_ms", "slowest_ms", "ratio", "m_savings", "v_savings", "target_ratio"),  # adamw.csv

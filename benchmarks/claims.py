@@ -345,6 +345,46 @@ def deltas_table(directory):
     )
 
 
+def linear_table(directory):
+    """Products with coded matrices, by matrix and number of vectors: the arms side by side."""
+    rows = [row for row in charts.read(directory / "linear.csv") if row["case"] != "device"]
+    if not rows:
+        return None
+    arms, lines = charts.in_order(row["arm"] for row in rows), []
+    for case in charts.in_order(row["case"] for row in rows):
+        own = {row["arm"]: row for row in rates(rows, case=case)}
+        texts = (
+            f"{charts.fine_number(own[arm]['us'])} ({own[arm]['times']:.2f})" if arm in own else "" for arm in arms
+        )
+        lines.append([case, *texts])
+    return (
+        f"Products of BF16 (`linear.csv`: {caption(rows)}) of matrices, outputs x inputs, and the number of vectors: "
+        f"microseconds of a product in a CUDA graph, in brackets the times of cuBLAS's rate:\n\n"
+        f"{markdown(['matrix, vectors', *arms], lines)}\n\n{linear_text(rows, arms)}"
+    )
+
+
+def linear_text(rows, arms):
+    """Tokens a second through the matrices of a model, and the host's time of a call."""
+    tokens = {
+        arm: [charts.fine_number(row["tokens_per_s"]) for row in rates(rows, arm=arm) if row["tokens_per_s"]]
+        for arm in arms
+    }
+    host = {arm: max(row["host_us"] for row in rates(rows, arm=arm) if row["host_us"]) for arm in arms}
+    return (
+        "Tokens a second through the matrices of the stack, of 1 and of 8 vectors: "
+        + "; ".join(f"{arm} {' and '.join(tokens[arm])}" for arm in arms)
+        + ". Without a graph a call comes back after at most "
+        + ", ".join(f"{charts.fine_number(host[arm])} us ({arm})" for arm in arms)
+        + "."
+    )
+
+
+def linear_block(directory):
+    text = linear_table(directory)
+    return text and f"## Products with coded matrices\n\n{text}"
+
+
 def deltas_block(directory):
     text = deltas_table(directory)
     return text and f"## Deltas of versions\n\n{text}"
@@ -795,6 +835,7 @@ JUDGED = (
     "kv_rows",
     "deltas",
     "checkpoints",
+    "linear",
     "spill",
 )
 
@@ -1256,6 +1297,7 @@ BLOCKS = {
     "places": places_block,
     "changes": changes_block,
     "deltas": deltas_block,
+    "linear": linear_block,
     "checkpoints": checkpoints_block,
     "missed": missed_block,
     "small calls": calls_block,
@@ -1271,7 +1313,7 @@ BLOCKS = {
 PAGES = {
     "README.md": {"headline": headline_block},
     "benchmarks/RESULTS.md": BLOCKS,
-    "docs/llm.md": {"offload": offload_block, "flexgen": flexgen_block},
+    "docs/llm.md": {"offload": offload_block, "linear": linear_table, "flexgen": flexgen_block},
     "docs/gnn.md": {"graphs": graphs_block, "several GPUs": several_block},
     "docs/codecs.md": {"choices": choose_table},
     "docs/deltas.md": {"deltas": deltas_table},

@@ -6,9 +6,10 @@ BF16 weights N(0, 0.02) at level "fast", 1, 2, 4 and 8 vectors, matrices of the 
 several times in memory, more than the L2 cache holds, and a graph multiplies with one after the other. Arms: `cuBLAS`:
 torch.nn.functional.linear with the plain weights; `decode, then cuBLAS`: the same with the weights decoded before;
 `ibp.linear`: decoded in registers by the kernel that multiplies. `stack` are the matrices of 32 layers of Llama-7B's
-shape, one after the other: what a token takes at least. GB/s count the original bytes of the weights; `us`: of a
-product; `times`: of cuBLAS's rate, and 1 is wanted; `vectors`: of a product. Results are compared with products in
-double, and one-hot vectors with the weights themselves.
+shape, one after the other: what a token takes at least, and `tokens_per_s` what comes out at most. GB/s count the
+original bytes of the weights; `us`: of a product; `host_us`: until a call comes back without a graph, of one vector;
+`times`: of cuBLAS's rate, and 1 is wanted; `vectors`: of a product. Results are compared with products in double, and
+one-hot vectors with the weights themselves.
 """
 
 import sys
@@ -18,9 +19,9 @@ import torch.nn.functional as F
 
 import ibp
 
-from . import codec, families, harness, ideal
+from . import codec, families, harness, ideal, small_calls
 
-COLUMNS = ("us", "vectors", "times", *harness.TARGET_COLUMNS)
+COLUMNS = ("us", "vectors", "times", "tokens_per_s", "host_us", *harness.TARGET_COLUMNS)
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192), (28672, 8192))
 QUICK_SHAPES = ((64, 256), (96, 128))
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8), (1, 8)
@@ -42,24 +43,31 @@ def make(shape, device):
 
 
 class Case:
-    """Matrices that are multiplied one after the other with vectors of their width, and where rates go."""
+    """Matrices that are multiplied one after the other with vectors of their width, and where rates go. of_model:
+    whether they are all those of a model."""
 
-    def __init__(self, run, rates, name, matrices):
-        self.run, self.rates, self.name, self.matrices = run, rates, name, matrices
+    def __init__(self, run, rates, name, matrices, of_model=False):
+        self.run, self.rates, self.name, self.matrices, self.of_model = run, rates, name, matrices, of_model
         self.num_bytes = sum(weight.nbytes for weight, _ in matrices)
         self.stored = sum(table.stored_bytes for _, table in matrices)
         columns = sorted({weight.shape[1] for weight, _ in matrices})
         self.x = {count: {k: torch.randn(count, k, device=run.device).bfloat16() for k in columns} for count in COUNTS}
 
+    @staticmethod
+    def product(arm, x, weight, table):
+        if arm == CUBLAS:
+            return F.linear(x, weight)
+        return F.linear(x, table) if arm == DECODED else ibp.linear(x, table)
+
     def products(self, arm, count):
-        x = self.x[count]
         for weight, table in self.matrices:
-            if arm == CUBLAS:
-                F.linear(x[weight.shape[1]], weight)
-            elif arm == DECODED:
-                F.linear(x[weight.shape[1]], table)
-            else:
-                ibp.linear(x[weight.shape[1]], table)
+            self.product(arm, self.x[count][weight.shape[1]], weight, table)
+
+    def host_us(self, arm, count):
+        """Until a call comes back."""
+        weight, table = self.matrices[0]
+        x = self.x[count][weight.shape[1]]
+        return 1e6 * small_calls.returning_s(self.run, lambda: self.product(arm, x, weight, table))
 
     def seconds(self, arm, count):
         """Of all products."""
@@ -94,6 +102,8 @@ class Case:
             us=harness.four_digits(1e6 * seconds / len(self.matrices)),
             vectors=count,
             times=f"{cublas_s / seconds:.3f}",
+            tokens_per_s=harness.four_digits(count / seconds) if self.of_model else None,
+            host_us=harness.four_digits(self.host_us(arm, count)) if count == 1 else None,
             **harness.judged(gbps, wanted),
         )
 
@@ -131,7 +141,7 @@ def measure_stack(run, rates, made):
     layers = QUICK_LAYERS if run.quick else LAYERS
     kinds = [made[number % len(made)] for number, count in LAYER.items() for _ in range(count)]
     matrices = [(weight.clone(), table.clone()) for _ in range(layers) for weight, table in kinds]
-    Case(run, rates, f"stack of {layers} layers", matrices).measure(STACK_COUNTS)
+    Case(run, rates, f"stack of {layers} layers", matrices, of_model=True).measure(STACK_COUNTS)
 
 
 def main(argv=None):
