@@ -656,6 +656,20 @@ def test_gradients_of_a_scaler():
     check_states(*optimizers)
 
 
+def test_a_step_of_parameters_without_elements():
+    """Alone, at first and later."""
+    torchs, ours = (parameters(shapes=((0, 5), (300, 70))) for _ in range(2))
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours)
+    for has_all in (False, True, False):
+        for params, optimizer in zip((torchs, ours), optimizers):
+            for param in params[: 2 if has_all else 1]:
+                param.grad = torch.ones_like(param)
+            params[1].grad = params[1].grad if has_all else None
+            optimizer.step()
+        check_same(torchs, ours)
+    check_states(*optimizers)
+
+
 def test_layouts():
     """channels_last parameters, gradients with other strides, and pieces of transposed ones."""
     shape = (8, 6, 5, 5)

@@ -302,7 +302,7 @@ def free_overflow(states: list[CodedState]) -> None:
 def choose_learners(states: list[CodedState]) -> None:
     """Lets states learn codebooks in the step that follows, if it is one of those that do: of the kinds that want new
     ones a few, which want them the most, so that no step takes many times as long as another."""
-    if (max(state._stores for state in states) + 1) % _LEARNING_STEPS:
+    if (max((state._stores for state in states), default=0) + 1) % _LEARNING_STEPS:
         return
     kinds: dict[object, list[CodedState]] = {}
     for state in states:
