@@ -148,7 +148,8 @@ def all_gather_into_tensor(
     torch's own call.
 
     The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments, measure the link,
-    and learn a codec from samples of their tensors. Some later calls compare whether it still fits.
+    learn a codec from samples of their tensors, and try out what is fastest. Some later calls compare whether it still
+    fits.
 
     Args:
         output_tensor: contiguous, as many elements as the input tensors of all ranks. The input may be this rank's part
