@@ -354,8 +354,8 @@ def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | N
     return src if group is None else dist.get_group_rank(group, src)
 
 
-def run(job: Job, state: State, is_async: bool = True) -> CodedWork:
-    """Starts a job. is_async: on the CPU, what has to be waited for is left to the work's `wait()`."""
+def run(job: Job, state: State, is_async: bool) -> CodedWork:
+    """Starts a job. is_async: of `CodedWork`."""
     with torch.no_grad():
         return CodedWork(job, state.staging(job.tensors[0].device), is_async)
 

@@ -101,18 +101,18 @@ def transfer(tensor: torch.Tensor, way: Way, options: Options) -> dist.Work | No
     if plan is None or (plan.codec is not None and plan.is_due()):
         work: dist.Work | None = _with_note(tensor, way, state, pair, kind)
     elif plan.codec is not None:
-        work = _coded(tensor, way, state, plan)
+        work = _coded(tensor, way, state, plan, options.is_async)
     else:
         return _finish(way.move(movable(tensor)), options.is_async)
     pair.last = work if options.is_async else None
     return _finish(work, options.is_async)
 
 
-def _coded(tensor: torch.Tensor, way: Way, state: State, plan: Plan) -> CodedWork:
+def _coded(tensor: torch.Tensor, way: Way, state: State, plan: Plan, is_async: bool) -> CodedWork:
     x = as_bytes(tensor)
     pieces = pieces_of_one(plan, x, way.is_out)
     job = Job(pieces, way.move_message, lambda status: way.move_now(x), plan.note_lost, (x,))
-    return run(job, state)
+    return run(job, state, is_async)
 
 
 def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: Kind) -> NotedWork:
