@@ -171,6 +171,10 @@ def nothing(rank):
     scalar = torch.tensor(float(rank))
     broadcast(scalar, 1, level="default")
     assert scalar.item() == 1
+    of_many = torch.full((3, 5), float(rank))
+    broadcast(of_many[:1, 2], 1, level="default")  # one element, with a stride of 5
+    assert of_many.sum().item() == 14 * rank + 1
+    assert Codec.learn(of_many[:1, 2]) is None
 
 
 def test_nothing_and_little(ranks):

@@ -104,6 +104,8 @@ def rows_of(num_bytes: int) -> int:
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, uint8 [n], in the same memory."""
     x = x.detach() if x.requires_grad else x
+    if x.numel() == 1:  # it is contiguous, whatever its strides
+        x = x.as_strided((1,), (1,))
     return (x if x.dim() == 1 else x.reshape(-1)).view(torch.uint8)
 
 
