@@ -212,7 +212,7 @@ def entropy_share(data, view):
     size = view.dtype.itemsize
     if size == 8:
         recipe = coding.learn(data, view)
-        return 1.0 if recipe is None else recipe.needed_share
+        return 1.0 if recipe is None else recipe.needed_share / recipe.times_narrower
     rows = data[: data.numel() // coding.ROW_BYTES * coding.ROW_BYTES].view(-1, coding.ROW_BYTES)
     rows = rows[torch.randperm(len(rows), device=data.device)[:SAMPLED_ROWS]]
     coded = min(2, size)  # bytes, the upper ones

@@ -225,26 +225,37 @@ def test_indices_of_pooling_take_few_bits(small_pieces, layout, kernel, stride, 
         assert_comes_back(offload, indices)
     stats = offload.stats
     assert stats.coded_bytes == 8 * indices.numel() and stats.device_bytes * least < stats.coded_bytes
-    for other in (noise(indices.shape, torch.int64), indices.flip(0), torch.zeros_like(indices)):
-        assert_comes_back(offload, torch.empty_like(indices).copy_(other))
+    assert_comes_back(offload, torch.empty_like(indices).copy_(indices.flip(0)))
+    assert stats.outgrown_bytes == 0
+    with pytest.warns(RuntimeWarning, match="less compressible"):
+        assert_comes_back(offload, torch.empty_like(indices).copy_(noise(indices.shape, torch.int64)))
+    assert stats.outgrown_bytes == 8 * indices.numel()
+    assert_comes_back(offload, indices[:, :5].clone(), torch.zeros_like(indices))
 
 
-def test_differences_add_up_wherever_a_piece_begins():
-    x = noise((5, 7, 3, 11), torch.int64).to(memory_format=torch.channels_last)
-    data = x.permute(0, 2, 3, 1).contiguous().view(-1).view(torch.uint8)
-    origin, period = Origin.of(data, view_of(x)), 7 * 3 * 11
-    places = x.amin((0, 1), keepdim=True).expand(x.shape).permute(0, 2, 3, 1).reshape(-1)
-    wanted = data.view(torch.int64) - places
-    for start, count in ((0, 5 * period), (0, period), (3, period), (3, 3 * period), (period, 17), (period - 1, 2)):
-        part = data[8 * start : 8 * (start + count)]
-        found = origin.differences(part, 8 * start)
-        assert_same_bits(found.view(torch.int64), wanted[start : start + count])
-        origin.add_to(found, 8 * start)
-        assert_same_bits(found, part)
-    odd = origin.differences(data[: 8 * period + 5], 0)
-    assert_same_bits(odd[-5:], data[8 * period : 8 * period + 5])
-    origin.add_to(odd, 0)
-    assert_same_bits(odd, data[: 8 * period + 5])
+@pytest.mark.parametrize("most, dtype", [(255, torch.uint8), (256, torch.int16), (32767, torch.int16)])
+def test_narrow_elements_are_widened(most, dtype):
+    view = spans.View(torch.int64, torch.Size((5, 4, 3, 7)), (84, 1, 28, 4), 0)  # channels last
+    least = (torch.arange(21) * 1000).repeat_interleave(4)
+    elements = least + torch.randint(0, most + 1, (5, 84))
+    elements[0], elements[1] = least, least + most
+    data = elements.view(-1).view(torch.uint8)
+    origin = Origin.of(data, view)
+    assert origin.dtype == dtype and origin.takes(data.numel()) and not origin.takes(data.numel() - 8)
+    limit = torch.iinfo(dtype).max
+    for place, is_lost in ((7, False), (limit, False), (limit + 1, True), (-1, True), (-(2**63), True), (2**62, True)):
+        elements[3, 50] = least[50] + place if abs(place) < 2**62 else place
+        narrow, misfits = origin.narrow(data)
+        assert bool(misfits) == is_lost and narrow.numel() * origin.times_narrower == data.numel()
+        assert is_lost or torch.equal(origin.widen(narrow), data)
+
+
+def test_elements_too_far_from_others_have_no_origin():
+    x = torch.zeros(8, 4, 4, 4, dtype=torch.int64)
+    assert Origin.of(x.view(-1).view(torch.uint8), view_of(x)) is not None
+    for place in (1 << 15, -1):
+        x[3, 3, 3, 3] = place
+        assert Origin.of(x.view(-1).view(torch.uint8), view_of(x)) is None
 
 
 @pytest.mark.parametrize(
@@ -921,6 +932,45 @@ def test_a_graph_is_asked_twice_over_a_link(linked):
         assert offload._pass.alive == way.coming == way.coming_bytes == 0
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("fits", [False, True])
+def test_indices_stay_until_it_is_known_that_they_fit(linked, monkeypatch, fits, is_known):
+    offload = linked()
+    x = torch.randn(6, 24, 37, 29).to(memory_format=torch.channels_last)
+    _, indices = torch.nn.functional.max_pool2d(x, 2, 2, return_indices=True)
+    assert_comes_back(offload, indices)
+    other = indices if fits else indices + 300
+    monkeypatch.setattr(Event, "query", lambda self: is_known)
+    seen, one = [], torch.ones((), requires_grad=True)
+    context = contextlib.nullcontext() if fits else pytest.warns(RuntimeWarning, match="less compressible")
+    with context, offload:
+        y = Save.apply(one, seen, other)
+        y = Save.apply(y, [], torch.zeros(30000))
+    (region,) = [found() for found in offload._pass._regions.values() if found().num_bytes == 8 * indices.numel()]
+    assert (region.memory is None) == (fits and is_known) and (region.misfits is None) == is_known
+    monkeypatch.setattr(Event, "query", lambda self: True)
+    del region
+    y.backward()
+    assert_same_bits(seen[0][0], other)
+    assert (offload.stats.outgrown_bytes == 0) == fits
+
+
+def test_indices_that_were_changed_come_back_as_they_were(linked, monkeypatch):
+    offload, x = linked(), torch.randn(6, 24, 37, 29)
+    _, indices = torch.nn.functional.max_pool2d(x, 2, 2, return_indices=True)
+    assert_comes_back(offload, indices)
+    monkeypatch.setattr(Event, "query", lambda self: False)
+    wanted = indices.clone()
+    (got,) = saved(offload, indices, between=lambda: indices.zero_())
+    assert_same_bits(got, wanted)
+    indices[0, 0, 0, 0] = 1 << 20
+    with (
+        pytest.warns(RuntimeWarning, match="compressible"),
+        pytest.raises(RuntimeError, match="modified by an inplace"),
+    ):
+        saved(offload, indices, between=lambda: indices.zero_())
+
+
 @pytest.mark.parametrize("coded", [False, True])
 def test_pieces_stay_from_where_no_memory_is_pinned(linked, monkeypatch, coded):
     offload = linked(coded)
@@ -1050,6 +1100,23 @@ def test_streams_that_share_what_they_save(cuda, options):
         torch.cuda.synchronize()
         for found in (late, prompt):
             assert_same_bits(found[0][0], x)
+
+
+@pytest.mark.parametrize("way", ["host", "device", "narrow"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_indices_of_pooling_on_a_gpu(cuda, layout, way):
+    offload, shape = offload_on(cuda, **WAYS[way]), (32, 64, 57, 57)
+    for _ in range(3):
+        x = torch.randn(shape, device=cuda).to(memory_format=layout)
+        _, indices = torch.nn.functional.max_pool2d(x, 3, 2, return_indices=True)
+        offload.reset_stats()
+        assert_comes_back(offload, indices, *torch.zeros(3, 1 << 18, device=cuda).unbind())
+    stats = offload.stats
+    assert stats.outgrown_bytes == 0
+    assert 12 * (stats.sent_bytes + stats.device_bytes) < stats.coded_bytes == 8 * indices.numel() + (3 << 20)
+    for other in (indices + 300, noise(shape, torch.int64, cuda).to(memory_format=layout)):
+        for _ in range(2):
+            assert_comes_back(offload, torch.empty_like(other).copy_(other))
 
 
 @pytest.mark.parametrize("to", ["host", "device"])

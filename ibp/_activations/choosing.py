@@ -157,12 +157,12 @@ class Chooser:
         if (recipe is None or recipe.is_outdated) and passes >= next_pass:
             recipe = coding.learn(data, view)
             self._recipes[key] = recipe, 2 * passes + 1
-        return recipe
+        return recipe if recipe is None or recipe.takes(data.numel()) else None
 
     def _unbounded(self, recipe: coding.Recipe | None, device: torch.device) -> str:
         """The mode where everything is to leave: coded where that takes less time than the link takes for the bytes
         that it saves."""
-        saved = 0.0 if recipe is None else 1 - recipe.needed_share
+        saved = 0.0 if recipe is None else 1 - recipe.needed_share / recipe.times_narrower
         if device.type == "cpu" or self._budget.to == "device":
             return DEVICE if saved > _LEAST_SAVED else KEEP
         machine = _calibration.in_force(device)

@@ -30,13 +30,22 @@ class Recipe:
     Args:
         codebook: of rows of ROW_BYTES bytes.
         share: of their bytes that a sample took, as coded.
-        origin: where elements are counted from before they are coded; None: they are coded as they are.
+        origin: where elements are counted from; what is left of them is coded. None: they are coded as they are.
     """
 
     def __init__(self, codebook: AnyCodebook, share: float, origin: Origin | None = None) -> None:
         self.codebook, self.learned_share, self.needed_share = codebook, share, share
         self.codec, self.origin = codebook.codec, origin
         self._room_share, self._noted_share = share * (1 + _FIRST_MARGIN), 0.0
+
+    @property
+    def times_narrower(self) -> int:
+        """Than activations, what is coded of them."""
+        return 1 if self.origin is None else self.origin.times_narrower
+
+    def takes(self, num_bytes: int) -> bool:
+        """Whether activations of so many bytes can be coded."""
+        return self.origin is None or self.origin.takes(num_bytes)
 
     def room(self, num_bytes: int) -> int:
         """Bytes of overflow that activations of so many bytes are expected to fit."""
@@ -117,10 +126,8 @@ def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
     return found
 
 
-def encode(data: torch.Tensor, recipe: Recipe, memory: torch.Tensor, start: int = 0) -> None:
-    """Codes data, uint8 [num_bytes], on the current stream. start: bytes of the tensor before them."""
-    if recipe.origin is not None:
-        data = recipe.origin.differences(data, start)
+def encode(data: torch.Tensor, recipe: Recipe, memory: torch.Tensor) -> None:
+    """Codes data, uint8 [num_bytes], on the current stream."""
     counters, bases, lengths, overflow = _parts(memory, data.numel())
     end = COUNTERS_BYTES + 8 * lengths.numel()
     memory[:end].copy_(_fresh(end, memory.device)[:end])
@@ -132,40 +139,40 @@ def encode(data: torch.Tensor, recipe: Recipe, memory: torch.Tensor, start: int 
     )
 
 
-def decode(memory: torch.Tensor, recipe: Recipe, out: torch.Tensor, fault: torch.Tensor, start: int = 0) -> None:
+def decode(memory: torch.Tensor, recipe: Recipe, out: torch.Tensor, fault: torch.Tensor) -> None:
     """Decodes into out, uint8 [num_bytes], on the current stream, from the first bytes of memory that was coded into:
-    as many as are used. fault: int64 [4] on the device, where damage is noted. start: as of `encode`."""
+    as many as are used. fault: int64 [4] on the device, where damage is noted."""
     _, bases, lengths, overflow = _parts(memory, out.numel())
     words, none = recipe.codebook.words(memory.device), memory[:0]
     torch.ops.ibp.decode_bytes.default(
         *(none, overflow, lengths, bases, words, recipe.codec, 0, 0, lengths.numel(), ROW_BYTES),
         *(0, out.numel(), 0, out, fault),
     )
-    if recipe.origin is not None:
-        recipe.origin.add_to(out, start)
 
 
 def learn(data: torch.Tensor, view: View) -> Recipe | None:
     """A recipe for activations by a sample of some: data, uint8 [num_bytes], and how the tensor lies in them. None
     where they would not get smaller."""
+    if (origin := Origin.of(data, view)) is not None:
+        rest, _ = origin.narrow(data)
+        if (recipe := _learned(rest, origin.dtype, origin)) is not None:
+            return recipe
+    return _learned(data, element_type(view.dtype), None)
+
+
+def _learned(data: torch.Tensor, dtype: torch.dtype, origin: Origin | None) -> Recipe | None:
+    """A recipe for what is coded of activations, uint8 [num_bytes], elements of dtype."""
     total = data.numel() // ROW_BYTES
     if total == 0:
         return None
-    places, dtype = _places(total, data.device), element_type(view.dtype)
-    rows = data[: total * ROW_BYTES].view(total, ROW_BYTES)[places]
-    found = [_learned(rows, dtype, None)]
-    if (origin := Origin.of(data, view)) is not None:
-        found.append(_learned(origin.differences_of_rows(rows, places), dtype, origin))
-    recipe = min((one for one in found if one is not None), key=lambda one: one.learned_share, default=None)
-    return recipe if recipe is not None and recipe.learned_share < 1 else None
-
-
-def _learned(rows: torch.Tensor, dtype: torch.dtype, origin: Origin | None) -> Recipe | None:
-    """A recipe for activations like some rows, uint8 [rows, ROW_BYTES], of elements of dtype."""
+    rows = data[: total * ROW_BYTES].view(total, ROW_BYTES)[_places(total, data.device)]
     geometry = _rows.Geometry(torch.Size((len(rows), ROW_BYTES // dtype.itemsize)), dtype, ROW_BYTES)
     request = Request(rows.view(-1), geometry, rows.device, slot_bytes=0, codes_invariant=True)
     codebook = _choice.learn("planes", request)
-    return None if codebook is None else Recipe(codebook, stored_share(rows.view(-1), codebook), origin)
+    if codebook is None:
+        return None
+    share = stored_share(rows.view(-1), codebook)
+    return Recipe(codebook, share, origin) if share < 1 else None
 
 
 def _places(total: int, device: torch.device) -> torch.Tensor:

@@ -76,12 +76,13 @@ class Lane:
 
     def __init__(self, device: torch.device, window_bytes: int) -> None:
         self.device, self.window_bytes = device, window_bytes
-        self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.out, self.back, self._notes = (torch.cuda.Stream(device) for _ in range(3))
         self.buffers = HostBuffers()
         self.coming = self.coming_bytes = 0
         self._ended: deque[_Ended] = deque()
         self._leaving: deque[tuple[weakref.ref[Region], weakref.ref[Piece], int]] = deque()
         self._leaving_bytes = 0
+        self._narrowed: deque[tuple[weakref.ref[Region], torch.Tensor, torch.cuda.Event]] = deque()
 
     # ---- from the device ----
 
@@ -107,6 +108,25 @@ class Lane:
         self._copy_out(region, piece, piece.counters, source, piece.memory.numel())
         return piece.kept.numel()
 
+    def ask_for_misfits(self, region: Region) -> None:
+        """Has the host told whether what a region is made narrower to is all there is, ahead of what is on its way."""
+        assert region.misfits is not None and region.stream is not None
+        buffer = self.buffers.take(1, self._notes)
+        self._notes.wait_stream(region.stream)
+        with torch.cuda.stream(self._notes):
+            buffer[:1].copy_(region.misfits.view(1).view(torch.uint8), non_blocking=True)
+        region.misfits.record_stream(self._notes)
+        self._narrowed.append((weakref.ref(region), buffer, self._notes.record_event()))
+
+    def _note_misfits(self) -> None:
+        """Frees the memory of regions that are known to be no more than what they were made narrower to."""
+        while self._narrowed and self._narrowed[0][2].query():
+            of, buffer, done = self._narrowed.popleft()
+            region = of()
+            if region is not None and region.misfits is not None:
+                region.note_narrow(not buffer[0])
+            self.buffers.give(buffer, done)
+
     def _copy_out(
         self, region: Region, piece: Piece, to: torch.Tensor, source: torch.Tensor, window_bytes: int
     ) -> None:
@@ -121,11 +141,13 @@ class Lane:
     def make_room(self, num_bytes: int) -> None:
         """Waits until so many more bytes fit the window, or few pieces are on their way, and frees the memory of what
         has left."""
+        self._note_misfits()
         while len(self._leaving) > LEAST_MOVING and self._leaving_bytes + num_bytes > self.window_bytes:
             self._pop()
 
     def free(self) -> None:
         """Frees the memory of what has left, without waiting."""
+        self._note_misfits()
         while self._leaving:
             piece = self._leaving[0][1]()
             if piece is not None and piece.sent is not None and not piece.sent.query():
@@ -158,6 +180,7 @@ class Lane:
     def has_room_for(self, piece: Piece) -> bool:
         assert piece.host is not None
         self.take_back()
+        self._note_misfits()
         return self.coming < LEAST_MOVING or self.coming_bytes + piece.host.numel() <= self.window_bytes
 
     def fetch(self, region: Region, piece: Piece) -> None:

@@ -18,6 +18,7 @@ from . import coding, planning, spans
 from .choosing import Budget, Chooser
 from .faults import Faults
 from .lane import Lane
+from .origin import Origin
 from .passes import Order, Pass
 from .planning import DEVICE, HOLD, KEEP
 from .region import Piece, Region
@@ -234,9 +235,11 @@ class ActivationOffload:
             if watch is not None:
                 watch.mark()
             if region.recipe is not None:
+                if piece is region.pieces[0] and region.recipe.origin is not None:
+                    data = self._narrowed(region, region.recipe.origin, x, data)
                 part = data[piece.start : piece.end]
                 piece.memory = coding.memory_for(part)
-                coding.encode(part, region.recipe, piece.memory, piece.start)
+                coding.encode(part, region.recipe, piece.memory)
             if watch is not None:
                 watch.mark()
             if mode != HOLD:
@@ -244,6 +247,19 @@ class ActivationOffload:
         if watch is not None and notes is not None:
             coded_bytes = None if region.recipe is None else region.expected_bytes
             notes.saves.append(planning.Save(region.number, region.num_bytes, coded_bytes, watch.marks))
+
+    def _narrowed(self, region: Region, origin: Origin, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """What is coded of data, the bytes of x, which stay until the host knows that nothing is lost."""
+        region.memory, region.source = data, spans.Kept.of(x)
+        rest = region.narrow(origin, data)
+        if region.lane is None:
+            region.note_narrow(not bool(region.misfits))
+        else:
+            try:
+                region.lane.ask_for_misfits(region)
+            except _memory.PinningError as error:  # they stay
+                _memory.warn_of_pageable(error)
+        return rest
 
     def _move(self, region: Region, piece: Piece, mode: str) -> None:
         lane = region.lane

@@ -1,33 +1,34 @@
 """What indices of max pooling have in common. Each is a position in its channel's image, one of the few of its window:
-counted from the first of these, which is the same for all images and channels, it takes 2 or 3 bits of its 64."""
+counted from the first of these, which is the same for all images and channels, it fits a byte or two of its eight, and
+takes 2 or 3 bits once it is coded."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 
 from .spans import View
 
 _LEAST_CHANNELS = 16  # of all images: in fewer, the least element may be another one of its window
+_NARROW = (torch.uint8, torch.int16)  # the least first
 _ITEM = 8  # bytes of an element
 
 
 class Origin:
-    """Where int64 elements are counted from, by their place in an image. Differences wrap around, so that any elements
-    come back, also those that are no indices.
+    """Where int64 elements are counted from, by their place in an image.
 
     Args:
-        places: int64 [elements of an image], as they lie in memory.
+        places: int64 [elements of an image], as they lie in memory; none is negative.
+        dtype: of what is left of elements.
     """
 
-    def __init__(self, places: torch.Tensor) -> None:
-        self._places = places
+    def __init__(self, places: torch.Tensor, dtype: torch.dtype) -> None:
+        self._places, self.dtype, self._most = places, dtype, torch.iinfo(dtype).max
 
     @classmethod
     def of(cls, data: torch.Tensor, view: View) -> Origin | None:
         """The least of the elements at each place, over images and channels: of a dense int64 tensor [images,
-        channels, places of one or more dimensions], images one after the other in memory. None for other tensors.
+        channels, places of one or more dimensions], images one after the other in memory. None for other tensors, and
+        where elements are too far from it. Waits for the device.
 
         Args:
             data: uint8 [num_bytes], the tensor's bytes.
@@ -40,46 +41,32 @@ class Origin:
             return None
         places = torch.empty_strided(x.shape[1:], x.stride()[1:], dtype=x.dtype, device=x.device)
         places.copy_(x.amin((0, 1)).expand(x.shape[1:]))
-        return cls(places.as_strided((places.numel(),), (1,)))
+        flat = places.as_strided((places.numel(),), (1,))
+        if int(flat.min()) < 0:
+            return None
+        most = int((data.view(torch.int64).view(-1, len(flat)).amax(0) - flat).max())
+        return next((cls(flat, dtype) for dtype in _NARROW if most <= torch.iinfo(dtype).max), None)
 
-    def differences(self, data: torch.Tensor, start: int) -> torch.Tensor:
-        """Elements, counted from here, uint8 [num_bytes]; bytes behind the last whole one as they are.
+    @property
+    def times_narrower(self) -> int:
+        return _ITEM // self.dtype.itemsize
 
-        Args:
-            data: uint8 [num_bytes].
-            start: bytes of the tensor before them, whole elements.
-        """
-        out = torch.empty_like(data)
-        if rest := data.numel() % _ITEM:
-            out[-rest:] = data[-rest:]
-        for part, places in self._parts(data, start):
-            torch.sub(_elements(data, part, places), places, out=_elements(out, part, places))
-        return out
+    def takes(self, num_bytes: int) -> bool:
+        """Whether these are bytes of whole images."""
+        return num_bytes % (_ITEM * len(self._places)) == 0
 
-    def add_to(self, data: torch.Tensor, start: int) -> None:
-        """Makes differences what they were made from."""
-        for part, places in self._parts(data, start):
-            _elements(data, part, places).add_(places)
+    def narrow(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is left of elements, uint8 [bytes], of int64 ones in data, uint8 [num_bytes] of whole images; and
+        whether that of any does not fit its dtype, bool []."""
+        elements = data.view(torch.int64).view(-1, len(self._places))
+        out = torch.empty(elements.shape, dtype=self.dtype, device=data.device)
+        torch.sub(elements, self._places, out=out)
+        least, greatest = torch.aminmax(elements, dim=0)
+        misfits = ((least < self._places) | (greatest - self._places > self._most)).any()
+        return out.view(-1).view(torch.uint8), misfits
 
-    def differences_of_rows(self, rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """As `differences`, of rows that lie anywhere: uint8 [rows, row bytes], and their numbers."""
-        elements = rows.view(torch.int64)
-        count = elements.shape[1]
-        places = numbers[:, None] * count + torch.arange(count, device=rows.device)
-        return (elements - self._places[places % len(self._places)]).view(torch.uint8)
-
-    def _parts(self, data: torch.Tensor, start: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Bytes of whole images, and of parts of one before and after them, with the places that they have."""
-        period, place, done = len(self._places), start // _ITEM, 0
-        count = data.numel() // _ITEM
-        while done < count:
-            first = (place + done) % period
-            rest = count - done
-            num = rest // period * period if first == 0 and rest >= period else min(rest, period - first)
-            yield slice(_ITEM * done, _ITEM * (done + num)), self._places[first : first + num]
-            done += num
-
-
-def _elements(data: torch.Tensor, part: slice, places: torch.Tensor) -> torch.Tensor:
-    """Bytes as int64 [images, places]."""
-    return data[part].view(torch.int64).view(-1, len(places))
+    def widen(self, data: torch.Tensor) -> torch.Tensor:
+        """The elements of which data is left, uint8 [num_bytes]."""
+        rest = data.view(self.dtype).view(-1, len(self._places))
+        out = torch.empty(rest.shape, dtype=torch.int64, device=data.device)
+        return torch.add(self._places, rest, out=out).view(-1).view(torch.uint8)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import coding, planning, spans
+from .origin import Origin
 
 if TYPE_CHECKING:
     from .lane import Lane
@@ -61,8 +62,10 @@ class Region:
     Attributes:
         num_bytes: before coding.
         recipe: how they are coded; None: as they are.
-        pieces: in order; each is coded, sent and brought back for itself.
-        memory: the bytes, where they are not coded: the saved tensor's own, until all have left.
+        pieces: in order; each is coded, sent and brought back for itself. Of what a recipe makes narrower they are
+            the narrower bytes.
+        memory: the bytes, where they are not coded: the saved tensor's own, until all have left. Of what is made
+            narrower, until it is known that it fits.
         source: the saved tensor whose bytes memory is.
         coming: where pieces that are not coded come back to.
         stream: for which memory, coming or what was decoded are there.
@@ -72,18 +75,20 @@ class Region:
     def __init__(self, of: Pass, number: int, num_bytes: int, recipe: coding.Recipe | None, lane: Lane | None) -> None:
         self.of, self.number, self.num_bytes, self.recipe, self.lane = of, number, num_bytes, recipe, lane
         self.stream = None if lane is None else torch.cuda.current_stream(lane.device)
-        self.pieces = [Piece(start, end, self.stream) for start, end in coding.pieces(num_bytes)]
+        self.piece_bytes = num_bytes // (1 if recipe is None else recipe.times_narrower)
+        self.pieces = [Piece(start, end, self.stream) for start, end in coding.pieces(self.piece_bytes)]
         self.memory: torch.Tensor | None = None
         self.source: spans.Kept | None = None
         self.changed: RuntimeError | None = None  # source was, before its copy was known to be done
         self.coming: torch.Tensor | None = None
+        self.misfits: torch.Tensor | None = None  # whether anything of memory is lost by narrower bytes, on the device
         self.saves = self.uses = 0
         self._decoded: spans.Kept | None = None
 
     def is_away(self, piece: Piece) -> bool:
         """Whether the bytes of a piece are on the host, and not on their way back."""
-        held = self.memory if self.recipe is None else piece.memory if piece.memory is not None else piece.kept
-        return held is None and piece.host is not None and piece.coming is None
+        held = (self.memory, piece.memory, piece.kept, piece.coming)
+        return piece.host is not None and all(memory is None for memory in held)
 
     @property
     def expected_bytes(self) -> int:
@@ -105,6 +110,19 @@ class Region:
         piece.counters = piece.memory[: coding.COUNTERS_BYTES]
         piece.memory = piece.memory[: piece.note_used(self.recipe)].clone()
         return piece.memory.numel()
+
+    def narrow(self, origin: Origin, data: torch.Tensor) -> torch.Tensor:
+        """What is coded of data, which is the region's memory until `note_narrow`."""
+        rest, self.misfits = origin.narrow(data)
+        return rest
+
+    def note_narrow(self, fits: bool) -> None:
+        """Says whether narrower bytes are all there is; if not, the bytes stay as they are."""
+        self.misfits = None
+        if fits:
+            self.memory = self.source = None
+        else:
+            self.of.offload._note_outgrown(self.num_bytes)
 
     def leave(self, piece: Piece) -> None:
         """Frees the memory of a piece, which is elsewhere by now; what is not coded, once the last piece is."""
@@ -133,7 +151,7 @@ class Region:
 
     def _again(self, decoded: spans.Kept) -> torch.Tensor:
         """What an operation was given, for another one; read anew where the first one has changed it."""
-        if decoded.is_changed and (self.recipe is not None or self.memory is None):
+        if decoded.is_changed and self.memory is None:
             return self._read()
         return self._usable(decoded.get())
 
@@ -141,6 +159,8 @@ class Region:
         """Raises RuntimeError where bytes that are not coded were changed while they could be."""
         if self.changed is not None:
             raise self.changed
+        if self.misfits is not None and self.source is not None and self.source.is_changed:
+            self.note_narrow(not bool(self.misfits))
         if self.source is not None:
             self.source.get()
 
@@ -148,7 +168,10 @@ class Region:
         device = torch.device("cpu") if self.lane is None else self.lane.device
         notes = self.of.recorder(device)
         watch = None if notes is None else planning.Stopwatch(device)
-        data = self._received(watch) if self.recipe is None else self._decode(self.recipe, device, watch)
+        if self.recipe is not None and self.memory is None:
+            data = self._decode(self.recipe, device, watch)
+        else:
+            data = self._received(watch)
         if watch is not None and notes is not None:
             notes.uses.append((self.number, watch.marks))
         return data
@@ -178,7 +201,8 @@ class Region:
 
     def _decode(self, recipe: coding.Recipe, device: torch.device, watch: planning.Stopwatch | None) -> torch.Tensor:
         """The bytes, decoded piece by piece: the next ones come meanwhile."""
-        out, fault = torch.empty(self.num_bytes, dtype=torch.uint8, device=device), self.of.offload._faults.of(device)
+        out = torch.empty(self.piece_bytes, dtype=torch.uint8, device=device)
+        fault = self.of.offload._faults.of(device)
         for k, piece in enumerate(self.pieces):
             held = piece.memory if piece.memory is not None else piece.kept
             if held is None:
@@ -188,12 +212,12 @@ class Region:
             _hand_over(held, piece.stream)
             if watch is not None:
                 watch.mark()
-            coding.decode(held, recipe, out[piece.start : piece.end], fault, piece.start)
+            coding.decode(held, recipe, out[piece.start : piece.end], fault)
             if watch is not None:
                 watch.mark()
         if self.lane is not None:
             self.stream = torch.cuda.current_stream(device)
-        return out
+        return out if recipe.origin is None else recipe.origin.widen(out)
 
     def __del__(self) -> None:
         self.of.ended.append(self.number)
