@@ -27,7 +27,7 @@ static bool is_matrix(const ibp_digit_matrix *m)
 static bool has_list(const ibp_digit_matrix &m)
 {
     return m.starts != nullptr && is_aligned(m.starts, 4u) && is_aligned(m.escapes, 8u) &&
-           (m.escapes != nullptr || m.num_escapes == 0u);
+           (m.escapes != nullptr || m.num_escapes == 0u) && m.num_escapes <= INT32_MAX;
 }
 
 // Blocks that take strips in turn: as many as SMs hold at a time, or one a strip.

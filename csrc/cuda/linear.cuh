@@ -332,9 +332,9 @@ template <class Block> struct Finisher {
     {
         return float_of_bits(static_cast<uint32_t>(job.x[uint64_t{vector} * job.columns() + column]) << 16);
     }
-    // Products of entries from first on with a vector, what they were multiplied as and what they are. The first are
-    // none where x is infinite or NaN: the weights have the same sign, so that what the strip's sum has then is what is
-    // added to it.
+    // Adds the products of entries with a vector: of what they were multiplied as, and of what they are. Of the first
+    // kind there are none where x is infinite or NaN: both weights have the same sign, and the sum of the strip is
+    // infinite or NaN already, as it is to be.
     __device__ __forceinline__ void add_entries(const ibp_escape (&entries)[kTogether], uint32_t num_entries,
                                                 uint32_t vector, float *taken, float *right) const
     {
