@@ -2,14 +2,16 @@
 
     python -m benchmarks.linear [--out DIR] [--device cpu] [--quick]
 
-BF16 weights N(0, 0.02) at level "fast", 1, 2, 4 and 8 vectors, matrices of the shapes of models: those of one shape lie
-several times in memory, more than the L2 cache holds, and a graph multiplies with one after the other. Arms: `cuBLAS`:
-torch.nn.functional.linear with the plain weights; `decode, then cuBLAS`: the same with the weights decoded before;
-`ibp.linear`: decoded in registers by the kernel that multiplies. `stack` are the matrices of 32 layers of Llama-7B's
-shape, one after the other: what a token takes at least, and `tokens_per_s` what comes out at most. GB/s count the
-original bytes of the weights; `us`: of a product; `host_us`: until a call comes back without a graph, of one vector;
-`times`: of cuBLAS's rate, and 1 is wanted; `vectors`: of a product. Results are compared with products in double, and
-one-hot vectors with the weights themselves.
+BF16 weights N(0, 0.02) at level "fast", 1, 2, 4 and 8 vectors, matrices of the shapes of models: those of one shape
+lie several times in memory, more than the L2 cache holds, and a graph multiplies with one after the other. Arms:
+`cuBLAS`: torch.nn.functional.linear with the plain weights; `decode, then cuBLAS`: the same with the weights decoded
+before; `ibp.linear`: decoded in registers by the kernel that multiplies. `stack` are the matrices of 32 layers of
+Llama-7B's shape, one after the other: what a token takes at least, and `tokens_per_s` what comes out at most. Products
+overlap there as far as the kernels let them; `after another kernel` are cases in which one writes the vectors before
+each product, and its time counts for both arms, as in a model's layers. GB/s count the original bytes of the weights;
+`us`: of a product; `host_us`: until a call comes back without a graph, of one vector; `times`: of cuBLAS's rate, and 1
+is wanted; `vectors`: of a product. Results are compared with products in double, and one-hot vectors with the weights
+themselves.
 """
 
 import sys
@@ -25,7 +27,7 @@ COLUMNS = ("us", "vectors", "times", "tokens_per_s", "host_us", *harness.TARGET_
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 11008), (8192, 8192), (28672, 8192))
 QUICK_SHAPES = ((64, 256), (96, 128))
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8), (1, 8)
-STACK_COUNTS = (1, 8)
+STACK_COUNTS = (1, 8)  # and after another kernel
 LAYERS, QUICK_LAYERS = 32, 2
 LAYER = {0: 4, 1: 2, 2: 1}  # matrices of a layer: how many of each of SHAPES
 ROTATED_BYTES = 256 << 20  # of one shape: several times the L2 cache
@@ -44,13 +46,16 @@ def make(shape, device):
 
 class Case:
     """Matrices that are multiplied one after the other with vectors of their width, and where rates go. of_model:
-    whether they are all those of a model."""
+    whether they are all those of a model. after_another: whether a kernel writes the vectors before each product."""
 
-    def __init__(self, run, rates, name, matrices, of_model=False):
-        self.run, self.rates, self.name, self.matrices, self.of_model = run, rates, name, matrices, of_model
+    def __init__(self, run, rates, name, matrices, of_model=False, after_another=False):
+        self.run, self.rates, self.matrices, self.of_model = run, rates, matrices, of_model
+        self.after_another = after_another
+        self.name, self.suffix = name, ", after another kernel" if after_another else ""
         self.num_bytes = sum(weight.nbytes for weight, _ in matrices)
         self.stored = sum(table.stored_bytes for _, table in matrices)
         columns = sorted({weight.shape[1] for weight, _ in matrices})
+        self.written = {count: matrices[0][0].new_empty(count, matrices[0][0].shape[1]) for count in COUNTS}
         self.x = {count: {k: torch.randn(count, k, device=run.device).bfloat16() for k in columns} for count in COUNTS}
 
     @staticmethod
@@ -61,7 +66,11 @@ class Case:
 
     def products(self, arm, count):
         for weight, table in self.matrices:
-            self.product(arm, self.x[count][weight.shape[1]], weight, table)
+            x = self.x[count][weight.shape[1]]
+            if self.after_another:
+                torch.mul(x, 1, out=self.written[count])
+                x = self.written[count]
+            self.product(arm, x, weight, table)
 
     def host_us(self, arm, count):
         """Until a call comes back."""
@@ -90,7 +99,7 @@ class Case:
         wanted = self.num_bytes * 1e-9 / cublas_s if arm == FUSED else None
         rows, columns = self.matrices[0][0].shape
         self.run.add(
-            case=f"{self.name}, {count}",
+            case=f"{self.name}, {count}{self.suffix}",
             arm=arm,
             rows=rows,
             row_bytes=2 * columns,
@@ -103,16 +112,16 @@ class Case:
             vectors=count,
             times=f"{cublas_s / seconds:.3f}",
             tokens_per_s=harness.four_digits(count / seconds) if self.of_model else None,
-            host_us=harness.four_digits(self.host_us(arm, count)) if count == 1 else None,
+            host_us=harness.four_digits(self.host_us(arm, count)) if count == 1 and not self.after_another else None,
             **harness.judged(gbps, wanted),
         )
 
     def measure(self, counts):
         for count in counts:
-            with self.run.cell(f"{self.name}, {count} vectors"):
+            with self.run.cell(f"{self.name}, {count} vectors{self.suffix}"):
                 cublas_s = self.seconds(CUBLAS, count)
                 self.record(CUBLAS, count, cublas_s, cublas_s)
-                for arm in (DECODED, FUSED):
+                for arm in (FUSED,) if self.after_another else (DECODED, FUSED):
                     self.record(arm, count, self.seconds(arm, count), cublas_s)
 
 
@@ -134,7 +143,9 @@ def measure_shape(run, rates, shape, matrix):
     check(weight, table, torch.randn(8, shape[1], device=run.device).bfloat16())
     count = max(LEAST_CALLS, -(-ROTATED_BYTES // table.stored_bytes)) if run.on_gpu else 2
     matrices = [matrix] + [(weight.clone(), table.clone()) for _ in range(count - 1)]
-    Case(run, rates, f"{shape[0]} x {shape[1]}", matrices).measure(QUICK_COUNTS if run.quick else COUNTS)
+    name = f"{shape[0]} x {shape[1]}"
+    Case(run, rates, name, matrices).measure(QUICK_COUNTS if run.quick else COUNTS)
+    Case(run, rates, name, matrices, after_another=True).measure(STACK_COUNTS)
 
 
 def measure_stack(run, rates, made):
