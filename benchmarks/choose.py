@@ -1,6 +1,6 @@
 """Which coding gets a tensor over a link the soonest, and does `ibp.choose` take it?
 
-    python -m benchmarks.choose [--out DIR] [--data DIR] [--part 1/2] [--device cpu] [--quick]
+    python -m benchmarks.choose [--out DIR] [--data DIR] [--sets NAME,NAME] [--device cpu] [--quick]
 
 Every set of ratio.csv and typed columns, repeated to 256 MiB on a GPU: what each candidate takes to code and to decode
 the whole of it, beside what `choose` has predicted from its sample, by the wall clock; its bits are checked. Candidates
@@ -9,12 +9,11 @@ G GB/s`: the measured total of what was chosen for that link, the transfer being
 is the best measured candidate. `fetched often`: without coding. Where the choice loses more than 3 % it is printed
 last, as BELOW, with what was measured and predicted.
 
-`--part 2/3` measures the second third of the sets, and keeps the rows of the CSV that are of others and of the same
-machine, versions and commit.
+`--sets dates,K-cache` measures the sets of these names alone, and keeps the rows of the CSV that are of others and of
+the same machine.
 """
 
 import argparse
-import itertools
 import sys
 import time
 from dataclasses import replace
@@ -28,14 +27,14 @@ from . import harness, inputs, sets
 
 COLUMNS = (
     "stored_bytes,encode_us,decode_us,predicted_bytes,predicted_encode_us,predicted_decode_us,"
-    "link_gbps,chosen,best,loss,wanted_loss,part"
+    "link_gbps,chosen,best,loss,wanted_loss"
 ).split(",")
 LINKS_GBPS = (6.0, 55.0, 360.0)  # a network or NVMe, PCIe 5 x16, NVLink
 DATA_BYTES = 256 * inputs.MIB  # of a set on a GPU
 TYPED_ITEMS, QUICK_ITEMS = 1 << 21, 1 << 14
 WANTED_LOSS = 0.03
-BUDGET_S = 6e-3  # of a measurement
-ROUNDS = 2  # in which candidates are measured in turn
+BUDGET_S = 4e-3  # of a measurement
+ROUNDS = 3  # in which candidates are measured in turn
 STEADY_S = 20e-3  # of coding and decoding that is measured once
 HOPELESS = 3.0  # times the predicted time of the best, over every link
 OFTEN = ", fetched often"
@@ -143,7 +142,7 @@ def us(value):
     return harness.four_digits(1e6 * value)
 
 
-def measure_set(run, name, x, part):
+def measure_set(run, name, x):
     what = f"{name} {harness.dtype_name(x.dtype)}"
     found = ibp.choose(x, LINKS_GBPS[0])
     raw = next(cost for cost in found.table if cost.scheme == "raw")
@@ -153,7 +152,6 @@ def measure_set(run, name, x, part):
         "row_bytes": x.nbytes // len(x),
         "dtype": x.dtype,
         "sms": None,
-        "part": part,
     }
     costs = [
         cost
@@ -222,37 +220,25 @@ def shortfalls(rows):
     ]
 
 
-# ---- parts ---------------------------------------------------------------------------------------------------------
-
-
-def part_of(text):
-    """(2, 3) of "2/3"."""
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no part; wanted one such as 1/2")
-    return int(number), int(count)
-
-
-def parted(argv):
-    """((number, count) of the part, the other arguments)."""
+def named(argv):
+    """(names of the sets to measure, None for all; the other arguments)."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--part", type=part_of, default=(1, 1))
+    parser.add_argument("--sets", type=lambda text: text.split(","))
     found, others = parser.parse_known_args(argv)
-    return found.part, others
+    return found.sets, others
 
 
 def main(argv=None):
-    (number, count), others = parted(argv)
+    names, others = named(argv)
     args = harness.parse_args(others, __doc__)
-    part = f"{number}/{count}"
-    run = harness.Run(
-        "choose", args, COLUMNS, keep=lambda row: row["part"] != part and row["part"].endswith(f"/{count}")
-    )
+    run = harness.Run("choose", args, COLUMNS, keep=lambda row: names is not None and row["case"] not in names)
     torch.manual_seed(0)
-    for name, x in itertools.islice(tensors(args), number - 1, None, count):
+    for name, x in tensors(args):
+        if names is not None and name not in names:
+            continue
         what, start = f"{name} {harness.dtype_name(x.dtype)}", time.perf_counter()
         with run.cell(what):
-            measure_set(run, name, on_device(run, x), part)
+            measure_set(run, name, on_device(run, x))
         print(f"{what}: {time.perf_counter() - start:.2f} s", flush=True)
     below = shortfalls(run.rows)
     choices = sum(bool(row.get("loss")) for row in run.rows)

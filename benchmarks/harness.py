@@ -176,7 +176,7 @@ class Run:
     """One script's run: times calls, collects rows, writes them to <out>/<benchmark>.csv as they come, what they took
     of the GPU's memory to <out>/memory.csv. SIGTERM ends the script with what was measured until then. extra_columns:
     of this script's CSV, after the common ones. keep: which rows of the CSV before stay, if
-    they are of the same machine, versions and commit."""
+    they are of the same machine and versions."""
 
     def __init__(self, benchmark, args, extra_columns=(), keep=lambda row: False):
         self.benchmark, self.quick, self.device = benchmark, args.quick, torch.device(args.device)
@@ -203,13 +203,15 @@ class Run:
         self.path = args.out / f"{benchmark}.csv"
         args.out.mkdir(parents=True, exist_ok=True)
         self.memory_path = args.out / "memory.csv"
-        is_same = self.same.items()
-        start_file(self.path, self.columns, lambda row: is_same <= row.items() and keep(row))
+        start_file(self.path, self.columns, lambda row: self._is_of_this_machine(row) and keep(row))
         start_file(self.memory_path, MEMORY_COLUMNS, keep=lambda row: row["benchmark"] != benchmark)
         signal.signal(signal.SIGTERM, self._stop)
         self.head_start = 1
         self.memset_gbps = self.scratch.numel() * 1e-9 / self.seconds([self.scratch.zero_])
         self.head_start = math.ceil(HEAD_START_S * self.memset_gbps * 1e9 / self.scratch.numel())
+
+    def _is_of_this_machine(self, row):
+        return all(row[name] == value for name, value in self.same.items() if name != "commit")
 
     @property
     def is_judged(self):
