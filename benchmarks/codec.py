@@ -1,14 +1,17 @@
 """How fast are decoding, encoding and analysis from device memory, next to a device copy, a memset and nvCOMP?
 
-    python -m benchmarks.codec [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.codec [--out DIR] [--nvcomp] [--device cpu] [--quick]
 
 Tables of 256 MiB, several times the L2 cache, and one of 4 GiB, beside which the fixed costs of compression and
 analysis are small; 1 GiB from host memory. GB/s of original bytes, the copy's of bytes copied. `decode` is
 `ibp.decompress(table, out=)` of the slots layout, `decode packed` of the packed one; `encode` is the kernels alone,
 `compress` and the analyses whole Python calls with their allocations and synchronisations; nvCOMP's write into memory
 that is there. Decoding slower than it should be is printed last, as BELOW.
+
+`--nvcomp` measures nvCOMP's arms alone, 10 s, and keeps the rows of others that are of the same machine.
 """
 
+import argparse
 import sys
 from dataclasses import replace
 
@@ -42,16 +45,17 @@ def data_bytes(run):
 
 
 class DeviceRates:
-    """The rates of a copy and a memset of the size that the codec works on, measured in this run."""
+    """The rates of a copy and a memset of the size that the codec works on, measured in this run. record: in its CSV,
+    too."""
 
-    def __init__(self, run):
+    def __init__(self, run, record=True):
         size = data_bytes(run)
         source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=run.device)
         target = torch.empty_like(source)
         self.copy_gbps = size * 1e-9 / run.seconds([lambda: target.copy_(source)])
         harness.check_bits(target, source, "copy_")
         self.memset_gbps = size * 1e-9 / run.seconds([target.zero_])
-        for arm, gbps in (("copy_", self.copy_gbps), ("memset", self.memset_gbps)):
+        for arm, gbps in (("copy_", self.copy_gbps), ("memset", self.memset_gbps)) if record else ():
             run.add(
                 case="device",
                 arm=arm,
@@ -268,10 +272,7 @@ def measure_nvcomp(case):
     """nvCOMP's ANS on the same bytes, into memory that is there, with codecs and configurations that are made once: on
     floats of 2 or 4 bytes as such. Coding by the wall clock: it waits for the size.
     """
-    case.kind = ""
-    if not (nvcomp and case.run.on_gpu):
-        return
-    with case.run.cell("nvCOMP ANS"):
+    with case.run.cell(f"nvCOMP ANS, {case.name}"):
         coder, data, out = ans_coder(case.x), case.x.view(torch.uint8).view(-1), case.out.view(torch.uint8).view(-1)
         room = coder.room(data)
         coded = coder.encode(data, room).clone()
@@ -301,8 +302,6 @@ def run_normal(run, rates):
                 measure(case, dense)
                 if not dense.per_column:
                     measure_decoding(case, column_codebook(dense, x))
-                if is_analyzed:
-                    measure_nvcomp(case)
 
 
 def run_large(run, rates):
@@ -330,7 +329,21 @@ def run_real(run, rates, data_dir):
             case = Case(run, rates, name, inputs.replicated(rows, num_rows, run.device))
             measure_codec(case, ibp.analyze(case.x, sample=None))
             measure_codec(case, ibp.analyze(case.x, scheme="planes", sample=None))
-            measure_nvcomp(case)
+
+
+def run_nvcomp(run, rates, data_dir):
+    """nvCOMP, which knows no rows, on one table of each kind."""
+    if not (nvcomp and run.on_gpu):
+        print("nvCOMP: " + ("the package nvidia-nvcomp-cu13 is not installed" if run.on_gpu else "needs --device cuda"))
+        return
+    for name, dtype, deviation in inputs.NORMAL:
+        x = inputs.normal_rows(
+            data_bytes(run), dtype, deviation, run.device, columns=ANALYZED_ROW_BYTES // dtype.itemsize
+        )
+        measure_nvcomp(Case(run, rates, name, x))
+    for name, rows in inputs.real_sets(data_dir):
+        num_rows = data_bytes(run) // (rows.shape[1] * rows.dtype.itemsize)
+        measure_nvcomp(Case(run, rates, name, inputs.replicated(rows, num_rows, run.device)))
 
 
 # ---- what the rates should be --------------------------------------------------------------------------------------
@@ -394,19 +407,20 @@ def shortfalls(rows):
 
 
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    run = harness.Run("codec", args)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--nvcomp", action="store_true")
+    only, others = parser.parse_known_args(argv)
+    args = harness.parse_args(others, __doc__)
+    run = harness.Run("codec", args, keep=lambda row: only.nvcomp and not row["arm"].startswith("nvcomp"))
     torch.manual_seed(0)
-    if not run.on_gpu:
-        print("nvCOMP: needs --device cuda, left out")
-    elif not nvcomp:
-        print("nvCOMP: the package nvidia-nvcomp-cu13 is not installed, left out")
-    rates = DeviceRates(run)
-    run_normal(run, rates)
-    run_synthetic(run, rates)
-    run_large(run, rates)
-    run_real(run, rates, args.data)
-    return run.finish(shortfalls(run.rows))
+    rates = DeviceRates(run, record=not only.nvcomp)
+    if not only.nvcomp:
+        run_normal(run, rates)
+        run_synthetic(run, rates)
+        run_large(run, rates)
+        run_real(run, rates, args.data)
+    run_nvcomp(run, rates, args.data)
+    return run.finish([] if only.nvcomp else shortfalls(run.rows))
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def metadata_bytes(table, device):
 class Run:
     """One script's run: times calls, collects rows, writes them to <out>/<benchmark>.csv as they come, what they took
     of the GPU's memory to <out>/memory.csv. SIGTERM ends the script with what was measured until then. extra_columns:
-    of this script's CSV, after the common ones. keep: which rows of the CSV before stay, if
+    of this script's CSV, after the common ones. keep: which rows of both CSVs before stay, if
     they are of the same machine and versions."""
 
     def __init__(self, benchmark, args, extra_columns=(), keep=lambda row: False):
@@ -204,7 +204,7 @@ class Run:
         args.out.mkdir(parents=True, exist_ok=True)
         self.memory_path = args.out / "memory.csv"
         start_file(self.path, self.columns, lambda row: self._is_of_this_machine(row) and keep(row))
-        start_file(self.memory_path, MEMORY_COLUMNS, keep=lambda row: row["benchmark"] != benchmark)
+        start_file(self.memory_path, MEMORY_COLUMNS, lambda row: row["benchmark"] != benchmark or keep(row))
         signal.signal(signal.SIGTERM, self._stop)
         self.head_start = 1
         self.memset_gbps = self.scratch.numel() * 1e-9 / self.seconds([self.scratch.zero_])

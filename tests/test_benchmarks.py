@@ -458,23 +458,35 @@ def test_read_bytes():
     assert codec.read_bytes(slots) % 32 == 0 and codec.read_bytes(slots) >= slots.link_bytes
 
 
-def test_nvcomp_arms_of_codec(tmp_path, monkeypatch):
-    run, x = run_on_cpu(tmp_path, "codec"), torch.randn(64, 64)
-    monkeypatch.setattr(codec, "nvcomp", types.SimpleNamespace())
+def test_nvcomp_alone_keeps_the_rows_of_others(tmp_path, monkeypatch):
+    """A coder that copies stands in for nvCOMP, and the CPU for a GPU."""
     coder = types.SimpleNamespace(
         room=torch.empty_like,
         encode=lambda data, room: room.copy_(data),
         decode=lambda coded, out: out.copy_(coded),
     )
+    monkeypatch.setattr(codec, "nvcomp", types.SimpleNamespace())
     monkeypatch.setattr(codec, "ans_coder", lambda x: coder)
-    case = codec.Case(run, types.SimpleNamespace(copy_gbps=2000.0, memset_gbps=3000.0), "normal 1", x)
-    codec.measure_nvcomp(case)
-    assert run.rows == []  # not without a GPU
-    monkeypatch.setattr(run, "on_gpu", True)
-    monkeypatch.setattr(run, "sync", lambda: None)
-    monkeypatch.setattr(run, "seconds", lambda calls, wall=False: [call() for call in calls] and 1.0)
-    codec.measure_nvcomp(case)
-    assert [row["arm"] for row in run.rows] == ["nvcomp ANS decode", "nvcomp ANS compress"] and run.failures == []
+    monkeypatch.setattr(inputs, "real_sets", lambda data: [("few", torch.zeros(4, 512))])
+    monkeypatch.setattr(harness.Run, "seconds", lambda run, calls, wall=False: [call() for call in calls] and 1.0)
+
+    def measured():
+        assert codec.main(["--device", "cpu", "--quick", "--nvcomp", "--out", str(tmp_path)]) == 0
+        with open(tmp_path / "codec.csv", newline="") as file:
+            return [(row["case"], row["arm"]) for row in csv.DictReader(file)]
+
+    assert measured() == []  # not without a GPU
+    same = dict(rows=1, row_bytes=1, dtype=torch.int8, savings=0, gbps=1, ideal_gbps=1, sms=0)
+    run_on_cpu(tmp_path, "codec").add(case="normal 1", arm="decode", **same)
+    monkeypatch.setattr(codec, "run_nvcomp", lambda run, *others, call=codec.run_nvcomp: call(on_gpu(run), *others))
+
+    def on_gpu(run):
+        run.on_gpu, run.sync = True, lambda: None
+        return run
+
+    names = [*(name for name, _, _ in inputs.NORMAL), "few"]
+    wanted = [(name, f"nvcomp ANS {what}") for name in names for what in ("decode", "compress")]
+    assert measured() == measured() == [("normal 1", "decode"), *wanted]
 
 
 # ---- overlap -------------------------------------------------------------------------------------------------------
