@@ -305,6 +305,8 @@ def test_rows_that_change(cuda, fused):
     changed[7] = weight[8]
     table.update_(torch.tensor([5, 7], device=cuda), changed[[5, 7]])
     check_products(x, changed, None, ibp.linear(x, table))
+    table.append(weight[:40])
+    check_products(x, torch.cat((changed, weight[:40])), None, ibp.linear(x, table))
     table = coded(weight)
     ibp.linear(x, table)
     other = ibp.compress(changed, codebook=table.codebook, slot_bytes=table.slot_bytes, pin_memory=False)

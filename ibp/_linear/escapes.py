@@ -47,7 +47,7 @@ def escapes_of(table: Table) -> Escapes | None:
     now, as a graph is being captured or code compiled."""
     held: tuple[Any, Escapes | None] | None = table._escapes
     if torch.compiler.is_compiling():
-        return held[1] if held is not None and held[0][0] == table._version else None
+        return held[1] if held is not None and held[0][:2] == (table._version, table.shape) else None
     state = _state(table)
     if held is not None and held[0] == state:
         return held[1]
@@ -65,7 +65,7 @@ def escapes_of(table: Table) -> Escapes | None:
 def _state(table: Table) -> tuple:
     """What changes when the table's bytes do."""
     slots = table.slots
-    return table._version, slots.data_ptr(), None if slots.is_inference() else slots._version
+    return table._version, table.shape, slots.data_ptr(), None if slots.is_inference() else slots._version
 
 
 def takes(table: Table) -> bool:
