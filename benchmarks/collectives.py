@@ -51,9 +51,9 @@ ARMS = (TORCH, DEFAULT, FAST, AUTO)
 GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = "all_gather_into_tensor", "broadcast", "all_to_all_single", "send", "FSDP2"
 WARM, TIMED, LONG_S, ROWS = 2, 10, 0.05, 31  # calls; calls in a row; but one of so many seconds; turns at most
 ROW_S = 0.006  # of torch's calls in a row, about
-CASE_S, QUICK_CASE_S, LINK_S = 0.8, 0.02, 18.0  # what the turns of a case take, about; what a link may take
+CASE_S, QUICK_CASE_S, LINK_S = 0.4, 0.02, 16.0  # what the turns of a case take, about; what a link may take
 WEIGHTS = "weights"
-FSDP_NETS, QUICK_FSDP_NETS = ((6, 2048), (3, 4096)), ((2, 64),)  # modules, width: of 64 and 256 MiB in BF16
+FSDP_NETS, QUICK_FSDP_NETS = ((6, 2048, 8192), (3, 4096, 8192)), ((2, 64, 8),)  # modules of 64 and 256 MiB, width, rows
 
 
 def random_bytes(rows, columns, device):
@@ -121,7 +121,7 @@ class Rank:
         """All arms of one case. calls: by arm; check(arm) raises unless the result is right."""
         if not self.has_time():
             return
-        if self.link == DIRECT and name != FSDP:  # whose steps differ
+        if self.link == DIRECT and AGAIN not in calls:
             calls = {**calls, AGAIN: calls[TORCH]}
         for arm, call in calls.items():
             for _ in range(WARM):
@@ -167,10 +167,10 @@ def work(rank, kind, link, small, store, found):
             measure_gather(process, *KINDS[0], mib)
         one = sizes[0] if small else ONE_MIB
         measure_others(process, one)
-        for layers, width in QUICK_FSDP_NETS if small else FSDP_NETS:
-            measure_fsdp(process, layers, width)
+        for net in QUICK_FSDP_NETS if small else FSDP_NETS:
+            measure_fsdp(process, *net)
         for name, dtype, make in KINDS[1:]:
-            measure_gather(process, name, dtype, make, one, (TORCH, DEFAULT, AUTO))
+            measure_gather(process, name, dtype, make, one, (TORCH, AUTO))
         if rank == 0:
             Path(found).write_text(json.dumps(process.found))
         dist.barrier()
@@ -209,7 +209,7 @@ def _torch_gather(out, x):
 
 
 def measure_others(process, mib):
-    """Broadcast, all_to_all_single, send."""
+    """Broadcast, all_to_all_single, send; `fast` is no other there than in all-gathers."""
     name, dtype, make = KINDS[0]
     x, rank = tensor_of(process, make, dtype, mib * inputs.MIB), process.rank
     sent = x.clone()
@@ -217,7 +217,7 @@ def measure_others(process, mib):
     out = torch.empty_like(x)
 
     def arms(plain, other):
-        return {TORCH: plain, **{arm: functools.partial(other, level=arm, name=name) for arm in ARMS[1:]}}
+        return {TORCH: plain, **{arm: functools.partial(other, level=arm, name=name) for arm in (DEFAULT, AUTO)}}
 
     tensor = sent if rank == 0 else out
     check = checker(out, sent, f"{process.link}, {BROADCAST}") if rank else lambda arm: None
@@ -240,11 +240,11 @@ def measure_others(process, mib):
 # ---- FSDP2 ---------------------------------------------------------------------------------------------------------
 
 
-def measure_fsdp(process, layers, width):
-    """Steps of a net of linear layers, one after the other."""
-    losses = {}
-    nets = {arm: make_net(process, arm, layers, width) for arm in (TORCH, AUTO)}
-    calls = {arm: functools.partial(step, process, net, losses.setdefault(arm, [])) for arm, net in nets.items()}
+def measure_fsdp(process, layers, width, rows):
+    """Steps of a net of linear layers, one after the other, with so many rows of input."""
+    losses, arms = {}, (TORCH, AUTO, AGAIN) if process.link == DIRECT else (TORCH, AUTO)
+    nets = {arm: make_net(process, arm, layers, width) for arm in arms}
+    calls = {arm: functools.partial(step, process, net, losses.setdefault(arm, []), rows) for arm, net in nets.items()}
     weights = sum(weight.numel() for weight in nets[TORCH][0].parameters())
 
     def check(arm):
@@ -270,16 +270,16 @@ def make_net(process, arm, count, width):
     for layer in net:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(net, mesh=mesh, mp_policy=policy)
-    if arm != TORCH:
+    if arm == AUTO:
         coded.compress_all_gather(net, level=arm)
     return net, torch.optim.SGD(net.parameters(), lr=1e-3)
 
 
-def step(process, net_and_optimizer, losses):
+def step(process, net_and_optimizer, losses, rows):
     net, optimizer = net_and_optimizer
     generator = torch.Generator(process.device).manual_seed(len(losses))
     width = net[0][0].in_features
-    x = torch.randn(64, width, generator=generator, device=process.device)
+    x = torch.randn(rows, width, generator=generator, device=process.device)
     loss = net(x).float().square().mean()
     loss.backward()
     optimizer.step()

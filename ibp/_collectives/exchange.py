@@ -93,8 +93,6 @@ class CodedWork(Work):
     def _queue(self, job: Job, waits: bool) -> None:
         """All that the call does, or on the CPU what it need not wait for."""
         self._staging.begin()
-        if not self._is_known:
-            self._status.data.zero_()
         for piece in job.pieces:
             self._start(job, piece)
             if len(self._pending) > _LAG and waits:
@@ -111,6 +109,7 @@ class CodedWork(Work):
         slot = self._staging.take(messages.num_bytes)
         for part in piece.sent:
             messages.code(slot, part, self._status, 0)
+        slot.clean = None
         with all_taking_part():
             self._pending.append((piece, slot, job.move(messages, messages.of(slot))))
 
@@ -128,6 +127,8 @@ class CodedWork(Work):
             piece.messages.decode(slot, part, self._status, max_sms)
         if piece is job.pieces[-1]:
             self._record()
+        if self._staging.on_gpu and piece.sent:
+            piece.messages.clean(slot, piece.sent[0].message)
         self._staging.leave(slot)
 
     def _record(self) -> None:

@@ -45,20 +45,20 @@ class _Bound(NamedTuple):
 
 
 class Status:
-    """What the host looks at after a call: what has become of each message.
+    """What the host looks at after a call: what has become of each message. It is zero before a call.
 
     Args:
         count: of messages.
         num_coded: of them.
         device: that writes it.
-        data: int64 [status_entries(count, num_coded)], that it lies in; None: it has its own.
+        data: int64 [status_entries(count, num_coded)] zeros, that it lies in; None: it has its own.
     """
 
     @torch.inference_mode(False)  # as all that later calls write to
     def __init__(self, count: int, num_coded: int, device: torch.device, data: torch.Tensor | None = None) -> None:
         self._count = count
         entries = status_entries(count, num_coded)
-        self.data = torch.empty(entries, dtype=torch.int64, device=device) if data is None else data
+        self.data = torch.zeros(entries, dtype=torch.int64, device=device) if data is None else data
         of_messages = self.data[: _ENTRIES * count].view(count, _ENTRIES)
         self.counts = [row[:_FAULT] for row in of_messages]
         self.faults = [row[_FAULT : _FAULT + 4] for row in of_messages]
@@ -70,14 +70,17 @@ class Status:
         self._values: list[int] = []
 
     def record(self) -> None:
-        """Brings it to the host, on the current stream."""
+        """Brings it to the host, on the current stream, and makes it ready for another call."""
         if self.done is not None:
             self._seen.copy_(self.data, non_blocking=True)
             self.done.record()
+            self.data.zero_()
 
     def read(self) -> None:
         """What is on the host is looked at, from now on."""
         self._values = self._seen.tolist()
+        if self.done is None:
+            self.data.zero_()
 
     def is_lost(self, message: int) -> bool:
         """Whether the message, where it was coded here, had no room for all rows."""
@@ -160,8 +163,16 @@ class Messages:
             self.of(slot).each[k][: data.numel()].copy_(data)
             return
         bound = self._bind(slot, k)
-        bound.start.copy_(self._empty[self.payloads[k]])
+        if slot.clean is not bound:
+            bound.start.copy_(self._empty[self.payloads[k]])
+        slot.clean = None
         torch.ops.ibp.encode_into.default(*bound.encode, status.counts[k], data, None, None, 0, max_sms, status.unused)
+
+    def clean(self, slot: Slot, k: int) -> None:
+        """Makes a message that was moved ready for being coded again: by then the host has less to do."""
+        if self.is_coded[k]:
+            slot.clean = self._bind(slot, k)
+            slot.clean.start.copy_(self._empty[self.payloads[k]])
 
     def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
         """Writes what a message carries to where it belongs."""

@@ -26,7 +26,10 @@ _SAMPLED_ROWS = 512  # of all ranks together, at least
 _MOST_PLANS = 4096
 _EARLY_CHECKS, _CALLS_A_CHECK = (8, 32), 64  # calls after which, and in which distance, ranks compare what was lost
 _WORTH_TRYING, _MOST_TRIED = 0.9, 3  # the least gain by the model, and the most ways to code, that are tried out
-_LEAST_TRIED_GAIN = 1.05  # that was measured: calls scatter by some percent
+_LEAST_TRIED_GAIN, _NEAR_BEST = 1.05, 1.02  # that were measured: calls scatter by some percent
+_LATE_S = (
+    4e-4  # that the host is later with a coded call than with torch's, about, where it has other work between them
+)
 MOST_TIMES = 3  # that a codec is learned anew, before its tensors travel raw
 
 
@@ -258,8 +261,10 @@ class State:
                 for plan in (RAW, *plans)
             ]
             raw_s, *coded_s = (max(of) for of in zip(*members.together(kind.what, lambda: times)))
-            best = min(range(len(plans)), key=coded_s.__getitem__)
-            self._tried[key] = best if coded_s[best] * _LEAST_TRIED_GAIN < raw_s else -1
+            near = [k for k in range(len(plans)) if coded_s[k] <= min(coded_s) * _NEAR_BEST]
+            best = min(near, key=lambda k: plans[k].num_pieces)  # the host has the least to do
+            late_s = _LATE_S if call.load.is_known_to_fit else 0.0
+            self._tried[key] = best if coded_s[best] * _LEAST_TRIED_GAIN + late_s < raw_s else -1
         best = self._tried[key]
         return [plans[min(best, len(plans) - 1)]] if best >= 0 else []
 

@@ -18,11 +18,13 @@ class Slot:
     Attributes:
         memory: uint8; another one where it has grown.
         is_taken: by a piece that is not finished.
+        clean: what of it can be coded into as it is; None: nothing is known to.
         bound: what users of the memory keep about it, while it is the same.
     """
 
     memory: torch.Tensor
     is_taken: bool = False
+    clean: object = None
     bound: weakref.WeakKeyDictionary[Any, dict[int, Any]] = field(default_factory=weakref.WeakKeyDictionary)
 
 
@@ -80,7 +82,7 @@ class Staging:
             self._slots.append(slot)
             return slot
         slot.memory.record_stream(torch.cuda.current_stream(self.device))  # which has waited for all its users
-        slot.memory, slot.bound = self._empty(num_bytes), weakref.WeakKeyDictionary()
+        slot.memory, slot.clean, slot.bound = self._empty(num_bytes), None, weakref.WeakKeyDictionary()
         return slot
 
     @torch.inference_mode(False)  # later calls write to it
