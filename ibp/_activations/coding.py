@@ -102,12 +102,12 @@ def memory_for(data: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(memory: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, ...]:
-    """(counters, bases, lengths, overflow), of which the last may be shorter than it was."""
-    rows = num_rows(num_bytes)
-    bases_end = COUNTERS_BYTES + 8 * rows
-    counters, bases = torch.split_with_sizes(memory[:bases_end].view(torch.int64), (COUNTERS_BYTES // 8, rows))
-    lengths = memory[bases_end : bases_end + 2 * rows].view(torch.uint16)
-    return counters, bases, lengths, memory[index_bytes(num_bytes) :]
+    """Bytes of (bytes in use, rows spilled and lost, fault, bases, lengths, overflow), of which the last may be shorter
+    than it was."""
+    rows, index = num_rows(num_bytes), index_bytes(num_bytes)
+    sizes = (8, 16, 32, 8, 8 * rows, 2 * rows, index - COUNTERS_BYTES - 10 * rows, memory.numel() - index)
+    used, counts, fault, _, bases, lengths, _, overflow = torch.split_with_sizes(memory, sizes)
+    return used, counts, fault, bases, lengths, overflow
 
 
 _fresh_of: dict[torch.device, torch.Tensor] = {}
@@ -128,24 +128,23 @@ def _fresh(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 def encode(data: torch.Tensor, recipe: Recipe, memory: torch.Tensor) -> None:
     """Codes data, uint8 [num_bytes], on the current stream."""
-    counters, bases, lengths, overflow = _parts(memory, data.numel())
-    end = COUNTERS_BYTES + 8 * lengths.numel()
+    used, counts, fault, bases, lengths, overflow = _parts(memory, data.numel())
+    end = COUNTERS_BYTES + bases.numel()
     memory[:end].copy_(_fresh(end, memory.device)[:end])
-    used, counts, fault, _ = torch.split_with_sizes(counters, (1, 2, 4, 1))
-    words, none = recipe.codebook.words(data.device), memory[:0]
+    words, none, rows = recipe.codebook.words(data.device), memory[:0], lengths.view(torch.uint16)
     torch.ops.ibp.encode_into.default(
-        *(none, overflow, lengths, bases, words, recipe.codec, 0, 0, lengths.numel(), ROW_BYTES),
-        *(lengths[:0], used, counts, data, None, None, 0, 0, fault),
+        *(none, overflow, rows, bases.view(torch.int64), words, recipe.codec, 0, 0, rows.numel(), ROW_BYTES),
+        *(rows[:0], used.view(torch.int64), counts.view(torch.int64), data, None, None, 0, 0, fault.view(torch.int64)),
     )
 
 
 def decode(memory: torch.Tensor, recipe: Recipe, out: torch.Tensor, fault: torch.Tensor) -> None:
     """Decodes into out, uint8 [num_bytes], on the current stream, from the first bytes of memory that was coded into:
     as many as are used. fault: int64 [4] on the device, where damage is noted."""
-    _, bases, lengths, overflow = _parts(memory, out.numel())
-    words, none = recipe.codebook.words(memory.device), memory[:0]
+    *_, bases, lengths, overflow = _parts(memory, out.numel())
+    words, none, rows = recipe.codebook.words(memory.device), memory[:0], lengths.view(torch.uint16)
     torch.ops.ibp.decode_bytes.default(
-        *(none, overflow, lengths, bases, words, recipe.codec, 0, 0, lengths.numel(), ROW_BYTES),
+        *(none, overflow, rows, bases.view(torch.int64), words, recipe.codec, 0, 0, rows.numel(), ROW_BYTES),
         *(0, out.numel(), 0, out, fault),
     )
 
