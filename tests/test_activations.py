@@ -702,6 +702,35 @@ def test_a_plan_is_corrected_by_what_was_measured():
     assert plan.is_empty
 
 
+def test_a_plan_that_frees_little_is_none(monkeypatch):
+    line, recorder = timeline_of(10, *[100] * 10, computing=50.0), planning.Recorder()
+    recorder.timeline = lambda: (line, list(range(11)))
+    for count in (1, 4):
+        monkeypatch.setattr(planning, "plan", lambda *_, **__: ["raw"] * count + ["keep"] * (11 - count))
+        plan = choosing._Plan(recorder, LINK, choosing.Budget("host", True, None, 0.1, 256 * MB))
+        assert plan.is_empty == (count == 1)
+
+
+def test_what_is_on_its_way_is_little_with_a_budget_of_time():
+    assert offload_on(CPU, slowdown=0.1)._budget.window_bytes == 2 * coding.PIECE_BYTES
+    assert offload_on(CPU, slowdown=0.1, window_bytes=1)._budget.window_bytes == 1
+    assert offload_on(CPU)._budget.window_bytes > 2 * coding.PIECE_BYTES
+
+
+@pytest.mark.parametrize("change", [0.0, 0.001, 0.01])
+def test_room_is_for_changes_like_the_last_ones(change):
+    recipe = coding.learn(
+        halves((1 << 16,), torch.bfloat16).view(torch.uint8), spans.View(torch.bfloat16, (1,), (1,), 0)
+    )
+    size, used, rooms = 1 << 26, 0.5 * (1 << 26), []
+    for step in range(12):
+        recipe.begin()
+        rooms.append(recipe.room(size))
+        assert step < 3 or used < rooms[-1] <= used * (1.005 + 12 * change)
+        recipe.note(size, int(used))
+        used *= 1 + change
+
+
 def test_times_of_passes_are_not_waited_for(monkeypatch):
     class Pending(Event):
         def query(self):

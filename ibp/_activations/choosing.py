@@ -19,6 +19,7 @@ _LEARNING, _SETTLING, _MEASURING, _COMPARING, _TRYING, _PLANNED = range(6)
 _TIMED_PASSES = 3  # of a plan; the one before them, in which memory is taken, does not count
 _VARIATION = 0.9  # of a slowdown that passes may show, as later steps vary
 _MOST_CORRECTIONS = 4
+_LEAST_FREED = 0.02  # of the bytes that a pass saves, by a plan that is to free some within a slowdown
 _LOOK = 4  # times as many passes, after which one has hooks again to see what it saves
 _LEAST_RISE, _LEAST_DRAG = 1.5, 0.02  # of the drag, from one correction to the next
 
@@ -51,6 +52,14 @@ class _Plan:
 
     def make(self) -> None:
         self.modes = planning.plan(self.timeline, self._link, device_bytes=self._device_bytes, slowdown=self._slowdown)
+        if self._slowdown is not None and not self._is_worth_hooks():
+            self.drop()
+
+    def _is_worth_hooks(self) -> bool:
+        """Whether it lowers the peak of memory by more than a little."""
+        total = sum(item.num_bytes for item in self.timeline.items)
+        peak = self.timeline.predict(self.modes, self._link or planning.NO_LINK).peak_bytes
+        return total - peak > _LEAST_FREED * total
 
     def correct(self, excess_ms: float) -> None:
         """Makes it anew, where steps took so much longer than without it."""

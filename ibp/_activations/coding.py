@@ -18,8 +18,9 @@ COUNTERS_BYTES = 64  # bytes of overflow in use; rows spilled and lost; 4 of a f
 _ALIGNMENT = 64  # of overflow
 _SAMPLE_BYTES = 1 << 20
 _GOLDEN = 0.6180339887498949  # multiples of it are spread evenly over [0, 1) whatever their number
-_FIRST_MARGIN, _MARGIN = 1 / 32, 1 / 64  # of room, over what a sample took, and over what was needed
-_LEAST_OF_ROOM = 0.98  # that is needed; below, room is made smaller
+_FIRST_MARGIN = 1 / 32  # of room, over what a sample took
+_LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # over what was needed
+_CHANGES = 4  # from one time to the next, that a margin is for
 _SPARE_BYTES = 4096
 _OUTDATED, _SPARE_SHARE = 1.1, 0.02
 
@@ -37,6 +38,7 @@ class Recipe:
         self.codebook, self.learned_share, self.needed_share = codebook, share, share
         self.codec, self.origin = codebook.codec, origin
         self._room_share, self._noted_share = share * (1 + _FIRST_MARGIN), 0.0
+        self._change, self._has_needed = 0.0, False  # of the needed share, as a share of it; whether it was noted yet
 
     @property
     def times_narrower(self) -> int:
@@ -53,13 +55,16 @@ class Recipe:
 
     def begin(self) -> None:
         """Says that activations are about to be coded: room for them follows what the largest piece needed that was
-        noted since the last time."""
+        noted since the last time, with a margin for changes like the last ones."""
         needed, self._noted_share = self._noted_share, 0.0
         if needed == 0:
             return
-        self.needed_share = needed
-        if not _LEAST_OF_ROOM * self._room_share <= needed <= self._room_share:
-            self._room_share = needed * (1 + _MARGIN)
+        if self._has_needed:
+            self._change = max(abs(needed / self.needed_share - 1), self._change / 2)
+        self.needed_share, self._has_needed = needed, True
+        margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, _CHANGES * self._change))
+        if not needed * (1 + margin / 2) <= self._room_share <= needed * (1 + 2 * margin):
+            self._room_share = needed * (1 + margin)
 
     def note(self, num_bytes: int, used_bytes: int) -> None:
         """What a piece took of overflow."""

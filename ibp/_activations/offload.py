@@ -24,7 +24,7 @@ from .planning import DEVICE, HOLD, KEEP
 from .region import Piece, Region
 
 LEAST_BYTES = 1 << 20  # sending a smaller one takes the host longer than the link
-WINDOW_BYTES = 512 << 20  # some milliseconds of the link also where it is coded
+WINDOW_BYTES = 768 << 20  # some milliseconds of the link also where it is coded
 TO = ("host", "device")
 
 
@@ -340,7 +340,7 @@ def offload_activations(
         coded: False: they go as they are.
         least_bytes: smaller tensors stay as they are.
         window_bytes: of device memory that may be on its way to the host, and as much on its way back. Two pieces of
-            64 MiB may be in any case.
+            64 MiB may be in any case, and no more are with a slowdown.
         device: of the tensors that leave. None: all CUDA devices; where torch sees none, the CPU, whose saved tensors
             are kept coded.
 
@@ -363,4 +363,6 @@ def offload_activations(
         of = None if torch.cuda.is_available() else torch.device("cpu")
     else:
         of = _memory.canonical(device)
+    if slowdown is not None:  # what is on its way takes memory, and a plan leaves the link time enough
+        window_bytes = min(window_bytes, planning.LEAST_MOVING * coding.PIECE_BYTES)
     return ActivationOffload(Budget(to, bool(coded), device_bytes, slowdown, window_bytes), least_bytes, of)
