@@ -170,7 +170,8 @@ def test_slots_that_hold_whole_rows(monkeypatch):
         if state.is_new or number == 3:
             state.fit(data.view(torch.float32))
         _states.free_overflow([state])
-        state.store(data.view(torch.float32))
+        state.write(data.view(torch.float32))
+        state.stores += 1
         out = torch.empty_like(data).view(torch.float32)
         state.load(out)
         assert_same_bits(out, data.view(torch.float32))
@@ -380,7 +381,7 @@ def check_old_slots(monkeypatch, are_kept):
         codebooks = [state.place.codebook for state in states]
         if number == 2:
             before = slots, codebooks
-    assert all(state._stores == state.fitted_at == 4 for state in states)
+    assert all(state.stores == state.fitted_at == 4 for state in states)
     assert are_alive[-1] == [are_kept, are_kept] and all(new is not one for new, one in zip(codebooks, before[1]))
     assert not are_kept or slots == before[0]
 
@@ -491,7 +492,7 @@ def test_who_learns_in_a_step():
     coding = _states.Coding("default", None, False, {})
     states = [_states.CodedState(8, 8 * ROW_BYTES, torch.device("cpu"), coding, number // 2) for number in range(48)]
     for state in states:
-        state._stores, state.fitted_at = 7, 5
+        state.stores, state.fitted_at = 7, 5
     for number, fitted_at in ((4, 1), (5, 1), (10, 1), (20, 1), (21, 5), (30, 7), (40, 2), (46, 1)):
         states[number].fitted_at = fitted_at
     for number in (30, 40):  # and 8 is no more than 7 * 1.25
@@ -499,7 +500,7 @@ def test_who_learns_in_a_step():
     _states.choose_learners(states)
     assert [number for number, state in enumerate(states) if state.may_refit] == [4, 5, 10, 40]
     for state in states:
-        state._stores, state.may_refit = 8, False
+        state.stores, state.may_refit = 8, False
     _states.choose_learners(states)
     assert not any(state.may_refit for state in states)
 

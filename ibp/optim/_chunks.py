@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -9,10 +10,12 @@ import torch
 
 from .._place import _in_memory_order
 from ._learning import ROW_BYTES
+from ._replay import Replay
 from ._states import CodedState, Coding
 
 NAMES = ("exp_avg", "exp_avg_sq")
 _ALIGNMENT = 64  # bytes, of small parameters behind others
+_LEAST_REPLAYED = 3  # runs of a chunk; with fewer, the host launches kernel by kernel
 _LARGE_BYTES = 4 << 20  # of a parameter with codebooks of its own: values of others have another scale
 
 
@@ -76,6 +79,8 @@ class Chunk:
             states = tuple(CodedState(num_rows, num_bytes, self.device, coding, (kind, name)) for name in NAMES)
             self.runs.append(Run(start, stop, states))
         self.states = [state for run in self.runs for state in run.states]
+        self._is_replayed = len(self.runs) >= _LEAST_REPLAYED and self.device.type == "cuda"
+        self._loads, self._writes = Replay(), Replay()
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
 
     def raw(self, work: Work) -> list[torch.Tensor]:
@@ -88,22 +93,49 @@ class Chunk:
             self._views = work, [tuple(piece.within(memory) for memory in work) for piece in self.pieces]
         return self._views[1]
 
-    def unfit(self, work: Work) -> list[tuple[CodedState, torch.Tensor]]:
-        """The states that want a codebook, each with its part of work memory."""
-        parts = ((state, memory[run.start : run.stop]) for run in self.runs for state, memory in zip(run.states, work))
-        return [(state, memory) for state, memory in parts if state.wants_fit]
+    def unfit(self, work: Work) -> list[tuple[int, CodedState, torch.Tensor]]:
+        """The states that want a codebook: (0: exp_avg, 1: exp_avg_sq, the state, its part of work memory)."""
+        parts = ((run, i, state) for run in self.runs for i, state in enumerate(run.states) if state.wants_fit)
+        return [(i, state, work[i][run.start : run.stop]) for run, i, state in parts]
+
+    def prepare(self, work: Work) -> None:
+        """Before the states are decoded and coded: many of them by one call each, if that was done before."""
+        if self._is_replayed:
+            key = self._key(work)
+            for replay, what in ((self._loads, CodedState.load), (self._writes, CodedState.write)):
+                replay.prepare(key, functools.partial(self._of_all, what, work), self.device)
 
     def load(self, work: Work, near: torch.Tensor | None = None) -> None:
         """Decodes the states to work memory. near: copies of their slots, as `slots_near` has them."""
-        for run in self.runs:
-            for i, (state, memory) in enumerate(zip(run.states, work)):
-                state.load(memory[run.start : run.stop], self._near(run, i, near))
+        work_of_all = functools.partial(self._of_all, CodedState.load, work, near)
+        if self._is_replayed and near is None:
+            self._loads.run(self._key(work), work_of_all)
+        else:
+            work_of_all()
 
     def store(self, work: Work, near: torch.Tensor | None = None) -> None:
         """Codes the states in work memory. near: memory of the device that slots are coded to in place of their own."""
+        work_of_all = functools.partial(self._of_all, CodedState.write, work, near)
+        if self._is_replayed and near is None:
+            self._writes.run(self._key(work), work_of_all)
+        else:
+            work_of_all()
+        for state in self.states:
+            state.stores += 1
+
+    def _of_all(
+        self,
+        what: Callable[[CodedState, torch.Tensor, torch.Tensor | None], None],
+        work: Work,
+        near: torch.Tensor | None = None,
+    ) -> None:
         for run in self.runs:
             for i, (state, memory) in enumerate(zip(run.states, work)):
-                state.store(memory[run.start : run.stop], self._near(run, i, near))
+                what(state, memory[run.start : run.stop], self._near(run, i, near))
+
+    def _key(self, work: Work) -> tuple[int, ...]:
+        """Equal where the states are decoded from and coded to the same memory in the same way."""
+        return (work.exp_avg.data_ptr(), work.exp_avg_sq.data_ptr(), *(state.version for state in self.states))
 
     def slots_near(self, near: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(slots of a place, their part of near). near: uint8 [states, bytes of the chunk's elements, at least]."""

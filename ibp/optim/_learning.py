@@ -16,10 +16,11 @@ ROW_BYTES = 4096
 _PAIRS = (2, 2, 2, 2)  # digits of the rows that are decoded the fastest, with symbols of a byte
 _PAIRED_BYTES = (2, 4)  # of elements that have such rows
 _SAMPLED_ROWS = 128  # that such codebooks are learned from
+_LEAST_GROWTH = 1.2  # that is reckoned with
 _FEW_ZEROS = 0.25  # of the elements: with fewer, no codebook is taken to save twice as much as these
 
 
-def learn(rows: torch.Tensor, level: str, before: AnyCodebook | None = None) -> AnyCodebook:
+def learn(rows: torch.Tensor, level: str, before: AnyCodebook | None = None, growth: float = 1.0) -> AnyCodebook:
     """The codebook that saves the most for each nanosecond that rows take to be decoded and coded, by the calibration
     in force: the best one that `analyze` finds for the level, or at level "default" one of symbols of a byte and digits
     of two bits.
@@ -29,10 +30,11 @@ def learn(rows: torch.Tensor, level: str, before: AnyCodebook | None = None) -> 
         level: see `ibp.compress`.
         before: the codebook so far. Where it has such symbols, only codebooks that do are looked at, unless many
             elements are zeros: that takes a small part of the time.
+        growth: how many times larger the values are expected to become; such codebooks serve all on the way.
     """
     machine, element_bytes = _calibration.in_force(rows.device), rows.dtype.itemsize
     can_be_paired = level == "default" and element_bytes in _PAIRED_BYTES
-    sample = _sample_of(rows) if can_be_paired else rows[:0]
+    sample = _sample_of(rows, growth) if can_be_paired else rows[:0]
     pairs: list[AnyCodebook] = list(_pairs(sample, element_bytes)) if len(sample) else []
     if pairs and before is not None and _is_paired(before) and float((sample == 0).float().mean()) < _FEW_ZEROS:
         candidates = pairs
@@ -44,10 +46,11 @@ def learn(rows: torch.Tensor, level: str, before: AnyCodebook | None = None) -> 
     return max(candidates, key=lambda codebook: _worth(sample, codebook, machine)) if pairs else candidates[0]
 
 
-def _sample_of(rows: torch.Tensor) -> torch.Tensor:
-    """Some of the rows, but none of zeros, which take no bytes."""
+def _sample_of(rows: torch.Tensor, growth: float) -> torch.Tensor:
+    """Some of the rows, but none of zeros, which take no bytes; as they are, and as they may become."""
     some = _rows.sample(_rows.bytes_of(rows), ROW_BYTES, _SAMPLED_ROWS).view(rows.dtype).view(-1, rows.shape[1])
-    return some[(some != 0).any(1)]
+    some = some[(some != 0).any(1)]
+    return some if growth < _LEAST_GROWTH else torch.cat([some, some * growth**0.5, some * growth])
 
 
 def _is_paired(codebook: AnyCodebook) -> bool:

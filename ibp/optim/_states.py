@@ -106,14 +106,15 @@ class CodedState:
         self.raw: torch.Tensor | None = None  # bytes that are not coded, for they do not shrink
         self._expected_bytes = 0.0  # in overflow, by what the codebook was learned from
         self._crowded_bytes = 0.0  # in overflow beyond that, over all steps since then
-        self._stores = 0
+        self.stores = 0  # how often it was kept
+        self.version = 0  # another one where `load` or `write` have come to use other memory or another codebook
         self.fitted_at = 0  # the number of the store that its codebook was learned for
         self.may_refit = False  # before the next store
 
     def load(self, out: torch.Tensor, near: torch.Tensor | None = None) -> None:
         """Writes the state to a contiguous tensor of num_rows rows, on the current stream. near: a copy of the slots,
         at least as long."""
-        if self._stores == 0:
+        if self.is_new:
             out.zero_()
         elif self.place is not None:
             data, (_, *others) = out.view(torch.uint8), self.place._table_arguments
@@ -122,13 +123,10 @@ class CodedState:
         elif self.raw is not None:
             out.view(torch.uint8).copy_(self.raw, non_blocking=True)
 
-    def store(self, data: torch.Tensor, near: torch.Tensor | None = None) -> None:
-        """Keeps the state that a contiguous tensor of num_rows rows holds, for which there was a `fit`. All of overflow
-        is free. near: memory of num_rows rows that slots are written to, in place of their own."""
-        self._stores += 1
-        self._write(data, near)
-
-    def _write(self, data: torch.Tensor, near: torch.Tensor | None = None) -> None:
+    def write(self, data: torch.Tensor, near: torch.Tensor | None = None) -> None:
+        """Keeps the state that a contiguous tensor of num_rows rows holds, for which there was a `fit`; the caller
+        counts it in `stores`. All of overflow is free. near: memory of num_rows rows that slots are written to, in
+        place of their own."""
         if self.place is not None:
             slots, (_, *others) = self._slots(self.place, near), self.place._arguments
             torch.ops.ibp.encode_into.default(slots, *others, data, None, None, 0, 0, self.place._fault)
@@ -159,52 +157,54 @@ class CodedState:
     def overdue(self) -> float:
         """The next store's number, to the one from which on a new codebook is wanted; 1 or more: it is wanted."""
         ratio = _CROWDED_RATIO if self._crowded_bytes > _CROWDED_BYTES else _REFIT_RATIO
-        return (self._stores + 1) / (ratio * self.fitted_at) if self.fitted_at else 0.0
+        return (self.stores + 1) / (ratio * self.fitted_at) if self.fitted_at else 0.0
 
     @property
     def is_new(self) -> bool:
         """Whether nothing was stored yet."""
-        return self._stores == 0
+        return self.stores == 0
 
     @property
     def wants_fit(self) -> bool:
         """Whether it has no codebook, or may take another one before the next store."""
         return self.fitted_at == 0 or self.may_refit
 
-    def fit(self, data: torch.Tensor) -> None:
+    def fit(self, data: torch.Tensor, growth: float = 1.0) -> None:
         """Takes a codebook, and memory for rows coded by it. A later codebook for which there is no memory is left out.
         Waits for the device.
 
         Args:
             data: contiguous, num_rows rows: the state itself; before the first store what it is about to be.
+            growth: how many times larger its values are expected to become before the next fit.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: there is no memory for the first codebook; nothing has changed.
         """
         try:
-            self._fit(data)
+            self._fit(data, growth)
         except (torch.OutOfMemoryError, MemoryError):
             if self.fitted_at == 0:
                 raise
-        self.fitted_at, self._crowded_bytes, self.may_refit = self._stores + 1, 0.0, False
+        self.fitted_at, self._crowded_bytes, self.may_refit = self.stores + 1, 0.0, False
 
     def note_overflow(self, num_bytes: int, steps: int) -> None:
         """Notes that so many bytes of overflow are in use, in each of so many steps."""
         self._crowded_bytes += max(0.0, num_bytes - self._expected_bytes) * steps
 
-    def _fit(self, data: torch.Tensor) -> None:
+    def _fit(self, data: torch.Tensor, growth: float) -> None:
         """Takes a codebook, learned here or of states alike, and memory for rows coded by it: that of the place before
         if its slots suit. Other memory is given back when there is new memory."""
         known, held = self._coding.learned.get(self.kind), None if self.place is None else self.place.slot_bytes
         if known is not None and held is not None and held == known.held:
             codebook, wanted, overflow = known.codebook, known.wanted, known.overflow
         else:
-            codebook, survey = self._fitting(data.view(self.num_rows, -1), known)
+            codebook, survey = self._fitting(data.view(self.num_rows, -1), known, growth)
             wanted, overflow = _slots_for(survey)
             if known is None or known.codebook is not codebook:
                 mean_bytes = survey.stored / self.num_rows
                 self._coding.learned[self.kind] = Learned(codebook, mean_bytes, held, wanted, overflow)
         slot_bytes = self._with_host_memory(wanted)
+        self.version += 1
         if self.place is not None and 0 <= self.place.slot_bytes - slot_bytes <= _SPARE:
             self.place._take_codebook(codebook)
             free_overflow([self])
@@ -212,16 +212,16 @@ class CodedState:
             return
         self._expected_bytes = overflow * self.num_rows
         if not self.is_new:
-            self._write(data)
+            self.write(data)
 
-    def _fitting(self, rows: torch.Tensor, known: Learned | None) -> tuple[AnyCodebook, _layout.Survey]:
+    def _fitting(self, rows: torch.Tensor, known: Learned | None, growth: float) -> tuple[AnyCodebook, _layout.Survey]:
         """A codebook for rows, and what they take by it. That of states alike is taken if it serves as well here; where
         another serves better, the state is none of that kind."""
         spare = _AS_GOOD * self.num_rows
         survey = None if known is None else _surveyed(rows, known.codebook)
         if known is not None and survey is not None and survey.stored <= known.mean_bytes * self.num_rows + spare:
             return known.codebook, survey
-        codebook = learn(rows, self._coding.level, None if self.place is None else self.place.codebook)
+        codebook = learn(rows, self._coding.level, None if self.place is None else self.place.codebook, growth)
         own_survey = _surveyed(rows, codebook)
         if known is not None and survey is not None:
             if survey.stored <= own_survey.stored + spare:
@@ -302,7 +302,7 @@ def free_overflow(states: list[CodedState]) -> None:
 def choose_learners(states: list[CodedState]) -> None:
     """Lets states learn codebooks in the step that follows, if it is one of those that do: of the kinds that want new
     ones a few, which want them the most, so that no step takes many times as long as another."""
-    if (max((state._stores for state in states), default=0) + 1) % _LEARNING_STEPS:
+    if (max((state.stores for state in states), default=0) + 1) % _LEARNING_STEPS:
         return
     kinds: dict[object, list[CodedState]] = {}
     for state in states:
@@ -312,6 +312,18 @@ def choose_learners(states: list[CodedState]) -> None:
     for kind in sorted((kind for kind in kinds if overdue[kind] >= 1), key=lambda kind: -overdue[kind])[:most]:
         for state in kinds[kind]:
             state.may_refit = state.overdue >= 1
+
+
+def growths(betas: tuple[float, float], stores: int) -> tuple[float, float]:
+    """How many times larger exp_avg and exp_avg_sq become from one codebook to the next by being averages over more
+    steps, if gradients are independent and as large as before."""
+    first, last = max(1, stores), _REFIT_RATIO * max(1, stores)
+    squares = [_grown(betas[0] ** 2, first, last), _grown(betas[1], first, last)]
+    return squares[0] ** 0.5, squares[1]
+
+
+def _grown(beta: float, first: float, last: float) -> float:
+    return (1 - beta**last) / (1 - beta**first) if 0 < beta < 1 else 1.0
 
 
 class Watch:

@@ -16,7 +16,7 @@ from ._chunks import NAMES, Chunk, Piece, Work, local, planned
 from ._lane import Lane
 from ._learning import ROW_BYTES
 from ._reserve import Reserve
-from ._states import CodedState, Coding, Usage, Watch, choose_learners, free_overflow
+from ._states import CodedState, Coding, Usage, Watch, choose_learners, free_overflow, growths
 
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES, _CHUNKS = 16 << 20, 256 << 20, 8  # if chunk_bytes is not given
 
@@ -211,12 +211,15 @@ class _CodedStates(torch.optim.Adam):
         choose_learners([state for job in jobs for state in job.chunk.states])
         for job in jobs:
             unfit = job.chunk.unfit(job.work)
-            if any(state.is_new for state, _ in unfit):
+            if any(state.is_new for _, state, _ in unfit):
                 job.foresee()
-            for state, memory in unfit:
+            for i, state, memory in unfit:
                 if not state.is_new:
                     state.load(memory)
-                state.fit(memory)
+                betas = job.options["beta1"], job.options["beta2"]
+                state.fit(memory, growths(betas, state.stores)[i])
+            if self._storage == "device":
+                job.chunk.prepare(job.work)
 
     def _run(self, plan: _Plan) -> None:
         """Decodes the states of one chunk after the other, changes them and the parameters, and codes them again."""
@@ -370,7 +373,7 @@ class _CodedStates(torch.optim.Adam):
                     memory.zero_()
                     for piece in chunk.pieces:
                         _put(piece, memory, local(self.state[piece.param][name]))
-                for state, memory in chunk.unfit(work):
+                for _, state, memory in chunk.unfit(work):
                     state.fit(memory)
                 chunk.store(work)
 
