@@ -8,11 +8,12 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 from helpers import NoMemory, assert_same_bits
 from ibp import _calibration
-from ibp.optim import _chunks, _learning, _reserve, _states, adamw
+from ibp.optim import _chunks, _learning, _replay, _reserve, _states, adamw
 from ibp.optim._learning import ROW_BYTES
 
 SHAPES = ((300, 70), (70,), (), (0, 5), (3, 33, 5), (1, 8192))
@@ -560,6 +561,62 @@ def test_codebooks_are_chosen_by_bytes_and_rates(monkeypatch, dtype):
     monkeypatch.setattr(_calibration, "in_force", lambda device: fast_coders)
     assert _learning.learn(v, "default").symbol_bits == by_bytes.symbol_bits
     assert _learning.learn(v, "default", paired) == paired
+
+
+class Recording(TorchDispatchMode):
+    """What a CUDA graph does, on the CPU: notes operations that write, without making them, and makes them later."""
+
+    def __init__(self, work, device):
+        super().__init__()
+        self.calls = []
+        with self:
+            work()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not function._schema.is_mutable:
+            return function(*args, **(kwargs or {}))
+        self.calls.append((function, args, kwargs or {}))
+        return args[0] if function._schema.returns else None
+
+    def replay(self):
+        for function, args, kwargs in self.calls:
+            function(*args, **kwargs)
+
+
+def train_with_many_runs(monkeypatch, device, num_steps=22):
+    """Trains with chunks of several large parameters, of which one has no gradient in every third step. The chunks."""
+    monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
+    shapes = [(60, 512), (60, 512), (40, 512), (50, 512), (100,)]
+    torchs, ours = (parameters(device=device, shapes=shapes) for _ in "ab")
+    optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=2_000_000)
+    train(torchs, ours, optimizers, range(num_steps))
+    check_states(*optimizers)
+    (chunk,) = optimizers[1]._chunks[0]
+    assert len(chunk.runs) == 5 and len({state.fitted_at for state in chunk.states}) > 1
+    return optimizers, chunk
+
+
+def test_many_runs_are_queued_by_one_call(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(_chunks, "_REPLAYED_ON", "cpu")
+    monkeypatch.setattr(_replay, "_captured", lambda *args: recorded.append(Recording(*args)) or recorded[-1])
+    optimizers, chunk = train_with_many_runs(monkeypatch, "cpu")
+    assert 4 <= len(recorded) <= 16 and all(len(recording.calls) == 10 for recording in recorded)
+    assert chunk._loads._graph is recorded[-2] and chunk._writes._graph is recorded[-1]
+
+
+def test_many_runs_that_cannot_be_captured(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(_chunks, "_REPLAYED_ON", "cpu")
+    monkeypatch.setattr(_replay, "_captured", refuse)
+    train_with_many_runs(monkeypatch, "cpu", 10)
+
+
+def test_many_runs_are_queued_by_one_call_on_a_gpu(cuda, monkeypatch):
+    optimizers, chunk = train_with_many_runs(monkeypatch, cuda)
+    assert chunk._loads._graph is not None and chunk._writes._graph is not None
 
 
 def test_damaged_states_are_seen():

@@ -15,6 +15,7 @@ from ._states import CodedState, Coding
 
 NAMES = ("exp_avg", "exp_avg_sq")
 _ALIGNMENT = 64  # bytes, of small parameters behind others
+_REPLAYED_ON = "cuda"
 _LEAST_REPLAYED = 3  # runs of a chunk; with fewer, the host launches kernel by kernel
 _LARGE_BYTES = 4 << 20  # of a parameter with codebooks of its own: values of others have another scale
 
@@ -79,7 +80,7 @@ class Chunk:
             states = tuple(CodedState(num_rows, num_bytes, self.device, coding, (kind, name)) for name in NAMES)
             self.runs.append(Run(start, stop, states))
         self.states = [state for run in self.runs for state in run.states]
-        self._is_replayed = len(self.runs) >= _LEAST_REPLAYED and self.device.type == "cuda"
+        self._is_replayed = len(self.runs) >= _LEAST_REPLAYED and self.device.type == _REPLAYED_ON
         self._loads, self._writes = Replay(), Replay()
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
 
