@@ -7,11 +7,12 @@ the copy engine brings and takes, a chunk ahead; `ibp` and `ibp, fast`, `ibp.opt
 with `storage="host"`. All arms take the same gradients in the same steps, and their weights are compared bit for bit
 after the last one.
 
-Models: one tensor of 1 GiB; 320 small ones; blocks of Llama's shape, trained; the same in BF16; an embedding table of
-which 1 % of the rows have gradients. A model that takes longer than its share of a minute gets fewer steps. `gbps`
-counts the 28 bytes an FP32 parameter (14 of BF16) that torch's kernel moves, `ideal_gbps` is what `copy_` moves. Of the
-steps' times `ms` is the median; `first_ms` is the first one, which learns all codebooks and takes all memory; `mean_ms`
-and `slowest_ms` are the mean and the most of the others, with the codebooks that they learn. `ratio` is to `torch`.
+Models: one tensor of 1 GiB; 320 small ones; 96 of 4 MiB; blocks of Llama's shape, trained; the same in BF16; an
+embedding table of which 1 % of the rows have gradients. A model that takes longer than its share of a minute gets fewer
+steps. `gbps` counts the 28 bytes an FP32 parameter (14 of BF16) that torch's kernel moves, `ideal_gbps` is what `copy_`
+moves. Of the steps' times `ms` is the median; `first_ms` is the first one, which learns all codebooks and takes all
+memory; `mean_ms` and `slowest_ms` are the mean and the most of the others, with the codebooks that they learn. `ratio`
+is to `torch`.
 """
 
 import statistics
@@ -124,6 +125,12 @@ def small_tensors(run):
     return Model([normal(shape, run.device) for shape in shapes], given_normal, 4 if run.quick else 32)
 
 
+def many_tensors(run):
+    """Weights that are just large enough to have codebooks of their own."""
+    count, rows = (3, 1024) if run.quick else (96, 1024)
+    return Model([normal((rows, 1024), run.device) for _ in range(count)], given_normal, 4 if run.quick else 32)
+
+
 def embedding(run):
     rows = 1000 if run.quick else 1 << 20
     alive = (torch.rand(rows, device=run.device) < 0.01).nonzero()[:, 0]
@@ -153,6 +160,7 @@ def llama(run, dtype=torch.float32):
 MODELS = {
     "one tensor": one_tensor,
     "small tensors": small_tensors,
+    "tensors of 4 MiB": many_tensors,
     "Llama's shape": llama,
     "Llama's shape, BF16": lambda run: llama(run, torch.bfloat16),
     "embedding, 1 % alive": embedding,
