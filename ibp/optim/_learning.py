@@ -15,7 +15,7 @@ from .._schemes.planes.learning import relearn
 ROW_BYTES = 4096
 _PAIRS = (2, 2, 2, 2)  # digits of the rows that are decoded the fastest, with symbols of a byte
 _PAIRED_BYTES = (2, 4)  # of elements that have such rows
-_SAMPLED_ROWS = 128  # that such codebooks are learned from
+_SAMPLED_ROWS = 64  # that such codebooks are learned from
 _LEAST_GROWTH = 1.2  # that is reckoned with
 _FEW_ZEROS = 0.25  # of the elements: with fewer, no codebook is taken to save twice as much as these
 
