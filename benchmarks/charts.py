@@ -640,14 +640,16 @@ def draw_families(rows, path):
             panel.bar(places, [row["gbps"] for row in own], width, color=color, label=label.format(**sms))
             panel.plot(places, [row["ideal_gbps"] for row in own], "_", color="black", markersize=8)
         panel.set_xticks(range(len(labels)), labels, fontsize=7, rotation=45, ha="right")
-        panel.set_title(f"{title} (ticks: the ideal)", fontsize=10, loc="left")
+        arms = {arm for arm, _ in style}
+        commit = next((row["commit"] for row in cells if row["arm"] in arms), "unknown")
+        panel.set_title(f"{title} (commit {commit[:10]}; ticks: the ideal)", fontsize=10, loc="left")
         panel.set_ylabel(RATE_LABEL)
         set_rate_axis(panel)
         panel.set_ylim(bottom=min([least, *(0.9 * bar.get_height() for bar in panel.patches)]))
         panel.grid(axis="y", alpha=0.3)
         panel.set_axisbelow(True)
         panel.legend(fontsize=8, ncols=len(style), loc="lower right", bbox_to_anchor=(1, 1))
-    save(figure, path, f"Rows of every kind ({machine(rows)})")
+    save(figure, path, f"Rows of every kind ({rows[0]['gpu']}, torch {rows[0]['torch']})")
 
 
 def arm_color(arm, i):
