@@ -135,7 +135,7 @@ REAL_COLUMNS = (
     *("times", "tokens_per_s", "host_us"),  # linear.csv
     "tau",  # chunks.csv
     *("spilled", "predicted_spilled"),  # spill.csv
-    *("mean_ms", "first_ms", "slowest_ms", "ratio", "m_savings", "v_savings", "target_ratio"),  # adamw.csv
+    *("mean_ms", "first_ms", "slowest_ms", "host_ms", "ratio", "m_savings", "v_savings", "target_ratio"),  # adamw.csv
     *("encode_us", "decode_us", "predicted_encode_us", "predicted_decode_us"),  # choose.csv
     *("progress", "loss", "density", "zvc", "zlib", "ibp"),  # densities.csv, activation_ratios.csv
 )
