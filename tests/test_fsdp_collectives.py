@@ -119,12 +119,19 @@ def freeze(when, step, net):
                 net[1][0].weight.to_local().mul_(2)
 
 
+def synchronize():
+    """FSDP's streams do not wait for what is written within a step."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def write_on_one_rank(when, step, net):
     """After the first pass has seen what has room, in ways that torch counts and not: what changes has room."""
     if (when, step, dist.get_rank()) == ("after", 2, 1):
         with torch.no_grad():
             net[0][0].weight.to_local().mul_(1.01)
             net[1][0].weight.data.to_local().mul_(1.01)
+        synchronize()
 
 
 def gather_outside(when, step, net):
@@ -156,6 +163,7 @@ def write_between(net):
     with torch.no_grad():
         net[0][0].weight.mul_(1e-20)  # counted by torch
     net[1][0].weight.data._local_tensor.data.normal_().mul_(1e30)
+    synchronize()
 
 
 def write_within(net):
