@@ -23,7 +23,8 @@ def whole_number(name: str, value: SupportsIndex, least: int | None = None, most
     except TypeError:
         raise TypeError(f"{name} is {_shown(value)}; wanted an int") from None
     if (least is not None and number < least) or (most is not None and number > most):
-        raise ValueError(f"{name} is {number}; wanted {least} to {most}")
+        wanted = f"at most {most}" if least is None else f"{least} or more" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name} is {number}; wanted {wanted}")
     return number
 
 

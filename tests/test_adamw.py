@@ -837,7 +837,7 @@ def test_refusals():
         (ValueError, "differentiable is True", lambda: ibp.optim.Adam(params, differentiable=True)),
         (ValueError, "level is 'best'", lambda: ibp.optim.AdamW(params, level="best")),
         (ValueError, "storage is 'disk'", lambda: ibp.optim.AdamW(params, storage="disk")),
-        (ValueError, "chunk_bytes is 5", lambda: ibp.optim.AdamW(params, chunk_bytes=5)),
+        (ValueError, "chunk_bytes is 5; wanted 8192 or more", lambda: ibp.optim.AdamW(params, chunk_bytes=5)),
         (ValueError, "strides", lambda: optimizer.add_param_group({"params": [gaps]})),
         (TypeError, "complex64", lambda: optimizer.add_param_group({"params": [whole]})),
         (ValueError, "wanted a tensor of shape", lambda: optimizer.load_state_dict(saved)),

@@ -48,7 +48,7 @@ def gather(
 ) -> dist.Work | None:
     """The same. async_op: of torch's call; is_coded_async: of a coded one; is_known_to_fit: later calls are, so that
     the host does not wait for them."""
-    check_options(codec, level)
+    check_options(codec, level, output_tensor, input_tensor)
     state, kind = state_of(group), kind_of("all_gather_into_tensor", input_tensor, codec, level, name)
     if state.plans.get(kind) is RAW:
         return raw_all_gather(movable(output_tensor), movable(input_tensor), group=group, async_op=async_op)
@@ -121,7 +121,7 @@ def broadcast(
     name: str = "",
 ) -> dist.Work | None:
     """See `ibp.distributed.broadcast`."""
-    check_options(codec, level)
+    check_options(codec, level, tensor)
     state, root = state_of(group), root_of(src, group_src, group)
     kind = kind_of("broadcast", tensor, codec, level, name, root)
     if state.plans.get(kind) is RAW:
@@ -160,7 +160,7 @@ def all_to_all_single(
     name: str = "",
 ) -> dist.Work | None:
     """See `ibp.distributed.all_to_all_single`."""
-    check_options(codec, level)
+    check_options(codec, level, output, input)
     # Ranks that send and receive little can be part of a large call: nothing depends on a rank's own sizes.
     state, kind = state_of(group), kind_of("all_to_all_single", input, codec, level, name)._replace(numel=0)
     raw = functools.partial(
@@ -267,8 +267,11 @@ def travels_raw(state: State, x: torch.Tensor, num_bytes: int, codec: Codec | No
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def check_options(codec: Codec | None, level: str) -> None:
-    """Raises TypeError, ValueError for wrong ones."""
+def check_options(codec: Codec | None, level: str, *tensors: torch.Tensor) -> None:
+    """Raises TypeError, ValueError for wrong ones, and for what are no tensors."""
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a tensor is a {type(tensor).__name__}; wanted a torch.Tensor")
     if codec is not None and not isinstance(codec, Codec):
         raise TypeError(f"codec is a {type(codec).__name__}; wanted an ibp.distributed.Codec")
     if level not in LEVELS:

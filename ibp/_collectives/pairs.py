@@ -86,7 +86,7 @@ class NotedWork(Work):
 
 def transfer(tensor: torch.Tensor, way: Way, options: Options) -> dist.Work | None:
     """See `ibp.distributed.send` and `recv`."""
-    check_options(options.codec, options.level)
+    check_options(options.codec, options.level, tensor)
     state = planning.state_of(way.group)
     if travels_raw(state, tensor, tensor.nbytes, options.codec, options.level):
         return _finish(way.move(movable(tensor)), options.is_async)
