@@ -1,6 +1,6 @@
 """What does it cost to keep activations out of a GPU's memory between the forward and the backward pass?
 
-    python -m benchmarks.activations [--out DIR] [--device cpu] [--quick]
+    python -m benchmarks.activations [--out DIR] [--device cpu] [--quick] [--nets NAME,NAME]
 
 Steps (forward and backward pass, no optimizer) of the nets of nets.py in BF16: `plain`; `recomputed`, each block by
 torch.utils.checkpoint; `ibp`; `5 %`, with `slowdown=0.05`; `raw`, `ibp.offload_activations(coded=False)`;
@@ -15,11 +15,14 @@ bits, the lower ones as they are; of int64, as they are coded.
 Wanted of `ibp`: a step of at most 1.1 times bound_ms, 3 times as fast as `save_on_cpu`, where the link binds some times
 as fast as `raw`, and saved bytes so many times smaller; of `5 %`: at most 1.05 times the plain step.
 
+`--nets` measures these alone, and keeps the rows of others that the CSV has.
+
 Before it is timed, an arm's gradients are compared with plain's bit for bit, where plain's own are the same every time
 with torch's deterministic algorithms (`checked` is `gradients`, plain's `repeats`); else every saved tensor that comes
 back is (`saved tensors`, plain's `differs`). Weights are random.
 """
 
+import argparse
 import contextlib
 import gc
 import os
@@ -382,10 +385,21 @@ def shortfalls(rows):
         )
 
 
+def named(argv):
+    """(names of the nets to measure, None for all; the other arguments)."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--nets", type=lambda text: text.split(","))
+    found, others = parser.parse_known_args(argv)
+    return found.nets, others
+
+
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    run = harness.Run("activations", args, COLUMNS)
+    names, others = named(argv)
+    args = harness.parse_args(others, __doc__)
+    run = harness.Run("activations", args, COLUMNS, keep=lambda row: names is not None and row["case"] not in names)
     for case in QUICK_CASES if run.quick or not run.on_gpu else CASES:
+        if names is not None and case.name not in names:
+            continue
         with run.cell(case.name):
             measure(run, case)
         clean(run)
