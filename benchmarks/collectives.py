@@ -66,10 +66,10 @@ def small_integers(rows, columns, device):
 
 KINDS = (  # name, dtype, maker
     (WEIGHTS, torch.bfloat16, families.weights),
+    ("integers", torch.int64, small_integers),
     ("gradients", torch.float32, lambda *shape: 1e-4 * families.normal(*shape)),
     ("normal 1", torch.float8_e4m3fn, families.normal),
     ("half zeros", torch.bfloat16, families.masked),
-    ("integers", torch.int64, small_integers),
     ("random bytes", torch.uint8, random_bytes),
 )
 
@@ -170,7 +170,7 @@ def work(rank, kind, link, small, store, found):
         for net in QUICK_FSDP_NETS if small else FSDP_NETS:
             measure_fsdp(process, *net)
         for name, dtype, make in KINDS[1:]:
-            measure_gather(process, name, dtype, make, one, (TORCH, AUTO))
+            measure_gather(process, name, dtype, make, one, (TORCH, DEFAULT, AUTO))
         if rank == 0:
             Path(found).write_text(json.dumps(process.found))
         dist.barrier()
