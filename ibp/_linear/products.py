@@ -10,7 +10,8 @@ from .._fetch.streaming import decompress
 from .._table import Table
 from .escapes import COLUMNS, Escapes, escapes_of
 
-MOST_VECTORS = 8  # IBP_MOST_VECTORS
+VECTORS = 8  # of a call of the kernel: IBP_MOST_VECTORS
+MOST_VECTORS = 3 * VECTORS  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
 _SYMBOL_BYTES = 32  # what a slot has for a row's escapes, so that decoding it reads no overflow
 
 
@@ -25,10 +26,11 @@ def linear(
     """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
 
     Up to 8 vectors on a GPU are multiplied by a kernel that decodes W in registers, reading its coded bytes alone:
-    where W is BF16 at level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least
-    3 K / 2, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. Products are added in float, in
-    an order of its own that depends on K alone, so that bits differ from those of torch's function, whose bits differ
-    by shape and GPU, too. All else is torch's function on W, decoded on x's device for the time of the call.
+    where W is BF16 at level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least 3 K
+    / 2, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. Products are added in float, in an
+    order of its own that depends on K alone, so that bits differ from those of torch's function, whose bits differ by
+    shape and GPU, too. Up to 24 vectors are multiplied by that kernel eight at a time. All else is torch's function on
+    W, decoded on x's device for the time of the call.
 
     The first call with a table decodes it once, to list the few weights that its digits do not give, and synchronises;
     the list counts in the table's `nbytes`, and is made anew after the table has changed. What is captured in a CUDA
@@ -120,9 +122,12 @@ def _multiply(
         vectors = vectors.clone()
     bias = None if bias is None else bias.detach().contiguous()
     result = out if out is not None and out.is_contiguous() else x.new_empty(shape)
-    torch.ops.ibp.linear.default(
-        table.slots, table.slot_bytes, escapes.first_symbol, escapes.starts, escapes.entries, vectors, bias, result
-    )
+    matrix = table.slots, table.slot_bytes, escapes.first_symbol, escapes.starts, escapes.entries
+    if len(vectors) <= VECTORS:
+        torch.ops.ibp.linear.default(*matrix, vectors, bias, result)
+    else:
+        for part, to in zip(vectors.split(VECTORS), result.view(len(vectors), -1).split(VECTORS)):
+            torch.ops.ibp.linear.default(*matrix, part, bias, to)
     if len(escapes.rows):
         irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
         result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
