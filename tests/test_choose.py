@@ -216,7 +216,7 @@ def test_the_benchmark(tmp_path, monkeypatch, capsys):
     assert benchmark.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     with open(tmp_path / "choose.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert {row["case"] for row in rows} == {"weights", *(name for name, _ in benchmark.TYPED)}
+    assert {row["case"] for row in rows} == {"weights", *(name for name, _, _ in benchmark.TYPED)}
     choices = [row for row in rows if row["loss"]]
     assert len(choices) == 4 * 2 * len(benchmark.LINKS_GBPS)
     assert all(row["chosen"] and row["best"] and float(row["gbps"]) <= float(row["ideal_gbps"]) for row in choices)
