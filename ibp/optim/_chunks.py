@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,6 +83,7 @@ class Chunk:
         self._is_replayed = len(self.runs) >= _LEAST_REPLAYED and self.device.type == _REPLAYED_ON
         self._loads, self._writes = Replay(), Replay()
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
+        self._bytes: tuple[Work, list[tuple[CodedState, torch.Tensor]]] | None = None
 
     def raw(self, work: Work) -> list[torch.Tensor]:
         """The parts of work memory that this chunk's states take."""
@@ -130,13 +131,22 @@ class Chunk:
         work: Work,
         near: torch.Tensor | None = None,
     ) -> None:
-        for run in self.runs:
-            for i, (state, memory) in enumerate(zip(run.states, work)):
-                what(state, memory[run.start : run.stop], self._near(run, i, near))
+        parts = self._parts(work)
+        nears: Sequence[torch.Tensor | None] = [None] * len(parts) if near is None else self._near(near)
+        for (state, memory), slots in zip(parts, nears):
+            what(state, memory, slots)
+
+    def _parts(self, work: Work) -> list[tuple[CodedState, torch.Tensor]]:
+        """The states, each with its bytes in work memory."""
+        if self._bytes is None or self._bytes[0] is not work:
+            parts = ((state, work[i][run.start : run.stop]) for run in self.runs for i, state in enumerate(run.states))
+            self._bytes = work, [(state, memory.view(torch.uint8)) for state, memory in parts]
+        return self._bytes[1]
 
     def _key(self, work: Work) -> tuple[int, ...]:
         """Equal where the states are decoded from and coded to the same memory in the same way."""
-        return (work.exp_avg.data_ptr(), work.exp_avg_sq.data_ptr(), *(state.version for state in self.states))
+        versions = (state.version for state in self.states)
+        return (work.exp_avg.data_ptr(), work.exp_avg_sq.data_ptr(), self.states[0].is_new, *versions)
 
     def slots_near(self, near: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(slots of a place, their part of near). near: uint8 [states, bytes of the chunk's elements, at least]."""
@@ -146,9 +156,9 @@ class Chunk:
                     slots = state.place.slots
                     yield slots, near[i, run.start * self.dtype.itemsize :][: slots.numel()]
 
-    def _near(self, run: Run, i: int, near: torch.Tensor | None) -> torch.Tensor | None:
+    def _near(self, near: torch.Tensor) -> list[torch.Tensor]:
         size = self.dtype.itemsize
-        return None if near is None else near[i, run.start * size : run.stop * size]
+        return [near[i, run.start * size : run.stop * size] for run in self.runs for i in range(len(run.states))]
 
 
 def _firsts_of_runs(pieces: list[Piece]) -> list[Piece]:

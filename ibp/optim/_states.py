@@ -112,27 +112,25 @@ class CodedState:
         self.may_refit = False  # before the next store
 
     def load(self, out: torch.Tensor, near: torch.Tensor | None = None) -> None:
-        """Writes the state to a contiguous tensor of num_rows rows, on the current stream. near: a copy of the slots,
-        at least as long."""
+        """Writes the bytes of the state to a tensor, uint8 [num_rows * ROW_BYTES], on the current stream. near: a copy
+        of the slots, at least as long."""
         if self.is_new:
             out.zero_()
         elif self.place is not None:
-            data, (_, *others) = out.view(torch.uint8), self.place._table_arguments
-            slots = self._slots(self.place, near)
-            torch.ops.ibp.decode_bytes.default(slots, *others, 0, data.numel(), 0, data, self.place._fault)
+            slots, (_, *others) = self._slots(self.place, near), self.place._table_arguments
+            torch.ops.ibp.decode_bytes.default(slots, *others, 0, out.numel(), 0, out, self.place._fault)
         elif self.raw is not None:
-            out.view(torch.uint8).copy_(self.raw, non_blocking=True)
+            out.copy_(self.raw, non_blocking=True)
 
     def write(self, data: torch.Tensor, near: torch.Tensor | None = None) -> None:
-        """Keeps the state that a contiguous tensor of num_rows rows holds, for which there was a `fit`; the caller
-        counts it in `stores`. All of overflow is free. near: memory of num_rows rows that slots are written to, in
-        place of their own."""
+        """Keeps the state that has these bytes, for which there was a `fit`; the caller counts it in `stores`. All of
+        overflow is free. near: memory of num_rows rows that slots are written to, in place of their own."""
         if self.place is not None:
             slots, (_, *others) = self._slots(self.place, near), self.place._arguments
             torch.ops.ibp.encode_into.default(slots, *others, data, None, None, 0, 0, self.place._fault)
         else:
             assert self.raw is not None, "fit comes first"
-            self.raw.copy_(data.view(torch.uint8), non_blocking=True)
+            self.raw.copy_(data, non_blocking=True)
 
     @staticmethod
     def _slots(place: Place, near: torch.Tensor | None) -> torch.Tensor:
@@ -212,7 +210,7 @@ class CodedState:
             return
         self._expected_bytes = overflow * self.num_rows
         if not self.is_new:
-            self.write(data)
+            self.write(data.view(torch.uint8))
 
     def _fitting(self, rows: torch.Tensor, known: Learned | None, growth: float) -> tuple[AnyCodebook, _layout.Survey]:
         """A codebook for rows, and what they take by it. That of states alike is taken if it serves as well here; where

@@ -215,7 +215,7 @@ class _CodedStates(torch.optim.Adam):
                 job.foresee()
             for i, state, memory in unfit:
                 if not state.is_new:
-                    state.load(memory)
+                    state.load(memory.view(torch.uint8))
                 betas = job.options["beta1"], job.options["beta2"]
                 state.fit(memory, growths(betas, state.stores)[i])
             if self._storage == "device":
