@@ -26,11 +26,11 @@ def linear(
     """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
 
     Up to 8 vectors on a GPU are multiplied by a kernel that decodes W in registers, reading its coded bytes alone:
-    where W is BF16 at level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least 3 K
-    / 2, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. Products are added in float, in an
-    order of its own that depends on K alone, so that bits differ from those of torch's function, whose bits differ by
-    shape and GPU, too. Up to 24 vectors are multiplied by that kernel eight at a time. All else is torch's function on
-    W, decoded on x's device for the time of the call.
+    where W is BF16 at level "fast" in that GPU's memory, N is at least 16, K a multiple of 32, slot_bytes at least
+    3 K / 2, and no gradient is wanted; `ibp.nn.Linear.from_linear` makes such tables. Products are added in float, in
+    an order of its own that depends on K alone, so that bits differ from those of torch's function, whose bits differ
+    by shape and GPU, too. Up to 24 vectors are multiplied by that kernel eight at a time. All else is torch's function
+    on W, decoded on x's device for the time of the call.
 
     The first call with a table decodes it once, to list the few weights that its digits do not give, and synchronises;
     the list counts in the table's `nbytes`, and is made anew after the table has changed. What is captured in a CUDA
