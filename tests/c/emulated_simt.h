@@ -351,10 +351,17 @@ inline cudaError_t cudaGetDevice(int *device)
     return cudaSuccess;
 }
 /* A device so small that its blocks take several jobs one after the other. */
-enum { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
-inline cudaError_t cudaDeviceGetAttribute(int *value, int, int)
+enum {
+    cudaDevAttrMultiProcessorCount,
+    cudaDevAttrComputeCapabilityMajor,
+    cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
+inline cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int)
 {
-    *value = 2;
+    const bool is_shared = attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ||
+                           attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin;
+    *value = is_shared ? 96 << 10 : 2;
     return cudaSuccess;
 }
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int, size_t)

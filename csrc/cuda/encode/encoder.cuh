@@ -61,7 +61,7 @@ constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 
 // Lanes of a row: as many as rows of a length keep busy. Row bytes up to which it is coded by a part of a warp, and
 // by a warp.
-constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 4096;
+constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
 
 // LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. Unlike
 // the groups of group.cuh, those of a warp go ways of their own: collectives name the lanes of the group only.

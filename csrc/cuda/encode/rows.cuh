@@ -249,18 +249,36 @@ template <class Encoder> ibp_status launch_measure(const Measure &measure)
     return check_cuda(cudaGetLastError());
 }
 
+// Makes the groups of a block, whole warps, as few as there is shared memory for where an SM has num_blocks blocks.
+inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_t lanes, uint32_t num_blocks,
+                             uint32_t *groups)
+{
+    constexpr int kReserved = 1024; // of a block
+    int device, of_sm = 0, of_block = 0;
+    ibp_status status = check_cuda(cudaGetDevice(&device));
+    if (status == IBP_OK)
+        status = check_cuda(cudaDeviceGetAttribute(&of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+    if (status == IBP_OK)
+        status = check_cuda(cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    const int64_t room = std::min<int64_t>(of_block, of_sm / static_cast<int>(num_blocks) - kReserved) - table_bytes;
+    const int64_t of_warps = std::max(1u, kWarp / lanes), fitting = room / group_bytes / of_warps * of_warps;
+    *groups = static_cast<uint32_t>(std::clamp<int64_t>(fitting, of_warps, *groups));
+    return status;
+}
+
 template <class Encoder> ibp_status launch_encode(const Encode &encode)
 {
     static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
     const ibp_codebook &cb = encode.place.table.codebook;
     const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
-    const uint32_t threads = encode.max_sms > 0 ? kMostEncodeThreads : kEncodeThreads,
-                   groups = threads / Encoder::Group::kLanes;
-    const uint32_t shared_bytes =
-        Encoder::table_bytes(cb) + groups * (bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb));
-    uint32_t blocks;
-    const ibp_status status = plan_blocks(reinterpret_cast<const void *>(kernel), threads, shared_bytes,
-                                          (encode.source.num_rows + groups - 1) / groups, encode.max_sms, &blocks);
+    const uint32_t lanes = Encoder::Group::kLanes, table_bytes = Encoder::table_bytes(cb),
+                   group_bytes = bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb);
+    uint32_t groups = (encode.max_sms > 0 ? kMostEncodeThreads : kEncodeThreads) / lanes, blocks;
+    ibp_status status = fit_groups(table_bytes, group_bytes, lanes, encode.max_sms > 0 ? 1u : 2u, &groups);
+    const uint32_t threads = groups * lanes, shared_bytes = table_bytes + groups * group_bytes;
+    if (status == IBP_OK)
+        status = plan_blocks(reinterpret_cast<const void *>(kernel), threads, shared_bytes,
+                             (encode.source.num_rows + groups - 1) / groups, encode.max_sms, &blocks);
     if (status != IBP_OK) return status;
     const RowsJob job{encode.place, RowSource::of(encode.source, cb.row_bytes), encode.row_ids, encode.first_row,
                       encode.fault};
