@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,13 +27,15 @@ def apply_all(jobs: Sequence[Job]) -> None:
     for job in jobs:
         _check_base(*job)
     jobs = [(name, delta, base.detach()) for name, delta, base in jobs]
-    others = [job for job in jobs if not on_gpu.can_apply(*job[1:]) and not on_cpu.can_apply(*job[1:])]
+    on_gpus = [i for i, job in enumerate(jobs) if on_gpu.can_apply(*job[1:])]
+    on_cpus = [i for i, job in enumerate(jobs) if on_cpu.can_apply(*job[1:])]
+    others = [jobs[i] for i in sorted(set(range(len(jobs))).difference(on_gpus, on_cpus))]
     for job in others:
         _check_fingerprint(*job)
     made = [(base, _new_version(name, delta, base)) for name, delta, base in others if not delta.is_empty]
     begun: list[on_gpu.Batch | on_cpu.InPlace] = []
     try:
-        for batch in _batches(jobs):
+        for batch in _batches(jobs, on_gpus, on_cpus):
             begun.append(batch)
             wrong = batch.apply()
             if wrong is not None:
@@ -51,17 +53,23 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(INTEGERS[x.element_size()])
 
 
-def _batches(jobs: Sequence[Job]) -> Iterator[on_gpu.Batch | on_cpu.InPlace]:
-    """What is applied in place: by GPUs all that have one codebook at once, on the CPU one after the other."""
-    groups: dict[Any, list[int]] = {}
-    for index, (_, delta, base) in enumerate(jobs):
-        if on_gpu.can_apply(delta, base):
-            groups.setdefault((base.device, *on_gpu.coding_key(delta)), []).append(index)
+def _batches(
+    jobs: Sequence[Job], on_gpus: Sequence[int], on_cpus: Sequence[int]
+) -> Iterator[on_gpu.Batch | on_cpu.InPlace]:
+    """What is applied in place, by numbers of jobs: by GPUs all that have one codebook at once, on the CPU one
+    after the other."""
+    keys: dict[int, tuple[Hashable, ...]] = {}  # of codebooks, which deltas often share
+    groups: dict[tuple[Hashable, ...], list[int]] = {}
+    for index in on_gpus:
+        _, delta, base = jobs[index]
+        book = id(delta.table.codebook)
+        if book not in keys:
+            keys[book] = on_gpu.coding_key(delta)
+        groups.setdefault((base.device, *keys[book]), []).append(index)
     for indices in groups.values():
         yield on_gpu.Batch(indices, [jobs[i][1] for i in indices], [jobs[i][2] for i in indices])
-    for index, (_, delta, base) in enumerate(jobs):
-        if on_cpu.can_apply(delta, base):
-            yield on_cpu.InPlace(index, delta, base)
+    for index in on_cpus:
+        yield on_cpu.InPlace(index, *jobs[index][1:])
 
 
 def _refuse(name: str, delta: Delta, base: torch.Tensor) -> NoReturn:
