@@ -245,7 +245,7 @@ def send(
         dst, group_dst: the receiver's rank among all, or in the group: one of them.
         tag: as in torch.
         async_op: return work, as `torch.distributed.isend` does.
-        level: "auto": raw unless the group's link was measured before (`measure_link`).
+        level: "auto": raw on the CPU, and unless the group's link was measured before (`measure_link`).
 
     Raises:
         TypeError, ValueError: an argument is not as described.

@@ -132,10 +132,13 @@ def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: K
 
 
 def _codec_for(tensor: torch.Tensor, state: State, kind: Kind, old: Plan | None) -> Codec | None:
-    """The sender's choice; None where raw tensors come sooner, or it is not known how fast the link is."""
+    """The sender's choice; None where raw tensors come sooner, or it is not known how fast the link is: on the CPU
+    all-gathers do not tell that."""
     if old is not None and not old.has_lost:
         return old.codec
-    if (old is not None and old.times >= planning.MOST_TIMES) or (kind.level == "auto" and state.link is None):
+    if (old is not None and old.times >= planning.MOST_TIMES) or (
+        kind.level == "auto" and (state.link is None or kind.device == "cpu")
+    ):
         return None
     link = state.link if kind.level == "auto" else None
     return planning.choose(kind, sample_of(tensor), tensor.device, _load(tensor), link)

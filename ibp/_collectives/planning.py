@@ -232,6 +232,8 @@ class State:
         """(codec, number of pieces, bytes that a message has at least) of ways to make a call of a kind; none where raw
         tensors come sooner. On one rank, which tells the others."""
         device, load = call.data.device, call.load
+        if link is not None and call.attempt is None and kind.device == "cpu":
+            return []  # the link is that of all-gathers, and others go by other ways there
         if link is None or call.attempt is None:
             codec = self._codec_for(kind, call, link, rows)
             if codec is None:
