@@ -1252,33 +1252,39 @@ def activations_table(directory):
         return None
     lines = []
     for row in rows:
-        wanted = (
-            [f"{charts.number(row['target_ms'])}"] if row["target_ms"] and row["step_ms"] > row["target_ms"] else []
-        )
-        sent = row["sent_gb"]
         lines.append(
             [
                 row["case"],
                 row["arm"],
-                charts.fine_number(row["step_ms"]) + (f" ({wanted[0]})" if wanted else ""),
+                charts.fine_number(row["step_ms"]) + _wanted_step(row),
                 *(f"{round(row[name], 2) + 0.0:.2f}" for name in ("peak_gb", "freed_gb")),  # no -0.00
-                *(f"{row[name]:.2f}" if row[name] else "" for name in ("saved_gb", "sent_gb")),
-                f"{row['saved_gb'] / sent:.2f}" if sent and row["savings"] > 0 else "",
-                *(_with_wanted(row, name) for name in ("times_raw", "times_save_on_cpu")),
+                *(f"{row[name]:.2f}" if row[name] else "" for name in ("pinned_gb", "saved_gb", "sent_gb")),
+                *(_with_wanted(row, name) for name in ("times_smaller", "times_raw", "times_save_on_cpu")),
+                f"{row['most_times_smaller']:.2f}" if row["most_times_smaller"] else "",
             ]
         )
     others = [row for row in rows if row["commit"] != rows[0]["commit"]]
     cases = charts.in_order((row["case"], row["commit"]) for row in others)
     earlier = "".join(f"; {case} on commit {commit:.10}" for case, commit in cases)
-    heads = ["net", "arm", "ms a step", "peak, GB", "freed, GB", "saved, GB", "sent, GB", "times smaller"]
-    heads += ["times raw", "times save_on_cpu"]
+    heads = ["net", "arm", "ms a step", "peak, GB", "freed, GB", "pinned, GB", "saved, GB", "sent, GB", "times smaller"]
+    heads += ["times raw", "times save_on_cpu", "times smaller by entropy"]
     return (
         f"A forward and a backward pass in BF16 (`activations.csv`: {caption(rows)}{earlier}): the median time; the "
         "most memory that it takes beyond weights and input, and how much less that is than plain; bytes that were "
-        "saved, and went to the host; how many times as fast as the same hooks with raw bytes, and as torch's "
-        f"`save_on_cpu`. In brackets what is wanted where it is missed:\n\n{markdown(heads, lines)}"
+        "saved, and went to the host, and the pinned memory for them; how many times as fast as the same hooks with "
+        "raw bytes, and as torch's `save_on_cpu`; how many times smaller the same tensors are by the entropy of their "
+        f"elements. In brackets what is wanted where it is missed:\n\n{markdown(heads, lines)}"
         "\n\n![Time and memory of a step](../benchmarks/results/activations.png)"
     )
+
+
+def _wanted_step(row):
+    """In brackets the step that is wanted, where a step takes longer; or what it may take longer than the plain one."""
+    if row["target_ms"] and row["step_ms"] > row["target_ms"]:
+        return f" ({charts.number(row['target_ms'])})"
+    if row["wanted_slowdown"] and row["slowdown"] > row["wanted_slowdown"]:
+        return f" ({row['slowdown']:.1%} slower than plain)"
+    return ""
 
 
 def _with_wanted(row, name):
