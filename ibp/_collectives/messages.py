@@ -106,7 +106,7 @@ def has_lost(statuses: torch.Tensor) -> torch.Tensor:
     """Of each of the statuses, int64 [n, status_entries(count, 0)]: whether rows that were coded here had no room, or
     ones that came lack: bool [n]."""
     entries = statuses.view(len(statuses), -1, _ENTRIES)[:, :-1]
-    return entries[:, :, (_LOST, _FAULT)].ne(0).flatten(1).any(1)
+    return entries[:, :, _LOST : _FAULT + 1].ne(0).flatten(1).any(1)
 
 
 class Messages:
