@@ -493,13 +493,16 @@ CHOICE_STYLE = {
 
 
 def draw_choices(rows, path):
-    """A panel for each link: GB/s of the coding chosen for each set, beside the best and raw bytes; coding counts."""
-    rows = [row for row in rows if row["chosen"] and "," not in row["arm"]]
-    arms, sets = in_order(row["arm"] for row in rows), in_order((row["case"], row["dtype"]) for row in rows)
+    """A panel for each link over which some coding pays, for all where none does: GB/s of the coding chosen for each
+    set, beside the best and raw bytes."""
+    rows = [row for row in rows if row["chosen"]]
+    cases = in_order(row["case"] for row in rows)
+    sets = sorted(in_order((row["case"], row["dtype"]) for row in rows), key=lambda key: cases.index(key[0]))
+    arms = in_order(row["arm"] for row in rows if row["best"] != "raw") or in_order(row["arm"] for row in rows)
     if not arms:
         return
     figure, panels = plt.subplots(
-        1, len(arms), figsize=(4 * len(arms) + 2, 0.2 * len(sets) + 1.6), layout="constrained", sharey=True,
+        1, len(arms), figsize=(3 * len(arms) + 2, 0.2 * len(sets) + 1.6), layout="constrained", sharey=True,
         squeeze=False,
     )  # fmt: skip
     for panel, arm in zip(panels[0], arms):
@@ -509,6 +512,7 @@ def draw_choices(rows, path):
             panel.plot(rates, range(len(sets)), marker, color=color, markersize=9 if marker == "|" else 5, label=label)
         panel.set_title(arm.removeprefix("choice at "), fontsize=10)
         panel.set_xscale("log")
+        panel.set_ylim(-1, len(sets))
         panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         panel.minorticks_off()
