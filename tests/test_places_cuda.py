@@ -45,6 +45,39 @@ def test_rows_come_back(rows, codebook, slot_bytes, pinned, max_sms):
     assert (counts.used_bytes == 0) == (counts.spilled == 0)
 
 
+def normal(num_rows, columns):
+    return torch.randn(num_rows, columns, generator=torch.Generator().manual_seed(columns))
+
+
+LONG_ROWS = {  # kinds of encoders: makers of rows, and the level
+    "BF16": (lambda n, size: normal(n, size // 2).bfloat16(), "default"),
+    "BF16, fast": (lambda n, size: normal(n, size // 2).bfloat16(), "fast"),
+    "BF16, half zeros": (lambda n, size: normal(n, size // 2).relu().bfloat16(), "default"),
+    "FP32": (lambda n, size: normal(n, size // 4), "default"),
+    "int64": (lambda n, size: (normal(n, size // 8) * 100_000).long().abs(), "default"),
+    "uint8": (lambda n, size: (normal(n, size) * 3).abs().byte(), "default"),
+}
+
+
+@pytest.mark.parametrize("max_sms", [0, 3])
+@pytest.mark.parametrize("row_bytes", [4112, 8192, 8208])
+@pytest.mark.parametrize("kind", LONG_ROWS)
+def test_long_rows(cuda, kind, row_bytes, max_sms):
+    make, level = LONG_ROWS[kind]
+    x = make(300, row_bytes)
+    codebook = ibp.analyze(x, scheme="planes", level=level, row_bytes=row_bytes)
+    lengths = []
+    for device in (torch.device("cpu"), cuda):
+        place = ibp.Place(codebook, len(x), slot_bytes=2048, overflow_bytes=len(x) * row_bytes, device=device)
+        rows = x.to(device)
+        ibp.encode_into(rows, place, max_sms=max_sms)
+        place.check()
+        assert_same_bits(place.decode(dtype=x.dtype), rows)
+        lengths.append(place.table(x.shape, x.dtype).lengths.cpu())
+    assert_same_bits(*lengths)
+    assert place.counts().lost == 0
+
+
 def test_a_place_is_a_table(rows, codebook):
     place = place_of(codebook)
     ibp.encode_into(rows, place)
