@@ -277,14 +277,13 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             return low_bits(stage.bits_at(start + first) ^ inverted, ibp_min_u32(columns - first, 32u));
         }
     };
-    // start: bit of the stage with which the positions begin; first: shared word with which bitmap_words(columns) begin,
-    // for a bitmap of a list. Returns false if they are wrong.
+    // start: bit of the stage with which the positions begin. Returns false if they are wrong.
     __device__ __forceinline__ bool find_bitmap(Stage stage, const ibp_position_form &form, uint32_t columns,
-                                                uint32_t start, uint32_t first, Bitmap &map) const
+                                                uint32_t start, Bitmap &map) const
     {
         map = {stage, start, columns, 0};
         if (!form.is_list) return true;
-        const uint32_t num_words = bitmap_words(columns);
+        const uint32_t first = bitmap(), num_words = bitmap_words(columns);
         for (uint32_t i = lane_id(); i < num_words; i += kWarp) shared_word(first + i) = 0;
         __syncwarp();
         map.stage.last_word = first + num_words - 2u, map.start = 32u * first;
@@ -406,7 +405,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     }
     __device__ __forceinline__ bool find_positions(const Listed &row, Stage stage, Bitmap &map) const
     {
-        if (!row.is_sparse) return find_bitmap(stage, row.form, row.columns, row.positions, bitmap(), map);
+        if (!row.is_sparse) return find_bitmap(stage, row.form, row.columns, row.positions, map);
         uint16_t *const columns = listed_columns();
         return walk_list(stage, row.form, row.columns, row.positions,
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });

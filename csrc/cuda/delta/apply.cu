@@ -1,7 +1,7 @@
 // apply.cu - deltas added to their bases (FORMAT.md section 9). A warp takes a row of differences: it is decoded in
-// shared memory as by decode/listed.cuh, and its listed elements are added to the words of the base that they lie in:
-// a word is read and written once, by the lane of its first element. What a changed word adds to the base's sum gives
-// the sum of the result without reading it.
+// shared memory as by decode/listed.cuh, and its listed elements are added to the words of the base that they lie in,
+// 32 elements at a time: a word is read and written once, by the lane of its first element. What a changed word adds to
+// the base's sum gives the sum of the result without reading it.
 //
 // All is queued at once: the bases' sums, a verdict, the changes if it is good, a verdict again, and the same changes
 // taken back if that is not. A row that is corrupt changes nothing, both times.
@@ -87,36 +87,16 @@ template <typename T> struct DeltaAdder {
     const ibp_codebook &cb;
     const Decoder decoder;
     const Stage stage;
-    const uint32_t bitmap; // shared word
-    uint16_t *const columns;
-    T *const elements;
     const bool negates;
 
-    // Elements, and columns, that are worked on at a time: a word of the bitmap a lane.
-    static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &cb)
-    {
-        return ibp_min_u32(32u * kWarp, (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 15u) / 16u * 16u);
-    }
-    // Shared memory of a warp: a stage for coded bytes; the decoder's entries; a bitmap of all positions; the columns of
-    // a batch, and its elements.
-    static __host__ __device__ __forceinline__ uint32_t bitmap_of(const ibp_codebook &cb, Coded coded)
-    {
-        return row_stage_bytes(most_stored(coded, cb.row_bytes)) + Decoder::kEntries * static_cast<uint32_t>(sizeof(T));
-    }
-    static __host__ __device__ __forceinline__ uint32_t columns_of(const ibp_codebook &cb, Coded coded)
-    {
-        return bitmap_of(cb, coded) + 4u * Decoder::bitmap_words(cb.row_bytes / static_cast<uint32_t>(sizeof(T)));
-    }
+    // Shared memory of a warp: a stage for coded bytes, and what the decoder has.
     static __host__ __device__ __forceinline__ uint32_t shared_bytes_of(const ibp_codebook &cb, Coded coded)
     {
-        return columns_of(cb, coded) + batch_of(cb) * (2u + static_cast<uint32_t>(sizeof(T)));
+        return (row_stage_bytes(most_stored(coded, cb.row_bytes)) + Decoder::scratch_bytes(cb) + 15u) / 16u * 16u;
     }
     __device__ __forceinline__ DeltaAdder(const ibp_codebook &codebook, Coded coded, uint32_t first, bool takes_back)
         : cb(codebook), decoder(codebook, first + row_stage_bytes(most_stored(coded, codebook.row_bytes))),
-          stage(stage_at(first, most_stored(coded, codebook.row_bytes))),
-          bitmap((first + bitmap_of(codebook, coded)) / 4u),
-          columns(reinterpret_cast<uint16_t *>(shared_bytes() + first + columns_of(codebook, coded))),
-          elements(reinterpret_cast<T *>(columns + batch_of(codebook))), negates(takes_back)
+          stage(stage_at(first, most_stored(coded, codebook.row_bytes))), negates(takes_back)
     {
         __syncwarp(); // the entries are there
     }
@@ -172,16 +152,13 @@ template <typename T> struct DeltaAdder {
             : bytes(row), valid(num_bytes), first_word(first), change(0), is_whole(aligned(row, 8) && valid % 8u == 0u)
         {
         }
-        __device__ __forceinline__ uint64_t load(uint32_t w) const
+        __device__ __forceinline__ void add(uint32_t w, uint64_t elements, bool negates)
         {
-            return is_whole ? reinterpret_cast<const uint64_t *>(bytes)[w] : load_any_word(bytes, valid, w);
-        }
-        __device__ __forceinline__ void add(uint32_t w, uint64_t before, uint64_t differences, bool negates)
-        {
-            const uint64_t after =
-                negates ? subtract_elements<T>(before, differences) : add_elements<T>(before, differences);
+            uint64_t *const near = reinterpret_cast<uint64_t *>(bytes) + w;
+            const uint64_t before = is_whole ? *near : load_any_word(bytes, valid, w),
+                           after = negates ? subtract_elements<T>(before, elements) : add_elements<T>(before, elements);
             if (is_whole)
-                reinterpret_cast<uint64_t *>(bytes)[w] = after;
+                *near = after;
             else
                 store_any_word(bytes, valid, w, after);
             change += ibp_mix_word(after, first_word + w) - ibp_mix_word(before, first_word + w);
@@ -190,175 +167,103 @@ template <typename T> struct DeltaAdder {
     __device__ __forceinline__ void add_raw(const ibp_delta_tensor &version, uint64_t start, Target &target) const
     {
         for (uint32_t w = lane_id(); 8u * w < target.valid; w += kWarp)
-            target.add(w, target.load(w), load_any_word(version.overflow + start, target.valid, w), negates);
+            target.add(w, load_any_word(version.overflow + start, target.valid, w), negates);
         __syncwarp();
     }
-    // Element j of a batch of n and those behind it that lie in the same word. Returns false if j is not its first one.
-    __device__ __forceinline__ bool join_word(uint32_t j, uint32_t n, uint32_t &word, uint64_t &differences) const
+    // An element a lane, in the order of their columns: those of a word are put together by the first one's lane. By
+    // all lanes together.
+    __device__ __forceinline__ void add_elements_of(uint32_t column, T element, bool active, Target &target) const
     {
-        word = columns[j] / kPerWord, differences = 0;
-        if (j != 0u && columns[j - 1u] / kPerWord == word) return false;
-        for (; j < n && columns[j] / kPerWord == word; j++)
-            differences |= static_cast<uint64_t>(elements[j]) << kBits * (columns[j] % kPerWord) % 64u;
-        return true;
-    }
-    // Adds the n elements of a batch, whose words no other batch has. By all lanes together.
-    __device__ __forceinline__ void add_batch(uint32_t n, Target &target) const
-    {
-        constexpr uint32_t kAhead = 2; // words of a lane that are on their way
-        __syncwarp();                  // the batch is there
-#pragma unroll 1
-        for (uint32_t base = lane_id(); base < n; base += kAhead * kWarp) {
-            uint32_t words[kAhead];
-            uint64_t differences[kAhead], before[kAhead];
-            bool adds[kAhead];
+        const uint32_t word = active ? column / kPerWord : ~0u;
+        uint64_t elements = static_cast<uint64_t>(element) << kBits * (column % kPerWord) % 64u;
+        const uint64_t mine = elements;
 #pragma unroll
-            for (uint32_t a = 0; a < kAhead; a++) {
-                const uint32_t j = base + a * kWarp;
-                adds[a] = j < n && join_word(j, n, words[a], differences[a]) && 8u * words[a] < target.valid;
-                if (adds[a]) before[a] = target.load(words[a]);
-            }
-#pragma unroll
-            for (uint32_t a = 0; a < kAhead; a++)
-                if (adds[a]) target.add(words[a], before[a], differences[a], negates);
+        for (uint32_t d = 1; d < kPerWord; d++) {
+            const uint32_t other = __shfl_down_sync(kAllLanes, word, d),
+                           low = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine), d),
+                           high = __shfl_down_sync(kAllLanes, static_cast<uint32_t>(mine >> 32), d);
+            if (lane_id() + d < kWarp && other == word) elements |= low | static_cast<uint64_t>(high) << 32;
         }
-        __syncwarp(); // the columns and elements are free
+        const uint32_t below = __shfl_up_sync(kAllLanes, word, 1);
+        const bool is_first = lane_id() == 0u || below != word;
+        if (active && is_first && 8u * word < target.valid) target.add(word, elements, negates);
+        __syncwarp(); // the next elements may lie in the same word
     }
 
     // ---- listed rows ----
-
-    // Calls take(rank, position) for the positions of a list that begins with a bit and lies in the row: a lane has
-    // those of some upper bits side by side. Returns whether there are as many as there should be, increasing and below
-    // num_columns. By all lanes together.
-    template <class Take>
-    __device__ __forceinline__ bool walk_list(const ibp_position_form &form, uint32_t num_columns, uint32_t start,
-                                              const Take &take) const
-    {
-        const uint32_t width = ibp_min_u32((form.upper_bits + kWarp - 1u) / kWarp, 32u), // bits of a lane
-            low_start = start + to_byte(form.upper_bits), num_low = form.low_bits;
-        uint32_t found = 0, last = 0;
-        bool good = true, follows = false; // follows: the bit before the lanes' is that of a position, the last one
-#pragma unroll 1
-        for (uint32_t base = 0; base < form.upper_bits; base += kWarp * width) {
-            const uint32_t first = ibp_min_u32(base + width * lane_id(), form.upper_bits),
-                           word = low_bits(shared_bits(start + first), ibp_min_u32(form.upper_bits - first, width)),
-                           count = ibp_popcount(word), sums = Decoder::G::inclusive_scan(count),
-                           n = Decoder::G::last_lane(sums);
-            if (found + n > form.num_positions) return false;
-            uint32_t rank = found + sums - count, own_first = 0, own_last = 0;
-#pragma unroll 1
-            for (uint32_t left = word; left != 0u; left &= left - 1u, rank++) {
-                const uint32_t group = first + ibp_popcount((left & (0u - left)) - 1u) - rank,
-                               position = group << num_low | low_bits(shared_bits(low_start + rank * num_low), num_low);
-                if (left == word)
-                    own_first = position;
-                else
-                    good = good && position > own_last;
-                own_last = position;
-                good = good && position < num_columns;
-                if (position < num_columns) take(rank, position);
-            }
-            // Positions of one group have neighbouring bits; those of a later group are greater.
-            const uint32_t highest = Decoder::G::ballot(word >> (width - 1u) & 1u),
-                           below = __shfl_up_sync(kAllLanes, own_last, 1);
-            const bool is_first = lane_id() == 0u, in_group = is_first ? follows : highest << 1 >> lane_id() & 1u;
-            good = good && (!(in_group && (word & 1u)) || own_first > (is_first ? last : below));
-            follows = highest >> 31;
-            last = __shfl_sync(kAllLanes, own_last, kWarp - 1u);
-            found += n;
-        }
-        __syncwarp(); // all have been taken
-        return __all_sync(kAllLanes, good) && found == form.num_positions;
-    }
-
-    // Calls put(j, element) for the n elements from number `first` of the row on, j counted from there: a lane has up to
-    // eight side by side, whose digits of a plane are a word. next: how many elements reached planes 1, 2, 3 and the raw
-    // symbols so far. By all lanes together.
-    template <class Put>
-    __device__ __forceinline__ void each_element(const Book &book, const ValueParts &parts, uint32_t first, uint32_t n,
-                                                 uint32_t (&next)[IBP_MAX_PLANES], const Put &put) const
-    {
-        const uint32_t of_lane = ibp_min_u32((n + kWarp - 1u) / kWarp, Decoder::kOctet), r = cb.planes.residual_bits;
-#pragma unroll 1
-        for (uint32_t base = 0; base < n; base += of_lane * kWarp) {
-            const uint32_t start = ibp_min_u32(base + of_lane * lane_id(), n), end = ibp_min_u32(start + of_lane, n);
-            uint32_t digits[IBP_MAX_PLANES] = {}, at = first + start, reaching = end - start;
-            bool any = true; // of the lanes' elements reach a plane
-#pragma unroll
-            for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-                if (p >= cb.planes.num_planes || !any) continue;
-                const uint32_t num_bits = cb.planes.digit_bits[p];
-                digits[p] = low_bits(shared_bits(parts.digits[p] + at * num_bits), reaching * num_bits);
-                reaching = ibp_popcount(static_cast<uint32_t>(escapes_in(digits[p], num_bits)));
-                const uint32_t sums = Decoder::G::inclusive_scan(reaching), total = Decoder::G::last_lane(sums);
-                at = next[p] + sums - reaching;
-                next[p] += total;
-                any = total != 0u;
-            }
-            uint32_t raw = parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits;
-#pragma unroll 1
-            for (uint32_t j = start; j < end; j++) {
-                uint32_t rank = 0;
-                bool open = true;
-#pragma unroll
-                for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
-                    if (p >= cb.planes.num_planes || !open) continue;
-                    const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u,
-                                   digit = digits[p] & escape;
-                    digits[p] >>= num_bits;
-                    rank += digit;
-                    open = digit == escape;
-                }
-                typename Decoder::Word symbol = decoder.entries()[rank];
-                if (open) {
-                    symbol =
-                        r < kBits ? low_bits(Decoder::field(raw), book.symbol_bits) << r : typename Decoder::Word{0};
-                    raw += book.symbol_bits;
-                }
-                if (r != 0u) symbol |= low_bits(Decoder::field(parts.residuals + (first + j) * r), r);
-                put(j, decoder.element_of(symbol));
-            }
-        }
-    }
 
     struct Values {
         ValueParts parts;
         uint32_t next[IBP_MAX_PLANES]; // elements that reached the further planes so far
         bool closed;
     };
-    // Decodes n elements, from number `first` of the row on, whose columns are there, and adds them.
-    __device__ __forceinline__ void add_values(const Book &book, Values &values, uint32_t first, uint32_t n,
-                                               Target &target) const
+    // Element j, one a lane, of consecutive ones; planes that none of them reaches are not looked at. By all lanes
+    // together.
+    __device__ __forceinline__ T element_at(const Book &book, Values &values, uint32_t j, bool active) const
     {
-        if (values.closed)
-            for (uint32_t j = lane_id(); j < n; j += kWarp) elements[j] = static_cast<T>(cb.planes.closed_value);
-        else
-            each_element(book, values.parts, first, n, values.next,
-                         [&](uint32_t j, T element) { elements[j] = element; });
-        add_batch(n, target);
+        uint32_t at = j, rank = 0, open = kAllLanes; // open: lanes whose element is in a further plane
+        bool reaches = active;
+#pragma unroll
+        for (uint32_t p = 0; p < IBP_MAX_PLANES; p++) {
+            if (p >= cb.planes.num_planes || open == 0u) continue;
+            const uint32_t num_bits = cb.planes.digit_bits[p], escape = (1u << num_bits) - 1u,
+                           digit = shared_bits(values.parts.digits[p] + (reaches ? at : 0u) * num_bits) & escape;
+            if (reaches) rank += digit;
+            reaches = reaches && digit == escape;
+            open = __ballot_sync(kAllLanes, reaches);
+            at = values.next[p] + ibp_popcount(open & Decoder::G::lanes_below());
+            values.next[p] += ibp_popcount(open);
+        }
+        const uint32_t r = cb.planes.residual_bits;
+        typename Decoder::Word symbol = decoder.entries()[rank];
+        if (open != 0u && reaches && r < kBits) {
+            const uint32_t raw = values.parts.digits[IBP_MAX_PLANES] + at * book.symbol_bits;
+            symbol = low_bits(Decoder::field(raw), book.symbol_bits) << r;
+        }
+        if (r != 0u) symbol |= low_bits(Decoder::field(values.parts.residuals + j * r), r);
+        return decoder.element_of(symbol);
     }
-    // Adds all of them, of a bitmap that has as many ones as it should.
-    __device__ __forceinline__ void add_columns(const Book &book, const typename Decoder::Bitmap &map, Values &values,
-                                                Target &target) const
+    // Adds n elements, from number `first` of the row on, whose columns are in decoder.numbers().
+    __device__ __forceinline__ void add_batch(const Book &book, Values &values, uint32_t first, uint32_t n,
+                                              Target &target) const
     {
-        uint32_t done = 0;
+        __syncwarp(); // the columns are there
+#pragma unroll 1
+        for (uint32_t base = 0; base < n; base += kWarp) {
+            const uint32_t j = base + lane_id();
+            const bool active = j < n;
+            T element = static_cast<T>(cb.planes.closed_value);
+            if (!values.closed) element = element_at(book, values, first + ibp_min_u32(j, n - 1u), active);
+            add_elements_of(active ? decoder.numbers()[j] : 0u, element, active, target);
+        }
+    }
+    // Columns that decoder.numbers() has room for: at least those of 32 lanes' words of a bitmap.
+    __device__ __forceinline__ uint32_t most_columns() const { return ibp_min_u32(Decoder::batch_of(cb), 32u * kWarp); }
+    // Adds all of them, of a bitmap that has as many ones as it should.
+    __device__ __forceinline__ void add_columns(const Book &book, const typename Decoder::Bitmap &map, uint32_t k,
+                                                Values &values, Target &target) const
+    {
+        const bool at_once = k <= most_columns();
+        uint32_t done = 0, held = 0; // elements that have been added; whose columns are there
 #pragma unroll 1
         for (uint32_t tile = 0; tile < book.columns; tile += 32u * kWarp) {
             uint32_t listed = map.word(tile + 32u * lane_id());
             const uint32_t count = ibp_popcount(listed), sums = Decoder::G::inclusive_scan(count),
                            n = Decoder::G::last_lane(sums);
-            uint16_t *to = columns + (sums - count);
+            uint16_t *to = decoder.numbers() + (held + sums - count);
             for (; listed != 0u; listed &= listed - 1u)
                 *to++ = static_cast<uint16_t>(tile + 32u * lane_id() + ibp_popcount((listed & (0u - listed)) - 1u));
-            add_values(book, values, done, n, target);
-            done += n;
+            held += n;
+            if (at_once) continue;
+            add_batch(book, values, done, held, target);
+            done += held, held = 0;
         }
+        if (held != 0u) add_batch(book, values, done, held, target);
     }
-    __device__ __forceinline__ bool has_ones(const typename Decoder::Bitmap &map, uint32_t num_columns,
-                                             uint32_t k) const
+    __device__ __forceinline__ bool has_ones(const typename Decoder::Bitmap &map, uint32_t columns, uint32_t k) const
     {
         uint32_t count = 0;
-        for (uint32_t first = 32u * lane_id(); first < num_columns; first += 32u * kWarp)
+        for (uint32_t first = 32u * lane_id(); first < columns; first += 32u * kWarp)
             count += ibp_popcount(map.word(first));
         return __reduce_add_sync(kAllLanes, count) == k;
     }
@@ -367,14 +272,14 @@ template <typename T> struct DeltaAdder {
     __device__ __forceinline__ bool add_coded(uint32_t start_bit, uint32_t coded_bytes, Target &target) const
     {
         const Book book(cb, 0);
-        const uint32_t num_columns = book.columns, header_bits = 8u * ibp_header_bytes(num_columns),
+        const uint32_t columns = book.columns, header_bits = 8u * ibp_header_bytes(columns),
                        end = start_bit + 8u * coded_bytes, positions = start_bit + header_bits;
         ibp_listed_header header;
-        if (!ibp_split_header(low_bits(stage.bits_at(start_bit), header_bits), coded_bytes, num_columns, &header))
+        if (!ibp_split_header(low_bits(stage.bits_at(start_bit), header_bits), coded_bytes, columns, &header))
             return false;
         const uint32_t k = header.num_listed;
         if (k == 0u) return positions == end;
-        const ibp_position_form form = choose_position_form(k, num_columns);
+        const ibp_position_form form = choose_position_form(k, columns);
         const uint32_t start = positions + 8u * form.num_bytes;
         if (start > end) return false;
         Values values{};
@@ -385,17 +290,18 @@ template <typename T> struct DeltaAdder {
                     return Book::template count_escapes<typename Decoder::G>(from, range, num_bits);
                 });
         if ((values.closed ? start : values.parts.end) != end) return false;
-        if (form.is_list && !form.is_complement && k <= batch_of(cb)) {
-            const bool good = walk_list(form, num_columns, positions, [&](uint32_t rank, uint32_t position) {
-                columns[rank] = static_cast<uint16_t>(position);
+        if (form.is_list && !form.is_complement && k <= most_columns()) {
+            uint16_t *const to = decoder.numbers();
+            const bool good = decoder.walk_list(stage, form, columns, positions, [&](uint32_t rank, uint32_t position) {
+                to[rank] = static_cast<uint16_t>(position);
             });
-            if (good) add_values(book, values, 0, k, target);
+            if (good) add_batch(book, values, 0, k, target);
             return good;
         }
         typename Decoder::Bitmap map{};
-        if (!decoder.find_bitmap(stage, form, num_columns, positions, bitmap, map)) return false;
-        if (!has_ones(map, num_columns, k)) return false;
-        add_columns(book, map, values, target);
+        if (!decoder.find_bitmap(stage, form, columns, positions, map)) return false;
+        if (!has_ones(map, columns, k)) return false;
+        add_columns(book, map, k, values, target);
         return true;
     }
 

@@ -2,8 +2,7 @@
 // the element; everything else is a run-time value.
 //
 // A symbol's *code* says at once all that becomes of it: bit 8p is set if it escapes plane p, bits 8p + 4 to 8p + 7
-// are its digit there. It is found in a table of all symbols; where these are too many, in a hash table of the entries;
-// or entry by entry.
+// are its digit there.
 // Codes of up to 16 elements add up in bytes to the escapes of a lane; sums of lanes take 16 bits each.
 // Measuring is bound by memory: some 60 instructions a step of 512 bytes of 16-bit elements. Encoding counts first,
 // to know where the parts are, and is bound by issue: some 350.
