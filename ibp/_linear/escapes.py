@@ -12,7 +12,7 @@ from .._schemes import PlanesCodebook
 from .._table import Table
 
 COLUMNS = 32  # of which the kernel takes a multiple
-MOST_OF_A_ROW = 64  # escapes; the kernel takes about as long for so many as for the row
+MOST_OF_A_ROW = 64  # escapes; one warp adds those of 16 rows, four of each at a time
 _LEAST_ROWS = 16
 _NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
 _LARGEST_FIRST_SYMBOL = 254 - _NUM_SYMBOLS  # what an escape is multiplied as is finite
