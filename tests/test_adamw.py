@@ -266,7 +266,7 @@ def test_later_steps_have_no_memory(request, monkeypatch, place, stays):
     assert any(failed) and not all(failed[:-1])
 
 
-@pytest.mark.parametrize("stays", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "from then on"])
 def test_states_are_loaded_without_memory(stays):
     """They are there all the same, and coded later."""
     torchs = parameters(shapes=[(30, 512), (5,)])
