@@ -20,7 +20,6 @@ _MOST_SPILLED = 0.02  # of the rows' bytes in overflow, where slots are chosen
 _CROWDED_BYTES = 128 << 20  # in overflow, over all steps, that the link moves both ways while a codebook is learned
 _MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
-_SPARE = _SECTOR  # bytes by which slots that are there may be larger than wanted
 _LEARNING_STEPS = 4  # one step in so many learns codebooks, of those that are not the first
 _LEARNED_SHARE, _LEAST_LEARNED = 4, 2  # in it one of so many kinds of states does, at least so many
 _WATCHED_STEPS = 16  # the first ones; of the others one in so many
@@ -203,7 +202,7 @@ class CodedState:
                 self._coding.learned[self.kind] = Learned(codebook, mean_bytes, held, wanted, overflow)
         slot_bytes = self._with_host_memory(wanted)
         self.version += 1
-        if self.place is not None and 0 <= self.place.slot_bytes - slot_bytes <= _SPARE:
+        if self.place is not None and self.place.slot_bytes == slot_bytes:
             self.place._take_codebook(codebook)
             free_overflow([self])
         elif not self._move(codebook, slot_bytes):
