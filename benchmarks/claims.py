@@ -1236,8 +1236,15 @@ def adamw_table(directory):
     heads = ["model", "arm", "ms a step", *times.values(), "times torch's", "m saves", "v saves"]
     heads += ["GPU, MiB", "pinned, MiB"]
     others = ", from the second on, the slowest of these, and the first" if "first_ms" in times else ""
+    earlier = {}
+    for row in rows:
+        if row["commit"] != rows[0]["commit"]:
+            earlier.setdefault(row["commit"][:10], {})[f'"{row["case"]}"'] = None
+    measured = "; ".join(
+        [caption(rows), *(f"{', '.join(cases)}: commit {commit}" for commit, cases in earlier.items())]
+    )
     return (
-        f"A step (`adamw.csv`: {caption(rows)}): the median time, and the mean with the steps in which codebooks are "
+        f"A step (`adamw.csv`: {measured}): the median time, and the mean with the steps in which codebooks are "
         f"learned{others}; the median in times of torch's fused step with all states on the GPU, in brackets what is "
         "wanted where that is missed; what exp_avg (m) and exp_avg_sq (v) save of the GPU's memory, and what both take "
         "of it and of pinned memory:\n\n"
