@@ -157,22 +157,6 @@ def read(path):
     return rows
 
 
-ANS_COLUMNS = {"nvcomp ANS decode": "decode_us", "nvcomp ANS compress": "encode_us"}  # arm of codec.csv: of choose.csv
-
-
-def read_codec(directory):
-    """Rows of codec.csv; nvCOMP's ANS, which knows no rows, with the rates of choose.csv where these are higher."""
-    rows = read(directory / "codec.csv")
-    chosen = [row for row in read(directory / "choose.csv") if row["arm"] == "nvcomp:ans"]
-    by_set = {(row["case"], row["dtype"]): row for row in chosen}
-    for row in rows:
-        other = by_set.get((row["case"], row["dtype"]))
-        if other and row["arm"] in ANS_COLUMNS:
-            num_bytes = other["rows"] * other["row_bytes"]
-            row["gbps"] = max(row["gbps"], num_bytes * 1e-3 / other[ANS_COLUMNS[row["arm"]]])
-    return rows
-
-
 def size_name(num_bytes):
     return f"{num_bytes // 1024} KiB" if num_bytes >= 1024 and num_bytes % 1024 == 0 else f"{num_bytes} B"
 
@@ -1362,7 +1346,11 @@ def draw(directory):
         print("no charts: matplotlib is not installed")
         return
     directory = Path(directory)
-    gather, codec, stream = read(directory / "gather.csv"), read_codec(directory), read(directory / "stream.csv")
+    gather, codec, stream = (
+        read(directory / "gather.csv"),
+        read(directory / "codec.csv"),
+        read(directory / "stream.csv"),
+    )
     draw_overview(gather, stream, codec, directory / "overview.png")
     draw_gather_synthetic(gather, directory / "gather.png")
     draw_gather_normal(gather, directory / "gather_normal.png")

@@ -26,6 +26,16 @@ def caption(rows):
     return CAPTION_OF_MACHINE.format(**rows[0])
 
 
+def other_commits(rows, what, kind):
+    """What a caption adds where rows are of other commits than the first, by how many kinds of what there are."""
+    commits = Counter(commit for commit, _ in {(row["commit"], kind(row)) for row in rows[1:]})
+    return "".join(
+        f", {what.format(count=count)} of {commit[:10]}"
+        for commit, count in commits.items()
+        if commit != rows[0]["commit"]
+    )
+
+
 def markdown(heads, lines):
     return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
 
@@ -110,7 +120,7 @@ def rows_block(directory):
 
 def device_block(directory):
     """Decoding in device memory beside a copy and nvCOMP."""
-    rows = charts.read_codec(directory)
+    rows = charts.read(directory / "codec.csv")
     device = {row["arm"]: row["gbps"] for row in rows if row["case"] == "device"}
     own = [
         row for row in rows if row["row_bytes"] == charts.OVERVIEW_ROW_BYTES and row["case"].startswith(charts.NORMAL)
@@ -144,7 +154,7 @@ def device_block(directory):
     ]
     return (
         f"Decoding in device memory, rows of {charts.size_name(charts.OVERVIEW_ROW_BYTES)} (`codec.csv`: "
-        f"{caption(rows)}; nvCOMP's by `choose.csv` where they are higher there); GB/s of original bytes, where "
+        f"{caption(rows)}{other_commits(rows, 'nvCOMP', lambda row: None)}); GB/s of original bytes, where "
         f"`copy_` does {charts.number(device['copy_'])} and a memset {charts.number(device['memset'])}:\n\n"
         + markdown(heads, lines)
     )
@@ -445,11 +455,12 @@ def choose_table(directory):
         texts = ", ".join(f"{name} {count}" for name, count in wins)
         lines.append([arm.removeprefix("choice at "), texts, f"{len(own) - len(missed)} of {len(own)}", percent(worst)])
     wanted = 100 * float(choices[0]["wanted_loss"])
+    others = other_commits(rows, "{count} sets", lambda row: (row["case"], row["dtype"]))
     heads = ["link", "sets on which each is the soonest", f"choices within {wanted:g} % of it", "the most lost"]
     text = (
-        f"Every set of `ratio.csv` and typed columns, 256 MiB of each (`choose.csv`: {caption(rows)}): the candidate "
-        "that is coded, moved and decoded the soonest as measured, and what the choice of `ibp.choose`, by its own "
-        f"sample, takes longer. `fetched often` leaves coding out.\n\n{markdown(heads, lines)}"
+        f"Every set of `ratio.csv` and typed columns, 256 MiB of each (`choose.csv`: {caption(rows)}{others}): the "
+        "candidate that is coded, moved and decoded the soonest as measured, and what the choice of `ibp.choose`, by "
+        f"its own sample, takes longer. `fetched often` leaves coding out.\n\n{markdown(heads, lines)}"
     )
     picture = "![What is chosen, set by set](../benchmarks/results/choose.png)"
     candidates = [row for row in rows if not row["chosen"]]
@@ -932,7 +943,7 @@ def savings_text(savings):
 def headline_block(directory):
     """The few figures that the README shows, beside what people do without ibp."""
     gather, stream = (charts.read(directory / f"{name}.csv") for name in ("gather", "stream"))
-    codec = charts.read_codec(directory)
+    codec = charts.read(directory / "codec.csv")
     saved = ratio.cells_of(charts.read(directory / "ratio.csv"))
     rows = rates(gather, case="normal 0.02", dtype="bfloat16", row_bytes=charts.OVERVIEW_ROW_BYTES)
     device = {row["arm"]: row["gbps"] for row in codec if row["case"] == "device"}

@@ -144,8 +144,10 @@ CODER_FAMILIES = ("pairs", "dense", "one_byte", "fast", "listed", "masks")
 # One NVIDIA H200 on PCIe 5 x16 with 16 cores, as `calibrate` measured it. What was measured at more sizes is by files
 # of benchmarks/results: the link by gather.csv (raw rows of 2 KiB; synthetic rows of 128 B, 75 and 90 % saved, at 1.45
 # ns; dense rows of 128 B; 0.90 to 0.99 of the link where no decoder binds), where ids are put in order by
-# large_table.csv, streams by stream.csv, `pairs` and `masks` in device memory by codec.csv, and the work of decoders by
-# what is slowest there: FP32 rows of 128 B, LLM keys and values, a BF16 ReLU set, rows of scheme ibp of 64 KiB.
+# large_table.csv, streams by stream.csv, `pairs` and `masks` in device memory by codec.csv, encoding and `one_byte`,
+# `fast` and `listed` by encode_into.csv (`dense` and `masks`, which it has not, by a `calibrate` of their encoders, of
+# a GPU that had other work too), and the work of decoders by what is slowest there: FP32 rows of 128 B, LLM keys and
+# values, a BF16 ReLU set, rows of scheme ibp of 64 KiB.
 H200 = Calibration(
     gpu="NVIDIA H200",
     copy_in_gbps=55.4,
@@ -163,11 +165,11 @@ H200 = Calibration(
     device_copy_gbps=2063.0,
     memset_gbps=3270.0,
     gather_gbps=3.7,
-    pairs=CoderRates(1952.0, 149.0, 835.0, 45.1, 2.6, 170.0),
+    pairs=CoderRates(1952.0, 149.0, 823.0, 44.0, 2.6, 170.0),
     dense=CoderRates(745.0, 48.8, 956.0, 54.2, 2.6, 110.0),
-    one_byte=CoderRates(1321.0, 90.6, 551.0, 32.0, 2.6, 110.0),
-    fast=CoderRates(1765.0, 153.0, 1761.0, 116.0, 2.6, 110.0),
-    listed=CoderRates(717.0, 49.2, 499.0, 28.2, 1.9, 40.0),
+    one_byte=CoderRates(1382.0, 91.1, 562.0, 32.2, 2.6, 110.0),
+    fast=CoderRates(1923.0, 159.0, 1752.0, 114.0, 2.6, 110.0),
+    listed=CoderRates(677.0, 45.9, 500.0, 27.3, 1.9, 40.0),
     masks=CoderRates(1740.0, 119.0, 679.0, 35.8, 1.45, 419.0),
 )
 

@@ -289,16 +289,3 @@ def test_where_general_codecs_win():
     (table,) = claims._won_by_general(choices, candidates)
     assert table.endswith("| x, int8 | `lz4` 1.33 | `lz4` 1.20 |  |")
     assert not list(claims._won_by_general(choices[2:], candidates))
-
-
-def test_tables_take_the_higher_rates_of_ans(tmp_path):
-    same = "normal 1,{arm},10,{row_bytes},float32"
-    codec = ["case,arm,rows,row_bytes,dtype,gbps"] + [
-        f"{same.format(arm=arm, row_bytes=100)},{gbps}"
-        for arm, gbps in (("nvcomp ANS decode", 2.0), ("nvcomp ANS compress", 1.0), ("decode", 3.0))
-    ]
-    (tmp_path / "codec.csv").write_text("\n".join(codec) + "\n")
-    assert [row["gbps"] for row in charts.read_codec(tmp_path)] == [2.0, 1.0, 3.0]
-    line = f"{same.format(arm='nvcomp:ans', row_bytes=1000)},4.0,1.0"  # 10,000 bytes in 4 and in 1 us
-    (tmp_path / "choose.csv").write_text(f"case,arm,rows,row_bytes,dtype,encode_us,decode_us\n{line}\n")
-    assert [row["gbps"] for row in charts.read_codec(tmp_path)] == [10.0, 2.5, 3.0]
