@@ -546,7 +546,7 @@ def test_codebooks_are_chosen_by_bytes_and_rates(monkeypatch, dtype):
     rates = _calibration.H200
     monkeypatch.setattr(_calibration, "in_force", lambda device: rates)
     m, v = states_of_a_step(dtype)
-    by_bytes = ibp.analyze(v, scheme="planes", sample=None)
+    by_bytes = ibp.analyze(v, scheme="planes", sample=None, device="cpu")
     for rows in (m, v):
         codebook = _learning.learn(rows, "default")
         assert codebook.digit_bits == (2, 2, 2, 2) and codebook.symbol_bits == 8 and not codebook.listed

@@ -17,7 +17,7 @@ _PAIRS = (2, 2, 2, 2)  # digits of the rows that are decoded the fastest, with s
 _PAIRED_BYTES = (2, 4)  # of elements that have such rows
 _SAMPLED_ROWS = 64  # that such codebooks are learned from
 _LEAST_GROWTH = 1.2  # that is reckoned with
-_FEW_ZEROS = 0.25  # of the elements: with fewer, no codebook is taken to save twice as much as these
+_FEW_ZEROS = 0.25  # of the elements: with fewer, no other codebook is taken to save so much more that it pays
 
 
 def learn(rows: torch.Tensor, level: str, before: AnyCodebook | None = None, growth: float = 1.0) -> AnyCodebook:
