@@ -135,7 +135,8 @@ __device__ __forceinline__ uint32_t turned(uint32_t rotated)
     return select_bits(0x7fff7fffu, rotated >> 1, rotated << 15);
 }
 
-// Exponents of 8 elements, those with even numbers and those with odd ones in bytes. firsts: first_symbol in every byte.
+// Exponents of 8 elements, a byte each, those with even numbers apart from those with odd ones. firsts: first_symbol in
+// every byte.
 struct Exponents {
     uint32_t even, odd;
 
