@@ -176,7 +176,8 @@ def in_order(values):
 
 
 def machine(rows):
-    return f"{rows[0]['gpu']}, torch {rows[0]['torch']}, commit {rows[0]['commit'][:10]}"
+    commits = in_order(row["commit"][:10] for row in rows)
+    return f"{rows[0]['gpu']}, torch {rows[0]['torch']}, commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
 
 
 def number(value):
@@ -1292,7 +1293,7 @@ def draw_activations(rows, path):
         panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         panel.minorticks_off()
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.1 * max(row["peak_gb"] for row in rows if row["case"] == name))
         panel.set_xlabel("ms a step", fontsize=9)
         panel.set_ylabel("peak GB", fontsize=9)
         panel.grid(alpha=0.3)

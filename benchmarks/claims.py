@@ -36,6 +36,16 @@ def other_commits(rows, what, kind):
     )
 
 
+def caption_by_case(rows):
+    """The caption, and the cases that were measured on other commits than the first."""
+    others = [row for row in rows if row["commit"] != rows[0]["commit"]]
+    parts = [caption(rows)]
+    for commit in charts.in_order(row["commit"] for row in others):
+        cases = charts.in_order(f'"{row["case"]}"' for row in rates(others, commit=commit))
+        parts.append(f"{', '.join(cases)}: commit {commit[:10]}")
+    return "; ".join(parts)
+
+
 def markdown(heads, lines):
     return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ["---"] * len(heads), *lines])
 
@@ -1247,18 +1257,11 @@ def adamw_table(directory):
     heads = ["model", "arm", "ms a step", *times.values(), "times torch's", "m saves", "v saves"]
     heads += ["GPU, MiB", "pinned, MiB"]
     others = ", from the second on, the slowest of these, and the first" if "first_ms" in times else ""
-    earlier = {}
-    for row in rows:
-        if row["commit"] != rows[0]["commit"]:
-            earlier.setdefault(row["commit"][:10], {})[f'"{row["case"]}"'] = None
-    measured = "; ".join(
-        [caption(rows), *(f"{', '.join(cases)}: commit {commit}" for commit, cases in earlier.items())]
-    )
     return (
-        f"A step (`adamw.csv`: {measured}): the median time, and the mean with the steps in which codebooks are "
-        f"learned{others}; the median in times of torch's fused step with all states on the GPU, in brackets what is "
-        "wanted where that is missed; what exp_avg (m) and exp_avg_sq (v) save of the GPU's memory, and what both take "
-        "of it and of pinned memory:\n\n"
+        f"A step (`adamw.csv`: {caption_by_case(rows)}): the median time, and the mean with the steps in which "
+        f"codebooks are learned{others}; the median in times of torch's fused step with all states on the GPU, in "
+        "brackets what is wanted where that is missed; what exp_avg (m) and exp_avg_sq (v) save of the GPU's memory, "
+        "and what both take of it and of pinned memory:\n\n"
         f"{markdown(heads, lines)}"
     )
 
@@ -1281,13 +1284,10 @@ def activations_table(directory):
                 f"{row['most_times_smaller']:.2f}" if row["most_times_smaller"] else "",
             ]
         )
-    others = [row for row in rows if row["commit"] != rows[0]["commit"]]
-    cases = charts.in_order((row["case"], row["commit"]) for row in others)
-    earlier = "".join(f"; {case} on commit {commit:.10}" for case, commit in cases)
     heads = ["net", "arm", "ms a step", "peak, GB", "freed, GB", "pinned, GB", "saved, GB", "sent, GB", "times smaller"]
     heads += ["times raw", "times save_on_cpu", "times smaller by entropy"]
     return (
-        f"A forward and a backward pass in BF16 (`activations.csv`: {caption(rows)}{earlier}): the median time; the "
+        f"A forward and a backward pass in BF16 (`activations.csv`: {caption_by_case(rows)}): the median time; the "
         "most memory that it takes beyond weights and input, and how much less that is than plain; bytes that were "
         "saved, and went to the host, and the pinned memory for them; how many times as fast as the same hooks with "
         "raw bytes, and as torch's `save_on_cpu`; how many times smaller the same tensors are by the entropy of their "
