@@ -4,7 +4,6 @@ Processes exchange over gloo.
 
 import os
 import pickle
-import time
 import warnings
 from datetime import timedelta
 
@@ -633,15 +632,22 @@ def wait_for_a_slow_rank(rank):
     all_gather_into_tensor(out, x, level="default")
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(calls, "run", lambda *args: time.sleep(1) or exchange.CodedWork(args[0], *late(*args[1:])))
+            patch.setattr(calls, "run", run_once_rank_0_is_done)
         work = all_gather_into_tensor(out, x, level="default", async_op=True)
     result = raised(lambda: work.wait(timedelta(seconds=0.1 if rank == 0 else 20)))
+    if rank == 0:
+        store().set("waited", "")
     dist.barrier()
     return result
 
 
-def late(state, is_async):
-    return state.staging(torch.device("cpu")), is_async
+def run_once_rank_0_is_done(job, state, is_async):
+    store().wait(["waited"], timedelta(seconds=20))
+    return exchange.CodedWork(job, state.staging(torch.device("cpu")), is_async)
+
+
+def store():
+    return dist.distributed_c10d._get_default_store()
 
 
 @pytest.mark.slow
