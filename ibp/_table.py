@@ -47,6 +47,7 @@ class Table:
     codebook: AnyCodebook | None
     _room: Room | None = None  # of a table whose rows have changed
     _escapes: tuple | None = None  # what ibp.linear has listed (see _linear/escapes.py), and of which state of the rows
+    _escapes_of_graphs: tuple = ()  # those that CUDA graphs were captured with, which go on reading them
     _version = 0  # how often rows have changed in place, which what holds copies of them must know
     _is_live: bool = False  # rows may be coded into its memory at any time, as `Place.table` says
     _is_aliased: bool = False  # another table may have the same memory
@@ -338,6 +339,8 @@ class Table:
             fields,
             _geometry=other._geometry,
             _room=None,
+            _escapes=None,
+            _is_live=False,
             _segment=None,
             _owner=None,
             _pinned_range=None,

@@ -77,12 +77,29 @@ def test_refusals():
         ibp.linear(x, table, out=torch.empty(3, 40))
 
 
+def test_a_new_codebook_is_not_used_with_old_escapes():
+    table = coded(matrix(64, 2048))
+    table._escapes = escapes._state(table), escapes.list_escapes(table)
+    table.refit(level="default")
+    assert table._escapes is None
+
+
+def test_functions_that_see_no_kernel():
+    assert not products._is_transformed()
+    with torch.autograd.forward_ad.dual_level():
+        assert products._is_transformed()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(products._is_transformed()) or x)(torch.ones(2))
+    assert seen == [True] and not products._is_transformed()
+
+
 def test_which_tables_the_kernel_takes():
     weight = matrix(64, 2048)
     assert escapes.takes(coded(weight))
     place = ibp.Place(coded(weight).codebook, 64, slot_bytes=3136, overflow_bytes=4096, device="cpu")
     for table in (
         place.table(weight.shape, weight.dtype),  # whose rows may be coded anew at any time
+        copy.copy(place.table(weight.shape, weight.dtype)),
         ibp.compress(weight, device="cpu", pin_memory=False),
         coded(weight, slot_bytes=3040),
         coded(weight[:15].contiguous()),
@@ -345,6 +362,8 @@ def test_graph_and_streams(cuda, fused):
         graph.replay()
     stream.synchronize()
     check_products(x, weight, None, out)
+    (kept,) = table._escapes_of_graphs
+    assert kept is table._escapes[1]
 
 
 def test_compiled(cuda, fused):

@@ -49,9 +49,12 @@ def escapes_of(table: Table) -> Escapes | None:
     if torch.compiler.is_compiling():
         return held[1] if held is not None and held[0][:2] == (table._version, table.shape) else None
     state = _state(table)
+    is_captured = torch.cuda.is_current_stream_capturing()
     if held is not None and held[0] == state:
+        if is_captured and not any(held[1] is kept for kept in (None, *table._escapes_of_graphs)):
+            table._escapes_of_graphs += (held[1],)
         return held[1]
-    if torch.cuda.is_current_stream_capturing():
+    if is_captured:
         return None
     escapes = None
     if takes(table):

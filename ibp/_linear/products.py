@@ -34,9 +34,10 @@ def linear(
 
     The first call with a table decodes it once, to list the few weights that its digits do not give, and synchronises;
     the list counts in the table's `nbytes`, and is made anew after the table has changed. What is captured in a CUDA
-    graph or compiled before that call decodes W every time. Rows that are stored raw, or have more than 64 such
-    weights, are kept decoded beside the list, and multiplied by torch; where they are more than one in 32, all of W is
-    decoded for every call.
+    graph or compiled before that call decodes W every time; a graph captured after it keeps the list of its time:
+    capture it anew after the table has changed. Rows that are stored raw, or have more than 64 such weights, are kept
+    decoded beside the list, and multiplied by torch; where they are more than one in 32, all of W is decoded for every
+    call.
 
     Args:
         x: tensor [..., K].
@@ -99,6 +100,8 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     """Whether the kernel takes the vectors; whether it takes the table, `escapes_of` says."""
     if not x.is_cuda or table.device != x.device or x.numel() == 0 or x.numel() > MOST_VECTORS * x.shape[-1]:
         return False
+    if _is_transformed():
+        return False
     given = (x,) if bias is None else (x, bias)
     if any(tensor.dtype != torch.bfloat16 or tensor.device != x.device for tensor in given):
         return False
@@ -107,6 +110,13 @@ def _may_fuse(x: torch.Tensor, table: Table, bias: torch.Tensor | None) -> bool:
     if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.bfloat16:
         return False
     return True
+
+
+def _is_transformed() -> bool:
+    """Whether forward gradients are computed, or functions of torch.func are in force, which see no kernel."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def _multiply(
