@@ -823,6 +823,26 @@ def test_copies():
     assert "AdamW" in repr(optimizer) and "weight_decay: 0.01" in repr(optimizer)
 
 
+def test_parameters_that_move():
+    (weight,) = params = parameters(shapes=[(64, 64)])
+    optimizer = ibp.optim.AdamW(params)
+    weight.grad = torch.ones(64, 64, dtype=weight.dtype)
+    optimizer.step()
+    saved = optimizer.state_dict()["state"][0]
+    weight.grad = None
+    weight.data = weight.data.double()
+    weight.grad = torch.ones(64, 64, dtype=torch.float64)
+    before = weight.detach().clone()
+    with pytest.raises(RuntimeError, match="a parameter is torch.float64 on cpu; wanted .* load its own state_dict"):
+        optimizer.step()
+    assert_same_bits(weight.detach(), before)
+    assert int(optimizer.state[weight]["step"]) == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same_bits(optimizer.state_dict()["state"][0]["exp_avg"], saved["exp_avg"].double())
+    optimizer.step()
+    assert int(optimizer.state[weight]["step"]) == 2
+
+
 def test_refusals():
     (weight,) = params = parameters(shapes=[(4, 4)])
     optimizer = ibp.optim.AdamW(params)

@@ -98,7 +98,7 @@ class _CodedStates(torch.optim.Adam):
     def _forget(self) -> None:
         """Drops all coded states and the memory to work in."""
         self._chunks: list[list[Chunk]] = [[] for _ in getattr(self, "param_groups", ())]
-        self._in_chunks: set[torch.Tensor] = set()
+        self._in_chunks: dict[torch.Tensor, tuple[torch.dtype, torch.device]] = {}
         self._works: dict[tuple[torch.device, torch.dtype], Work] = {}
         self._lanes: dict[torch.device, Lane] = {}
         self._codings: dict[torch.device, Coding] = {}
@@ -143,9 +143,9 @@ class _CodedStates(torch.optim.Adam):
             What closure returned, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse, or of another dtype or device than its parameter; a CUDA graph is being
-                captured; coded states are damaged; there is no memory (torch.OutOfMemoryError). No weight and no state
-                has changed.
+            RuntimeError: a gradient is sparse, or of another dtype or device than its parameter; a parameter has
+                another dtype or device than its coded states; a CUDA graph is being captured; coded states are damaged;
+                there is no memory (torch.OutOfMemoryError). No weight and no state has changed.
         """
         loss = None
         if closure is not None:
@@ -171,6 +171,8 @@ class _CodedStates(torch.optim.Adam):
         plans: dict[torch.device, _Plan] = {}
         for group, chunks in zip(self.param_groups, self._chunks):
             grads = {param: _dense_grad(param) for param in group["params"] if param.grad is not None}
+            for param in grads:
+                _check_home(param, self._in_chunks.get(param))
             self._add_chunks([param for param in grads if param not in self._in_chunks], chunks)
             for device in {local(param).device for param in grads}:
                 if device not in plans:
@@ -259,7 +261,7 @@ class _CodedStates(torch.optim.Adam):
             held = sum(2 * local(param).nbytes for group in self.param_groups for param in group["params"])
             chunk_bytes = max(_LEAST_CHUNK_BYTES, min(_MOST_CHUNK_BYTES, held // _CHUNKS))
         chunks += list(planned(params, chunk_bytes, self._coding))
-        self._in_chunks.update(params)
+        self._in_chunks.update((param, _home_of(param)) for param in params)
 
     def _coding(self, device: torch.device) -> Coding:
         """How the states of chunks on a device are coded."""
@@ -539,6 +541,19 @@ def _check_state(param: torch.Tensor, values: dict[str, Any]) -> None:
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             shape = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ValueError(f"a state's {name} is {shape}; wanted a tensor of shape {list(param.shape)}")
+
+
+def _home_of(param: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return param.dtype, local(param).device
+
+
+def _check_home(param: torch.Tensor, home: tuple[torch.dtype, torch.device] | None) -> None:
+    """RuntimeError: a parameter whose states are coded has another dtype or device since then."""
+    if home is not None and home != _home_of(param):
+        raise RuntimeError(
+            f"a parameter is {param.dtype} on {local(param).device}; wanted {home[0]} on {home[1]}, as its coded states: "
+            "let the optimizer load its own state_dict() after parameters have moved"
+        )
 
 
 def _dense_grad(param: torch.Tensor) -> torch.Tensor:
