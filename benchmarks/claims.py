@@ -1017,9 +1017,11 @@ def headline_block(directory):
                     savings_text(own["planes"]),
                 ]
             )
+    differs = any(row["commit"] != gather[0]["commit"] for row in (*stream, *codec))
+    others = ", whole tensors and nvCOMP of [others](benchmarks/RESULTS.md)" if differs else ""
     return (
         "GB/s of original bytes, from pinned host memory unless said otherwise "
-        f"({CAPTION_OF_MACHINE.format(**gather[0])}):\n\n" + markdown(["what", "without ibp", "with ibp"], lines)
+        f"({caption(gather)}{others}):\n\n" + markdown(["what", "without ibp", "with ibp"], lines)
     )
 
 
