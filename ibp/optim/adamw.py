@@ -551,8 +551,8 @@ def _check_home(param: torch.Tensor, home: tuple[torch.dtype, torch.device] | No
     """RuntimeError: a parameter whose states are coded has another dtype or device since then."""
     if home is not None and home != _home_of(param):
         raise RuntimeError(
-            f"a parameter is {param.dtype} on {local(param).device}; wanted {home[0]} on {home[1]}, as its coded states: "
-            "let the optimizer load its own state_dict() after parameters have moved"
+            f"a parameter is {param.dtype} on {local(param).device}; wanted {home[0]} on {home[1]}, as its coded "
+            "states: let the optimizer load its own state_dict() after parameters have moved"
         )
 
 
