@@ -1040,6 +1040,7 @@ def test_regions_end_in_other_threads(linked):
     way.take_back()
     assert way.coming == way.coming_bytes == 0 and not way._ended
     assert sum(size * len(free) for size, free in way.buffers._free.items()) == way.buffers.held_bytes == most
+    assert all(used for free in way.buffers._free.values() for _, used in free), "copies out may be under way"
 
 
 # ---- CUDA ----

@@ -31,22 +31,22 @@ class HostBuffers:
             buffer = _memory.empty(size, torch.device("cpu"), pin=True)
             self.held_bytes += size
             return buffer
-        buffer, read = free.pop()
-        if read is not None:
-            writer.wait_event(read)
+        buffer, used = free.pop()
+        if used is not None:
+            writer.wait_event(used)
         return buffer
 
-    def give(self, buffer: torch.Tensor, read: torch.cuda.Event | None) -> None:
-        """Memory back, which the copy before an event still reads."""
-        self._free[buffer.numel()].append((buffer, read))
+    def give(self, buffer: torch.Tensor, used: torch.cuda.Event | None) -> None:
+        """Memory back, which the copies before an event still read or write."""
+        self._free[buffer.numel()].append((buffer, used))
 
     def release(self) -> None:
-        """Lets go of what is free, once no copy reads it."""
+        """Lets go of what is free, once no copy uses it."""
         for size, free in self._free.items():
             self.held_bytes -= size * len(free)
-            for _, read in free:
-                if read is not None:
-                    read.synchronize()
+            for _, used in free:
+                if used is not None:
+                    used.synchronize()
         self._free.clear()
 
 
@@ -250,4 +250,4 @@ class Lane:
             if recipe is not None and piece.sent is not None and piece.sent.query():
                 piece.note_used(recipe)
             if piece.buffer is not None:
-                self.buffers.give(piece.buffer, piece.arrived)
+                self.buffers.give(piece.buffer, piece.arrived or piece.sent)
