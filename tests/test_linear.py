@@ -136,6 +136,7 @@ def test_module():
     module.load_state_dict(other.state_dict())
     assert_same_bits(module(x), other(x))
     assert escapes.takes(module.weight)
+    assert escapes.takes(ibp.nn.Linear.from_linear(plain, device="cpu", pin_memory=False).weight)
     assert ibp.nn.Linear.from_linear(torch.nn.Linear(100, 40, bias=False))(torch.ones(100)).shape == (40,)
     with pytest.raises(TypeError, match="module is a ReLU; wanted a torch.nn.Linear"):
         ibp.nn.Linear.from_linear(torch.nn.ReLU())

@@ -15,6 +15,8 @@ from .._linear import linear, slot_bytes_for
 from .._schemes import PlanesCodebook
 from .._torch_functions import linear_of
 
+_HOW_IT_RUNS = {"device", "pin_memory", "numa", "progress"}  # arguments of `compress` that leave the table's form alone
+
 
 class TableModule(torch.nn.Module):
     """A module with one table [rows, columns], its `weight`."""
@@ -156,9 +158,9 @@ class Linear(TableModule):
         """
         if not isinstance(module, torch.nn.Linear):
             raise TypeError(f"module is a {type(module).__name__}; wanted a torch.nn.Linear")
-        if not options:
+        if options.keys() <= _HOW_IT_RUNS:
             slot_bytes = slot_bytes_for(module.in_features) if module.weight.dtype == torch.bfloat16 else None
-            options = {"level": "fast", "slot_bytes": slot_bytes}
+            options = {"level": "fast", "slot_bytes": slot_bytes, **options}
         return cls(compress(module.weight.detach(), **options), module.bias, fused=fused)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
