@@ -253,14 +253,14 @@ template <class Encoder> ibp_status launch_measure(const Measure &measure)
 inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_t lanes, uint32_t num_blocks,
                              uint32_t *groups)
 {
-    constexpr int kReserved = 1024; // of a block
+    constexpr int kReserved = 1024; // of an SM for each block, and at most of a block for what is static
     int device, of_sm = 0, of_block = 0;
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status == IBP_OK)
         status = check_cuda(cudaDeviceGetAttribute(&of_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
     if (status == IBP_OK)
         status = check_cuda(cudaDeviceGetAttribute(&of_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    const int64_t room = std::min<int64_t>(of_block, of_sm / static_cast<int>(num_blocks) - kReserved) - table_bytes;
+    const int64_t room = std::min(of_block, of_sm / static_cast<int>(num_blocks)) - kReserved - int64_t{table_bytes};
     const int64_t of_warps = std::max(1u, kWarp / lanes), fitting = room / group_bytes / of_warps * of_warps;
     *groups = static_cast<uint32_t>(std::clamp<int64_t>(fitting, of_warps, *groups));
     return status;
