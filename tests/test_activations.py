@@ -711,6 +711,14 @@ def test_a_plan_that_frees_little_is_none(monkeypatch):
         assert plan.is_empty == (count == 1)
 
 
+@pytest.mark.parametrize("window, leaving", [(256 * MB, 1), (MB, 9)])
+def test_what_comes_back_at_once_frees_nothing(window, leaving):
+    """As where the window holds all that is saved: the room of one region is all that is gained."""
+    line = timeline_of(*[1] * 10, computing=1.0, coder=0.5)
+    modes = planning.plan(line, LINK._replace(window_bytes=window), slowdown=1e9)
+    assert sum(mode != planning.KEEP for mode in modes) == leaving
+
+
 def test_what_is_on_its_way_is_little_with_a_budget_of_time():
     assert offload_on(CPU, slowdown=0.1)._budget.window_bytes == 2 * coding.PIECE_BYTES
     assert offload_on(CPU, slowdown=0.1, window_bytes=1)._budget.window_bytes == 1
@@ -1230,7 +1238,11 @@ def test_graphs_that_are_captured_keep_what_they_save(cuda):
     assert offload.stats.coded_bytes == 0
 
 
-@pytest.mark.parametrize("budget", [{"slowdown": 0.0}, {"slowdown": 0.5}, {"slowdown": 1e9}, {"device_bytes": 1 << 20}])
+# Where the window holds all that is saved, all of it comes back at once, and a plan frees nothing.
+@pytest.mark.parametrize(
+    "budget",
+    [{"slowdown": 0.0}, {"slowdown": 0.5}, {"slowdown": 1e9, "window_bytes": 1 << 20}, {"device_bytes": 1 << 20}],
+)
 def test_budgets_on_a_gpu(cuda, budget):
     net, x = on(cuda, torch.bfloat16, "vgg16")
     x = x.repeat(16, 1, 1, 1)

@@ -235,7 +235,8 @@ def test_the_first_step_has_no_memory(request, place, stays):
     while has_failed:
         number += 1 + number // 20
         _, has_failed = step_without_memory(optimizers[1], ours, number, stays)
-    assert number > 20
+    # Where it is missing once, what cannot be pinned comes out of other memory, and the step goes on.
+    assert number > (20 if place == "cpu" or stays else 10)
     optimizers[0].step()
     check_same(torchs, ours)
     train(torchs, ours, optimizers, range(1, 6))

@@ -99,7 +99,7 @@ def test_nccl(gpus, tmp_path):  # noqa: F811
 def test_the_example():
     """As torchrun starts it."""
     size = torch.cuda.device_count() if torch.cuda.device_count() > 1 else 2
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     path = str(ROOT / "examples" / "sync_weights.py")
     done = subprocess.run([*command, path], env=env, capture_output=True, text=True, timeout=120)

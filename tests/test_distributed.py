@@ -568,7 +568,7 @@ def test_the_example():
     path = pathlib.Path(__file__).parent.parent / "examples" / "torchrun_gnn.py"
     assert len(path.read_text().splitlines()) <= 80
     size = min(2, torch.cuda.device_count()) or 2
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), str(path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), str(path)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
