@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock  # which torch depends on
 
 import ibp
 
@@ -41,6 +42,12 @@ def runtime_library(name):
     return found if os.path.isabs(found) else None
 
 
+def of_the_run(tmp_path_factory):
+    """A directory that all processes of a run of pytest share, so that one builds for all."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
 @pytest.fixture(scope="module")
 def sanitized(tmp_path_factory):
     """run(script arguments ...): what Python prints over a sanitized build."""
@@ -49,7 +56,7 @@ def sanitized(tmp_path_factory):
     preload = [runtime_library("libasan.so"), runtime_library("libstdc++.so")]
     if None in preload:
         pytest.skip("gcc has no libasan.so")
-    made = tmp_path_factory.mktemp("sanitized")
+    made = of_the_run(tmp_path_factory) / "sanitized"
     path = os.pathsep.join([str(made / "lib"), str(HERE)])
     inside = {**OPTIONS, "LD_PRELOAD": " ".join(preload), "PYTHONMALLOC": "malloc", "PYTHONPATH": path}
     command = [sys.executable, "-c", "import torch"]
@@ -58,8 +65,11 @@ def sanitized(tmp_path_factory):
         pytest.skip(f"torch does not run under AddressSanitizer here: {probe.stderr[-200:]}")
     flags = f"-O1 -g1 {SANITIZERS}"
     build = [sys.executable, "setup.py", "-q", "build", "--build-base", str(made / "base")]
+    build += ["--build-lib", str(made / "lib")]
     compilers = {"CC": "gcc", "CXX": "g++", "CFLAGS": flags, "CXXFLAGS": flags, "IBP_NO_CUDA": "1"}
-    output_of([*build, "--build-lib", str(made / "lib")], ROOT, IBP_BUILD_DIR=str(made / "objects"), **compilers)
+    with FileLock(made.with_suffix(".lock")):
+        if not (made / "lib").exists():
+            output_of(build, ROOT, IBP_BUILD_DIR=str(made / "objects"), **compilers)
 
     def run(*arguments):
         return output_of([sys.executable, *arguments], made, **inside)
