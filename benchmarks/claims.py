@@ -320,19 +320,22 @@ def places_block(directory):
     )
 
 
+def times_by_case(rows, beside):
+    """(arms, a line for each case): microseconds by arm, and in brackets what `beside` says of a row."""
+    arms, lines = charts.in_order(row["arm"] for row in rows), []
+    for case in charts.in_order(row["case"] for row in rows):
+        own = {row["arm"]: row for row in rates(rows, case=case)}
+        texts = (f"{charts.fine_number(own[arm]['us'])} ({beside(own[arm])})" if arm in own else "" for arm in arms)
+        lines.append([case, *texts])
+    return arms, lines
+
+
 def changes_block(directory):
     """Rows of tables that change."""
     rows = [row for row in charts.read(directory / "changes.csv") if row["case"] != "device"]
     if not rows:
         return None
-    arms, lines = charts.in_order(row["arm"] for row in rows), []
-    for case in charts.in_order(row["case"] for row in rows):
-        own = {row["arm"]: row for row in rates(rows, case=case)}
-        texts = (
-            f"{charts.fine_number(own[arm]['us'])} ({charts.fine_number(own[arm]['gbps'])})" if arm in own else ""
-            for arm in arms
-        )
-        lines.append([case, *texts])
+    arms, lines = times_by_case(rows, lambda row: charts.fine_number(row["gbps"]))
     return (
         f"## Rows that change\n\nRows of {charts.size_name(rows[0]['row_bytes'])} of a table (`changes.csv`: "
         f"{caption(rows)}); microseconds of a call, in brackets GB/s:\n\n{markdown(['in', *arms], lines)}"
@@ -372,13 +375,7 @@ def linear_table(directory):
     rows = [row for row in charts.read(directory / "linear.csv") if row["case"] != "device"]
     if not rows:
         return None
-    arms, lines = charts.in_order(row["arm"] for row in rows), []
-    for case in charts.in_order(row["case"] for row in rows):
-        own = {row["arm"]: row for row in rates(rows, case=case)}
-        texts = (
-            f"{charts.fine_number(own[arm]['us'])} ({own[arm]['times']:.2f})" if arm in own else "" for arm in arms
-        )
-        lines.append([case, *texts])
+    arms, lines = times_by_case(rows, lambda row: f"{row['times']:.2f}")
     return (
         f"Products of BF16 (`linear.csv`: {caption(rows)}) of matrices, outputs x inputs, and the number of vectors: "
         f"microseconds of a product in a CUDA graph, in brackets the times of cuBLAS's rate. Products overlap as far "

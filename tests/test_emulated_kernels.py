@@ -46,9 +46,9 @@ def emulated(directory):
     return [*command, "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-attributes", "-Wno-maybe-uninitialized"]
 
 
-def build(flags):
-    """The program of tests/c/emulated_tables.cpp for the kernels in csrc, compiled with FLAGS or RACE_FLAGS."""
-    sources = [path for pattern in KERNELS for path in sorted((CSRC / "cuda").glob(pattern))]
+def build(flags, program="tables", kernels=KERNELS):
+    """A program, tests/c/emulated_{program}.cpp, for kernels in csrc/cuda, compiled with FLAGS or RACE_FLAGS."""
+    sources = [path for pattern in kernels for path in sorted((CSRC / "cuda").glob(pattern))]
     sources.sort(key=lambda path: not path.name.startswith("listed"))  # what takes longest to compile is begun first
     translated = {}
     for path in [*CSRC.glob("core/*.h"), *CSRC.glob("cuda/**/*.*h"), *sources]:
@@ -62,7 +62,7 @@ def build(flags):
     objects = compiled(
         [
             *((of_kernels, translated[path]) for path in sources),
-            (command, TESTS / "emulated_tables.cpp"),
+            (command, TESTS / f"emulated_{program}.cpp"),
             *(([*command, "-O1"], TESTS / f"emulated_{name}.cpp") for name in machine),
         ]
     )
