@@ -8,16 +8,18 @@ from typing import NamedTuple
 
 import torch
 
+from .._memory import PinningError
 from .._place import _in_memory_order
-from ._learning import ROW_BYTES
+from ._families import Group, Section, grouped
+from ._learning import ROW_BYTES, learn
 from ._replay import Replay
 from ._states import CodedState, Coding
 
 NAMES = ("exp_avg", "exp_avg_sq")
 _ALIGNMENT = 64  # bytes, of small parameters behind others
 _REPLAYED_ON = "cuda"
-_LEAST_REPLAYED = 3  # runs of a chunk; with fewer, the host launches kernel by kernel
-_LARGE_BYTES = 4 << 20  # of a parameter with codebooks of its own: values of others have another scale
+_LEAST_REPLAYED = 6  # runs of a chunk; with fewer, the host launches kernel by kernel
+_LARGE_BYTES = 4 << 20  # of a parameter that may have codebooks of its own: values of others may have another scale
 
 
 class Work(NamedTuple):
@@ -55,32 +57,47 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Elements start to stop of a chunk, whose states have codebooks of their own: a large parameter, or several small
-    ones."""
+    """Elements start to stop of a chunk, one of whose states has a codebook of its own.
 
+    which: 0: exp_avg, 1: exp_avg_sq.
+    """
+
+    which: int
     start: int
     stop: int
-    states: tuple[CodedState, ...]
+    state: CodedState
+
+    def bytes_in(self, work: Work) -> torch.Tensor:
+        """Its part of work memory, uint8."""
+        return work[self.which][self.start : self.stop].view(torch.uint8)
 
 
 class Chunk:
-    """Pieces of parameters of one dtype and device, and their states."""
+    """Pieces of parameters of one dtype and device, and their states. Large parameters are sections, and small ones
+    between them together; sections that are alike and next to each other are a run, which is coded by one call."""
 
     def __init__(self, pieces: list[Piece], num_elements: int, coding: Coding) -> None:
         first = local(pieces[0].param)
-        self.pieces, self.num_elements = pieces, num_elements
+        self.pieces, self.num_elements, self._coding = pieces, num_elements, coding
         self.dtype, self.device = first.dtype, first.device
-        self.runs = []
-        firsts = _firsts_of_runs(pieces)
-        starts = [piece.offset for piece in firsts]
-        for piece, start, stop in zip(firsts, starts, [*starts[1:], num_elements]):
-            num_rows = (stop - start) * self.dtype.itemsize // ROW_BYTES
-            num_bytes = sum(of.num_bytes for of in pieces if start <= of.offset < stop)
-            kind = id(piece.param) if _is_large(piece.param) else object()
-            states = tuple(CodedState(num_rows, num_bytes, self.device, coding, (kind, name)) for name in NAMES)
-            self.runs.append(Run(start, stop, states))
-        self.states = [state for run in self.runs for state in run.states]
-        self._is_replayed = len(self.runs) >= _LEAST_REPLAYED and self.device.type == _REPLAYED_ON
+        self._row_elements = ROW_BYTES // self.dtype.itemsize
+        num_rows = num_elements // self._row_elements
+        firsts = _firsts_of_sections(pieces)
+        starts = [piece.offset // self._row_elements for piece in firsts]
+        keys = [id(piece.param) if _is_large(piece.param) else object() for piece in firsts]
+        self._sections = [Section(*parts) for parts in zip(starts, [*starts[1:], num_rows], keys)]
+        if coding.reserve is not None:
+            coding.reserve.expect(len(NAMES) * num_rows)
+        self._set_runs([self._run(index, 0, num_rows) for index in range(len(NAMES))])
+
+    def _run(self, index: int, first_row: int, last_row: int, stores: int = 0) -> Run:
+        start, stop = first_row * self._row_elements, last_row * self._row_elements
+        num_bytes = sum(piece.num_bytes for piece in self.pieces if start <= piece.offset < stop)
+        return Run(index, start, stop, CodedState(last_row - first_row, num_bytes, self.device, self._coding, stores))
+
+    def _set_runs(self, runs: list[Run]) -> None:
+        self.runs, self.states = runs, [run.state for run in runs]
+        self._is_replayed = len(runs) >= _LEAST_REPLAYED and self.device.type == _REPLAYED_ON
         self._loads, self._writes = Replay(), Replay()
         self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
         self._bytes: tuple[Work, list[tuple[CodedState, torch.Tensor]]] | None = None
@@ -95,10 +112,60 @@ class Chunk:
             self._views = work, [tuple(piece.within(memory) for memory in work) for piece in self.pieces]
         return self._views[1]
 
-    def unfit(self, work: Work) -> list[tuple[int, CodedState, torch.Tensor]]:
-        """The states that want a codebook: (0: exp_avg, 1: exp_avg_sq, the state, its part of work memory)."""
-        parts = ((run, i, state) for run in self.runs for i, state in enumerate(run.states) if state.wants_fit)
-        return [(i, state, work[i][run.start : run.stop]) for run, i, state in parts]
+    def unfit(self) -> list[Run]:
+        """Those that want a codebook."""
+        return [run for run in self.runs if run.state.wants_fit]
+
+    def fit(self, run: Run, work: Work, growth: float = 1.0) -> None:
+        """Gives a run a codebook and memory, or makes several runs of it whose sections have codebooks of their own;
+        the bytes in work memory are coded. A later codebook for which there is no memory is left out. Waits for the
+        device.
+
+        Args:
+            run: whose state is in work memory; before the first store what it is about to be.
+            growth: how many times larger its values are expected to become before the next fit.
+
+        Raises:
+            torch.OutOfMemoryError, MemoryError: there is no memory for the first codebook; nothing has changed.
+        """
+        rows = work[run.which][run.start : run.stop].view(-1, self._row_elements)
+        states = [run.state]
+        try:
+            groups = self._groups(run, rows, growth)
+            if len(groups) == 1:
+                run.state.fit(rows, groups[0])
+            else:
+                states = self._split(run, rows, groups)
+        except (torch.OutOfMemoryError, MemoryError, PinningError):
+            if run.state.fitted_at == 0:
+                raise
+        for state in states:
+            state.settle()
+
+    def _groups(self, run: Run, rows: torch.Tensor, growth: float) -> list[Group]:
+        """Sections of a run that are alike."""
+        first, last = run.start // self._row_elements, run.stop // self._row_elements
+        held = [section for section in self._sections if first <= section.start < last]
+        sections = [Section(start - first, stop - first, key) for start, stop, key in held]
+        before = None if run.state.place is None else run.state.place.codebook
+        families = self._coding.families.setdefault((run.which, self.dtype), [])
+        return grouped(rows, sections, families, lambda some: learn(some, self._coding.level, before, growth))
+
+    def _split(self, run: Run, rows: torch.Tensor, groups: list[Group]) -> list[CodedState]:
+        """Puts a run for each group in the place of one. Their states."""
+        first, stores, parts = run.start // self._row_elements, run.state.stores, []
+        try:
+            for group in groups:
+                parts.append(self._run(run.which, first + group.start, first + group.stop, stores))
+                parts[-1].state.fit(rows[group.start : group.stop], group)
+        except BaseException:
+            for part in parts:
+                part.state.release()
+            raise
+        run.state.release()
+        i = self.runs.index(run)
+        self._set_runs([*self.runs[:i], *parts, *self.runs[i + 1 :]])
+        return [part.state for part in parts]
 
     def prepare(self, work: Work) -> None:
         """Before the states are decoded and coded: many of them by one call each, if that was done before."""
@@ -139,8 +206,7 @@ class Chunk:
     def _parts(self, work: Work) -> list[tuple[CodedState, torch.Tensor]]:
         """The states, each with its bytes in work memory."""
         if self._bytes is None or self._bytes[0] is not work:
-            parts = ((state, work[i][run.start : run.stop]) for run in self.runs for i, state in enumerate(run.states))
-            self._bytes = work, [(state, memory.view(torch.uint8)) for state, memory in parts]
+            self._bytes = work, [(run.state, run.bytes_in(work)) for run in self.runs]
         return self._bytes[1]
 
     def _key(self, work: Work) -> tuple[int, ...]:
@@ -151,18 +217,17 @@ class Chunk:
     def slots_near(self, near: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(slots of a place, their part of near). near: uint8 [states, bytes of the chunk's elements, at least]."""
         for run in self.runs:
-            for i, state in enumerate(run.states):
-                if state.place is not None:
-                    slots = state.place.slots
-                    yield slots, near[i, run.start * self.dtype.itemsize :][: slots.numel()]
+            if run.state.place is not None:
+                slots = run.state.place.slots
+                yield slots, near[run.which, run.start * self.dtype.itemsize :][: slots.numel()]
 
     def _near(self, near: torch.Tensor) -> list[torch.Tensor]:
         size = self.dtype.itemsize
-        return [near[i, run.start * size : run.stop * size] for run in self.runs for i in range(len(run.states))]
+        return [near[run.which, run.start * size : run.stop * size] for run in self.runs]
 
 
-def _firsts_of_runs(pieces: list[Piece]) -> list[Piece]:
-    """The pieces that runs begin with: large parameters are alone."""
+def _firsts_of_sections(pieces: list[Piece]) -> list[Piece]:
+    """The pieces that sections begin with: large parameters are alone."""
     are_large = [_is_large(piece.param) for piece in pieces]
     return [piece for i, piece in enumerate(pieces) if i == 0 or are_large[i] or are_large[i - 1]]
 

@@ -7,11 +7,12 @@ from typing import NamedTuple, cast
 
 import torch
 
-from .. import _core, _layout, _rows
+from .. import _core, _layout
 from .._memory import PinningError
 from .._place import Place
-from .._schemes import AnyCodebook, measure
-from ._learning import ROW_BYTES, learn
+from .._schemes import AnyCodebook
+from ._families import Family, Group
+from ._learning import ROW_BYTES
 from ._reserve import Reserve
 
 _SECTOR = _core.SECTOR_BYTES
@@ -21,10 +22,9 @@ _CROWDED_BYTES = 128 << 20  # in overflow, over all steps, that the link moves b
 _MARGIN = 128  # bytes by which the slots of a later codebook may be smaller without new pinned memory
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
 _LEARNING_STEPS = 4  # one step in so many learns codebooks, of those that are not the first
-_LEARNED_SHARE, _LEAST_LEARNED = 4, 2  # in it one of so many kinds of states does, at least so many
+_LEARNED_SHARE, _LEAST_LEARNED = 4, 2  # in it one of so many codebooks is replaced, at least so many
 _WATCHED_STEPS = 16  # the first ones; of the others one in so many
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
-_AS_GOOD = 40  # bytes that a row may take more by a codebook of states alike
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
 
@@ -50,34 +50,19 @@ class Usage(NamedTuple):
         return Usage(*(mine + others for mine, others in zip(self, other)))
 
 
-class Learned(NamedTuple):
-    """A codebook that was learned in this step.
-
-    mean_bytes: of the rows that it was learned from, by it.
-    held, wanted: bytes of their slots before, None if there were none, and of those that suit it.
-    overflow: bytes in overflow of a mean row in such slots.
-    """
-
-    codebook: AnyCodebook
-    mean_bytes: float
-    held: int | None
-    wanted: int
-    overflow: float
-
-
 class Coding(NamedTuple):
     """How states are coded.
 
     level: of codebooks, see `ibp.compress`.
     reserve: of pinned memory on a GPU; None on the CPU.
     pinned: slots are pinned host memory too.
-    learned: codebooks that were learned in this step, by the kind of states.
+    families: whose codebooks were learned in this step, by the number of the state's name and its dtype.
     """
 
     level: str
     reserve: Reserve | None
     pinned: bool
-    learned: dict[object, Learned]
+    families: dict[tuple[int, torch.dtype], list[Family]]
 
 
 class CodedState:
@@ -91,21 +76,20 @@ class CodedState:
         num_rows: rows of ROW_BYTES bytes.
         num_bytes: of the elements in these rows.
         device: where the state is used.
-        coding: how it is coded.
-        kind: the same for states that are alike, which share codebooks.
+        coding: how it is coded. Its reserve expects the rows.
+        stores: how often the elements were kept before, in other states.
     """
 
-    def __init__(self, num_rows: int, num_bytes: int, device: torch.device, coding: Coding, kind: object) -> None:
+    def __init__(self, num_rows: int, num_bytes: int, device: torch.device, coding: Coding, stores: int = 0) -> None:
         self.num_rows, self.num_bytes, self.device, self.pinned = num_rows, num_bytes, device, coding.pinned
         self.place: Place | None = None
-        self.kind, self._coding, self._reserve = kind, coding, coding.reserve
+        self.codebook: AnyCodebook | None = None  # that was learned for it, shared with others that are alike
+        self._reserve = coding.reserve
         self._host_memory: torch.Tensor | None = None
-        if self._reserve is not None:
-            self._reserve.expect(num_rows)
         self.raw: torch.Tensor | None = None  # bytes that are not coded, for they do not shrink
         self._expected_bytes = 0.0  # in overflow, by what the codebook was learned from
         self._crowded_bytes = 0.0  # in overflow beyond that, over all steps since then
-        self.stores = 0  # how often it was kept
+        self.stores = stores  # how often it was kept
         self.version = 0  # another one where `load` or `write` have come to use other memory or another codebook
         self.fitted_at = 0  # the number of the store that its codebook was learned for
         self.may_refit = False  # before the next store
@@ -166,65 +150,43 @@ class CodedState:
         """Whether it has no codebook, or may take another one before the next store."""
         return self.fitted_at == 0 or self.may_refit
 
-    def fit(self, data: torch.Tensor, growth: float = 1.0) -> None:
-        """Takes a codebook, and memory for rows coded by it. A later codebook for which there is no memory is left out.
-        Waits for the device.
+    def fit(self, data: torch.Tensor, group: Group) -> None:
+        """Takes a codebook, and memory for rows coded by it: that of the place before if its slots suit. Other memory
+        is given back when there is new memory. Waits for the device.
 
         Args:
-            data: contiguous, num_rows rows: the state itself; before the first store what it is about to be.
-            growth: how many times larger its values are expected to become before the next fit.
+            data: [num_rows, elements], contiguous: the state itself; before the first store what it is about to be.
+            group: that these rows are.
 
         Raises:
-            torch.OutOfMemoryError, MemoryError: there is no memory for the first codebook; nothing has changed.
+            torch.OutOfMemoryError, MemoryError: there is no memory; nothing has changed.
+            PinningError: as these, of rows that other states keep.
         """
-        try:
-            self._fit(data, growth)
-        except (torch.OutOfMemoryError, MemoryError):
-            if self.fitted_at == 0:
-                raise
+        wanted, overflow = _slots_for(group.survey)
+        slot_bytes = self._with_host_memory(wanted)
+        self.version += 1
+        if self.place is not None and self.place.slot_bytes == slot_bytes:
+            self.place._take_codebook(group.codebook)
+            free_overflow([self])
+        elif not self._move(group.codebook, slot_bytes):
+            return
+        self.codebook, self._expected_bytes = group.codebook, overflow * self.num_rows
+        if not self.is_new:
+            self.write(data.view(torch.uint8).view(-1))
+
+    def settle(self) -> None:
+        """Notes that there was a `fit`, or no memory for one."""
         self.fitted_at, self._crowded_bytes, self.may_refit = self.stores + 1, 0.0, False
+
+    def release(self) -> None:
+        """Gives back pinned memory, where other states keep the rows."""
+        self.place = None
+        self._give_back(self._host_memory)
+        self._host_memory = None
 
     def note_overflow(self, num_bytes: int, steps: int) -> None:
         """Notes that so many bytes of overflow are in use, in each of so many steps."""
         self._crowded_bytes += max(0.0, num_bytes - self._expected_bytes) * steps
-
-    def _fit(self, data: torch.Tensor, growth: float) -> None:
-        """Takes a codebook, learned here or of states alike, and memory for rows coded by it: that of the place before
-        if its slots suit. Other memory is given back when there is new memory."""
-        known, held = self._coding.learned.get(self.kind), None if self.place is None else self.place.slot_bytes
-        if known is not None and held is not None and held == known.held:
-            codebook, wanted, overflow = known.codebook, known.wanted, known.overflow
-        else:
-            codebook, survey = self._fitting(data.view(self.num_rows, -1), known, growth)
-            wanted, overflow = _slots_for(survey)
-            if known is None or known.codebook is not codebook:
-                mean_bytes = survey.stored / self.num_rows
-                self._coding.learned[self.kind] = Learned(codebook, mean_bytes, held, wanted, overflow)
-        slot_bytes = self._with_host_memory(wanted)
-        self.version += 1
-        if self.place is not None and self.place.slot_bytes == slot_bytes:
-            self.place._take_codebook(codebook)
-            free_overflow([self])
-        elif not self._move(codebook, slot_bytes):
-            return
-        self._expected_bytes = overflow * self.num_rows
-        if not self.is_new:
-            self.write(data.view(torch.uint8))
-
-    def _fitting(self, rows: torch.Tensor, known: Learned | None, growth: float) -> tuple[AnyCodebook, _layout.Survey]:
-        """A codebook for rows, and what they take by it. That of states alike is taken if it serves as well here; where
-        another serves better, the state is none of that kind."""
-        spare = _AS_GOOD * self.num_rows
-        survey = None if known is None else _surveyed(rows, known.codebook)
-        if known is not None and survey is not None and survey.stored <= known.mean_bytes * self.num_rows + spare:
-            return known.codebook, survey
-        codebook = learn(rows, self._coding.level, None if self.place is None else self.place.codebook, growth)
-        own_survey = _surveyed(rows, codebook)
-        if known is not None and survey is not None:
-            if survey.stored <= own_survey.stored + spare:
-                return known.codebook, survey
-            self.kind = object()
-        return codebook, own_survey
 
     def _with_host_memory(self, slot_bytes: int) -> int:
         """Bytes of slots: larger ones than wanted where host memory has no room for what the wanted ones leave, and
@@ -245,6 +207,8 @@ class CodedState:
             except PinningError as error:
                 if self.place is not None:
                     return False
+                if self.raw is None and not self.is_new:
+                    raise
                 message = f"{error}: states of an optimizer stay raw on {self.device}"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         if place is None and self.raw is None:
@@ -297,17 +261,17 @@ def free_overflow(states: list[CodedState]) -> None:
 
 
 def choose_learners(states: list[CodedState]) -> None:
-    """Lets states learn codebooks in the step that follows, if it is one of those that do: of the kinds that want new
-    ones a few, which want them the most, so that no step takes many times as long as another."""
+    """Lets states learn codebooks in the step that follows, if it is one of those that do: of the codebooks that are to
+    be replaced a few, which want it the most, so that no step takes many times as long as another."""
     if (max((state.stores for state in states), default=0) + 1) % _LEARNING_STEPS:
         return
-    kinds: dict[object, list[CodedState]] = {}
+    families: dict[int, list[CodedState]] = {}
     for state in states:
-        kinds.setdefault(state.kind, []).append(state)
-    most = max(_LEAST_LEARNED, len(kinds) // _LEARNED_SHARE)
-    overdue = {kind: max(state.overdue for state in alike) for kind, alike in kinds.items()}
-    for kind in sorted((kind for kind in kinds if overdue[kind] >= 1), key=lambda kind: -overdue[kind])[:most]:
-        for state in kinds[kind]:
+        families.setdefault(id(state.codebook), []).append(state)
+    most = max(_LEAST_LEARNED, len(families) // _LEARNED_SHARE)
+    overdue = {key: max(state.overdue for state in alike) for key, alike in families.items()}
+    for key in sorted((key for key in families if overdue[key] >= 1), key=lambda key: -overdue[key])[:most]:
+        for state in families[key]:
             state.may_refit = state.overdue >= 1
 
 
@@ -374,12 +338,6 @@ def _check_counters(counters: list[int]) -> None:
     _, _, lost, fault, *_ = counters
     if lost or fault:
         raise RuntimeError("the coded states of an optimizer are damaged: load them from a checkpoint")
-
-
-def _surveyed(rows: torch.Tensor, codebook: AnyCodebook) -> _layout.Survey:
-    """What rows take that a codebook codes. Waits for the device."""
-    lengths = measure(_rows.bytes_of(rows), codebook, rows.device)
-    return _layout.survey(lengths, _rows.Geometry.of(rows, ROW_BYTES))
 
 
 def _slots_for(survey: _layout.Survey) -> tuple[int, float]:

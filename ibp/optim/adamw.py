@@ -126,8 +126,7 @@ class _CodedStates(torch.optim.Adam):
         """What the states take by now: {"exp_avg": usage, "exp_avg_sq": usage}, see `Usage`."""
         found = dict.fromkeys(NAMES, Usage(0, 0, 0))
         for run in (run for chunk in self._all_chunks() for run in chunk.runs):
-            for name, state in zip(NAMES, run.states):
-                found[name] = found[name].plus(state.usage())
+            found[NAMES[run.which]] = found[NAMES[run.which]].plus(run.state.usage())
         return found
 
     # ---- steps ----
@@ -167,7 +166,7 @@ class _CodedStates(torch.optim.Adam):
     def _plans(self) -> list[_Plan]:
         """A step's work on each device. All that can fail is done here: no weight and no state has changed."""
         for coding in self._codings.values():
-            coding.learned.clear()
+            coding.families.clear()
         plans: dict[torch.device, _Plan] = {}
         for group, chunks in zip(self.param_groups, self._chunks):
             grads = {param: _dense_grad(param) for param in group["params"] if param.grad is not None}
@@ -212,14 +211,13 @@ class _CodedStates(torch.optim.Adam):
         """Gives codebooks to states that want some. Coded states become others that stand for the same bits."""
         choose_learners([state for job in jobs for state in job.chunk.states])
         for job in jobs:
-            unfit = job.chunk.unfit(job.work)
-            if any(state.is_new for _, state, _ in unfit):
+            unfit, betas = job.chunk.unfit(), (job.options["beta1"], job.options["beta2"])
+            if any(run.state.is_new for run in unfit):
                 job.foresee()
-            for i, state, memory in unfit:
-                if not state.is_new:
-                    state.load(memory.view(torch.uint8))
-                betas = job.options["beta1"], job.options["beta2"]
-                state.fit(memory, growths(betas, state.stores)[i])
+            for run in unfit:
+                if not run.state.is_new:
+                    run.state.load(run.bytes_in(job.work))
+                job.chunk.fit(run, job.work, growths(betas, run.state.stores)[run.which])
             if self._storage == "device":
                 job.chunk.prepare(job.work)
 
@@ -375,8 +373,8 @@ class _CodedStates(torch.optim.Adam):
                     memory.zero_()
                     for piece in chunk.pieces:
                         _put(piece, memory, local(self.state[piece.param][name]))
-                for _, state, memory in chunk.unfit(work):
-                    state.fit(memory)
+                for run in chunk.unfit():
+                    chunk.fit(run, work)
                 chunk.store(work)
 
     @contextlib.contextmanager
@@ -411,7 +409,7 @@ class AdamW(_CodedStates, torch.optim.AdamW):
 
         optimizer = ibp.optim.AdamW(model.parameters(), lr=1e-3)
 
-    exp_avg and exp_avg_sq are kept coded in slots on the parameters' device, of one size for a large parameter; rows
+    exp_avg and exp_avg_sq are kept coded in slots on the parameters' device, of one size where values are alike; rows
     that outgrow them are kept, in part, in pinned host memory, which has room for all that slots do not hold: however
     badly states shrink, no bit is lost. A step decodes the states of a chunk to memory that all chunks share, calls
     torch's fused kernel, and codes them again. It waits for the device only where codebooks are learned: all of them in

@@ -1,0 +1,119 @@
+"""Which rows share a codebook: those that take as many bytes by it as the rows that it was learned from, `grouped`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from .. import _layout, _rows
+from .._schemes import AnyCodebook, measure
+from ._learning import ROW_BYTES
+
+_AS_GOOD = 32  # bytes that a row may take more by a codebook of others
+
+
+class Section(NamedTuple):
+    """Rows start to stop, which have one codebook. key: of the values that they are a part of."""
+
+    start: int
+    stop: int
+    key: Hashable
+
+
+class Group(NamedTuple):
+    """Rows start to stop: sections next to each other that share a codebook. survey: what the rows take by it."""
+
+    start: int
+    stop: int
+    codebook: AnyCodebook
+    survey: _layout.Survey
+
+
+@dataclass
+class Family:
+    """Sections that are alike.
+
+    Attributes:
+        codebook: that was learned for the first of them.
+        mean_bytes: of a row of that one, by the codebook.
+        keys: of its sections.
+    """
+
+    codebook: AnyCodebook
+    mean_bytes: float
+    keys: set[Hashable] = field(default_factory=set)
+
+    def suits(self, section: Section, mean_bytes: float) -> bool:
+        """Whether a section is one of them, whose rows take so many bytes by the codebook. Fewer bytes may be by far
+        too many for values of another kind, but not for others of the same ones."""
+        more = mean_bytes - self.mean_bytes
+        return more <= _AS_GOOD and (more >= -_AS_GOOD or section.key in self.keys)
+
+
+class _Measured:
+    """What all rows of some sections take by a codebook. Waits for the device."""
+
+    def __init__(self, rows: torch.Tensor, sections: Sequence[Section], codebook: AnyCodebook) -> None:
+        self._lengths = measure(_rows.bytes_of(rows), codebook, rows.device)
+        sums = _layout.stored_sizes(self._lengths, ROW_BYTES, ROW_BYTES).cumsum(0)
+        ends = torch.tensor([section.stop - 1 for section in sections], device=rows.device)
+        totals = [0, *sums[ends].tolist()]
+        self.means = [
+            (stop - start) / (section.stop - section.start)
+            for section, start, stop in zip(sections, totals, totals[1:])
+        ]
+
+    def survey(self, rows: torch.Tensor, start: int, stop: int) -> _layout.Survey:
+        return _layout.survey(self._lengths[start:stop], _rows.Geometry.of(rows[start:stop], ROW_BYTES))
+
+
+def grouped(
+    rows: torch.Tensor,
+    sections: Sequence[Section],
+    families: list[Family],
+    learn: Callable[[torch.Tensor], AnyCodebook],
+) -> list[Group]:
+    """The groups of rows, in their order. Waits for the device.
+
+    Args:
+        rows: [n, ROW_BYTES / itemsize], contiguous.
+        sections: of all rows, in their order.
+        families: that may take sections; those that are founded here are added.
+        learn: gives a codebook for rows.
+    """
+    measured: list[_Measured] = []  # by the number of the family, as far as they were asked
+    takers: dict[int, int] = {}  # the number of the family, by that of the section
+
+    def offer(found: _Measured) -> None:
+        """Gives the next family the sections that it suits, of those that are left."""
+        measured.append(found)
+        family = families[len(measured) - 1]
+        for i, section in enumerate(sections):
+            if i not in takers and family.suits(section, found.means[i]):
+                takers[i] = len(measured) - 1
+
+    for family in list(families):
+        if len(takers) < len(sections):
+            offer(_Measured(rows, sections, family.codebook))
+    for i, section in enumerate(sections):
+        if i in takers:
+            continue
+        own = learn(rows[section.start : section.stop])
+        by_own = _Measured(rows, sections, own)
+        best = min(range(len(measured)), key=lambda number: measured[number].means[i], default=None)
+        if best is not None and measured[best].means[i] <= by_own.means[i] + _AS_GOOD:
+            takers[i] = best
+            continue
+        families.append(Family(own, by_own.means[i]))
+        offer(by_own)
+    groups: list[Group] = []
+    firsts = [i for i in range(len(sections)) if i == 0 or takers[i] != takers[i - 1]]
+    for first, end in zip(firsts, [*firsts[1:], len(sections)]):
+        family, found = families[takers[first]], measured[takers[first]]
+        family.keys.update(section.key for section in sections[first:end])
+        start, stop = sections[first].start, sections[end - 1].stop
+        groups.append(Group(start, stop, family.codebook, found.survey(rows, start, stop)))
+    return groups
