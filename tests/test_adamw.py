@@ -5,6 +5,7 @@ import dataclasses
 import io
 import itertools
 import pickle
+import unittest.mock
 import weakref
 
 import pytest
@@ -667,6 +668,7 @@ class Recording(TorchDispatchMode):
 def train_with_many_runs(monkeypatch, device, num_steps=22):
     """Trains with chunks of several large parameters, of which one has no gradient in every third step. The chunks."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
+    monkeypatch.setattr(_replay, "_LEAST_TIMES", 1)
     shapes = [(60, 512), (60, 512), (40, 512), (50, 512), (100,)]
     torchs, ours = (parameters(device=device, shapes=shapes) for _ in "ab")
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=2_000_000)
@@ -699,6 +701,18 @@ def test_many_runs_are_queued_by_one_call(monkeypatch):
     optimizers, chunk = train_with_many_runs(monkeypatch, "cpu")
     assert 4 <= len(recorded) <= 16 and all(len(recording.calls) == 10 for recording in recorded)
     assert chunk._loads._graph is recorded[-2] and chunk._writes._graph is recorded[-1]
+
+
+def test_work_is_captured_where_it_lasts(monkeypatch):
+    """Once it was launched four times, until it changes."""
+    captured, launched, graph = [], [], unittest.mock.Mock()
+    monkeypatch.setattr(_replay, "_captured", lambda work, device: captured.append(work) or graph)
+    replay = _replay.Replay()
+    for number, key in enumerate("aaaaaabbabbbbbb"):
+        replay.prepare(key, launched.append, torch.device("cpu"))
+        replay.run(key, lambda number=number: launched.append(number))
+    assert launched == [0, 1, 2, 3, 6, 7, 8, 9, 10, 11, 12] and len(captured) == 2
+    assert graph.replay.call_count == 4
 
 
 def test_many_runs_that_cannot_be_captured(monkeypatch):
