@@ -34,6 +34,27 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
     return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
 }
 
+// As ibp_memory_of_position. Divisions by sizes are in a function, and of 32 bits: inlined, they take registers that
+// every row then waits for.
+static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
+{
+    int64_t offset = 0;
+#pragma unroll 1
+    for (uint32_t d = ids.num_dims - 1u; d > 0u; d--) {
+        const auto size = static_cast<uint64_t>(ids.sizes[d]);
+        const uint32_t rest = size >> 32 != 0u ? 0u : position / static_cast<uint32_t>(size);
+        offset += static_cast<int64_t>(position - rest * static_cast<uint32_t>(size)) * ids.strides[d];
+        position = rest;
+    }
+    return offset + position * ids.strides[0];
+}
+__device__ __forceinline__ uint8_t *memory_of_position(const ibp_ids &ids, uint8_t *out, uint32_t position,
+                                                       int64_t item_bytes)
+{
+    if (ids.addresses != nullptr) return reinterpret_cast<uint8_t *>(ids.addresses[position]);
+    return out + (ids.num_dims == 0u ? position * item_bytes : offset_in_strides(ids, position));
+}
+
 // Where in overflow a row of a packed table begins: past its end where the base lies there.
 __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t row)
 {
@@ -82,7 +103,7 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     job.window.low = static_cast<uint32_t>(max(start - row_start, int64_t{0}));
     job.window.high = static_cast<uint32_t>(min(end - row_start, row_bytes));
     uint8_t *const item =
-        request.by_id ? ibp_memory_of_position(&request.ids, out, job.ticket.position, table.item_bytes) : out;
+        request.by_id ? memory_of_position(request.ids, out, job.ticket.position, table.item_bytes) : out;
     job.window.dst = item + (row_start + job.window.low - start);
     return job;
 }
@@ -180,7 +201,7 @@ __device__ __forceinline__ bool is_raw(uint32_t what) { return what >> 24 == kRa
 
 // Which vector of overflow the part of a row begins with that does not fit its slot; kNoRest where there is none, or it
 // does not lie in whole vectors.
-static __device__ __noinline__ uint32_t find_rest(const ibp_table &table, int64_t row, uint32_t length)
+__device__ __forceinline__ uint32_t find_rest(const ibp_table &table, int64_t row, uint32_t length)
 {
     ibp_row_place place{};
     if (!find_row(table, row, length, &place) || place.in_overflow == 0u) return kNoRest;
@@ -229,7 +250,7 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     const Kind kind = length ? kCoded : request.copies_vectors && shift == 0u ? kRaw : kStagedRaw;
     entry.from = rows + before;
     const int64_t item_bytes = static_cast<int64_t>(rows_per_item) * row_bytes;
-    entry.dst = ibp_memory_of_position(&request.ids, request.dst, ticket.position, item_bytes) +
+    entry.dst = memory_of_position(request.ids, request.dst, ticket.position, item_bytes) +
                 static_cast<int64_t>(ticket.part) * row_bytes;
     entry.what = what_of(stored, shift, kind);
     return entry;
