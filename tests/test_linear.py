@@ -373,6 +373,9 @@ def test_compiled(cuda, fused):
     wanted = ibp.linear(x, table)
     compiled = torch.compile(lambda x: ibp.linear(x, table) + 0, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(x), wanted)
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype, device=cuda)[1:].view_as(x).copy_(x)
+    for multiply in (lambda x: ibp.linear(x, table), compiled):
+        assert_same_bits(multiply(moved), wanted)
 
 
 def test_views_that_are_not_aligned(cuda, fused):

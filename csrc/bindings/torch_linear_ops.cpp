@@ -32,6 +32,12 @@ ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, int64_t firs
     return matrix;
 }
 
+// Vectors as ibp_cuda_linear takes them: at a multiple of 16 bytes.
+Tensor aligned(const Tensor &x)
+{
+    return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u ? x : torch::stable::clone(x);
+}
+
 void linear_cuda(Tensor slots, int64_t slot_bytes, int64_t first_symbol, Tensor starts, Tensor entries, Tensor x,
                  std::optional<Tensor> bias, Tensor out)
 {
@@ -39,7 +45,8 @@ void linear_cuda(Tensor slots, int64_t slot_bytes, int64_t first_symbol, Tensor 
     require(x.dim() == 2, "x has ", x.dim(), " dimensions, 2 are needed");
     const int64_t num_vectors = x.size(0);
     const ibp_digit_matrix matrix = matrix_of(slots, slot_bytes, first_symbol, starts, entries, x.size(1));
-    const uint16_t *const vectors = bfloat16s_of(x, x.numel(), "x");
+    const Tensor near = aligned(x);
+    const uint16_t *const vectors = bfloat16s_of(near, x.numel(), "x");
     uint16_t *const to = bfloat16s_of(out, total_bytes(num_vectors, matrix.num_rows, "out"), "out");
     Footprints memory;
     memory.reads("slots", slots);

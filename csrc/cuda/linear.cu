@@ -30,16 +30,17 @@ static bool has_list(const ibp_digit_matrix &m)
            (m.escapes != nullptr || m.num_escapes == 0u) && m.num_escapes <= INT32_MAX;
 }
 
-// Blocks that take strips in turn: as many as SMs hold at a time, or one a strip.
-static ibp_status plan_blocks(uint32_t num_strips, Launch *launch)
+// Blocks that take strips in turn: as many as SMs hold at a time, or one a strip. Launches overlap where the kernel's
+// code waits for the one before: code of compute capability 9.0 and later does.
+static ibp_status plan_blocks(const void *kernel, uint32_t num_strips, Launch *launch)
 {
-    int device = 0, sms = 0, major = 0;
+    int device = 0, sms = 0;
+    cudaFuncAttributes code{};
     ibp_status status = check_cuda(cudaGetDevice(&device));
     if (status == IBP_OK) status = check_cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
-    if (status == IBP_OK)
-        status = check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    if (status == IBP_OK) status = check_cuda(cudaFuncGetAttributes(&code, kernel));
     const uint32_t blocks = std::min(num_strips, static_cast<uint32_t>(std::max(1, sms)) * kBlocksAnSm);
-    *launch = {blocks, Block::kThreads, Block::kSharedBytes, 1u, major >= 9};
+    *launch = {blocks, Block::kThreads, Block::kSharedBytes, 1u, code.ptxVersion >= 90};
     return status;
 }
 
@@ -55,8 +56,9 @@ extern "C" ibp_status ibp_cuda_linear(const ibp_digit_matrix *matrix, const uint
     if (x == nullptr || y == nullptr || !is_aligned(x, 16u)) return IBP_INVALID_ARGUMENT;
     const LinearJob job{*matrix, x, bias, y, static_cast<uint32_t>(num_vectors)};
     const auto kernel = linear_kernel<Block, kBlocksAnSm>;
-    ibp_status status = allow_shared(reinterpret_cast<const void *>(kernel));
+    const auto *const code = reinterpret_cast<const void *>(kernel);
+    ibp_status status = allow_shared(code);
     Launch launch;
-    if (status == IBP_OK) status = plan_blocks(num_strips(job), &launch);
+    if (status == IBP_OK) status = plan_blocks(code, num_strips(job), &launch);
     return status == IBP_OK ? launch_kernel(kernel, launch, stream, job) : status;
 }

@@ -128,8 +128,6 @@ def _multiply(
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     vectors = x.detach().reshape(-1, x.shape[-1]).contiguous()
-    if not torch.compiler.is_compiling() and vectors.data_ptr() % 16:
-        vectors = vectors.clone()
     bias = None if bias is None else bias.detach().contiguous()
     result = out if out is not None and out.is_contiguous() else x.new_empty(shape)
     matrix = table.slots, table.slot_bytes, escapes.first_symbol, escapes.starts, escapes.entries
