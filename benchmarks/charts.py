@@ -792,7 +792,8 @@ def draw_groups(panel, groups, title, log):
     panel.set_title(title, fontsize=10, loc="left")
     if log:
         set_rate_axis(panel)
-        panel.set_ylim(10, 1.6 * max(gbps for group in groups.values() for gbps in group.values()))
+        shown = [gbps for group in groups.values() for gbps in group.values()]
+        panel.set_ylim(min(10, 0.9 * min(shown)), 1.6 * max(shown))
     panel.grid(axis="y", alpha=0.3)
     panel.set_axisbelow(True)
 
