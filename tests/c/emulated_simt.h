@@ -353,7 +353,6 @@ inline cudaError_t cudaGetDevice(int *device)
 /* A device so small that its blocks take several jobs one after the other. */
 enum {
     cudaDevAttrMultiProcessorCount,
-    cudaDevAttrComputeCapabilityMajor,
     cudaDevAttrMaxSharedMemoryPerMultiprocessor,
     cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
@@ -362,6 +361,14 @@ inline cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int)
     const bool is_shared = attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ||
                            attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin;
     *value = is_shared ? 96 << 10 : 2;
+    return cudaSuccess;
+}
+struct cudaFuncAttributes {
+    int ptxVersion;
+};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *)
+{
+    *attributes = {90};
     return cudaSuccess;
 }
 inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *, int, size_t)

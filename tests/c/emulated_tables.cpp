@@ -190,12 +190,12 @@ void make_planes(Codebook &made, uint32_t row_bytes, uint32_t element_bytes, boo
     ibp_planes &p = cb.planes;
     cb.scheme = IBP_SCHEME_PLANES, cb.row_bytes = row_bytes;
     p.element_bytes = element_bytes, p.listed = listed, p.rotate = static_cast<uint32_t>(below(2));
-    p.per_column = !listed && chance(25);
+    p.per_column = !listed && chance(45);
     p.invariant_bits = chance(75) ? 0 : pick({3u, width / 2, static_cast<uint32_t>(below(width))});
     p.invariant_value = low(generator(), p.invariant_bits);
     const uint32_t bits = width - p.invariant_bits;
     p.residual_bits = element_bytes == 1 && chance(40) ? 5 + static_cast<uint32_t>(below(3))
-                      : chance(40)                     ? std::max(bits, 8u) - 8
+                      : chance(p.per_column ? 70 : 40) ? std::max(bits, 8u) - 8
                       : chance(5)                      ? bits
                                   : pick({0u, 8u, 11u, 24u, bits - 1, static_cast<uint32_t>(below(bits + 1))});
     if (p.residual_bits > bits) p.residual_bits = static_cast<uint32_t>(below(bits + 1));

@@ -33,30 +33,38 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     static constexpr uint32_t kAll = (1u << kPerLane) - 1u;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
     const uint32_t row_bytes, live_bytes;                                  // those of the live columns
-    const uint32_t
-        *codes;          // of all symbols, of all columns if entries are a column's; or of those of a hash table; or of
-                         // all ranks: then entries are read
-    const T *keys;       // of the hash table
-    const uint32_t free; // code of symbols without an entry
-    bool has_all, is_hashed;
+    // Of all symbols; or of those in the hash table; or of all ranks, which a table of columns or entries then give.
+    const uint32_t *codes;
+    const T *keys;        // of the hash table
+    const uint8_t *ranks; // of all symbols in all columns, if entries are a column's
+    const uint32_t free;  // code of symbols without an entry
+    bool has_all, is_hashed, has_ranks;
 
     // ---- the codebook ----
 
     // Where there are too many symbols for a table of all, entries are in a hash table with open addresses.
     static constexpr uint32_t kSlotBits = 8, kSlots = 1u << kSlotBits;
-    static __host__ __device__ __forceinline__ bool has_column_codes(const ibp_codebook &cb)
-    {
-        const uint32_t num_bits = bits_of_symbol(cb.planes);
-        return cb.planes.per_column && !ibp_has_clusters(&cb) && num_bits <= kMostCodeBits &&
-               Book::live_columns(cb) <= kMostCodes >> num_bits;
-    }
-    static __host__ __device__ __forceinline__ bool has_all_codes(const ibp_codebook &cb)
-    {
-        return has_code_table(cb) || has_column_codes(cb);
-    }
     static __host__ __device__ __forceinline__ bool has_hash_table(const ibp_codebook &cb)
     {
         return !has_code_table(cb) && !cb.planes.per_column && !ibp_has_clusters(&cb);
+    }
+    // Entries of a column are in a table of ranks, a byte each, if there is room for all columns.
+    static constexpr uint32_t kMostRanks = 48u << 10, kMostEntries = 255;
+    static __host__ __device__ __forceinline__ bool has_column_ranks(const ibp_codebook &cb)
+    {
+        const uint32_t num_bits = bits_of_symbol(cb.planes);
+        return cb.planes.per_column && !ibp_has_clusters(&cb) && cb.planes.num_entries <= kMostEntries &&
+               num_bits <= kMostCodeBits && Book::live_columns(cb) <= kMostRanks >> num_bits;
+    }
+    static __host__ __device__ __forceinline__ uint32_t ranks_bytes(const ibp_codebook &cb)
+    {
+        return has_column_ranks(cb) ? ((Book::live_columns(cb) << bits_of_symbol(cb.planes)) + 15u) / 16u * 16u : 0u;
+    }
+    // Where the rank of a symbol of a column is, if all columns have so many bits. Those of columns that lanes look at
+    // together are turned against each other, since they ask for much the same symbols: they lie in other banks.
+    static __device__ __forceinline__ uint32_t place_of_rank(uint32_t column, uint32_t symbol, uint32_t num_bits)
+    {
+        return (column << num_bits) + low_bits(symbol + column / kPerLane * 4u, num_bits);
     }
     static __device__ __forceinline__ uint32_t slot_of(T symbol)
     {
@@ -69,26 +77,33 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     }
     static __host__ __device__ __forceinline__ uint32_t num_codes(const ibp_codebook &cb)
     {
-        if (has_column_codes(cb)) return Book::live_columns(cb) << bits_of_symbol(cb.planes);
         return has_code_table(cb) ? codes_of_all(cb) : has_hash_table(cb) ? kSlots : cb.planes.num_entries + 1u;
+    }
+    static __host__ __device__ __forceinline__ uint32_t codes_bytes(const ibp_codebook &cb)
+    {
+        return (4u * num_codes(cb) + 15u) / 16u * 16u;
     }
     static __host__ __device__ __forceinline__ uint32_t table_bytes(const ibp_codebook &cb)
     {
-        return keys_bytes(cb) + (4u * num_codes(cb) + 15u) / 16u * 16u;
+        return keys_bytes(cb) + codes_bytes(cb) + ranks_bytes(cb);
     }
 
     // By the whole block: table has table_bytes of shared memory.
     __device__ __forceinline__ PlanesEncoder(const ibp_codebook &cb, uint32_t *table)
         : Book(cb, 0), row_bytes(cb.row_bytes), live_bytes(columns * static_cast<uint32_t>(sizeof(T))),
           codes(table + keys_bytes(cb) / 4u), keys(reinterpret_cast<const T *>(table)),
-          free(code_of_rank(planes.num_entries)), has_all(has_all_codes(cb)), is_hashed(has_hash_table(cb))
+          ranks(reinterpret_cast<const uint8_t *>(codes) + codes_bytes(cb)), free(code_of_rank(planes.num_entries)),
+          has_all(has_code_table(cb)), is_hashed(has_hash_table(cb)), has_ranks(has_column_ranks(cb))
     {
         uint32_t *const all = table + keys_bytes(cb) / 4u;
+        auto *const of_columns = reinterpret_cast<uint8_t *>(all) + codes_bytes(cb);
         for (uint32_t i = threadIdx.x; i < num_codes(cb); i += blockDim.x)
             all[i] = has_all || is_hashed ? free : code_of_rank(i);
+        for (uint32_t i = threadIdx.x; i < ranks_bytes(cb) / 4u; i += blockDim.x)
+            reinterpret_cast<uint32_t *>(of_columns)[i] = planes.num_entries * 0x01010101u;
         __syncthreads();
         const uint32_t tables = planes.per_column ? columns : clusters_of(cb),
-                       count = has_all || is_hashed ? tables * planes.num_entries : 0u;
+                       count = has_all || is_hashed || has_ranks ? tables * planes.num_entries : 0u;
         for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
             const uint32_t number = i / planes.num_entries, rank = i % planes.num_entries,
                            first = planes.per_column ? i - rank : 0u;
@@ -97,10 +112,17 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
             const T symbol = one.entry(first + rank);
             for (uint32_t q = 0; q < rank; q++) is_first = is_first && one.entry(first + q) != symbol;
             if (!is_first) continue;
-            if (is_hashed) enter(reinterpret_cast<T *>(table), all, symbol, code_of_rank(rank));
+            if (is_hashed) {
+                enter(reinterpret_cast<T *>(table), all, symbol, code_of_rank(rank));
+                continue;
+            }
             // An entry with more bits than a symbol, of a codebook that is not what it says, is no row's.
-            else if (static_cast<uint64_t>(symbol) >> symbol_bits == 0u)
-                all[(number << symbol_bits) + static_cast<uint32_t>(symbol)] = code_of_rank(rank);
+            if (static_cast<uint64_t>(symbol) >> symbol_bits != 0u) continue;
+            const auto bits = static_cast<uint32_t>(symbol);
+            if (has_ranks)
+                of_columns[place_of_rank(number, bits, symbol_bits)] = static_cast<uint8_t>(rank);
+            else
+                all[(number << symbol_bits) + bits] = code_of_rank(rank);
         }
         __syncthreads();
     }
@@ -289,11 +311,16 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     __device__ __forceinline__ uint32_t find_codes(const Lane &lane, uint32_t (&code)[kPerLane]) const
     {
         if (has_all) {
-            const uint32_t step = planes.per_column ? 1u << symbol_bits : 0u;
-            const uint32_t *const first = codes + lane.column * step;
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++)
-                code[e] = (lane.present >> e & 1u) ? first[e * step + static_cast<uint32_t>(symbol(lane, e))] : 0u;
+                code[e] = (lane.present >> e & 1u) ? codes[static_cast<uint32_t>(symbol(lane, e))] : 0u;
+        } else if (has_ranks) {
+#pragma unroll
+            for (uint32_t e = 0; e < kPerLane; e++) {
+                const uint32_t place =
+                    place_of_rank(lane.column + e, static_cast<uint32_t>(symbol(lane, e)), symbol_bits);
+                code[e] = (lane.present >> e & 1u) ? codes[ranks[place]] : 0u;
+            }
         } else if (is_hashed) {
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++)
