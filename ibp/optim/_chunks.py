@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Elements start to stop of a chunk, one of whose states has a codebook of its own.
+    """Elements start to stop of a chunk, one of whose states has one codebook.
 
     which: 0: exp_avg, 1: exp_avg_sq.
     """
@@ -88,12 +88,12 @@ class Chunk:
         self._sections = [Section(*parts) for parts in zip(starts, [*starts[1:], num_rows], keys)]
         if coding.reserve is not None:
             coding.reserve.expect(len(NAMES) * num_rows)
-        self._set_runs([self._run(index, 0, num_rows) for index in range(len(NAMES))])
+        self._set_runs([self._run(which, 0, num_rows) for which in range(len(NAMES))])
 
-    def _run(self, index: int, first_row: int, last_row: int, stores: int = 0) -> Run:
+    def _run(self, which: int, first_row: int, last_row: int, stores: int = 0) -> Run:
         start, stop = first_row * self._row_elements, last_row * self._row_elements
         num_bytes = sum(piece.num_bytes for piece in self.pieces if start <= piece.offset < stop)
-        return Run(index, start, stop, CodedState(last_row - first_row, num_bytes, self.device, self._coding, stores))
+        return Run(which, start, stop, CodedState(last_row - first_row, num_bytes, self.device, self._coding, stores))
 
     def _set_runs(self, runs: list[Run]) -> None:
         self.runs, self.states = runs, [run.state for run in runs]

@@ -160,7 +160,7 @@ class CodedState:
 
         Raises:
             torch.OutOfMemoryError, MemoryError: there is no memory; nothing has changed.
-            PinningError: as these, of rows that other states keep.
+            PinningError: likewise, where another state keeps the rows coded; elsewhere they are kept raw then.
         """
         wanted, overflow = _slots_for(group.survey)
         slot_bytes = self._with_host_memory(wanted)
