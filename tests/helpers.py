@@ -2,7 +2,11 @@
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -102,6 +106,22 @@ class NoMemory(TorchDispatchMode):
         if self.count == self.number or (self.stays and self.count > self.number):
             raise torch.OutOfMemoryError("there is no memory: made up by the test")
         return result
+
+
+def torchrun(size, *command, **options):
+    """What a program prints that torchrun starts in so many processes, which meet on the loopback interface."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    python_path = [str(Path(__file__).parent.parent), *sys.path]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", str(size), *map(str, command)],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(python_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        **options,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _storage_of(tensor):

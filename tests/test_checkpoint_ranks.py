@@ -1,15 +1,13 @@
 """Checkpoints that several processes compress, as torchrun starts them, over gloo."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 import ibp
+from helpers import torchrun
 from ibp._checkpoints.sources import open_source
 from test_checkpoints import assert_same_tensors, model, read_back
 from test_distributed import Ranks
@@ -85,8 +83,4 @@ def compressed_differently(rank, inputs, output):
 def test_the_example():
     path = pathlib.Path(__file__).parent.parent / "examples" / "torchrun_compress.py"
     size = min(2, torch.cuda.device_count()) or 2
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), str(path)]
-    env = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "2 files, the same bits: True" in done.stdout
+    assert "2 files, the same bits: True" in torchrun(size, path)

@@ -4,8 +4,6 @@ import io
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +11,11 @@ import pytest
 import torch
 
 import ibp
-from helpers import bytes_of
+from helpers import bytes_of, torchrun
 from ibp._cli import inputs
 from ibp._cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT_S = 120
 
 
 @pytest.fixture(autouse=True)
@@ -441,18 +438,9 @@ def test_two_processes_share_the_work(tmp_path):
     x = torch.randn(4000, 256).mul(0.02).to(torch.bfloat16)
     for name in "ab":
         ibp.save(tmp_path / f"{name}.safetensors", {f"{name}.weight": x})
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ibp"]
-    command += ["compress", "a.safetensors", "b.safetensors", "-o", "out/", "--shard-bytes", "2M", "--distributed"]
-    done = subprocess.run(
-        [*command, "--json", "--verify", "--device", "cpu"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    command = ["-m", "ibp", "compress", "a.safetensors", "b.safetensors", "-o", "out/", "--shard-bytes", "2M"]
+    options = ["--distributed", "--json", "--verify", "--device", "cpu"]
+    said = json.loads(torchrun(2, *command, *options, cwd=tmp_path))
     assert len(said["files"]) == 2 and said["verified_bytes"] > 0
     assert_holds(tmp_path / "out", {"a.weight": x, "b.weight": x})
 

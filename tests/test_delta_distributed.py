@@ -1,16 +1,13 @@
 """ibp.distributed.broadcast_delta over gloo, and over NCCL where there are two GPUs; and examples/sync_weights.py."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ibp
-from helpers import assert_same_bits
+from helpers import assert_same_bits, torchrun
 from ibp.distributed import broadcast_delta
 from native import ROOT
 from test_delta import assert_same_tensors, checkpoints, optimizer_step
@@ -99,10 +96,6 @@ def test_nccl(gpus, tmp_path):  # noqa: F811
 def test_the_example():
     """As torchrun starts it."""
     size = torch.cuda.device_count() if torch.cuda.device_count() > 1 else 2
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    path = str(ROOT / "examples" / "sync_weights.py")
-    done = subprocess.run([*command, path], env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    share = re.search(rf"20 steps, {size - 1} workers with the trainer's bits: sent (\d\.\d)% of", done.stdout)
+    said = torchrun(size, ROOT / "examples" / "sync_weights.py")
+    share = re.search(rf"20 steps, {size - 1} workers with the trainer's bits: sent (\d\.\d)% of", said)
     assert share and 0.5 < float(share[1]) < 4

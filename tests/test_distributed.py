@@ -6,8 +6,6 @@ import os
 import pathlib
 import pickle
 import re
-import subprocess
-import sys
 import traceback
 import types
 
@@ -16,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import ibp
-from helpers import assert_same_bits
+from helpers import assert_same_bits, torchrun
 from ibp import _group, _rows, _sharded
 from ibp._cache import peers
 from ibp.distributed import ShardedTable, share_table
@@ -568,12 +566,9 @@ def test_the_example():
     path = pathlib.Path(__file__).parent.parent / "examples" / "torchrun_gnn.py"
     assert len(path.read_text().splitlines()) <= 80
     size = min(2, torch.cuda.device_count()) or 2
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), str(path)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    said = torchrun(size, path)
     same = "True|False" if torch.cuda.is_available() else "True"
-    assert len(re.findall(rf"losses 1\.\d+ to 1\.\d+, the same bits: ({same})", done.stdout)) == size
+    assert len(re.findall(rf"losses 1\.\d+ to 1\.\d+, the same bits: ({same})", said)) == size
 
 
 # ---- a table that all share ----

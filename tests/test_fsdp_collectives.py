@@ -1,16 +1,12 @@
 """FSDP2 whose all-gathers travel coded: the losses and weights are those of torch's own, bit for bit."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # here: the processes that are forked need not import it
 
 import ibp
-from helpers import assert_same_bits
+from helpers import assert_same_bits, torchrun
 from ibp._collectives import calls, fsdp, planning
 from ibp.distributed import Codec, compress_all_gather
 from native import ROOT
@@ -247,12 +243,7 @@ def test_what_is_refused(ranks):
 def test_the_example():
     """examples/fsdp_compressed.py, with gloo where there are not two GPUs."""
     world = min(2, torch.cuda.device_count()) if ibp.cuda_is_available() else 2
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    command = [*launcher, str(ROOT / "examples" / "fsdp_compressed.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "the same bits: True" in done.stdout
+    assert "the same bits: True" in torchrun(world, ROOT / "examples" / "fsdp_compressed.py")
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------------------------
