@@ -4,7 +4,7 @@ Tests of two GPUs fail too where a second one is there but cannot be used.
 
     python tools/test_gpu.py [arguments of pytest]
 
-Prints the last line of each file's run as it ends, what pytest said of those that failed, and the total. The output of
+Prints the last line of each file's run as it ends, all that pytest said where it failed, and the total. The output of
 each is in build/tests/gpu. Exits with 1 if a file failed.
 """
 
@@ -68,11 +68,11 @@ def main():
             print(f"{path.name}: {last}", flush=True)
             total.update(counts_in(last))
             if not is_well:
-                failed.append((path, output))
-    for path, output in failed:
-        print(f"\n==== {path.name} ====\n{output}")
+                failed.append(path.name)
+                print(f"==== {path.name} ====\n{output}", flush=True)
     said = ", ".join(f"{number} {outcome}" for outcome, number in total.items())
-    print(f"{len(files)} files, {len(failed)} of them failed: {said} in {time.monotonic() - started:.0f} s")
+    names = f" ({', '.join(failed)})" if failed else ""
+    print(f"{len(files)} files, {len(failed)} of them failed{names}: {said} in {time.monotonic() - started:.0f} s")
     return 1 if failed or not total["passed"] else 0
 
 
