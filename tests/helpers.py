@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ import ibp
 import reference
 import reference_planes
 from ibp import _calibration
+from native import ROOT
 
 SCHEMES = ["ibp", "planes", "auto"]
 TENSORS = ("slots", "overflow", "lengths", "bases")
@@ -111,7 +111,7 @@ class NoMemory(TorchDispatchMode):
 def torchrun(size, *command, **options):
     """What a program prints that torchrun starts in so many processes, which meet on the loopback interface."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    python_path = [str(Path(__file__).parent.parent), *sys.path]
+    python_path = [str(ROOT), *sys.path]
     done = subprocess.run(
         [*launcher, "--nproc-per-node", str(size), *map(str, command)],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(python_path)},

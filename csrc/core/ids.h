@@ -40,8 +40,8 @@ static inline bool ibp_are_ids(const ibp_ids *ids, int64_t first, int64_t last)
     return ids->id_bytes == 0 ? ids->data == NULL : ids->data != NULL || ids->count == 0;
 }
 
-/* Where in the output a position begins. 0 <= position < positions. */
-IBP_INLINE int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t position, int64_t item_bytes)
+/* Where in the output a position begins. 0 <= position < positions. Kernels have their own (cuda/decode/fetch.cuh). */
+static inline int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t position, int64_t item_bytes)
 {
     int64_t offset = 0;
     if (ids->num_dims == 0) return position * item_bytes;
@@ -54,7 +54,7 @@ IBP_INLINE int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t position, 
 }
 
 /* Where in memory it begins. out: of position 0, where there are no addresses. */
-IBP_INLINE uint8_t *ibp_memory_of_position(const ibp_ids *ids, uint8_t *out, int64_t position, int64_t item_bytes)
+static inline uint8_t *ibp_memory_of_position(const ibp_ids *ids, uint8_t *out, int64_t position, int64_t item_bytes)
 {
     if (ids->addresses) return (uint8_t *)(uintptr_t)ids->addresses[position];
     return out + ibp_offset_of_position(ids, position, item_bytes);

@@ -88,6 +88,7 @@ class Chunk:
         self._sections = [Section(*parts) for parts in zip(starts, [*starts[1:], num_rows], keys)]
         if coding.reserve is not None:
             coding.reserve.expect(len(NAMES) * num_rows)
+        self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
         self._set_runs([self._run(which, 0, num_rows) for which in range(len(NAMES))])
 
     def _run(self, which: int, first_row: int, last_row: int, stores: int = 0) -> Run:
@@ -99,7 +100,6 @@ class Chunk:
         self.runs, self.states = runs, [run.state for run in runs]
         self._is_replayed = len(runs) >= _LEAST_REPLAYED and self.device.type == _REPLAYED_ON
         self._loads, self._writes = Replay(), Replay()
-        self._views: tuple[Work, list[tuple[torch.Tensor, ...]]] | None = None
         self._bytes: tuple[Work, list[tuple[CodedState, torch.Tensor]]] | None = None
 
     def raw(self, work: Work) -> list[torch.Tensor]:

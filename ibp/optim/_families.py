@@ -95,9 +95,10 @@ def grouped(
             if i not in takers and family.suits(section, found.means[i]):
                 takers[i] = len(measured) - 1
 
-    for family in list(families):
-        if len(takers) < len(sections):
-            offer(_Measured(rows, sections, family.codebook))
+    for family in families:
+        if len(takers) == len(sections):
+            break
+        offer(_Measured(rows, sections, family.codebook))
     for i, section in enumerate(sections):
         if i in takers:
             continue
