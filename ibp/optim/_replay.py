@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-_LEAST_TIMES = 4  # that work is launched kernel by kernel: to capture it takes the host longer than to launch it
+_LEAST_TIMES = 4  # launches kernel by kernel before work is captured, which takes the host longer than a launch
 
 
 class Replay:

@@ -34,8 +34,8 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
     return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
 }
 
-// As ibp_memory_of_position. Divisions by sizes are in a function, and of 32 bits: inlined, they take registers that
-// every row then waits for.
+// Where a position begins in a strided output, as ibp_offset_of_position says. The divisions have 32 bits and are not
+// inlined: in the loop over rows they take so many registers that others are spilled.
 static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
 {
     int64_t offset = 0;

@@ -60,8 +60,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     {
         return has_column_ranks(cb) ? ((Book::live_columns(cb) << bits_of_symbol(cb.planes)) + 15u) / 16u * 16u : 0u;
     }
-    // Where the rank of a symbol of a column is, if all columns have so many bits. Those of columns that lanes look at
-    // together are turned against each other, since they ask for much the same symbols: they lie in other banks.
+    // Where the table has the rank of a column's symbol of num_bits bits. Lanes read different columns at the same
+    // time, and mostly the same symbols: the ranks of each lane's columns are rotated by another word, so that the
+    // reads go to different banks.
     static __device__ __forceinline__ uint32_t place_of_rank(uint32_t column, uint32_t symbol, uint32_t num_bits)
     {
         return (column << num_bits) + low_bits(symbol + column / kPerLane * 4u, num_bits);
