@@ -108,7 +108,8 @@ class Case:
         table.update_(ids, rows[1])
         want = found["x"].clone()
         want[ids] = rows[1]
-        harness.check_bits(ibp.decompress(table), want, f"{self.name}, {where}, {UPDATE}")
+        got = ibp.decompress(table, device=self.run.device)
+        harness.check_bits(got, want, f"{self.name}, {where}, {UPDATE}")
         seconds = self.run.seconds([lambda new=new: table.update_(ids, new) for new in rows], wall=True)
         self.record(table, where, UPDATE, found, seconds, rows[0].nbytes)
 
