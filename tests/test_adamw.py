@@ -523,17 +523,19 @@ def train_in_parts(monkeypatch, device, storage="device"):
     """Trains with parameters cut into chunks; how many blocks of pinned memory each step took."""
     monkeypatch.setattr(_chunks, "_LARGE_BYTES", 60_000)
     taken, empty = [], _reserve._memory.empty
-    is_cuda = torch.device(device).type == "cuda"
+    is_cuda = torch.device(device).type == "cuda"  # where memory can be pinned
 
     def counted(num_bytes, where, pin):
         taken.append(num_bytes)
         return empty(num_bytes, where, pin and is_cuda)
 
     monkeypatch.setattr(_reserve._memory, "empty", lambda *args: counted(*args) if args[2] else empty(*args))
+    if not is_cuda:
+        monkeypatch.setattr(_states, "Place", lambda *args, pinned, **options: ibp.Place(*args, **options))
     shapes = [(200, 512)] * 4 + [(100, 30)] * 3
     torchs, ours = (parameters(device=device, shapes=shapes) for _ in "ab")
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=300_000, storage=storage)
-    coding = _states.Coding("default", _reserve.Reserve(), storage == "host" and is_cuda, {})
+    coding = _states.Coding("default", _reserve.Reserve(), storage == "host", {})
     optimizers[1]._codings[ours[0].device] = coding
     counts = []
     for number in range(24):
@@ -551,9 +553,25 @@ def train_in_parts(monkeypatch, device, storage="device"):
     return counts
 
 
-def test_later_steps_pin_no_memory(monkeypatch):
-    first, *others = train_in_parts(monkeypatch, "cpu")
+@pytest.mark.parametrize("storage", ["device", "host"])
+def test_later_steps_pin_no_memory(monkeypatch, storage):
+    first, *others = train_in_parts(monkeypatch, "cpu", storage)
     assert first <= 2 and not any(others)
+
+
+@pytest.mark.parametrize("storage", ["device", "host"])
+def test_parts_for_which_there_is_no_memory(monkeypatch, storage):
+    """Values that were alike and are not any more keep one codebook: of two parts the second has no memory."""
+    fit, numbers = _states.CodedState.fit, itertools.count()
+
+    def fail_every_second_part(state, *arguments):
+        if state.stores and state.place is None and next(numbers) % 2:
+            raise torch.OutOfMemoryError("there is none")
+        fit(state, *arguments)
+
+    monkeypatch.setattr(_states.CodedState, "fit", fail_every_second_part)
+    train_in_parts(monkeypatch, "cpu", storage)
+    assert next(numbers) > 1
 
 
 def test_who_learns_in_a_step():

@@ -153,19 +153,20 @@ class Chunk:
 
     def _split(self, run: Run, rows: torch.Tensor, groups: list[Group]) -> list[CodedState]:
         """Puts a run for each group in the place of one. Their states."""
-        first, stores, parts = run.start // self._row_elements, run.state.stores, []
+        first, stores = run.start // self._row_elements, run.state.stores
+        parts = [self._run(run.which, first + group.start, first + group.stop, stores) for group in groups]
+        states = [part.state for part in parts]
+        run.state.lend(states)
         try:
-            for group in groups:
-                parts.append(self._run(run.which, first + group.start, first + group.stop, stores))
-                parts[-1].state.fit(rows[group.start : group.stop], group)
+            for state, group in zip(states, groups):
+                state.fit(rows[group.start : group.stop], group)
         except BaseException:
-            for part in parts:
-                part.state.release()
+            run.state.take_back(states, rows)
             raise
         run.state.release()
         i = self.runs.index(run)
         self._set_runs([*self.runs[:i], *parts, *self.runs[i + 1 :]])
-        return [part.state for part in parts]
+        return states
 
     def prepare(self, work: Work) -> None:
         """Before the states are decoded and coded: many of them by one call each, if that was done before."""

@@ -86,6 +86,7 @@ class CodedState:
         self.codebook: AnyCodebook | None = None  # that was learned for it, shared with others that are alike
         self._reserve = coding.reserve
         self._host_memory: torch.Tensor | None = None
+        self._lent: torch.Tensor | None = None  # to parts of its rows
         self.raw: torch.Tensor | None = None  # bytes that are not coded, for they do not shrink
         self._expected_bytes = 0.0  # in overflow, by what the codebook was learned from
         self._crowded_bytes = 0.0  # in overflow beyond that, over all steps since then
@@ -183,6 +184,25 @@ class CodedState:
         self.place = None
         self._give_back(self._host_memory)
         self._host_memory = None
+
+    def lend(self, parts: list[CodedState]) -> None:
+        """Before states of parts of its rows are fitted: pinned slots are theirs, as to pin memory takes long. What it
+        keeps there is lost."""
+        if self.pinned and self._host_memory is not None:
+            self._lent, self._host_memory = self._host_memory, None
+            for part, memory in zip(parts, self._lent.split([part.num_rows * ROW_BYTES for part in parts])):
+                part._host_memory = memory
+
+    def take_back(self, parts: list[CodedState], data: torch.Tensor) -> None:
+        """Undoes `lend` where a part had no memory. data: as of `fit`."""
+        for part in parts:
+            if self._lent is not None:
+                part._host_memory = None
+            part.release()
+        if self._lent is not None:
+            self._host_memory, self._lent = self._lent, None
+            free_overflow([self])
+            self.write(data.view(torch.uint8).view(-1))
 
     def note_overflow(self, num_bytes: int, steps: int) -> None:
         """Notes that so many bytes of overflow are in use, in each of so many steps."""
