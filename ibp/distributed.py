@@ -156,8 +156,9 @@ def all_gather_into_tensor(
             of it.
         input_tensor: contiguous, of any dtype, on the CPU or a GPU; of one shape and dtype on all ranks.
         group: of torch.distributed; None: the default one.
-        async_op: return work at once, and the result with its `wait()`. On a GPU that waits on the host; ranks wait in
-            the order in which they call.
+        async_op: return work at once, and the result with its `wait()`. On a GPU that waits on the host until all ranks
+            have coded their tensors, and lets the current stream wait for the rest; ranks wait in the order in which
+            they call.
         codec: how to code, equal on all ranks; None: learned from the tensors of all ranks.
         level: "auto": as fast as can be by the measured link, raw where that is fastest; "default", "fast": coded at
             this level (see `ibp.compress`), unless that saves nothing.

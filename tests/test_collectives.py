@@ -15,7 +15,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp._collectives import calls, exchange, links, planning
 from ibp._collectives.codec import ROW_BYTES
-from ibp._collectives.messages import shares_of, spans_of
+from ibp._collectives.messages import Messages, Status, shares_of, spans_of
 from ibp.distributed import Codec, Link, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
 from test_distributed import Ranks, raised
 from test_several_gpus import gpus  # noqa: F401, a fixture
@@ -490,6 +490,42 @@ def lose(rank, what):
 def test_lost_rows_are_sent_again(ranks, what):
     warned = ranks(lose, what)
     assert warned == [1] * len(warned)  # rank 0 sends lost rows to all
+
+
+def told_before_tensors_move(rank, work, *arguments):
+    """As on a GPU: ranks tell each other what was lost once all is coded, and slots are used again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning.state_of(None).staging(torch.device("cpu")), "on_gpu", True)
+        patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
+        return work(rank, *arguments)
+
+
+@pytest.mark.parametrize("what", ["all_gather", "broadcast"])
+def test_lost_rows_that_are_told(ranks, what):
+    warned = ranks(told_before_tensors_move, lose, what)
+    assert warned == [1] * len(warned)
+
+
+def test_messages_that_follow_what_is_told(two):
+    assert min(two(told_before_tensors_move, gather_in_pieces)) > 0.2
+    two(told_before_tensors_move, relay_lost)
+    sent, (name, message) = two(told_before_tensors_move, relay_mixed_up)
+    assert sent is None and name == "RuntimeError" and "different codecs" in message
+
+
+def test_damage_that_the_next_call_sees():
+    status = Status(2, torch.device("cpu"), 7)
+    status.seen = object()  # as on a GPU, where messages are decoded after the host has its copy
+    status.faults[1][0] = 3
+    with pytest.raises(RuntimeError, match="an earlier call has given a wrong tensor"):
+        status.read()
+    assert not status.any_lost() and not status.strange(7) and status.strange(8)
+    status.faults[1][0], status.counts[0][1] = 0, 5
+    status.read()
+    assert status.is_lost(0) and not status.is_lost(1)
+    status.faults[1][0], status.counts[0][1] = 3, 0  # of rows that were sent again
+    status.read()
+    assert not status.any_lost()
 
 
 def drift(rank):

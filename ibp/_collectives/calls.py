@@ -69,7 +69,7 @@ def gather(
         if plan.codec is None:
             _ignore(raw())
             return
-        status = Status(state.size, 0, input_tensor.device) if is_known_to_fit else None
+        status = Status(state.size, input_tensor.device) if is_known_to_fit else None
         job = gathering(plan, state, group, output_tensor, input_tensor, lambda status: _ignore(raw()), status)
         run(job, state, False).wait()
 
@@ -97,6 +97,9 @@ def gathering(
     def move(messages: Messages, memory: Memory) -> dist.Work | None:
         return raw_all_gather(memory.whole, memory.each[rank], group=group, async_op=True)
 
+    def tell(status: Status) -> dist.Work | None:
+        return raw_all_gather(status.all_rows, status.rows[rank], group=group, async_op=True)
+
     pieces = []
     spans = spans_of(x.numel(), plan.num_pieces)
     lengths = [span.bytes.stop - span.bytes.start for span in spans]
@@ -106,7 +109,7 @@ def gathering(
         messages = messages_of(plan, [span.payload] * size, x.device)
         pieces.append(Piece(messages, [Part(rank, sent[k])], arriving))
     own = functools.partial(_copy_own, out[rank * len(x) : (rank + 1) * len(x)], x)
-    return Job(pieces, move, repair, plan.note_lost, (x, out), own, status)
+    return Job(pieces, move, tell, repair, plan.note_lost, (x, out), own, status)
 
 
 def broadcast(
@@ -134,10 +137,14 @@ def broadcast(
     def move(messages: Messages, memory: Memory) -> dist.Work | None:
         return dist.broadcast(memory.whole, group=group, group_src=root, async_op=True)
 
+    def tell(status: Status) -> dist.Work | None:
+        return dist.broadcast(status.all_rows, group=group, group_src=root, async_op=True)
+
     def coded(plan: Plan, is_async: bool) -> CodedWork:
         x = as_bytes(tensor)
         pieces = pieces_of_one(plan, x, state.rank == root)
-        return run(Job(pieces, move, lambda status: _ignore(raw()), plan.note_lost, (x,)), state, is_async)
+        job = Job(pieces, move, tell, lambda status: _ignore(raw()), plan.note_lost, (x,))
+        return run(job, state, is_async)
 
     def attempt(plan: Plan) -> None:
         _ignore(raw()) if plan.codec is None else coded(plan, False).wait()
@@ -191,7 +198,9 @@ def all_to_all_single(
     if input.is_cuda and not any(exchange.messages.is_coded):
         return exchange.move_raw(output, input, async_op)
     own = functools.partial(_copy_own, received[state.rank], sent[state.rank])
-    job = Job([exchange.piece()], exchange.move, exchange.repair, plan.note_lost, (*sent, *received), own)
+    job = Job(
+        [exchange.piece()], exchange.move, exchange.tell, exchange.repair, plan.note_lost, (*sent, *received), own
+    )
     return finished(run(job, state, async_op), async_op)
 
 
@@ -240,6 +249,12 @@ class _Splits:
         ours, theirs = memory.whole.split([sum(to), sum(back)])
         return dist.all_to_all_single(theirs, ours, back, to, group=self.group, async_op=True)
 
+    def tell(self, status: Status) -> dist.Work | None:
+        """Of coded messages: the ranks of others may have none, and tell nothing."""
+        size = self.state.size
+        rows = [row if coded else row[:0] for row, coded in zip(status.rows, self.messages.is_coded)]
+        return dist.all_to_all(rows[size:], rows[:size], group=self.group, async_op=True)
+
     def move_raw(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> dist.Work | None:
         """Where this rank has no coded message: others may have some, to each other. The bytes to itself go too."""
         to, back = ([data.numel() for data in of] for of in (self.sent, self.received))
@@ -251,7 +266,7 @@ class _Splits:
         for k in self.others:
             if status.is_lost(k):
                 ops.append(dist.P2POp(dist.isend, self.sent[k], group=self.group, group_peer=k))
-            if status.is_missing(size + k):
+            if status.is_lost(size + k):
                 ops.append(dist.P2POp(dist.irecv, self.received[k], group=self.group, group_peer=k))
         for work in dist.batch_isend_irecv(ops):
             work.wait()

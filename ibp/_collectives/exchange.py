@@ -2,7 +2,8 @@
 before it decoded.
 
 Nothing waits for the host until the call is finished: then it looks at the status, which says whether a message had no
-room for all rows. Such a call is repeated raw.
+room for all rows. Such a call is repeated raw. On a GPU ranks tell each other as soon as the last piece is coded,
+before it is moved: the host knows what has room while tensors are still on their way, and can queue what follows.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Job:
         pieces: in order, at least one, with as many messages each.
         move: sends and receives the messages of a piece, in the memory that is given; returns work to wait for, or
             None.
+        tell: sends the rows of a status that are about messages coded here, and receives the others; likewise.
         repair: does the call raw, where rows were lost; is given the status.
         note_lost: is told that there were lost rows.
         tensors: that the call reads and writes.
@@ -59,6 +61,7 @@ class Job:
 
     pieces: Sequence[Piece]
     move: Callable[[Messages, Memory], dist.Work | None]
+    tell: Callable[[Status], dist.Work | None]
     repair: Callable[[Status], None]
     note_lost: Callable[[], None]
     tensors: Sequence[torch.Tensor]
@@ -69,9 +72,9 @@ class Job:
 class CodedWork(Work):
     """A coded call that is under way.
 
-    The result is there after `wait()`: on a GPU it waits on the host, unlike torch's own, as only there it is known
-    whether all rows had room. If not, they are sent again then: so ranks wait in the same order as they call. Where
-    all rows are known to have room, the current stream waits, as for torch's own.
+    On a GPU `wait()` waits on the host, unlike torch's own, until it is known there that all rows had room. If not,
+    they are sent again then: so ranks wait in the same order as they call. For the result the current stream waits, as
+    for torch's own. On the CPU the result is there after `wait()`.
     """
 
     def __init__(self, job: Job, staging: Staging, is_async: bool) -> None:
@@ -83,7 +86,7 @@ class CodedWork(Work):
         self._error: Exception | None = None
         self._stream = staging.side if is_async else None
         self._is_known, self._status = job.status is not None, job.status or job.pieces[0].messages.status()
-        self._done = torch.cuda.Event() if self._is_known and self._stream is not None else self._status.done
+        self._done = None if self._stream is None else torch.cuda.Event()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(staging.device))
         self._job = job
@@ -110,8 +113,14 @@ class CodedWork(Work):
         for part in piece.sent:
             messages.code(slot, part, self._status, 0)
         slot.clean = None
+        tells = self._staging.on_gpu and not self._is_known and piece is job.pieces[-1]
         with all_taking_part():
+            told = job.tell(self._status) if tells else None
             self._pending.append((piece, slot, job.move(messages, messages.of(slot))))
+            if told is not None:
+                told.wait()
+        if tells:
+            self._status.record()
 
     def _finish_piece(self, job: Job, until: float | None = None) -> None:
         """Decodes the oldest piece once it has arrived. until: by the clock, at most."""
@@ -121,21 +130,15 @@ class CodedWork(Work):
         if work is not None:
             with all_taking_part():
                 work.wait() if until is None else work.wait(_left(until))
-        if piece is job.pieces[0] and not self._is_known:
+        if piece is job.pieces[0] and not self._staging.on_gpu:
             piece.messages.note_heads(slot, self._status)
         for part in piece.received:
             piece.messages.decode(slot, part, self._status, max_sms)
-        if piece is job.pieces[-1]:
-            self._record()
+        if piece is job.pieces[-1] and self._done is not None:
+            self._done.record()
         if self._staging.on_gpu and piece.sent:
             piece.messages.clean(slot, piece.sent[0].message)
         self._staging.leave(slot)
-
-    def _record(self) -> None:
-        if not self._is_known:
-            self._status.record()
-        elif self._done is not None:
-            self._done.record()
 
     def _finish_pieces(self, job: Job, until: float | None = None) -> None:
         while self._pending:
@@ -171,12 +174,12 @@ class CodedWork(Work):
         until = time.monotonic() + seconds if seconds else None
         self._finish_pieces(job, until)
         status, messages = self._status, job.pieces[0].messages
-        if self._is_known:
-            if self._stream is not None and self._done is not None:
-                torch.cuda.current_stream(self._staging.device).wait_event(self._done)
-            return
         if self._done is not None:
-            _synchronize(self._done, until)
+            torch.cuda.current_stream(self._staging.device).wait_event(self._done)
+        if self._is_known:
+            return
+        if status.seen is not None:
+            _synchronize(status.seen, until)
         status.read()
         is_strange, is_lost = status.strange(messages.codec.fingerprint), status.any_lost()
         if is_strange:

@@ -269,9 +269,9 @@ class Rooms:
     @torch.inference_mode(False)  # later passes write to them
     def _statuses_of(self, state: State, device: torch.device) -> tuple[torch.Tensor, list[Status]]:
         if state not in self._statuses:
-            shape = len(self.shards), status_entries(state.size, 0)
+            shape = len(self.shards), status_entries(state.size)
             table = torch.zeros(shape, dtype=torch.int64, device=device)
-            self._statuses[state] = table, [Status(state.size, 0, device, row) for row in table]
+            self._statuses[state] = table, [Status(state.size, device, data=row) for row in table]
         return self._statuses[state]
 
     def _wait_for_optimizer(self, device: torch.device) -> None:

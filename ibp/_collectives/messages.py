@@ -18,7 +18,8 @@ _EDGE = 8  # times smaller than others are the first and the last of many pieces
 _FIRST_OF_TWO = 4  # pieces that are as large as the first one: coding it takes longer than decoding the second one
 _COUNTERS, _FINGERPRINT = 8, 7  # int64 at the start of a place, and the one of them that places leave alone
 _WHOLE = -1  # instead of a message's number
-_ENTRIES, _LOST, _FAULT = 8, 1, 2  # of a message in a status: rows spilled and lost, and a fault of 4
+_ENTRIES, _LOST = 8, 1  # int64 of a message in a status, as a place has them; and the one of them that counts lost rows
+_FAULT = 4  # int64 of a fault
 
 
 class Part(NamedTuple):
@@ -45,68 +46,95 @@ class _Bound(NamedTuple):
 
 
 class Status:
-    """What the host looks at after a call: what has become of each message. It is zero before a call.
+    """What the host looks at: what has become of each message. It is as before a call when the call has ended.
+
+    Attributes:
+        rows: int64 [8] of each message, views of one tensor: the rows that were spilled and those that were lost where
+            it was coded, and last the codec's fingerprint. Ranks can send each other theirs.
+        faults: int64 [4] of each message, where it was decoded.
+        heads: the fingerprints, a view.
+        unused: where the coder would note wrong ids.
+        seen: is recorded when the host has a copy; None on the CPU.
 
     Args:
         count: of messages.
-        num_coded: of them.
         device: that writes it.
-        data: int64 [status_entries(count, num_coded)] zeros, that it lies in; None: it has its own.
+        fingerprint: of the codec.
+        data: int64 [status_entries(count)] zeros, that it lies in; None: it has its own.
     """
 
     @torch.inference_mode(False)  # as all that later calls write to
-    def __init__(self, count: int, num_coded: int, device: torch.device, data: torch.Tensor | None = None) -> None:
-        self._count = count
-        entries = status_entries(count, num_coded)
+    def __init__(
+        self, count: int, device: torch.device, fingerprint: int = 0, data: torch.Tensor | None = None
+    ) -> None:
+        self._count, entries = count, status_entries(count)
         self.data = torch.zeros(entries, dtype=torch.int64, device=device) if data is None else data
-        of_messages = self.data[: _ENTRIES * count].view(count, _ENTRIES)
-        self.counts = [row[:_FAULT] for row in of_messages]
-        self.faults = [row[_FAULT : _FAULT + 4] for row in of_messages]
-        self.unused = self.data[_ENTRIES * count : _ENTRIES * count + 4]  # where the coder would note wrong ids
-        self.heads = self.data[_ENTRIES * (count + 1) :]  # fingerprints of the codecs of coded messages
+        of_rows, of_faults, self.unused = self.data.split([_ENTRIES * count, _FAULT * count, _FAULT])
+        self.all_rows, self.rows = of_rows, of_rows.view(count, _ENTRIES).unbind()
+        self.counts = [row[: _LOST + 1] for row in self.rows]
+        self.faults = of_faults.view(count, _FAULT).unbind()
+        self.heads = of_rows.view(count, _ENTRIES)[:, _FINGERPRINT]
+        self.heads.fill_(fingerprint)
         is_pinned = self.data.is_cuda and data is None
-        self._seen = torch.empty(entries, dtype=torch.int64, pin_memory=True) if is_pinned else self.data
-        self.done = torch.cuda.Event() if is_pinned else None
+        self._empty = self.data.clone() if data is None else None
+        self._on_host = torch.empty(entries, dtype=torch.int64, pin_memory=True) if is_pinned else self.data
+        self.seen = torch.cuda.Event() if is_pinned else None
         self._values: list[int] = []
+        self._was_lost = False
 
     def record(self) -> None:
         """Brings it to the host, on the current stream, and makes it ready for another call."""
-        if self.done is not None:
-            self._seen.copy_(self.data, non_blocking=True)
-            self.done.record()
-            self.data.zero_()
+        if self.seen is not None:
+            self._on_host.copy_(self.data, non_blocking=True)
+            self.seen.record()
+            self._clear()
+
+    def _clear(self) -> None:
+        assert self._empty is not None
+        self.data.copy_(self._empty)
 
     def read(self) -> None:
-        """What is on the host is looked at, from now on."""
-        self._values = self._seen.tolist()
-        if self.done is None:
-            self.data.zero_()
+        """What is on the host is looked at, from now on.
+
+        Raises:
+            RuntimeError: on a GPU, where messages are decoded after it was recorded: those of the call before were
+                damaged on their way.
+        """
+        values, of_rows = self._on_host.tolist(), _ENTRIES * self._count
+        if self.seen is None:
+            self._values = values
+            self._clear()
+            return
+        self._values = values[:of_rows] + [0] * (len(values) - of_rows)
+        was_lost, self._was_lost = self._was_lost, self.any_lost()
+        if any(values[of_rows:]) and not was_lost:
+            raise RuntimeError("an earlier call has given a wrong tensor: a message was damaged on its way")
 
     def is_lost(self, message: int) -> bool:
-        """Whether the message, where it was coded here, had no room for all rows."""
-        return self._values[_ENTRIES * message + _LOST] != 0
-
-    def is_missing(self, message: int) -> bool:
-        """Whether the message, where it was decoded here, lacks rows."""
-        return self._values[_ENTRIES * message + _FAULT] != 0
+        """Whether the message had no room for all rows: where it was coded, or by what was missing where it was
+        decoded."""
+        fault = _ENTRIES * self._count + _FAULT * message
+        return self._values[_ENTRIES * message + _LOST] != 0 or self._values[fault] != 0
 
     def any_lost(self) -> bool:
-        return any(self.is_lost(k) or self.is_missing(k) for k in range(self._count))
+        return any(self.is_lost(k) for k in range(self._count))
 
     def strange(self, fingerprint: int) -> bool:
         """Whether a message came from another codec."""
-        return any(head != fingerprint for head in self._values[_ENTRIES * (self._count + 1) :])
+        heads = self._values[_FINGERPRINT : _ENTRIES * self._count : _ENTRIES]
+        return any(head != fingerprint for head in heads)
 
 
-def status_entries(count: int, num_coded: int) -> int:
-    return _ENTRIES * (count + 1) + num_coded
+def status_entries(count: int) -> int:
+    return (_ENTRIES + _FAULT) * count + _FAULT
 
 
 def has_lost(statuses: torch.Tensor) -> torch.Tensor:
-    """Of each of the statuses, int64 [n, status_entries(count, 0)]: whether rows that were coded here had no room, or
-    ones that came lack: bool [n]."""
-    entries = statuses.view(len(statuses), -1, _ENTRIES)[:, :-1]
-    return entries[:, :, _LOST : _FAULT + 1].ne(0).flatten(1).any(1)
+    """Of each of the statuses, int64 [n, status_entries(count)]: whether rows that were coded here had no room, or ones
+    that came lack: bool [n]."""
+    count = (statuses.shape[1] - _FAULT) // (_ENTRIES + _FAULT)
+    of_rows, of_faults, _ = statuses.split([_ENTRIES * count, _FAULT * count, _FAULT], 1)
+    return (of_rows[:, _LOST::_ENTRIES] != 0).any(1) | (of_faults[:, ::_FAULT] != 0).any(1)
 
 
 class Messages:
@@ -128,8 +156,8 @@ class Messages:
         self.num_bytes = self.starts[-1]
         coded = [k for k, is_coded in enumerate(self.is_coded) if is_coded]
         self._empty = {size: self._empty_start(size) for size in {self.payloads[k] for k in coded}}
-        heads = [self.starts[k] // 8 + _FINGERPRINT for k in coded]
-        self._heads = torch.tensor(heads, dtype=torch.int64, device=device)
+        self._heads = [self.starts[k] // 8 + _FINGERPRINT for k in coded]
+        self._coded = coded
         self._statuses: list[Status] = []  # that no call uses
 
     def _size(self, payload: int, is_coded: bool) -> int:
@@ -151,7 +179,9 @@ class Messages:
 
     def status(self) -> Status:
         """One that no other call has."""
-        return self._statuses.pop() if self._statuses else Status(len(self.payloads), len(self._heads), self.device)
+        if self._statuses:
+            return self._statuses.pop()
+        return Status(len(self.payloads), self.device, self.codec.fingerprint)
 
     def give_back(self, status: Status) -> None:
         self._statuses.append(status)
@@ -185,7 +215,7 @@ class Messages:
 
     def note_heads(self, slot: Slot, status: Status) -> None:
         """Notes in the status which codecs have coded the messages."""
-        torch.index_select(self.of(slot).words, 0, self._heads, out=status.heads)
+        status.heads[self._coded] = self.of(slot).words[self._heads]
 
     def _known(self, slot: Slot) -> dict[int, Any]:
         """What is kept about a slot's memory."""

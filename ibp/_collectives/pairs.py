@@ -19,7 +19,7 @@ from .calls import check_options, check_tensors, kind_of, movable, pieces_of_one
 from .codec import Codec, as_bytes, sample_of
 from .exchange import CodedWork, Job, Work
 from .links import Load
-from .messages import Memory, Messages
+from .messages import Memory, Messages, Status
 from .planning import RAW, Kind, Pair, Plan, State
 
 _NOTE_BYTES = 1 << 14  # of a note: a longer one says that tensors are raw
@@ -49,6 +49,9 @@ class Way(NamedTuple):
 
     def move_message(self, messages: Messages, memory: Memory) -> dist.Work | None:
         return self.move(memory.whole)
+
+    def tell(self, status: Status) -> dist.Work | None:
+        return self.move(status.all_rows)
 
     def move_now(self, data: torch.Tensor) -> None:
         _wait(self.move(data))
@@ -111,7 +114,7 @@ def transfer(tensor: torch.Tensor, way: Way, options: Options) -> dist.Work | No
 def _coded(tensor: torch.Tensor, way: Way, state: State, plan: Plan, is_async: bool) -> CodedWork:
     x = as_bytes(tensor)
     pieces = pieces_of_one(plan, x, way.is_out)
-    job = Job(pieces, way.move_message, lambda status: way.move_now(x), plan.note_lost, (x,))
+    job = Job(pieces, way.move_message, way.tell, lambda status: way.move_now(x), plan.note_lost, (x,))
     return run(job, state, is_async)
 
 
