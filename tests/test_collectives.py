@@ -16,6 +16,7 @@ from helpers import assert_same_bits
 from ibp._collectives import calls, exchange, links, planning
 from ibp._collectives.codec import ROW_BYTES
 from ibp._collectives.messages import Messages, Status, shares_of, spans_of
+from ibp._collectives.staging import Slot
 from ibp.distributed import Codec, Link, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
 from test_distributed import Ranks, raised
 from test_several_gpus import gpus  # noqa: F401, a fixture
@@ -492,25 +493,82 @@ def test_lost_rows_are_sent_again(ranks, what):
     assert warned == [1] * len(warned)  # rank 0 sends lost rows to all
 
 
-def told_before_tensors_move(rank, work, *arguments):
-    """As on a GPU: ranks tell each other what was lost once all is coded, and slots are used again."""
+class Works:
+    """Of a call of NCCL's, done by messages from rank to rank."""
+
+    def __init__(self, outs, ins):
+        self.works = []
+        for other, (out, x) in enumerate(zip(outs, ins)):
+            if other == dist.get_rank():
+                out.copy_(x)
+                continue
+            self.works += [dist.isend(x, other)] if x.numel() else []
+            self.works += [dist.irecv(out, other)] if out.numel() else []
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+
+
+def exchange_as_nccl(outs, ins, group, async_op):
+    return Works(outs, ins)
+
+
+def exchange_splits_as_nccl(out, x, back, to, group, async_op):
+    work = Works(out.split(back), x.split(to))
+    return work if async_op else work.wait()
+
+
+def as_on_gpus(rank, work, *arguments):
+    """Ranks tell each other what was lost once all is coded, before it moves; they exchange in pairs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning.state_of(None).staging(torch.device("cpu")), "on_gpu", True)
+        staging = planning.state_of(None).staging(torch.device("cpu"))
+        patch.setattr(staging, "on_gpu", True)
+        patch.setattr(staging, "take", lambda num_bytes: Slot(torch.empty(num_bytes, dtype=torch.uint8)))
         patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
+        patch.setattr(dist, "all_to_all", exchange_as_nccl)
+        patch.setattr(dist, "all_to_all_single", exchange_splits_as_nccl)
         return work(rank, *arguments)
 
 
-@pytest.mark.parametrize("what", ["all_gather", "broadcast"])
+@pytest.mark.parametrize("what", ["all_gather", "broadcast", "all_to_all"])
 def test_lost_rows_that_are_told(ranks, what):
-    warned = ranks(told_before_tensors_move, lose, what)
+    warned = ranks(as_on_gpus, lose, what)
     assert warned == [1] * len(warned)
 
 
 def test_messages_that_follow_what_is_told(two):
-    assert min(two(told_before_tensors_move, gather_in_pieces)) > 0.2
-    two(told_before_tensors_move, relay_lost)
-    sent, (name, message) = two(told_before_tensors_move, relay_mixed_up)
+    assert min(two(as_on_gpus, gather_in_pieces)) > 0.2
+    two(as_on_gpus, relay_lost)
+    sent, (name, message) = two(as_on_gpus, relay_mixed_up)
     assert sent is None and name == "RuntimeError" and "different codecs" in message
+
+
+def exchange_unevenly(rank, device):
+    """Messages of nothing, of one element, of some rows and of many, of which all or the larger ones are coded."""
+    size, counts = dist.get_world_size(), (0, 1, 700, 70_001)
+    for call, least in enumerate((1, 1, 2000, 1 << 30)):
+        sent = [[counts[(other + 2 * to + call) % 4] for to in range(size)] for other in range(size)]
+        xs = [tensor_of(other, count=sum(sent[other])) for other in range(size)]
+        wanted = torch.cat([x.split(sent[other])[rank] for other, x in enumerate(xs)])
+        out, back = poisoned(len(wanted), wanted.dtype).to(device), [of[rank] for of in sent]
+        all_to_all_single(out, xs[rank].to(device), back, sent[rank], level="default", name="uneven")
+        assert_same_bits(out.cpu(), wanted)
+        for kind, plan in planning.state_of(None).plans.items():
+            if kind.name == "uneven":
+                plan.least = least
+
+
+def test_uneven_messages(ranks):
+    ranks(exchange_unevenly, "cpu")
+    ranks(as_on_gpus, exchange_unevenly, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_exchanges_in_pairs(ranks, dtype):
+    ranks(as_on_gpus, exchange_all, dtype, "default")
+    ranks(as_on_gpus, exchange_one_way, dtype)
+    ranks(as_on_gpus, exchange_with_an_idle_rank)
 
 
 def test_damage_that_the_next_call_sees():
@@ -773,6 +831,14 @@ def splits_on_gpus(rank):
 
 def test_nccl_with_splits_and_from_rank_to_rank(nccl):
     nccl(splits_on_gpus)
+
+
+def unevenly_on_gpus(rank):
+    exchange_unevenly(rank, torch.device("cuda", rank))
+
+
+def test_nccl_with_uneven_messages(nccl):
+    nccl(unevenly_on_gpus)
 
 
 def test_an_error_from_gpu_to_gpu_is_told_once(nccl):

@@ -17,6 +17,7 @@ from .planning import LEAST_BYTES, LEVELS, RAW, Call, Kind, Plan, State, state_o
 
 _NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)  # of calls whose ranks send each other what they like
 _MOST_MESSAGES = 64  # layouts that a plan keeps
+_PIECES = 2  # of all_to_all_single on GPUs: as many on all ranks, which know nothing of the messages of others
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 
 
@@ -195,21 +196,20 @@ def all_to_all_single(
     sent = _parts(input, input_split_sizes, state.size)
     received = _parts(output, output_split_sizes, state.size)
     exchange = _Splits(state, plan, group, sent, received)
-    if input.is_cuda and not any(exchange.messages.is_coded):
+    if exchange.on_gpu and not any(exchange.is_coded):
         return exchange.move_raw(output, input, async_op)
     own = functools.partial(_copy_own, received[state.rank], sent[state.rank])
-    job = Job(
-        [exchange.piece()], exchange.move, exchange.tell, exchange.repair, plan.note_lost, (*sent, *received), own
-    )
+    job = Job(exchange.pieces(), exchange.move, exchange.tell, exchange.repair, plan.note_lost, (*sent, *received), own)
     return finished(run(job, state, async_op), async_op)
 
 
 class _Splits:
     """What ranks send each other in all_to_all_single: bytes by rank, none of them to themselves. Messages to ranks
-    come first, then those from them. Both ranks of a message know its size, and so whether it is coded.
+    come first, then those from them. Both ranks of a message know its size, and so whether it is coded. On a GPU raw
+    ones are moved from where they are, beside the first piece of the coded ones.
 
     Attributes:
-        messages: to and from each rank.
+        is_coded: of messages to and from each rank.
     """
 
     def __init__(
@@ -220,30 +220,36 @@ class _Splits:
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],
     ) -> None:
-        self.state, self.group, self.sent, self.received = state, group, sent, received
-        self.others = [rank for rank in range(state.size) if rank != state.rank]
-        payloads = [0 if k == state.rank else data.numel() for of in (sent, received) for k, data in enumerate(of)]
-        self.messages = messages_of(plan, payloads, sent[0].device, plan.least)
+        self.state, self.plan, self.group, self.sent, self.received = state, plan, group, sent, received
+        self.on_gpu = state.staging(sent[0].device).on_gpu
+        own, parts = (state.rank, state.size + state.rank), (*sent, *received)
+        self.parts = [data[:0] if k in own else data for k, data in enumerate(parts)]
+        self.is_coded = [data.numel() >= max(1, plan.least) for data in self.parts]
+        self._raw = [data[:0] if coded else data for data, coded in zip(self.parts, self.is_coded)]  # yet to be moved
 
-    def piece(self) -> Piece:
-        """All that there is."""
-        parts = [
-            [Part(first + k, of[k]) for k in self.others if self._is_in_message(first + k)]
-            for first, of in ((0, self.sent), (self.state.size, self.received))
-        ]
-        return Piece(self.messages, *parts)
+    def pieces(self) -> list[Piece]:
+        if not self.on_gpu:  # one, which raw messages are in, too
+            payloads = [data.numel() for data in self.parts]
+            messages = messages_of(self.plan, payloads, self.sent[0].device, self.plan.least)
+            return [self._piece(messages, self.parts)]
+        spans = [spans_of(data.numel(), _PIECES) if coded else () for data, coded in zip(self.parts, self.is_coded)]
+        pieces = []
+        for k in range(_PIECES):
+            payloads = [of[k].payload if k < len(of) else 0 for of in spans]
+            parts = [data[of[k].bytes] if k < len(of) else data[:0] for data, of in zip(self.parts, spans)]
+            pieces.append(self._piece(messages_of(self.plan, payloads, self.sent[0].device), parts))
+        return pieces
 
-    def _is_in_message(self, k: int) -> bool:
-        """Whether a slot holds the message. A raw one is moved as it is where the backend takes it from anywhere."""
-        return self.messages.is_coded[k] or (self.messages.payloads[k] > 0 and not self.sent[0].is_cuda)
+    def _piece(self, messages: Messages, parts: Sequence[torch.Tensor]) -> Piece:
+        size, found = self.state.size, [Part(k, data) for k, data in enumerate(parts) if data.numel()]
+        to, back = ([part for part in found if (part.message < size) == is_out] for is_out in (True, False))
+        return Piece(messages, to, back)
 
     def move(self, messages: Messages, memory: Memory) -> dist.Work | None:
         size = self.state.size
-        if self.sent[0].is_cuda:
-            parts = [
-                memory.each[k] if messages.is_coded[k] else data[: messages.payloads[k]]
-                for k, data in enumerate((*self.sent, *self.received))
-            ]
+        if self.on_gpu:
+            parts = [of if coded else raw for of, coded, raw in zip(memory.each, messages.is_coded, self._raw)]
+            self._raw = [data[:0] for data in self._raw]
             return dist.all_to_all(parts[size:], parts[:size], group=self.group, async_op=True)
         to, back = messages.sizes[:size], messages.sizes[size:]
         ours, theirs = memory.whole.split([sum(to), sum(back)])
@@ -252,7 +258,7 @@ class _Splits:
     def tell(self, status: Status) -> dist.Work | None:
         """Of coded messages: the ranks of others may have none, and tell nothing."""
         size = self.state.size
-        rows = [row if coded else row[:0] for row, coded in zip(status.rows, self.messages.is_coded)]
+        rows = [row if coded else row[:0] for row, coded in zip(status.rows, self.is_coded)]
         return dist.all_to_all(rows[size:], rows[:size], group=self.group, async_op=True)
 
     def move_raw(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> dist.Work | None:
@@ -263,7 +269,7 @@ class _Splits:
     def repair(self, status: Status) -> None:
         """Sends what was lost again: only the two ranks know of it."""
         size, ops = self.state.size, []
-        for k in self.others:
+        for k in range(size):
             if status.is_lost(k):
                 ops.append(dist.P2POp(dist.isend, self.sent[k], group=self.group, group_peer=k))
             if status.is_lost(size + k):

@@ -110,8 +110,10 @@ class CodedWork(Work):
         """Codes a piece and sends it off."""
         messages = piece.messages
         slot = self._staging.take(messages.num_bytes)
+        # The link begins with the piece before this one meanwhile, and needs some multiprocessors for that.
+        max_sms = 0 if piece is job.pieces[0] else self._staging.few_sms
         for part in piece.sent:
-            messages.code(slot, part, self._status, 0)
+            messages.code(slot, part, self._status, max_sms)
         slot.clean = None
         tells = self._staging.on_gpu and not self._is_known and piece is job.pieces[-1]
         with all_taking_part():
@@ -125,7 +127,6 @@ class CodedWork(Work):
     def _finish_piece(self, job: Job, until: float | None = None) -> None:
         """Decodes the oldest piece once it has arrived. until: by the clock, at most."""
         piece, slot, work = self._pending.popleft()
-        # The link begins with the next piece meanwhile, and needs some multiprocessors for that.
         max_sms = 0 if piece is job.pieces[-1] else self._staging.few_sms
         if work is not None:
             with all_taking_part():

@@ -36,7 +36,7 @@ class Staging:
 
     Attributes:
         side: the stream of calls that are waited for later; None on the CPU.
-        few_sms: multiprocessors for decoding while the link needs some.
+        few_sms: multiprocessors for coding and decoding while the link needs some.
     """
 
     def __init__(self, device: torch.device) -> None:
