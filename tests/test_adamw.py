@@ -265,27 +265,27 @@ def test_the_first_step_has_no_memory(request, place, stays):
 @pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "from then on"])
 @pytest.mark.parametrize("place", ["cpu", "cuda"])
 def test_later_steps_have_no_memory(request, monkeypatch, place, stays):
-    """Nothing has changed, wherever it fails; codebooks for which there is no memory are learned later."""
+    """They are made all the same: codebooks for which there is no memory are learned later, and counters are looked at
+    later."""
     device = request.getfixturevalue("cuda") if place == "cuda" else place
     monkeypatch.setattr(_states, "_REFIT_RATIO", 1.0)
     monkeypatch.setattr(_states, "_LEARNING_STEPS", 1)
+    monkeypatch.setattr(_states, "_WATCHED_STEPS", 1 << 30)
     sizes = itertools.cycle([3456, 3392, 3520])
     monkeypatch.setattr(_states, "_slots_for", lambda survey: (next(sizes), 0.0))
     torchs, ours = (parameters(device=device, shapes=[(30, 512), (5,)]) for _ in "ab")
     optimizers = torch.optim.AdamW(torchs, fused=True), ibp.optim.AdamW(ours, chunk_bytes=90_000)
     train(torchs, ours, optimizers, range(2))
-    failed, count, number = [], 0, 0
+    count = number = 0
     while count >= number:
-        number += 1 + number // 10
+        number += 1
         give_gradients(torchs, 2 + number, 1.1**-number, copies=[ours])
         optimizers[0].step()
         count, has_failed = step_without_memory(optimizers[1], ours, number, stays)
-        if has_failed:
-            optimizers[1].step()
-        failed.append(has_failed)
+        assert not has_failed
         check_same(torchs, ours)
     check_states(*optimizers)
-    assert any(failed) and not all(failed[:-1])
+    assert number > 20
 
 
 @pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "from then on"])

@@ -23,7 +23,7 @@ _MARGIN = 128  # bytes by which the slots of a later codebook may be smaller wit
 _LEAST_GAIN = 256  # bytes by which they must be smaller for new pinned memory to be taken
 _LEARNING_STEPS = 4  # one step in so many learns codebooks, of those that are not the first
 _LEARNED_SHARE, _LEAST_LEARNED = 4, 2  # in it one of so many codebooks is replaced, at least so many
-_WATCHED_STEPS = 16  # the first ones; of the others one in so many
+_WATCHED_STEPS = 16  # the first ones; of the others one in so many as one learns codebooks
 _LEAST_SAVED = 0.03  # of the rows' bytes; where slots save less, rows are kept raw
 _REFIT_RATIO, _CROWDED_RATIO = 4.0, 1.25  # of the steps so far, to those when the codebook was learned
 
@@ -315,36 +315,42 @@ class Watch:
         self._watched: list[tuple[CodedState, int]] = []  # and when its codebook was learned: no place is kept alive
         self._found: torch.Tensor | None = None
         self._event = torch.cuda.Event() if device.type == "cuda" else None
-        self._steps = self._looked_at = 0
+        self._steps = self._asked_at = self._judged_at = 0
 
-    def look(self, states: list[CodedState]) -> None:
-        """Judges what was counted before, if that is known by now, and asks for the counters as they are now.
+    def look(self) -> None:
+        """Judges what was counted after an earlier step, if that is known by now.
 
         Raises:
             RuntimeError: a state is damaged.
         """
-        self._steps += 1
-        if self._steps > _WATCHED_STEPS and self._steps % _WATCHED_STEPS:
-            return
         if self._found is not None and (self._event is None or self._event.query()):
-            self._judge(self._found.tolist(), self._steps - self._looked_at)
-            self._found, self._looked_at = None, self._steps
-        self._watched_now(states)
+            self._judge(self._found.tolist(), self._asked_at - self._judged_at)
+            self._found, self._judged_at = None, self._asked_at
 
-    def _watched_now(self, states: list[CodedState]) -> None:
-        if self._found is not None:
+    def ask(self, states: list[CodedState]) -> None:
+        """Asks for the counters as they are before a step, unless others are yet to be judged. Where there is no memory
+        for them, a later step asks."""
+        self._steps += 1
+        if self._found is not None or (self._steps > _WATCHED_STEPS and self._steps % _LEARNING_STEPS):
             return
-        places = [state.place for state in states if state.place is not None]
-        self._watched = [(state, state.fitted_at) for state in states if state.place is not None]
-        if not places:
+        watched = [(state, state.fitted_at) for state in states if state.place is not None]
+        try:
+            self._found = self._copied([state.place._counters for state in states if state.place is not None])
+        except torch.OutOfMemoryError:
             return
-        counted = torch.stack([place._counters for place in places])
+        self._watched, self._asked_at = watched, self._steps
+
+    def _copied(self, counters: list[torch.Tensor]) -> torch.Tensor | None:
+        """On the host once the event has passed; None: there are none."""
+        if not counters:
+            return None
+        counted = torch.stack(counters)
         if self._event is None:
-            self._found = counted
-            return
-        self._found = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)
-        self._found.copy_(counted, non_blocking=True)
+            return counted
+        found = torch.empty(counted.shape, dtype=counted.dtype, pin_memory=True)
+        found.copy_(counted, non_blocking=True)
         self._event.record(torch.cuda.current_stream(self.device))
+        return found
 
     def _judge(self, found: list[list[int]], steps: int) -> None:
         for (state, fitted_at), counters in zip(self._watched, found):

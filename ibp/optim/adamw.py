@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,28 +42,38 @@ class _Job:
         steps: dict[torch.Tensor, torch.Tensor],
     ) -> None:
         self.chunk, self.work, self.is_decoupled, self.options = chunk, work, is_decoupled, options
-        live = [(piece, states) for piece, states in zip(chunk.pieces, chunk.views(work)) if piece.param in grads]
-        self.params = [piece.of(piece.param) for piece, _ in live]
-        self.grads = [piece.of(grads[piece.param]) for piece, _ in live]
-        self.states = [[states[i] for _, states in live] for i in range(len(NAMES))]
-        self.steps = [steps[piece.param] for piece, _ in live]
+        self._all_grads, self._all_steps = grads, steps
+
+    @functools.cached_property
+    def _live(self) -> list[tuple[Piece, tuple[torch.Tensor, ...]]]:
+        """The pieces, and both states of each."""
+        pieces = zip(self.chunk.pieces, self.chunk.views(self.work))
+        return [(piece, states) for piece, states in pieces if piece.param in self._all_grads]
+
+    @functools.cached_property
+    def _lists(self) -> tuple[list[torch.Tensor], ...]:
+        """Parameters, gradients, exp_avgs and exp_avg_sqs. Made when they are needed: the GPU has work by then."""
+        params = [piece.of(piece.param) for piece, _ in self._live]
+        grads = [piece.of(self._all_grads[piece.param]) for piece, _ in self._live]
+        return params, grads, *([states[i] for _, states in self._live] for i in range(len(NAMES)))
 
     def change(self) -> None:
         """Calls torch's fused kernel for the states in work memory."""
         fused: Callable[..., None] = torch._fused_adamw_ if self.is_decoupled else torch._fused_adam_
-        fused(self.params, self.grads, *self.states, [], self.steps, amsgrad=False, **self.options)
+        steps = [self._all_steps[piece.param] for piece, _ in self._live]
+        fused(*self._lists, [], steps, amsgrad=False, **self.options)
 
     def foresee(self) -> None:
         """Puts to work memory about what the states become by the first step."""
-        exp_avgs, exp_avg_sqs = self.states
+        params, grads, exp_avgs, exp_avg_sqs = self._lists
         scale, decay = self.options["grad_scale"], self.options["weight_decay"]
         for memory in self.chunk.raw(self.work):
             memory.zero_()
-        torch._foreach_copy_(exp_avgs, self.grads)
+        torch._foreach_copy_(exp_avgs, grads)
         if scale is not None:
             torch._foreach_div_(exp_avgs, scale)
         if decay and not self.is_decoupled:
-            torch._foreach_add_(exp_avgs, self.params, alpha=decay)
+            torch._foreach_add_(exp_avgs, params, alpha=decay)
         torch._foreach_copy_(exp_avg_sqs, exp_avgs)
         torch._foreach_mul_(exp_avg_sqs, (1 - self.options["beta2"]) ** 0.5)
         torch._foreach_mul_(exp_avg_sqs, exp_avg_sqs)
@@ -154,8 +165,12 @@ class _CodedStates(torch.optim.Adam):
             raise RuntimeError("a step with coded states cannot be captured in a CUDA graph: it learns codebooks")
         if self._are_given:
             self._take_states()
-        self._watch()
+        for watch in self._watches.values():
+            watch.look()
         plans = self._plans()
+        for plan in plans:
+            self._begin(plan)
+        self._watch()
         free_overflow([state for chunk in self._all_chunks() for state in chunk.states])
         for plan in plans:
             for param, step in plan.steps.items():
@@ -221,6 +236,11 @@ class _CodedStates(torch.optim.Adam):
             if self._storage == "device":
                 job.chunk.prepare(job.work)
 
+    def _begin(self, plan: _Plan) -> None:
+        """Decodes the states of the first chunk: the GPU has work while the host gets the rest ready."""
+        if plan.lane is None and plan.jobs:
+            plan.jobs[0].chunk.load(plan.jobs[0].work)
+
     def _run(self, plan: _Plan) -> None:
         """Decodes the states of one chunk after the other, changes them and the parameters, and codes them again."""
         steps, lane, jobs = list(plan.steps.values()), plan.lane, plan.jobs
@@ -230,7 +250,8 @@ class _CodedStates(torch.optim.Adam):
             lane.fetch(jobs[0].chunk)
         for job, following in zip(jobs, [*jobs[1:], None]):
             if lane is None:
-                job.chunk.load(job.work)
+                if job is not jobs[0]:
+                    job.chunk.load(job.work)
                 job.change()
                 job.chunk.store(job.work)
                 continue
@@ -284,13 +305,14 @@ class _CodedStates(torch.optim.Adam):
         return (chunk for chunks in self._chunks for chunk in chunks)
 
     def _watch(self) -> None:
+        """Asks for the counters of all states, for a later step to look at."""
         states: dict[torch.device, list[CodedState]] = {}
         for chunk in self._all_chunks():
             states.setdefault(chunk.device, []).extend(chunk.states)
         for device, of_device in states.items():
             if device not in self._watches:
                 self._watches[device] = Watch(device)
-            self._watches[device].look(of_device)
+            self._watches[device].ask(of_device)
 
     # ---- states as tensors ----
 
