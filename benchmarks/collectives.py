@@ -51,7 +51,7 @@ ARMS = (TORCH, DEFAULT, FAST, AUTO)
 GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = "all_gather_into_tensor", "broadcast", "all_to_all_single", "send", "FSDP2"
 WARM, TIMED, LONG_S, ROWS = 2, 10, 0.05, 31  # calls; calls in a row; but one of so many seconds; turns at most
 ROW_S = 0.006  # of torch's calls in a row, about
-CASE_S, QUICK_CASE_S, LINK_S = 0.4, 0.02, 16.0  # what the turns of a case take, about; what a link may take
+CASE_S, QUICK_CASE_S, LINK_S = 0.4, 0.02, 24.0  # what the turns of a case take, about; what a link may take
 WEIGHTS = "weights"
 FSDP_NETS, QUICK_FSDP_NETS = ((6, 2048, 8192), (3, 4096, 8192)), ((2, 64, 8),)  # modules of 64 and 256 MiB, width, rows
 
