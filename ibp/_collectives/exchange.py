@@ -111,7 +111,7 @@ class CodedWork(Work):
         messages = piece.messages
         slot = self._staging.take(messages.num_bytes)
         # The link begins with the piece before this one meanwhile, and needs some multiprocessors for that.
-        max_sms = 0 if piece is job.pieces[0] else self._staging.few_sms
+        max_sms = 0 if piece is job.pieces[0] else self._staging.coding_sms
         for part in piece.sent:
             messages.code(slot, part, self._status, max_sms)
         slot.clean = None
@@ -127,7 +127,7 @@ class CodedWork(Work):
     def _finish_piece(self, job: Job, until: float | None = None) -> None:
         """Decodes the oldest piece once it has arrived. until: by the clock, at most."""
         piece, slot, work = self._pending.popleft()
-        max_sms = 0 if piece is job.pieces[-1] else self._staging.few_sms
+        max_sms = 0 if piece is job.pieces[-1] else self._staging.decoding_sms
         if work is not None:
             with all_taking_part():
                 work.wait() if until is None else work.wait(_left(until))

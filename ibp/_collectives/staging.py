@@ -36,13 +36,15 @@ class Staging:
 
     Attributes:
         side: the stream of calls that are waited for later; None on the CPU.
-        few_sms: multiprocessors for coding and decoding while the link needs some.
+        coding_sms, decoding_sms: multiprocessors for pieces that are coded and decoded while the link needs some. What
+            is coded late holds up the link; what is decoded late does not.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
         self.side = torch.cuda.Stream(device) if self.on_gpu else None
-        self.few_sms = torch.cuda.get_device_properties(device).multi_processor_count // 2 if self.on_gpu else 0
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 0
+        self.coding_sms, self.decoding_sms = num_sms * 3 // 4, num_sms // 2
         self._slots: list[Slot] = []
         self._ended = torch.cuda.Event() if self.on_gpu else None
         self._last: torch.cuda.Stream | None = None
