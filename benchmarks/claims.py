@@ -28,7 +28,7 @@ def caption(rows):
 
 def other_commits(rows, what, kind):
     """What a caption adds where rows are of other commits than the first, by how many kinds of what there are."""
-    commits = Counter(commit for commit, _ in {(row["commit"], kind(row)) for row in rows[1:]})
+    commits = Counter(commit for commit, _ in charts.in_order((row["commit"], kind(row)) for row in rows[1:]))
     return "".join(
         f", {what.format(count=count)} of {commit[:10]}"
         for commit, count in commits.items()
