@@ -166,15 +166,16 @@ def test_prompt_in_chunks_and_several_answers(model, prompt):
 
 
 def test_a_copy_of_a_prompt_serves_many_answers(model, prompt):
-    cache = CompressedCache(model.config, **SMALL)
+    cache, right = CompressedCache(model.config, **SMALL), DynamicCache(config=model.config)
     with torch.no_grad():
-        model(prompt, past_key_values=cache)
+        for each in (cache, right):
+            model(prompt, past_key_values=each)
     copy.deepcopy(cache)  # which stores what is being coded
     before = cache.stats()
     for seed in range(2):
         ids = torch.cat([prompt, torch.randint(256, (2, 5), generator=torch.Generator().manual_seed(seed))], dim=-1)
-        got = answer(model, ids, copy.deepcopy(cache), 12)
-        assert_same_answer(got, answer(model, ids, DynamicCache(), 12))
+        got, wanted = (answer(model, ids, copy.deepcopy(each), 12) for each in (cache, right))
+        assert_same_answer(got, wanted)
     assert cache.stats() == before
 
 

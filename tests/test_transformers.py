@@ -62,7 +62,7 @@ def make(name):
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return MODELS[name]().eval()
+        return MODELS[name]().eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -46,11 +46,12 @@ class _Bound(NamedTuple):
 
 
 class Status:
-    """What the host looks at: what has become of each message. It is as before a call when the call has ended.
+    """What has become of each message of a call, for the host to look at.
 
     Attributes:
-        rows: int64 [8] of each message, views of one tensor: the rows that were spilled and those that were lost where
-            it was coded, and last the codec's fingerprint. Ranks can send each other theirs.
+        rows: int64 [8] of each message: the rows that were spilled and those that were lost where it was coded, and
+            last the codec's fingerprint. Ranks can send each other theirs.
+        all_rows: all of these, one tensor.
         faults: int64 [4] of each message, where it was decoded.
         heads: the fingerprints, a view.
         unused: where the coder would note wrong ids.
@@ -83,7 +84,7 @@ class Status:
         self._was_lost = False
 
     def record(self) -> None:
-        """Brings it to the host, on the current stream, and makes it ready for another call."""
+        """On a GPU: copies it to the host, on the current stream, and makes it ready for another call."""
         if self.seen is not None:
             self._on_host.copy_(self.data, non_blocking=True)
             self.seen.record()

@@ -186,8 +186,8 @@ class CodedState:
         self._host_memory = None
 
     def lend(self, parts: list[CodedState]) -> None:
-        """Before states of parts of its rows are fitted: pinned slots are theirs, as to pin memory takes long. What it
-        keeps there is lost."""
+        """Before states of parts of its rows are fitted: gives them its pinned slots, as it takes long to pin memory.
+        What it keeps there is lost."""
         if self.pinned and self._host_memory is not None:
             self._lent, self._host_memory = self._host_memory, None
             for part, memory in zip(parts, self._lent.split([part.num_rows * ROW_BYTES for part in parts])):
