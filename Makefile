@@ -1,15 +1,20 @@
 # make demo and make test do everything on a machine with Python 3.10+ (headers, venv), C and C++ compilers and make.
-# With nvcc the CUDA kernels are built as well; with a GPU they are used.
+# With nvcc and a GPU the CUDA kernels are built and used.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-# In $(VENV) the kernels are compiled for the GPUs of this machine; where there is none, for one, to see that they do.
-# `pip install` and `make install` compile for all.
-GPUS = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
-    | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' ')
-demo test test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= $(or $(strip $(GPUS)),9.0)
+# In $(VENV) the kernels are compiled for the GPUs of this machine. Where there is none, demo and test do without them,
+# and the other targets compile them for one GPU, to see that they do. `pip install` and `make install` compile for all.
+GPUS := $(strip $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
+    | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' '))
+ifneq ($(GPUS),)
+demo test test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= $(GPUS)
+else ifeq ($(wildcard /dev/nvidia[0-9]*),)
+demo test: export IBP_NO_CUDA ?= 1
+test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= 9.0
+endif
 
 .PHONY: help demo test test-all test-slow test-gpu bench docs lint format install uninstall clean FORCE
 

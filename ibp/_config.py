@@ -27,7 +27,7 @@ def config_text() -> str:
     lines = {
         "ibp": f"{_core.version()}, format version {_core.FORMAT_VERSION}, in {FilePath(__file__).parent}",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
-        "CUDA kernels": "built" if _core.cuda_is_built() else "not built (nvcc was not found when ibp was installed)",
+        "CUDA kernels": "built" if _core.cuda_is_built() else "not built (without nvcc, or with IBP_NO_CUDA=1)",
         "CPU coders": f"{', '.join(coders)}; {torch.get_num_threads()} threads",
         "GPUs": "; ".join(map(_gpu_text, range(torch.cuda.device_count()))) or "none that torch sees",
         "calibration": _calibration_text(),

@@ -191,7 +191,7 @@ def _canonical(device: torch.device | str | int) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if not _core.cuda_is_built():
-        why = "nvcc was not found when it was installed"
+        why = "it was built without nvcc, or with IBP_NO_CUDA=1"
         raise ValueError(f"device is {str(device)!r}, but this build of ibp has no CUDA kernels ({why})")
     if not _ops.cuda_is_available():
         raise ValueError(f"device is {str(device)!r}, but torch sees no CUDA device")
