@@ -34,6 +34,9 @@ help:
 demo: $(VENV)/.ibp $(VENV)/.demo
 	$(RUN) examples/demo.py
 
+# Tests start hundreds of Pythons, which need not compile the same modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests run in a process a core where pytest-xdist could be installed, in one where it could not.
 PYTEST = $(RUN) -m pytest -q $$($(RUN) -c 'import xdist' 2> /dev/null && echo $(WORKERS))
 WORKERS := --numprocesses=auto --maxprocesses=8 --dist=worksteal

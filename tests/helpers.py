@@ -8,6 +8,7 @@ import sys
 import threading
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,6 +63,11 @@ def pairwise(*columns):
         wanted -= {pair_of(i, row[i], j, row[j]) for i, j in places}
         rows.append(tuple(column[row[k]] for k, column in enumerate(columns)))
     return rows
+
+
+def slow_but(quick, values):
+    """Values for parametrize. Those that are not in quick are marked slow: the same code with other data."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def pair_of(i, a, j, b):

@@ -671,10 +671,9 @@ def test_models_that_take_long_get_fewer_steps(small, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "script",
     [
-        *(gather, codec, stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas),
-        *(linear, scattered, adamw, spill),
-        pytest.param(activations, marks=pytest.mark.slow),
-        pytest.param(checkpoints, marks=pytest.mark.slow),
+        *(stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas, linear),
+        *(scattered, adamw, spill),
+        *(pytest.param(script, marks=pytest.mark.slow) for script in (gather, codec, activations, checkpoints)),
     ],
     ids=lambda script: script.__name__,
 )
@@ -1039,6 +1038,7 @@ def write_flexgen(directory):
         run.add(case="opt, batch 4", arm=arm, savings=0.1, host_bytes=host_bytes, **same, **times)
 
 
+@pytest.mark.slow
 def test_charts_of_weights_and_graphs(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "timeline.csv").write_text("kind,start_us,end_us\ncopy,0,1\n")
@@ -1175,6 +1175,7 @@ def test_claims_of_weights_and_graphs_reach_their_pages(tmp_path):
         assert all(f"`{csv_name}`" in text for csv_name in csvs), name
 
 
+@pytest.mark.slow
 def test_pictures_of_claims_are_drawn(tmp_path):
     """What a block links stands beside the CSV that the block is made of."""
     pytest.importorskip("matplotlib")

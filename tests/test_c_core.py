@@ -23,15 +23,9 @@ from native import (
     written,
 )
 
-ALL_ROUNDS = [pytest.param(flags, "all", marks=pytest.mark.slow) for flags in (PLAIN, SANITIZED)]
-
-
-@pytest.mark.parametrize(
-    ("flags", "rounds"), [(PLAIN, "quick"), *ALL_ROUNDS], ids=["plain-quick", "plain-all", "sanitized-all"]
-)
-def test_c_core(flags, rounds):
-    if flags is SANITIZED and not can_sanitize():
-        pytest.skip("the C compiler has no address and undefined behaviour sanitizers")
+@pytest.mark.parametrize("rounds", ["quick", pytest.param("all", marks=pytest.mark.slow)])
+def test_c_core(rounds):
+    flags = SANITIZED if rounds == "all" and can_sanitize() else PLAIN
     objects = core_objects(flags, [*sorted(TESTS.glob("*.c")), *CORE_SOURCES, CSRC / "cuda" / "no_cuda.c"])
     program = linked([*c_compiler(), *flags, "-pthread"], objects)
     code, output = run([program, rounds], env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}, timeout=900)

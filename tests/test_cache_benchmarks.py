@@ -119,6 +119,7 @@ def test_gains_and_capacities(tmp_path):
     assert list(gnn_cache.shortfalls(lines_of(tmp_path / "gnn_cache.csv"))) == []
 
 
+@pytest.mark.slow
 def test_claims_and_charts(tmp_path):
     for name in claims.MEASURED:
         assert claims.section(name)(tmp_path) is None is claims.illustrated(name)(tmp_path)

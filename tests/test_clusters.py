@@ -27,6 +27,7 @@ from helpers import (
     layout_arguments,
     planes_codebook,
     reference_planes_codebook,
+    slow_but,
 )
 from ibp._schemes.clusters import kmeans as clusters_kmeans
 from ibp._schemes.clusters import learning as clusters_learning
@@ -302,7 +303,7 @@ def test_every_golden_case_has_a_file():
     assert sum(path.stat().st_size for path in files) < 60_000
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but([name for name in CASES if "256" not in name], CASES))
 def test_golden(name):
     """The reference and the core code the original bytes to the file's, and decode them."""
     codebooks, original, table, _ = load(name)
@@ -458,7 +459,7 @@ def damage_number(table):
 # ---- tables --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(["slots of 32"], LAYOUTS))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tables(scheme, layout):
     """Every coded row of a learned table is what the reference makes of it; whatever is asked of the table is right."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits, embedding, spiky_rows
+from helpers import assert_same_bits, embedding, slow_but, spiky_rows
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_operations(compiled, place, device, scheme):
         assert noted.tolist() == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("scheme", KINDS)
+@pytest.mark.parametrize("scheme", slow_but(["planes"], KINDS))
 def test_index_select(compiled, place, device, scheme):
     """The table from outside and as an argument; the result and the memory that it goes to made inside and outside."""
     x = embedding(500, 64)

@@ -9,7 +9,7 @@ from fuzzing import FUZZ, TARGETS, corpus, driver, most_bytes, pack, with_driver
 from native import SANITIZED, c_compiler, can_sanitize, core_objects, linked, run, written
 
 pytestmark = pytest.mark.slow
-SECONDS = float(os.environ.get("IBP_FUZZ_SECONDS", "50")) / len(TARGETS)  # of all targets
+SECONDS = float(os.environ.get("IBP_FUZZ_SECONDS", "30")) / len(TARGETS)  # of all targets
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0"}
 
 

@@ -342,6 +342,7 @@ print(before, little, threads())
 """
 
 
+@pytest.mark.slow
 def test_little_work_stays_on_the_calling_thread():
     """25 KiB wake none of torch's threads, 8 MiB do."""
     environment = {**os.environ, "OMP_NUM_THREADS": "4", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -171,6 +171,7 @@ def test_examples(installed, pkg_config, tmp_path):
             assert "every byte is the same" in run(program)
 
 
+@pytest.mark.slow
 def test_static_library(installed, pkg_config, tmp_path):
     """libibp.a is enough without libibp.so."""
     private = [flag for flag in installed.pkg_config("--static", "--libs") if flag != "-libp"]
@@ -220,6 +221,7 @@ def cmake(installed, tmp_path):
     return configure
 
 
+@pytest.mark.slow
 def test_cmake(cmake, tmp_path):
     major, minor, patch = VERSION.split(".")
     older = f"{major}.{int(minor) - 1}" if major == "0" else f"{int(major) - 1}.0"
@@ -263,6 +265,7 @@ def prerequisites(source):
     return {os.path.normpath(name) for name in text.split()}
 
 
+@pytest.mark.slow
 def test_changed_header_rebuilds_what_includes_it(installed, tmp_path):
     sources = [
         str(path.relative_to(CSRC))

@@ -175,7 +175,9 @@ def fetch_by_selections(table, ids, chunk_bytes, num_rows=None):
 
 @pytest.mark.parametrize("scheme", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("columns, row_bytes", [(60, None), (60, 80), (1, None), (3000, 4000)])
+@pytest.mark.parametrize(
+    "columns, row_bytes", [(60, None), (60, 80), (1, None), pytest.param(3000, 4000, marks=pytest.mark.slow)]
+)
 def test_selections(layout, scheme, columns, row_bytes):
     """Items of one and of several rows, rows that overflow their slots, ids of both dtypes, chunks cut by rows and by
     bytes."""

@@ -147,6 +147,7 @@ def test_copies():
     assert copy.deepcopy(model).embedding.weight is not model.embedding.weight
 
 
+@pytest.mark.slow
 def test_compiled():
     torch.compiler.reset()
     model = make_model()

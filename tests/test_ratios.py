@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits
+from helpers import assert_same_bits, slow_but
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHIPPED, SHARED = ROOT / "data", ROOT.parent / "shared" / "data"
@@ -107,16 +107,17 @@ IN_SHARED = {
     "stories260k K BF16": (shared("kv_stories260k", "BF16", "k"), 14.9),
     "stories260k V BF16": (shared("kv_stories260k", "BF16", "v"), 27.0),
 }
+QUICK = {"N(0, 0.02) BF16", "half zeros FP16", "clipped FP32", "cora", "ncf mlp_user", "stories260k K BF16"}
 
 
-@pytest.mark.parametrize("name", IN_DATA)
+@pytest.mark.parametrize("name", slow_but(QUICK, IN_DATA))
 def test_data(name):
     load, percent = IN_DATA[name]
     assert savings_of(load, "ibp") >= percent - 0.1
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="there is no shared/data beside the repository")
-@pytest.mark.parametrize("name", IN_SHARED)
+@pytest.mark.parametrize("name", slow_but(["kokoro BF16"], IN_SHARED))
 def test_shared_data(name):
     load, percent = IN_SHARED[name]
     assert savings_of(load, "ibp") >= percent - 0.1
@@ -219,20 +220,12 @@ def check_auto(load, percent):
     assert savings >= savings_of(load, "ibp") - 0.1  # the same rows in every layout
 
 
-QUICK = {"N(0, 0.02) BF16", "half zeros FP16", "clipped FP32", "cora", "ncf mlp_user", "stories260k K BF16"}
-
-
-def quick_and_slow(names):
-    """Those of QUICK and, marked as slow, the others: the same with other data."""
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", quick_and_slow(AUTO_MADE))
+@pytest.mark.parametrize("name", slow_but(QUICK, AUTO_MADE))
 def test_auto_of_made_data(name):
     check_auto(*AUTO_MADE[name])
 
 
-@pytest.mark.parametrize("name", quick_and_slow(AUTO_IN_DATA))
+@pytest.mark.parametrize("name", slow_but(QUICK, AUTO_IN_DATA))
 def test_auto_of_data(name):
     check_auto(*AUTO_IN_DATA[name])
 

@@ -21,7 +21,7 @@ OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4000",
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
-SECONDS = 8  # of noise for each set of processor features
+SECONDS = 5  # of noise for each set of processor features
 
 
 def environment(**changes):

@@ -113,6 +113,7 @@ def test_handles_open_one_memory(x):
         ibp.open_shared(again)
 
 
+@pytest.mark.slow
 def test_nothing_is_left(x):
     """Descriptors and mappings go with the last tensor of the tables."""
 
@@ -225,6 +226,7 @@ def opened_twice(handle):
     return first.slots.data_ptr() == second.slots.data_ptr(), maps.count(handle._name)
 
 
+@pytest.mark.slow
 def test_queues(x):
     """Tables both ways; what a child sends outlives it here."""
     context = multiprocessing.get_context("spawn")
