@@ -1,6 +1,7 @@
 """What all tests share: threads, seeds, markers, hypothesis profiles, and the GPU."""
 
 import faulthandler
+import gc
 import os
 
 # Set before torch makes its threads. The tests' operations are tiny: threads would spin for each other longer than they
@@ -42,6 +43,12 @@ def pytest_collection_modifyitems(items):
         raise pytest.UsageError(f"{len(changing)} tests have addresses in their names; give ids to {changing[0]}")
     # What compiles for minutes comes first, so that other processes have the other tests to run meanwhile.
     items.sort(key=lambda item: "test_emulated_kernels" not in item.nodeid)
+
+
+def pytest_collection_finish():
+    """What was imported and collected stays: tests that collect garbage need not look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session):

@@ -33,7 +33,7 @@ GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}  # numbers of the system call
 # ---- memory that is kept ----
 
 
-@pytest.mark.parametrize("flags", [PLAIN, SANITIZED], ids=["plain", "sanitized"])
+@pytest.mark.parametrize("flags", [PLAIN, pytest.param(SANITIZED, marks=pytest.mark.slow)], ids=["plain", "sanitized"])
 def test_the_pool(flags):
     if flags is SANITIZED and not can_sanitize():
         pytest.skip("the C compiler has no address and undefined behaviour sanitizers")

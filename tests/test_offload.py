@@ -1026,7 +1026,7 @@ def test_gpu_memory(cuda):
 
 def test_without_room(monkeypatch):
     """Memory that is not there for the second device leaves the model as it was."""
-    model, made = Wide(), []
+    model, made = Wide(num_layers=3, width=512), []
 
     def lane(device, arena_bytes, max_sms):
         if made:

@@ -231,7 +231,7 @@ def test_auto_of_data(name):
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="there is no shared/data beside the repository")
-@pytest.mark.parametrize("name", AUTO_IN_SHARED)
+@pytest.mark.parametrize("name", slow_but(QUICK, AUTO_IN_SHARED))
 def test_auto_of_shared_data(name):
     check_auto(*AUTO_IN_SHARED[name])
 
