@@ -47,7 +47,7 @@ test: $(VENV)/.ibp $(VENV)/.test
 test-all: $(VENV)/.ibp $(VENV)/.test $(VENV)/.frameworks
 	$(PYTEST) --hypothesis-profile=full $(PYTEST_ARGS)
 
-# Tests of drawn examples are in both: here they draw ten times as many.
+# Tests of drawn examples are in both: here they draw five times as many.
 test-slow: $(VENV)/.ibp $(VENV)/.test $(VENV)/.frameworks
 	$(PYTEST) -m 'slow or hypothesis or frameworks' --hypothesis-profile=full $(PYTEST_ARGS)
 

@@ -20,7 +20,7 @@ torch.set_num_threads(1)  # where something imported torch before
 hypothesis.settings.register_profile(
     "fast", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
-hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("fast"), max_examples=300)
+hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("fast"), max_examples=150)
 hypothesis.settings.load_profile("fast")
 
 

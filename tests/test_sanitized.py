@@ -63,10 +63,11 @@ def sanitized(tmp_path_factory):
     probe = subprocess.run(command, env=environment(**inside), capture_output=True, text=True)
     if probe.returncode != 0:
         pytest.skip(f"torch does not run under AddressSanitizer here: {probe.stderr[-200:]}")
-    flags = f"-O1 -g1 {SANITIZERS}"
     build = [sys.executable, "setup.py", "-q", "build", "--build-base", str(made / "base")]
     build += ["--build-lib", str(made / "lib")]
-    compilers = {"CC": "gcc", "CXX": "g++", "CFLAGS": flags, "CXXFLAGS": flags, "IBP_NO_CUDA": "1"}
+    # Half of the time would go into optimising C++ that checks arguments.
+    flags = {"CFLAGS": f"-O1 -g1 {SANITIZERS}", "CXXFLAGS": f"-O0 -g1 {SANITIZERS}"}
+    compilers = {"CC": "gcc", "CXX": "g++", "IBP_NO_CUDA": "1", **flags}
     with FileLock(made.with_suffix(".lock")):
         if not (made / "lib").exists():
             output_of(build, ROOT, IBP_BUILD_DIR=str(made / "objects"), **compilers)
@@ -113,7 +114,6 @@ AVX2, AVX512 = ibp._core.CPU_AVX2_BMI2, ibp._core.CPU_AVX512
 
 @pytest.mark.parametrize("features", [0, AVX2, AVX2 | AVX512], ids=["plain", "avx2", "avx512"])
 def test_noise_and_changing_memory(sanitized, features):
-    out = sanitized(str(HERE / "hostile_rows.py"), str(features), str(SECONDS))
-    if "lacks the features" in out:
-        pytest.skip(out.strip())
-    assert "noisy tables" in out
+    if features & ~ibp._core.cpu_features():
+        pytest.skip("this processor lacks the features")
+    assert "noisy tables" in sanitized(str(HERE / "hostile_rows.py"), str(features), str(SECONDS))
