@@ -113,3 +113,15 @@ def cuda(cannot_run):
     if not ibp.cuda_is_available():
         cannot_run("this build of ibp has no CUDA kernels")
     return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    """The first two CUDA devices. Skips where there are fewer; with IBP_REQUIRE_CUDA_DEVICES=2 it fails there."""
+    cannot_run = pytest.fail if int(os.environ.get("IBP_REQUIRE_CUDA_DEVICES") or 0) >= 2 else pytest.skip
+    if torch.cuda.device_count() < 2:
+        cannot_run(f"needs two GPUs, torch sees {torch.cuda.device_count()}")
+    if not ibp.cuda_is_available():
+        cannot_run("this build of ibp has no CUDA kernels")
+    yield [torch.device("cuda", index) for index in range(2)]
+    torch.cuda.set_device(0)

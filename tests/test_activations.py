@@ -18,7 +18,6 @@ from helpers import DTYPES, assert_same_bits, in_threads, slow_but
 from ibp._activations import choosing, coding, lane, planning, spans
 from ibp._activations.origin import Origin
 from ibp._activations.region import Region
-from test_several_gpus import gpus  # noqa: F401, a fixture
 
 LEAST = 1024
 CPU = torch.device("cpu")
@@ -1282,7 +1281,7 @@ def test_what_a_gpu_sends_raw_is_refused_where_it_was_changed(cuda):
         saved(offload, x, between=lambda: x.add_(1))
 
 
-def test_two_gpus(gpus):  # noqa: F811
+def test_two_gpus(gpus):
     net, x = on(CPU, torch.float32, "swiglu")
     first, second = (copy.deepcopy(block).to(gpu) for block, gpu in zip(net.blocks, gpus))
     both = torch.nn.ModuleList([first, second])

@@ -7,7 +7,6 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding, make_tensor, spiky_rows
-from test_several_gpus import gpus  # noqa: F401, a fixture
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -686,7 +685,7 @@ def test_gpu_rows_from_pinned_memory_in_a_graph(scheme, cuda):
     assert noted[0] == 0 and int(counts[0]) > 0 and cache.clock.tolist() == [6, 6]
 
 
-def test_a_gpu_reads_slabs_of_its_peer(gpus):  # noqa: F811
+def test_a_gpu_reads_slabs_of_its_peer(gpus):
     x = embedding(3000, 128)
     near, far = gpus
     ibp._core.enable_peer(0, 1)

@@ -19,7 +19,6 @@ from ibp._collectives.messages import Messages, Status, shares_of, spans_of
 from ibp._collectives.staging import Slot
 from ibp.distributed import Codec, Link, all_gather_into_tensor, all_to_all_single, broadcast, measure_link, recv, send
 from test_distributed import Ranks, raised
-from test_several_gpus import gpus  # noqa: F401, a fixture
 
 LEVELS = ["default", "fast", "auto"]
 DTYPES = [
@@ -762,7 +761,7 @@ NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
 
 
 @pytest.fixture(scope="module", params=["direct", "no peer access"])
-def nccl(request, gpus, tmp_path_factory):  # noqa: F811
+def nccl(request, gpus, tmp_path_factory):
     """Two processes with a GPU each."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in NO_PEERS.items() if request.param != "direct" else ():

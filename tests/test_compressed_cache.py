@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import os
 import pickle
 
 import pytest
@@ -522,10 +521,7 @@ def test_graphs_are_refused(cuda):
     twins.grow(3)
 
 
-def test_layers_on_two_gpus(cuda):
-    if torch.cuda.device_count() < 2:
-        needed = int(os.environ.get("IBP_REQUIRE_CUDA_DEVICES") or 0)
-        (pytest.fail if needed >= 2 else pytest.skip)("torch sees one GPU")
+def test_layers_on_two_gpus(gpus):
     cache, right = CompressedCache(**SMALL), DynamicCache()
     for step, num_tokens in enumerate([200, 1, 1, 20] + [1] * 30):
         for index in range(4):

@@ -12,7 +12,6 @@ from ibp.distributed import broadcast_delta
 from native import ROOT
 from test_delta import assert_same_tensors, checkpoints, optimizer_step
 from test_distributed import Ranks
-from test_several_gpus import gpus  # noqa: F401, a fixture
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,7 @@ def on_gpus(rank):
         apply_all(rank, src, torch.device("cuda", rank))
 
 
-def test_nccl(gpus, tmp_path):  # noqa: F811
+def test_nccl(gpus, tmp_path):
     two = Ranks(2, tmp_path, backend="nccl")
     try:
         two(on_gpus)

@@ -18,7 +18,6 @@ from helpers import assert_same_bits, torchrun
 from ibp import _group, _rows, _sharded
 from ibp._cache import peers
 from ibp.distributed import ShardedTable, share_table
-from test_several_gpus import gpus  # noqa: F401, a fixture
 
 SECONDS = 60  # that other processes may take
 OPTIONS = {"device": "cpu", "pin_memory": False}
@@ -657,7 +656,7 @@ def test_a_cache_of_two_processes_on_one_gpu(cuda, spawned):
     check_refused(spawned(2, "gloo")(cached_on_gpu, "cuda:0"))
 
 
-def test_a_cache_of_two_processes_on_two_gpus(gpus, spawned):  # noqa: F811
+def test_a_cache_of_two_processes_on_two_gpus(gpus, spawned):
     check_refused(spawned(2, "nccl")(cached_on_gpu, "cuda"))
 
 
@@ -697,5 +696,5 @@ def test_shards_over_gloo_with_a_gpu(cuda, spawned, place):
 
 
 @pytest.mark.parametrize("place", ["pinned", "device"])
-def test_shards_over_nccl(gpus, spawned, place):  # noqa: F811
+def test_shards_over_nccl(gpus, spawned, place):
     check_bad_ids(spawned(2, "nccl")(fetch_to_gpu, place))

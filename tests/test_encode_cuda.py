@@ -27,7 +27,6 @@ from ibp import _memory, _staging
 from test_api import Interrupted, InterruptedOperations, assert_kept, interrupt_at
 from test_cuda import matching_rows, random_codebook
 from test_cuda_planes import any_codebook, ranked_rows
-from test_several_gpus import gpus  # noqa: F401, a fixture
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -282,7 +281,7 @@ def test_compress_in_place_interrupted_at_every_operation(cuda, monkeypatch, whe
     assert {None, 64, 150} <= seen
 
 
-def test_staging_whichever_device_is_current(gpus, monkeypatch):  # noqa: F811
+def test_staging_whichever_device_is_current(gpus, monkeypatch):
     """Host data coded by one GPU while the other one is current, and tables of one GPU coded by the other."""
     monkeypatch.setattr("ibp._staging.STAGED_BYTES", 1 << 14)
     x = spiky_rows(3000, 60)

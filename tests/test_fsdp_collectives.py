@@ -12,7 +12,6 @@ from ibp.distributed import Codec, compress_all_gather
 from native import ROOT
 from test_collectives import nccl  # noqa: F401, a fixture
 from test_distributed import Ranks, raised
-from test_several_gpus import gpus  # noqa: F401, a fixture
 
 STEPS, WIDTH = 4, 256
 

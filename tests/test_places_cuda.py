@@ -8,7 +8,6 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding
-from test_several_gpus import gpus  # noqa: F401, a fixture
 
 ROW_BYTES, NUM_ROWS = 256, 3000
 

@@ -15,7 +15,6 @@ import torch
 import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with, spiky_rows, take
 from ibp._cache import row_cache, slabs
-from test_several_gpus import gpus  # noqa: F401, a fixture
 
 ON_CPU = {"device": "cpu", "pin_memory": False}
 KINDS = {
@@ -949,7 +948,7 @@ def test_places_on_a_gpu(cuda, pinned):
 
 @pytest.mark.parametrize("near_maps", [True, False])
 @pytest.mark.parametrize("writable", [True, False])
-def test_slabs_of_two_gpus(gpus, monkeypatch, near_maps, writable):  # noqa: F811
+def test_slabs_of_two_gpus(gpus, monkeypatch, near_maps, writable):
     monkeypatch.setattr(slabs, "NEAR_MAP_SHARE", 1e9 if near_maps else 0.0)
     x = tensor()
     table = pinned_table(x)
@@ -976,7 +975,7 @@ def test_slabs_of_two_gpus(gpus, monkeypatch, near_maps, writable):  # noqa: F81
         assert_same_bits(cache.index_select(torch.arange(NUM_ITEMS, device=gpu)).cpu(), x)
 
 
-def test_gpus_without_access_to_each_other(gpus, monkeypatch):  # noqa: F811
+def test_gpus_without_access_to_each_other(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, peer: False)
     x = tensor()
     table = pinned_table(x)
@@ -988,7 +987,7 @@ def test_gpus_without_access_to_each_other(gpus, monkeypatch):  # noqa: F811
         ibp.RowCache(table, 30_000, devices=gpus, writable=True)
 
 
-def test_a_gpu_without_a_slab(gpus):  # noqa: F811
+def test_a_gpu_without_a_slab(gpus):
     x = tensor()
     for writable in (False, True):
         cache = ibp.RowCache(pinned_table(x), 30_000, torch.rand(NUM_ITEMS), devices=gpus[0], writable=writable)

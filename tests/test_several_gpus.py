@@ -8,7 +8,6 @@ import copy
 import functools
 import io
 import itertools
-import os
 import pickle
 
 import pytest
@@ -24,18 +23,6 @@ CPU = torch.device("cpu")
 SCHEMES = ["raw", "ibp", "planes"]
 NUM_ITEMS, COLUMNS = 700, 60
 PAIRS = list(itertools.product(range(2), repeat=2))
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    """The first two CUDA devices."""
-    cannot_run = pytest.fail if int(os.environ.get("IBP_REQUIRE_CUDA_DEVICES") or 0) >= 2 else pytest.skip
-    if torch.cuda.device_count() < 2:
-        cannot_run(f"needs two GPUs, torch sees {torch.cuda.device_count()}")
-    if not ibp.cuda_is_available():
-        cannot_run("this build of ibp has no CUDA kernels")
-    yield [torch.device("cuda", index) for index in range(2)]
-    torch.cuda.set_device(0)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
-from test_several_gpus import gpus  # noqa: F401, a fixture
 from test_spill import mixed, rows
 
 TARGETS = [1, 4 / 3, 2, 4, 16, math.inf]
@@ -178,7 +177,7 @@ def test_profile_on_the_gpu(x):
     assert_reads(table, x)
 
 
-def test_two_gpus(x, gpus):  # noqa: F811
+def test_two_gpus(x, gpus):
     table = ibp.place(x, 4)
     for other in (table.to(gpus[1]), ibp.place(table, device=gpus[1])):
         assert other.device == gpus[1]

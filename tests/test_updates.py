@@ -566,12 +566,10 @@ def test_a_graph_reads_what_has_changed(cuda, home):
     assert_same_bits(out.cpu(), rows[ids].cpu())
 
 
-def test_two_gpus_and_the_cpu_see_every_change(cuda, cannot_run):
-    if torch.cuda.device_count() < 2:
-        cannot_run("there is one GPU")
+def test_two_gpus_and_the_cpu_see_every_change(gpus):
     x = tensor((500, 256))
     table = ibp.compress(x, scheme="planes", slot_bytes=256)
-    devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]
+    devices = [*gpus, torch.device("cpu")]
     for step in range(6):
         ids, rows = torch.randperm(500)[:50], rows_like(x, 50)
         x[ids] = rows
