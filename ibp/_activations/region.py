@@ -74,7 +74,7 @@ class Region:
 
     def __init__(self, of: Pass, number: int, num_bytes: int, recipe: coding.Recipe | None, lane: Lane | None) -> None:
         self.of, self.number, self.num_bytes, self.recipe, self.lane = of, number, num_bytes, recipe, lane
-        self.stream = None if lane is None else torch.cuda.current_stream(lane.device)
+        self.stream = None if lane is None else lane.current()
         self.piece_bytes = num_bytes // (1 if recipe is None else recipe.times_narrower)
         self.pieces = [Piece(start, end, self.stream) for start, end in coding.pieces(self.piece_bytes)]
         self.memory: torch.Tensor | None = None
@@ -195,8 +195,8 @@ class Region:
     def _usable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The region's bytes, which are there for its stream, for the current one, which it has from then on."""
         _hand_over(tensor, self.stream)
-        if self.stream is not None:
-            self.stream = torch.cuda.current_stream(tensor.device)
+        if self.lane is not None:
+            self.stream = self.lane.current()
         return tensor
 
     def _decode(self, recipe: coding.Recipe, device: torch.device, watch: planning.Stopwatch | None) -> torch.Tensor:
@@ -216,7 +216,7 @@ class Region:
             if watch is not None:
                 watch.mark()
         if self.lane is not None:
-            self.stream = torch.cuda.current_stream(device)
+            self.stream = self.lane.current()
         return out if recipe.origin is None else recipe.origin.widen(out)
 
     def __del__(self) -> None:
@@ -227,6 +227,6 @@ class Region:
 
 def _hand_over(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
     """Makes a tensor, which is there for a stream, usable for the current one."""
-    if stream is not None and (current := torch.cuda.current_stream(tensor.device)) != stream:
+    if stream is not None and (current := torch.cuda.current_stream(tensor.device.index)) != stream:
         current.wait_stream(stream)
         tensor.record_stream(current)
