@@ -195,8 +195,8 @@ class Region:
     def _usable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The region's bytes, which are there for its stream, for the current one, which it has from then on."""
         _hand_over(tensor, self.stream)
-        if self.lane is not None:
-            self.stream = self.lane.current()
+        if self.stream is not None:
+            self.stream = torch.cuda.current_stream(tensor.device.index)
         return tensor
 
     def _decode(self, recipe: coding.Recipe, device: torch.device, watch: planning.Stopwatch | None) -> torch.Tensor:
