@@ -22,9 +22,10 @@ class Piece:
         memory: on the device: coded bytes with room for any. What is not coded is in the region's own memory.
         kept: on the device: coded bytes with the room that they are expected to take.
         host: likewise, in pinned memory, or all bytes.
-        buffer: the pinned memory that host or counters are in.
-        counters: of coded memory, in host memory; None: it is not known how many bytes are used, or all are.
-        sent: after the copies to host and counters.
+        buffer: the pinned memory that host is in.
+        counters: the first bytes of coded memory, in host memory: they say how many bytes are used.
+        told: after the copy to counters.
+        sent: after the copy to host or kept.
         coming, arrived: a copy of host on its way to the device, and after it.
         stream: that memory, kept or coming belong to.
     """
@@ -36,6 +37,7 @@ class Piece:
         self.buffer: torch.Tensor | None = None
         self.host: torch.Tensor | None = None
         self.counters: torch.Tensor | None = None
+        self.told: torch.cuda.Event | None = None
         self.sent: torch.cuda.Event | None = None
         self.coming: torch.Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
@@ -49,7 +51,7 @@ class Piece:
         return coding.index_bytes(self.num_bytes) + recipe.room(self.num_bytes)
 
     def note_used(self, recipe: coding.Recipe) -> int:
-        """Bytes that coded memory uses, from its first one on: for after `sent`."""
+        """Bytes that coded memory uses, from its first one on: for after `told`."""
         assert self.counters is not None
         used = coding.used_bytes(self.counters)
         recipe.note(self.num_bytes, used)
@@ -66,7 +68,7 @@ class Region:
             the narrower bytes.
         memory: the bytes, where they are not coded: the saved tensor's own, until all have left. Of what is made
             narrower, until it is known that it fits.
-        source: the saved tensor whose bytes memory is.
+        source: the saved tensor whose bytes memory is; without memory once these have left, to see whether it changes.
         coming: where pieces that are not coded come back to.
         stream: for which memory, coming or what was decoded are there.
         saves, uses: how often tensors of the region were saved, and asked for.
@@ -79,7 +81,6 @@ class Region:
         self.pieces = [Piece(start, end, self.stream) for start, end in coding.pieces(self.piece_bytes)]
         self.memory: torch.Tensor | None = None
         self.source: spans.Kept | None = None
-        self.changed: RuntimeError | None = None  # source was, before its copy was known to be done
         self.coming: torch.Tensor | None = None
         self.misfits: torch.Tensor | None = None  # whether anything of memory is lost by narrower bytes, on the device
         self.saves = self.uses = 0
@@ -129,12 +130,10 @@ class Region:
         if self.recipe is not None:
             piece.memory = None
             return
-        try:
-            self._check()
-        except RuntimeError as error:
-            self.changed = error
         if piece is self.pieces[-1] and all(part.host is not None for part in self.pieces):
-            self.memory = self.source = None
+            assert self.source is not None
+            self.memory = None
+            self.source.let_go()
 
     def data(self) -> torch.Tensor:
         """uint8 [num_bytes] on the device, for the current stream. They stay until every save was asked for, so that
@@ -156,9 +155,7 @@ class Region:
         return self._usable(decoded.get())
 
     def _check(self) -> None:
-        """Raises RuntimeError where bytes that are not coded were changed while they could be."""
-        if self.changed is not None:
-            raise self.changed
+        """Raises RuntimeError where bytes that are not coded were changed, as autograd does."""
         if self.misfits is not None and self.source is not None and self.source.is_changed:
             self.note_narrow(not bool(self.misfits))
         if self.source is not None:
