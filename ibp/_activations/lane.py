@@ -84,49 +84,29 @@ class Lane:
         self._leaving_bytes = 0
         self._narrowed: deque[tuple[weakref.ref[Region], torch.Tensor, torch.cuda.Event]] = deque()
 
-    def current(self) -> torch.cuda.Stream:
-        """The device's current stream."""
-        return torch.cuda.current_stream(self.device.index)  # which takes the host less time than for the device
-
     # ---- from the device ----
 
     def send(self, region: Region, piece: Piece) -> int:
         """Starts copying a piece, which the current stream has just written, to the host. @return its bytes."""
-        assert piece.stream is not None
         self.take_back()
-        if piece.memory is not None:
-            self._tell(piece, piece.memory)
         source = region.to_send(piece)
         piece.buffer = self.buffers.take(source.numel(), self.out)
         piece.host = piece.buffer[: source.numel()]
-        self.out.wait_stream(piece.stream)
-        with torch.cuda.stream(self.out):
-            piece.host.copy_(source, non_blocking=True)
-        piece.sent = self.out.record_event()
-        self._note_leaving(region, piece, source if piece.memory is None else piece.memory)
+        piece.counters = None if region.recipe is None else piece.host[: coding.COUNTERS_BYTES]
+        held = source if piece.memory is None else piece.memory
+        self._copy_out(region, piece, piece.host, source, held.numel())
         return source.numel()
 
     def keep(self, region: Region, piece: Piece) -> int:
         """Keeps a coded piece on the device, without the room that it is not expected to need. @return its bytes."""
         assert piece.memory is not None
         self.take_back()
-        self._tell(piece, piece.memory)
-        piece.kept, piece.sent = region.to_send(piece).clone(), piece.told
-        self._note_leaving(region, piece, piece.memory)
+        piece.kept = region.to_send(piece).clone()
+        piece.buffer = self.buffers.take(coding.COUNTERS_BYTES, self.out)
+        piece.counters = piece.buffer[: coding.COUNTERS_BYTES]
+        source = piece.memory[: coding.COUNTERS_BYTES]
+        self._copy_out(region, piece, piece.counters, source, piece.memory.numel())
         return piece.kept.numel()
-
-    def _tell(self, piece: Piece, memory: torch.Tensor) -> None:
-        """Has the host told how much of its memory a coded piece takes, ahead of what is on its way."""
-        assert piece.stream is not None
-        piece.counters = self.buffers.take(coding.COUNTERS_BYTES, self._notes)
-        self._notes.wait_stream(piece.stream)
-        with torch.cuda.stream(self._notes):
-            piece.counters[: coding.COUNTERS_BYTES].copy_(memory[: coding.COUNTERS_BYTES], non_blocking=True)
-        piece.told = self._notes.record_event()
-
-    def _note_leaving(self, region: Region, piece: Piece, memory: torch.Tensor) -> None:
-        self._leaving.append((weakref.ref(region), weakref.ref(piece), memory.numel()))
-        self._leaving_bytes += memory.numel()
 
     def ask_for_misfits(self, region: Region) -> None:
         """Has the host told whether what a region is made narrower to is all there is, ahead of what is on its way."""
@@ -147,9 +127,20 @@ class Lane:
                 region.note_narrow(not buffer[0])
             self.buffers.give(buffer, done)
 
+    def _copy_out(
+        self, region: Region, piece: Piece, to: torch.Tensor, source: torch.Tensor, window_bytes: int
+    ) -> None:
+        assert piece.stream is not None
+        self.out.wait_stream(piece.stream)
+        with torch.cuda.stream(self.out):
+            to.copy_(source, non_blocking=True)
+        piece.sent = self.out.record_event()
+        self._leaving.append((weakref.ref(region), weakref.ref(piece), window_bytes))
+        self._leaving_bytes += window_bytes
+
     def make_room(self, num_bytes: int) -> None:
-        """Makes the current stream wait until so many more bytes fit the window, or few pieces are on their way, and
-        frees the memory of what has left by then. The host waits only until it is told what coded pieces take."""
+        """Waits until so many more bytes fit the window, or few pieces are on their way, and frees the memory of what
+        has left."""
         self._note_misfits()
         while len(self._leaving) > LEAST_MOVING and self._leaving_bytes + num_bytes > self.window_bytes:
             self._pop()
@@ -171,25 +162,18 @@ class Lane:
             self._settle(region, piece)
 
     def _settle(self, region: Region, piece: Piece) -> None:
-        """Frees the memory of a piece for what the current stream does once it is elsewhere; where that has no room for
-        all of it, the memory stays."""
-        memory = region.memory if region.recipe is None else piece.memory
-        assert piece.sent is not None and memory is not None
-        if region.recipe is not None:
-            held = piece.host if piece.kept is None else piece.kept
-            assert piece.told is not None and held is not None
-            piece.told.synchronize()
-            if piece.note_used(region.recipe) > held.numel():
-                region.of.offload._note_outgrown(piece.num_bytes)
-                if piece.buffer is not None:
-                    self.buffers.give(piece.buffer, piece.sent)
-                piece.buffer = piece.host = piece.kept = piece.sent = None
-                return
-        if not piece.sent.query():
-            current = self.current()
-            current.wait_event(piece.sent)
-            memory.record_stream(current)
-        region.leave(piece)
+        """Frees the memory of a piece that is elsewhere by now; where that has no room for all of it, the memory
+        stays."""
+        held = piece.host if piece.kept is None else piece.kept
+        assert piece.sent is not None and held is not None
+        piece.sent.synchronize()
+        if region.recipe is None or piece.note_used(region.recipe) <= held.numel():
+            region.leave(piece)
+            return
+        region.of.offload._note_outgrown(piece.num_bytes)
+        assert piece.buffer is not None
+        self.buffers.give(piece.buffer, None)
+        piece.buffer = piece.host = piece.counters = piece.kept = piece.sent = None
 
     # ---- back ----
 
@@ -203,7 +187,7 @@ class Lane:
         """Starts copying a piece back, to memory of the current stream; what is not coded, to its place among the
         region's bytes."""
         assert piece.host is not None
-        current = self.current()
+        current = torch.cuda.current_stream(self.device)
         if region.recipe is not None:
             piece.coming = torch.empty(piece.host.numel(), dtype=torch.uint8, device=self.device)
             piece.stream = current
@@ -213,8 +197,6 @@ class Lane:
                 region.stream = current
             piece.coming = region.coming[piece.start : piece.end]
         self.back.wait_stream(current)
-        if piece.sent is not None:
-            self.back.wait_event(piece.sent)  # whose end the host may not have seen
         with torch.cuda.stream(self.back):
             piece.coming.copy_(piece.host, non_blocking=True)
         piece.arrived = self.back.record_event()
@@ -226,7 +208,7 @@ class Lane:
         if piece.coming is None:
             self.fetch(region, piece)
         assert piece.coming is not None and piece.arrived is not None
-        self.current().wait_event(piece.arrived)
+        torch.cuda.current_stream(self.device).wait_event(piece.arrived)
         return self._taken(piece)
 
     def _taken(self, piece: Piece) -> torch.Tensor:
@@ -251,11 +233,10 @@ class Lane:
             if piece.coming is not None:
                 coming_bytes = piece.coming.numel()
                 piece.coming.record_stream(self.back)
-            if piece.memory is not None and piece.told is not None:
+            if piece.memory is not None and piece.sent is not None:
                 recipe = region.recipe
-                for event, stream in ((piece.told, self._notes), (piece.sent, self.out)):
-                    if event is not None and not event.query():
-                        piece.memory.record_stream(stream)
+                if not piece.sent.query():
+                    piece.memory.record_stream(self.out)
             piece.memory = piece.kept = piece.coming = None
             self._ended.append(_Ended(piece, recipe, coming_bytes))
 
@@ -266,9 +247,7 @@ class Lane:
             if coming_bytes is not None:
                 self.coming -= 1
                 self.coming_bytes -= coming_bytes
-            if recipe is not None and piece.told is not None and piece.told.query():
+            if recipe is not None and piece.sent is not None and piece.sent.query():
                 piece.note_used(recipe)
-            if piece.counters is not None:
-                self.buffers.give(piece.counters, piece.told)
             if piece.buffer is not None:
                 self.buffers.give(piece.buffer, piece.arrived or piece.sent)

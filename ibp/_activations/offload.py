@@ -155,7 +155,7 @@ class ActivationOffload:
 
     def _is_offloaded(self, x: torch.Tensor) -> bool:
         """Whether a tensor may leave."""
-        if x.numel() * x.element_size() < max(1, self.least_bytes) or not spans.is_plain(x):
+        if not spans.is_plain(x) or x.numel() * x.element_size() < max(1, self.least_bytes):
             return False
         if not (x.is_cuda if self.device is None else x.device == self.device):
             return False

@@ -25,7 +25,7 @@ _PRICES = (0.0, 0.5, 3.0)  # of the link's time, in the device's
 _ROUNDING = 1e-9  # of sums, as a share
 _MOST_PARTS = 32  # of a step, that are tried one by one
 LEAST_MOVING = 2  # pieces that may be on their way, each way, however large: one is copied and one is next
-_MARGIN = 0.9  # of a slowdown: what is predicted, for a step that varies
+_MARGIN = 0.5  # of a slowdown: what is predicted, for a step that varies
 Mark: TypeAlias = torch.cuda.Event | float
 
 

@@ -22,10 +22,9 @@ class Piece:
         memory: on the device: coded bytes with room for any. What is not coded is in the region's own memory.
         kept: on the device: coded bytes with the room that they are expected to take.
         host: likewise, in pinned memory, or all bytes.
-        buffer: the pinned memory that host is in.
-        counters: the first bytes of coded memory, in host memory: they say how many bytes are used.
-        told: after the copy to counters.
-        sent: after the copy to host or kept.
+        buffer: the pinned memory that host or counters are in.
+        counters: of coded memory, in host memory; None: it is not known how many bytes are used, or all are.
+        sent: after the copies to host and counters.
         coming, arrived: a copy of host on its way to the device, and after it.
         stream: that memory, kept or coming belong to.
     """
@@ -37,7 +36,6 @@ class Piece:
         self.buffer: torch.Tensor | None = None
         self.host: torch.Tensor | None = None
         self.counters: torch.Tensor | None = None
-        self.told: torch.cuda.Event | None = None
         self.sent: torch.cuda.Event | None = None
         self.coming: torch.Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
@@ -51,7 +49,7 @@ class Piece:
         return coding.index_bytes(self.num_bytes) + recipe.room(self.num_bytes)
 
     def note_used(self, recipe: coding.Recipe) -> int:
-        """Bytes that coded memory uses, from its first one on: for after `told`."""
+        """Bytes that coded memory uses, from its first one on: for after `sent`."""
         assert self.counters is not None
         used = coding.used_bytes(self.counters)
         recipe.note(self.num_bytes, used)
@@ -68,7 +66,7 @@ class Region:
             the narrower bytes.
         memory: the bytes, where they are not coded: the saved tensor's own, until all have left. Of what is made
             narrower, until it is known that it fits.
-        source: the saved tensor whose bytes memory is; without memory once these have left, to see whether it changes.
+        source: the saved tensor whose bytes memory is.
         coming: where pieces that are not coded come back to.
         stream: for which memory, coming or what was decoded are there.
         saves, uses: how often tensors of the region were saved, and asked for.
@@ -76,11 +74,12 @@ class Region:
 
     def __init__(self, of: Pass, number: int, num_bytes: int, recipe: coding.Recipe | None, lane: Lane | None) -> None:
         self.of, self.number, self.num_bytes, self.recipe, self.lane = of, number, num_bytes, recipe, lane
-        self.stream = None if lane is None else lane.current()
+        self.stream = None if lane is None else torch.cuda.current_stream(lane.device)
         self.piece_bytes = num_bytes // (1 if recipe is None else recipe.times_narrower)
         self.pieces = [Piece(start, end, self.stream) for start, end in coding.pieces(self.piece_bytes)]
         self.memory: torch.Tensor | None = None
         self.source: spans.Kept | None = None
+        self.changed: RuntimeError | None = None  # source was, before its copy was known to be done
         self.coming: torch.Tensor | None = None
         self.misfits: torch.Tensor | None = None  # whether anything of memory is lost by narrower bytes, on the device
         self.saves = self.uses = 0
@@ -130,10 +129,12 @@ class Region:
         if self.recipe is not None:
             piece.memory = None
             return
+        try:
+            self._check()
+        except RuntimeError as error:
+            self.changed = error
         if piece is self.pieces[-1] and all(part.host is not None for part in self.pieces):
-            assert self.source is not None
-            self.memory = None
-            self.source.let_go()
+            self.memory = self.source = None
 
     def data(self) -> torch.Tensor:
         """uint8 [num_bytes] on the device, for the current stream. They stay until every save was asked for, so that
@@ -155,7 +156,9 @@ class Region:
         return self._usable(decoded.get())
 
     def _check(self) -> None:
-        """Raises RuntimeError where bytes that are not coded were changed, as autograd does."""
+        """Raises RuntimeError where bytes that are not coded were changed while they could be."""
+        if self.changed is not None:
+            raise self.changed
         if self.misfits is not None and self.source is not None and self.source.is_changed:
             self.note_narrow(not bool(self.misfits))
         if self.source is not None:
@@ -193,7 +196,7 @@ class Region:
         """The region's bytes, which are there for its stream, for the current one, which it has from then on."""
         _hand_over(tensor, self.stream)
         if self.stream is not None:
-            self.stream = torch.cuda.current_stream(tensor.device.index)
+            self.stream = torch.cuda.current_stream(tensor.device)
         return tensor
 
     def _decode(self, recipe: coding.Recipe, device: torch.device, watch: planning.Stopwatch | None) -> torch.Tensor:
@@ -213,7 +216,7 @@ class Region:
             if watch is not None:
                 watch.mark()
         if self.lane is not None:
-            self.stream = self.lane.current()
+            self.stream = torch.cuda.current_stream(device)
         return out if recipe.origin is None else recipe.origin.widen(out)
 
     def __del__(self) -> None:
@@ -224,6 +227,6 @@ class Region:
 
 def _hand_over(tensor: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
     """Makes a tensor, which is there for a stream, usable for the current one."""
-    if stream is not None and (current := torch.cuda.current_stream(tensor.device.index)) != stream:
+    if stream is not None and (current := torch.cuda.current_stream(tensor.device)) != stream:
         current.wait_stream(stream)
         tensor.record_stream(current)

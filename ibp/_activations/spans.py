@@ -55,10 +55,6 @@ class Kept(NamedTuple):
     def is_changed(self) -> bool:
         return self.tensor._version != self.version
 
-    def let_go(self) -> None:
-        """Frees the memory, where nobody else has it; whether the tensor is changed is still known."""
-        self.tensor.data = self.tensor.new_empty(()).expand(self.tensor.shape)
-
     def get(self) -> torch.Tensor:
         """The tensor. RuntimeError: it was changed since, which autograd refuses in these words."""
         if self.is_changed:
