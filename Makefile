@@ -34,7 +34,7 @@ help:
 demo: $(VENV)/.ibp $(VENV)/.demo
 	$(RUN) examples/demo.py
 
-# Tests start hundreds of Pythons, which need not compile the same modules.
+# Tests start hundreds of Pythons: the bytecode of a module that one has compiled is kept for the others.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests run in a process a core where pytest-xdist could be installed, in one where it could not.

@@ -114,6 +114,7 @@ AVX2, AVX512 = ibp._core.CPU_AVX2_BMI2, ibp._core.CPU_AVX512
 
 @pytest.mark.parametrize("features", [0, AVX2, AVX2 | AVX512], ids=["plain", "avx2", "avx512"])
 def test_noise_and_changing_memory(sanitized, features):
-    if features & ~ibp._core.cpu_features():
-        pytest.skip("this processor lacks the features")
-    assert "noisy tables" in sanitized(str(HERE / "hostile_rows.py"), str(features), str(SECONDS))
+    out = sanitized(str(HERE / "hostile_rows.py"), str(features), str(SECONDS))
+    if "lacks the features" in out:
+        pytest.skip(out.strip())
+    assert "noisy tables" in out
