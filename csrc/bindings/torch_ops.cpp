@@ -435,8 +435,8 @@ EncodeInto prepare_encoding(const TableArgs &args, const Tensor &rooms, const Te
         require(row_ids->numel() == source.num_rows, "row_ids has ", row_ids->numel(), " elements, x ", source.num_rows,
                 " rows");
     } else {
-        require(first_row >= 0 && first_row <= num_rows - source.num_rows, "rows ", first_row, " to ",
-                first_row + source.num_rows, " are not among ", num_rows);
+        require(first_row >= 0 && first_row <= num_rows - source.num_rows, source.num_rows, " rows from row ",
+                first_row, " on are not among ", num_rows);
     }
     Footprints memory;
     for (const auto &[name, tensor] : {std::pair<const char *, const Tensor *>{"slots", &args.slots},
@@ -682,7 +682,8 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
     auto *const lengths_to = data_of<uint16_t>(lengths_out, ScalarType::UInt16, rows_per_item, "lengths_out");
     const int64_t most_items = std::min(items.count, lengths_out.numel() / rows_per_item);
     int64_t num_rows = most_items * rows_per_item, num_groups = divide_up(num_rows, kGroup);
-    auto *const starts = data_of<int64_t>(bases_out, ScalarType::Long, num_groups, "bases_out");
+    auto *const bases_to = data_of<int64_t>(bases_out, ScalarType::Long, num_groups, "bases_out");
+    const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups)); // what is acted on is no tensor's
     auto *const result = data_of<int64_t>(taken, ScalarType::Long, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
     Footprints memory = args.footprints(table);
@@ -728,6 +729,7 @@ void select_rows_cpu(IBP_TABLE_PARAMETERS, Tensor ids, int64_t first, Tensor len
                                   mine);
     });
     if (!is_ok()) return;
+    std::copy(starts.get(), starts.get() + num_groups, bases_to);
     result[0] = num_rows / rows_per_item;
     result[1] = end;
 }

@@ -82,12 +82,12 @@ ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps
         const int64_t item = n / query->rows_per_item;
         const int64_t row = ibp_row_of_item(ibp_id_at(query->ids, item), n - item * query->rows_per_item,
                                             query->rows_per_item, query->num_rows);
-        entries[n] = 0;
-        if (row < 0) continue;
         const uint32_t owner = ibp_owner_of_row(row, num_maps);
-        if (num_maps != 0) entries[n] = entry_of_way(find_way(&maps[owner], row));
+        const uint64_t entry = row >= 0 && num_maps != 0 ? entry_of_way(find_way(&maps[owner], row)) : 0;
+        entries[n] = entry;
+        if (row < 0) continue;
         const uint32_t length = ibp_length_of_row(query->lengths, row);
-        if (entries[n] != 0)
+        if (entry != 0)
             mine.hits[owner]++;
         else if (length != IBP_DEFAULT_LENGTH(query->row_bytes))
             count_miss(&mine, ibp_stored_bytes(length, query->row_bytes, query->row_bytes));
@@ -110,6 +110,12 @@ static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place
     return IBP_OK;
 }
 
+/* The entry of lengths that a place was found by, of a row that has bytes: the table's may have changed. */
+static uint32_t length_of_place(const ibp_row_place *place)
+{
+    return place->raw ? 0u : place->in_slot + place->in_overflow;
+}
+
 /* Both parts of a row, joined. */
 static void copy_stored(const ibp_table *table, const ibp_row_place *place, uint8_t *dst)
 {
@@ -129,20 +135,21 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
     if (!is_cacheable(table) || !ibp_is_cache_slab(slab) || first < 0 || first > last) return IBP_INVALID_ARGUMENT;
     ibp_fault_log log = {fault, IBP_OK};
     for (int64_t i = first; i < last; i++) {
+        const int64_t row = IBP_LOAD_ONCE(rows[i]), offset = IBP_LOAD_ONCE(offsets[i]);
         ibp_row_place place;
         uint32_t stored;
-        if (rows[i] < 0 || offsets[i] < 0) continue;
-        ibp_status status = find_stored(table, rows[i], &place, &stored);
-        if (status == IBP_OK && !ibp_part_in_bounds((uint64_t)offsets[i], stored, slab->num_bytes))
+        if (row < 0 || offset < 0) continue;
+        ibp_status status = find_stored(table, row, &place, &stored);
+        if (status == IBP_OK && !ibp_part_in_bounds((uint64_t)offset, stored, slab->num_bytes))
             status = IBP_BUFFER_TOO_SMALL;
-        ibp_note_fault(&log, status, i, rows[i]);
+        ibp_note_fault(&log, status, i, row);
         if (status != IBP_OK || place.is_default) continue;
         ibp_cached_row *way = NULL;
-        if (slab->map.num_sets > 0 && !(way = take_way(&slab->map, rows[i]))) continue;
-        copy_stored(table, &place, slab->bytes + offsets[i]);
+        if (slab->map.num_sets > 0 && !(way = take_way(&slab->map, row))) continue;
+        copy_stored(table, &place, slab->bytes + offset);
         if (!way) continue;
-        const uint32_t length = ibp_length_of_row(table->lengths, rows[i]);
-        __atomic_store_n(&way->entry, ibp_make_entry(slab->number, (uint64_t)offsets[i], length), __ATOMIC_RELEASE);
+        const uint64_t entry = ibp_make_entry(slab->number, (uint64_t)offset, length_of_place(&place));
+        __atomic_store_n(&way->entry, entry, __ATOMIC_RELEASE);
     }
     return log.status;
 }
@@ -174,12 +181,12 @@ static uint64_t claim_way(const ibp_lru *lru, const ibp_table *table, int64_t ro
     if (slab->map.num_sets == 0 || stored > lru->slot_bytes) return 0;
     const int64_t way = choose_way(lru, ibp_home_of_hash(ibp_hash_of_row(row), slab->map.num_sets), now);
     if (way < 0) return 0;
-    const uint64_t offset = (uint64_t)way * lru->slot_bytes;
+    const uint64_t offset = (uint64_t)way * lru->slot_bytes,
+                   entry = ibp_make_entry(slab->number, offset, length_of_place(place));
     copy_stored(table, place, slab->bytes + offset);
     lru->stamps[way] = now;
-    slab->map.rows[way] =
-        (ibp_cached_row){row, ibp_make_entry(slab->number, offset, ibp_length_of_row(table->lengths, row))};
-    return slab->map.rows[way].entry;
+    slab->map.rows[way] = (ibp_cached_row){row, entry};
+    return entry;
 }
 
 ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru, uint64_t *entries,
@@ -200,8 +207,8 @@ ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ib
             uint32_t stored;
             if (claims && entries[n] != 0) continue;
             const ibp_cached_row *const way = find_way(&lru->slab.map, row);
-            entries[n] = entry_of_way(way);
-            if (entries[n] != 0) {
+            const uint64_t entry = entries[n] = entry_of_way(way);
+            if (entry != 0) {
                 lru->stamps[way - lru->slab.map.rows] = now;
                 mine.hits[lru->slab.number]++;
             } else if (claims) {
@@ -223,7 +230,7 @@ ibp_status ibp_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_m
 {
     if (!ibp_is_map(map) || count < 0) return IBP_INVALID_ARGUMENT;
     for (int64_t i = 0; i < count; i++) {
-        ibp_cached_row *const way = find_way(map, rows[i]);
+        ibp_cached_row *const way = find_way(map, IBP_LOAD_ONCE(rows[i]));
         if (!way) continue;
         __atomic_store_n(&way->entry, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&way->row, IBP_WAY_REMOVED, __ATOMIC_RELEASE);
@@ -236,10 +243,10 @@ ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t 
 {
     if (!ibp_is_map(map) || count < 0) return IBP_INVALID_ARGUMENT;
     for (int64_t i = 0; i < count; i++) {
-        ibp_cached_row *const way = find_way(map, rows[i]);
+        ibp_cached_row *const way = find_way(map, IBP_LOAD_ONCE(rows[i]));
         const uint64_t entry = entry_of_way(way);
         if (entry == 0) continue;
-        const uint32_t length = lengths ? lengths[i] : ibp_length_of_entry(entry);
+        const uint32_t length = lengths ? IBP_LOAD_ONCE(lengths[i]) : ibp_length_of_entry(entry);
         __atomic_store_n(&way->entry, ibp_rewrite_entry(entry, length, dirty), __ATOMIC_RELEASE);
     }
     return IBP_OK;

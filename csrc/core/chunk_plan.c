@@ -31,7 +31,7 @@ static uint64_t slots_before(const ibp_table *table, int64_t row)
 static uint64_t overflow_before(const ibp_table *table, const uint64_t *bases, int64_t row)
 {
     if (!bases || ibp_has_own_bases(table)) return 0; /* no part of overflow belongs to a chunk */
-    return row >= ibp_num_rows(table) ? (uint64_t)table->overflow_bytes : bases[row / IBP_ROWS_PER_BASE];
+    return row >= ibp_num_rows(table) ? (uint64_t)table->overflow_bytes : IBP_LOAD_ONCE(bases[row / IBP_ROWS_PER_BASE]);
 }
 static int64_t bytes_between(const ibp_table *table, const uint64_t *bases, int64_t row, int64_t end_row)
 {

@@ -47,15 +47,14 @@ ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32
                               bool flag_all, uint32_t *words, ibp_codebook *out)
 {
     if (!ibp_are_sizes(0, row_bytes) || !is_chunk_size(chunk_bytes)) return IBP_INVALID_ARGUMENT;
-    for (uint32_t i = 0; i < row_bytes; i++)
-        if (bitval[i] & ~mask[i]) return IBP_INVALID_ARGUMENT;
-
     const size_t num_words = ibp_codebook_words(row_bytes);
     uint32_t *const mask_words = words, *const bitval_words = words + num_words, *const flags = words + 2 * num_words;
     memset(words, 0, 3 * num_words * sizeof *words);
     for (uint32_t i = 0; i < row_bytes; i++) {
-        mask_words[i / 4] |= (uint32_t)mask[i] << (8 * (i % 4));
-        bitval_words[i / 4] |= (uint32_t)bitval[i] << (8 * (i % 4));
+        const uint32_t invariant = IBP_LOAD_ONCE(mask[i]), value = IBP_LOAD_ONCE(bitval[i]);
+        if (value & ~invariant) return IBP_INVALID_ARGUMENT;
+        mask_words[i / 4] |= invariant << (8 * (i % 4));
+        bitval_words[i / 4] |= value << (8 * (i % 4));
     }
     ibp_codebook cb = {.scheme = IBP_SCHEME_IBP,
                        .row_bytes = row_bytes,
@@ -108,5 +107,5 @@ void ibp_select_masks(ibp_codebook *one, uint32_t k)
     one->mask += offset;
     one->bitval += offset;
     one->flags += offset;
-    one->num_flags = ibp_min_u32(one->cluster_flags[offset], one->row_bytes);
+    one->num_flags = ibp_min_u32(IBP_LOAD_ONCE(one->cluster_flags[offset]), one->row_bytes);
 }

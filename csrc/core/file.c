@@ -172,11 +172,11 @@ static bool find_header(const uint8_t *bytes, uint64_t header_bytes, ibp_text *h
 
 ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file)
 {
-    uint64_t header_bytes;
+    uint64_t header_bytes = 0;
     *file = (ibp_file){.bytes = bytes, .num_bytes = num_bytes};
     if ((uintptr_t)bytes % 16 != 0 || num_bytes > INT64_MAX) return IBP_INVALID_ARGUMENT;
     if (num_bytes < LENGTH_BYTES) return IBP_BAD_FILE;
-    memcpy(&header_bytes, bytes, sizeof header_bytes);
+    for (uint32_t i = 0; i < LENGTH_BYTES; i++) header_bytes |= (uint64_t)IBP_LOAD_ONCE(bytes[i]) << 8 * i;
     if (header_bytes > MAX_HEADER_BYTES || header_bytes > num_bytes - LENGTH_BYTES) return IBP_BAD_FILE;
     if (!find_header(bytes, header_bytes, &file->header)) return IBP_BAD_FILE;
     file->data = bytes + LENGTH_BYTES + header_bytes;
@@ -324,13 +324,15 @@ ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t
                    num_blocks = front / block_bytes + (front % block_bytes != 0);
     const bool is_last = front + checks.num_bytes == file->data_bytes, are_numbers = ibp_is_text(checks.dtype, "U64");
     if (!is_last || !are_numbers || checks.num_dims != 1 || checks.num_bytes / 8 != num_blocks + 2) return IBP_BAD_FILE;
-    for (*block = 0; *block < num_blocks; ++*block) {
-        const uint64_t start = *block * block_bytes, left = front - start;
-        if (xxh3(file->data + start, left < block_bytes ? left : block_bytes) != entry_of(&checks, *block))
+    for (uint64_t b = 0; b < num_blocks; b++) {
+        const uint64_t start = b * block_bytes, left = front - start;
+        *block = b;
+        if (xxh3(file->data + start, left < block_bytes ? left : block_bytes) != entry_of(&checks, b))
             return IBP_WRONG_CHECKSUM;
     }
+    *block = num_blocks;
     if (xxh3(file->bytes, (size_t)(file->data - file->bytes)) != entry_of(&checks, num_blocks))
         return IBP_WRONG_CHECKSUM;
     *block = num_blocks + 1;
-    return xxh3(checks.data, 8 * (num_blocks + 1)) == entry_of(&checks, *block) ? IBP_OK : IBP_WRONG_CHECKSUM;
+    return xxh3(checks.data, 8 * (num_blocks + 1)) == entry_of(&checks, num_blocks + 1) ? IBP_OK : IBP_WRONG_CHECKSUM;
 }

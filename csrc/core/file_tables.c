@@ -479,8 +479,9 @@ static bool spread_pairs(const codebook_plan *plan, const codebook_source *sourc
     if (num_pairs < 1 || num_pairs > 65536 || !holds(palette, 2 * num_pairs * chunk_bytes, 1)) return false;
     if (!holds(index, num_pairs > 1 ? num_chunks : 0, index_bytes)) return false;
     for (uint32_t chunk = 0; chunk < num_chunks; chunk++) {
-        uint16_t pair = 0;
-        if (num_pairs > 1) memcpy(&pair, index->data + (size_t)chunk * index_bytes, index_bytes);
+        uint32_t pair = 0;
+        for (uint32_t i = 0; num_pairs > 1 && i < index_bytes; i++)
+            pair |= (uint32_t)IBP_LOAD_ONCE(index->data[(size_t)chunk * index_bytes + i]) << 8 * i;
         if (pair >= num_pairs) return false;
         const uint8_t *const ones = palette->data + 2 * (size_t)pair * chunk_bytes, *const values = ones + chunk_bytes;
         for (uint32_t i = 0; i < chunk_bytes; i++) {

@@ -21,6 +21,10 @@
 #define IBP_FLAG_LAST_GAP (IBP_FLAG_FIRST_GAP + 5u)
 #define IBP_FLAG_MANY_GAPS (1u << (IBP_FLAG_LAST_GAP + 5u))
 
+/* The value of an element of an array, by one load: what is checked is what is used, also where another thread or
+ * another stream writes the array meanwhile. What a plain load has read the compiler may read again. */
+#define IBP_LOAD_ONCE(element) (*(const volatile __typeof__(element) *)&(element))
+
 IBP_INLINE uint32_t ibp_popcount(uint32_t x)
 {
 #if defined(__CUDA_ARCH__)

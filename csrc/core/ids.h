@@ -5,10 +5,12 @@
 #include "format.h"
 #include "ibp.h"
 
+/* Each call loads the id anew: one that is checked is kept. */
 static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
 {
     if (ids->id_bytes == 0) return k;
-    return ids->id_bytes == 8 ? ((const int64_t *)ids->data)[k] : ((const int32_t *)ids->data)[k];
+    return ids->id_bytes == 8 ? IBP_LOAD_ONCE(((const int64_t *)ids->data)[k])
+                              : IBP_LOAD_ONCE(((const int32_t *)ids->data)[k]);
 }
 
 /* Positions of the output: those that are asked for. */

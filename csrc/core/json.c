@@ -1,6 +1,8 @@
 /* json.c - strings and whole numbers of JSON (RFC 8259), in UTF-8 (RFC 3629). */
 #include "json.h"
 
+#include "format.h"
+
 #include <string.h>
 
 static bool take_hex4(const char **at, const char *end, uint32_t *code)
@@ -66,9 +68,10 @@ uint32_t ibp_take_character(ibp_text *text, uint8_t utf8[4])
 {
     if (text->num_bytes == 0) return 0;
     const char *at = text->data, *const end = at + text->num_bytes;
-    const uint8_t first = (uint8_t)*at++;
+    const uint8_t first = (uint8_t)IBP_LOAD_ONCE(*at);
     uint32_t num_bytes = 1;
     utf8[0] = first;
+    at++;
     if (first < 0x20 || first == '"') return 0;
     if (first == '\\') num_bytes = take_escape(&at, end, utf8);
     if (first >= 0x80) num_bytes = take_long(first, &at, end, utf8);

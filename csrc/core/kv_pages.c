@@ -16,10 +16,11 @@ ibp_status ibp_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_p
         return IBP_INVALID_ARGUMENT;
     for (int64_t b = 0; b < num_blocks; b++) {
         const int64_t *const rows = ids + b * ids_per_block;
-        if (rows[0] < 0 || rows[0] >= num_rows) continue;
+        const int64_t first = IBP_LOAD_ONCE(rows[0]), flag = first / ids_per_block;
+        if (first < 0 || first >= num_rows) continue;
         bool lost = false;
-        for (uint32_t r = 0; r < ids_per_block; r++) lost = lost || ibp_is_lost_row(lengths, rooms, num_rows, rows[r]);
-        const int64_t flag = rows[0] / ids_per_block;
+        for (uint32_t r = 0; r < ids_per_block; r++)
+            lost = lost || ibp_is_lost_row(lengths, rooms, num_rows, IBP_LOAD_ONCE(rows[r]));
         stored[flag] = seen[flag] = !lost;
     }
     return IBP_OK;

@@ -26,7 +26,8 @@ IBP_INLINE void ibp_plan_id(const ibp_page_transfer *t, const uint8_t *stored, i
                             uint64_t *addresses)
 {
     const int64_t per_page = (int64_t)t->tensors * t->ids_per_block, k = i / per_page, in_page = i - k * per_page;
-    const int64_t tensor = in_page / t->ids_per_block, page = t->pages[k], block = t->blocks[k];
+    const int64_t tensor = in_page / t->ids_per_block, page = IBP_LOAD_ONCE(t->pages[k]),
+                  block = IBP_LOAD_ONCE(t->blocks[k]);
     const uint32_t ids_per_piece = t->ids_per_block / t->pieces;
     const bool is_there = page >= 0 && page < t->num_pages && block >= 0 && block < t->num_blocks;
     const int64_t first_flag = is_there ? page * t->num_tensors + t->first_tensor : 0;

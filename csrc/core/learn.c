@@ -380,13 +380,19 @@ static void load_whole(const search *s, size_t row, uint32_t step, uint64_t *ele
     }
 }
 
+/* The column of live element i: another thread may write live_columns meanwhile. */
+static uint32_t column_of(const search *s, size_t i)
+{
+    return ibp_min_u32(IBP_LOAD_ONCE(s->live_columns[i]), s->row_bytes / s->element_bytes - 1);
+}
+
 /* Each step-th one of those that are coded, without their invariant bits. elements: room for a whole row. */
 static void load_row(const search *s, size_t row, uint32_t step, uint64_t *elements)
 {
     const uint32_t count = (s->columns + step - 1) / step;
     load_whole(s, row, s->live_columns ? 1 : step, elements);
     if (s->live_columns)
-        for (uint32_t c = 0; c < count; c++) elements[c] = elements[s->live_columns[c * step]];
+        for (uint32_t c = 0; c < count; c++) elements[c] = elements[column_of(s, (size_t)c * step)];
     if (s->invariant_bits)
         for (uint32_t c = 0; c < count; c++) elements[c] >>= s->invariant_bits;
 }
@@ -1066,7 +1072,7 @@ static void write_template(const search *s, uint64_t default_value, uint8_t *row
 {
     memcpy(row_template, s->rows, s->row_bytes);
     for (uint32_t c = 0; c < s->columns; c++)
-        store_symbol(row_template + (size_t)s->live_columns[c] * s->element_bytes, default_value, s->element_bytes);
+        store_symbol(row_template + (size_t)column_of(s, c) * s->element_bytes, default_value, s->element_bytes);
 }
 
 static uint64_t whole_value(const search *s, uint64_t value)

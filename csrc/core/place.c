@@ -17,9 +17,9 @@ static uint32_t to_sector(uint32_t num_bytes) { return to_sectors(num_bytes) * I
 static part part_of(const ibp_place *place, int64_t row, uint64_t base, uint32_t valid)
 {
     const ibp_table *const table = &place->table;
-    const uint32_t stored = ibp_stored_bytes(place->lengths[row], table->codebook.row_bytes, valid),
-                   sectors =
-                       place->rooms ? place->rooms[row] : to_sectors(ibp_overflow_part(stored, table->slot_bytes));
+    const uint32_t stored = ibp_stored_bytes(IBP_LOAD_ONCE(place->lengths[row]), table->codebook.row_bytes, valid),
+                   sectors = place->rooms ? IBP_LOAD_ONCE(place->rooms[row])
+                                          : to_sectors(ibp_overflow_part(stored, table->slot_bytes));
     if (!ibp_part_in_bounds(base, IBP_OVERFLOW_ALIGN * sectors, table->overflow_bytes)) return (part){IBP_NO_BASE, 0};
     return (part){base, sectors};
 }
@@ -116,7 +116,7 @@ static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, u
     const bool spills = in_overflow != 0u;
     part own = {IBP_NO_BASE, 0};
     if (spills || claims) {
-        own = claims ? claim_part(place, row, valid) : part_of(place, row, place->bases[row], valid);
+        own = claims ? claim_part(place, row, valid) : part_of(place, row, IBP_LOAD_ONCE(place->bases[row]), valid);
         if (own.base == CLAIMED) return IBP_INVALID_ARGUMENT;
         if (own.sectors < to_sectors(in_overflow)) own = take_part_for(place, own, in_overflow, valid);
     }
@@ -152,7 +152,7 @@ ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source,
     ibp_place_counts counts = {0, 0};
     ibp_fault_log log = {fault, IBP_OK};
     for (int64_t i = first; i < last; i++) {
-        const int64_t row = row_ids ? row_ids[i] : first_row + i;
+        const int64_t row = row_ids ? IBP_LOAD_ONCE(row_ids[i]) : first_row + i;
         if (row < 0 || row >= num_rows) {
             ibp_note_fault(&log, IBP_INDEX_OUT_OF_RANGE, i, row);
             continue;

@@ -40,7 +40,7 @@ ibp_status ibp_open_codec(const ibp_codebook *cb, void *scratch, ibp_row_codec *
 static uint32_t column_of(const ibp_codebook *cb, uint32_t i)
 {
     const uint32_t columns = cb->row_bytes / cb->planes.element_bytes;
-    return ibp_min_u32(cb->planes.live_columns[i], columns - 1);
+    return ibp_min_u32(IBP_LOAD_ONCE(cb->planes.live_columns[i]), columns - 1);
 }
 
 /* Whether the columns from first to end - 1 are as in the template. */
@@ -135,7 +135,7 @@ static ibp_status decode_live(const ibp_row_codec *codec, const uint8_t *src, si
     if (!ibp_has_clusters(&codec->coded))
         return codec->coder->decode(&codec->coded, src, src_bytes, row, codec->scratch);
     if (src_bytes < 1) return IBP_CORRUPT_ROW;
-    const uint32_t k = src[0];
+    const uint32_t k = IBP_LOAD_ONCE(src[0]);
     if (k >= codec->coded.num_clusters) return IBP_CORRUPT_ROW;
     const ibp_codebook one = ibp_cluster_of(codec->scheme, &codec->coded, k);
     return codec->coder->decode(&one, src + 1, src_bytes - 1, row, codec->scratch);

@@ -8,7 +8,10 @@
 
 #include <string.h>
 
-static inline uint32_t ibp_length_of_row(const uint16_t *lengths, int64_t row) { return lengths ? lengths[row] : 0; }
+static inline uint32_t ibp_length_of_row(const uint16_t *lengths, int64_t row)
+{
+    return lengths ? IBP_LOAD_ONCE(lengths[row]) : 0;
+}
 
 /* Where a row of a table is. @return false if the index contradicts the table's buffers. */
 static inline bool ibp_locate_row(const ibp_table *table, int64_t row, ibp_row_place *place)
@@ -18,7 +21,7 @@ static inline bool ibp_locate_row(const ibp_table *table, int64_t row, ibp_row_p
     uint32_t rooms = 0;
     *place = ibp_split_row(table, row, ibp_length_of_row(table->lengths, row));
     if (ibp_needs_base(table, place)) {
-        base = table->bases[ibp_base_of_row(table, row)];
+        base = IBP_LOAD_ONCE(table->bases[ibp_base_of_row(table, row)]);
         for (int64_t q = ibp_first_of_base(table, row); q < row; q++)
             rooms += ibp_room_of(ibp_length_of_row(table->lengths, q), row_bytes, row_bytes, table->slot_bytes);
     }

@@ -160,9 +160,10 @@ ibp_status ibp_encode_packed(const ibp_codebook *cb, const uint8_t *data, int64_
         prefetch_data(data, num_bytes, cb->row_bytes, r);
         const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, r);
         const uint8_t *const row = whole_row(data, num_bytes, cb->row_bytes, r, work.whole);
-        lengths[r] = (uint16_t)ibp_code_row(cb, row, valid, &work, at, valid);
-        if (lengths[r] == 0) memcpy(at, row, valid);
-        at += ibp_stored_bytes(lengths[r], cb->row_bytes, valid);
+        const uint32_t length = ibp_code_row(cb, row, valid, &work, at, valid);
+        lengths[r] = (uint16_t)length;
+        if (length == 0) memcpy(at, row, valid);
+        at += ibp_stored_bytes(length, cb->row_bytes, valid);
     }
     *stored_bytes = at - dst;
     return IBP_OK;
@@ -283,7 +284,7 @@ static bool read_item(const ibp_table *table, int64_t id, const ibp_cache *cache
     if (!cache) return read_bytes(table, start, start + table->item_bytes, out, work) < 0;
     for (int64_t r = 0; r < table->item_bytes / row_bytes; r++) {
         uint8_t *const to = out + r * row_bytes;
-        const uint64_t entry = cache->entries[first + r];
+        const uint64_t entry = IBP_LOAD_ONCE(cache->entries[first + r]);
         if (ibp_is_present(entry))
             good = read_cached(&table->codebook, cache, entry, to, work) && good;
         else
@@ -305,7 +306,7 @@ static ibp_status gather(const ibp_table *table, const ibp_ids *ids, const ibp_c
                   rows_per_item = item_bytes / table->codebook.row_bytes;
     ibp_fault_log log = {fault, IBP_OK};
     for (int64_t k = first; k < last; k++) {
-        const int64_t id = ibp_id_at(ids, k), position = ids->positions ? ids->positions[k] : k;
+        const int64_t id = ibp_id_at(ids, k), position = ids->positions ? IBP_LOAD_ONCE(ids->positions[k]) : k;
         if (k + ahead < last) prefetch_item(table, ibp_id_at(ids, k + ahead));
         const bool has_room = !ids->positions || position < ids->out_items, exists = id >= 0 && id < table->num_items;
         uint8_t *const to = has_room ? ibp_memory_of_position(ids, out, position, item_bytes) : NULL;

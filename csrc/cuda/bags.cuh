@@ -88,12 +88,13 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder>(), 1)
 
     const uint32_t team = threadIdx.x / kTeamThreads, teams = blockDim.x / kTeamThreads,
                    num_ids = static_cast<uint32_t>(request.ids.count);
-    const Share share = share_of(bags, num_ids, blockIdx.x + gridDim.x * team, gridDim.x * teams);
-    if (share.first_bag >= share.last_bag) return;
     const uint32_t first_memory = first_stage + blockDim.x / G::kThreads * group_bytes;
     const TeamMemory memory{first_memory + team * TeamMemory::num_bytes(Sums::kWords)};
-    if (threadIdx.x % kTeamThreads == 0u) memory.share() = share;
+    const Share found = share_of(bags, num_ids, blockIdx.x + gridDim.x * team, gridDim.x * teams);
+    if (threadIdx.x % kTeamThreads == 0u) memory.share() = found;
     named_barrier(team + 1u, kTeamThreads);
+    const Share share = memory.share();
+    if (share.first_bag >= share.last_bag) return;
     Sums::begin(bags, num_ids, row_bytes, out, fault, memory);
     const Rows rows{first_stage + team * kRows * group_bytes + row_start, group_bytes, row_bytes};
 

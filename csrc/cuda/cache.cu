@@ -39,8 +39,8 @@ struct Rows {
     __device__ __forceinline__ int64_t id_of(uint32_t item) const
     {
         if (id_bytes == 0u) return item;
-        return id_bytes == 8u ? __ldg(static_cast<const long long *>(ids) + item)
-                              : __ldg(static_cast<const int *>(ids) + item);
+        return id_bytes == 8u ? IBP_LOAD_ONCE(static_cast<const int64_t *>(ids)[item])
+                              : IBP_LOAD_ONCE(static_cast<const int32_t *>(ids)[item]);
     }
     // -1 if there is no such item.
     __device__ __forceinline__ int64_t row_of(uint32_t job) const
@@ -49,7 +49,7 @@ struct Rows {
         const int64_t id = id_of(item);
         return id >= 0 && id < num_items ? id * rows_per_item + (job - item * rows_per_item) : -1;
     }
-    __device__ __forceinline__ uint32_t length_of(int64_t row) const { return lengths ? __ldg(lengths + row) : 0u; }
+    __device__ __forceinline__ uint32_t length_of(int64_t row) const { return length_of_row(lengths, row); }
 };
 
 // Returns whether there are not too many.
@@ -299,8 +299,8 @@ __device__ __forceinline__ Stored find_stored(const ibp_table &table, int64_t ro
     Stored stored{};
     stored.status = IBP_INDEX_OUT_OF_RANGE;
     if (row < 0 || row >= ibp_rows_of_bytes(ibp_bytes_of_table(&table), table.codebook.row_bytes)) return stored;
-    stored.status = find_row(table, row, &stored.place) ? IBP_OK : IBP_CORRUPT_ROW;
-    stored.length = table.lengths ? __ldg(table.lengths + row) : 0u;
+    stored.length = length_of_row(table.lengths, row);
+    stored.status = find_row(table, row, stored.length, &stored.place) ? IBP_OK : IBP_CORRUPT_ROW;
     stored.num_bytes = stored.place.in_slot + stored.place.in_overflow;
     return stored;
 }
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(kThreads)
 {
     const bool is_mapped = slab.map.num_sets > 0;
     for (int64_t i = warp_number(); i < count; i += int64_t{gridDim.x} * kWarps) {
-        const int64_t row = rows[i], offset = offsets[i];
+        const int64_t row = IBP_LOAD_ONCE(rows[i]), offset = IBP_LOAD_ONCE(offsets[i]);
         if (row < 0 || offset < 0) continue;
         const auto start = static_cast<uint64_t>(offset);
         Stored stored = find_stored(table, row);
@@ -521,7 +521,7 @@ __global__ void __launch_bounds__(kThreads)
 {
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads) {
         uint64_t entry = 0;
-        const int64_t way = find_way<false>(map, rows[i], &entry);
+        const int64_t way = find_way<false>(map, IBP_LOAD_ONCE(rows[i]), &entry);
         if (way < 0) continue;
         *static_cast<volatile uint64_t *>(&map.rows[way].entry) = 0;
         *static_cast<volatile int64_t *>(&map.rows[way].row) = IBP_WAY_REMOVED;
@@ -533,9 +533,9 @@ __global__ void __launch_bounds__(kThreads) set_rows(const int64_t *rows, const 
 {
     for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads) {
         uint64_t entry = 0;
-        const int64_t way = find_way<false>(map, rows[i], &entry);
+        const int64_t way = find_way<false>(map, IBP_LOAD_ONCE(rows[i]), &entry);
         if (way < 0 || !ibp_is_present(entry)) continue;
-        const uint32_t length = lengths != nullptr ? lengths[i] : ibp_length_of_entry(entry);
+        const uint32_t length = lengths != nullptr ? IBP_LOAD_ONCE(lengths[i]) : ibp_length_of_entry(entry);
         *static_cast<volatile uint64_t *>(&map.rows[way].entry) = ibp_rewrite_entry(entry, length, dirty);
     }
 }

@@ -26,11 +26,11 @@ __global__ void __launch_bounds__(kPageThreads)
     const int64_t step = int64_t{gridDim.x} * (kPageThreads / kWarp);
     for (int64_t b = int64_t{blockIdx.x} * (kPageThreads / kWarp) + threadIdx.x / kWarp; b < num_blocks; b += step) {
         const int64_t *const rows = ids + b * ids_per_block;
-        const int64_t first = rows[0];
+        const int64_t first = IBP_LOAD_ONCE(rows[0]);
         if (first < 0 || first >= num_rows) continue;
         bool lost = false;
         for (uint32_t r = lane_id(); r < ids_per_block; r += kWarp)
-            lost = lost || ibp_is_lost_row(lengths, rooms, num_rows, rows[r]);
+            lost = lost || ibp_is_lost_row(lengths, rooms, num_rows, IBP_LOAD_ONCE(rows[r]));
         lost = __any_sync(kAllLanes, lost);
         if (lane_id() == 0) stored[first / ids_per_block] = seen[first / ids_per_block] = !lost;
     }

@@ -27,20 +27,23 @@ __device__ __forceinline__ uint32_t block_scan(uint32_t v, uint32_t &total)
     return before + __shfl_sync(kAllLanes, warps_before, static_cast<int>(threadIdx.x / kWarp));
 }
 
-// ranks[k]: how many ids of the same window were counted before id k. The lanes of a warp that share a window count
-// together, so that a window which many ids want is not waited for by each.
+// windows[k]: the window of id k, and ranks[k]: how many ids of it were counted before. The lanes of a warp that share a
+// window count together, so that a window which many ids want is not waited for by each.
 template <typename Id>
-__global__ void __launch_bounds__(kThreads) count_windows(const Id *ids, int64_t count, int64_t num_items,
-                                                          uint32_t window_bits, uint32_t *counts, uint32_t *ranks)
+__global__ void __launch_bounds__(kThreads)
+    count_windows(const Id *ids, int64_t count, int64_t num_items, uint32_t window_bits, uint32_t *counts,
+                  uint32_t *ranks, uint16_t *windows)
 {
     const int64_t k = blockIdx.x * int64_t{kThreads} + threadIdx.x;
     const bool is_id = k < count;
-    const uint32_t window = is_id ? window_of(ids[k], num_items, window_bits) : ~0u;
+    const uint32_t window = is_id ? window_of(IBP_LOAD_ONCE(ids[k]), num_items, window_bits) : ~0u;
     const uint32_t peers = __match_any_sync(kAllLanes, window), below = peers & ((1u << lane_id()) - 1u);
     uint32_t before = 0;
     if (is_id && below == 0) before = atomicAdd(counts + window, ibp_popcount(peers));
     before = __shfl_sync(kAllLanes, before, __ffs(static_cast<int>(peers)) - 1);
-    if (is_id) ranks[k] = before + ibp_popcount(below);
+    if (!is_id) return;
+    ranks[k] = before + ibp_popcount(below);
+    windows[k] = static_cast<uint16_t>(window);
 }
 
 // starts[w]: ids in the windows before w. A block scans kScanThreads windows, after it has summed all those before
@@ -56,16 +59,16 @@ __global__ void __launch_bounds__(kScanThreads)
     if (w < num_windows) starts[w] = before + in_block;
 }
 
+// By the windows that were counted, whatever the ids have become meanwhile: each position is written once.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads)
-    scatter_ids(const Id *ids, int64_t count, int64_t num_items, uint32_t window_bits, const uint32_t *starts,
-                const uint32_t *ranks, Id *sorted_ids, uint32_t *positions)
+    scatter_ids(const Id *ids, int64_t count, const uint32_t *starts, const uint32_t *ranks, const uint16_t *windows,
+                Id *sorted_ids, uint32_t *positions)
 {
     const int64_t k = blockIdx.x * int64_t{kThreads} + threadIdx.x;
     if (k >= count) return;
-    const Id id = ids[k];
-    const uint32_t to = starts[window_of(id, num_items, window_bits)] + ranks[k];
-    sorted_ids[to] = id;
+    const uint32_t to = starts[windows[k]] + ranks[k];
+    sorted_ids[to] = ids[k];
     positions[to] = static_cast<uint32_t>(k);
 }
 
@@ -76,14 +79,15 @@ static ibp_status partition(const ibp_ids &ids, int64_t num_items, uint32_t wind
     const auto num_windows = static_cast<uint32_t>(ibp_num_windows(num_items, window_bits));
     const auto blocks = static_cast<uint32_t>((ids.count + kThreads - 1) / kThreads);
     uint32_t *const counts = starts + num_windows, *const ranks = counts + num_windows;
+    auto *const windows = reinterpret_cast<uint16_t *>(ranks + ids.count);
     const Id *const data = static_cast<const Id *>(ids.data);
     const ibp_status status = check_cuda(cudaMemsetAsync(counts, 0, sizeof(uint32_t) * num_windows, stream));
     if (status != IBP_OK) return status;
-    count_windows<<<blocks, kThreads, 0, stream>>>(data, ids.count, num_items, window_bits, counts, ranks);
+    count_windows<<<blocks, kThreads, 0, stream>>>(data, ids.count, num_items, window_bits, counts, ranks,
+                                                   windows);
     scan_windows<<<(num_windows + kScanThreads - 1) / kScanThreads, kScanThreads, 0, stream>>>(counts, num_windows,
                                                                                                starts);
-    scatter_ids<<<blocks, kThreads, 0, stream>>>(data, ids.count, num_items, window_bits, starts, ranks, sorted_ids,
-                                                 positions);
+    scatter_ids<<<blocks, kThreads, 0, stream>>>(data, ids.count, starts, ranks, windows, sorted_ids, positions);
     return check_cuda(cudaGetLastError());
 }
 

@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(kMakeThreads)
                                    reinterpret_cast<uint16_t *>(own + stage_bytes + Rows::kRing * sizeof(T))};
 #pragma unroll 1
     for (int64_t r = mine.first; r < num_rows; r += mine.step) {
-        const uint32_t length = lengths[r];
+        const uint32_t length = IBP_LOAD_ONCE(lengths[r]);
         if (length == IBP_DEFAULT_LENGTH(cb.row_bytes) || !takes(coded, length)) continue;
         const VersionRow row = find_version(versions, num_versions, cb.row_bytes, r);
         const uint32_t stored = ibp_stored_bytes(length, cb.row_bytes, row.valid);

@@ -120,7 +120,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     Part part{IBP_NO_BASE, 0};
     if (spills || claims) {
         if (G::lane() == 0u) {
-            part = claims ? claim_part(place, row, valid) : part_of(place, row, place.bases[row], valid);
+            part = claims ? claim_part(place, row, valid) : part_of(place, row, IBP_LOAD_ONCE(place.bases[row]), valid);
             if (part.base != kClaimed && part.sectors < to_sectors(in_overflow))
                 part = take_part_for(place, part, in_overflow, valid);
         }

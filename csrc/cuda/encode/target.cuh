@@ -25,7 +25,7 @@ struct RowTarget {
 // Whole slots are written, those of default rows too, so that equal tables have equal bytes.
 template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_table &table, int64_t row)
 {
-    const auto length_of = [&](int64_t r) { return table.lengths ? static_cast<uint32_t>(table.lengths[r]) : 0u; };
+    const auto length_of = [&](int64_t r) { return table.lengths ? uint32_t{IBP_LOAD_ONCE(table.lengths[r])} : 0u; };
     const uint32_t row_bytes = table.codebook.row_bytes;
     RowTarget target{};
     target.length = length_of(row);
@@ -35,7 +35,7 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
     if (ibp_needs_base(&table, &place)) { // the lanes sum the rooms of the rows before
         for (int64_t r = ibp_first_of_base(&table, row) + G::lane() % G::kWidth; r < row; r += G::kWidth)
             rooms += ibp_room_of(length_of(r), row_bytes, row_bytes, table.slot_bytes);
-        base = table.bases[ibp_base_of_row(&table, row)];
+        base = IBP_LOAD_ONCE(table.bases[ibp_base_of_row(&table, row)]);
         rooms = G::sum_in_warp(rooms);
     }
     target.in_bounds = ibp_place_in_bounds(&table, base, rooms, &place);
@@ -65,8 +65,8 @@ __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uin
     const ibp_table &table = place.table;
     const uint32_t sectors =
         place.rooms != nullptr
-            ? place.rooms[row]
-            : to_sectors(ibp_overflow_part(ibp_stored_bytes(place.lengths[row], table.codebook.row_bytes, valid),
+            ? IBP_LOAD_ONCE(place.rooms[row])
+            : to_sectors(ibp_overflow_part(ibp_stored_bytes(IBP_LOAD_ONCE(place.lengths[row]), table.codebook.row_bytes, valid),
                                            table.slot_bytes));
     if (!ibp_part_in_bounds(base, IBP_OVERFLOW_ALIGN * sectors, table.overflow_bytes)) return {IBP_NO_BASE, 0};
     return {base, sectors};
