@@ -117,6 +117,7 @@ void test_no_cuda(void);
 void test_arguments(void);
 void test_hostile_codebooks(void);
 void test_changing_rows(void);
+void test_changing_arrays(void);
 void test_file(void);
 void test_stack(void);
 

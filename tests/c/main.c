@@ -43,6 +43,7 @@ int main(int count, char **arguments)
     run("arguments", test_arguments);
     run("hostile codebooks", test_hostile_codebooks);
     run("changing rows", test_changing_rows);
+    run("changing arrays", test_changing_arrays);
     run("files", test_file);
     run("stack", test_stack);
     printf("%ld passed, %ld failed\n", num_passed, num_failed);
