@@ -207,7 +207,8 @@ ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ib
             uint32_t stored;
             if (claims && entries[n] != 0) continue;
             const ibp_cached_row *const way = find_way(&lru->slab.map, row);
-            const uint64_t entry = entries[n] = entry_of_way(way);
+            const uint64_t entry = entry_of_way(way);
+            entries[n] = entry;
             if (entry != 0) {
                 lru->stamps[way - lru->slab.map.rows] = now;
                 mine.hits[lru->slab.number]++;
