@@ -59,6 +59,8 @@ class File:
         tensors = {}
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             start, stop = entry["data_offsets"]
+            bits = math.prod(max(1, size) for size in entry["shape"]) * 8 * ITEM_BYTES[entry["dtype"]]
+            require(bits < 2**63, f"{name} has too large a shape")
             require(start == end, f"{name} does not begin where the one before it ends")
             require(math.prod(entry["shape"]) * ITEM_BYTES[entry["dtype"]] == stop - start, f"{name} has another size")
             tensors[name] = entry["dtype"], entry["shape"], data[8 + size + start : 8 + size + stop]
@@ -66,6 +68,8 @@ class File:
         require(len(data) == 8 + size + end, "the file does not end with its tensors")
         version = int(metadata.get("ibp.format", "0"))
         require(version <= 1, f"format {version}")
+        named = "ibp.format" in metadata, "ibp.checks" in metadata, "ibp.checks" in tensors
+        require(all(named) or not any(key.startswith("ibp.") for key in metadata), "a name of the format is missing")
         return cls(data, tensors, metadata)
 
     @classmethod

@@ -9,6 +9,8 @@
 #endif
 _Static_assert(sizeof(size_t) == 8, "files are mapped whole: this needs a machine of 64 bits");
 
+#define CHECKS "ibp.checks" /* the key of the fields of the checksums, and the tensor that holds them */
+
 enum { LENGTH_BYTES = 8, MAX_HEADER_BYTES = 100000000 /* as in the safetensors package */ };
 
 /* ---- entries of the header ---- */
@@ -143,18 +145,31 @@ static ibp_status read_tensors(ibp_file *file)
     return status == IBP_NOT_IN_FILE && starts == ends ? IBP_OK : IBP_BAD_FILE;
 }
 
-/* Reads the version, and counts the tables. */
+/* Whether a key of the metadata begins with "ibp.". */
+static bool has_own_metadata(const ibp_file *file)
+{
+    ibp_text key, value;
+    for (size_t cursor = 0; ibp_next_metadata(file, &cursor, &key, &value) == IBP_OK;)
+        if (ibp_take_prefix(&key, "ibp.")) return true;
+    return false;
+}
+
+/* Reads the version, makes sure that none of the names is lost by which the checksums are found, and counts the
+ * tables. */
 static ibp_status read_metadata(ibp_file *file)
 {
+    ibp_file_tensor checks;
     ibp_text value, name;
     uint64_t version;
     size_t cursor = 0;
+    if (!has_own_metadata(file)) return IBP_OK;
     ibp_status status = ibp_find_metadata(file, "ibp.", "format", &value);
-    if (status == IBP_NOT_IN_FILE) return IBP_OK;
     if (status != IBP_OK || !ibp_take_number(&value, &version) || value.num_bytes != 0 || version == 0)
         return IBP_BAD_FILE;
     if (ibp_find_metadata(file, "ibp.", "release", &file->release) == IBP_BAD_FILE) return IBP_BAD_FILE;
     if (version > IBP_FORMAT_VERSION) return IBP_NEWER_FILE;
+    if (ibp_find_metadata(file, CHECKS, "", &value) != IBP_OK || ibp_find_tensor(file, CHECKS, &checks) != IBP_OK)
+        return IBP_BAD_FILE;
     file->version = (uint32_t)version;
     while ((status = ibp_next_table(file, &cursor, &name)) == IBP_OK) file->num_tables++;
     return status == IBP_NOT_IN_FILE ? IBP_OK : status;
@@ -277,10 +292,13 @@ uint32_t ibp_bits_of_dtype(ibp_text dtype)
 bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes)
 {
     int64_t num_bits = bits;
-    for (uint32_t d = 0; d < num_dims; d++)
-        if (__builtin_mul_overflow(num_bits, shape[d], &num_bits)) return false;
-    *num_bytes = num_bits / 8;
-    return num_bits % 8 == 0;
+    bool is_empty = false;
+    for (uint32_t d = 0; d < num_dims; d++) {
+        if (__builtin_mul_overflow(num_bits, shape[d] != 0 ? shape[d] : 1, &num_bits)) return false;
+        is_empty |= shape[d] == 0;
+    }
+    *num_bytes = is_empty ? 0 : num_bits / 8;
+    return is_empty || num_bits % 8 == 0;
 }
 
 /* ---- checksums ---- */
@@ -289,7 +307,7 @@ bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, 
 static ibp_status read_block_bytes(const ibp_file *file, uint64_t *block_bytes)
 {
     ibp_text fields;
-    const ibp_status status = file->version == 0 ? IBP_NOT_IN_FILE : ibp_find_metadata(file, "ibp.", "checks", &fields);
+    const ibp_status status = file->version == 0 ? IBP_NOT_IN_FILE : ibp_find_metadata(file, CHECKS, "", &fields);
     if (status != IBP_OK) return status;
     bool has_hash = false, has_block = false;
     for (bool is_first = true; fields.num_bytes != 0; is_first = false) {
@@ -318,7 +336,7 @@ ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t
     ibp_file_tensor checks;
     uint64_t block_bytes;
     ibp_status status = read_block_bytes(file, &block_bytes);
-    if (status == IBP_OK) status = ibp_find_tensor(file, "ibp.checks", &checks);
+    if (status == IBP_OK) status = ibp_find_tensor(file, CHECKS, &checks);
     if (status != IBP_OK) return status;
     const uint64_t front = (uint64_t)(checks.data - file->data),
                    num_blocks = front / block_bytes + (front % block_bytes != 0);

@@ -146,6 +146,7 @@ static ibp_status read_shape(const field *fields, ibp_file_table *table)
 {
     ibp_text rest = fields[T_SHAPE].text;
     uint64_t size;
+    int64_t num_bytes;
     table->dtype = fields[T_DTYPE].text;
     if (!fields[T_DTYPE].is_given || !fields[T_SHAPE].is_given) return IBP_BAD_FILE;
     for (; rest.num_bytes != 0; table->shape[table->num_dims++] = (int64_t)size)
@@ -155,7 +156,8 @@ static ibp_status read_shape(const field *fields, ibp_file_table *table)
     const uint32_t bits = ibp_bits_of_dtype(table->dtype), has_items = table->num_dims != 0;
     if (bits == 0) return IBP_UNSUPPORTED_TABLE;
     table->num_items = has_items ? table->shape[0] : 1;
-    if (!ibp_bytes_of_shape(table->shape + has_items, table->num_dims - has_items, bits, &table->item_bytes))
+    if (!ibp_bytes_of_shape(table->shape, table->num_dims, bits, &num_bytes) ||
+        !ibp_bytes_of_shape(table->shape + has_items, table->num_dims - has_items, bits, &table->item_bytes))
         return IBP_BAD_FILE;
     return ibp_are_items(table->num_items, table->item_bytes) ? IBP_OK : IBP_BAD_FILE;
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from .. import _core
 from .fields import FileFormatError
 from .sets import INDEX_SUFFIX
-from .writer import MAX_HEADER_BYTES
+from .writer import CHECKS, FORMAT, MAX_HEADER_BYTES, PREFIX
 
 _MOST_DIMENSIONS = 64
 _MOST = 2**63 - 1
@@ -65,14 +65,15 @@ class Header:
     @property
     def is_plain(self) -> bool:
         """Whether the file is an ordinary one of safetensors."""
-        return "ibp.format" not in self.metadata
+        return FORMAT not in self.metadata
 
 
 def read_header(path: Path) -> Header:
     """The header of a file.
 
     Raises:
-        FileFormatError: it is no file of safetensors, is cut short, or is of a newer format than this ibp reads.
+        FileFormatError: it is no file of safetensors, is cut short, is of a newer format than this ibp reads, or has
+            lost one of the names that say that it is ibp's.
         OSError: it cannot be read.
     """
     with open(path, "rb") as file:
@@ -89,7 +90,8 @@ def header_of(file: BinaryIO, name: str) -> Header:
             f"wanted 2 to {MAX_HEADER_BYTES} within the file"
         )
     header = parse_header(file.read(header_bytes), size, name)
-    check_version(header.metadata, name)
+    _check_version(header.metadata, name)
+    _check_names(header, name)
     return header
 
 
@@ -145,6 +147,8 @@ def _entry(key: str, value: Any, data_start: int, name: str) -> Entry:
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise FileFormatError(f"{name}: data_offsets of {key!r} are {offsets}; wanted its first byte and its end")
     bits = _ITEM_BITS.get(dtype)  # of a newer safetensors's dtype nothing is known
+    if bits is not None and not is_shape(shape, bits):
+        raise FileFormatError(f"{name}: {key!r} is {dtype} {shape}; wanted at most 2^63 - 1 bits, each size 0 taken as 1")
     if bits is not None and math.prod(shape) * bits != 8 * (offsets[1] - offsets[0]):
         raise FileFormatError(f"{name}: {key!r} has {offsets[1] - offsets[0]} bytes; wanted those of {dtype} {shape}")
     return Entry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
@@ -158,9 +162,14 @@ def _are_sizes(values: Any, most: int) -> bool:
     )
 
 
-def check_version(metadata: Mapping[str, str], name: str) -> None:
+def is_shape(shape: Sequence[int], item_bits: int) -> bool:
+    """Whether a tensor can have the shape (FORMAT.md section 9): no product of its sizes overflows, in any order."""
+    return math.prod(max(1, size) for size in shape) * item_bits <= _MOST
+
+
+def _check_version(metadata: Mapping[str, str], name: str) -> None:
     """FileFormatError if the file is of a newer format."""
-    text = metadata.get("ibp.format")
+    text = metadata.get(FORMAT)
     if text is None:
         return
     if not text.isascii() or not text.isdigit() or len(text) > 9 or text[0] == "0":
@@ -170,6 +179,22 @@ def check_version(metadata: Mapping[str, str], name: str) -> None:
         raise FileFormatError(
             f"{name} has format {int(text)}, and ibp {_core.version()} reads formats up to {_core.FORMAT_VERSION}: "
             f"ibp {release} wrote it and reads it"
+        )
+
+
+def _check_names(header: Header, name: str) -> None:
+    """FileFormatError if a file of ibp has lost one of the names by which its checksums are found."""
+    wanted = {
+        f"{FORMAT!r} in its metadata": FORMAT in header.metadata,
+        f"{CHECKS!r} in its metadata": CHECKS in header.metadata,
+        f"the tensor {CHECKS!r}": CHECKS in header.tensors,
+    }
+    found = [f"{key[:80]!r} in its metadata" for key in header.metadata if key.startswith(PREFIX)]
+    missing = [sign for sign, is_there in wanted.items() if not is_there]
+    if found and missing:
+        raise FileFormatError(
+            f"{name}: its header is damaged: it has {found[0]} and lacks {' and '.join(missing)}; a file of ibp has "
+            f"{', '.join(wanted)}, and any other no 'ibp.' in its metadata"
         )
 
 

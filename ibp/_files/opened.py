@@ -6,7 +6,6 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,12 +26,12 @@ from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, table
 from .header import FileSet, find_files
 from .paths import SUFFIX, PathLike, is_url, path_text, read_here
 from .reader import (
-    THREADS,
     Checks,
     MappedParts,
     OpenFile,
     Place,
     ReadParts,
+    in_threads,
     part_names,
     read_new,
     read_table,
@@ -93,7 +92,7 @@ class File(Mapping[str, Value]):
     def __init__(self, path: Path, *, verify: bool, pin_memory: bool | None, share: bool) -> None:
         self.path, self._verify, self._pin_memory, self._share = path, verify, pin_memory, share
         found = find_files(path)
-        self._files = {name: OpenFile(file) for name, file in found.files.items()}
+        self._files = {name: OpenFile(file, verify=verify) for name, file in found.files.items()}
         self._places = _places_of(self._files, found)
         self._owners = _owners_of(self._files)
         self._names = _names_of(self._places, self._owners)
@@ -119,8 +118,6 @@ class File(Mapping[str, Value]):
         """
         self._check_name(name)
         if name not in self._made:
-            if self._verify:
-                self.verify([name])
             self._made.setdefault(name, self._map(name))  # of several threads the first one's
         return self._made[name]
 
@@ -130,12 +127,15 @@ class File(Mapping[str, Value]):
             raise KeyError(name)
 
     def _map(self, name: str) -> Value:
-        """The table or tensor of a name, over the mapped file."""
+        """The table or tensor of a name, over the mapped file, whose checksums are compared first; an external codec's
+        are while it is read."""
+        if name in self._owners and self.fields(name).codec is not None:
+            return self._whole(name, bool(self._pin_memory))
+        if self._verify:
+            self.verify([name])
         if name not in self._owners:
             place = self._places[name]
             return place.file.tensor(name, place.file.mapped)
-        if self.fields(name).codec is not None:
-            return self._whole(name, bool(self._pin_memory))
         parts = MappedParts()
         table, fields = self._table(name, parts)
         table._lie_in_file(FileRows(parts.pages, pin=self._pins))
@@ -160,8 +160,6 @@ class File(Mapping[str, Value]):
     def _load(self, name: str, device: torch.device, pin_memory: bool | None) -> Value:
         """The same in memory of its own, see `load`."""
         self._check_name(name)
-        if self._verify:
-            self.verify([name])
         if device.type == "cuda":
             value = self._map(name)
             return to_device(value, device) if isinstance(value, torch.Tensor) else value.to(device)
@@ -282,16 +280,10 @@ class File(Mapping[str, Value]):
         blocks = self._all_blocks() if names is None else self._blocks_of(chosen)
         jobs = [(checks, number) for checks, numbers in blocks.items() for number in numbers]
         total = 0
-        with (
-            tqdm(total=len(jobs), desc="verify", unit="block", disable=not progress) as bar,
-            ThreadPoolExecutor(THREADS) as threads,
-        ):
-            try:
-                for num_bytes in threads.map(lambda job: job[0].check(job[1]), jobs):
-                    total += num_bytes
-                    bar.update()
-            finally:
-                threads.shutdown(cancel_futures=True)
+        with tqdm(total=len(jobs), desc="verify", unit="block", disable=not progress) as bar:
+            for num_bytes in in_threads(lambda job: job[0].check(job[1]), jobs):
+                total += num_bytes
+                bar.update()
         for name in tqdm(chosen if content else (), desc="decode", unit="tensor", disable=not (progress and content)):
             self._verify_content(name)
         return total
@@ -311,7 +303,7 @@ class File(Mapping[str, Value]):
             for place in places:
                 checks = place.file.checks
                 if checks is not None:
-                    blocks.setdefault(checks, set()).update(checks.blocks_of(place.entry))
+                    blocks.setdefault(checks, set()).update(checks.blocks_of(place.entry.start, place.entry.end))
         return {checks: sorted(numbers) for checks, numbers in blocks.items()}
 
     def _verify_content(self, name: str) -> None:
@@ -397,7 +389,9 @@ def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None
     Args:
         path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory of either. An
             ordinary file of safetensors is one whose tensors are all kept as they are.
-        verify: compare the checksums of a tensor's bytes when it is first asked for.
+        verify: compare the checksum of the header now, and those of a tensor's bytes when it is first asked for, which
+            reads all of them. Not unless asked for, since a checksum is one of 1 MiB: rows of some hundred bytes, which
+            the CPU and GPUs read from the map as they need them, would each wait for as much.
         pin_memory: whether GPUs fetch rows from the memory themselves. None: a table is pinned where it is mapped when
             a GPU first fetches from it, and copied to pinned memory where the system refuses, of which a RuntimeWarning
             tells once a process. True: the same when a table is first asked for. False: rows come by way of the CPU.
@@ -418,10 +412,7 @@ def open(path: PathLike, *, verify: bool = False, pin_memory: bool | None = None
     text = path_text(path)
     if is_url(text):
         raise ValueError(f"{text!r} is on no file system of this machine, so that it cannot be mapped: use ibp.load")
-    file = File(Path(text), verify=verify, pin_memory=pin_memory, share=share)
-    if verify:
-        file.verify([])
-    return file
+    return File(Path(text), verify=verify, pin_memory=pin_memory, share=share)
 
 
 def _reopened(path: str, verify: bool, pin_memory: bool | None, share: bool) -> File:
@@ -433,7 +424,7 @@ def load(
     *,
     device: torch.device | str | int | None = None,
     names: Iterable[str] | None = None,
-    verify: bool = False,
+    verify: bool = True,
     pin_memory: bool | None = None,
 ) -> dict[str, Value]:
     """Reads tables and tensors from a file into memory of their own.
@@ -443,7 +434,8 @@ def load(
             file meanwhile.
         device: where to; None: host memory.
         names: which; None: all.
-        verify: compare the checksums of the bytes that are read.
+        verify: compare the checksums of the header and of the bytes that are read, as they are read. Files without
+            checksums, as other libraries write them, are read as they are.
         pin_memory: whether tables in host memory are pinned; None: if there is a CUDA device. True: tensors as well.
 
     Returns:

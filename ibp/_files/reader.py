@@ -7,10 +7,11 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from .fields import (
     read_codebook,
     table_fields,
 )
-from .header import Entry, header_of
+from .header import Entry, header_of, is_shape
 from .writer import CHECKS, PREFIX
 
 _TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
@@ -46,6 +47,9 @@ _SHOWN_NAMES = 6  # of tensors, in a message
 _PIECE_BYTES = 8 << 20  # that a thread reads at once
 THREADS = min(16, os.cpu_count() or 1)  # that read at once
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 
 _buffers = threading.local()
 
@@ -55,6 +59,19 @@ def _buffer() -> memoryview:
     if not hasattr(_buffers, "block"):
         _buffers.block = memoryview(bytearray(checks.BLOCK_BYTES))
     return _buffers.block
+
+
+def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """The results of a function for each item, in their order; of several items by several threads. After an exception
+    no more are begun."""
+    if len(items) <= 1:
+        yield from map(function, items)
+        return
+    with ThreadPoolExecutor(min(THREADS, len(items))) as threads:
+        try:
+            yield from threads.map(function, items)
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,10 @@ class Place:
 class OpenFile:
     """One file, open until `close`: whatever becomes of its name, its bytes are those that its header speaks of.
 
+    Args:
+        path: of the file.
+        verify: whether the checksums of the header and of what `read` reads are compared.
+
     Attributes:
         path: of the file.
         header: what stands before its data.
@@ -75,17 +96,17 @@ class OpenFile:
         removed: names that the delta of a checkpoint says are gone.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, verify: bool) -> None:
+        self.path, self._verify = path, verify
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._file)
         with os.fdopen(os.dup(self._file), "rb") as file:
             self.header = header_of(file, str(path))
+        self._checks = Checks(self) if verify and not self.header.is_plain else None
         metadata = {} if self.header.is_plain else self.header.metadata
         self.tables = {key[len(_TABLE) :]: text for key, text in metadata.items() if key.startswith(_TABLE)}
         self.removed = [key[len(_REMOVED) :] for key in metadata if key.startswith(_REMOVED)]
         self._codebooks: dict[int, AnyCodebook] = {}
-        self._checks: Checks | None = None
 
     @property
     def user_metadata(self) -> dict[str, str]:
@@ -111,19 +132,18 @@ class OpenFile:
         return self._file
 
     def read(self, start: int, target: torch.Tensor) -> torch.Tensor:
-        """Fills a tensor of bytes on the CPU from the file, by several threads where it is large. Returns it."""
+        """Fills a tensor of bytes on the CPU from the file, by several threads where it is large. Returns it.
+
+        Raises:
+            ChecksumError: with `verify`, bytes are damaged.
+        """
         data = memoryview(target.numpy().data)
-        starts = range(0, len(data), _PIECE_BYTES)
-
-        def read_piece(first: int) -> None:
-            self.read_into(start + first, data[first : first + _PIECE_BYTES])
-
-        if len(starts) <= 1:
-            for first in starts:
-                read_piece(first)
-        else:
-            with ThreadPoolExecutor(min(THREADS, len(starts))) as threads:
-                list(threads.map(read_piece, starts))
+        read_into = self._checks.read_into if self._verify and self._checks is not None else self.read_into
+        first_end = -(start - self.header.num_bytes) % _PIECE_BYTES or _PIECE_BYTES  # pieces end where blocks end
+        starts = [0, *range(first_end, len(data), _PIECE_BYTES)]
+        pieces = list(zip(starts, [*starts[1:], len(data)]))
+        for _ in in_threads(lambda piece: read_into(start + piece[0], data[piece[0] : piece[1]]), pieces):
+            pass
         return target
 
     def read_into(self, start: int, data: memoryview) -> None:
@@ -210,14 +230,15 @@ class OpenFile:
         if entry is None and count == 0:
             return np.empty(0, numpy_dtype)
         start = start_of_part(self, name, entry, dtype, count * numpy_dtype.itemsize)
-        return np.frombuffer(self.bytes_at(start, count * numpy_dtype.itemsize), numpy_dtype)
+        data = self.read(start, torch.empty(count * numpy_dtype.itemsize, dtype=torch.uint8))
+        return data.numpy().view(numpy_dtype)
 
     # ---- checksums ----
 
     @property
     def checks(self) -> Checks | None:
         """The checksums; None of a file that has none."""
-        if self._checks is None and CHECKS in self.header.tensors and not self.header.is_plain:
+        if self._checks is None and not self.header.is_plain:
             self._checks = Checks(self)
         return self._checks
 
@@ -226,7 +247,7 @@ class Checks:
     """The checksums of a file, themselves checked, and which blocks have been."""
 
     def __init__(self, file: OpenFile) -> None:
-        fields = Fields(f"{file.path}: {CHECKS}", file.header.metadata.get(CHECKS, ""))
+        fields = Fields(f"{file.path}: {CHECKS}", file.header.metadata[CHECKS])
         self.block_bytes, self.hash = fields.number("block_bytes", 2**40), fields.text("hash")
         if self.hash != checks.HASH or self.block_bytes < 1 or self.block_bytes & (self.block_bytes - 1):
             raise fields.error(f"its blocks of {self.block_bytes} bytes or its hash {self.hash!r} are none it can have")
@@ -235,6 +256,8 @@ class Checks:
         self.num_blocks = -(-(self.end - self.start) // self.block_bytes)
         if entry.dtype != "U64" or entry.shape != (self.num_blocks + 2,) or entry.start % 8:
             raise fields.error(f"it is {entry.dtype} {list(entry.shape)}; wanted U64 [{self.num_blocks + 2}]")
+        if any(other.end > entry.end for other in file.header.tensors.values()):
+            raise fields.error("tensors follow it; wanted it behind all others")
         self._file = file
         self._hashes = np.frombuffer(file.bytes_at(entry.start, entry.num_bytes), "<u8")
         self._is_right = np.zeros(self.num_blocks, bool)
@@ -247,12 +270,11 @@ class Checks:
         if self._file.hash_of(0, self.start) != int(self._hashes[-2]):
             raise ChecksumError(f"{self._file.path}: the header has another checksum: it is damaged")
 
-    def blocks_of(self, entry: Entry) -> range:
-        """The blocks that hold a tensor's bytes."""
-        if entry.num_bytes == 0:
+    def blocks_of(self, start: int, end: int) -> range:
+        """The blocks that hold the bytes from start to end, both counted from the beginning of the file."""
+        if start == end:
             return range(0)
-        first, last = entry.start - self.start, entry.end - 1 - self.start
-        return range(first // self.block_bytes, last // self.block_bytes + 1)
+        return range((start - self.start) // self.block_bytes, (end - 1 - self.start) // self.block_bytes + 1)
 
     def check(self, block: int) -> int:
         """Compares the checksum of a block, unless it has been before. Returns the block's bytes.
@@ -260,16 +282,38 @@ class Checks:
         Raises:
             ChecksumError: it is wrong; the message names the block and the tensors that have bytes in it.
         """
-        start = self.start + block * self.block_bytes
-        num_bytes = min(self.block_bytes, self.end - start)
+        start, end = self._bounds(block)
         if not self._is_right[block]:
-            if self._file.hash_of(start, num_bytes) != int(self._hashes[block]):
-                raise ChecksumError(
-                    f"{self._file.path}: block {block}, bytes {start} to {start + num_bytes - 1} of the file, has "
-                    f"another checksum: {self._names_in(start, start + num_bytes)} is damaged"
-                )
-            self._is_right[block] = True
-        return num_bytes
+            self._compare(block, self._file.hash_of(start, end - start))
+        return end - start
+
+    def read_into(self, start: int, data: memoryview) -> None:
+        """Fills memory from the file, block by block, and compares the checksums of these blocks: of a whole one that
+        of the bytes that were read. ChecksumError as `check`."""
+        end = start + len(data)
+        for block in self.blocks_of(start, end):
+            first, last = self._bounds(block)
+            piece = data[max(first, start) - start : min(last, end) - start]
+            self._file.read_into(max(first, start), piece)
+            if len(piece) == last - first:
+                self._compare(block, checks.hash_of(piece))
+            else:
+                self.check(block)
+
+    def _bounds(self, block: int) -> tuple[int, int]:
+        """Where a block begins and ends in the file."""
+        start = self.start + block * self.block_bytes
+        return start, min(start + self.block_bytes, self.end)
+
+    def _compare(self, block: int, found: int) -> None:
+        """Notes that a block is right. ChecksumError unless `found` is its hash."""
+        if found != int(self._hashes[block]):
+            start, end = self._bounds(block)
+            raise ChecksumError(
+                f"{self._file.path}: block {block}, bytes {start} to {end - 1} of the file, has another checksum: "
+                f"{self._names_in(start, end)} is damaged"
+            )
+        self._is_right[block] = True
 
     def _names_in(self, start: int, end: int) -> str:
         """The tensors that have bytes there."""
@@ -441,15 +485,17 @@ def _check_blocks(place: Place, what: str) -> None:
     checksums = place.file.checks
     if checksums is None:
         raise FileFormatError(f"{what} has no checksums, without which its codec decodes nothing")
-    for block in checksums.blocks_of(place.entry):
+    for block in checksums.blocks_of(place.entry.start, place.entry.end):
         checksums.check(block)
 
 
 def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
     if dtype not in DTYPES or (fields.codec is None and fields.row_bytes < 1):
         raise FileFormatError(f"{what} has {fields.dtype} in rows of {fields.row_bytes} bytes: no table can")
-    if math.prod(max(1, size) for size in fields.shape) * dtype.itemsize > 2**63 - 1:
-        raise FileFormatError(f"{what} has shape {list(fields.shape)}: wanted at most 2^63 - 1 bytes")
+    if not is_shape(fields.shape, 8 * dtype.itemsize):
+        raise FileFormatError(
+            f"{what} has shape {list(fields.shape)}: wanted at most 2^63 - 1 bits, each size 0 taken as 1"
+        )
     return Geometry(torch.Size(fields.shape), dtype, fields.row_bytes)
 
 

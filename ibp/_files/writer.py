@@ -35,7 +35,8 @@ from .fields import (
 
 MAX_HEADER_BYTES = 100_000_000  # of the JSON: readers of safetensors refuse more
 PREFIX = "ibp."  # of the metadata's keys that are not the user's
-CHECKS = "ibp.checks"
+FORMAT = "ibp.format"  # the key whose value is the format's version
+CHECKS = "ibp.checks"  # the key of the fields of the checksums, and the tensor that holds them
 _RESERVED = (CHECKS, "ibp.padding.", "ibp.codebook.")  # of the tensors' names
 _BUFFER_BYTES = 1 << 20
 _ENTRY_BYTES = 128  # of a tensor's entry in the header, without its name and shape
@@ -289,7 +290,7 @@ class FileWriter:
         """The bytes before the data."""
         assert self._output is not None
         hashed = write_fields({"block_bytes": checks.BLOCK_BYTES, "hash": checks.HASH})
-        own = {"ibp.format": str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}
+        own = {FORMAT: str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}
         self._enter(CHECKS, "U64", (check_bytes // 8,), self.data_bytes)
         self._entries[CHECKS]["data_offsets"][1] += check_bytes
         header = {"__metadata__": {**self._metadata, **self._lines, **own}, **self._entries}

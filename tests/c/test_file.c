@@ -66,17 +66,15 @@ static uint64_t fnv(const void *bytes, size_t num_bytes)
 
 enum { CHECK_BYTES = 512 };
 
-/* Puts the file together. with_checks: with checksums by fnv. */
-static void finish(made_file *f, bool with_checks)
+/* Puts the file together, with checksums by fnv. */
+static void finish(made_file *f)
 {
     const size_t front = f->data_bytes, num_blocks = (front + CHECK_BYTES - 1) / CHECK_BYTES;
-    if (with_checks) {
-        add_metadata(f, "\"ibp.checks\":\"block_bytes=%d hash=xxh3_64\"", CHECK_BYTES);
-        add_entry(f, "\"ibp.checks\":{\"dtype\":\"U64\",\"shape\":[%zu],\"data_offsets\":[%zu,%zu]}", num_blocks + 2,
-                  front, front + 8 * (num_blocks + 2));
-        f->data_bytes += 8 * (num_blocks + 2);
-    }
-    if (f->metadata_bytes != 0) add_entry(f, "\"__metadata__\":{%.*s}", (int)f->metadata_bytes, f->metadata);
+    add_metadata(f, "\"ibp.checks\":\"block_bytes=%d hash=xxh3_64\"", CHECK_BYTES);
+    add_entry(f, "\"ibp.checks\":{\"dtype\":\"U64\",\"shape\":[%zu],\"data_offsets\":[%zu,%zu]}", num_blocks + 2, front,
+              front + 8 * (num_blocks + 2));
+    f->data_bytes += 8 * (num_blocks + 2);
+    add_entry(f, "\"__metadata__\":{%.*s}", (int)f->metadata_bytes, f->metadata);
     const size_t text = f->header_bytes + 2, padded = (8 + text + 127) / 128 * 128 - 8;
     f->num_bytes = 8 + padded + f->data_bytes;
     f->bytes = aligned_alloc(16, (f->num_bytes + 15) / 16 * 16);
@@ -88,7 +86,6 @@ static void finish(made_file *f, bool with_checks)
     f->bytes[9 + f->header_bytes] = '}';
     uint8_t *const data = f->bytes + 8 + padded;
     memcpy(data, f->data, f->data_bytes);
-    if (!with_checks) return;
     uint64_t entry;
     for (size_t i = 0; i < num_blocks + 2; i++) {
         const size_t start = i * CHECK_BYTES, end = start + CHECK_BYTES < front ? start + CHECK_BYTES : front;
@@ -292,7 +289,7 @@ static void check_tables(rng *r)
     add_metadata(f, "\"ibp.table.r\\u00e4w\":\"dtype=U8 shape=%d scheme=raw row_bytes=16 slot_bytes=16\"", DATA_BYTES);
     add_part(f, "r\xc3\xa4w:slots", "U8", data, DATA_BYTES, 1);
     add_part(f, "plain", "U8", data, DATA_BYTES, 1);
-    finish(f, true);
+    finish(f);
 
     ibp_file file;
     ibp_file_tensor tensor;
@@ -347,23 +344,23 @@ static void check_clusters_and_sets(rng *r)
     codebook.cluster_flags = words + 3 * num_words;
     add_metadata(f, "\"ibp.codebook.4\":\"clusters=7,8,9 expected_savings=0.5\"");
     add_table(f, "clustered", "1990", 4, &codebook, 0, data, DATA_BYTES);
-    finish(f, false);
+    finish(f);
 
     ibp_file files[2];
     uint64_t block;
     CHECK(ibp_open_file(f->bytes, f->num_bytes, &files[0]) == IBP_OK, "%s", "a file of clusters");
     ibp_status status = read_table(files, 1, "clustered", data, DATA_BYTES);
     CHECK(status == IBP_OK, "clusters: %s", ibp_status_string(status));
-    CHECK(ibp_check_file(&files[0], fnv, &block) == IBP_NOT_IN_FILE, "%s", "there are no checksums");
+    CHECK(ibp_check_file(&files[0], fnv, &block) == IBP_OK, "block %llu", (unsigned long long)block);
 
     add_metadata(other, "\"ibp.table.spread\":\"dtype=U8 shape=1990 scheme=raw row_bytes=8 slot_bytes=8\"");
-    finish(other, false);
+    finish(other);
     CHECK(ibp_open_file(other->bytes, other->num_bytes, &files[1]) == IBP_OK, "%s", "a file of fields");
     status = read_table(files, 2, "spread", data, DATA_BYTES);
     CHECK(status == IBP_NOT_IN_FILE, "a part that is nowhere: %s", ibp_status_string(status));
     made_file *const third = new_file();
     add_part(third, "spread:slots", "U8", data, DATA_BYTES, 1);
-    finish(third, false);
+    finish(third);
     CHECK(ibp_open_file(third->bytes, third->num_bytes, &files[0]) == IBP_OK, "%s", "a file of parts");
     status = read_table(files, 2, "spread", data, DATA_BYTES);
     CHECK(status == IBP_OK, "a set: %s", ibp_status_string(status));
@@ -382,7 +379,7 @@ static void check_checksums(rng *r)
     ibp_file file;
     rng_fill(r, data, sizeof data);
     add_part(f, "plain", "U8", data, sizeof data, 1);
-    finish(f, true);
+    finish(f);
     if (ibp_open_file(f->bytes, f->num_bytes, &file) != IBP_OK) abort();
     const size_t front = (size_t)(file.data - file.bytes);
     for (size_t i = 0; i < f->num_bytes; i += 7) {
@@ -393,6 +390,15 @@ static void check_checksums(rng *r)
         f->bytes[i] ^= 4;
         if (is_data) CHECK(status == IBP_WRONG_CHECKSUM && block == (i - front) / CHECK_BYTES, "byte %zu", i);
         if (!is_data) CHECK(status != IBP_OK, "byte %zu: %s", i, ibp_status_string(status));
+    }
+    for (size_t bit = 0; bit < 8 * front; bit++) { /* opened anew: a damaged name turns no checksum off */
+        uint64_t block = 99;
+        f->bytes[bit / 8] ^= (uint8_t)(1u << bit % 8);
+        const bool is_open = ibp_open_file(f->bytes, f->num_bytes, &file) == IBP_OK;
+        CHECK(!is_open || ibp_check_file(&file, fnv, &block) == IBP_WRONG_CHECKSUM ||
+                  ibp_check_file(&file, fnv, &block) == IBP_BAD_FILE,
+              "bit %zu of the header", bit);
+        f->bytes[bit / 8] ^= (uint8_t)(1u << bit % 8);
     }
     free_file(f);
 }
@@ -414,7 +420,11 @@ static ibp_status open_header(const char *header, size_t num_data, ibp_file *fil
 
 #define U8(name, shape, start, end) \
     "\"" name "\":{\"dtype\":\"U8\",\"shape\":[" shape "],\"data_offsets\":[" start "," end "]}"
-#define META(text) "{\"__metadata__\":{" text "}}"
+#define META_MEMBER(text) "\"__metadata__\":{" text "}"
+#define META(text) "{" META_MEMBER(text) "}"
+#define FORMAT "\"ibp.format\":\"1\""
+#define CHECKS "\"ibp.checks\":\"block_bytes=512 hash=xxh3_64\""
+#define CHECKS_TENSOR "\"ibp.checks\":{\"dtype\":\"U64\",\"shape\":[0],\"data_offsets\":[0,0]}"
 
 static void check_headers(void)
 {
@@ -429,7 +439,15 @@ static void check_headers(void)
         {"{" U8("b", "1", "6", "7") "," U8("a", "6", "0", "6") "}", 7, IBP_OK},
         {"{\"a\": {\"data_offsets\": [0, 3], \"shape\": [3], \"dtype\": \"U8\"} }  ", 3, IBP_OK},
         {"{" U8("a", "0,3", "0", "0") "}", 0, IBP_OK},
-        {META("\"ibp.format\":\"1\""), 0, IBP_OK},
+        {"{" META_MEMBER(FORMAT "," CHECKS) "," CHECKS_TENSOR "}", 0, IBP_OK},
+        {META(FORMAT "," CHECKS), 0, IBP_BAD_FILE}, /* one name of the format without the others */
+        {META(FORMAT), 0, IBP_BAD_FILE},
+        {META(CHECKS), 0, IBP_BAD_FILE},
+        {META("\"ibp.release\":\"0.3.0\""), 0, IBP_BAD_FILE},
+        {"{" CHECKS_TENSOR "}", 0, IBP_OK}, /* a name that any file may have */
+        {"{" META_MEMBER(FORMAT) "," CHECKS_TENSOR "}", 0, IBP_BAD_FILE},
+        {"{" META_MEMBER(CHECKS) "," CHECKS_TENSOR "}", 0, IBP_BAD_FILE},
+        {"{" META_MEMBER("\"hbp.format\":\"1\"," CHECKS) "," CHECKS_TENSOR "}", 0, IBP_BAD_FILE},
         {META("\"other\":\"2\""), 0, IBP_OK},
         {META("\"ibp.format\":\"2\",\"ibp.release\":\"9.9\""), 0, IBP_NEWER_FILE},
         {META("\"ibp.format\":\"99999999999999999999\""), 0, IBP_BAD_FILE},
@@ -457,7 +475,10 @@ static void check_headers(void)
         {"{" U8("a", "-1", "0", "1") "}", 1, IBP_BAD_FILE},
         {"{" U8("a", "01", "0", "1") "}", 1, IBP_BAD_FILE},
         {"{" U8("a", "1.0", "0", "1") "}", 1, IBP_BAD_FILE},
-        {"{" U8("a", "9223372036854775807,4,0", "0", "0") "}", 0, IBP_BAD_FILE},
+        {"{" U8("a", "9223372036854775807,4,0", "0", "0") "}", 0, IBP_BAD_FILE}, /* too many bits, 0 taken as 1 */
+        {"{" U8("a", "0,4,9223372036854775807", "0", "0") "}", 0, IBP_BAD_FILE},
+        {"{" U8("a", "0,1152921504606846976", "0", "0") "}", 0, IBP_BAD_FILE},
+        {"{" U8("a", "0,1152921504606846975", "0", "0") "}", 0, IBP_OK},
         {"{" U8("a", "18446744073709551617", "0", "1") "}", 1, IBP_BAD_FILE},
         {"{" U8("a\\x", "1", "0", "1") "}", 1, IBP_BAD_FILE},
         {"{" U8("a\\ud800", "1", "0", "1") "}", 1, IBP_BAD_FILE},
@@ -479,6 +500,9 @@ static void check_headers(void)
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const ibp_status status = open_header(cases[i].header, cases[i].num_data, &file, &bytes);
         CHECK(status == cases[i].wanted, "%s: %s", cases[i].header, ibp_status_string(status));
+        uint64_t block;
+        if (status == IBP_OK && file.version == 0)
+            CHECK(ibp_check_file(&file, fnv, &block) == IBP_NOT_IN_FILE, "%s has no checksums", cases[i].header);
         if (status == IBP_NEWER_FILE) CHECK(ibp_is_text(file.release, "9.9"), "%s", "a release that reads it");
         free(bytes);
     }
@@ -521,6 +545,9 @@ static void check_fields(void)
         {"dtype=U8 shape=5 codec=zstd block_bytes=64", MASKS, IBP_UNSUPPORTED_TABLE},
         {"dtype=FLOAT3 shape=0 scheme=raw row_bytes=8 slot_bytes=8", MASKS, IBP_UNSUPPORTED_TABLE},
         {"dtype=U8 shape=9223372036854775807,2 scheme=raw row_bytes=8 slot_bytes=8", MASKS, IBP_BAD_FILE},
+        {"dtype=U8 shape=4611686018427387904,8,0 scheme=raw row_bytes=8 slot_bytes=8", MASKS, IBP_BAD_FILE},
+        {"dtype=U8 shape=0,1152921504606846976 scheme=raw row_bytes=8 slot_bytes=8", MASKS, IBP_BAD_FILE},
+        {"dtype=U8 shape=0,1152921504606846975 scheme=raw row_bytes=8 slot_bytes=8", MASKS, IBP_OK},
         {"dtype=U8 shape=1,,2 scheme=raw row_bytes=8 slot_bytes=8", MASKS, IBP_BAD_FILE},
         {"dtype=U8 shape=0 scheme=raw row_bytes=8 slot_bytes=4", MASKS, IBP_BAD_FILE},
         {"dtype=U8 shape=0 scheme=raw row_bytes=65537 slot_bytes=65537", MASKS, IBP_BAD_FILE},
@@ -542,7 +569,9 @@ static void check_fields(void)
         ibp_file file;
         ibp_file_table found;
         uint8_t *bytes;
-        snprintf(header, sizeof header, META("\"ibp.format\":\"1\",\"ibp.table.t\":\"%s\",\"ibp.codebook.0\":\"%s\""),
+        snprintf(header, sizeof header,
+                 "{" META_MEMBER(FORMAT "," CHECKS
+                                        ",\"ibp.table.t\":\"%s\",\"ibp.codebook.0\":\"%s\"") "," CHECKS_TENSOR "}",
                  cases[i].table, cases[i].codebook);
         const ibp_status opened = open_header(header, 0, &file, &bytes);
         CHECK(opened == IBP_OK, "%s: %s", header, ibp_status_string(opened));
@@ -563,7 +592,7 @@ static void check_damage(rng *r)
     fill_data(r, data);
     add_planes(f, r, 0, planes_to_test[0], &codebook);
     add_table(f, "t", "1990", 0, &codebook, 0, data, DATA_BYTES);
-    finish(f, true);
+    finish(f);
     for (int round = 0; round < (is_quick ? 300 : 6000); round++) {
         const size_t size = rng_chance(r, 30) ? rng_below(r, (uint32_t)f->num_bytes + 1) : f->num_bytes;
         uint8_t *const copy = aligned_alloc(16, (size + 31) / 16 * 16), *const bytes = copy;

@@ -237,9 +237,10 @@ void claim_rows(const Table &table)
 void share_a_file(const Table &table)
 {
     const std::string size = std::to_string(kBytes);
-    std::string header = R"({"__metadata__":{"ibp.format":"1","ibp.table.t":"dtype=U8 shape=)" + size +
+    std::string header = R"({"__metadata__":{"ibp.format":"1","ibp.checks":"","ibp.table.t":"dtype=U8 shape=)" + size +
                          R"( scheme=raw row_bytes=64 slot_bytes=64"},"t:slots":{"dtype":"U8","shape":[)" + size +
-                         R"(],"data_offsets":[0,)" + size + "]}}";
+                         R"(],"data_offsets":[0,)" + size +
+                         R"(]},"ibp.checks":{"dtype":"U64","shape":[0],"data_offsets":[)" + size + "," + size + "]}}";
     while ((8 + header.size()) % 128 != 0) header += ' ';
     const uint64_t header_bytes = header.size(), num_bytes = 8 + header_bytes + kBytes;
     auto *const bytes = static_cast<uint8_t *>(aligned_alloc(128, (num_bytes + 127) / 128 * 128));

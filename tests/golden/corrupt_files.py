@@ -204,7 +204,7 @@ OF_TABLES = {
     "a dimension in other digits": of_table("dtype=BF16 shape=٤,24 scheme=raw row_bytes=48 slot_bytes=48", "shape is"),
     "a huge shape": of_table(
         "dtype=BF16 shape=4294967296,4294967296 scheme=raw row_bytes=48 slot_bytes=48",
-        r"wanted at most 2\^63 - 1 bytes",
+        r"wanted at most 2\^63 - 1 bits",
     ),
     "a leading zero": of_table("dtype=BF16 shape=40,24 scheme=raw row_bytes=048 slot_bytes=48", "row_bytes is '048'"),
     "a leading zero in a list": of_table("dtype=BF16 shape=040,24 scheme=raw row_bytes=48 slot_bytes=48", "shape is"),
