@@ -197,11 +197,27 @@ def flip(path, at):
 
 
 def test_good_files(source, compressed, capsys):
-    said = document(capsys, "verify", compressed, source, "--content")
-    assert said["good"] and [one["status"] for one in said["files"]] == ["good", "no checksums"]
+    said = document(capsys, "verify", compressed, "--content")
+    assert said["good"] and [one["status"] for one in said["files"]] == ["good"]
     assert said["files"][0]["bytes"] > 0 and said["files"][0]["tables"] >= 1
-    lines = printed(capsys, "verify", compressed, source)
-    assert any("has no checksums" in line for line in lines)
+    assert "no checksums" not in "".join(printed(capsys, "verify", compressed))
+
+
+def test_a_file_without_checksums_is_not_good(source, compressed, capsys):
+    said = document(capsys, "verify", compressed, source, "--content", status=1)
+    assert not said["good"] and [one["status"] for one in said["files"]] == ["good", "no checksums"]
+    lines = printed(capsys, "verify", compressed, source, status=1)
+    assert any(line.endswith("has no checksums: nothing was verified.") for line in lines)
+
+
+def test_a_set_of_which_a_file_has_no_checksums(source, compressed, tmp_path, capsys):
+    os.makedirs(tmp_path / "set")
+    os.rename(compressed, tmp_path / "set" / "a.safetensors")
+    pytest.importorskip("safetensors.torch").save_file({"other": torch.ones(3)}, tmp_path / "set" / "b.safetensors")
+    assert document(capsys, "verify", tmp_path / "set", status=1)["files"][0]["status"] == "no checksums"
+    assert re.search(
+        "set has no checksums: only .* were verified", printed(capsys, "verify", tmp_path / "set", status=1)[-1]
+    )
 
 
 def test_a_damaged_tensor_is_named(compressed, capsys):
@@ -218,7 +234,7 @@ def test_a_file_that_was_cut_off_is_damaged(compressed, capsys):
 
 def test_other_formats_have_no_checksums(tmp_path, capsys):
     np.savez(tmp_path / "x.npz", a=np.ones(3), b=np.ones(4))
-    said = document(capsys, "verify", tmp_path / "x.npz")
+    said = document(capsys, "verify", tmp_path / "x.npz", status=1)
     assert (said["files"][0]["status"], said["files"][0]["tensors"]) == ("no checksums", 2)
 
 

@@ -1,12 +1,19 @@
 """Files that contradict themselves are refused with a sentence; checksums find every change."""
 
+import functools
+
 import pytest
+import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import c_files
 import ibp
-from golden.corrupt_files import CASES, OF_CHECKSUMS, OF_TABLES
+import reference_files
+from golden.corrupt_files import CASES, OF_CHECKSUMS, OF_TABLES, header_of, with_header
 from golden.make_files import FILES
+from ibp._cli.main import main
 
 NAMES = ["raw", "masks", "planes", "clusters", "changed", "mixed", "delta", "codec", "foreign"]
 ALLOWED = (ibp.FileFormatError, ibp.CorruptTableError)
@@ -18,15 +25,19 @@ def test_refused(tmp_path, name):
     path.write_bytes(case.bytes())
     assert path.read_bytes() != (FILES / case.file).read_bytes()
     if case.tensor is None:
-        for function in (ibp.open, ibp.load):
+        for function in (ibp.open, functools.partial(ibp.load, verify=False)):
             with pytest.raises(ibp.FileFormatError, match=case.message):
                 function(path)
+        with pytest.raises(ibp.FileFormatError):  # of what is wrong, or of the header's checksum
+            ibp.load(path)
         return
     opened = ibp.open(path)
     with pytest.raises(ibp.FileFormatError, match=case.message) as refusal:
         opened[case.tensor]
     assert "\n" not in str(refusal.value)
     with pytest.raises(ibp.FileFormatError, match=case.message):
+        ibp.load(path, verify=False)
+    with pytest.raises(ibp.FileFormatError):
         ibp.load(path)
 
 
@@ -53,6 +64,82 @@ def test_checksums(tmp_path, name):
         opened = ibp.open(path, verify=True)
         with pytest.raises(ibp.ChecksumError, match=case.message):
             opened[case.tensor]
+
+
+# ---- one bit of the header ------------------------------------------------------------------------------------------
+
+NAMES_OF_IBP = [
+    b'"__metadata__":',
+    b'"ibp.format":',
+    b'"ibp.checks":"',
+    b'"ibp.checks":{',
+]
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A file of a table and a tensor, and its bytes."""
+    table = ibp.compress(torch.randn(8, 16).to(torch.bfloat16), scheme="planes")
+    ibp.save(tmp_path / "x.safetensors", {"t": table, "x": torch.arange(5.0)}, metadata={"who": "me"}, content=True)
+    return tmp_path / "x.safetensors", (tmp_path / "x.safetensors").read_bytes()
+
+
+def check_flipped(path, data, bit, commands):
+    """That no reader takes a file in which a bit of the header is flipped. commands: also `ibp verify`."""
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(flipped)
+    about = f"bit {bit % 8} of byte {bit // 8}, {data[bit // 8 - 8 : bit // 8 + 8]}"
+    with pytest.raises(ibp.FileFormatError):
+        pytest.fail(f"loaded {list(ibp.load(path))}, {about}")
+    with pytest.raises(ibp.FileFormatError):
+        pytest.fail(f"opened {list(ibp.open(path, verify=True))}, {about}")
+    with pytest.raises((reference_files.Refused, ValueError, KeyError, TypeError, AttributeError)):
+        reference_files.File.at(path).check()
+        pytest.fail(f"read by the reference, {about}")
+    try:
+        assert c_files.OpenFile(bytes(flipped)).check(xxhash.xxh3_64_intdigest)[0] in WRONG_IN_C, about
+    except c_files.Failed:
+        pass
+    if commands:
+        assert main(["verify", "--content", str(path), "--quiet"]) == 1, about
+
+
+WRONG_IN_C = (c_files.WRONG_CHECKSUM, c_files.BAD_FILE)
+
+
+@pytest.mark.parametrize("name", NAMES_OF_IBP)
+def test_a_flipped_bit_of_a_name(small, name):
+    """No bit of the names by which checksums are found turns them off."""
+    path, data = small
+    start = data.index(name)
+    for bit in range(8 * start, 8 * (start + len(name))):
+        check_flipped(path, data, bit, commands=bit % 8 == 0)
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_the_header(small):
+    path, data = small
+    header_bytes = 8 + int.from_bytes(data[:8], "little")
+    text_bytes = len(data[:header_bytes].rstrip(b" "))
+    for bit in (*range(8 * text_bytes + 16), *range(8 * header_bytes - 8, 8 * header_bytes)):
+        check_flipped(path, data, bit, commands=bit % 8 == 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("ibp.format", "hbp.format", "it has 'ibp.codebook.0' in its metadata and lacks 'ibp.format' in its metadata"),
+        ('"ibp.checks":"', '"jbp.checks":"', "lacks 'ibp.checks' in its metadata; a file of ibp has 'ibp.format'"),
+        ('"ibp.checks":{', '"ibq.checks":{', "lacks the tensor 'ibp.checks'; a file of ibp has 'ibp.format'"),
+    ],
+)
+def test_a_name_that_is_lost(small, old, new, message):
+    path, data = small
+    path.write_bytes(with_header(data, header_of(data).replace(old, new)))
+    for function in (ibp.open, ibp.load, functools.partial(ibp.load, verify=False)):
+        with pytest.raises(ibp.FileFormatError, match=message):
+            function(path)
 
 
 # ---- any bytes -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from .writer import CHECKS, FORMAT, MAX_HEADER_BYTES, PREFIX
 
 _MOST_DIMENSIONS = 64
 _MOST = 2**63 - 1
-# Bits of an element, of dtypes that files of safetensors have.
+SHAPE_BITS = "2^63 - 1 bits, each size 0 taken as 1"  # of a tensor
+# Bits of an element, of dtypes that safetensors names, and then of those of torch's that it does not.
 _ITEM_BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -25,6 +26,7 @@ _ITEM_BITS = {
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    **{"COMPLEX32": 32, "COMPLEX128": 128},
 }
 
 
@@ -148,7 +150,7 @@ def _entry(key: str, value: Any, data_start: int, name: str) -> Entry:
         raise FileFormatError(f"{name}: data_offsets of {key!r} are {offsets}; wanted its first byte and its end")
     bits = _ITEM_BITS.get(dtype)  # of a newer safetensors's dtype nothing is known
     if bits is not None and not is_shape(shape, bits):
-        raise FileFormatError(f"{name}: {key!r} is {dtype} {shape}; wanted at most 2^63 - 1 bits, each size 0 taken as 1")
+        raise FileFormatError(f"{name}: {key!r} is {dtype} {shape}; wanted at most {SHAPE_BITS}")
     if bits is not None and math.prod(shape) * bits != 8 * (offsets[1] - offsets[0]):
         raise FileFormatError(f"{name}: {key!r} has {offsets[1] - offsets[0]} bytes; wanted those of {dtype} {shape}")
     return Entry(dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])

@@ -36,7 +36,7 @@ from .fields import (
     read_codebook,
     table_fields,
 )
-from .header import Entry, header_of, is_shape
+from .header import SHAPE_BITS, Entry, header_of, is_shape
 from .writer import CHECKS, PREFIX
 
 _TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
@@ -493,9 +493,7 @@ def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
     if dtype not in DTYPES or (fields.codec is None and fields.row_bytes < 1):
         raise FileFormatError(f"{what} has {fields.dtype} in rows of {fields.row_bytes} bytes: no table can")
     if not is_shape(fields.shape, 8 * dtype.itemsize):
-        raise FileFormatError(
-            f"{what} has shape {list(fields.shape)}: wanted at most 2^63 - 1 bits, each size 0 taken as 1"
-        )
+        raise FileFormatError(f"{what} has shape {list(fields.shape)}: wanted at most {SHAPE_BITS}")
     return Geometry(torch.Size(fields.shape), dtype, fields.row_bytes)
 
 

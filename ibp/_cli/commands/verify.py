@@ -15,9 +15,10 @@ HELP = "compare the checksums of files"
 DESCRIPTION = """\
 Compare the checksums of files with their bytes.
 
-Exits with 1 if bytes are damaged, and names every tensor that is. Checksums are
-those of blocks of 1 MiB: what else lies in a damaged block is named as perhaps
-damaged. With --content all tables are decoded as well, and compared with the
+Exits with 1 if bytes are damaged, and names every tensor that is; also if a
+file has no checksums, as those that ibp did not write. Checksums are those of
+blocks of 1 MiB: what else lies in a damaged block is named as perhaps damaged.
+With --content all tables are decoded as well, and compared with the
 fingerprints of what was compressed."""
 EPILOG = """\
 examples:
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     with inputs.local(arguments.inputs) as given, work.threads(arguments.jobs):
         paths = work.expanded(given)
         found = [_checked(path, arguments) for path in paths]
-    document = {"files": found, "good": all(one["status"] != DAMAGED for one in found)}
+    document = {"files": found, "good": all(one["status"] == GOOD for one in found)}
     output.report(arguments, document, *_parts(found))
     return 0 if document["good"] else 1
 
@@ -109,5 +110,6 @@ def _parts(found: list[dict[str, Any]]) -> list[object]:
             parts += [f"  damaged: {output.shown(name)}" for name in one["damaged"]]
             parts += [f"  perhaps damaged: {output.shown(name)}" for name in one["suspect"]]
         if one["status"] == UNCHECKED:
-            parts += ["", f"{output.shown(one['path'])} has no checksums: it was not written by ibp."]
+            verified = f"only {output.show_size(one['bytes'])} were" if one["bytes"] else "nothing was"
+            parts += ["", f"{output.shown(one['path'])} has no checksums: {verified} verified."]
     return parts
