@@ -187,14 +187,22 @@ def test_a_call_fails(path, number, monkeypatch):
     assert at > 8 and 0 < new < at
 
 
+FIRST_OF_SET = "model-00001-of-00004.safetensors"
+
+
 def test_no_room_on_the_disk(path):
-    """A limit of the system instead of a full disk."""
+    """A limit of the system instead of a full disk. The error names the file, and how many bytes it wants."""
 
     def work():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        with pytest.raises(OSError) as raised:
-            ibp.save(path, {**NEW_FILE, "large": torch.zeros(30_000)})
-        assert raised.value.errno == errno.EFBIG
+        with pytest.raises(OSError, match=r"File too large: wanted room for at least 12[0-9],[0-9]{3} bytes") as raised:
+            ibp.save(path, {"large": torch.zeros(30_000)})
+        assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path))
+        with pytest.raises(OSError, match="wanted room for at least") as raised:
+            ibp.save(
+                path, {f"{k}": torch.zeros(3000) for k in range(4)}, shard_bytes=12_000, metadata={"x": "y" * 9000}
+            )
+        assert (raised.value.errno, raised.value.filename) == (errno.EFBIG, str(path.with_name(FIRST_OF_SET)))
 
     assert status_of(in_child(work)) == 0
     assert not assert_whole(path)

@@ -3,11 +3,13 @@
 import os
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
 import ibp
 from helpers import DTYPES, assert_same_bits, make_tensor, one_hot_rows, spiky_rows
+from ibp._arrays import tensor_of
 from ibp._files.header import read_header
 
 PAGEABLE = {"device": "cpu", "pin_memory": False}
@@ -133,3 +135,48 @@ def test_deltas_come_back(tmp_path):
         assert set(applied) == set(new)
         for name, tensor in new.items():
             assert_same_bits(applied[name], tensor)
+
+
+# ---- arrays of numpy ----
+
+ARRAYS = {
+    "plain": np.arange(24, dtype=np.float32).reshape(4, 6),
+    "none": np.empty((0, 3), np.int64),
+    "no dimension": np.array(2.5),
+    "backwards": np.arange(10, dtype=np.int16)[::-1],
+    "Fortran's": np.asfortranarray(np.arange(12, dtype=np.uint8).reshape(3, 4)),
+    "another byte order": np.arange(7, dtype=">f4"),
+    "bool": np.array([True, False]),
+    "half": np.arange(5, dtype=np.float16),
+    "complex": np.arange(3, dtype=np.complex64),
+    "unsigned": np.arange(3, dtype=np.uint32),
+}
+
+
+def test_arrays_are_saved(tmp_path, recwarn):
+    read_only = np.arange(9.0)
+    read_only.flags.writeable = False
+    arrays = {**ARRAYS, "read only": read_only}
+    ibp.save(tmp_path / "x.safetensors", arrays)
+    found = ibp.load(tmp_path / "x.safetensors")
+    assert not recwarn.list and found.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found[name].numpy().dtype == array.dtype.newbyteorder("=") and tuple(found[name].shape) == array.shape
+        assert np.array_equal(found[name].numpy(), array), name
+    ibp.save(tmp_path / "one.safetensors", read_only)
+    assert np.array_equal(ibp.load(tmp_path / "one.safetensors")["tensor"], read_only)
+
+
+def test_a_mapped_array_is_not_copied(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(9.0))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    assert tensor_of(mapped, "x").data_ptr() == mapped.ctypes.data
+
+
+@pytest.mark.parametrize(
+    "array", [np.array(["text"]), np.array([None]), np.zeros(2, "datetime64[s]"), np.zeros(2, "i4,f4")]
+)
+def test_arrays_that_torch_lacks(tmp_path, array):
+    with pytest.raises(TypeError, match=r"'x' is an array of .*, which torch does not have"):
+        ibp.save(tmp_path / "x.safetensors", {"x": array})
+    assert not list(tmp_path.iterdir())

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from .._arguments import whole_number
+from .._arrays import tensor_of
 from .._codecs.whole import WholeTensor
 from .._compressed_tensor import CompressedTensor
 from .._delta import CheckpointDelta, Delta
@@ -24,7 +26,7 @@ from .writer import FileWriter, checked_metadata, header_room, write_plain, writ
 
 def save(
     path: PathLike,
-    tensors: Mapping[str, Value] | Value,
+    tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray,
     *,
     metadata: Mapping[str, str] | None = None,
     shard_bytes: int | None = None,
@@ -38,8 +40,9 @@ def save(
 
     Args:
         path: of the file, "model.safetensors" in a directory, or a URL that fsspec knows ("s3://...", "memory://...").
-        tensors: tables (`ibp.compress`), tensors and deltas (`ibp.delta`) by name; one alone has the name "tensor".
-            Tensors are kept as they are, and may have any dtype that safetensors has. Of an `ibp.CheckpointDelta` the
+        tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.delta`) by name; one alone has the
+            name "tensor". Tensors are kept as they are, and may have any dtype that safetensors has; arrays are read as
+            tensors. Of an `ibp.CheckpointDelta` the
             file also keeps which names are gone (`File.removed`).
         metadata: kept with them: text by text; no key begins with "ibp.".
         shard_bytes: the most bytes of data of a file, unless one table has more: a larger whole becomes a set of files,
@@ -50,7 +53,8 @@ def save(
 
     Raises:
         TypeError, ValueError: a name, a tensor, metadata or shard_bytes is none that a file can have.
-        OSError: the file cannot be written; there is no new file then.
+        OSError: the file cannot be written; there is no new file then. It names the file, and of a full disk says how
+            many bytes are wanted.
     """
     items = _checked(tensors)
     removed = tensors.removed if isinstance(tensors, CheckpointDelta) else ()
@@ -67,15 +71,17 @@ def save(
                 _write_set(target, shards, removed, metadata, content, bar.update)
 
 
-def _checked(tensors: Mapping[str, Value] | Value) -> dict[str, Value]:
-    items = dict(tensors) if isinstance(tensors, Mapping) else {"tensor": tensors}
-    for name, value in items.items():
+def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> dict[str, Value]:
+    items: dict[str, Value] = {}
+    for name, given in (tensors if isinstance(tensors, Mapping) else {"tensor": tensors}).items():
         if not isinstance(name, str):
             raise TypeError(f"tensors has the key {name!r}; wanted names as text")
+        value = items[name] = tensor_of(given, repr(name)) if isinstance(given, np.ndarray) else given
         if not isinstance(value, (CompressedTensor, WholeTensor, torch.Tensor, Delta)):
             got = type(value).__name__
             raise TypeError(
-                f"{name!r} is a {got}; wanted a table (ibp.compress), a torch.Tensor or a delta (ibp.delta)"
+                f"{name!r} is a {got}; wanted a table (ibp.compress), a torch.Tensor, an array of numpy or a delta "
+                "(ibp.delta)"
             )
         if isinstance(value, torch.Tensor):
             check_tensor(value, repr(name))
@@ -97,7 +103,8 @@ def _writer(
     codebooks = {one for value in items.values() for one in _codebooks_of(value)}
     dimensions = sum(len(value.shape) for value in items.values())
     room = header_room([*items, *removed], metadata, len(codebooks)) + 32 * dimensions
-    with FileWriter(path, metadata=metadata, header_bytes=room, on_write=on_write) as writer:
+    total = sum(map(_stored, items.values()))
+    with FileWriter(path, metadata=metadata, header_bytes=room, data_bytes=total, on_write=on_write) as writer:
         for name in removed:
             writer.removed(name)
         yield writer

@@ -4,6 +4,7 @@ it. The file appears under its name when it is whole."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -42,6 +43,7 @@ _BUFFER_BYTES = 1 << 20
 _ENTRY_BYTES = 128  # of a tensor's entry in the header, without its name and shape
 _SIZE_BYTES = 21  # of a size in a shape
 _FIXED_BYTES = 1024  # of the header besides: format, release, checksums
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # there is no room, on the disk or for the user
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
@@ -73,12 +75,13 @@ class FileWriter:
         path: of the file; one that is there is replaced.
         metadata: of the user, text for text; no key begins with "ibp.".
         header_bytes: room for the header, see `header_room`.
+        data_bytes: how many bytes of data there will be at least, where that is known: a full disk's message says it.
         on_write: called with the number of bytes of data after each piece that is written.
 
     Raises:
         ValueError: a name is there twice or is reserved, the header does not fit its room, or the data of a tensor
             has another size than its shape says.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; it names the file, and of a full disk says how many bytes are wanted.
     """
 
     def __init__(
@@ -87,9 +90,10 @@ class FileWriter:
         *,
         metadata: Mapping[str, str] | None = None,
         header_bytes: int = 1 << 20,
+        data_bytes: int = 0,
         on_write: Callable[[int], object] | None = None,
     ) -> None:
-        self.path, self._on_write = Path(path), on_write
+        self.path, self._on_write, self._expected_bytes = Path(path), on_write, data_bytes
         self._metadata = checked_metadata(metadata)
         self._room = min(_rounded_up(header_bytes), (8 + MAX_HEADER_BYTES) // ALIGNMENT * ALIGNMENT)
         self._header_bytes = 0
@@ -301,7 +305,7 @@ class FileWriter:
     # ---- the file ----
 
     def __enter__(self) -> FileWriter:
-        self._output = _Output(self.path, self._room)
+        self._output = _Output(self.path, self._room, self._expected_bytes)
         return self
 
     def __exit__(
@@ -359,10 +363,11 @@ class Sink:
 
 
 class _Output:
-    """The temporary file: data behind the header's room, buffered and hashed."""
+    """The temporary file: data behind the header's room, buffered and hashed. An OSError of it names the file that it
+    becomes."""
 
-    def __init__(self, path: Path, room: int) -> None:
-        self._path, self._room = path, room
+    def __init__(self, path: Path, room: int, expected_bytes: int) -> None:
+        self._path, self._room, self._expected_bytes = path, room, expected_bytes
         self._temporary = temporary_beside(path)
         self.hasher, self._buffer = checks.BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
@@ -386,20 +391,38 @@ class _Output:
         self._flush()
         hashing = self._hashers.submit(self.hasher.update, data)  # beside the system's copy of the same bytes
         try:
-            _write_all(self._file, data)
+            self._write_all(data)
         finally:
             hashing.result()
 
     def _flush(self) -> None:
-        _write_all(self._file, memoryview(bytes(self._buffer)))
+        self._write_all(memoryview(bytes(self._buffer)))
         self._buffer.clear()
+
+    def _write_all(self, data: memoryview) -> None:
+        with self._named_errors():
+            while data:
+                data = data[os.write(self._file, data) :]
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """An OSError names the file, and of a full disk says how many bytes are wanted."""
+        try:
+            yield
+        except OSError as error:
+            why = error.strerror
+            if error.errno in _FULL:
+                wanted = self._room + max(self.data_bytes, self._expected_bytes)
+                why = f"{why}: wanted room for at least {wanted:,} bytes"
+            raise OSError(error.errno, why, str(self._path)) from error
 
     def finish(self, header: bytes = b"") -> None:
         """Writes what is left, and the header into its room, and waits for the disk."""
         self._flush()
         os.lseek(self._file, 0, os.SEEK_SET)
-        _write_all(self._file, memoryview(header))
-        os.fsync(self._file)
+        self._write_all(memoryview(header))
+        with self._named_errors():
+            os.fsync(self._file)
         self.is_finished = True
 
     def commit(self) -> None:
@@ -433,7 +456,7 @@ def sync_directory(path: Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes a file of any kind that appears under its name when it is whole and on disk."""
-    output = _Output(path, 0)
+    output = _Output(path, 0, len(data))
     try:
         output.write(memoryview(data))
         output.finish()
@@ -517,8 +540,3 @@ def _json_bytes(text: str) -> int:
 
 def _rounded_up(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _write_all(file: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(file, data) :]
