@@ -8,6 +8,7 @@ import pytest
 
 import ibp
 from c_files import NEWER_FILE, NOT_IN_FILE, OK, UNSUPPORTED_TABLE, WRONG_CHECKSUM, Failed, OpenFile
+from golden.corrupt_files import CASES
 from helpers import bytes_of
 from native import CSRC, ROOT, TESTS, WARNINGS, c_compiler, core_objects, linked, run
 from native import PLAIN as PLAIN_FLAGS
@@ -107,6 +108,24 @@ def test_damaged_files(rounds, tmp_path):
                 accepted += 1
     # A key that is there twice C finds only where it looks for it, without memory for all of them.
     assert accepted > rounds / 2 and differing <= 1 + rounds // 100
+
+
+READ_BY_C = {  # what the reader in C, which has no memory for names and no dtypes of torch, does not look at
+    "a tensor that is there twice",
+    "a table and a tensor of one name",
+    "elements of 16 bytes",
+    "a part of another table",
+    "a tau that is no number",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_python_refuses(name):
+    """C refuses the same files and tables."""
+    case = CASES[name]
+    opened = attempt(OpenFile, case.bytes())
+    accepted = opened is not None and (case.tensor is None or attempt(opened.table, case.tensor) is not None)
+    assert accepted == (name in READ_BY_C)
 
 
 def test_the_example(tmp_path):

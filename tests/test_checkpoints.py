@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -464,6 +465,26 @@ def test_damaged_inputs_are_refused(tmp_path):
             open_source(tmp_path / name)
         assert isinstance(caught.value, (ibp.SourceFormatError, ibp.FileFormatError)), name
         assert "\n" not in str(caught.value) and str(tmp_path / name) in str(caught.value), name
+
+
+@pytest.mark.parametrize(
+    ("descr", "message"),
+    [
+        ("('<f4', (3,))", r"its elements are arrays of shape \(3,\)"),
+        ("[('a', '<f4', (3,))]", "which torch does not have"),
+        ("[('a', '<f4')]", "which torch does not have"),
+    ],
+)
+def test_arrays_whose_elements_are_arrays_are_refused(tmp_path, descr, message):
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': (4,)}}\n".encode()
+    array = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header + np.arange(12.0, dtype="<f4").tobytes()
+    (tmp_path / "x.npy").write_bytes(array)
+    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with zipfile.ZipFile(tmp_path / f"{method}.npz", "w", method) as archive:
+            archive.writestr("x.npy", array)
+    for file in tmp_path.iterdir():
+        with pytest.raises(ibp.SourceFormatError, match=message):
+            open_source(file)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")

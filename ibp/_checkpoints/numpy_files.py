@@ -196,6 +196,8 @@ def _read_array_header(stream: IO[bytes], name: str, path: object) -> tuple[np.d
         shape, is_fortran, dtype = read(stream)
         if not all(size >= 0 for size in shape):
             raise ValueError(f"its shape is {shape}")
+        if dtype.shape:  # which numpy.save writes of no array
+            raise ValueError(f"its elements are arrays of shape {dtype.shape}")
     except _UNREADABLE as error:
         raise SourceFormatError(f"{path}: {name!r} is no array of numpy: {error}") from None
     return dtype, shape, is_fortran, stream.tell()

@@ -17,6 +17,7 @@ from .writer import CHECKS, FORMAT, MAX_HEADER_BYTES, PREFIX
 
 _MOST_DIMENSIONS = 64
 _MOST = 2**63 - 1
+_MOST_DIGITS = 20  # of a number, its sign included
 SHAPE_BITS = "2^63 - 1 bits, each size 0 taken as 1"  # of a tensor
 # Bits of an element, of dtypes that safetensors names, and then of those of torch's that it does not.
 _ITEM_BITS = {
@@ -120,7 +121,9 @@ def _parsed(text: bytes, name: str) -> dict[str, Any]:
     try:
         if not text.startswith(b"{"):
             raise ValueError("it does not begin with {")
-        return json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return json.loads(
+            text.decode(), object_pairs_hook=_unique, parse_int=_whole_number, parse_constant=_refuse_constant
+        )
     except (ValueError, RecursionError) as error:
         why = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         raise FileFormatError(f"{name} is no file of safetensors: its header is no JSON ({why[:200]})") from None
@@ -133,6 +136,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key in found:
         key.encode()  # no half of a surrogate pair, which cannot be printed
     return found
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"it holds a number of {len(text)} digits")
+    return int(text)
 
 
 def _refuse_constant(text: str) -> Any:

@@ -55,6 +55,11 @@ def with_header_size(size: int):
     return lambda data: size.to_bytes(8, "little") + data[8:]
 
 
+def with_empty(header: str, shape: str) -> str:
+    """A header that has one more tensor, without bytes."""
+    return f'{{"another":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,0]}},{header[1:]}'
+
+
 def entry_of(data: bytes, name: str) -> tuple[int, str]:
     """Where a tensor's bytes begin in the file, and its entry in the header as text."""
     text = header_of(data)
@@ -135,6 +140,19 @@ OF_FILES = {
     "nested lists": Case(
         "raw.safetensors", "is no JSON", data=lambda data: with_header(data, '{"a":' + "[" * 99999 + "]" * 99999 + "}")
     ),
+    "a number of many digits": Case(
+        "raw.safetensors", "a number of 5000 digits", data=lambda data: with_header(data, '{"a":' + "9" * 5000 + "}")
+    ),
+    "too many bits": Case(
+        "raw.safetensors",
+        r"is U8 \[4611686018427387904, 8, 0\]; wanted at most 2\^63 - 1 bits, each size 0 taken as 1",
+        data=lambda data: with_header(data, with_empty(header_of(data), "4611686018427387904,8,0")),
+    ),
+    "too many bits behind a zero": Case(
+        "raw.safetensors",
+        r"is U8 \[0, 1152921504606846976\]; wanted at most",
+        data=lambda data: with_header(data, with_empty(header_of(data), "0,1152921504606846976")),
+    ),
     "not a number": Case("raw.safetensors", "it holds NaN", text=('"shape":[128]', '"shape":[NaN]')),
     "a key that is there twice": Case("raw.safetensors", "a key is there twice", text=("ibp.release", "ibp.format")),
     "a tensor that is there twice": Case(
@@ -204,6 +222,10 @@ OF_TABLES = {
     "a dimension in other digits": of_table("dtype=BF16 shape=٤,24 scheme=raw row_bytes=48 slot_bytes=48", "shape is"),
     "a huge shape": of_table(
         "dtype=BF16 shape=4294967296,4294967296 scheme=raw row_bytes=48 slot_bytes=48",
+        r"wanted at most 2\^63 - 1 bits",
+    ),
+    "a huge shape without elements": of_table(
+        "dtype=BF16 shape=4611686018427387904,8,0 scheme=raw row_bytes=48 slot_bytes=48",
         r"wanted at most 2\^63 - 1 bits",
     ),
     "a leading zero": of_table("dtype=BF16 shape=40,24 scheme=raw row_bytes=048 slot_bytes=48", "row_bytes is '048'"),
