@@ -82,6 +82,21 @@ def test_wrong_usage_is_one_line(arguments, capsys):
 
 
 @pytest.mark.parametrize(
+    "arguments, meant",
+    [
+        (["decompres"], "decompress"),
+        (["inspct", "x"], "inspect"),
+        (["compress", "x", "-o", "y", "--scheme", "plane"], "planes"),
+    ],
+    ids=str,
+)
+def test_a_misspelt_word_gets_the_one_that_was_meant(arguments, meant, capsys):
+    assert run(*arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and re.fullmatch(rf"ibp[^\n]* \(did you mean '{meant}'\?\); see [^\n]+\n", shown.err)
+
+
+@pytest.mark.parametrize(
     "text, num_bytes",
     [("4096", 4096), ("5G", 5 << 30), ("512MiB", 512 << 20), ("1.5GB", 1_500_000_000), ("7B", 7), ("2k", 2048)],
 )
@@ -113,14 +128,31 @@ def test_sizes_shown(num_bytes, text):
     assert output.show_size(num_bytes) == text
 
 
-def test_tables_fit_and_hold_names_whole(capsys):
-    arguments = PARSER.parse_args(["completion", "bash"])
-    arguments.json = arguments.quiet = False
-    name = "model.layers." + 30 * "long." + "weight"
-    output.report(arguments, {}, output.table(["tensor", ">bytes"], [[name, "1,000"]]), "a sentence " * 20)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert name in "".join(line.removesuffix("1,000").strip() for line in lines)
+def reported(capsys, name):
+    """The lines of a table with a name, and of a sentence."""
+    arguments = parsing.argparse.Namespace(json=False, quiet=False)
+    output.report(arguments, {}, output.table(["tensor", ">bytes"], [[name, "1,000"]]), "a sentence " * 90)
+    return capsys.readouterr().out.splitlines()
+
+
+NAME = "model.layers." + 30 * "long." + "weight"
+
+
+def test_names_are_whole_in_pipes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = reported(capsys, NAME)
+    assert f"{NAME}  1,000" in lines and max(len(line) for line in lines if "sentence" in line) <= 80
+
+
+@pytest.mark.parametrize("columns, width", [(40, 80), (80, 80), (100, 100), (400, 400)])
+def test_tables_and_sentences_fill_a_terminal(capsys, monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    lines = reported(capsys, NAME)
+    assert max(map(len, lines)) <= width and max(len(line) for line in lines if "sentence" in line) > width - 12
+    assert NAME in "".join(line.removesuffix("1,000").strip() for line in lines)
+    assert any(NAME in line for line in lines) == (width == 400)
 
 
 def test_names_cannot_control_the_terminal():

@@ -11,7 +11,7 @@ import torch
 import ibp
 from helpers import embedding, one_hot_rows, spiky_rows
 from ibp._cli import main as frame
-from ibp._inspect import report
+from ibp._inspect import collecting, report
 from ibp._inspect.collecting import inspect_path
 from ibp._inspect.page import make_page
 from native import ROOT
@@ -64,7 +64,10 @@ def test_a_file_is_described(file, capsys):
     assert found["original_bytes"] == sum(tensor["original_bytes"] for tensor in tensors.values())
 
 
-def test_lists_fit_a_terminal(file, capsys):
+def test_lists_fit_a_terminal(file, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert run("inspect", file, "--planes") == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 80 and "\x1b" not in shown
@@ -166,6 +169,24 @@ def test_a_failing_plot_leaves_what_is_there(file, tmp_path, monkeypatch):
     plot.write_text("before")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert run("inspect", file, "--plot", plot) == 2 and plot.read_text() == "before"
+
+
+def test_a_missing_matplotlib_is_said_before_the_work(file, tmp_path, capsys, monkeypatch):
+    """No file is read for a plot that cannot be drawn; a page that is asked for besides is written."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said = []
+
+    def inspected(*arguments, **options):
+        said.append(capsys.readouterr().err)
+        return inspect_path(*arguments, **options)
+
+    monkeypatch.setattr(collecting, "inspect_path", inspected)
+    plot, page = tmp_path / "out.png", tmp_path / "out.html"
+    assert run("inspect", file, "--plot", plot) == 2 and said == []
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert run("inspect", file, "--plot", plot, "--html", page, "--quiet") == 2
+    assert len(said) == 1 and re.fullmatch(r"ibp inspect: [^\n]+ pip install matplotlib\n", said[0])
+    assert not plot.exists() and "layers.0.weight" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("option", ["--plot", "--html"])

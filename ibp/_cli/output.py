@@ -1,11 +1,12 @@
-"""What commands print: one JSON document, or sentences and tables of at most 80 columns. Errors and bars go to
-stderr."""
+"""What commands print: one JSON document, or sentences and tables as wide as the terminal. In pipes and files tables are
+as wide as their longest names. Errors and bars go to stderr."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import re
+import shutil
 import sys
 import textwrap
 import unicodedata
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from rich.table import Table
 
-WIDTH = 80
+_WIDTH = 80  # of sentences in pipes; the least of a terminal, as narrower ones fold lines by themselves
+_UNLIMITED = 1 << 20  # of tables in pipes
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -39,23 +41,32 @@ def report(arguments: argparse.Namespace, document: object, *parts: object) -> N
 def note(arguments: argparse.Namespace, sentence: str) -> None:
     """Says on stderr what a user may want to know besides the result."""
     if not arguments.quiet:
-        print(f"ibp {arguments.command}: {one_line(sentence)}", file=sys.stderr)
+        warn(arguments, sentence)
+
+
+def warn(arguments: argparse.Namespace, sentence: str) -> None:
+    """Says on stderr what went wrong while the command goes on, with --quiet as well."""
+    print(f"ibp {arguments.command}: {one_line(sentence)}", file=sys.stderr)
 
 
 def _print(parts: Iterable[object]) -> None:
     from rich.console import Console
 
-    console = Console(width=WIDTH, highlight=False, emoji=False, markup=False)
+    is_terminal = sys.stdout.isatty()
+    width = max(_WIDTH, shutil.get_terminal_size().columns) if is_terminal else _WIDTH
+    at_most = width if is_terminal else _UNLIMITED
+    console = Console(width=at_most, height=24, highlight=False, emoji=False, markup=False)
     with console.capture() as captured:
         for part in parts:
             if isinstance(part, str):  # words stay whole: paths are copied
-                part = textwrap.fill(part, WIDTH, break_long_words=False, break_on_hyphens=False)
+                part = textwrap.fill(part, width, break_long_words=False, break_on_hyphens=False)
             console.print(part, soft_wrap=isinstance(part, str))
     sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table. Columns whose names begin with ">" stand to the right; the first one folds where a line is full. Without
+    """A table. Columns whose names begin with ">" stand to the right; the first one folds where a terminal's line is
+    full. Without
     names there is no head."""
     from rich import box
     from rich.table import Table

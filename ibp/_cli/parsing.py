@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 from typing import Any, NoReturn
@@ -22,6 +23,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        near = difflib.get_close_matches(str(value), map(str, action.choices or ()), 1)
+        if near and near[0] != value:
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r} (did you mean {near[0]!r}?)")
+        super()._check_value(action, value)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -56,15 +56,22 @@ def run(arguments: argparse.Namespace) -> int:
     for picture in filter(None, (arguments.plot, arguments.html)):
         if not Path(picture).absolute().parent.is_dir():
             raise output.Failure(f"{picture}: there is no such directory")
+    status = 0
     if arguments.plot:
-        drawing.require_matplotlib()
+        try:
+            drawing.require_matplotlib()
+        except ImportError as error:
+            if not arguments.html:
+                raise
+            output.warn(arguments, f"{arguments.plot} is not drawn: {error}")
+            arguments.plot, status = None, 2
     bars = output.show_bars(arguments)
     with inputs.local(arguments.inputs) as given:
         files = [inspect_path(path, wanted=wanted, progress=bars) for path in expand(given)]
     _check_names(arguments, files)
     _write_pictures(arguments, files)
     output.report(arguments, {"files": [_document(file) for file in files]}, *_parts(arguments, files))
-    return 0
+    return status
 
 
 def _check_names(arguments: argparse.Namespace, files: list[FileReport]) -> None:
@@ -79,10 +86,10 @@ def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> N
     from ibp._inspect import drawing, page
 
     tensors = [tensor for file in files for tensor in file.tensors]
-    if arguments.plot:
-        write_whole(Path(arguments.plot), drawing.draw(tensors, ", ".join(file.path for file in files)))
     if arguments.html:
         write_whole(Path(arguments.html), page.make_page(files).encode("utf-8", "backslashreplace"))
+    if arguments.plot:
+        write_whole(Path(arguments.plot), drawing.draw(tensors, ", ".join(file.path for file in files)))
 
 
 def _document(file: FileReport) -> dict[str, Any]:
