@@ -5,13 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-# In $(VENV) the kernels are compiled for the GPUs of this machine. Where there is none, demo and test do without them,
-# and the other targets compile them for one GPU, to see that they do. `pip install` and `make install` compile for all.
-GPUS := $(strip $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null \
-    | grep -E '^[0-9]+\.[0-9]$$' | sort -u | tr '\n' ' '))
-ifneq ($(GPUS),)
-demo test test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= $(GPUS)
-else ifeq ($(wildcard /dev/nvidia[0-9]*),)
+# Kernels are compiled for the GPUs of this machine. Where there is none, demo and test do without them, and the other
+# targets compile them for one GPU, to see that they do.
+include csrc/gpus.mk
+ifeq ($(GPUS)$(wildcard /dev/nvidia[0-9]*),)
 demo test: export IBP_NO_CUDA ?= 1
 test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
@@ -82,7 +79,7 @@ $(VENV)/.frameworks $(VENV)/.bench: $(VENV)/.build
 # The library is built again when what it is built with changes.
 $(VENV)/.environment: FORCE
 	@mkdir -p $(@D)
-	@printf '%s\n' '$(IBP_NO_CUDA) $(CC) $(CXX) $(CFLAGS) $(CXXFLAGS) $(LDFLAGS) $(TORCH_CUDA_ARCH_LIST)' > $@.new
+	@printf '%s\n' '$(IBP_NO_CUDA) $(CC) $(CXX) $(CFLAGS) $(CXXFLAGS) $(LDFLAGS) $(TORCH_CUDA_ARCH_LIST) $(GPUS)' > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 $(VENV)/.ibp: $(VENV)/.build $(VENV)/.environment $(SOURCES)

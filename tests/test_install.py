@@ -299,26 +299,82 @@ def test_changed_flags_rebuild(tmp_path):
     assert "core/version.c" not in make(f"BUILD={tmp_path}", output, **{**NO_CUDA, "CFLAGS": "-O0 -DNAME='a b'"})
 
 
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
-def test_architectures(tmp_path):
-    """TORCH_CUDA_ARCH_LIST as torch takes it, its default, and a wrong one."""
+needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
 
-    def gencode(arch_list):
-        output = make(
-            f"BUILD={tmp_path}",
-            "--dry-run",
-            f"{tmp_path}/cuda/index.cu.o",
-            IBP_NO_CUDA="",
-            TORCH_CUDA_ARCH_LIST=arch_list,
-        )
+
+@pytest.fixture
+def gencode(tmp_path):
+    """What nvcc compiles for, on a machine whose nvidia-smi prints these lines."""
+
+    def asked(arch_list, printed=""):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{printed}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        variables = {"IBP_NO_CUDA": "", "TORCH_CUDA_ARCH_LIST": arch_list, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        output = make(f"BUILD={tmp_path}", "--dry-run", f"{tmp_path}/cuda/index.cu.o", **variables)
         command = next(line for line in output.splitlines() if " -c cuda/index.cu " in line)
         return re.findall(r"-gencode=arch=(\S+),code=(\S+)", command)
 
+    return asked
+
+
+@needs_nvcc
+def test_architectures(gencode):
+    """TORCH_CUDA_ARCH_LIST as torch takes it, its default without a GPU, and a wrong one."""
     assert gencode("8.0;9.0+PTX") == [("compute_80", "sm_80"), ("compute_90", "sm_90"), ("compute_90", "compute_90")]
     assert gencode("") == gencode("8.0, 9.0+PTX")
     assert gencode("9.0a 10.0") == [("compute_90a", "sm_90a"), ("compute_100", "sm_100")]
     with pytest.raises(AssertionError, match="TORCH_CUDA_ARCH_LIST has Hopper"):
         gencode("8.0 Hopper")
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "printed, meant",
+    [
+        ("9.0\\n9.0\\n", "9.0+PTX"),
+        ("9.0\\n8.6\\n", "8.6 9.0+PTX"),
+        ("10.0\\n9.0\\n", "9.0 10.0+PTX"),
+        ("99.0\\n9.0\\n", "9.0+PTX"),  # nvcc does not know the newest
+        ("99.0\\n", "8.0 9.0+PTX"),
+        ("7.5\\n", "8.0 9.0+PTX"),  # the kernels need 8.0
+        ("No devices were found\\n", "8.0 9.0+PTX"),
+    ],
+    ids=str.strip,
+)
+def test_the_gpus_of_this_machine_are_compiled_for(gencode, printed, meant):
+    assert gencode("", printed) == gencode(meant, printed)
+    assert gencode("8.9", printed) == [("compute_89", "sm_89")]
+
+
+@needs_nvcc
+@pytest.mark.parametrize("jobs", [1, 2, 16])
+def test_a_build_says_what_nvcc_compiles(tmp_path, jobs):
+    """Once, before it begins: how many files, for which GPUs, and about how long."""
+    variables = {"IBP_NO_CUDA": "", "TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX"}
+    record = f"{tmp_path}/nvcc.cmd"
+    said = make(f"BUILD={tmp_path}", f"-j{jobs}", record, **variables)
+    num_files = len(list((CSRC / "cuda").rglob("*.cu")))
+    assert f"nvcc compiles {num_files} files for GPUs of compute capability 8.0 9.0+PTX, {jobs} at a time" in said
+    assert re.search(r"about \d+ minutes? ", said) and "IBP_NO_CUDA=1" in said
+    assert "nvcc compiles" not in make(f"BUILD={tmp_path}", record, **variables)
+
+
+def test_a_build_without_nvcc_says_so(tmp_path):
+    build = (f"BUILD={tmp_path}", "NVCC=", f"{tmp_path}/cc.cmd")
+    assert "no nvcc is found" in make(*build, IBP_NO_CUDA="")
+    assert "nvcc" not in make(*build, **{**NO_CUDA, "CFLAGS": "-O1"})
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_the_makefile_of_the_project_builds_kernels_where_there_is_a_gpu(tmp_path, has_gpu):
+    if not has_gpu and list(pathlib.Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is a GPU")
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {'9.0' if has_gpu else 'No devices were found'}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
+    printed = run("make", "-C", ROOT, "--dry-run", "test", **variables)
+    settings = re.search(r"^printf '%s.n' '(.*)' > \S+/.environment.new$", printed, re.MULTILINE)[1].split()
+    assert (settings[0] == "1", settings[-1] == "9.0") == (not has_gpu, has_gpu)
 
 
 # ---- with kernels --------------------------------------------------------------------------------------------------
@@ -378,7 +434,7 @@ def test_symbols_with_cuda(installed_with_cuda, installed):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="there is no nvcc")
+@needs_nvcc
 def test_depfile_of_several_architectures(tmp_path):
     """nvcc lists the headers of every pass, so that a changed one compiles the kernels again."""
     target = f"{tmp_path}/cuda/index.cu.o"

@@ -1,5 +1,5 @@
-"""What commands print: one JSON document, or sentences and tables as wide as the terminal. In pipes and files tables are
-as wide as their longest names. Errors and bars go to stderr."""
+"""What commands print: one JSON document, or sentences and tables as wide as the terminal. In pipes and files tables
+are as wide as their longest names. Errors and bars go to stderr."""
 
 from __future__ import annotations
 
