@@ -14,6 +14,7 @@ import torch
 import ibp
 from helpers import embedding, make_tensor, one_hot_rows
 from ibp._inspect import drawing, page, report
+from native import ROOT
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">\u2028 $x_{ & {{data}}"
 LIMIT_S = 60
@@ -83,6 +84,20 @@ def test_a_page_of_a_large_model_is_small():
     assert len(page_of(reports_of(300)).encode()) < 600_000
 
 
+def test_every_part_has_a_colour_of_its_own():
+    """In light and in dark, so that the legend tells them apart."""
+    script, style = page._resource("page.js"), page._resource("page.css")
+    kinds = dict(re.findall(r'^  "?([\w ]+)"?: "(\w+)",$', script, re.MULTILINE))
+    named = set(re.findall(r"^\| ([^|]+) \| ", (ROOT / "docs" / "inspect.md").read_text(), re.MULTILINE))
+    parts = {part.strip() for line in named for part in line.split(",")} - {"part", "---", "digits of plane 0", "1", "..."}
+    assert parts < set(kinds) and {f"digits of plane {plane}" for plane in range(4)} < set(kinds)
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    for theme in (light, dark.partition("* {")[0]):
+        colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", theme))
+        taken = [colors[kind] for kind in [*kinds.values(), "amount", "other"]]
+        assert len(set(taken)) == len(taken)
+
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -109,7 +124,9 @@ def test_a_browser_shows_the_tensors(browse, tmp_path):
     shown = browse(f"file://{path}#t0", "--dump-dom")
     rows = re.findall(r'<tr tabindex="0" data-at="(-?\d+)"', shown)
     assert rows == ["-1", "0", "1", "2", "3", "4", "5"] and "6 tensors" in shown
-    assert "<h2>&lt;/script&gt;&lt;img" in shown and "<title>a&lt;b&gt;.safetensors</title>" in shown
+    heading = re.search(r"<h2>(.*?)</h2>", shown, re.DOTALL)[1]
+    assert heading.replace("<wbr>", "").startswith("&lt;/script&gt;&lt;img") and ".<wbr>" in shown
+    assert "<title>a&lt;b&gt;.safetensors</title>" in shown
     assert "residuals" in shown and "plane 0" in shown
 
 

@@ -16,18 +16,25 @@ const COLUMNS = [
 ];
 const PART_COLORS = {
   residuals: "kept",
-  "kept bits": "kept",
-  plain: "kept",
-  signs: "kept",
-  "raw symbols": "raw",
-  "raw rows": "raw",
-  "chunks kept whole": "raw",
-  header: "index",
-  positions: "index",
+  "kept bits": "agreeing",
+  signs: "signs",
+  "digits of plane 0": "plane0",
+  "digits of plane 1": "plane1",
+  "digits of plane 2": "plane2",
+  "digits of plane 3": "plane3",
+  "participation bits": "flags",
+  "raw symbols": "symbols",
+  "chunks kept whole": "chunks",
+  "raw rows": "rows",
+  header: "header",
+  positions: "positions",
   index: "index",
-  "participation bits": "ranked",
   codebook: "book",
-  "cluster numbers": "book",
+  "cluster numbers": "clusters",
+  plain: "plain",
+  "coded blocks": "blocks",
+  "coded rows": "uncounted",
+  "rounding to bytes": "rounding",
   "unused room": "left",
 };
 const PART_ORDER = [
@@ -42,8 +49,11 @@ const PART_ORDER = [
   "positions",
 ];
 const USES = [["kept as it is", "kept"], ["ranked symbol", "ranked"], ["left out", "left"]];
+const MARGIN = 44; // of charts, for the labels on their left
+const MOST_KINDS = 24;
 let sorting = { column: null, down: false };
 let shown = [];
+let drawnWidth = 0;
 let current = -1; // of tensors; -1: all of them
 
 // ---- elements ----
@@ -78,8 +88,25 @@ function label(svg, x, y, text, anchor = "start") {
   svg.append(drawn("text", { x, y, "text-anchor": anchor }, text));
 }
 
+// One unit is one pixel: text of a chart has the size of the page's.
 function chart(width, height, label) {
-  return drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+  return drawn("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
+}
+
+function chartWidth() {
+  const style = getComputedStyle(document.getElementById("detail"));
+  const inside = document.getElementById("detail").clientWidth - 2 * parseFloat(style.paddingLeft);
+  return Math.max(240, Math.min(900, inside));
+}
+
+function caption(text) {
+  return element("p", { class: "soft" }, text);
+}
+
+// A name, which may break after its dots and slashes, and after underscores where its words are long.
+function broken(name) {
+  const words = name.split(/(?<=[./])/).flatMap((word) => (word.length > 20 ? word.split(/(?<=_)/) : [word]));
+  return words.flatMap((word, at) => (at ? [element("wbr"), word] : [word]));
 }
 
 function keys(entries) {
@@ -147,7 +174,7 @@ function totals() {
 function row(at, values) {
   const cells = values.map((value, column) => {
     const text = column === 5 ? percent(value) : typeof value === "number" ? size(value) : value;
-    return element("td", { class: COLUMNS[column][2] }, text);
+    return element("td", { class: COLUMNS[column][2] }, ...(column ? [text] : broken(text)));
   });
   const made = element("tr", { tabindex: "0", "data-at": at, "aria-selected": at === current }, ...cells);
   if (at < 0) made.classList.add("total");
@@ -176,6 +203,7 @@ function showHeads() {
 function showDetail() {
   const back = element("button", { type: "button", id: "back" }, "Back to the list");
   back.addEventListener("click", close);
+  drawnWidth = chartWidth();
   const parts = current < 0 ? overview() : tensorPage(tensors[current]);
   document.getElementById("detail").replaceChildren(back, ...parts);
   for (const made of document.querySelectorAll("#list tbody tr")) {
@@ -233,7 +261,7 @@ function tensorPage(tensor) {
     facts.push(["counted", `${count(tensor.sampledRows)} of the rows, as a sample`]);
   }
   if (tensor.note) facts.push(["note", tensor.note]);
-  const made = [element("h2", {}, tensor.name), factList(facts), ...partsOf(tensor.parts)];
+  const made = [element("h2", {}, ...broken(tensor.name)), factList(facts), ...partsOf(tensor.parts)];
   if (tensor.entropy.length) made.push(...bitsOf(tensor, "bits"));
   if (tensor.lengths && tensor.codebook != null) made.push(...lengthsOf(tensor));
   if (tensor.entries) made.push(...entriesOf(tensor));
@@ -252,7 +280,7 @@ function rowFacts(tensor) {
 }
 
 function partColor(part) {
-  return part.startsWith("digits of plane") ? "ranked" : PART_COLORS[part] || "other";
+  return PART_COLORS[part] || "other";
 }
 
 function partRank(part) {
@@ -264,11 +292,12 @@ function partsOf(parts) {
   const entries = Object.entries(parts).sort((a, b) => partRank(a[0]) - partRank(b[0]) || a[0].localeCompare(b[0]));
   const total = sum(entries.map(([, bytes]) => bytes));
   if (!total) return [];
-  const svg = chart(600, 30, "bytes by part");
+  const all = chartWidth();
+  const svg = chart(all, 30, "bytes by part");
   let x = 0;
   for (const [part, bytes] of entries) {
-    const width = (600 * bytes) / total;
-    box(svg, partColor(part), x, 2, Math.max(0.4, width - 1), 26, `${part}: ${percent(bytes / total)}`);
+    const width = (all * bytes) / total;
+    box(svg, partColor(part), x, 2, Math.max(0.5, width - 1), 26, `${part}: ${percent(bytes / total)}`);
     x += width;
   }
   const lines = entries.map(([part, bytes]) => {
@@ -277,82 +306,110 @@ function partsOf(parts) {
     return element("tr", {}, element("td", {}, swatch), ...cells);
   });
   const table = element("table", {}, element("tbody", {}, ...lines));
-  return [element("h3", {}, "what the bytes are"), svg, element("div", { class: "wide" }, table)];
+  const said = "A strip is a part, as wide as its bytes are many; the colours are named below it.";
+  return [element("h3", {}, "what the bytes are"), caption(said), svg, element("div", { class: "wide" }, table)];
+}
+
+// Tensors whose names differ in numbers only, the kinds with the most bytes first.
+function kinds() {
+  const found = new Map();
+  for (const tensor of tensors.filter((t) => t.before)) {
+    const kind = tensor.name.replace(/(?<![^._/])\d+(?![^._/])/g, "*");
+    found.set(kind, [...(found.get(kind) || []), tensor]);
+  }
+  const named = [...found].map(([kind, own]) => [own.length > 1 ? kind : own[0].name, own]);
+  named.sort((a, b) => sum(b[1].map((t) => t.before)) - sum(a[1].map((t) => t.before)));
+  const others = named.splice(named.length > MOST_KINDS ? MOST_KINDS - 1 : MOST_KINDS).flatMap(([, own]) => own);
+  return others.length ? [...named, ["others", others]] : named;
 }
 
 function savingsOf() {
-  const ordered = tensors.filter((t) => t.before).sort((a, b) => saved(b) - saved(a));
-  const total = sum(ordered.map((t) => t.before));
-  if (!total) return [];
-  const svg = chart(600, 150, "savings by tensor");
-  const most = Math.max(0.1, ...ordered.map(saved));
-  let x = 36;
-  for (const tensor of ordered) {
-    const width = (560 * tensor.before) / total;
-    const height = (120 * Math.max(0, saved(tensor))) / most;
-    const hint = `${tensor.name}: ${percent(saved(tensor))} saved`;
-    box(svg, "ranked", x, 126 - height, Math.max(0.5, width - 0.5), height, hint);
-    x += width;
-  }
-  label(svg, 0, 12, percent(most));
-  label(svg, 0, 128, "0 %");
-  label(svg, 36, 144, "tensors that save the most first, as wide as they are large");
-  return [element("h3", {}, "savings by tensor"), svg];
+  const lines = kinds().map(([name, own]) => {
+    const [before, after] = [sum(own.map((t) => t.before)), sum(own.map((t) => t.after))];
+    const share = 1 - after / before;
+    const svg = drawn("svg", { width: 100, height: 12, "aria-hidden": "true" });
+    box(svg, "amount", 0, 2, 100 * Math.max(0, share), 10, percent(share));
+    const cells = [count(own.length), size(before), percent(share)].map((text) => element("td", { class: "number" }, text));
+    return element("tr", {}, element("td", { class: "name" }, ...broken(name)), ...cells, element("td", {}, svg));
+  });
+  if (!lines.length) return [];
+  const said = "Tensors whose names differ in numbers only: how many, their bytes before, and the share that is saved.";
+  const table = element("table", {}, element("tbody", {}, ...lines));
+  return [element("h3", {}, "savings"), caption(said), element("div", { class: "wide" }, table)];
 }
 
 function bitsOf(tensor, title) {
   const width = tensor.entropy.length;
-  const step = 560 / width;
-  const svg = chart(600, 196, "entropy of each bit, and what is done with it");
+  const all = chartWidth();
+  const step = (all - MARGIN) / width;
+  const svg = chart(all, 196, "entropy of each bit, and what is done with it");
+  const used = new Set();
   tensor.entropy.forEach((entropy, bit) => {
     const [left, ranked] = [(tensor.leftOut || [])[bit] || 0, (tensor.ranked || [])[bit] || 0];
-    const x = 36 + bit * step;
+    const x = MARGIN + bit * step;
     const name = `bit ${width - 1 - bit}`;
-    box(svg, "other", x, 92 - 76 * entropy, step * 0.88, 76 * entropy, `${name}: entropy ${entropy.toFixed(3)} bits`);
+    box(svg, "amount", x, 92 - 76 * entropy, step * 0.88, 76 * entropy, `${name}: entropy ${entropy.toFixed(3)} bits`);
     let y = 100;
     [1 - left - ranked, ranked, left].forEach((share, use) => {
+      if (share < 0.0005) return;
+      used.add(use);
       box(svg, USES[use][1], x, y, step * 0.88, 60 * share, `${name}: ${percent(share)} ${USES[use][0]}`);
       y += 60 * share;
     });
     if (width <= 16 || bit % 8 === 0) label(svg, x + step * 0.44, 174, width - 1 - bit, "middle");
   });
-  label(svg, 0, 22, "1 bit");
+  label(svg, 0, 24, "1 bit");
   label(svg, 0, 92, "0");
   label(svg, 0, 134, "use");
-  for (const [start, field] of data.fields[tensor.dtype] || []) {
-    const x = 35 + start * step;
-    label(svg, x + (start ? 3 : 1), 190, field === "sign" ? "s" : field);
+  const fields = data.fields[tensor.dtype] || [];
+  fields.forEach(([start, field], at) => {
+    const x = MARGIN - 1 + start * step;
+    const room = ((at + 1 < fields.length ? fields[at + 1][0] : width) - start) * step;
+    label(svg, x + (start ? 3 : 1), 190, room < 8 * field.length ? field[0] : field);
     if (start) svg.append(drawn("line", { x1: x, x2: x, y1: 12, y2: 190, stroke: "currentColor" }));
-  }
-  return [element("h3", {}, title), svg, keys([["entropy", "other"], ...USES])];
+  });
+  const said = "A column is a bit, the most significant one first. Above: its entropy. Below: the share of elements of which";
+  const legend = keys([["entropy", "amount"], ...USES.filter((_, use) => used.has(use))]);
+  return [element("h3", {}, title), caption(`${said} it is kept, part of a ranked symbol, or left out.`), svg, legend];
 }
 
 function lengthsOf(tensor) {
-  const svg = chart(600, 130, "rows by their stored bytes");
+  const all = chartWidth();
+  const svg = chart(all, 130, "rows by their stored bytes");
   const most = Math.max(...tensor.lengths);
-  const step = 560 / tensor.lengths.length;
+  const step = (all - MARGIN) / tensor.lengths.length;
   tensor.lengths.forEach((rows, bin) => {
     const [first, end] = [bin, bin + 1].map((edge) => Math.round((edge * tensor.rowBytes) / tensor.lengths.length));
-    const [height, hint] = [(94 * rows) / most, `${first} to ${end} bytes: ${count(rows)} rows`];
-    box(svg, "kept", 36 + bin * step, 104 - height, step * 0.9, height, hint);
+    const [height, hint] = [(88 * rows) / most, `${first} to ${end} bytes: ${count(rows)} rows`];
+    box(svg, "amount", MARGIN + bin * step, 104 - height, step * 0.9, height, hint);
   });
-  label(svg, 36, 122, "0");
-  label(svg, 596, 122, `${count(tensor.rowBytes)} bytes`, "end");
-  return [element("h3", {}, "rows by their stored bytes"), svg];
+  svg.append(drawn("line", { x1: MARGIN, x2: all, y1: 104.5, y2: 104.5, stroke: "currentColor" }));
+  label(svg, 0, 24, count(most));
+  label(svg, 0, 106, "0");
+  label(svg, MARGIN, 122, "0");
+  label(svg, all, 122, `${count(tensor.rowBytes)} bytes`, "end");
+  const said = "How many rows take that many bytes, the whole row on the right.";
+  return [element("h3", {}, "rows by their stored bytes"), caption(said), svg];
+}
+
+function entryColor(meaning) {
+  const plane = /^plane \d+/.exec(meaning);
+  return plane ? partColor(`digits of ${plane[0]}`) : meaning.startsWith("raw symbol") ? "symbols" : "amount";
 }
 
 function entriesOf(tensor) {
   const most = Math.max(...tensor.entries.map(([, , share]) => share));
   const lines = tensor.entries.map(([name, meaning, share]) => {
-    const svg = drawn("svg", { viewBox: "0 0 100 10", "aria-hidden": "true" });
-    svg.style.width = "100px";
-    box(svg, "ranked", 0, 0, (100 * share) / most, 10, percent(share));
+    const svg = drawn("svg", { width: 100, height: 12, "aria-hidden": "true" });
+    box(svg, entryColor(meaning), 0, 2, (100 * share) / most, 10, percent(share));
     const cells = [element("code", {}, name), meaning].map((text) => element("td", {}, text));
     return element("tr", {}, ...cells, element("td", { class: "number" }, percent(share)), element("td", {}, svg));
   });
-  const title = tensor.scheme === "ibp" ? "pairs of mask and value, by chunks of a row" : "symbols, by frequency";
+  const [title, said] = tensor.scheme === "ibp"
+    ? ["pairs of mask and value", "The share of chunks that have the invariant bits of the pair."]
+    : ["symbols", "The share of elements that have the symbol, in the colour of its plane."];
   const table = element("table", {}, element("tbody", {}, ...lines));
-  return [element("h3", {}, title), element("div", { class: "wide" }, table)];
+  return [element("h3", {}, title), caption(said), element("div", { class: "wide" }, table)];
 }
 
 // ---- going through it ----
@@ -404,6 +461,7 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 addEventListener("hashchange", followHash);
+addEventListener("resize", () => chartWidth() !== drawnWidth && showDetail());
 
 const [, , , before, after, share] = totals();
 document.getElementById("summary").textContent =
