@@ -89,7 +89,13 @@ def test_every_part_has_a_colour_of_its_own():
     script, style = page._resource("page.js"), page._resource("page.css")
     kinds = dict(re.findall(r'^  "?([\w ]+)"?: "(\w+)",$', script, re.MULTILINE))
     named = set(re.findall(r"^\| ([^|]+) \| ", (ROOT / "docs" / "inspect.md").read_text(), re.MULTILINE))
-    parts = {part.strip() for line in named for part in line.split(",")} - {"part", "---", "digits of plane 0", "1", "..."}
+    parts = {part.strip() for line in named for part in line.split(",")} - {
+        "part",
+        "---",
+        "digits of plane 0",
+        "1",
+        "...",
+    }
     assert parts < set(kinds) and {f"digits of plane {plane}" for plane in range(4)} < set(kinds)
     light, dark = style.split("@media (prefers-color-scheme: dark)")
     for theme in (light, dark.partition("* {")[0]):
@@ -223,7 +229,7 @@ def test_a_plot_has_a_panel_a_dtype():
 def test_a_plot_of_many_tensors_is_one_page():
     pytest.importorskip("matplotlib")
     width, height = size_of(drawing.draw(reports_of(500), "a model"))
-    assert width == 1320 and 400 < height < 3000
+    assert width == 1045 and 400 < height < 3000
 
 
 @pytest.mark.slow
@@ -243,7 +249,32 @@ def test_a_plot_without_matplotlib_says_what_is_missing(monkeypatch):
 
 @pytest.mark.parametrize(
     "name, shown",
-    [("a.b", "a.b"), ("a\nb\x1b", "a\\nb\\x1b"), ("x" * 50, f"{'x' * 21}\u2026{'x' * 21}"), ("\ud800", "\\ud800")],
+    [("a.b", "a.b"), ("a\nb\x1b", "a\\nb\\x1b"), ("x" * 50, f"{'x' * 19}\u2026{'x' * 19}"), ("\ud800", "\\ud800")],
 )
 def test_names_are_drawn_in_one_line(name, shown):
-    assert drawing.plain(name) == shown
+    assert drawing.plain(name, 40) == shown
+
+
+@pytest.mark.parametrize(
+    "name, lines",
+    [
+        ("model.norm.weight", ["model.norm.weight"]),
+        ("model.layers.*.post_attention_layernorm.weight", ["model.layers.*.post_attention_", "layernorm.weight"]),
+        ("x" * 40, ["x" * 36, "x" * 4]),
+    ],
+)
+def test_long_names_part_between_words(name, lines):
+    assert drawing._lines(name) == lines
+
+
+def test_tensors_of_a_kind_share_a_row():
+    """Every tensor is in a row, and rows have names that say which; the plot of a large model has few of them."""
+    (one,) = reports_of(1)
+    of_layers = [renamed(one, f"layers.{layer}.{part}.weight") for layer in range(48) for part in "qkvo"]
+    assert drawing._labels(drawing._rows(of_layers)) == [f"layers.*.{part}.weight (48 tensors)" for part in "qkvo"]
+    few = of_layers[:5]
+    assert drawing._rows(few) == [(report.name, [report]) for report in few]
+    unlike = [renamed(one, f"{chr(97 + i % 26)}{i}") for i in range(100)]
+    rows = drawing._rows([*of_layers, *unlike])
+    assert len(rows) == drawing._MOST_ROWS and rows[-1][0] == "others"
+    assert sum(len(own) for _, own in rows) == len(of_layers) + len(unlike)

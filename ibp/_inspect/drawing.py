@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,14 @@ from .report import TensorReport
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours of Okabe and Ito, which the colour-blind tell apart.
+# Those of the page. No colour means two things in one plot.
 USES = {"kept as it is": "#0072b2", "ranked symbol": "#e69f00", "left out": "#c9ced3"}
-_SCHEMES = {"planes": "#e69f00", "ibp": "#56b4e9", "raw": "#8a939b", "plain": "#c9ced3"}
+_SCHEMES = {"planes": "#009e73", "ibp": "#cc79a7", "raw": "#8f2d00", "plain": "#8c6d46"}
+_OTHER_SCHEME = "#6b5fa8"
 _MOST_GROUPS = 4  # dtypes that are drawn, those with the most bytes
-_MOST_NAMES = 40  # tensors that are named
-_NAME_LENGTH = 44
+_MOST_ROWS = 32  # of a panel
+_LINE_LENGTH = 36  # of a name, which may take two lines
+_FONT = 9
 # Where the fields of a float begin, from the most significant bit on.
 FIELDS = {
     "bfloat16": ((0, "sign"), (1, "exponent"), (9, "mantissa")),
@@ -44,18 +47,16 @@ def draw(reports: Sequence[TensorReport], title: str) -> bytes:
     groups = _groups(reports)
     if not reports or not groups:
         raise ValueError("there is nothing to plot: no tensor has elements")
-    heights = [_height(len(group)) for group in groups.values()]
-    savings_height = _height(len(reports)) if len(reports) <= _MOST_NAMES else 2.6
-    figure = matplotlib.figure.Figure(
-        (12, sum(heights) + savings_height + 1.2 * len(heights) + 1.2), layout="constrained"
-    )
-    figure.suptitle(plain(title, 90), parse_math=False)
-    grid = figure.add_gridspec(len(groups) + 1, 2, width_ratios=(3, 2), height_ratios=[*heights, savings_height])
-    for row, (dtype, group) in enumerate(groups.items()):
-        _draw_entropy(figure, figure.add_subplot(grid[row, 0]), dtype, group)
-        _draw_uses(figure.add_subplot(grid[row, 1]), dtype, group)
-    below = figure.add_subplot(grid[-1, :])
-    (_draw_bars if len(reports) <= _MOST_NAMES else _draw_steps)(below, reports)
+    panels = [_rows(group) for group in groups.values()]
+    rows = _rows(reports)
+    heights = [_height(own) for own in (*panels, rows)]
+    figure = matplotlib.figure.Figure((9.5, sum(heights) + 1.1 * len(heights) + 0.5), layout="constrained")
+    figure.suptitle(plain(title, 90), fontsize=_FONT + 2, parse_math=False)
+    grid = figure.add_gridspec(len(heights), 2, width_ratios=(3, 2), height_ratios=heights)
+    for at, (dtype, group) in enumerate(groups.items()):
+        _draw_entropy(figure, figure.add_subplot(grid[at, 0]), dtype, panels[at])
+        _draw_uses(figure.add_subplot(grid[at, 1]), dtype, group)
+    _draw_savings(figure.add_subplot(grid[-1, :]), rows)
     return _png(figure)
 
 
@@ -68,7 +69,7 @@ def require_matplotlib() -> Any:
     return matplotlib
 
 
-def plain(name: str, most: int = _NAME_LENGTH) -> str:
+def plain(name: str, most: int) -> str:
     """A name in one printable line of at most so many characters, cut in its middle."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in name)
     half = (most - 1) // 2
@@ -87,14 +88,49 @@ def _groups(reports: Sequence[TensorReport]) -> dict[str, list[TensorReport]]:
     return {dtype: found[dtype] for dtype in order[:_MOST_GROUPS]}
 
 
-def _height(num_tensors: int) -> float:
-    """Inches of a panel with a row a tensor."""
-    return max(1.1, 0.22 * num_tensors) if num_tensors <= _MOST_NAMES else 3.6
+def _rows(reports: Sequence[TensorReport]) -> list[tuple[str, list[TensorReport]]]:
+    """What has a row of its own: each tensor; where they are many, those together whose names differ in numbers only,
+    and of these the ones with the most bytes, then the others."""
+    if len(reports) <= _MOST_ROWS:
+        return [(report.name, [report]) for report in reports]
+    kinds: dict[str, list[TensorReport]] = {}
+    for report in reports:
+        kinds.setdefault(re.sub(r"(?<![^._/])\d+(?![^._/])", "*", report.name), []).append(report)
+    rows = sorted(kinds.items(), key=lambda row: -_bytes(row[1])[0])
+    rows, rest = (rows, []) if len(rows) <= _MOST_ROWS else (rows[: _MOST_ROWS - 1], rows[_MOST_ROWS - 1 :])
+    named = [(kind if len(own) > 1 else own[0].name, own) for kind, own in rows]
+    return named + ([("others", [report for _, own in rest for report in own])] if rest else [])
 
 
-def _draw_entropy(figure: Any, axes: Axes, dtype: str, group: list[TensorReport]) -> None:
+def _bytes(reports: Sequence[TensorReport]) -> tuple[int, int]:
+    """Before and after."""
+    return sum(report.original_bytes for report in reports), sum(report.stored_bytes for report in reports)
+
+
+def _labels(rows: Sequence[tuple[str, list[TensorReport]]]) -> list[str]:
+    """The names of rows, in lines that end where words of a name do, and how many tensors each is."""
+    return ["\n".join(_lines(name)) + (f" ({len(own)} tensors)" if len(own) > 1 else "") for name, own in rows]
+
+
+def _lines(name: str) -> list[str]:
+    """One or two lines of a name: they part after its last dot, slash or underscore that leaves both short enough."""
+    shown = plain(name, 2 * _LINE_LENGTH - 8)
+    if len(shown) <= _LINE_LENGTH:
+        return [shown]
+    ends = [found.end() for found in re.finditer(r"[._/]", shown[:_LINE_LENGTH])]
+    end = max((end for end in ends if len(shown) - end <= _LINE_LENGTH), default=_LINE_LENGTH)
+    return [shown[:end], shown[end:]]
+
+
+def _height(rows: Sequence[tuple[str, list[TensorReport]]]) -> float:
+    """Inches of a panel."""
+    two_lines = any(len(_lines(name)) > 1 for name, _ in rows)
+    return max(1.3, (0.34 if two_lines else 0.22) * len(rows))
+
+
+def _draw_entropy(figure: Any, axes: Axes, dtype: str, rows: Sequence[tuple[str, list[TensorReport]]]) -> None:
     image = axes.imshow(
-        np.array([report.entropy for report in group]),
+        np.array([_mean("entropy", own) for _, own in rows]),
         aspect="auto",
         cmap="cividis",
         vmin=0,
@@ -102,90 +138,78 @@ def _draw_entropy(figure: Any, axes: Axes, dtype: str, group: list[TensorReport]
         interpolation="none",
     )
     fields = " | ".join(name for _, name in FIELDS.get(dtype, ()))
-    axes.set_title(f"{dtype}: entropy of each bit{fields and f' ({fields})'}", loc="left", fontsize=10)
-    _name_tensors(axes, group)
-    _mark_bits(axes, dtype, len(group[0].entropy))
-    bar = figure.colorbar(image, ax=axes, shrink=0.9, pad=0.01)
-    bar.set_label("bits", fontsize=8)
-    bar.ax.tick_params(labelsize=8)
+    axes.set_title(f"{dtype}: entropy of each bit{fields and f'{chr(10)}{fields}'}", loc="left", fontsize=_FONT + 1)
+    axes.set_yticks(range(len(rows)), _labels(rows), fontsize=_FONT - 1, parse_math=False)
+    _mark_bits(axes, dtype, len(rows[0][1][0].entropy))
+    bar = figure.colorbar(image, ax=axes, location="bottom", aspect=40, shrink=0.6, pad=0.02)
+    bar.set_label("entropy, bits", fontsize=_FONT)
+    bar.ax.tick_params(labelsize=_FONT)
 
 
-def _name_tensors(axes: Axes, group: list[TensorReport]) -> None:
-    if len(group) > _MOST_NAMES:
-        axes.set_ylabel(f"{len(group)} tensors, in the file's order", fontsize=8)
-        axes.tick_params(labelsize=8)
-        return
-    axes.set_yticks(range(len(group)), [plain(report.name) for report in group], fontsize=8, parse_math=False)
+def _mean(field: str, reports: Sequence[TensorReport]) -> np.ndarray:
+    """A number a bit, averaged by bytes."""
+    width = len(reports[0].entropy)
+    values = [getattr(report, field) or [0.0] * width for report in reports]
+    mean: np.ndarray = np.average(values, axis=0, weights=[report.original_bytes for report in reports])
+    return mean
 
 
 def _mark_bits(axes: Axes, dtype: str, width: int) -> None:
     """Names the bits, and sets the fields of a float apart."""
-    step = 1 if width <= 16 else 4 if width <= 32 else 8
-    axes.set_xticks(range(0, width, step), [str(width - 1 - bit) for bit in range(0, width, step)], fontsize=8)
-    axes.set_xlabel("bit, from the most significant", fontsize=8)
+    step = 1 if width <= 8 else 2 if width <= 16 else 4 if width <= 32 else 8
+    bits = [bit for bit in range(width) if (width - 1 - bit) % step == 0]
+    axes.set_xticks(bits, [str(width - 1 - bit) for bit in bits], fontsize=_FONT)
+    axes.set_xlabel("bit, from the most significant", fontsize=_FONT)
     for start, _ in FIELDS.get(dtype, ())[1:]:
         axes.axvline(start - 0.5, color="#d55e00", linewidth=1.5)
 
 
-def _draw_uses(axes: Axes, dtype: str, group: list[TensorReport]) -> None:
-    weights = np.array([report.original_bytes for report in group], float)
-    width = len(group[0].entropy)
-    left_out, ranked = (
-        np.average([getattr(report, use) or [0.0] * width for report in group], axis=0, weights=weights)
-        for use in ("left_out", "ranked")
-    )
+def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorReport]) -> None:
+    left_out, ranked = (_mean(use, group) for use in ("left_out", "ranked"))
+    width = len(left_out)
     bottom = np.zeros(width)
     for use, share in zip(USES, (1 - left_out - ranked, ranked, left_out)):
-        axes.bar(range(width), share, 0.9, bottom, color=USES[use], label=use)
+        if share.any():
+            axes.bar(range(width), share, 0.9, bottom, color=USES[use], label=use)
         bottom += share
-    axes.set_title("what is done with it, by bytes", loc="left", fontsize=10)
     axes.set_ylim(0, 1)
     axes.set_xlim(-0.5, width - 0.5)
-    axes.set_yticks((0, 0.5, 1), ("0", "50 %", "100 %"), fontsize=8)
+    axes.set_yticks((0, 0.5, 1), ("0", "50 %", "100 %"), fontsize=_FONT)
     _mark_bits(axes, dtype, width)
-    axes.legend(fontsize=8, ncols=3, loc="lower center", framealpha=0.9)
+    title = {"title": "what is done with it, by bytes", "title_fontsize": _FONT + 1, "alignment": "left"}
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1), "borderaxespad": 0.0, "frameon": False}
+    axes.legend(fontsize=_FONT, ncols=3, handlelength=1, columnspacing=1, **title, **place)
 
 
-def _draw_bars(axes: Axes, reports: Sequence[TensorReport]) -> None:
-    """A bar a tensor."""
-    savings = [100 * report.savings for report in reports]
-    axes.barh(range(len(reports)), savings, 0.7, color=[_color(report) for report in reports])
-    axes.set_yticks(range(len(reports)), [plain(report.name) for report in reports], fontsize=8, parse_math=False)
-    axes.invert_yaxis()
-    for at, value in enumerate(savings):
-        axes.annotate(
-            f"{value:.1f} %", (max(value, 0), at), (3, 0), textcoords="offset points", va="center", fontsize=8
-        )
-    axes.set_xlim(min(0, *savings) * 1.1, max(10, *savings) * 1.12)
-    _finish_savings(axes, reports, "bytes saved, %")
-
-
-def _draw_steps(axes: Axes, reports: Sequence[TensorReport]) -> None:
-    """Tensors from the one that saves most on, as wide as they are large."""
-    ordered = sorted(reports, key=lambda report: -report.savings)
-    sizes = np.array([report.original_bytes for report in ordered], float) / sum(r.original_bytes for r in ordered)
-    starts = np.concatenate([[0], sizes.cumsum()[:-1]])
-    heights = [100 * report.savings for report in ordered]
-    axes.bar(100 * starts, heights, 100 * sizes, align="edge", color=[_color(r) for r in ordered], linewidth=0)
-    axes.set_xlim(0, 100)
-    axes.set_ylabel("bytes saved, %", fontsize=8)
-    axes.tick_params(labelsize=8)
-    _finish_savings(axes, reports, "share of the original bytes, %: tensors that save the most first")
-
-
-def _finish_savings(axes: Axes, reports: Sequence[TensorReport], label: str) -> None:
-    before, after = (sum(getattr(r, field) for r in reports) for field in ("original_bytes", "stored_bytes"))
-    axes.set_title(f"savings by tensor; {100 * (1 - after / before):.1f} % of all bytes", loc="left", fontsize=10)
-    axes.set_xlabel(label, fontsize=8)
-    axes.grid(alpha=0.3)
+def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorReport]]]) -> None:
+    """A bar a row; where that is several tensors, a line from the one that saves least to the one that saves most."""
+    drawn: set[str] = set()
+    highest = lowest = 0.0
+    for at, (_, own) in enumerate(rows):
+        before, after = _bytes(own)
+        saved, each = 100 * (1 - after / before), [100 * report.savings for report in own]
+        largest = max(own, key=lambda report: report.original_bytes).scheme
+        label = None if largest in drawn else largest
+        drawn.add(largest)
+        axes.barh(at, saved, 0.7, color=_SCHEMES.get(largest, _OTHER_SCHEME), label=label)
+        if len(own) > 1:
+            axes.hlines(at, min(each), max(each), color="black", linewidth=1.5)
+        end = max(0, saved, *each)
+        text = {"textcoords": "offset points", "va": "center", "fontsize": _FONT}
+        axes.annotate(f"{saved:.1f} %", (end, at), (4, 0), **text)
+        lowest, highest = min(lowest, saved, *each), max(highest, end)
+    axes.set_yticks(range(len(rows)), _labels(rows), fontsize=_FONT - 1, parse_math=False)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(1.1 * lowest, 1.15 * max(10, highest))
+    before, after = _bytes([report for _, own in rows for report in own])
+    several = "; line: from the least to the most of its tensors" if any(len(own) > 1 for _, own in rows) else ""
+    axes.set_title(f"bytes saved: {100 * (1 - after / before):.1f} % of all", loc="left", fontsize=_FONT + 1)
+    axes.set_xlabel(f"bytes saved, %{several}", fontsize=_FONT)
+    axes.tick_params(axis="x", labelsize=_FONT)
+    axes.grid(alpha=0.3, axis="x")
     axes.set_axisbelow(True)
-    for scheme in dict.fromkeys(report.scheme for report in reports):
-        axes.bar(0, 0, color=_SCHEMES.get(scheme, "#cc79a7"), label=scheme)
-    axes.legend(fontsize=8, title="scheme", title_fontsize=8, loc="best")
-
-
-def _color(report: TensorReport) -> str:
-    return _SCHEMES.get(report.scheme, "#cc79a7")
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2, "frameon": False}
+    axes.legend(fontsize=_FONT, ncols=4, handlelength=1, columnspacing=1, **place)
 
 
 def _png(figure: Any) -> bytes:
