@@ -37,7 +37,7 @@ CACHES = {
     "kv_rows": 30,
 }  # likewise
 TRAINING = {"adamw": 75, "activations": 115}  # likewise
-PAPERS = {"transfers": 40, "copy_threads": 15, "densities": 35, "spill": 45, "choose": 90}  # likewise
+PAPERS = {"transfers": 40, "copy_threads": 30, "densities": 35, "spill": 45, "choose": 90}  # likewise
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters")
 GRACE_S = 5  # to print what was measured
 

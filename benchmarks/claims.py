@@ -12,7 +12,20 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from . import charts, choose, dlrm, gnn, gnn_cache, gnn_parallel, harness, ratio, reproduction, row_cache, scale
+from . import (
+    charts,
+    choose,
+    dlrm,
+    gnn,
+    gnn_cache,
+    gnn_parallel,
+    harness,
+    ratio,
+    reference,
+    reproduction,
+    row_cache,
+    scale,
+)
 
 ROWS = (256, 512, 1024, 2048, 4096, 16384, 65536)
 CAPTION_OF_MACHINE = "{gpu}, torch {torch}, CUDA {cuda}, commit {commit:.10}"
@@ -116,14 +129,20 @@ def rows_block(directory):
     paper = {(row["row_bytes"], row["savings"]): row["gbps"] for row in charts.paper_rates("rows")}
     keys = [(row["row_bytes"], charts.savings_of(row["case"])) for row in cells]
     against = {key: row["gbps"] / paper[key] for key, row in zip(keys, cells) if key in paper}
+    source = (
+        "by figures that were copied by hand from a run of it on the same kind of GPU, whose commit and timing are not "
+        "on record (`benchmarks/reference_rates.csv`)"
+    )
+    if beside := charts.read(directory / "reference.csv"):
+        against = reference.gains(beside)
+        source = f"timed in the same run (`reference.csv`: {caption(beside)}; theirs {beside[0]['reference']:.10})"
     if against:
         sizes, savings = zip(*against)
         text.append(
             f"Scheme `ibp` on the paper's synthetic rows of {charts.size_name(min(sizes))} to "
             f"{charts.size_name(max(sizes))}, {100 * min(savings):g} to "
             f"{100 * max(savings):g} % saved, comes {min(against.values()):.2f} to {max(against.values()):.2f} times "
-            "as fast as the paper's own code did on "
-            "the same kind of GPU (`benchmarks/reference_rates.csv`)."
+            f"as fast as the paper's own code, {source}."
         )
     return "\n\n".join(text) or None
 
@@ -471,7 +490,21 @@ def choose_table(directory):
     )
     picture = "![What is chosen, set by set](../benchmarks/results/choose.png)"
     candidates = [row for row in rows if not row["chosen"]]
-    return "\n\n".join([text, picture, *_won_by_general(choices, candidates), _coded_cases(candidates)])
+    parts = [text, picture, *_won_by_general(choices, candidates), _coded_cases(candidates)]
+    return "\n\n".join([*parts, *_ans_as_floats(candidates, directory)])
+
+
+def _ans_as_floats(candidates, directory):
+    """On how many sets ANS was measured by the worse one of its types."""
+    rows = [row for row in candidates if row["arm"] == "nvcomp:ans"]
+    if worse := reproduction.ans_as_floats(rows, reproduction.Results(directory)):
+        _, floats, of_bytes = zip(*worse)
+        yield (
+            f"In this run ANS coded {len(worse)} sets as floats, of which it saved {percent(min(floats))} to "
+            f"{percent(max(floats))}; as bytes it saves {percent(min(of_bytes))} to {percent(max(of_bytes))} of them "
+            "(`ratio.csv`). Today's `nvcomp:ans` takes the type that saves more of a sample; its rates on these sets "
+            "are not measured yet."
+        )
 
 
 def _won_by_general(choices, candidates):
@@ -582,6 +615,7 @@ def spilled_profiles(rows):
             f"{float(row['target']):.2f}",
             *(f"{100 * row[name]:.1f} %" for name in ("predicted_spilled", "spilled")),
             f"{row['host_bytes'] / 2**20:.1f}",
+            with_ideal([row]),
         ]
         for row in rows
         if row["arm"].startswith("profile, ")
@@ -590,7 +624,8 @@ def spilled_profiles(rows):
     if lines:
         yield (
             "A net in training, ten snapshots: what its profile says at each threshold, and what the last snapshot "
-            "does when it is placed:\n\n" + markdown(heads, lines)
+            "does when it is placed, its 15 small tensors decoded one after the other:\n\n"
+            + markdown([*heads, "decoded, GB/s (of what is possible)"], lines)
         )
 
 
@@ -963,8 +998,8 @@ def headline_block(directory):
     lines = [
         [
             f"random rows of {size}, BF16",
-            f'`x[ids].to("cuda")` {rate(rows, arm="cpu index + copy")}, '
-            f"a kernel that reads raw rows {rate(rows, arm='raw rows', sms=most)}",
+            f'`x[ids].to("cuda")` {rate(rows, arm="cpu index + copy")}, gathered by the CPU while it is copied '
+            f"{rate(rows, arm='cpu pipelined')}, a kernel that reads raw rows {rate(rows, arm='raw rows', sms=most)}",
             rate(rows, arm="planes slots", sms=most),
         ]
     ]
@@ -1290,9 +1325,29 @@ def activations_table(directory):
         "most memory that it takes beyond weights and input, and how much less that is than plain; bytes that were "
         "saved, and went to the host, and the pinned memory for them; how many times as fast as the same hooks with "
         "raw bytes, and as torch's `save_on_cpu`; how many times smaller the same tensors are by the entropy of their "
-        f"elements. In brackets what is wanted where it is missed:\n\n{markdown(heads, lines)}"
+        f"elements. In brackets what is wanted where it is missed:\n\n{markdown(heads, lines)}{_on_the_device(rows)}"
         "\n\n![Time and memory of a step](../benchmarks/results/activations.png)"
     )
+
+
+def _on_the_device(rows):
+    """For which nets keeping coded activations on the GPU lowers the peak, and for which it raises it."""
+    saved = {row["case"]: row["saved_gb"] for row in rows if row["arm"] == "on the device"}
+    plain = {row["case"]: row for row in rows if row["arm"] == "plain"}
+    found = [row for row in rows if row["arm"] == "on the device" and row["case"] in plain]
+    if not found:
+        return ""
+
+    def listed(chosen):
+        return ", ".join(
+            f"{row['case']} {abs(row['freed_gb']):.2f} GB (step {row['step_ms'] / plain[row['case']]['step_ms']:.1f} "
+            f"times as long, saved tensors {saved[row['case']] / plain[row['case']]['peak_gb']:.0%} of the peak)"
+            for row in sorted(chosen, key=lambda row: -row["freed_gb"])
+        ).replace("%", " %")
+
+    lower, higher = ([row for row in found if (row["freed_gb"] > 0) is is_lower] for is_lower in (True, False))
+    texts = [f"lowers the peak of {listed(lower)}"] * bool(lower) + [f"raises that of {listed(higher)}"] * bool(higher)
+    return f"\n\nKeeping coded activations on the device {'; and '.join(texts)}."
 
 
 def _wanted_step(row):

@@ -2,8 +2,9 @@
 
     python -m benchmarks.copy_threads [--out DIR] [--device cpu] [--quick]
 
-Random BF16 rows of pinned host memory brought to the GPU: gathered by so many threads of the CPU and then copied, or
-fetched by a kernel on so many SMs, raw and coded. The column `workers` says how many threads or SMs.
+Random BF16 rows of pinned host memory brought to the GPU: gathered by so many threads of the CPU and copied, by
+`x[ids].to()`, into pinned memory first, or pipelined through pinned chunks; or fetched by a kernel on so many SMs, raw
+and coded. The column `workers` says how many threads or SMs.
 """
 
 import sys
@@ -13,6 +14,7 @@ import torch
 import ibp
 
 from . import gather, harness, ideal, inputs
+from .cpu_gather import PipelinedGather
 
 COLUMNS = ("workers",)
 ROW_BYTES, QUICK_ROW_BYTES = (128, 256, 512, 1024, 4096), (256, 1024)
@@ -57,21 +59,37 @@ def measure(run, arm, rows, call, *, savings, ideal_gbps, sms, workers, wall=Fal
     )
 
 
-def measure_threads(run, rows):
-    """torch's index_select by so many threads, then one copy."""
-    before = torch.get_num_threads()
+def cpu_arms(run, rows):
+    """{arm: function(number of a fetch) -> its rows on the GPU}: the CPU's ways to gather rows and have them copied."""
+    staging = torch.empty(rows.outs[0].shape, dtype=rows.x.dtype, pin_memory=run.on_gpu)
+    pipelined = PipelinedGather(rows.host, len(rows.cpu_ids[0]), run.device)
 
-    def call(k):
+    def plain(k):
         return rows.host[rows.cpu_ids[k]].to(run.device)
 
+    def pinned(k):
+        torch.index_select(rows.host, 0, rows.cpu_ids[k], out=staging)
+        return rows.outs[k].copy_(staging, non_blocking=True)
+
+    return {
+        "cpu index + copy": plain,
+        "cpu pinned": pinned,
+        "cpu pipelined": lambda k: pipelined(rows.cpu_ids[k], rows.outs[k]),
+    }
+
+
+def measure_threads(run, rows):
+    """torch's index_select by so many threads, and copies. The clock waits for each call's copy."""
+    before = torch.get_num_threads()
     try:
-        for threads in QUICK_THREADS if run.quick else THREADS:
-            with run.cell(f"{threads} threads"):
-                torch.set_num_threads(threads)
-                measure(
-                    run, "cpu index + copy", rows, call, savings=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0,
-                    workers=threads, wall=True,
-                )  # fmt: skip
+        for arm, call in cpu_arms(run, rows).items():
+            for threads in QUICK_THREADS if run.quick else THREADS:
+                with run.cell(f"{arm}, {threads} threads"):
+                    torch.set_num_threads(threads)
+                    measure(
+                        run, arm, rows, call, savings=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0, workers=threads,
+                        wall=True,
+                    )  # fmt: skip
     finally:
         torch.set_num_threads(before)
 

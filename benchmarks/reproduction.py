@@ -6,10 +6,11 @@ writes the tables. Theirs is what the papers' text says; of figures only what th
 """
 
 import itertools
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import charts, gnn, ratio
+from . import charts, densities, dlrm, gnn, ratio
 
 MISSING = "not measured yet"
 DRAWING = "a drawing; nothing to measure"
@@ -94,7 +95,18 @@ def scattered_copies(results):
     for row in sorted(rows, key=lambda row: row["rows"]):
         best[row["arm"]] = row
     texts = (f"{arm} {charts.fine_number(row['gbps'])} ({row['rows']:,})" for arm, row in best.items())
-    return best and "elements of 512 B, GB/s, in brackets how many: " + ", ".join(texts)
+    text = "elements of 512 B, GB/s, in brackets how many: " + ", ".join(texts)
+    return listed([best and text, alignment_gains(results)])
+
+
+def alignment_gains(results):
+    """What a warp an element from the boundary below it gains over words in their order, by the size of elements."""
+    parts = []
+    for words in results.rows("scattered", arm="by kernel, words", rows=100_000):
+        aligned = results.row("scattered", arm="by kernel, aligned", rows=100_000, row_bytes=words["row_bytes"])
+        if aligned:
+            parts.append(f"{charts.size_name(words['row_bytes'])} {aligned['gbps'] / words['gbps'] - 1:+.0%}")
+    return parts and f"aligned against words, 100,000 elements: {', '.join(parts).replace('%', ' %')}"
 
 
 def shares_of_ideal(results):
@@ -136,14 +148,15 @@ def graph_parts(results):
 
 
 def lookups(results):
-    """Look-ups by ibp against the CPU's gather and copy, and what coding adds to raw rows by the same kernel."""
+    """Look-ups by ibp against the CPU's gathers, and what coding adds to raw rows by the same kernel."""
     cells = {}
     for row in results.rows("dlrm"):
         cells.setdefault((row["case"], row["dtype"], row["row_bytes"]), {})[row["arm"]] = row["gbps"]
-    both = [arms for arms in cells.values() if {"cpu gather + copy", "raw rows", "ibp"} <= arms.keys()]
-    return both and (
-        f"{span([arms['ibp'] / arms['cpu gather + copy'] for arms in both])} times as fast as gathered and copied by "
-        f"the CPU, {span([arms['ibp'] / arms['raw rows'] for arms in both])} times as raw rows by the same kernel"
+    every = [arms for arms in cells.values() if {"ibp", *dlrm.ARMS[:3]} <= arms.keys()]
+    gather, pipelined, raw = ([arms["ibp"] / arms[arm] for arms in every] for arm in dlrm.ARMS[:3])
+    return every and (
+        f"{span(gather)} times as fast as gathered and then copied by the CPU, {span(pipelined)} times as gathered "
+        f"while it is copied, {span(raw)} times as raw rows by the same kernel"
     )
 
 
@@ -200,19 +213,36 @@ def chunk_savings(results):
     return listed([*parts, texts and f"decoding ncf mlp_user in device memory, GB/s: {', '.join(texts)}"])
 
 
+# Gathers of the CPU through pinned memory, by the scripts that measure them: name of the CSV, arm, other columns.
+PINNED_GATHERS = (
+    ("copy_threads", "cpu pinned", {}),
+    ("copy_threads", "cpu pipelined", {}),
+    ("kv_rows", "cpu index + copy", {}),
+    ("gather", "cpu pipelined", {"case": "normal 0.02", "dtype": "bfloat16"}),
+)
+
+
 def workers(results):
-    """The fewest SMs that come within 5 % of the most, and the CPU's rate by threads."""
+    """The CPU's rates by threads, its best through pinned memory, and the fewest SMs within 5 % of the most."""
     parts = []
     for row_bytes in (256, 1024, 4096):
         cpu = results.rows("copy_threads", arm="cpu index + copy", row_bytes=row_bytes)
         coded = results.rows("copy_threads", arm="planes slots", row_bytes=row_bytes)
+        pinned = [
+            (row["gbps"], name)
+            for name, arm, wanted in PINNED_GATHERS
+            for row in results.rows(name, arm=arm, row_bytes=row_bytes, **wanted)
+        ]
         if cpu and coded:
             most = max(row["gbps"] for row in coded)
             few = min(row["workers"] for row in coded if row["gbps"] >= 0.95 * most)
+            best = max(pinned, default=None)
             parts.append(
-                f"rows of {charts.size_name(row_bytes)}: CPU {charts.fine_number(cpu[0]['gbps'])} GB/s with "
+                f"rows of {charts.size_name(row_bytes)}: `x[ids].to()` {charts.fine_number(cpu[0]['gbps'])} GB/s with "
                 f"{cpu[0]['workers']} thread, {charts.fine_number(max(row['gbps'] for row in cpu))} with the best "
-                f"number, coded rows by the GPU {charts.number(most)}, within a twentieth of it from {few} SMs"
+                "number, "
+                + (f"the CPU through pinned memory {charts.number(best[0])} (`{best[1]}.csv`), " if best else "")
+                + f"coded rows by the GPU {charts.number(most)}, within a twentieth of it from {few} SMs"
             )
     return listed(parts)
 
@@ -247,7 +277,23 @@ def by_set(results, text_of, arms=("planes",)):
 
 
 def transfer_gains(results):
-    return by_set(results, lambda row: f"{float(row['gain']):.2f}", ("ibp", "planes", "auto"))
+    gains = by_set(results, lambda row: f"{float(row['gain']):.2f}", ("ibp", "planes", "auto"))
+    worse = ans_as_floats(results.rows("transfers", arm="nvcomp ans"), results)
+    texts = (f"{name} {percent(floats, 0)}, as bytes {percent(of_bytes, 0)}" for name, floats, of_bytes in worse)
+    note = f"ANS coded sparse sets as floats; as bytes it saves more, at a rate {MISSING}: {'; '.join(texts)}"
+    return listed([gains, worse and note])
+
+
+def ans_as_floats(rows, results):
+    """(set, savings, savings as bytes by ratio.csv) of those rows of nvCOMP's ANS that coded floats as such where
+    coding their bytes saves over 2 points more."""
+    found = []
+    for row in rows:
+        name = {"pubmed": "pubmed_1060rows"}.get(row["case"], row["case"])
+        of_bytes = results.row("ratio", set=name, dtype=row["dtype"], method="nvcomp ANS")
+        if of_bytes and of_bytes["savings"] > row["savings"] + 0.02:
+            found.append((row["case"], row["savings"], of_bytes["savings"]))
+    return found
 
 
 def encode_times(results):
@@ -342,7 +388,9 @@ IBP = (
         "Figure 5",
         "ways to copy scattered, unaligned elements from the CPU's memory",
         "scattered.py",
-        "elements of 8 B to 2 KiB at random places of a pinned table",
+        "elements of 8 B to 2 KiB at random places of a pinned table. Unlike theirs, our kernel without alignment "
+        "spreads the words of all elements over its threads, and asks for an element's lines at once; a warp an "
+        "element asks for one after the other, which is taken to be why aligning loses here",
         "by the GPU and aligned 25 % faster than by the GPU alone, both past the CPU's ways; the link 25 GB/s",
         scattered_copies,
     ),
@@ -409,7 +457,7 @@ IBP = (
         "Figure 14",
         "copying KV rows with more threads of the CPU, against the GPU",
         "copy_threads.py",
-        "random BF16 rows instead of InfiniGen's",
+        "random BF16 rows instead of InfiniGen's. `x[ids].to()` goes through pageable memory",
         "faster with more threads, and never as fast as by the GPU",
         workers,
     ),
@@ -671,12 +719,23 @@ def densities_by_layer(net):
         layers = {}
         for row in rows:
             layers.setdefault(row["layer"], []).append(row["density"])
-        return listed(
+        texts = [
             f"{layer} {percent(found[0], 0)}, {percent(min(found), 0)}, {percent(found[-1], 0)}"
             for layer, found in layers.items()
-        )
+        ]
+        return listed([*texts, cut_off(rows)])
 
     return ours
+
+
+def cut_off(rows):
+    """That a net's training was stopped before its end, and whether today's script trains it so; None if it was not."""
+    last = max(rows, key=lambda row: row["step"], default=None)
+    if last is None or last["progress"] == 1:
+        return None
+    planned, today = round(last["step"] / last["progress"]), {plan.net: plan.steps for plan in densities.PLANS}
+    text = f"the run was stopped after {last['step']} of {planned} steps"
+    return text if today[last["net"]] == planned else f"{text}; today's script has {today[last['net']]}"
 
 
 def densities_of_pools(results):
@@ -702,16 +761,23 @@ def net_sparsity(results):
     return listed(parts)
 
 
+GONE = 0.001  # a loss from which a net learns nothing more
+
+
 def losses(results):
     parts = []
     for net in charts.in_order(row["net"] for row in results.rows("densities")):
         found = [row for row in results.rows("densities", net=net, layer="conv1") if row["loss"] is not None]
         if found:
             low = min(found, key=lambda row: row["density"])
-            parts.append(
-                f"{net}: loss {found[0]['loss']:.2f} to {found[-1]['loss']:.2f}; conv1 least dense, "
-                f"{percent(low['density'], 0)}, after {low['step']} of {found[-1]['step']} steps"
-            )
+            gone = next((row for row in found if row["loss"] < GONE), None)
+            texts = [
+                f"{net}: loss {found[0]['loss']:.2f} to {found[-1]['loss']:.4f}",
+                gone and f"{gone['loss']:.4f} after {gone['step']} steps already",
+                f"conv1 least dense, {percent(low['density'], 0)}, after {low['step']} steps",
+                cut_off(found),
+            ]
+            parts.append("; ".join(filter(None, texts)))
     return listed(parts)
 
 
@@ -766,8 +832,13 @@ def offload_gains(results):
 
 
 def offload_mean(results):
-    gains = [arms["raw"] / arms["ibp"] - 1 for arms in steps(results).values()]
-    return gains and f"{percent(mean(gains), 0)} faster on average, {percent(max(gains), 0)} at most"
+    gains = {net: arms["raw"] / arms["ibp"] - 1 for net, arms in steps(results).items()}
+    nets = ", ".join(f"{net} {percent(gain, 0)}" for net, gain in sorted(gains.items(), key=lambda item: -item[1]))
+    slower = sum(gain < 0 for gain in gains.values())
+    return gains and (
+        f"{percent(statistics.median(gains.values()), 0)} faster in the median, {percent(mean(gains.values()), 0)} on "
+        f"average, {slower} of {len(gains)} nets slower: {nets}"
+    )
 
 
 def as_number(value):
@@ -795,7 +866,9 @@ CDMA = (
         "Figure 4",
         "density of each layer of AlexNet while it is trained: at first, least, at last",
         "densities.py",
-        CDMA_DATA + "; 64 channels in conv0, theirs 96",
+        CDMA_DATA + "; 64 channels in conv0, theirs 96. Our fully connected layers end densest: training begins with "
+        "half of every layer's outputs at zero, and the loss is gone before the weights of these layers have moved "
+        "much (`probes.csv`); theirs are trained for long, with weight decay",
         "conv0 always within 2 points of 50 %; the others fall fast and rise again; fc the sparsest",
         densities_by_layer("AlexNet"),
     ),
@@ -952,10 +1025,22 @@ def spilled_reads(results):
     )
 
 
+def placed_rates(results):
+    """How fast the nets that are placed by their profiles are decoded."""
+    return listed(
+        f"{name}: {placed(row)}, decoded at {charts.number(row['gbps'])} GB/s, "
+        f"{percent(row['gbps'] / row['ideal_gbps'], 0)} of the {charts.number(row['ideal_gbps'])} that memory and link "
+        "allow"
+        for name, row in profiles(results)
+    )
+
+
 def headline_of_spill(results):
     rates = [row["gbps"] / alone["gbps"] for _, row, alone in reads(results) if as_number(row["spilled"]) == 0]
-    without = rates and f"where nothing spills reads come at {span(rates)} times the rate of the same table on the GPU"
-    return listed([chosen_ratios(results), without])
+    without = rates and (
+        f"other tables, of which nothing spills: {span(rates)} times the rate of the same table on the GPU"
+    )
+    return listed([placed_rates(results), without])
 
 
 BUDDY_PLACE = "needs a part of the GPU's memory controller; nothing to measure here"
@@ -967,7 +1052,9 @@ BUDDY = (
         "Figure 3",
         "how many times smaller each program's memory could be over its run",
         "spill.py",
-        "10 snapshots of a small net's training: weights, states of AdamW, activations; no HPC programs",
+        "10 snapshots of a small net's training: weights, states of AdamW, activations; no HPC programs. The ratio "
+        "rests on the states of an embedding, of which most rows were never touched and are zero "
+        "([spill.md](spill.md#what-it-costs))",
         "HPC 2.51, deep learning 1.85",
         best_ratios,
     ),
@@ -1009,7 +1096,15 @@ BUDDY = (
         "150 GB/s: within 1 % (HPC) and 2.2 % (deep learning); 50 GB/s: over 20 % slower",
         spilled_reads,
     ),
-    Row("Figure 12", "slow-downs of unified memory", "", "", "", "a Power9 with NVLink; nothing like it is here"),
+    Row(
+        "Figure 12",
+        "slow-downs of unified memory",
+        "",
+        "",
+        "on a Power9 with NVLink",
+        "not measured yet: managed memory that exceeds the GPU's, beside `ibp.place`. `scattered.py` reads managed "
+        "memory that fits",
+    ),
     Row(
         "Figure 13",
         "batches that fit, and how fast and well they train",
@@ -1022,7 +1117,7 @@ BUDDY = (
         "Headline",
         "1.5 to 1.9 times more memory within 2 % of the time",
         "spill.py",
-        "as figure 11",
+        "the net of figure 3, its 15 tensors decoded one after the other; and the tables of figure 11",
         "1.9 (HPC), 1.5 (deep learning)",
         headline_of_spill,
     ),

@@ -1,0 +1,159 @@
+"""How fast is the paper's own code beside ours, on random rows of pinned host memory (its figure 7)?
+
+    python -m benchmarks.reference --repository DIR [--out DIR] [--quick]
+
+DIR, or IBP_REFERENCE, is a clone of github.com/AKKamath/InvariantBitPacking. Its library is built there for the GPU of
+this machine by torch's builder of extensions, which needs nvcc and ninja; that takes some minutes the first time. Both
+codes fetch the same rows of the same synthetic tables in one run, and are timed and checked alike: `the paper's code`,
+`decompress_fetch` of rows compressed in place, with the length of a coded row and into memory that is there (its sort
+of the ids is a part of the call); `ibp slots`; `raw rows`. `reference` is the commit of the clone.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import ibp
+
+from . import charts, gather, harness, inputs
+
+COLUMNS = ("reference",)
+THEIRS, OURS = "the paper's code", "ibp slots"
+ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 4096), (1024,)
+SOURCES = ("ibp_api.cu", "preprocess.cu", "compress.cu", "decompress.cu")  # as its setup.py has them
+INCLUDES = ("include", "include/preproc", "include/misc", "include/compress")
+
+
+def sources_of(repository):
+    """The files that its library is built from. FileNotFoundError where one is missing."""
+    sources = [repository / "src" / name for name in SOURCES]
+    for path in sources:
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{repository} has no {path.relative_to(repository)}; wanted a clone of the paper's code"
+            )
+    return sources
+
+
+def built(repository):
+    """The paper's library as a module."""
+    from torch.utils import cpp_extension
+
+    return cpp_extension.load(
+        name="ibp_cuda",
+        sources=list(map(str, sources_of(repository))),
+        extra_include_paths=[str(repository / name) for name in INCLUDES],
+        extra_cflags=["-O3"],
+        extra_cuda_cflags=["-O3", "--use_fast_math"],
+    )
+
+
+def commit_of(repository):
+    """The commit of the clone; "unknown" of a tree without one."""
+    if not (repository / ".git").exists():
+        return "unknown"
+    found = subprocess.run(["git", "-C", str(repository), "rev-parse", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() if found.returncode == 0 else "unknown"
+
+
+class Case:
+    """A synthetic table, fetched by both codes."""
+
+    def __init__(self, run, commit, name, x, fetches):
+        self.run, self.commit, self.name, self.x, self.fetches = run, commit, name, x, fetches
+
+    def measure(self, arm, call, savings, ideal_gbps):
+        """call(k): fetches set k into its output."""
+        fetches = self.fetches
+        with self.run.cell(f"{self.name}, {arm}"):
+            harness.poison(fetches.outs[0])
+            harness.check_bits(call(0), torch.index_select(self.x, 0, fetches.ids[0]), f"{self.name}, {arm}")
+            seconds = self.run.seconds([lambda k=k: call(k) for k in range(len(fetches.ids))])
+            self.run.add(
+                case=self.name,
+                arm=arm,
+                rows=len(fetches.ids[0]),
+                row_bytes=self.x.shape[1] * self.x.element_size(),
+                dtype=self.x.dtype,
+                savings=savings,
+                gbps=fetches.output_bytes * 1e-9 / seconds,
+                ideal_gbps=ideal_gbps,
+                sms=None,
+                reference=self.commit,
+            )
+
+
+def measure_ours(case, host, arm, **options):
+    """Returns the ideal rate, by the sectors that our rows take: theirs is held to the same."""
+    table, fetches = ibp.compress(host, layout="slots", **options), case.fetches
+    ideal_gbps = gather.table_ideal(case.run, table, fetches)
+    case.measure(arm, lambda k: ibp.index_select(table, fetches.ids[k], out=fetches.outs[k]), table.savings, ideal_gbps)
+    return ideal_gbps
+
+
+def measure_theirs(case, library, host, mask, bitval, ideal_gbps):
+    """Codes the host's rows in place: they are no longer there afterwards."""
+    run, fetches = case.run, case.fetches
+    mask, bitval = (words.to(run.device).view(case.x.dtype) for words in (mask, bitval))
+    sizes = library.get_compress_size(host, mask, bitval, None, None)
+    run.sync()
+    share = sizes.sum().item() / host.nbytes
+    bitmask = library.compress_inplace(host, mask, bitval, None)
+    run.sync()
+    coded_elements = max(1, round(share * host.shape[1]))
+
+    def call(k):
+        return library.decompress_fetch(
+            host, mask, bitval, bitmask, run.device, coded_elements, fetches.ids[k], None, None, None, fetches.outs[k]
+        )
+
+    case.measure(THEIRS, call, 1 - share, ideal_gbps)
+
+
+def measure_size(run, library, commit, row_bytes):
+    num_rows = gather.table_bytes(run, row_bytes) // row_bytes
+    fetches = gather.Fetches(run, num_rows, row_bytes // 4, torch.int32)
+    host = torch.empty(num_rows, row_bytes // 4, dtype=torch.int32, pin_memory=run.on_gpu)
+    for savings in inputs.QUICK_SAVINGS if run.quick else inputs.SAVINGS:
+        with run.cell(f"{savings}, {row_bytes} B"):
+            mask, bitval = inputs.synthetic_mask(row_bytes, savings)
+            x = inputs.agreeing_rows(num_rows, mask, bitval, run.device)
+            host.copy_(x)
+            case = Case(run, commit, f"{charts.SYNTHETIC}{100 * savings:g}%", x, fetches)
+            measure_ours(case, host, "raw rows", scheme="raw")
+            codebook = ibp.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
+            measure_theirs(case, library, host, mask, bitval, measure_ours(case, host, OURS, codebook=codebook))
+
+
+def gains(rows):
+    """{(bytes of a row, savings): how many times as fast ours is} of the rows of reference.csv."""
+    rates = {
+        arm: {(row["row_bytes"], charts.savings_of(row["case"])): row["gbps"] for row in rows if row["arm"] == arm}
+        for arm in (OURS, THEIRS)
+    }
+    return {key: rates[OURS][key] / gbps for key, gbps in rates[THEIRS].items() if key in rates[OURS]}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--repository", type=Path, default=os.environ.get("IBP_REFERENCE"))
+    own, others = parser.parse_known_args(argv)
+    args = harness.parse_args(others, __doc__)
+    if own.repository is None:
+        print("reference: name a clone of the paper's code by --repository or IBP_REFERENCE")
+        return 2
+    repository = Path(own.repository)
+    library = built(repository)
+    run = harness.Run("reference", args, COLUMNS)
+    torch.manual_seed(0)
+    for row_bytes in QUICK_ROW_BYTES if run.quick else ROW_BYTES:
+        measure_size(run, library, commit_of(repository), row_bytes)
+    return run.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
