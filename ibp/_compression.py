@@ -52,7 +52,8 @@ def compress(
             those that a GPU fetches and decodes faster than raw rows; for packed rows the one of fewest bytes. Or
             "ibp", invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to gather them by
             the same kernels). Or a general codec, for tensors that are only wanted whole, by its optional package:
-            "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans",
+            "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans" (of floats as
+            such or as bytes, whichever takes less of a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose),
             "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and
             "nvcomp:zstd". The result is then an `ibp.WholeTensor`; the arguments for rows are refused. Or an
             `ibp.Choice` (see `ibp.choose`), which says how x is coded: packed, unless it is for rows.

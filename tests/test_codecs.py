@@ -1,10 +1,13 @@
 """General codecs: tensors coded as a whole, in memory, in files, and by the command line."""
 
+import contextlib
 import copy
 import importlib.util
 import io
 import pickle
 import sys
+import types
+import zlib
 
 import numpy as np
 import pytest
@@ -320,6 +323,122 @@ def test_the_command_line(tmp_path, capsys):
 
 
 # ---- nvCOMP ---------------------------------------------------------------------------------------------------------
+
+
+class FakeCodec:
+    """What nvCOMP's package offers, by zlib and on the CPU: floats as such leave all but their last byte as it is."""
+
+    def __init__(self, *, algorithm, device_id, cuda_stream, uncomp_chunk_size, data_type="|u1"):
+        self.size = int(data_type[-1]) if data_type[1] == "f" else 0
+
+    def get_max_comp_buffer_size(self, array):
+        return 2 * array.data.numel() + 1024
+
+    def compression_config(self, num_bytes):
+        return num_bytes
+
+    def decompression_config(self, coding):
+        return coding
+
+    def encode(self, array, out, compression_config):
+        data = array.data.numpy()
+        if self.size:
+            exponents = zlib.compress(data[self.size - 1 :: self.size].tobytes())
+            others = np.delete(data.reshape(-1, self.size), self.size - 1, axis=1).tobytes()
+            coded = len(exponents).to_bytes(8, "little") + exponents + others
+        else:
+            coded = zlib.compress(data.tobytes())
+        out.data[: len(coded)] = torch.frombuffer(bytearray(coded), dtype=torch.uint8)
+        out.buffer_size = len(coded)
+
+    def decode(self, array, out, decompression_config):
+        data = array.data.numpy().tobytes()
+        if self.size:
+            end = 8 + int.from_bytes(data[:8], "little")
+            whole = np.empty((decompression_config // self.size, self.size), np.uint8)
+            whole[:, -1] = np.frombuffer(zlib.decompress(data[8:end]), np.uint8)
+            others = whole[:, :-1].size
+            whole[:, :-1] = np.frombuffer(data[end : end + others], np.uint8).reshape(-1, self.size - 1)
+            data = whole.tobytes()
+        else:
+            data = zlib.decompressobj().decompress(data)
+        out.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+@pytest.fixture
+def fake_nvcomp(monkeypatch):
+    module = types.SimpleNamespace(
+        Codec=FakeCodec, as_array=lambda x, stream: types.SimpleNamespace(data=x.view(torch.uint8), buffer_size=0)
+    )
+    monkeypatch.setattr(nvcomp, "_module", lambda codec: module)
+    monkeypatch.setattr(nvcomp, "stream_number", lambda device: 1)
+    monkeypatch.setattr(nvcomp.NvComp, "device_type", "cpu")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    yield
+    nvcomp.forget_coders()
+
+
+def floats(dtype=torch.float32):
+    """Dense values, and rows of which most are zero and the others one."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(64, 4096, generator=generator)
+    return dense.to(dtype), (torch.rand(64, 4096, generator=generator) < 0.02).to(dtype)
+
+
+@pytest.mark.parametrize("dtype, data_type", [(torch.float32, "<f4"), (torch.bfloat16, "<f2"), (torch.float16, "<f2")])
+def test_ans_codes_floats_by_the_type_that_saves_more(fake_nvcomp, dtype, data_type):
+    dense, sparse = floats(dtype)
+    for x, wanted in ((dense, data_type), (sparse, "|u1")):
+        whole = ibp.compress(x, scheme="nvcomp:ans", **PAGEABLE)
+        assert whole.options["codec_data_type"] == wanted and whole.codec == "nvcomp:ans"
+        assert_same_bits(whole.decompress(), x)
+        stored = {}
+        for scheme, given in (("nvcomp:ans:floats", data_type), ("nvcomp:ans:bytes", "|u1")):
+            one = ibp.compress(x, scheme=scheme, **PAGEABLE)
+            assert one.options["codec_data_type"] == given and one.codec == "nvcomp:ans"
+            assert_same_bits(one.decompress(), x)
+            stored[given] = one.stored_bytes
+        assert whole.stored_bytes == stored[wanted] == min(stored.values())
+    assert sparse.nbytes > 8 * whole.stored_bytes  # and as floats it would not be
+
+
+def test_ans_tries_types_of_floats_only(fake_nvcomp, monkeypatch):
+    tried = []
+    monkeypatch.setattr(nvcomp, "_sample", lambda data, chunk_bytes: tried.append(data.numel()) or data)
+    for x in (torch.arange(1000), torch.randn(100).double(), torch.empty(0, 4)):
+        for scheme in ("nvcomp:ans", "nvcomp:ans:floats", "nvcomp:ans:bytes", "nvcomp:lz4"):
+            assert_same_bits(ibp.compress(x, scheme=scheme, **PAGEABLE).decompress(), x)
+    ibp.compress(torch.randn(100), scheme="nvcomp:ans:bytes", **PAGEABLE)
+    assert tried == []
+    ibp.compress(torch.randn(100), scheme="nvcomp:ans", **PAGEABLE)
+    assert tried == [400]
+
+
+def test_samples_of_ans(monkeypatch):
+    """Whole chunks, from the first one on."""
+    monkeypatch.setattr(nvcomp, "_SAMPLE_BYTES", 1 << 12)
+    data = torch.arange(1 << 15).to(torch.uint8)
+    assert nvcomp._sample(data[: 1 << 12], 1 << 10) is not None and len(nvcomp._sample(data[: 1 << 12], 16)) == 1 << 12
+    found = nvcomp._sample(data[:-1], 1 << 10)
+    assert len(found) == 1 << 12 and torch.equal(found[: 1 << 10], data[: 1 << 10])
+    assert torch.equal(found[1 << 10 : 2 << 10], data[8 << 10 : 9 << 10])
+    assert len(nvcomp._sample(data, 1 << 14)) == 1 << 14
+
+
+def test_choose_measures_both_types_of_ans(fake_nvcomp):
+    dense, sparse = floats()
+    names = ["nvcomp:ans:floats", "nvcomp:ans:bytes"]
+    for x in (dense, sparse):
+        found = ibp.choose(x, 1e-3, device="cpu", schemes=["nvcomp:ans"])
+        assert {one.scheme for one in found.table} == {*names, "raw"}
+        assert found.stored_bytes == min(one.stored_bytes for one in found.table)
+        assert_same_bits(found.compress(x, pin_memory=False).decompress(), x)
+    assert found.scheme == names[1]
+    only = ibp.choose(sparse, 1e-3, device="cpu", schemes=[names[1]])
+    assert {one.scheme for one in only.table} == {names[1], "raw"}
+    ids = ibp.choose(torch.arange(5000), 1e-3, device="cpu", schemes=["nvcomp:ans"])
+    assert {one.scheme for one in ids.table} == {"nvcomp:ans", "raw"}
+    assert nvcomp.variants_of("zstd", torch.float32) == ["zstd"]
 
 
 @pytest.mark.parametrize("scheme", NVCOMP_SCHEMES)

@@ -78,7 +78,7 @@ def choose(
     link_gbps = number("link_gbps", link_gbps)
     if not 0 < link_gbps < float("inf"):
         raise ValueError(f"link_gbps is {link_gbps}; wanted a positive number")
-    candidates = _candidates(schemes, where, rows)
+    candidates = _candidates(schemes, x.dtype, where, rows)
     num_bytes = x.numel() * x.dtype.itemsize
     found = [CodingCost("raw", "default", None, num_bytes, 0.0, 0.0, 0.0, 0.0)]
     if num_bytes:
@@ -87,11 +87,14 @@ def choose(
     return Choice(num_bytes, link_gbps, encode, rows, ranked(found, link_gbps, encode))
 
 
-def _candidates(schemes: Iterable[str] | None, device: torch.device, rows: bool) -> list[tuple[str, str]]:
+def _candidates(
+    schemes: Iterable[str] | None, dtype: torch.dtype, device: torch.device, rows: bool
+) -> list[tuple[str, str]]:
     """(scheme, level) of what is measured. Those that are named must be there."""
     if schemes is None:
         general = [] if rows else [name for name, codec in CODECS.items() if codec.device_type == device.type]
-        return [*_ROWS, *((name, "default") for name in general if _is_there(name))]
+        there = (name for name in general if _is_there(name))
+        return [*_ROWS, *((variant, "default") for name in there for variant in nvcomp.variants_of(name, dtype))]
     found: list[tuple[str, str]] = []
     for scheme in schemes:
         if is_general(scheme):
@@ -100,7 +103,7 @@ def _candidates(schemes: Iterable[str] | None, device: torch.device, rows: bool)
                 why = "has no rows that decode alone" if rows else f"codes on a {codec.device_type.upper()} device"
                 raise ValueError(f"schemes has {scheme!r}, which {why}")
             codec.require()
-            found.append((scheme, "default"))
+            found += [(variant, "default") for variant in nvcomp.variants_of(scheme, dtype)]
         elif scheme not in SCHEMES:
             known = [*SCHEMES, *CODECS]
             raise ValueError(f"schemes has {scheme!r}{near(scheme, known)}; wanted some of {known}")

@@ -42,6 +42,17 @@ class Codec(ABC):
     def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
         """What decoding needs, as text. ValueError for a level or chunk_bytes that the codec does not have."""
 
+    def suited(
+        self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
+    ) -> dict[str, str]:
+        """The options by which bytes of elements of a dtype are coded: those given, or others that suit these better.
+
+        Args:
+            data: uint8 [bytes], on any device.
+            worker: the device that codes.
+        """
+        return options
+
     def check_options(self, options: Mapping[str, str]) -> None:
         """ValueError for options that are not those of `options`."""
         if set(options) != set(self.option_names):

@@ -27,6 +27,8 @@ _ALGORITHMS = {  # by the names of schemes
     "zstd": "Zstd",
 }
 _TYPED = ("bitcomp", "cascaded")  # work on whole elements
+_BYTES, _FLOATS = "bytes", "floats"  # what ANS can be told that floats are
+_SAMPLE_BYTES = 4 << 20  # of a tensor, on which both are tried
 _HUNGRY = ("deflate", "gdeflate", "zstd")  # coding needs several times a block's bytes of memory besides
 _BLOCK_BYTES, _LESS_BLOCK_BYTES = 256 << 20, 32 << 20
 CHUNK_BYTES, _LEAST_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 16, 1 << 10, 1 << 24
@@ -49,8 +51,9 @@ class NvComp(Codec):
     is_safe = False
     option_names = (_CHUNK, _TYPE)
 
-    def __init__(self, kind: str) -> None:
-        self.kind, self.name = kind, f"nvcomp:{kind}"
+    def __init__(self, kind: str, only: str | None = None) -> None:
+        """only: what ANS is told that floats are; None: what suits a tensor better."""
+        self.kind, self.name, self._only = kind, f"nvcomp:{kind}", only
         self.block_bytes = _LESS_BLOCK_BYTES if kind in _HUNGRY else _BLOCK_BYTES
 
     def require(self) -> ModuleType:
@@ -59,9 +62,29 @@ class NvComp(Codec):
     def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
         if level is not None:
             raise ValueError(f"the scheme is '{self.name}:{level}', but {self.name!r} has no levels")
-        options = {_CHUNK: str(CHUNK_BYTES if chunk_bytes is None else chunk_bytes), _TYPE: self.data_type(dtype)}
+        options = self.fields(dtype, CHUNK_BYTES if chunk_bytes is None else chunk_bytes)
         self.check_options(options)
         return options
+
+    def fields(self, dtype: torch.dtype, chunk_bytes: int) -> dict[str, str]:
+        """Options of any size of chunks."""
+        return {_CHUNK: str(chunk_bytes), _TYPE: self.types(dtype)[0]}
+
+    def suited(
+        self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
+    ) -> dict[str, str]:
+        """The type by which chunks spread over the bytes take the fewest; of equal ones the first."""
+        types = self.types(dtype)
+        if len(types) == 1 or not data.numel():
+            return options
+        sample = _sample(data, int(options[_CHUNK]))
+        sizes = {}
+        with torch.cuda.device(worker):
+            near = aligned(_staging.to_device(sample, worker))
+            for data_type in types:
+                coder = self.coder(worker, options | {_TYPE: data_type})
+                sizes[data_type] = coder.encode(near, coder.room(near)).numel()
+        return options | {_TYPE: min(types, key=sizes.__getitem__)}
 
     def check_options(self, options: Mapping[str, str]) -> None:
         super().check_options(options)
@@ -75,13 +98,15 @@ class NvComp(Codec):
         if options[_TYPE] not in _TYPES:
             raise ValueError(f"the type is {options[_TYPE]!r}; {self.name!r} takes one of {list(_TYPES)}")
 
-    def data_type(self, dtype: torch.dtype) -> str:
-        """The array-protocol type of what the codec is told that the elements are. ANS splits off the exponents of
-        floats of two and four bytes; others look at bytes, or at whole numbers of the elements' size."""
+    def types(self, dtype: torch.dtype) -> tuple[str, ...]:
+        """The array-protocol types of what the codec can be told that the elements are. ANS splits off the exponents of
+        floats of two and four bytes, or looks at bytes, which suits floats of which many are equal; others look at
+        bytes, or at whole numbers of the elements' size."""
         size = dtype.itemsize
         if self.kind == "ans" and dtype.is_floating_point and size in (2, 4):
-            return f"<f{size}"
-        return f"<u{size}" if self.kind in _TYPED and size > 1 else "|u1"
+            found = {_FLOATS: f"<f{size}", _BYTES: "|u1"}
+            return tuple(found.values()) if self._only is None else (found[self._only],)
+        return (f"<u{size}" if self.kind in _TYPED and size > 1 else "|u1",)
 
     def blocks_of(self, options: Mapping[str, str], chunk_bytes: int | None) -> int:
         return self.block_bytes // int(options[_CHUNK]) * int(options[_CHUNK])
@@ -180,6 +205,14 @@ class Coder:
         return self._nvcomp.as_array(tensor, self._stream)
 
 
+def _sample(data: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
+    """At most _SAMPLE_BYTES in whole chunks, evenly apart; bytes of no more than that, or of one chunk, as they are."""
+    if data.numel() <= max(_SAMPLE_BYTES, chunk_bytes):
+        return data
+    chunks = data[: data.numel() // chunk_bytes * chunk_bytes].view(-1, chunk_bytes)
+    return chunks[:: -(-len(chunks) // max(1, _SAMPLE_BYTES // chunk_bytes))].reshape(-1)
+
+
 def aligned(data: torch.Tensor) -> torch.Tensor:
     """Bytes that begin where nvCOMP takes them: themselves, or a copy."""
     return data if data.data_ptr() % _ALIGNMENT == 0 else data.clone()
@@ -233,3 +266,10 @@ class _Memory:
 
 
 CODECS = {f"nvcomp:{kind}": NvComp(kind) for kind in _ALGORITHMS}
+VARIANTS = {f"nvcomp:ans:{only}": NvComp("ans", only) for only in (_FLOATS, _BYTES)}  # by the names of schemes
+
+
+def variants_of(scheme: str, dtype: torch.dtype) -> list[str]:
+    """The schemes by which a codec codes elements of a dtype in one way each; of most codecs the scheme itself."""
+    several = scheme in CODECS and len(CODECS[scheme].types(dtype)) > 1
+    return [name for name in VARIANTS if name.startswith(f"{scheme}:")] if several else [scheme]

@@ -269,6 +269,8 @@ def is_general(scheme: object) -> bool:
 def codec_of(scheme: str) -> tuple[Codec, int | None]:
     """The codec of a scheme such as "nvcomp:ans" or "zstd:9", and the level that it names. ValueError for others."""
     name, level = scheme, None
+    if scheme in nvcomp.VARIANTS:
+        return nvcomp.VARIANTS[scheme], None
     if scheme not in CODECS:
         name, _, text = scheme.rpartition(":")
         if name not in CODECS or not text.removeprefix("-").isdecimal():
@@ -307,6 +309,7 @@ def compress_whole(
     codec.require()
     worker = codec.worker(asked or x.device, x.device)
     data = bytes_of(x)
+    options = codec.suited(options, x.dtype, data, worker)
     with tqdm(total=data.numel(), desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
         pieces = codec.encode(data, worker, block_bytes, options, level, bar.update) if data.numel() else []
     blocks, offsets = _joined(pieces, x.device, pin, node)
