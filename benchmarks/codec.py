@@ -269,8 +269,8 @@ def ans_coder(x):
 
 
 def measure_nvcomp(case):
-    """nvCOMP's ANS on the same bytes, into memory that is there, with codecs and configurations that are made once: told
-    of floats or of bytes, whichever saves more of a sample. Coding by the wall clock: it waits for the size.
+    """nvCOMP's ANS on the same bytes, into memory that is there, with codecs and configurations that are made once:
+    told of floats or of bytes, whichever saves more of a sample. Coding by the wall clock: it waits for the size.
     """
     with case.run.cell(f"nvCOMP ANS, {case.name}"):
         coder, data, out = ans_coder(case.x), case.x.view(torch.uint8).view(-1), case.out.view(torch.uint8).view(-1)
