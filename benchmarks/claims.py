@@ -1332,7 +1332,6 @@ def activations_table(directory):
 
 def _on_the_device(rows):
     """For which nets keeping coded activations on the GPU lowers the peak, and for which it raises it."""
-    saved = {row["case"]: row["saved_gb"] for row in rows if row["arm"] == "on the device"}
     plain = {row["case"]: row for row in rows if row["arm"] == "plain"}
     found = [row for row in rows if row["arm"] == "on the device" and row["case"] in plain]
     if not found:
@@ -1340,14 +1339,15 @@ def _on_the_device(rows):
 
     def listed(chosen):
         return ", ".join(
-            f"{row['case']} {abs(row['freed_gb']):.2f} GB (step {row['step_ms'] / plain[row['case']]['step_ms']:.1f} "
-            f"times as long, saved tensors {saved[row['case']] / plain[row['case']]['peak_gb']:.0%} of the peak)"
+            f"{row['case']} by {abs(row['freed_gb']):.2f} GB (steps "
+            f"{row['step_ms'] / plain[row['case']]['step_ms']:.1f} times as long, saved tensors "
+            f"{row['saved_gb'] / plain[row['case']]['peak_gb']:.0%} of the peak)"
             for row in sorted(chosen, key=lambda row: -row["freed_gb"])
         ).replace("%", " %")
 
     lower, higher = ([row for row in found if (row["freed_gb"] > 0) is is_lower] for is_lower in (True, False))
     texts = [f"lowers the peak of {listed(lower)}"] * bool(lower) + [f"raises that of {listed(higher)}"] * bool(higher)
-    return f"\n\nKeeping coded activations on the device {'; and '.join(texts)}."
+    return f"\n\nKeeping coded activations on the device {', and '.join(texts)}."
 
 
 def _wanted_step(row):

@@ -139,10 +139,10 @@ def graph_gains(results):
 
 def graph_parts(results):
     """Of Cora's features: fetching, training and the epoch, raw rows and coded ones."""
-    rows = {arm: results.row("gnn", arm=arm, case="cora, batch 1024") for arm in ("cpu pinned", "raw rows", "ibp")}
+    rows = (results.row("gnn", arm=arm, case="cora, batch 1024") for arm in (*gnn.CPU_ARMS, "raw rows", "ibp"))
     return listed(
-        f"{arm}: fetch {row['fetch_ms']:.2f} ms, train {row['train_ms']:.2f} ms, epoch {row['epoch_s']:.2f} s"
-        for arm, row in rows.items()
+        f"{row['arm']}: fetch {row['fetch_ms']:.2f} ms, train {row['train_ms']:.2f} ms, epoch {row['epoch_s']:.2f} s"
+        for row in rows
         if row
     )
 
@@ -866,9 +866,9 @@ CDMA = (
         "Figure 4",
         "density of each layer of AlexNet while it is trained: at first, least, at last",
         "densities.py",
-        CDMA_DATA + "; 64 channels in conv0, theirs 96. Our fully connected layers end densest: training begins with "
-        "half of every layer's outputs at zero, and the loss is gone before the weights of these layers have moved "
-        "much (`probes.csv`); theirs are trained for long, with weight decay",
+        CDMA_DATA + "; 64 channels in conv0, theirs 96. Our fully connected layers end densest but for conv0: "
+        "training begins with half of every layer's outputs at zero, and the loss is gone before the weights of these "
+        "layers have moved much (`probes.csv`)",
         "conv0 always within 2 points of 50 %; the others fall fast and rise again; fc the sparsest",
         densities_by_layer("AlexNet"),
     ),
