@@ -21,9 +21,33 @@
 #define IBP_FLAG_LAST_GAP (IBP_FLAG_FIRST_GAP + 5u)
 #define IBP_FLAG_MANY_GAPS (1u << (IBP_FLAG_LAST_GAP + 5u))
 
-/* The value of an element of an array, by one load: what is checked is what is used, also where another thread or
- * another stream writes the array meanwhile. What a plain load has read the compiler may read again. */
+/* IBP_LOAD_ONCE: the value of an element of an array, by one load: what is checked is what is used, also where another
+ * thread or another stream writes the array meanwhile. What a plain load has read the compiler may read again. Loads of
+ * kernels are relaxed ones of a block's scope, which the L1 cache serves, as it does not serve volatile ones. */
+#if defined(__CUDA_ARCH__)
+template <typename T> static __device__ __forceinline__ T ibp_load_once(const T *global)
+{
+    static_assert(sizeof(T) <= 8 && (sizeof(T) & (sizeof(T) - 1)) == 0, "one load");
+    const size_t address = __cvta_generic_to_global(global);
+    if constexpr (sizeof(T) == 8) {
+        uint64_t value;
+        asm volatile("ld.relaxed.cta.global.u64 %0, [%1];" : "=l"(value) : "l"(address));
+        return static_cast<T>(value);
+    } else {
+        uint32_t value;
+        if constexpr (sizeof(T) == 4)
+            asm volatile("ld.relaxed.cta.global.u32 %0, [%1];" : "=r"(value) : "l"(address));
+        else if constexpr (sizeof(T) == 2)
+            asm volatile("ld.relaxed.cta.global.u16 %0, [%1];" : "=r"(value) : "l"(address));
+        else
+            asm volatile("ld.relaxed.cta.global.u8 %0, [%1];" : "=r"(value) : "l"(address));
+        return static_cast<T>(value);
+    }
+}
+#define IBP_LOAD_ONCE(element) ibp_load_once(&(element))
+#else
 #define IBP_LOAD_ONCE(element) (*(const volatile __typeof__(element) *)&(element))
+#endif
 
 IBP_INLINE uint32_t ibp_popcount(uint32_t x)
 {
