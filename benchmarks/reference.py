@@ -39,6 +39,13 @@ def sources_of(repository):
     return sources
 
 
+def headers_of_wheels(toolkit):
+    """Where NVIDIA's wheels have the headers of libraries that torch's headers include and a small toolkit lacks."""
+    if toolkit is not None and (Path(toolkit) / "include" / "cusparse.h").exists():
+        return []
+    return [path.parent for path in Path(torch.__file__).parents[1].glob("nvidia/*/include/cusparse.h")]
+
+
 def built(repository):
     """The paper's library as a module."""
     from torch.utils import cpp_extension
@@ -46,7 +53,9 @@ def built(repository):
     return cpp_extension.load(
         name="ibp_cuda",
         sources=list(map(str, sources_of(repository))),
-        extra_include_paths=[str(repository / name) for name in INCLUDES],
+        extra_include_paths=list(
+            map(str, [*(repository / name for name in INCLUDES), *headers_of_wheels(cpp_extension.CUDA_HOME)])
+        ),
         extra_cflags=["-O3"],
         extra_cuda_cflags=["-O3", "--use_fast_math"],
     )
@@ -146,7 +155,7 @@ def main(argv=None):
     if own.repository is None:
         print("reference: name a clone of the paper's code by --repository or IBP_REFERENCE")
         return 2
-    repository = Path(own.repository)
+    repository = Path(own.repository).resolve()
     library = built(repository)
     run = harness.Run("reference", args, COLUMNS)
     torch.manual_seed(0)

@@ -240,6 +240,9 @@ def test_the_papers_code_is_looked_for(tmp_path, monkeypatch, capsys):
     (tmp_path / "src").mkdir()
     for name in reference.SOURCES:
         (tmp_path / "src" / name).touch()
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cusparse.h").touch()
+    assert reference.headers_of_wheels(tmp_path) == []
     assert len(reference.sources_of(tmp_path)) == 4 and reference.commit_of(tmp_path) == "unknown"
 
 
