@@ -62,7 +62,9 @@ def built(repository):
 
 
 def commit_of(repository):
-    """The commit of the clone; "unknown" of a tree without one."""
+    """IBP_REFERENCE_COMMIT where it is set, for copies of a tree; else the commit of the clone, or "unknown"."""
+    if os.environ.get("IBP_REFERENCE_COMMIT"):
+        return os.environ["IBP_REFERENCE_COMMIT"]
     if not (repository / ".git").exists():
         return "unknown"
     found = subprocess.run(["git", "-C", str(repository), "rev-parse", "HEAD"], capture_output=True, text=True)
@@ -116,8 +118,9 @@ def measure_theirs(case, library, host, mask, bitval, ideal_gbps):
     coded_elements = max(1, round(share * host.shape[1]))
 
     def call(k):
+        out = fetches.outs[k]
         return library.decompress_fetch(
-            host, mask, bitval, bitmask, run.device, coded_elements, fetches.ids[k], None, None, None, fetches.outs[k]
+            host, mask, bitval, bitmask, out.device, coded_elements, fetches.ids[k], None, None, None, out
         )
 
     case.measure(THEIRS, call, 1 - share, ideal_gbps)

@@ -221,9 +221,10 @@ class PapersLibrary:
 
 def test_the_papers_code_beside_ours(tmp_path, monkeypatch):
     monkeypatch.setattr(reference, "built", lambda repository: PapersLibrary())
+    monkeypatch.setenv("IBP_REFERENCE_COMMIT", "b2f7100")
     rows = run_quickly("reference", tmp_path, "--repository", str(tmp_path))
     arms = ["raw rows", "ibp slots", "the paper's code"]
-    assert [row["arm"] for row in rows] == 2 * arms and {row["reference"] for row in rows} == {"unknown"}
+    assert [row["arm"] for row in rows] == 2 * arms and {row["reference"] for row in rows} == {"b2f7100"}
     assert [row["case"] for row in rows[::3]] == ["synthetic 50%", "synthetic 90%"]
     assert {row["savings"] for row in rows[2::3]} == {"0.5000"}
     gains = reference.gains(charts.read(tmp_path / "reference.csv"))
@@ -232,7 +233,8 @@ def test_the_papers_code_beside_ours(tmp_path, monkeypatch):
 
 
 def test_the_papers_code_is_looked_for(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("IBP_REFERENCE", raising=False)
+    for name in ("IBP_REFERENCE", "IBP_REFERENCE_COMMIT"):
+        monkeypatch.delenv(name, raising=False)
     assert reference.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 2
     assert "--repository or IBP_REFERENCE" in capsys.readouterr().out
     with pytest.raises(FileNotFoundError, match="has no src/ibp_api.cu; wanted a clone of the paper's code"):
