@@ -6,7 +6,8 @@ DIR, or IBP_REFERENCE, is a clone of github.com/AKKamath/InvariantBitPacking. It
 this machine by torch's builder of extensions, which needs nvcc and ninja; that takes some minutes the first time. Both
 codes fetch the same rows of the same synthetic tables in one run, and are timed and checked alike: `the paper's code`,
 `decompress_fetch` of rows compressed in place, with the length of a coded row and into memory that is there (its sort
-of the ids is a part of the call); `ibp slots`; `raw rows`. `reference` is the commit of the clone.
+of the ids is a part of the call); `ibp slots`; `raw rows`. `reference` is the commit of the clone, which
+IBP_REFERENCE_COMMIT names for a copy without .git.
 """
 
 import argparse
