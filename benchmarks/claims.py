@@ -197,7 +197,7 @@ def tensor_block(directory):
         return None
     return (
         f"A whole BF16 tensor, N(0, 0.02), from pinned host memory (`stream.csv`: {caption(rows)}; the paper's code "
-        "measured apart), GB/s of original bytes: "
+        "by `reference_rates.csv`), GB/s of original bytes: "
         + ", ".join(f"{label} {charts.number(gbps)}" for label, gbps, _, _ in bars)
         + "."
     )
