@@ -56,7 +56,8 @@ typedef struct ibp_file {
 
 /* Opens the num_bytes bytes of a file, aligned to 16 bytes, and reads its header once. The bytes stay the caller's,
  * and stay where they are as long as the file is used.
- * @return IBP_BAD_FILE for what is no file, or one whose header contradicts itself or its length; IBP_NEWER_FILE for
+ * @return IBP_BAD_FILE for what is no file, or one whose header contradicts itself or its length, or has only some of
+ * the names by which checksums are found ("ibp.format", "ibp.checks" and the tensor "ibp.checks"); IBP_NEWER_FILE for
  * one of a newer format: file->release then says which release of the library reads it. */
 IBP_API ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file);
 
@@ -93,7 +94,7 @@ typedef uint64_t (*ibp_hash_function)(const void *bytes, size_t num_bytes);
 
 /* Compares all checksums of a file. *block: the first one that is wrong, counted as the entries of "ibp.checks" are:
  * the blocks of the data first, then the header, then the checksums themselves.
- * @return IBP_WRONG_CHECKSUM, IBP_NOT_IN_FILE for a file without checksums, or IBP_BAD_FILE. */
+ * @return IBP_WRONG_CHECKSUM, IBP_NOT_IN_FILE for an ordinary safetensors file, which has none, or IBP_BAD_FILE. */
 IBP_API ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block);
 
 /* ---- its tables -------------------------------------------------------------------------------------------------- */
