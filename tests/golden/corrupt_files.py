@@ -60,6 +60,13 @@ def with_empty(header: str, shape: str) -> str:
     return f'{{"another":{{"dtype":"U8","shape":[{shape}],"data_offsets":[0,0]}},{header[1:]}'
 
 
+def followed(data: bytes) -> bytes:
+    """A tensor of 8 bytes follows the checksums."""
+    end = len(data) - 8 - int.from_bytes(data[:8], "little")
+    entry = f'{{"after":{{"dtype":"U8","shape":[8],"data_offsets":[{end},{end + 8}]}},'
+    return with_header(data, entry + header_of(data)[1:]) + bytes(8)
+
+
 def entry_of(data: bytes, name: str) -> tuple[int, str]:
     """Where a tensor's bytes begin in the file, and its entry in the header as text."""
     text = header_of(data)
@@ -342,6 +349,7 @@ OF_CHECKSUMS = {
     "blocks of no bytes": Case(
         "raw.safetensors", "none it can have", None, text=("block_bytes=1048576", "block_bytes=0")
     ),
+    "a tensor behind the checksums": Case("raw.safetensors", "tensors follow it", None, data=followed),
     "more blocks": Case("raw.safetensors", r"wanted U64 \[", None, text=("block_bytes=1048576", "block_bytes=1024")),
 }
 CASES = {**OF_FILES, **OF_TABLES, **OF_CODEBOOKS}
