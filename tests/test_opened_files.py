@@ -268,7 +268,7 @@ def test_permissions(tmp_path, umask, mode):
     "tensors, options, kind, message",
     [
         ({5: torch.ones(1)}, {}, TypeError, "tensors has the key 5; wanted names"),
-        ({"a": [1]}, {}, TypeError, "'a' is a list; wanted a table .*, a torch.Tensor or a delta"),
+        ({"a": [1]}, {}, TypeError, "'a' is a list; wanted a table .*, a torch.Tensor, an array of numpy or a delta"),
         ({"a": torch.ones(1).to_sparse()}, {}, TypeError, "sparse"),
         ({"ibp.checks": torch.ones(1)}, {}, ValueError, "'ibp.checks' is reserved"),
         ({"__metadata__": torch.ones(1)}, {}, ValueError, "reserved"),
