@@ -8,8 +8,8 @@ ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t 
     const int64_t num_rows = ibp_rows_of_bytes(num_bytes, row_bytes);
     const uint32_t most = (row_bytes + IBP_OVERFLOW_ALIGN - 1) / IBP_OVERFLOW_ALIGN;
     for (int64_t r = 0; r < num_rows; r++) {
-        const uint32_t stored = ibp_stored_bytes(IBP_LOAD_ONCE(lengths[r]), row_bytes,
-                                                 ibp_valid_bytes(num_bytes, row_bytes, r));
+        const uint32_t stored =
+            ibp_stored_bytes(IBP_LOAD_ONCE(lengths[r]), row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r));
         survey[0] += stored;
         survey[1 + ibp_min_u32((stored + IBP_OVERFLOW_ALIGN - 1) / IBP_OVERFLOW_ALIGN, most)]++;
     }

@@ -68,8 +68,8 @@ __global__ void __launch_bounds__(kIndexThreads)
     unsigned long long stored = 0;
     uint32_t bin = 0, count = 0;
     for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r < num_rows; r += step) {
-        const uint32_t own = ibp_stored_bytes(IBP_LOAD_ONCE(lengths[r]), row_bytes,
-                                              ibp_valid_bytes(num_bytes, row_bytes, r));
+        const uint32_t own =
+            ibp_stored_bytes(IBP_LOAD_ONCE(lengths[r]), row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r));
         const uint32_t sectors =
             ibp_min_u32((own + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN, num_bins - 1u); // of a corrupt length too
         if (sectors != bin) {

@@ -84,8 +84,9 @@ static void check_array(const char *name, void (*call)(void *, void *), void *st
     if (num_bytes > MOST) abort();
     for (int kind = 0; kind < (is_quick ? 2 : 4); kind++) {
         for (size_t i = 0; i < num_bytes; i++)
-            others[i] = kind == 0   ? (uint8_t)(i % 8 == 7 ? 0 : 0xff) /* large, and not negative */
-                        : kind == 1 ? (uint8_t)(i % 2 ? 0 : 40 + i % 16) /* too large by a little, in units of 2 bytes */
+            others[i] = kind == 0 ? (uint8_t)(i % 8 == 7 ? 0 : 0xff) /* large, and not negative */
+                        : kind == 1
+                            ? (uint8_t)(i % 2 ? 0 : 40 + i % 16) /* too large by a little, in units of 2 bytes */
                         : kind == 2 ? 0xff
                                     : (uint8_t)rng_next(&r);
         CHECK(at_each_look(call, state, bytes, others, num_bytes) > 0, "%s is not looked at", name);
@@ -99,8 +100,7 @@ enum { NUM_IDS = 24, PARTITIONED_ITEMS = 1000, WINDOW_BITS = 6 };
 static void partition(void *state, void *array)
 {
     const ibp_ids ids = {.data = array, .count = NUM_IDS, .id_bytes = *(const uint32_t *)state};
-    const fenced workspace =
-                     fenced_new(NULL, ibp_partition_workspace_bytes(NUM_IDS, PARTITIONED_ITEMS, WINDOW_BITS)),
+    const fenced workspace = fenced_new(NULL, ibp_partition_workspace_bytes(NUM_IDS, PARTITIONED_ITEMS, WINDOW_BITS)),
                  sorted = fenced_new(NULL, NUM_IDS * ids.id_bytes), positions = fenced_new(NULL, NUM_IDS * 4);
     const uint32_t *const at = (const uint32_t *)(const void *)positions.bytes;
     bool is_there[NUM_IDS] = {false};
@@ -122,11 +122,11 @@ static void select_items(void *state, void *array)
     if (array) w->request.data = array;
     uint16_t lengths[COUNT * ROWS_PER_ITEM];
     uint64_t stored_bytes;
-    check_status(ibp_measure_selection(&w->table, &w->request, 0, COUNT * ROWS_PER_ITEM, lengths, &stored_bytes,
-                                       &w->fault));
+    check_status(
+        ibp_measure_selection(&w->table, &w->request, 0, COUNT * ROWS_PER_ITEM, lengths, &stored_bytes, &w->fault));
     const fenced out = fenced_new(NULL, stored_bytes);
-    check_status(ibp_copy_selection(&w->table, &w->request, 0, COUNT * ROWS_PER_ITEM, out.bytes, stored_bytes,
-                                    &w->fault));
+    check_status(
+        ibp_copy_selection(&w->table, &w->request, 0, COUNT * ROWS_PER_ITEM, out.bytes, stored_bytes, &w->fault));
     fenced_free(&out);
 }
 
@@ -206,8 +206,8 @@ static void read_index(world *w)
                                   w->scratch.num_bytes, &w->fault));
     uint64_t change = 0;
     uint8_t base[sizeof w->data] = {0};
-    check_status(ibp_add_rows(&w->table, 4, false, 30, 34, base, &change, w->scratch.bytes, w->scratch.num_bytes,
-                              &w->fault));
+    check_status(
+        ibp_add_rows(&w->table, 4, false, 30, 34, base, &change, w->scratch.bytes, w->scratch.num_bytes, &w->fault));
 }
 static void read_lengths(void *state, void *array)
 {
@@ -240,10 +240,8 @@ static ibp_lru new_cache(world *w)
     for (int i = 0; i < NUM_WAYS; i++) rows[i] = (ibp_cached_row){IBP_WAY_EMPTY, 0};
     memset(w->stamps.bytes, 0, w->stamps.num_bytes);
     memset(w->slab.bytes, 0xa5, SLAB_BYTES);
-    return (ibp_lru){{{rows, 1, NUM_WAYS}, w->slab.bytes, SLAB_BYTES, 0},
-                     ROW_BYTES,
-                     (uint32_t *)(void *)w->stamps.bytes,
-                     clock};
+    return (ibp_lru){
+        {{rows, 1, NUM_WAYS}, w->slab.bytes, SLAB_BYTES, 0}, ROW_BYTES, (uint32_t *)(void *)w->stamps.bytes, clock};
 }
 
 /* Whether an entry of a row of a table without overflow parts says how many of its bytes are in the slab. */
@@ -359,8 +357,8 @@ static void encode_into(world *w, const int64_t *row_ids, uint16_t *lengths, uin
     place.table.slots_bytes = (int64_t)slots.num_bytes, place.table.overflow_bytes = (int64_t)overflow.num_bytes;
     for (int turn = 0; turn < 2; turn++) {
         const ibp_row_source source = {.data = turn == 0 ? w->data : dense, .num_rows = COUNT};
-        check_status(ibp_encode_into(&place, &source, row_ids, 3, 0, COUNT, w->scratch.bytes, w->scratch.num_bytes,
-                                     &w->fault));
+        check_status(
+            ibp_encode_into(&place, &source, row_ids, 3, 0, COUNT, w->scratch.bytes, w->scratch.num_bytes, &w->fault));
     }
     fenced_free(&slots);
     fenced_free(&overflow);
@@ -417,8 +415,8 @@ static void plan_pages(void *state, void *array)
     const fenced ids = fenced_new(NULL, COUNT * TENSORS * IDS_PER_BLOCK * 8),
                  addresses = fenced_new(NULL, COUNT * TENSORS * PIECES * 8);
     memset(stored.bytes, 1, stored.num_bytes);
-    CHECK(ibp_plan_pages(&transfer, stored.bytes, (int64_t *)(void *)ids.bytes,
-                         (uint64_t *)(void *)addresses.bytes) == IBP_OK,
+    CHECK(ibp_plan_pages(&transfer, stored.bytes, (int64_t *)(void *)ids.bytes, (uint64_t *)(void *)addresses.bytes) ==
+              IBP_OK,
           "%d pages", COUNT);
     for (size_t i = 0; i < ids.num_bytes / 8; i++) {
         const int64_t id = ((const int64_t *)(const void *)ids.bytes)[i];
@@ -483,9 +481,10 @@ static uint64_t sum_bytes(const void *data, size_t num_bytes)
 /* A file with eight bytes and the checksums of their two blocks. */
 static fenced checked_file(void)
 {
-    static const char header[] = "{\"__metadata__\":{\"ibp.format\":\"1\",\"ibp.checks\":\"hash=xxh3_64 block_bytes=4\"},"
-                                 "\"x\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[0,8]},"
-                                 "\"ibp.checks\":{\"dtype\":\"U64\",\"shape\":[4],\"data_offsets\":[8,40]}}       ";
+    static const char header[] =
+        "{\"__metadata__\":{\"ibp.format\":\"1\",\"ibp.checks\":\"hash=xxh3_64 block_bytes=4\"},"
+        "\"x\":{\"dtype\":\"U8\",\"shape\":[8],\"data_offsets\":[0,8]},"
+        "\"ibp.checks\":{\"dtype\":\"U64\",\"shape\":[4],\"data_offsets\":[8,40]}}       ";
     const uint64_t header_bytes = (sizeof header - 1) / 8 * 8;
     const size_t num_bytes = 8 + header_bytes + 40;
     const fenced file = fenced_new(NULL, (num_bytes + 15) / 16 * 16);

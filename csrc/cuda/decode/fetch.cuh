@@ -383,6 +383,22 @@ template <class Decoder> struct Fetch {
     // Which of the warp's rows is the group's.
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
 
+    // Warps that decode a row together have each looked it up, and may have seen other ids and lengths where these change
+    // meanwhile: they go by what the first one has seen. A barrier of the group, before which another one has to come
+    // after each call.
+    static __device__ __forceinline__ void agree(Row &row, Window &window)
+    {
+        struct Seen {
+            Row row;
+            Window window;
+        };
+        __shared__ Seen seen_by_first[Decoder::kMostThreads / G::kThreads];
+        Seen &seen = seen_by_first[G::in_block()];
+        if (G::rank() == 0u) seen = {row, window};
+        G::sync();
+        row = seen.row, window = seen.window;
+    }
+
     // Decodes what has been received. Called by all lanes of a warp together.
     __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
     {
@@ -392,8 +408,10 @@ template <class Decoder> struct Fetch {
             window = fetched.window;
             row = {fetched.window.dst, what_of(fetched.num_bytes, 0, fetched.kind)};
         }
-        if (!G::any(row.kind() == kCoded || row.kind() == kStagedRaw)) return;
-        G::sync();
+        if constexpr (G::kWarps > 1) agree(row, window);
+        const bool is_staged = G::any(row.kind() == kCoded || row.kind() == kStagedRaw);
+        if (G::kWarps == 1 ? is_staged : !is_staged) G::sync();
+        if (!is_staged) return;
         if (row.kind() == kStagedRaw) group_copy<G>(row.dst, stage.bytes() + row.shift(), row.num_bytes());
         bool coded = row.kind() == kCoded, good = true;
         uint32_t cluster = 0, start = stage.first + row.shift(), num_bytes = row.num_bytes();

@@ -162,11 +162,12 @@ __device__ __forceinline__ void store(const RowsJob &job, int64_t row, const Row
     }
 }
 
-// Which row of the table a row of the source becomes; a negative number where there is no such row.
-__device__ __forceinline__ int64_t row_of(const RowsJob &job, int64_t i, int64_t num_rows)
+// Which row of the table a row of the source becomes, if there is such a row: the same in all lanes of a group, also
+// where ids change while they load it.
+template <class G> __device__ __forceinline__ int64_t row_of(const RowsJob &job, int64_t i)
 {
-    const int64_t row = job.row_ids != nullptr ? job.row_ids[i] : job.first_row + i;
-    return row < num_rows ? row : -1;
+    if (job.row_ids == nullptr) return job.first_row + i;
+    return static_cast<int64_t>(G::broadcast(static_cast<uint64_t>(IBP_LOAD_ONCE(job.row_ids[i]))));
 }
 
 // IS_MEASURED: the table's index says how long rows are and where they go.
@@ -188,8 +189,8 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     for (int64_t i = first; i < job.source.num_rows; i += step) {
         if (i + step < job.source.num_rows) prefetch<G>(job.source.row(i + step));
         PlainRow row = job.source.row(i);
-        const int64_t r = row_of(job, i, num_rows);
-        if (r >= 0) {
+        const int64_t r = row_of<G>(job, i);
+        if (r >= 0 && r < num_rows) {
             RowTarget target{};
             if (IS_MEASURED) target = target_of<G>(table, r);
             if (!Encoder::kFillsStage || IS_MEASURED) { // whole slots are written then
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
                 settle<G>(job, i, r, length, valid, stage, tally);
             G::sync(); // the stage is free for the next row
         } else if (G::lane() == 0u && job.fault != nullptr) {
-            record_fault(job.fault, IBP_INDEX_OUT_OF_RANGE, i, job.row_ids != nullptr ? job.row_ids[i] : r);
+            record_fault(job.fault, IBP_INDEX_OUT_OF_RANGE, i, r);
         }
     }
     ibp_place_counts *const counts = job.place.counts;

@@ -28,7 +28,7 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
     const auto length_of = [&](int64_t r) { return table.lengths ? uint32_t{IBP_LOAD_ONCE(table.lengths[r])} : 0u; };
     const uint32_t row_bytes = table.codebook.row_bytes;
     RowTarget target{};
-    target.length = length_of(row);
+    target.length = static_cast<uint32_t>(G::broadcast(length_of(row))); // the lanes code the row together
     ibp_row_place place = ibp_split_row(&table, row, target.length);
     uint64_t base = 0;
     uint32_t rooms = 0;
@@ -63,11 +63,11 @@ struct Part {
 __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uint64_t base, uint32_t valid)
 {
     const ibp_table &table = place.table;
-    const uint32_t sectors =
-        place.rooms != nullptr
-            ? IBP_LOAD_ONCE(place.rooms[row])
-            : to_sectors(ibp_overflow_part(ibp_stored_bytes(IBP_LOAD_ONCE(place.lengths[row]), table.codebook.row_bytes, valid),
-                                           table.slot_bytes));
+    const uint32_t sectors = place.rooms != nullptr
+                                 ? IBP_LOAD_ONCE(place.rooms[row])
+                                 : to_sectors(ibp_overflow_part(ibp_stored_bytes(IBP_LOAD_ONCE(place.lengths[row]),
+                                                                                 table.codebook.row_bytes, valid),
+                                                                table.slot_bytes));
     if (!ibp_part_in_bounds(base, IBP_OVERFLOW_ALIGN * sectors, table.overflow_bytes)) return {IBP_NO_BASE, 0};
     return {base, sectors};
 }
