@@ -86,6 +86,12 @@ def test_kernels(flags):
     assert (cases, wrong) == (num_cases, 0) and kernels >= least_kernels, output
 
 
+def test_changing_arrays():
+    """Ids, lengths and entries that another stream changes between any two looks of a kernel."""
+    code, output = run([build(FLAGS, "changing", ("partition.cu", "cache.cu", "kv_pages.cu"))], timeout=300)
+    assert code == 0 and output == "0 wrong\n", output
+
+
 @pytest.fixture(scope="module")
 def faults():
     command = [*emulated(KEPT / "emulated"), *FLAGS]

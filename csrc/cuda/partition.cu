@@ -83,10 +83,10 @@ static ibp_status partition(const ibp_ids &ids, int64_t num_items, uint32_t wind
     const Id *const data = static_cast<const Id *>(ids.data);
     const ibp_status status = check_cuda(cudaMemsetAsync(counts, 0, sizeof(uint32_t) * num_windows, stream));
     if (status != IBP_OK) return status;
-    count_windows<<<blocks, kThreads, 0, stream>>>(data, ids.count, num_items, window_bits, counts, ranks, windows);
+    count_windows<Id><<<blocks, kThreads, 0, stream>>>(data, ids.count, num_items, window_bits, counts, ranks, windows);
     scan_windows<<<(num_windows + kScanThreads - 1) / kScanThreads, kScanThreads, 0, stream>>>(counts, num_windows,
                                                                                                starts);
-    scatter_ids<<<blocks, kThreads, 0, stream>>>(data, ids.count, starts, ranks, windows, sorted_ids, positions);
+    scatter_ids<Id><<<blocks, kThreads, 0, stream>>>(data, ids.count, starts, ranks, windows, sorted_ids, positions);
     return check_cuda(cudaGetLastError());
 }
 

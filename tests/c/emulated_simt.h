@@ -345,6 +345,11 @@ SIMT_MIN_MAX(double, double, float)
 using cudaError_t = int;
 enum { cudaSuccess = 0 };
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+template <class Stream> cudaError_t cudaMemsetAsync(void *memory, int value, size_t num_bytes, Stream)
+{
+    memset(memory, value, num_bytes);
+    return cudaSuccess;
+}
 inline cudaError_t cudaGetDevice(int *device)
 {
     *device = 0;
