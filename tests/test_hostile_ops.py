@@ -80,6 +80,12 @@ def good_calls():
     yield "sum_words", [data, 7, zeros(1, I64)]
 
 
+def test_a_first_row_past_all():
+    arguments = [*raw_table(), empty(U16), zeros(1, I64), zeros(2, I64), zeros(128), None, None]
+    with pytest.raises(RuntimeError, match=f"2 rows from row {MOST} on are not among 2"):
+        OPS.encode_into(*arguments, MOST, 0, fault())
+
+
 GOOD = list(good_calls())
 WRITTEN = {
     "slots",
