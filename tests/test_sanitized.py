@@ -102,6 +102,7 @@ def test_operations_and_files(sanitized):
         "test_golden.py",
         "test_codebooks.py::test_a_file_cannot_rebuild_a_member",
         "test_corruption_cuda.py",
+        "test_changing.py",
     ]
     files = [str(HERE / name) for name in names]
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", "not little_work"]

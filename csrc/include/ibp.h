@@ -17,7 +17,9 @@
  *
  * Safety. Coded bytes, lengths and bases may be hostile: they are detected or give wrong data, and nothing outside the
  * buffers is read or written. The same holds for a codebook whose fields are in range but whose arrays hold anything,
- * and for inputs that another thread changes while they are read.
+ * and for arrays that another thread writes during the call: rows, ids, positions, offsets, entries, lengths, bases and
+ * what codebooks point to. A value that is checked is read once. What has to stay as it is during a call: the structs
+ * that arguments point to, addresses in arrays, which are trusted, and scratch and workspaces, which are the call's own.
  *
  * ABI. While the major version is 0, a minor version may change anything in this file; a patch version changes no
  * declaration. From version 1 on, a minor version only adds: functions, enumerators, and fields at the end of
@@ -520,7 +522,8 @@ IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, u
 
 /* Puts ids in the order of the windows of 2^window_bits items that they lie in, so that a gather goes through the table
  * once: sorted_ids[k] = ids[positions[k]], sorted_ids of the type of ids; inside a window their order is kept. An id
- * out of range counts to the nearest window. ids->positions is not read.
+ * out of range counts to the nearest window. ids->positions is not read. Where ids change meanwhile, positions still
+ * are the numbers 0 to count - 1, each once, and a sorted id is any of those that were at its position.
  * @return IBP_INVALID_ARGUMENT for more than UINT32_MAX ids, more than IBP_MAX_WINDOWS windows or a negative num_items.
  */
 IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,

@@ -12,8 +12,9 @@
  *
  * Errors. IBP_INVALID_ARGUMENT: an argument is NULL where bytes are needed, out of range, or contradicts another one
  * (raw rows with lengths, an unknown scheme, a codebook whose fields do not fit each other); then nothing
- * has been launched. What arrays in device memory hold is not checked before, and does no harm: what is wrong in a
- * table's index and rows is noted in *fault, words of a codebook that are wrong give wrong rows. IBP_CUDA_ERROR: a
+ * has been launched. What arrays in device memory hold is not checked before, and does no harm, nor do kernels of other
+ * streams that write them meanwhile: what is wrong in a table's index and rows is noted in *fault, words of a codebook
+ * that are wrong give wrong rows. IBP_CUDA_ERROR: a
  * CUDA call failed, and ibp_cuda_last_error() says why; the error is no longer in cudaGetLastError().
  */
 #ifndef IBP_CUDA_H
