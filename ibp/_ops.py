@@ -83,6 +83,20 @@ from . import _core
 
 _lib = torch.library.Library("ibp", "FRAGMENT")
 
+
+def _define(schema):
+    """Declares an operation. It writes to memory that it is given, which a graph of torch.jit.trace would leave out."""
+    name = _lib.define(schema)
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError(
+            f"torch.jit.trace, and exporters that use it, cannot record ibp's operations (here ibp::{name}): trace the "
+            "model with plain tensors, as ibp.decompress(table) gives them, or use torch.compile"
+        )
+
+    _lib.impl(name, refuse, "Tracer")
+
+
 # How a table is described to an operation; see struct ibp_table in ibp.h.
 _TABLE = (
     "Tensor{0} slots, Tensor{1} overflow, Tensor{2} lengths, Tensor{3} bases, Tensor codebook, int[] codec, "
@@ -92,39 +106,39 @@ _READ = _TABLE.format("", "", "", "")
 _WRITE = _TABLE.format("(a!)", "(b!)", "", "")
 _WRITE_ALL = _TABLE.format("(a!)", "(b!)", "(c!)", "(d!)")
 
-_lib.define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
-_lib.define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
-_lib.define("choose_masks(Tensor data, int row_bytes, int chunk_bytes) -> (Tensor, Tensor)")
-_lib.define("estimate_masks(Tensor data, int row_bytes) -> Tensor")
-_lib.define(
+_define("codebook_words(Tensor mask, Tensor bitval, int chunk_bytes, bool flag_all) -> Tensor")
+_define("threshold_bits(Tensor counts, int num_rows, float tau) -> (Tensor, Tensor)")
+_define("choose_masks(Tensor data, int row_bytes, int chunk_bytes) -> (Tensor, Tensor)")
+_define("estimate_masks(Tensor data, int row_bytes) -> Tensor")
+_define(
     "learn_planes(Tensor data, int row_bytes, int element_bytes, int exponent_bits, int table_rows, bool fast, "
     "bool codes_invariant) -> (Tensor, Tensor)"
 )
-_lib.define("learn_entries(Tensor data, Tensor codebook, int[] codec) -> Tensor")
-_lib.define("count_bits(Tensor data, int row_bytes) -> Tensor")
-_lib.define("count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor")
-_lib.define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
-_lib.define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
-_lib.define("survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor")
-_lib.define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
-_lib.define(
+_define("learn_entries(Tensor data, Tensor codebook, int[] codec) -> Tensor")
+_define("count_bits(Tensor data, int row_bytes) -> Tensor")
+_define("count_hits(Tensor data, Tensor codebook, int[] codec) -> Tensor")
+_define("measure_rows(Tensor data, Tensor codebook, int[] codec) -> Tensor")
+_define("index_rows(Tensor lengths, int num_bytes, int row_bytes, int slot_bytes) -> Tensor")
+_define("survey_rows(Tensor lengths, int num_bytes, int row_bytes) -> Tensor")
+_define(f"encode_rows({_WRITE}, Tensor data, Tensor(c!) fault) -> ()")
+_define(
     "encode_packed(Tensor data, Tensor codebook, int[] codec, Tensor(a!) out, Tensor(b!) lengths, Tensor(c!) stored) "
     "-> ()"
 )
-_lib.define(
+_define(
     f"encode_into({_WRITE_ALL}, Tensor(e!) rooms, Tensor(f!) used, Tensor(g!) counts, "
     "Tensor x, Tensor? buffers, Tensor? row_ids, int first_row, int max_sms, Tensor(h!) fault) -> ()"
 )
-_lib.define(
+_define(
     f"gather_items({_READ}, Tensor ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None) -> ()"
 )
-_lib.define(f"gather_into({_READ}, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
-_lib.define(f"gather_to({_READ}, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
-_lib.define(
+_define(f"gather_into({_READ}, Tensor? ids, int max_sms, int outer_dims, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_define(f"gather_to({_READ}, Tensor ids, Tensor addresses, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_define(
     f"sum_bags({_READ}, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, int reduction, "
     "int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
 )
-_lib.define(
+_define(
     "linear(Tensor slots, int slot_bytes, int first_symbol, Tensor starts, Tensor entries, Tensor x, Tensor? bias, "
     "Tensor(a!) out) -> ()"
 )
@@ -132,61 +146,61 @@ _TRANSFER = (
     "Tensor pages, Tensor blocks, int num_pages, int num_blocks, int num_tensors, int first_tensor, Tensor starts, "
     "Tensor? block_starts, int block_stride, int scratch, int pieces"
 )
-_lib.define(f"plan_pages({_TRANSFER}, Tensor? stored, Tensor(a!) ids, Tensor(b!) addresses) -> ()")
-_lib.define(
+_define(f"plan_pages({_TRANSFER}, Tensor? stored, Tensor(a!) ids, Tensor(b!) addresses) -> ()")
+_define(
     "note_pages(Tensor ids, int ids_per_block, Tensor lengths, Tensor rooms, Tensor(a!) stored, Tensor(b!) seen) -> ()"
 )
-_lib.define(f"pack_table({_READ}, Tensor(a!) packed) -> ()")
-_lib.define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
-_lib.define(
+_define(f"pack_table({_READ}, Tensor(a!) packed) -> ()")
+_define(f"decode_bytes({_READ}, int start, int end, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()")
+_define(
     f"stream_bytes({_READ}, Tensor host_bases, int start, int end, int streamer, bool begins, bool ends, "
     "int max_sms, Tensor(a!) ring, Tensor(b!) out, Tensor(c!) fault) -> ()"
 )
-_lib.define(
+_define(
     f"stage_items({_READ}, Tensor host_slots, Tensor ids, int stager, int max_sms, Tensor(a!) out, Tensor(b!) fault) "
     "-> ()"
 )
-_lib.define("sum_words(Tensor part, int first_word, Tensor(a!) sum) -> ()")
-_lib.define(
+_define("sum_words(Tensor part, int first_word, Tensor(a!) sum) -> ()")
+_define(
     f"add_rows({_READ}, int element_bytes, bool subtracts, Tensor(a!) base, Tensor(b!) change, Tensor(c!) fault) -> ()"
 )
-_lib.define(
+_define(
     "measure_deltas(Tensor tensors, Tensor codebook, int[] codec, Tensor(a!) lengths, Tensor(b!) counts, "
     "Tensor(c!) sums) -> ()"
 )
-_lib.define(
+_define(
     "encode_deltas(Tensor tensors, Tensor codebook, int[] codec, Tensor lengths, Tensor counts, Tensor bases, "
     "Tensor(a!) overflow) -> ()"
 )
-_lib.define(
+_define(
     "apply_deltas(Tensor tensors, int num_rows, Tensor codebook, int[] codec, bool takes_back, Tensor(a!) state) -> ()"
 )
-_lib.define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
-_lib.define(
+_define("partition_ids(Tensor ids, int num_items, int window_bits) -> (Tensor, Tensor)")
+_define(
     f"select_rows({_READ}, Tensor ids, int first, "
     "Tensor(a!) lengths_out, Tensor(b!) bases_out, Tensor(c!) rows_out, Tensor(d!) taken, Tensor(e!) fault) -> ()"
 )
 
 # A cache of rows (ibp.h).
-_lib.define(
+_define(
     "find_cached(Tensor ids, int rows_per_item, int row_bytes, Tensor lengths, Tensor[] maps, int ways, "
     "Tensor(a!) entries, Tensor(b!)? counts) -> ()"
 )
-_lib.define("owners_of_rows(Tensor rows, int num_slabs) -> Tensor")
-_lib.define(
+_define("owners_of_rows(Tensor rows, int num_slabs) -> Tensor")
+_define(
     f"gather_cached({_READ}, Tensor ids, Tensor entries, Tensor[] slabs, int max_sms, Tensor(a!) out, "
     "Tensor(b!) fault, Tensor? positions=None) -> ()"
 )
-_lib.define(
+_define(
     f"fill_slab({_READ}, Tensor rows, Tensor offsets, int slab, int ways, Tensor(a!) bytes, Tensor(b!) map, "
     "Tensor(c!) fault) -> ()"
 )
-_lib.define(
+_define(
     f"claim_cached({_READ}, Tensor ids, int ways, int cache_slot_bytes, Tensor(a!) bytes, Tensor(b!) map, "
     "Tensor(c!) stamps, Tensor(d!) clock, Tensor(e!) entries, Tensor(f!)? counts, Tensor(g!) fault) -> ()"
 )
-_lib.define("drop_cached(Tensor rows, int ways, Tensor(a!) map) -> ()")
-_lib.define("set_cached(Tensor rows, Tensor lengths, int ways, bool dirty, Tensor(a!) map) -> ()")
+_define("drop_cached(Tensor rows, int ways, Tensor(a!) map) -> ()")
+_define("set_cached(Tensor rows, Tensor lengths, int ways, bool dirty, Tensor(a!) map) -> ()")
 
 torch.ops.load_library(str(Path(__file__).parent / "_lib" / "libibp_torch.so"))
 

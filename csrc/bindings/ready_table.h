@@ -52,7 +52,7 @@ struct Torch {
     py::object module = py::module_::import("torch"), c = module.attr("_C"), tensor = module.attr("Tensor"),
                int32 = module.attr("int32"), int64 = module.attr("int64"), empty = module.attr("empty_strided"),
                function_modes = c.attr("_len_torch_function_stack"),
-               dispatch_modes = c.attr("_len_torch_dispatch_stack");
+               dispatch_modes = c.attr("_len_torch_dispatch_stack"), tracing_state = c.attr("_get_tracing_state");
     Name is_cuda{"is_cuda"}, is_cpu{"is_cpu"}, get_device{"get_device"}, dtype{"dtype"}, dim{"dim"}, numel{"numel"},
         is_contiguous{"is_contiguous"}, data_ptr{"data_ptr"}, shape{"shape"}, requires_grad{"requires_grad"},
         is_neg{"is_neg"}, is_conj{"is_conj"}, storage{"untyped_storage"}, nbytes{"nbytes"},
@@ -64,10 +64,12 @@ struct Torch {
         return *torch;
     }
 
-    bool has_modes() const
+    // Whether something else wants to see the operations: a mode, or torch.jit.trace.
+    bool has_observers() const
     {
         return Name::as_number(Name::checked(PyObject_CallNoArgs(function_modes.ptr()))) != 0 ||
-               Name::as_number(Name::checked(PyObject_CallNoArgs(dispatch_modes.ptr()))) != 0;
+               Name::as_number(Name::checked(PyObject_CallNoArgs(dispatch_modes.ptr()))) != 0 ||
+               !Name::checked(PyObject_CallNoArgs(tracing_state.ptr())).is_none();
     }
 };
 
@@ -122,7 +124,8 @@ class ReadyTable {
         const Torch &torch = first.torch_;
         ibp_ids items{};
         Range of_ids{}, of_positions{};
-        if (!first.read_any_ids(ids, &items, &of_ids) || !first.is_here(positions) || starts[0] != 0) return false;
+        if (torch.has_observers() || starts[0] != 0) return false;
+        if (!first.read_any_ids(ids, &items, &of_ids) || !first.is_here(positions)) return false;
         if (!torch.dtype.of(positions).is(torch.int32) || torch.numel.number(positions) != items.count ||
             !torch.is_contiguous.is_true(positions) || !first.is_held(positions, items.count * 4, 4))
             return false;
@@ -170,7 +173,7 @@ class ReadyTable {
     {
         ibp_ids items{};
         Range read{};
-        if (max_sms < 0 || has_faults() || torch_.has_modes() || !read_ids(ids, &items, &read)) return py::none();
+        if (max_sms < 0 || has_faults() || torch_.has_observers() || !read_ids(ids, &items, &read)) return py::none();
         if (device_ >= 0 && Name::as_number(Name::checked(PyObject_CallNoArgs(current_device_.ptr()))) != device_)
             return py::none();
         const bool is_new = out.is_none();

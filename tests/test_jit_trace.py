@@ -1,0 +1,80 @@
+"""torch.jit.trace of what reads tables: refused, as a graph would leave out what is written to its tensors."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ibp
+from helpers import assert_same_bits, embedding
+
+pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
+
+IDS = torch.randint(500, (64,), generator=torch.Generator().manual_seed(0))
+X = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def x():
+    return embedding(500, 64)
+
+
+@pytest.fixture(scope="module")
+def table(x):
+    return ibp.compress(x, pin_memory=False)
+
+
+class Call(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.forward = function
+
+
+def cached(table):
+    return ibp.RowCache(table, 20_000, torch.rand(500), devices="cpu")
+
+
+def offloaded(table):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)).eval()
+    ibp.offload(model, device="cpu", min_bytes=1)
+    return model
+
+
+CASES = {
+    "index_select": (lambda table: lambda ids: table.index_select(ids), IDS),
+    "torch.index_select": (lambda table: lambda ids: torch.index_select(table, 0, ids), IDS),
+    "index_select_many": (lambda table: lambda ids: ibp.index_select_many([table, table], ids, ids % 2), IDS),
+    "[]": (lambda table: lambda ids: table[ids], IDS),
+    "RowCache": (lambda table: cached(table).index_select, IDS),
+    "F.embedding": (lambda table: lambda ids: F.embedding(ids, table), IDS),
+    "F.linear": (lambda table: lambda x: F.linear(x, table), X),
+    "decompress": (lambda table: lambda x: x @ ibp.decompress(table).T, X),
+    "raw": (lambda table: ibp.compress(table.decompress(), scheme="raw", pin_memory=False).index_select, IDS),
+    "nn.Embedding": (lambda table: ibp.nn.Embedding(table), IDS),
+    "a net": (lambda table: torch.nn.Sequential(ibp.nn.Embedding(table), torch.nn.Linear(64, 8)), IDS),
+    "nn.EmbeddingBag": (lambda table: ibp.nn.EmbeddingBag(table, mode="sum"), IDS.view(8, 8)),
+    "nn.Linear": (lambda table: ibp.nn.Linear(table), X),
+    "offload": (offloaded, X),
+    "trainable": (lambda table: ibp.nn.Embedding(table.clone(), trainable=True), IDS),
+}
+
+
+@pytest.mark.parametrize("is_used", [False, True], ids=["new", "used"])
+@pytest.mark.parametrize("name", CASES)
+def test_tracing_is_refused(table, name, is_used):
+    """Of a table that is used for the first time, and of one that is ready for calls."""
+    make, given = CASES[name]
+    function = make(table)
+    module = function if isinstance(function, torch.nn.Module) else Call(function)
+    if is_used:
+        module(given)
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.trace.* cannot record ibp's operations \(here ibp::\w+\)"):
+        torch.jit.trace(module, given)
+    module(given)  # it works as before
+
+
+def test_tracing_what_a_table_gives(table, x):
+    """What the message says."""
+    traced = torch.jit.trace(torch.nn.Embedding.from_pretrained(ibp.decompress(table)), IDS)
+    assert_same_bits(traced(IDS + 1 - 1), x[IDS])
