@@ -318,6 +318,25 @@ def test_collections_are_copied():
         assert_same_bits(copied(features).detach(), expected)
 
 
+class Scaled(torch.nn.Embedding):
+    def forward(self, ids):
+        return 3 * super().forward(ids)
+
+
+class ScaledBag(torch.nn.EmbeddingBag):
+    def forward(self, *args, **kwargs):
+        return 3 * super().forward(*args, **kwargs)
+
+
+def test_modules_that_compute_something_else():
+    with pytest.raises(TypeError, match="embeddings is a Scaled with a forward of its own"):
+        ibp.nn.Embedding.from_pretrained(Scaled(30, 8))
+    with pytest.raises(TypeError, match="embeddings is a ScaledBag with a forward of its own"):
+        ibp.nn.EmbeddingBag.from_pretrained(ScaledBag(30, 8))
+    with pytest.raises(TypeError, match="table 'a' is a ScaledBag with a forward of its own"):
+        ibp.nn.EmbeddingCollection({"a": ScaledBag(30, 8)})
+
+
 def test_collections_that_are_wrong():
     for tables, error, message in (
         ({}, ValueError, "there are no tables"),

@@ -142,6 +142,26 @@ def test_module():
         ibp.nn.Linear.from_linear(torch.nn.ReLU())
 
 
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Named(torch.nn.Linear):
+    pass
+
+
+def test_modules_that_compute_something_else():
+    """A subclass with torch's forward is as torch's class; one with its own is refused."""
+    plain, x = Named(96, 40), torch.ones(96)
+    assert_same_bits(ibp.nn.Linear.from_linear(plain, fused=False)(x), plain(x))
+    with pytest.raises(TypeError, match=r"module is a Doubled with a forward of its own.* torch.nn.Linear"):
+        ibp.nn.Linear.from_linear(Doubled(96, 40))
+    plain.forward = lambda x: x
+    with pytest.raises(TypeError, match="module is a Named with a forward of its own"):
+        ibp.nn.Linear.from_linear(plain)
+
+
 # ---- escapes ----
 
 

@@ -93,6 +93,30 @@ def test_steps_have_torchs_bits(name, dtype, columns, mode, padding_idx, togethe
     assert changed[:LOOKED_UP].sum() > LOOKED_UP // 2 and not changed[LOOKED_UP:].any()
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_compiled_steps(name):
+    """The step runs outside of the graph."""
+    torch.compiler.reset()
+    _, make, options = OPTIMIZERS[name]
+    _, plain = both(16, torch.float32)
+    compiled, graphs = copy.deepcopy(plain), []
+    optimizers = [make(module, **options) for module in (plain, compiled)]
+
+    def backend(graph, examples):
+        graphs.append(graph)
+        return graph
+
+    steps = [optimizers[0].step, torch.compile(lambda: optimizers[1].step(), backend=backend)]
+    for seed in range(4):
+        for module, optimizer, step in zip((plain, compiled), optimizers, steps):
+            optimizer.zero_grad()
+            torch.manual_seed(seed)
+            loss_of(module, seed).backward()
+            step()
+        assert_same_bits(compiled.current_table().decompress(), plain.current_table().decompress())
+    assert graphs == []
+
+
 def test_a_step_between_two_backward_passes():
     """A row of both forward passes takes both changes, though the second pass was looked up before the first step."""
     torchs, ours = both(16, torch.float32, mode="sum")

@@ -12,6 +12,7 @@ from .._cache import RowCache
 from .._compressed_tensor import CompressedTensor
 from ._embedding import check_mode
 from ._making import GivenRows, NormalRows, Rows, table_of
+from ._tables import check_forward
 from ._training import RowsModule
 
 Bags = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -390,6 +391,7 @@ def _dense_key(prefix: str, name: str) -> str:
 def _given(name: str, weights: Any) -> CompressedTensor | torch.Tensor | tuple[int, int]:
     """What is given for a table, checked; TypeError or ValueError otherwise."""
     if isinstance(weights, torch.nn.EmbeddingBag):
+        check_forward(f"table {name!r}", weights, torch.nn.EmbeddingBag)
         weights = weights.weight
     if isinstance(weights, (CompressedTensor, torch.Tensor)):
         if weights.dim() != 2:

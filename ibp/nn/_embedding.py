@@ -12,6 +12,7 @@ from .._compressed_tensor import CompressedTensor
 from .._compression import compress
 from .._torch_functions import embedding_of
 from ._making import NormalRows, table_of
+from ._tables import check_forward
 from ._training import RowsModule
 
 _MODES = ("sum", "mean", "max")
@@ -65,6 +66,7 @@ class _Rows(RowsModule):
         Raises:
             ValueError: torch's module has max_norm or scale_grad_by_freq, which change rows or gradients in ways that
                 this one does not.
+            TypeError: a module has another forward than torch's of the same name.
             TypeError, ValueError: as `ibp.compress` and the constructor.
         """
         if isinstance(embeddings, torch.nn.Module):
@@ -212,6 +214,7 @@ def _options_of(module: torch.nn.Module, wanted: type) -> dict[str, Any]:
     kind = torch.nn.EmbeddingBag if issubclass(wanted, EmbeddingBag) else torch.nn.Embedding
     if not isinstance(module, kind):
         raise TypeError(f"embeddings is a {type(module).__name__}; wanted a torch.nn.{kind.__name__} or its weights")
+    check_forward("embeddings", module, kind)
     if module.max_norm is not None or module.scale_grad_by_freq:
         raise ValueError("the module has max_norm or scale_grad_by_freq, which compressed rows do not have")
     options: dict[str, Any] = {"padding_idx": module.padding_idx}

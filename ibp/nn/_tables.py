@@ -107,6 +107,16 @@ def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor)
     return table
 
 
+def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
+    """Raises TypeError for a module that computes something else than a torch module of this kind does."""
+    if type(module).forward is not kind.forward or "forward" in vars(module):
+        raise TypeError(
+            f"{name} is a {type(module).__name__} with a forward of its own, which a module over a table does not "
+            f"have: wanted that of torch.nn.{kind.__name__}. Give ibp.compress(module.weight) to the constructor, and "
+            "do in the model what else forward does"
+        )
+
+
 class Linear(TableModule):
     """`torch.nn.Linear` with fixed weights, which are decoded on the input's device for the time of a call.
 
@@ -153,11 +163,12 @@ class Linear(TableModule):
             options: as `ibp.compress` takes them.
 
         Raises:
-            TypeError: module is no torch.nn.Linear.
+            TypeError: module is no torch.nn.Linear, or has another forward than torch.nn.Linear's.
             TypeError, ValueError: as `ibp.compress`.
         """
         if not isinstance(module, torch.nn.Linear):
             raise TypeError(f"module is a {type(module).__name__}; wanted a torch.nn.Linear")
+        check_forward("module", module, torch.nn.Linear)
         if options.keys() <= _HOW_IT_RUNS:
             slot_bytes = slot_bytes_for(module.in_features) if module.weight.dtype == torch.bfloat16 else None
             options = {"level": "fast", "slot_bytes": slot_bytes, **options}

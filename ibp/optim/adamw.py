@@ -14,6 +14,7 @@ from .._arguments import whole_number
 from .._kv.sizes import check_storage
 from .._schemes.planes.learning import check_level
 from ._chunks import NAMES, Chunk, Piece, Work, local, planned
+from ._compiling import outside_of_graphs
 from ._lane import Lane
 from ._learning import ROW_BYTES
 from ._reserve import Reserve
@@ -142,6 +143,7 @@ class _CodedStates(torch.optim.Adam):
 
     # ---- steps ----
 
+    @outside_of_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Changes the parameters that have gradients.
@@ -445,7 +447,7 @@ class AdamW(_CodedStates, torch.optim.AdamW):
         params: as of torch: parameters of FP16, BF16, FP32 or FP64, which are dense in memory.
         lr, betas, eps, weight_decay, maximize: as of torch.
         amsgrad, capturable, differentiable: not offered.
-        foreach, fused: not used: steps are those of `fused=True`.
+        foreach, fused: None, or as they are: foreach=False and fused=True.
         level: "default", the codebooks that save the most for the time that coding takes; or "fast", which saves less
             and codes faster: see `ibp.compress`.
         storage: "device"; or "host": coded states are in pinned host memory, and the device has their index alone.
@@ -486,7 +488,7 @@ class AdamW(_CodedStates, torch.optim.AdamW):
             maximize=maximize,
             capturable=capturable,
             differentiable=differentiable,
-            fused=True,
+            fused=_check_kernel(foreach, fused),
         )
 
 
@@ -524,7 +526,7 @@ class Adam(_CodedStates):
             maximize=maximize,
             capturable=capturable,
             differentiable=differentiable,
-            fused=True,
+            fused=_check_kernel(foreach, fused),
         )
 
 
@@ -545,6 +547,18 @@ def _check_options(group: dict[str, Any]) -> None:
     for name in ("amsgrad", "capturable", "differentiable"):
         if group.get(name):
             raise ValueError(f"{name} is {group[name]}; coded states are without it")
+    _check_kernel(group.get("foreach"), group.get("fused"))
+
+
+def _check_kernel(foreach: bool | None, fused: bool | None) -> bool:
+    """True, which fused is. ValueError: another kernel than torch's fused one is asked for."""
+    for name, value, wanted in (("foreach", foreach, False), ("fused", fused, True)):
+        if value is not None and bool(value) != wanted:
+            raise ValueError(
+                f"{name} is {value}, but steps with coded states are those of torch's fused kernel, whose bits differ "
+                f"from the others': leave {name} out, or use torch.optim's class"
+            )
+    return True
 
 
 def _check_state(param: torch.Tensor, values: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from .._compressed_tensor import CompressedTensor
 from .._compression import compress
 from ..nn._tables import placed_like
 from ..nn._training import RowGradient, RowsModule
+from ._compiling import outside_of_graphs
 
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
@@ -65,6 +66,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for module in self._modules.values():
             module.drop_gradients()
 
+    @outside_of_graphs
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Changes the rows that have gradients, and writes them back.
