@@ -178,6 +178,11 @@ def canonical(device: torch.device | str | int) -> torch.device:
     return found
 
 
+def usual(device: torch.device | str | int | None) -> torch.device:
+    """The device, as `canonical` gives it; of None the current CUDA device if there is one, else the CPU."""
+    return canonical(("cuda" if _ops.cuda_is_available() else "cpu") if device is None else device)
+
+
 def _canonical(device: torch.device | str | int) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
         got = type(device).__name__

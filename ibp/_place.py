@@ -43,7 +43,8 @@ class Place:
         num_rows: rows of codebook.row_bytes bytes.
         slot_bytes: bytes of a slot: a multiple of 32 below row_bytes, or row_bytes, where no row ever overflows.
         overflow_bytes: room for all overflow parts; needed where slot_bytes is less than row_bytes.
-        device: where rows are coded and the index is; None: the memory's, else the current CUDA device.
+        device: where rows are coded and the index is; None: the memory's, else the current
+            CUDA device if there is one, else the CPU.
         pinned: slots and overflow are pinned host memory, which the GPU writes and reads over the link.
         memory: uint8 [at least Place.memory_bytes(...)] on the device, contiguous, which the place lies in, from its
             first byte on: counters, rooms, bases, lengths, slots, overflow. A copy of these bytes is read by
@@ -132,7 +133,7 @@ class Place:
         if memory is not None:
             needed = self.memory_bytes(codebook, num_rows, slot_bytes=slot_bytes, overflow_bytes=overflow_bytes)
             device = _check_memory(memory, needed, device, pinned)
-        self.device = _memory.canonical("cuda" if device is None else device)
+        self.device = _memory.usual(device)
         if pinned and self.device.type != "cuda":
             raise ValueError("pinned places are for a CUDA device to write to")
         check_spill(spill, memory)

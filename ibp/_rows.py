@@ -107,11 +107,7 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
 def working_device(x: torch.Tensor, device: torch.device | str | int | None) -> torch.device:
     """Where x is analysed and compressed: the device asked for, else x's own if it is a GPU, else the GPU if there is
     one."""
-    if device is None:
-        device = x.device if x.is_cuda else "cuda" if _ops.cuda_is_available() else "cpu"
-    found = _memory.canonical(device)
-    assert found is not None
-    return found
+    return _memory.usual(x.device if device is None and x.is_cuda else device)
 
 
 def blocks(

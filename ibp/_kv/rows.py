@@ -56,7 +56,7 @@ class KVRows:
         cache_bytes: device memory of the cache, of all layers; 0: none.
         slot_bytes, overflow_bytes: of a row's slot, and of overflow of each layer, instead of what the sample says.
         level: of the codebook that is learned, see `ibp.compress`.
-        device: the GPU that codes and decodes, or "cpu".
+        device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
         storage: "host", pinned memory; or "device".
 
     Attributes:
@@ -81,14 +81,14 @@ class KVRows:
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
         level: str = "default",
-        device: torch.device | str | int = "cuda",
+        device: torch.device | str | int | None = None,
         storage: str = "host",
     ) -> None:
         self.num_layers = whole_number("num_layers", num_layers, 1)
         self.num_tokens = whole_number("num_tokens", num_tokens, 0)
         self.num_heads = whole_number("num_heads", num_heads, 1)
         cache_bytes = whole_number("cache_bytes", cache_bytes, 0)
-        self.device = _memory.canonical(device)
+        self.device = _memory.usual(device)
         sizes.check_storage(storage)
         sample = codebook if isinstance(codebook, torch.Tensor) else None
         if sample is not None and (sample.dim() == 0 or not sample.numel()):

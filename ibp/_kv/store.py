@@ -140,7 +140,7 @@ class KVStore:
         slot_bytes, overflow_bytes: instead of what the sample says: slots for 99.9 % of the rows, and overflow of at
             least 2 % of them.
         level: of the codebook that is learned, see `ibp.compress`.
-        device: the GPU that codes and decodes, or "cpu".
+        device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
         storage: "host", pinned memory; or "device".
         spill: "host": of pages on the device what does not fit slots is in pinned host memory, which has room for all
             rows as they are unless overflow_bytes says otherwise: slots may be smaller than most rows need, and no page
@@ -167,13 +167,13 @@ class KVStore:
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
         level: str = "default",
-        device: torch.device | str | int = "cuda",
+        device: torch.device | str | int | None = None,
         storage: str = "host",
         spill: str | None = None,
     ) -> None:
         self.page_bytes = whole_number("page_bytes", page_bytes, 1)
         self.num_tensors = whole_number("num_tensors", num_tensors, 1)
-        self.device = _memory.canonical(device)
+        self.device = _memory.usual(device)
         sizes.check_storage(storage)
         check_spill(spill)
         spills = spill == "host" and storage == "device"
