@@ -40,6 +40,15 @@ def test_pages_come_back():
     store.check()
 
 
+def test_the_device_that_is_not_named():
+    """The GPU if there is one, else the CPU."""
+    wanted, kv = "cuda" if ibp.cuda_is_available() else "cpu", cache(30)
+    store = ibp.KVStore(kv, num_pages=4, page_bytes=PAGE_BYTES)
+    rows = ibp.KVRows(kv, num_layers=1, num_tokens=10)
+    place = ibp.Place(store.codebook, 8)
+    assert [of.device.type for of in (store, rows, place)] == [wanted] * 3
+
+
 def test_all_blocks_and_page_lists():
     kv = cache(6)
     store, pages = store_of(kv), [page.clone() for page in kv]
@@ -181,6 +190,23 @@ def test_pages_that_find_no_room_are_reported():
     assert_same_bits(out[lost], kv[lost])
 
 
+def test_a_page_that_lacks_a_tensor():
+    """It comes as zeros in all tensors that are asked for, and its other tensors come where they alone are."""
+    kv, wild = cache(8), noise(8)
+    store = store_of(kv, num_pages=8, num_tensors=3, slot_bytes=1408, overflow_bytes=0)
+    assert store.store(range(8), [kv, wild, kv]).lost() == list(range(8)) and not any(store.is_stored(range(8)))
+    store.store([0, 1], [kv], [0, 1], first_tensor=1)
+    assert store.is_stored(range(3)) == [True, True, False]
+    out = [torch.full_like(kv, 7) for _ in range(3)]
+    with pytest.raises(IndexError, match="not stored"):
+        store.load([1, 2], out, [1, 2]).synchronize()
+    for tensor in out:
+        assert_same_bits(tensor[1], kv[1])
+        assert (tensor[2] == 0).all() and (tensor[3] == 7).all()
+    store.load([2], out[:1], [2]).synchronize()
+    assert_same_bits(out[0][2], kv[2])
+
+
 def test_freed_pages_and_compaction():
     kv, wild = cache(40), noise(40)
     store, out = store_of(kv, slot_bytes=1408, overflow_bytes=8 * 640), torch.empty_like(kv)
@@ -286,7 +312,8 @@ def test_many_transfers_against_a_dictionary():
 
 
 def test_plans_of_any_numbers():
-    """Pages and blocks that are not there have no rows, and the address of memory that nobody uses."""
+    """Pages and blocks that are not there have no rows, and the address of memory that nobody uses. A page that lacks
+    one of the tensors that are asked for has no rows at all."""
     plan = torch.ops.ibp.plan_pages
     pages, blocks = torch.tensor([2, -1, 3, 0, 2**62, 1]), torch.tensor([5, 0, 0, 6, 1, -(2**40)])
     starts, flags = torch.tensor([1000, 1064, 5000, 5064]), torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1]]).byte()
@@ -294,7 +321,9 @@ def test_plans_of_any_numbers():
     of = (pages, blocks, 3, 6, 3, 1, starts, None, 100, 7, 2)
     plan(*of, flags, ids, addresses)
     assert addresses[:4].tolist() == [1500, 1564, 5500, 5564] and (addresses[4:] == 7).all()
-    assert ids[:8].tolist() == [-1] * 4 + [32, 33, 34, 35] and (ids[8:] == -1).all()
+    assert (ids == -1).all()
+    plan(*of[:5], 2, starts[:2], *of[7:], flags, ids[:24], addresses[:12])  # of the last tensor alone
+    assert ids[:4].tolist() == [32, 33, 34, 35] and (ids[4:24] == -1).all()
     plan(*of, None, ids, addresses)
     assert ids[:8].tolist() == [28, 29, 30, 31, 32, 33, 34, 35]
     apart = torch.arange(6) * 1000

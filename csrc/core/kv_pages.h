@@ -21,17 +21,24 @@ IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
 /* Ids of a transfer in all. */
 IBP_INLINE int64_t ibp_num_transfer_ids(const ibp_page_transfer *t) { return t->count * t->tensors * t->ids_per_block; }
 
+/* Whether a page is stored in all tensors of a transfer, whose flags begin with first_flag. */
+IBP_INLINE bool ibp_is_stored_page(const ibp_page_transfer *t, const uint8_t *stored, int64_t first_flag)
+{
+    uint32_t lacking = 0;
+    for (uint32_t tensor = 0; tensor < t->tensors; tensor++) lacking += stored[first_flag + tensor] == 0;
+    return lacking == 0;
+}
+
 /* Id i of a transfer, and the address of the piece that begins with it, if one does. stored: as in ibp_plan_pages. */
 IBP_INLINE void ibp_plan_id(const ibp_page_transfer *t, const uint8_t *stored, int64_t i, int64_t *ids,
                             uint64_t *addresses)
 {
     const int64_t per_page = (int64_t)t->tensors * t->ids_per_block, k = i / per_page, in_page = i - k * per_page;
-    const int64_t tensor = in_page / t->ids_per_block, page = IBP_LOAD_ONCE(t->pages[k]),
-                  block = IBP_LOAD_ONCE(t->blocks[k]);
+    const int64_t page = IBP_LOAD_ONCE(t->pages[k]), block = IBP_LOAD_ONCE(t->blocks[k]);
     const uint32_t ids_per_piece = t->ids_per_block / t->pieces;
     const bool is_there = page >= 0 && page < t->num_pages && block >= 0 && block < t->num_blocks;
     const int64_t first_flag = is_there ? page * t->num_tensors + t->first_tensor : 0;
-    const bool has_rows = is_there && (!stored || stored[first_flag + tensor] != 0);
+    const bool has_rows = is_there && (!stored || ibp_is_stored_page(t, stored, first_flag));
     ids[i] = has_rows ? first_flag * t->ids_per_block + in_page : -1;
     if (in_page % ids_per_piece != 0) return;
     const uint64_t from = !is_there         ? t->scratch

@@ -326,8 +326,9 @@ class KVStore:
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
     ) -> Transfer:
-        """Decodes pages into blocks of a paged cache, by one launch: the bits that were stored. Pages that are not
-        stored come as zeros, and raise when the transfer is waited for by `Transfer.synchronize`, or by `check`.
+        """Decodes pages into blocks of a paged cache, by one launch: the bits that were stored. Pages of which one of
+        these tensors is not stored come as zeros, in all of them, and raise when the transfer is waited for by
+        `Transfer.synchronize`, or by `check`.
 
         Args and Raises: as in `store`, but that the blocks have to be different, and not the pages.
         """

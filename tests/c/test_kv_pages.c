@@ -53,8 +53,9 @@ static void check_plan(rng *r)
             for (uint32_t i = 0; i < n; i++) {
                 const int64_t page = m.pages[k], block = m.blocks[k];
                 const bool there = page >= 0 && page < NUM_PAGES && block >= 0 && block < NUM_BLOCKS;
-                const int64_t flag = there ? 4 * page + t->first_tensor + tensor : 0;
-                CHECK(*id++ == (there && (!asks || m.stored[flag]) ? flag * n + i : -1), "id %d, %u, %u", k, tensor, i);
+                const int64_t first = there ? 4 * page + t->first_tensor : 0;
+                const bool stored = !asks || memchr(m.stored + first, 0, t->tensors) == NULL;
+                CHECK(*id++ == (there && stored ? (first + tensor) * n + i : -1), "id %d, %u, %u", k, tensor, i);
                 if (i % each != 0) continue;
                 const uint64_t from = there ? apart ? m.block_starts[block] : (uint64_t)(block * t->block_stride) : 77;
                 CHECK(*address++ == from + (there ? m.starts[tensor * t->pieces + i / each] : 0), "%d, %u", k, tensor);
