@@ -75,6 +75,7 @@ are missing; ways is 32.
 [rows], or, where there are none, those that they had, and `dirty`, whether the table's own rows are older.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -203,6 +204,10 @@ _define("drop_cached(Tensor rows, int ways, Tensor(a!) map) -> ()")
 _define("set_cached(Tensor rows, Tensor lengths, int ways, bool dirty, Tensor(a!) map) -> ()")
 
 torch.ops.load_library(str(Path(__file__).parent / "_lib" / "libibp_torch.so"))
+
+# A forked child has none of its parent's threads. torch replaces its pool of them at the first use, but not safely where
+# several threads come first ("Invalid thread pool!"): the child does it before it has others.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
 def _words(row_bytes):

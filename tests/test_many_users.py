@@ -6,6 +6,8 @@ import gc
 import io
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -141,6 +143,59 @@ def test_forked_processes_go_on(x, path):
     assert statuses == [0, 0, 0]
     for user in users:
         user()
+
+
+def test_a_forked_process_makes_torchs_threads_anew(monkeypatch):
+    """Before it has threads of its own, of which several at once would meet a pool that is being replaced."""
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if asked == [torch.get_num_threads()] else 1)
+    assert os.waitstatus_to_exitcode(status_of(child)) == 0 and asked == []
+
+
+_THREADS_OF_CHILDREN = """
+import os, sys, threading
+import torch
+import ibp
+
+torch.set_num_threads(2)
+sys.setswitchinterval(1e-6)
+x = torch.randn(400, 512).bfloat16()
+table, data = ibp.compress(x, scheme="planes", pin_memory=False), x.view(torch.uint8).reshape(-1).clone()
+table.decompress()
+torch.randn(1000, 1000).sum()
+codec, words = table._coding(torch.device("cpu"))
+
+def work(barrier, failed):
+    barrier.wait()
+    try:
+        torch.ops.ibp.measure_rows(data, words, codec)
+    except Exception as error:
+        failed.append(error)
+
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        barrier, failed = threading.Barrier(8), []
+        threads = [threading.Thread(target=work, args=(barrier, failed)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            print(failed[0], file=sys.stderr)
+        os._exit(len(failed))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.slow
+def test_threads_of_forked_processes():
+    """Which are the first to use torch's threads there, several at a time: most such children would fail."""
+    run = subprocess.run([sys.executable, "-c", _THREADS_OF_CHILDREN], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
 
 
 def test_a_process_that_is_killed_stops_no_other(x, path):
