@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import builtins
 import os
-import pickle
 from collections.abc import Callable, Iterator
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
 import torch
 
 from . import _changes as changes
-from . import _memory, _numa, _torch_functions
+from . import _ipc, _memory, _numa, _torch_functions, _wire
 from ._fetch import gather, indexing, streaming
 from ._fetch import prefetch as prefetching
 from ._schemes import AnyCodebook
@@ -21,7 +19,7 @@ from ._segments import Segment, SharedHandle
 from ._staging import to_device
 from ._table import Table
 
-_TENSORS = ("slots", "overflow", "lengths", "bases")
+TENSORS = ("slots", "overflow", "lengths", "bases")
 _ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many rows, little memory
 
 
@@ -236,12 +234,13 @@ class CompressedTensor(Table):
         """
         self.share_memory_()
         state = self.__getstate__()
-        tensors = {name: state.pop(name) for name in _TENSORS}
-        fields = pickle.dumps(state)
+        tensors = {name: state.pop(name) for name in TENSORS}
+        fields = _wire.written(state)
         segment = self._segment
         if not isinstance(segment, Segment):
-            return SharedHandle(os.getpid(), 0, 0, "", False, fields, bytes(ForkingPickler.dumps(tensors)))
-        sizes = pickle.dumps({name: tensor.numel() for name, tensor in tensors.items()})
+            loans = _wire.written({name: _ipc.lent(tensor) for name, tensor in tensors.items()})
+            return SharedHandle(os.getpid(), 0, 0, "", False, fields, loans)
+        sizes = _wire.written({name: tensor.numel() for name, tensor in tensors.items()})
         return SharedHandle(os.getpid(), segment.num_bytes, segment.file, segment.name, segment.pin, fields, sizes)
 
     def __copy__(self) -> CompressedTensor:
@@ -273,7 +272,7 @@ class CompressedTensor(Table):
             **moved,
         )
         # The memory's owner, and what pins it, live as long as any table in it.
-        if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in _TENSORS):
+        if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in TENSORS):
             made._owner, made._pinned_range = self._owner, self._pinned_range
             made._move({}, self._segment)
             made._is_aliased = self._is_aliased = True

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from . import _wire
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -46,7 +48,7 @@ class Group:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """What work() returns on each rank, by rank: values that can be pickled. A collective call.
+        """What work() returns on each rank, by rank: values that `_wire.written` takes. A collective call.
 
         Where it raises on some rank, it raises on all: there the exception itself, elsewhere RuntimeError with its
         message. what: named in messages.
@@ -54,22 +56,38 @@ class Group:
         Raises:
             RuntimeError: it has raised on another rank, or a rank does not take part: it ended, or the group's timeout
                 has passed.
+            ValueError: a rank has sent what is no message of this package's.
         """
         raised: Exception | None = None
-        value, message = None, None
         try:
-            value = work()
+            content = _wire.written((None, work()))
         except Exception as error:
-            raised, message = error, f"{type(error).__name__}: {error}"
-        outcomes: list[Any] = [None] * self.size
-        with all_taking_part():
-            dist.all_gather_object(outcomes, (message, value), group=self.process_group)
+            raised, content = error, _wire.written((f"{type(error).__name__}: {error}", None))
+        contents = self.gather(content)
         if raised is not None:
             raise raised
-        for rank, (failure, _) in enumerate(outcomes):
+        values = []
+        for rank, sent in enumerate(contents):
+            failure, value = _outcome(what, rank, sent)
             if failure is not None:
                 raise RuntimeError(f"{what} has failed on rank {rank} of the group: {failure}")
-        return [value for _, value in outcomes]
+            values.append(value)
+        return values
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """The bytes of each rank, at least one of each, by rank. A collective call."""
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        sizes = torch.cat(self._all(torch.tensor([mine.numel()], device=self.device))).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: mine.numel()] = mine
+        return [part[:size].cpu().numpy().tobytes() for part, size in zip(self._all(padded), sizes)]
+
+    def _all(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """A tensor of each rank, all of one shape and dtype."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        with all_taking_part():
+            dist.all_gather(parts, part, group=self.process_group)
+        return parts
 
     def counts(self, sent: list[int]) -> list[int]:
         """A number from each rank to each: sent[r] goes to rank r, and what each sent here comes back, by rank."""
@@ -86,6 +104,17 @@ class Group:
         with all_taking_part():
             dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.process_group)
         return received
+
+
+def _outcome(what: str, rank: int, content: bytes) -> tuple[str | None, Any]:
+    """(what went wrong, or None; the value) of a rank's bytes. ValueError: they are none that `together` sends."""
+    try:
+        failure, value = _wire.read(content)
+        if failure is not None and not isinstance(failure, str):
+            raise ValueError(f"a failure is a {type(failure).__name__}")
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{what}: what rank {rank} of the group has sent cannot be read: {error}") from error
+    return failure, value
 
 
 @contextlib.contextmanager

@@ -205,7 +205,7 @@ _define("set_cached(Tensor rows, Tensor lengths, int ways, bool dirty, Tensor(a!
 
 torch.ops.load_library(str(Path(__file__).parent / "_lib" / "libibp_torch.so"))
 
-# A forked child has none of its parent's threads. torch replaces its pool of them at the first use, but not safely where
+# A forked child has none of its parent's threads. torch replaces its pool of them at the first use, which fails where
 # several threads come first ("Invalid thread pool!"): the child does it before it has others.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import _core, _memory, _ops, _staging
+from . import _core, _memory, _staging
 from ._arguments import whole_number
 
 LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors

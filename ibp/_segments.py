@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import _core
+from . import _core, _wire
 from ._memory import PinningError
 
 _ALIGNMENT = 256  # bytes, of each tensor in the memory
 _DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 
 
+@_wire.sent
 @dataclass(frozen=True)
 class SharedHandle:
     """What another process needs to open a shared table: plain data, to be pickled and sent in any way. Made by

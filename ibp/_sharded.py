@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from . import _numa, _rows
+from . import _numa, _rows, _wire
 from ._changes import check_rows, last_of_each
 from ._choice import learn
 from ._compressed_tensor import CompressedTensor
@@ -258,7 +258,11 @@ class ShardedTable:
         item_bytes = self.local_table._item_bytes
         items = group.exchange(data, *([item_bytes * count for count in counts] for counts in (sent, received)))
         shape = local.numel(), *self.shape[1:]
-        group.together(what, lambda: self.local_table.update_(local, items.view(self.dtype).view(shape)) and None)
+
+        def change() -> None:
+            self.local_table.update_(local, items.view(self.dtype).view(shape))
+
+        group.together(what, change)
         return self
 
     # ---- asking ----
@@ -407,6 +411,7 @@ class ShardedTable:
         return chosen.to(device), _rows.bytes_of(data)
 
 
+@_wire.sent
 class _Shard(NamedTuple):
     """What ranks tell each other of their parts."""
 
@@ -531,9 +536,9 @@ def _sampled(x: torch.Tensor, members: Group, geometry: _rows.Geometry, sample: 
     wanted = max(_LEAST_SAMPLED_ROWS, math.ceil(geometry.num_rows * share))
     own_bytes = x.numel() * x.element_size()
 
-    def draw() -> Any:
+    def draw() -> torch.Tensor:
         own = -(-wanted * (own_bytes // row_bytes) // geometry.num_rows)
-        return _rows.sample(_rows.bytes_of(x), row_bytes, own, members.rank).cpu().numpy()
+        return _rows.sample(_rows.bytes_of(x), row_bytes, own, members.rank)
 
     parts = members.together("from_local", draw)
-    return torch.cat([torch.from_numpy(part) for part in parts])
+    return torch.cat(parts)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 import torch.multiprocessing  # noqa: F401 - teaches multiprocessing to send tensors
 
-from ._compressed_tensor import CompressedTensor
+from . import _ipc, _wire
+from ._compressed_tensor import TENSORS, CompressedTensor
 from ._segments import Segment, SharedHandle
 
 
@@ -26,6 +26,7 @@ def open_shared(handle: SharedHandle, *, pin_memory: bool | None = None) -> Comp
     Raises:
         TypeError: handle is none.
         RuntimeError: the memory cannot be opened.
+        ValueError: the handle's bytes are none that `share` made.
     """
     if not isinstance(handle, SharedHandle):
         raise TypeError(f"handle is a {type(handle).__name__}; wanted what table.share() returns")
@@ -33,16 +34,34 @@ def open_shared(handle: SharedHandle, *, pin_memory: bool | None = None) -> Comp
 
 
 def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTensor:
-    state: dict[str, Any] = {**pickle.loads(handle._fields), **pickle.loads(handle._tensors)}
+    state, held = _read(handle._fields), _read(handle._tensors)
+    if held.keys() != set(TENSORS):
+        raise ValueError(f"handle has {sorted(held, key=str)}; wanted {sorted(TENSORS)}, as table.share() gives it")
     table = CompressedTensor.__new__(CompressedTensor)
     if handle.num_bytes == 0:
-        table.__setstate__(state)
+        table.__setstate__({**state, **{name: _ipc.opened(how) for name, how in held.items()}})
         return table
     segment = Segment.opened(handle, file)
     segment.pin = segment.pin or pin
-    tensors = segment.tensors(state)
+    tensors = segment.tensors(held)
     table.__setstate__({**state, **tensors})
     table._move(tensors, segment)
+    return table
+
+
+def _read(content: bytes) -> dict[str, Any]:
+    found = _wire.read(content)
+    if not isinstance(found, dict):
+        raise ValueError(f"handle has a {type(found).__name__}; wanted what table.share() returns")
+    return found
+
+
+def _placed(content: bytes, device: str) -> CompressedTensor:
+    """A table whose overflow is in host memory, from its state; all else is on the device."""
+    state = _read(content)
+    state.update({name: state[name].to(device) for name in TENSORS if name != "overflow"})
+    table = CompressedTensor.__new__(CompressedTensor)
+    table.__setstate__(state)
     return table
 
 
@@ -56,7 +75,8 @@ def _reduced(table: CompressedTensor) -> Any:
     if table._owner is not None:
         return table.__reduce_ex__(2)
     if table.spills_to_host:
-        return pickle.loads, (pickle.dumps(table),)
+        state = table.__getstate__()
+        return _placed, (_wire.written(state), str(table.device))
     handle = table.share()
     return _received, (handle, DupFd(handle._file) if handle.num_bytes else None)
 

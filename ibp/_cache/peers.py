@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import reduce_tensor
 
+from .. import _ipc, _wire
 from .._group import Group, check_one_machine, machine, same_on_all
 from .._rows import rows_of
 from .._segments import Segment, SharedHandle
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .row_cache import RowCache
 
 _REFILL = "RowCache.refill"
-_STORAGE_DEVICE = 6  # among the arguments with which torch opens a tensor of another process's GPU
 
 
 class Peers:
@@ -137,6 +136,7 @@ def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
 # ---- memory that is lent ----
 
 
+@_wire.sent
 class _Loan(NamedTuple):
     """A slab that one other process may open: how each of its tensors is."""
 
@@ -148,9 +148,9 @@ class _Loan(NamedTuple):
         return Slab(device, self.bytes.opened(device), self.map.opened(device), is_lent=True)
 
 
+@_wire.sent
 class _LentTensor(NamedTuple):
-    """how: None for an empty one, a handle of a shared segment, or torch's function that opens it with its
-    arguments."""
+    """how: None for an empty one, a handle of a shared segment, or what `_ipc.lent` says of a GPU's."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -161,9 +161,7 @@ class _LentTensor(NamedTuple):
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         if isinstance(self.how, SharedHandle):
             return _in_segment(Segment.opened(self.how), self.shape, self.dtype)
-        rebuild, arguments = self.how
-        with torch.cuda.device(device):
-            return rebuild(*arguments[:_STORAGE_DEVICE], device.index, *arguments[_STORAGE_DEVICE + 1 :])
+        return _ipc.opened(self.how, device.index)
 
 
 class _Lender:
@@ -194,7 +192,7 @@ class _Lender:
     @staticmethod
     def _on_gpu(tensor: torch.Tensor) -> _LentTensor:
         """Every loan of a GPU's memory is for one process to open once."""
-        return _LentTensor(tuple(tensor.shape), tensor.dtype, reduce_tensor(tensor) if tensor.numel() else None)
+        return _LentTensor(tuple(tensor.shape), tensor.dtype, _ipc.lent(tensor) if tensor.numel() else None)
 
     def _in_host_memory(self, tensor: torch.Tensor) -> tuple[torch.Tensor, _LentTensor]:
         if tensor.numel() == 0:

@@ -18,7 +18,6 @@ from .. import _choice, _core, _layout, _rows
 from .._compression import MOST_LACKING
 from .._group import Group
 from .._schemes import AnyCodebook, Request, measure
-from .maps import as_tensor
 from .source import SourceTensor
 
 ROW_BYTES = 4096  # of weights: see ibp/_weights.py
@@ -184,18 +183,17 @@ class Codebooks:
         def learn_own() -> dict[int, tuple[AnyCodebook | None, float]]:
             found = {}
             for number in range(group.rank, len(kinds), group.size):
-                sample = torch.cat([as_tensor(shares[number]) for shares in drawn])
+                sample = torch.cat([shares[number] for shares in drawn])
                 found[number] = self._learned(kinds[number], sample)
             return found
 
         for found in group.together("compress_checkpoint", learn_own):
             self._of_kinds.update({kinds[number]: learned for number, learned in found.items()})
 
-    def _share(self, kind: tuple, group: Group) -> np.ndarray:
+    def _share(self, kind: tuple, group: Group) -> torch.Tensor:
         """The rows that this rank draws of a kind, uint8."""
         tensors = self._kinds[kind][group.rank :: group.size] or self._kinds[kind][:1]
-        rows = sample_of(tensors, self._geometry(kind), None, group.size, seed=group.rank)
-        return rows.numpy()
+        return sample_of(tensors, self._geometry(kind), None, group.size, seed=group.rank)
 
 
 def sample_of(

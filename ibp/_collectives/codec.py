@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import _layout, _rows
+from .. import _layout, _rows, _wire
 from .._estimation import check_codebook
 from .._place import Place
 from .._schemes import SCHEMES, AnyCodebook, Request, measure
@@ -24,6 +24,7 @@ _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.
 _LEAST_SAVINGS = 0.02  # a codec that saves less is none
 
 
+@_wire.sent
 @dataclass(frozen=True, eq=False)
 class Codec:
     """How tensors of one kind are coded into messages, whose size follows from the tensor's alone.

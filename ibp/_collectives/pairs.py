@@ -7,13 +7,13 @@ anything else travels from that rank to that other one: both ranks finish one ca
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from .. import _wire
 from . import planning
 from .calls import check_options, check_tensors, kind_of, movable, pieces_of_one, run, travels_raw
 from .codec import Codec, as_bytes, sample_of
@@ -164,8 +164,8 @@ def _num_pieces(tensor: torch.Tensor) -> int:
 
 
 def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
-    """Its length and the pickled codec and kind, uint8 [_NOTE_BYTES]; a length of 0 where it is too long."""
-    content = pickle.dumps((kind, codec))
+    """Its length and the bytes of the kind and the codec, uint8 [_NOTE_BYTES]; a length of 0 where it is too long."""
+    content = _wire.written((kind, codec))
     note = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)
     if len(content) <= _NOTE_BYTES - _LENGTH_BYTES:
         note[:_LENGTH_BYTES].view(torch.int64).fill_(len(content))
@@ -174,12 +174,17 @@ def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
 
 
 def _read(note: torch.Tensor, kind: Kind) -> Codec | None:
-    """The codec that a note names. ValueError: it is of another kind of tensor than is received."""
+    """The codec that a note names. ValueError: it is none, or of another kind of tensor than is received."""
     content = note.cpu()
     length = int(content[:_LENGTH_BYTES].view(torch.int64))
     if not 0 < length <= _NOTE_BYTES - _LENGTH_BYTES:
         return None
-    sent, codec = pickle.loads(content[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes())
+    found = _wire.read(content[_LENGTH_BYTES : _LENGTH_BYTES + length].numpy().tobytes())
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Kind):
+        raise ValueError("recv: what came behind the sender's tensor is no note that says how later ones travel")
+    sent, codec = found
+    if codec is not None and not isinstance(codec, Codec):
+        raise ValueError(f"recv: the sender's note has a {type(codec).__name__}; wanted a codec")
     if sent != kind:
         raise ValueError(f"recv: the sender's tensor is {_shown(sent)}; this one is {_shown(kind)}")
     return codec

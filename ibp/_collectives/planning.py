@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import _group
+from .. import _group, _wire
 from . import links
 from .codec import LEVELS as CODED_LEVELS
 from .codec import Codec, learned, sample_of
@@ -33,6 +33,7 @@ _LATE_S = (
 MOST_TIMES = 3  # that a codec is learned anew, before its tensors travel raw
 
 
+@_wire.sent
 class Kind(NamedTuple):
     """Calls of one kind have one plan. All ranks make the same calls in the same order, and so know the same kinds.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .. import _group, _memory
+from .. import _group, _memory, _wire
 from .._compressed_tensor import CompressedTensor
 from .checkpoints import CheckpointDelta, Version
 from .tensors import Delta
@@ -23,6 +23,7 @@ _ALIGNMENT = 16  # bytes, of each part
 _MOST_BYTES = 1 << 30  # of one broadcast: gloo counts bytes in int
 
 
+@_wire.sent
 class _Head(NamedTuple):
     """What is known of a change besides its bytes. fields: of a table; None of a whole tensor. fingerprints: of a
     delta."""
@@ -34,6 +35,7 @@ class _Head(NamedTuple):
     sizes: tuple[int, ...]  # bytes of each part
 
 
+@_wire.sent
 class _Offer(NamedTuple):
     """What rank src tells the others. names: None of a delta of one tensor."""
 

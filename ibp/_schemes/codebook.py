@@ -10,15 +10,18 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from .. import _wire
+
 _CPU = torch.device("cpu")
 _Class = TypeVar("_Class", bound=type)
 _Book = TypeVar("_Book", bound="AnyCodebook")
 
 
 def public(kind: _Class) -> _Class:
-    """Makes a class pickle as `ibp.<name>`, wherever its file is, and lets torch.load(weights_only=True) make its
-    objects."""
+    """Makes a class pickle as `ibp.<name>`, wherever its file is, and lets torch.load(weights_only=True), and messages
+    of other processes, make its objects."""
     kind.__module__ = "ibp"
+    _wire.sent(kind)
     torch.serialization.add_safe_globals([kind])
     return kind
 

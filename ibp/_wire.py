@@ -1,0 +1,161 @@
+"""Values as bytes for other processes, and back: JSON, and behind it the bytes of tensors.
+
+Bytes of a peer are read as data: what they name is one of a few kinds of values, or a class that is registered here,
+whose constructor checks its fields. Nothing that they hold is run, as it could be by pickle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import numbers
+import struct
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Class = TypeVar("_Class", bound=type)
+
+_LENGTH = struct.Struct("<Q")  # of the JSON, in front of it
+_classes: dict[str, tuple[type, tuple[str, ...]]] = {}  # and the names of their constructors' arguments
+
+
+def sent(kind: _Class) -> _Class:
+    """Registers a class whose objects consist of the arguments of its constructor: named tuples, dataclasses and
+    codebooks, whose constructors must withstand any values."""
+    is_record = dataclasses.is_dataclass(kind)
+    names = [field.name for field in dataclasses.fields(kind)] if is_record else kind._fields  # type: ignore[attr-defined]
+    _classes[kind.__name__] = kind, tuple(names)
+    return kind
+
+
+def written(value: Any) -> bytes:
+    """The bytes of None, numbers, text, bytes, dtypes, devices, dense tensors, objects of registered classes, and of
+    lists, tuples and dicts of these.
+
+    Raises:
+        TypeError: a value is of another type.
+    """
+    parts: list[bytes] = []
+    text = json.dumps(_form_of(value, parts)).encode()
+    return b"".join((_LENGTH.pack(len(text)), text, *parts))
+
+
+def read(content: bytes) -> Any:
+    """The value of such bytes; tensors are on the CPU, in memory of their own.
+
+    Raises:
+        ValueError: the bytes are none that `written` gives.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(content)
+        text = content[_LENGTH.size : _LENGTH.size + length]
+        if len(text) != length:
+            raise ValueError(f"there are {len(text)} bytes of {length}")
+        reader = _Reader(memoryview(content)[_LENGTH.size + length :])
+        value = reader.value(json.loads(text))
+        reader.end()
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
+        raise ValueError(f"the message is damaged, or no message of ibp's: {error}") from error
+    return value
+
+
+def _form_of(value: Any, parts: list[bytes]) -> Any:
+    """What JSON has of a value: itself, or [kind, ...]. Bytes are added to the parts."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if type(value).__name__ in _classes and type(value) is _classes[type(value).__name__][0]:
+        name = type(value).__name__
+        return ["object", name, [_form_of(getattr(value, field), parts) for field in _classes[name][1]]]
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if isinstance(value, bytes):
+        parts.append(value)
+        return ["bytes", len(value)]
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        parts.append(data)
+        return ["tensor", _name_of(value.dtype), list(value.shape), len(data)]
+    if isinstance(value, torch.dtype):
+        return ["dtype", _name_of(value)]
+    if isinstance(value, torch.device):
+        return ["device", str(value)]
+    if isinstance(value, dict):
+        return ["dict", [[_form_of(key, parts), _form_of(held, parts)] for key, held in value.items()]]
+    for kind, name in ((torch.Size, "size"), (tuple, "tuple"), (list, "list")):
+        if type(value) is kind:
+            return [name, [_form_of(held, parts) for held in value]]
+    raise TypeError(f"a {type(value).__name__} cannot be sent to other processes")
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return dtype
+
+
+class _Reader:
+    """Reads the forms of values in their order, and the bytes behind the JSON with them."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._position = data, 0
+        self._kinds: dict[str, Callable[..., Any]] = {
+            "bytes": lambda size: bytes(self._taken(size)),
+            "tensor": self._tensor,
+            "dtype": _dtype,
+            "device": lambda name: torch.device(_text(name)),
+            "dict": lambda pairs: {self.value(key): self.value(held) for key, held in pairs},
+            "size": lambda sizes: torch.Size(self._values(sizes)),
+            "tuple": lambda held: tuple(self._values(held)),
+            "list": self._values,
+            "object": self._object,
+        }
+
+    def value(self, form: Any) -> Any:
+        if not isinstance(form, (list, dict)):
+            return form
+        if not isinstance(form, list) or not form or not isinstance(form[0], str) or form[0] not in self._kinds:
+            raise ValueError(f"{str(form)[:60]} is no value")
+        return self._kinds[form[0]](*form[1:])
+
+    def end(self) -> None:
+        if self._position != len(self._data):
+            raise ValueError(f"there are {len(self._data) - self._position} bytes too many")
+
+    def _values(self, forms: Any) -> list[Any]:
+        if not isinstance(forms, list):
+            raise ValueError(f"{str(forms)[:60]} is no list")
+        return [self.value(form) for form in forms]
+
+    def _taken(self, size: Any) -> memoryview:
+        if type(size) is not int or not 0 <= size <= len(self._data) - self._position:
+            raise ValueError(f"{size} bytes are wanted; {len(self._data) - self._position} are there")
+        self._position += size
+        return self._data[self._position - size : self._position]
+
+    def _tensor(self, dtype: Any, shape: Any, size: Any) -> torch.Tensor:
+        data, kind = self._taken(size), _dtype(dtype)
+        if not isinstance(shape, list) or any(type(length) is not int or length < 0 for length in shape):
+            raise ValueError(f"{shape} is no shape")
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+        return flat.view(kind).view(shape)
+
+    def _object(self, name: Any, fields: Any) -> Any:
+        if not isinstance(name, str) or name not in _classes:
+            raise ValueError(f"{name!r} is no class of ibp's that is sent")
+        kind, names = _classes[name]
+        return kind(**dict(zip(names, self._values(fields), strict=True)))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
