@@ -4,15 +4,16 @@ Modules import only those before them in this list:
 
     maps            files as arrays of bytes
     source          what a file of tensors is to its readers
+    nested          nested values of torch as flat names, and back
     safetensors_files, numpy_files, torch_files, ibp_files
                     sources, one module a format
     sources         opening them: which format a file has, globs, directories, URLs
     learning        codebooks, which weights of a kind share
     coding          blocks coded in order, by threads or a GPU
     planning        which file of the output each tensor goes to
+    report          what became of a checkpoint
     journal         finished files of a set that is still being made
     outputs         files that are decompressed to, one function a format
-    report          what became of a checkpoint
     compressing, decompressing, estimating
                     the functions of the package
 """

@@ -18,17 +18,18 @@ from .. import _core, _memory, _ops
 from .._arguments import whole_number
 from .._estimation import check_learning
 from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
-from .._files.paths import is_url, path_text, written_to
+from .._files.paths import SUFFIX, is_url, path_text, written_to
 from .._files.sets import index_of, write_index
-from .._files.writer import FileWriter, checked_metadata, header_room, sync_directory
+from .._files.writer import FileWriter, checked_metadata, sync_directory
 from .._fingerprint import finished
 from .._group import Group, same_on_all
 from .._progress import Bar, tqdm
-from .._schemes import AnyCodebook, check_clusters, with_clusters
+from .._schemes import AnyCodebook, check_clusters
 from .coding import Block, Coded, Coder, blocks_of, coder_for
 from .journal import Journal
 from .learning import Codebooks, Learning
-from .planning import Shard, name_of_whole, plan_of, shards_of, shares, state_of
+from .planning import SHARD_BYTES, Shard, name_of_whole, plan_of, shards_of, shares, state_of
+from .outputs import SUFFIXES
 from .report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from .source import SourceTensor, chosen
 from .sources import AnyPath, Source, open_sources
@@ -52,7 +53,7 @@ def compress_checkpoint(
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     metadata: Mapping[str, str] | None = None,
-    shard_bytes: int | None = 5 << 30,
+    shard_bytes: int | None = SHARD_BYTES,
     device: torch.device | str | int | None = None,
     jobs: int | None = None,
     group: ProcessGroup | None = None,
@@ -95,31 +96,33 @@ def compress_checkpoint(
     Raises:
         FileNotFoundError: there is no such input.
         SourceFormatError, ibp.FileFormatError: an input is damaged, or no file of tensors.
-        TypeError, ValueError: an argument is outside its range, or two inputs have a tensor of one name.
-        OSError: a file cannot be read or written.
+        TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output ends as
+            files of another format do (.npz, .pt), or two inputs have a tensor of one name.
+        OSError: a file cannot be read or written, or another call writes the same set of files at this moment.
     """
     ranks = None if group is None else Group(group)
     with contextlib.ExitStack() as stack:
 
         def prepare() -> tuple[_Job, Source, Path, list[Shard]]:
             learning = _learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, device)
-            patterns = None if include is None else tuple(include), tuple(exclude)
             threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
             most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
             checked = checked_metadata(metadata)
             shown = path_text(output)
             if ranks is not None and is_url(shown):
                 raise ValueError(f"output is {shown!r}; with a group wanted a path that all ranks see")
+            _check_name(shown)
             source = stack.enter_context(open_sources(inputs))
             target = stack.enter_context(written_to(output))
             _check_dtypes(source)
+            kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
             shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
-            return _Job(learning, patterns, threads, progress, shown), source, target, shards
+            return _Job(learning, kept, threads, progress, shown), source, target, shards
 
         job, source, target, shards = _on_all(ranks, prepare)
         if ranks is None and len(shards) == 1:
-            return job.one_file(source, target, shards[0])
-        return job.files(source, target, shards, restart, ranks)
+            return job.one_file(target, shards[0])
+        return job.files(source, target, shards, restart, ranks, stack)
 
 
 def _learning(
@@ -137,6 +140,16 @@ def _learning(
     row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
     worker = _memory.canonical(device if device is not None else "cuda" if _ops.cuda_is_available() else "cpu")
     return Learning(scheme, level, chunk_bytes, tau, clusters, row_bytes, worker)
+
+
+def _check_name(output: str) -> None:
+    """ValueError for the name of a file that readers would take for one of another format."""
+    stem, suffix = os.path.splitext(output)
+    if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(output):
+        raise ValueError(
+            f"output is {output!r}, and what is written are safetensors, which readers of {suffix} files refuse; wanted "
+            f"a name like {stem + SUFFIX!r}"
+        )
 
 
 def _check_dtypes(source: Source) -> None:
@@ -160,17 +173,17 @@ def _on_all(ranks: Group | None, work: Callable[[], _Made]) -> _Made:
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be done with each file."""
+    """What is to be done with each file. kept: names of the tensors that patterns leave as they are."""
 
     learning: Learning
-    patterns: tuple[tuple[str, ...] | None, tuple[str, ...]]
+    kept: frozenset[str]
     jobs: int
     progress: bool
     output: str
 
-    def one_file(self, source: Source, target: Path, shard: Shard) -> CheckpointReport:
+    def one_file(self, target: Path, shard: Shard) -> CheckpointReport:
         target.parent.mkdir(parents=True, exist_ok=True)
-        books = Codebooks(self.learning, shard.tensors, self._kept(source, shard.tensors))
+        books = Codebooks(self.learning, shard.tensors, self._kept(shard.tensors))
         with self._bar(shard.num_bytes) as bar:
             writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
             fields = writing.write(target, shard)
@@ -178,19 +191,25 @@ class _Job:
         return joined_report(self._shown(target), [record], 0, writing.peak.num_bytes)
 
     def files(
-        self, source: Source, target: Path, shards: list[Shard], restart: bool, ranks: Group | None
+        self,
+        source: Source,
+        target: Path,
+        shards: list[Shard],
+        restart: bool,
+        ranks: Group | None,
+        stack: contextlib.ExitStack,
     ) -> CheckpointReport:
-        """Makes a set of files: on this rank its own, with the others' all of them."""
+        """Makes a set of files: on this rank its own, with the others' all of them. stack: is left afterwards."""
         rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
         journal = Journal(target, plan_of(shards, state_of(source.files), self._options()))
         if ranks:
             same_on_all(_NAME, ranks.together(_NAME, lambda: {"what to do": journal.summary}))
-        _on_all(ranks, lambda: journal.open(restart) if rank == 0 else None)
+        _on_all(ranks, lambda: stack.enter_context(journal.opened(restart)) if rank == 0 else None)
         finished_before = _on_all(ranks, lambda: {shard.file: journal.finished(shard.file) for shard in shards})
         tensors = [tensor for shard in shards for tensor in shard.tensors]
         mine = [shard for shard in shares(shards, size)[rank] if finished_before[shard.file] is None]
         try:
-            books = Codebooks(self.learning, tensors, self._kept(source, tensors), ranks)
+            books = Codebooks(self.learning, tensors, self._kept(tensors), ranks)
             with self._bar(sum(shard.num_bytes for shard in mine), rank) as bar:
                 writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
 
@@ -213,15 +232,13 @@ class _Job:
         _on_all(ranks, lambda: _finish(target, journal, ordered) if rank == 0 else None)
         return joined_report(self._shown(_index_of(target, ordered)), ordered, kept_files, writing.peak.num_bytes)
 
-    def _kept(self, source: Source, tensors: Iterable[SourceTensor]) -> frozenset[str]:
+    def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
         """Names of those of the tensors, or of the items of one, that are not to be coded."""
-        kept = set(source.tensors).difference(chosen(source.tensors, *self.patterns))
-        return frozenset(tensor.name for tensor in tensors if name_of_whole(tensor) in kept)
+        return frozenset(tensor.name for tensor in tensors if name_of_whole(tensor) in self.kept)
 
     def _options(self) -> dict[str, Any]:
         fields = {key: value for key, value in vars(self.learning).items() if key != "device"}
-        include, exclude = self.patterns
-        return {**fields, "include": None if include is None else list(include), "exclude": list(exclude)}
+        return {**fields, "kept": sorted(self.kept)}
 
     def _bar(self, num_bytes: int, rank: int = 0) -> Bar:
         hidden = not self.progress or rank != 0
@@ -249,10 +266,7 @@ class _Writing:
     def write(self, path: Path, shard: Shard) -> dict[str, Any]:
         """Writes a file. Returns the fields of its record."""
         self._books.prepare(shard.tensors, self._jobs)
-        codebooks = {one for tensor in shard.tensors for one in with_clusters(self._books.of(tensor))}
-        names = [tensor.name for tensor in shard.tensors]
-        room = header_room(names, shard.metadata, len(codebooks))
-        room += sum(64 * len(tensor.shape) for tensor in shard.tensors)
+        room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
         with FileWriter(path, metadata=shard.metadata, header_bytes=room) as writer:
             coming = self._coder.coded(self._blocks(shard))
             with contextlib.closing(coming), self._output:
@@ -370,7 +384,7 @@ class _Output:
 def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> None:
     """Moves the files of a set to their places, and writes their index."""
     for record in records:
-        journal.move(record["file"])
+        journal.move(record)
     if len(records) > 1:
         weight_map = {name: record["file"] for record in records for name in record["names"]}
         total = sum(record["data_bytes"] for record in records)

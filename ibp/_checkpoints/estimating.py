@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from .. import _core
+from .. import _core, _layout
 from .._arguments import whole_number
 from .._estimation import check_learning
 from .._files.fields import dtype_name
+from .._files.writer import rounded_up
 from .._progress import tqdm
+from .._rows import Geometry
 from .._schemes import SCHEMES, AnyCodebook
-from .learning import Learning, sample_of, savings_of
+from .learning import SAMPLE_ELEMENTS, Learning, pays, sample_of, savings_of
+from .maps import as_tensor
+from .planning import compressed_bytes
+from .report import share_saved
 from .source import SourceTensor, chosen
 from .sources import AnyPath, open_sources
 
@@ -26,7 +31,7 @@ class TensorEstimate:
     Attributes:
         name, dtype, shape, num_bytes: of the tensor.
         savings: by scheme, the share of its bytes that a table would save, its index counted; empty for a tensor that
-            is kept as it is: one of less than 4 KiB, or of a dtype that tables lack.
+            is kept as it is: one of less than 4 KiB, of a dtype that tables lack, or that patterns leave out.
         best: the scheme that saves most; None where none saves 1 %.
     """
 
@@ -52,6 +57,7 @@ class CheckpointEstimate:
     Attributes:
         tensors: a `TensorEstimate` for each tensor.
         num_bytes, stored_bytes: of all tensors, before and after; headers and codebooks are left out.
+        file_bytes: of the files, with headers, codebooks and checksums.
     """
 
     __module__ = "ibp"
@@ -59,15 +65,16 @@ class CheckpointEstimate:
     tensors: tuple[TensorEstimate, ...]
     num_bytes: int
     stored_bytes: int
+    file_bytes: int
 
     @property
     def savings(self) -> float:
-        """1 - stored_bytes / num_bytes."""
-        return 1 - self.stored_bytes / self.num_bytes if self.num_bytes else 0.0
+        """1 - file_bytes / num_bytes, as `CheckpointReport` has it afterwards."""
+        return share_saved(self.num_bytes, self.file_bytes)
 
     def __repr__(self) -> str:
         return (
-            f"ibp.CheckpointEstimate({len(self.tensors)} tensors, {self.num_bytes:,} -> {self.stored_bytes:,} bytes, "
+            f"ibp.CheckpointEstimate({len(self.tensors)} tensors, {self.num_bytes:,} -> {self.file_bytes:,} bytes, "
             f"{self.savings:.1%} saved)"
         )
 
@@ -82,7 +89,7 @@ class CheckpointEstimate:
             }
             for tensor in self.tensors
         ]
-        own = {"num_bytes": self.num_bytes, "stored_bytes": self.stored_bytes, "savings": self.savings}
+        own = {key: getattr(self, key) for key in ("num_bytes", "stored_bytes", "file_bytes", "savings")}
         return {**own, "tensors": tensors}
 
 
@@ -102,12 +109,12 @@ def estimate_checkpoint(
         inputs: as of `compress_checkpoint`.
         schemes: that are compared.
         level, row_bytes: as in `compress_checkpoint`.
-        include, exclude: patterns of names, as there: only these tensors are looked at.
+        include, exclude: patterns of names, as there: the other tensors are kept as they are.
         progress: show a bar.
 
     Raises:
         FileNotFoundError, SourceFormatError, ibp.FileFormatError: as `compress_checkpoint`.
-        TypeError, ValueError: a scheme, level or row_bytes is none.
+        TypeError, ValueError: a scheme, level or row_bytes is none, or a pattern of include matches no name.
     """
     compared = [scheme for scheme in dict.fromkeys(schemes) if scheme != "raw"]
     for scheme in compared:
@@ -116,29 +123,73 @@ def estimate_checkpoint(
     check_learning("auto", None, None, None, level)
     row_bytes = None if row_bytes is None else whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
     learning = Learning("auto", level, row_bytes=row_bytes)
-    books: dict[tuple, dict[str, AnyCodebook]] = {}
-    found = []
     with open_sources(inputs) as source:
         names = chosen(source.tensors, include, exclude)
-        for name in tqdm(names, desc="estimate", unit="tensor", disable=not progress):
-            found.append(_estimate(source.tensors[name], learning, compared, books))
-    return CheckpointEstimate(
-        tuple(found), sum(tensor.num_bytes for tensor in found), sum(tensor.stored_bytes for tensor in found)
-    )
+        kinds = _Kinds(learning, compared, [source.tensors[name] for name in names])
+        found = {}
+        for name in tqdm(source.tensors, desc="estimate", unit="tensor", disable=not progress):
+            found[name] = kinds.estimate(source.tensors[name])
+        stored = {name: kinds.bytes_in_file(source.tensors[name], tensor) for name, tensor in found.items()}
+        books = {name: kinds.codebook(source.tensors[name], tensor) for name, tensor in found.items()}
+        file_bytes = compressed_bytes(source, stored, books)
+    tensors = tuple(found.values())
+    before, after = sum(tensor.num_bytes for tensor in tensors), sum(tensor.stored_bytes for tensor in tensors)
+    return CheckpointEstimate(tensors, before, after, file_bytes)
 
 
-def _estimate(
-    tensor: SourceTensor, learning: Learning, schemes: list[str], books: dict[tuple, dict[str, AnyCodebook]]
-) -> TensorEstimate:
-    savings: dict[str, float] = {}
-    if learning.is_worth_coding(tensor):
-        geometry, kind = learning.geometry_of(tensor), learning.kind_of(tensor)
-        sample = sample_of([tensor], geometry)
-        if kind not in books:
-            learned = {scheme: learning.learn(scheme, sample, geometry, False) for scheme in schemes}
-            books[kind] = {scheme: codebook for scheme, codebook in learned.items() if codebook is not None}
-        shared = {scheme: max(0.0, savings_of(sample, codebook)) for scheme, codebook in books[kind].items()}
-        savings = {scheme: shared.get(scheme, 0.0) for scheme in schemes}
-    best = max(savings, key=savings.__getitem__, default=None)
-    clear = best if best is not None and savings[best] > 0.01 else None
-    return TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, clear)
+class _Kinds:
+    """Codebooks of each scheme for each kind of tensors, and what they save.
+
+    Args:
+        learning: how they are learned.
+        schemes: that are compared.
+        tensors: that are to be coded.
+    """
+
+    def __init__(self, learning: Learning, schemes: list[str], tensors: list[SourceTensor]) -> None:
+        self._learning, self._schemes = learning, schemes
+        self._members: dict[tuple, list[SourceTensor]] = {}
+        for tensor in filter(learning.is_worth_coding, tensors):
+            self._members.setdefault(learning.kind_of(tensor), []).append(tensor)
+        self._coded = {tensor.name for members in self._members.values() for tensor in members}
+        self._books: dict[tuple, dict[str, AnyCodebook]] = {}
+
+    def estimate(self, tensor: SourceTensor) -> TensorEstimate:
+        savings: dict[str, float] = {}
+        geometry = self._learning.geometry_of(tensor)
+        if tensor.name in self._coded:
+            rows = _rows_to_measure(tensor, geometry)
+            books = self._books_of(tensor)
+            shared = {scheme: max(0.0, savings_of(rows[0], codebook, rows[1])) for scheme, codebook in books.items()}
+            savings = {scheme: shared.get(scheme, 0.0) for scheme in self._schemes}
+        best = max(savings, key=savings.__getitem__, default=None)
+        clear = best if best is not None and pays(savings[best], geometry) else None
+        return TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, clear)
+
+    def codebook(self, tensor: SourceTensor, found: TensorEstimate) -> AnyCodebook | None:
+        """Of the scheme that a tensor takes."""
+        return None if found.best is None else self._books_of(tensor)[found.best]
+
+    def bytes_in_file(self, tensor: SourceTensor, found: TensorEstimate) -> int:
+        """Bytes of a tensor, or of the parts of its table, each of which begins at a multiple of the alignment."""
+        if found.best is None:
+            return found.stored_bytes
+        geometry = self._learning.geometry_of(tensor)
+        lengths, index = (_layout.index_bytes(geometry, has_bases) for has_bases in (False, True))
+        return sum(map(rounded_up, (found.stored_bytes - index, lengths, index - lengths)))
+
+    def _books_of(self, tensor: SourceTensor) -> dict[str, AnyCodebook]:
+        kind = self._learning.kind_of(tensor)
+        if kind not in self._books:
+            geometry = self._learning.geometry_of(tensor)
+            sample = sample_of(self._members[kind], geometry)
+            learned = {scheme: self._learning.learn(scheme, sample, geometry, False) for scheme in self._schemes}
+            self._books[kind] = {scheme: codebook for scheme, codebook in learned.items() if codebook is not None}
+        return self._books[kind]
+
+
+def _rows_to_measure(tensor: SourceTensor, geometry: Geometry) -> tuple[torch.Tensor, Geometry | None]:
+    """(rows, geometry of them) of a tensor: a sample of whole rows; of a small one all of it."""
+    if geometry.num_bytes > SAMPLE_ELEMENTS * geometry.dtype.itemsize:
+        return sample_of([tensor], geometry), None
+    return as_tensor(tensor.read(0, geometry.num_bytes)), geometry

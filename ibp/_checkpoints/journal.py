@@ -1,22 +1,36 @@
 """Finished files of a set that is still being made, so that an interrupted call can be made again.
 
 They lie in a directory beside the output, `.<name>.ibp-work`, each with a record, and with a plan of the whole. When
-all are there, they are moved to their places, and the directory goes.
+all are there, they are moved to their places, and the directory goes. One call at a time has the directory: it holds a
+lock on a file in it, which the system lets go of when its process ends, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import stat
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .._files.writer import write_whole
+from .report import TensorReport
 
-_PLAN, _RECORD = "plan.json", ".done.json"
+_PLAN, _RECORD, _LOCK = "plan.json", ".done.json", "lock"
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none
+
+
+def work_directory(target: Path) -> Path:
+    """Where files of a set wait until all of it is there. target: the output's path."""
+    return target.with_name(f".{target.name}.ibp-work")
 
 
 class Journal:
@@ -28,20 +42,74 @@ class Journal:
     """
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:
-        self.directory = target.with_name(f".{target.name}.ibp-work")
-        self._home, self._plan = target.parent, plan
+        self.directory = work_directory(target)
+        self._target, self._home, self._plan = target, target.parent, plan
 
     @property
     def summary(self) -> str:
         """A short text that differs where the plan does."""
         return hashlib.sha256(json.dumps(self._plan, sort_keys=True).encode()).hexdigest()[:16]
 
-    def open(self, restart: bool) -> None:
-        """Makes the directory, empty unless it is of the same plan and `restart` is set."""
-        if not (restart and self._is_same_plan()):
-            shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
+    @contextlib.contextmanager
+    def opened(self, restart: bool) -> Iterator[None]:
+        """Makes the directory, empty unless it is of the same plan and `restart` is set, and keeps others out of it until
+        the context is left.
+
+        Raises:
+            OSError: another call has it, or it is no directory.
+        """
+        lock = self._lock()
+        try:
+            if not (restart and self._is_same_plan()):
+                self._empty()
+            write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
+            yield
+        finally:
+            os.close(lock)
+
+    def _lock(self) -> int:
+        """The descriptor that has the lock."""
+        path = self.directory / _LOCK
+        while True:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self.directory.is_symlink():
+                raise NotADirectoryError(f"{self.directory} is a symbolic link; wanted a directory, or nothing there")
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:  # the directory has been removed since, by the call that was done with it
+                continue
+            try:
+                self._take(file)
+                with contextlib.suppress(FileNotFoundError):  # the file likewise
+                    if os.path.samestat(os.fstat(file), os.lstat(path)):
+                        return file
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)
+
+    def _take(self, file: int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"another call writes {self._target} at this moment, and has {self.directory}; wanted another output, "
+                "or to wait until that call has ended"
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            warnings.warn(f"{self.directory}: the file system has no locks ({error.strerror}): wanted no other call that "
+                          "writes there meanwhile", stacklevel=2)
+
+    def _empty(self) -> None:
+        """Removes all but the lock."""
+        for path in self.directory.iterdir():
+            if path.name != _LOCK:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
     def _is_same_plan(self) -> bool:
         try:
@@ -61,37 +129,52 @@ class Journal:
             )
         try:
             record = json.loads((self.directory / f"{file}{_RECORD}").read_bytes())
-            return record if _state(self._place(file)) == (record["size"], record["mtime_ns"]) else None
+            for fields in record["tensors"]:
+                TensorReport.from_dict(fields)
+            is_own = record["file"] == file and {"names", "data_bytes"} <= record.keys()
+            return record if is_own and self._place(file, record) is not None else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def finish(self, file: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Notes that a file in the directory is whole. Returns its record: the fields, and what tells the file."""
-        size, mtime_ns = _state(self.directory / file)
-        record = {**fields, "file": file, "size": size, "mtime_ns": mtime_ns}
+        found = (self.directory / file).lstat()
+        record = {**fields, "file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
         write_whole(self.directory / f"{file}{_RECORD}", json.dumps(record).encode())
         return record
 
-    def _place(self, file: str) -> Path:
-        """Where a file is: in the directory, or, if an earlier call came so far, in its own place."""
-        inside = self.directory / file
-        return inside if inside.exists() else self._home / file
+    def _place(self, file: str, record: dict[str, Any]) -> Path | None:
+        """Where the file of a record is: in the directory, or, if an earlier call came so far, in its own place."""
+        for path in (self.directory / file, self._home / file):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.lstat()
+                told = found.st_size, found.st_mtime_ns
+                return path if stat.S_ISREG(found.st_mode) and told == (record["size"], record["mtime_ns"]) else None
+        return None
 
-    def move(self, file: str) -> None:
-        """Moves a finished file to its place."""
-        with contextlib.suppress(FileNotFoundError):  # it is there
-            os.replace(self.directory / file, self._home / file)
+    def move(self, record: dict[str, Any]) -> None:
+        """Moves the finished file of a record to its place, unless it is there.
+
+        Raises:
+            OSError: it is in neither place, or another file is.
+        """
+        file = record["file"]
+        place = self._place(file, record)
+        if place is None:
+            raise FileNotFoundError(
+                f"{self.directory / file} is not what was written there: it has been removed or replaced; wanted the "
+                "same call again, which writes it anew"
+            )
+        os.replace(place, self._home / file)
 
     def close(self) -> None:
-        """Removes the directory."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Removes the directory; the lock last, without which another call may begin."""
+        with contextlib.suppress(OSError):
+            self._empty()
+            (self.directory / _LOCK).unlink()
+            self.directory.rmdir()
 
     def close_if_empty(self) -> None:
         """Removes the directory of a call in which no file was finished."""
         if not any(self.directory.glob(f"*{_RECORD}")):
             self.close()
-
-
-def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns

@@ -23,7 +23,7 @@ from .source import SourceTensor
 ROW_BYTES = 4096  # of weights: see ibp/_weights.py
 _LEAST_BYTES = 4096  # a smaller tensor is kept as it is
 _LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index would take what they save
-_SAMPLE_ELEMENTS = 1 << 19  # what `ibp.compress` learns from
+SAMPLE_ELEMENTS = 1 << 19  # what `ibp.compress` learns from
 _CHECK_BYTES = 16 << 20  # of rows that a codebook is tried on that has no coded form for every row
 _TRIED_BYTES = 1 << 18  # of rows of a tensor that the codebook of its kind is tried on
 _KINDS_A_RANK = 4  # that are learned at once: their rows are on all ranks meanwhile
@@ -162,14 +162,14 @@ class Codebooks:
         own = self._learning.learn(self._learning.scheme, sample, geometry, codebook.is_partial)
         tried = {one: savings_of(sample, one) for one in (codebook, own) if one is not None}
         best = max(tried, key=tried.__getitem__)
-        return best if _pays(tried[best], geometry) else None
+        return best if pays(tried[best], geometry) else None
 
     def _learned(self, kind: tuple, sample: torch.Tensor) -> tuple[AnyCodebook | None, float]:
         """(codebook of a kind, what it saves of the sample); None where raw is best."""
         geometry = self._geometry(kind)
         codebook = self._learning.learn(self._learning.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
-        return (codebook, savings) if _pays(savings, geometry) else (None, 0.0)
+        return (codebook, savings) if pays(savings, geometry) else (None, 0.0)
 
     def _learn_together(self, group: Group) -> None:
         """Learns the codebooks of all kinds, each on one rank, from rows that all ranks have drawn."""
@@ -212,7 +212,7 @@ def sample_of(
         seed: of the drawing.
     """
     row_bytes = geometry.row_bytes
-    wanted_bytes = _SAMPLE_ELEMENTS * geometry.dtype.itemsize if num_bytes is None else num_bytes
+    wanted_bytes = SAMPLE_ELEMENTS * geometry.dtype.itemsize if num_bytes is None else num_bytes
     chosen = [
         tensors[number] for number in np.linspace(0, len(tensors) - 1, min(len(tensors), _SAMPLED_TENSORS)).astype(int)
     ]
@@ -231,12 +231,14 @@ def sample_of(
     return torch.from_numpy(sample.reshape(-1))
 
 
-def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
-    """The share of their bytes that a codebook saves of rows, their index counted."""
-    geometry = _rows.Geometry(torch.Size((sample.numel(),)), torch.uint8, codebook.row_bytes)
+def savings_of(sample: torch.Tensor, codebook: AnyCodebook, geometry: _rows.Geometry | None = None) -> float:
+    """The share of their bytes that a codebook saves of rows, their index counted. geometry: of a sample that
+    is a whole tensor, whose last row may be shorter; None: all rows of the sample are whole."""
+    geometry = geometry or _rows.Geometry(torch.Size((sample.numel(),)), torch.uint8, codebook.row_bytes)
     stored = _layout.survey(measure(sample, codebook, _CPU), geometry).stored
     return 1 - (stored + _layout.index_bytes(geometry, True)) / geometry.num_bytes
 
 
-def _pays(savings: float, geometry: _rows.Geometry) -> bool:
+def pays(savings: float, geometry: _rows.Geometry) -> bool:
+    """Whether a table is worth what it costs, of a tensor of which it saves a share."""
     return savings > _CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES

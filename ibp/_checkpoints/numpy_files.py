@@ -23,6 +23,7 @@ from .source import MappedTensor, Source, SourceFormatError, SourceTensor
 
 _LOCAL_HEADER_BYTES = 30  # of a member of an archive, in front of its name; the lengths that follow are at 26 and 28
 _MOST_HEADER_BYTES = 1 << 16
+_MOST_HELD_BYTES = 1 << 30  # of arrays of an archive that are put in order as a whole
 # What numpy, zipfile and the libraries below them raise for bytes that are no array or no member. RuntimeError: of a
 # member that is encrypted, or compressed by a method that is not known.
 _UNREADABLE = (
@@ -65,6 +66,7 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
         raise SourceFormatError(f"{path} is no .npz archive: {error}") from None
     data = map_file(path)
     tensors: dict[str, SourceTensor] = {}
+    held_bytes = 0
     try:
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
@@ -72,8 +74,14 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
                 raise SourceFormatError(f"{path}: the archive has two members {name!r}")
             if member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1:
                 tensors[name] = _mapped_array(name, _stored_bytes(data, member, path), path)
-            else:
-                tensors[name] = _streamed_array(name, archive, member, path)
+                continue
+            tensors[name] = tensor = _streamed_array(name, archive, member, path)
+            held_bytes += tensor.num_bytes if isinstance(tensor, ConvertedTensor) else 0
+            if held_bytes > _MOST_HELD_BYTES:
+                raise SourceFormatError(
+                    f"{path}: {name!r} is deflated, in Fortran's order or big-endian, and would be held in memory: "
+                    f"{held_bytes:,} bytes of such arrays; wanted at most {_MOST_HELD_BYTES:,}, or numpy.savez's archive"
+                )
     except BaseException:
         archive.close()
         raise
@@ -89,15 +97,25 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
 
 class ConvertedTensor(SourceTensor):
     """An array whose memory is in another order than that of the contiguous little-endian tensor: ranges are put in
-    order as they are read."""
+    order as they are read.
+
+    Args:
+        load: returns the array; called once, when the tensor is first read.
+    """
 
     has_items = True
 
-    def __init__(self, name: str, dtype: torch.dtype, array: np.ndarray) -> None:
-        super().__init__(name, dtype, array.shape)
-        self._array = array
+    def __init__(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], load: Callable[[], np.ndarray]
+    ) -> None:
+        super().__init__(name, dtype, shape)
+        self._load, self._lock = load, threading.Lock()
+        self._array: np.ndarray | None = None
 
     def read(self, start_byte: int, end_byte: int) -> np.ndarray:
+        with self._lock:
+            if self._array is None:
+                self._array = self._load()
         size = self.dtype.itemsize
         first, last = start_byte // size, -(-end_byte // size)
         elements = self._array.flat[first:last].astype(self._array.dtype.newbyteorder("<"), copy=False)
@@ -160,7 +178,8 @@ def _mapped_array(name: str, data: np.ndarray, path: object) -> SourceTensor:
         raise SourceFormatError(f"{path}: array {name!r} has {data.size - start} bytes; its shape wants {num_bytes}")
     body, made = data[start : start + num_bytes], _torch_dtype(dtype, name, path)
     if _is_converted(dtype, shape, is_fortran):
-        return ConvertedTensor(name, made, body.view(dtype).reshape(shape, order="F" if is_fortran else "C"))
+        array = body.view(dtype).reshape(shape, order="F" if is_fortran else "C")
+        return ConvertedTensor(name, made, shape, lambda: array)
     return MappedArray(name, made, shape, body)
 
 
@@ -172,11 +191,19 @@ def _streamed_array(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo
             raise SourceFormatError(f"{path}: array {name!r} has fewer bytes than its shape wants")
         made = _torch_dtype(dtype, name, path)
         if _is_converted(dtype, shape, is_fortran):
-            with archive.open(member) as stream:
-                return ConvertedTensor(name, made, np.lib.format.read_array(stream))
+            return ConvertedTensor(name, made, shape, lambda: _inflated(name, archive, member, path))
         return StreamedTensor(name, made, shape, start, lambda: archive.open(member))
     except SourceFormatError:
         raise
+    except _UNREADABLE as error:
+        raise SourceFormatError(f"{path}: {name!r} cannot be read: {error}") from None
+
+
+def _inflated(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: object) -> np.ndarray:
+    """An array that lies deflated in an archive, as a whole."""
+    try:
+        with archive.open(member) as stream:
+            return np.lib.format.read_array(stream)
     except _UNREADABLE as error:
         raise SourceFormatError(f"{path}: {name!r} cannot be read: {error}") from None
 

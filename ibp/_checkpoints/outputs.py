@@ -17,8 +17,8 @@ import torch
 
 from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
 from .._files.writer import MAX_HEADER_BYTES, sync_directory, temporary_beside
+from .nested import nested
 from .source import SourceTensor
-from .torch_files import PREFIX
 
 Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]
 
@@ -72,13 +72,9 @@ def write_npz(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str
 
 
 def write_torch(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
-    """Writes a checkpoint by torch.save: a dict from name to tensor, with the values that metadata holds of one. All
-    of it is in memory meanwhile."""
-    content: dict[str, Any] = {
-        key.removeprefix(PREFIX): json.loads(text) for key, text in metadata.items() if key.startswith(PREFIX)
-    }
-    for tensor in tensors:
-        content[tensor.name] = tensor.tensor()
+    """Writes a checkpoint by torch.save: nested as metadata says, else a dict from name to tensor. All of it is in
+    memory meanwhile."""
+    content = nested({tensor.name: tensor.tensor() for tensor in tensors}, metadata)
     with replaced(path) as file:
         torch.save(content, file)
 
@@ -89,8 +85,8 @@ FORMATS: Mapping[str, Callable[[Path, Sequence[SourceTensor], Mapping[str, str],
     "npz": write_npz,
     "torch": write_torch,
 }
-SUFFIXES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz", ".pt": "torch", ".pth": "torch"}
-SUFFIXES[".bin"] = "torch"
+SUFFIXES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz"}
+SUFFIXES.update(dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"))
 
 
 @contextlib.contextmanager

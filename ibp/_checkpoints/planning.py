@@ -11,10 +11,15 @@ from typing import Any
 import numpy as np
 
 from .. import _core
+from .._files import checks
+from .._files.paths import SUFFIX
 from .._files.sets import names_of_set
+from .._files.writer import codebook_bytes, header_room, rounded_up
+from .._schemes import AnyCodebook, with_clusters
 from .ibp_files import ROWS_KEY, rows_entry
 from .source import Source, SourceTensor
 
+SHARD_BYTES = 5 << 30  # of tensors before coding that a file has at most, unless told otherwise
 _FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of checkpoints in several files, which stay as many
 
 
@@ -36,6 +41,12 @@ class Shard:
     def num_bytes(self) -> int:
         """Bytes of the tensors before coding."""
         return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def header_bytes(self, codebooks: Iterable[AnyCodebook]) -> int:
+        """Bytes of the file's header, if its tensors have these codebooks."""
+        names = [tensor.name for tensor in self.tensors]
+        room = header_room(names, self.metadata, len({one for book in codebooks for one in with_clusters(book)}))
+        return room + sum(64 * len(tensor.shape) for tensor in self.tensors)
 
 
 class ItemsOf(SourceTensor):
@@ -73,6 +84,24 @@ def shards_of(
     return [Shard(name, tuple(tensors), {**texts, **metadata}) for name, (tensors, texts) in zip(names, contents)]
 
 
+def compressed_bytes(
+    source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]
+) -> int:
+    """Bytes of the files that a checkpoint becomes, with headers, codebooks and checksums.
+
+    Args:
+        stored: bytes of each tensor in its file, by name.
+        codebooks: of each tensor; None of one that is kept as it is.
+    """
+    total = 0
+    for shard in shards_of(source, Path(f"model{SUFFIX}"), SHARD_BYTES, {}, 1):
+        books = {book for tensor in shard.tensors if (book := codebooks[tensor.name]) is not None}
+        data = sum(rounded_up(stored[tensor.name]) for tensor in shard.tensors)
+        data += sum(rounded_up(part) for part in codebook_bytes(books))
+        total += shard.header_bytes(books) + data + checks.num_bytes(data)
+    return total
+
+
 def shares(shards: list[Shard], num_ranks: int) -> list[list[Shard]]:
     """The shards of each rank: the largest first, each to the rank with the fewest bytes so far."""
     taken: list[list[Shard]] = [[] for _ in range(num_ranks)]
@@ -104,10 +133,7 @@ def state_of(paths: Iterable[str]) -> list[list[Any]]:
 def _files_of(source: Source) -> list[tuple[list[SourceTensor], Mapping[str, str]]]:
     if len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts):
         return [(list(part.tensors.values()), part.metadata) for part in source.parts]
-    texts: dict[str, str] = {}
-    for part in reversed(source.parts):
-        texts.update(part.metadata)
-    return [(list(source.tensors.values()), {**texts, **source.metadata})]
+    return [(list(source.tensors.values()), source.metadata)]
 
 
 def _cut(tensors: list[SourceTensor], shard_bytes: int | None) -> list[list[SourceTensor]]:

@@ -12,6 +12,18 @@ import torch
 from .._files.fields import dtype_name, dtype_of
 
 
+def share_saved(num_bytes: int, stored_bytes: int) -> float:
+    """What "saved" means wherever this package says it: 1 - stored_bytes / num_bytes, 0 for no bytes; negative where more
+    is stored.
+
+    Args:
+        num_bytes: of tensors before coding.
+        stored_bytes: of the whole checkpoint that of its files, with headers, codebooks and checksums; of one tensor
+            what its file has for it.
+    """
+    return 1 - stored_bytes / num_bytes if num_bytes else 0.0
+
+
 @dataclass(frozen=True)
 class TensorReport:
     """A tensor of a compressed checkpoint.
@@ -37,8 +49,8 @@ class TensorReport:
 
     @property
     def savings(self) -> float:
-        """1 - stored_bytes / num_bytes."""
-        return 1 - self.stored_bytes / self.num_bytes if self.num_bytes else 0.0
+        """`share_saved` of the tensor: 1 - stored_bytes / num_bytes."""
+        return share_saved(self.num_bytes, self.stored_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON has them."""
@@ -76,8 +88,8 @@ class CheckpointReport:
 
     @property
     def savings(self) -> float:
-        """1 - file_bytes / num_bytes; negative where headers take more than is saved."""
-        return 1 - self.file_bytes / self.num_bytes if self.num_bytes else 0.0
+        """`share_saved`: 1 - file_bytes / num_bytes; negative where headers take more than is saved."""
+        return share_saved(self.num_bytes, self.file_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON has them."""

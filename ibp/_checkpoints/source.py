@@ -20,14 +20,27 @@ class SourceFormatError(ValueError):
     __module__ = "ibp"
 
 
-def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterable[str]) -> list[str]:
-    """The names that match a pattern of include (None: any) and none of exclude; patterns are those of fnmatch."""
-    wanted, unwanted = None if include is None else tuple(include), tuple(exclude)
+class NotTensorsError(SourceFormatError):
+    """A file is whole, and holds what this package does not read, such as objects of Python, or no tensors at all."""
 
-    def matches(name: str, patterns: Iterable[str]) -> bool:
+
+def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
+    """Whether a name matches a pattern of include (None: any) and none of exclude; patterns are those of fnmatch."""
+
+    def matches(patterns: Iterable[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    return [name for name in names if (wanted is None or matches(name, wanted)) and not matches(name, unwanted)]
+    return (include is None or matches(include)) and not matches(exclude)
+
+
+def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterable[str]) -> list[str]:
+    """The names of which `is_chosen` is true. ValueError if a pattern of include matches none of the names."""
+    every, unwanted = list(names), tuple(exclude)
+    wanted = None if include is None else tuple(include)
+    for pattern in wanted or ():
+        if not any(is_chosen(name, [pattern], ()) for name in every):
+            raise ValueError(f"there is no tensor whose name matches {pattern!r}")
+    return [name for name in every if is_chosen(name, wanted, unwanted)]
 
 
 class SourceTensor(ABC):

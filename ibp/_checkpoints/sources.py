@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import os
+import re
+import warnings
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
 from .._files.header import read_header, read_index
 from .._files.paths import SUFFIX, file_system, is_url, path_text, read_here
+from .._files.regular import open_regular
 from .._files.sets import INDEX_SUFFIX
 from .ibp_files import open_ibp
 from .numpy_files import open_npy, open_npz
 from .safetensors_files import open_safetensors
-from .source import Source, SourceFormatError, SourceTensor
+from .source import NotTensorsError, Source, SourceFormatError, SourceTensor
 from .torch_files import open_torch
 
 __all__ = [
@@ -24,6 +27,7 @@ __all__ = [
     "SourceFormatError",
     "SourceTensor",
     "expand",
+    "format_of",
     "is_url",
     "local_path",
     "open_source",
@@ -33,20 +37,20 @@ __all__ = [
 AnyPath: TypeAlias = "str | os.PathLike[str]"
 
 _OPENERS: dict[str, Callable[[AnyPath], Source]] = {
-    ".npy": open_npy,
-    ".npz": open_npz,
-    ".pt": open_torch,
-    ".pth": open_torch,
-    ".bin": open_torch,
-    ".ckpt": open_torch,
+    "npy": open_npy,
+    "npz": open_npz,
+    "torch": open_torch,
 }
-_SUFFIXES = (SUFFIX, ".ibp", *_OPENERS)
+_SUFFIXES = (SUFFIX, ".ibp", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
+_READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
+_START_BYTES = 16
+_PICKLE = re.compile(rb"\x80[\x02-\x05]")  # what torch.save wrote before it wrote archives
 
 
 def open_source(path: AnyPath) -> Source:
     """Opens a file of tensors, or a set of them: a directory, or an index (model.safetensors.index.json).
 
-    What it is, is told by its suffix; without a known one, by its first bytes. A URL of fsspec ("s3://...") is copied
+    What it is, is told by its bytes, whatever its name. A URL of fsspec ("s3://...") is copied
     to a temporary file first, which goes when the source is closed.
 
     Raises:
@@ -63,7 +67,31 @@ def open_source(path: AnyPath) -> Source:
         raise FileNotFoundError(f"{path}: there is no such file")
     if path.endswith(INDEX_SUFFIX):
         return _open_index(path)
-    return _opener_of(path)(path)
+    found = format_of(path)
+    if found != "safetensors":
+        return _OPENERS[found](path)
+    header = read_header(Path(path))
+    return open_safetensors(path, header) if header.is_plain else open_ibp(path)
+
+
+def format_of(path: str) -> str:
+    """The format of a file of this machine by its bytes: "npy", "npz", "torch", or "safetensors", also of ibp's files.
+
+    Raises:
+        SourceFormatError: it is none of them.
+        OSError: it cannot be read, or is no regular file.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        start = file.read(_START_BYTES)
+    if start.startswith(b"\x93NUMPY"):
+        return "npy"
+    if start.startswith((b"PK\3\4", b"PK\5\6")):
+        return _format_of_archive(path)
+    if start[8:9] == b"{" or path.endswith((SUFFIX, ".ibp")):
+        return "safetensors"
+    if _PICKLE.match(start):
+        return "torch"
+    raise SourceFormatError(f"{path} has no format that is known; wanted one of {_READ}")
 
 
 def open_sources(inputs: AnyPath | Iterable[AnyPath]) -> Source:
@@ -73,11 +101,20 @@ def open_sources(inputs: AnyPath | Iterable[AnyPath]) -> Source:
         ValueError: two files have a tensor of one name; or as `open_source`.
     """
     paths = expand(inputs)
+    return _opened(", ".join(paths), paths, open_source)
+
+
+def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None]) -> Source:
+    """Files as one source, without those of which open_one gives None."""
     opened: list[Source] = []
     try:
-        for path in paths:
-            opened.append(open_source(path))
-        return opened[0] if len(opened) == 1 else joined(", ".join(paths), opened)
+        for file in files:
+            source = open_one(file)
+            if source is not None:
+                opened.append(source)
+        if not opened:
+            raise FileNotFoundError(f"{path}: no file holds tensors")
+        return opened[0] if len(opened) == 1 else joined(path, opened)
     except BaseException:
         for source in opened:
             source.close()
@@ -104,8 +141,8 @@ def local_path(url: str) -> contextlib.AbstractContextManager[str]:
     return read_here(url, (*_SUFFIXES, INDEX_SUFFIX))
 
 
-def joined(path: str, parts: list[Source], metadata: dict[str, str] | None = None) -> Source:
-    """Several sources as one. Raises ValueError if two have a tensor of one name."""
+def joined(path: str, parts: list[Source]) -> Source:
+    """Several sources as one, with the metadata of all. Raises ValueError if two have a tensor of one name."""
     tensors: dict[str, SourceTensor] = {}
     owners: dict[str, str] = {}
     for part in parts:
@@ -116,7 +153,10 @@ def joined(path: str, parts: list[Source], metadata: dict[str, str] | None = Non
                 )
             tensors[name], owners[name] = tensor, part.path
     formats = {part.format for part in parts}
-    whole = Source(path, formats.pop() if len(formats) == 1 else "several", tensors, metadata)
+    texts: dict[str, str] = {}
+    for part in reversed(parts):  # of a key that several have, the first part's
+        texts.update(part.metadata)
+    whole = Source(path, formats.pop() if len(formats) == 1 else "several", tensors, texts)
     whole.parts = tuple(inner for part in parts for inner in part.parts)
     whole.files = tuple(file for part in parts for file in part.files)
 
@@ -162,13 +202,32 @@ def _open_directory(path: str) -> Source:
     indices = [name for name in names if name.endswith(f"{SUFFIX}{INDEX_SUFFIX}")]
     if len(indices) > 1:
         raise SourceFormatError(f"{path} has {len(indices)} indices; wanted the path of one of them")
-    if indices:
-        return _open_index(os.path.join(path, indices[0]))
     files = [os.path.join(path, name) for name in names if name.endswith(_SUFFIXES) and not name.startswith(".")]
+    if indices:
+        source = _open_index(os.path.join(path, indices[0]))
+        others = set(files).difference(source.files)
+        if others:
+            warnings.warn(f"left out: {', '.join(sorted(others))}, which {indices[0]} does not name", stacklevel=2)
+        return source
     if not files:
         raise FileNotFoundError(f"{path}: the directory has no file of tensors ({', '.join(_SUFFIXES)})")
-    source = open_sources(files)
+    source = _opened(path, files, _open_if_tensors)
     source.path = path
+    return source
+
+
+def _open_if_tensors(path: str) -> Source | None:
+    """A file of a directory; None, with a warning, of one that holds something else, such as the state of random
+    numbers or of a schedule beside a model."""
+    try:
+        source = open_source(path)
+    except NotTensorsError as error:
+        warnings.warn(f"left out: {error}", stacklevel=2)
+        return None
+    if not source.tensors:
+        source.close()
+        warnings.warn(f"left out: {path} holds no tensor", stacklevel=2)
+        return None
     return source
 
 
@@ -179,20 +238,21 @@ def _open_index(path: str) -> Source:
     missing = [name for name in files if not os.path.exists(os.path.join(directory, name))]
     if missing:
         raise FileNotFoundError(f"{path}: the index names {missing[0]}, which is not beside it")
-    if not read_header(Path(directory) / files[0]).is_plain:
+    first = os.path.join(directory, files[0])
+    if format_of(first) == "safetensors" and not read_header(Path(first)).is_plain:
         return open_ibp(path)
     return joined(path, [open_source(os.path.join(directory, name)) for name in files])
 
 
-def _opener_of(path: str) -> Callable[[str], Source]:
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix in _OPENERS:
-        return _OPENERS[suffix]
-    with open(path, "rb") as file:
-        start = file.read(8)
-    if start.startswith(b"\x93NUMPY"):
-        return open_npy
-    if start.startswith(b"PK\3\4"):
-        return open_torch
-    header = read_header(Path(path))
-    return open_ibp if not header.is_plain else functools.partial(open_safetensors, header=header)
+def _format_of_archive(path: str) -> str:
+    """Which of the formats that are ZIP archives a file has."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, ValueError, RuntimeError, NotImplementedError) as error:
+        raise SourceFormatError(f"{path} is a damaged archive: {error}") from None
+    if any(name.endswith("/data.pkl") for name in names):
+        return "torch"
+    if all(name.endswith(".npy") for name in names):
+        return "npz"
+    raise SourceFormatError(f"{path} is an archive of neither numpy nor torch; wanted one of {_READ}")

@@ -2,53 +2,76 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+import pickle
+import re
+import zipfile
 from typing import Any
 
 import numpy as np
 import torch
 
 from .. import _rows
-from .source import Source, SourceFormatError, SourceTensor
+from .._files.regular import open_regular
+from .nested import flattened
+from .source import NotTensorsError, Source, SourceFormatError, SourceTensor
 
-PREFIX = "torch."  # of keys of metadata that hold a value of the checkpoint as JSON
+_MOST_TIMES = 1000  # that tensors are larger than their file: those that share memory, or have strides of 0
+_UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in what torch says of a class or function that weights_only does not take
 
 
 def open_torch(path: str | os.PathLike[str]) -> Source:
-    """A checkpoint of torch. Nested dicts and lists are flattened: the tensor at ["model"]["w"] is "model.w". Numbers,
-    texts, and lists of them become metadata: JSON under "torch." and their path.
+    """A checkpoint of torch. Nested dicts and lists are flattened (`nested`): the tensor at ["model"]["w"] is "model.w".
 
     Raises:
-        SourceFormatError: it is none, torch refuses it with weights_only, or it holds a value that is neither tensor
-            nor text.
+        NotTensorsError: it holds a value that is neither tensor nor number nor text, so that weights_only refuses it.
+        SourceFormatError: it is none, or its tensors are more than 1,000 times as large as the file.
     """
     try:
         content = _load(os.fspath(path))
-        values = list(_flattened(content, ""))
+        found, metadata = flattened(content)
     except (OSError, MemoryError):
         raise
+    except SourceFormatError as error:
+        raise type(error)(f"{path}: {error}") from None
+    except pickle.UnpicklingError as error:
+        unknown = _UNKNOWN.search(str(error))
+        if unknown is None:
+            raise SourceFormatError(f"{path}: torch.load refuses it: {_first_line(error)}") from None
+        raise NotTensorsError(
+            f"{path} holds {unknown[1]}; wanted tensors, numbers and texts, as torch.load(weights_only=True) takes them"
+        ) from None
     except Exception as error:  # of damaged bytes torch raises errors of any kind
-        reason = str(error).split("\n", 1)[0]
-        raise SourceFormatError(f"{path}: torch.load(weights_only=True) refuses it: {reason}") from None
-    tensors: dict[str, SourceTensor] = {}
-    metadata: dict[str, str] = {}
-    for name, value in values:
-        if name in tensors or PREFIX + name in metadata:
-            raise SourceFormatError(f"{path}: two values have the path {name!r}")
-        if isinstance(value, torch.Tensor):
-            tensors[name] = LoadedTensor(name, value, path)
-        else:
-            metadata[PREFIX + name] = _as_text(value, name, path)
+        raise SourceFormatError(f"{path}: torch.load refuses it: {_first_line(error)}") from None
+    tensors = {name: LoadedTensor(name, tensor, path) for name, tensor in found.items()}
+    _check_sizes(tensors, path)
     return Source(os.fspath(path), "torch", tensors, metadata)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
 
 
 def _load(path: str) -> Any:
     """Mapped, where the file is one of those that torch maps."""
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         is_archive = file.read(4) == b"PK\3\4"
+    if is_archive:
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise SourceFormatError("members of the archive are deflated; wanted it as torch.save wrote it")
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
+
+
+def _check_sizes(tensors: dict[str, LoadedTensor], path: str | os.PathLike[str]) -> None:
+    """SourceFormatError for tensors that a small file makes very large."""
+    total, most = sum(tensor.num_bytes for tensor in tensors.values()), _MOST_TIMES * os.path.getsize(path)
+    if total > most:
+        largest = max(tensors.values(), key=lambda tensor: tensor.num_bytes)
+        raise SourceFormatError(
+            f"{path}: its tensors have {total:,} bytes, more than {_MOST_TIMES:,} times the file's: {largest.name!r} has "
+            f"{largest.num_bytes:,}; wanted tensors that are stored whole, not expanded ones (torch.Tensor.expand)"
+        )
 
 
 class LoadedTensor(SourceTensor):
@@ -78,32 +101,3 @@ def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     if end - item == 1 and tensor.dim() > 1:
         return _elements(tensor[item], first - item * each, last - item * each)
     return tensor[item:end].reshape(-1)[first - item * each : last - item * each]
-
-
-def _flattened(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        pairs = [(str(key), inner) for key, inner in value.items()]
-    elif isinstance(value, (list, tuple)) and _holds_tensors(value):
-        pairs = [(str(number), inner) for number, inner in enumerate(value)]
-    else:
-        yield path or "tensor", value
-        return
-    for key, inner in pairs:
-        yield from _flattened(inner, f"{path}.{key}" if path else key)
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(_holds_tensors(inner) for inner in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_holds_tensors(inner) for inner in value)
-    return isinstance(value, torch.Tensor)
-
-
-def _as_text(value: Any, name: str, path: object) -> str:
-    try:
-        return json.dumps(value)
-    except (TypeError, ValueError):
-        raise SourceFormatError(
-            f"{path}: the value at {name!r} is a {type(value).__name__}; wanted a tensor, a number, a text or a list"
-        ) from None

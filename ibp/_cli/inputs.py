@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,20 +29,7 @@ def local(paths: Sequence[str]) -> Iterator[list[str]]:
         held = Path(folder) / "stdin"
         with open(held, "wb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
-        named = held.rename(held.with_suffix(_suffix(held)))
-        yield [str(named) if path == STREAM else path for path in paths]
-
-
-def _suffix(path: Path) -> str:
-    """That of the format which a file's first bytes tell."""
-    with open(path, "rb") as file:
-        start = file.read(8)
-    if start.startswith(b"\x93NUMPY"):
-        return ".npy"
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            return ".npz" if all(name.endswith(".npy") for name in archive.namelist()) else ".pt"
-    return ".safetensors"
+        yield [str(held) if path == STREAM else path for path in paths]
 
 
 @contextlib.contextmanager

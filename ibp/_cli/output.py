@@ -132,6 +132,11 @@ def show_share(share: float) -> str:
     return f"{100 * share + 0.0:.1f} %" if abs(share) >= 0.0005 else "0.0 %"
 
 
+def show_saved(savings: float) -> str:
+    """The share that a checkpoint got smaller, or larger, by: "33.4 % saved", "2.1 % more"."""
+    return f"{show_share(savings)} saved" if savings >= 0 else f"{show_share(-savings)} more"
+
+
 def show_count(number: int, noun: str) -> str:
     """ "1 tensor", "1,234 tensors"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -12,7 +12,7 @@ import torch
 
 import ibp
 from ibp._checkpoints import outputs, sources
-from ibp._checkpoints.source import chosen as matching
+from ibp._checkpoints import source as source_names
 from ibp._files.paths import file_system, path_text, target_of
 from ibp._files.sets import INDEX_SUFFIX
 from ibp._progress import tqdm
@@ -95,9 +95,15 @@ def expanded(paths: Sequence[str]) -> list[str]:
 
 
 def has_other_format(path: str) -> bool:
-    """Whether a file's suffix says that it is none of safetensors."""
-    kind = outputs.SUFFIXES.get(os.path.splitext(path)[1].lower(), "safetensors")
-    return kind != "safetensors" and not os.path.isdir(path)
+    """Whether a file is one of tensors, and none of safetensors: by its bytes, of a URL by its suffix."""
+    if sources.is_url(path):
+        return outputs.SUFFIXES.get(os.path.splitext(path)[1].lower(), "safetensors") != "safetensors"
+    if not os.path.isfile(path) or path.endswith(INDEX_SUFFIX):
+        return False
+    try:
+        return sources.format_of(path) != "safetensors"
+    except sources.SourceFormatError:  # ibp.open says what is wrong with it
+        return False
 
 
 def on_this_machine(path: str) -> contextlib.AbstractContextManager[str]:
@@ -124,5 +130,10 @@ def size_of(path: str) -> int:
 
 
 def chosen(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """The names that --include and --exclude leave."""
-    return matching(names, arguments.include or None, arguments.exclude)
+    """The names that --include and --exclude leave. ValueError if an --include matches none."""
+    return source_names.chosen(names, arguments.include or None, arguments.exclude)
+
+
+def is_chosen(arguments: argparse.Namespace, name: str) -> bool:
+    """Whether --include and --exclude leave a name."""
+    return source_names.is_chosen(name, arguments.include or None, arguments.exclude)

@@ -3,6 +3,7 @@ section 9).
 
 Modules import only those before them in this list:
 
+    regular   files opened, and nothing that is no file
     fields    the lines of a file's metadata
     checks    checksums of blocks
     writer    a file, written as a stream

@@ -16,6 +16,11 @@ def hash_of(data: Any) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+def num_bytes(data_bytes: int) -> int:
+    """Bytes of the checksums of so many bytes of data: one of each block, of the header, and of these."""
+    return 8 * (-(-data_bytes // BLOCK_BYTES) + 2)
+
+
 class BlockHasher:
     """The hashes of consecutive blocks of bytes that come in pieces of any size."""
 
@@ -39,11 +44,6 @@ class BlockHasher:
     def _close(self) -> None:
         self._hashes.append(self._open.intdigest())
         self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks so far, the last, shorter one included."""
-        return len(self._hashes) + (self._missing < BLOCK_BYTES)
 
     def entries(self, header: bytes) -> bytes:
         """The tensor `ibp.checks`: hashes of the blocks, of the header, and of the entries before it."""

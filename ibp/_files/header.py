@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from .. import _core
 from .fields import FileFormatError
+from .regular import open_regular
 from .sets import INDEX_SUFFIX
 from .writer import CHECKS, FORMAT, MAX_HEADER_BYTES, PREFIX
 
@@ -79,7 +80,7 @@ def read_header(path: Path) -> Header:
             lost one of the names that say that it is ibp's.
         OSError: it cannot be read.
     """
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         return header_of(file, str(path))
 
 
@@ -253,9 +254,11 @@ def find_files(path: Path) -> FileSet:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    if path.stat().st_size > MAX_HEADER_BYTES:
-        raise FileFormatError(f"{path} has {path.stat().st_size} bytes; wanted an index of at most {MAX_HEADER_BYTES}")
-    places = _parsed(path.read_bytes().strip(), str(path)).get("weight_map")
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_HEADER_BYTES:
+            raise FileFormatError(f"{path} has {size} bytes; wanted an index of at most {MAX_HEADER_BYTES}")
+        places = _parsed(file.read().strip(), str(path)).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise FileFormatError(f"{path} has no weight_map; wanted one from tensors to files")
     for tensor, name in places.items():

@@ -37,6 +37,7 @@ from .fields import (
     table_fields,
 )
 from .header import SHAPE_BITS, Entry, header_of, is_shape
+from .regular import open_regular
 from .writer import CHECKS, PREFIX
 
 _TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
@@ -98,7 +99,7 @@ class OpenFile:
 
     def __init__(self, path: Path, *, verify: bool) -> None:
         self.path, self._verify = path, verify
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = open_regular(path)
         self._close = weakref.finalize(self, os.close, self._file)
         with os.fdopen(os.dup(self._file), "rb") as file:
             self.header = header_of(file, str(path))

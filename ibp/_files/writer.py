@@ -61,7 +61,22 @@ def header_room(
     room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata))
     room += sum(5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + 8 * _SIZE_BYTES + 512 for name in names)
     room += 2048 * (len(names) if num_codebooks is None else num_codebooks)
-    return _rounded_up(room)
+    return rounded_up(room)
+
+
+def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
+    """Bytes of each part that a file has of codebooks."""
+    written: dict[AnyCodebook, int] = {}
+    sizes: list[int] = []
+
+    def number_of(codebook: AnyCodebook) -> int:
+        if codebook not in written:
+            sizes.extend(part.nbytes for part in codebook_record(codebook, number_of).parts.values())
+        return written.setdefault(codebook, len(written))
+
+    for codebook in codebooks:
+        number_of(codebook)
+    return sizes
 
 
 class FileWriter:
@@ -95,7 +110,7 @@ class FileWriter:
     ) -> None:
         self.path, self._on_write, self._expected_bytes = Path(path), on_write, data_bytes
         self._metadata = checked_metadata(metadata)
-        self._room = min(_rounded_up(header_bytes), (8 + MAX_HEADER_BYTES) // ALIGNMENT * ALIGNMENT)
+        self._room = min(rounded_up(header_bytes), (8 + MAX_HEADER_BYTES) // ALIGNMENT * ALIGNMENT)
         self._header_bytes = 0
         self._claim_header("its metadata", _FIXED_BYTES + _metadata_bytes(self._metadata))
         self._lines: dict[str, str] = {}
@@ -327,7 +342,7 @@ class FileWriter:
             return
         if self._open is not None:
             raise ValueError(f"the tensor {self._open.name!r} was not closed")
-        header = self._header(8 * (self._output.hasher.num_blocks + 2))
+        header = self._header(checks.num_bytes(self._output.data_bytes))
         self._output.write(memoryview(self._output.hasher.entries(header)))
         self._output.finish(header)
 
@@ -538,5 +553,6 @@ def _json_bytes(text: str) -> int:
         raise ValueError(f"the name or text {text!r} has half of a surrogate pair; wanted Unicode") from None
 
 
-def _rounded_up(num_bytes: int) -> int:
+def rounded_up(num_bytes: int) -> int:
+    """The bytes that a tensor of so many takes of a file."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

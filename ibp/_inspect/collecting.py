@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .._checkpoints.learning import Codebooks, Learning
+from .._checkpoints.planning import compressed_bytes
 from .._checkpoints.source import Source, SourceTensor
 from .._checkpoints.sources import is_url, local_path, open_source
 from .._codecs.whole import WholeTensor
@@ -78,8 +79,11 @@ def _of_source(source: Source, wanted: Wanted, progress: bool, level: str) -> Fi
         of[name] = codebooks.of(source.tensors[name])
     users = Counter(id(codebook) for codebook in of.values())
     reports = [_of_plain(source.tensors[name], of[name], users) for name in _bar(filter(wanted, of), progress)]
-    size = sum(os.path.getsize(path) for path in source.files)
-    return FileReport(source.path, source.format, True, size, dict(source.metadata), reports)
+    size, other = sum(os.path.getsize(path) for path in source.files), 0
+    if len(reports) == len(of):
+        stored = {name: report.stored_bytes - report.parts.get("codebook", 0) for name, report in zip(of, reports)}
+        other = compressed_bytes(source, stored, of) - sum(report.stored_bytes for report in reports)
+    return FileReport(source.path, source.format, True, size, dict(source.metadata), reports, other)
 
 
 def _of_plain(tensor: SourceTensor, codebook: AnyCodebook | None, users: Counter[int]) -> TensorReport:
@@ -93,7 +97,8 @@ def _of_ibp(file: File, wanted: Wanted, progress: bool) -> FileReport:
     users = Counter(_codebook_of(file, name) for name in file.tables)
     reports = [_of_tensor(file, name, users) for name in _bar(filter(wanted, file), progress)]
     size = sum(os.path.getsize(path) for path in find_files(file.path).files.values())
-    return FileReport(str(file.path), "ibp", False, size, dict(file.metadata), reports)
+    other = size - sum(report.stored_bytes for report in reports) if len(reports) == len(file) else 0
+    return FileReport(str(file.path), "ibp", False, size, dict(file.metadata), reports, other)
 
 
 def _codebook_of(file: File, name: str) -> int:

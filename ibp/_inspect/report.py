@@ -13,6 +13,7 @@ import torch
 
 from .. import _layout
 from .._changes import decoded_bytes
+from .._checkpoints.report import share_saved
 from .._codecs.whole import WholeTensor
 from .._compressed_tensor import CompressedTensor
 from .._compression import compress
@@ -79,8 +80,8 @@ class TensorReport:
 
     @property
     def savings(self) -> float:
-        """1 - stored_bytes / original_bytes; 0 for an empty tensor."""
-        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
+        """`share_saved` of the tensor: 1 - stored_bytes / original_bytes."""
+        return share_saved(self.original_bytes, self.stored_bytes)
 
     @property
     def is_sampled(self) -> bool:
@@ -97,6 +98,8 @@ class FileReport:
         format: "ibp", "safetensors", "npy", "npz" or "torch".
         is_estimate: whether stored bytes are what compressing would give.
         file_bytes: of the files.
+        other_bytes: of the compressed files that belong to none of the tensors: headers, checksums, padding. 0 where
+            only some of the tensors are reported.
         metadata: the user's.
         tensors: the reports, in the file's order.
     """
@@ -107,6 +110,7 @@ class FileReport:
     file_bytes: int
     metadata: dict[str, str] = field(default_factory=dict)
     tensors: list[TensorReport] = field(default_factory=list)
+    other_bytes: int = 0
 
     @property
     def original_bytes(self) -> int:
@@ -114,12 +118,13 @@ class FileReport:
 
     @property
     def stored_bytes(self) -> int:
-        return sum(tensor.stored_bytes for tensor in self.tensors)
+        """Of the compressed files; where only some of the tensors are reported, of these."""
+        return sum(tensor.stored_bytes for tensor in self.tensors) + self.other_bytes
 
     @property
     def savings(self) -> float:
-        """1 - stored_bytes / original_bytes; 0 for no bytes."""
-        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
+        """`share_saved`: 1 - stored_bytes / original_bytes."""
+        return share_saved(self.original_bytes, self.stored_bytes)
 
 
 # ---- samples of rows ----

@@ -109,8 +109,10 @@ def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: in
     parts.append(
         f"{output.shown(report.path)}: {output.show_count(len(report.tensors), 'tensor')}, {coded:,} compressed; "
         f"{output.show_size(report.num_bytes)} became {output.show_size(report.file_bytes)}, "
-        f"{output.show_share(report.savings)} saved."
+        f"{output.show_saved(report.savings)}."
     )
+    if report.file_bytes > report.num_bytes:
+        parts.append("It grew: a header and checksums were added, and take more than the tensors got smaller by.")
     if report.kept_files:
         kept = output.show_count(report.kept_files, "file")
         parts.append(f"{kept} of an interrupted run {'was' if report.kept_files == 1 else 'were'} kept.")

@@ -44,11 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
             exclude=arguments.exclude,
             progress=output.show_bars(arguments),
         )
-    output.report(arguments, found.as_dict(), *_parts(found))
+    listed = set(work.chosen(arguments, [tensor.name for tensor in found.tensors]))
+    output.report(arguments, found.as_dict(), *_parts(found, listed))
     return 0
 
 
-def _parts(found: CheckpointEstimate) -> list[object]:
+def _parts(found: CheckpointEstimate, listed: set[str]) -> list[object]:
     from ibp._files.fields import dtype_name
 
     schemes = list(dict.fromkeys(scheme for tensor in found.tensors for scheme in tensor.savings))
@@ -61,11 +62,12 @@ def _parts(found: CheckpointEstimate) -> list[object]:
             tensor.best or "plain",
         ]
         for tensor in found.tensors
+        if tensor.name in listed
     ]
     table = output.table(["tensor", "dtype", ">size", *(f">{scheme}" for scheme in schemes), "takes"], rows)
     return [
         table,
         "",
         f"{output.show_count(len(found.tensors), 'tensor')}: {output.show_size(found.num_bytes)} would become "
-        f"{output.show_size(found.stored_bytes)}, {output.show_share(found.savings)} saved.",
+        f"{output.show_size(found.file_bytes)}, {output.show_saved(found.savings)}.",
     ]

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .. import work
 
     def wanted(name: str) -> bool:
-        return (not arguments.tensor or name in arguments.tensor) and bool(work.chosen(arguments, [name]))
+        return (not arguments.tensor or name in arguments.tensor) and work.is_chosen(arguments, name)
 
     for picture in filter(None, (arguments.plot, arguments.html)):
         if not Path(picture).absolute().parent.is_dir():
@@ -79,6 +79,8 @@ def _check_names(arguments: argparse.Namespace, files: list[FileReport]) -> None
     missing = [name for name in arguments.tensor if name not in found]
     if missing:
         raise output.Failure(f"there is no tensor {missing[0]!r} in {', '.join(file.path for file in files)}")
+    if arguments.include and not found:
+        raise output.Failure(f"no tensor's name is one that --include {' '.join(arguments.include)} leaves")
 
 
 def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> None:

@@ -1,0 +1,31 @@
+"""Files opened for reading, if they are files: a pipe would keep its reader waiting, and a device has no end."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """A descriptor of a regular file, or of what a symbolic link to one names, for reading.
+
+    Raises:
+        OSError: the path names something else, such as a pipe, or cannot be opened. Nothing is waited for.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        kind = stat.S_IFMT(os.fstat(file).st_mode)
+        if kind != stat.S_IFREG:
+            raise OSError(f"{os.fspath(path)} is {_KINDS.get(kind, 'no file')}; wanted a regular file")
+        return file
+    except BaseException:
+        os.close(file)
+        raise
