@@ -28,8 +28,8 @@ from .._schemes import AnyCodebook, check_clusters
 from .coding import Block, Coded, Coder, blocks_of, coder_for
 from .journal import Journal
 from .learning import Codebooks, Learning
-from .planning import SHARD_BYTES, Shard, name_of_whole, plan_of, shards_of, shares, state_of
 from .outputs import SUFFIXES
+from .planning import SHARD_BYTES, Shard, name_of_whole, plan_of, shards_of, shares, state_of
 from .report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from .source import SourceTensor, chosen
 from .sources import AnyPath, Source, open_sources
@@ -147,8 +147,8 @@ def _check_name(output: str) -> None:
     stem, suffix = os.path.splitext(output)
     if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(output):
         raise ValueError(
-            f"output is {output!r}, and what is written are safetensors, which readers of {suffix} files refuse; wanted "
-            f"a name like {stem + SUFFIX!r}"
+            f"output is {output!r}, but what is written is safetensors, which no reader of {suffix} files takes; wanted a "
+            f"name like {stem + SUFFIX!r}"
         )
 
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from .. import _core, _layout
+from .. import _core
 from .._arguments import whole_number
 from .._estimation import check_learning
 from .._files.fields import dtype_name
-from .._files.writer import rounded_up
 from .._progress import tqdm
 from .._rows import Geometry
 from .._schemes import SCHEMES, AnyCodebook
 from .learning import SAMPLE_ELEMENTS, Learning, pays, sample_of, savings_of
 from .maps import as_tensor
-from .planning import compressed_bytes
+from .planning import compressed_bytes, table_bytes
 from .report import share_saved
 from .source import SourceTensor, chosen
 from .sources import AnyPath, open_sources
@@ -129,8 +128,12 @@ def estimate_checkpoint(
         found = {}
         for name in tqdm(source.tensors, desc="estimate", unit="tensor", disable=not progress):
             found[name] = kinds.estimate(source.tensors[name])
-        stored = {name: kinds.bytes_in_file(source.tensors[name], tensor) for name, tensor in found.items()}
-        books = {name: kinds.codebook(source.tensors[name], tensor) for name, tensor in found.items()}
+        stored, books = {}, {}
+        for name, estimate in found.items():
+            tensor = source.tensors[name]
+            books[name] = kinds.codebook(tensor, estimate.best)
+            num_rows = learning.geometry_of(tensor).num_rows
+            stored[name] = table_bytes(estimate.stored_bytes, num_rows) if estimate.best else tensor.num_bytes
         file_bytes = compressed_bytes(source, stored, books)
     tensors = tuple(found.values())
     before, after = sum(tensor.num_bytes for tensor in tensors), sum(tensor.stored_bytes for tensor in tensors)
@@ -166,17 +169,9 @@ class _Kinds:
         clear = best if best is not None and pays(savings[best], geometry) else None
         return TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, clear)
 
-    def codebook(self, tensor: SourceTensor, found: TensorEstimate) -> AnyCodebook | None:
-        """Of the scheme that a tensor takes."""
-        return None if found.best is None else self._books_of(tensor)[found.best]
-
-    def bytes_in_file(self, tensor: SourceTensor, found: TensorEstimate) -> int:
-        """Bytes of a tensor, or of the parts of its table, each of which begins at a multiple of the alignment."""
-        if found.best is None:
-            return found.stored_bytes
-        geometry = self._learning.geometry_of(tensor)
-        lengths, index = (_layout.index_bytes(geometry, has_bases) for has_bases in (False, True))
-        return sum(map(rounded_up, (found.stored_bytes - index, lengths, index - lengths)))
+    def codebook(self, tensor: SourceTensor, best: str | None) -> AnyCodebook | None:
+        """Of the scheme that is best for a tensor."""
+        return None if best is None else self._books_of(tensor)[best]
 
     def _books_of(self, tensor: SourceTensor) -> dict[str, AnyCodebook]:
         kind = self._learning.kind_of(tensor)

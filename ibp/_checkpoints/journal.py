@@ -23,7 +23,7 @@ from typing import Any
 from .._files.writer import write_whole
 from .report import TensorReport
 
-_PLAN, _RECORD, _LOCK = "plan.json", ".done.json", "lock"
+_PLAN, RECORD, _LOCK = "plan.json", ".done.json", "lock"
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none
 
@@ -52,8 +52,8 @@ class Journal:
 
     @contextlib.contextmanager
     def opened(self, restart: bool) -> Iterator[None]:
-        """Makes the directory, empty unless it is of the same plan and `restart` is set, and keeps others out of it until
-        the context is left.
+        """Makes the directory, empty unless it is of the same plan and `restart` is set. Until the context is left no
+        other call has it.
 
         Raises:
             OSError: another call has it, or it is no directory.
@@ -99,8 +99,11 @@ class Journal:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            warnings.warn(f"{self.directory}: the file system has no locks ({error.strerror}): wanted no other call that "
-                          "writes there meanwhile", stacklevel=2)
+            warnings.warn(
+                f"{self.directory}: the file system has no locks ({error.strerror}): wanted no other call that "
+                "writes there meanwhile",
+                stacklevel=2,
+            )
 
     def _empty(self) -> None:
         """Removes all but the lock."""
@@ -128,7 +131,7 @@ class Journal:
                 f"{self.directory} is not there; wanted an output on a file system that all ranks see"
             )
         try:
-            record = json.loads((self.directory / f"{file}{_RECORD}").read_bytes())
+            record = json.loads((self.directory / f"{file}{RECORD}").read_bytes())
             for fields in record["tensors"]:
                 TensorReport.from_dict(fields)
             is_own = record["file"] == file and {"names", "data_bytes"} <= record.keys()
@@ -140,7 +143,7 @@ class Journal:
         """Notes that a file in the directory is whole. Returns its record: the fields, and what tells the file."""
         found = (self.directory / file).lstat()
         record = {**fields, "file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
-        write_whole(self.directory / f"{file}{_RECORD}", json.dumps(record).encode())
+        write_whole(self.directory / f"{file}{RECORD}", json.dumps(record).encode())
         return record
 
     def _place(self, file: str, record: dict[str, Any]) -> Path | None:
@@ -176,5 +179,5 @@ class Journal:
 
     def close_if_empty(self) -> None:
         """Removes the directory of a call in which no file was finished."""
-        if not any(self.directory.glob(f"*{_RECORD}")):
+        if not any(self.directory.glob(f"*{RECORD}")):
             self.close()

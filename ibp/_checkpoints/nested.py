@@ -4,8 +4,8 @@ The tensor at ["model"]["w"] has the name "model.w", and a number or text at ["e
 metadata, as JSON. What names do not say is one more text of the metadata, "torch_structure": a JSON value, in which
 
     null                            is the tensor or the value of the path that leads there,
-    [kind, children]                is a container: kind is one of `_KINDS`; children are [key, node] pairs of a mapping,
-                                    nodes of a list; null of a mapping at the root whose names are its keys,
+    [kind, children]                is a container of one of `_KINDS`: children are [key, node] pairs of a mapping, nodes
+                                    of a list; null of a mapping at the root whose keys are the names,
     ["OrderedDict", children, x]    has an attribute _metadata, as the state_dict of a module has.
 
 Keys, and what _metadata holds, are nodes with their values in place of null.

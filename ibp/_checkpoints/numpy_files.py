@@ -80,7 +80,7 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
             if held_bytes > _MOST_HELD_BYTES:
                 raise SourceFormatError(
                     f"{path}: {name!r} is deflated, in Fortran's order or big-endian, and would be held in memory: "
-                    f"{held_bytes:,} bytes of such arrays; wanted at most {_MOST_HELD_BYTES:,}, or numpy.savez's archive"
+                    f"{held_bytes:,} bytes of such arrays; wanted at most {_MOST_HELD_BYTES:,}, or numpy.savez's file"
                 )
     except BaseException:
         archive.close()
@@ -105,9 +105,7 @@ class ConvertedTensor(SourceTensor):
 
     has_items = True
 
-    def __init__(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], load: Callable[[], np.ndarray]
-    ) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], load: Callable[[], np.ndarray]) -> None:
         super().__init__(name, dtype, shape)
         self._load, self._lock = load, threading.Lock()
         self._array: np.ndarray | None = None

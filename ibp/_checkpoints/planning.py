@@ -84,9 +84,7 @@ def shards_of(
     return [Shard(name, tuple(tensors), {**texts, **metadata}) for name, (tensors, texts) in zip(names, contents)]
 
 
-def compressed_bytes(
-    source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]
-) -> int:
+def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]) -> int:
     """Bytes of the files that a checkpoint becomes, with headers, codebooks and checksums.
 
     Args:
@@ -100,6 +98,13 @@ def compressed_bytes(
         data += sum(rounded_up(part) for part in codebook_bytes(books))
         total += shard.header_bytes(books) + data + checks.num_bytes(data)
     return total
+
+
+def table_bytes(stored_bytes: int, num_rows: int) -> int:
+    """Bytes of a file that a packed table takes: its rows, lengths and bases begin at multiples of the alignment each.
+    stored_bytes: of all three without what is between them."""
+    lengths, bases = 2 * num_rows, 8 * -(-num_rows // _core.ROWS_PER_BASE)
+    return sum(map(rounded_up, (stored_bytes - lengths - bases, lengths, bases)))
 
 
 def shares(shards: list[Shard], num_ranks: int) -> list[list[Shard]]:

@@ -13,8 +13,8 @@ from .._files.fields import dtype_name, dtype_of
 
 
 def share_saved(num_bytes: int, stored_bytes: int) -> float:
-    """What "saved" means wherever this package says it: 1 - stored_bytes / num_bytes, 0 for no bytes; negative where more
-    is stored.
+    """What "saved" means wherever this package says it of a checkpoint or of a tensor: 1 - stored_bytes / num_bytes; 0
+    for no bytes, negative where more is stored.
 
     Args:
         num_bytes: of tensors before coding.

@@ -21,7 +21,7 @@ _UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in what torch says of a class or funct
 
 
 def open_torch(path: str | os.PathLike[str]) -> Source:
-    """A checkpoint of torch. Nested dicts and lists are flattened (`nested`): the tensor at ["model"]["w"] is "model.w".
+    """A checkpoint of torch. Nested dicts and lists become flat names (`nested`): ["model"]["w"] is "model.w".
 
     Raises:
         NotTensorsError: it holds a value that is neither tensor nor number nor text, so that weights_only refuses it.
@@ -69,8 +69,8 @@ def _check_sizes(tensors: dict[str, LoadedTensor], path: str | os.PathLike[str])
     if total > most:
         largest = max(tensors.values(), key=lambda tensor: tensor.num_bytes)
         raise SourceFormatError(
-            f"{path}: its tensors have {total:,} bytes, more than {_MOST_TIMES:,} times the file's: {largest.name!r} has "
-            f"{largest.num_bytes:,}; wanted tensors that are stored whole, not expanded ones (torch.Tensor.expand)"
+            f"{path}: its tensors have {total:,} bytes, more than {_MOST_TIMES:,} times those of the file, and "
+            f"{largest.name!r} has {largest.num_bytes:,}; wanted tensors that are stored whole, not torch.Tensor.expand's"
         )
 
 

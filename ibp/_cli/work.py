@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 import ibp
-from ibp._checkpoints import outputs, sources
+from ibp._checkpoints import journal, outputs, sources
 from ibp._checkpoints import source as source_names
 from ibp._files.paths import file_system, path_text, target_of
 from ibp._files.sets import INDEX_SUFFIX
@@ -77,6 +77,13 @@ def _is_there(target: str) -> bool:
         filesystem, remote = file_system(target)
         return any(filesystem.exists(remote + suffix) for suffix in ("", INDEX_SUFFIX))
     return any(os.path.lexists(file_of(target) + suffix) for suffix in ("", INDEX_SUFFIX))
+
+
+def unfinished_files(target: str) -> int:
+    """How many files of a set an interrupted run has finished, which its next one takes over."""
+    if sources.is_url(target):
+        return 0
+    return len(list(journal.work_directory(target_of(target)).glob(f"*{journal.RECORD}")))
 
 
 def file_of(target: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from .._checkpoints.learning import Codebooks, Learning
-from .._checkpoints.planning import compressed_bytes
+from .._checkpoints.planning import compressed_bytes, table_bytes
 from .._checkpoints.source import Source, SourceTensor
 from .._checkpoints.sources import is_url, local_path, open_source
 from .._codecs.whole import WholeTensor
@@ -81,9 +81,16 @@ def _of_source(source: Source, wanted: Wanted, progress: bool, level: str) -> Fi
     reports = [_of_plain(source.tensors[name], of[name], users) for name in _bar(filter(wanted, of), progress)]
     size, other = sum(os.path.getsize(path) for path in source.files), 0
     if len(reports) == len(of):
-        stored = {name: report.stored_bytes - report.parts.get("codebook", 0) for name, report in zip(of, reports)}
+        stored = {report.name: _bytes_in_file(report) for report in reports}
         other = compressed_bytes(source, stored, of) - sum(report.stored_bytes for report in reports)
     return FileReport(source.path, source.format, True, size, dict(source.metadata), reports, other)
+
+
+def _bytes_in_file(report: TensorReport) -> int:
+    """Bytes that a file would have for a tensor, but for its codebook."""
+    if report.kind != "estimate":
+        return report.stored_bytes
+    return table_bytes(report.stored_bytes - report.parts.get("codebook", 0), report.num_rows)
 
 
 def _of_plain(tensor: SourceTensor, codebook: AnyCodebook | None, users: Counter[int]) -> TensorReport:

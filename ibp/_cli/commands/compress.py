@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING
 
 from .. import inputs, output, parsing
@@ -10,6 +11,7 @@ from .. import inputs, output, parsing
 if TYPE_CHECKING:
     from ibp import CheckpointReport
 
+INTERRUPTED = 130  # the exit status
 HELP = "compress checkpoints and arrays"
 DESCRIPTION = """\
 Compress checkpoints and arrays into files whose tensors decode alone.
@@ -72,24 +74,39 @@ def run(arguments: argparse.Namespace) -> int:
         inputs.written(arguments.output, ".safetensors") as target,
         work.threads(arguments.jobs),
     ):
-        report = ibp.compress_checkpoint(
-            given,
-            target,
-            scheme=arguments.scheme,
-            level=arguments.level,
-            shard_bytes=None if arguments.output == inputs.STREAM else arguments.shard_bytes,
-            include=arguments.include or None,
-            exclude=arguments.exclude,
-            restart=not arguments.no_restart,
-            device=work.device_of(arguments),
-            jobs=arguments.jobs,
-            group=group,
-            progress=output.show_bars(arguments),
-        )
+        try:
+            report = ibp.compress_checkpoint(
+                given,
+                target,
+                scheme=arguments.scheme,
+                level=arguments.level,
+                shard_bytes=None if arguments.output == inputs.STREAM else arguments.shard_bytes,
+                include=arguments.include or None,
+                exclude=arguments.exclude,
+                restart=not arguments.no_restart,
+                device=work.device_of(arguments),
+                jobs=arguments.jobs,
+                group=group,
+                progress=output.show_bars(arguments),
+            )
+        except KeyboardInterrupt:
+            raise output.Failure(_how_to_go_on(arguments, work.unfinished_files(target)), INTERRUPTED) from None
         verified = _verified(report.path, arguments) if arguments.verify else None
     if arguments.output != inputs.STREAM:
         output.report(arguments, {**report.as_dict(), "verified_bytes": verified}, *_parts(arguments, report, verified))
     return 0
+
+
+def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
+    """What is said of an interrupted run. num_files: that were finished."""
+    command = shlex.join(["ibp", "compress", *arguments.inputs, "-o", arguments.output])
+    if not num_files:
+        return f"interrupted, and nothing was written: the same command begins anew: {command}"
+    kept = output.show_count(num_files, "file")
+    return (
+        f"interrupted: {kept} of the set {'is' if num_files == 1 else 'are'} finished and kept. The same command, "
+        f"with the same options, goes on from there: {command}"
+    )
 
 
 def _verified(path: str, arguments: argparse.Namespace) -> int:
