@@ -12,6 +12,8 @@ import torch
 
 import ibp
 from helpers import bytes_of, torchrun
+from ibp._checkpoints import compressing
+from ibp._checkpoints.sources import open_source
 from ibp._cli import inputs
 from ibp._cli.main import main
 
@@ -182,7 +184,104 @@ def test_interrupted(source, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("ibp._files.writer.FileWriter.table", interrupt)
     assert run("compress", source, "-o", tmp_path / "out.safetensors") == 130
     shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "ibp: interrupted\n") and set(tmp_path.iterdir()) == before
+    assert shown.out == "" and set(tmp_path.iterdir()) == before
+    command = "ibp compress model.safetensors -o out.safetensors"
+    assert shown.err == f"ibp compress: interrupted, and nothing was written: the same command begins anew: {command}\n"
+
+
+def test_an_interrupted_set_goes_on(source, tensors, tmp_path, capsys, monkeypatch):
+    write, written = compressing._Writing.write, []
+
+    def interrupted(self, path, shard):
+        if written:
+            raise KeyboardInterrupt
+        written.append(shard.file)
+        return write(self, path, shard)
+
+    command = ["compress", source, "-o", "a set.safetensors", "--shard-bytes", "100K", "--device", "cpu"]
+    monkeypatch.setattr(compressing._Writing, "write", interrupted)
+    assert run(*command) == 130
+    said = capsys.readouterr().err
+    assert said.startswith("ibp compress: interrupted: 1 file of the set is finished and kept. The same command")
+    assert said.endswith(": ibp compress model.safetensors -o 'a set.safetensors'\n")
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert document(capsys, *command)["kept_files"] == 1
+    assert_holds(tmp_path / "a set.safetensors.index.json", tensors)
+
+
+# ---- names, patterns, and what is said ----
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt", ".NPZ"])
+def test_names_of_other_formats_are_refused(suffix, source, tmp_path, capsys):
+    out = tmp_path / f"out{suffix}"
+    assert run("compress", source, "-o", out) == 2
+    assert "wanted a name like 'out.safetensors'" in capsys.readouterr().err and not out.exists()
+    out.mkdir()
+    assert run("compress", source, "-o", out, "--quiet") == 0  # a directory may have any name
+    assert (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.npy", "x.pt", "x"])
+@pytest.mark.parametrize("kind", ["npy", "npz", "pt", "legacy.pt", "safetensors", "ibp"])
+def test_formats_are_told_by_content(kind, name, tmp_path, capsys):
+    x = torch.arange(5000, dtype=torch.int32).view(50, 100)
+    if kind == "npy":
+        np.save(tmp_path / "held.npy", x.numpy())
+    elif kind == "npz":
+        np.savez(tmp_path / "held.npz", x=x.numpy())
+    elif kind == "safetensors":
+        pytest.importorskip("safetensors.torch").save_file({"x": x}, tmp_path / "held.safetensors")
+    elif kind == "ibp":
+        ibp.save(tmp_path / "held.ibp", {"x": ibp.compress(x, device="cpu")})
+    else:
+        torch.save({"x": x}, tmp_path / f"held.{kind}", _use_new_zipfile_serialization=kind == "pt")
+    (tmp_path / f"held.{kind}").rename(tmp_path / name)
+    assert run("decompress", name, "-o", "out.safetensors", "--quiet") == 0
+    assert_holds(tmp_path / "out.safetensors", {"x": x})
+    (said,) = document(capsys, "verify", name)["files"]
+    assert (said["status"], said["tensors"]) == ("good" if kind == "ibp" else "no checksums", 1)
+    assert document(capsys, "inspect", name)["files"][0]["tensors"][0]["name"] == "x"
+    if kind in ("safetensors", "ibp"):
+        assert torch.equal(whole(ibp.load(tmp_path / name)["x"]), x)
+
+
+@pytest.mark.parametrize(
+    "content", [b"nothing that is known", b"", b"PK\x05\x06" + bytes(18), b"GGUF\3\0\0\0{}"], ids=repr
+)
+def test_what_is_read_is_said(content, tmp_path, capsys):
+    (tmp_path / "x.pt").write_bytes(content)
+    if content.startswith(b"PK"):  # an archive of no arrays
+        assert document(capsys, "estimate", "x.pt")["tensors"] == []
+        return
+    assert run("estimate", "x.pt") == 2
+    shown = capsys.readouterr().err
+    if content.startswith(b"GGUF"):
+        assert "is no file of safetensors" in shown
+    else:
+        assert shown == (
+            "ibp estimate: x.pt has no format that is known; wanted one of safetensors, .npy, .npz, checkpoints of "
+            "torch.save, and files of ibp\n"
+        )
+
+
+@pytest.mark.parametrize("command", ["compress", "estimate", "decompress", "diff", "inspect"])
+def test_patterns_that_match_nothing(command, source, tmp_path, capsys):
+    more = {"compress": ["-o", "out.safetensors"], "decompress": ["-o", "out.safetensors"], "diff": [source]}
+    patterns = ["--include", "model.*", "--include", "modle.*"] if command != "inspect" else ["--include", "modle.*"]
+    assert run(command, source, *more.get(command, []), *patterns) == 2
+    assert "modle.*" in capsys.readouterr().err and not (tmp_path / "out.safetensors").exists()
+
+
+def test_files_that_grow(tmp_path, capsys):
+    ibp.save("x.safetensors", {"noise": torch.randint(0, 256, (100, 100), dtype=torch.uint8), "bias": torch.ones(3)})
+    for command, line in (("compress", -2), ("estimate", -1)):
+        more = ["-o", "out.safetensors"] if command == "compress" else []
+        lines = printed(capsys, command, "x.safetensors", *more)
+        assert re.search(r"\d+\.\d % more\.$", " ".join(lines[line - 1 :])), lines
+        assert ("It grew" in " ".join(lines)) == (command == "compress")
+    assert_holds("out.safetensors", {name: whole(x) for name, x in ibp.load("x.safetensors").items()})
 
 
 # ---- verify ----
@@ -411,8 +510,9 @@ def test_stdin_is_known_by_its_first_bytes(kind, tmp_path, monkeypatch):
     else:
         (np.save if kind == "npy" else np.savez)(held, np.ones(3))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(held.getvalue())))
-    with inputs.local(["-"]) as (path,):
-        assert path.endswith(f".{kind}") and os.path.getsize(path) == len(held.getvalue())
+    with inputs.local(["-"]) as (path,), open_source(path) as source:
+        assert source.format == {"pt": "torch", "safetensors": "ibp"}.get(kind, kind)
+        assert os.path.getsize(path) == len(held.getvalue())
     assert not os.path.exists(path)
 
 

@@ -147,8 +147,8 @@ def _check_name(output: str) -> None:
     stem, suffix = os.path.splitext(output)
     if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(output):
         raise ValueError(
-            f"output is {output!r}, but what is written is safetensors, which no reader of {suffix} files takes; wanted a "
-            f"name like {stem + SUFFIX!r}"
+            f"output is {output!r}, but what is written is safetensors, which readers of {suffix} files refuse; "
+            f"wanted a name like {stem + SUFFIX!r}"
         )
 
 
@@ -202,9 +202,10 @@ class _Job:
         """Makes a set of files: on this rank its own, with the others' all of them. stack: is left afterwards."""
         rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
         journal = Journal(target, plan_of(shards, state_of(source.files), self._options()))
+        stack.callback(journal.release)
         if ranks:
             same_on_all(_NAME, ranks.together(_NAME, lambda: {"what to do": journal.summary}))
-        _on_all(ranks, lambda: stack.enter_context(journal.opened(restart)) if rank == 0 else None)
+        _on_all(ranks, lambda: journal.open(restart) if rank == 0 else None)
         finished_before = _on_all(ranks, lambda: {shard.file: journal.finished(shard.file) for shard in shards})
         tensors = [tensor for shard in shards for tensor in shard.tensors]
         mine = [shard for shard in shares(shards, size)[rank] if finished_before[shard.file] is None]

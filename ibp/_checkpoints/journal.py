@@ -16,7 +16,6 @@ import os
 import shutil
 import stat
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ class Journal:
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:
         self.directory = work_directory(target)
+        self._lock: int | None = None
         self._target, self._home, self._plan = target, target.parent, plan
 
     @property
@@ -50,24 +50,25 @@ class Journal:
         """A short text that differs where the plan does."""
         return hashlib.sha256(json.dumps(self._plan, sort_keys=True).encode()).hexdigest()[:16]
 
-    @contextlib.contextmanager
-    def opened(self, restart: bool) -> Iterator[None]:
-        """Makes the directory, empty unless it is of the same plan and `restart` is set. Until the context is left no
-        other call has it.
+    def open(self, restart: bool) -> None:
+        """Makes the directory, empty unless it is of the same plan and `restart` is set. No other call has it until
+        `release` is called.
 
         Raises:
             OSError: another call has it, or it is no directory.
         """
-        lock = self._lock()
-        try:
-            if not (restart and self._is_same_plan()):
-                self._empty()
-            write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
-            yield
-        finally:
+        self._lock = self._locked()
+        if not (restart and self._is_same_plan()):
+            self._empty()
+        write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
+
+    def release(self) -> None:
+        """Lets other calls have the directory, if this one has it."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
             os.close(lock)
 
-    def _lock(self) -> int:
+    def _locked(self) -> int:
         """The descriptor that has the lock."""
         path = self.directory / _LOCK
         while True:

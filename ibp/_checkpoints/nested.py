@@ -4,8 +4,8 @@ The tensor at ["model"]["w"] has the name "model.w", and a number or text at ["e
 metadata, as JSON. What names do not say is one more text of the metadata, "torch_structure": a JSON value, in which
 
     null                            is the tensor or the value of the path that leads there,
-    [kind, children]                is a container of one of `_KINDS`: children are [key, node] pairs of a mapping, nodes
-                                    of a list; null of a mapping at the root whose keys are the names,
+    [kind, children]                is a container of one of `_KINDS`: children are [key, node] pairs of a mapping,
+                                    nodes of a list; null of a mapping at the root whose keys are the names,
     ["OrderedDict", children, x]    has an attribute _metadata, as the state_dict of a module has.
 
 Keys, and what _metadata holds, are nodes with their values in place of null.
@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from .._files.writer import MAX_HEADER_BYTES
 from .source import NotTensorsError, SourceFormatError
 
 PREFIX = "torch."  # of keys of metadata that hold a value of the checkpoint as JSON
@@ -41,15 +40,14 @@ _VALUE_BYTES = 16  # that a value takes of the header at least, with quotes, com
 _ABSENT = object()
 
 
-def flattened(content: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a checkpoint by name, and its other values as texts of metadata.
+def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a checkpoint by name, and its other values as texts of metadata. most_bytes: of names and texts.
 
     Raises:
         NotTensorsError: it holds a value that is neither tensor, number, text nor a container of these.
-        SourceFormatError: two values have one name, containers are nested too deeply, or the names and texts are more
-            than the header of a file holds.
+        SourceFormatError: two values have one name, containers are nested too deeply, or there are too many.
     """
-    made = _Flattening()
+    made = _Flattening(most_bytes)
     structure = made.node(content, "")
     if _is_flat(structure):
         structure = [structure[0], None, *structure[2:]]
@@ -88,10 +86,10 @@ class _Flattening:
     """A checkpoint that is being made flat. What is shared within it may stand for any number of values: they are
     counted by the room that they would take in a header."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.texts: dict[str, str] = {}
-        self._room = MAX_HEADER_BYTES
+        self._most = self._room = most_bytes
         self._json_bytes: dict[int, int | None] = {}  # of containers, by identity; None while one is looked at
 
     def node(self, value: Any, path: str | None, level: int = 0) -> Any:
@@ -141,8 +139,8 @@ class _Flattening:
         self._room -= num_bytes
         if self._room < 0:
             raise SourceFormatError(
-                f"the names and values besides the tensors take more than {MAX_HEADER_BYTES:,} bytes as text, which no "
-                "header holds: lists or dicts may be shared by many others"
+                f"names, and values besides the tensors, take more than {self._most:,} bytes as text; wanted a "
+                "checkpoint that does not have the same lists or dicts in very many places"
             )
 
     def _bytes_as_json(self, value: Any, level: int) -> int | None:

@@ -13,10 +13,12 @@ import torch
 
 from .. import _rows
 from .._files.regular import open_regular
+from .._files.writer import MAX_HEADER_BYTES
 from .nested import flattened
 from .source import NotTensorsError, Source, SourceFormatError, SourceTensor
 
-_MOST_TIMES = 1000  # that tensors are larger than their file: those that share memory, or have strides of 0
+_MOST_TIMES = 1000  # that tensors, or names and values, are larger than their file, in which they may be shared
+_WHY = re.compile(r"WeightsUnpickler error: (.*)")
 _UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in what torch says of a class or function that weights_only does not take
 
 
@@ -29,7 +31,7 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
     """
     try:
         content = _load(os.fspath(path))
-        found, metadata = flattened(content)
+        found, metadata = flattened(content, min(MAX_HEADER_BYTES, _MOST_TIMES * os.path.getsize(path)))
     except (OSError, MemoryError):
         raise
     except SourceFormatError as error:
@@ -37,19 +39,21 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
     except pickle.UnpicklingError as error:
         unknown = _UNKNOWN.search(str(error))
         if unknown is None:
-            raise SourceFormatError(f"{path}: torch.load refuses it: {_first_line(error)}") from None
+            raise SourceFormatError(f"{path}: torch.load refuses it: {_reason(error)}") from None
         raise NotTensorsError(
             f"{path} holds {unknown[1]}; wanted tensors, numbers and texts, as torch.load(weights_only=True) takes them"
         ) from None
     except Exception as error:  # of damaged bytes torch raises errors of any kind
-        raise SourceFormatError(f"{path}: torch.load refuses it: {_first_line(error)}") from None
+        raise SourceFormatError(f"{path}: torch.load refuses it: {_reason(error)}") from None
     tensors = {name: LoadedTensor(name, tensor, path) for name, tensor in found.items()}
     _check_sizes(tensors, path)
     return Source(os.fspath(path), "torch", tensors, metadata)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]
+def _reason(error: Exception) -> str:
+    """Why torch refuses a file, in a line and without advice to trust it."""
+    found = _WHY.search(str(error))
+    return found[1] if found else str(error).split("\n", 1)[0]
 
 
 def _load(path: str) -> Any:
@@ -70,7 +74,7 @@ def _check_sizes(tensors: dict[str, LoadedTensor], path: str | os.PathLike[str])
         largest = max(tensors.values(), key=lambda tensor: tensor.num_bytes)
         raise SourceFormatError(
             f"{path}: its tensors have {total:,} bytes, more than {_MOST_TIMES:,} times those of the file, and "
-            f"{largest.name!r} has {largest.num_bytes:,}; wanted tensors that are stored whole, not torch.Tensor.expand's"
+            f"{largest.name!r} has {largest.num_bytes:,}; wanted tensors that are stored whole, not expanded ones"
         )
 
 

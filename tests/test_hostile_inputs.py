@@ -1,0 +1,147 @@
+"""Small files that ask for very much time or memory, and paths that are no files: each is refused at once."""
+
+import contextlib
+import os
+import signal
+import socket
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+import ibp
+from ibp._checkpoints import numpy_files
+from ibp._checkpoints.sources import open_source
+from ibp._cli.main import main
+
+SECONDS = 30  # of a busy machine; each takes less than one
+
+
+@contextlib.contextmanager
+def soon():
+    """Fails what is not done within SECONDS, also where it waits for a pipe."""
+
+    def stop(number, frame):
+        raise AssertionError(f"it has taken {SECONDS} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def doubled(value, times, pair):
+    for _ in range(times):
+        value = pair(value)
+    return value
+
+
+def listed(x):
+    return [x, x]
+
+
+def holding_itself():
+    x = [1]
+    x.append(x)
+    return x
+
+
+SHARED = {
+    "texts": lambda: doubled(["lol"], 60, listed),
+    "tensors": lambda: doubled(torch.zeros(2), 60, listed),
+    "dicts": lambda: doubled({}, 60, lambda x: {"a": x, "b": x}),
+    "tuples": lambda: doubled((), 60, lambda x: (x, x)),
+    "long texts": lambda: ["x" * 10_000] * 10_000,
+    "itself": holding_itself,
+    "depth": lambda: doubled([], 200, lambda x: [x]),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_values_that_are_shared_by_very_many(kind, tmp_path):
+    torch.save({"w": torch.zeros(64), "meta": SHARED[kind]()}, tmp_path / "x.pt")
+    assert os.path.getsize(tmp_path / "x.pt") < 100_000
+    with soon(), pytest.raises(ibp.SourceFormatError, match=r"x\.pt: (names, and values|lists and dicts are nested)"):
+        open_source(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("tensors", [
+    {"w": torch.zeros(1).expand(2**20, 2**20, 2**10)},
+    {f"w{n}": torch.zeros(1).expand(2**20) for n in range(9)},
+], ids=["one", "several"])  # fmt: skip
+def test_tensors_that_are_larger_than_what_is_stored(tensors, tmp_path, capsys):
+    torch.save(tensors, tmp_path / "x.pt")
+    path, out = str(tmp_path / "x.pt"), str(tmp_path / "out")
+    for command in (["estimate", path], ["compress", path, "-o", out], ["inspect", path], ["verify", path]):
+        with soon():
+            assert main(command) == 2
+        assert "wanted tensors that are stored whole" in capsys.readouterr().err
+
+
+def test_arrays_that_would_be_held_in_memory(tmp_path, monkeypatch):
+    """Deflated ones in another order than that of the tensor; they are read when they are asked for, and not before."""
+    array = np.asfortranarray(np.arange(30_000.0).reshape(100, 300))
+    np.savez_compressed(tmp_path / "x.npz", a=array, b=array)
+    read, count = np.lib.format.read_array, []
+    monkeypatch.setattr(np.lib.format, "read_array", lambda stream: count.append(1) or read(stream))
+    with open_source(tmp_path / "x.npz") as source:
+        assert not count
+        assert np.array_equal(source.tensors["a"].tensor().numpy(), array) and len(count) == 1
+    monkeypatch.setattr(numpy_files, "_MOST_HELD_BYTES", 2 * array.nbytes - 1)
+    with pytest.raises(ibp.SourceFormatError, match="'b' is deflated.* 480,000 bytes of such arrays; wanted at most"):
+        open_source(tmp_path / "x.npz")
+    np.savez(tmp_path / "y.npz", a=array, b=array)  # not deflated: mapped
+    with open_source(tmp_path / "y.npz") as source:
+        assert set(source.tensors) == {"a", "b"}
+
+
+def test_deflated_checkpoints_of_torch(tmp_path):
+    """torch maps their members as if they were not deflated."""
+    torch.save({"w": torch.arange(1000)}, tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as old,
+        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    with pytest.raises(ibp.SourceFormatError, match=r"y\.pt: members of the archive are deflated"):
+        open_source(tmp_path / "y.pt")
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    os.mkfifo(tmp_path / "x.safetensors")
+    return tmp_path / "x.safetensors"
+
+
+@pytest.mark.parametrize("command", ["compress", "decompress", "estimate", "inspect", "verify", "diff", "apply"])
+def test_pipes_are_no_files(command, pipe, tmp_path, capsys):
+    output = {"compress": 1, "decompress": 1, "apply": 2}.get(command)
+    more = [str(pipe)] if command in ("diff", "apply") else []
+    with soon():
+        assert main([command, str(pipe), *more, *(["-o", str(tmp_path / "out")] if output else [])]) == 2
+    assert capsys.readouterr().err == f"ibp {command}: {pipe} is a pipe; wanted a regular file\n"
+
+
+def test_what_is_opened_is_a_file(pipe, tmp_path):
+    index = tmp_path / "y.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "x.safetensors"}}')
+    os.mkfifo(tmp_path / "z.safetensors.index.json")
+    os.symlink(pipe, tmp_path / "link.npy")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        for opened, path in (
+            *((ibp.open, path) for path in (pipe, index)),
+            *((ibp.load, path) for path in (pipe, "/dev/zero", tmp_path / "z.safetensors.index.json")),
+            *((open_source, path) for path in ("/dev/null", tmp_path / "link.npy", index, tmp_path / "socket")),
+        ):
+            with soon(), pytest.raises(OSError, match="wanted a regular file|No such device"):
+                opened(path)
+        os.unlink(tmp_path / "z.safetensors.index.json")
+        for opened in (ibp.open, open_source):  # a directory, by its index
+            with soon(), pytest.raises(OSError, match="wanted a regular file"):
+                opened(tmp_path)
