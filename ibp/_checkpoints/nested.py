@@ -188,6 +188,8 @@ class _Nesting:
 
     def _made(self, node: Any, path: str | None) -> Any:
         if not isinstance(node, list):
+            if path is not None and node is not None:
+                raise ValueError(f"{node!r} is neither a container nor null")
             return node if path is None else self._value(path or "tensor")
         kind, children, *attribute = node
         if kind in ("list", "tuple", "Size"):

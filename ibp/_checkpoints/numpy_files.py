@@ -230,6 +230,8 @@ def _read_array_header(stream: IO[bytes], name: str, path: object) -> tuple[np.d
 
 def _torch_dtype(dtype: np.dtype, name: str, path: object) -> torch.dtype:
     try:
+        if dtype.subdtype is not None:
+            raise TypeError
         return torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     except TypeError:
         raise SourceFormatError(f"{path}: array {name!r} has dtype {dtype}, which torch does not have") from None

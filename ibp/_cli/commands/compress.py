@@ -129,7 +129,9 @@ def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: in
         f"{output.show_saved(report.savings)}."
     )
     if report.file_bytes > report.num_bytes:
-        parts.append("It grew: a header and checksums were added, and take more than the tensors got smaller by.")
+        parts.append(
+            "The file is larger than its tensors: what they got smaller by is less than its header and checksums."
+        )
     if report.kept_files:
         kept = output.show_count(report.kept_files, "file")
         parts.append(f"{kept} of an interrupted run {'was' if report.kept_files == 1 else 'were'} kept.")
