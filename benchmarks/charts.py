@@ -227,7 +227,7 @@ def draw_gather_synthetic(rows, path):
     if not cases:
         return
     figure, panels = plt.subplots(
-        1, len(cases), figsize=(3.3 * len(cases), 4.6), sharey=True, squeeze=False, layout="constrained"
+        1, len(cases), figsize=(2.3 * len(cases), 4.2), sharey=True, squeeze=False, layout="constrained"
     )
     sizes = sorted({row["row_bytes"] for row in rows})
     for panel, case in zip(panels[0], cases):
@@ -276,7 +276,7 @@ def draw_gather_normal(rows, path):
         return
     most = max(row["sms"] for row in rows)
     figure, panels = plt.subplots(
-        1, len(tables), figsize=(max(6.0, 4.6 * len(tables)), 4.8), sharey=True, squeeze=False, layout="constrained"
+        1, len(tables), figsize=(max(6.0, 3.6 * len(tables)), 4.4), sharey=True, squeeze=False, layout="constrained"
     )
     for panel, table in zip(panels[0], tables):
         own = [row for row in rows if (row["case"], row["dtype"]) == table]
@@ -348,7 +348,7 @@ def draw_codec(rows, path):
     labels = in_order(case_label(row) for row in shown if case_label(row) in encoded)
     if not tables or not labels:
         return
-    figure = plt.figure(figsize=(15, 10), layout="constrained")
+    figure = plt.figure(figsize=(12, 10), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=(4.4, 5.6))
     panels = above.subplots(1, len(tables), sharey=True, squeeze=False)[0]
     for panel, table in zip(panels, tables):
@@ -391,10 +391,14 @@ def draw_stream(rows, path):
     kinds = in_order((row["case"].split(",")[0], row["dtype"]) for row in rows)
     if not kinds:
         return
+    lines = -(-len(kinds) // PANELS_A_ROW)
+    columns = min(PANELS_A_ROW, len(kinds))
     figure, panels = plt.subplots(
-        1, len(kinds), figsize=(max(6.0, 4.6 * len(kinds)), 4.8), squeeze=False, layout="constrained"
+        lines, columns, figsize=(max(6.0, 5.2 * columns), 3.6 * lines + 0.8), squeeze=False, layout="constrained"
     )
-    for panel, kind in zip(panels[0], kinds):
+    for panel in panels.flat[len(kinds) :]:
+        panel.axis("off")
+    for panel, kind in zip(panels.flat, kinds):
         own = [row for row in rows if (row["case"].split(",")[0], row["dtype"]) == kind]
         best = best_by(own, lambda row: (row["arm"], row["rows"] * row["row_bytes"]))
         sizes = sorted({size for _, size in best})
@@ -426,7 +430,7 @@ def draw_stream(rows, path):
         panel.set_xlabel("tensor", fontsize=9)
         panel.set_ylabel(RATE_LABEL)
         panel.set_ylim(bottom=0)
-    legend_below(figure, panels[0], 5)
+    legend_below(figure, panels.flat, 5)
     save(
         figure,
         path,
@@ -487,7 +491,7 @@ def draw_choices(rows, path):
     if not arms:
         return
     figure, panels = plt.subplots(
-        1, len(arms), figsize=(3 * len(arms) + 2, 0.2 * len(sets) + 1.6), layout="constrained", sharey=True,
+        1, len(arms), figsize=(1.9 * len(arms) + 2, 0.2 * len(sets) + 1.6), layout="constrained", sharey=True,
         squeeze=False,
     )  # fmt: skip
     for panel, arm in zip(panels[0], arms):
@@ -501,7 +505,8 @@ def draw_choices(rows, path):
         panel.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         panel.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         panel.minorticks_off()
-        panel.set_xlabel(RATE_LABEL, fontsize=9)
+        panel.tick_params(axis="x", labelsize=7)
+        panel.set_xlabel(RATE_LABEL, fontsize=8)
         panel.grid(alpha=0.3)
     names = [f"{case}, {DTYPE_NAMES.get(dtype, dtype)}" for case, dtype in sets]
     panels[0][0].set_yticks(range(len(sets)), names, fontsize=7)
@@ -542,7 +547,8 @@ def draw_collectives(rows, path):
 
 # ---- scripts whose cases are few: a panel a case -------------------------------------------------------------------
 
-PANELS_A_ROW = 3
+PANELS_A_ROW = 2
+LOG_FROM = 1000  # times the shortest bar of a panel: where the longest is more, axes are logarithmic
 CASE_CHARTS = {"large_table": "Random rows of large tables in host memory", "cpu": "On the CPU alone"}
 CODING_CHARTS = {
     "compress": "The whole of ibp.compress",
@@ -580,17 +586,31 @@ def draw_cases(rows, path, title):
     names = in_order(name(row) for row in rows)
     color_of = {each: arm_color(each, i) for i, each in enumerate(names)}
     columns = min(PANELS_A_ROW, len(groups))
-    lines = -(-len(groups) // columns)
-    longest = max(len(group) for group in groups.values())
+    drawn = list(groups.items())
+    lines = [drawn[at : at + columns] for at in range(0, len(drawn), columns)]
+    heights = [0.8 + 0.22 * max(len(group) for _, group in line) for line in lines]
     figure, panels = plt.subplots(
-        lines, columns, figsize=(5.6 * columns, lines * (0.9 + 0.24 * longest)), squeeze=False, layout="constrained"
+        len(lines),
+        columns,
+        figsize=(5.0 * columns, sum(heights) + 0.5),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
     )
-    for panel, (label, group) in zip(panels.flat, groups.items()):
-        draw_numbered_bars(panel, [(name(row), row["gbps"], color_of[name(row)], row["ideal_gbps"]) for row in group])
-        panel.set_title(label.replace("\n", ", "), fontsize=9)
-    for panel in list(panels.flat)[len(groups) :]:
-        panel.set_visible(False)
-    figure.supxlabel(RATE_LABEL + ("; tick: the ideal" if any(row["ideal_gbps"] for row in rows) else ""), fontsize=9)
+    rates = [[row["gbps"] for row in group] for group in groups.values()]
+    log = any(max(own) > LOG_FROM * min(own) for own in rates)
+    span = (min(map(min, rates)), max(map(max, rates))) if log else None
+    for line, shown in zip(lines, panels):
+        room = max(len(group) for _, group in line)
+        for panel, (label, group) in zip(shown, line):
+            bars = [(name(row), row["gbps"], color_of[name(row)], row["ideal_gbps"]) for row in group]
+            draw_numbered_bars(panel, bars, span)
+            panel.set_ylim(room - 0.5, -0.5)  # bars are as high in all panels of a line
+            panel.set_title(label.replace("\n", ", "), fontsize=9)
+        for panel in shown[len(line) :]:
+            panel.set_visible(False)
+    unit = RATE_LABEL + (", logarithmic" if log else "")
+    figure.supxlabel(unit + ("; tick: the ideal" if any(row["ideal_gbps"] for row in rows) else ""), fontsize=9)
     save(figure, path, f"{title} ({machine(rows)})")
 
 
@@ -620,7 +640,7 @@ def draw_families(rows, path):
         return
     counts = sorted({row["sms"] for row in cells})
     sms = {"few": counts[0], "some": counts[len(counts) // 2], "all": counts[-1]}
-    figure, panels = plt.subplots(2, 1, figsize=(17, 10), layout="constrained")
+    figure, panels = plt.subplots(2, 1, figsize=(12, 10), layout="constrained")
     for panel, ((title, least), style) in zip(panels, FAMILIES_PANELS.items()):
         labels, width = in_order(map(case_label, cells)), 0.86 / len(style)
         for i, ((arm, which), (label, color)) in enumerate(style.items()):
@@ -657,16 +677,32 @@ def arm_color(arm, i):
     return OTHER_COLORS[i % len(OTHER_COLORS)]
 
 
-def draw_numbered_bars(panel, bars):
+def draw_numbered_bars(panel, bars, span=None):
     """Horizontal bars from above: (label, value, colour, ideal or None). Ideals far beyond the longest bar are left
-    out.
+    out. A number stands behind its bar, and behind the tick of the ideal where that would cross it. The axis is linear
+    from 0, or with a span, (least, most) of several panels, logarithmic.
     """
     longest = max(value for _, value, _, _ in bars)
-    for i, (_, value, color, ideal) in enumerate(bars):
+    ideals = [ideal if ideal and ideal <= 1.5 * longest else None for _, _, _, ideal in bars]
+    if span:
+        panel.set_xscale("log")
+        panel.set_xlim(span[0] / 2, span[1] * 6)
+        panel.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        panel.xaxis.set_minor_formatter("")
+    else:
+        panel.set_xlim(0, 1.18 * max([longest, *filter(None, ideals)]))
+
+    def place(value):
+        """Where a value is on the axis, from 0 to 1."""
+        return panel.transAxes.inverted().transform(panel.transData.transform((value, 0)))[0]
+
+    for i, ((_, value, color, _), ideal) in enumerate(zip(bars, ideals)):
         panel.barh(i, value, color=color, height=0.74)
+        text = number(value) if value >= 0.095 else f"{value:.2f}"
+        crossed = ideal and value < ideal and place(ideal) - place(value) < 0.02 + 0.025 * len(text)
         panel.annotate(
-            number(value),
-            (value, i),
+            text,
+            (ideal if crossed else value, i),
             (4, 0),
             textcoords="offset points",
             va="center",
@@ -674,14 +710,13 @@ def draw_numbered_bars(panel, bars):
             zorder=3,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )
-        if ideal and ideal <= 1.5 * longest:
+        if ideal:
             panel.vlines(ideal, i - 0.37, i + 0.37, color="black", linewidth=1.5)
     panel.set_yticks(range(len(bars)), [label for label, _, _, _ in bars], fontsize=8)
     panel.invert_yaxis()
     panel.tick_params(axis="x", labelsize=8)
     panel.grid(axis="x", alpha=0.3)
     panel.set_axisbelow(True)
-    panel.set_xlim(0, 1.18 * max([longest] + [ideal for _, _, _, ideal in bars if ideal and ideal <= 1.5 * longest]))
 
 
 def draw_overlap(rows, path):
@@ -1206,9 +1241,9 @@ def draw_chunks(rows, path):
     if plt is None or not rows:
         return
     cases = in_order((row["set"], row["dtype"]) for row in rows)
-    columns = 5
+    columns = 4
     figure, panels = plt.subplots(
-        -(-len(cases) // columns), columns, figsize=(16, 2.5 * -(-len(cases) // columns)), squeeze=False,
+        -(-len(cases) // columns), columns, figsize=(11, 2.3 * -(-len(cases) // columns)), squeeze=False,
         layout="constrained",
     )  # fmt: skip
     for panel in panels.flat[len(cases) :]:
@@ -1231,7 +1266,7 @@ def draw_copy_threads(rows, path):
         return
     sizes = in_order(row["row_bytes"] for row in rows)
     figure, panels = plt.subplots(
-        1, len(sizes), figsize=(3.4 * len(sizes), 3.6), squeeze=False, sharey=True, layout="constrained"
+        1, len(sizes), figsize=(2.3 * len(sizes), 3.6), squeeze=False, sharey=True, layout="constrained"
     )
     for panel, size in zip(panels[0], sizes):
         for arm in COPY_THREADS_STYLE:
@@ -1279,7 +1314,7 @@ def draw_activations(rows, path):
     names, arms = in_order(row["case"] for row in rows), in_order(row["arm"] for row in rows)
     columns = min(3, len(names))
     figure, panels = plt.subplots(
-        -(-len(names) // columns), columns, figsize=(5 * columns, 3.4 * -(-len(names) // columns)), squeeze=False,
+        -(-len(names) // columns), columns, figsize=(3.7 * columns, 3.2 * -(-len(names) // columns)), squeeze=False,
         layout="constrained",
     )  # fmt: skip
     for panel in panels.flat[len(names) :]:
@@ -1334,6 +1369,8 @@ def set_rate_axis(panel):
 
 
 def save(figure, path, title):
+    if len(title) > 12 * figure.get_figwidth():  # letters that an inch holds
+        title = title.replace(" (", "\n(", 1)
     figure.suptitle(title, fontsize=10)
     if figure.get_layout_engine() is None:
         figure.tight_layout()
