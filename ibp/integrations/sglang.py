@@ -2,11 +2,10 @@
 
     python -m sglang.launch_server --enable-hierarchical-cache --hicache-storage-backend dynamic
         --hicache-storage-backend-extra-config '{"backend_name": "ibp", "module_path": "ibp.integrations.sglang",
-        "class_name": "IBPHiCacheStorage", "pool_bytes": 34359738368}'
+        "class_name": "IBPHiCacheStorage", "interface_v1": 1, "pool_bytes": 34359738368}'
 
-Written against the source of `sglang.srt.mem_cache.hicache_storage` (HiCacheStorage with get, set, their batches, and
-the batches of versions 1 and 2) and tested with stand-ins for these classes: it has not run inside SGLang. Pages are
-kept by their keys in pools of `ibp.KVStore`, one for each of SGLang's host pools; those used longest ago make room.
+For SGLang 0.5.12 and newer. `docs/kv-cache.md` names the versions that were tried, and how. Pages are kept by their keys in
+pools of `ibp.KVStore`, one for each of SGLang's host pools; those used longest ago make room.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ try:
     from sglang.srt.mem_cache.hicache_storage import (  # type: ignore
         HiCacheStorage,
         HiCacheStorageConfig,
-        PoolHitPolicy,
         PoolTransfer,
         PoolTransferResult,
     )
@@ -37,14 +35,19 @@ except ImportError as error:
 __all__ = ["IBPHiCacheStorage"]
 
 _KV = "kv"  # PoolName.KV
+_ALL_PAGES, _BLOCK_GROUPS = "all_pages", "block_groups"  # PoolHitPolicy; BLOCK_GROUPS since 0.5.22
+_KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts as
 _PUTS_A_COMPACTION = 16  # overflow is compacted at most once in such a part of the pages
 
 
 class _Pool:
-    """Pages of one size by their keys. The codebook and the number of pages come from the first one that is stored."""
+    """Pages of one size by their keys. The codebook and the number of pages come from the first one that is stored.
+
+    Pages may have no bytes: the KV pool of a model whose other pools hold all there is has keys alone."""
 
     def __init__(self, pool_bytes: int, device: str, level: str) -> None:
         self._pool_bytes, self._device, self._level = pool_bytes, device, level
+        self._page_bytes: int | None = None
         self._store: ibp.KVStore | None = None
         self._pages: OrderedDict[str, int] = OrderedDict()  # those used last at the end
         self._free: list[int] = []
@@ -66,10 +69,16 @@ class _Pool:
             self._pages.move_to_end(key)
             return True
         value = value.detach().contiguous().view(1, -1)
+        if self._page_bytes is None:
+            self._page_bytes = value.nbytes
+        if value.nbytes != self._page_bytes:
+            return False
+        if value.nbytes == 0:
+            return self._put_key(key)
         if self._store is None:
             self._store = self._made_for(value)
             self._free = list(range(self._store.num_pages))[::-1]
-        if value.nbytes != self._store.page_bytes or not (self._free or self._pages):
+        if not (self._free or self._pages):
             return False
         page = self._free.pop() if self._free else self._pages.popitem(last=False)[1]
         self._num_put += 1
@@ -77,6 +86,12 @@ class _Pool:
             self._free.append(page)
             return False
         self._pages[key] = page
+        return True
+
+    def _put_key(self, key: str) -> bool:
+        if len(self._pages) >= self._pool_bytes // _KEY_BYTES:
+            self._pages.popitem(last=False)
+        self._pages[key] = 0
         return True
 
     def _is_put(self, store: ibp.KVStore, page: int, value: torch.Tensor) -> bool:
@@ -90,17 +105,22 @@ class _Pool:
 
     def get(self, key: str, out: torch.Tensor) -> bool:
         """Loads a page into a contiguous tensor. False where it is not there."""
-        if key not in self._pages or self._store is None or out.nbytes != self._store.page_bytes:
+        if key not in self._pages or out.nbytes != self._page_bytes:
             return False
-        near = out.view(1, -1) if out.device == self._store.device else torch.empty_like(out, device=self._device)
+        if self._store is not None and not self._is_got(self._store, key, out):
+            return False
+        self._pages.move_to_end(key)
+        return True
+
+    def _is_got(self, store: ibp.KVStore, key: str, out: torch.Tensor) -> bool:
+        near = out.view(1, -1) if out.device == store.device else torch.empty_like(out, device=self._device)
         try:
-            self._store.load([self._pages[key]], near.view(1, -1), [0]).synchronize()
+            store.load([self._pages[key]], near.view(1, -1), [0]).synchronize()
         except (IndexError, ibp.CorruptTableError):
             self._free.append(self._pages.pop(key))
             return False
         if near.device != out.device:
             out.copy_(near)
-        self._pages.move_to_end(key)
         return True
 
     def clear(self) -> None:
@@ -124,7 +144,8 @@ class IBPHiCacheStorage(HiCacheStorage):
 
     Raises:
         ImportError: SGLang is not there.
-        ValueError: `pool_bytes` is missing.
+        ValueError: `pool_bytes` is missing, or an MLA model runs on several tensor-parallel ranks: one of them alone
+            gives its pages to the storage, and a page is found only where all ranks have it.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -135,6 +156,11 @@ class IBPHiCacheStorage(HiCacheStorage):
         options = storage_config.extra_config or {}
         if not options.get("pool_bytes"):
             raise ValueError("the extra config has no pool_bytes: bytes of host memory for coded pages")
+        if storage_config.is_mla_model and storage_config.tp_size > 1:
+            raise ValueError(
+                f"an MLA model on {storage_config.tp_size} tensor-parallel ranks: SGLang has one of them store pages, and "
+                "each rank keeps its own; wanted one rank, or --enable-dp-attention"
+            )
         self._options = int(options["pool_bytes"]), options.get("device", "cpu"), options.get("level", "default")
         self._pools: dict[str, _Pool] = {}
         self._lock = threading.Lock()
@@ -181,8 +207,14 @@ class IBPHiCacheStorage(HiCacheStorage):
             for pool in self._pools.values():
                 pool.clear()
 
-    def get_stats(self) -> dict[str, Any]:
-        """By host pool: pages, and what `ibp.KVStore.stats` says."""
+    def close(self) -> None:
+        """Forgets all pages, and frees the pools."""
+        with self._lock:
+            self._pools.clear()
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """By host pool: pages, and what `ibp.KVStore.stats` says. SGLang's own `get_stats` gives None, so that its
+        metrics count transfers as for backends without numbers of their own."""
         with self._lock:
             return {
                 name: {"pages": len(pool), **(pool.store.stats()._asdict() if pool.store else {})}
@@ -210,24 +242,29 @@ class IBPHiCacheStorage(HiCacheStorage):
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[PoolTransfer] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """How many pages from the first on can be used: of the KV-cache, and, as each asks for it, of other pools."""
+        """How many pages from the first on can be used: the longest prefix that the KV-cache has and that all other
+        pools can restore, as each asks for it. BLOCK_GROUPS, a second form of the KV-cache, does not shorten it."""
         with self._lock:
-            usable = hits = _leading(key in self._pool() for key in keys)
+            hits = _leading(key in self._pool() for key in keys)
             found = {_KV: hits} if hits else {}
+            usable = list(range(1, hits + 1))
             for transfer in pool_transfers or ():
-                if usable == 0:
+                if not usable:
                     break
-                there = [key in self._pool(transfer.name) for key in keys[:hits]]
-                if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                    count = _leading(there)
+                pool = self._pool(transfer.name)
+                if transfer.hit_policy == _BLOCK_GROUPS:
+                    count = _covered_by_groups(pool, transfer, keys)
                 else:
-                    trailing = max(1, len(transfer.keys or ()))
-                    ends = (end for end in range(hits, 0, -1) if all(there[max(0, end - trailing) : end]))
-                    count = next(ends, 0)
+                    window = hits if transfer.hit_policy == _ALL_PAGES else max(1, len(transfer.keys or ()))
+                    lengths = _restorable([key in pool for key in keys[:hits]], window)
+                    usable = sorted(lengths.intersection(usable))
+                    count = max(lengths, default=0)
                 if count:
                     found[transfer.name] = count
-                usable = min(usable, count)
-        return PoolTransferResult(usable, found)
+        result = PoolTransferResult(usable[-1] if usable else 0, found)
+        if hasattr(result, "restorable_prefix_pages"):  # since 0.5.20
+            result.restorable_prefix_pages = usable
+        return result
 
     def _of_pools(
         self, transfers: Sequence[PoolTransfer], move: Callable[[str, Any, Sequence[str], Any], list[bool]]
@@ -274,3 +311,21 @@ def _leading(are_there: Any) -> int:
             break
         count += 1
     return count
+
+
+def _restorable(are_there: Sequence[bool], window: int) -> set[int]:
+    """Lengths of the prefixes that end in `window` pages that are there, or are shorter and all there."""
+    run, lengths = 0, set()
+    for length, there in enumerate(are_there, 1):
+        run = run + 1 if there else 0
+        if run >= min(length, window):
+            lengths.add(length)
+    return lengths
+
+
+def _covered_by_groups(pool: _Pool, transfer: PoolTransfer, keys: Sequence[str]) -> int:
+    """Pages of the KV-cache that the leading groups of a pool's keys cover, as far as a group has all of its pages."""
+    size = transfer.group_pages
+    if size < 1:
+        return 0
+    return _leading(key in pool for key in transfer.keys or keys) // size * transfer.block_pages

@@ -1,13 +1,11 @@
-"""vLLM's KV-cache offloading into a pool of coded pages: the same host memory keeps 1.4 times the tokens.
+"""vLLM's KV-cache offloading into pools of coded pages: the same host memory keeps 1.4 times the tokens.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm",
         "cpu_bytes_to_use": 34359738368}}'
 
-Written against the source of `vllm.v1.kv_offload` as it is from vLLM 0.26 on (OffloadingConfig, OffloadingSpec with
-get_manager and get_worker, OffloadingWorker with submit_store and submit_load), and tested with stand-ins for these
-classes: it has not run inside vLLM. The scheduler's side is vLLM's own `CPUOffloadingManager`, told of more chunks than
-raw ones that would fit.
+For vLLM 0.26 and newer. `docs/kv-cache.md` names the versions that were tried, and how. The scheduler's side is vLLM's own
+`CPUOffloadingSpec` and its manager, told of more host memory than there is; what moves pages is `IBPOffloadingWorker`.
 
 vLLM takes no failed transfer. A page for which the pool's overflow has no room is therefore kept as it is, in pageable
 host memory beside the pool, until its chunk is stored anew: `IBPOffloadingWorker.num_raw_pages` says how many are.
@@ -16,9 +14,9 @@ host memory beside the pool, until its chunk is stored anew: `IBPOffloadingWorke
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,23 +28,22 @@ try:
         CanonicalKVCaches,
         GPULoadStoreSpec,
         LoadStoreSpec,
-        OffloadingManager,
-        OffloadingSpec,
         OffloadingWorker,
         TransferResult,
     )
-    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager  # type: ignore
     from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec  # type: ignore
 
     _missing: ImportError | None = None
 except ImportError as error:
-    OffloadingSpec = OffloadingWorker = object
+    CPUOffloadingSpec = OffloadingWorker = object
     _missing = error
 
 __all__ = ["IBPOffloadingSpec", "IBPOffloadingWorker"]
 
 USUAL_GAIN = 1.4  # chunks for each raw one: what BF16 keys and values give
-_SAMPLE_BYTES = 4 << 20  # of blocks, from which the codebook is learned
+_SAMPLE_BYTES = 4 << 20  # of blocks, from which a codebook is learned
+_WHOLE_ROWS = 2048  # bytes that pages are rounded up to, where the tensor is padded so far: they divide into rows
+_STORES_A_COMPACTION = 16  # overflow is compacted at most once while such a part of the pages is stored
 _CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "half": "float16"}
 
 
@@ -57,12 +54,17 @@ def _refuse_without_vllm() -> None:
         ) from _missing
 
 
-class IBPOffloadingSpec(OffloadingSpec):
-    """What vLLM makes by `spec_name` and `spec_module_path`.
+class IBPOffloadingSpec(CPUOffloadingSpec):
+    """What vLLM makes by `spec_name` and `spec_module_path`: its own `CPUOffloadingSpec` with another worker.
 
     Of `kv_connector_extra_config` it reads `cpu_bytes_to_use`, bytes of host memory for all workers together, and
     optionally: `ibp_gain`, chunks for each raw one that would fit, 1.4; `ibp_level`, "default" or "fast"; `ibp_dtype`,
-    what the pages hold, where it is not the model's dtype; `eviction_policy`, as vLLM's own spec.
+    what the pages hold, where it is not the model's dtype. `CPUOffloadingSpec` reads its other options, such as
+    `eviction_policy` and `store_threshold`, and its metrics count chunks at their original size.
+
+    Attributes:
+        pool_bytes: of host memory for one worker.
+        num_chunks: how many chunks the scheduler gives out.
 
     Raises:
         ImportError: vLLM is not there, or is older.
@@ -71,34 +73,20 @@ class IBPOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         _refuse_without_vllm()
-        super().__init__(config)
         options = config.extra_config
         if not options.get("cpu_bytes_to_use"):
             raise ValueError("kv_connector_extra_config has no cpu_bytes_to_use: bytes of host memory for the KV-cache")
         gain = float(options.get("ibp_gain", USUAL_GAIN))
         if not 1 <= gain <= 16:
             raise ValueError(f"ibp_gain is {gain}; wanted 1 to 16 chunks for each raw one")
-        self.pool_bytes = int(options["cpu_bytes_to_use"]) // max(1, config.parallel.world_size)
-        chunk_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
-        self.num_chunks = int(self.pool_bytes * gain) // chunk_bytes if chunk_bytes else 0
-        self._manager: Any = None
-        self._worker: IBPOffloadingWorker | None = None
-
-    @classmethod
-    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """Those of vLLM's own spec, whose manager reports them."""
-        _refuse_without_vllm()
-        return CPUOffloadingSpec.build_metric_definitions(extra_config)
-
-    def get_manager(self) -> OffloadingManager:
-        """vLLM's manager of chunks in host memory."""
-        if self._manager is None:
-            self._manager = CPUOffloadingManager(
-                num_blocks=self.num_chunks,
-                cache_policy=self.config.extra_config.get("eviction_policy", "lru"),
-                enable_events=self.config.enable_kv_cache_events,
-            )
-        return self._manager
+        host_bytes = int(options["cpu_bytes_to_use"])
+        self.pool_bytes = host_bytes // max(1, config.parallel.world_size)
+        changes: dict[str, Any] = {"extra_config": {**options, "cpu_bytes_to_use": int(host_bytes * gain)}}
+        if hasattr(config, "replicated_layout"):  # one copy for all workers; here each has a pool of its own
+            changes["replicated_layout"] = False
+        super().__init__(dataclasses.replace(config, **changes))
+        if not hasattr(self, "num_chunks"):
+            self.num_chunks: int = self.num_blocks  # its name before 0.30
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """What moves pages."""
@@ -120,13 +108,79 @@ def _dtype_of(name: str) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.uint8
 
 
-@dataclass
+class _Pool:
+    """Pages of one size, each of a block of several tensors: coded in a store, or as they are where that has no room.
+
+    The codebook is learned from the blocks that are stored first, and the store is made then.
+
+    Attributes:
+        num_tensors: the most that a group of layers has of such pages.
+        store: None before the first store.
+        raw: by page, its blocks as they are.
+    """
+
+    def __init__(self, page_bytes: int, dtype: torch.dtype, level: str, device: torch.device) -> None:
+        self.page_bytes, self.num_tensors = page_bytes, 0
+        self._dtype = torch.uint8 if page_bytes % dtype.itemsize else dtype
+        self._level, self._device = level, device
+        self.store: ibp.KVStore | None = None
+        self.raw: dict[int, list[torch.Tensor]] = {}
+        self._lost_some, self._num_stored = False, 0  # since the last compaction
+
+    def make_store(self, parts: list[_Part], num_pages: int, pool_bytes: int) -> None:
+        sample = []
+        for part in parts:
+            tensors = part.span.paged.tensors
+            count = max(1, _SAMPLE_BYTES // (len(parts) * len(tensors) * self.page_bytes))
+            some = torch.as_tensor(part.blocks[:count], device=self._device)
+            sample += [tensor[some] for tensor in tensors]
+        self.store = ibp.KVStore(
+            torch.cat(sample).view(self._dtype),
+            page_bytes=self.page_bytes,
+            num_pages=num_pages,
+            pool_bytes=pool_bytes,
+            num_tensors=self.num_tensors,
+            level=self._level,
+            device=self._device,
+        )
+
+    def keep(self, part: _Part, lost: set[int]) -> None:
+        """Copies the pages that were lost from their blocks."""
+        self._num_stored += len(part.pages)
+        self._lost_some = self._lost_some or bool(lost)
+        for page, block in zip(part.pages, part.blocks):
+            if page in lost:
+                self.raw[page] = [tensor[block].to("cpu", copy=True) for tensor in part.span.paged.tensors]
+
+    def compact(self) -> None:
+        """Makes room in the overflow, where that was short and enough has been stored since the last time."""
+        if self._lost_some and self.store is not None and self._num_stored > len(self.store) // _STORES_A_COMPACTION:
+            self.store.compact()
+            self._lost_some, self._num_stored = False, 0
+
+
+class _Span(NamedTuple):
+    """The tensors of a group of layers whose blocks are pages of one pool."""
+
+    pool: _Pool
+    paged: ibp.PagedTensors
+
+
+class _Part(NamedTuple):
+    """Blocks of a span and the pages that they become, or come from."""
+
+    span: _Span
+    pages: list[int]
+    blocks: list[int]
+
+
+@dataclasses.dataclass
 class _Job:
-    """Pages on their way. parts: of each group of layers, (its number, pages, blocks, transfer)."""
+    """Pages on their way: the parts whose pages are coded, and their transfers."""
 
     stores: bool
-    parts: list[tuple[int, list[int], list[int], ibp.Transfer]] = field(default_factory=list)
-    num_bytes: int = 0
+    num_bytes: int
+    transfers: list[tuple[_Part, ibp.Transfer]] = dataclasses.field(default_factory=list)
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # before and after
 
     def is_done(self) -> bool:
@@ -137,13 +191,13 @@ class _Job:
 
 
 class IBPOffloadingWorker(OffloadingWorker):
-    """Moves blocks of vLLM's paged tensors to the pages of an `ibp.KVStore` and back, on streams of its own.
+    """Moves blocks of vLLM's paged tensors to the pages of `ibp.KVStore` and back, on streams of its own.
 
-    The codebook is learned from the blocks that are stored first, and the pool is made then. A page is a GPU block of
-    all layers of a group.
+    Each size of blocks has a pool. Its codebook is learned from the blocks that are stored first, and it is made then.
+    A page is a GPU block of all the layers of a group that have such blocks.
 
     Args:
-        kv_caches: vLLM's tensors, the blocks of which have one size.
+        kv_caches: vLLM's tensors.
         num_chunks, blocks_per_chunk: how many chunks the scheduler gives out, and GPU blocks of each.
         pool_bytes: of host memory.
         dtype: what the pages hold.
@@ -151,7 +205,7 @@ class IBPOffloadingWorker(OffloadingWorker):
 
     Raises:
         ImportError: vLLM is not there, or is older.
-        ValueError: blocks of layers have several sizes.
+        RuntimeError: the blocks of a tensor are no rows of bytes.
     """
 
     def __init__(
@@ -165,118 +219,131 @@ class IBPOffloadingWorker(OffloadingWorker):
         level: str = "default",
     ) -> None:
         _refuse_without_vllm()
-        sizes = {ref.page_size_bytes for refs in kv_caches.group_data_refs for ref in refs}
-        if len(sizes) != 1:
-            raise ValueError(f"blocks of layers have {sorted(sizes)} bytes; wanted one size for all layers")
-        (self._page_bytes,) = sizes
-        self._groups = [
-            [_bytes_of_blocks(kv_caches.tensors[ref.tensor_idx].tensor)[:, : self._page_bytes] for ref in refs]
-            for refs in kv_caches.group_data_refs
-        ]
-        self._paged = [ibp.PagedTensors(tensors) for tensors in self._groups]
         self._num_chunks, self._blocks_per_chunk, self._pool_bytes = num_chunks, blocks_per_chunk, pool_bytes
-        self._dtype, self._level, self._device = dtype, level, self._groups[0][0].device
-        self._store: ibp.KVStore | None = None
-        self._raw: dict[int, list[torch.Tensor]] = {}  # by page: blocks of all layers, as they are
-        self._jobs: dict[int, _Job] = {}
+        self._device = kv_caches.tensors[0].tensor.device
+        self._pools: dict[tuple[int, ...], _Pool] = {}
+        tensors = _pages_of_tensors(kv_caches)
+        self._spans = [list(self._spans_of(refs, tensors, dtype, level)) for refs in kv_caches.group_data_refs]
+        self._block_bytes = [sum(ref.page_size_bytes for ref in refs) for refs in kv_caches.group_data_refs]
+        self._jobs: dict[int, _Job] = {}  # in the order in which they were submitted
+        self._finished: list[TransferResult] = []
         on_gpu = self._device.type == "cuda"
-        self._streams = [torch.cuda.Stream(self._device) for _ in range(2)] if on_gpu else [None, None]
+        self._store_stream, self._load_stream, self._expedited_stream = (
+            torch.cuda.Stream(self._device) if on_gpu else None for _ in range(3)
+        )
+
+    def _spans_of(
+        self, refs: Iterable[Any], tensors: dict[int, torch.Tensor], dtype: torch.dtype, level: str
+    ) -> Iterator[_Span]:
+        alike: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        for number in dict.fromkeys(ref.tensor_idx for ref in refs):
+            tensor = tensors[number]
+            alike.setdefault((*tensor.shape, tensor.stride(0)), []).append(tensor)
+        for kind, members in alike.items():
+            if kind not in self._pools:
+                self._pools[kind] = _Pool(members[0].shape[1], dtype, level, self._device)
+            pool = self._pools[kind]
+            pool.num_tensors = max(pool.num_tensors, len(members))
+            yield _Span(pool, ibp.PagedTensors(members))
 
     @property
     def num_raw_pages(self) -> int:
-        """Pages for which the pool had no room."""
-        return len(self._raw)
+        """Pages for which the pools had no room."""
+        return sum(len(pool.raw) for pool in self._pools.values())
 
     @property
-    def store(self) -> ibp.KVStore | None:
-        """The pool; None before the first store."""
-        return self._store
+    def stores(self) -> list[ibp.KVStore]:
+        """The pools that have been made, one for each size of blocks; none before the first store."""
+        return [pool.store for pool in self._pools.values() if pool.store is not None]
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         """Begins to store GPU blocks, once the current stream is done with them."""
-        job = _Job(stores=True)
+        job = _Job(True, self._bytes_of(src_spec))
         parts = list(self._parts(src_spec, dst_spec))
-        if self._store is None:
-            self._store = self._make_store(parts)
-        with self._timed(job, self._streams[0]):
-            for group, pages, blocks in parts:
-                transfer = self._store.store(pages, self._paged[group], blocks, stream=self._streams[0])
-                job.parts.append((group, pages, blocks, transfer))
-                job.num_bytes += transfer.num_bytes
+        self._make_stores(parts)
+        with self._timed(job, self._store_stream):
+            for part in parts:
+                store = part.span.pool.store
+                assert store is not None
+                transfer = store.store(part.pages, part.span.paged, part.blocks, stream=self._store_stream)
+                job.transfers.append((part, transfer))
         self._jobs[job_id] = job
         return True
 
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Begins to load chunks into GPU blocks."""
-        job = _Job(stores=False)
-        if self._store is None:
-            raise RuntimeError("a load was submitted before any store")
-        with self._timed(job, self._streams[1]):
-            for group, pages, blocks in self._parts(dst_spec, src_spec):
-                coded = [k for k, page in enumerate(pages) if page not in self._raw]
-                some = [pages[k] for k in coded], [blocks[k] for k in coded]
-                transfer = self._store.load(some[0], self._paged[group], some[1], stream=self._streams[1])
-                job.parts.append((group, *some, transfer))
-                job.num_bytes += len(pages) * self._page_bytes * len(self._groups[group])
-                self._load_raw(group, pages, blocks)
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """Begins to load chunks into GPU blocks; with expedited beside the loads that were submitted before.
+
+        Raises:
+            RuntimeError: nothing has been stored yet.
+        """
+        job = _Job(False, self._bytes_of(dst_spec))
+        stream = self._expedited_stream if expedited else self._load_stream
+        with self._timed(job, stream):
+            for part in self._parts(dst_spec, src_spec):
+                if part.span.pool.store is None:
+                    raise RuntimeError("a load was submitted before any store")
+                coded = self._load_raw(part)
+                if coded.pages:
+                    transfer = part.span.pool.store.load(coded.pages, part.span.paged, coded.blocks, stream=stream)
+                    job.transfers.append((coded, transfer))
         self._jobs[job_id] = job
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Jobs that are done, each once."""
-        results = []
-        for job_id in [job_id for job_id, job in self._jobs.items() if job.is_done()]:
-            job = self._jobs.pop(job_id)
-            success = self._settle(job)
-            results.append(
-                TransferResult(job_id=job_id, success=success, transfer_size=job.num_bytes, transfer_time=job.seconds())
-            )
-        return results
+        self._settle()
+        if not self._jobs:
+            for pool in self._pools.values():
+                pool.compact()
+        finished, self._finished = self._finished, []
+        return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Lets the host wait for jobs."""
+        """Lets the host wait for jobs. The blocks that they read are vLLM's to write then."""
         for job_id in job_ids:
             job = self._jobs.get(job_id)
             if job is not None and job.events is not None:
                 job.events[1].synchronize()
+        self._settle()
 
     def shutdown(self) -> None:
-        """Waits for all jobs, and frees the pool."""
+        """Waits for all jobs, and frees the pools."""
         self.wait(set(self._jobs))
-        self._jobs.clear()
-        self._raw.clear()
-        self._store = None
+        self._finished.clear()
+        for pool in self._pools.values():
+            pool.store = None
+            pool.raw.clear()
 
     # ---- how ----
 
-    def _make_store(self, parts: Sequence[tuple[int, list[int], list[int]]]) -> ibp.KVStore:
-        group, _, blocks = next(part for part in parts if part[2])
-        count = max(1, _SAMPLE_BYTES // (self._page_bytes * len(self._groups[group])))
-        some = torch.as_tensor(blocks[:count], device=self._device)
-        sample = torch.cat([tensor[some] for tensor in self._groups[group]])
-        return ibp.KVStore(
-            sample.view(self._dtype),
-            page_bytes=self._page_bytes,
-            num_pages=self._num_chunks * self._blocks_per_chunk,
-            pool_bytes=self._pool_bytes,
-            num_tensors=max(map(len, self._groups)),
-            level=self._level,
-            device=self._device,
-        )
+    def _make_stores(self, parts: list[_Part]) -> None:
+        all_bytes = sum(pool.page_bytes * pool.num_tensors for pool in self._pools.values())
+        for pool in self._pools.values():
+            mine = [part for part in parts if part.span.pool is pool]
+            if mine and pool.store is None:
+                share = self._pool_bytes * pool.page_bytes * pool.num_tensors // all_bytes
+                pool.make_store(mine, self._num_chunks * self._blocks_per_chunk, share)
 
-    def _parts(self, gpu: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[tuple[int, list[int], list[int]]]:
-        """(number of the group, pages, blocks) of a transfer. A group's blocks follow each other in its chunks; the
-        first may begin in the middle of one."""
+    def _bytes_of(self, gpu: GPULoadStoreSpec) -> int:
+        return sum(count * block_bytes for count, block_bytes in zip(gpu.group_sizes, self._block_bytes))
+
+    def _parts(self, gpu: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[_Part]:
+        """The parts of a transfer. A group's blocks follow each other in its chunks; the first may begin in the middle of
+        one."""
         first_block, first_chunk, many = 0, 0, self._blocks_per_chunk
-        for group, (count, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices)):
+        for spans, count, index in zip(self._spans, gpu.group_sizes, gpu.block_indices):
+            if not count:
+                continue
             skipped = int(index) % many
-            num_chunks = -(-(count + skipped) // many) if count else 0
+            num_chunks = -(-(count + skipped) // many)
             numbers = np.asarray(chunks.block_ids[first_chunk : first_chunk + num_chunks], dtype=np.int64)
             pages = (numbers[:, None] * many + np.arange(many)).ravel()[skipped : skipped + count]
             blocks = gpu.block_ids[first_block : first_block + count]
             first_block, first_chunk = first_block + count, first_chunk + num_chunks
-            if count:
-                yield group, pages.tolist(), [int(block) for block in blocks]
+            for span in spans:
+                yield _Part(span, pages.tolist(), [int(block) for block in blocks])
 
     @contextlib.contextmanager
     def _timed(self, job: _Job, stream: torch.cuda.Stream | None) -> Iterator[None]:
@@ -291,34 +358,57 @@ class IBPOffloadingWorker(OffloadingWorker):
             yield
             job.events[1].record()
 
-    def _load_raw(self, group: int, pages: list[int], blocks: list[int]) -> None:
-        """Copies the pages that are not in the pool, on the current stream."""
-        for page, block in zip(pages, blocks):
-            for tensor, raw in zip(self._groups[group], self._raw.get(page, ())):
-                tensor[block].copy_(raw, non_blocking=True)
+    def _load_raw(self, part: _Part) -> _Part:
+        """Copies the pages that are not coded, on the current stream. Returns the part of those that are, its blocks all
+        different: only the one that stands for no block may come several times."""
+        raw, tensors = part.span.pool.raw, part.span.paged.tensors
+        page_of = dict(zip(part.blocks, part.pages))
+        for block, page in page_of.items():
+            if page in raw:
+                for tensor, kept in zip(tensors, raw[page]):
+                    tensor[block].copy_(kept, non_blocking=True)
+        coded = {block: page for block, page in page_of.items() if page not in raw}
+        return _Part(part.span, list(coded.values()), list(coded))
 
-    def _settle(self, job: _Job) -> bool:
-        """Keeps the pages that found no room as they are, while their blocks are vLLM's to keep. Returns whether all is
-        well."""
-        found_no_room = False
-        for group, pages, blocks, transfer in job.parts:
-            if not job.stores:
-                try:
-                    transfer.synchronize()
-                except (IndexError, ibp.CorruptTableError):
-                    return False
-                continue
-            lost = set(transfer.lost())
-            for page, block in zip(pages, blocks):
-                self._raw.pop(page, None)
-                if page in lost:
-                    self._raw[page] = [tensor[block].to("cpu", copy=True) for tensor in self._groups[group]]
-            found_no_room = found_no_room or bool(lost)
-        if found_no_room and not self._jobs and self._store is not None:
-            self._store.compact()
+    def _settle(self) -> None:
+        """Ends the jobs that are done, in the order in which they were submitted: pages that found no room are copied
+        while their blocks are still as they were, and raw copies that newer pages replace are dropped."""
+        for job_id in [job_id for job_id, job in self._jobs.items() if job.is_done()]:
+            job = self._jobs.pop(job_id)
+            success = self._settle_store(job) if job.stores else _settle_load(job)
+            self._finished.append(
+                TransferResult(job_id=job_id, success=success, transfer_size=job.num_bytes, transfer_time=job.seconds())
+            )
+
+    def _settle_store(self, job: _Job) -> bool:
+        for part, transfer in job.transfers:
+            for pool in self._pools.values():  # a chunk may have been another group's before
+                for page in part.pages:
+                    pool.raw.pop(page, None)
+        for part, transfer in job.transfers:
+            part.span.pool.keep(part, set(transfer.lost()))
         return True
 
 
-def _bytes_of_blocks(tensor: torch.Tensor) -> torch.Tensor:
-    """[num_blocks, bytes of a block], int8, over the same memory."""
-    return tensor.view(torch.int8).flatten(1)
+def _settle_load(job: _Job) -> bool:
+    try:
+        for _, transfer in job.transfers:
+            transfer.synchronize()
+    except (IndexError, ibp.CorruptTableError):
+        return False
+    return True
+
+
+def _pages_of_tensors(kv_caches: CanonicalKVCaches) -> dict[int, torch.Tensor]:
+    """By number of the tensor, [num_blocks, bytes of a page], int8, over its memory. Groups of layers that share a tensor
+    may use different parts of a block: a page holds the largest, rounded up to whole rows where there is padding."""
+    used: dict[int, int] = {}
+    for refs in kv_caches.group_data_refs:
+        for ref in refs:
+            used[ref.tensor_idx] = max(used.get(ref.tensor_idx, 0), ref.page_size_bytes)
+    pages = {}
+    for number, page_bytes in used.items():
+        tensor = kv_caches.tensors[number].tensor.view(torch.int8)
+        blocks = tensor.view(len(tensor), -1)
+        pages[number] = blocks[:, : -(-page_bytes // _WHOLE_ROWS) * _WHOLE_ROWS]
+    return pages

@@ -1,4 +1,4 @@
-"""Names and signatures of sglang.srt.mem_cache.hicache_storage."""
+"""Names and parameters of sglang.srt.mem_cache.hicache_storage."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,18 +17,26 @@ class HiCacheStorageConfig:
     enable_storage_metrics: bool
     is_page_first_layout: bool
     model_name: str | None
+    tp_lcm_size: int | None = None
+    should_split_heads: bool = False
+    dp_rank: int = 0
     extra_config: dict | None = None
+    dcp_size: int = 1
+    dcp_rank: int = 0
+    logical_page_size: int | None = None
 
 
 class PoolName(str, Enum):
     KV = "kv"
     MAMBA = "mamba"
+    SWA = "swa"
     INDEXER = "indexer"
 
 
 class PoolHitPolicy(str, Enum):
     ALL_PAGES = "all_pages"
     TRAILING_PAGES = "trailing_pages"
+    BLOCK_GROUPS = "block_groups"
 
 
 @dataclass
@@ -38,12 +46,17 @@ class PoolTransfer:
     device_indices: object = None
     keys: list | None = None
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
+    nodes_to_load: list | None = None
+    indices_from_pool: PoolName | None = None
+    block_pages: int = 0
+    group_pages: int = 0
 
 
 @dataclass
 class PoolTransferResult:
     kv_hit_pages: int
     extra_pool_hit_pages: dict
+    restorable_prefix_pages: list | None = None
 
 
 class HiCacheStorage(ABC):
@@ -54,6 +67,9 @@ class HiCacheStorage(ABC):
         if not hasattr(self, "registered_pools"):
             self.registered_pools = {}
         self.registered_pools[host_pool_name] = host_pool
+
+    def on_host_pools_registered(self):
+        return
 
     @abstractmethod
     def get(self, key, target_location=None, target_sizes=None): ...

@@ -1,7 +1,7 @@
-"""Names and signatures of vllm.v1.kv_offload.base."""
+"""Names and parameters of vllm.v1.kv_offload.base."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,7 +10,7 @@ class LoadStoreSpec:
     pass
 
 
-class BlockIDsLoadStoreSpec(LoadStoreSpec):
+class BlockIDsLoadStoreSpec(LoadStoreSpec, ABC):
     def __init__(self, block_ids):
         self.block_ids = np.array(block_ids, dtype=np.int32)
 
@@ -56,19 +56,21 @@ class TransferResult:
     transfer_time: float | None = None
 
 
-@dataclass
-class ReqContext:
-    req_id: str
-    kv_transfer_params: dict | None = None
-    state: dict = field(default_factory=dict)
-
-
 class OffloadingManager(ABC):
+    @abstractmethod
+    def lookup(self, key, req_context): ...
+
     @abstractmethod
     def prepare_load(self, keys, req_context): ...
 
     @abstractmethod
     def prepare_store(self, keys, req_context): ...
+
+    @abstractmethod
+    def on_new_request(self, req_context): ...
+
+    def config_info(self):
+        return [{}]
 
 
 class OffloadingWorker(ABC):
@@ -76,7 +78,7 @@ class OffloadingWorker(ABC):
     def submit_store(self, job_id, src_spec, dst_spec): ...
 
     @abstractmethod
-    def submit_load(self, job_id, src_spec, dst_spec): ...
+    def submit_load(self, job_id, src_spec, dst_spec, expedited=False): ...
 
     @abstractmethod
     def get_finished(self): ...
@@ -93,8 +95,14 @@ class OffloadingSpec(ABC):
     def build_metric_definitions(cls, extra_config):
         return {}
 
+    @classmethod
+    def config_info_keys(cls, extra_config):
+        return ()
+
     def __init__(self, config):
         self.config, self.extra_config = config, config.extra_config
+        self.replicated_layout = False
+        self.blocks_per_chunk = config.cache.blocks_per_chunk
 
     @abstractmethod
     def get_manager(self): ...

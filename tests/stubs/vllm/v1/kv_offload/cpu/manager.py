@@ -6,10 +6,25 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec, OffloadingManager, Pr
 
 
 class CPUOffloadingManager(OffloadingManager):
-    def __init__(self, num_blocks, cache_policy="lru", enable_events=False):
-        assert cache_policy == "lru"
-        self.free, self.held, self.enable_events = list(range(num_blocks))[::-1], OrderedDict(), enable_events
+    def __init__(
+        self,
+        num_chunks,
+        cache_policy="lru",
+        cache_policy_module_path=None,
+        enable_events=False,
+        store_threshold=1,
+        max_tracker_size=64_000,
+        info=None,
+    ):
+        self.num_chunks, self.store_threshold, self.info = num_chunks, store_threshold, info
+        self.free, self.held = list(range(num_chunks))[::-1], OrderedDict()
         self.ready = set()
+
+    def on_new_request(self, req_context):
+        return None
+
+    def lookup(self, key, req_context):
+        return key in self.ready
 
     def prepare_load(self, keys, req_context):
         assert all(key in self.ready for key in keys)
@@ -29,3 +44,6 @@ class CPUOffloadingManager(OffloadingManager):
 
     def complete_store(self, keys, req_context, success=True):
         self.ready.update(keys)
+
+    def config_info(self):
+        return [self.info]

@@ -1,0 +1,276 @@
+"""Writes down what ibp's serving adapters meet in releases of vLLM and SGLang: classes, and how they call the adapters.
+
+    python tools/record_interfaces.py vllm==0.33.0 sglang==0.5.23    downloads the wheels by pip, and deletes them
+    python tools/record_interfaces.py path/to/some.whl               of a wheel that is there
+
+Writes tests/interfaces/PACKAGE-VERSION.json for each. Files are parsed, not imported: neither package, nor a GPU, is
+needed. tests/test_serving_interfaces.py holds the adapters and the stand-ins in tests/stubs to all of these files. A
+release that differs in something that an adapter uses fails there.
+
+A file has two parts. `classes`: by name, where it is defined, base classes, fields of dataclasses and members of enums
+with their defaults, parameters of public methods, which methods are abstract or properties, attributes that methods set.
+`uses`: by role (an adapter's class, as the engine holds it), the forms in which each method is called, such as
+"3, expedited" for three arguments by position and one by keyword, and the attributes that are read. Only names and
+defaults are kept.
+"""
+
+import argparse
+import ast
+import fnmatch
+import inspect
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+INTERFACES = Path(__file__).resolve().parent.parent / "tests" / "interfaces"
+
+
+class Role(NamedTuple):
+    """Something of ours that an engine holds. files: where it does; receivers: expressions that it is there, as written;
+    maker: the file where it is made, and the expression that is called."""
+
+    files: tuple[str, ...]
+    receivers: tuple[str, ...]
+    maker: tuple[str, str] | None = None
+
+
+class Package(NamedTuple):
+    """classes: by name, files that may define it, the first that is there counts. roles: by name."""
+
+    classes: dict[str, tuple[str, ...]]
+    roles: dict[str, Role]
+
+
+def _in_file(path, *names):
+    return {name: (path,) for name in names}
+
+
+_OFFLOADING = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/"
+_HICACHE = "sglang/srt/mem_cache/hicache_storage.py"
+_HOST_POOLS = ("sglang/srt/mem_cache/pool_host/base.py", "sglang/srt/mem_cache/memory_pool_host.py")
+
+PACKAGES = {
+    "vllm": Package(
+        _in_file(
+            "vllm/v1/kv_offload/base.py",
+            "BlockIDsLoadStoreSpec",
+            "CanonicalKVCacheRef",
+            "CanonicalKVCacheTensor",
+            "CanonicalKVCaches",
+            "GPULoadStoreSpec",
+            "LoadStoreSpec",
+            "OffloadingManager",
+            "OffloadingSpec",
+            "OffloadingWorker",
+            "PrepareStoreOutput",
+            "TransferResult",
+        )
+        | _in_file(
+            "vllm/v1/kv_offload/config.py",
+            "OffloadingCacheConfig",
+            "OffloadingConfig",
+            "OffloadingGroupConfig",
+            "OffloadingModelConfig",
+            "OffloadingParallelConfig",
+        )
+        | _in_file("vllm/v1/kv_offload/cpu/manager.py", "CPUOffloadingManager")
+        | _in_file("vllm/v1/kv_offload/cpu/spec.py", "CPUOffloadingSpec"),
+        {
+            "worker": Role((_OFFLOADING + "worker.py",), ("self.worker",)),
+            "spec": Role(
+                tuple(_OFFLOADING + name for name in ("worker.py", "scheduler.py", "metrics.py")),
+                ("spec", "self.spec", "spec_cls", "self._spec_cls"),
+                ("vllm/v1/kv_offload/factory.py", "spec_cls"),
+            ),
+        },
+    ),
+    "sglang": Package(
+        _in_file(
+            _HICACHE,
+            "HiCacheStorage",
+            "HiCacheStorageConfig",
+            "PoolHitPolicy",
+            "PoolName",
+            "PoolTransfer",
+            "PoolTransferResult",
+        )
+        | {"HostKVCache": _HOST_POOLS, "StorageMetrics": ("sglang/srt/observability/metrics_collector.py",)},
+        {
+            "storage": Role(
+                (
+                    "sglang/srt/managers/cache_controller.py",
+                    "sglang/srt/mem_cache/*.py",
+                    "sglang/srt/mem_cache/hybrid_cache/*.py",
+                    "sglang/srt/mem_cache/unified_cache/*.py",
+                ),
+                ("self.storage_backend", "self.cache_controller.storage_backend", "self._backend"),
+                ("sglang/srt/mem_cache/storage/backend_factory.py", "backend_class"),
+            )
+        },
+    ),
+}
+
+
+# ---- what a file says ----
+
+
+def _parameters(function):
+    """As written, without annotations: "self, job_id, expedited=False"."""
+    args = function.args
+    for arg in ast.walk(args):
+        if isinstance(arg, ast.arg):
+            arg.annotation = None
+    return ast.unparse(args)
+
+
+def signature_of(parameters):
+    """The inspect.Signature of parameters as they are kept; defaults are text."""
+    args = ast.parse(f"def method({parameters}): pass").body[0].args
+    positional = [(arg, inspect.Parameter.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    positional += [(arg, inspect.Parameter.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    defaults = [None] * (len(positional) - len(args.defaults)) + args.defaults
+    found = [(arg, kind, default) for (arg, kind), default in zip(positional, defaults)]
+    found += [(args.vararg, inspect.Parameter.VAR_POSITIONAL, None)] if args.vararg else []
+    found += [(arg, inspect.Parameter.KEYWORD_ONLY, value) for arg, value in zip(args.kwonlyargs, args.kw_defaults)]
+    found += [(args.kwarg, inspect.Parameter.VAR_KEYWORD, None)] if args.kwarg else []
+    return inspect.Signature(
+        [
+            inspect.Parameter(arg.arg, kind, default=inspect.Parameter.empty if value is None else ast.unparse(value))
+            for arg, kind, value in found
+        ]
+    )
+
+
+def _decorators(node):
+    return [
+        ast.unparse(each.func if isinstance(each, ast.Call) else each).split(".")[-1] for each in node.decorator_list
+    ]
+
+
+def _attributes(node):
+    """Names that methods of a class set on self."""
+    stored = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
+    return sorted({each.attr for each in stored if isinstance(each.value, ast.Name) and each.value.id == "self"})
+
+
+def class_of(node, path):
+    """What is kept of a class; node: ast.ClassDef."""
+    functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+    functions = [each for each in functions if each.name == "__init__" or not each.name.startswith("_")]
+    bases = [ast.unparse(base) for base in node.bases]
+    is_dataclass = "dataclass" in _decorators(node)
+    fields = [each for each in node.body if isinstance(each, ast.AnnAssign)] if is_dataclass else []
+    members = [each for each in node.body if isinstance(each, ast.Assign)] if "Enum" in bases else []
+    found = {
+        "file": path,
+        "bases": bases,
+        "fields": {each.target.id: None if each.value is None else ast.unparse(each.value) for each in fields},
+        "members": {each.targets[0].id: ast.unparse(each.value) for each in members},
+        "methods": {each.name: _parameters(each) for each in functions},
+        "abstract": [each.name for each in functions if "abstractmethod" in _decorators(each)],
+        "properties": [each.name for each in functions if "property" in _decorators(each)],
+        "attributes": _attributes(node),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _form(call):
+    """How a call passes its arguments: "2, expedited" are two by position and one by keyword."""
+    positional = "*" if any(isinstance(arg, ast.Starred) for arg in call.args) else str(len(call.args))
+    return ", ".join([positional, *sorted(keyword.arg or "**" for keyword in call.keywords)])
+
+
+def calls_of(tree, function):
+    """The forms in which a function is called, as written: "TransferResult", "self.worker.wait"."""
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return {_form(node) for node in calls if ast.unparse(node.func) == function}
+
+
+def uses_of(trees, receivers):
+    """By method, the forms in which it is called, and the attributes that are read, of what the receivers are."""
+    calls, attributes = {}, set()
+    for tree in trees:
+        members = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        names = {node.attr for node in members if ast.unparse(node.value) in receivers}
+        for name in names:
+            forms = set().union(*(calls_of(tree, f"{receiver}.{name}") for receiver in receivers))
+            if forms:
+                calls.setdefault(name, set()).update(forms)
+            else:
+                attributes.add(name)
+    return {
+        "calls": {name: sorted(forms) for name, forms in sorted(calls.items())},
+        "attributes": sorted(attributes),
+    }
+
+
+# ---- what a wheel says ----
+
+
+def interface_of(package, read, names):
+    """What is kept of a package's files. read: gives the text of one; names: of all of them."""
+    wanted = PACKAGES[package]
+    trees = {}
+
+    def tree_of(path):
+        if path not in trees:
+            trees[path] = ast.parse(read(path))
+        return trees[path]
+
+    classes = {}
+    for name, paths in sorted(wanted.classes.items()):
+        for path in paths:
+            nodes = tree_of(path).body if path in names else ()
+            node = next((each for each in nodes if isinstance(each, ast.ClassDef) and each.name == name), None)
+            if node is not None:
+                classes[name] = class_of(node, path)
+                break
+    uses = {}
+    for name, role in sorted(wanted.roles.items()):
+        paths = sorted(path for path in names if any(fnmatch.fnmatchcase(path, each) for each in role.files))
+        uses[name] = uses_of([tree_of(path) for path in paths], role.receivers)
+        if role.maker:
+            file, function = role.maker
+            uses[name]["calls"]["__init__"] = sorted(calls_of(tree_of(file), function))
+    return {"classes": classes, "uses": uses}
+
+
+def record(wheel):
+    """The interface of a wheel: a path."""
+    package, version = Path(wheel).name.split("-")[:2]
+    if package not in PACKAGES:
+        raise SystemExit(f"{wheel} is of {package}; wanted one of {', '.join(PACKAGES)}")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if name.endswith(".py")}
+        found = interface_of(package, lambda path: archive.read(path).decode(), names)
+    return {"package": package, "version": version, **found}
+
+
+def write(interface, folder):
+    path = folder / f"{interface['package']}-{interface['version']}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(interface, indent=1) + "\n")
+    return path
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("releases", nargs="+", metavar="WHEEL|PACKAGE==VERSION")
+    parser.add_argument("--out", type=Path, default=INTERFACES, help="folder of the JSON files")
+    options = parser.parse_args()
+    for release in options.releases:
+        with tempfile.TemporaryDirectory() as folder:
+            wheel = release
+            if not release.endswith(".whl"):
+                pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+                subprocess.run([*pip, "--quiet", "--dest", folder, release], check=True)
+                (wheel,) = Path(folder).glob("*.whl")
+            print(write(record(wheel), options.out))
+
+
+if __name__ == "__main__":
+    main()
