@@ -8,7 +8,7 @@ needed. tests/test_serving_interfaces.py holds the adapters and the stand-ins in
 release that differs in something that an adapter uses fails there.
 
 A file has two parts. `classes`: by name, where it is defined, base classes, fields of dataclasses and members of enums
-with their defaults, parameters of public methods, which methods are abstract or properties, attributes that methods set.
+with their defaults, parameters of public methods, which of those are abstract or properties, attributes that are set.
 `uses`: by role (an adapter's class, as the engine holds it), the forms in which each method is called, such as
 "3, expedited" for three arguments by position and one by keyword, and the attributes that are read. Only names and
 defaults are kept.
@@ -30,8 +30,8 @@ INTERFACES = Path(__file__).resolve().parent.parent / "tests" / "interfaces"
 
 
 class Role(NamedTuple):
-    """Something of ours that an engine holds. files: where it does; receivers: expressions that it is there, as written;
-    maker: the file where it is made, and the expression that is called."""
+    """Something of ours that an engine holds. files: where it does; receivers: expressions that it is there, as
+    written; maker: the file where it is made, and the expression that is called."""
 
     files: tuple[str, ...]
     receivers: tuple[str, ...]
@@ -193,18 +193,15 @@ def calls_of(tree, function):
 def uses_of(trees, receivers):
     """By method, the forms in which it is called, and the attributes that are read, of what the receivers are."""
     calls, attributes = {}, set()
-    for tree in trees:
-        members = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-        names = {node.attr for node in members if ast.unparse(node.value) in receivers}
-        for name in names:
-            forms = set().union(*(calls_of(tree, f"{receiver}.{name}") for receiver in receivers))
-            if forms:
-                calls.setdefault(name, set()).update(forms)
-            else:
-                attributes.add(name)
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in receivers:
+            attributes.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if ast.unparse(node.func.value) in receivers:
+                calls.setdefault(node.func.attr, set()).add(_form(node))
     return {
         "calls": {name: sorted(forms) for name, forms in sorted(calls.items())},
-        "attributes": sorted(attributes),
+        "attributes": sorted(attributes - set(calls)),
     }
 
 

@@ -4,8 +4,8 @@
         --hicache-storage-backend-extra-config '{"backend_name": "ibp", "module_path": "ibp.integrations.sglang",
         "class_name": "IBPHiCacheStorage", "interface_v1": 1, "pool_bytes": 34359738368}'
 
-For SGLang 0.5.12 and newer. `docs/kv-cache.md` names the versions that were tried, and how. Pages are kept by their keys in
-pools of `ibp.KVStore`, one for each of SGLang's host pools; those used longest ago make room.
+For SGLang 0.5.10 and newer. `docs/kv-cache.md` names the versions that were tried, and how. Pages are kept by their
+keys in pools of `ibp.KVStore`, one for each of SGLang's host pools; those used longest ago make room.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ class IBPHiCacheStorage(HiCacheStorage):
             raise ValueError("the extra config has no pool_bytes: bytes of host memory for coded pages")
         if storage_config.is_mla_model and storage_config.tp_size > 1:
             raise ValueError(
-                f"an MLA model on {storage_config.tp_size} tensor-parallel ranks: SGLang has one of them store pages, and "
-                "each rank keeps its own; wanted one rank, or --enable-dp-attention"
+                f"an MLA model on {storage_config.tp_size} tensor-parallel ranks: SGLang has one of them store pages, "
+                "and each rank keeps its own; wanted one rank for attention, such as --enable-dp-attention gives"
             )
         self._options = int(options["pool_bytes"]), options.get("device", "cpu"), options.get("level", "default")
         self._pools: dict[str, _Pool] = {}

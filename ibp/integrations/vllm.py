@@ -4,8 +4,8 @@
         "kv_connector_extra_config": {"spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm",
         "cpu_bytes_to_use": 34359738368}}'
 
-For vLLM 0.26 and newer. `docs/kv-cache.md` names the versions that were tried, and how. The scheduler's side is vLLM's own
-`CPUOffloadingSpec` and its manager, told of more host memory than there is; what moves pages is `IBPOffloadingWorker`.
+For vLLM 0.26 and newer. `docs/kv-cache.md` names the versions that were tried, and how. The scheduler's side is vLLM's
+own `CPUOffloadingSpec` and its manager, told of more host memory than there is; `IBPOffloadingWorker` moves the pages.
 
 vLLM takes no failed transfer. A page for which the pool's overflow has no room is therefore kept as it is, in pageable
 host memory beside the pool, until its chunk is stored anew: `IBPOffloadingWorker.num_raw_pages` says how many are.
@@ -70,6 +70,8 @@ class IBPOffloadingSpec(CPUOffloadingSpec):
         ImportError: vLLM is not there, or is older.
         ValueError: `cpu_bytes_to_use` is missing, or an option is out of range.
     """
+
+    _worker: IBPOffloadingWorker | None  # as CPUOffloadingSpec sets it
 
     def __init__(self, config: Any) -> None:
         _refuse_without_vllm()
@@ -330,8 +332,8 @@ class IBPOffloadingWorker(OffloadingWorker):
         return sum(count * block_bytes for count, block_bytes in zip(gpu.group_sizes, self._block_bytes))
 
     def _parts(self, gpu: GPULoadStoreSpec, chunks: LoadStoreSpec) -> Iterator[_Part]:
-        """The parts of a transfer. A group's blocks follow each other in its chunks; the first may begin in the middle of
-        one."""
+        """The parts of a transfer. A group's blocks follow each other in its chunks; the first may begin in the middle
+        of one."""
         first_block, first_chunk, many = 0, 0, self._blocks_per_chunk
         for spans, count, index in zip(self._spans, gpu.group_sizes, gpu.block_indices):
             if not count:
@@ -359,8 +361,8 @@ class IBPOffloadingWorker(OffloadingWorker):
             job.events[1].record()
 
     def _load_raw(self, part: _Part) -> _Part:
-        """Copies the pages that are not coded, on the current stream. Returns the part of those that are, its blocks all
-        different: only the one that stands for no block may come several times."""
+        """Copies the pages that are not coded, on the current stream, and returns the part of those that are. Its blocks
+        are all different: only vLLM's null block, which nobody reads, may come several times."""
         raw, tensors = part.span.pool.raw, part.span.paged.tensors
         page_of = dict(zip(part.blocks, part.pages))
         for block, page in page_of.items():
@@ -381,10 +383,10 @@ class IBPOffloadingWorker(OffloadingWorker):
             )
 
     def _settle_store(self, job: _Job) -> bool:
-        for part, transfer in job.transfers:
-            for pool in self._pools.values():  # a chunk may have been another group's before
-                for page in part.pages:
-                    pool.raw.pop(page, None)
+        pages = [page for part, _ in job.transfers for page in part.pages]
+        for pool in self._pools.values():  # all of them: a chunk may have been another group's before
+            for page in pages:
+                pool.raw.pop(page, None)
         for part, transfer in job.transfers:
             part.span.pool.keep(part, set(transfer.lost()))
         return True
@@ -400,8 +402,8 @@ def _settle_load(job: _Job) -> bool:
 
 
 def _pages_of_tensors(kv_caches: CanonicalKVCaches) -> dict[int, torch.Tensor]:
-    """By number of the tensor, [num_blocks, bytes of a page], int8, over its memory. Groups of layers that share a tensor
-    may use different parts of a block: a page holds the largest, rounded up to whole rows where there is padding."""
+    """By number of the tensor, [num_blocks, bytes of a page], int8, over its memory. Groups of layers that share a
+    tensor may use different parts of a block: a page holds the largest, and padding behind it up to whole rows."""
     used: dict[int, int] = {}
     for refs in kv_caches.group_data_refs:
         for ref in refs:
